@@ -18,6 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 lint: install
 	$(BIN)/ruff check
+	$(BIN)/ruff format --check
 
 types: install
 	$(BIN)/mypy

@@ -89,12 +89,16 @@ def cpu_part(config: Config, long: Config) -> Part:
 
 def without_change(change: changes.Change) -> Callable[[Moves], Moves]:
     """Leave one of the random changes out."""
-    return lambda moves: replace(moves, changes=tuple(each for each in moves.changes if each[0] is not change))
+    return lambda moves: replace(
+        moves, changes=tuple(each for each in moves.changes if each[0] is not change)
+    )
 
 
 WITHOUT: dict[str, Callable[[Moves], Moves]] = {
     "begin with kept values": lambda moves: replace(moves, keep=False),
-    "begin with full buckets (without: each message alone)": lambda moves: replace(moves, full=(0.0,)),
+    "begin with full buckets (without: each message alone)": lambda moves: replace(
+        moves, full=(0.0,)
+    ),
     "begin with full buckets of a second size": lambda moves: replace(moves, full=moves.full[:1]),
     "merge buckets of gathers": lambda moves: replace(moves, merge=(False,)),
     "merge buckets of reductions": lambda moves: replace(moves, merge=(True,)),
@@ -119,11 +123,16 @@ def planned_step(problem: Problem, without: frozenset[str]) -> Step:
 def search_part() -> Part:
     """The moves of the planner's search."""
     steps = ((name, functools.partial(planned_step, problem)) for name, problem in subjects())
-    return Part("The moves of the planner's search", "simulated", tuple(WITHOUT), steps, simulated=True)
+    return Part(
+        "The moves of the planner's search", "simulated", tuple(WITHOUT), steps, simulated=True
+    )
 
 
 LONG = Config(sequence=1024, batch=1)  # as many tokens as in the benchmark's own step
-PARTS: dict[str, Callable[[], Part]] = {"cpu": functools.partial(cpu_part, Config(), LONG), "search": search_part}
+PARTS: dict[str, Callable[[], Part]] = {
+    "cpu": functools.partial(cpu_part, Config(), LONG),
+    "search": search_part,
+}
 
 
 def measure(part: Part, rounds: int) -> dict[str, dict[str, list[float]]]:
@@ -131,7 +140,11 @@ def measure(part: Part, rounds: int) -> dict[str, dict[str, list[float]]]:
     seconds = {}
     for name, build in part.steps:
         steps = versions(part.choices, build)
-        seconds[name] = {v: [step()] for v, step in steps.items()} if part.simulated else interleaved(steps, rounds)
+        seconds[name] = (
+            {v: [step()] for v, step in steps.items()}
+            if part.simulated
+            else interleaved(steps, rounds)
+        )
     return seconds
 
 
@@ -158,14 +171,19 @@ def interleaved(steps: Mapping[str, Step], rounds: int) -> dict[str, list[float]
 
 def table(seconds: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
     """A row for each version of each step. `gain`: by how much the choice shortens the step."""
-    lines = ["| step | without | median, s | least, s | of the step with all | gain |", "|---|---|---:|---:|---:|---:|"]
+    lines = [
+        "| step | without | median, s | least, s | of the step with all | gain |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
     for step, by_version in seconds.items():
         base = statistics.median(by_version[ALL])
         for version, each in by_version.items():
             middle = statistics.median(each)
             without = {ALL: "nothing", NONE: "any of them"}.get(version, version)
             gain = "" if version == ALL else f"{1 - base / middle:.1%}"
-            lines.append(f"| {step} | {without} | {middle:.4f} | {min(each):.4f} | {middle / base:.3f} | {gain} |")
+            lines.append(
+                f"| {step} | {without} | {middle:.4f} | {min(each):.4f} | {middle / base:.3f} | {gain} |"
+            )
     return lines
 
 
@@ -174,11 +192,18 @@ def by_choice(seconds: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]
     lines = ["| without | mean | most | steps: with, without, ms |", "|---|---:|---:|---|"]
     versions = [version for version in next(iter(seconds.values())) if version != ALL]
     for version in versions:
-        pairs = {step: (by_version[ALL][0], by_version[version][0]) for step, by_version in seconds.items()}
+        pairs = {
+            step: (by_version[ALL][0], by_version[version][0])
+            for step, by_version in seconds.items()
+        }
         more = sorted(((b / a - 1, step) for step, (a, b) in pairs.items()), reverse=True)
-        listed = "; ".join(_pair(step, *pairs[step]) for share, step in more if abs(share) >= LITTLE)
+        listed = "; ".join(
+            _pair(step, *pairs[step]) for share, step in more if abs(share) >= LITTLE
+        )
         without = "any of them" if version == NONE else version
-        lines.append(f"| {without} | {statistics.mean(m for m, _ in more):+.2%} | {more[0][0]:+.2%} | {listed} |")
+        lines.append(
+            f"| {without} | {statistics.mean(m for m, _ in more):+.2%} | {more[0][0]:+.2%} | {listed} |"
+        )
     return lines
 
 
@@ -194,15 +219,23 @@ def report(results: Mapping[str, dict]) -> str:
         lines += [f"## {each['title']}", "", f"{each['where']}; {each['date']}."]
         if each.get("simulated"):
             count = len(each["seconds"])
-            lines += [f"Simulated seconds of {count} steps. Steps that change by {LITTLE:.1%} or more are listed.", ""]
+            lines += [
+                f"Simulated seconds of {count} steps. Steps that change by {LITTLE:.1%} or more are listed.",
+                "",
+            ]
             lines += [*by_choice(each["seconds"]), ""]
         else:
-            lines += [f"Seconds a step, {each['unit']}: medians of {rounds}, all versions of a step in turns.", ""]
+            lines += [
+                f"Seconds a step, {each['unit']}: medians of {rounds}, all versions of a step in turns.",
+                "",
+            ]
             lines += [*table(each["seconds"]), ""]
     return "\n".join(lines)
 
 
-def main(names: Sequence[str], rounds: int, out: Path, parts: Mapping[str, Callable[[], Part]] = PARTS) -> str:
+def main(
+    names: Sequence[str], rounds: int, out: Path, parts: Mapping[str, Callable[[], Part]] = PARTS
+) -> str:
     """Measure some parts, and write the report of all. Returns its text."""
     file = out / "ablations.json"
     results = json.loads(file.read_text()) if file.exists() else {}
@@ -219,10 +252,14 @@ def main(names: Sequence[str], rounds: int, out: Path, parts: Mapping[str, Calla
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="a folder, for figures of another machine")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help="a folder, for figures of another machine"
+    )
     torch.set_num_threads(1)
     arguments = parser.parse_args()
     print(main(arguments.parts, arguments.rounds, arguments.out))

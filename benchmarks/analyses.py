@@ -38,7 +38,9 @@ from ztrans.planning.make_plan import SLACK
 RESULTS = Path(__file__).parent / "results"
 NVLINK, NIC, SLOW = ("h100", "nvlink4"), ("h100", "infiniband"), ("cpu", "ethernet-1g")
 A100, ETHERNET = ("a100", "infiniband"), ("h100", "ethernet-100g")
-PLACES: dict[str, list[tuple[int, tuple[str, str]]]] = {  # by model: pairs of a number of ranks and a cluster
+PLACES: dict[
+    str, list[tuple[int, tuple[str, str]]]
+] = {  # by model: pairs of a number of ranks and a cluster
     "GPT 2 x 128, fp32": [(2, SLOW), (8, NVLINK), (32, A100), (64, NIC)],
     "GPT 6 x 512, fp32": [(2, SLOW), (64, NIC), (16, ETHERNET)],
     "GPT 6 x 1024, bf16": [(8, NVLINK), (32, A100), (512, NIC)],
@@ -53,7 +55,11 @@ PLACES: dict[str, list[tuple[int, tuple[str, str]]]] = {  # by model: pairs of a
     "LoRA 8 x 2048": [(8, NVLINK), (64, NIC)],
 }
 # By stage: budgets as multiples of the peak of the program in its written order. None is "auto".
-BUDGETS: dict[int, list[float | None]] = {3: [None, 1.0, 1.1, 1.3, 2.0], 2: [None, 1.1, 1.5], 0: [None]}
+BUDGETS: dict[int, list[float | None]] = {
+    3: [None, 1.0, 1.1, 1.3, 2.0],
+    2: [None, 1.1, 1.5],
+    0: [None],
+}
 LAWS = {
     "bound": "the lower bound is at most the seconds of the simulated step",
     "budget": "the peak is at most the given budget",
@@ -100,7 +106,9 @@ class Row:
 
     def __str__(self) -> str:
         budget = "auto" if self.budget is None else format_bytes(self.budget)
-        return f"{self.model}, {self.ranks} ranks, {self.cluster}, stage {self.stage}, memory {budget}"
+        return (
+            f"{self.model}, {self.ranks} ranks, {self.cluster}, stage {self.stage}, memory {budget}"
+        )
 
 
 def rows(models: Iterable[str] = tuple(MODELS), places: int | None = None) -> Iterator[Row]:
@@ -126,9 +134,18 @@ def _at(model: str, traced: zt.Traced, ranks: int, device: str, link: str) -> It
         lowered = lower(shard, zt.overlap_grads(update=update), prefetch)
         line, took = lowered.timeline(), time.perf_counter() - began
         options = (model, ranks, f"{device}, {link}", stage, reshard, update, budget)
-        return Row(*options, written[stage], line.seconds, *line.bound, lowered.memory_analysis().peak, took)
+        return Row(
+            *options,
+            written[stage],
+            line.seconds,
+            *line.bound,
+            lowered.memory_analysis().peak,
+            took,
+        )
 
-    written = {stage: lower(zt.shard_params(mesh, stage=stage)).memory_analysis().peak for stage in BUDGETS}
+    written = {
+        stage: lower(zt.shard_params(mesh, stage=stage)).memory_analysis().peak for stage in BUDGETS
+    }
     for stage, budgets in BUDGETS.items():
         for share in budgets:
             yield row(stage, None if share is None else int(share * written[stage]))
@@ -140,12 +157,18 @@ def broken(programs: Sequence[Row]) -> Iterator[tuple[str, str]]:
     """The laws that are broken: the key in `LAWS`, and a description."""
     for r in programs:
         if r.bound > r.seconds * (1 + 1e-9):
-            yield "bound", f"{r}: {format_seconds(r.seconds)}, and a bound of {format_seconds(r.bound)} ({r.binds})"
+            yield (
+                "bound",
+                f"{r}: {format_seconds(r.seconds)}, and a bound of {format_seconds(r.bound)} ({r.binds})",
+            )
         if r.budget is not None and r.peak > r.budget:
             yield "budget", f"{r}: a peak of {format_bytes(r.peak)}"
     for a, b in _pairs(programs):
         if b.seconds > 1.01 * a.seconds:
-            yield "more", f"{b}: {format_seconds(b.seconds)}, {format_seconds(a.seconds)} in {format_bytes(a.budget)}"
+            yield (
+                "more",
+                f"{b}: {format_seconds(b.seconds)}, {format_seconds(a.seconds)} in {format_bytes(a.budget)}",
+            )
     for a, b in _stages(programs):
         if b.peak > a.peak and (b.peak > (1 + SLACK) * a.written or b.seconds >= a.seconds):
             yield "stages", _rise(a, b)
@@ -158,14 +181,24 @@ def _rise(a: Row, b: Row) -> str:
 
 def _pairs(programs: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
     """Pairs of programs that differ only in their budget, the smaller budget first."""
-    asked = sorted((r for r in programs if r.usual and r.budget is not None), key=lambda r: r.budget)
+    asked = sorted(
+        (r for r in programs if r.usual and r.budget is not None), key=lambda r: r.budget
+    )
     return ((a, b) for a, b in combinations(asked, 2) if (a.place, a.stage) == (b.place, b.stage))
 
 
 def _stages(programs: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
     """Pairs of programs that differ only in their stage, the lower stage first. Their models train all leaves."""
-    auto = {(r.place, r.stage): r for r in programs if r.usual and r.budget is None and MODELS[r.model].trains}
-    return ((auto[place, low], r) for (place, stage), r in auto.items() for low in {2: [0], 3: [2]}.get(stage, []))
+    auto = {
+        (r.place, r.stage): r
+        for r in programs
+        if r.usual and r.budget is None and MODELS[r.model].trains
+    }
+    return (
+        (auto[place, low], r)
+        for (place, stage), r in auto.items()
+        for low in {2: [0], 3: [2]}.get(stage, [])
+    )
 
 
 def report(programs: Sequence[Row]) -> str:
@@ -180,9 +213,27 @@ def report(programs: Sequence[Row]) -> str:
     lines += [f"| {LAWS[law]} | {tried[law]} | {sum(w == law for w, _ in wrong)} |" for law in LAWS]
     lines += ["", *(f"- {law}: {text}" for law, text in wrong), ""]
     rises = [_rise(a, b) for a, b in _stages(programs) if b.peak > a.peak]
-    lines += ["Peaks above that of the lower stage:", "", *(f"- {text}" for text in rises or ["none"]), ""]
-    columns = ("model", "ranks", "cluster", "stage 3", "times the bound", "peak at stages 0, 2, 3", "seconds to plan")
-    lines += [f"| {' | '.join(columns)} |", "|---|---:|---|---:|---:|---:|---:|", *_table(programs), ""]
+    lines += [
+        "Peaks above that of the lower stage:",
+        "",
+        *(f"- {text}" for text in rises or ["none"]),
+        "",
+    ]
+    columns = (
+        "model",
+        "ranks",
+        "cluster",
+        "stage 3",
+        "times the bound",
+        "peak at stages 0, 2, 3",
+        "seconds to plan",
+    )
+    lines += [
+        f"| {' | '.join(columns)} |",
+        "|---|---:|---|---:|---:|---:|---:|",
+        *_table(programs),
+        "",
+    ]
     return "\n".join(lines)
 
 
@@ -214,8 +265,14 @@ def main(models: list[str], write: bool) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default="", help="only models whose names contain this (default: all)")
-    parser.add_argument("--print", action="store_true", help="print the report, but do not write it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "model", nargs="?", default="", help="only models whose names contain this (default: all)"
+    )
+    parser.add_argument(
+        "--print", action="store_true", help="print the report, but do not write it"
+    )
     given = parser.parse_args()
     main([name for name in MODELS if given.model in name], not given.print)

@@ -38,17 +38,27 @@ def adamw(state: dict, grads: dict, b1=0.9, b2=0.95, eps=1e-8, decay=0.1) -> dic
 
 def adamw_state(params: dict) -> dict:
     zeros = lambda: {k: torch.empty_like(p) for k, p in params.items()}
-    return {"params": params, "m": zeros(), "v": zeros(), "step": torch.tensor(0.0), "lr": torch.tensor(1e-3)}
+    return {
+        "params": params,
+        "m": zeros(),
+        "v": zeros(),
+        "step": torch.tensor(0.0),
+        "lr": torch.tensor(1e-3),
+    }
 
 
 def clipped(grads: dict) -> dict:
     """Gradients clipped by their global norm."""
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads.values()]))
+    norm = torch.linalg.vector_norm(
+        torch.stack([torch.linalg.vector_norm(g) for g in grads.values()])
+    )
     return {k: g * torch.clamp(1.0 / (norm + 1e-6), max=1.0) for k, g in grads.items()}
 
 
 def shapes(**leaves: tuple[int, ...]) -> dict[str, Tensor]:
-    return {name.replace("_", "."): torch.empty(shape, device="meta") for name, shape in leaves.items()}
+    return {
+        name.replace("_", "."): torch.empty(shape, device="meta") for name, shape in leaves.items()
+    }
 
 
 def on_meta(make: Callable[[], nn.Module]) -> tuple[nn.Module, dict]:
@@ -57,7 +67,18 @@ def on_meta(make: Callable[[], nn.Module]) -> tuple[nn.Module, dict]:
     return module, {k: p.detach() for k, p in module.named_parameters()}
 
 
-def gpt(layers: int, width: int, sequence: int, batch: int, *, bf16=True, heads=16, vocab=256, clip=False, micro=1):
+def gpt(
+    layers: int,
+    width: int,
+    sequence: int,
+    batch: int,
+    *,
+    bf16=True,
+    heads=16,
+    vocab=256,
+    clip=False,
+    micro=1,
+):
     """The GPT of the examples with AdamW. With `clip`, gradients are clipped; with `micro`, they are accumulated."""
     model, params = on_meta(lambda: GPT(Config(layers, width, heads, vocab, sequence)))
 
@@ -73,13 +94,19 @@ def gpt(layers: int, width: int, sequence: int, batch: int, *, bf16=True, heads=
             total = grads if total is None else {k: total[k] + g for k, g in grads.items()}
         return adamw(state, clipped(total) if clip else total), loss
 
-    return step, adamw_state(params), (torch.empty(batch, sequence + 1, dtype=torch.int64, device="meta"),)
+    return (
+        step,
+        adamw_state(params),
+        (torch.empty(batch, sequence + 1, dtype=torch.int64, device="meta"),),
+    )
 
 
 def mlp(widths: list[int], batch: int, thin: bool = False):
     """Linear layers and SGD with momentum. With `thin`, each layer is scaled by a leaf of one to five rows."""
     layers = list(pairwise(widths))
-    leaves = {f"w_{i}": (b, a) for i, (a, b) in enumerate(layers)} | {f"b_{i}": (b,) for i, (_, b) in enumerate(layers)}
+    leaves = {f"w_{i}": (b, a) for i, (a, b) in enumerate(layers)} | {
+        f"b_{i}": (b,) for i, (_, b) in enumerate(layers)
+    }
     thins = {f"t_{i}": (1 + i % 5, b) for i, (_, b) in enumerate(layers)} if thin else {}
     params = shapes(**leaves, **thins)
 
@@ -95,7 +122,14 @@ def mlp(widths: list[int], batch: int, thin: bool = False):
         return {"params": {k: p - 0.1 * m[k] for k, p in state["params"].items()}, "m": m}, loss
 
     state = {"params": params, "m": {k: torch.empty_like(p) for k, p in params.items()}}
-    return step, state, (torch.empty(batch, widths[0], device="meta"), torch.empty(batch, widths[-1], device="meta"))
+    return (
+        step,
+        state,
+        (
+            torch.empty(batch, widths[0], device="meta"),
+            torch.empty(batch, widths[-1], device="meta"),
+        ),
+    )
 
 
 class Residual(nn.Module):
@@ -111,7 +145,10 @@ class Residual(nn.Module):
 def convolutions(channels: int, blocks: int, batch: int, size: int):
     """Residual blocks of convolutions and group norms, with AdamW."""
     head = lambda: (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000))
-    body = lambda: (nn.Conv2d(3, channels, 3, padding=1), *(Residual(channels) for _ in range(blocks)))
+    body = lambda: (
+        nn.Conv2d(3, channels, 3, padding=1),
+        *(Residual(channels) for _ in range(blocks)),
+    )
     model, params = on_meta(lambda: nn.Sequential(*body(), *head()))
 
     def step(state: dict, x: Tensor, y: Tensor) -> tuple[dict, Tensor]:
@@ -126,7 +163,9 @@ def convolutions(channels: int, blocks: int, batch: int, size: int):
 def experts(count: int, width: int, hidden: int, tokens: int, layers: int):
     """Mixtures of experts with dense routing: all experts of a layer in one leaf of `count` rows."""
     layer = {"gate": (width, count), "up": (count, width, hidden), "down": (count, hidden, width)}
-    params = shapes(**{f"{i}_{name}": shape for i in range(layers) for name, shape in layer.items()})
+    params = shapes(
+        **{f"{i}_{name}": shape for i in range(layers) for name, shape in layer.items()}
+    )
 
     def loss_fn(params: dict, x: Tensor) -> Tensor:
         for i in range(layers):
@@ -146,13 +185,17 @@ def lora(layers: int, width: int, batch: int, rank: int = 8):
     """LoRA: adapters on a frozen base, with SGD."""
     adapter = {"a": (rank, width), "b": (width, rank)}
     base = shapes(**{f"{i}": (width, width) for i in range(layers)})
-    adapters = shapes(**{f"{i}_{name}": shape for i in range(layers) for name, shape in adapter.items()})
+    adapters = shapes(
+        **{f"{i}_{name}": shape for i in range(layers) for name, shape in adapter.items()}
+    )
 
     def step(state: dict, x: Tensor) -> tuple[dict, Tensor]:
         def loss_fn(adapters: dict) -> Tensor:
             h = x
             for i in range(layers):
-                h = torch.tanh(h @ state["base"][f"{i}"].T + h @ adapters[f"{i}.a"].T @ adapters[f"{i}.b"].T)
+                h = torch.tanh(
+                    h @ state["base"][f"{i}"].T + h @ adapters[f"{i}.a"].T @ adapters[f"{i}.b"].T
+                )
             return h.square().mean()
 
         grads, loss = grad_and_value(loss_fn)(state["adapters"])
@@ -171,7 +214,9 @@ MODELS = {
     "GPT 4 x 1024, clipped": Model(lambda: gpt(4, 1024, 1024, 2, vocab=8192, clip=True)),
     "GPT 4 x 512, two micro-batches": Model(lambda: gpt(4, 512, 512, 4, heads=8, micro=2)),
     "MLP 8 x 4096": Model(lambda: mlp([4096] * 9, 512)),
-    "MLP, uneven and thin leaves": Model(lambda: mlp([300, 1000, 700, 900, 1100, 5], 64, thin=True)),
+    "MLP, uneven and thin leaves": Model(
+        lambda: mlp([300, 1000, 700, 900, 1100, 5], 64, thin=True)
+    ),
     "convolutions 8 x 256": Model(lambda: convolutions(256, 8, 32, 32)),
     "experts 4 x 8": Model(lambda: experts(8, 512, 1024, 512, 4)),
     "LoRA 8 x 2048": Model(lambda: lora(8, 2048, 2048), trains=False),

@@ -80,7 +80,12 @@ def scatters(mesh: DeviceMesh) -> dict[str, Step]:
     n, rank = mesh.size(), mesh.get_rank()
     term, mine = torch.ones(ELEMENTS), torch.empty(ELEMENTS // n)
     g = Var("g", torch.float32, (ELEMENTS,), (Partial("dp", "sum"),))
-    start = Start(reduce([g], ["f"], "dp", "sum", Split("dp")), {"dp": n}, {"dp": rank}, channel(mesh, "dp", False))
+    start = Start(
+        reduce([g], ["f"], "dp", "sum", Split("dp")),
+        {"dp": n},
+        {"dp": rank},
+        channel(mesh, "dp", False),
+    )
 
     def ours() -> None:
         (member,) = start(term)
@@ -95,7 +100,9 @@ def scatters(mesh: DeviceMesh) -> dict[str, Step]:
     return {"gloo": peer, OURS: ours}
 
 
-def steps(mesh: DeviceMesh, tokens: Tensor, losses: dict[str, float]) -> tuple[dict[str, Step], int]:
+def steps(
+    mesh: DeviceMesh, tokens: Tensor, losses: dict[str, float]
+) -> tuple[dict[str, Step], int]:
     """A training step by FSDP2 and by ztrans, and the bytes of the parameters."""
 
     def loop(sharded: bool) -> tuple[Llama, Callable[[Tensor], Tensor], torch.optim.Optimizer]:
@@ -119,7 +126,12 @@ def steps(mesh: DeviceMesh, tokens: Tensor, losses: dict[str, float]) -> tuple[d
     _, by_fsdp, _ = loop(sharded=True)
     model, train_step, optimizer = loop(sharded=False)
     lifted, state = zt.lift(train_step, model, optimizer)
-    transforms = zt.shard_params(mesh, reshard="always"), zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather()
+    transforms = (
+        zt.shard_params(mesh, reshard="always"),
+        zt.overlap_grads(),
+        zt.prefetch(),
+        zt.fuse_cast_gather(),
+    )
     step = zt.chain(*transforms)(zt.Step.of(lifted))
     state = step.shard(state)
     ours = with_state(step.lower(state, tokens).compile(), state)
@@ -158,11 +170,16 @@ def arithmetic(whole: float, ranks: int, hosts: int) -> dict[str, float]:
     }
 
 
-def report(one: dict[str, Used], whole: dict[str, Used], nbytes: int, peer_loss: float, our_loss: float) -> None:
+def report(
+    one: dict[str, Used], whole: dict[str, Used], nbytes: int, peer_loss: float, our_loss: float
+) -> None:
     ranks, hosts, size = dist.get_world_size(), dist.get_world_size() // 2, nbytes / MiB
     by = arithmetic(1.0, ranks, hosts)
     message = ELEMENTS * 4 / MiB
-    both, step = "gathers by exchange, reductions by", {way: 2 * by["exchange"] + share for way, share in by.items()}
+    both, step = (
+        "gathers by exchange, reductions by",
+        {way: 2 * by["exchange"] + share for way, share in by.items()},
+    )
     text = "\n".join([
         f"# Bytes between hosts: {network(hosts)}, {ranks} ranks", "",
         f"{date.today()}, torch {torch.__version__}, gloo, two processes and one core a host, fp32. Bytes of the first "
@@ -184,12 +201,28 @@ def report(one: dict[str, Used], whole: dict[str, Used], nbytes: int, peer_loss:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     if parser.parse_args().rank:
         main()
     else:  # the process that netlab has started on a host starts two
-        nodes = ["--nnodes", os.environ["WORLD_SIZE"], "--node-rank", os.environ["RANK"], "--nproc-per-node", "2"]
-        address = ["--master-addr", os.environ["MASTER_ADDR"], "--master-port", os.environ["MASTER_PORT"]]
+        nodes = [
+            "--nnodes",
+            os.environ["WORLD_SIZE"],
+            "--node-rank",
+            os.environ["RANK"],
+            "--nproc-per-node",
+            "2",
+        ]
+        address = [
+            "--master-addr",
+            os.environ["MASTER_ADDR"],
+            "--master-port",
+            os.environ["MASTER_PORT"],
+        ]
         run = ["-m", "benchmarks.between_hosts", "--rank"]
-        sys.exit(subprocess.call([sys.executable, "-m", "torch.distributed.run", *nodes, *address, *run]))
+        sys.exit(
+            subprocess.call([sys.executable, "-m", "torch.distributed.run", *nodes, *address, *run])
+        )

@@ -31,25 +31,45 @@ from torch import nn
 import ztrans as zt
 
 RESULTS = Path(__file__).parent / "results" / "first_call.md"
-STAGES = ("lift", "trace", "lower", "trace, second batch", "lower, second batch", "trace, first batch again")
+STAGES = (
+    "lift",
+    "trace",
+    "lower",
+    "trace, second batch",
+    "lower, second batch",
+    "trace, first batch again",
+)
 
 
 def gpt2() -> tuple[nn.Module, list[torch.Tensor], tuple]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config()), [torch.zeros(rows, 512, dtype=torch.int64) for rows in (4, 3)], ()
+    return (
+        GPT2LMHeadModel(GPT2Config()),
+        [torch.zeros(rows, 512, dtype=torch.int64) for rows in (4, 3)],
+        (),
+    )
 
 
 def llama() -> tuple[nn.Module, list[torch.Tensor], tuple]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    sizes = {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+    }
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192}
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).train()
         batches = [torch.empty(rows, 4096, dtype=torch.int64) for rows in (2, 1)]
     mesh = zt.AbstractMesh(dp=64)
-    return model, batches, (zt.shard_params(mesh), zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather())
+    return (
+        model,
+        batches,
+        (zt.shard_params(mesh), zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather()),
+    )
 
 
 MODELS: dict[str, Callable] = {"GPT-2": gpt2, "Llama-3-8B": llama}
@@ -94,7 +114,9 @@ def measured(name: str, repeats: int) -> dict[str, float]:
 
 
 def main(names: Sequence[str], repeats: int) -> None:
-    rows = [f"| model | equations | {' | '.join(f'{stage} s' for stage in STAGES)} | second / first | from lift |"]
+    rows = [
+        f"| model | equations | {' | '.join(f'{stage} s' for stage in STAGES)} | second / first | from lift |"
+    ]
     rows.append("|---" * (len(STAGES) + 4) + "|")
     for name in names:
         s = measured(name, repeats)
@@ -105,7 +127,8 @@ def main(names: Sequence[str], repeats: int) -> None:
         print(rows[-1], flush=True)
     where = f"{date.today()}, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
     title = (
-        f"# The first call of a lifted step, before it runs\n\n{where}; processor seconds, medians of {repeats} runs."
+        "# The first call of a lifted step, before it runs\n\n"
+        f"{where}; processor seconds, medians of {repeats} runs."
     )
     once = (
         "The first trace of a process includes what PyTorch prepares once; the last column of seconds does not.\n"
@@ -118,7 +141,9 @@ def main(names: Sequence[str], repeats: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="*", choices=[*MODELS, []])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--one", help=argparse.SUPPRESS)

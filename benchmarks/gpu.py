@@ -74,7 +74,11 @@ def card() -> dict:
 
 
 def run(
-    names: Sequence[str], device: torch.device, seconds: float, results: dict, write: Callable[[dict], None]
+    names: Sequence[str],
+    device: torch.device,
+    seconds: float,
+    results: dict,
+    write: Callable[[dict], None],
 ) -> bool:
     """Run the sections `names`, and write `results` after each result. Returns whether nothing failed."""
     end = time.monotonic() + seconds
@@ -84,7 +88,11 @@ def run(
             continue
         results[name], start = [], time.monotonic()
         try:
-            for lines in section(device, left) if left() > 5 else [[{"failed": "not run: the time was over"}]]:
+            for lines in (
+                section(device, left)
+                if left() > 5
+                else [[{"failed": "not run: the time was over"}]]
+            ):
                 for line in lines[len(results[name]) :]:
                     print(f"{name}: {line}", file=sys.stderr)
                 results[name] = list(lines)
@@ -105,7 +113,9 @@ def markdown(where: dict, results: dict) -> str:
             keys = list(dict.fromkeys(key for row in rows for key in row))
             lines += [f"## {name}", "", inspect.getdoc(section) or "", ""]
             lines += ["| " + " | ".join(keys) + " |", "|" + "---|" * len(keys)]
-            lines += ["| " + " | ".join(_cell(row.get(key, "")) for key in keys) + " |" for row in rows]
+            lines += [
+                "| " + " | ".join(_cell(row.get(key, "")) for key in keys) + " |" for row in rows
+            ]
             lines.append("")
     return "\n".join(lines)
 
@@ -118,12 +128,16 @@ def _cell(value: object) -> str:
 
 def main() -> None:
     """Parse the arguments, run the sections, print and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", choices=list(sections()), default=list(sections()))
     parser.add_argument("--seconds", type=float, default=SECONDS)
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("benchmarks/gpu.py measures an NVIDIA GPU, and torch sees none here: nothing is measured or written.")
+        sys.exit(
+            "benchmarks/gpu.py measures an NVIDIA GPU, and torch sees none here: nothing is measured or written."
+        )
     where, file = card(), RESULTS / "gpu.json"
     old = json.loads(file.read_text()) if file.exists() else {}
     results = old.pop("sections", {})

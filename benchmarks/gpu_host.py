@@ -15,7 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import ztrans as zt
 
-STEPS, ROUNDS = 20, 9  # steps between two looks at the clock, and how often each subject has its turn
+STEPS, ROUNDS = (
+    20,
+    9,
+)  # steps between two looks at the clock, and how often each subject has its turn
 WARM_UP = 4  # the second call of a captured step captures it
 Step = Callable[[], Tensor]
 PEERS = {
@@ -27,7 +30,9 @@ PEERS = {
 
 
 def table(
-    device: torch.device, left: Callable[[], float] = lambda: 240.0, models: Sequence[Model] = MODELS
+    device: torch.device,
+    left: Callable[[], float] = lambda: 240.0,
+    models: Sequence[Model] = MODELS,
 ) -> Iterator[list[dict]]:
     """Small models, or a batch of one, so that the GPU waits for the host; GPT-2 under autocast to bf16. All loops use
     AdamW(fused=True), and no tf32 in convolutions: with its roundings, equal loops end with other losses. Subjects of
@@ -40,13 +45,21 @@ def table(
         ready: dict[str, Step] = {}
         for name in SUBJECTS:
             if left() < 40:
-                lines.append({"model": model.name, "subject": name, "failed": "not run: the time was over"})
+                lines.append(
+                    {"model": model.name, "subject": name, "failed": "not run: the time was over"}
+                )
                 continue
             try:
                 ready[name] = warm(SUBJECTS[name](model, device), device)
             except Exception as error:  # the other subjects still run
                 first = next(iter(str(error).strip().splitlines()), "")
-                lines.append({"model": model.name, "subject": name, "failed": f"{type(error).__name__}: {first}"})
+                lines.append(
+                    {
+                        "model": model.name,
+                        "subject": name,
+                        "failed": f"{type(error).__name__}: {first}",
+                    }
+                )
         lines += rows(model, ready, device)
         yield lines
 
@@ -64,9 +77,16 @@ def rows(model: Model, steps: dict[str, Step], device: torch.device) -> list[dic
     middle = {name: statistics.median(each) for name, each in times.items()}
     lines = []
     for name in steps:
-        line = {"model": model.name, "subject": name, "ms, median": middle[name], "ms, least": min(times[name])}
+        line = {
+            "model": model.name,
+            "subject": name,
+            "ms, median": middle[name],
+            "ms, least": min(times[name]),
+        }
         peer = PEERS.get(name)
-        line["of its peer"] = f"{middle[name] / middle[peer]:.2f} of {peer}" if peer in middle else ""
+        line["of its peer"] = (
+            f"{middle[name] / middle[peer]:.2f} of {peer}" if peer in middle else ""
+        )
         lines.append(line | {"kernels": kernels[name], "loss": round(float(last[name]), 4)})
     return lines
 
@@ -87,7 +107,11 @@ def launched(step: Step, device: torch.device) -> int:
     with profile(activities=on) as recorded:
         step()
         _synchronize(device)
-    ran = [event.name for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    ran = [
+        event.name
+        for event in recorded.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
     return sum(not name.startswith(("Memcpy", "Memset")) for name in ran)
 
 
@@ -103,7 +127,9 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _loop(model: Model, device: torch.device, mode: str | None) -> tuple[Callable, tuple, nn.Module, torch.optim.AdamW]:
+def _loop(
+    model: Model, device: torch.device, mode: str | None
+) -> tuple[Callable, tuple, nn.Module, torch.optim.AdamW]:
     """The body of an ordinary loop, its batch, model and optimizer. `mode` is that of torch.compile, None without."""
     torch.manual_seed(0)
     module, batch = model.build().to(device), tuple(x.to(device) for x in model.batch())
@@ -139,7 +165,11 @@ def ours(model: Model, device: torch.device, backend: str, cuda_graph: bool = Fa
     step = zt.Step.of(lifted)
     held = [step.shard(state)]
     lowered = step.lower(held[0], *batch)
-    call = lowered.compile(backend=backend, cuda_graph=True) if cuda_graph else lowered.compile(backend=backend)
+    call = (
+        lowered.compile(backend=backend, cuda_graph=True)
+        if cuda_graph
+        else lowered.compile(backend=backend)
+    )
 
     def run() -> Tensor:
         held[0], loss = call(held[0], *batch)
@@ -154,6 +184,10 @@ SUBJECTS: dict[str, Callable[[Model, torch.device], Step]] = {
     "ztrans, CUDA graph": lambda model, device: ours(model, device, "eager", cuda_graph=True),
     "torch.compile": lambda model, device: theirs(model, device, "default"),
     "ztrans, inductor": lambda model, device: ours(model, device, "inductor"),
-    "torch.compile, reduce-overhead": lambda model, device: theirs(model, device, "reduce-overhead"),
-    "ztrans, inductor, CUDA graph": lambda model, device: ours(model, device, "inductor", cuda_graph=True),
+    "torch.compile, reduce-overhead": lambda model, device: theirs(
+        model, device, "reduce-overhead"
+    ),
+    "ztrans, inductor, CUDA graph": lambda model, device: ours(
+        model, device, "inductor", cuda_graph=True
+    ),
 }

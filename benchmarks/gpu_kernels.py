@@ -18,7 +18,9 @@ AHEAD = 2_000_000  # cycles that the GPU sleeps, so that the timed work does not
 Work = tuple[str, Callable[[], object]]
 
 
-def table(device: torch.device, left: Callable[[], float] = lambda: 60.0, sizes=SIZES) -> Iterator[list[dict]]:
+def table(
+    device: torch.device, left: Callable[[], float] = lambda: 60.0, sizes=SIZES
+) -> Iterator[list[dict]]:
     """Medians, with nothing in the cache.
 
     `moved` is the bytes that the work must read and write at least, also for contenders that move more. `of copy` is
@@ -101,7 +103,9 @@ def copying(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
 def packing(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
     """fp32 shards to one bf16 send buffer."""
     parts = [torch.randn(n, device=device) for n in numels]
-    buffer, temporary = (torch.empty(sum(numels), dtype=torch.bfloat16, device=device) for _ in range(2))
+    buffer, temporary = (
+        torch.empty(sum(numels), dtype=torch.bfloat16, device=device) for _ in range(2)
+    )
     into, between = list(buffer.split(numels)), list(temporary.split(numels))
 
     def fsdp() -> None:
@@ -118,7 +122,11 @@ def packing(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
 
 def scattering(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
     """Whole bf16 gradients to the rows of a reduce-scatter's send buffer."""
-    parts = [torch.randn(n // 128 * 128, device=device).bfloat16().view(-1, 16) for n in numels if n >= 128]
+    parts = [
+        torch.randn(n // 128 * 128, device=device).bfloat16().view(-1, 16)
+        for n in numels
+        if n >= 128
+    ]
     sizes = [p.numel() // RANKS for p in parts]
     buffer = torch.empty(RANKS, sum(sizes), dtype=torch.bfloat16, device=device)
     return 4 * buffer.numel(), [

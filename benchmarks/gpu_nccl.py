@@ -64,17 +64,29 @@ def bits(task: Task, ways: Sequence[bool] = (False, True)) -> Iterator[dict]:
     _, plain = trained(task)
     _, repeated = trained(task)
     if differing(plain, repeated):
-        raise AssertionError("the plain step does not repeat itself, so there is nothing to compare with")
+        raise AssertionError(
+            "the plain step does not repeat itself, so there is nothing to compare with"
+        )
     _, state = trained(task, sharded=True)
     if wrong := differing(plain, state):
-        raise AssertionError(f"sharded: {wrong} of {len(plain)} leaves are not those of the plain step")
-    yield {"what": f"eager, state as DTensors on a mesh of one, {STEPS} steps", "result": "bits of the plain step"}
+        raise AssertionError(
+            f"sharded: {wrong} of {len(plain)} leaves are not those of the plain step"
+        )
+    yield {
+        "what": f"eager, state as DTensors on a mesh of one, {STEPS} steps",
+        "result": "bits of the plain step",
+    }
     for cuda_graph in ways:
         description = f"eager{', CUDA graph' if cuda_graph else ''}"
         sent, state = trained(task, cuda_graph=cuda_graph, collectives=True)
         if wrong := differing(plain, state):
-            raise AssertionError(f"{description}: {wrong} of {len(plain)} leaves are not those of the plain step")
-        yield {"what": f"{description}: {sent} collectives a step, {STEPS} steps", "result": "bits of the plain step"}
+            raise AssertionError(
+                f"{description}: {wrong} of {len(plain)} leaves are not those of the plain step"
+            )
+        yield {
+            "what": f"{description}: {sent} collectives a step, {STEPS} steps",
+            "result": "bits of the plain step",
+        }
 
 
 def trained(task: Task, **options: bool) -> tuple[int, list[torch.Tensor]]:

@@ -19,8 +19,14 @@ def checks(device: torch.device, left: Callable[[], float] = lambda: 60.0) -> It
     lines = []
     for check in (moves, casts, collectives, late):
         try:
-            outcome = {"result": check(device)} if left() > 5 else {"failed": "not run: the time was over"}
-        except Exception as error:  # the other checks still run, and show how far the failure reaches
+            outcome = (
+                {"result": check(device)}
+                if left() > 5
+                else {"failed": "not run: the time was over"}
+            )
+        except (
+            Exception
+        ) as error:  # the other checks still run, and show how far the failure reaches
             traceback.print_exc()
             outcome = {"failed": f"{type(error).__name__}: {error}"}
         lines.append({"check": check.__name__} | outcome)
@@ -30,7 +36,9 @@ def checks(device: torch.device, left: Callable[[], float] = lambda: 60.0) -> It
 def bits(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     """Random bit patterns, NaN and infinities among them."""
     draw = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (count * dtype.itemsize,), generator=draw, dtype=torch.uint8).view(dtype)
+    return torch.randint(0, 256, (count * dtype.itemsize,), generator=draw, dtype=torch.uint8).view(
+        dtype
+    )
 
 
 def same(result: torch.Tensor, true: torch.Tensor, name: str) -> None:
@@ -67,7 +75,11 @@ def casts(device: torch.device) -> str:
         parts = [bits(n, src, seed) for seed, n in enumerate(NUMELS)]
         for dst in FLOATS:
             true = ops.cast_pack(parts, NUMELS, dst)
-            same(ops.cast_pack([p.to(device) for p in parts], NUMELS, dst), true, f"cast_pack {src} to {dst}")
+            same(
+                ops.cast_pack([p.to(device) for p in parts], NUMELS, dst),
+                true,
+                f"cast_pack {src} to {dst}",
+            )
     return "bit for bit"
 
 
@@ -89,7 +101,9 @@ def collectives(device: torch.device) -> str:
             tables = (at.buffers, at.pads, at.error)
             gather(*tables, outs, sizes, rank, 8, 1, sync=False)
             sent = rows[:, 0].contiguous()
-            for out, true in zip(outs, ops.unpack(sent.view(-1), sizes, [(n,) for n in NUMELS], ranks)):
+            for out, true in zip(
+                outs, ops.unpack(sent.view(-1), sizes, [(n,) for n in NUMELS], ranks)
+            ):
                 same(out, true, "all_gather")
             outs = [torch.empty(size, device=device) for size in sizes]
             scatter(*tables, outs, sizes, "mean", torch.bfloat16, rank, 8, 1, sync=False)

@@ -61,7 +61,9 @@ def _rounds(buffers, pads, error, wrong, rounds, spins, WORLD: tl.constexpr, BLO
     tl.atomic_add(wrong, tl.sum(bad, 0))
 
 
-def one_launch(device: torch.device, left: Callable[[], float] = lambda: 60.0) -> Iterator[list[dict]]:
+def one_launch(
+    device: torch.device, left: Callable[[], float] = lambda: 60.0
+) -> Iterator[list[dict]]:
     """2, 4 and 8 ranks in one cooperative launch: barriers, then the collectives, then both from a CUDA graph. `us` is
     the time of one barrier or collective. `memory GB/s` counts the bytes that all ranks read and write in the card's
     memory.
@@ -101,7 +103,9 @@ def barriers(ranks: int, device: torch.device) -> dict:
     torch.cuda.synchronize(device)
     at.check()
     if int(wrong):
-        raise AssertionError(f"{int(wrong)} reads of {ranks} ranks returned another value than was written")
+        raise AssertionError(
+            f"{int(wrong)} reads of {ranks} ranks returned another value than was written"
+        )
     clean(memories)
     each = begin.elapsed_time(end) * 1e3 / (2 * ROUNDS)
     description = f"{2 * ROUNDS} barriers of {blocks} blocks, poisoned"
@@ -131,7 +135,11 @@ def collectives(ranks: int, size: int, device: torch.device) -> list[dict]:
     at, total = memories[0], sum(sizes)
     tables = (at.buffers, at.pads, at.error)
     channels = min(128 // ranks, 32)
-    wholes = [torch.empty(ranks * s, dtype=torch.bfloat16, device=device) for _ in range(ranks) for s in sizes]
+    wholes = [
+        torch.empty(ranks * s, dtype=torch.bfloat16, device=device)
+        for _ in range(ranks)
+        for s in sizes
+    ]
     parts = [torch.empty(s, device=device) for _ in range(ranks) for s in sizes]
     options = {"together": ranks}
     ways = {
@@ -140,7 +148,9 @@ def collectives(ranks: int, size: int, device: torch.device) -> list[dict]:
             2 * ranks * 2 * ranks * total,
         ),
         "reduce_scatter": (
-            lambda: scatter(*tables, parts, sizes, "sum", torch.bfloat16, 0, channels, SPINS, **options),
+            lambda: scatter(
+                *tables, parts, sizes, "sum", torch.bfloat16, 0, channels, SPINS, **options
+            ),
             ranks * (2 * ranks + 4) * total,
         ),
     }
@@ -166,7 +176,9 @@ def collectives(ranks: int, size: int, device: torch.device) -> list[dict]:
         if not all(torch.equal(a, b) for a, b in zip(mine, truth)):
             raise AssertionError(f"all_gather of {ranks} ranks: the result of rank {rank} is wrong")
         if not torch.equal(torch.cat(parts[rank * len(sizes) : (rank + 1) * len(sizes)]), summed):
-            raise AssertionError(f"reduce_scatter of {ranks} ranks: the result of rank {rank} is wrong")
+            raise AssertionError(
+                f"reduce_scatter of {ranks} ranks: the result of rank {rank} is wrong"
+            )
     clean(memories)
     return [line | {"result": "right"} for line in lines]
 
@@ -175,7 +187,11 @@ def replayed(ranks: int, device: torch.device, times: int = 1000) -> dict:
     """A captured gather is replayed with new values each time. Signals that count calls would fail in a replay."""
     sizes, memories = setting(ranks, MIB, device)
     at, total = memories[0], sum(sizes)
-    wholes = [torch.empty(ranks * s, dtype=torch.bfloat16, device=device) for _ in range(ranks) for s in sizes]
+    wholes = [
+        torch.empty(ranks * s, dtype=torch.bfloat16, device=device)
+        for _ in range(ranks)
+        for s in sizes
+    ]
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     count = torch.zeros((), device=device)
     sent = [m.mine.view(torch.bfloat16)[:total] for m in memories]
@@ -206,16 +222,24 @@ def replayed(ranks: int, device: torch.device, times: int = 1000) -> dict:
     if int(wrong):
         raise AssertionError(f"{int(wrong)} elements of replayed gathers are wrong")
     clean(memories)
-    return {"ranks": ranks, "what": f"all_gather captured and replayed {times} times", "result": "right"}
+    return {
+        "ranks": ranks,
+        "what": f"all_gather captured and replayed {times} times",
+        "result": "right",
+    }
 
 
-def processes(device: torch.device, left: Callable[[], float] = lambda: 100.0) -> Iterator[list[dict]]:
+def processes(
+    device: torch.device, left: Callable[[], float] = lambda: 100.0
+) -> Iterator[list[dict]]:
     """Ranks in processes of their own on one card, with torch's symmetric memory and a gloo group."""
     lines = []
     for ranks in (2, 4):
         if left() > 30:
             meeting(ranks, min(60, left()))
-            description = "rendezvous, barrier, all_gather, reduce_scatter, steps of stage 3 in processes"
+            description = (
+                "rendezvous, barrier, all_gather, reduce_scatter, steps of stage 3 in processes"
+            )
             lines.append({"ranks": ranks, "what": description, "result": "right"})
         else:
             lines.append({"ranks": ranks, "failed": "not run: the time was over"})
@@ -228,7 +252,12 @@ def meeting(ranks: int, limit: float) -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, folder]
         started = [
-            subprocess.Popen([*command, str(r), str(ranks)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            subprocess.Popen(
+                [*command, str(r), str(ranks)],
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
             for r in range(ranks)
         ]
         end = time.monotonic() + limit
@@ -241,7 +270,9 @@ def meeting(ranks: int, limit: float) -> None:
         outputs = [process.communicate()[0].decode() for process in started]
     if any(process.returncode for process in started):
         ends = (f"code {process.returncode}" for process in started)
-        raise RuntimeError(" | ".join((text.strip().splitlines() or [end])[-1] for text, end in zip(outputs, ends)))
+        raise RuntimeError(
+            " | ".join((text.strip().splitlines() or [end])[-1] for text, end in zip(outputs, ends))
+        )
 
 
 def one_process(folder: str, rank: int, ranks: int) -> None:
@@ -262,7 +293,9 @@ def one_process(folder: str, rank: int, ranks: int) -> None:
         ops.reduce_scatter(memory, parts, sizes, "sum", torch.bfloat16, channels=2)
     torch.cuda.synchronize()
     memory.check()
-    truth = ops.unpack(torch.cat([e[0] for e in by_rank]), sizes, [(ranks * s,) for s in sizes], ranks)
+    truth = ops.unpack(
+        torch.cat([e[0] for e in by_rank]), sizes, [(ranks * s,) for s in sizes], ranks
+    )
     assert all(torch.equal(a.cpu(), b) for a, b in zip(wholes, truth)), "all_gather"
     summed = ops.reduce([e[rank] for e in by_rank], "sum", torch.float32)
     assert torch.equal(torch.cat(parts).cpu(), summed), "reduce_scatter"

@@ -19,10 +19,16 @@ from gpu_step import BASE, CONFIG, POOLED, SUBJECTS, Config, Task, flops, peak
 from torch import Tensor
 
 GIB = 2**30
-FIRST, SETTLE, TIMED = 3, 2, 10  # steps: before the first round; then untimed and timed steps of each round
+FIRST, SETTLE, TIMED = (
+    3,
+    2,
+    10,
+)  # steps: before the first round; then untimed and timed steps of each round
 LIMIT = 100  # seconds in which a subject must be ready
 LIMITS = {"torch.compile, max-autotune-no-cudagraphs": 180}
-ROOM = 30 * GIB  # free memory that a subject needs to start; the oldest subjects are ended until there is as much
+ROOM = (
+    30 * GIB
+)  # free memory that a subject needs to start; the oldest subjects are ended until there is as much
 APART = 1e-2  # the relative difference allowed between a loss and the first subject's, as the steps are in bf16
 
 
@@ -221,7 +227,9 @@ def _make_room(subjects: Sequence[Subject], device: torch.device) -> None:
 def table(subjects: Sequence[Subject], task: Task) -> list[dict]:
     """A row of results for each subject."""
     medians = {s.name: statistics.median(_times(s)) for s in subjects if s.rounds}
-    first = next((s for s in subjects if s.rounds), None)  # the losses of the others are compared with its loss
+    first = next(
+        (s for s in subjects if s.rounds), None
+    )  # the losses of the others are compared with its loss
     rate = peak(torch.cuda.get_device_name(task.device)) if task.device.type == "cuda" else None
     lines = []
     for s in subjects:

@@ -20,7 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 import ztrans as zt
 from ztrans.ir.layout import mesh_axes
 
-CONFIG = Config(layers=8, width=2048, heads=16, vocab=8192, sequence=1024, batch=8)  # 436 M parameters
+CONFIG = Config(
+    layers=8, width=2048, heads=16, vocab=8192, sequence=1024, batch=8
+)  # 436 M parameters
 RATE, EPS = 1e-4, 1e-6
 RANKS = 8  # the program that is sent over NCCL is planned for this number of ranks
 # Dense bf16 FLOP/s from the data sheets. The first entry whose name is part of the card's name counts.
@@ -59,7 +61,9 @@ class Task:
         return loss_of(logits, y)
 
     def optimizer(self, model: GPT) -> torch.optim.AdamW:
-        rate = torch.tensor(RATE, device=self.device)  # on the device, where a captured step can read it
+        rate = torch.tensor(
+            RATE, device=self.device
+        )  # on the device, where a captured step can read it
         return torch.optim.AdamW(model.parameters(), lr=rate, eps=EPS, fused=True)
 
 
@@ -69,7 +73,9 @@ def flops(c: Config) -> float:
     >>> flops(CONFIG) / 1e12
     21.44...
     """
-    weights = 12 * c.layers * c.width**2 + c.vocab * c.width  # with the head, but not the embedding: it is a lookup
+    weights = (
+        12 * c.layers * c.width**2 + c.vocab * c.width
+    )  # with the head, but not the embedding: it is a lookup
     return c.batch * c.sequence * (6.0 * weights + 6 * c.layers * c.width * c.sequence)
 
 
@@ -79,7 +85,11 @@ def peak(card: str) -> float | None:
     >>> peak("NVIDIA H100 80GB HBM3"), peak("NVIDIA H100 80GB HBM3 MIG 1g.10gb")
     (989000000000000.0, None)
     """
-    return None if "MIG" in card else next((rate for name, rate in PEAKS.items() if name in card), None)
+    return (
+        None
+        if "MIG" in card
+        else next((rate for name, rate in PEAKS.items() if name in card), None)
+    )
 
 
 class Theirs:
@@ -151,7 +161,9 @@ def _plain(step: Callable, task: Task, state: dict, batch: tuple) -> zt.Lowered:
 
 
 def _stage3(mesh: DeviceMesh | zt.AbstractMesh) -> zt.Transform:
-    return zt.chain(zt.shard_params(mesh, axis="dp"), zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather())
+    return zt.chain(
+        zt.shard_params(mesh, axis="dp"), zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather()
+    )
 
 
 def _sent(step: Callable, task: Task, state: dict, batch: tuple) -> zt.Lowered:
@@ -159,7 +171,9 @@ def _sent(step: Callable, task: Task, state: dict, batch: tuple) -> zt.Lowered:
     # planned for several ranks can run on a mesh of one rank, and keeps its collectives.
     several = _stage3(zt.AbstractMesh(dp=RANKS))(step).lower(state, *batch)
     mesh = zt.make_mesh(task.device.type, dp=1)
-    return dataclasses.replace(several, graph=several.graph.replace(mesh=mesh_axes(mesh)), mesh=mesh)
+    return dataclasses.replace(
+        several, graph=several.graph.replace(mesh=mesh_axes(mesh)), mesh=mesh
+    )
 
 
 # In the order in which they run: first the subjects that are compared, then variants.
@@ -171,7 +185,9 @@ SUBJECTS: dict[str, Callable[[Task], Callable[[], Tensor]]] = {
     "ztrans, inductor, CUDA graph": partial(Ours, backend="inductor", cuda_graph=True),
     "torch.compile, reduce-overhead": partial(Theirs, mode="reduce-overhead"),
     "ztrans, remat, inductor": partial(Ours, backend="inductor", remat=True),
-    "ztrans, stage 3 over NCCL, CUDA graph": partial(Ours, backend="eager", cuda_graph=True, collectives=True),
+    "ztrans, stage 3 over NCCL, CUDA graph": partial(
+        Ours, backend="eager", cuda_graph=True, collectives=True
+    ),
     "ztrans, stage 3 over NCCL": partial(Ours, backend="eager", collectives=True),
     "torch.compile, max-autotune-no-cudagraphs": partial(Theirs, mode="max-autotune-no-cudagraphs"),
 }

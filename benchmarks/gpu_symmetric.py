@@ -45,7 +45,10 @@ def stepped(mesh: DeviceMesh, streams: Streams) -> int:
     device, ranks, rank = mesh.device_type, mesh.size(), mesh.get_local_rank()
     draw = torch.Generator().manual_seed(0)
     state = {f"w{k}": (torch.randn(65, 65, generator=draw) / 8).to(device) for k in range(4)}
-    batches = [tuple(torch.randn(ranks, 64, 65, generator=draw).to(device) for _ in "xy") for _ in range(STEPS)]
+    batches = [
+        tuple(torch.randn(ranks, 64, 65, generator=draw).to(device) for _ in "xy")
+        for _ in range(STEPS)
+    ]
     sharded = zt.shard_params(mesh, reduce_dtype=torch.bfloat16, outputs="local")
     step = zt.chain(sharded, zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather())(train_step)
     mine = step.shard({k: w.clone() for k, w in state.items()})
@@ -56,7 +59,10 @@ def stepped(mesh: DeviceMesh, streams: Streams) -> int:
         run(lowered.program.local_inputs(lowered.graph, arguments).tensors)
         state, _ = lowered.lockstep(state, list(zip(*batch)))
     streams.symmetric.check()
-    for name, w in mine.items():  # compares shards: a gloo group may not be able to gather tensors on a GPU
+    for (
+        name,
+        w,
+    ) in mine.items():  # compares shards: a gloo group may not be able to gather tensors on a GPU
         if not torch.equal(w.to_local(), state[name].chunk(ranks, w.placements[0].dim)[rank]):
             raise AssertionError(f"{name} differs from its value in lockstep")
     starts = [m for m in run.program.modules() if isinstance(m, SymmetricStart)]

@@ -34,7 +34,10 @@ class GPT(nn.Module):
 
     def __init__(self, layers: int, width: int, heads: int, vocab: int, length: int) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(vocab, width), nn.Parameter(torch.zeros(length, width))
+        self.tokens, self.places = (
+            nn.Embedding(vocab, width),
+            nn.Parameter(torch.zeros(length, width)),
+        )
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
 
@@ -53,7 +56,11 @@ class Residual(nn.Module):
         self.first = nn.Conv2d(inside, out, 3, stride, 1, bias=False)
         self.second = nn.Conv2d(out, out, 3, 1, 1, bias=False)
         self.norms = nn.ModuleList(nn.BatchNorm2d(out) for _ in range(2))
-        self.skip = nn.Conv2d(inside, out, 1, stride, bias=False) if (inside, stride) != (out, 1) else nn.Identity()
+        self.skip = (
+            nn.Conv2d(inside, out, 1, stride, bias=False)
+            if (inside, stride) != (out, 1)
+            else nn.Identity()
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.norms[0](self.first(x)))
@@ -62,7 +69,16 @@ class Residual(nn.Module):
 
 def resnet() -> nn.Module:
     """A ResNet of 18 layers for images of 8 x 8."""
-    sizes = [(16, 16, 1), (16, 16, 1), (16, 32, 2), (32, 32, 1), (32, 64, 2), (64, 64, 1), (64, 64, 1), (64, 64, 1)]
+    sizes = [
+        (16, 16, 1),
+        (16, 16, 1),
+        (16, 32, 2),
+        (32, 32, 1),
+        (32, 64, 2),
+        (64, 64, 1),
+        (64, 64, 1),
+        (64, 64, 1),
+    ]
     stem = nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()
     pool = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)
     return nn.Sequential(*stem, *(Residual(*size) for size in sizes), *pool)
@@ -85,11 +101,18 @@ def ids(vocab: int, length: int) -> Callable[[], tuple[Tensor, Tensor]]:
 MODELS = (
     Model(
         "MLP, 4 layers of 64",
-        lambda: nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(64, 64), nn.ReLU())), nn.Linear(64, 10)),
+        lambda: nn.Sequential(
+            *(m for _ in range(3) for m in (nn.Linear(64, 64), nn.ReLU())), nn.Linear(64, 10)
+        ),
         lambda: (torch.randn(16, 64), torch.randint(10, (16,))),
         (nn.Linear,),
     ),
     Model("GPT, 10 layers of 48", lambda: GPT(10, 48, 4, 64, 16), ids(64, 16), (Block,)),
-    Model("ResNet, 18 layers", resnet, lambda: (torch.randn(2, 3, 8, 8), torch.randint(10, (2,))), (Residual,)),
+    Model(
+        "ResNet, 18 layers",
+        resnet,
+        lambda: (torch.randn(2, 3, 8, 8), torch.randint(10, (2,))),
+        (Residual,),
+    ),
     Model("GPT-2, 124 M, batch 1", lambda: GPT(12, 768, 12, 50257, 32), ids(50257, 32), (Block,)),
 )

@@ -38,12 +38,17 @@ from .inductor import RESULTS, processor
 Step = Callable[[], Tensor]
 PLAIN, COMPILED, FSDP, FSDP_COMPILED = "PyTorch", "torch.compile", "FSDP2", "FSDP2, torch.compile"
 EAGER, INDUCTOR = "ztrans", 'ztrans, backend="inductor"'
-AGAINST = {1: {EAGER: PLAIN, INDUCTOR: COMPILED}, 2: {EAGER: FSDP, INDUCTOR: FSDP_COMPILED}}  # who replaces whom
+AGAINST = {
+    1: {EAGER: PLAIN, INDUCTOR: COMPILED},
+    2: {EAGER: FSDP, INDUCTOR: FSDP_COMPILED},
+}  # who replaces whom
 DEPTHS = (1, 5, 9, 18)  # layers of the GPTs whose empty calls are timed
 WARM_UP = 5  # calls of each subject before its steps are timed
 
 
-def loop(model: nn.Module, bf16: bool = False) -> tuple[Callable[[Tensor, Tensor], Tensor], torch.optim.Optimizer]:
+def loop(
+    model: nn.Module, bf16: bool = False
+) -> tuple[Callable[[Tensor, Tensor], Tensor], torch.optim.Optimizer]:
     """An ordinary train step, and its optimizer."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
@@ -109,7 +114,10 @@ def subjects(model: Model, ranks: int) -> dict[str, Step]:
         peers = {PLAIN: plain(model, batch), COMPILED: plain(model, batch, compiled=True)}
     else:
         peers = {FSDP: sharded(model, batch), FSDP_COMPILED: sharded(model, batch, compiled=True)}
-    return peers | {EAGER: ours(model, batch, "eager", ranks), INDUCTOR: ours(model, batch, "inductor", ranks)}
+    return peers | {
+        EAGER: ours(model, batch, "eager", ranks),
+        INDUCTOR: ours(model, batch, "inductor", ranks),
+    }
 
 
 def measure(steps: dict[str, Step], rounds: int) -> dict[str, Any]:
@@ -150,7 +158,10 @@ class Counted(TorchDispatchMode):
 def counts(model: Model, bf16: bool) -> dict[str, list[int]]:
     """The operations and launches of one step, eager, by subject."""
     by_subject, batch = {}, model.batch()
-    for name, step in {PLAIN: plain(model, batch, bf16=bf16), EAGER: ours(model, batch, "eager", 1, bf16)}.items():
+    for name, step in {
+        PLAIN: plain(model, batch, bf16=bf16),
+        EAGER: ours(model, batch, "eager", 1, bf16),
+    }.items():
         step(), step()
         with Counted() as counted:
             step()
@@ -198,7 +209,9 @@ def empty_call(layers: int) -> tuple[int, float]:
     state, _ = step(step.shard(state), *batch)
     program = step.compiled(state, *batch).bound.runnable.run.program
     outputs, forward = list[Any](), program.forward
-    program.forward = lambda *inputs: [*outputs] if outputs else outputs.extend(forward(*inputs)) or [*outputs]
+    program.forward = lambda *inputs: (
+        [*outputs] if outputs else outputs.extend(forward(*inputs)) or [*outputs]
+    )
     seconds = []
     for _ in range(1000):
         start = time.perf_counter()
@@ -222,7 +235,9 @@ def rank(name: str, rounds: int) -> None:
 def of_two_ranks(name: str, rounds: int) -> dict[str, Any]:
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*run, "-m", "benchmarks.host_time", "--rank", name, "--rounds", str(rounds)], capture_output=True, text=True
+        [*run, "-m", "benchmarks.host_time", "--rank", name, "--rounds", str(rounds)],
+        capture_output=True,
+        text=True,
     )
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
@@ -249,10 +264,16 @@ def report(results: dict[str, Any]) -> str:
         if str(ranks) in results:
             lines += [f"## {title}", "", *table(results[str(ranks)], ranks), ""]
     if "counts" in results:
-        lines += ["## Operations called, and kernel launches (all but views), of an eager step on one rank", ""]
+        lines += [
+            "## Operations called, and kernel launches (all but views), of an eager step on one rank",
+            "",
+        ]
         lines += ["| model | subject | calls | launches |", "|---|---|---:|---:|"]
         for name, by_subject in results["counts"].items():
-            lines += [f"| {name} | {subject} | {calls:,} | {n:,} |" for subject, (calls, n) in by_subject.items()]
+            lines += [
+                f"| {name} | {subject} | {calls:,} | {n:,} |"
+                for subject, (calls, n) in by_subject.items()
+            ]
         lines += ["", "## Where the milliseconds of an eager step of ztrans go, on one rank", ""]
         lines += ["Measured on the days of the first table.", ""]
         parts = [*next(iter(results["shares"].values()))]
@@ -265,7 +286,10 @@ def report(results: dict[str, Any]) -> str:
         lines += ["", "## A call of a GPT's step whose program does nothing, on one rank", ""]
         lines += [f"{results['empty calls']['date']}.", ""]
         lines += ["| leaves of the state | ms |", "|---:|---:|"]
-        lines += [f"| {leaves} | {milliseconds:.3f} |" for leaves, milliseconds in results["empty calls"]["by leaves"]]
+        lines += [
+            f"| {leaves} | {milliseconds:.3f} |"
+            for leaves, milliseconds in results["empty calls"]["by leaves"]
+        ]
     return "\n".join([*lines, ""])
 
 
@@ -282,7 +306,9 @@ def main(names: list[str], ranks: list[int], rounds: int) -> None:
             results.setdefault("1", {})[model.name] = measure(subjects(model, 1), few) | today
             results.setdefault("shares", {})[model.name] = shares(model)
             bf16 = "GPT-2" in model.name
-            results.setdefault("counts", {})[f"{model.name}{', bf16' if bf16 else ''}"] = counts(model, bf16)
+            results.setdefault("counts", {})[f"{model.name}{', bf16' if bf16 else ''}"] = counts(
+                model, bf16
+            )
         if 2 in ranks:
             results.setdefault("2", {})[model.name] = of_two_ranks(model.name, few) | today
         file.write_text(json.dumps(results, indent=1) + "\n")
@@ -291,7 +317,9 @@ def main(names: list[str], ranks: list[int], rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", default=[model.name for model in MODELS])
     parser.add_argument("--ranks", nargs="+", type=int, choices=(1, 2), default=[1, 2])
     parser.add_argument("--rounds", type=int, default=200)

@@ -38,7 +38,9 @@ BASE = "torch.compile(model), torch.optim.AdamW"
 FUSED = "torch.compile(model), torch.optim.AdamW(fused=True)"
 
 
-def lifted(config: Config, ranks: int = 1, bf16: bool = False, fused: bool = True) -> tuple[zt.Lowered, object, tuple]:
+def lifted(
+    config: Config, ranks: int = 1, bf16: bool = False, fused: bool = True
+) -> tuple[zt.Lowered, object, tuple]:
     """The plain loop, lifted and lowered. With several ranks it is stage 3 on a fake process group: nothing is sent.
 
     Returns the lowered step, its state, and its batch.
@@ -64,7 +66,12 @@ def lifted(config: Config, ranks: int = 1, bf16: bool = False, fused: bool = Tru
 
         dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
         mesh = zt.make_mesh("cpu", dp=-1)
-        shards = (zt.shard_params(mesh, outputs="local"), zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather())
+        shards = (
+            zt.shard_params(mesh, outputs="local"),
+            zt.overlap_grads(),
+            zt.prefetch(),
+            zt.fuse_cast_gather(),
+        )
     step = zt.chain(*shards)(zt.Step.of(step))
     state = step.shard(state)
     return step.lower(state, *batch), state, batch
@@ -128,7 +135,11 @@ def fresh(layers: int, ranks: int) -> dict:
     """`compile_seconds` in a new process with an empty cache."""
     with tempfile.TemporaryDirectory() as cache:
         command = [sys.executable, "-m", "benchmarks.inductor", "--one", str(layers), str(ranks)]
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": cache,
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        }
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return {"layers": layers, "ranks": ranks} | json.loads(done.stdout.splitlines()[-1])
@@ -140,7 +151,9 @@ def table(precision: str, when: str, seconds: dict, losses: dict, products: floa
     lines += ["| step | s | of AdamW | of AdamW(fused=True) | last loss |", "|---|---|---|---|---|"]
     for name, each in seconds.items():
         middle = statistics.median(each)
-        lines.append(f"| {name} | {middle:.3f} | {middle / base:.3f} | {middle / fused:.3f} | {losses[name]:.5f} |")
+        lines.append(
+            f"| {name} | {middle:.3f} | {middle / base:.3f} | {middle / fused:.3f} | {losses[name]:.5f} |"
+        )
     shares = f"{products:.3f} | {products / base:.3f} | {products / fused:.3f}"
     return [*lines, f"| matrix products alone, in ztrans, inductor | {shares} | |", ""]
 
@@ -149,9 +162,14 @@ def processor() -> str:
     """The name of the processor with its family and model numbers, as the name alone may be vague."""
     text = Path("/proc/cpuinfo").read_text()
     name, family, model = (
-        re.search(rf"^{key}\s*:\s*(.*)", text, re.MULTILINE) for key in ("model name", "cpu family", "model")
+        re.search(rf"^{key}\s*:\s*(.*)", text, re.MULTILINE)
+        for key in ("model name", "cpu family", "model")
     )
-    return f"{name[1]} (family {family[1]}, model {model[1]})" if name and family and model else platform.machine()
+    return (
+        f"{name[1]} (family {family[1]}, model {model[1]})"
+        if name and family and model
+        else platform.machine()
+    )
 
 
 def report(results: dict) -> str:
@@ -164,7 +182,10 @@ def report(results: dict) -> str:
             lines += table(precision, results["dates"][precision], **results[precision])
     if "compile" in results:
         lines += [f"Compiling, caches empty; {results['dates']['compile']}.\n"]
-        lines += ["| layers | program | groups | kernels | s | of 6 layers |", "|---|---|---|---|---|---|"]
+        lines += [
+            "| layers | program | groups | kernels | s | of 6 layers |",
+            "|---|---|---|---|---|---|",
+        ]
         six = {r["ranks"]: r["seconds"] for r in results["compile"] if r["layers"] == 6}
         for r in results["compile"]:
             name = "plain" if r["ranks"] == 1 else f"stage 3, {r['ranks']} ranks"
@@ -194,10 +215,14 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--part", choices=("fp32", "bf16", "compile", "all"), default="all")
-    parser.add_argument("--one", type=int, nargs=2, metavar=("LAYERS", "RANKS"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--one", type=int, nargs=2, metavar=("LAYERS", "RANKS"), help=argparse.SUPPRESS
+    )
     torch.set_num_threads(1)
     arguments = parser.parse_args()
     if arguments.one:

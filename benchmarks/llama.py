@@ -49,7 +49,11 @@ from ztrans.stages import Lowered, Traced
 RESULTS = Path(__file__).parent / "results"
 DP, TP = 16, 8
 DTENSORS = "ztrans, parallelize_module"
-PREFETCH = (200, 50, 10)  # matmuls that PyTorch's scheduler may look ahead: its default, and smaller
+PREFETCH = (
+    200,
+    50,
+    10,
+)  # matmuls that PyTorch's scheduler may look ahead: its default, and smaller
 
 
 def fake_mesh() -> DeviceMesh:
@@ -60,7 +64,9 @@ def fake_mesh() -> DeviceMesh:
 
 def trace(config: Config, sequence: int, mesh: DeviceMesh) -> Traced:
     tokens = torch.empty(1, sequence + 1, dtype=torch.int64, device="meta")
-    return zt.shard_params(mesh, axis="dp")(make_step(config, mesh)).trace(init(config, TP), tokens, 0)
+    return zt.shard_params(mesh, axis="dp")(make_step(config, mesh)).trace(
+        init(config, TP), tokens, 0
+    )
 
 
 def trace_dtensors(config: Config, sequence: int, mesh: DeviceMesh) -> Traced:
@@ -68,7 +74,9 @@ def trace_dtensors(config: Config, sequence: int, mesh: DeviceMesh) -> Traced:
     with torch.device("meta"):
         model = llama_dtensor.parallel(llama_dtensor.Llama(config), mesh["tp"])
         tokens = torch.empty(1, sequence + 1, dtype=torch.int64)
-    return zt.shard_params(mesh, axis="dp")(llama_dtensor.make_step(model)).trace(llama_dtensor.init(model), tokens)
+    return zt.shard_params(mesh, axis="dp")(llama_dtensor.make_step(model)).trace(
+        llama_dtensor.init(model), tokens
+    )
 
 
 def lower(traced: Traced, cluster: Cluster, *transforms) -> Lowered:
@@ -136,7 +144,11 @@ def figures(graph: Graph, plain: Graph, cluster: Cluster) -> dict[str, float]:
     line, peak = simulate(graph, cluster), memory(graph).peak
     exposed: dict[str, float] = {}
     for (lane, role), s in line.exposed.items():
-        kind = "tp" if lane.startswith("tp") else {"param": "gathers", "grad": "reductions"}.get(role, "other")
+        kind = (
+            "tp"
+            if lane.startswith("tp")
+            else {"param": "gathers", "grad": "reductions"}.get(role, "other")
+        )
         exposed[kind] = exposed.get(kind, 0.0) + 1e3 * s
     return {
         "gathers": len(gathers),
@@ -150,7 +162,9 @@ def figures(graph: Graph, plain: Graph, cluster: Cluster) -> dict[str, float]:
         "peak GiB": peak / 2**30,
         "step ms": 1e3 * line.seconds,
         "compute ms": 1e3 * line.compute,
-        **{f"exposed {k} ms": exposed.get(k, 0.0) for k in ("gathers", "reductions", "tp", "other")},
+        **{
+            f"exposed {k} ms": exposed.get(k, 0.0) for k in ("gathers", "reductions", "tp", "other")
+        },
         "exposed ms": sum(exposed.values()),
     }
 
@@ -158,7 +172,9 @@ def figures(graph: Graph, plain: Graph, cluster: Cluster) -> dict[str, float]:
 # ---- the three sides
 
 
-def best_of_torch(plain: Graph, mesh: DeviceMesh, cluster: Cluster, update: bool) -> tuple[dict, str]:
+def best_of_torch(
+    plain: Graph, mesh: DeviceMesh, cluster: Cluster, update: bool
+) -> tuple[dict, str]:
     """The figures of PyTorch's passes with the best look-ahead, and a note about it."""
     tried = []
     for distance in PREFETCH:
@@ -167,7 +183,11 @@ def best_of_torch(plain: Graph, mesh: DeviceMesh, cluster: Cluster, update: bool
         tried.append((bool(result.error), row["step ms"], distance, row, result.error))
     failed, _, distance, best, error = min(tried, key=lambda t: t[:2])
     lost = [str(d) for bad, _, d, _, _ in tried if bad]
-    note = f"look-ahead {distance} matmuls" if not failed else f"bucketed only, as its scheduler ends in {error!r}"
+    note = (
+        f"look-ahead {distance} matmuls"
+        if not failed
+        else f"bucketed only, as its scheduler ends in {error!r}"
+    )
     return best, note + (f"; with {', '.join(lost)} it fails" if lost and not failed else "")
 
 
@@ -180,7 +200,9 @@ class Planned(NamedTuple):
     figures: dict
 
 
-def planned_step(make_trace: Callable[[Config, int, DeviceMesh], Traced], machines: Cluster, *step: Any) -> Planned:
+def planned_step(
+    make_trace: Callable[[Config, int, DeviceMesh], Traced], machines: Cluster, *step: Any
+) -> Planned:
     """Trace a step, whose arguments are those of `make_trace`, and plan it."""
     start = time.perf_counter()
     traced = make_trace(*step)
@@ -189,7 +211,9 @@ def planned_step(make_trace: Callable[[Config, int, DeviceMesh], Traced], machin
     start = time.perf_counter()
     lowered = lower(traced, machines, zt.delay_weight_grads(), zt.overlap_grads(), zt.prefetch())
     planning = time.perf_counter() - start
-    return Planned(plain, lowered, tracing, {**figures(lowered.graph, plain, machines), "passes s": planning})
+    return Planned(
+        plain, lowered, tracing, {**figures(lowered.graph, plain, machines), "passes s": planning}
+    )
 
 
 def measure(config: Config, sequence: int, mesh: DeviceMesh) -> dict:
@@ -198,8 +222,15 @@ def measure(config: Config, sequence: int, mesh: DeviceMesh) -> dict:
     by_hand = planned_step(trace, machines, config, sequence, mesh)
     by_module = planned_step(trace_dtensors, machines, config, sequence, mesh)
     plain, planned, tracing = by_hand.plain, by_hand.lowered, by_hand.tracing
-    rows = {"unscheduled": figures(plain, plain, machines), "ztrans": by_hand.figures, DTENSORS: by_module.figures}
-    notes = {"ztrans": "; ".join(planned.plan.notes), DTENSORS: f"traced in {by_module.tracing:.1f} s"}
+    rows = {
+        "unscheduled": figures(plain, plain, machines),
+        "ztrans": by_hand.figures,
+        DTENSORS: by_module.figures,
+    }
+    notes = {
+        "ztrans": "; ".join(planned.plan.notes),
+        DTENSORS: f"traced in {by_module.tracing:.1f} s",
+    }
     for name, update in (("PyTorch, whole step", True), ("PyTorch, gradients only", False)):
         rows[name], notes[name] = best_of_torch(plain, mesh, machines, update)
     least = bound(formulate(skeleton(planned.hinted), machines, (1 + SLACK) * memory(plain).peak))
@@ -244,7 +275,9 @@ def main(layers: int, sequences: list[int]) -> None:
     mesh = fake_mesh()
     results = [measure(Config(layers=layers), s, mesh) for s in sequences]
     where = f"{date.today()}, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
-    text = "\n".join([f"# Llama-3-8B, {layers} layers, dp={DP}, tp={TP}\n\n{where}.\n", *map(table, results)])
+    text = "\n".join(
+        [f"# Llama-3-8B, {layers} layers, dp={DP}, tp={TP}\n\n{where}.\n", *map(table, results)]
+    )
     print(text)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "llama.md").write_text(text)
@@ -253,7 +286,9 @@ def main(layers: int, sequences: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=Config.layers)
     parser.add_argument("--sequence", type=int, nargs="+", default=[8192, 2048])
     args = parser.parse_args()

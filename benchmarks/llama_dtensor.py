@@ -46,8 +46,12 @@ class Attention(nn.Module):
         self.wk, self.wv = nn.Linear(inner, outer, bias=False), nn.Linear(inner, outer, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = (w(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        return self.wo(self.attend(rotate(q, cos, sin), rotate(k, cos, sin), v).transpose(1, 2).flatten(2))
+        q, k, v = (
+            w(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
+        )
+        return self.wo(
+            self.attend(rotate(q, cos, sin), rotate(k, cos, sin), v).transpose(1, 2).flatten(2)
+        )
 
 
 class FeedForward(nn.Module):
@@ -82,8 +86,12 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         config = self.config
-        rates = config.theta ** (-torch.arange(0, config.head, 2, device=tokens.device) / config.head)
-        angles = torch.outer(torch.arange(tokens.shape[1], device=tokens.device), rates).repeat(1, 2)
+        rates = config.theta ** (
+            -torch.arange(0, config.head, 2, device=tokens.device) / config.head
+        )
+        angles = torch.outer(torch.arange(tokens.shape[1], device=tokens.device), rates).repeat(
+            1, 2
+        )
         x, cos, sin = self.embed(tokens), angles.cos(), angles.sin()
         for layer in self.layers:
             x = layer(x, cos, sin)
@@ -100,7 +108,9 @@ def parallel(model: Llama, mesh: DeviceMesh, source: int | None = None) -> Llama
     block |= {f"layers.*.{name}": RowwiseParallel() for name in ("attention.wo", "feed.down")}
     # The gradients of their inputs are summed before they are reduced.
     for name, layouts in {"attention": (Replicate(), None, None), "feed": (Replicate(),)}.items():
-        block[f"layers.*.{name}"] = PrepareModuleInput(input_layouts=layouts, desired_input_layouts=layouts)
+        block[f"layers.*.{name}"] = PrepareModuleInput(
+            input_layouts=layouts, desired_input_layouts=layouts
+        )
     logits = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     plan = {"embed": RowwiseParallel(input_layouts=Replicate()), **block, "out": logits}
     return parallelize_module(model, mesh, plan, src_data_rank=source)
@@ -108,14 +118,18 @@ def parallel(model: Llama, mesh: DeviceMesh, source: int | None = None) -> Llama
 
 def init(model: nn.Module) -> dict:
     """The state before the first step."""
-    zeros = lambda: {k: torch.zeros_like(p, requires_grad=False) for k, p in model.named_parameters()}
+    zeros = lambda: {
+        k: torch.zeros_like(p, requires_grad=False) for k, p in model.named_parameters()
+    }
     params = {k: p.detach() for k, p in model.named_parameters()}
     return {"params": params, "m": zeros(), "v": zeros(), "step": torch.zeros(())}
 
 
 def clip(grads: dict, limit: float = 1.0) -> dict:
     """By the global norm; matrices are DTensors, norms are not."""
-    total = lambda gs: torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gs])) ** 2
+    total = lambda gs: (
+        torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gs])) ** 2
+    )
     split = [g for g in grads.values() if isinstance(g, DTensor)]
     square = total([g for g in grads.values() if not isinstance(g, DTensor)])
     if split:

@@ -65,13 +65,17 @@ class Leave(torch.autograd.Function):
 
 def shapes(config: Config, tp: int) -> dict[str, tuple[int, ...]]:
     """One rank's part of every parameter, output features first."""
-    w, kv, hidden, vocab = (n // tp for n in (config.width, config.kv_heads * config.head, config.hidden, config.vocab))
+    w, kv, hidden, vocab = (
+        n // tp for n in (config.width, config.kv_heads * config.head, config.hidden, config.vocab)
+    )
     layer = {
         "norm1": (config.width,), "wq": (w, config.width), "wk": (kv, config.width), "wv": (kv, config.width),
         "wo": (config.width, w), "norm2": (config.width,), "gate": (hidden, config.width),
         "up": (hidden, config.width), "down": (config.width, hidden),
     }  # fmt: skip
-    layers = {f"layer{i}.{name}": shape for i in range(config.layers) for name, shape in layer.items()}
+    layers = {
+        f"layer{i}.{name}": shape for i in range(config.layers) for name, shape in layer.items()
+    }
     ends = {"norm": (config.width,), "head": (vocab, config.width)}
     return {"embed": (vocab, config.width), **layers, **ends}
 
@@ -96,7 +100,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """What `F.scaled_dot_product_attention` is on a GPU; the number of heads of k and v divides that of q."""
-    k, v = (t[:, :, None].expand(-1, -1, q.shape[1] // t.shape[1], -1, -1).flatten(1, 2) for t in (k, v))
+    k, v = (
+        t[:, :, None].expand(-1, -1, q.shape[1] // t.shape[1], -1, -1).flatten(1, 2) for t in (k, v)
+    )
     return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
 
 
@@ -116,7 +122,9 @@ def make_step(config: Config, mesh: DeviceMesh) -> Callable:
     def embed(weight: Tensor, tokens: Tensor, first: int) -> Tensor:
         row = tokens - first
         mine = (row >= 0) & (row < weight.shape[0])
-        return Leave.apply(F.embedding(row.clamp(0, weight.shape[0] - 1), weight) * mine[..., None], mesh)
+        return Leave.apply(
+            F.embedding(row.clamp(0, weight.shape[0] - 1), weight) * mine[..., None], mesh
+        )
 
     def block(w: dict, name: str, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         heads = lambda t: t.unflatten(-1, (-1, config.head)).transpose(1, 2)
@@ -140,8 +148,12 @@ def make_step(config: Config, mesh: DeviceMesh) -> Callable:
     def loss_fn(params: dict, tokens: Tensor, first: int) -> Tensor:
         w = {k: p.to(torch.bfloat16) if p.ndim > 1 else p for k, p in params.items()}
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        rates = config.theta ** (-torch.arange(0, config.head, 2, device=tokens.device) / config.head)
-        angles = torch.outer(torch.arange(inputs.shape[1], device=tokens.device), rates).repeat(1, 2)
+        rates = config.theta ** (
+            -torch.arange(0, config.head, 2, device=tokens.device) / config.head
+        )
+        angles = torch.outer(torch.arange(inputs.shape[1], device=tokens.device), rates).repeat(
+            1, 2
+        )
         cos, sin = angles.cos(), angles.sin()
         x = embed(w["embed"], inputs, first)
         for i in range(config.layers):
@@ -151,7 +163,9 @@ def make_step(config: Config, mesh: DeviceMesh) -> Callable:
 
     def clip(grads: dict, limit: float = 1.0) -> dict:
         """By the global norm: matrices are spread over tp, norms are the same on all its ranks."""
-        total = lambda gs: torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gs])) ** 2
+        total = lambda gs: (
+            torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gs])) ** 2
+        )
         mine = total([g for g in grads.values() if g.ndim > 1])
         same = total([g for g in grads.values() if g.ndim == 1])
         scale = (limit / (funcol.all_reduce(mine, "sum", (mesh, 1)) + same).sqrt()).clamp(max=1.0)

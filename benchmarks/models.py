@@ -33,7 +33,10 @@ from benchmarks.builds.build import Build
 
 LIBRARIES = ("transformers", "timm", "diffusers", "peft")
 WORLDS, STAGES, STEPS = (2, 3), (2, 3), 2
-TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}  # many models compute parts in fp32, whatever dtype they have
+TOLERANCE = {
+    torch.float64: 1e-5,
+    torch.float32: 1e-3,
+}  # many models compute parts in fp32, whatever dtype they have
 RESULTS = Path(__file__).parent / "results" / "models.md"
 
 
@@ -66,7 +69,9 @@ def loop(build: Build) -> tuple[nn.Module, torch.optim.Optimizer, Callable[..., 
     """The model of a build, its optimizer, and the body of an ordinary loop."""
     torch.manual_seed(0)
     model = build.make().to(build.dtype).train()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-5)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-5
+    )
 
     def loop_step(*batch: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -81,7 +86,9 @@ def loop(build: Build) -> tuple[nn.Module, torch.optim.Optimizer, Callable[..., 
 def batches(build: Build) -> list[tuple[Tensor, ...]]:
     draw = torch.Generator().manual_seed(1)
     batches = [build.batch(draw) for _ in range(STEPS)]
-    return [tuple(x.to(build.dtype) if x.is_floating_point() else x for x in batch) for batch in batches]
+    return [
+        tuple(x.to(build.dtype) if x.is_floating_point() else x for x in batch) for batch in batches
+    ]
 
 
 def untouched(build: Build, world: int) -> tuple[list[float], dict[str, Tensor]]:
@@ -100,10 +107,14 @@ def untouched(build: Build, world: int) -> tuple[list[float], dict[str, Tensor]]
             part.backward()
             parts.append(part.item())
             after.append([b.clone() for b in model.buffers()])
-        restore_buffers(model, [sum(b) / world if b[0].is_floating_point() else b[0] for b in zip(*after)])
+        restore_buffers(
+            model, [sum(b) / world if b[0].is_floating_point() else b[0] for b in zip(*after)]
+        )
         optimizer.step()
         losses.append(sum(parts))
-    return losses, {name: x.detach() for name, x in [*model.named_parameters(), *model.named_buffers()]}
+    return losses, {
+        name: x.detach() for name, x in [*model.named_parameters(), *model.named_buffers()]
+    }
 
 
 def restore_buffers(model: nn.Module, values: Sequence[Tensor]) -> None:
@@ -117,11 +128,19 @@ def distance(build: Build, world: int, stages: Sequence[int]) -> float:
     losses, truth = untouched(build, world)
     model, optimizer, loop_step = loop(build)
     step, first = zt.lift(loop_step, model, optimizer)
-    rows = [[tuple(x.chunk(world)[rank] for x in batch) for rank in range(world)] for batch in batches(build)]
+    rows = [
+        [tuple(x.chunk(world)[rank] for x in batch) for rank in range(world)]
+        for batch in batches(build)
+    ]
     traced, worst = zt.Step.of(step).trace(first, *rows[0][0]), 0.0
     for stage in stages:
         mesh = zt.AbstractMesh(dp=world)
-        transforms = zt.shard_params(mesh, stage=stage), zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather()
+        transforms = (
+            zt.shard_params(mesh, stage=stage),
+            zt.overlap_grads(),
+            zt.prefetch(),
+            zt.fuse_cast_gather(),
+        )
         lowered = zt.Traced(traced.program, zt.chain(*transforms)(step).transforms).lower()
         state = pytree.tree_map_only(Tensor, torch.clone, first)
         for row, loss in zip(rows, losses):
@@ -139,7 +158,9 @@ def _apart(state: dict[str, Tensor], truth: dict[str, Tensor], first: dict) -> I
         yield off / max(moved[name], 1e-2 * max(moved.values()))
 
 
-def outcome(build: Build, worlds: Sequence[int] = WORLDS, stages: Sequence[int] = STAGES) -> Outcome:
+def outcome(
+    build: Build, worlds: Sequence[int] = WORLDS, stages: Sequence[int] = STAGES
+) -> Outcome:
     """Compare a build with the untouched loop."""
     start = time.perf_counter()
     try:
@@ -147,7 +168,10 @@ def outcome(build: Build, worlds: Sequence[int] = WORLDS, stages: Sequence[int] 
         kind, detail = "equal" if worst <= TOLERANCE[build.dtype] else "different", f"{worst:.0e}"
     except Exception as error:
         text = str(error).splitlines() or [""]
-        is_own = isinstance(error, ValueError | TypeError | RuntimeError) and text[0].split(":")[0] in _TRANSFORMS
+        is_own = (
+            isinstance(error, ValueError | TypeError | RuntimeError)
+            and text[0].split(":")[0] in _TRANSFORMS
+        )
         kind = "refused" if is_own else "failed"
         detail = text[0] if is_own else f"{type(error).__name__}: {text[0]}"
         if not is_own:
@@ -166,7 +190,9 @@ def main(*texts: str) -> None:
         if not texts or any(text in build.title for text in texts):
             outcomes.append(outcome(build))
             last = outcomes[-1]
-            print(f"{build.title:60} {last.kind:10} {last.seconds:5.1f} s  {last.detail}", flush=True)
+            print(
+                f"{build.title:60} {last.kind:10} {last.seconds:5.1f} s  {last.detail}", flush=True
+            )
     if not texts:
         RESULTS.write_text(report(outcomes))
     sys.exit(any(not each.is_good for each in outcomes))
@@ -174,9 +200,13 @@ def main(*texts: str) -> None:
 
 def report(outcomes: Sequence[Outcome]) -> str:
     """The table of outcomes as Markdown."""
-    counts = ", ".join(f"{sum(o.kind == kind for o in outcomes)} {kind}" for kind in ("equal", "refused"))
+    counts = ", ".join(
+        f"{sum(o.kind == kind for o in outcomes)} {kind}" for kind in ("equal", "refused")
+    )
     rows = [f"| {o.build.title} | {o.kind} | {o.detail} |" for o in outcomes]
-    versions = ", ".join(f"{name} {importlib.import_module(name).__version__}" for name in ("torch", *LIBRARIES))
+    versions = ", ".join(
+        f"{name} {importlib.import_module(name).__version__}" for name in ("torch", *LIBRARIES)
+    )
     head = [
         "# Models of other libraries, lifted", "",
         f"{len(outcomes)} builds: {counts}. Each was trained for {STEPS} steps on {WORLDS[0]} and {WORLDS[1]} ranks,",

@@ -73,13 +73,17 @@ def row(case: Case) -> tuple[list[str], list[str]]:
     outcomes = [evaluate(case.problem, schedule(case)) for schedule in (fsdp2, by_size)]
     simple = [Result(o, bound(replace(case.problem, memory=o.peak))) for o in outcomes]
     peak = outcomes[0].peak
-    problems = [replace(case.problem, memory=memory) for memory in (peak, peak + case.more, float("inf"))]
+    problems = [
+        replace(case.problem, memory=memory) for memory in (peak, peak + case.more, float("inf"))
+    ]
     plans = [plan(problem) for problem in problems]
     limit = plans[0].bound
     wrong = []
     for problem, result in zip(problems, plans):
         if result.ratio > 1.05 or result.outcome.peak > problem.memory or result.planning > 2.0:
-            wrong.append(f"{case.name}: {result}, found in {result.planning:.2f} s, for {problem.memory / 1e9:.2f} GB")
+            wrong.append(
+                f"{case.name}: {result}, found in {result.planning:.2f} s, for {problem.memory / 1e9:.2f} GB"
+            )
     if plans[0].outcome.seconds > outcomes[0].seconds:
         wrong.append(f"{case.name}: {plans[0]} is slower than the FSDP2-like schedule, {simple[0]}")
     cells = [
@@ -114,7 +118,9 @@ def _ms(seconds: float) -> str:
 
 def main() -> None:
     solve(seven()[-1].problem)  # imports and caches
-    where = f"{date.today()}, {platform.machine()}, Python {platform.python_version()}, one process."
+    where = (
+        f"{date.today()}, {platform.machine()}, Python {platform.python_version()}, one process."
+    )
     lines, failed = ["# Plans for seven training steps", "", where, "", NOTES], []
     print(*lines, sep="\n")
     for text in tables(failed):

@@ -60,7 +60,11 @@ def chains() -> Iterator[Subject]:
     for lanes in LANES.values():
         for case in seven(lanes):
             peak = evaluate(case.problem, fsdp2(case)).peak
-            for name, budget in (("its peak", peak), ("more", peak + case.more), ("no limit", float("inf"))):
+            for name, budget in (
+                ("its peak", peak),
+                ("more", peak + case.more),
+                ("no limit", float("inf")),
+            ):
                 queues = "one queue" if len(set(lanes)) == 1 else "two queues"
                 yield f"{case.name}, {queues}, {name}", replace(case.problem, memory=budget)
 
@@ -90,9 +94,15 @@ def llama(dp: int, tp: int) -> Iterator[Subject]:
     schedules = zt.delay_weight_grads(), zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather()
     for sequence in SEQUENCES:
         tokens = torch.empty(1, sequence + 1, dtype=torch.int64, device="meta")
-        traced = zt.shard_params(mesh, axis="dp")(make_step(Config(), mesh)).trace(init(Config(), tp), tokens, 0)
-        lowered = dataclasses.replace(traced, transforms=(*traced.transforms, *schedules)).lower(cluster=machines)
-        yield from budgets(f"Llama, dp={dp}, tp={tp}, sequence {sequence}", lowered.hinted, machines)
+        traced = zt.shard_params(mesh, axis="dp")(make_step(Config(), mesh)).trace(
+            init(Config(), tp), tokens, 0
+        )
+        lowered = dataclasses.replace(traced, transforms=(*traced.transforms, *schedules)).lower(
+            cluster=machines
+        )
+        yield from budgets(
+            f"Llama, dp={dp}, tp={tp}, sequence {sequence}", lowered.hinted, machines
+        )
     dist.destroy_process_group()
 
 

@@ -39,7 +39,10 @@ BASE = "ztrans"
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, INNER, bias=False), nn.Linear(INNER, WIDTH, bias=False)
+        self.up, self.down = (
+            nn.Linear(WIDTH, INNER, bias=False),
+            nn.Linear(INNER, WIDTH, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(x)))
@@ -48,7 +51,10 @@ class Block(nn.Module):
 def weights() -> dict[str, Tensor]:
     """The whole matrices, which are the same on every rank."""
     torch.manual_seed(0)
-    return {k: v.detach() for k, v in nn.Sequential(*(Block() for _ in range(BLOCKS))).named_parameters()}
+    return {
+        k: v.detach()
+        for k, v in nn.Sequential(*(Block() for _ in range(BLOCKS))).named_parameters()
+    }
 
 
 def part(name: str, w: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -76,7 +82,9 @@ def make_step(mesh: DeviceMesh) -> Callable:
         loss = x.square().mean()
         grads = torch.autograd.grad(loss, list(params.values()))
         with torch.no_grad():
-            return {k: p.detach() - RATE * g for (k, p), g in zip(params.items(), grads)}, loss.detach()
+            return {
+                k: p.detach() - RATE * g for (k, p), g in zip(params.items(), grads)
+            }, loss.detach()
 
     return step
 
@@ -122,7 +130,9 @@ def plain(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
 
 def network(hosts: int) -> str:
     """The hosts and the rate of their links, as `netlab` has set it."""
-    shown = subprocess.run("tc qdisc show dev eth0", shell=True, capture_output=True, text=True).stdout
+    shown = subprocess.run(
+        "tc qdisc show dev eth0", shell=True, capture_output=True, text=True
+    ).stdout
     rate = re.search(r"rate (\S+)", shown)
     return f"{hosts} hosts, {rate[1]}/s" if rate else f"{dist.get_world_size()} ranks of one host"
 
@@ -149,7 +159,9 @@ def main(rounds: int) -> None:
             last[name] = loss.item()
     if dist.get_rank() == 0:
         median = {name: statistics.median(s[3:]) for name, s in seconds.items()}
-        rows = [f"| {n} | {s:.3f} | {s / median[BASE]:.3f} | {last[n]:.7f} |" for n, s in median.items()]
+        rows = [
+            f"| {n} | {s:.3f} | {s / median[BASE]:.3f} | {last[n]:.7f} |" for n, s in median.items()
+        ]
         text = "\n".join([
             f"# Tensor parallelism in the step: {network(dist.get_world_size())}", "",
             f"{date.today()}, torch {torch.__version__}, gloo, one core a rank. {BLOCKS} blocks of {WIDTH} x {INNER}, "
@@ -162,6 +174,8 @@ def main(rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=30)
     main(parser.parse_args().rounds)

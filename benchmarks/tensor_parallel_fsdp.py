@@ -55,7 +55,10 @@ def built(mesh: DeviceMesh) -> Llama:
 def loop(model: Llama) -> tuple[Step, torch.optim.Optimizer]:
     """One step of training, and its optimizer. A fused update has parameters of one mesh, so norms have their own."""
     params = dict(model.named_parameters())
-    groups = [[p for name, p in params.items() if ("norm" in name) == is_norm] for is_norm in (True, False)]
+    groups = [
+        [p for name, p in params.items() if ("norm" in name) == is_norm]
+        for is_norm in (True, False)
+    ]
     optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=1e-3, fused=True)
 
     def train_step(tokens: Tensor) -> Tensor:
@@ -82,7 +85,12 @@ def by_ztrans(mesh: DeviceMesh, tokens: Tensor) -> Step:
     model = built(mesh)
     step, optimizer = loop(model)
     lifted, state = zt.lift(step, model, optimizer)
-    transforms = zt.shard_params(mesh, axis="dp"), zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather()
+    transforms = (
+        zt.shard_params(mesh, axis="dp"),
+        zt.overlap_grads(),
+        zt.prefetch(),
+        zt.fuse_cast_gather(),
+    )
     sharded = zt.chain(*transforms)(zt.Step.of(lifted))
     state = sharded.shard(state)
     compiled, _ = sharded.lower(state, tokens).compile().tune(state, tokens, steps=TUNED // 2)
@@ -137,14 +145,30 @@ def report(seconds: dict[str, list[float]], losses: dict[str, list[float]], roun
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank:
         main(arguments.rounds)
     else:  # the process that netlab has started on a host starts two
-        nodes = ["--nnodes", os.environ["WORLD_SIZE"], "--node-rank", os.environ["RANK"], "--nproc-per-node", "2"]
-        address = ["--master-addr", os.environ["MASTER_ADDR"], "--master-port", os.environ["MASTER_PORT"]]
+        nodes = [
+            "--nnodes",
+            os.environ["WORLD_SIZE"],
+            "--node-rank",
+            os.environ["RANK"],
+            "--nproc-per-node",
+            "2",
+        ]
+        address = [
+            "--master-addr",
+            os.environ["MASTER_ADDR"],
+            "--master-port",
+            os.environ["MASTER_PORT"],
+        ]
         run = ["-m", "benchmarks.tensor_parallel_fsdp", "--rank", "--rounds", str(arguments.rounds)]
-        sys.exit(subprocess.call([sys.executable, "-m", "torch.distributed.run", *nodes, *address, *run]))
+        sys.exit(
+            subprocess.call([sys.executable, "-m", "torch.distributed.run", *nodes, *address, *run])
+        )

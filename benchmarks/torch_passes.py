@@ -54,14 +54,18 @@ class Result:
     error: str = ""
 
 
-def torch_passes(graph: Graph, mesh: DeviceMesh, cluster: Cluster, update: bool = True, **options: Any) -> Result:
+def torch_passes(
+    graph: Graph, mesh: DeviceMesh, cluster: Cluster, update: bool = True, **options: Any
+) -> Result:
     """The program with PyTorch's buckets and order. `options` are passed to `schedule_overlap_bucketing`."""
     given, rest = cast_first(graph), ()
     if not update:
         rest = tuple(e for e in given.eqns if e.region == "update")
         first = tuple(e for e in given.eqns if e.region != "update")
         produced = {o for e in first for o in e.outs}
-        wanted = dict.fromkeys(v for v in variables([*(e.ins for e in rest), *given.outputs]) if v in produced)
+        wanted = dict.fromkeys(
+            v for v in variables([*(e.ins for e in rest), *given.outputs]) if v in produced
+        )
         given = dce(given.replace(eqns=first, outputs=tuple(wanted)))
     gm, error, start = export(given, mesh), "", time.perf_counter()
     bucket(gm)
@@ -69,13 +73,18 @@ def torch_passes(graph: Graph, mesh: DeviceMesh, cluster: Cluster, update: bool 
     start = time.perf_counter()
     try:
         schedule(gm, milliseconds, options)
-    except (RecursionError, RuntimeError) as failed:  # errors of the pass: waits with a cycle, orders with a cycle
+    except (
+        RecursionError,
+        RuntimeError,
+    ) as failed:  # errors of the pass: waits with a cycle, orders with a cycle
         error = f"{type(failed).__name__}: {failed}".split("\n")[0]
     taken = bucketing + time.perf_counter() - start
     if error:
         gm = export(given, mesh)
         bucket(gm)
-    return Result(graph.replace(eqns=(*(eqn for _, eqn in back(gm, given, mesh)), *rest)), taken, error)
+    return Result(
+        graph.replace(eqns=(*(eqn for _, eqn in back(gm, given, mesh)), *rest)), taken, error
+    )
 
 
 def cast_first(graph: Graph) -> Graph:
@@ -84,8 +93,12 @@ def cast_first(graph: Graph) -> Graph:
     for e in graph.eqns:
         if e.op is ALL_GATHER and e.kwargs["dtype"] not in (None, e.ins[0].dtype):
             (member,), dtype = e.ins, e.kwargs["dtype"]
-            cast = dataclasses.replace(member, name=f"{e.outs[0].name.removesuffix(chr(39))}.cast", dtype=dtype)
-            eqns.append(Eqn(aten._to_copy.default, (member,), (cast,), {"dtype": dtype}, e.region, e.source))
+            cast = dataclasses.replace(
+                member, name=f"{e.outs[0].name.removesuffix(chr(39))}.cast", dtype=dtype
+            )
+            eqns.append(
+                Eqn(aten._to_copy.default, (member,), (cast,), {"dtype": dtype}, e.region, e.source)
+            )
             e = e.replace(args=([cast],), kwargs={**e.kwargs, "dtype": None})
         eqns.append(e)
     return graph.replace(eqns=tuple(eqns))
@@ -109,7 +122,9 @@ def export(graph: Graph, mesh: DeviceMesh) -> fx.GraphModule:
     with mode, torch.no_grad():
         for v in graph.inputs:
             node = env[v] = out.placeholder("".join(c if c.isalnum() else "_" for c in v.name))
-            node.meta.update(var=v, val=torch.empty(local_shape(v, sizes, at), dtype=v.dtype, device="meta"))
+            node.meta.update(
+                var=v, val=torch.empty(local_shape(v, sizes, at), dtype=v.dtype, device="meta")
+            )
         for e, bound in zip(graph.eqns, by_group(graph, mesh).eqns):
             if is_start(e) or e.op in (WAIT, SHARD):
                 args, kwargs = _collective(e, sizes, mesh, env), {}
@@ -117,7 +132,9 @@ def export(graph: Graph, mesh: DeviceMesh) -> fx.GraphModule:
                 args = args[1:]
             else:
                 bound = localize(bound, sizes, at)
-                args, kwargs = (substitute(x, env.__getitem__) for x in (bound.args, dict(bound.kwargs)))
+                args, kwargs = (
+                    substitute(x, env.__getitem__) for x in (bound.args, dict(bound.kwargs))
+                )
                 target = e.op
                 kwargs.update({"device": torch.device("meta")} if kwargs.get("device") else {})
             node = call(target, args, kwargs, eqn=e)
@@ -145,7 +162,9 @@ def _collective(e: Eqn, sizes: dict[str, int], mesh: DeviceMesh, env: dict[Var, 
         return aten.slice.Tensor, x, e.args[1], start, start + rows
     (member,), group = e.ins, mesh.get_group(axis).group_name
     cut = member.split or e.outs[0].split
-    assert cut is None or (cut.dim == 0 and member.shape[0] % sizes[axis] == 0), f"{member}: padded parts"
+    assert cut is None or (cut.dim == 0 and member.shape[0] % sizes[axis] == 0), (
+        f"{member}: padded parts"
+    )
     if e.op is ALL_GATHER:
         return GATHERS[0], x, sizes[axis], group
     op = REDUCE.get(e.kwargs["op"], e.kwargs["op"])
@@ -169,7 +188,9 @@ def schedule(gm: fx.GraphModule, milliseconds: dict[fx.Node, float], options: di
     from torch._inductor import config
     from torch._inductor.fx_passes.overlap_scheduling import schedule_overlap_bucketing
 
-    autofix = config.patch({"aten_distributed_optimizations.overlap_scheduling_autofix_cycles": True})
+    autofix = config.patch(
+        {"aten_distributed_optimizations.overlap_scheduling_autofix_cycles": True}
+    )
     with _triton(), autofix, torch.no_grad():
         schedule_overlap_bucketing(
             gm,
@@ -182,13 +203,17 @@ def schedule(gm: fx.GraphModule, milliseconds: dict[fx.Node, float], options: di
         )
 
 
-def estimate(gm: fx.GraphModule, graph: Graph, mesh: DeviceMesh, cluster: Cluster) -> dict[fx.Node, float]:
+def estimate(
+    gm: fx.GraphModule, graph: Graph, mesh: DeviceMesh, cluster: Cluster
+) -> dict[fx.Node, float]:
     """The milliseconds of every operation, and of every collective on its link."""
     pairs = back(gm, graph, mesh)
     given = graph.replace(eqns=tuple(eqn for _, eqn in pairs))
     nodes = {eqn: node for node, eqn in pairs}
     milliseconds = {node: 1e3 * s for (node, _), s in zip(pairs, seconds(given, cluster))}
-    milliseconds.update((nodes[e], 1e3 * (m.latency + m.seconds)) for e, m, _ in messages(given, cluster))
+    milliseconds.update(
+        (nodes[e], 1e3 * (m.latency + m.seconds)) for e, m, _ in messages(given, cluster)
+    )
     return milliseconds
 
 
@@ -230,7 +255,9 @@ class _Back:
     def __init__(self, gm: fx.GraphModule, graph: Graph, mesh: DeviceMesh) -> None:
         self.nodes, self.sizes = list(gm.graph.nodes), graph.axes
         self.axis = {mesh.get_group(a).group_name: a for a in graph.axes}
-        self.names = Names([v.name for v in graph.inputs] + [o.name for e in graph.eqns for o in e.outs if o])
+        self.names = Names(
+            [v.name for v in graph.inputs] + [o.name for e in graph.eqns for o in e.outs if o]
+        )
         self.origin = gm.meta["origin"]  # name of an exported node -> its equation
         self.pairs: list[tuple[fx.Node, Eqn]] = []
         self.env: dict[fx.Node, Any] = {}
@@ -271,9 +298,18 @@ class _Back:
     def casts(self, copy: fx.Node) -> bool:
         return copy.args[0].meta["val"].dtype != copy.args[1].meta["val"].dtype
 
-    def var(self, node: fx.Node, value: torch.Tensor, name: str = "", cut: bool = False, future: bool = False) -> Var:
+    def var(
+        self,
+        node: fx.Node,
+        value: torch.Tensor,
+        name: str = "",
+        cut: bool = False,
+        future: bool = False,
+    ) -> Var:
         layout = (Split(self.axis_of(node)),) if cut else ()
-        return Var(self.names.fresh(name or node.name), value.dtype, tuple(value.shape), layout, future)
+        return Var(
+            self.names.fresh(name or node.name), value.dtype, tuple(value.shape), layout, future
+        )
 
     def axis_of(self, start: fx.Node) -> str:
         return self.axis[next(a for a in start.args if a in self.axis)]
@@ -290,25 +326,39 @@ class _Back:
             self.env[node] = self.env[node.args[0]][node.args[1]]
         elif node.target is aten.copy_.default and self.casts(node):
             out = self.called.get(node) or self.var(node, node.meta["val"])
-            self.add(node, aten._to_copy.default, (self.env[node.args[1]],), (out,), {"dtype": out.dtype})
+            self.add(
+                node, aten._to_copy.default, (self.env[node.args[1]],), (out,), {"dtype": out.dtype}
+            )
         elif node.target is aten.copy_.default:
             self.env[node] = self.env[node.args[1]]
-        elif node.target not in (aten.empty.memory_format, aten.slice.Tensor):  # these belong to the receive buffer
+        elif node.target not in (
+            aten.empty.memory_format,
+            aten.slice.Tensor,
+        ):  # these belong to the receive buffer
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.env[n])
             value = node.meta["val"]
             if isinstance(value, (tuple, list)):
                 item = {user.args[1]: user for user in node.users}
-                outs = tuple(self.called.get(item.get(k)) or self.var(node, v) for k, v in enumerate(value))
+                outs = tuple(
+                    self.called.get(item.get(k)) or self.var(node, v) for k, v in enumerate(value)
+                )
             else:
                 outs = (self.called.get(node) or self.var(node, value),)
             self.add(node, node.target, args, outs, kwargs)
 
-    def add(self, node: fx.Node, op: Any, args: tuple, outs: tuple[Var, ...], kwargs: dict, **more: Any) -> None:
+    def add(
+        self, node: fx.Node, op: Any, args: tuple, outs: tuple[Var, ...], kwargs: dict, **more: Any
+    ) -> None:
         self.pairs.append((node, Eqn(op, args, outs, kwargs, self.members(node)[0].region, **more)))
         self.env[node] = outs if isinstance(node.meta["val"], (tuple, list)) else outs[0]
 
     def start(self, node: fx.Node) -> None:
-        op, axis, sent, value = KINDS[node.target], self.axis_of(node), self.env[node.args[0]], node.meta["val"]
+        op, axis, sent, value = (
+            KINDS[node.target],
+            self.axis_of(node),
+            self.env[node.args[0]],
+            node.meta["val"],
+        )
         whole = sent.numel if op is not ALL_GATHER else value.numel()
         layout = (Split(axis),) if op is REDUCE_SCATTER else ()
         future = Var(self.names.fresh(node.name) + "'", value.dtype, (whole,), layout, True)

@@ -36,7 +36,12 @@ import ztrans as zt
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "trace_time.md"
-TRANSFORMS = zt.shard_params(zt.AbstractMesh(dp=64)), zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather()
+TRANSFORMS = (
+    zt.shard_params(zt.AbstractMesh(dp=64)),
+    zt.overlap_grads(),
+    zt.prefetch(),
+    zt.fuse_cast_gather(),
+)
 
 
 def gpt() -> tuple[Callable, Any, torch.Tensor]:
@@ -51,18 +56,24 @@ def gpt() -> tuple[Callable, Any, torch.Tensor]:
     return make_step(model, bf16=True), state, tokens
 
 
-def with_fused_adamw(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[Callable, Any, torch.Tensor]:
+def with_fused_adamw(
+    model: torch.nn.Module, tokens: torch.Tensor
+) -> tuple[Callable, Any, torch.Tensor]:
     """A step of a model of transformers with PyTorch's fused AdamW."""
 
     def loss_of(params: dict, buffers: dict, tokens: torch.Tensor) -> torch.Tensor:
-        return functional_call(model, {**params, **buffers}, (), {"input_ids": tokens, "labels": tokens}).loss
+        return functional_call(
+            model, {**params, **buffers}, (), {"input_ids": tokens, "labels": tokens}
+        ).loss
 
     def step(state: dict, tokens: torch.Tensor) -> tuple[dict, torch.Tensor]:
         grads, loss = grad_and_value(loss_of)(state["params"], state["buffers"], tokens)
         new = {key: {k: x.clone() for k, x in state[key].items()} for key in state}
         lists = [[*values.values()] for values in (new["params"], grads, new["m"], new["v"])]
         settings = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}
-        torch._fused_adamw_(*lists, [], [*new["step"].values()], amsgrad=False, maximize=False, **settings)
+        torch._fused_adamw_(
+            *lists, [], [*new["step"].values()], amsgrad=False, maximize=False, **settings
+        )
         return new, loss
 
     params = {k: p.detach() for k, p in model.named_parameters()}
@@ -76,13 +87,20 @@ def gpt2() -> tuple[Callable, Any, torch.Tensor]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     with torch.device("meta"):
-        return with_fused_adamw(GPT2LMHeadModel(GPT2Config()), torch.empty(4, 512, dtype=torch.int64))
+        return with_fused_adamw(
+            GPT2LMHeadModel(GPT2Config()), torch.empty(4, 512, dtype=torch.int64)
+        )
 
 
 def llama() -> tuple[Callable, Any, torch.Tensor]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    sizes = {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+    }
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192}
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).train()
@@ -141,7 +159,9 @@ def main(names: Sequence[str], repeats: int) -> None:
         runs = json.loads(shown.splitlines()[-1])
         bare, trace, lower = (statistics.median(runs[key]) for key in ("bare", "trace", "lower"))
         sizes = f"{runs['nodes']} | {runs['equations']}"
-        rows.append(f"| {name} | {sizes} | {bare:.2f} | {trace:.2f} | {trace / bare:.2f} | {lower:.2f} |")
+        rows.append(
+            f"| {name} | {sizes} | {bare:.2f} | {trace:.2f} | {trace / bare:.2f} | {lower:.2f} |"
+        )
         print(rows[-1], flush=True)
     where = f"{date.today()}, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
     title = f"# Tracing a step, beside bare make_fx\n\n{where}; processor seconds, medians of {repeats} runs in turns."
@@ -151,7 +171,9 @@ def main(names: Sequence[str], repeats: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", help="the steps to trace, by default all")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--one", choices=[*MODELS])

@@ -26,23 +26,38 @@ import ztrans as zt
 console = Console(width=None if Console().is_terminal else 120, highlight=False)
 
 
-def train(name: str, step: Callable, state: dict, batches: Iterable[torch.Tensor], ranks: int) -> list[float]:
+def train(
+    name: str, step: Callable, state: dict, batches: Iterable[torch.Tensor], ranks: int
+) -> list[float]:
     """Train on this rank's slices of the batches, and return the loss of each step.
 
     Rank 0 shows a bar, or prints ten lines where the output is no terminal.
     """
     batches, losses, start, shows = list(batches), [], 0.0, dist.get_rank() == 0
-    columns = TextColumn(f"{name:<14}"), BarColumn(30), TextColumn("{task.description}"), TimeElapsedColumn()
+    columns = (
+        TextColumn(f"{name:<14}"),
+        BarColumn(30),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console, disable=not (shows and console.is_terminal)) as bar:
         task = bar.add_task("", total=len(batches))
         for count, batch in enumerate(batches, 1):
             state, loss = step(state, batch)
             losses.append(loss.item())
-            start = start or time.perf_counter()  # after the first step, which also traces and compiles
+            start = (
+                start or time.perf_counter()
+            )  # after the first step, which also traces and compiles
             rate = ranks * batch[:, 1:].numel() * (count - 1) / (time.perf_counter() - start)
-            progress = f"step {count:>3}/{len(batches)}   loss {losses[-1]:.3f}   {rate:>6,.0f} tokens/s"
+            progress = (
+                f"step {count:>3}/{len(batches)}   loss {losses[-1]:.3f}   {rate:>6,.0f} tokens/s"
+            )
             bar.update(task, advance=1, description=progress)
-            if shows and not console.is_terminal and count * 10 // len(batches) > (count - 1) * 10 // len(batches):
+            if (
+                shows
+                and not console.is_terminal
+                and count * 10 // len(batches) > (count - 1) * 10 // len(batches)
+            ):
                 console.print(f"{name:<14} {progress}")
     return losses
 
@@ -51,7 +66,11 @@ def head(program: zt.Lowered, inputs: int = 3, equations: int = 18) -> str:
     """The first lines of a program, with only the first `inputs` of its inputs."""
     lines = str(program).splitlines()
     body = lines.index("):")
-    start = [*lines[: 2 + inputs], f"    ... {body - 2 - inputs} more", *lines[body : body + 2 + equations]]
+    start = [
+        *lines[: 2 + inputs],
+        f"    ... {body - 2 - inputs} more",
+        *lines[body : body + 2 + equations],
+    ]
     return "\n".join([*start, f"  ... {len(lines) - body - 2 - equations} more lines"])
 
 
@@ -87,10 +106,14 @@ def picture(sharded: list[float], plain: list[float], ranks: int, path: Path) ->
     steps = range(1, len(plain) + 1)
     top.plot(steps, plain, color="black", linewidth=3, alpha=0.3, label="plain step, one process")
     top.plot(steps, sharded, color="tab:blue", linewidth=1.2, label=f"sharded step, {ranks} ranks")
-    top.set(ylabel="loss (nats per byte)", title="A byte-level GPT on the standard library's source")
+    top.set(
+        ylabel="loss (nats per byte)", title="A byte-level GPT on the standard library's source"
+    )
     top.legend(frameon=False)
     bottom.plot(steps, [abs(a - b) for a, b in zip(sharded, plain)], color="tab:red", linewidth=1)
-    bottom.set(ylabel="|sharded − plain|", xlabel="step", ylim=(0, None), xlim=(1, max(len(plain), 2)))
+    bottom.set(
+        ylabel="|sharded − plain|", xlabel="step", ylim=(0, None), xlim=(1, max(len(plain), 2))
+    )
     bottom.xaxis.get_major_locator().set_params(integer=True)
     for axes in (top, bottom):
         axes.grid(alpha=0.25)
@@ -139,14 +162,18 @@ def main(config: Config, *, steps: int, fp32_steps: int, batch: int, lr: float, 
         for name, losses in {f"{ranks} ranks": sharded, "plain": plain}.items():
             console.print(f"{name:<10} loss {losses[0]:.3f} -> {losses[-1]:.3f}")
         console.print(f"bf16: the losses differ by at most {absolute:.1e}, in {steps} steps")
-        console.print(f"fp32: the losses differ by at most {relative:.1e}, relative to the loss, in {fp32_steps} steps")
+        console.print(
+            f"fp32: the losses differ by at most {relative:.1e}, relative to the loss, in {fp32_steps} steps"
+        )
         picture(sharded, plain, ranks, out)
         console.print(f"loss curves: {out}")
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for field, default in {"layers": 4, "width": 256, "heads": 4, "sequence": 128}.items():
         parser.add_argument(f"--{field}", type=int, default=default)
     parser.add_argument("--steps", type=int, default=130)

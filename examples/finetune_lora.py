@@ -25,9 +25,13 @@ def make_base() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes))
 
 
-def make_loop(lr: float = 1e-2) -> tuple[torch.nn.Module, torch.optim.Optimizer, Callable[[Tensor], Tensor]]:
+def make_loop(
+    lr: float = 1e-2,
+) -> tuple[torch.nn.Module, torch.optim.Optimizer, Callable[[Tensor], Tensor]]:
     """The model with its adapters, their optimizer, and the body of an ordinary loop."""
-    adapters = LoraConfig(task_type="CAUSAL_LM", r=8, target_modules="all-linear", modules_to_save=["lm_head"])
+    adapters = LoraConfig(
+        task_type="CAUSAL_LM", r=8, target_modules="all-linear", modules_to_save=["lm_head"]
+    )
     model = get_peft_model(make_base(), adapters)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
 
@@ -54,8 +58,12 @@ def main(steps: int = 60, batch: int = 16, folder: str = "adapters") -> list[flo
         losses.append(loss.item())
         if mesh.get_rank() == 0 and (i % 10 == 0 or i == steps - 1):
             print(f"step {i:4d}   loss {losses[-1]:.4f}")
-    zt.save(f"{folder}/adapter_model.safetensors", get_peft_model_state_dict(model, state["params"])).result()
-    model.peft_config["default"].save_pretrained(folder)  # PeftModel.from_pretrained(base, folder) reads both
+    zt.save(
+        f"{folder}/adapter_model.safetensors", get_peft_model_state_dict(model, state["params"])
+    ).result()
+    model.peft_config["default"].save_pretrained(
+        folder
+    )  # PeftModel.from_pretrained(base, folder) reads both
     return losses
 
 

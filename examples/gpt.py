@@ -31,7 +31,13 @@ def adamw(state: dict, grads: dict, b1=0.9, b2=0.95, eps=1e-8, decay=0.1, warmup
 def init(model: nn.Module, lr: float) -> dict:
     params = {k: p.detach() for k, p in model.named_parameters()}
     zeros = {k: torch.zeros_like(p) for k, p in params.items()}
-    return {"params": params, "m": zeros, "v": zeros, "step": torch.tensor(0.0), "lr": torch.tensor(lr)}
+    return {
+        "params": params,
+        "m": zeros,
+        "v": zeros,
+        "step": torch.tensor(0.0),
+        "lr": torch.tensor(lr),
+    }
 
 
 def make_step(model: nn.Module, *, bf16: bool = False, device: str = "cpu") -> Callable:
@@ -52,7 +58,9 @@ def make_step(model: nn.Module, *, bf16: bool = False, device: str = "cpu") -> C
 def main(config: Config | None = None, *, steps=100, batch=16, lr=2e-3, bf16=False) -> list[float]:
     config = config or Config()
     mesh = zt.make_mesh(dp=-1)
-    fsdp = zt.chain(zt.shard_params(mesh, axis="dp"), zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather())
+    fsdp = zt.chain(
+        zt.shard_params(mesh, axis="dp"), zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather()
+    )
     torch.manual_seed(0)
     model = GPT(config)
     step = fsdp(make_step(model, bf16=bf16, device=mesh.device_type))

@@ -22,10 +22,15 @@ class ShardedTrainer(Trainer):
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
-        self.accelerator.prepare_model = lambda model, **_: model  # without DDP: the step reduces the gradients
+        self.accelerator.prepare_model = lambda model, **_: (
+            model
+        )  # without DDP: the step reduces the gradients
 
     def start(self):
-        optimizer, model = self.optimizer.optimizer, self.model.train()  # Accelerate has wrapped the optimizer
+        optimizer, model = (
+            self.optimizer.optimizer,
+            self.model.train(),
+        )  # Accelerate has wrapped the optimizer
 
         def loop_step(**inputs):
             optimizer.zero_grad()
@@ -35,7 +40,9 @@ class ShardedTrainer(Trainer):
             optimizer.step()
             return loss
 
-        fsdp = zt.chain(zt.shard_params(zt.make_mesh("cpu", dp=-1)), zt.overlap_grads(), zt.prefetch())
+        fsdp = zt.chain(
+            zt.shard_params(zt.make_mesh("cpu", dp=-1)), zt.overlap_grads(), zt.prefetch()
+        )
         step, state = zt.lift(loop_step, model, optimizer)
         self.step = fsdp(step)
         self.sharded = self.step.shard(state)
@@ -46,7 +53,9 @@ class ShardedTrainer(Trainer):
         if self.step is None:
             self.start()
         self.sharded, loss = self.step(self.sharded, **self._prepare_inputs(inputs))
-        return loss.detach()  # gradients stay None, so the Trainer's own optimizer.step() changes nothing
+        return (
+            loss.detach()
+        )  # gradients stay None, so the Trainer's own optimizer.step() changes nothing
 
     def save_model(self, output_dir, _internal_call=False):
         zt.save(f"{output_dir}/model.safetensors", self.sharded["params"]).result()
@@ -61,7 +70,9 @@ class ShardedTrainer(Trainer):
         self.resumed = checkpoint
 
 
-def main(steps: int = 40, folder="hf_trainer", *, every: int = 20, trainer: type = ShardedTrainer) -> list[float]:
+def main(
+    steps: int = 40, folder="hf_trainer", *, every: int = 20, trainer: type = ShardedTrainer
+) -> list[float]:
     torch.manual_seed(0)
     sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
     args = TrainingArguments(
@@ -69,10 +80,16 @@ def main(steps: int = 40, folder="hf_trainer", *, every: int = 20, trainer: type
         lr_scheduler_type="constant_with_warmup", use_cpu=True, report_to="none", disable_tqdm=True,
         max_grad_norm=1.0 if trainer is Trainer else 0.0,
     )  # fmt: skip
-    rows = stdlib_bytes(1 << 19).long().unflatten(0, (-1, 64))  # a text of which each byte is a token
+    rows = (
+        stdlib_bytes(1 << 19).long().unflatten(0, (-1, 64))
+    )  # a text of which each byte is a token
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes))
-    training = trainer(model, args, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
-    training.train(resume_from_checkpoint=get_last_checkpoint(folder) if Path(folder).is_dir() else None)
+    training = trainer(
+        model, args, train_dataset=[{"input_ids": row, "labels": row} for row in rows]
+    )
+    training.train(
+        resume_from_checkpoint=get_last_checkpoint(folder) if Path(folder).is_dir() else None
+    )
     return [log["loss"] for log in training.state.log_history if "loss" in log]
 
 

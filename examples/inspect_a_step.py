@@ -17,7 +17,9 @@ def head(program: object, lines: int, start: str = "  # forward") -> str:
     """The first lines of a program's body."""
     text = str(program).splitlines()
     begin = text.index(start)
-    return "\n".join([*text[begin : begin + lines], f"  ... {len(text) - begin - lines} more lines"])
+    return "\n".join(
+        [*text[begin : begin + lines], f"  ... {len(text) - begin - lines} more lines"]
+    )
 
 
 def changes(before: object, after: object, of: str, most: int) -> str:
@@ -38,7 +40,12 @@ def main(config: Config = BIG, *, batch: int = 1, ranks: int = 8, lines: int = 1
     state, plain = init(model, lr=1e-3), make_step(model, bf16=True)
 
     def lower(stage: int) -> zt.Lowered:
-        fsdp = zt.chain(zt.shard_params(mesh, stage=stage), zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather())
+        fsdp = zt.chain(
+            zt.shard_params(mesh, stage=stage),
+            zt.overlap_grads(),
+            zt.prefetch(),
+            zt.fuse_cast_gather(),
+        )
         return fsdp(plain).lower(state, tokens)
 
     lowered = lower(stage=3)
@@ -46,7 +53,9 @@ def main(config: Config = BIG, *, batch: int = 1, ranks: int = 8, lines: int = 1
 
     (_, traced), (_, written), *_ = lowered.history
     print("The FX graph of make_fx:\n")
-    print("\n".join(traced.code.strip().splitlines()[1 : lines + 1]))  # the first line names all inputs
+    print(
+        "\n".join(traced.code.strip().splitlines()[1 : lines + 1])
+    )  # the first line names all inputs
     print("\nThe program as written:\n")
     print(head(written, lines))
     print(f"\nThe changes that concern {parameter}:")
@@ -59,7 +68,9 @@ def main(config: Config = BIG, *, batch: int = 1, ranks: int = 8, lines: int = 1
     print("\nThe live bytes of one rank, by ZeRO stage:\n")
     for stage in range(4):
         memory = lower(stage).memory_analysis()
-        print(f"stage {stage}   state {memory.state:>12,}   peak {memory.peak:>12,}   at {memory.at.source}")
+        print(
+            f"stage {stage}   state {memory.state:>12,}   peak {memory.peak:>12,}   at {memory.at.source}"
+        )
 
 
 if __name__ == "__main__":

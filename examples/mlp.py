@@ -30,7 +30,9 @@ def loss_fn(params: dict, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(F.linear(x, last.bfloat16()).float(), y)
 
 
-def main(*, steps: int = 200, widths: Sequence[int] = (4, 64, 64, 1), batch: int = 256, lr=0.02) -> list[float]:
+def main(
+    *, steps: int = 200, widths: Sequence[int] = (4, 64, 64, 1), batch: int = 256, lr=0.02
+) -> list[float]:
     mesh = zt.make_mesh(dp=-1)  # all ranks under torchrun, otherwise one rank
 
     @zt.fuse_cast_gather()

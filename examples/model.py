@@ -22,10 +22,14 @@ class Block(nn.Module):
         self.heads = c.heads
         self.norm1, self.norm2 = nn.LayerNorm(c.width), nn.LayerNorm(c.width)
         self.qkv, self.proj = nn.Linear(c.width, 3 * c.width), nn.Linear(c.width, c.width)
-        self.mlp = nn.Sequential(nn.Linear(c.width, 4 * c.width), nn.GELU(), nn.Linear(4 * c.width, c.width))
+        self.mlp = nn.Sequential(
+            nn.Linear(c.width, 4 * c.width), nn.GELU(), nn.Linear(4 * c.width, c.width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = rearrange(self.qkv(self.norm1(x)), "b s (three h d) -> three b h s d", three=3, h=self.heads)
+        q, k, v = rearrange(
+            self.qkv(self.norm1(x)), "b s (three h d) -> three b h s d", three=3, h=self.heads
+        )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(rearrange(attended, "b h s d -> b s (h d)"))
         return x + self.mlp(self.norm2(x))
@@ -34,7 +38,10 @@ class Block(nn.Module):
 class GPT(nn.Module):
     def __init__(self, c: Config) -> None:
         super().__init__()
-        self.token, self.position = nn.Embedding(c.vocab, c.width), nn.Embedding(c.sequence, c.width)
+        self.token, self.position = (
+            nn.Embedding(c.vocab, c.width),
+            nn.Embedding(c.sequence, c.width),
+        )
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.layers))
         self.norm = nn.LayerNorm(c.width)
         for name, p in self.named_parameters():

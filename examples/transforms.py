@@ -107,7 +107,11 @@ def train_step(state, x, y):
 
 def first_state() -> dict:
     torch.manual_seed(0)
-    params = {"up": torch.randn(16, 64) / 4, "middle": torch.randn(64, 64) / 8, "down": torch.randn(64, 8) / 8}
+    params = {
+        "up": torch.randn(16, 64) / 4,
+        "middle": torch.randn(64, 64) / 8,
+        "down": torch.randn(64, 8) / 8,
+    }
     return {"params": params, "m": {k: torch.zeros_like(p) for k, p in params.items()}}
 
 
@@ -118,11 +122,17 @@ def main() -> dict[str, float]:
     zt.testing.check_laws(gradient_norms(), train_step, first_state(), batch)
     zt.testing.check_laws(keep_every_second(), train_step, first_state(), batch)
 
-    step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), gradient_norms(), zt.accumulate(2))(train_step)
+    step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), gradient_norms(), zt.accumulate(2))(
+        train_step
+    )
     ranks = [tuple(x.chunk(2)[rank] for x in batch) for rank in range(2)]
     _, outputs = step.lower(first_state(), *ranks[0]).lockstep(first_state(), ranks)
     loss, norms = outputs[0]
-    print(f"loss {loss.item():.4f}", *(f"{name} {norm.item():.4f}" for name, norm in norms.items()), sep="\n")
+    print(
+        f"loss {loss.item():.4f}",
+        *(f"{name} {norm.item():.4f}" for name, norm in norms.items()),
+        sep="\n",
+    )
     return {name: norm.item() for name, norm in norms.items()}
 
 

@@ -81,9 +81,14 @@ def _gather(
         while k < count:
             row = rows + k.to(tl.int64) * 5
             start, size, numel = tl.load(row + 1), tl.load(row + 3), tl.load(row + 4)
-            n = tl.minimum(tl.maximum(tl.minimum(size, numel - p * size) - start, 0), BLOCK).to(tl.int32)
+            n = tl.minimum(tl.maximum(tl.minimum(size, numel - p * size) - start, 0), BLOCK).to(
+                tl.int32
+            )
             src = peer + (tl.load(row + 2) + start) * width
-            dst = tl.load(bases + tl.program_id(1) * values + tl.load(row)) + (p * size + start) * width
+            dst = (
+                tl.load(bases + tl.program_id(1) * values + tl.load(row))
+                + (p * size + start) * width
+            )
             if (n >= BLOCK) & (((src | dst) & 15) == 0):
                 x = tl.load(tl.multiple_of(src.to(tl.pointer_type(ITEM)), 16) + i)
                 tl.store(tl.multiple_of(dst.to(tl.pointer_type(ITEM)), 16) + i, x)
@@ -96,12 +101,16 @@ def _gather(
         meet(pads, error, rank, block, spins, WORLD)
 
 
-def launch(buffers, pads, error, outs, sizes, rank, channels, spins, *, together: int = 1, sync=True) -> None:
+def launch(
+    buffers, pads, error, outs, sizes, rank, channels, spins, *, together: int = 1, sync=True
+) -> None:
     """all_gather by the kernel. A launch may run `together` ranks; `outs` then has the values of one after another."""
     check(error, rank)
     world, values = len(buffers), len(outs) // together
     item = outs[0].itemsize
-    rows = _rows(tuple(sizes), tuple(v.numel() for v in outs[:values]), _BYTES // item, buffers.device)
+    rows = _rows(
+        tuple(sizes), tuple(v.numel() for v in outs[:values]), _BYTES // item, buffers.device
+    )
     with torch.cuda.device_of(buffers):
         _gather[(channels, together)](
             buffers, pads, error, rows, len(rows), addresses(outs, buffers.device), values, rank, spins,
@@ -111,10 +120,14 @@ def launch(buffers, pads, error, outs, sizes, rank, channels, spins, *, together
 
 
 @functools.cache
-def _rows(sizes: tuple[int, ...], numels: tuple[int, ...], block: int, device: torch.device) -> torch.Tensor:
+def _rows(
+    sizes: tuple[int, ...], numels: tuple[int, ...], block: int, device: torch.device
+) -> torch.Tensor:
     # A row: the value, the start in its part, the offset of the part in a buffer, the size of a part, the elements of
     # the value.
-    pieces = [(k, 0, sum(sizes[:k]), size, numel) for k, (size, numel) in enumerate(zip(sizes, numels))]
+    pieces = [
+        (k, 0, sum(sizes[:k]), size, numel) for k, (size, numel) in enumerate(zip(sizes, numels))
+    ]
     return on_device(blocks(pieces, sizes, block, moving=(1,)), device)
 
 
@@ -123,7 +136,9 @@ def _check(buffers, pads, error, outs, sizes, rank, channels, spins) -> None:
     world = len(buffers)
     for k, (value, size) in enumerate(zip(outs, sizes)):
         if value.numel() > world * size:
-            raise ValueError(f"all_gather: value {k} has {value.numel()} elements, {world} ranks send {size} each.")
+            raise ValueError(
+                f"all_gather: value {k} has {value.numel()} elements, {world} ranks send {size} each."
+            )
     if outs[0].itemsize > 8:
         raise ValueError(f"all_gather: values of {outs[0].dtype} cannot be moved.")
 

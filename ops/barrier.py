@@ -69,7 +69,11 @@ def meet(pads, error, rank, channel, spins, WORLD: tl.constexpr):
     lane = tl.arange(0, LANES)
     mine = tl.load(pads + rank)
     pads_of_lane = tl.load(pads + tl.minimum(lane, WORLD - 1))
-    theirs = tl.where(lane < WORLD, pads_of_lane + (channel * LANES + rank) * 4, mine + (channel * LANES + lane) * 4)
+    theirs = tl.where(
+        lane < WORLD,
+        pads_of_lane + (channel * LANES + rank) * 4,
+        mine + (channel * LANES + lane) * 4,
+    )
     theirs = theirs.to(tl.pointer_type(tl.int32))
     ours = (mine + (channel * LANES + lane) * 4).to(tl.pointer_type(tl.int32))
     tl.debug_barrier()
@@ -110,4 +114,6 @@ def _check(pads: torch.Tensor, error: torch.Tensor, rank: int, spins: int) -> No
         raise ValueError(f"barrier: rank {rank} of {len(pads)}.")
 
 
-define("barrier(Tensor pads, Tensor(a!) error, int rank, int spins) -> ()", _check, reference, launch)
+define(
+    "barrier(Tensor pads, Tensor(a!) error, int rank, int spins) -> ()", _check, reference, launch
+)

@@ -48,7 +48,9 @@ def cast_pack(
     return out
 
 
-def reference(parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out: torch.Tensor) -> None:
+def reference(
+    parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out: torch.Tensor
+) -> None:
     """cast_pack in plain torch, part by part and row by row."""
     for part, rows in zip(parts, out.view(ranks, -1).split(list(sizes), dim=1), strict=True):
         _copy(part, rows)
@@ -67,9 +69,13 @@ def _copy(part: torch.Tensor, rows: torch.Tensor) -> None:
         row[here.numel() :].zero_()
 
 
-def launch(parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out: torch.Tensor) -> None:
+def launch(
+    parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out: torch.Tensor
+) -> None:
     """cast_pack by the kernel: one launch for each dtype among the parts."""
-    dtypes = [p.dtype if p.is_contiguous() and is_movable(p.dtype, out.dtype) else None for p in parts]
+    dtypes = [
+        p.dtype if p.is_contiguous() and is_movable(p.dtype, out.dtype) else None for p in parts
+    ]
     numels = tuple(p.numel() for p in parts)
     for dtype in dict.fromkeys(dtypes):
         chosen = tuple(dtype == d for d in dtypes)
@@ -83,7 +89,9 @@ def launch(parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out:
 
 
 @functools.cache
-def _rows(sizes: tuple[int, ...], numels: tuple[int, ...], chosen: tuple[bool, ...], ranks: int, device):
+def _rows(
+    sizes: tuple[int, ...], numels: tuple[int, ...], chosen: tuple[bool, ...], ranks: int, device
+):
     pieces, total = [], sum(sizes)
     for k, (offset, size, numel) in enumerate(zip(accumulate(sizes, initial=0), sizes, numels)):
         for r in range(ranks) if chosen[k] else ():
@@ -92,19 +100,32 @@ def _rows(sizes: tuple[int, ...], numels: tuple[int, ...], chosen: tuple[bool, .
     return plan(pieces, device)
 
 
-def _check(parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out: torch.Tensor) -> None:
+def _check(
+    parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out: torch.Tensor
+) -> None:
     if len(parts) != len(sizes):
         raise ValueError(f"cast_pack: {len(parts)} parts, but {len(sizes)} sizes.")
     if ranks < 1:
         raise ValueError(f"cast_pack: ranks must be at least 1, got {ranks}.")
     for k, (part, size) in enumerate(zip(parts, sizes)):
         if size < 0 or part.numel() > ranks * size:
-            raise ValueError(f"cast_pack: part {k} has {part.numel()} elements, room is for {ranks} times {size}.")
+            raise ValueError(
+                f"cast_pack: part {k} has {part.numel()} elements, room is for {ranks} times {size}."
+            )
     for tensor in (*parts, out):  # an address means nothing on another device
         if tensor.device != parts[0].device:
-            raise ValueError(f"cast_pack: all must be on one device, got {parts[0].device} and {tensor.device}.")
+            raise ValueError(
+                f"cast_pack: all must be on one device, got {parts[0].device} and {tensor.device}."
+            )
     if not out.is_contiguous() or out.numel() != ranks * sum(sizes):
-        raise ValueError(f"cast_pack: out must be contiguous and hold {ranks * sum(sizes)} elements.")
+        raise ValueError(
+            f"cast_pack: out must be contiguous and hold {ranks * sum(sizes)} elements."
+        )
 
 
-define("cast_pack(Tensor[] parts, int[] sizes, int ranks, Tensor(a!) out) -> ()", _check, reference, launch)
+define(
+    "cast_pack(Tensor[] parts, int[] sizes, int ranks, Tensor(a!) out) -> ()",
+    _check,
+    reference,
+    launch,
+)

@@ -38,7 +38,9 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, dims, g, p):
-        return g.view_as(g), dims[0]  # not `g` itself: autograd would cut it off from what it was computed from
+        return g.view_as(g), dims[
+            0
+        ]  # not `g` itself: autograd would cut it off from what it was computed from
 
 
 def gradient(g: torch.Tensor, p: torch.Tensor) -> torch.Tensor:

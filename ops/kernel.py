@@ -31,7 +31,11 @@ class Kernel:
 
     def __init__(self, function: Callable, numbers: str = "") -> None:
         self.function, self.numbers = function, numbers.split()
-        self.__name__, self.__module__, self.__doc__ = function.__name__, function.__module__, function.__doc__
+        self.__name__, self.__module__, self.__doc__ = (
+            function.__name__,
+            function.__module__,
+            function.__doc__,
+        )
 
     @functools.cached_property
     def jit(self) -> Any:
@@ -39,11 +43,19 @@ class Kernel:
         triton = _triton(f"the kernel {self.__name__.lstrip('_')}")
         function, code = self.function, self.function.__code__
         # The kernel gets its own globals, with `tl` and the names that it uses, so that the module's do not change.
-        used = {name: function.__globals__[name] for name in code.co_names if name in function.__globals__}
-        scope = {name: value.jit if isinstance(value, Kernel) else value for name, value in used.items()}
+        used = {
+            name: function.__globals__[name]
+            for name in code.co_names
+            if name in function.__globals__
+        }
+        scope = {
+            name: value.jit if isinstance(value, Kernel) else value for name, value in used.items()
+        }
         scope |= {"__name__": function.__module__, "tl": triton.language}
         copy = types.FunctionType(code, scope, function.__name__, function.__defaults__)
-        return triton.jit(functools.update_wrapper(copy, function, updated=()), do_not_specialize=self.numbers)
+        return triton.jit(
+            functools.update_wrapper(copy, function, updated=()), do_not_specialize=self.numbers
+        )
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable:
         # Without fused multiply-add, every product and every sum is rounded by itself, as in the reference.
@@ -70,5 +82,7 @@ def _triton(subject: str) -> Any:
         import triton
         import triton.language
     except ImportError as missing:
-        raise RuntimeError(f"{subject} needs Triton, which is not installed here: pip install triton.") from missing
+        raise RuntimeError(
+            f"{subject} needs Triton, which is not installed here: pip install triton."
+        ) from missing
     return triton

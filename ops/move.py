@@ -28,7 +28,9 @@ def _move(rows, bases, SRC: tl.constexpr, DST: tl.constexpr, BLOCK: tl.constexpr
     dst = tl.load(bases + tl.load(row + 2)) + tl.load(row + 3) * (DST.primitive_bitwidth // 8)
     i = tl.arange(0, BLOCK)
     if (have >= BLOCK) & (want >= BLOCK) & (((src | dst) & 15) == 0):
-        x = tl.load(tl.multiple_of(src.to(tl.pointer_type(SRC)), 16) + i, eviction_policy="evict_first")
+        x = tl.load(
+            tl.multiple_of(src.to(tl.pointer_type(SRC)), 16) + i, eviction_policy="evict_first"
+        )
         tl.store(tl.multiple_of(dst.to(tl.pointer_type(DST)), 16) + i, x.to(DST))
     else:
         x = tl.load(src.to(tl.pointer_type(SRC)) + i, mask=i < have, other=0)
@@ -40,7 +42,9 @@ Piece = tuple[int, int, int, int, int, int]
 
 def plan(pieces: Sequence[Piece], device: torch.device) -> torch.Tensor:
     """The rows of some pieces, on `device`. A piece is (source, start, target, start, elements to read, to write)."""
-    return on_device(blocks(pieces, [piece[5] for piece in pieces], BLOCK, moving=(1, 3, ~4, ~5)), device)
+    return on_device(
+        blocks(pieces, [piece[5] for piece in pieces], BLOCK, moving=(1, 3, ~4, ~5)), device
+    )
 
 
 def is_movable(src: torch.dtype, dst: torch.dtype) -> bool:
@@ -48,11 +52,15 @@ def is_movable(src: torch.dtype, dst: torch.dtype) -> bool:
     return (src in FLOATS and dst in FLOATS) or (src == dst and src.itemsize <= 8)
 
 
-def move(rows: torch.Tensor, tensors: Sequence[torch.Tensor], src: torch.dtype, dst: torch.dtype) -> None:
+def move(
+    rows: torch.Tensor, tensors: Sequence[torch.Tensor], src: torch.dtype, dst: torch.dtype
+) -> None:
     """Move the pieces that `rows` describe, from tensors of dtype `src` to tensors of dtype `dst`."""
     if not len(rows):
         return
     same = src == dst
     with torch.cuda.device_of(rows):
         bases = addresses(tensors, rows.device)
-        _move[(len(rows),)](rows, bases, SRC=element(src, same), DST=element(dst, same), BLOCK=BLOCK, num_warps=8)
+        _move[(len(rows),)](
+            rows, bases, SRC=element(src, same), DST=element(dst, same), BLOCK=BLOCK, num_warps=8
+        )

@@ -49,8 +49,12 @@ def _over(name: str, tree: Any, axis: str | tuple[str, ...] | None) -> Any:
     if isinstance(axis, tuple) and axis and all(isinstance(a, str) for a in axis):
         axis = "*".join(axis)  # as a program names several axes that act as one
     if axis is not None and not isinstance(axis, str):
-        raise TypeError(f"{name}: axis must be the name of a mesh axis or a tuple of names, got {axis!r}.")
-    return pytree.tree_map_only(torch.Tensor, lambda x: _Reduce.apply(x, name, axis or EVERY_AXIS), tree)
+        raise TypeError(
+            f"{name}: axis must be the name of a mesh axis or a tuple of names, got {axis!r}."
+        )
+    return pytree.tree_map_only(
+        torch.Tensor, lambda x: _Reduce.apply(x, name, axis or EVERY_AXIS), tree
+    )
 
 
 def pmean(tree: Any, axis: str | tuple[str, ...] | None = None) -> Any:

@@ -50,7 +50,16 @@ def reduce_scatter(
     """
     memory.check_room("reduce_scatter", memory.ranks * sum(sizes) * dtype.itemsize)
     torch.ops.ztrans.reduce_scatter.default(
-        memory.buffers, memory.pads, memory.error, outs, sizes, op, dtype, memory.rank, channels, spins
+        memory.buffers,
+        memory.pads,
+        memory.error,
+        outs,
+        sizes,
+        op,
+        dtype,
+        memory.rank,
+        channels,
+        spins,
     )
 
 
@@ -75,23 +84,42 @@ def _finished(total, WORLD: tl.constexpr, MEAN: tl.constexpr):
 
 
 @kernel
-def _sum(buffers, at, i, n, TERM: tl.constexpr, OUT: tl.constexpr, WORLD: tl.constexpr, MEAN: tl.constexpr):
+def _sum(
+    buffers,
+    at,
+    i,
+    n,
+    TERM: tl.constexpr,
+    OUT: tl.constexpr,
+    WORLD: tl.constexpr,
+    MEAN: tl.constexpr,
+):
     # In rank order, starting with the first term: from zero, a sum of negative zeros would be positive.
     full = i < n
-    total = tl.load((tl.load(buffers) + at).to(tl.pointer_type(TERM)) + i, mask=full, other=0).to(tl.float32)
+    total = tl.load((tl.load(buffers) + at).to(tl.pointer_type(TERM)) + i, mask=full, other=0).to(
+        tl.float32
+    )
     p = 1
     while p < WORLD:  # not unrolled, as only a few blocks take this path
-        term = tl.load((tl.load(buffers + p) + at).to(tl.pointer_type(TERM)) + i, mask=full, other=0)
+        term = tl.load(
+            (tl.load(buffers + p) + at).to(tl.pointer_type(TERM)) + i, mask=full, other=0
+        )
         total += term.to(tl.float32)
         p += 1
     return _finished(total, WORLD, MEAN).to(OUT)
 
 
 @kernel
-def _sum_whole(buffers, at, i, TERM: tl.constexpr, OUT: tl.constexpr, WORLD: tl.constexpr, MEAN: tl.constexpr):
-    total = tl.load(tl.multiple_of((tl.load(buffers) + at).to(tl.pointer_type(TERM)), 16) + i).to(tl.float32)
+def _sum_whole(
+    buffers, at, i, TERM: tl.constexpr, OUT: tl.constexpr, WORLD: tl.constexpr, MEAN: tl.constexpr
+):
+    total = tl.load(tl.multiple_of((tl.load(buffers) + at).to(tl.pointer_type(TERM)), 16) + i).to(
+        tl.float32
+    )
     for p in tl.static_range(1, WORLD):
-        term = tl.load(tl.multiple_of((tl.load(buffers + p) + at).to(tl.pointer_type(TERM)), 16) + i)
+        term = tl.load(
+            tl.multiple_of((tl.load(buffers + p) + at).to(tl.pointer_type(TERM)), 16) + i
+        )
         total += term.to(tl.float32)
     return _finished(total, WORLD, MEAN).to(OUT)
 
@@ -113,7 +141,9 @@ def _scatter(
         row = rows + (tl.program_id(1) * count + k).to(tl.int64) * 4
         start, n = tl.load(row + 1), tl.load(row + 3).to(tl.int32)
         at = (rank * total + tl.load(row + 2) + start) * (TERM.primitive_bitwidth // 8)
-        dst = tl.load(bases + tl.program_id(1) * values + tl.load(row)) + start * (OUT.primitive_bitwidth // 8)
+        dst = tl.load(bases + tl.program_id(1) * values + tl.load(row)) + start * (
+            OUT.primitive_bitwidth // 8
+        )
         if (n >= BLOCK) & (((at | dst) & 15) == 0):  # buffers are aligned to more than 16 bytes
             x = _sum_whole(buffers, at, i, TERM, OUT, WORLD, MEAN)
             tl.store(tl.multiple_of(dst.to(tl.pointer_type(OUT)), 16) + i, x)
@@ -126,7 +156,19 @@ def _scatter(
 
 
 def launch(
-    buffers, pads, error, outs, sizes, op, dtype, rank, channels, spins, *, together: int = 1, sync=True
+    buffers,
+    pads,
+    error,
+    outs,
+    sizes,
+    op,
+    dtype,
+    rank,
+    channels,
+    spins,
+    *,
+    together: int = 1,
+    sync=True,
 ) -> None:
     """reduce_scatter by the kernel. A launch may run `together` ranks, with their `outs` one after another."""
     check(error, rank)
@@ -143,7 +185,9 @@ def launch(
 
 
 @functools.cache
-def _rows(sizes: tuple[int, ...], numels: tuple[int, ...], together: int, device: torch.device) -> torch.Tensor:
+def _rows(
+    sizes: tuple[int, ...], numels: tuple[int, ...], together: int, device: torch.device
+) -> torch.Tensor:
     # A row: the value, the start in it, its offset in a row of the buffer, the elements left. A list for each rank.
     values = len(sizes)
     pieces = [(k % values, 0, sum(sizes[: k % values]), numel) for k, numel in enumerate(numels)]
@@ -158,7 +202,9 @@ def _check(buffers, pads, error, outs, sizes, op, dtype, rank, channels, spins) 
         raise TypeError(f"reduce_scatter: {dtype} to {outs[0].dtype} cannot be summed.")
     for k, (out, size) in enumerate(zip(outs, sizes)):
         if out.numel() > size:
-            raise ValueError(f"reduce_scatter: part {k} has {out.numel()} elements, room is for {size}.")
+            raise ValueError(
+                f"reduce_scatter: part {k} has {out.numel()} elements, room is for {size}."
+            )
 
 
 define(

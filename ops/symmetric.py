@@ -62,12 +62,16 @@ def check(error: torch.Tensor, rank: int) -> None:
 def check_arguments(name: str, kind: str, buffers, outs, sizes, rank: int, channels: int) -> None:
     """Raise for arguments that are wrong for any collective. `kind` is what an error calls each of `outs`."""
     if not outs or len(outs) != len(sizes) or not 0 <= rank < len(buffers):
-        raise ValueError(f"{name}: {len(outs)} {kind}s, {len(sizes)} sizes, rank {rank} of {len(buffers)}.")
+        raise ValueError(
+            f"{name}: {len(outs)} {kind}s, {len(sizes)} sizes, rank {rank} of {len(buffers)}."
+        )
     if not 1 <= channels <= CHANNELS:
         raise ValueError(f"{name}: channels must be 1 to {CHANNELS}, got {channels}.")
     for k, out in enumerate(outs):
         if out.dtype != outs[0].dtype or out.device != buffers.device or not out.is_contiguous():
-            raise ValueError(f"{name}: {kind} {k} must be contiguous, {outs[0].dtype}, on {buffers.device}.")
+            raise ValueError(
+                f"{name}: {kind} {k} must be contiguous, {outs[0].dtype}, on {buffers.device}."
+            )
 
 
 def in_one_process(ranks: int, nbytes: int, device: torch.device | str = "cpu") -> list[Symmetric]:
@@ -78,7 +82,9 @@ def in_one_process(ranks: int, nbytes: int, device: torch.device | str = "cpu") 
     ((0, 1), torch.Size([64]), True)
     """
     device = torch.device(device)
-    whole = [torch.zeros(room(nbytes, ranks), dtype=torch.uint8, device=device) for _ in range(ranks)]
+    whole = [
+        torch.zeros(room(nbytes, ranks), dtype=torch.uint8, device=device) for _ in range(ranks)
+    ]
     starts = [t.data_ptr() for t in whole]
     return [view(rank, whole[rank], nbytes, starts, whole) for rank in range(ranks)]
 
@@ -86,17 +92,23 @@ def in_one_process(ranks: int, nbytes: int, device: torch.device | str = "cpu") 
 def rendezvous(nbytes: int, group: dist.ProcessGroup | None = None) -> Symmetric:
     """The memory of the ranks of `group`, on the current CUDA device; every rank must call it."""
     if not torch.cuda.is_available():
-        raise RuntimeError("Symmetric memory over a process group needs CUDA devices, and torch sees none here.")
+        raise RuntimeError(
+            "Symmetric memory over a process group needs CUDA devices, and torch sees none here."
+        )
     import torch.distributed._symmetric_memory as symm_mem
 
     group = group or dist.group.WORLD
     if group is None:
-        raise RuntimeError("Symmetric memory needs a process group: call torch.distributed.init_process_group first.")
+        raise RuntimeError(
+            "Symmetric memory needs a process group: call torch.distributed.init_process_group first."
+        )
     device = torch.device("cuda", torch.cuda.current_device())
     whole = symm_mem.empty(room(nbytes, group.size()), dtype=torch.uint8, device=device)
     whole.zero_()
     handle = symm_mem.rendezvous(whole, group)
-    shift = whole.data_ptr() - handle.buffer_ptrs[group.rank()]  # the offset of a buffer in the mapped allocation
+    shift = (
+        whole.data_ptr() - handle.buffer_ptrs[group.rank()]
+    )  # the offset of a buffer in the mapped allocation
     starts = [pointer + shift for pointer in handle.buffer_ptrs]
     torch.cuda.synchronize(device)
     dist.barrier(group)  # the signals of all ranks must be zero before any rank sets one
@@ -118,7 +130,9 @@ def room(nbytes: int, ranks: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT + CHANNELS * (1 << (ranks - 1).bit_length()) * 4
 
 
-def view(rank: int, whole: torch.Tensor, nbytes: int, starts: Sequence[int], held: Any) -> Symmetric:
+def view(
+    rank: int, whole: torch.Tensor, nbytes: int, starts: Sequence[int], held: Any
+) -> Symmetric:
     """One rank's view of memory of `room` bytes, where those of all ranks start at `starts`. `held` keeps it mapped."""
     device, pads = whole.device, -(-nbytes // ALIGNMENT) * ALIGNMENT
     return Symmetric(

@@ -21,11 +21,15 @@ from collections.abc import Iterator, Sequence
 import torch
 
 _MOST = 1 << 14  # the number of tuples of addresses that are kept
-_kept: OrderedDict[tuple, dict[int, torch.Tensor]] = OrderedDict()  # addresses and device -> a table for each stream
+_kept: OrderedDict[tuple, dict[int, torch.Tensor]] = (
+    OrderedDict()
+)  # addresses and device -> a table for each stream
 _captured: list[torch.Tensor] = []
 _ROOM = 1 << 18  # integers for the tables of a capture
 _ALIGNED = 2  # tables are aligned to this number of integers, which is 16 bytes
-_unfilled: list[tuple[torch.Tensor, list[torch.Tensor]]] = []  # for each capture in progress: the room, and its tables
+_unfilled: list[
+    tuple[torch.Tensor, list[torch.Tensor]]
+] = []  # for each capture in progress: the room, and its tables
 
 
 def addresses(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -37,7 +41,9 @@ def addresses(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Te
         _kept.popitem(last=False)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if captured:  # all work launched before a capture has ended, so the table of any stream can be used
+    if (
+        captured
+    ):  # all work launched before a capture has ended, so the table of any stream can be used
         stream = next(iter(by_stream), stream)
     if stream not in by_stream:
         by_stream[stream] = on_device(torch.tensor(key[0], dtype=torch.int64), device, shared=False)

@@ -34,14 +34,19 @@ def unpack(
     numels = [math.prod(shape) for shape in shapes]
     if len(sizes) == 1 or ranks == 1:
         _check(buffer, sizes, numels, ranks)
-        flat = [buffer.view(-1)[start : start + n] for start, n in zip(accumulate(sizes, initial=0), numels)]
+        flat = [
+            buffer.view(-1)[start : start + n]
+            for start, n in zip(accumulate(sizes, initial=0), numels)
+        ]
     else:
         flat = [buffer.new_empty(n) for n in numels]
         torch.ops.ztrans.unpack.default(buffer, sizes, ranks, flat)
     return [value.view(shape) for value, shape in zip(flat, shapes)]
 
 
-def reference(buffer: torch.Tensor, sizes: Sequence[int], ranks: int, outs: Sequence[torch.Tensor]) -> None:
+def reference(
+    buffer: torch.Tensor, sizes: Sequence[int], ranks: int, outs: Sequence[torch.Tensor]
+) -> None:
     """unpack in plain torch, value by value and rank by rank."""
     parts = buffer.view(ranks, sum(sizes)).split(list(sizes), dim=1)
     for value, size, rows in zip(outs, sizes, parts, strict=True):
@@ -50,7 +55,9 @@ def reference(buffer: torch.Tensor, sizes: Sequence[int], ranks: int, outs: Sequ
             here.copy_(row[: here.numel()])
 
 
-def launch(buffer: torch.Tensor, sizes: Sequence[int], ranks: int, outs: Sequence[torch.Tensor]) -> None:
+def launch(
+    buffer: torch.Tensor, sizes: Sequence[int], ranks: int, outs: Sequence[torch.Tensor]
+) -> None:
     """unpack by the kernel: one launch."""
     if not is_movable(buffer.dtype, buffer.dtype):
         return reference(buffer, sizes, ranks, outs)
@@ -59,7 +66,9 @@ def launch(buffer: torch.Tensor, sizes: Sequence[int], ranks: int, outs: Sequenc
 
 
 @functools.cache
-def _rows(sizes: tuple[int, ...], numels: tuple[int, ...], ranks: int, device: torch.device) -> torch.Tensor:
+def _rows(
+    sizes: tuple[int, ...], numels: tuple[int, ...], ranks: int, device: torch.device
+) -> torch.Tensor:
     pieces, total = [], sum(sizes)
     for k, (offset, size, numel) in enumerate(zip(accumulate(sizes, initial=0), sizes, numels)):
         for r in range(ranks):
@@ -72,17 +81,34 @@ def _check(buffer: torch.Tensor, sizes: Sequence[int], numels: Sequence[int], ra
     if len(sizes) != len(numels):
         raise ValueError(f"unpack: {len(sizes)} sizes, but {len(numels)} values.")
     if not buffer.is_contiguous() or buffer.numel() != ranks * sum(sizes):
-        raise ValueError(f"unpack: the buffer must be contiguous and hold {ranks} times {sum(sizes)} elements.")
+        raise ValueError(
+            f"unpack: the buffer must be contiguous and hold {ranks} times {sum(sizes)} elements."
+        )
     for k, (size, n) in enumerate(zip(sizes, numels)):
         if n > ranks * size:
-            raise ValueError(f"unpack: value {k} has {n} elements, the buffer {ranks} times {size} for it.")
+            raise ValueError(
+                f"unpack: value {k} has {n} elements, the buffer {ranks} times {size} for it."
+            )
 
 
-def _check_outs(buffer: torch.Tensor, sizes: Sequence[int], ranks: int, outs: Sequence[torch.Tensor]) -> None:
+def _check_outs(
+    buffer: torch.Tensor, sizes: Sequence[int], ranks: int, outs: Sequence[torch.Tensor]
+) -> None:
     _check(buffer, sizes, [v.numel() for v in outs], ranks)
     for k, value in enumerate(outs):
-        if value.dtype != buffer.dtype or value.device != buffer.device or not value.is_contiguous():
-            raise ValueError(f"unpack: value {k} must be contiguous, {buffer.dtype} and on {buffer.device}.")
+        if (
+            value.dtype != buffer.dtype
+            or value.device != buffer.device
+            or not value.is_contiguous()
+        ):
+            raise ValueError(
+                f"unpack: value {k} must be contiguous, {buffer.dtype} and on {buffer.device}."
+            )
 
 
-define("unpack(Tensor buffer, int[] sizes, int ranks, Tensor(a!)[] outs) -> ()", _check_outs, reference, launch)
+define(
+    "unpack(Tensor buffer, int[] sizes, int ranks, Tensor(a!)[] outs) -> ()",
+    _check_outs,
+    reference,
+    launch,
+)

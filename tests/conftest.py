@@ -52,14 +52,20 @@ class Golden(str):
             self.path.write_text(text.rstrip("\n") + "\n")
             self.update = False  # a second comparison in the same test is one with the same text
         elif not self.path.exists():
-            pytest.fail(f"No golden {self.path}. `pytest --update-golden` writes it; review it as code.")
+            pytest.fail(
+                f"No golden {self.path}. `pytest --update-golden` writes it; review it as code."
+            )
         return self.path.read_text().rstrip("\n") == text.rstrip("\n")
 
     __hash__ = str.__hash__
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="write the goldens instead of comparing with them")
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="write the goldens instead of comparing with them",
+    )
 
 
 def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:

@@ -92,14 +92,22 @@ def test_code_runs_and_prints_what_the_page_shows(page, scratch):
     for block, following in zip(every, [*every[1:], None]):
         if not block.is_python:
             continue
-        assert block.runs or (len(block.info) == 2 and block.info[1] in NOT_RUN), f"{page.name}:{block.line}"
+        assert block.runs or (len(block.info) == 2 and block.info[1] in NOT_RUN), (
+            f"{page.name}:{block.line}"
+        )
         # With these empty lines, errors and printed programs name the lines of the page.
         code = compile("\n" * block.line + block.text, str(page), "exec")
         if block.runs:
             with contextlib.redirect_stdout(io.StringIO()) as out:
                 exec(code, namespace)
-            if following is not None and following.info == ("text",) and is_next(page, block, following):
-                assert is_shown(out.getvalue(), following.text), f"{page.name}:{block.line} printed\n{out.getvalue()}"
+            if (
+                following is not None
+                and following.info == ("text",)
+                and is_next(page, block, following)
+            ):
+                assert is_shown(out.getvalue(), following.text), (
+                    f"{page.name}:{block.line} printed\n{out.getvalue()}"
+                )
 
 
 def is_shown(printed: str, shown: str) -> bool:
@@ -122,7 +130,10 @@ def is_shown(printed: str, shown: str) -> bool:
 def is_same(words: list[str], run: list[str]) -> bool:
     """Whether the printed words match a run of words of the page."""
     pattern, figures = " ".join(run), r"\d+\.\d+"
-    texts = [rf"({figures})".join(map(re.escape, re.split(figures, text))) for text in pattern.split("...")]
+    texts = [
+        rf"({figures})".join(map(re.escape, re.split(figures, text)))
+        for text in pattern.split("...")
+    ]
     match = re.fullmatch(".*".join(texts), " ".join(words))
     is_close = lambda a, b: math.isclose(float(a), float(b), rel_tol=0.1)
     return match is not None and all(map(is_close, match.groups(), re.findall(figures, pattern)))
@@ -153,13 +164,19 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "SPEC.md", ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "SPEC.md", ROOT / "CHANGELOG.md"], ids=lambda page: page.name
+)
 def test_links_resolve(page):
     wrong = []
     for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
-        if not target.is_relative_to(ROOT) or not target.exists() or (anchor and anchor not in anchors(target)):
+        if (
+            not target.is_relative_to(ROOT)
+            or not target.exists()
+            or (anchor and anchor not in anchors(target))
+        ):
             wrong.append(link)
     assert not wrong, f"{page.name}: {wrong}"
 
@@ -176,7 +193,11 @@ def test_files_and_tests_that_are_named_exist(page):
 
 
 def functions(file: Path) -> set[str]:
-    return {node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)}
+    return {
+        node.name
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    }
 
 
 def test_every_file_of_the_architecture_exists():

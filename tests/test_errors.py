@@ -62,7 +62,9 @@ def test_reading_a_value_is_refused():
         print(value.item())
         return state, value
 
-    with pytest.raises(ValueError, match="trace: reads_item reads a tensor's value while it is traced") as e:
+    with pytest.raises(
+        ValueError, match="trace: reads_item reads a tensor's value while it is traced"
+    ) as e:
         lower(reads_item)
     assert line("reads_item", ".item()") in str(e.value)
     assert "torch.where" in str(e.value)
@@ -100,7 +102,9 @@ def test_generators_and_seeds_are_refused():
     with pytest.raises(ValueError, match=r"generates uses a torch\.Generator") as e:
         lower(generates)
     assert line("generates", "torch.Generator") in str(e.value)
-    with pytest.raises(ValueError, match=r"seeds seeds torch's default generator or sets its state") as e:
+    with pytest.raises(
+        ValueError, match=r"seeds seeds torch's default generator or sets its state"
+    ) as e:
         lower(seeds)
     assert line("seeds", "torch.manual_seed") in str(e.value)
 
@@ -110,7 +114,9 @@ def test_an_operation_without_results_is_left_out_with_a_warning():
         torch._assert_async((batch[0] > 0).all())
         return state, batch[0].sum()
 
-    with pytest.warns(UserWarning, match=r"asserts calls aten._assert_async.default, which returns nothing") as told:
+    with pytest.warns(
+        UserWarning, match=r"asserts calls aten._assert_async.default, which returns nothing"
+    ) as told:
         zt.Step.of(asserts).trace(STATE, BATCH)
     assert line("asserts", "_assert_async") in str(told[0].message)
 
@@ -122,7 +128,9 @@ def test_a_closure_over_a_tensor_is_refused():
         grads, value = grad_and_value(loss)(state["params"], batch[0] * mask, batch[1])
         return {**state, "params": sgd(state["params"], grads)}, value
 
-    with pytest.raises(ValueError, match=r"reads a tensor \[3, 1\] \(torch.float32\) that is neither") as e:
+    with pytest.raises(
+        ValueError, match=r"reads a tensor \[3, 1\] \(torch.float32\) that is neither"
+    ) as e:
         lower(closes)
     assert line("closes", "* mask") in str(e.value)
     assert "Pass it in: as state" in str(e.value)
@@ -165,11 +173,15 @@ def test_a_state_leaf_that_is_no_tensor_is_refused():
 
 def test_a_value_that_reaches_the_state_unreduced_is_refused():
     def unreduced(state, batch):
-        each = vmap(torch.func.grad(lambda p, x, y: loss(p, x, y)), (None, 0, 0))(state["params"], *batch)
+        each = vmap(torch.func.grad(lambda p, x, y: loss(p, x, y)), (None, 0, 0))(
+            state["params"], *batch
+        )
         mean = {k: g.mean(0) for k, g in each.items()}
         return {**state, "params": sgd(state["params"], mean)}, batch[0].sum()
 
-    with pytest.raises(ValueError, match=r"reaches state params\.w: f32\[4,2\] without having been reduced") as e:
+    with pytest.raises(
+        ValueError, match=r"reaches state params\.w: f32\[4,2\] without having been reduced"
+    ) as e:
         lower(unreduced)
     assert "zt.pmean(x, 'dp')" in str(e.value)
     assert HERE in str(e.value)
@@ -211,7 +223,9 @@ def test_an_update_that_cannot_be_sharded_is_refused():
         m = halved(state["m"])
         return {"params": sgd(state["params"], grads), "m": m}, value
 
-    with pytest.raises(ValueError, match="the update cannot run on shards: halved has no sharding rule") as e:
+    with pytest.raises(
+        ValueError, match="the update cannot run on shards: halved has no sharding rule"
+    ) as e:
         lower(halves)
     assert line("halves", "halved(state") in str(e.value)
     assert "where=lambda path, leaf" in str(e.value)
@@ -228,7 +242,8 @@ def test_a_random_draw_for_a_value_that_is_not_sharded_is_refused():
 
     lower(noisy)
     with pytest.raises(
-        ValueError, match=r"a random draw \(randn_like\) in the update, of a value that is not sharded"
+        ValueError,
+        match=r"a random draw \(randn_like\) in the update, of a value that is not sharded",
     ) as e:
         lower(noisy, stage=0)
     assert line("noisy", "randn_like") in str(e.value)
@@ -263,7 +278,9 @@ def test_pmean_over_another_axis_is_refused():
 
 def test_overlap_grads_without_reductions_is_refused():
     case = CASES["mlp_momentum"]
-    with pytest.raises(ValueError, match=r"no gradient reductions to overlap\.\nApply shard_params first"):
+    with pytest.raises(
+        ValueError, match=r"no gradient reductions to overlap\.\nApply shard_params first"
+    ):
         zt.overlap_grads()(case.step).lower(case.state(), *batches(case, 1)[0])
 
 
@@ -292,8 +309,9 @@ def test_full_tensors_as_state_are_refused(mesh):
     with pytest.raises(TypeError) as e:
         step(case.state(), *batches(case, 1)[0])
     assert "12 of 14 leaves, including:" in str(e.value)
-    assert "state.params.0.weight: expected a DTensor [16, 6] laid out [Shard(dim=0)], got a full tensor" in str(
-        e.value
+    assert (
+        "state.params.0.weight: expected a DTensor [16, 6] laid out [Shard(dim=0)], got a full tensor"
+        in str(e.value)
     )
     assert "Call `state = train_step.shard(state)` once, before the loop." in str(e.value)
 
@@ -301,13 +319,17 @@ def test_full_tensors_as_state_are_refused(mesh):
 def test_state_with_another_layout_is_refused(mesh):
     case = CASES["mlp_momentum"]
     whole = zt.shard_params(mesh, stage=0)(case.step).shard(case.state())
-    with pytest.raises(TypeError, match=re.escape("expected the layout [Shard(dim=0)], got [Replicate()]")):
+    with pytest.raises(
+        TypeError, match=re.escape("expected the layout [Shard(dim=0)], got [Replicate()]")
+    ):
         zt.shard_params(mesh)(case.step)(whole, *batches(case, 1)[0])
 
 
 def test_state_on_another_mesh_is_refused(mesh):
     case = CASES["mlp_momentum"]
-    second_mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("host", "dp"))
+    second_mesh = torch.distributed.device_mesh.init_device_mesh(
+        "cpu", (1, 1), mesh_dim_names=("host", "dp")
+    )
     state = zt.shard_params(second_mesh, replicate_axis="host")(case.step).shard(case.state())
     with pytest.raises(TypeError, match="is on another mesh"):
         zt.shard_params(mesh)(case.step)(state, *batches(case, 1)[0])
@@ -331,7 +353,10 @@ assert not {fails}
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests the error without a GPU")
 def test_a_mesh_of_gpus_needs_a_gpu():
-    with pytest.raises(RuntimeError, match=r"make_mesh: 'cuda' needs a CUDA device .* none here\.\nMake the mesh of CPUs"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"make_mesh: 'cuda' needs a CUDA device .* none here\.\nMake the mesh of CPUs",
+    ):
         zt.make_mesh("cuda", dp=-1)
 
 
@@ -340,7 +365,9 @@ def test_a_mesh_of_gpus_needs_a_gpu():
     [({"RANK": "5", "LOCAL_RANK": "5"}, [1]), ({"RANK": "5"}, []), ({}, [3])],
     ids=["torchrun", "another launcher", "alone"],
 )
-def test_a_process_uses_the_gpu_of_its_local_rank_or_keeps_its_own(monkeypatch, environment, chosen):
+def test_a_process_uses_the_gpu_of_its_local_rank_or_keeps_its_own(
+    monkeypatch, environment, chosen
+):
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -354,7 +381,8 @@ def test_a_process_uses_the_gpu_of_its_local_rank_or_keeps_its_own(monkeypatch, 
 
 def test_a_mesh_that_needs_more_ranks_is_refused(mesh):
     with pytest.raises(
-        RuntimeError, match=re.escape("make_mesh: dp=2 does not fit 1 rank.\nStart the script with torchrun")
+        RuntimeError,
+        match=re.escape("make_mesh: dp=2 does not fit 1 rank.\nStart the script with torchrun"),
     ):
         zt.make_mesh("cpu", dp=2)
 
@@ -369,7 +397,10 @@ def test_many_batch_shapes_warn(mesh):
         for n in range(1, 9):
             state, _ = step(state, *case.batch(n))
         state, _ = step(state, *case.batch(1))  # seen before
-    with pytest.warns(UserWarning, match=r"(?s)traced for 9 different calls.*batch\.0 was f32\[8,6\] and is f32\[9,6\].*Every new shape"):
+    with pytest.warns(
+        UserWarning,
+        match=r"(?s)traced for 9 different calls.*batch\.0 was f32\[8,6\] and is f32\[9,6\].*Every new shape",
+    ):
         step(state, *case.batch(9))
 
 
@@ -380,14 +411,18 @@ def test_a_compiled_step_refuses_arguments_of_other_shapes(mesh):
     compiled = step.lower(state, *batches(case, 1)[0]).compile()
     with pytest.raises(TypeError, match="called with arg2, which it was compiled without"):
         compiled(state, *batches(case, 1)[0], 3)
-    with pytest.raises(TypeError, match=re.escape("compiled for batch.0: f32[24,6], called with f32[12,6]")):
+    with pytest.raises(
+        TypeError, match=re.escape("compiled for batch.0: f32[24,6], called with f32[12,6]")
+    ):
         compiled(state, *slices(batches(case, 1)[0], 2)[0])
 
 
 def test_an_unknown_backend_is_refused(mesh):
     case = CASES["mlp_momentum"]
     with pytest.raises(ValueError, match="unknown backend 'tvm'"):
-        zt.shard_params(mesh)(case.step).lower(case.state(), *batches(case, 1)[0]).compile(backend="tvm")
+        zt.shard_params(mesh)(case.step).lower(case.state(), *batches(case, 1)[0]).compile(
+            backend="tvm"
+        )
 
 
 def test_a_step_after_its_process_group_is_destroyed_is_refused():

@@ -32,7 +32,14 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
 
 def torchrun(script: str, *args: str) -> str:
     """The output of an example that runs on two ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     run = subprocess.run(
         [*command, str(EXAMPLES / script), *args],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -59,7 +66,9 @@ def test_the_mlp_example_learns(example, capsys):
 @pytest.mark.parametrize("bf16", [False, True])
 def test_the_gpt_example_learns(example, bf16):
     gpt = example("gpt")
-    losses = gpt.main(gpt.Config(layers=1, width=32, heads=2, sequence=16), steps=25, batch=8, lr=1e-2, bf16=bf16)
+    losses = gpt.main(
+        gpt.Config(layers=1, width=32, heads=2, sequence=16), steps=25, batch=8, lr=1e-2, bf16=bf16
+    )
     assert losses[-1] < losses[0] - 1
 
 
@@ -77,7 +86,10 @@ def test_the_inspection_example_prints_every_stage(example, capsys):
     out = capsys.readouterr().out
     for name in ("shard_params", "overlap_grads", "prefetch", "fuse_cast_gather", "lower"):
         assert f"---- {name}\n" in out
-    assert re.search(r"\+  params.blocks.0.mlp.0.weight.full': bf16\[128,32\]! +# .*\n\+    = all_gather\(\[params", out)
+    assert re.search(
+        r"\+  params.blocks.0.mlp.0.weight.full': bf16\[128,32\]! +# .*\n\+    = all_gather\(\[params",
+        out,
+    )
     assert "wire dp param" in out
     assert re.findall(r"stage (\d)   state +[\d,]+   peak +[\d,]+ ", out) == ["0", "1", "2", "3"]
 
@@ -93,12 +105,24 @@ def test_the_mlp_example_has_equal_losses_on_one_rank_and_on_two(example, capsys
 
 @pytest.mark.distributed
 def test_the_demo_agrees_with_the_plain_step(tmp_path):
-    sizes = {"layers": 1, "width": 32, "heads": 2, "sequence": 16, "batch": 4, "steps": 25, "fp32-steps": 5}
+    sizes = {
+        "layers": 1,
+        "width": 32,
+        "heads": 2,
+        "sequence": 16,
+        "batch": 4,
+        "steps": 25,
+        "fp32-steps": 5,
+    }
     out = tmp_path / "new" / "demo.png"
-    text = torchrun("demo.py", *(f"--{k}={v}" for k, v in sizes.items()), "--lr=0.01", f"--out={out}")
+    text = torchrun(
+        "demo.py", *(f"--{k}={v}" for k, v in sizes.items()), "--lr=0.01", f"--out={out}"
+    )
     assert out.read_bytes().startswith(b"\x89PNG")
     assert re.search(r"= all_gather\(\[.*params.blocks.0.qkv.weight.*\], bf16, axis=dp\)", text)
-    ranks, plain = (re.search(rf"{name} +loss (\S+) -> (\S+)", text).groups() for name in ("2 ranks", "plain"))
+    ranks, plain = (
+        re.search(rf"{name} +loss (\S+) -> (\S+)", text).groups() for name in ("2 ranks", "plain")
+    )
     assert float(ranks[1]) < float(ranks[0]) - 1
     assert float(plain[1]) < float(plain[0]) - 1
     apart, relative = (float(x) for x in re.findall(r"differ by at most (\S+?),? ", text))
@@ -129,7 +153,9 @@ def test_the_lora_example_trains_adapters_as_the_plain_loop_does(example, tmp_pa
     lora, text = example("finetune_lora"), example("text")
     losses = lora.main(steps=8, batch=4, folder=str(tmp_path))
     model, _, loop_step = lora.make_loop()
-    frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    frozen = {
+        name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad
+    }
     plain = [loop_step(text.draw(text.stdlib_bytes(), i, 4, 63)).item() for i in range(8)]
     assert losses == pytest.approx(plain, rel=1e-6)  # the optimizer is not fused
     assert all(p.equal(frozen[name]) for name, p in model.named_parameters() if name in frozen)
@@ -143,9 +169,13 @@ def test_the_lora_example_trains_adapters_as_the_plain_loop_does(example, tmp_pa
 def test_the_program_in_the_readme_is_from_the_golden_file():
     """Its lines are those of the file, in order. Where lines are left out, the README has `...`."""
     folder = ROOT / "tests/golden/test_fuse_cast_gather"
-    golden = (folder / "test_the_program_of_all_four_transforms_prints.txt").read_text().splitlines()
+    golden = (
+        (folder / "test_the_program_of_all_four_transforms_prints.txt").read_text().splitlines()
+    )
     blocks = (ROOT / "README.md").read_text().split("```")[1::2]
     (shown,) = (block for block in blocks if block.startswith("\n# step "))
     rest = iter(golden)
     for line in shown.strip().splitlines():
-        assert line.strip() == "..." or line in rest, f"README shows {line!r}, which the program does not have there"
+        assert line.strip() == "..." or line in rest, (
+            f"README shows {line!r}, which the program does not have there"
+        )

@@ -60,7 +60,12 @@ OPEN = (
     *("torch.utils._pytree", "torch.utils._python_dispatch.TorchDispatchMode"),
     *("torch._ops.OpOverload", "torch._ops.HigherOrderOperator"),
 )
-OPERATIONS = ("torch.ops.aten", "torch.ops.higher_order", "torch.ops.ztrans", "torch.ops._c10d_functional")
+OPERATIONS = (
+    "torch.ops.aten",
+    "torch.ops.higher_order",
+    "torch.ops.ztrans",
+    "torch.ops._c10d_functional",
+)
 
 OPS_MAY_IMPORT = {"torch", "triton", "numpy", *sys.stdlib_module_names}
 COMPLEXITY = 15  # cyclomatic, as radon counts it
@@ -73,7 +78,9 @@ def python_files(*folders: str) -> list[Path]:
 def modules() -> dict[str, Path]:
     """The files of ztrans by module name, without the symlinked ops."""
     files = [path for path in PACKAGE.rglob("*.py") if PACKAGE / "ops" not in path.parents]
-    names = {path: ".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in sorted(files)}
+    names = {
+        path: ".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in sorted(files)
+    }
     return {name.removesuffix(".__init__"): path for path, name in names.items()}
 
 
@@ -81,7 +88,9 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
-def imports(tree: ast.AST, inside: bool = False) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+def imports(
+    tree: ast.AST, inside: bool = False
+) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
     """Every import, and whether it is inside a function or under TYPE_CHECKING."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -96,7 +105,11 @@ def imported(node: ast.Import | ast.ImportFrom, package: str) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     parts = package.split(".")
-    base = [*parts[: len(parts) - node.level + 1], *filter(None, [node.module])] if node.level else [node.module]
+    base = (
+        [*parts[: len(parts) - node.level + 1], *filter(None, [node.module])]
+        if node.level
+        else [node.module]
+    )
     return [".".join([*base, alias.name]) for alias in node.names]
 
 
@@ -138,8 +151,16 @@ def edges() -> Iterator[tuple[str, str, bool, str]]:
     known = modules()
     for name, path in known.items():
         for node, inside in imports(parse(path)):
-            for target in {house_module(x, known) for x in imported(node, package_of(path))} - {None, name}:
-                yield name, target, inside, f"{path.relative_to(ROOT)}:{node.lineno} imports {target}"
+            for target in {house_module(x, known) for x in imported(node, package_of(path))} - {
+                None,
+                name,
+            }:
+                yield (
+                    name,
+                    target,
+                    inside,
+                    f"{path.relative_to(ROOT)}:{node.lineno} imports {target}",
+                )
 
 
 def test_every_module_is_in_a_package():
@@ -161,7 +182,9 @@ def test_packages_import_only_the_packages_that_they_may():
 def test_importing_ztrans_imports_no_compiler():
     """TorchDynamo and Inductor take half a second to import, and a step that is not compiled needs neither."""
     code = "import sys, ztrans; print([name for name in ('torch._dynamo', 'torch._inductor') if name in sys.modules])"
-    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    shown = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert shown.stdout.strip() == "[]"
 
 
@@ -171,7 +194,6 @@ def test_imports_have_no_cycle():
         if not inside:
             graph.setdefault(name, set()).add(target)
     tuple(TopologicalSorter(graph).static_order())  # raises CycleError, which names the cycle
-
 
 
 def test_ops_import_only_torch_triton_and_the_standard_library():
@@ -196,7 +218,8 @@ def test_ops_are_imported_only_as_ztrans_ops():
         f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}"
         for path in python_files("ztrans", "ops", "tests", "examples", "benchmarks")
         for node, _ in imports(parse(path))
-        if not getattr(node, "level", 0) and any(name.split(".")[0] == "ops" for name in imported(node, ""))
+        if not getattr(node, "level", 0)
+        and any(name.split(".")[0] == "ops" for name in imported(node, ""))
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -233,7 +256,9 @@ def test_private_torch_apis_are_used_only_in_the_modules_listed():
             users.add(name)
         if name not in ROOMS:
             outside += private
-        elif private and not re.search(r"checked\s+on\s+torch\s+\d+\.\d+", ast.get_docstring(tree) or ""):
+        elif private and not re.search(
+            r"checked\s+on\s+torch\s+\d+\.\d+", ast.get_docstring(tree) or ""
+        ):
             unchecked.append(f"{name}: its docstring does not say `checked on torch X.Y`")
     assert not outside + unchecked, "\n".join(outside + unchecked)
     assert users == ROOMS, f"{ROOMS - users} use none"
@@ -256,13 +281,11 @@ def test_files_are_named_by_their_concept():
 
 def test_every_module_has_a_docstring():
     wrong = [
-        str(path.relative_to(ROOT)) for path in python_files("ztrans", "ops") if not ast.get_docstring(parse(path))
+        str(path.relative_to(ROOT))
+        for path in python_files("ztrans", "ops")
+        if not ast.get_docstring(parse(path))
     ]
     assert not wrong, f"{wrong}: no docstring"
-
-
-
-
 
 
 def test_functions_are_simple():
@@ -314,9 +337,15 @@ def recognitions(tree: ast.Module) -> Iterator[ast.AST]:
             recognised = names(node) & PRIMITIVES
         elif isinstance(node, ast.Call):
             called = ast.unparse(node.func).split(".")[-1]
-            recognised = called == "is_start" or (called == "isinstance" and "rules" in names(node.args[0]))
+            recognised = called == "is_start" or (
+                called == "isinstance" and "rules" in names(node.args[0])
+            )
         elif isinstance(node, ast.Attribute):
-            recognised = node.attr in KINDS and isinstance(node.value, ast.Call) and "rules" in names(node.value.func)
+            recognised = (
+                node.attr in KINDS
+                and isinstance(node.value, ast.Call)
+                and "rules" in names(node.value.func)
+            )
         else:
             recognised = isinstance(node, ast.MatchValue) and names(node) & PRIMITIVES
         if recognised:
@@ -353,7 +382,15 @@ def test_a_wheel_contains_ztrans_and_nothing_else(tmp_path):
             shutil.copytree(ROOT / name, source / name, symlinks=True)
         else:
             shutil.copy(ROOT / name, source)
-    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(source)]
+    build = [
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        "--outdir",
+        str(tmp_path),
+        str(source),
+    ]
     run = subprocess.run(build, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     (wheel,), (sdist,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")

@@ -87,7 +87,10 @@ def test_a_step_that_was_decorated_is_named_too():
 
 
 def test_shard_params_without_a_mesh_is_refused():
-    with pytest.raises(TypeError, match=r"the mesh is 8, which is neither a DeviceMesh nor.*\nMake one: zt.make_mesh"):
+    with pytest.raises(
+        TypeError,
+        match=r"the mesh is 8, which is neither a DeviceMesh nor.*\nMake one: zt.make_mesh",
+    ):
         zt.shard_params(8)
 
 
@@ -120,34 +123,46 @@ def test_a_method_that_reads_a_module_from_self_is_refused():
 
 def test_a_method_that_takes_no_state_is_refused(mesh):
     step = dataclasses.replace(Trainer().without_a_state, transforms=(zt.shard_params(mesh),))
-    with pytest.raises(TypeError, match=r"(?s)x: expected a DTensor.*takes its state first; zt\.lift"):
+    with pytest.raises(
+        TypeError, match=r"(?s)x: expected a DTensor.*takes its state first; zt\.lift"
+    ):
         step(X)
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 13), reason="a classmethod no longer calls the __get__ of what it wraps")
+@pytest.mark.skipif(
+    sys.version_info >= (3, 13), reason="a classmethod no longer calls the __get__ of what it wraps"
+)
 def test_a_class_method_is_refused():
-    with pytest.raises(TypeError, match=r"of_the_class: .*, and Trainer is a class.\nMake the step a staticmethod"):
+    with pytest.raises(
+        TypeError, match=r"of_the_class: .*, and Trainer is a class.\nMake the step a staticmethod"
+    ):
         _ = Trainer.of_the_class
 
 
 # ---- inside a step
 
 
-@pytest.mark.parametrize("use", [np.exp, np.asarray, lambda x: x.numpy() * 2, lambda x: x.sum().numpy()])
+@pytest.mark.parametrize(
+    "use", [np.exp, np.asarray, lambda x: x.numpy() * 2, lambda x: x.sum().numpy()]
+)
 def test_numpy_inside_a_step_is_refused(use):
     def computes(state, x):
         return state, torch.as_tensor(use(x)).sum()  # numpy
 
     with pytest.raises(RuntimeError, match=r"trace: computes: (numpy|__array__) failed") as e:
         zt.Step.of(computes).trace(STATE, X)
-    assert HERE in str(e.value) and "compute with torch inside the step, or with NumPy outside" in str(e.value)
+    assert HERE in str(
+        e.value
+    ) and "compute with torch inside the step, or with NumPy outside" in str(e.value)
 
 
 def test_an_array_of_numpy_is_fixed_when_the_step_is_traced():
     array = np.ones(8, dtype=np.float32)
 
     def takes(state, x):
-        return state, (x + torch.from_numpy(array) + torch.tensor(array) + torch.as_tensor(array)).sum()
+        return state, (
+            x + torch.from_numpy(array) + torch.tensor(array) + torch.as_tensor(array)
+        ).sum()
 
     step = zt.Step.of(takes)
     torch.testing.assert_close(step(dict(STATE), X)[1], (X + 3).sum())
@@ -162,9 +177,13 @@ def test_a_wrong_feature_dim_names_the_line_and_the_leaves(caplog):
     with caplog.at_level(logging.DEBUG), pytest.raises(RuntimeError) as e:
         zt.Step.of(step).trace(state, torch.randn(4, 7))
     text = str(e.value)
-    assert text.startswith("trace: loop_step: linear failed: a and b must have same reduction dim, but got [4, 7] X")
+    assert text.startswith(
+        "trace: loop_step: linear failed: a and b must have same reduction dim, but got [4, 7] X"
+    )
     assert line("a line of the loop") in text
-    assert "Its arguments are x: f32[4,7], params.0.weight: f32[32,8], params.0.bias: f32[32]." in text
+    assert (
+        "Its arguments are x: f32[4,7], params.0.weight: f32[32,8], params.0.bias: f32[32]." in text
+    )
     assert text.endswith("call its function: step.fn(state, ...).")
     assert (
         not [r for r in caplog.records if r.levelno >= logging.WARNING]
@@ -174,7 +193,8 @@ def test_a_wrong_feature_dim_names_the_line_and_the_leaves(caplog):
 
 def test_leaves_have_their_names_inside_of_torch_func_too():
     with pytest.raises(
-        RuntimeError, match=r"trace: train_step: matmul failed.*\n.*\nIts arguments are x: .*, w: f32\[8\]"
+        RuntimeError,
+        match=r"trace: train_step: matmul failed.*\n.*\nIts arguments are x: .*, w: f32\[8\]",
     ):
         zt.Step.of(train_step).trace(STATE, torch.randn(4, 7))
 
@@ -183,7 +203,9 @@ def test_errors_that_pytorch_raises_before_any_operation_have_the_line():
     def entropy(state, x, y):
         return state, F.cross_entropy(x, y)  # entropy
 
-    with pytest.raises(ValueError, match=r"trace: entropy: cross_entropy failed: Expected input batch_size") as e:
+    with pytest.raises(
+        ValueError, match=r"trace: entropy: cross_entropy failed: Expected input batch_size"
+    ) as e:
         zt.Step.of(entropy).trace(STATE, X, torch.zeros(3, dtype=torch.int64))
     assert line("entropy") in str(e.value) and "x: f32[4,8], y: i64[3]" in str(e.value)
 
@@ -213,7 +235,9 @@ def test_reading_a_value_to_log_it_says_how():
     def logs(state, x):
         return state, x.sum().item()
 
-    with pytest.raises(ValueError, match="To log a value, return its tensor as output, and read it after the step"):
+    with pytest.raises(
+        ValueError, match="To log a value, return its tensor as output, and read it after the step"
+    ):
         zt.Step.of(logs).trace(STATE, X)
 
 
@@ -223,7 +247,12 @@ def test_reading_a_value_to_log_it_says_how():
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
 def test_a_training_step_without_gradients_is_refused(off):
     _, (step, state) = lifted(nn.Linear(8, 4))
-    with off(), pytest.raises(ValueError, match=r"trace: loop_step takes gradients, and gradients are off") as e:
+    with (
+        off(),
+        pytest.raises(
+            ValueError, match=r"trace: loop_step takes gradients, and gradients are off"
+        ) as e,
+    ):
         zt.Step.of(step).trace(state, X)
     assert line("where the loop takes gradients") in str(e.value)
     assert "Call the step outside of torch.no_grad() and torch.inference_mode()" in str(e.value)
@@ -255,8 +284,12 @@ class Checkpointed(nn.Module):
         self.first, self.second, self.reentrant = nn.Linear(8, 8), nn.Linear(8, 4), reentrant
 
     def forward(self, x):
-        hidden = checkpoint(self.first, x, use_reentrant=self.reentrant)  # does not require a gradient: see below
-        return checkpoint(lambda h: self.second(h.tanh()), self.first(x) + hidden, use_reentrant=self.reentrant)
+        hidden = checkpoint(
+            self.first, x, use_reentrant=self.reentrant
+        )  # does not require a gradient: see below
+        return checkpoint(
+            lambda h: self.second(h.tanh()), self.first(x) + hidden, use_reentrant=self.reentrant
+        )
 
 
 def test_a_reentrant_checkpoint_computes_what_the_untouched_loop_does():
@@ -286,7 +319,9 @@ def test_sparse_lookups_are_dense_and_their_optimizer_is_refused():
     loop_of(twin, same)(ids)
     torch.testing.assert_close(state["params"]["0.weight"], twin[0].weight.detach())
     sparse = torch.optim.SparseAdam([model[0].weight])
-    with pytest.raises(ValueError, match=r"SparseAdam takes sparse gradients.*dense.\nUse torch.optim.Adam"):
+    with pytest.raises(
+        ValueError, match=r"SparseAdam takes sparse gradients.*dense.\nUse torch.optim.Adam"
+    ):
         zt.lift(loop_of(model, sparse), model, sparse)
 
 
@@ -322,7 +357,10 @@ class Holder:
     [
         (TrainState(torch.ones(8)), r"torch\.export\.register_dataclass\(TrainState\)"),
         (Holder(), "Use a dict, a tuple or a registered dataclass for Holder"),
-        (nn.Linear(8, 1), r"zt\.lift\(loop_step, module, optimizer\).*dict\(module\.named_parameters\(\)\)"),
+        (
+            nn.Linear(8, 1),
+            r"zt\.lift\(loop_step, module, optimizer\).*dict\(module\.named_parameters\(\)\)",
+        ),
         (torch.optim.SGD([torch.ones(1)]), r"zt\.lift\(loop_step, module, optimizer\)"),
     ],
 )
@@ -330,7 +368,10 @@ def test_a_state_that_pytorch_cannot_flatten_is_refused(state, way_out):
     def passes(state, x):
         return state, x.sum()
 
-    step, name = zt.shard_params(MESH)(passes), re.escape(f"{type(state).__module__}.{type(state).__qualname__}")
+    step, name = (
+        zt.shard_params(MESH)(passes),
+        re.escape(f"{type(state).__module__}.{type(state).__qualname__}"),
+    )
     for use in (step.trace, step.lower):
         with pytest.raises(TypeError, match=f"(?s)state.* a {name}, which is neither.*{way_out}"):
             use(state, X)
@@ -349,7 +390,8 @@ def test_a_transform_with_options_is_a_dataclass():
 
     for make in (lambda: Clip(1), lambda: Clip(most=1), lambda: Annotated(most=2)):
         with pytest.raises(
-            TypeError, match=r"a transform with options is a frozen dataclass.*\nWrite @dataclass\(froz"
+            TypeError,
+            match=r"a transform with options is a frozen dataclass.*\nWrite @dataclass\(froz",
         ):
             make()
 
@@ -373,16 +415,23 @@ def test_lockstep_refuses_other_sizes_and_other_numbers_of_batches():
     state, _ = lowered.lockstep(STATE, [(X,), (X,)])
     torch.testing.assert_close(state, expected)
     with pytest.raises(
-        TypeError, match=r"lockstep, rank 1: compiled for x: f32\[4,8\], called with f32\[3,8\].\nLower"
+        TypeError,
+        match=r"lockstep, rank 1: compiled for x: f32\[4,8\], called with f32\[3,8\].\nLower",
     ):
         lowered.lockstep(STATE, [(X,), (X[:3],)])
-    with pytest.raises(TypeError, match=r"lockstep, rank 0: compiled for w: f32\[8@dp\], called with f32\[7\]"):
+    with pytest.raises(
+        TypeError, match=r"lockstep, rank 0: compiled for w: f32\[8@dp\], called with f32\[7\]"
+    ):
         lowered.lockstep({"w": torch.ones(7)}, [(X,), (X,)])
-    with pytest.raises(ValueError, match=r"3 batches for the 2 ranks of the mesh.\nPass a list with the batch"):
+    with pytest.raises(
+        ValueError, match=r"3 batches for the 2 ranks of the mesh.\nPass a list with the batch"
+    ):
         lowered.lockstep(STATE, [(X,)] * 3)
     with pytest.raises(ValueError, match=r"a Tensor for the 2 ranks"):
         lowered.lockstep(STATE, X)
-    with pytest.raises(TypeError, match=r"the batch of rank 0 is a Tensor.\nPass its arguments as a tuple, \(x,\)"):
+    with pytest.raises(
+        TypeError, match=r"the batch of rank 0 is a Tensor.\nPass its arguments as a tuple, \(x,\)"
+    ):
         lowered.lockstep(STATE, [X, X])
 
 
@@ -393,8 +442,18 @@ def test_lockstep_refuses_other_sizes_and_other_numbers_of_batches():
     "args, sizes, error, text",
     [
         ((8,), {}, TypeError, r"the device is 8, .*\n.*zt\.make_mesh\('cpu', dp=8\)"),
-        ((MESH,), {}, TypeError, r"the device is AbstractMesh\(dp=2\), .*\n.*zt\.make_mesh\('cpu', dp=-1\)"),
-        (("cpu",), {}, ValueError, r"the mesh has no axes.\nName one: zt\.make_mesh\('cpu', dp=-1\)"),
+        (
+            (MESH,),
+            {},
+            TypeError,
+            r"the device is AbstractMesh\(dp=2\), .*\n.*zt\.make_mesh\('cpu', dp=-1\)",
+        ),
+        (
+            ("cpu",),
+            {},
+            ValueError,
+            r"the mesh has no axes.\nName one: zt\.make_mesh\('cpu', dp=-1\)",
+        ),
         (("cpu",), {"dp": "2"}, TypeError, r"dp='2'; a size is a number of ranks, or -1"),
         (("cpu",), {"dp": 0}, TypeError, "dp=0; a size is a number of ranks, or -1"),
         (("cpu",), {"dp": -1, "tp": -1}, ValueError, r"two sizes are -1, .*\nOne of them may be"),
@@ -415,12 +474,17 @@ def no_group(monkeypatch):
 
 def test_a_world_size_without_a_rank_is_refused(no_group, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(RuntimeError, match=r"WORLD_SIZE is 4, and RANK is not set.*\nStart the script with torchrun"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"WORLD_SIZE is 4, and RANK is not set.*\nStart the script with torchrun",
+    ):
         zt.make_mesh("cpu", dp=-1)
 
 
 def test_a_network_interface_that_is_missing_is_refused(no_group, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,ether9")
-    with pytest.raises(RuntimeError, match=r"has no network interface ether9; it has .*lo.*\nSet it to the one") as e:
+    with pytest.raises(
+        RuntimeError, match=r"has no network interface ether9; it has .*lo.*\nSet it to the one"
+    ) as e:
         zt.make_mesh("cpu", dp=-1)
     assert "GLOO_SOCKET_IFNAME=lo,ether9" in str(e.value)

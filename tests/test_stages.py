@@ -30,7 +30,9 @@ def test_a_step_may_exchange_two_leaves():
         state, output = run(state, X)
         held.append(output)
     assert state["a"].tolist() == [1, 1, 1] and state["b"].tolist() == [0, 0, 0]
-    assert [h[0].item() for h in held] == [0, 1, 0], "the next step overwrites the state, but not an output"
+    assert [h[0].item() for h in held] == [0, 1, 0], (
+        "the next step overwrites the state, but not an output"
+    )
 
 
 def test_two_leaves_with_one_new_value_get_memory_of_their_own():
@@ -53,7 +55,9 @@ SHARED = {
 def test_leaves_that_cannot_be_written_in_place_are_refused(message):
     state, x = SHARED[message]
     run = zt.Step.of(step)
-    with pytest.raises(TypeError, match=rf"step: {message}.*\nCall `state = step.shard\(state\)` once"):
+    with pytest.raises(
+        TypeError, match=rf"step: {message}.*\nCall `state = step.shard\(state\)` once"
+    ):
         run(state, x)
     own = run.shard(state)
     want = step(state, x)
@@ -75,7 +79,9 @@ def test_a_step_may_return_the_conjugate_of_its_state():
     want = z.conj().resolve_conj()
     new, output = run(z.clone(), x.conj())
     assert torch.equal(new, want) and torch.equal(output, (want * x.conj()).sum())
-    with pytest.raises(TypeError, match="z is conjugated or negated only when it is read, and a step writes"):
+    with pytest.raises(
+        TypeError, match="z is conjugated or negated only when it is read, and a step writes"
+    ):
         run(z.clone().conj(), x)
     assert torch.equal(run(run.shard(z.clone().conj()), x)[0], z)
 
@@ -124,13 +130,17 @@ def test_numpy_scalars_are_numbers():
         state, output = run(torch.zeros(3), X, rate, np.int64(2))
         assert torch.allclose(state, -float(rate) * X) and torch.equal(output, 2 * X)
     assert len(run._cache) == 1
-    with pytest.raises(TypeError, match=r"an argument holds a numpy.ndarray.*\nMake it a tensor: torch.as_tensor"):
+    with pytest.raises(
+        TypeError, match=r"an argument holds a numpy.ndarray.*\nMake it a tensor: torch.as_tensor"
+    ):
         run(torch.zeros(3), X.numpy(), 0.5, 2)
 
 
 @pytest.mark.parametrize("leaf", ["adam", True])
 def test_a_state_leaf_must_be_a_tensor_or_a_number(leaf):
-    with pytest.raises(TypeError, match=rf"state leaf s.ema is {leaf!r}, which is neither a tensor nor a number"):
+    with pytest.raises(
+        TypeError, match=rf"state leaf s.ema is {leaf!r}, which is neither a tensor nor a number"
+    ):
         zt.Step.of(lambda s, x: (s, x)).shard({"ema": leaf})
 
 
@@ -176,7 +186,9 @@ def test_shard_changes_the_layout_of_a_sharded_state(mesh):
     second_mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("host", "dp"))
     for layout in (state, cut.shard(zt.shard_params(second_mesh)(step).shard(state))):
         assert cut(layout, X)[0]["a"].full_tensor().tolist() == [1, 1, 1]
-    with pytest.raises(ValueError, match="shard: source=1 on a mesh of 2 axes; only its first rank"):
+    with pytest.raises(
+        ValueError, match="shard: source=1 on a mesh of 2 axes; only its first rank"
+    ):
         zt.shard_params(second_mesh)(step).shard({"a": X, "b": X}, source=1)
 
 

@@ -37,7 +37,11 @@ def test_a_step_looks_like_its_function():
     assert step.__wrapped__ is scaled and step.__doc__ == "A step with defaults."
     for name in functools.WRAPPER_ASSIGNMENTS:
         assert getattr(step, name) == getattr(scaled, name)
-    assert inspect.signature(step) == inspect.signature(step, follow_wrapped=False) == inspect.signature(scaled)
+    assert (
+        inspect.signature(step)
+        == inspect.signature(step, follow_wrapped=False)
+        == inspect.signature(scaled)
+    )
     assert inspect.getfullargspec(step) == inspect.getfullargspec(scaled)
     assert "plan" in inspect.signature(zt.Step).parameters, "the class has its own signature"
     assert zt.Step.__doc__ != step.__doc__
@@ -72,7 +76,11 @@ def test_a_default_is_a_constant_and_a_passed_argument_is_an_input():
     for plus in (5.0, 6.0):  # keyword-only, and `scale` before it keeps its default
         assert step(torch.zeros(()), X, plus=plus)[1] == X.sum() * 2 + plus
     assert len(step._cache) == 2
-    assert [v.name for v in step.trace(torch.zeros(()), X, plus=5.0).graph.inputs] == ["state", "batch", "plus"]
+    assert [v.name for v in step.trace(torch.zeros(()), X, plus=5.0).graph.inputs] == [
+        "state",
+        "batch",
+        "plus",
+    ]
     assert step(torch.zeros(()), X, plus=7, scale=1.5)[1] == X.sum() * 1.5 + 7
 
 
@@ -96,8 +104,16 @@ def test_a_program_for_another_size_takes_only_its_own():
 
 def test_wrong_arguments_are_a_type_error_as_in_python():
     step = zt.Step.of(scaled)
-    for run in (step, step.trace, step.lower, step.compiled, step.lower(torch.zeros(()), X).compile()):
-        with pytest.raises(TypeError, match=r"scaled\(\) got an unexpected keyword argument 'bacth'"):
+    for run in (
+        step,
+        step.trace,
+        step.lower,
+        step.compiled,
+        step.lower(torch.zeros(()), X).compile(),
+    ):
+        with pytest.raises(
+            TypeError, match=r"scaled\(\) got an unexpected keyword argument 'bacth'"
+        ):
             run(torch.zeros(()), X, bacth=X)
         with pytest.raises(TypeError, match=r"scaled\(\) multiple values for argument 'batch'"):
             run(torch.zeros(()), X, batch=X)
@@ -110,12 +126,16 @@ def test_wrong_arguments_are_a_type_error_as_in_python():
 def test_the_error_says_which_names_a_program_was_compiled_for():
     compiled = zt.Step.of(scaled).lower(torch.zeros(()), X, plus=2.0).compile()
     assert compiled(torch.zeros(()), X, plus=3.0)[1] == X.sum() * 2 + 3
-    with pytest.raises(TypeError, match="called with scale, which it was compiled without; called without plus"):
+    with pytest.raises(
+        TypeError, match="called with scale, which it was compiled without; called without plus"
+    ):
         compiled(torch.zeros(()), X, 3.0)
 
 
 def test_lockstep_takes_batches_by_name():
-    step = zt.shard_params(MESH)(lambda state, batch, scale: (state + 1, (state * batch).sum() * scale))
+    step = zt.shard_params(MESH)(
+        lambda state, batch, scale: (state + 1, (state * batch).sum() * scale)
+    )
     lowered = step.lower(X, scale=2.0, batch=X)
     by_name = lowered.lockstep(X, [{"batch": X, "scale": 2.0}, {"scale": 2.0, "batch": X + 1}])
     by_position = lowered.lockstep(X, [(X, 2.0), (X + 1, 2.0)])
@@ -136,8 +156,16 @@ def test_a_lifted_loop_takes_its_batch_by_name():
 
     lifted, state = zt.lift(loop_step, model, sgd)
     step, x, y = zt.Step.of(lifted), torch.ones(3, 2), torch.zeros(3, 1)
-    assert step.__doc__ == "Fit y." and [*inspect.signature(step).parameters] == ["state", "x", "y", "scale"]
-    losses = [step(step.shard(state), *args, **kwargs)[1] for args, kwargs in (((x, y), {}), ((), {"y": y, "x": x}))]
+    assert step.__doc__ == "Fit y." and [*inspect.signature(step).parameters] == [
+        "state",
+        "x",
+        "y",
+        "scale",
+    ]
+    losses = [
+        step(step.shard(state), *args, **kwargs)[1]
+        for args, kwargs in (((x, y), {}), ((), {"y": y, "x": x}))
+    ]
     assert torch.equal(*losses) and len(step._cache) == 1
     assert torch.allclose(step(step.shard(state), x, y, scale=2.0)[1].float(), 2 * losses[0])
 
@@ -176,10 +204,16 @@ class Trainer:
 def test_a_method_is_bound_as_a_function_is():
     first, second = Trainer(), Trainer()
     assert isinstance(Trainer.step, zt.Step) and Trainer.step is Trainer.__dict__["step"]
-    assert first.step == first.step and first.step != second.step and first.step._cache is first.step._cache
+    assert (
+        first.step == first.step
+        and first.step != second.step
+        and first.step._cache is first.step._cache
+    )
     assert first.step.fn.__self__ is first and first.step.transforms == Trainer.step.transforms
     assert [*inspect.signature(first.step).parameters] == ["state", "x", "y"]
-    assert first.step.__doc__ == "One step." and repr(first.step).startswith("Step(step, shard_params(")
+    assert first.step.__doc__ == "One step." and repr(first.step).startswith(
+        "Step(step, shard_params("
+    )
     assert Trainer.free is first.free and torch.equal(first.free(X.clone(), X)[0], X - X.mean())
 
 
@@ -200,7 +234,9 @@ def test_a_method_may_use_a_module_of_self():
     trainer, x, y = Trainer(), torch.ones(4, 2), torch.zeros(4, 1)
     state = {k: p.detach().clone() for k, p in trainer.model.named_parameters()}
     grads, loss = grad_and_value(loss_of)(state, trainer.model, x, y)
-    new, outputs = trainer.step.lower(state, x[:2], y[:2]).lockstep(state, [(x[:2], y[:2]), (x[2:], y[2:])])
+    new, outputs = trainer.step.lower(state, x[:2], y[:2]).lockstep(
+        state, [(x[:2], y[:2]), (x[2:], y[2:])]
+    )
     assert all(torch.allclose(new[k], state[k] - 0.5 * grads[k]) for k in state)
     assert torch.allclose(outputs[0], loss)
 
@@ -230,15 +266,23 @@ def test_a_method_of_a_module_may_be_a_step():
     for gain in (2.0, 3.0):
         model.gain = gain
         for _ in range(2):
-            assert torch.allclose(model.step(state, X)[1], functional_call(model, state, (X,)).sum())
+            assert torch.allclose(
+                model.step(state, X)[1], functional_call(model, state, (X,)).sum()
+            )
     assert len(model.step._cache) == 2
-    with pytest.raises(ValueError, match=r"leaks reads a tensor .* that is neither its state nor its batch"):
+    with pytest.raises(
+        ValueError, match=r"leaks reads a tensor .* that is neither its state nor its batch"
+    ):
         model.leaks(state, X)
     assert "step" not in "".join(model.state_dict())
 
 
 def twin_of(trainer: Trainer, how: str) -> Trainer:
-    ways = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda t: pickle.loads(pickle.dumps(t))}
+    ways = {
+        "copy": copy.copy,
+        "deepcopy": copy.deepcopy,
+        "pickle": lambda t: pickle.loads(pickle.dumps(t)),
+    }
     return ways[how](trainer)
 
 
@@ -273,7 +317,8 @@ class Slotted:
 
 def test_an_object_with_slots_cannot_have_a_step_as_a_method():
     with pytest.raises(
-        TypeError, match=r"step: a step that is a method has programs .*, and <.*Slotted.* cannot be weakly referenced.\nAdd '__weakref__'"
+        TypeError,
+        match=r"step: a step that is a method has programs .*, and <.*Slotted.* cannot be weakly referenced.\nAdd '__weakref__'",
     ):
         _ = Slotted().step
 
@@ -332,11 +377,19 @@ def test_a_users_transform_may_distribute_the_step():
 
 
 def test_a_transform_with_a_mesh_comes_first_and_all_share_the_mesh():
-    with pytest.raises(ValueError, match=r"data_parallel: applied after prefetch, but it makes the program that these transforms change"):
+    with pytest.raises(
+        ValueError,
+        match=r"data_parallel: applied after prefetch, but it makes the program that these transforms change",
+    ):
         zt.chain(zt.prefetch(), DataParallel(MESH))(step_of_mean)
-    with pytest.raises(ValueError, match=r"data_parallel: its mesh is AbstractMesh\(dp=4\), and that of the transforms"):
+    with pytest.raises(
+        ValueError,
+        match=r"data_parallel: its mesh is AbstractMesh\(dp=4\), and that of the transforms",
+    ):
         zt.chain(zt.shard_params(MESH), DataParallel(zt.AbstractMesh(dp=4)))(step_of_mean)
-    assert zt.chain(zt.remat(), DataParallel(MESH))(step_of_mean).mesh == MESH, "remat works on the program as written"
+    assert zt.chain(zt.remat(), DataParallel(MESH))(step_of_mean).mesh == MESH, (
+        "remat works on the program as written"
+    )
 
 
 # ---- types
@@ -416,10 +469,22 @@ def lines_of(path: Path, output: str) -> set[int]:
 @pytest.mark.slow
 def test_mypy_reports_the_wrong_calls_and_no_others(script):
     pytest.importorskip("mypy")
-    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports", "silent", "--config-file="]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--follow-imports",
+        "silent",
+        "--config-file=",
+    ]
     command += ["--cache-dir", os.path.join(script.parent, "cache"), str(script)]
     run = subprocess.run(
-        command, capture_output=True, text=True, cwd=script.parent, env=dict(os.environ, MYPYPATH=str(ROOT))
+        command,
+        capture_output=True,
+        text=True,
+        cwd=script.parent,
+        env=dict(os.environ, MYPYPATH=str(ROOT)),
     )
     assert lines_of(script, run.stdout) == wrong_lines(), run.stdout + run.stderr
 
@@ -429,6 +494,14 @@ def test_pyright_reports_the_wrong_calls_and_no_others(script):
     pytest.importorskip("pyright", reason="needs pyright: pip install 'pyright[nodejs]'")
     settings = f'{{"extraPaths": ["{ROOT}"], "include": ["{script.name}"]}}'
     (script.parent / "pyrightconfig.json").write_text(settings)
-    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--project", str(script.parent)]
+    command = [
+        sys.executable,
+        "-m",
+        "pyright",
+        "--pythonpath",
+        sys.executable,
+        "--project",
+        str(script.parent),
+    ]
     run = subprocess.run(command, capture_output=True, text=True)
     assert lines_of(script, run.stdout) == wrong_lines(), run.stdout + run.stderr

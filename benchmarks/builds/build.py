@@ -34,12 +34,16 @@ class Build:
         return f"{self.library}/{self.name}"
 
 
-def tokens(length: int = 12, vocabulary: int = 96) -> Callable[[torch.Generator], tuple[Tensor, ...]]:
+def tokens(
+    length: int = 12, vocabulary: int = 96
+) -> Callable[[torch.Generator], tuple[Tensor, ...]]:
     """A batch of rows of tokens, which are not the special ones."""
     return lambda draw: (torch.randint(5, vocabulary, (SAMPLES, length), generator=draw),)
 
 
-def images(size: int = 32, classes: int = 4, channels: int = 3) -> Callable[[torch.Generator], tuple[Tensor, ...]]:
+def images(
+    size: int = 32, classes: int = 4, channels: int = 3
+) -> Callable[[torch.Generator], tuple[Tensor, ...]]:
     """A batch of images and their classes."""
     return lambda draw: (
         torch.randn(SAMPLES, channels, size, size, generator=draw),

@@ -44,7 +44,11 @@ def _times(draw: torch.Generator) -> Tensor:
 
 def _batch(*shapes: tuple[int, ...]) -> Callable[[torch.Generator], tuple[Tensor, ...]]:
     """A batch of noise, noisy images and times, and what the model is given besides."""
-    return lambda draw: (*randoms((4, 8, 8), (4, 8, 8))(draw), _times(draw), *randoms(*shapes)(draw))
+    return lambda draw: (
+        *randoms((4, 8, 8), (4, 8, 8))(draw),
+        _times(draw),
+        *randoms(*shapes)(draw),
+    )
 
 
 def _plain(model: nn.Module, noise: Tensor, x: Tensor, t: Tensor) -> Tensor:
@@ -57,10 +61,14 @@ def _on_text(model: nn.Module, noise: Tensor, x: Tensor, t: Tensor, text: Tensor
 
 def _on_caption(model: nn.Module, noise: Tensor, x: Tensor, t: Tensor, text: Tensor) -> Tensor:
     added = {"resolution": None, "aspect_ratio": None}
-    return F.mse_loss(model(x, encoder_hidden_states=text, timestep=t, added_cond_kwargs=added).sample, noise)
+    return F.mse_loss(
+        model(x, encoder_hidden_states=text, timestep=t, added_cond_kwargs=added).sample, noise
+    )
 
 
-def _on_both(model: nn.Module, noise: Tensor, x: Tensor, t: Tensor, text: Tensor, pooled: Tensor) -> Tensor:
+def _on_both(
+    model: nn.Module, noise: Tensor, x: Tensor, t: Tensor, text: Tensor, pooled: Tensor
+) -> Tensor:
     out = model(x, encoder_hidden_states=text, pooled_projections=pooled, timestep=t)
     return F.mse_loss(out.sample, noise)
 
@@ -79,4 +87,7 @@ def builds() -> list[Build]:
         "AutoencoderKL": (randoms((3, 16, 16)), _restored),
         "VQModel": (randoms((3, 16, 16)), _restored),
     }
-    return [Build("diffusers", name, partial(_made, name), batch, loss) for name, (batch, loss) in of.items()]
+    return [
+        Build("diffusers", name, partial(_made, name), batch, loss)
+        for name, (batch, loss) in of.items()
+    ]

@@ -19,7 +19,10 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "DoRA": ("LoraConfig", {"r": 4, "use_dora": True, **TARGETS}),
     "LoHa": ("LoHaConfig", {"r": 4, **TARGETS}),
     "LoKr": ("LoKrConfig", {"r": 4, **TARGETS}),
-    "IA3": ("IA3Config", {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
+    "IA3": (
+        "IA3Config",
+        {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+    ),
     "OFT": ("OFTConfig", {"oft_block_size": 4, **TARGETS}),
     "prompt tuning": ("PromptTuningConfig", PROMPT),
     "prefix tuning": ("PrefixTuningConfig", PROMPT),
@@ -33,4 +36,7 @@ def _made(config: str, sizes: dict[str, Any]) -> nn.Module:
 
 def builds() -> list[Build]:
     """All builds of this library."""
-    return [Build("peft", name, partial(_made, *of), tokens(), language_loss) for name, of in ADAPTERS.items()]
+    return [
+        Build("peft", name, partial(_made, *of), tokens(), language_loss)
+        for name, of in ADAPTERS.items()
+    ]

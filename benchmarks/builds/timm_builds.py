@@ -29,7 +29,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "mobilenetv3_small_050": {},
     "mnasnet_small": {},
 }  # fmt: skip
-NORMED = {"resnet10t", "mobilenetv2_035", "mobilenetv3_small_050", "mnasnet_small"}  # by batch norms
+NORMED = {
+    "resnet10t",
+    "mobilenetv2_035",
+    "mobilenetv3_small_050",
+    "mnasnet_small",
+}  # by batch norms
 
 
 def _made(name: str, sizes: dict[str, Any]) -> nn.Module:

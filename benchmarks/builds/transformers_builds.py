@@ -11,7 +11,13 @@ from torch import Tensor
 
 from .build import Build, images, language_loss, randoms, tokens
 
-WIDE = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+WIDE = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 GROUPED = {**WIDE, "num_key_value_heads": 2, "pad_token_id": 0}
 HEADS = {**GROUPED, "head_dim": 8}
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

@@ -34,16 +34,32 @@ PROCESS = 0.4e9  # bytes that a process takes while it waits for its turn
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--rate", default="1gbit", help="rate of each link, in tc's notation: 200mbit, 1gbit, 10gbit")
+    parser.add_argument(
+        "--rate",
+        default="1gbit",
+        help="rate of each link, in tc's notation: 200mbit, 1gbit, 10gbit",
+    )
     parser.add_argument("--rounds", type=int, default=5, help="how many turns each subject has")
-    parser.add_argument("--steps", type=int, default=4, help="timed steps in a turn, after one that is not timed")
+    parser.add_argument(
+        "--steps", type=int, default=4, help="timed steps in a turn, after one that is not timed"
+    )
     parser.add_argument("--warmup", type=int, default=3, help="steps before the first turn")
-    parser.add_argument("--only", default="", metavar="PATTERN", help="regular expression that a name must contain")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), nargs="+", default=["fp32", "bf16"])
-    parser.add_argument("--compare", type=Path, metavar="CHECKOUT", help="also run the ztrans of this checkout")
-    parser.add_argument("--timeout", type=int, default=400, help="seconds for the start, and for each turn")
+    parser.add_argument(
+        "--only", default="", metavar="PATTERN", help="regular expression that a name must contain"
+    )
+    parser.add_argument(
+        "--precision", choices=("fp32", "bf16"), nargs="+", default=["fp32", "bf16"]
+    )
+    parser.add_argument(
+        "--compare", type=Path, metavar="CHECKOUT", help="also run the ztrans of this checkout"
+    )
+    parser.add_argument(
+        "--timeout", type=int, default=400, help="seconds for the start, and for each turn"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     for field in dataclasses.fields(Config):
         parser.add_argument(f"--{field.name}", type=int, default=field.default)
@@ -51,16 +67,27 @@ def parsed() -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> None:
-    config = Config(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Config)})
+    config = Config(
+        **{field.name: getattr(args, field.name) for field in dataclasses.fields(Config)}
+    )
     chosen = [s for s in SUBJECTS if re.search(args.only, s.name)]
     if not chosen:
-        sys.exit("\n  ".join([f"no subject's name contains {args.only!r}. There are:", *(s.name for s in SUBJECTS)]))
+        sys.exit(
+            "\n  ".join(
+                [
+                    f"no subject's name contains {args.only!r}. There are:",
+                    *(s.name for s in SUBJECTS),
+                ]
+            )
+        )
     if args.compare:
         chosen += [with_checkout(s, args.compare) for s in chosen if s.of_ztrans]
     processes = args.hosts * max(sum(p in s.precisions for s in chosen) for p in args.precision)
     needed, free = processes * PROCESS, memory.available()
     if needed > free:
-        sys.exit(f"{processes} processes need {needed / 1e9:.0f} GB; {free / 1e9:.0f} GB are free. Use --only.")
+        sys.exit(
+            f"{processes} processes need {needed / 1e9:.0f} GB; {free / 1e9:.0f} GB are free. Use --only."
+        )
     steps = args.warmup + args.rounds * (1 + args.steps)
     print(f"plain training on the whole batch, {steps} steps", flush=True)
     losses = truth(Task(config, args.hosts), steps)
@@ -68,13 +95,18 @@ def main(args: argparse.Namespace) -> None:
     os.environ["NETLAB"] = f"bench{os.getpid() % 10000}"
     try:
         subprocess.run([NETLAB, "up", str(args.hosts), args.rate], check=True)
-        runs = {p: together(args, config, [s for s in chosen if p in s.precisions], p) for p in args.precision}
+        runs = {
+            p: together(args, config, [s for s in chosen if p in s.precisions], p)
+            for p in args.precision
+        }
     finally:
         subprocess.run([NETLAB, "down"], check=False)
     print(report.write(args, config, losses, runs))
 
 
-def together(args: argparse.Namespace, config: Config, subjects: list[Subject], precision: str) -> dict[str, list]:
+def together(
+    args: argparse.Namespace, config: Config, subjects: list[Subject], precision: str
+) -> dict[str, list]:
     """The results of each turn by subject, or the reason why a subject cannot run."""
     runs: dict[str, list[dict]] = {}
     running: dict[str, Running] = {}
@@ -84,7 +116,11 @@ def together(args: argparse.Namespace, config: Config, subjects: list[Subject], 
 
     try:
         for number, subject in enumerate(subjects):
-            ask = {"subject": subject.as_listed, "precision": precision, "config": dataclasses.asdict(config)}
+            ask = {
+                "subject": subject.as_listed,
+                "precision": precision,
+                "config": dataclasses.asdict(config),
+            }
             ask |= {"ranks": args.hosts, "steps": args.steps, "warmup": args.warmup}
             answer = missing(subject)
             if answer is None:

@@ -20,7 +20,9 @@ from .wire import all_gather, exchange
 class Layer:
     """The parameters of some modules, which are gathered together and reduced together."""
 
-    def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype, gathers, reductions) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], dtype: torch.dtype, gathers, reductions
+    ) -> None:
         self.params = [p for module in modules for p in module.parameters()]
         self.gathers, self.reductions, ranks = gathers, reductions, gathers.size()
         size = sum(p.numel() for p in self.params)
@@ -29,7 +31,9 @@ class Layer:
         self.part = nn.Parameter(flat.chunk(ranks)[gathers.rank()].clone())
         self.whole = torch.empty(size + self.pad, dtype=dtype)
         self.bytes, self.gathering, self.exchanging = self.whole.nbytes, None, None
-        for p, view in zip(self.params, self.whole.split([p.numel() for p in self.params] + [self.pad])):
+        for p, view in zip(
+            self.params, self.whole.split([p.numel() for p in self.params] + [self.pad])
+        ):
             p.data = view.view(p.shape)
         self.free()
 
@@ -51,7 +55,9 @@ class Layer:
 
     def start_reduce(self) -> None:
         grads = [p.grad.view(-1) for p in self.params]
-        self.terms = torch.cat([*grads, grads[0].new_zeros(self.pad)]).view(self.reductions.size(), -1)
+        self.terms = torch.cat([*grads, grads[0].new_zeros(self.pad)]).view(
+            self.reductions.size(), -1
+        )
         for p in self.params:
             p.grad = None
         self.received = torch.empty_like(self.terms)

@@ -26,19 +26,27 @@ def linear(p: dict, x: jax.Array) -> jax.Array:
 
 
 def under(p: dict, prefix: str) -> dict:
-    return {name.removeprefix(prefix): value for name, value in p.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): value for name, value in p.items() if name.startswith(prefix)
+    }
 
 
 def block(p: dict, heads: int, x: jax.Array) -> jax.Array:
     batch, sequence, width = x.shape
     part = lambda name: under(p, f"{name}.")
-    qkv = linear(part("qkv"), norm(part("norm1"), x)).reshape(batch, sequence, 3, heads, width // heads)
+    qkv = linear(part("qkv"), norm(part("norm1"), x)).reshape(
+        batch, sequence, 3, heads, width // heads
+    )
     seen = jax.nn.dot_product_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], is_causal=True)
     x = x + linear(part("proj"), seen.reshape(x.shape))
-    return x + linear(part("down"), jax.nn.gelu(linear(part("up"), norm(part("norm2"), x)), approximate=False))
+    return x + linear(
+        part("down"), jax.nn.gelu(linear(part("up"), norm(part("norm2"), x)), approximate=False)
+    )
 
 
-def loss_of(config: Config, gather: Callable, params: dict, x: jax.Array, y: jax.Array) -> jax.Array:
+def loss_of(
+    config: Config, gather: Callable, params: dict, x: jax.Array, y: jax.Array
+) -> jax.Array:
     layer = lambda name: gather(under(params, f"{name}."))
     hidden = layer("token")["weight"][x]
     for i in range(config.layers):
@@ -60,7 +68,9 @@ def fsdp(task: Task) -> Callable[[], float]:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     coordinator = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     # Processes are stopped between turns. With the default, JAX would take a stopped process for dead.
-    jax.distributed.initialize(coordinator, task.ranks, task.rank, heartbeat_timeout_seconds=100_000)
+    jax.distributed.initialize(
+        coordinator, task.ranks, task.rank, heartbeat_timeout_seconds=100_000
+    )
     mesh = jax.make_mesh((task.ranks,), ("dp",), axis_types=(AxisType.Auto,))
     cut, everywhere = NamedSharding(mesh, P("dp")), NamedSharding(mesh, P())
     mine = partial(jax.make_array_from_process_local_data, cut)
@@ -70,14 +80,23 @@ def fsdp(task: Task) -> Callable[[], float]:
 
     params = {name: lay(p) for name, p in task.model().named_parameters()}
     zeros = [{name: jnp.zeros_like(p) for name, p in params.items()} for _ in range(2)]
-    state = {"params": params, "m": zeros[0], "v": zeros[1], "count": jnp.zeros((), device=everywhere)}
+    state = {
+        "params": params,
+        "m": zeros[0],
+        "v": zeros[1],
+        "count": jnp.zeros((), device=everywhere),
+    }
     shape = task.ranks * task.config.batch, task.config.sequence
     batch = [mine(tokens.numpy(), shape) for tokens in task.batch()]
     gather = partial(jax.tree.map, lambda p: lax.with_sharding_constraint(p, everywhere))
 
-    @jax.jit(donate_argnums=0, out_shardings=(jax.tree.map(lambda x: x.sharding, state), everywhere))
+    @jax.jit(
+        donate_argnums=0, out_shardings=(jax.tree.map(lambda x: x.sharding, state), everywhere)
+    )
     def train_step(state: dict, x: jax.Array, y: jax.Array) -> tuple[dict, jax.Array]:
-        loss, grads = jax.value_and_grad(partial(loss_of, task.config, gather))(state["params"], x, y)
+        loss, grads = jax.value_and_grad(partial(loss_of, task.config, gather))(
+            state["params"], x, y
+        )
         return adamw(state, grads), loss
 
     def step() -> jax.Array:

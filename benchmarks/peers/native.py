@@ -16,7 +16,9 @@ from .model import Task, adamw, loss_of
 from .wire import AllGather, ReduceScatter
 
 
-def loop(task: Task, model: nn.Module, compile: bool = False, fused: bool = True) -> Callable[[], Tensor]:
+def loop(
+    task: Task, model: nn.Module, compile: bool = False, fused: bool = True
+) -> Callable[[], Tensor]:
     """A step of the ordinary loop. Every step uses the same batch."""
     optimizer, (x, y) = adamw(model.parameters(), fused), task.batch()
     model = torch.compile(model) if compile else model
@@ -39,7 +41,9 @@ def plain(task: Task, compile: bool = False, fused: bool = True) -> Callable[[],
 
 def ddp(task: Task, compile: bool = False, bucket: float = 25) -> Callable[[], Tensor]:
     dist.init_process_group("gloo")
-    model = DistributedDataParallel(task.model(), gradient_as_bucket_view=True, bucket_cap_mb=bucket)
+    model = DistributedDataParallel(
+        task.model(), gradient_as_bucket_view=True, bucket_cap_mb=bucket
+    )
     if task.bf16:
         # In a lambda, as DDP accepts the hook itself only with NCCL.
         model.register_comm_hook(None, lambda _, bucket: bf16_compress_hook(None, bucket))
@@ -61,4 +65,6 @@ def fsdp(task: Task, compile: bool = False, tuned: bool = False) -> Callable[[],
             module.set_custom_reduce_scatter(ReduceScatter())
         for before, after in zip([model, *model.blocks], model.blocks):
             before.set_modules_to_forward_prefetch([after])
-    return loop(replace(task, bf16=False), model, compile)  # FSDP2's policy casts, so autocast is off
+    return loop(
+        replace(task, bf16=False), model, compile
+    )  # FSDP2's policy casts, so autocast is off

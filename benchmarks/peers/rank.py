@@ -25,7 +25,9 @@ def turns(ask: dict, rank: int) -> Iterator[dict]:
     step = subject.make(task)
     losses = [float(step()) for _ in range(ask["warmup"])]
     memory.trim()
-    predictions = getattr(step, "predictions", dict)  # only ztrans can predict the seconds of a step
+    predictions = getattr(
+        step, "predictions", dict
+    )  # only ztrans can predict the seconds of a step
     yield {"ready": True}
     while True:
         before = predictions()
@@ -38,9 +40,15 @@ def turns(ask: dict, rank: int) -> Iterator[dict]:
             start = time.perf_counter()
             losses.append(float(step()))
             seconds.append(time.perf_counter() - start)
-        figures = {"seconds": seconds, "losses": [losses[0], losses[-1]], "sent": (bytes_sent() - sent) / ask["steps"]}
+        figures = {
+            "seconds": seconds,
+            "losses": [losses[0], losses[-1]],
+            "sent": (bytes_sent() - sent) / ask["steps"],
+        }
         figures |= {"lent": peak.bytes - lent, "resident": memory.resident_peak() - resident}
-        figures |= {"said": [before, predictions()]}  # the key that `report` reads, also in other checkouts
+        figures |= {
+            "said": [before, predictions()]
+        }  # the key that `report` reads, also in other checkouts
         memory.trim()
         yield figures
 

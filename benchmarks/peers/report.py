@@ -20,8 +20,17 @@ from .subjects import SUBJECTS
 MIB = 2**20
 # The relative difference that is allowed between a loss and that of plain fp32 training on the whole batch.
 TOLERANCE = {"fp32": 2e-3, "bf16": 5e-2}
-MIDDLE = ("first", "foretold", "recorded", "simulated", "bound")  # keys of predictions, of which the median is shown
-REDUCED = {"fp32": "fp32 throughout", "bf16": "bf16 in matmuls, gathers and reductions; state in fp32"}
+MIDDLE = (
+    "first",
+    "foretold",
+    "recorded",
+    "simulated",
+    "bound",
+)  # keys of predictions, of which the median is shown
+REDUCED = {
+    "fp32": "fp32 throughout",
+    "bf16": "bf16 in matmuls, gathers and reductions; state in fp32",
+}
 HEAD = (
     "| | seconds a step, median | least | of compute | predicted | recorded | simulated | bound | sent, MiB "
     "| malloc, MiB | resident, MiB | loss | |",
@@ -62,7 +71,11 @@ def pooled(runs: list[dict]) -> dict:
         return next((run for run in runs if "seconds" not in run), {"skipped": "not run"})
     pool, predictions = dict(good[-1]), [prediction for run in good for prediction in run["said"]]
     pool |= pool.pop("said")[-1]
-    pool |= {k: statistics.median(prediction[k] for prediction in predictions) for k in MIDDLE if k in predictions[-1]}
+    pool |= {
+        k: statistics.median(prediction[k] for prediction in predictions)
+        for k in MIDDLE
+        if k in predictions[-1]
+    }
     pool |= {k: max(run[k] for run in good) for k in ("lent", "resident")}
     pool["sent"] = statistics.median(run["sent"] for run in good)
     return pool | {"seconds": [s for run in good for s in run["seconds"]]}
@@ -88,7 +101,9 @@ def table(runs: dict[str, dict], precision: str, truth: list[float]) -> list[str
             loss = ""
         elif not agrees(run["losses"], truth, precision):
             loss += " !"
-        compared = [f"{run[k]:.3f} ({median / run[k]:.2f}x)" if k in run else "" for k in MIDDLE[1:]]
+        compared = [
+            f"{run[k]:.3f} ({median / run[k]:.2f}x)" if k in run else "" for k in MIDDLE[1:]
+        ]
         share = f"{median / statistics.median(base):.2f}" if base else ""
         times = f"{median:.3f} | {least:.3f} | {share} | {' | '.join(compared)}"
         figures = f"{times} | {run['sent'] / MIB:.1f} | {memory} | {loss}"
@@ -99,7 +114,9 @@ def table(runs: dict[str, dict], precision: str, truth: list[float]) -> list[str
 
 def ratios(runs: dict[str, dict]) -> list[str]:
     """The seconds of each ztrans row divided by those of each peer, whose faster row counts (eager or compiled)."""
-    medians = {name: statistics.median(run["seconds"]) for name, run in runs.items() if "seconds" in run}
+    medians = {
+        name: statistics.median(run["seconds"]) for name, run in runs.items() if "seconds" in run
+    }
     peers: dict[str, float] = {}
     for name, seconds in medians.items():
         peer = name.removesuffix(", torch.compile")
@@ -112,19 +129,30 @@ def ratios(runs: dict[str, dict]) -> list[str]:
         if "ztrans" in name:
             shares = " | ".join(f"{seconds / peer_seconds:.3f}" for peer_seconds in peers.values())
             rows.append(f"| {name} | {shares} |")
-    return ["Seconds divided by those of each peer, whose faster row counts (eager or compiled):", "", *rows, ""]
+    return [
+        "Seconds divided by those of each peer, whose faster row counts (eager or compiled):",
+        "",
+        *rows,
+        "",
+    ]
 
 
 def changes(runs: dict[str, dict]) -> list[str]:
     """The seconds of ztrans divided by those of the same subject with the ztrans of another checkout."""
-    medians = {name: statistics.median(run["seconds"]) for name, run in runs.items() if "seconds" in run}
+    medians = {
+        name: statistics.median(run["seconds"]) for name, run in runs.items() if "seconds" in run
+    }
     rows = [
         f"| {listed} | {seconds:.3f} | {medians[listed]:.3f} | {medians[listed] / seconds:.3f} |"
         for name, seconds in medians.items()
         if (listed := name.split(" [")[0]) != name and listed in medians
     ]
     head = ["Seconds with the other checkout, with this one, and their ratio:", ""]
-    return [*head, "| | other | this | this / other |", "|---|---:|---:|---:|", *rows, ""] if rows else []
+    return (
+        [*head, "| | other | this | this / other |", "|---|---:|---:|---:|", *rows, ""]
+        if rows
+        else []
+    )
 
 
 def write(args: argparse.Namespace, config: Config, truth: list[float], runs: dict) -> str:
@@ -138,8 +166,14 @@ def write(args: argparse.Namespace, config: Config, truth: list[float], runs: di
     network = f"{args.hosts} hosts, {args.rate} links"
     steps = f"{args.steps * args.rounds} steps timed, in {args.rounds} turns"
     text = [f"# Training steps: {network}", "", f"{date.today()}; {where}. {steps}.", ""]
-    text += [f"GPT: {', '.join(f'{k} {v}' for k, v in dataclasses.asdict(config).items())} a rank.", ""]
-    text += [f"Plain training on the whole batch: loss {truth[0]:.4f}, and after the last step {truth[1]:.4f}.", ""]
+    text += [
+        f"GPT: {', '.join(f'{k} {v}' for k, v in dataclasses.asdict(config).items())} a rank.",
+        "",
+    ]
+    text += [
+        f"Plain training on the whole batch: loss {truth[0]:.4f}, and after the last step {truth[1]:.4f}.",
+        "",
+    ]
     for precision, results in by_precision.items():
         text += [f"## {precision}: {REDUCED[precision]}", "", *table(results, precision, truth), ""]
         text += [*ratios(results), *changes(results)]
@@ -147,7 +181,13 @@ def write(args: argparse.Namespace, config: Config, truth: list[float], runs: di
     args.out.mkdir(parents=True, exist_ok=True)
     stem = args.out / f"peers_{args.hosts}hosts_{args.rate}"
     stem.with_suffix(".md").write_text("\n".join(text))
-    about = {"date": str(date.today()), "where": where, "hosts": args.hosts, "rate": args.rate, "truth": truth}
+    about = {
+        "date": str(date.today()),
+        "where": where,
+        "hosts": args.hosts,
+        "rate": args.rate,
+        "truth": truth,
+    }
     data = about | {"config": dataclasses.asdict(config), "results": by_precision}
     stem.with_suffix(".json").write_text(json.dumps(data, indent=1))
     picture(by_precision, network).savefig(stem.with_suffix(".png"), dpi=130)
@@ -156,21 +196,32 @@ def write(args: argparse.Namespace, config: Config, truth: list[float], runs: di
 
 def picture(by_precision: dict[str, dict], network: str) -> Figure:
     """A bar chart of the medians, with a tick at the fastest step, and a line at compute alone."""
-    timed = {p: {n: r["seconds"] for n, r in results.items() if "seconds" in r} for p, results in by_precision.items()}
+    timed = {
+        p: {n: r["seconds"] for n, r in results.items() if "seconds" in r}
+        for p, results in by_precision.items()
+    }
     timed = {p: seconds for p, seconds in timed.items() if seconds}
     rows = max(map(len, timed.values()), default=1)
     figure = Figure(figsize=(7 * len(timed) or 7, 1.4 + 0.3 * rows), layout="constrained")
     figure.suptitle(f"Seconds a training step: {network}")
-    for axes, (precision, seconds) in zip(figure.subplots(1, len(timed) or 1, squeeze=False)[0], timed.items()):
+    for axes, (precision, seconds) in zip(
+        figure.subplots(1, len(timed) or 1, squeeze=False)[0], timed.items()
+    ):
         medians = {name: statistics.median(s) for name, s in seconds.items()}
-        colours = ["tab:blue" if "ztrans" in n else "0.35" if "alone" in n else "0.7" for n in medians]
+        colours = [
+            "tab:blue" if "ztrans" in n else "0.35" if "alone" in n else "0.7" for n in medians
+        ]
         bars = axes.barh(list(medians), list(medians.values()), color=colours, height=0.7)
         axes.bar_label(bars, fmt="%.2f", padding=4, fontsize=8)
         for i, s in enumerate(seconds.values()):
             axes.plot([min(s)] * 2, [i - 0.35, i + 0.35], color="black", linewidth=1)
         if "compute alone" in medians:
             axes.axvline(medians["compute alone"], color="black", linewidth=0.8, linestyle=":")
-        axes.set(title=precision, xlabel="median; black tick: the fastest step", xlim=(0, 1.12 * max(medians.values())))
+        axes.set(
+            title=precision,
+            xlabel="median; black tick: the fastest step",
+            xlim=(0, 1.12 * max(medians.values())),
+        )
         axes.invert_yaxis()
         axes.grid(axis="x", alpha=0.25)
         axes.set_axisbelow(True)

@@ -27,13 +27,20 @@ class Running:
         self.ranks: list[Connection] = []
         environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "MASTER_PORT": str(port)}
         environment["PYTHONPATH"] = os.pathsep.join(str(root) for root in (checkout, ROOT) if root)
-        with tempfile.TemporaryDirectory() as folder, Listener(f"{folder}/runner", "AF_UNIX") as listener:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            Listener(f"{folder}/runner", "AF_UNIX") as listener,
+        ):
             python = [sys.executable, "-P", "-W", "ignore"]
             command = [NETLAB, "run", *python, "-m", "benchmarks.peers.rank", listener.address]
             streams = {"stdout": self.log, "stderr": subprocess.STDOUT}
-            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **streams)
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, start_new_session=True, **streams
+            )
             with contextlib.suppress(TimeoutError, EOFError), _at_most(timeout):
-                connections = {(rank := listener.accept()).recv(): rank for _ in range(ask["ranks"])}
+                connections = {
+                    (rank := listener.accept()).recv(): rank for _ in range(ask["ranks"])
+                }
                 self.ranks = [connections[k] for k in range(ask["ranks"])]
         self.answer = self.turn(ask)
 
@@ -67,7 +74,10 @@ class Running:
         if "losses" not in answers[0]:
             return answers[0]
         losses, seconds = (zip(*(a[key] for a in answers)) for key in ("losses", "seconds"))
-        return answers[0] | {"losses": [sum(e) / len(e) for e in losses], "seconds": [max(e) for e in seconds]}
+        return answers[0] | {
+            "losses": [sum(e) / len(e) for e in losses],
+            "seconds": [max(e) for e in seconds],
+        }
 
     def stop(self) -> None:
         self._signal(signal.SIGCONT)

@@ -17,7 +17,11 @@ from torch.utils.flop_counter import flop_registry
 from .model import Task
 from .native import loop
 
-FLOPS, MEMORY, WIRE = 1e11, 2e10, 1.2e8  # of one core: FLOP/s, bytes/s of its memory, bytes/s of a gigabit link
+FLOPS, MEMORY, WIRE = (
+    1e11,
+    2e10,
+    1.2e8,
+)  # of one core: FLOP/s, bytes/s of its memory, bytes/s of a gigabit link
 
 
 def milliseconds(node: fx.Node, size: int | None = None) -> float:
@@ -41,7 +45,9 @@ class Whole(nn.Module):
         self.dtype = dtype
 
     def forward(self, part: DTensor) -> Tensor:
-        whole = part.redistribute(placements=[Replicate()], forward_dtype=self.dtype, backward_dtype=self.dtype)
+        whole = part.redistribute(
+            placements=[Replicate()], forward_dtype=self.dtype, backward_dtype=self.dtype
+        )
         return whole.to_local(grad_placements=[Partial("avg")])
 
 

@@ -52,24 +52,53 @@ SUBJECTS = (
     Subject("FSDP2", "native:fsdp", remark="as documented"),
     Subject("FSDP2, torch.compile", "native:fsdp", COMPILED, remark="as documented"),
     Subject("FSDP2, tuned", "native:fsdp", {"tuned": True}, remark=TUNED),
-    Subject("FSDP2, tuned, torch.compile", "native:fsdp", {"tuned": True, "compile": True}, remark=TUNED),
-    Subject("SimpleFSDP, torch.compile", "simple_fsdp:compiled", remark="Inductor's bucketing and overlap"),
+    Subject(
+        "FSDP2, tuned, torch.compile", "native:fsdp", {"tuned": True, "compile": True}, remark=TUNED
+    ),
+    Subject(
+        "SimpleFSDP, torch.compile",
+        "simple_fsdp:compiled",
+        remark="Inductor's bucketing and overlap",
+    ),
     *(
-        Subject(f"DeepSpeed ZeRO-{stage}", "zero:deepspeed", {"stage": stage}, "deepspeed", remark=remark)
+        Subject(
+            f"DeepSpeed ZeRO-{stage}",
+            "zero:deepspeed",
+            {"stage": stage},
+            "deepspeed",
+            remark=remark,
+        )
         for stage, remark in {1: "", 2: "", 3: "keeps small parameters gathered"}.items()
     ),
     Subject("JAX, jit", "jax:fsdp", needs="jax", precisions=("fp32",), remark="sharded as in FSDP"),
-    Subject("ZeRO-3 by hand", "by_hand:zero3", remark="gathers one layer ahead; messages in both directions"),
-    *(Subject(f"ztrans stage {stage}", "ztrans:lifted", {"stage": stage}) for stage in (0, 1, 2, 3)),
+    Subject(
+        "ZeRO-3 by hand",
+        "by_hand:zero3",
+        remark="gathers one layer ahead; messages in both directions",
+    ),
     *(
-        Subject(f"ztrans stage {stage}, inductor", "ztrans:lifted", {"stage": stage, "backend": "inductor"})
+        Subject(f"ztrans stage {stage}", "ztrans:lifted", {"stage": stage})
+        for stage in (0, 1, 2, 3)
+    ),
+    *(
+        Subject(
+            f"ztrans stage {stage}, inductor",
+            "ztrans:lifted",
+            {"stage": stage, "backend": "inductor"},
+        )
         for stage in (0, 1, 2, 3)
     ),
     Subject("ztrans stage 3, remat", "ztrans:lifted", {"stage": 3, "remat": True}),
-    Subject("ztrans stage 3, remat, inductor", "ztrans:lifted", {"stage": 3, "remat": True, "backend": "inductor"}),
+    Subject(
+        "ztrans stage 3, remat, inductor",
+        "ztrans:lifted",
+        {"stage": 3, "remat": True, "backend": "inductor"},
+    ),
 )
 
 
 def with_checkout(subject: Subject, checkout: Path) -> Subject:
     """The same subject with the ztrans of another checkout."""
-    return replace(subject, name=f"{subject.name} [{checkout.resolve().name}]", checkout=checkout.resolve())
+    return replace(
+        subject, name=f"{subject.name} [{checkout.resolve().name}]", checkout=checkout.resolve()
+    )

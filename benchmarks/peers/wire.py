@@ -51,7 +51,9 @@ class _Allocate:
 class AllGather(_Allocate):
     """An all-gather for FSDP2's `set_custom_all_gather`."""
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, async_op: bool = False) -> Works | None:
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group, async_op: bool = False
+    ) -> Works | None:
         works = all_gather(output_tensor, input_tensor, group)
         if async_op:
             return works
@@ -62,7 +64,9 @@ class AllGather(_Allocate):
 class ReduceScatter(_Allocate):
     """A reduce-scatter for FSDP2's `set_custom_reduce_scatter`."""
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, op, async_op: bool = False) -> None:
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group, op, async_op: bool = False
+    ) -> None:
         rows = input_tensor.view(group.size(), -1)
         received = torch.empty_like(rows)
         exchange(received, rows, group).wait()

@@ -24,7 +24,9 @@ def deepspeed(task: Task, stage: int, bucket: int = 4_000_000) -> Callable[[], T
         "bf16": {"enabled": task.bf16},
     }
     model = task.model()
-    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=adamw(model.parameters()), config=config
+    )
     x, y = task.batch()
 
     def step() -> Tensor:

@@ -20,9 +20,13 @@ RECORDED = 3  # recorded steps before and after the timed steps of a turn; sever
 class Lifted:
     """A step of ztrans, planned for the calibrated cluster, and again from recorded steps. The faster plan stays."""
 
-    def __init__(self, lowered: zt.Lowered, shard: Callable[[], object], batch: tuple, backend: str) -> None:
+    def __init__(
+        self, lowered: zt.Lowered, shard: Callable[[], object], batch: tuple, backend: str
+    ) -> None:
         self.batch = batch
-        self.compiled, profile = lowered.compile(backend=backend).tune(shard(), *batch, steps=PROFILED)
+        self.compiled, profile = lowered.compile(backend=backend).tune(
+            shard(), *batch, steps=PROFILED
+        )
         self.first, self.state = profile.timeline.seconds, shard()
         self.foretold = self.compiled.lowered.timeline().seconds
 
@@ -32,11 +36,18 @@ class Lifted:
 
     def predictions(self) -> dict:
         """The simulated seconds of this step and the lower bound, from the costs of steps that are recorded now."""
-        lowered, copies = self.compiled.lowered, pytree.tree_map(clone, self.state)  # recorded steps train too
+        lowered, copies = (
+            self.compiled.lowered,
+            pytree.tree_map(clone, self.state),
+        )  # recorded steps train too
         profile = self.compiled.profile(copies, *self.batch, steps=RECORDED)
         timeline = lowered.timeline(profile.cluster(lowered.cluster))
         bound, binds = timeline.bound
-        before = {"first": self.first, "foretold": self.foretold, "recorded": profile.timeline.seconds}
+        before = {
+            "first": self.first,
+            "foretold": self.foretold,
+            "recorded": profile.timeline.seconds,
+        }
         return before | {"simulated": timeline.seconds, "bound": bound, "binds": binds}
 
 
@@ -51,7 +62,9 @@ def lifted(task: Task, stage: int, backend: str = "eager", remat: bool = False) 
 
     def logits_of(x: Tensor) -> Tensor:
         if task.bf16 and stage:
-            return functional_call(model, {name: p.bfloat16() for name, p in model.named_parameters()}, (x,))
+            return functional_call(
+                model, {name: p.bfloat16() for name, p in model.named_parameters()}, (x,)
+            )
         with task.autocast():
             return model(x)
 

@@ -37,14 +37,18 @@ def truth(steps, bias=None):
     state, output = first(bias), None
     for _ in range(steps):
         state, output = step(state, X)
-        state["params"] = {k: x if x is None else x.detach().requires_grad_() for k, x in state["params"].items()}
+        state["params"] = {
+            k: x if x is None else x.detach().requires_grad_() for k, x in state["params"].items()
+        }
     return state, output
 
 
 def assert_same(results, wanted, tolerance=0.0):
     (state, (loss, none)), (state_wanted, (loss_wanted, _)) = results, wanted
     assert none is None and state["momentum"][1] is None and [*state] == [*state_wanted]
-    assert [x is None for x in state["params"].values()] == [x is None for x in state_wanted["params"].values()]
+    assert [x is None for x in state["params"].values()] == [
+        x is None for x in state_wanted["params"].values()
+    ]
     for x, y in [
         (loss, loss_wanted),
         (state["momentum"][0], state_wanted["momentum"][0]),
@@ -71,7 +75,9 @@ def test_a_leaf_in_its_place_is_another_structure():
         state, _ = run(state, X)
         assert (state["params"]["bias"] is None) == (bias is None)
     assert len(run._cache) == 2
-    assert_same(run(first(torch.ones(2).requires_grad_()), X), truth(1, torch.ones(2).requires_grad_()))
+    assert_same(
+        run(first(torch.ones(2).requires_grad_()), X), truth(1, torch.ones(2).requires_grad_())
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,19 +87,27 @@ def test_a_leaf_in_its_place_is_another_structure():
             lambda s: s["params"].update(bias=torch.ones(2)),
             "called with state.params.bias, which it was compiled without",
         ),
-        (lambda s: s.update(momentum=(None, None)), "called without state.momentum.0, which it was compiled with"),
+        (
+            lambda s: s.update(momentum=(None, None)),
+            "called without state.momentum.0, which it was compiled with",
+        ),
         (
             lambda s: s.update(momentum=(None, torch.ones(3, 2))),
             "called with state.momentum.1, .*; called without state.momentum.0",
         ),
-        (lambda s: s.update(momentum=(s["momentum"][0],)), "compiled for arguments TreeSpec.*, called with TreeSpec"),
+        (
+            lambda s: s.update(momentum=(s["momentum"][0],)),
+            "compiled for arguments TreeSpec.*, called with TreeSpec",
+        ),
     ],
 )
 def test_a_compiled_program_says_which_leaf_is_new_or_missing(change, message):
     compiled = zt.Step.of(step).lower(first(), X).compile()
     state, _ = compiled(first(), X)
     change(state)
-    with pytest.raises(TypeError, match=f"(?s)step: {message}.*\nLower the step for such arguments"):
+    with pytest.raises(
+        TypeError, match=f"(?s)step: {message}.*\nLower the step for such arguments"
+    ):
         compiled(state, X)
 
 

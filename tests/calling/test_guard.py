@@ -23,7 +23,9 @@ Pair = namedtuple("Pair", "first second")
 
 
 def step(state, x):
-    return {**state, "w": state["w"] - 0.1 * zt.pmean(x.mean(), "dp"), "n": state["n"] + 1}, (state["w"] * x).sum()
+    return {**state, "w": state["w"] - 0.1 * zt.pmean(x.mean(), "dp"), "n": state["n"] + 1}, (
+        state["w"] * x
+    ).sum()
 
 
 def fresh():
@@ -113,7 +115,24 @@ def conjugate(state):
     state["kept"][0].data = torch.ones(2, dtype=torch.complex64).conj()
 
 
-CHANGES = [replace, resize, transpose, move, cast, train, exchange, share, rename, reorder, wrap, grow, conjugate, count, wrap_in_parameter, cut]
+CHANGES = [
+    replace,
+    resize,
+    transpose,
+    move,
+    cast,
+    train,
+    exchange,
+    share,
+    rename,
+    reorder,
+    wrap,
+    grow,
+    conjugate,
+    count,
+    wrap_in_parameter,
+    cut,
+]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
@@ -123,7 +142,9 @@ def test_every_change_is_noticed(run, change):
     assert recognised(own, state) is None
 
 
-@pytest.mark.parametrize("change", [replace, exchange, train, wrap, reorder], ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    "change", [replace, exchange, train, wrap, reorder], ids=lambda change: change.__name__
+)
 def test_a_changed_state_runs_as_a_new_one(run, change):
     own, state = run
     change(state)
@@ -184,7 +205,10 @@ def test_a_state_of_another_step_is_examined(run):
 
 def test_an_alias_of_a_leaf_is_as_good_as_the_leaf(run):
     own, state = run
-    memory, wanted = state["w"], step({k: v if k == "kept" else v.clone() for k, v in state.items()}, X)[0]
+    memory, wanted = (
+        state["w"],
+        step({k: v if k == "kept" else v.clone() for k, v in state.items()}, X)[0],
+    )
     state["w"] = state["w"].detach()
     state, _ = own(state, X)
     assert state["w"] is not memory and state["w"].data_ptr() == memory.data_ptr()
@@ -242,7 +266,12 @@ def test_the_memory_of_a_model_is_freed_when_its_owner_drops_it(no_collection):
 
 def test_trees_of_any_kind():
     leaves = [torch.ones(n) for n in range(1, 6)]
-    tree = {"a": Pair(leaves[0], [leaves[1]]), "b": OrderedDict(x=leaves[2]), "c": ((), (leaves[3], {})), "d": leaves[4]}
+    tree = {
+        "a": Pair(leaves[0], [leaves[1]]),
+        "b": OrderedDict(x=leaves[2]),
+        "c": ((), (leaves[3], {})),
+        "d": leaves[4],
+    }
     known = KnownState(tree)
     assert all(x is y for x, y in zip(known.match(tree).leaves, leaves, strict=True))
     assert known.match({**tree, "a": (leaves[0], [leaves[1]])}) is None
@@ -325,7 +354,9 @@ def test_other_surroundings_are_noticed():
 def test_every_program_of_a_step_recognises_its_state(run):
     own, state = run
     state, _ = own(state, torch.ones(1, 3))
-    assert recognised(own, state, torch.ones(1, 3)) is not None and recognised(own, state) is not None
+    assert (
+        recognised(own, state, torch.ones(1, 3)) is not None and recognised(own, state) is not None
+    )
     for x in (X, torch.ones(1, 3), X):
         returned, _ = own(state, x)
         assert returned is state

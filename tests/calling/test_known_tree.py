@@ -32,9 +32,36 @@ def step(state, x, y=None):
 
 
 BATCHES = [
-    *((A,), ([A],), ((A,),), ([A, B],), ({"a": A},), ({"b": A},), ({"a": A, "b": B},), ({"b": B, "a": A},)),
-    *((A, B), (A, None), (A, "text"), (A, 2), (A, 2.5), (A, [None]), (None, A), (Pair(A, B),), (Pair(A, None),)),
-    *((A.double(),), (A[:2],), (A.view(1, 3),), (torch.ones(3, 2).t(),), (torch.ones(2, 3),), ([],), ([A, [B]],)),
+    *(
+        (A,),
+        ([A],),
+        ((A,),),
+        ([A, B],),
+        ({"a": A},),
+        ({"b": A},),
+        ({"a": A, "b": B},),
+        ({"b": B, "a": A},),
+    ),
+    *(
+        (A, B),
+        (A, None),
+        (A, "text"),
+        (A, 2),
+        (A, 2.5),
+        (A, [None]),
+        (None, A),
+        (Pair(A, B),),
+        (Pair(A, None),),
+    ),
+    *(
+        (A.double(),),
+        (A[:2],),
+        (A.view(1, 3),),
+        (torch.ones(3, 2).t(),),
+        (torch.ones(2, 3),),
+        ([],),
+        ([A, [B]],),
+    ),
 ]
 
 
@@ -65,7 +92,9 @@ def test_what_is_known_of_a_batch_is_kept_while_batches_are_alike():
 
 def test_a_batch_that_begins_to_require_gradients_is_traced_again():
     def needs(state, x):
-        return state + 1, x.sum() if not x.requires_grad else torch.autograd.grad(x.square().sum(), x)[0].sum()
+        return state + 1, x.sum() if not x.requires_grad else torch.autograd.grad(
+            x.square().sum(), x
+        )[0].sum()
 
     run, state = zt.Step.of(needs), torch.zeros(())
     for x, wanted in ((A, 3), (A.clone().requires_grad_(), 6), (A, 3)):

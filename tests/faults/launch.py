@@ -22,7 +22,10 @@ class Rank:
 
 
 def launch(
-    scenario: str, ranks: int, seconds: float = 40.0, after_start: Callable[[list[Running]], None] | None = None
+    scenario: str,
+    ranks: int,
+    seconds: float = 40.0,
+    after_start: Callable[[list[Running]], None] | None = None,
 ) -> list[Rank]:
     """Run a scenario of `scenarios.py` on `ranks` ranks.
 

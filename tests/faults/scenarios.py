@@ -54,7 +54,9 @@ def start() -> torch.distributed.device_mesh.DeviceMesh:
 
 def params() -> dict[str, torch.Tensor]:
     source = torch.Generator().manual_seed(0)
-    shapes = {f"w{i}": (WIDTH, WIDTH) for i in range(LAYERS)} | {f"b{i}": (WIDTH,) for i in range(LAYERS)}
+    shapes = {f"w{i}": (WIDTH, WIDTH) for i in range(LAYERS)} | {
+        f"b{i}": (WIDTH,) for i in range(LAYERS)
+    }
     return {name: 0.3 * torch.randn(shape, generator=source) for name, shape in shapes.items()}
 
 
@@ -76,12 +78,17 @@ def train_step(state: dict, x: torch.Tensor, y: torch.Tensor) -> tuple[dict, tor
     return updated(state, grads), value
 
 
-def sized_step(state: dict, x: torch.Tensor, y: torch.Tensor, rate: float, own: bool = True) -> tuple[dict, torch.Tensor]:
+def sized_step(
+    state: dict, x: torch.Tensor, y: torch.Tensor, rate: float, own: bool = True
+) -> tuple[dict, torch.Tensor]:
     """A step whose update depends on a number, and on the sizes of its batch, and of that of all ranks."""
     grads, value = grad_and_value(loss_of)(state["params"], x, y)
     weights = {k: p - rate * grads[k] for k, p in state["params"].items()}
     all_rows, rows = zt.psum(torch.tensor(float(len(x)))), len(x) if own else 0
-    return {"params": weights, "seen": state["seen"] + all_rows, "own": state["own"] + rows}, (value, torch.tensor(len(x)))
+    return {"params": weights, "seen": state["seen"] + all_rows, "own": state["own"] + rows}, (
+        value,
+        torch.tensor(len(x)),
+    )
 
 
 def first_state() -> dict:
@@ -90,12 +97,16 @@ def first_state() -> dict:
 
 def transformed(mesh, stage: int, update: str = "eager", step: Callable = train_step) -> zt.Step:
     shard = zt.shard_params(mesh, stage=stage, outputs="local")
-    return zt.chain(shard, zt.overlap_grads(update=update), zt.prefetch(), zt.fuse_cast_gather())(step)
+    return zt.chain(shard, zt.overlap_grads(update=update), zt.prefetch(), zt.fuse_cast_gather())(
+        step
+    )
 
 
 def batch(step: int, rank: int, samples: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
     source = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(samples, WIDTH, generator=source), torch.randn(samples, WIDTH, generator=source)
+    return torch.randn(samples, WIDTH, generator=source), torch.randn(
+        samples, WIDTH, generator=source
+    )
 
 
 def distance(a, b) -> float:
@@ -104,7 +115,9 @@ def distance(a, b) -> float:
 
 
 def copied(state):
-    return pytree.tree_map(lambda x: x.to_local().clone() if hasattr(x, "to_local") else x.clone(), state)
+    return pytree.tree_map(
+        lambda x: x.to_local().clone() if hasattr(x, "to_local") else x.clone(), state
+    )
 
 
 def same(a, b) -> bool:
@@ -155,7 +168,12 @@ def failed(run: Callable[[], object]) -> dict:
         run()
     except BaseException as error:
         notes = getattr(error, "__notes__", [])
-        return {"kind": type(error).__name__, "text": str(error), "notes": notes, "after": time.monotonic() - began}
+        return {
+            "kind": type(error).__name__,
+            "text": str(error),
+            "notes": notes,
+            "after": time.monotonic() - began,
+        }
     return {"kind": "", "text": "", "notes": [], "after": time.monotonic() - began}
 
 
@@ -166,12 +184,20 @@ def uneven() -> None:
     """The batch size differs between ranks and steps; the result is compared with data parallelism written by hand."""
     torch.set_default_dtype(torch.float64)
     mesh, steps = start(), 50
-    sizes = [[random.Random(100 * k + r).choice([1, 2, 3, 7]) for r in range(WORLD)] for k in range(steps)]
+    sizes = [
+        [random.Random(100 * k + r).choice([1, 2, 3, 7]) for r in range(WORLD)]
+        for k in range(steps)
+    ]
     sizes[-1] = [3, *[1] * (WORLD - 1)]  # the last small batch
     truth = first_state()
     for k in range(steps):
-        grads = [grad_and_value(loss_of)(truth["params"], *batch(k, r, sizes[k][r]))[0] for r in range(WORLD)]
-        truth = updated(truth, {name: sum(g[name] for g in grads) / WORLD for name in truth["params"]})
+        grads = [
+            grad_and_value(loss_of)(truth["params"], *batch(k, r, sizes[k][r]))[0]
+            for r in range(WORLD)
+        ]
+        truth = updated(
+            truth, {name: sum(g[name] for g in grads) / WORLD for name in truth["params"]}
+        )
     for stage in (0, 1, 2, 3):
         step = transformed(mesh, stage)
         state = step.shard(first_state())
@@ -179,7 +205,12 @@ def uneven() -> None:
             state, _ = step(state, *batch(k, RANK, sizes[k][RANK]))
         plans = {compiled.lowered.plan.digest for compiled in step._cache.values()}
         texts = {str(compiled.lowered) for compiled in step._cache.values()}
-        report(f"uneven {stage}", distance=distance(step.unshard(state), truth), programs=len(texts), plans=len(plans))
+        report(
+            f"uneven {stage}",
+            distance=distance(step.unshard(state), truth),
+            programs=len(texts),
+            plans=len(plans),
+        )
 
 
 def disagreements() -> None:
@@ -197,10 +228,16 @@ def disagreements() -> None:
         return updated(state, grads), value
 
     def fewer(state, x, y, all_layers):
-        weights = state["params"] if all_layers else {k: v for k, v in state["params"].items() if k != "b0"}
+        weights = (
+            state["params"]
+            if all_layers
+            else {k: v for k, v in state["params"].items() if k != "b0"}
+        )
         rest = {} if all_layers else {"b0": state["params"]["b0"]}
         grads, value = grad_and_value(lambda w: loss_of({**w, **rest}, x, y))(weights)
-        whole = {k: grads[k] if k in grads else torch.zeros_like(p) for k, p in state["params"].items()}
+        whole = {
+            k: grads[k] if k in grads else torch.zeros_like(p) for k, p in state["params"].items()
+        }
         return updated(state, whole), value
 
     for name, function in (("update", flagged), ("messages", fewer)):
@@ -215,7 +252,10 @@ def disagreements() -> None:
         seen = sized.shard({"params": params(), "seen": torch.zeros(()), "own": torch.zeros(())})
         seen, _ = sized(seen, *batch(0, RANK, 4), 0.1)
         for what, samples, rate in (("size", 4 - RANK, 0.1), ("number", 4, 0.1 + RANK)):
-            report(f"{what} {stage}", **failed(functools.partial(sized, seen, *batch(1, RANK, samples), rate)))
+            report(
+                f"{what} {stage}",
+                **failed(functools.partial(sized, seen, *batch(1, RANK, samples), rate)),
+            )
         seen, _ = sized(seen, *batch(3, RANK, 4), 0.2)
         for samples in (4, 4 - RANK):
             seen, _ = sized(seen, *batch(3, RANK, samples), 0.2, own=False)
@@ -301,7 +341,9 @@ def resources() -> dict[str, int]:
 def restart(times: int) -> torch.distributed.device_mesh.DeviceMesh:
     """A new process group and its mesh; `times` counts them, since each needs a port of its own."""
     address = f"tcp://127.0.0.1:{int(os.environ['MASTER_PORT']) + times}"
-    dist.init_process_group("gloo", init_method=address, rank=RANK, world_size=WORLD, timeout=TIMEOUT)
+    dist.init_process_group(
+        "gloo", init_method=address, rank=RANK, world_size=WORLD, timeout=TIMEOUT
+    )
     return init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
 
 
@@ -353,9 +395,16 @@ def eager(fault: Callable[[], None], stage: int) -> Callable[[], None]:
     """The fault happens at the last reduction of the step, when the last layers have already been updated."""
 
     def run() -> None:
-        step, cluster = transformed(zt.AbstractMesh(dp=WORLD), stage), zt.cluster("cpu", dp="ethernet-1g")
-        lowered = step.lower(first_state(), *batch(0, 0), cluster=cluster)  # as a mesh of CPUs is planned for
-        reductions = [e for e in lowered.graph.eqns if e.op.name in ("all_reduce", "reduce_scatter")]
+        step, cluster = (
+            transformed(zt.AbstractMesh(dp=WORLD), stage),
+            zt.cluster("cpu", dp="ethernet-1g"),
+        )
+        lowered = step.lower(
+            first_state(), *batch(0, 0), cluster=cluster
+        )  # as a mesh of CPUs is planned for
+        reductions = [
+            e for e in lowered.graph.eqns if e.op.name in ("all_reduce", "reduce_scatter")
+        ]
         one_fails(fault, stage, "eager", "reductions", len(reductions))
 
     return run

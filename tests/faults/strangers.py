@@ -20,8 +20,14 @@ def ports(processes: Iterable[int]) -> set[int]:
         for link in Path(f"/proc/{process}/fd").glob("*"):
             with contextlib.suppress(OSError):
                 inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
-    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
-    return {int(row[1].rsplit(":", 1)[1], 16) for row in rows if row[3] == _LISTENS and row[9] in inodes}
+    rows = [
+        row.split()
+        for name in ("tcp", "tcp6")
+        for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return {
+        int(row[1].rsplit(":", 1)[1], 16) for row in rows if row[3] == _LISTENS and row[9] in inodes
+    }
 
 
 class Strangers:

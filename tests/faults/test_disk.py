@@ -42,7 +42,9 @@ def test_a_full_disk_leaves_the_old_plan_whole(tmp_path):
     done = saved(FULL, tmp_path / "step.plan")
     assert done.returncode == 1 and "failed: OSError" in done.stderr
     assert zt.Plan.load(tmp_path / "step.plan") == OLD
-    assert [file.name for file in tmp_path.iterdir()] == ["step.plan"], "the incomplete new file is deleted"
+    assert [file.name for file in tmp_path.iterdir()] == ["step.plan"], (
+        "the incomplete new file is deleted"
+    )
 
 
 @pytest.mark.slow

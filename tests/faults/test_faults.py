@@ -38,35 +38,55 @@ def disagreements() -> list[Rank]:
 def test_ranks_that_call_different_steps_fail_before_they_send_anything(disagreements):
     for rank in disagreements:
         text = rank.reports["ended"]["text"]
-        assert text.startswith("unshard and a step of train_step: the ranks of the mesh do not do the same, so none")
+        assert text.startswith(
+            "unshard and a step of train_step: the ranks of the mesh do not do the same, so none"
+        )
         assert "  rank 0: unshard\n  rank 1: a step of train_step\n" in text
         assert "If the data of some ranks has ended, stop all ranks together" in text
-        assert "rank 1: a step of step, with a program that is new here" in rank.reports["names"]["text"]
+        assert (
+            "rank 1: a step of step, with a program that is new here"
+            in rank.reports["names"]["text"]
+        )
         assert rank.reports["goes on"]["whole"], "no rank has sent anything, so all can go on"
 
 
 def test_ranks_with_different_programs_see_the_first_message_that_differs(disagreements):
     for rank in disagreements:
         text = rank.reports["messages"]["text"]
-        assert text.startswith("fewer: ranks [1] lowered another program than rank 0 did.\n  Message 15 of the step is")
+        assert text.startswith(
+            "fewer: ranks [1] lowered another program than rank 0 did.\n  Message 15 of the step is"
+        )
         assert "on rank 0: reduce_scatter mean over dp as f32 of params.b0.grad (96 bytes)" in text
         assert "on rank 1: reduce_scatter mean over dp as f32 of params.b1.grad (96 bytes)" in text
-        assert "  rank 1: a step of fewer, with a program that is new here\n" in rank.reports["known"]["text"]
-        assert "on rank 0: all_reduce mean over dp as f32 of pmean" in rank.reports["outputs"]["text"]
+        assert (
+            "  rank 1: a step of fewer, with a program that is new here\n"
+            in rank.reports["known"]["text"]
+        )
+        assert (
+            "on rank 0: all_reduce mean over dp as f32 of pmean" in rank.reports["outputs"]["text"]
+        )
         assert "(192 bytes)" in rank.reports["outputs"]["text"]
 
 
 def test_ranks_with_different_updates_raise_an_error(disagreements):
     for rank in disagreements:
         text = rank.reports["update"]["text"]
-        assert "They send the same messages, but would update the state in another way or with other numbers." in text
+        assert (
+            "They send the same messages, but would update the state in another way or with other numbers."
+            in text
+        )
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_ranks_whose_updates_differ_by_the_size_of_the_batch_or_by_a_number_raise_an_error(disagreements, stage):
+def test_ranks_whose_updates_differ_by_the_size_of_the_batch_or_by_a_number_raise_an_error(
+    disagreements, stage
+):
     for rank in disagreements:
         size, number = (rank.reports[f"{what} {stage}"]["text"] for what in ("size", "number"))
-        assert "They send the same messages, but would update the state in another way or with other numbers.\n    on rank 0: an update with" in size
+        assert (
+            "They send the same messages, but would update the state in another way or with other numbers.\n    on rank 0: an update with"
+            in size
+        )
         assert "and its update must not depend on the size of its batch" in size
         assert "    on rank 0: rate = 0.1\n    on rank 1: rate = 1.1\n" in number
         assert rank.reports[f"seen {stage}"]["rows"] == 3 * 8 + 7
@@ -76,19 +96,30 @@ def test_ranks_with_different_first_states_raise_an_error():
     for rank in ended_well(launch("starts_apart", 2)):
         for stage in (0, 3):
             text = rank.reports[f"seeds {stage}"]["text"]
-            assert text.startswith("shard: state.params.w2 has other values on rank 1 than on rank 0")
+            assert text.startswith(
+                "shard: state.params.w2 has other values on rank 1 than on rank 0"
+            )
             assert "step.shard(state, source=0)" in text
             assert rank.reports[f"source {stage}"]["distance"] == 0
         shapes = rank.reports["shapes"]["text"]
-        assert shapes.startswith("shard: state.params.w1 is [24, 24] of torch.float32 on rank 0 and [25, 24] of")
-        assert rank.reports["leaves"]["text"].startswith("shard: rank 1 has 15 leaves and rank 0 has 16")
-        assert "Of an optimizer that divides its state over ranks itself, use its single-device class" in rank.reports["leaves"]["text"]
+        assert shapes.startswith(
+            "shard: state.params.w1 is [24, 24] of torch.float32 on rank 0 and [25, 24] of"
+        )
+        assert rank.reports["leaves"]["text"].startswith(
+            "shard: rank 1 has 15 leaves and rank 0 has 16"
+        )
+        assert (
+            "Of an optimizer that divides its state over ranks itself, use its single-device class"
+            in rank.reports["leaves"]["text"]
+        )
         assert "on meta, without values on rank 1" in rank.reports["meta"]["text"]
 
 
 def test_a_second_thread_cannot_take_a_step_at_the_same_time():
     for rank in ended_well(launch("threads", 2)):
-        assert rank.reports["threads"]["text"].startswith("train_step: another thread runs a step of this mesh.")
+        assert rank.reports["threads"]["text"].startswith(
+            "train_step: another thread runs a step of this mesh."
+        )
         assert rank.reports["goes on"]["whole"]
 
 
@@ -101,11 +132,18 @@ def test_a_thousand_steps_and_six_process_groups_leave_nothing_behind():
     for rank in ended_well(launch("steady", 2, seconds=100)):
         first, last = rank.reports["after 100"], rank.reports["after 1000"]
         assert last["descriptors"] <= first["descriptors"] and last["threads"] <= first["threads"]
-        assert last["resident"] <= first["resident"] + (4 << 20), "one step allocates 200 KiB: 900 would be seen"
+        assert last["resident"] <= first["resident"] + (4 << 20), (
+            "one step allocates 200 KiB: 900 would be seen"
+        )
         group_0, group_6 = rank.reports["group 0"], rank.reports["group 6"]
-        assert group_6["threads"] <= group_0["threads"] and group_6["descriptors"] <= first["descriptors"]
+        assert (
+            group_6["threads"] <= group_0["threads"]
+            and group_6["descriptors"] <= first["descriptors"]
+        )
         assert group_6["resident"] <= group_0["resident"] + (8 << 20)
-        assert rank.reports["called"]["text"].startswith("ztrans: the process group of this step's mesh has been destroyed.")
+        assert rank.reports["called"]["text"].startswith(
+            "ztrans: the process group of this step's mesh has been destroyed."
+        )
 
 
 def check_torn(reports: dict, cause: str) -> None:
@@ -113,7 +151,9 @@ def check_torn(reports: dict, cause: str) -> None:
     assert not reports["then"]["whole"]
     for name, who in (("then", "unshard"), ("shard", "shard"), ("next", "train_step")):
         text = reports[name]["text"]
-        assert text.startswith(f"{who}: this state is half updated, some leaves are new and some are old: {cause}"), text
+        assert text.startswith(
+            f"{who}: this state is half updated, some leaves are new and some are old: {cause}"
+        ), text
         assert "Load a checkpoint" in text and 'overlap_grads(update="last")' in text
 
 
@@ -128,7 +168,9 @@ def test_an_exception_on_one_rank_ends_the_step_of_all(scenario, error):
     assert second.reports["failed"]["kind"] == kind
     *lines, last = second.reports["failed"]["notes"]
     assert last == "ztrans: step 3 of train_step was ended by this. The state is half updated."
-    assert ["scenarios.py:" in text for text in lines] == [True] * (kind == "OutOfMemoryError"), "where it failed"
+    assert ["scenarios.py:" in text for text in lines] == [True] * (kind == "OutOfMemoryError"), (
+        "where it failed"
+    )
     assert f"Rank 1 failed in step 3 of train_step with {error}." in first.reports["failed"]["text"]
     assert first.reports["failed"]["after"] < 2, "long before the time-out"
     check_torn(first.reports, f"Rank 1 failed in step 3 of train_step with {kind}")
@@ -139,7 +181,10 @@ def test_the_other_ranks_fail_at_once_when_a_rank_is_killed():
     first, second = launch("killed", 2)
     assert second.code == -9 and first.code == 0, first.errors[-3000:]
     assert first.reports["failed"]["after"] < 3
-    assert "Rank 1 said nothing: killed, out of memory, stopped, or busy" in first.reports["failed"]["text"]
+    assert (
+        "Rank 1 said nothing: killed, out of memory, stopped, or busy"
+        in first.reports["failed"]["text"]
+    )
     check_torn(first.reports, "Rank 1 said nothing")
 
 
@@ -171,7 +216,9 @@ def test_the_error_says_when_the_data_of_one_rank_has_ended():
 @pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.1\r\n\r\n" * 100])
 def test_strangers_on_every_port_neither_delay_nor_harm(words):
     visits: list[Strangers] = []
-    ranks = launch("forked", 2, after_start=lambda ps: visits.append(Strangers([p.pid for p in ps], words)))
+    ranks = launch(
+        "forked", 2, after_start=lambda ps: visits.append(Strangers([p.pid for p in ps], words))
+    )
     visits[0].leave()
     assert len(visits[0].met) > 2, "the store and every rank listen on a port"
     assert all(rank.reports["forked"]["whole"] for rank in ended_well(ranks))

@@ -36,7 +36,9 @@ def main() -> int:
                 failures.append(text)
                 print(text, flush=True)
             if done % 100 == 0:
-                print(f"{done} of {args.runs}, {len(failures)} failures", file=sys.stderr, flush=True)
+                print(
+                    f"{done} of {args.runs}, {len(failures)} failures", file=sys.stderr, flush=True
+                )
     text = report(seeds, failures, time.time() - began)
     print(text)
     if args.write:
@@ -48,12 +50,18 @@ def report(seeds: range, failures: list[str], seconds: float) -> str:
     """The contents of RESULTS.md: how many cases ran, and how many had each optimizer, layer and option."""
     cases = [Case.of(seed) for seed in seeds]
     optimizers = Counter(case.program.optimizer.name.split(" ")[0] for case in cases)
-    layers = Counter(layer.name.rstrip("0123456789-/x.[], ") for case in cases for layer in case.program.layers)
-    options = Counter(f"{k}={getattr(v, '__name__', v)}" for case in cases for k, v in case.options.shard)
+    layers = Counter(
+        layer.name.rstrip("0123456789-/x.[], ") for case in cases for layer in case.program.layers
+    )
+    options = Counter(
+        f"{k}={getattr(v, '__name__', v)}" for case in cases for k, v in case.options.shard
+    )
     options.update(t.name for case in cases for t in (*case.options.before, *case.options.after))
     options.update(f"dp={case.options.ranks}" for case in cases)
     options.update("prefetch" for case in cases if case.options.prefetch is not None)
-    options.update("prefetch, with a budget" for case in cases if case.options.prefetch and case.options.budget)
+    options.update(
+        "prefetch, with a budget" for case in cases if case.options.prefetch and case.options.budget
+    )
     lines = [
         "# Random programs",
         "",
@@ -63,7 +71,10 @@ def report(seeds: range, failures: list[str], seconds: float) -> str:
         *(f"    {line}" for text in failures for line in text.splitlines()),
     ]
     for title, counts in (("Options", options), ("Optimizers", optimizers), ("Layers", layers)):
-        lines += [f"{title}: " + ", ".join(f"{name} {n}" for name, n in sorted(counts.items())) + ".", ""]
+        lines += [
+            f"{title}: " + ", ".join(f"{name} {n}" for name, n in sorted(counts.items())) + ".",
+            "",
+        ]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -55,7 +55,9 @@ def failure(seed: int, whole: bool = False) -> str | None:
     try:
         with doubles(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            warnings.filterwarnings("error", module="ztrans")  # these programs are right: nothing is to be said,
+            warnings.filterwarnings(
+                "error", module="ztrans"
+            )  # these programs are right: nothing is to be said,
             # but that a program does not check whether a matrix is singular.
             warnings.filterwarnings("ignore", "trace: .*_linalg_check_errors", module="ztrans")
             # PyTorch says so of vmap, of the first such operation in a process.
@@ -85,18 +87,26 @@ def check(case: Case) -> None:
     far = max(distance(sharded, true_state), distance(_means(outputs), true_outputs))
     if not far <= NEAR:
         raise Wrong(f"{far:.3g} from the truth")
-    if dict(options.shard).get("outputs") != "local" and any(distance(output, outputs_of_rank[0]) for outputs_of_rank in outputs for output in outputs_of_rank):
+    if dict(options.shard).get("outputs") != "local" and any(
+        distance(output, outputs_of_rank[0])
+        for outputs_of_rank in outputs
+        for output in outputs_of_rank
+    ):
         raise Wrong("ranks have outputs of their own")
     same, others = _steps(lowered, program.state(), batches)
     if not _equal((same, others), (sharded, outputs)):
-        raise Wrong(f"schedules and fusion change bits: {distance((same, others), (sharded, outputs)):.3g}")
+        raise Wrong(
+            f"schedules and fusion change bits: {distance((same, others), (sharded, outputs)):.3g}"
+        )
     if not program.rounds and options.reduce_dtype is None:
         _check_alone(program, traced, batches)
 
 
 def _through(traced: zt.Traced, *transforms: zt.Transform) -> zt.Traced:
     """The traced step with these transforms."""
-    return dataclasses.replace(traced, transforms=zt.chain(*transforms)(lambda state: state).transforms)
+    return dataclasses.replace(
+        traced, transforms=zt.chain(*transforms)(lambda state: state).transforms
+    )
 
 
 def _lowered(options: Options, traced: zt.Traced, plain: zt.Lowered) -> zt.Lowered:
@@ -115,7 +125,11 @@ def _lowered(options: Options, traced: zt.Traced, plain: zt.Lowered) -> zt.Lower
 def _check_alone(program: Program, traced: zt.Traced, batches: list) -> None:
     """On one rank, compiled: code that updates in place computes what the step does."""
     step = step_of(program)
-    compiled, state, truth = traced.lower().compile(), zt.Step(step).shard(program.state()), program.state()
+    compiled, state, truth = (
+        traced.lower().compile(),
+        zt.Step(step).shard(program.state()),
+        program.state(),
+    )
     for parts in batches:
         state, _ = compiled(state, *parts[0])
         truth, _ = step(truth, *parts[0])
@@ -139,7 +153,10 @@ def _cut(batch: tuple, world: int) -> list[tuple]:
 
 def _means(outputs: list[list]) -> list[Any]:
     """The mean over ranks of each step's output."""
-    return [pytree.tree_map(lambda *x: torch.stack([torch.as_tensor(y) for y in x]).mean(0), *each) for each in outputs]
+    return [
+        pytree.tree_map(lambda *x: torch.stack([torch.as_tensor(y) for y in x]).mean(0), *each)
+        for each in outputs
+    ]
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -150,4 +167,10 @@ def _equal(a: Any, b: Any) -> bool:
 
 def _bits(x: Any) -> torch.Tensor:
     x = torch.as_tensor(x).contiguous()
-    return x.view(torch.uint8) if x.numel() and x.ndim else x.reshape(1).view(torch.uint8) if x.numel() else x
+    return (
+        x.view(torch.uint8)
+        if x.numel() and x.ndim
+        else x.reshape(1).view(torch.uint8)
+        if x.numel()
+        else x
+    )

@@ -12,7 +12,12 @@ from .layer import Layer, Leaf, size
 
 def linear(chance: Random, width: int) -> Layer:
     out = size(chance)
-    return Layer(f"linear {width}-{out}", (Leaf((out, width)), Leaf((out,))), lambda x, ids, w, b: F.linear(x, w, b), out)
+    return Layer(
+        f"linear {width}-{out}",
+        (Leaf((out, width)), Leaf((out,))),
+        lambda x, ids, w, b: F.linear(x, w, b),
+        out,
+    )
 
 
 def gated(chance: Random, width: int) -> Layer:
@@ -51,7 +56,12 @@ def experts(chance: Random, width: int) -> Layer:
         weights = torch.softmax(x @ gate, -1)
         return torch.einsum("be,bi,eio->bo", weights, x, w)
 
-    return Layer(f"experts {count}x{width}-{out}", (Leaf((width, count)), Leaf((count, width, out))), run, out)
+    return Layer(
+        f"experts {count}x{width}-{out}",
+        (Leaf((width, count)), Leaf((count, width, out))),
+        run,
+        out,
+    )
 
 
 def layer_norm(chance: Random, width: int) -> Layer:
@@ -70,10 +80,17 @@ def conv1d(chance: Random, width: int) -> Layer:
     mode = chance.choice(["zeros", "circular"]) if width > 1 else "zeros"
 
     def run(x, ids, w, b):
-        padded = F.pad(x[:, None], (kernel // 2,) * 2, mode="circular" if mode == "circular" else "constant")
+        padded = F.pad(
+            x[:, None], (kernel // 2,) * 2, mode="circular" if mode == "circular" else "constant"
+        )
         return F.conv1d(padded, w, b).flatten(1)
 
-    return Layer(f"conv1d {channels} {mode}", (Leaf((channels, 1, kernel)), Leaf((channels,))), run, channels * width)
+    return Layer(
+        f"conv1d {channels} {mode}",
+        (Leaf((channels, 1, kernel)), Leaf((channels,))),
+        run,
+        channels * width,
+    )
 
 
 def conv2d(chance: Random, width: int) -> Layer:
@@ -96,9 +113,13 @@ def attention(chance: Random, width: int) -> Layer:
     def run(x, ids, qkv, out):
         q, k, v = (x[:, None, :] * torch.arange(1.0, tokens + 1)[:, None] @ qkv).split(inner, 2)
         if fused:
-            mixed = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], is_causal=True)[:, 0]
+            mixed = F.scaled_dot_product_attention(
+                q[:, None], k[:, None], v[:, None], is_causal=True
+            )[:, 0]
         else:
-            mixed = torch.softmax(torch.baddbmm(torch.zeros(()), q, k.mT, alpha=inner**-0.5), -1) @ v
+            mixed = (
+                torch.softmax(torch.baddbmm(torch.zeros(()), q, k.mT, alpha=inner**-0.5), -1) @ v
+            )
         return (mixed @ out).flatten(1)
 
     leaves = Leaf((width, 3 * inner)), Leaf((inner, 2))
@@ -116,7 +137,12 @@ def recurrent(chance: Random, width: int) -> Layer:
             h = o.sigmoid() * c.tanh()
         return h
 
-    return Layer(f"recurrent {width}-{inner}", (Leaf((4 * inner, width)), Leaf((4 * inner, inner))), run, inner)
+    return Layer(
+        f"recurrent {width}-{inner}",
+        (Leaf((4 * inner, width)), Leaf((4 * inner, inner))),
+        run,
+        inner,
+    )
 
 
 LAYERS = (

@@ -33,13 +33,17 @@ def _each(program, trained, fixed, x, ids):
     """One gradient for each sample; the program averages them itself."""
     sample_loss = lambda p, row, number: program.loss(p, fixed, row[None], number[None])
     sample_grads = vmap(grad(sample_loss), (None, 0, 0))(trained, x, ids)
-    return zt.pmean({k: g.mean(0) for k, g in sample_grads.items()}, "dp"), program.loss(trained, fixed, x, ids)
+    return zt.pmean({k: g.mean(0) for k, g in sample_grads.items()}, "dp"), program.loss(
+        trained, fixed, x, ids
+    )
 
 
 def _autograd(program, trained, fixed, x, ids):
     leaves = _leaves(trained)
     value = program.loss(leaves, fixed, x, ids)
-    return _given(leaves, torch.autograd.grad(value, [*leaves.values()], allow_unused=True)), value.detach()
+    return _given(
+        leaves, torch.autograd.grad(value, [*leaves.values()], allow_unused=True)
+    ), value.detach()
 
 
 def _backward(program, trained, fixed, x, ids):
@@ -55,7 +59,9 @@ def _squared(program, trained, fixed, x, ids):
     value = program.loss(leaves, fixed, x, ids)
     inner = torch.autograd.grad(value, [*leaves.values()], create_graph=True, allow_unused=True)
     total = value + 0.1 * sum((g * g.conj()).real.sum() for g in inner if g is not None)
-    return _given(leaves, torch.autograd.grad(total, [*leaves.values()], allow_unused=True)), total.detach()
+    return _given(
+        leaves, torch.autograd.grad(total, [*leaves.values()], allow_unused=True)
+    ), total.detach()
 
 
 def _leaves(trained: Tensors) -> Tensors:

@@ -26,7 +26,9 @@ class Leaf:
             return torch.randn(numel // 8, dtype=torch.float64).view(torch.uint8).view(self.shape)
         if self.dtype is torch.int64:
             return torch.randn(numel, dtype=torch.float64).view(torch.int64).view(self.shape)
-        drawn = torch.randn(self.shape, dtype=self.dtype if self.dtype.is_complex else torch.float64)
+        drawn = torch.randn(
+            self.shape, dtype=self.dtype if self.dtype.is_complex else torch.float64
+        )
         return (0.5 * drawn).to(self.dtype)
 
 

@@ -60,7 +60,9 @@ def recomputed(chance: Random, width: int) -> Layer:
     out = size(chance)
     inner = lambda x, a, b: torch.tanh(x @ a.T) @ b
     run = lambda x, ids, w, v: checkpoint(inner, x, w, v, use_reentrant=False)
-    return Layer(f"recomputed {width}-{out}", (Leaf((3, width)), Leaf((3, out))), run, out, by_autograd=True)
+    return Layer(
+        f"recomputed {width}-{out}", (Leaf((3, width)), Leaf((3, out))), run, out, by_autograd=True
+    )
 
 
 def embedding(chance: Random, width: int) -> Layer:

@@ -29,7 +29,9 @@ class Optimizer:
     def first(self, p: torch.Tensor) -> Kept:
         return self.init(self._seen(p))
 
-    def apply(self, p: torch.Tensor, g: torch.Tensor, kept: Kept, step: torch.Tensor) -> tuple[torch.Tensor, Kept]:
+    def apply(
+        self, p: torch.Tensor, g: torch.Tensor, kept: Kept, step: torch.Tensor
+    ) -> tuple[torch.Tensor, Kept]:
         new, kept = self.update(self._seen(p), self._seen(g), kept, step)
         return (torch.view_as_complex(new) if p.is_complex() and not self.complex else new), kept
 
@@ -65,7 +67,11 @@ def adam(chance: Random) -> Optimizer:
         m, v = torch.lerp(k["m"], g, 0.1), k["v"].mul(0.95).addcmul(g, g, value=0.05)
         top = torch.maximum(k["top"], v)
         scale = 0.02 * torch.sqrt(1 - 0.95**t) / (1 - 0.9**t)
-        return p * (1 - 0.02 * decay) - scale * m / ((top if greatest else v).sqrt() + 1e-2), {"m": m, "v": v, "top": top}
+        return p * (1 - 0.02 * decay) - scale * m / ((top if greatest else v).sqrt() + 1e-2), {
+            "m": m,
+            "v": v,
+            "top": top,
+        }
 
     return Optimizer("adam", _zeros("m", "v", "top"), update)
 
@@ -84,7 +90,10 @@ def rmsprop(chance: Random) -> Optimizer:
 
 
 def adagrad(chance: Random) -> Optimizer:
-    update = lambda p, g, k, t: (p - 0.1 * g * (k["s"] + g * g + 0.1).rsqrt(), {"s": k["s"] + g * g})
+    update = lambda p, g, k, t: (
+        p - 0.1 * g * (k["s"] + g * g + 0.1).rsqrt(),
+        {"s": k["s"] + g * g},
+    )
     return Optimizer("adagrad", _zeros("s"), update)
 
 
@@ -99,7 +108,10 @@ def adadelta(chance: Random) -> Optimizer:
 
 def lion(chance: Random) -> Optimizer:
     """Lion with a steep tanh in place of the sign, so that a rounding error cannot flip the update."""
-    update = lambda p, g, k, t: (p - 0.01 * torch.tanh(100 * torch.lerp(k["m"], g, 0.1)), {"m": torch.lerp(k["m"], g, 0.01)})
+    update = lambda p, g, k, t: (
+        p - 0.01 * torch.tanh(100 * torch.lerp(k["m"], g, 0.1)),
+        {"m": torch.lerp(k["m"], g, 0.01)},
+    )
     return Optimizer("lion", _zeros("m"), update)
 
 
@@ -122,16 +134,25 @@ def adafactor(chance: Random) -> Optimizer:
     def init(p):
         if p.ndim < 2:
             return {"v": torch.zeros_like(p)}
-        return {"rows": p.new_zeros(p.shape[:-1]), "columns": p.new_zeros((*p.shape[:-2], p.shape[-1]))}
+        return {
+            "rows": p.new_zeros(p.shape[:-1]),
+            "columns": p.new_zeros((*p.shape[:-2], p.shape[-1])),
+        }
 
     def update(p, g, k, t):
         square = g * g + 1e-3
         if p.ndim < 2 or not p.numel():
             return p - 0.05 * g / (square.sqrt() + 0.1), k
-        rows, columns = torch.lerp(k["rows"], square.mean(-1), 0.1), torch.lerp(k["columns"], square.mean(-2), 0.1)
+        rows, columns = (
+            torch.lerp(k["rows"], square.mean(-1), 0.1),
+            torch.lerp(k["columns"], square.mean(-2), 0.1),
+        )
         v = rows[..., None] * columns[..., None, :] / rows.mean(-1, keepdim=True)[..., None]
         change = g / (v.sqrt() + 0.1)
-        return p - 0.05 * change / torch.clamp(change.square().mean().sqrt(), min=1.0), {"rows": rows, "columns": columns}
+        return p - 0.05 * change / torch.clamp(change.square().mean().sqrt(), min=1.0), {
+            "rows": rows,
+            "columns": columns,
+        }
 
     return Optimizer("adafactor", init, update)
 
@@ -173,7 +194,10 @@ def preconditioned(chance: Random) -> Optimizer:
     def update(p, g, k, t):
         if p.ndim != 2:
             return p - 0.05 * g, k
-        rows, columns = torch.lerp(k["rows"], g @ g.mT, 0.1), torch.lerp(k["columns"], g.mT @ g, 0.1)
+        rows, columns = (
+            torch.lerp(k["rows"], g @ g.mT, 0.1),
+            torch.lerp(k["columns"], g.mT @ g, 0.1),
+        )
         return p - 0.05 * inverse(rows) @ g @ inverse(columns), {"rows": rows, "columns": columns}
 
     return Optimizer("preconditioned", init, update)
@@ -209,7 +233,9 @@ def schedule_free(chance: Random) -> Optimizer:
         return 0.9 * slow + 0.1 * fast, {"z": fast, "x": slow}
 
     chance_copies = chance.random() < 0.5
-    return Optimizer("schedule free", lambda p: {"z": p.clone(), "x": p.clone()}, update, complex=False)
+    return Optimizer(
+        "schedule free", lambda p: {"z": p.clone(), "x": p.clone()}, update, complex=False
+    )
 
 
 def eight_bit(chance: Random) -> Optimizer:
@@ -252,7 +278,13 @@ def harmonic(chance: Random) -> Optimizer:
         elif by == "std":
             size = 0.1 + size.var(unbiased=False)
         else:
-            size = size.softmax(-1) if by == "softmax" else size.cumsum(-1) if by == "cumsum" else size.sort(-1).values
+            size = (
+                size.softmax(-1)
+                if by == "softmax"
+                else size.cumsum(-1)
+                if by == "cumsum"
+                else size.sort(-1).values
+            )
         return p - 0.05 * g / (1 + size), k
 
     return Optimizer(by, _zeros(), update)

@@ -34,7 +34,10 @@ class Options:
 
     @staticmethod
     def draw(program: Program, chance: Random) -> Options:
-        ranks, hosts = chance.choice([2, 3, 5]), 2 if chance.random() < 0.15 and not program.together else 1
+        ranks, hosts = (
+            chance.choice([2, 3, 5]),
+            2 if chance.random() < 0.15 and not program.together else 1,
+        )
         shard: dict[str, Any] = {"stage": chance.choice([0, 1, 2, 3, 3])}
         if hosts > 1:
             shard["replicate_axis"] = "host"
@@ -47,7 +50,11 @@ class Options:
         alone = program.micro == 1 and hosts == 1 and not program.together
         if alone and chance.random() < 0.25:
             shard["reduce_dtype"] = chance.choice([torch.bfloat16, torch.float16, torch.float32])
-        as_written = [t for t in (zt.remat(at_least=chance.choice([1, 64])), zt.delay_weight_grads()) if chance.random() < 0.3]
+        as_written = [
+            t
+            for t in (zt.remat(at_least=chance.choice([1, 64])), zt.delay_weight_grads())
+            if chance.random() < 0.3
+        ]
         first = [t for t in as_written if chance.random() < 0.5]
         overlap = zt.overlap_grads(
             bucket=chance.choice(["auto", "auto", 0, 64, 1 << 20]),
@@ -58,10 +65,26 @@ class Options:
         after = [t for t in (overlap, zt.fuse_cast_gather()) if chance.random() < 0.7]
         after += [t for t in as_written if t not in first]
         chance.shuffle(after)
-        prefetch = (("max_in_flight", chance.choice([None, None, 0, 64, 1024])),) if chance.random() < 0.7 else None
+        prefetch = (
+            (("max_in_flight", chance.choice([None, None, 0, 64, 1024])),)
+            if chance.random() < 0.7
+            else None
+        )
         budget = chance.choice([None, None, 1.0, 1.05, 1.5])
-        cluster = chance.choice(["cpu", "a100", "h100"]), chance.choice(["ethernet-1g", "infiniband"])
-        return Options(ranks, hosts, tuple(shard.items()), tuple(first), tuple(after), prefetch, budget, cluster)
+        cluster = (
+            chance.choice(["cpu", "a100", "h100"]),
+            chance.choice(["ethernet-1g", "infiniband"]),
+        )
+        return Options(
+            ranks,
+            hosts,
+            tuple(shard.items()),
+            tuple(first),
+            tuple(after),
+            prefetch,
+            budget,
+            cluster,
+        )
 
     @property
     def world(self) -> int:
@@ -73,7 +96,11 @@ class Options:
 
     @property
     def mesh(self) -> zt.AbstractMesh:
-        return zt.AbstractMesh(host=self.hosts, dp=self.ranks) if self.hosts > 1 else zt.AbstractMesh(dp=self.ranks)
+        return (
+            zt.AbstractMesh(host=self.hosts, dp=self.ranks)
+            if self.hosts > 1
+            else zt.AbstractMesh(dp=self.ranks)
+        )
 
     @property
     def sharding(self) -> zt.Transform:
@@ -82,14 +109,20 @@ class Options:
     def transforms(self, peak: int) -> tuple[zt.Transform, ...]:
         """All transforms in order. `peak` is the peak in bytes of the program in its written order."""
         memory = "auto" if self.budget is None else int(self.budget * peak)
-        fetch = () if self.prefetch is None else (zt.prefetch(memory=memory, **dict(self.prefetch)),)
+        fetch = (
+            () if self.prefetch is None else (zt.prefetch(memory=memory, **dict(self.prefetch)),)
+        )
         return (*self.before, self.sharding, *self.after, *fetch)
 
     @property
     def name(self) -> str:
         shown = ", ".join(f"{k}={getattr(v, '__name__', v)}" for k, v in self.shard)
         others = " > ".join(map(repr, (*self.before, *self.after)))
-        fetch = "" if self.prefetch is None else f" > prefetch({dict(self.prefetch)}, budget={self.budget})"
+        fetch = (
+            ""
+            if self.prefetch is None
+            else f" > prefetch({dict(self.prefetch)}, budget={self.budget})"
+        )
         return f"{self.mesh} {shown} {self.cluster[0]} {others}{fetch}"
 
 

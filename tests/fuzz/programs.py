@@ -44,21 +44,34 @@ class Program:
     def draw(seed: int, chance: Random) -> Program:
         width = first = chance.randint(1, 9)
         layers: list[Layer] = []
-        while not any(leaf.trained for layer in layers for leaf in layer.leaves) or chance.random() < 0.6:
+        while (
+            not any(leaf.trained for layer in layers for leaf in layer.leaves)
+            or chance.random() < 0.6
+        ):
             layer = chance.choice(LAYERS)(chance, width)
             if not any(_without_truth(layer, earlier) for earlier in layers):
                 layers.append(layer)
                 width = layer.out
-        names = [f"{i}.{j}" for i, layer in enumerate(layers) for j, leaf in enumerate(layer.leaves) if leaf.trained]
+        names = [
+            f"{i}.{j}"
+            for i, layer in enumerate(layers)
+            for j, leaf in enumerate(layer.leaves)
+            if leaf.trained
+        ]
         frozen = {name for name in names[1:] if chance.random() < 0.15}
         style, pattern = chance.choice(STYLES), chance.choice(PATTERNS)
-        if style == "each" and any(layer.together or layer.rounds or not (layer.mapped and layer.placed) for layer in layers):
+        if style == "each" and any(
+            layer.together or layer.rounds or not (layer.mapped and layer.placed)
+            for layer in layers
+        ):
             style = "func"
         if pattern == "alternating" and not all(layer.placed for layer in layers):
             pattern = "once"
         if any(layer.by_autograd for layer in layers) and style != "backward":
             style = "autograd"
-        if style == "each" or (pattern == "squared" and any(layer.once or layer.rounds for layer in layers)):
+        if style == "each" or (
+            pattern == "squared" and any(layer.once or layer.rounds for layer in layers)
+        ):
             pattern = "once"
         micro = chance.choice([1, 1, 1, 2, 3])
         return Program(
@@ -72,8 +85,14 @@ class Program:
     @property
     def name(self) -> str:
         layers = ", ".join(layer.name for layer in self.layers)
-        flags = [name for name in ("clipped", "decayed", "averaged", "counted", "weighted", "in_place") if getattr(self, name)]
-        return " | ".join([layers, self.optimizer.name, f"{self.style} {self.pattern} x{self.micro}", *flags])
+        flags = [
+            name
+            for name in ("clipped", "decayed", "averaged", "counted", "weighted", "in_place")
+            if getattr(self, name)
+        ]
+        return " | ".join(
+            [layers, self.optimizer.name, f"{self.style} {self.pattern} x{self.micro}", *flags]
+        )
 
     @property
     def rounds(self) -> bool:
@@ -103,7 +122,9 @@ class Program:
         state = {"params": params, "fixed": self.leaves(trained=False)}
         state["kept"] = {name: self.optimizer.first(p) for name, p in params.items()}
         state["step"] = 0 if self.counted else torch.zeros(())
-        return state | ({"average": {k: p.clone() for k, p in params.items()}} if self.averaged else {})
+        return state | (
+            {"average": {k: p.clone() for k, p in params.items()}} if self.averaged else {}
+        )
 
     def batch(self, ranks: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The batch of one step, for all ranks together."""
@@ -111,7 +132,9 @@ class Program:
         count = ranks * self.samples
         return torch.randn(count, self.width), torch.randint(0, IDS, (count,))
 
-    def loss(self, trained: Tensors, fixed: Tensors, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def loss(
+        self, trained: Tensors, fixed: Tensors, x: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
         """A mean over the samples, weighted if `weighted` is set, plus a weight decay if `decayed` is set."""
         leaves = {**trained, **fixed}
         for i, layer in enumerate(self.layers):

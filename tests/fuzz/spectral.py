@@ -22,7 +22,13 @@ def complex_linear(chance: Random, width: int) -> Layer:
         y = x.to(torch.complex128) @ w.mH
         return torch.view_as_real(y).sum(-1) + y.conj().imag
 
-    return Layer(f"complex linear {width}-{out}", (Leaf((out, width), torch.complex128),), run, out, mapped=False)
+    return Layer(
+        f"complex linear {width}-{out}",
+        (Leaf((out, width), torch.complex128),),
+        run,
+        out,
+        mapped=False,
+    )
 
 
 def transformed(chance: Random, width: int) -> Layer:
@@ -58,7 +64,12 @@ def orthogonal(chance: Random, width: int) -> Layer:
             return x @ torch.linalg.matrix_exp(w - w.T)
         return x @ torch.linalg.qr(w + 3 * torch.eye(width, dtype=w.dtype)).Q
 
-    return Layer(f"orthogonal {width} {'exp' if by_exponential else 'qr'}", (Leaf((width, width)),), run, width)
+    return Layer(
+        f"orthogonal {width} {'exp' if by_exponential else 'qr'}",
+        (Leaf((width, width)),),
+        run,
+        width,
+    )
 
 
 def determinant(chance: Random, width: int) -> Layer:

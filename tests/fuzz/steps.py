@@ -17,7 +17,9 @@ Gradient = Callable[..., tuple[Tensors, torch.Tensor]]
 def step_of(program: Program, gradient: Gradient = gradient) -> Callable:
     """The program's train step, `step(state, x, ids) -> (state, output)`."""
 
-    def step(state: dict[str, Any], x: torch.Tensor, ids: torch.Tensor) -> tuple[dict[str, Any], Tensors]:
+    def step(
+        state: dict[str, Any], x: torch.Tensor, ids: torch.Tensor
+    ) -> tuple[dict[str, Any], Tensors]:
         params, kept, output = state["params"], state["kept"], {}
         count = state["step"] + 1
         at = torch.as_tensor(count, dtype=torch.float64)
@@ -34,14 +36,19 @@ def step_of(program: Program, gradient: Gradient = gradient) -> Callable:
                 mine = {k: new[k] for k in half}
                 if not mine:
                     continue
-                grads, output["loss"] = _summed(program, gradient, mine, {**others, **state["fixed"]}, x, ids)
+                grads, output["loss"] = _summed(
+                    program, gradient, mine, {**others, **state["fixed"]}, x, ids
+                )
                 changed, rest = _updated(program, mine, grads, kept, at)
                 new, kept = {**new, **changed}, {**kept, **rest}
         else:
             grads, output["loss"] = _summed(program, gradient, params, state["fixed"], x, ids)
             if program.clipped:
                 output["norm"] = _norm(grads)
-                grads = {k: g * torch.clamp(0.5 / (output["norm"] + 1e-6), max=1.0) for k, g in grads.items()}
+                grads = {
+                    k: g * torch.clamp(0.5 / (output["norm"] + 1e-6), max=1.0)
+                    for k, g in grads.items()
+                }
             new, kept = _updated(program, params, grads, kept, at)
         if program.in_place:
             new = {k: params[k].copy_(p) for k, p in new.items()}
@@ -54,7 +61,9 @@ def step_of(program: Program, gradient: Gradient = gradient) -> Callable:
     return step
 
 
-def _summed(program: Program, gradient: Gradient, trained: Tensors, fixed: Tensors, x, ids) -> tuple[Tensors, Any]:
+def _summed(
+    program: Program, gradient: Gradient, trained: Tensors, fixed: Tensors, x, ids
+) -> tuple[Tensors, Any]:
     """The gradients and the loss, averaged over the micro-batches."""
     grads, total = None, 0.0
     for part, numbers in zip(x.chunk(program.micro), ids.chunk(program.micro)):
@@ -68,6 +77,8 @@ def _norm(grads: Tensors) -> torch.Tensor:
     return torch.stack([torch.linalg.vector_norm(g) for g in grads.values()]).norm()
 
 
-def _updated(program: Program, params: Tensors, grads: Tensors, kept: dict, at: torch.Tensor) -> tuple[Tensors, dict]:
+def _updated(
+    program: Program, params: Tensors, grads: Tensors, kept: dict, at: torch.Tensor
+) -> tuple[Tensors, dict]:
     new = {k: program.optimizer.apply(p, grads[k], kept[k], at) for k, p in params.items()}
     return {k: p for k, (p, _) in new.items()}, {k: rest for k, (_, rest) in new.items()}

@@ -37,7 +37,9 @@ def true_steps(program: Program, options: Options) -> tuple[Any, list[Any]]:
     step = step_of(program, averaging(options) if by_hand else gradient)
     state, outputs = program.state(), []
     for k in range(STEPS):
-        state, output = step(state, *(in_micro_batches(x, program, options) for x in program.batch(options.world, k)))
+        state, output = step(
+            state, *(in_micro_batches(x, program, options) for x in program.batch(options.world, k))
+        )
         outputs.append(pytree.tree_map(torch.as_tensor, output))
     return state, outputs
 
@@ -89,7 +91,9 @@ def _doubles(x: Any) -> torch.Tensor:
 
 def finite(tree: Any) -> bool:
     """Whether all numbers are finite, so that they can be compared. Leaves that hold bits are left out."""
-    return all(bool(_doubles(x).isfinite().all()) for x in pytree.tree_leaves(tree) if not _is_bits(x))
+    return all(
+        bool(_doubles(x).isfinite().all()) for x in pytree.tree_leaves(tree) if not _is_bits(x)
+    )
 
 
 def _is_bits(x: Any) -> bool:

@@ -13,7 +13,9 @@ def packed(chance: Random, width: int) -> Layer:
     """Frozen fp64 numbers that the state stores as bytes."""
     out = size(chance)
     run = lambda x, ids, w: x @ w.view(torch.float64).T
-    return Layer(f"packed {width}-{out}", (Leaf((out, 8 * width), torch.uint8, trained=False),), run, out)
+    return Layer(
+        f"packed {width}-{out}", (Leaf((out, 8 * width), torch.uint8, trained=False),), run, out
+    )
 
 
 def integers(chance: Random, width: int) -> Layer:
@@ -43,14 +45,18 @@ def exponents(chance: Random, width: int) -> Layer:
 def pairs(chance: Random, width: int) -> Layer:
     """A real leaf whose last dim holds pairs, which are viewed as complex numbers."""
     out = size(chance)
-    run = lambda x, ids, w: (x.to(torch.complex128) @ torch.view_as_complex(w).T).abs().add(0.1).log()
+    run = lambda x, ids, w: (
+        (x.to(torch.complex128) @ torch.view_as_complex(w).T).abs().add(0.1).log()
+    )
     return Layer(f"pairs {width}-{out}", (Leaf((out, width, 2)),), run, out)
 
 
 def wide(chance: Random, width: int) -> Layer:
     """A real leaf viewed as complex numbers, without a dim of two: neighbours in a row form a number."""
     out = size(chance)
-    run = lambda x, ids, w: (x.to(torch.complex128) @ w.detach().view(torch.complex128).T).real + x @ w[:, ::2].T
+    run = lambda x, ids, w: (
+        (x.to(torch.complex128) @ w.detach().view(torch.complex128).T).real + x @ w[:, ::2].T
+    )
     return Layer(f"wide {width}-{out}", (Leaf((out, 2 * width)),), run, out)
 
 
@@ -63,7 +69,9 @@ def half(chance: Random, width: int) -> Layer:
         low = w.T.to(narrow) if transposed else w.to(narrow).T
         return x @ low.to(x.dtype)
 
-    return Layer(f"half {width}-{out} {str(narrow)[6:]}", (Leaf((out, width)),), run, out, rounds=True)
+    return Layer(
+        f"half {width}-{out} {str(narrow)[6:]}", (Leaf((out, width)),), run, out, rounds=True
+    )
 
 
 def half_bits(chance: Random, width: int) -> Layer:
@@ -80,7 +88,9 @@ def eighth(chance: Random, width: int) -> Layer:
     """Frozen fp8 numbers, with a trained scale for each row."""
     out, narrow = size(chance), chance.choice([torch.float8_e4m3fn, torch.float8_e5m2])
     run = lambda x, ids, w, scale: (x @ w.to(x.dtype).T) * scale
-    return Layer(f"eighth {width}-{out}", (Leaf((out, width), narrow, trained=False), Leaf((out,))), run, out)
+    return Layer(
+        f"eighth {width}-{out}", (Leaf((out, width), narrow, trained=False), Leaf((out,))), run, out
+    )
 
 
 def empty(chance: Random, width: int) -> Layer:
@@ -114,8 +124,12 @@ def rearranged(chance: Random, width: int) -> Layer:
     out = 2 * chance.randint(1, 3)
 
     def run(x, ids, w):
-        first, second = w.view(2, out // 2, width).transpose(0, 1).reshape(out, width).split(out // 2)
-        return x @ torch.cat([second.flip(0), first.narrow(0, 0, out // 2)]).movedim(0, 1).contiguous()
+        first, second = (
+            w.view(2, out // 2, width).transpose(0, 1).reshape(out, width).split(out // 2)
+        )
+        return (
+            x @ torch.cat([second.flip(0), first.narrow(0, 0, out // 2)]).movedim(0, 1).contiguous()
+        )
 
     return Layer(f"rearranged {width}-{out}", (Leaf((out, width)),), run, out)
 

@@ -11,7 +11,10 @@ import ztrans as zt
 from tests.support.worlds import default_dtype
 
 # Inductor's own modules, and those of forward-mode differentiation, use torch.jit.
-pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}:torch") for kind in ("DeprecationWarning", "FutureWarning")]
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore::{kind}:torch")
+    for kind in ("DeprecationWarning", "FutureWarning")
+]
 W, X = torch.linspace(0, 3, 64).view(8, 8), torch.linspace(-1, 5, 32).view(4, 8)
 
 
@@ -51,7 +54,10 @@ def test_a_change_of_autocast_or_default_dtype_is_traced_anew():
             got = run(W.clone(), X)[1]
             assert torch.equal(got, want) and got.dtype == want.dtype
             if k:
-                with pytest.raises(TypeError, match=r"(autocast on cpu was off|default dtype was torch.float32) and is torch"):
+                with pytest.raises(
+                    TypeError,
+                    match=r"(autocast on cpu was off|default dtype was torch.float32) and is torch",
+                ):
                     compiled(W.clone(), X)
     assert len(run._cache) == 4
     assert torch.equal(run(W.clone(), X)[1], zeros(W, X)[1]) and len(run._cache) == 4
@@ -77,7 +83,10 @@ def test_a_program_inside_of_torch_func_is_refused(kind):
         "trace: plain": lambda x: run.trace(W, x),
     }
     for name, call in calls.items():
-        with pytest.raises(TypeError, match=rf"^{name.strip()}: called inside torch.func.{kind}.*\nApply torch.func.{kind} inside"):
+        with pytest.raises(
+            TypeError,
+            match=rf"^{name.strip()}: called inside torch.func.{kind}.*\nApply torch.func.{kind} inside",
+        ):
             TRANSFORMS[kind](call)
 
 
@@ -91,7 +100,9 @@ def test_dual_tensors_are_refused():
 
 def test_a_step_inside_of_a_step_is_refused():
     inner = zt.Step.of(plain)
-    with pytest.raises(TypeError, match=r"plain: called while another step is traced\.\nCall the function"):
+    with pytest.raises(
+        TypeError, match=r"plain: called while another step is traced\.\nCall the function"
+    ):
         zt.Step.of(lambda s, x: (s, inner(s, x)[1])).trace(W, X)
     got = zt.Step.of(lambda s, x: (s, inner.fn(s, x)[1]))(W.clone(), X)[1]
     assert torch.equal(got, plain(W, X)[1])

@@ -63,13 +63,17 @@ BROADCAST = Primitive("broadcast", Broadcast())
 
 
 def broadcast(values, names, axis, **eqn):
-    futures = tuple(Var(f"{name}'", v.dtype, v.shape, v.layout, True) for v, name in zip(values, names))
+    futures = tuple(
+        Var(f"{name}'", v.dtype, v.shape, v.layout, True) for v, name in zip(values, names)
+    )
     return Eqn(BROADCAST, (list(values),), futures, {"dtype": None, "axis": axis}, **eqn)
 
 
 def copied(emission, eqn, place):
     """An emitter for a program on one rank: the result is the value that is sent."""
-    return [emission.out.call_function(operator.getitem, ((emission.nodes[v],), 0)) for v in eqn.ins]
+    return [
+        emission.out.call_function(operator.getitem, ((emission.nodes[v],), 0)) for v in eqn.ins
+    ]
 
 
 def var(name, *shape, dtype=torch.float32):
@@ -83,7 +87,13 @@ def program(ranks=RANKS):
     start = broadcast(twice.outs, ["first"], "dp", provenance=Provenance("param", ("x",), "dp"))
     between = Eqn(aten.add.Tensor, (twice.outs[0], b), (var("between", 8, 4),), region="update")
     end = wait(start.outs[0], region="update")
-    cast = Eqn(aten._to_copy.default, end.outs, (var("half", 8, 4, dtype=torch.bfloat16),), {"dtype": torch.bfloat16}, "update")
+    cast = Eqn(
+        aten._to_copy.default,
+        end.outs,
+        (var("half", 8, 4, dtype=torch.bfloat16),),
+        {"dtype": torch.bfloat16},
+        "update",
+    )
     y = Eqn(aten.add.Tensor, (between.outs[0], cast.outs[0]), (var("y", 8, 4),), region="update")
     eqns = (twice, start, between, end, cast, y)
     return Graph("f", (x, b), eqns, (x, y.outs[0]), 1, batch=frozenset([b]), mesh=(("dp", ranks),))
@@ -119,25 +129,41 @@ def test_the_value_that_a_new_collective_sends_lives_until_its_wait():
     assert waited.started is started and waited.member == 0
     sent = graph.eqns[0].outs[0]
     assert liveness(graph).last[sent] == started.first_wait
-    assert graph.eqns[2] not in donation(graph).twins, "it may not overwrite `twice`, which is still being sent"
-    assert [e.op.name if isinstance(e.op, Primitive) else "" for e in writes_last(graph).eqns[:3]] == ["", "broadcast", "wait"]
+    assert graph.eqns[2] not in donation(graph).twins, (
+        "it may not overwrite `twice`, which is still being sent"
+    )
+    assert [
+        e.op.name if isinstance(e.op, Primitive) else "" for e in writes_last(graph).eqns[:3]
+    ] == ["", "broadcast", "wait"]
     assert first_write(writes_last(graph)) == 3
 
 
 def test_a_new_collective_has_bytes_and_a_lane_and_joins_buckets():
     rule = rules(START)
-    assert (rule.wire_bytes(START, AXES), rule.received_bytes(START, 0, AXES), lane(START)) == (128, 128, "dp gather")
+    assert (rule.wire_bytes(START, AXES), rule.received_bytes(START, 0, AXES), lane(START)) == (
+        128,
+        128,
+        "dp gather",
+    )
     assert is_start(START) and rule.sends_own(START, 0, AXES)
-    second = broadcast([var("z", 3)], ["z.first"], "dp", provenance=Provenance("param", ("z",), "dp"))
+    second = broadcast(
+        [var("z", 3)], ["z.first"], "dp", provenance=Provenance("param", ("z",), "dp")
+    )
     assert bucket_key(second) == bucket_key(START)
     both = coalesce([START, second])
-    assert both.op is BROADCAST and both.outs == (*START.outs, *second.outs) and both.provenance.paths == ("x", "z")
+    assert (
+        both.op is BROADCAST
+        and both.outs == (*START.outs, *second.outs)
+        and both.provenance.paths == ("x", "z")
+    )
 
 
 def test_on_an_axis_of_one_rank_a_new_collective_vanishes():
     alone = erase_trivial(program(ranks=1))
     assert not pair(alone).starts
-    assert torch.equal(zt.lockstep(alone, inputs(1))[0][1], zt.lockstep(program(ranks=1), inputs(1))[0][1])
+    assert torch.equal(
+        zt.lockstep(alone, inputs(1))[0][1], zt.lockstep(program(ranks=1), inputs(1))[0][1]
+    )
 
 
 def test_fuse_cast_gather_applies_to_a_new_collective():
@@ -171,7 +197,9 @@ def test_code_for_a_new_collective_is_a_row_in_a_table():
 
 
 def test_every_primitive_has_rows_in_the_tables():
-    assert set(EMITTERS) == set(PRIMITIVES) - set(MICRO_MARKS)  # `parts` replaces these before code is generated
+    assert set(EMITTERS) == set(PRIMITIVES) - set(
+        MICRO_MARKS
+    )  # `parts` replaces these before code is generated
     assert set(COPIES) == set(STARTS)
     assert all(is_start(Eqn(p, (), ())) == (p in STARTS) for p in PRIMITIVES)
     assert len({p.name for p in PRIMITIVES}) == len(PRIMITIVES)
@@ -180,12 +208,21 @@ def test_every_primitive_has_rows_in_the_tables():
 def test_starts_are_paired_with_their_waits():
     """Also those of buckets, and of the collectives that the step itself contains."""
     a, b, c = var("a", 4), var("b", 4), var("c", 4)
-    start = coalesce([broadcast([v], [f"{v.name}.first"], "dp", provenance=Provenance("param", (v.name,), "dp")) for v in (a, b)])
+    start = coalesce(
+        [
+            broadcast(
+                [v], [f"{v.name}.first"], "dp", provenance=Provenance("param", (v.name,), "dp")
+            )
+            for v in (a, b)
+        ]
+    )
     late, early = wait(start.outs[0]), wait(start.outs[1])
     c10d = torch.ops._c10d_functional
     own = Eqn(c10d.all_reduce.default, (c, "sum", "tp"), (var("s", 4),))
     own_wait = Eqn(c10d.wait_tensor.default, own.outs, (var("t", 4),))
-    graph = Graph("f", (a, b, c), (start, own, early, own_wait, late), (), 0, mesh=(("dp", 2), ("tp", 2)))
+    graph = Graph(
+        "f", (a, b, c), (start, own, early, own_wait, late), (), 0, mesh=(("dp", 2), ("tp", 2))
+    )
     ours, every = pair(graph), pair(graph, own=True)
     assert list(ours.starts) == [start] and list(every.starts) == [start, own]
     assert (ours.starts[start].waits, ours.starts[start].first_wait) == ((4, 2), 2)
@@ -193,12 +230,19 @@ def test_starts_are_paired_with_their_waits():
     assert every.waits[own_wait].start is own and every.starts[own].first_wait == 3
     unread = replace(graph, eqns=(start, own, early, late))
     assert pair(unread, own=True).starts[own].first_wait == 4, "nothing waits for it"
-    assert (lane(own), rules(own).axis(own), rules(own).remote, is_start(own)) == ("tp (step)", "tp", True, False)
+    assert (lane(own), rules(own).axis(own), rules(own).remote, is_start(own)) == (
+        "tp (step)",
+        "tp",
+        True,
+        False,
+    )
 
 
 def gather_of(*rows: int) -> Eqn:
     members = [Var(f"v{k}", torch.float32, (n,)) for k, n in enumerate(rows)]
-    return Eqn(ALL_GATHER, (members,), tuple(replace(v, future=True) for v in members), {"axis": "dp"})
+    return Eqn(
+        ALL_GATHER, (members,), tuple(replace(v, future=True) for v in members), {"axis": "dp"}
+    )
 
 
 @pytest.mark.parametrize("rows, alone", [
@@ -210,5 +254,7 @@ def test_small_members_are_packed_if_there_are_several(rows, alone):
 
 def test_asking_every_member_whether_it_is_packed_takes_linear_time(monkeypatch):
     gather, calls, counted = gather_of(*[8] * 100), [], buffers.buffer_bytes
-    monkeypatch.setattr(buffers, "buffer_bytes", lambda *given: calls.append(given) or counted(*given))
+    monkeypatch.setattr(
+        buffers, "buffer_bytes", lambda *given: calls.append(given) or counted(*given)
+    )
     assert not any(is_alone(gather, k, {"dp": 2}) for k in range(100)) and len(calls) <= 300

@@ -14,7 +14,9 @@ aten = torch.ops.aten
 
 
 def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape) + shape[0]), dtype=dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(len(shape) + shape[0]), dtype=dtype
+    )
 
 
 CALLS = {
@@ -38,11 +40,16 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("shape", "dim"), [((5, 3), 1), ((33, 1030), 1), ((33, 1030), 0), ((130, 9, 17), 1)])
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((5, 3), 1), ((33, 1030), 1), ((33, 1030), 0), ((130, 9, 17), 1)]
+)
 def test_a_result_overwrites_a_contiguous_argument(name, dtype, shape, dim):
     op, arguments, places = CALLS[name]
     for place in places:
-        args = tuple(a.contiguous() if isinstance(a, torch.Tensor) else a for a in arguments(rows(*shape, dtype=dtype), dim))
+        args = tuple(
+            a.contiguous() if isinstance(a, torch.Tensor) else a
+            for a in arguments(rows(*shape, dtype=dtype), dim)
+        )
         wanted, target = op(*args), args[place]
         result = onto(op, place)(*args)
         assert result.data_ptr() == target.data_ptr()
@@ -63,7 +70,9 @@ def test_an_argument_that_is_not_contiguous_is_not_overwritten(name):
 @pytest.mark.parametrize("op", [aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor])
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("is_transposed", [False, True])
-def test_arithmetic_overwrites_an_argument_that_lies_in_memory_as_the_result_does(op, place, is_transposed):
+def test_arithmetic_overwrites_an_argument_that_lies_in_memory_as_the_result_does(
+    op, place, is_transposed
+):
     args = [torch.randn(12, 6).t().contiguous().t() for _ in range(2)]
     if not is_transposed:
         args[1 - place] = args[1 - place].contiguous()
@@ -95,7 +104,10 @@ def test_a_scalar_is_overwritten_only_if_it_is_the_only_tensor_argument():
 def test_programs_overwrite_arguments_of_softmax_and_tanh_in_backward():
     over = set()
     for name in ("accumulation", "autocast"):
-        over |= {getattr(twin, "__name__", str(twin)) for twin in donation(on_ranks(CASES[name], 2).graph).twins.values()}
+        over |= {
+            getattr(twin, "__name__", str(twin))
+            for twin in donation(on_ranks(CASES[name], 2).graph).twins.values()
+        }
     assert {"tanh_backward_over", "_log_softmax_over", "_log_softmax_backward_data_over"} <= over
 
 

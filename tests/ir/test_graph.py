@@ -73,10 +73,14 @@ MALFORMED = {
     "out: f32.4,2. is bound twice": graph([W, X], [add(X, X, OUT), add(X, OUT, OUT)], [OUT]),
     "x: f32.4,2. is bound twice, at the inputs": graph([X, var("x", 4, 2)], [], [X]),
     "out: .* is bound twice, at out": graph([X], [add(X, X, OUT), add(X, X, var("out", 4, 2))], []),
-    "out: .* is read before it is bound": graph([X], [add(OUT, X, var("y", 4, 2)), add(X, X, OUT)], [X]),
+    "out: .* is read before it is bound": graph(
+        [X], [add(OUT, X, var("y", 4, 2)), add(X, X, OUT)], [X]
+    ),
     "is never waited for": graph([W, X], [START], [X]),
     "is waited for twice": graph([W], [START, END, wait(FUTURE).replace(outs=(OUT,))], [FULL]),
-    "is a future and is read before its wait": graph([W, X], [START, add(FUTURE, X, OUT), END], [OUT]),
+    "is a future and is read before its wait": graph(
+        [W, X], [START, add(FUTURE, X, OUT), END], [OUT]
+    ),
     "is waited for but is not a future": graph([X], [zt.Eqn(WAIT, (X,), (OUT,))], [OUT]),
     "wait changes the type of": graph([W], [START, WRONG_WAIT], [WRONG_WAIT.outs[0]]),
     "has no provenance": graph([W], [START.replace(provenance=None), END], [FULL]),
@@ -88,7 +92,9 @@ MALFORMED = {
     "output y: .* is not bound": graph([X], [], [var("y", 2)]),
     "output w.full': .* is still a future": graph([W], [START], [FUTURE]),
     "state w: .* comes back as out": graph([W, X], [add(X, X, OUT)], [OUT], num_state=1),
-    "state x: .* comes back as y": graph([X], [add(X, X, var("y", 4, 3))], [var("y", 4, 3)], num_state=1),
+    "state x: .* comes back as y": graph(
+        [X], [add(X, X, var("y", 4, 3))], [var("y", 4, 3)], num_state=1
+    ),
     "state x: .* comes back as 3": graph([X], [], [3], num_state=1),
 }
 
@@ -114,7 +120,9 @@ def test_dce_drops_equations_whose_results_are_not_read():
     chained = add(unused.outs[0], X, var("chained", 4, 2))
     left = dce(graph([W, X], [unused, chained, START, END, USE], [OUT]))
     assert left.eqns == (START, END, USE)
-    assert dce(graph([W, X], [START, END, USE], [X])).eqns == (), "dead collectives go with their waits"
+    assert dce(graph([W, X], [START, END, USE], [X])).eqns == (), (
+        "dead collectives go with their waits"
+    )
 
 
 def test_dce_keeps_a_bucket_if_one_member_is_read():
@@ -177,7 +185,10 @@ def test_fresh_names_are_unique():
         (var("x"), "f32[]"),
         (var("x", 0, 3, dtype=torch.int64), "i64[0,3]"),
         (var("x", 32, 16, layout=DP), "f32[32@dp,16]"),
-        (var("x", 32, 16, layout=(Split("tp", 1), Split("dp", 0)), dtype=torch.bfloat16), "bf16[32@dp,16@tp]"),
+        (
+            var("x", 32, 16, layout=(Split("tp", 1), Split("dp", 0)), dtype=torch.bfloat16),
+            "bf16[32@dp,16@tp]",
+        ),
         (var("x", layout=(Partial("dp", "sum"),)), "f32[]{sum@dp}"),
         (var("x", 8, layout=(Split("dp"), Partial("host", "norm2.0"))), "f32[8@dp]{norm2.0@host}"),
         (var("x", 4, 16, future=True), "f32[4,16]!"),
@@ -201,15 +212,29 @@ def test_views_casts_and_random_draws_are_recognised():
 
 def test_users_and_producers_of_a_variable():
     assert users(graph([X], [twice := add(X, X, OUT)], [OUT])) == {X: [twice]}
-    assert producers([twice, zt.Eqn(aten.var_mean.correction, (X,), (None, OUT))])[OUT].outs[0] is None
+    assert (
+        producers([twice, zt.Eqn(aten.var_mean.correction, (X,), (None, OUT))])[OUT].outs[0] is None
+    )
 
 
 def test_the_text_of_a_program():
-    scatter = reduce([FULL], ["g"], "dp", "mean", Split("dp"), torch.bfloat16, provenance=WHY, region="backward")
+    scatter = reduce(
+        [FULL], ["g"], "dp", "mean", Split("dp"), torch.bfloat16, provenance=WHY, region="backward"
+    )
     norm = zt.Eqn(aten.linalg_vector_norm.default, (X,), (n := var("n"),), region="update")
     sums = reduce([n], ["s"], "dp", "sum", None, provenance=WHY, region="update")
-    eqns = [START, END, scatter, g := wait(scatter.outs[0], region="backward"), norm, sums, s := wait(sums.outs[0])]
-    text = str(graph([W, X], eqns, [g.outs[0], s.outs[0], 3], 1, history=("prefetch()", "shard_params()")))
+    eqns = [
+        START,
+        END,
+        scatter,
+        g := wait(scatter.outs[0], region="backward"),
+        norm,
+        sums,
+        s := wait(sums.outs[0]),
+    ]
+    text = str(
+        graph([W, X], eqns, [g.outs[0], s.outs[0], 3], 1, history=("prefetch()", "shard_params()"))
+    )
     assert text.splitlines() == [
         "# f   mesh: dp=2   shard_params() > prefetch()",
         "def f(",
@@ -231,13 +256,26 @@ def test_the_text_of_a_program():
 
 def test_the_text_of_an_equation():
     line = Source("/home/me/train.py", 12, "loss")
-    cast = zt.Eqn(aten._to_copy.default, (X,), (var("y", 4, 2, dtype=torch.bfloat16),), {"dtype": torch.bfloat16})
+    cast = zt.Eqn(
+        aten._to_copy.default,
+        (X,),
+        (var("y", 4, 2, dtype=torch.bfloat16),),
+        {"dtype": torch.bfloat16},
+    )
     assert equation(cast) == "y: bf16[4,2] = cast(x, bf16)"
     (shown,) = lines(cast.replace(source=line))
     assert shown == f"{'  y: bf16[4,2] = cast(x, bf16)':<90}# train.py:12 loss"
-    mixed = zt.Eqn(aten.full.default, ([2], torch.tensor([1.0, 2.0])), (None, OUT), {"device": "cpu", "pin": None})
+    mixed = zt.Eqn(
+        aten.full.default,
+        ([2], torch.tensor([1.0, 2.0])),
+        (None, OUT),
+        {"device": "cpu", "pin": None},
+    )
     assert equation(mixed) == "_, out: f32[4,2] = full([2], tensor([1.0, 2.0]))"
-    assert equation(zt.Eqn(SHARD, (X, 0), (OUT,), {"axis": "dp"})) == "out: f32[4,2] = shard(x, 0, axis=dp)"
+    assert (
+        equation(zt.Eqn(SHARD, (X, 0), (OUT,), {"axis": "dp"}))
+        == "out: f32[4,2] = shard(x, 0, axis=dp)"
+    )
     assert [op_name(op) for op in (aten.linalg_vector_norm.default, GRADIENT, ALL_REDUCE)] == [
         "norm", "gradient", "all_reduce",
     ]  # fmt: skip
@@ -260,5 +298,8 @@ def test_diff_shows_what_changed():
 
 def test_user_source_is_this_line():
     here = user_source()
-    assert (here.function, str(here).split(":")[0]) == ("test_user_source_is_this_line", "test_graph.py")
+    assert (here.function, str(here).split(":")[0]) == (
+        "test_user_source_is_this_line",
+        "test_graph.py",
+    )
     assert (lambda: user_source())().function == "test_user_source_is_this_line"

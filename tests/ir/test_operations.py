@@ -56,7 +56,9 @@ def step_of(operation):
         y = torch.tanh(flat(operation((x * w).transpose(1, 2)))) * 2
         loss = (y * torch.linspace(0, 1, len(y))).sum()
         (g,) = torch.autograd.grad(loss, [w])
-        return {"w": state["w"] - 0.1 * flat(g.transpose(1, 2))[: w.numel()].view(w.shape)}, y.detach()
+        return {
+            "w": state["w"] - 0.1 * flat(g.transpose(1, 2))[: w.numel()].view(w.shape)
+        }, y.detach()
 
     return step
 
@@ -72,7 +74,9 @@ def test_strides_may_differ_from_the_trace(name, backend):
     if backend == "eager":
         assert torch.equal(new["w"], want["w"]) and torch.equal(output, y)
     else:
-        assert torch.allclose(new["w"], want["w"], atol=1e-5) and torch.allclose(output, y, atol=1e-5)
+        assert torch.allclose(new["w"], want["w"], atol=1e-5) and torch.allclose(
+            output, y, atol=1e-5
+        )
     assert torch.equal(lockstep_new["w"], want["w"]) and torch.equal(lockstep_output, y)
 
 
@@ -87,10 +91,17 @@ def test_such_a_value_can_be_viewed_as_another_dtype_and_as_complex():
     def step(state, x):
         y = normed(x.transpose(1, 2))
         pairs = torch.view_as_complex(y.transpose(1, 2).contiguous().view(4, 5, 3, 2))
-        return state, (y.transpose(1, 2).contiguous().view(torch.float64), pairs, y.contiguous().view(torch.int16))
+        return state, (
+            y.transpose(1, 2).contiguous().view(torch.float64),
+            pairs,
+            y.contiguous().view(torch.int16),
+        )
 
     want = step(torch.zeros(1), X)[1]
-    for got in (zt.Step.of(step)(torch.zeros(1), X)[1], zt.Step.of(step).lower(torch.zeros(1), X).lockstep(torch.zeros(1), [(X,)])[1][0]):
+    for got in (
+        zt.Step.of(step)(torch.zeros(1), X)[1],
+        zt.Step.of(step).lower(torch.zeros(1), X).lockstep(torch.zeros(1), [(X,)])[1][0],
+    ):
         assert all(map(torch.equal, got, want))
 
 

@@ -20,14 +20,20 @@ from ztrans.ir.source import Source
 
 aten = torch.ops.aten
 LONG = "params.model.layers.17.self_attention.query_key_value_projection.weight"
-SOURCE = Source("/home/me/modeling_something_with_a_long_name.py", 1252, "Attention.forward.scaled_dot_product.inner")
+SOURCE = Source(
+    "/home/me/modeling_something_with_a_long_name.py",
+    1252,
+    "Attention.forward.scaled_dot_product.inner",
+)
 
 
 def gathers(count: int, prefix: str = "params.blocks.0.w", source: Source | None = SOURCE) -> Eqn:
     """One bucket of `count` parameters of 1 KiB each."""
     members = [Var(f"{prefix}{i}", torch.float32, (16, 16), (Split("dp"),)) for i in range(count)]
     names = [f"{v.name}.full" for v in members]
-    return all_gather(members, names, "dp", provenance=Provenance("param", tuple(names), "dp"), source=source)
+    return all_gather(
+        members, names, "dp", provenance=Provenance("param", tuple(names), "dp"), source=source
+    )
 
 
 def of(*eqns: Eqn, **fields) -> Graph:
@@ -37,7 +43,10 @@ def of(*eqns: Eqn, **fields) -> Graph:
 
 def odd_equations() -> list[Eqn]:
     """Equations that are hard to print: long names, many results, arguments and dims, and no spaces to break at."""
-    x, y = Var(LONG, torch.bfloat16, (4096, 11008)), Var("w" * 300, torch.float32, tuple(range(1000, 1040)))
+    x, y = (
+        Var(LONG, torch.bfloat16, (4096, 11008)),
+        Var("w" * 300, torch.float32, tuple(range(1000, 1040))),
+    )
     parts = tuple(Var(f"split.{i}", torch.float32, (4,)) for i in range(64))
     return [
         gathers(27),
@@ -48,8 +57,18 @@ def odd_equations() -> list[Eqn]:
         Eqn(aten.relu.default, (y,), (y,)),
         Eqn(aten.split_with_sizes.default, (x, [4] * 64), parts, source=SOURCE),
         Eqn(aten.cat.default, (list(parts),), (x,), source=SOURCE),
-        Eqn(aten.add.Tensor, (x, torch.full((8,), 1 / 3)), (Var(f"{LONG}.again", torch.bfloat16, x.shape),), source=SOURCE),
-        Eqn(aten.native_layer_norm.default, (x, [16], x, x, 1e-05), (Var(f"{LONG}.0", x.dtype, x.shape), None, None), source=SOURCE),
+        Eqn(
+            aten.add.Tensor,
+            (x, torch.full((8,), 1 / 3)),
+            (Var(f"{LONG}.again", torch.bfloat16, x.shape),),
+            source=SOURCE,
+        ),
+        Eqn(
+            aten.native_layer_norm.default,
+            (x, [16], x, x, 1e-05),
+            (Var(f"{LONG}.0", x.dtype, x.shape), None, None),
+            source=SOURCE,
+        ),
     ]
 
 
@@ -60,7 +79,9 @@ def test_every_line_fits(eqn, full):
     assert max(map(len, shown)) <= WIDTH < 120
     assert shown[0].startswith("  ") and not any(line.endswith(" ") for line in shown)
     if eqn.source:
-        assert re.search(r"  # modeling_something\S*:?.*inner$", shown[0]), "the first line ends with the user's line"
+        assert re.search(r"  # modeling_something\S*:?.*inner$", shown[0]), (
+            "the first line ends with the user's line"
+        )
 
 
 @pytest.mark.parametrize("eqn", odd_equations(), ids=lambda e: f"{e.op}-{len(e.outs)}")
@@ -68,12 +89,15 @@ def test_the_full_form_leaves_nothing_out(eqn):
     """Apart from line breaks and trailing commas, the full form is the canonical text."""
     squeeze = lambda text: re.sub(r"\s|,(?=\s*\])", "", text)
     first, *rest = lines(eqn, full=True)
-    assert squeeze("".join([first.rpartition("  # ")[0] or first if eqn.source else first, *rest])) == squeeze(equation(eqn))
+    assert squeeze(
+        "".join([first.rpartition("  # ")[0] or first if eqn.source else first, *rest])
+    ) == squeeze(equation(eqn))
 
 
 def test_a_bucket_folds():
     assert lines(gathers(27, source=Source("net.py", 11, "loss"))) == [
-        f"{chr(32)} params.blocks.0.w0.full': f32[16,16]!, ... 26 more".ljust(90) + "# net.py:11 loss",
+        f"{chr(32)} params.blocks.0.w0.full': f32[16,16]!, ... 26 more".ljust(90)
+        + "# net.py:11 loss",
         "    = all_gather([params.blocks.0.w0, ... 26 more: 27.00 KiB], axis=dp)",
     ]
     assert lines(gathers(2, "w", source=None)) == [
@@ -81,20 +105,33 @@ def test_a_bucket_folds():
     ], "a bucket that fits does not fold"
     half = gathers(27, source=None)
     half = half.replace(kwargs={**half.kwargs, "dtype": torch.bfloat16})
-    assert "... 26 more: 13.50 KiB], bf16, axis=dp)" in lines(half)[-1], "the bytes are those on the wire"
+    assert "... 26 more: 13.50 KiB], bf16, axis=dp)" in lines(half)[-1], (
+        "the bytes are those on the wire"
+    )
     assert fold(["a"]) == "a"
 
 
 def test_the_full_form_of_a_bucket_has_a_line_for_each_member():
     shown = lines(gathers(27), full=True)
     assert len(shown) == 27 + 1 + 27 + 1
-    assert shown[1] == "  params.blocks.0.w1.full': f32[16,16]!," and shown[26] == "  params.blocks.0.w26.full': f32[16,16]!"
-    assert shown[27:29] == ["    = all_gather([", "        params.blocks.0.w0,"] and shown[-1] == "    ], axis=dp)"
+    assert (
+        shown[1] == "  params.blocks.0.w1.full': f32[16,16]!,"
+        and shown[26] == "  params.blocks.0.w26.full': f32[16,16]!"
+    )
+    assert (
+        shown[27:29] == ["    = all_gather([", "        params.blocks.0.w0,"]
+        and shown[-1] == "    ], axis=dp)"
+    )
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["short", "full"])
 def test_every_line_of_a_program_fits(full):
-    notes = ("the chain of matrix products of " + LONG + " runs whole on every rank: " + "one message a matrix, " * 20,)
+    notes = (
+        "the chain of matrix products of "
+        + LONG
+        + " runs whole on every rank: "
+        + "one message a matrix, " * 20,
+    )
     history = tuple(f"shard_params(axis='dp', stage={n})" for n in range(9))
     text = program(of(*odd_equations(), notes=notes, history=history), full)
     assert max(map(len, text.splitlines())) <= WIDTH
@@ -111,7 +148,10 @@ def test_real_programs_fit(name):
         assert max(map(len, text.splitlines())) <= WIDTH
     members = {v.name for e in lowered.graph.eqns for v in e.ins}
     assert members <= set(re.findall(r"[\w.']+", lowered.as_text(full=True)))
-    assert lowered.as_text() == str(lowered) and max(map(len, lowered.plan.as_text().splitlines()[:-1])) <= 120
+    assert (
+        lowered.as_text() == str(lowered)
+        and max(map(len, lowered.plan.as_text().splitlines()[:-1])) <= 120
+    )
 
 
 def numbered(count: int, op=aten.relu.default) -> list[Eqn]:
@@ -122,7 +162,9 @@ def numbered(count: int, op=aten.relu.default) -> list[Eqn]:
 def test_a_difference_starts_with_a_summary():
     eqns = numbered(6)
     negated = eqns[3].replace(op=aten.neg.default)
-    text = zt.diff(of(*eqns[:4], gathers(2)), of(eqns[2], eqns[0], eqns[1], negated, eqns[4], gathers(1)))
+    text = zt.diff(
+        of(*eqns[:4], gathers(2)), of(eqns[2], eqns[0], eqns[1], negated, eqns[4], gathers(1))
+    )
     assert text.splitlines()[:2] == [
         "# equations: 1 moved, 1 rewritten, 2 added, 1 removed",
         "#   dp param: 1 collective of 2 values, 1.00 KiB -> 1 collective of 1 value, 512 B",
@@ -131,12 +173,22 @@ def test_a_difference_starts_with_a_summary():
 
 def test_long_differences_fold():
     before, after = of(*numbered(100)), of(*numbered(100, aten.neg.default))
-    short, full = zt.diff(before, after).splitlines(), zt.diff(before, after, full=True).splitlines()
+    short, full = (
+        zt.diff(before, after).splitlines(),
+        zt.diff(before, after, full=True).splitlines(),
+    )
     assert len([line for line in full if line.startswith("-")]) == 100 and len(short) < 30
     assert "-  ... 92 more" in short and "+  ... 92 more" in short
-    every = of(*(e.replace(op=aten.neg.default) if i % 4 == 0 else e for i, e in enumerate(numbered(200))))
-    short, full = (zt.diff(of(*numbered(200)), every, full=full).splitlines() for full in (False, True))
-    assert short[-1] == "... 26 more places, with full=True" and sum(line.startswith("@@") for line in full) == 50
+    every = of(
+        *(e.replace(op=aten.neg.default) if i % 4 == 0 else e for i, e in enumerate(numbered(200)))
+    )
+    short, full = (
+        zt.diff(of(*numbered(200)), every, full=full).splitlines() for full in (False, True)
+    )
+    assert (
+        short[-1] == "... 26 more places, with full=True"
+        and sum(line.startswith("@@") for line in full) == 50
+    )
 
 
 def test_buckets_that_fold_to_one_text_differ_in_a_difference():
@@ -157,7 +209,10 @@ def test_equal_programs_have_no_difference():
 def test_diff_refuses_arguments_that_are_no_programs():
     graph = of(*numbered(1))
     for wrong in ("a program", zt.Plan("0"), 3):
-        with pytest.raises(TypeError, match=f"diff: got a {type(wrong).__name__}; it compares programs: Graph, Traced"):
+        with pytest.raises(
+            TypeError,
+            match=f"diff: got a {type(wrong).__name__}; it compares programs: Graph, Traced",
+        ):
             zt.diff(graph, wrong)
 
 
@@ -165,7 +220,9 @@ def test_traffic_and_cost_analysis_count_the_same_bytes():
     lowered = lower(zt.overlap_grads(), zt.prefetch())
     sent = traffic(lowered.graph)
     assert {key: total.bytes for key, total in sent.items()} == dict(lowered.cost_analysis().wire)
-    assert str(sent["dp", "param"]) in str(lowered.plan) and str(sent["dp", "param"]).startswith("2 collectives of ")
+    assert str(sent["dp", "param"]) in str(lowered.plan) and str(sent["dp", "param"]).startswith(
+        "2 collectives of "
+    )
 
 
 class Page(HTMLParser):
@@ -189,28 +246,61 @@ def test_a_program_in_a_notebook():
     cell = Page(lowered._repr_html_())
     assert lowered._repr_html_() == html(lowered.graph) == lowered.graph._repr_html_()
     summaries = re.findall(r"(forward|backward|update), (\d+) equations", cell.text)
-    assert [region for region, _ in summaries] == re.findall(r"^  # (\w+)$", str(lowered), re.MULTILINE)
+    assert [region for region, _ in summaries] == re.findall(
+        r"^  # (\w+)$", str(lowered), re.MULTILINE
+    )
     assert sum(int(count) for _, count in summaries) == len(lowered.graph.eqns)
     wanted = [line for line in str(lowered).splitlines() if not re.fullmatch(r"  # \w+", line)]
-    assert [line for line in wanted if line not in cell.text] == [], "every line is there, with its columns"
-    assert {tag for tag, _ in cell.tags} == {"div", "pre", "details", "summary", "span"}, "no tag runs or loads anything"
+    assert [line for line in wanted if line not in cell.text] == [], (
+        "every line is there, with its columns"
+    )
+    assert {tag for tag, _ in cell.tags} == {"div", "pre", "details", "summary", "span"}, (
+        "no tag runs or loads anything"
+    )
     assert all(not {"src", "href", "onload", "onclick"} & attrs.keys() for _, attrs in cell.tags)
-    borders = {re.search(r"border-left: [^;]*", attrs["style"])[0] for tag, attrs in cell.tags if "border-left" in attrs.get("style", "")}
+    borders = {
+        re.search(r"border-left: [^;]*", attrs["style"])[0]
+        for tag, attrs in cell.tags
+        if "border-left" in attrs.get("style", "")
+    }
     assert len(borders) == 3, "each region has a border of its own"
 
 
-@pytest.mark.parametrize("name", ["<b>x</b>", "</pre><script>alert(1)</script>", "a & b", '"quoted"'])
+@pytest.mark.parametrize(
+    "name", ["<b>x</b>", "</pre><script>alert(1)</script>", "a & b", '"quoted"']
+)
 def test_names_are_escaped_in_a_notebook(name):
     x = Var(name, torch.float32, (4,))
-    graph = Graph(name, (x,), (Eqn(aten.relu.default, (x,), (x,), source=Source(f"{name}.py", 1, name)),), (x,), 0)
-    plain = Page(html(Graph("f", *(getattr(graph, field) for field in ("inputs", "eqns", "outputs", "num_state")))))
+    graph = Graph(
+        name,
+        (x,),
+        (Eqn(aten.relu.default, (x,), (x,), source=Source(f"{name}.py", 1, name)),),
+        (x,),
+        0,
+    )
+    plain = Page(
+        html(
+            Graph(
+                "f",
+                *(getattr(graph, field) for field in ("inputs", "eqns", "outputs", "num_state")),
+            )
+        )
+    )
     assert name.replace("/", "") in unescape(Page(html(graph)).text).replace("/", "")
-    assert {tag for tag, _ in Page(html(graph)).tags} == {tag for tag, _ in plain.tags} <= {"div", "pre", "details", "summary", "span"}
+    assert (
+        {tag for tag, _ in Page(html(graph)).tags}
+        == {tag for tag, _ in plain.tags}
+        <= {"div", "pre", "details", "summary", "span"}
+    )
 
 
 def test_a_long_program_is_cut_in_a_notebook():
     cell = html(of(*numbered(1000)))
-    assert "forward, 1,000 equations" in cell and "... 600 more" in cell and len(cell.splitlines()) < 420
+    assert (
+        "forward, 1,000 equations" in cell
+        and "... 600 more" in cell
+        and len(cell.splitlines()) < 420
+    )
 
 
 @pytest.mark.slow
@@ -250,8 +340,13 @@ def test_short_reprs_are_one_short_line():
     for stage in stages:
         assert len(repr(stage).splitlines()) == 1 and len(repr(stage)) < 200, repr(stage)
         assert repr(stage).startswith(f"{type(stage).__name__}("), repr(stage)
-    assert re.fullmatch(r"Memory\(peak [\d.]+ KiB, state [\d.]+ KiB, \d+ equations\)", repr(stages[3]))
-    assert re.fullmatch(r"Plan\(\w{16}, \d+ gather buckets, \d+ reduction buckets(, \d+ kept)?, update='\w+'\)", repr(stages[2]))
+    assert re.fullmatch(
+        r"Memory\(peak [\d.]+ KiB, state [\d.]+ KiB, \d+ equations\)", repr(stages[3])
+    )
+    assert re.fullmatch(
+        r"Plan\(\w{16}, \d+ gather buckets, \d+ reduction buckets(, \d+ kept)?, update='\w+'\)",
+        repr(stages[2]),
+    )
 
 
 def test_long_literals_with_other_elements_print_differently():
@@ -259,6 +354,8 @@ def test_long_literals_with_other_elements_print_differently():
         return lambda state, x: (state, x * torch.tensor(values))
 
     state, x = {"w": torch.ones(1)}, torch.ones(9)
-    first, second, third = (zt.Step.of(step(v)).lower(state, x).graph for v in ([1.0] * 9, [1.0] * 8 + [2.0], [1.0] * 9))
+    first, second, third = (
+        zt.Step.of(step(v)).lower(state, x).graph for v in ([1.0] * 9, [1.0] * 8 + [2.0], [1.0] * 9)
+    )
     assert str(first) == str(third) != str(second)
     assert "tensor(<(9,)>, " in str(first)

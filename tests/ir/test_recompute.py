@@ -9,7 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn, optim
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import ztrans as zt
 from tests.support.worlds import ALL, distance, slices
@@ -28,7 +32,11 @@ def block(x, scale, up, down, dropout):
 
 
 def selective(policy):
-    return partial(checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, policy))
+    return partial(
+        checkpoint,
+        use_reentrant=False,
+        context_fn=partial(create_selective_checkpoint_contexts, policy),
+    )
 
 
 def by_policy(ctx, op, *args, **kwargs):
@@ -43,19 +51,27 @@ KINDS = {
     "nothing saved": selective([]),
     "all saved": selective(lambda ctx, op, *args, **kwargs: CheckpointPolicy.PREFER_SAVE),
 }
-MOVED = selective(lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_CPU_OFFLOAD if op in PRODUCTS else True)
+MOVED = selective(
+    lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_CPU_OFFLOAD if op in PRODUCTS else True
+)
 
 
 def make(kind, dropout=0.0):
     """A step with `LAYERS` blocks, each inside a checkpoint of the given kind, and the state of that step."""
     torch.manual_seed(0)
     shapes = {"scale": (WIDTH,), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
-    state = {f"{k}.{name}": torch.randn(shape) / 4 for k in range(LAYERS) for name, shape in shapes.items()}
+    state = {
+        f"{k}.{name}": torch.randn(shape) / 4
+        for k in range(LAYERS)
+        for name, shape in shapes.items()
+    }
 
     def step(state, x, y):
         params = {k: p.detach().requires_grad_() for k, p in state.items()}
         for k in range(LAYERS):
-            x = KINDS.get(kind, MOVED)(block, x, *(params[f"{k}.{name}"] for name in shapes), dropout)
+            x = KINDS.get(kind, MOVED)(
+                block, x, *(params[f"{k}.{name}"] for name in shapes), dropout
+            )
         loss = F.mse_loss(x, y)
         grads = torch.autograd.grad(loss, list(params.values()))
         return {k: p.detach() - 0.1 * g for (k, p), g in zip(params.items(), grads)}, loss.detach()
@@ -63,7 +79,10 @@ def make(kind, dropout=0.0):
     return step, state
 
 
-X, Y = torch.linspace(-1, 1, 64 * WIDTH).view(64, WIDTH).sin(), torch.linspace(0, 1, 64 * WIDTH).view(64, WIDTH)
+X, Y = (
+    torch.linspace(-1, 1, 64 * WIDTH).view(64, WIDTH).sin(),
+    torch.linspace(0, 1, 64 * WIDTH).view(64, WIDTH),
+)
 
 
 def products(lowered, region):
@@ -78,7 +97,9 @@ def test_a_checkpoint_changes_no_bit(kind, stage):
     results = []
     for variant in ("none", kind):
         step, state = make(variant)
-        lowered = zt.chain(shard, *ALL, zt.remat(at_least=0))(step).lower(state, *slices((X, Y), 2)[0])
+        lowered = zt.chain(shard, *ALL, zt.remat(at_least=0))(step).lower(
+            state, *slices((X, Y), 2)[0]
+        )
         zt.check(lowered.graph)
         results.append(lowered.lockstep(state, slices((X, Y), 2)))
     assert distance(*results) == 0
@@ -89,12 +110,28 @@ def test_a_checkpoint_changes_no_bit(kind, stage):
 def test_dropped_values_take_no_memory_until_backward():
     """Where no product is saved, one of the two products of each block is repeated; nothing reads the other's result."""
     lowered = {kind: zt.Step.of(make(kind)[0]).lower(make(kind)[1], X, Y) for kind in KINDS}
-    repeated = {kind: products(low, "backward") - products(lowered["none"], "backward") for kind, low in lowered.items()}
-    assert repeated == {"none": 0, "whole": 4, "products": 0, "by policy": 0, "nothing saved": 4, "all saved": 0}
+    repeated = {
+        kind: products(low, "backward") - products(lowered["none"], "backward")
+        for kind, low in lowered.items()
+    }
+    assert repeated == {
+        "none": 0,
+        "whole": 4,
+        "products": 0,
+        "by policy": 0,
+        "nothing saved": 4,
+        "all saved": 0,
+    }
     # The bytes above the state: activations, and the values that backward computes.
-    peaks = {kind: low.memory_analysis().peak - low.memory_analysis().state for kind, low in lowered.items()}
+    peaks = {
+        kind: low.memory_analysis().peak - low.memory_analysis().state
+        for kind, low in lowered.items()
+    }
     assert peaks["nothing saved"] <= peaks["whole"] < 0.8 * peaks["products"]
-    assert peaks["products"] == peaks["by policy"] < 0.8 * peaks["none"] and peaks["all saved"] == peaks["none"]
+    assert (
+        peaks["products"] == peaks["by policy"] < 0.8 * peaks["none"]
+        and peaks["all saved"] == peaks["none"]
+    )
 
 
 def test_the_result_of_each_checkpoint_is_kept():
@@ -125,7 +162,9 @@ class Blocks(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.kind, self.head = kind, nn.Linear(WIDTH, WIDTH)
-        layer = lambda: nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        layer = lambda: nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
         self.layers = nn.ModuleList(layer() for _ in range(LAYERS))
 
     def forward(self, x):
@@ -172,11 +211,18 @@ def test_a_checkpoint_may_hold_a_thousand_operations():
                 x = torch.sin(x * w)
             return x
 
-        y = checkpoint(deep, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, []))
+        y = checkpoint(
+            deep,
+            x,
+            use_reentrant=False,
+            context_fn=partial(create_selective_checkpoint_contexts, []),
+        )
         return state - torch.autograd.grad(y.square().mean(), [w])[0], y.detach().mean()
 
     lowered = zt.Step.of(step).lower(torch.ones(1), X)
-    assert sum(e.op is aten.sin.default for e in lowered.graph.eqns) == 1999, "the last one is not repeated: its derivative reads its argument"
+    assert sum(e.op is aten.sin.default for e in lowered.graph.eqns) == 1999, (
+        "the last one is not repeated: its derivative reads its argument"
+    )
     assert distance(lowered.lockstep(torch.ones(1), [(X,)])[0], step(torch.ones(1), X)[0]) == 0
 
 
@@ -185,19 +231,33 @@ def test_operations_after_a_checkpoint_are_not_dropped():
 
     def step(state, x):
         w = state.detach().requires_grad_()
-        y = checkpoint(torch.tanh, x @ w, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, []))
+        y = checkpoint(
+            torch.tanh,
+            x @ w,
+            use_reentrant=False,
+            context_fn=partial(create_selective_checkpoint_contexts, []),
+        )
         z = torch.sigmoid(torch.exp(y))
         (g,) = torch.autograd.grad(z.square().mean(), [w])
         return state - g, z.detach().mean()
 
     graph = zt.Step.of(step).lower(torch.eye(16), X).graph
-    assert not any(v and ".again" in v.name for e in graph.eqns for v in e.outs), "only tanh was dropped, and exp keeps its result alive"
+    assert not any(v and ".again" in v.name for e in graph.eqns for v in e.outs), (
+        "only tanh was dropped, and exp keeps its result alive"
+    )
 
 
-@pytest.mark.skipif(not hasattr(CheckpointPolicy, "MUST_CPU_OFFLOAD"), reason="this torch is older than the policy")
+@pytest.mark.skipif(
+    not hasattr(CheckpointPolicy, "MUST_CPU_OFFLOAD"), reason="this torch is older than the policy"
+)
 def test_values_are_not_moved_to_the_cpu():
     step, state = make("moved")
-    with pytest.warns(UserWarning, match=r"a checkpoint moves aten.mm.default to the CPU, and a program keeps it") as told:
+    with pytest.warns(
+        UserWarning, match=r"a checkpoint moves aten.mm.default to the CPU, and a program keeps it"
+    ) as told:
         lowered = zt.Step.of(step).lower(state, X, Y)
     assert f"{Path(__file__).name}:" in str(told[0].message)
-    assert lowered.memory_analysis().peak == zt.Step.of(make("none")[0]).lower(state, X, Y).memory_analysis().peak
+    assert (
+        lowered.memory_analysis().peak
+        == zt.Step.of(make("none")[0]).lower(state, X, Y).memory_analysis().peak
+    )

@@ -126,7 +126,9 @@ def test_generated_modules_are_not_the_users_line():
 def test_code_that_a_library_executes_is_not_the_users_line():
     library = {"__file__": torch.__file__, "__name__": "torch"}
     inner = defined("<string>", **library)
-    assert all(source.startswith("test_source.py:") for source in sources(lambda state, x: inner(state, x)))
+    assert all(
+        source.startswith("test_source.py:") for source in sources(lambda state, x: inner(state, x))
+    )
     own = {"__file__": str(ROOT / "train.py"), "__name__": "train"}
     assert sources(defined("<string>", **own)) == {"<string>:3 step", "<string>:4 step"}
 
@@ -151,19 +153,38 @@ def test_code_in_a_console_is_the_users_line():
 
 
 def test_code_in_a_doctest_is_the_users_line():
-    text = ">>> import torch\n" + "".join(f"{'...' if k else '>>>'} {row}\n" for k, row in enumerate(STEP.strip().splitlines()))
+    text = ">>> import torch\n" + "".join(
+        f"{'...' if k else '>>>'} {row}\n" for k, row in enumerate(STEP.strip().splitlines())
+    )
     test = doctest.DocTestParser().get_doctest(text, {}, "train", None, 0)
     doctest.DocTestRunner().run(test, clear_globs=False)
     assert sources(test.globs["step"]) == {"<doctest train[1]>:2 step", "<doctest train[1]>:3 step"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [("-i",), ("-",), ("-c", f"import torch, ztrans as zt{STEP}print(zt.Step.of(step).trace(torch.ones(3), torch.ones(3)))")])
+@pytest.mark.parametrize(
+    "how",
+    [
+        ("-i",),
+        ("-",),
+        (
+            "-c",
+            f"import torch, ztrans as zt{STEP}print(zt.Step.of(step).trace(torch.ones(3), torch.ones(3)))",
+        ),
+    ],
+)
 def test_code_at_a_prompt_is_the_users_line(how):
     """A Python process reads its code from a prompt, from a pipe, or from its command line."""
     typed = f"import torch, ztrans as zt\n{STEP.strip()}\n\nprint(zt.Step.of(step).trace(torch.ones(3), torch.ones(3)))\n"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSTARTUP": ""}
-    run = subprocess.run([sys.executable, *how], input=typed, env=environment, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(
+        [sys.executable, *how],
+        input=typed,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert run.returncode == 0, run.stderr
     margins = {line.rpartition("# ")[2] for line in run.stdout.splitlines() if " = " in line}
     name = "<string>" if how[0] == "-c" else r"<(stdin|python-input)(-\d+)?>"
@@ -180,17 +201,30 @@ class Compiler:
 def test_a_notebook_knows_the_number_of_a_cell(monkeypatch):
     """IPython puts the text of a cell into `linecache`, and its compiler maps the file name to the cell's number."""
     name = "/tmp/ipykernel_123/456.py"
-    monkeypatch.setitem(linecache.cache, name, (len(STEP), None, STEP.splitlines(keepends=True), name))
+    monkeypatch.setitem(
+        linecache.cache, name, (len(STEP), None, STEP.splitlines(keepends=True), name)
+    )
     shell = types.SimpleNamespace(compile=Compiler())
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
     assert sources(defined(name)) == {"In[12]:3 step", "In[12]:4 step"}
     assert Source(name, 3, "step").where == "In[12]:3 in step"
     assert Source("/tmp/other.py", 3, "step").where == "/tmp/other.py:3 in step"
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: None))
-    assert sources(defined(name)) == {"456.py:3 step", "456.py:4 step"}, "IPython is imported but no shell runs"
+    assert sources(defined(name)) == {"456.py:3 step", "456.py:4 step"}, (
+        "IPython is imported but no shell runs"
+    )
 
 
 def test_torch_the_standard_library_and_installed_packages_are_libraries():
-    assert all(map(is_library, (torch.__file__, os.__file__, zt.__file__, str(ROOT / "ops" / "kernel.py"))))
-    assert all(map(is_library, ("/x/site-packages/attr/_make.py", "/usr/lib/python3/dist-packages/yaml/__init__.py")))
-    assert not any(map(is_library, (__file__, "/home/me/train.py", "/tmp/ipykernel_1/2.py", "<stdin>")))
+    assert all(
+        map(is_library, (torch.__file__, os.__file__, zt.__file__, str(ROOT / "ops" / "kernel.py")))
+    )
+    assert all(
+        map(
+            is_library,
+            ("/x/site-packages/attr/_make.py", "/usr/lib/python3/dist-packages/yaml/__init__.py"),
+        )
+    )
+    assert not any(
+        map(is_library, (__file__, "/home/me/train.py", "/tmp/ipykernel_1/2.py", "<stdin>"))
+    )

@@ -32,12 +32,19 @@ def calls(make_optimizer, samples=64):
     compiled = step.compiled(state, torch.ones(samples, 4))
     compiled(state, torch.ones(samples, 4))
     nodes = compiled.bound.runnable.run.program.graph.nodes
-    names = [n.target.__name__ for n in nodes if n.op == "call_function" and n.meta.get("region") == "update"]
+    names = [
+        n.target.__name__
+        for n in nodes
+        if n.op == "call_function" and n.meta.get("region") == "update"
+    ]
     return [name for name in names if name not in ("begin", "getitem")]
 
 
 def test_a_fused_optimizer_is_one_call_and_its_counters_another():
-    assert calls(lambda params: optim.AdamW(params, fused=True)) == ["_foreach_add_", "_fused_adamw_"]
+    assert calls(lambda params: optim.AdamW(params, fused=True)) == [
+        "_foreach_add_",
+        "_fused_adamw_",
+    ]
     assert calls(lambda params: optim.SGD(params, lr=0.1, fused=True)) == ["_fused_sgd_"]
 
 
@@ -54,7 +61,9 @@ GROUPS = [(name, RATES) for name in ("AdamW", "Adam", "SGD", "Adagrad")] + [
 @pytest.mark.parametrize(("name", "own"), GROUPS)
 def test_each_parameter_group_keeps_its_own_settings(name, own, form, changing):
     """Groups of one parameter each, whose updates differ in settings that are numbers or, if they change, tensors."""
-    forms = {"fused": {"fused": True}, "foreach": {"foreach": True}, "plain": {"foreach": False}}[form]
+    forms = {"fused": {"fused": True}, "foreach": {"foreach": True}, "plain": {"foreach": False}}[
+        form
+    ]
 
     def run(is_lifted):
         torch.manual_seed(0)
@@ -75,14 +84,20 @@ def test_each_parameter_group_keeps_its_own_settings(name, own, form, changing):
             for number, group in enumerate(optimizer.param_groups):
                 for setting in own[number] if changing else ():
                     old = group[setting]
-                    group[setting] = (old[0] * 0.9, old[1] * 0.8) if isinstance(old, tuple) else old * (0.7 + number / 10)
+                    group[setting] = (
+                        (old[0] * 0.9, old[1] * 0.8)
+                        if isinstance(old, tuple)
+                        else old * (0.7 + number / 10)
+                    )
         return losses, (state["params"] if is_lifted else dict(model.named_parameters()))
 
     (losses, params), (lifted_losses, lifted_params) = run(False), run(True)
     bits = form == "fused" and not changing
     assert lifted_losses == (losses if bits else pytest.approx(losses, rel=1e-5))
     for path, p in params.items():
-        torch.testing.assert_close(lifted_params[path], p, rtol=0 if bits else 1e-5, atol=0 if bits else 1e-6)
+        torch.testing.assert_close(
+            lifted_params[path], p, rtol=0 if bits else 1e-5, atol=0 if bits else 1e-6
+        )
 
 
 @pytest.mark.slow
@@ -93,7 +108,9 @@ def test_other_optimizers_are_calls_over_lists():
     # In its capturable form, Adam has a step size for each parameter, which is a tensor. Arithmetic on step sizes, and
     # on parameters with them, has no operation over lists: 12 calls for each of six parameters.
     assert len(calls(adam)) <= 10 + 12 * 6
-    assert len(calls(adam)) < len(calls(adam, samples=1)) < 6 * len(calls(adam)), "where memory is short, some groups"
+    assert len(calls(adam)) < len(calls(adam, samples=1)) < 6 * len(calls(adam)), (
+        "where memory is short, some groups"
+    )
 
 
 @pytest.mark.slow
@@ -104,14 +121,20 @@ def test_only_updates_move_and_values_stay(name, ranks):
     grouped, groups = group_updates(lowered.graph)
     zt.check(grouped)
     assert {*grouped.eqns} == {*lowered.graph.eqns}
-    fixed = lambda graph: [e for e in graph.eqns if e.region != "update" or is_start(e) or rules(e).waits]
+    fixed = lambda graph: [
+        e for e in graph.eqns if e.region != "update" or is_start(e) or rules(e).waits
+    ]
     assert fixed(grouped) == fixed(lowered.graph)
     place = {e: i for i, e in enumerate(grouped.eqns)}
     for group in groups:
         assert len({e.op for e in group}) == 1
-        assert [place[e] for e in group] == list(range(place[group[0]], place[group[0]] + len(group)))
+        assert [place[e] for e in group] == list(
+            range(place[group[0]], place[group[0]] + len(group))
+        )
         results = {v for e in group for v in e.results}
-        assert not any(v in results for e in group for v in e.ins), "equal equations do not depend on each other"
+        assert not any(v in results for e in group for v in e.ins), (
+            "equal equations do not depend on each other"
+        )
 
 
 @pytest.mark.slow
@@ -134,9 +157,26 @@ def test_list_calls():
         return None if call is None else (str(call[0]), *call[1:])
 
     assert of(aten.mul.Tensor, (x, u), (y, v)) == ("aten._foreach_mul_.List", ([x, y], [u, v]), {})
-    assert of(aten.mul.Tensor, (x, rate), (y, rate)) == ("aten._foreach_mul_.Tensor", ([x, y], rate), {})
-    assert of(aten.mul.Tensor, (x, 2.0), (y, 2.0)) == ("aten._foreach_mul_.Scalar", ([x, y], 2.0), {})
-    assert of(aten.add.Tensor, (x, u), (y, v), alpha=-1) == ("aten._foreach_add_.List", ([x, y], [u, v]), {"alpha": -1})
-    assert of(aten.addcmul.default, (x, u, u), (y, v, v), value=0.1)[1] == ([x, y], [u, v], [u, v], 0.1)
+    assert of(aten.mul.Tensor, (x, rate), (y, rate)) == (
+        "aten._foreach_mul_.Tensor",
+        ([x, y], rate),
+        {},
+    )
+    assert of(aten.mul.Tensor, (x, 2.0), (y, 2.0)) == (
+        "aten._foreach_mul_.Scalar",
+        ([x, y], 2.0),
+        {},
+    )
+    assert of(aten.add.Tensor, (x, u), (y, v), alpha=-1) == (
+        "aten._foreach_add_.List",
+        ([x, y], [u, v]),
+        {"alpha": -1},
+    )
+    assert of(aten.addcmul.default, (x, u, u), (y, v, v), value=0.1)[1] == (
+        [x, y],
+        [u, v],
+        [u, v],
+        0.1,
+    )
     assert of(aten.addcmul.default, (x, u, u), (y, v, v))[1] == ([x, y], [u, v], [u, v])
     assert of(aten.addcmul.default, (x, u, rate), (y, v, rate))[1] == ([x, y], [u, v], [rate, rate])

@@ -88,7 +88,10 @@ def test_the_error_names_the_transform_that_broke_the_program(how, message):
 
 
 def test_the_error_names_a_transform_that_returns_no_program():
-    with pytest.raises(TypeError, match=r"mine\(how='none'\): rewrite returned a NoneType; it returns the new Graph"):
+    with pytest.raises(
+        TypeError,
+        match=r"mine\(how='none'\): rewrite returned a NoneType; it returns the new Graph",
+    ):
         on_ranks(CASES["mlp_momentum"], 4, SHARD, Rewrite("none"))
 
 
@@ -102,7 +105,10 @@ def test_a_transform_must_keep_the_inputs_of_the_program():
     graph = on_ranks(CASES["mlp_momentum"], 4, SHARD).graph
     x, *rest = graph.inputs
     renamed = graph.replace(inputs=(Var("other", x.dtype, x.shape, x.layout), *rest))
-    with pytest.raises(ProgramError, match=r"input params.0.weight: f32\[16@dp,6\] has become other: f32\[16@dp,6\]"):
+    with pytest.raises(
+        ProgramError,
+        match=r"input params.0.weight: f32\[16@dp,6\] has become other: f32\[16@dp,6\]",
+    ):
         check_interface(graph, renamed)
     with pytest.raises(ProgramError, match=r"stranger: .* of the batch is no input"):
         check_interface(graph, graph.replace(batch=frozenset([Var("stranger", x.dtype, ())])))
@@ -125,4 +131,6 @@ def test_programs_are_verified_under_optimised_python():
     run = [sys.executable, "-O", "-c", OPTIMISED]
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("refused: y: f32[2] is read before it is bound, at z: f32[2] = aten.add.Tensor")
+    assert done.stdout.startswith(
+        "refused: y: f32[2] is read before it is bound, at z: f32[2] = aten.add.Tensor"
+    )

@@ -89,7 +89,10 @@ def test_sizes_are_those_of_this_rank():
     """The parts of a value have other sizes than the value, so its views are of the parts."""
     x = Var("x", torch.float32, (8, 4))
     flat, back = Var("flat", torch.float32, (32,)), Var("back", torch.float32, (8, 4))
-    eqns = Eqn(aten.view.default, (x, [16]), (flat,)), Eqn(aten.view.default, (flat, [4, 4]), (back,))
+    eqns = (
+        Eqn(aten.view.default, (x, [16]), (flat,)),
+        Eqn(aten.view.default, (flat, [4, 4]), (back,)),
+    )
     graph = Graph("f", (x,), eqns, (back,), 0)
     halves = {x: (4, 4), flat: (16,), back: (4, 4)}
     assert simpler_calls(graph, halves.__getitem__).equal == {back: x}

@@ -39,7 +39,9 @@ def stepped(update, shape, ranks, stage=3):
         torch.manual_seed(0)
         state, x = {"w": torch.randn(shape), "v": torch.randn(5)}, torch.rand(2 * ranks, 3)
         wanted, _ = step(state, x)
-        lowered = zt.chain(zt.shard_params(zt.AbstractMesh(dp=ranks), stage=stage), *ALL)(step).lower(state, x[:2])
+        lowered = zt.chain(zt.shard_params(zt.AbstractMesh(dp=ranks), stage=stage), *ALL)(
+            step
+        ).lower(state, x[:2])
         zt.check(lowered.graph)
         got, _ = lowered.lockstep(state, slices((x,), ranks))
     return distance(got, wanted), lowered.graph
@@ -64,19 +66,28 @@ def test_a_leaf_without_elements_is_updated_without_messages(update, shape):
     if update is EMPTY["transpose"] or update is EMPTY["product"]:
         shape = shape if len(shape) > 1 else (0, 4)
     if update is EMPTY["split"] and shape[0] == 0 and OLD:
-        pytest.skip("torch 2.11 cannot split a fake tensor along a dim of size 0: `split_sizes[-1]` of an empty list")
+        pytest.skip(
+            "torch 2.11 cannot split a fake tensor along a dim of size 0: `split_sizes[-1]` of an empty list"
+        )
     error, graph = stepped(update, shape, 3)
     assert error == 0
-    assert not any(is_start(e) and e.region == "update" and all(v.numel == 0 for v in e.ins) for e in graph.eqns)
+    assert not any(
+        is_start(e) and e.region == "update" and all(v.numel == 0 for v in e.ins)
+        for e in graph.eqns
+    )
 
 
 FAIL_ON_NOTHING = {
     "norm of negative order": lambda p, g: p - g / torch.linalg.vector_norm(g, -1),
-    "norm of negative order by rows": lambda p, g: p - g / torch.linalg.vector_norm(g, -2, dim=1, keepdim=True),
+    "norm of negative order by rows": lambda p, g: (
+        p - g / torch.linalg.vector_norm(g, -2, dim=1, keepdim=True)
+    ),
     "least": lambda p, g: p - g / (3 + torch.linalg.vector_norm(g, -float("inf"))),
     "rfft": lambda p, g: p - torch.fft.irfft(torch.fft.rfft(g, dim=-1), n=p.shape[-1], dim=-1),
     "fft": lambda p, g: p - torch.fft.fft(g, dim=-1).real,
-    "instance_norm": lambda p, g: p - F.instance_norm(g[None, :, :, None] if g.ndim == 2 else g[None])[0].reshape(p.shape),
+    "instance_norm": lambda p, g: (
+        p - F.instance_norm(g[None, :, :, None] if g.ndim == 2 else g[None])[0].reshape(p.shape)
+    ),
     "greatest": lambda p, g: p - g / (3 + g.amax().abs()),
     "argmax": lambda p, g: p - g / (1 + g.argmax(1, keepdim=True)),
     "median": lambda p, g: p - g.median(),
@@ -111,5 +122,7 @@ SUMS = {
 def test_operations_that_work_on_an_empty_shard_stay_on_shards(update):
     error, graph = stepped(update, (2, 6), 3, stage=2)
     assert error <= 1e-12
-    gathers = [e for e in graph.eqns if is_start(e) and e.op.name == "all_gather" and e.region == "update"]
+    gathers = [
+        e for e in graph.eqns if is_start(e) and e.op.name == "all_gather" and e.region == "update"
+    ]
     assert not gathers or update in (SUMS["product"], SUMS["views"]), gathers

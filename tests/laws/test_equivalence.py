@@ -7,7 +7,17 @@ from torch.func import functional_call, grad_and_value
 
 import ztrans as zt
 from tests.support.programs import CASES, EXACT, GPT, ConvNet, adam, images, params_of, sgd
-from tests.support.worlds import ALL, Case, batches, clone, default_dtype, distance, plain, sharded, slices
+from tests.support.worlds import (
+    ALL,
+    Case,
+    batches,
+    clone,
+    default_dtype,
+    distance,
+    plain,
+    sharded,
+    slices,
+)
 from ztrans.ir.collectives import REDUCE_SCATTER
 
 WORLDS = (1, 2, 3, 4, 8)
@@ -16,7 +26,9 @@ WORLDS = (1, 2, 3, 4, 8)
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
 QUICK = {"uneven", "adamw_fused"}  # these run in `make quick`, in f64
 PROGRAMS = [
-    pytest.param(case, dtype, marks=() if case.name in QUICK and dtype is torch.float64 else pytest.mark.slow)
+    pytest.param(
+        case, dtype, marks=() if case.name in QUICK and dtype is torch.float64 else pytest.mark.slow
+    )
     for case in EXACT
     for dtype in BOUNDS
 ]
@@ -32,7 +44,9 @@ def test_sharded_equals_plain(case, dtype):
                 state, each, _ = sharded(case, ranks, stage)
                 assert distance(state, truth) <= bound, f"{ranks} ranks, stage {stage}"
                 first = [o[0] for o in each]
-                assert distance(first, outputs) <= 100 * bound, f"outputs, {ranks} ranks, stage {stage}"
+                assert distance(first, outputs) <= 100 * bound, (
+                    f"outputs, {ranks} ranks, stage {stage}"
+                )
 
 
 def by_hand(case, loss, update, ranks, steps=5):
@@ -85,17 +99,23 @@ def test_batch_norm_buffers_are_those_of_ddp():
         return F.cross_entropy(functional_call(model, {**params, **stats}, (x,)), y), stats
 
     def step(state, batch):
-        grads, (value, stats) = grad_and_value(loss, has_aux=True)(state["params"], state["buffers"], *batch)
+        grads, (value, stats) = grad_and_value(loss, has_aux=True)(
+            state["params"], state["buffers"], *batch
+        )
         return {"params": sgd(state["params"], grads), "buffers": stats}, value
 
-    case = Case("batch_norm", step, lambda: {"params": params_of(model), "buffers": clone(buffers)}, images)
+    case = Case(
+        "batch_norm", step, lambda: {"params": params_of(model), "buffers": clone(buffers)}, images
+    )
     for stage in (0, 3):
         state, _, lowered = sharded(case, 4, stage)
         hand = clone(case.state())
         for batch in batches(case, 5):
             grads, stats = [], []
             for part in slices(batch, 4):
-                g, (_, s) = grad_and_value(loss, has_aux=True)(hand["params"], clone(hand["buffers"]), *part[0])
+                g, (_, s) = grad_and_value(loss, has_aux=True)(
+                    hand["params"], clone(hand["buffers"]), *part[0]
+                )
                 grads.append(g)
                 stats.append(s)
             mean = lambda each, k: sum(e[k] for e in each) / 4
@@ -145,7 +165,12 @@ def test_an_update_may_mix_whole_and_cut_matrices():
         mixed = torch.addmm(state["mixed"], state["mixed"], grads, alpha=-0.1)
         return {"w": state["w"] - 0.1 * mixed, "mixed": mixed}, value
 
-    case = Case("mixed", step, lambda: {"w": torch.eye(6), "mixed": torch.ones(6, 6)}, lambda n: ((torch.randn(n, 6),),))
+    case = Case(
+        "mixed",
+        step,
+        lambda: {"w": torch.eye(6), "mixed": torch.ones(6, 6)},
+        lambda n: ((torch.randn(n, 6),),),
+    )
     with default_dtype(torch.float64):
         truth, _ = plain(case)
         state, _, _ = sharded(case, 4, where=lambda path, leaf: path == "w")
@@ -158,14 +183,18 @@ def test_reduce_dtype_is_a_numerics_change_by_name():
     state, _, lowered = sharded(case, 4, reduce_dtype=torch.bfloat16)
     _, _, whole = sharded(case, 4)
     assert 1e-6 < distance(state, truth) < 2e-2
-    assert 2 * lowered.cost_analysis().over("dp", "grad") == whole.cost_analysis().over("dp", "grad")
+    assert 2 * lowered.cost_analysis().over("dp", "grad") == whole.cost_analysis().over(
+        "dp", "grad"
+    )
 
 
 def test_the_loss_in_bf16_keeps_the_law_bitwise_on_one_rank():
     for case in (CASES["autocast"], CASES["cast_outside"]):
         truth, _ = plain(case)
         state, _, _ = sharded(case, 1, transforms=ALL)
-        assert distance(state, truth) <= 1e-6  # what torch.optim does with Python floats is done with tensors
+        assert (
+            distance(state, truth) <= 1e-6
+        )  # what torch.optim does with Python floats is done with tensors
 
 
 def test_gradients_that_are_bf16_cross_as_they_are():

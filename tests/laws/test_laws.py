@@ -13,7 +13,12 @@ from tests.support.worlds import ALL, on_ranks, sharded
 from ztrans.ir.collectives import ALL_GATHER, is_start
 
 MESH = zt.AbstractMesh(dp=4)
-SHARD, OVERLAP, PREFETCH, FUSE = zt.shard_params(MESH), zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather()
+SHARD, OVERLAP, PREFETCH, FUSE = (
+    zt.shard_params(MESH),
+    zt.overlap_grads(),
+    zt.prefetch(),
+    zt.fuse_cast_gather(),
+)
 
 
 def step(state, batch):
@@ -63,7 +68,10 @@ def test_rewrites_and_schedules_commute(name, stage):
         states.append(state)
     assert len(texts) == 1
     for state in states[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(*map(torch.utils._pytree.tree_leaves, (states[0], state))))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(*map(torch.utils._pytree.tree_leaves, (states[0], state)))
+        )
 
 
 @pytest.mark.slow
@@ -76,8 +84,12 @@ def test_fuse_cast_gather_is_bitwise(name, stage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedules", [(OVERLAP,), (PREFETCH,), (OVERLAP, PREFETCH)], ids=["overlap", "prefetch", "both"])
-@pytest.mark.parametrize("name", ["gpt_adam", "sam", "accumulation", "cast_inside", "clipped", "lora", "muon"])
+@pytest.mark.parametrize(
+    "schedules", [(OVERLAP,), (PREFETCH,), (OVERLAP, PREFETCH)], ids=["overlap", "prefetch", "both"]
+)
+@pytest.mark.parametrize(
+    "name", ["gpt_adam", "sam", "accumulation", "cast_inside", "clipped", "lora", "muon"]
+)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_schedules_permute(name, stage, schedules):
     """A schedule keeps every equation, except gathers that the plan drops. Collectives are compared member by member."""
@@ -90,7 +102,9 @@ def test_schedules_permute(name, stage, schedules):
 
 def members(graph):
     counts = Counter(str(e.outs[0]) for e in graph.eqns if not is_start(e))
-    counts.update(str((e.op, v, o)) for e in graph.eqns if is_start(e) for v, o in zip(e.ins, e.outs))
+    counts.update(
+        str((e.op, v, o)) for e in graph.eqns if is_start(e) for v, o in zip(e.ins, e.outs)
+    )
     return counts
 
 
@@ -103,7 +117,9 @@ def test_schedules_change_no_bit():
 def test_idempotent():
     assert OVERLAP(OVERLAP(SHARD(step))) == OVERLAP(SHARD(step))
     assert zt.chain(SHARD, PREFETCH, PREFETCH, SHARD)(step) == zt.chain(SHARD, PREFETCH)(step)
-    with pytest.raises(ValueError, match=re.escape("prefetch: applied twice with different options")):
+    with pytest.raises(
+        ValueError, match=re.escape("prefetch: applied twice with different options")
+    ):
         zt.chain(SHARD, zt.prefetch(), zt.prefetch(max_in_flight=1))(step)
 
 
@@ -125,7 +141,9 @@ def test_printing_is_deterministic_and_names_are_stable():
     assert str(a) == str(b)
     scheduled = on_ranks(CASES["autocast"], 4, SHARD, OVERLAP, PREFETCH)
     names = lambda g: {o.name for e in g.graph.eqns for o in e.outs if o is not None}
-    kept = {n for n in names(a) if ".full_1" in n}  # a parameter that is kept is not gathered a second time
+    kept = {
+        n for n in names(a) if ".full_1" in n
+    }  # a parameter that is kept is not gathered a second time
     assert names(a) - kept <= names(scheduled) <= names(a)
 
 
@@ -138,8 +156,12 @@ def test_history_holds_every_stage_and_diff_shows_what_changed():
         zt.check(graph)
     stages = dict(lowered.history)
     changed = zt.diff(stages["prefetch"], stages["fuse_cast_gather"])
-    assert re.search(r"^-.*= all_gather\(\[params\.blocks\.0\.qkv\.weight\], axis=dp\)", changed, re.M)
-    assert re.search(r"^\+.*= all_gather\(\[params\.blocks\.0\.qkv\.weight\], bf16, axis=dp\)", changed, re.M)
+    assert re.search(
+        r"^-.*= all_gather\(\[params\.blocks\.0\.qkv\.weight\], axis=dp\)", changed, re.M
+    )
+    assert re.search(
+        r"^\+.*= all_gather\(\[params\.blocks\.0\.qkv\.weight\], bf16, axis=dp\)", changed, re.M
+    )
 
 
 def test_every_transform_is_hashable_and_equal_by_options():
@@ -152,7 +174,9 @@ def test_every_transform_is_hashable_and_equal_by_options():
 def test_gathers_have_the_role_and_path_of_their_parameters():
     lowered = on_ranks(CASES["gpt_adam"], 4, SHARD, *ALL)
     gathers = [e for e in lowered.graph.eqns if e.op is ALL_GATHER]
-    assert gathers and all(e.provenance.role == "param" and e.provenance.axis == "dp" for e in gathers)
+    assert gathers and all(
+        e.provenance.role == "param" and e.provenance.axis == "dp" for e in gathers
+    )
     paths = {path for e in gathers for path in e.provenance.paths}
     assert paths >= {"params.tokens.weight", "params.blocks.0.qkv.weight"}
     assert all(len(e.provenance.paths) == len(e.outs) for e in gathers)

@@ -11,7 +11,12 @@ import ztrans as zt
 from tests.support.programs import CASES, EXACT
 from tests.support.worlds import ALL, batches, clone, default_dtype, distance, plain, slices
 
-NONLINEAR = ("sam", "weight_penalty", "token_weighted", "batch_norm_mean")  # a half batch has another loss
+NONLINEAR = (
+    "sam",
+    "weight_penalty",
+    "token_weighted",
+    "batch_norm_mean",
+)  # a half batch has another loss
 MEANS = [case for case in EXACT if case.name not in NONLINEAR]
 WORLDS = [(1, 0, "auto"), (2, 2, "auto"), (3, 3, "auto")]
 
@@ -24,8 +29,15 @@ def traced(case, ranks, micro, dtype):
 
 def accumulated(case, ranks, stage, keep, transforms=ALL, micro=2, steps=2):
     """The sharded step in micro-batches, on every rank's slice: the new state, the outputs of rank 0, the program."""
-    chain = zt.chain(zt.accumulate(micro, keep=keep), zt.shard_params(zt.AbstractMesh(dp=ranks), stage=stage), *transforms)
-    lowered = dataclasses.replace(traced(case, ranks, micro, torch.get_default_dtype()), transforms=chain(case.step).transforms).lower()
+    chain = zt.chain(
+        zt.accumulate(micro, keep=keep),
+        zt.shard_params(zt.AbstractMesh(dp=ranks), stage=stage),
+        *transforms,
+    )
+    lowered = dataclasses.replace(
+        traced(case, ranks, micro, torch.get_default_dtype()),
+        transforms=chain(case.step).transforms,
+    ).lower()
     state, outputs = case.state(), []
     for batch in batches(case, steps):
         state, each = lowered.lockstep(state, slices(batch, ranks))
@@ -72,13 +84,25 @@ def test_accumulate_stands_anywhere_in_a_chain(stage):
     case, micro = CASES["autocast"], zt.accumulate(2)
     shard = zt.shard_params(zt.AbstractMesh(dp=2), stage=stage)
     trace = traced(case, 2, 2, torch.float32)
-    orders = [(micro, shard, *ALL), (shard, micro, *ALL), (shard, *ALL, micro), (shard, *ALL[::-1], micro)]
-    lowered = [dataclasses.replace(trace, transforms=zt.chain(*order)(case.step).transforms).lower() for order in orders]
+    orders = [
+        (micro, shard, *ALL),
+        (shard, micro, *ALL),
+        (shard, *ALL, micro),
+        (shard, *ALL[::-1], micro),
+    ]
+    lowered = [
+        dataclasses.replace(trace, transforms=zt.chain(*order)(case.step).transforms).lower()
+        for order in orders
+    ]
     assert len({str(each) for each in lowered}) == 1
     assert micro(micro(case.step)) == micro(case.step)
 
 
-@pytest.mark.parametrize("schedules", [ALL[:1], ALL[1:2], (*ALL, zt.remat(), zt.delay_weight_grads())], ids=["overlap", "prefetch", "all"])
+@pytest.mark.parametrize(
+    "schedules",
+    [ALL[:1], ALL[1:2], (*ALL, zt.remat(), zt.delay_weight_grads())],
+    ids=["overlap", "prefetch", "all"],
+)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_schedules_and_exact_rewrites_change_no_bit_of_micro_batches(stage, schedules):
     case = CASES["mlp_momentum"]

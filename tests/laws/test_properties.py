@@ -32,17 +32,24 @@ def lowered(seed: int, *transforms: zt.Transform) -> zt.Graph:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed, bound", [(seed, bound) for seed in range(1, 5) for bound in (0, 256, 4096)])
+@pytest.mark.parametrize(
+    "seed, bound", [(seed, bound) for seed in range(1, 5) for bound in (0, 256, 4096)]
+)
 def test_prefetch_stays_within_its_bytes_in_flight(seed, bound):
     graph, under_way = lowered(seed, zt.prefetch(max_in_flight=bound)), {}
     parameters = [e for e in graph.eqns if e.op is ALL_GATHER and e.provenance.role == "param"]
-    received = {e: [rules(e).received_bytes(e, k, graph.axes) for k in range(len(e.outs))] for e in parameters}
+    received = {
+        e: [rules(e).received_bytes(e, k, graph.axes) for k in range(len(e.outs))]
+        for e in parameters
+    }
     largest = max((n for sizes in received.values() for n in sizes), default=0)
     for e in graph.eqns:
         if e in received:
             under_way[e] = sum(received[e])
         elif e.op is WAIT:  # a wait for one member of a bucket waits for the whole message
-            under_way = {bucket: n for bucket, n in under_way.items() if e.args[0] not in bucket.outs}
+            under_way = {
+                bucket: n for bucket, n in under_way.items() if e.args[0] not in bucket.outs
+            }
         elif not is_start(e):
             assert sum(under_way.values()) <= max(bound, largest), f"while {e.op} runs"
 
@@ -73,6 +80,8 @@ def test_cutting_and_joining_are_inverse(shape, ranks):
     parts = scatter(graph, [x])
     chunks = torch.chunk(x, ranks)
     for r, (part,) in enumerate(parts):
-        assert part.shape[0] == (chunks[r].shape[0] if r < len(chunks) else 0)  # as torch.chunk and DTensor cut
+        assert part.shape[0] == (
+            chunks[r].shape[0] if r < len(chunks) else 0
+        )  # as torch.chunk and DTensor cut
     assert torch.equal(join(graph, parts)[0], x)
     assert [s[0].shape for s in slices((x,), 1)] == [x.shape]

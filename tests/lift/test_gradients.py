@@ -84,7 +84,10 @@ def compare(make_loop, make=make_model, make_optimizer=ADAMW, ranks=1, stage=3, 
         never(model, optimizer)(*batch)
     lifted_model = make()
     lifted_optimizer = make_optimizer(lifted_model)
-    lifted_model.load_state_dict(model.state_dict()), lifted_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    (
+        lifted_model.load_state_dict(model.state_dict()),
+        lifted_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+    )
     for p, q in zip(model.parameters(), lifted_model.parameters()):
         q.grad = None if p.grad is None else p.grad.clone()
     plain, lifted_loop = make_loop(model, optimizer), make_loop(lifted_model, lifted_optimizer)
@@ -97,21 +100,30 @@ def compare(make_loop, make=make_model, make_optimizer=ADAMW, ranks=1, stage=3, 
     state, worst = run.shard(state) if ranks == 1 else clone(state), 0.0
     for x, y in data():
         want = plain(x, y).detach()
-        state, got = run(state, x, y) if ranks == 1 else lowered.lockstep(state, slices((x, y), ranks))
+        state, got = (
+            run(state, x, y) if ranks == 1 else lowered.lockstep(state, slices((x, y), ranks))
+        )
         worst = max(worst, distance(torch.stack(got).mean() if ranks > 1 else got, want))
     zt.restore(lifted_model, lifted_optimizer, state)
     mine, theirs = everything(lifted_model, lifted_optimizer), everything(model, optimizer)
     worst = max(worst, distance({k: mine[k] for k in theirs}, theirs))
-    assert not any(mine[k].any() for k in mine.keys() - theirs.keys()), "state that only the lifted side has must still be zero"
+    assert not any(mine[k].any() for k in mine.keys() - theirs.keys()), (
+        "state that only the lifted side has must still be zero"
+    )
     if how.get("carry_grads"):
         for p, q in zip(model.parameters(), lifted_model.parameters()):
-            worst = max(worst, distance(q.grad, p.grad) if p.grad is not None else float(q.grad is not None))
+            worst = max(
+                worst, distance(q.grad, p.grad) if p.grad is not None else float(q.grad is not None)
+            )
     return worst
 
 
 def test_a_loop_that_never_resets_is_refused():
     """Without the error the step would compute as if the loop reset them: a loss of 1.275 instead of 1.232."""
-    with pytest.raises(ValueError, match=r"adds to the gradient.* for 0.weight(?s:.)*test_gradients.py:\d+(?s:.)*carry_grads=True"):
+    with pytest.raises(
+        ValueError,
+        match=r"adds to the gradient.* for 0.weight(?s:.)*test_gradients.py:\d+(?s:.)*carry_grads=True",
+    ):
         compare(never)
     with pytest.raises(ValueError, match=r"adds to the gradient"):
         compare(every_second)
@@ -135,7 +147,17 @@ def test_carry_grads_carries_gradients_in_the_state():
 def test_gradients_are_carried_on_several_ranks(stage):
     with default_dtype(torch.float64):
         assert compare(never, carry_grads=True, ranks=3, stage=stage) < 1e-12
-        assert compare(never, make_optimizer=of("SGD", lr=0.1), carry_grads=True, before=1, ranks=2, stage=stage) < 1e-12
+        assert (
+            compare(
+                never,
+                make_optimizer=of("SGD", lr=0.1),
+                carry_grads=True,
+                before=1,
+                ranks=2,
+                stage=stage,
+            )
+            < 1e-12
+        )
 
 
 def test_a_loop_may_step_before_its_backward():
@@ -153,7 +175,10 @@ def test_a_loop_may_step_before_its_backward():
 
     with pytest.raises(ValueError, match=r"uses|adds to the gradient.* for 0.weight"):
         compare(early)
-    with pytest.raises(ValueError, match=r"calls step\(\) before backward has made a gradient for 0.weight(?s:.)*test_gradients"):
+    with pytest.raises(
+        ValueError,
+        match=r"calls step\(\) before backward has made a gradient for 0.weight(?s:.)*test_gradients",
+    ):
         compare(early, carry_grads=True)
     assert compare(early, before=1, carry_grads=True) == 0
 
@@ -180,8 +205,16 @@ def test_parameters_without_gradients_stay_as_they_are(make_loop):
 
 
 REFUSED = {
-    "carried": (never, {"carry_grads": True}, r"no gradient for unused.weight, and with carry_grads=True.*\nFreeze"),
-    "zeros": (to_zeros, {}, r"no gradient for unused.weight, and zero_grad\(set_to_none=False\).*\n  at .*\nCall zero_grad\(\)"),
+    "carried": (
+        never,
+        {"carry_grads": True},
+        r"no gradient for unused.weight, and with carry_grads=True.*\nFreeze",
+    ),
+    "zeros": (
+        to_zeros,
+        {},
+        r"no gradient for unused.weight, and zero_grad\(set_to_none=False\).*\n  at .*\nCall zero_grad\(\)",
+    ),
 }
 
 
@@ -227,7 +260,10 @@ def test_a_gradient_that_is_computed_from_none_is_refused():
     model = Partly()
     optimizer = ADAMW(model)
     step, state = zt.lift(halves(model, optimizer), model, optimizer)
-    with pytest.raises(ValueError, match=r"a gradient for unused.weight from the one.*\n  at .*test_gradients.py:\d+.*\nFreeze"):
+    with pytest.raises(
+        ValueError,
+        match=r"a gradient for unused.weight from the one.*\n  at .*test_gradients.py:\d+.*\nFreeze",
+    ):
         zt.Step(step).trace(state, *data()[0])
 
 
@@ -239,7 +275,9 @@ def test_a_parameter_that_is_frozen_while_gradients_are_set_to_zeros_is_refused(
     run = zt.Step(step)
     state, _ = run(run.shard(state), *data()[0])
     model[0].requires_grad_(False)
-    with pytest.raises(ValueError, match=r"no gradient for 0.weight, and zero_grad\(set_to_none=False\)"):
+    with pytest.raises(
+        ValueError, match=r"no gradient for 0.weight, and zero_grad\(set_to_none=False\)"
+    ):
         run(state, *data()[1])
 
 
@@ -265,7 +303,10 @@ def test_reading_the_gradients_of_an_earlier_call_is_refused(read):
 
         return loop_step
 
-    with pytest.raises(ValueError, match=r"reads \(.*the gradient that an earlier call has left for 0.weight(?s:.)*test_gradients.py:\d+"):
+    with pytest.raises(
+        ValueError,
+        match=r"reads \(.*the gradient that an earlier call has left for 0.weight(?s:.)*test_gradients.py:\d+",
+    ):
         compare(reads, before=1)
 
 
@@ -274,7 +315,9 @@ def test_a_loop_that_writes_its_gradients_itself_needs_no_zero_grad():
     def written(model, optimizer):
         def loop_step(x, y):
             loss = F.mse_loss(model(x), y)
-            for p, g in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters()))):
+            for p, g in zip(
+                model.parameters(), torch.autograd.grad(loss, list(model.parameters()))
+            ):
                 p.grad = g
             optimizer.step()
             return loss
@@ -326,9 +369,14 @@ def test_parameters_taken_before_the_loop_are_refused(use):
     before = [p.detach().clone() for p in held]
     plain = at_the_end(model, optimizer)
     step, state = zt.lift(lambda x, y: (use(held[2]), plain(x, y))[1], model, optimizer)
-    with pytest.raises(ValueError, match=r"uses 1.weight as it was taken from the module before(?s:.)*test_gradients.py:\d+"):
+    with pytest.raises(
+        ValueError,
+        match=r"uses 1.weight as it was taken from the module before(?s:.)*test_gradients.py:\d+",
+    ):
         zt.Step(step).trace(state, *data()[0])
-    assert all(p.requires_grad and p.grad is None and torch.equal(p, b) for p, b in zip(held, before))
+    assert all(
+        p.requires_grad and p.grad is None and torch.equal(p, b) for p, b in zip(held, before)
+    )
 
 
 def test_parameters_taken_before_the_loop_may_be_asked_for_their_type():
@@ -361,7 +409,10 @@ def switched(model, optimizer, last):
 
 @pytest.mark.parametrize("last", [False, True])
 def test_a_loop_that_leaves_a_parameter_frozen_is_refused(last):
-    with pytest.raises(ValueError, match=r"leaves requires_grad=False on 0.weight(?s:.)*or set it back before its end"):
+    with pytest.raises(
+        ValueError,
+        match=r"leaves requires_grad=False on 0.weight(?s:.)*or set it back before its end",
+    ):
         compare(lambda m, o: switched(m, o, last))
 
 
@@ -393,7 +444,9 @@ def test_a_grad_scaler_is_refused_and_not_changed(fused):
         return loss
 
     step, state = zt.lift(loop_step, model, optimizer)
-    with pytest.raises(ValueError, match=r"uses a GradScaler(?s:.)*test_gradients.py:\d+(?s:.)*bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"uses a GradScaler(?s:.)*test_gradients.py:\d+(?s:.)*bfloat16"
+    ):
         zt.Step(step).trace(state, *data()[0])
     loop_step(*data()[0])  # the plain loop can still use the scaler
     assert not isinstance(scaler._scale, torch._subclasses.FakeTensor)
@@ -477,7 +530,9 @@ def test_a_loop_steps_in_some_calls_as_it_is_told():
         batches = [(x.double(), y.double(), steps) for x, y, steps in batches]
         model, lifted = make_model(), make_model()
         optimizer, lifted_optimizer = ADAMW(model), ADAMW(lifted)
-        step, state = zt.lift(in_some_calls(lifted, lifted_optimizer), lifted, lifted_optimizer, carry_grads=True)
+        step, state = zt.lift(
+            in_some_calls(lifted, lifted_optimizer), lifted, lifted_optimizer, carry_grads=True
+        )
         alone, parts = zt.Step(step), copy.deepcopy(state)
         sharded = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), *ALL)(step)
         rows = [[(x[k::2], y[k::2], steps) for k in range(2)] for x, y, steps in batches]

@@ -17,7 +17,9 @@ STEPS = 5
 
 def make_model(norm=nn.LayerNorm, bias=True):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16, bias=bias), norm(16), nn.Tanh(), nn.Linear(16, 4, bias=bias))
+    return nn.Sequential(
+        nn.Linear(6, 16, bias=bias), norm(16), nn.Tanh(), nn.Linear(16, 4, bias=bias)
+    )
 
 
 def make_matrices():
@@ -47,7 +49,9 @@ def everything(model, optimizer):
     own = {f"param {n}": v for n, v in model.state_dict().items()}
     for n, p in model.named_parameters():
         for k, kept in optimizer.state.get(p, {}).items():
-            values = [v for v in pytree.tree_leaves(kept) if isinstance(v, (torch.Tensor, int, float))]
+            values = [
+                v for v in pytree.tree_leaves(kept) if isinstance(v, (torch.Tensor, int, float))
+            ]
             own |= {f"{k} of {n}{i or ''}": v for i, v in enumerate(values)}
     own |= {f"lr {i}": float(g["lr"]) for i, g in enumerate(optimizer.param_groups)}
     return dict(sorted(own.items()))
@@ -71,13 +75,24 @@ def compare(make, make_optimizer, tolerance=1e-5, transforms=(), ranks=1, rates=
         if rates:
             optimizer.param_groups[0]["lr"] = lifted_optimizer.param_groups[0]["lr"] = rates[i]
         want = plain(x, y).detach()
-        state, got = run(state, x, y) if ranks == 1 else lowered.lockstep(state, slices((x, y), ranks))
+        state, got = (
+            run(state, x, y) if ranks == 1 else lowered.lockstep(state, slices((x, y), ranks))
+        )
         assert all(distance(output, want) <= tolerance for output in (got if ranks > 1 else [got]))
     zt.restore(lifted_model, lifted_optimizer, run.unshard(state))
     assert everything(lifted_model, lifted_optimizer).keys() == everything(model, optimizer).keys()
-    assert distance(everything(lifted_model, lifted_optimizer), everything(model, optimizer)) <= tolerance
-    plain(x, y), loop(lifted_model, lifted_optimizer)(x, y)  # ordinary training can go on from the restored state
-    assert distance(everything(lifted_model, lifted_optimizer), everything(model, optimizer)) <= tolerance
+    assert (
+        distance(everything(lifted_model, lifted_optimizer), everything(model, optimizer))
+        <= tolerance
+    )
+    (
+        plain(x, y),
+        loop(lifted_model, lifted_optimizer)(x, y),
+    )  # ordinary training can go on from the restored state
+    assert (
+        distance(everything(lifted_model, lifted_optimizer), everything(model, optimizer))
+        <= tolerance
+    )
     return lifted_model, lifted_optimizer, run
 
 
@@ -145,7 +160,9 @@ def test_an_optimizer_that_changes_its_parameter_groups_is_refused():
     model = make_model()
     optimizer = Counts(model.parameters(), lr=0.1)
     step, state = zt.lift(loop(model, optimizer), model, optimizer)
-    with pytest.raises(ValueError, match="changes 'lr' of a parameter group, which would happen once"):
+    with pytest.raises(
+        ValueError, match="changes 'lr' of a parameter group, which would happen once"
+    ):
         zt.Step(step)(state, *data()[0])
 
 
@@ -164,7 +181,9 @@ def test_settings_that_change_between_steps_are_traced_anew():
     torch.manual_seed(0)
     model = make()
     lifted_model = copy.deepcopy(model)
-    optimizer, lifted_optimizer = (optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, lifted_model))
+    optimizer, lifted_optimizer = (
+        optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, lifted_model)
+    )
     plain, lifted_loop = loop(model, optimizer), loop(lifted_model, lifted_optimizer)
     step, state = zt.lift(lifted_loop, lifted_model, lifted_optimizer)
     run = zt.Step(step)
@@ -195,7 +214,9 @@ def test_parameters_that_share_memory_are_refused():
         if tied:
             zt.lift(lambda x: None, model, optimizer)
         else:
-            with pytest.raises(ValueError, match=r"params\.first\.weight and params\.second\.weight share memory"):
+            with pytest.raises(
+                ValueError, match=r"params\.first\.weight and params\.second\.weight share memory"
+            ):
                 zt.lift(lambda x: None, model, optimizer)
 
 
@@ -217,11 +238,15 @@ def test_recurrent_layers_can_be_lifted():
 
 def test_lift_in_the_middle_of_training():
     compare(make_model, started(OPTIMIZERS["adam"]))
-    compare(make_model, started(of("SGD", lr=0.1, momentum=0.9, dampening=0.5)))  # it dampens all gradients but the first
+    compare(
+        make_model, started(of("SGD", lr=0.1, momentum=0.9, dampening=0.5))
+    )  # it dampens all gradients but the first
 
 
 def test_the_learning_rate_is_an_input():
-    _, lifted_optimizer, run = compare(make_model, OPTIMIZERS["adamw"], rates=[0.01, 0.02, 0.005, 0.03, 0.002])
+    _, lifted_optimizer, run = compare(
+        make_model, OPTIMIZERS["adamw"], rates=[0.01, 0.02, 0.005, 0.03, 0.002]
+    )
     _, _, same = compare(make_model, OPTIMIZERS["sgd"])
     assert len(run._cache) == len(same._cache) == 1, "other numbers in the state need no new trace"
     assert lifted_optimizer.param_groups[0]["lr"] == 0.002
@@ -231,9 +256,15 @@ def test_a_scheduler_inside_the_loop_is_refused():
     for lr in (0.1, torch.tensor(0.1)):
         model = make_model()
         optimizer = of("SGD", lr=lr)(model)
-        plain, scheduler = loop(model, optimizer), optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+        plain, scheduler = (
+            loop(model, optimizer),
+            optim.lr_scheduler.CosineAnnealingLR(optimizer, 10),
+        )
         step, state = zt.lift(lambda *xy: (plain(*xy), scheduler.step())[0], model, optimizer)  # noqa: B023
-        with pytest.raises(ValueError, match=r"lift: the loop step uses a scheduler, CosineAnnealingLR \(step\),.*\n  at .*test_lift.py:\d+ .*\n.*after the lifted step, and read(?s:.)*param_groups\[0\]\['lr'\]"):
+        with pytest.raises(
+            ValueError,
+            match=r"lift: the loop step uses a scheduler, CosineAnnealingLR \(step\),.*\n  at .*test_lift.py:\d+ .*\n.*after the lifted step, and read(?s:.)*param_groups\[0\]\['lr'\]",
+        ):
             zt.Step(step).trace(state, *data()[0])
 
 
@@ -250,7 +281,9 @@ def test_hooks_of_parameters_run():
 def test_each_parameter_group_has_its_learning_rate():
     def grouped(model):
         first, *rest = model.parameters()
-        return optim.AdamW([{"params": rest, "lr": 0.02, "weight_decay": 0.0}, {"params": [first], "lr": 0.003}])
+        return optim.AdamW(
+            [{"params": rest, "lr": 0.02, "weight_decay": 0.0}, {"params": [first], "lr": 0.003}]
+        )
 
     _, lifted_optimizer, _ = compare(make_model, grouped)
     assert [g["lr"] for g in lifted_optimizer.param_groups] == [0.02, 0.003]
@@ -264,7 +297,9 @@ def test_frozen_parameters_stay_and_have_no_optimizer_state(given):
         return model
 
     def optimizer(model):
-        return optim.Adam([p for p in model.parameters() if given == "all" or p.requires_grad], lr=0.01)
+        return optim.Adam(
+            [p for p in model.parameters() if given == "all" or p.requires_grad], lr=0.01
+        )
 
     lifted_model, lifted_optimizer, _ = compare(frozen, optimizer)
     assert torch.equal(lifted_model[0].weight, frozen()[0].weight)
@@ -281,7 +316,11 @@ class Tied(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.encode, self.decode, self.head = nn.Linear(6, 8), nn.Linear(6, 8, bias=False), nn.Linear(6, 4)
+        self.encode, self.decode, self.head = (
+            nn.Linear(6, 8),
+            nn.Linear(6, 8, bias=False),
+            nn.Linear(6, 4),
+        )
         self.decode.weight = self.encode.weight
 
     def forward(self, x):
@@ -296,18 +335,32 @@ def test_tied_weights_are_one_leaf():
     step, state = zt.lift(loop(lifted_model, lifted_optimizer), lifted_model, lifted_optimizer)
     shard = zt.shard_params(zt.AbstractMesh(dp=2), stage=2)
     eqns = shard(step).lower(state, *data()[0]).graph.eqns
-    uses = [e.provenance.role for e in eqns if e.provenance and e.provenance.paths == ("params.encode.weight",)]
+    uses = [
+        e.provenance.role
+        for e in eqns
+        if e.provenance and e.provenance.paths == ("params.encode.weight",)
+    ]
     assert uses == ["param", "grad"], "one gather and one reduction for both uses"
 
 
 def test_lifting_and_tracing_change_nothing():
     model = make_model()
     optimizer = started(OPTIMIZERS["adam"])(model)
-    before, grads = copy.deepcopy(everything(model, optimizer)), [p.grad.clone() for p in model.parameters()]
+    before, grads = (
+        copy.deepcopy(everything(model, optimizer)),
+        [p.grad.clone() for p in model.parameters()],
+    )
 
     def held():
         state = (v for s in optimizer.state.values() for v in s.values())
-        return [id(x) for x in (*model.parameters(), *state, *(p for g in optimizer.param_groups for p in g["params"]))]
+        return [
+            id(x)
+            for x in (
+                *model.parameters(),
+                *state,
+                *(p for g in optimizer.param_groups for p in g["params"]),
+            )
+        ]
 
     ids = held()
     step, state = zt.lift(loop(model, optimizer), model, optimizer)
@@ -322,7 +375,9 @@ def test_lifting_a_fresh_optimizer_takes_no_step():
     optimizer = of("AdamW", lr=0.01, weight_decay=0.5)(model)
     zt.lift(loop(model, optimizer), model, optimizer)
     assert distance(dict(model.state_dict()), dict(make_model().state_dict())) == 0
-    assert optimizer.param_groups[0]["lr"] == 0.01 and all(p.grad is None for p in model.parameters())
+    assert optimizer.param_groups[0]["lr"] == 0.01 and all(
+        p.grad is None for p in model.parameters()
+    )
     assert all(not v.any() for s in optimizer.state.values() for v in s.values())
 
 
@@ -330,12 +385,18 @@ def test_lifting_a_fresh_optimizer_takes_no_step():
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_sharded_step_agrees_with_the_loop_for_each_optimizer(name):
     transforms = (zt.shard_params(zt.AbstractMesh(dp=4)), *ALL)
-    make, tolerance = (make_matrices, 5e-3) if name == "muon" else (make_model, 1e-5)  # Muon works in bf16
+    make, tolerance = (
+        (make_matrices, 5e-3) if name == "muon" else (make_model, 1e-5)
+    )  # Muon works in bf16
     compare(make, OPTIMIZERS[name], tolerance, transforms, ranks=4)
 
 
 def test_a_lifted_step_runs_on_a_mesh_of_one():
-    compare(make_model, OPTIMIZERS["adamw"], transforms=(zt.shard_params(zt.make_mesh("cpu", dp=1)), *ALL))
+    compare(
+        make_model,
+        OPTIMIZERS["adamw"],
+        transforms=(zt.shard_params(zt.make_mesh("cpu", dp=1)), *ALL),
+    )
     torch.distributed.destroy_process_group()
 
 
@@ -364,7 +425,10 @@ def test_an_optimizer_that_is_not_lifted_is_refused():
     model = make_model()
     optimizer, second_optimizer = of("SGD", lr=0.1)(model), optim.SGD(model[3].parameters(), lr=0.1)
     plain = loop(model, optimizer)
-    with pytest.raises(ValueError, match=r"lift: the loop step calls step.. of another optimizer, SGD, which would train nothing"):
+    with pytest.raises(
+        ValueError,
+        match=r"lift: the loop step calls step.. of another optimizer, SGD, which would train nothing",
+    ):
         trace_of(lambda *xy: (plain(*xy), second_optimizer.step())[0], model, optimizer)()
     plain(*data()[0]), second_optimizer.step()
 
@@ -372,8 +436,13 @@ def test_an_optimizer_that_is_not_lifted_is_refused():
 def adversaries():
     """A generator and a discriminator, each with its optimizer. The generator's loss uses the updated discriminator."""
     torch.manual_seed(0)
-    nets = nn.ModuleDict({"G": nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4)), "D": nn.Linear(4, 1)})
-    optimizers = [optim.AdamW(nets["G"].parameters(), lr=0.02), optim.SGD(nets["D"].parameters(), lr=0.05, momentum=0.9)]
+    nets = nn.ModuleDict(
+        {"G": nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4)), "D": nn.Linear(4, 1)}
+    )
+    optimizers = [
+        optim.AdamW(nets["G"].parameters(), lr=0.02),
+        optim.SGD(nets["D"].parameters(), lr=0.05, momentum=0.9),
+    ]
     (g, d), (for_g, for_d) = nets.values(), optimizers
 
     def loop_step(real, noise):
@@ -399,7 +468,9 @@ def doubles():
 @pytest.mark.parametrize("stage", range(4))
 def test_a_loop_may_have_several_optimizers(stage, doubles):
     draw = torch.Generator().manual_seed(1)
-    batches = [(torch.randn(4, 4, generator=draw), torch.randn(4, 3, generator=draw)) for _ in range(3)]
+    batches = [
+        (torch.randn(4, 4, generator=draw), torch.randn(4, 3, generator=draw)) for _ in range(3)
+    ]
     plain, plain_optimizers, plain_loop = adversaries()
     wanted = [torch.stack(plain_loop(*batch)).detach() for batch in batches]
 
@@ -420,13 +491,22 @@ def test_a_loop_may_have_several_optimizers(stage, doubles):
 
 def test_wrong_uses_of_several_optimizers_are_refused():
     nets, optimizers, loop_step = adversaries()
-    with pytest.raises(TypeError, match=r"lift: the model is a list, and no nn.Module.\nCombine several modules in one, nn.ModuleList"):
+    with pytest.raises(
+        TypeError,
+        match=r"lift: the model is a list, and no nn.Module.\nCombine several modules in one, nn.ModuleList",
+    ):
         zt.lift(loop_step, [*nets.values()], optimizers)
-    with pytest.raises(ValueError, match=r"lift: G.0.weight is held by two optimizers; every parameter may have one"):
+    with pytest.raises(
+        ValueError,
+        match=r"lift: G.0.weight is held by two optimizers; every parameter may have one",
+    ):
         zt.lift(loop_step, nets, [*optimizers, optimizers[0]])
     optimizers[0].step, data = lambda: None, (torch.randn(2, 4), torch.randn(2, 3))
     step, state = zt.lift(loop_step, nets, optimizers)
-    with pytest.raises(ValueError, match=r"lift: the loop step did not call step\(\) of optimizer 0, AdamW while it was traced, so"):
+    with pytest.raises(
+        ValueError,
+        match=r"lift: the loop step did not call step\(\) of optimizer 0, AdamW while it was traced, so",
+    ):
         zt.Step(step).trace(state, *data)
 
 
@@ -450,7 +530,10 @@ def test_gradients_of_parameters_taken_before_the_loop_are_refused():
         optimizer.step()
         return loss
 
-    with pytest.raises(ValueError, match=r"uses 0.weight as it was taken.*\(.grad\)(?s:.)*test_lift.py:\d+(?s:.)*inside the loop step: model.parameters"):
+    with pytest.raises(
+        ValueError,
+        match=r"uses 0.weight as it was taken.*\(.grad\)(?s:.)*test_lift.py:\d+(?s:.)*inside the loop step: model.parameters",
+    ):
         trace_of(clipped, model, optimizer)()
     assert all(p.grad is None for p in params)
     trace_of(lambda x, y: clipped(x, y, model.parameters), model, optimizer)()
@@ -462,7 +545,10 @@ def test_a_parameter_that_is_unfrozen_after_lift_is_refused():
     optimizer = of("Adam", lr=0.1)(model)
     traced = trace_of(loop(model, optimizer), model, optimizer)
     model[0].requires_grad_(True)
-    with pytest.raises(ValueError, match=r"lift: the optimizer made step, exp_avg, exp_avg_sq for 0.weight.*\n.*call the step itself.*call lift again"):
+    with pytest.raises(
+        ValueError,
+        match=r"lift: the optimizer made step, exp_avg, exp_avg_sq for 0.weight.*\n.*call the step itself.*call lift again",
+    ):
         traced()
 
 
@@ -498,7 +584,9 @@ def test_a_state_without_an_entry_for_buffers_is_restored():
 def test_dropout_behind_attention_has_the_masks_of_the_loop():
     """Its argument is not contiguous, so PyTorch does not draw for its elements in their order."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.TransformerEncoderLayer(6, 2, 8, dropout=0.3, batch_first=True), nn.Linear(6, 4))
+    model = nn.Sequential(
+        nn.TransformerEncoderLayer(6, 2, 8, dropout=0.3, batch_first=True), nn.Linear(6, 4)
+    )
     lifted, (x, y) = copy.deepcopy(model), (torch.randn(5, 3, 6), torch.randn(5, 3, 4))
     optimizer, lifted_optimizer = of("SGD", lr=0.1)(model), of("SGD", lr=0.1)(lifted)
     step, state = zt.lift(loop(lifted, lifted_optimizer), lifted, lifted_optimizer)
@@ -527,7 +615,9 @@ def test_parameters_may_move_between_groups(kind):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         first, second = ([*layer.parameters()] for layer in model)
-        optimizer = getattr(optim, kind)([{"params": first, "lr": 0.1}, {"params": second, "lr": 0.01}])
+        optimizer = getattr(optim, kind)(
+            [{"params": first, "lr": 0.1}, {"params": second, "lr": 0.01}]
+        )
         step, losses = loop_of(model, optimizer), []
         if is_lifted:
             step, state = zt.lift(step, model, optimizer)
@@ -535,7 +625,9 @@ def test_parameters_may_move_between_groups(kind):
             state = step.shard(state)
         for i in range(6):
             if i == 2:
-                optimizer.param_groups[0]["params"].append(optimizer.param_groups[1]["params"].pop())
+                optimizer.param_groups[0]["params"].append(
+                    optimizer.param_groups[1]["params"].pop()
+                )
             if i == 4:
                 del optimizer.param_groups[0]["params"][0]
             x = torch.randn(4, 3, generator=torch.Generator().manual_seed(i))
@@ -576,8 +668,13 @@ def test_a_table_outside_of_the_module_is_refused_and_a_buffer_is_read():
         return loss
 
     (x, y), *_ = data()
-    with pytest.raises(ValueError, match=r"lift: the loop step reads table, a tensor \[5\] that the lifted module does not have(?s:.)*an attribute of the module before lift"):
-        zt.Step(zt.lift(loop_step, model, optimizer)[0]).trace(zt.lift(loop_step, model, optimizer)[1], x, y)
+    with pytest.raises(
+        ValueError,
+        match=r"lift: the loop step reads table, a tensor \[5\] that the lifted module does not have(?s:.)*an attribute of the module before lift",
+    ):
+        zt.Step(zt.lift(loop_step, model, optimizer)[0]).trace(
+            zt.lift(loop_step, model, optimizer)[1], x, y
+        )
     model.register_buffer("table", table)
     step, state = zt.lift(loop_step, model, optimizer)
     run = zt.Step(step)
@@ -614,8 +711,17 @@ def test_a_step_without_its_state_is_refused():
     optimizer = of("SGD", lr=0.1)(model)
     step, state = zt.lift(loop(model, optimizer), model, optimizer)
     x, y = data()[0]
-    for given, what in (((x, y), "a Tensor"), (((state, 0.0), x, y), "a tuple, as the step returns it")):
-        with pytest.raises(TypeError, match=rf"lift: the first argument of .* is {what}.*\nCall it as state, output = "):
+    for given, what in (
+        ((x, y), "a Tensor"),
+        (((state, 0.0), x, y), "a tuple, as the step returns it"),
+    ):
+        with pytest.raises(
+            TypeError,
+            match=rf"lift: the first argument of .* is {what}.*\nCall it as state, output = ",
+        ):
             zt.Step(step)(*given)
-    with pytest.raises(TypeError, match=r"this is a tuple\.\nUnpack what lift returns: step, state = zt.lift\(...\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"this is a tuple\.\nUnpack what lift returns: step, state = zt.lift\(...\)",
+    ):
         zt.overlap_grads()(zt.lift(loop(model, optimizer), model, optimizer))

@@ -18,7 +18,9 @@ SHARDED = zt.chain(zt.shard_params(zt.AbstractMesh(dp=RANKS)), *ALL)
 
 def differing(mine, theirs):
     """The names of the tensors that differ."""
-    return [k for k in theirs if not torch.equal(torch.as_tensor(mine[k]), torch.as_tensor(theirs[k]))]
+    return [
+        k for k in theirs if not torch.equal(torch.as_tensor(mine[k]), torch.as_tensor(theirs[k]))
+    ]
 
 
 # ---- losses that are scaled
@@ -28,7 +30,13 @@ def scaled(make_optimizer, unscale, growth_interval=2):
     """A model, its optimizer and its scaler, and the body of a loop whose batch has a factor for the loss."""
     model = make_model()
     optimizer = make_optimizer(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=growth_interval, growth_factor=1.7, backoff_factor=0.3)
+    scaler = torch.amp.GradScaler(
+        "cpu",
+        init_scale=1024.0,
+        growth_interval=growth_interval,
+        growth_factor=1.7,
+        backoff_factor=0.3,
+    )
 
     def loop_step(x, y, factor):
         optimizer.zero_grad()
@@ -44,7 +52,18 @@ def scaled(make_optimizer, unscale, growth_interval=2):
     return model, optimizer, scaler, loop_step
 
 
-FACTORS = [1.0, 1.0, 1.0, float("inf"), 1.0, float("nan"), float("inf"), 1.0, 1.0, 1.0]  # infinite ones are skipped
+FACTORS = [
+    1.0,
+    1.0,
+    1.0,
+    float("inf"),
+    1.0,
+    float("nan"),
+    float("inf"),
+    1.0,
+    1.0,
+    1.0,
+]  # infinite ones are skipped
 SCALED = {
     "sgd": of("SGD", lr=0.1, momentum=0.9),
     "adamw": of("AdamW", lr=0.01),
@@ -63,7 +82,10 @@ def test_a_scaler_skips_steps_and_changes_its_scale(make_optimizer, unscale):
     for factor, batch in zip(FACTORS, data(steps=len(FACTORS))):
         plain_loop(*batch, torch.tensor(factor))
         state, _ = run(state, *batch, torch.tensor(factor))
-        assert state["scaler"]["scale"] == scaler._scale and state["scaler"]["growth"] == scaler._growth_tracker
+        assert (
+            state["scaler"]["scale"] == scaler._scale
+            and state["scaler"]["growth"] == scaler._growth_tracker
+        )
     zt.restore(lifted, lifted_optimizer, run.unshard(state), scaler=lifted_scaler)
     mine, theirs = everything(lifted, lifted_optimizer), everything(model, optimizer)
     assert distance(mine, theirs) <= 1e-6
@@ -83,7 +105,10 @@ def test_a_scaler_works_on_every_rank(name):
     lowered, state = SHARDED(step).lower(state, *slices(data()[0], RANKS)[0], one), clone(state)
     for k, batch in enumerate(data()):
         plain_loop(*batch, infinite if k == 2 else one)
-        parts = [(*part, infinite if k == 2 and rank == 1 else one) for rank, part in enumerate(slices(batch, RANKS))]
+        parts = [
+            (*part, infinite if k == 2 and rank == 1 else one)
+            for rank, part in enumerate(slices(batch, RANKS))
+        ]
         state, _ = lowered.lockstep(state, parts)
     zt.restore(lifted, lifted_optimizer, state, scaler=lifted_scaler)
     assert lifted_scaler.state_dict() == scaler.state_dict()
@@ -91,7 +116,9 @@ def test_a_scaler_works_on_every_rank(name):
 
 
 def test_settings_of_a_scaler_are_noticed():
-    (_, _, scaler, plain_loop), (*lifted, lifted_scaler, loop_step) = (scaled(SCALED["sgd"], False) for _ in range(2))
+    (_, _, scaler, plain_loop), (*lifted, lifted_scaler, loop_step) = (
+        scaled(SCALED["sgd"], False) for _ in range(2)
+    )
     step, state = zt.lift(loop_step, *lifted, scaler=lifted_scaler)
     run = zt.Step(step)
     state = run.shard(state)
@@ -106,7 +133,10 @@ def test_settings_of_a_scaler_are_noticed():
 def test_a_scaler_that_is_not_given_to_lift_is_refused():
     model, optimizer, _, loop_step = scaled(SCALED["sgd"], True)
     step, state = zt.lift(loop_step, model, optimizer)
-    with pytest.raises(ValueError, match=r"a GradScaler whose scale is not part(?s:.)*test_loops.py:\d+(?s:.)*scaler=scaler\), and to restore"):
+    with pytest.raises(
+        ValueError,
+        match=r"a GradScaler whose scale is not part(?s:.)*test_loops.py:\d+(?s:.)*scaler=scaler\), and to restore",
+    ):
         zt.Step(step).trace(state, *data()[0], torch.tensor(1.0))
 
 
@@ -120,11 +150,21 @@ def hooked():
     model[0].register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
     model[1].register_forward_hook(lambda module, args, output: output + 0.1)
     model[3].register_full_backward_pre_hook(lambda module, grads: (grads[0] * 0.7,))
-    model[3].register_full_backward_hook(lambda module, before, after: (before[0].clamp(-0.05, 0.05),))
+    model[3].register_full_backward_hook(
+        lambda module, before, after: (before[0].clamp(-0.05, 0.05),)
+    )
     model[0].weight.register_hook(lambda g: g * 0.9)
     model[0].bias.register_post_accumulate_grad_hook(lambda p: [p.grad.mul_(0.5)].clear())
-    optimizer.register_step_pre_hook(lambda o, args, kwargs: [p.grad.mul_(0.8) for g in o.param_groups for p in g["params"]] and None)
-    optimizer.register_step_post_hook(lambda o, args, kwargs: [p.data.mul_(0.99) for g in o.param_groups for p in g["params"]] and None)
+    optimizer.register_step_pre_hook(
+        lambda o, args, kwargs: (
+            [p.grad.mul_(0.8) for g in o.param_groups for p in g["params"]] and None
+        )
+    )
+    optimizer.register_step_post_hook(
+        lambda o, args, kwargs: (
+            [p.data.mul_(0.99) for g in o.param_groups for p in g["params"]] and None
+        )
+    )
     return model, optimizer, loop(model, optimizer)
 
 
@@ -176,7 +216,9 @@ def frozen(given):
     """A model whose first layer is frozen, and an optimizer that has all its parameters, or the others only."""
     model = make_model()
     model[0].requires_grad_(False)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if given == "all" or p.requires_grad], lr=0.01, fused=True)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if given == "all" or p.requires_grad], lr=0.01, fused=True
+    )
     return model, optimizer, loop(model, optimizer)
 
 
@@ -189,7 +231,10 @@ def unfreeze(given, model, optimizer):
 @pytest.mark.parametrize("given", ["all", "trained"])
 def test_a_layer_is_unfrozen_between_two_steps(given):
     """Its optimizer state begins there, as in the untouched loop. If it is frozen again, its state stays."""
-    (model, optimizer, plain_loop), (lifted, lifted_optimizer, loop_step) = frozen(given), frozen(given)
+    (model, optimizer, plain_loop), (lifted, lifted_optimizer, loop_step) = (
+        frozen(given),
+        frozen(given),
+    )
     step, state = zt.lift(loop_step, lifted, lifted_optimizer)
     run = zt.Step(step)
     state = run.shard(state)
@@ -218,7 +263,10 @@ def test_a_layer_that_is_unfrozen_for_an_optimizer_from_outside_of_pytorch_is_re
     run = zt.Step(step)
     state, _ = run(run.shard(state), *data()[0])
     model[0].requires_grad_(True)
-    with pytest.raises(ValueError, match=r"Counting makes its state in its first step, 'count', 'm', 'v' for 0\.weight"):
+    with pytest.raises(
+        ValueError,
+        match=r"Counting makes its state in its first step, 'count', 'm', 'v' for 0\.weight",
+    ):
         run(state, *data()[0])
 
 
@@ -257,7 +305,9 @@ def test_a_layer_is_unfrozen_on_a_mesh():
     state, _ = run(state, *batch)
     unfreeze("all", model, optimizer)
     state, _ = run(state, *batch)
-    assert type(state["optimizer"]["0.weight"]["exp_avg"]) is type(state["optimizer"]["3.weight"]["exp_avg"])
+    assert type(state["optimizer"]["0.weight"]["exp_avg"]) is type(
+        state["optimizer"]["3.weight"]["exp_avg"]
+    )
     assert state["optimizer"]["0.weight"]["exp_avg"].full_tensor().any()
     torch.distributed.destroy_process_group()
 

@@ -57,13 +57,19 @@ def test_plain_tensors_are_not_trained_on_ranks():
     plain, lifted = Tables(), Tables()
     optimizers = [of("SGD", lr=0.1)(m) for m in (plain, lifted)]
     step, state = zt.lift(loop(lifted, optimizers[1]), lifted, optimizers[1])
-    lowered = zt.chain(zt.shard_params(zt.AbstractMesh(dp=3)), *ALL)(step).lower(state, *slices(data()[0], 3)[0])
+    lowered = zt.chain(zt.shard_params(zt.AbstractMesh(dp=3)), *ALL)(step).lower(
+        state, *slices(data()[0], 3)[0]
+    )
     before, state = clone(state), clone(state)
     for batch in data():
         loop(plain, optimizers[0])(*batch)
         state, _ = lowered.lockstep(state, slices(batch, 3))
     assert distance(state["params"], dict(plain.named_parameters())) <= 1e-6
-    assert all(torch.equal(state["buffers"][name], before["buffers"][name]) for name in NAMES if name != "count")
+    assert all(
+        torch.equal(state["buffers"][name], before["buffers"][name])
+        for name in NAMES
+        if name != "count"
+    )
 
 
 def test_a_tensor_that_modules_share_is_one_leaf():
@@ -91,7 +97,10 @@ def test_a_tensor_that_a_forward_makes_lazily_is_refused():
     model = Lazy(lambda head, x: torch.arange(6.0))
     optimizer = of("SGD", lr=0.1)(model)
     step, state = zt.lift(loop(model, optimizer), model, optimizer)
-    with pytest.raises(ValueError, match=r"makes a tensor in the attribute positions(?s:.)*Call the model once before lift"):
+    with pytest.raises(
+        ValueError,
+        match=r"makes a tensor in the attribute positions(?s:.)*Call the model once before lift",
+    ):
         zt.Step(step).trace(state, *data()[0])
     model(data()[0][0])
     step, state = zt.lift(loop(model, optimizer), model, optimizer)
@@ -168,14 +177,22 @@ def test_a_module_in_an_attribute_is_named():
 
     trainer = Trainer()
     step, state = zt.lift(trainer.loop_step, trainer.model, trainer.optimizer)
-    with pytest.raises(ValueError, match=r"uses self.teacher, a module that is not a part(?s:.)*\"teacher\": self.teacher"):
+    with pytest.raises(
+        ValueError,
+        match=r"uses self.teacher, a module that is not a part(?s:.)*\"teacher\": self.teacher",
+    ):
         zt.Step(step).trace(state, *data()[0])
 
 
 def test_two_modules_in_a_dict_are_lifted_together():
-    plain, lifted = (nn.ModuleDict({"model": make_model(), "teacher": make_model()}) for _ in range(2))
+    plain, lifted = (
+        nn.ModuleDict({"model": make_model(), "teacher": make_model()}) for _ in range(2)
+    )
     optimizers = [of("SGD", lr=0.1)(both["model"]) for both in (plain, lifted)]
-    loops = [distilled(both["model"], o, lambda both=both: both["teacher"]) for both, o in zip((plain, lifted), optimizers)]
+    loops = [
+        distilled(both["model"], o, lambda both=both: both["teacher"])
+        for both, o in zip((plain, lifted), optimizers)
+    ]
     step, state = zt.lift(loops[1], lifted, optimizers[1])
     run = zt.Step(step)
     for batch in data():
@@ -199,7 +216,10 @@ def test_an_averaged_model_is_refused(inside):
     model = make_model()
     average, optimizer = AveragedModel(model), of("SGD", lr=0.1)(model)
     both = nn.ModuleDict({"model": model, "average": average}) if inside else model
-    with pytest.raises(ValueError, match=r"average.* an AveragedModel(?s:.)*copy.deepcopy\(model\)(?s:.)*a.data.lerp_\(p.data, 0.1\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"average.* an AveragedModel(?s:.)*copy.deepcopy\(model\)(?s:.)*a.data.lerp_\(p.data, 0.1\)",
+    ):
         step, state = zt.lift(averaged(model, average, optimizer), both, optimizer)
         zt.Step(step).trace(state, *data()[0])
 
@@ -225,7 +245,9 @@ def test_the_lines_that_do_the_work_of_an_averaged_model():
             a.data.lerp_(p.data, 0.1)
         return loss
 
-    step, state = zt.lift(loop_step, nn.ModuleDict({"model": model, "average": average}), lifted_optimizer)
+    step, state = zt.lift(
+        loop_step, nn.ModuleDict({"model": model, "average": average}), lifted_optimizer
+    )
     run = zt.Step(step)
     state = run.shard(state)
     for batch in data():
@@ -233,7 +255,11 @@ def test_the_lines_that_do_the_work_of_an_averaged_model():
         for a, p in zip(wanted.parameters(), plain.parameters()):
             a.data.lerp_(p.data, 0.1)
         state, _ = run(state, *batch)
-    mine = {name.removeprefix("average."): x for name, x in state["params"].items() if name.startswith("average.")}
+    mine = {
+        name.removeprefix("average."): x
+        for name, x in state["params"].items()
+        if name.startswith("average.")
+    }
     assert distance(mine, dict(wanted.named_parameters())) <= 1e-6
 
 
@@ -255,7 +281,10 @@ def test_a_dict_of_optimizers_by_parameter_is_refused():
         return loss
 
     step, state = zt.lift(loop_step, model, [*optimizers.values()])
-    with pytest.raises(ValueError, match=r"looks (weight|bias) up in a dict whose keys are parameters(?s:.)*functools.partial\(hook, optimizer\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"looks (weight|bias) up in a dict whose keys are parameters(?s:.)*functools.partial\(hook, optimizer\)",
+    ):
         zt.Step(step).trace(state, torch.ones(4, 3))
 
 

@@ -45,7 +45,10 @@ def compare(make, make_optimizer, dtype, steps=8):
     optimizer = make_optimizer(model)
     lifted_model = copy.deepcopy(model)
     lifted_optimizer = make_optimizer(lifted_model)
-    lifted_model.load_state_dict(model.state_dict()), lifted_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    (
+        lifted_model.load_state_dict(model.state_dict()),
+        lifted_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+    )
     plain, lifted_loop = loop(model, optimizer), loop(lifted_model, lifted_optimizer)
     step, state = zt.lift(lifted_loop, lifted_model, lifted_optimizer)
     run = zt.Step(step)
@@ -55,7 +58,9 @@ def compare(make, make_optimizer, dtype, steps=8):
         state, _ = run(state, *batch)
     zt.restore(lifted_model, lifted_optimizer, state)
     mine, theirs = everything(lifted_model, lifted_optimizer), everything(model, optimizer)
-    differ = [k for k in theirs if not torch.equal(torch.as_tensor(mine[k]), torch.as_tensor(theirs[k]))]
+    differ = [
+        k for k in theirs if not torch.equal(torch.as_tensor(mine[k]), torch.as_tensor(theirs[k]))
+    ]
     assert len(run._cache) == 1, "counts and rates are inputs, so one program suffices"
     return distance(mine, theirs), differ
 
@@ -88,14 +93,18 @@ def test_bfloat16_parameters_have_the_bits_of_the_loop():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 4, bias=False))
     for name in ("sgd", "momentum", "adamw_fused", "adagrad_fused"):
-        assert compare(lambda: copy.deepcopy(model), OPTIMIZERS[name], torch.bfloat16)[1] == [], name
+        assert compare(lambda: copy.deepcopy(model), OPTIMIZERS[name], torch.bfloat16)[1] == [], (
+            name
+        )
 
 
 def test_betas_of_bfloat16_parameters_are_not_rounded():
     """PyTorch's Adam would round a beta that is a tensor to bf16: 0.999 would be 1."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 4, bias=False))
-    error, _ = compare(lambda: copy.deepcopy(model), of("AdamW", lr=0.01, betas=(0.999, 0.999)), torch.bfloat16)
+    error, _ = compare(
+        lambda: copy.deepcopy(model), of("AdamW", lr=0.01, betas=(0.999, 0.999)), torch.bfloat16
+    )
     assert error <= 2e-2
 
 
@@ -117,7 +126,9 @@ def test_scalars_stay_fp64_on_several_ranks(name, stage):
         plain(*batch)
         state, _ = lowered.lockstep(state, slices(batch, 3))
     zt.restore(lifted_model, lifted_optimizer, state)
-    assert distance(everything(lifted_model, lifted_optimizer), everything(model, optimizer)) <= (1e-12 if name == "adamw" else 1e-7)
+    assert distance(everything(lifted_model, lifted_optimizer), everything(model, optimizer)) <= (
+        1e-12 if name == "adamw" else 1e-7
+    )
 
 
 SIZES = [(), (1,), (7,), (16,), (33,), (1000,), (65, 67)]
@@ -130,13 +141,22 @@ def test_a_tensor_scalar_gives_the_bits_of_a_python_number(shape, dtype):
     x, y, z = (torch.randn(shape, dtype=dtype) for _ in range(3))
     number = -0.0123456789
     scalar = torch.tensor(number, dtype=torch.float64)
-    for op, args, key in (("add", (y,), "alpha"), ("sub", (y,), "alpha"), ("addcmul", (y, z), "value"), ("addcdiv", (y, z), "value")):
+    for op, args, key in (
+        ("add", (y,), "alpha"),
+        ("sub", (y,), "alpha"),
+        ("addcmul", (y, z), "value"),
+        ("addcdiv", (y, z), "value"),
+    ):
         wanted = getattr(torch.Tensor, op)(x, *args, **{key: number})
-        assert torch.equal(with_tensor_scalar(getattr(torch.Tensor, op), (x, *args), {key: scalar}), wanted), op
+        assert torch.equal(
+            with_tensor_scalar(getattr(torch.Tensor, op), (x, *args), {key: scalar}), wanted
+        ), op
         changed = x.clone()
         with_tensor_scalar(getattr(torch.Tensor, f"{op}_"), (changed, *args), {key: scalar})
         assert torch.equal(changed, wanted), f"{op}_"
-        results = with_tensor_scalar(getattr(torch, f"_foreach_{op}"), ([x, x], *([a, a] for a in args)), {key: scalar})
+        results = with_tensor_scalar(
+            getattr(torch, f"_foreach_{op}"), ([x, x], *([a, a] for a in args)), {key: scalar}
+        )
         assert all(torch.equal(e, wanted) for e in results), f"_foreach_{op}"
 
 
@@ -238,4 +258,3 @@ def test_reading_a_value_outside_of_the_optimizer_is_refused():
     with pytest.raises(ValueError, match="reads a tensor's value"):
         zt.Step(step).trace(state, *batches(torch.float32)[0])
     assert not torch.compiler.is_compiling()
-

@@ -20,7 +20,9 @@ WRITTEN = {
     "ones": lambda m: written.RMSpropTF(m.parameters(), lr=0.01),
     "python count": lambda m: written.Counting(m.parameters()),
     "subclass": lambda m: type("Mine", (optim.AdamW,), {})(m.parameters(), lr=0.01),
-    "subclass with momentum": lambda m: type("Mine", (optim.SGD,), {})(m.parameters(), lr=0.1, momentum=0.9, nesterov=True),
+    "subclass with momentum": lambda m: type("Mine", (optim.SGD,), {})(
+        m.parameters(), lr=0.1, momentum=0.9, nesterov=True
+    ),
 }
 
 
@@ -28,7 +30,12 @@ WRITTEN = {
 @pytest.mark.parametrize("make_optimizer", WRITTEN.values(), ids=WRITTEN)
 def test_optimizers_outside_of_pytorch_are_lifted_after_their_first_step(make_optimizer):
     compare(make_model, started(make_optimizer), tolerance=1e-6)
-    compare(make_model, started(make_optimizer), transforms=(zt.shard_params(zt.AbstractMesh(dp=4)), *ALL), ranks=4)
+    compare(
+        make_model,
+        started(make_optimizer),
+        transforms=(zt.shard_params(zt.AbstractMesh(dp=4)), *ALL),
+        ranks=4,
+    )
 
 
 class WithNone(optim.Optimizer):
@@ -42,7 +49,10 @@ class WithNone(optim.Optimizer):
         for p in self.param_groups[0]["params"]:
             state = self.state[p]
             if not state:
-                both = [torch.zeros_like(p), torch.zeros_like(p) if self.param_groups[0]["second"] else None]
+                both = [
+                    torch.zeros_like(p),
+                    torch.zeros_like(p) if self.param_groups[0]["second"] else None,
+                ]
                 state["momenta"] = both
             first, second = state["momenta"]
             first.mul_(0.9).add_(p.grad)
@@ -53,7 +63,9 @@ class WithNone(optim.Optimizer):
 
 @pytest.mark.parametrize("second", [False, True])
 def test_none_among_the_tensors_of_a_state_stays_in_its_place(second):
-    _, optimizer, _ = compare(make_model, started(lambda m: WithNone(m.parameters(), second)), tolerance=1e-6)
+    _, optimizer, _ = compare(
+        make_model, started(lambda m: WithNone(m.parameters(), second)), tolerance=1e-6
+    )
     kept = [s["momenta"] for s in optimizer.state.values()]
     assert all((k[1] is None) != second and isinstance(k[0], torch.Tensor) for k in kept)
 
@@ -98,7 +110,9 @@ def test_existing_optimizer_state_is_kept():
     model[0].requires_grad_(True)
     _, state = zt.lift(loop(model, optimizer), model, optimizer)
     assert distance({k: everything(model, optimizer)[k] for k in present}, present) == 0
-    assert state["optimizer"]["3.weight"]["step"] == 5 and state["optimizer"]["0.weight"]["step"] == 0
+    assert (
+        state["optimizer"]["3.weight"]["step"] == 5 and state["optimizer"]["0.weight"]["step"] == 0
+    )
 
 
 @pytest.mark.parametrize("make_optimizer", [
@@ -110,10 +124,16 @@ def test_existing_optimizer_state_is_kept():
 def test_an_optimizer_with_a_special_first_step_must_take_it_before_lift(make_optimizer):
     model = make_model()
     optimizer = make_optimizer(model)
-    with pytest.raises(ValueError, match=r"makes its state in its first step(?s:.)*one step before lift, on every rank(?s:.)*source=0"):
+    with pytest.raises(
+        ValueError,
+        match=r"makes its state in its first step(?s:.)*one step before lift, on every rank(?s:.)*source=0",
+    ):
         step, state = zt.lift(loop(model, optimizer), model, optimizer)
         zt.Step(step).trace(state, *data()[0])
-    assert not any(optimizer.state.values()) and distance(dict(model.state_dict()), dict(make_model().state_dict())) == 0
+    assert (
+        not any(optimizer.state.values())
+        and distance(dict(model.state_dict()), dict(make_model().state_dict())) == 0
+    )
 
 
 def test_after_its_first_step_such_an_optimizer_is_lifted():
@@ -129,7 +149,10 @@ def test_an_optimizer_of_meta_parameters_has_a_state_on_the_meta_device():
     model = make_model().to("meta")
     adam = optim.AdamW(model.parameters())
     _, state = zt.lift(loop(model, adam), model, adam)
-    assert state["optimizer"]["0.weight"]["exp_avg"].is_meta and state["optimizer"]["0.weight"]["step"] == 0
+    assert (
+        state["optimizer"]["0.weight"]["exp_avg"].is_meta
+        and state["optimizer"]["0.weight"]["step"] == 0
+    )
 
 
 def test_optimizer_state_that_is_neither_tensor_nor_number_is_refused():
@@ -142,7 +165,9 @@ def test_optimizer_state_that_is_neither_tensor_nor_number_is_refused():
     model = make_model()
     optimizer = Mixed(model.parameters(), lr=0.1)
     loop(model, optimizer)(*data()[0])
-    with pytest.raises(ValueError, match=r"lift: the optimizer keeps 'zeros' among the tensors of its state 'pair'"):
+    with pytest.raises(
+        ValueError, match=r"lift: the optimizer keeps 'zeros' among the tensors of its state 'pair'"
+    ):
         zt.lift(loop(model, optimizer), model, optimizer)
 
 
@@ -157,7 +182,10 @@ def test_an_optimizer_that_counts_in_an_attribute_is_refused():
     model = make_model()
     optimizer = Counts(model.parameters(), lr=0.1)
     step, state = zt.lift(loop(model, optimizer), model, optimizer)
-    with pytest.raises(ValueError, match=r"optimizer\.count was 1 and is 2(?s:.)*Keep what lives from step to step in the state"):
+    with pytest.raises(
+        ValueError,
+        match=r"optimizer\.count was 1 and is 2(?s:.)*Keep what lives from step to step in the state",
+    ):
         zt.Step(step).trace(state, *data()[0])
 
 
@@ -167,7 +195,9 @@ def test_the_advice_works_on_two_ranks():
     rows = run_ranks(2, __file__)
     assert [row["stage"] for row in rows] == [0, 3]
     for row in rows:
-        assert row["apart before"] > 1e-3, "the first steps must differ, else source=0 has nothing to do"
+        assert row["apart before"] > 1e-3, (
+            "the first steps must differ, else source=0 has nothing to do"
+        )
         assert row["apart after"] == 0 and row["from plain"] < 1e-5, row
 
 
@@ -199,7 +229,11 @@ def follow_the_advice() -> None:
         for batch in ([x.chunk(2)[0] for x in first], [x.chunk(2)[0] for x in first], *batches):
             loop(truth, reference)(*batch)
         wanted = nn.utils.parameters_to_vector(truth.parameters()).detach()
-        figures = {"apart before": before, "apart after": apart(trained), "from plain": distance(trained, wanted)}
+        figures = {
+            "apart before": before,
+            "apart after": apart(trained),
+            "from plain": distance(trained, wanted),
+        }
         if rank == 0:
             sys.stdout.write(json.dumps({"stage": stage, **figures}) + "\n")
     torch.distributed.destroy_process_group()

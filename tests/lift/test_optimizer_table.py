@@ -18,7 +18,12 @@ from ztrans.lift.optimizer_state import is_torchs
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
 TABLE = PAGE.read_text().partition("\n## Optimizers\n")[2]
 ROWS = dict(re.findall(r"^\| `([\w.]+(?:\(.*?\))?)` \| (.*?) \|", TABLE, re.MULTILINE))
-WRITTEN = {k: v for module in (optimizers, published_optimizers) for k, v in vars(module).items() if k in ROWS}
+WRITTEN = {
+    k: v
+    for module in (optimizers, published_optimizers)
+    for k, v in vars(module).items()
+    if k in ROWS
+}
 REFUSALS = (
     r"lift: .*[Uu]se .*(optimizer|Adam)",
     r"reads it as a Python number.*such as AdamW",
@@ -35,8 +40,12 @@ def optimizer_of(name, model):
     if not module:
         return WRITTEN[kind](model.parameters())
     if module == "transformers":
-        return pytest.importorskip("transformers.optimization").Adafactor(model.parameters(), **given)
-    return of(kind, **({} if kind == "LBFGS" else {"lr": 0.01}), **(given or OPTIONS.get(kind, {})))(model)
+        return pytest.importorskip("transformers.optimization").Adafactor(
+            model.parameters(), **given
+        )
+    return of(
+        kind, **({} if kind == "LBFGS" else {"lr": 0.01}), **(given or OPTIONS.get(kind, {}))
+    )(model)
 
 
 def start(model, optimizer) -> None:
@@ -70,14 +79,20 @@ def train_both(plain, lifted) -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_an_optimizer_does_what_the_table_says(name):
     make = make_matrices if name.endswith("Muon") else make_model
-    (model, optimizer), (lifted, lifted_optimizer) = ((m, optimizer_of(name, m)) for m in (make(), make()))
+    (model, optimizer), (lifted, lifted_optimizer) = (
+        (m, optimizer_of(name, m)) for m in (make(), make())
+    )
     if ROWS[name] == "refused":
         assert_refused(lifted, lifted_optimizer)
         return
     train_both((model, optimizer), (lifted, lifted_optimizer))
     mine, theirs = everything(lifted, lifted_optimizer), everything(model, optimizer)
     if ROWS[name] == "the same bits":
-        assert [k for k in theirs if not torch.equal(torch.as_tensor(mine[k]), torch.as_tensor(theirs[k]))] == []
+        assert [
+            k
+            for k in theirs
+            if not torch.equal(torch.as_tensor(mine[k]), torch.as_tensor(theirs[k]))
+        ] == []
     else:
         assert distance(mine, theirs) <= float(ROWS[name].removeprefix("equal to "))
 
@@ -85,7 +100,9 @@ def test_an_optimizer_does_what_the_table_says(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in WRITTEN if ROWS[name] != "refused"])
 def test_an_optimizer_from_a_paper_trains_equally_on_ranks(name):
-    (model, optimizer), (lifted, lifted_optimizer) = ((m, optimizer_of(name, m)) for m in (make_model(), make_model()))
+    (model, optimizer), (lifted, lifted_optimizer) = (
+        (m, optimizer_of(name, m)) for m in (make_model(), make_model())
+    )
     start(model, optimizer)
     start(lifted, lifted_optimizer)
     step, state = zt.lift(loop(lifted, lifted_optimizer), lifted, lifted_optimizer)
@@ -99,7 +116,17 @@ def test_an_optimizer_from_a_paper_trains_equally_on_ranks(name):
 
 
 def test_the_table_has_every_optimizer_of_pytorch():
-    kinds = {k for k, v in vars(torch.optim).items() if isinstance(v, type) and issubclass(v, torch.optim.Optimizer)}
-    assert kinds - {"Optimizer"} == {n.partition("(")[0].removeprefix("torch.optim.") for n in ROWS if n.startswith("torch")}
-    papers = {k for k, v in vars(published_optimizers).items() if getattr(v, "__module__", "") == published_optimizers.__name__}
+    kinds = {
+        k
+        for k, v in vars(torch.optim).items()
+        if isinstance(v, type) and issubclass(v, torch.optim.Optimizer)
+    }
+    assert kinds - {"Optimizer"} == {
+        n.partition("(")[0].removeprefix("torch.optim.") for n in ROWS if n.startswith("torch")
+    }
+    papers = {
+        k
+        for k, v in vars(published_optimizers).items()
+        if getattr(v, "__module__", "") == published_optimizers.__name__
+    }
     assert {name for name in papers if name[0].isupper()} <= {*WRITTEN} and len(ROWS) >= 48

@@ -87,8 +87,13 @@ def test_a_scheduler_steps_after_the_lifted_step(scheduler, optimizer):
         if k == 7:
             zt.restore(lifted.model, lifted.optimizer, run.unshard(state))
     zt.restore(lifted.model, lifted.optimizer, run.unshard(state))
-    mine, theirs = everything(lifted.model, lifted.optimizer), everything(plain.model, plain.optimizer)
-    differ = [k for k in theirs if not torch.equal(torch.as_tensor(mine[k]), torch.as_tensor(theirs[k]))]
+    mine, theirs = (
+        everything(lifted.model, lifted.optimizer),
+        everything(plain.model, plain.optimizer),
+    )
+    differ = [
+        k for k in theirs if not torch.equal(torch.as_tensor(mine[k]), torch.as_tensor(theirs[k]))
+    ]
     assert differ == [] or (not is_exact and distance(mine, theirs) <= 1e-6)
     assert len(run._cache) == 1
 
@@ -120,14 +125,21 @@ def test_every_rank_reads_its_scheduler(scheduler, optimizer, stage):
         state, outputs = lowered.lockstep(state, slices(batch, 3))
         lifted.advance(outputs[0])
     zt.restore(lifted.model, lifted.optimizer, state)
-    mine, theirs = everything(lifted.model, lifted.optimizer), everything(plain.model, plain.optimizer)
+    mine, theirs = (
+        everything(lifted.model, lifted.optimizer),
+        everything(plain.model, plain.optimizer),
+    )
     assert distance(mine, theirs) <= (1e-7 if optimizer == "tensor_lr" else 1e-10)  # a rate in fp32
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "key, values",
-    [("weight_decay", [0.1, 0.2, 0.3]), ("eps", [1e-8, 1e-6, 1e-4]), ("betas", [(0.9, 0.99), (0.8, 0.99), (0.8, 0.9)])],
+    [
+        ("weight_decay", [0.1, 0.2, 0.3]),
+        ("eps", [1e-8, 1e-6, 1e-4]),
+        ("betas", [(0.9, 0.99), (0.8, 0.99), (0.8, 0.9)]),
+    ],
 )
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_fused"])
 def test_a_float_of_a_group_is_an_input(optimizer, key, values):
@@ -142,7 +154,9 @@ def test_a_float_of_a_group_is_an_input(optimizer, key, values):
             optimizer_.param_groups[0][key] = values[k % len(values)]
         wanted = plain.loop_step(*batch).detach()
         state, got = run(state, *batch)
-        assert torch.equal(got, wanted) or (optimizer == "adamw" and distance(got, wanted) <= 1e-6), k
+        assert torch.equal(got, wanted) or (
+            optimizer == "adamw" and distance(got, wanted) <= 1e-6
+        ), k
     assert len(run._cache) == 1
     if key == "weight_decay":
         lifted.optimizer.param_groups[0][key] = 0.0
@@ -166,7 +180,18 @@ def test_the_program_names_the_inputs_of_groups():
     _, run, state = lifted_with("one_cycle", "adamw_fused")
     graph = run.trace(state, *data(1)[0]).graph
     names = [v.name for v in graph.inputs if v.name.startswith("param_groups.")]
-    keys = ["lr", "betas.0", "betas.1", "eps", "weight_decay", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"]
+    keys = [
+        "lr",
+        "betas.0",
+        "betas.1",
+        "eps",
+        "weight_decay",
+        "initial_lr",
+        "max_lr",
+        "min_lr",
+        "max_momentum",
+        "base_momentum",
+    ]
     assert names == [f"param_groups.0.{key}" for key in keys]
     assert "beta1=param_groups.0.betas.0" in str(graph)
 
@@ -218,9 +243,16 @@ USES = {
 def test_a_scheduler_in_the_loop_is_refused(use, message):
     """Whatever the loop reads there would be a constant of its program. The scheduler stays as it was."""
     lifted, _, _ = lifted_with("exponential", "sgd")
-    step, state = zt.lift(lambda *xy: (lifted.loop_step(*xy), use(lifted.scheduler))[0], lifted.model, lifted.optimizer)
+    step, state = zt.lift(
+        lambda *xy: (lifted.loop_step(*xy), use(lifted.scheduler))[0],
+        lifted.model,
+        lifted.optimizer,
+    )
     for _ in range(2):
-        with pytest.raises(ValueError, match=message + r"(?s:.)*test_schedulers.py:\d+(?s:.)*param_groups\[0\]\['lr'\]"):
+        with pytest.raises(
+            ValueError,
+            match=message + r"(?s:.)*test_schedulers.py:\d+(?s:.)*param_groups\[0\]\['lr'\]",
+        ):
             zt.Step(step).trace(state, *data(1)[0])
     assert (lifted.scheduler.last_epoch, lifted.scheduler._step_count) == (0, 1)
 
@@ -231,7 +263,11 @@ def test_a_scheduler_of_the_user_is_refused_too():
             return [group["lr"] / 2 for group in self.optimizer.param_groups]
 
     lifted = Scheduled(OPTIMIZERS["sgd"], Halves)
-    step, state = zt.lift(lambda *xy: (lifted.loop_step(*xy), lifted.scheduler.step())[0], lifted.model, lifted.optimizer)
+    step, state = zt.lift(
+        lambda *xy: (lifted.loop_step(*xy), lifted.scheduler.step())[0],
+        lifted.model,
+        lifted.optimizer,
+    )
     with pytest.raises(ValueError, match=r"uses a scheduler, Halves \(step\)"):
         zt.Step(step).trace(state, *data(1)[0])
 

@@ -23,7 +23,9 @@ class Compiled:
         return len(re.findall(pattern, self.ptx))
 
 
-def compiled(kernel: Any, capability: int, folder: Path, types: dict, constants: dict, **options: Any) -> Compiled:
+def compiled(
+    kernel: Any, capability: int, folder: Path, types: dict, constants: dict, **options: Any
+) -> Compiled:
     """Compile `kernel` for sm_`capability`. Arguments whose type is a pointer are aligned to 16 bytes."""
     import triton
     from triton.backends import nvidia
@@ -31,7 +33,9 @@ def compiled(kernel: Any, capability: int, folder: Path, types: dict, constants:
     from triton.compiler import ASTSource
 
     names = list(kernel.jit.arg_names)
-    aligned = {(names.index(name),): ALIGNED for name, type_ in types.items() if type_.startswith("*")}
+    aligned = {
+        (names.index(name),): ALIGNED for name, type_ in types.items() if type_.startswith("*")
+    }
     signature = {name: types.get(name, "constexpr") for name in names}
     source = ASTSource(fn=kernel.jit, signature=signature, constexprs=constants, attrs=aligned)
     target, options = GPUTarget("cuda", capability, 32), {"enable_fp_fusion": False, **options}
@@ -39,6 +43,8 @@ def compiled(kernel: Any, capability: int, folder: Path, types: dict, constants:
     cubin = folder / f"{kernel.__name__}.{capability}.cubin"
     cubin.write_bytes(kernel_binary.asm["cubin"])
     tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
-    usage = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    usage = subprocess.run(
+        [tool, "-res-usage", cubin], capture_output=True, text=True, check=True
+    ).stdout
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
     return Compiled(kernel_binary.asm["ptx"], int(registers), int(stack))

@@ -15,9 +15,19 @@ def run_ranks(*worlds: int, **environment: str) -> None:
     """Run `rank.py` for one world size after the other, on as many processes as the largest has, over shared memory."""
     with tempfile.TemporaryDirectory(dir=SHARED if SHARED.is_dir() else None) as folder:
         command = [sys.executable, "-m", "tests.ops.rank", folder]
-        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1", **environment}
+        env = {
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        }
         started = [
-            subprocess.Popen([*command, *map(str, (r, *worlds))], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            subprocess.Popen(
+                [*command, *map(str, (r, *worlds))],
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
             for r in range(max(worlds))
         ]
         try:

@@ -16,7 +16,10 @@ import torch
 from tests.support.shared_files import over_files
 
 torch.set_num_threads(1)
-op = {name: importlib.import_module(f"ztrans.ops.{name}") for name in ("barrier", "all_gather", "reduce_scatter")}
+op = {
+    name: importlib.import_module(f"ztrans.ops.{name}")
+    for name in ("barrier", "all_gather", "reduce_scatter")
+}
 packing = importlib.import_module("ztrans.ops.cast_pack")
 symmetric = importlib.import_module("ztrans.ops.symmetric")
 reduce = importlib.import_module("ztrans.ops.reduce").reduce
@@ -40,7 +43,8 @@ def gathers(memory: symmetric.Symmetric, kernels: bool, rounds: int = 3) -> None
     for round_ in range(rounds):
         dtype = (torch.bfloat16, torch.float32)[round_ % 2]
         cut = [
-            [p[r * size : (r + 1) * size] for p, size in zip(parts(0, round_, 0), sizes)] for r in range(ranks)
+            [p[r * size : (r + 1) * size] for p, size in zip(parts(0, round_, 0), sizes)]
+            for r in range(ranks)
         ]  # the shards of rank r
         send = memory.mine[: sum(sizes) * dtype.itemsize].view(dtype)
         packing.reference(cut[memory.rank], sizes, 1, send)
@@ -50,7 +54,9 @@ def gathers(memory: symmetric.Symmetric, kernels: bool, rounds: int = 3) -> None
         )
         memory.check()
         for out, whole in zip(outs, parts(0, round_, 0)):
-            assert torch.equal(out, whole.to(dtype)), f"gather of rank {memory.rank}, round {round_}"
+            assert torch.equal(out, whole.to(dtype)), (
+                f"gather of rank {memory.rank}, round {round_}"
+            )
         memory.mine.fill_(0xA5)  # a peer that still reads this memory gets wrong values, and fails
 
 
@@ -67,7 +73,16 @@ def scatters(memory: symmetric.Symmetric, kernels: bool, rounds: int = 3) -> Non
         packing.reference(parts(rank, round_, 0), sizes, ranks, send)
         outs = [torch.full((n,), 7.0, dtype=out_dtype) for n in numels]
         run("reduce_scatter", kernels)(
-            memory.buffers, memory.pads, memory.error, outs, sizes, how, dtype, rank, CHANNELS, SPINS
+            memory.buffers,
+            memory.pads,
+            memory.error,
+            outs,
+            sizes,
+            how,
+            dtype,
+            rank,
+            CHANNELS,
+            SPINS,
         )
         memory.check()
         by_rank = [[p.to(dtype) for p in parts(r, round_, 0)] for r in range(ranks)]
@@ -80,7 +95,9 @@ def scatters(memory: symmetric.Symmetric, kernels: bool, rounds: int = 3) -> Non
 
 def barriers(memory: symmetric.Symmetric, kernels: bool, rounds: int = 50) -> None:
     """No rank is ever more than one barrier ahead of another."""
-    counts = [memory_.view(torch.int32)[:1] for memory_ in symmetric.at_addresses(memory.buffers, 4)]
+    counts = [
+        memory_.view(torch.int32)[:1] for memory_ in symmetric.at_addresses(memory.buffers, 4)
+    ]
     counts[memory.rank].zero_()
     run("barrier", kernels)(memory.pads, memory.error, memory.rank, SPINS)
     for round_ in range(rounds):
@@ -99,7 +116,9 @@ if __name__ == "__main__":
         exact_casts()
     for ranks in (n for n in worlds if rank < n):
         (folder / str(ranks)).mkdir(exist_ok=True)
-        memory = over_files(folder / str(ranks), rank, ranks, 4 * (sum(NUMELS) + 8 * 5 * len(NUMELS)) + 64)
+        memory = over_files(
+            folder / str(ranks), rank, ranks, 4 * (sum(NUMELS) + 8 * 5 * len(NUMELS)) + 64
+        )
         for check in (barriers, gathers, scatters):
             check(memory, kernels)
         mine = symmetric.at_addresses(memory.pads[rank : rank + 1], 4 * ranks * symmetric.CHANNELS)

@@ -23,7 +23,14 @@ module = {
 
 LOAD, STORE = r"ld\.global\S*\.v4", r"st\.global\S*\.v4"
 TABLES = {"rows": "*i64", "bases": "*i64"}
-RANKS = {"buffers": "*i64", "pads": "*i64", "error": "*i32", "first": "i32", "spins": "i32", "count": "i32"}
+RANKS = {
+    "buffers": "*i64",
+    "pads": "*i64",
+    "error": "*i32",
+    "first": "i32",
+    "spins": "i32",
+    "count": "i32",
+}
 pytestmark = pytest.mark.parametrize("capability", [80, 90])
 
 
@@ -36,7 +43,11 @@ def check(kernel, loads: int, stores: int, registers: int) -> None:
 
 @pytest.mark.parametrize(
     "src, dst, loads, stores",
-    [(torch.float32, torch.bfloat16, 4, 2), (torch.bfloat16, torch.bfloat16, 2, 2), (torch.float32, torch.float32, 4, 4)],
+    [
+        (torch.float32, torch.bfloat16, 4, 2),
+        (torch.bfloat16, torch.bfloat16, 2, 2),
+        (torch.float32, torch.float32, 4, 4),
+    ],
     ids=str,
 )
 def test_move(capability, tmp_path, src, dst, loads, stores):
@@ -51,9 +62,16 @@ def test_move(capability, tmp_path, src, dst, loads, stores):
 @pytest.mark.parametrize("world", [2, 8])
 def test_all_gather(capability, tmp_path, world):
     types = TABLES | RANKS | {"values": "i32"}
-    constants = {"WORLD": world, "SYNC": True, "ITEM": element(torch.bfloat16, bits=True), "BLOCK": 8192}
+    constants = {
+        "WORLD": world,
+        "SYNC": True,
+        "ITEM": element(torch.bfloat16, bits=True),
+        "BLOCK": 8192,
+    }
     options = {"num_warps": 8, "maxnreg": 128}
-    kernel = compiled(module["all_gather"]._gather, capability, tmp_path, types, constants, **options)
+    kernel = compiled(
+        module["all_gather"]._gather, capability, tmp_path, types, constants, **options
+    )
     check(kernel, 4, 4, 128)
     synchronises(kernel)
 
@@ -66,16 +84,22 @@ def test_reduce_scatter(capability, tmp_path, world, mean):
         "TERM": element(torch.bfloat16), "OUT": element(torch.float32), "MEAN": mean, "WORLD": world, "SYNC": True, "BLOCK": 2048,
     }  # fmt: skip
     options = {"num_warps": 8, "maxnreg": 128}
-    kernel = compiled(module["reduce_scatter"]._scatter, capability, tmp_path, types, constants, **options)
+    kernel = compiled(
+        module["reduce_scatter"]._scatter, capability, tmp_path, types, constants, **options
+    )
     check(kernel, world, 2, 128)
     synchronises(kernel)
     if mean and world == 3:
-        assert kernel.count(r"\bdiv\.rn\.f32") >= 8 and not kernel.count(r"\bdiv\.\S*(approx|full|ftz)")
+        assert kernel.count(r"\bdiv\.rn\.f32") >= 8 and not kernel.count(
+            r"\bdiv\.\S*(approx|full|ftz)"
+        )
 
 
 def test_barrier(capability, tmp_path):
     types = {name: RANKS[name] for name in ("pads", "error", "first", "spins")}
-    kernel = compiled(module["barrier"]._barrier, capability, tmp_path, types, {"WORLD": 8}, num_warps=1)
+    kernel = compiled(
+        module["barrier"]._barrier, capability, tmp_path, types, {"WORLD": 8}, num_warps=1
+    )
     check(kernel, 0, 0, 48)
     synchronises(kernel)
 
@@ -85,6 +109,9 @@ def synchronises(kernel) -> None:
 
     The error word is read by atomic operations of the system too.
     """
-    assert kernel.count(r"atom\.global\S*sys\S*release\S*exch|atom\.global\S*release\S*sys\S*exch") >= 1
+    assert (
+        kernel.count(r"atom\.global\S*sys\S*release\S*exch|atom\.global\S*release\S*sys\S*exch")
+        >= 1
+    )
     assert kernel.count(r"(ld|atom)\.global\S*acquire") >= 1
     assert kernel.count(r"\batom\.global") == kernel.count(r"\batom\.global\S*\.sys\.")

@@ -22,7 +22,11 @@ T = torch.ops.ztrans
 
 def cast_pack(device):
     parts = [torch.randn(5, device=device), torch.randn(2, 3, device=device)]
-    return T.cast_pack.default, (parts, [3, 4], 2, torch.zeros(14, dtype=torch.bfloat16, device=device)), {}
+    return (
+        T.cast_pack.default,
+        (parts, [3, 4], 2, torch.zeros(14, dtype=torch.bfloat16, device=device)),
+        {},
+    )
 
 
 def unpack(device):
@@ -44,7 +48,11 @@ def all_gather(device):
 def reduce_scatter(device):
     memory, buffers = tables(device)
     outs = [torch.zeros(3, device=device), torch.zeros(4, device=device)]
-    return T.reduce_scatter.default, (buffers, *memory, outs, [3, 4], "sum", torch.float32, 0, 4, 10), {}
+    return (
+        T.reduce_scatter.default,
+        (buffers, *memory, outs, [3, 4], "sum", torch.float32, 0, 4, 10),
+        {},
+    )
 
 
 MEMORY = symmetric.in_one_process(1, 1024)[0]
@@ -61,7 +69,9 @@ SAMPLES = [cast_pack, unpack, barrier, all_gather, reduce_scatter]
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: s.__name__)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
 def test_opcheck(sample):
     op, args, kwargs = sample("cpu")
     torch.library.opcheck(op, args, kwargs)
@@ -81,7 +91,9 @@ def test_one_node_for_a_gpu_that_is_not_there(sample):
     with FakeTensorMode():
         op, args, kwargs = sample("cuda")
         graph = make_fx(lambda *args: op(*args, **kwargs))(*args).graph
-    nodes = [n for n in graph.nodes if n.op == "call_function" and n.target.__class__ is not type(iter)]
+    nodes = [
+        n for n in graph.nodes if n.op == "call_function" and n.target.__class__ is not type(iter)
+    ]
     assert [n.target for n in nodes if "getitem" not in str(n.target)] == [op]
 
 
@@ -101,7 +113,9 @@ assert ops.cast_pack([torch.ones(2)], [2], torch.bfloat16).tolist() == [1, 1]
 def test_without_triton_a_kernel_says_what_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     kernel = importlib.import_module("ztrans.ops.kernel")
-    with pytest.raises(RuntimeError, match=r"the kernel double needs Triton, .*: pip install triton"):
+    with pytest.raises(
+        RuntimeError, match=r"the kernel double needs Triton, .*: pip install triton"
+    ):
         kernel.kernel(_double)[(1,)]
     with pytest.raises(RuntimeError, match="needs Triton"):
         kernel.element(torch.float32)
@@ -162,20 +176,59 @@ BF16 = torch.bfloat16
 WRONG = {
     "no parts": (lambda: ops.cast_pack([], [], BF16), "no parts"),
     "sizes": (lambda: ops.cast_pack([X], [4, 4], BF16), "1 parts, but 2 sizes"),
-    "small": (lambda: ops.cast_pack([X], [3], BF16), "part 0 has 4 elements, room is for 1 times 3"),
-    "devices": (lambda: T.cast_pack([X, META], [4, 4], 1, torch.ones(8, dtype=BF16)), "one device, got cpu and meta"),
-    "out dtype": (lambda: ops.cast_pack([X], [4], BF16, out=torch.ones(4)), "out is torch.float32, not torch.bfloat16"),
-    "out size": (lambda: ops.cast_pack([X], [4], BF16, out=torch.ones(5, dtype=BF16)), "contiguous and hold 4"),
-    "out stride": (lambda: ops.cast_pack([X], [4], BF16, out=torch.ones(8, dtype=BF16)[::2]), "must be contiguous"),
+    "small": (
+        lambda: ops.cast_pack([X], [3], BF16),
+        "part 0 has 4 elements, room is for 1 times 3",
+    ),
+    "devices": (
+        lambda: T.cast_pack([X, META], [4, 4], 1, torch.ones(8, dtype=BF16)),
+        "one device, got cpu and meta",
+    ),
+    "out dtype": (
+        lambda: ops.cast_pack([X], [4], BF16, out=torch.ones(4)),
+        "out is torch.float32, not torch.bfloat16",
+    ),
+    "out size": (
+        lambda: ops.cast_pack([X], [4], BF16, out=torch.ones(5, dtype=BF16)),
+        "contiguous and hold 4",
+    ),
+    "out stride": (
+        lambda: ops.cast_pack([X], [4], BF16, out=torch.ones(8, dtype=BF16)[::2]),
+        "must be contiguous",
+    ),
     "buffer": (lambda: ops.unpack(X, [1, 2], [(1,), (2,)], 2), "hold 2 times 3 elements"),
-    "shape": (lambda: ops.unpack(X, [1, 1], [(3,), (1,)], 2), "value 0 has 3 elements, the buffer 2 times 1"),
-    "gather": (lambda: ops.all_gather(MEMORY, [torch.ones(300)], [300]), "1200 bytes are read of a buffer of 1024"),
-    "gather dtypes": (lambda: ops.all_gather(MEMORY, [X, X.half()], [4, 4]), "value 1 must be contiguous, torch.float32"),
-    "gather size": (lambda: ops.all_gather(MEMORY, [X], [3]), "value 0 has 4 elements, 1 ranks send 3 each"),
-    "gather width": (lambda: ops.all_gather(MEMORY, [X.to(torch.complex128)], [4]), "values of torch.complex128 cannot"),
-    "scatter": (lambda: ops.reduce_scatter(MEMORY, [X], [4], "max", BF16), "unknown operation 'max'; use sum or mean"),
-    "scatter size": (lambda: ops.reduce_scatter(MEMORY, [X], [3], "sum", BF16), "part 0 has 4 elements, room is for 3"),
-    "channels": (lambda: ops.all_gather(MEMORY, [X], [4], channels=200), "channels must be 1 to 128"),
+    "shape": (
+        lambda: ops.unpack(X, [1, 1], [(3,), (1,)], 2),
+        "value 0 has 3 elements, the buffer 2 times 1",
+    ),
+    "gather": (
+        lambda: ops.all_gather(MEMORY, [torch.ones(300)], [300]),
+        "1200 bytes are read of a buffer of 1024",
+    ),
+    "gather dtypes": (
+        lambda: ops.all_gather(MEMORY, [X, X.half()], [4, 4]),
+        "value 1 must be contiguous, torch.float32",
+    ),
+    "gather size": (
+        lambda: ops.all_gather(MEMORY, [X], [3]),
+        "value 0 has 4 elements, 1 ranks send 3 each",
+    ),
+    "gather width": (
+        lambda: ops.all_gather(MEMORY, [X.to(torch.complex128)], [4]),
+        "values of torch.complex128 cannot",
+    ),
+    "scatter": (
+        lambda: ops.reduce_scatter(MEMORY, [X], [4], "max", BF16),
+        "unknown operation 'max'; use sum or mean",
+    ),
+    "scatter size": (
+        lambda: ops.reduce_scatter(MEMORY, [X], [3], "sum", BF16),
+        "part 0 has 4 elements, room is for 3",
+    ),
+    "channels": (
+        lambda: ops.all_gather(MEMORY, [X], [4], channels=200),
+        "channels must be 1 to 128",
+    ),
 }
 
 

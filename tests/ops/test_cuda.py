@@ -27,7 +27,10 @@ def test_collectives_are_right_with_all_ranks_in_one_launch(ranks):
     import gpu_ranks
 
     assert gpu_ranks.barriers(ranks, torch.device("cuda"))["result"] == "right"
-    assert all(line["result"] == "right" for line in gpu_ranks.collectives(ranks, 2**20, torch.device("cuda")))
+    assert all(
+        line["result"] == "right"
+        for line in gpu_ranks.collectives(ranks, 2**20, torch.device("cuda"))
+    )
     assert gpu_ranks.replayed(ranks, torch.device("cuda"), times=20)["result"] == "right"
 
 

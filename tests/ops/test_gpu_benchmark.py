@@ -21,6 +21,7 @@ def no_group_is_left():
     if dist.is_initialized():
         dist.destroy_process_group()
 
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CPU = torch.device("cpu")
 
@@ -63,7 +64,9 @@ def test_small_steps_take_turns(monkeypatch):
     monkeypatch.setattr(gpu_host, "ROUNDS", 2)
     *_, (failed, *timed) = gpu_host.table(CPU, models=gpu_host.MODELS[:1])
     assert failed["subject"] == "broken" and failed["failed"] == "ValueError: no such loop"
-    assert [row["subject"] for row in timed] == ["PyTorch", "ztrans"] and timed[0]["loss"] == timed[1]["loss"]
+    assert [row["subject"] for row in timed] == ["PyTorch", "ztrans"] and timed[0]["loss"] == timed[
+        1
+    ]["loss"]
     assert timed[1]["of its peer"].endswith(" of PyTorch")
 
 
@@ -98,7 +101,9 @@ def test_subjects_take_turns_in_processes():
     import gpu_rounds
 
     config = gpu_rounds.Config(**SMALL)
-    *_, (timed, unknown) = gpu_rounds.steps(CPU, config=config, names=["torch, eager", "nobody"], rounds=2)
+    *_, (timed, unknown) = gpu_rounds.steps(
+        CPU, config=config, names=["torch, eager", "nobody"], rounds=2
+    )
     assert timed["steps"] == 2 * gpu_rounds.TIMED and timed["ms, least"] <= timed["ms, median"]
     assert "failed" not in timed
     assert unknown == {"subject": "nobody", "failed": "KeyError: 'nobody'"}
@@ -126,7 +131,10 @@ def test_a_section_in_a_process_of_its_own_that_dies_or_hangs_leaves_its_lines()
     import gpu
     import gpu_rounds
 
-    for last, patience, message in ((_exits, 60, "its process ended with code 3"), (time.sleep, 0.5, "no answer in")):
+    for last, patience, message in (
+        (_exits, 60, "its process ended with code 3"),
+        (time.sleep, 0.5, "no answer in"),
+    ):
         lines, left = [], iter([60, 60, patience])
         with pytest.raises(RuntimeError, match=message):
             for so_far in gpu_rounds.apart(functools.partial(_section, last))(CPU, left.__next__):
@@ -150,7 +158,10 @@ def test_all_subjects_train_alike():
     import gpu_step
 
     task = gpu_step.Task(gpu_step.Config(**SMALL), CPU)
-    losses = [gpu_rounds.played(gpu_step.SUBJECTS[name](task), CPU)["loss"] for name in ("torch, eager", "ztrans, eager")]
+    losses = [
+        gpu_rounds.played(gpu_step.SUBJECTS[name](task), CPU)["loss"]
+        for name in ("torch, eager", "ztrans, eager")
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
@@ -161,7 +172,9 @@ def test_collectives_of_one_rank_are_sent_and_change_nothing(monkeypatch):
 
     import ztrans.runtime.collectives
 
-    monkeypatch.setattr(ztrans.runtime.process_groups.Channel, "is_direct", False)  # as NCCL's is not
+    monkeypatch.setattr(
+        ztrans.runtime.process_groups.Channel, "is_direct", False
+    )  # as NCCL's is not
     task = gpu_step.Task(gpu_step.Config(**SMALL), CPU)
     sharded, line = gpu_nccl.bits(task, ways=[False])
     assert "DTensors" in sharded["what"] and sharded["result"] == "bits of the plain step"
@@ -172,7 +185,9 @@ def test_a_step_is_counted_in_parameters_and_flops():
     import gpu_step
 
     c = gpu_step.CONFIG
-    assert sum(p.numel() for p in gpu_step.Task(c, torch.device("meta")).model().parameters()) > 350e6
+    assert (
+        sum(p.numel() for p in gpu_step.Task(c, torch.device("meta")).model().parameters()) > 350e6
+    )
     assert gpu_step.flops(c) == pytest.approx(2.14e13, rel=1e-2)
     assert gpu_step.peak("NVIDIA H200") == gpu_step.peak("NVIDIA H100 80GB HBM3") == 989e12
     assert gpu_step.peak("NVIDIA H100 PCIe") == 756e12 and gpu_step.peak("another") is None
@@ -184,7 +199,9 @@ def test_without_a_gpu_nothing_is_written():
     results = BENCHMARKS / "results"
     before = {path: path.stat().st_mtime_ns for path in results.glob("gpu*")}
     run = subprocess.run([sys.executable, BENCHMARKS / "gpu.py"], capture_output=True, text=True)
-    assert run.returncode == 1 and "torch sees none here: nothing is measured or written" in run.stderr
+    assert (
+        run.returncode == 1 and "torch sees none here: nothing is measured or written" in run.stderr
+    )
     assert {path: path.stat().st_mtime_ns for path in results.glob("gpu*")} == before
 
 
@@ -194,7 +211,21 @@ def test_the_kernel_of_rounds_compiles(tmp_path):
 
     from tests.ops.compiled import compiled
 
-    types = {"buffers": "*i64", "pads": "*i64", "error": "*i32", "wrong": "*i32", "rounds": "i32", "spins": "i32"}
+    types = {
+        "buffers": "*i64",
+        "pads": "*i64",
+        "error": "*i32",
+        "wrong": "*i32",
+        "rounds": "i32",
+        "spins": "i32",
+    }
     options = {"num_warps": 4, "launch_cooperative_grid": True}
-    spilled = 0 if triton.__version__.startswith("3.7.") else 8  # ptxas spills a register of the code of other versions
-    assert compiled(gpu_ranks._rounds, 90, tmp_path, types, {"WORLD": 8, "BLOCK": 256}, **options).stack == spilled
+    spilled = (
+        0 if triton.__version__.startswith("3.7.") else 8
+    )  # ptxas spills a register of the code of other versions
+    assert (
+        compiled(
+            gpu_ranks._rounds, 90, tmp_path, types, {"WORLD": 8, "BLOCK": 256}, **options
+        ).stack
+        == spilled
+    )

@@ -47,7 +47,9 @@ def kernels(monkeypatch) -> list:
 
     def compile_only(self, grid):
         def launch(*args, **options):
-            compiled_kernels.append(self.jit.warmup(*args, grid=grid, **{"enable_fp_fusion": True, **options}))
+            compiled_kernels.append(
+                self.jit.warmup(*args, grid=grid, **{"enable_fp_fusion": True, **options})
+            )
 
         return launch
 
@@ -59,7 +61,9 @@ def test_moves(kernels):
     parts = [torch.ones(5000), torch.ones(3), torch.ones(9).bfloat16()]
     out = torch.empty(5012, dtype=torch.bfloat16)
     op["cast_pack"].launch(parts, [5000, 3, 9], 1, out)
-    op["unpack"].launch(out, [5000, 3, 9], 1, [torch.empty(n, dtype=torch.bfloat16) for n in (5000, 3, 9)])
+    op["unpack"].launch(
+        out, [5000, 3, 9], 1, [torch.empty(n, dtype=torch.bfloat16) for n in (5000, 3, 9)]
+    )
     assert len(kernels) == 3 and all("cubin" in k.asm for k in kernels)
 
 
@@ -77,4 +81,6 @@ def test_collectives(kernels, together):
         )
     assert len(kernels) == 5 and all("cubin" in k.asm for k in kernels)
     assert kernels[1].metadata.launch_cooperative_grid == (together > 1)
-    assert kernels[1] is kernels[3] and kernels[2] is kernels[4]  # one kernel each: arguments that vary from call to call are no constants of it
+    assert (
+        kernels[1] is kernels[3] and kernels[2] is kernels[4]
+    )  # one kernel each: arguments that vary from call to call are no constants of it

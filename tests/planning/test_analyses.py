@@ -41,6 +41,13 @@ def test_a_broken_law_is_reported():
     asked = [replace(program, budget=n * program.peak, seconds=s) for n, s in ((2, 1.0), (3, 1.02))]
     assert broken_laws(*asked) == ["more"]
     low = lower[0]
-    assert broken_laws(replace(program, peak=low.peak + 1, seconds=low.seconds, bound=0.0)) == ["stages"]
-    assert broken_laws(replace(program, peak=low.peak + 1, seconds=0.99 * low.seconds, bound=0.0)) == []
-    assert broken_laws(replace(program, peak=2 * low.peak, seconds=0.99 * low.seconds, bound=0.0)) == ["stages"]
+    assert broken_laws(replace(program, peak=low.peak + 1, seconds=low.seconds, bound=0.0)) == [
+        "stages"
+    ]
+    assert (
+        broken_laws(replace(program, peak=low.peak + 1, seconds=0.99 * low.seconds, bound=0.0))
+        == []
+    )
+    assert broken_laws(
+        replace(program, peak=2 * low.peak, seconds=0.99 * low.seconds, bound=0.0)
+    ) == ["stages"]

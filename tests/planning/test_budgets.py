@@ -42,7 +42,11 @@ def test_the_error_of_a_small_budget_says_how_much_is_needed_where_and_for_what(
         f"({needs / 1024:.2f} KiB) at {__file__}:21 in loss."
     )
     # No order needs less than the state, one gathered layer, one gradient, and the received parts of its reduction.
-    assert 3 * 4096 + 16384 + 16384 + 3 * 4096 <= needs <= 3 * 4096 + 2 * 16384 + 4 * 4096 + 16 * 2 * W * 4
+    assert (
+        3 * 4096 + 16384 + 16384 + 3 * 4096
+        <= needs
+        <= 3 * 4096 + 2 * 16384 + 4 * 4096 + 16 * 2 * W * 4
+    )
     assert len(holders) == 5 and all(" KiB  " in row for row in holders)
     assert holders[0].split()[:2] == ["16.00", "KiB"] and "f32[64,64]" in holders[0]
     assert holders[0].endswith("  # test_budgets.py:21 loss"), "the user's line"
@@ -55,7 +59,9 @@ def test_the_budget_that_the_error_names_is_enough_and_a_byte_less_is_not(stage,
     needs = int(refused(1, stage=stage, rows=rows)[0].split("any order: ")[1].split()[0])
     fits = lower(zt.overlap_grads(), zt.prefetch(memory=needs), stage=stage, rows=rows)
     assert fits.memory_analysis().peak <= needs and zt.check(fits.graph)
-    assert refused(needs - 1, stage=stage, rows=rows)[0].split("any order: ")[1].split()[0] == str(needs)
+    assert refused(needs - 1, stage=stage, rows=rows)[0].split("any order: ")[1].split()[0] == str(
+        needs
+    )
 
 
 def every_other(params, x):
@@ -72,11 +78,15 @@ def test_the_order_stays_as_written_if_no_other_order_fits(tmp_path):
     arguments = {k: torch.zeros(W, W) for k in "abcde"}, torch.zeros(2, W)
     plain = shard(every_other).lower(*arguments)
     peak = plain.memory_analysis().peak
-    within = lambda memory: zt.chain(shard, zt.overlap_grads(), zt.prefetch(memory=memory))(every_other)
+    within = lambda memory: zt.chain(shard, zt.overlap_grads(), zt.prefetch(memory=memory))(
+        every_other
+    )
     lowered = within(peak).lower(*arguments)
     assert lowered.memory_analysis().peak == peak and lowered.plan.update == "as written"
     (note,) = lowered.plan.notes
-    assert note.startswith("the order is as written: any other needs ") and note in str(lowered.plan)
+    assert note.startswith("the order is as written: any other needs ") and note in str(
+        lowered.plan
+    )
     assert [str(e.outs) for e in lowered.graph.eqns] == [str(e.outs) for e in plain.graph.eqns]
     lowered.plan.save(tmp_path / "plan")
     assert str(lowered.planned(zt.Plan.load(tmp_path / "plan"))) == str(lowered)

@@ -38,17 +38,21 @@ def precision():
 def product_seconds(f, *shapes) -> float:
     """The seconds of the only product or convolution in the program of `f`, on an H100 without launch costs."""
     bare = dataclasses.replace(H100, launch=0.0, bandwidth=INF)
-    program = zt.Step.of(lambda state, *args: (state, f(*args))).lower(torch.zeros(1), *(torch.empty(s, device="meta") for s in shapes))
+    program = zt.Step.of(lambda state, *args: (state, f(*args))).lower(
+        torch.zeros(1), *(torch.empty(s, device="meta") for s in shapes)
+    )
     return max(seconds(program.graph, zt.cluster(bare)))
 
 
 @pytest.mark.parametrize("asked, rate", [("highest", "f32"), ("high", "tf32"), ("medium", "tf32")])
 def test_fp32_products_run_in_tf32_if_pytorch_may_use_it(precision, asked, rate):
     precision(asked)
-    assert product_seconds(torch.mm, (1024, 1024), (1024, 1024)) == pytest.approx(2 * 1024**3 / H100.rate(rate))
-    assert product_seconds(lambda a, b: a.bfloat16() @ b.bfloat16(), (1024, 1024), (1024, 1024)) == pytest.approx(
-        2 * 1024**3 / H100.rate("bf16")
+    assert product_seconds(torch.mm, (1024, 1024), (1024, 1024)) == pytest.approx(
+        2 * 1024**3 / H100.rate(rate)
     )
+    assert product_seconds(
+        lambda a, b: a.bfloat16() @ b.bfloat16(), (1024, 1024), (1024, 1024)
+    ) == pytest.approx(2 * 1024**3 / H100.rate("bf16"))
 
 
 @pytest.mark.parametrize("allowed, rate", [(True, "tf32"), (False, "f32")])
@@ -71,14 +75,30 @@ def test_the_newer_setting_of_precision_counts_too(precision):
 def test_tf32_is_a_rate_of_its_own(name):
     """Tensor cores compute fp32 products only as TF32. Plain fp32 is about seven times slower."""
     device = zt.cluster(name).device
-    assert 5 < device.rate("tf32") / device.rate("f32") < 10 and device.rate("bf16") / device.rate("tf32") < 2.1
-    assert CPU.rate("tf32") == CPU.rate("f32"), "without a figure of its own, TF32 is as fast as f32"
+    assert (
+        5 < device.rate("tf32") / device.rate("f32") < 10
+        and device.rate("bf16") / device.rate("tf32") < 2.1
+    )
+    assert CPU.rate("tf32") == CPU.rate("f32"), (
+        "without a figure of its own, TF32 is as fast as f32"
+    )
 
 
 def test_newer_devices_and_links_are_faster():
     assert H200.bandwidth > H100.bandwidth > A100.bandwidth > CPU.bandwidth
     assert H100.rate("bf16") > A100.rate("bf16") and H200.memory > H100.memory
-    speeds = [LINKS[name].bandwidth for name in ("nvlink4", "nvlink3", "infiniband-rail", "infiniband", "ethernet-100g", "ethernet-10g", "ethernet-1g")]
+    speeds = [
+        LINKS[name].bandwidth
+        for name in (
+            "nvlink4",
+            "nvlink3",
+            "infiniband-rail",
+            "infiniband",
+            "ethernet-100g",
+            "ethernet-10g",
+            "ethernet-1g",
+        )
+    ]
     assert speeds == sorted(speeds, reverse=True)
 
 
@@ -97,7 +117,9 @@ def test_measured_seconds_are_replaced_by_newer_ones():
 
 def test_without_a_cluster_one_is_assumed():
     assert assumed("cpu", {"dp": 2}) == zt.cluster("cpu", dp="ethernet-1g")
-    assert assumed("cuda", {"dp": 2, "tp": 4}) == zt.cluster("h100", dp="infiniband", tp="infiniband")
+    assert assumed("cuda", {"dp": 2, "tp": 4}) == zt.cluster(
+        "h100", dp="infiniband", tp="infiniband"
+    )
 
 
 MINE = Device("mine", (("f32", 1.0),), 1.0, 1.0)
@@ -132,21 +154,33 @@ def test_every_axis_that_is_communicated_over_needs_a_link(missing):
     shard = zt.shard_params(zt.AbstractMesh(host=2, dp=2), replicate_axis="host")
     links = {axis: "infiniband" for axis in ("host", "dp") if axis != missing}
     with pytest.raises(ValueError, match=f"cluster: no link for mesh axis '{missing}'; it knows '"):
-        on_ranks(CASES["mlp_momentum"], 4, shard, zt.overlap_grads(), zt.prefetch(), cluster=zt.cluster("h100", **links))
+        on_ranks(
+            CASES["mlp_momentum"],
+            4,
+            shard,
+            zt.overlap_grads(),
+            zt.prefetch(),
+            cluster=zt.cluster("h100", **links),
+        )
 
 
 def test_a_timeline_needs_a_link_too():
     lowered = on_ranks(CASES["mlp_momentum"], 2, zt.shard_params(zt.AbstractMesh(dp=2)))
     with pytest.raises(ValueError, match="cluster: no link for mesh axis 'dp'; it knows none"):
         lowered.timeline(zt.cluster("cpu"))
-    fast, slow = (lowered.timeline(zt.cluster("cpu", dp=Link("w", 1e-6, b))).seconds for b in (1e12, 1e3))
+    fast, slow = (
+        lowered.timeline(zt.cluster("cpu", dp=Link("w", 1e-6, b))).seconds for b in (1e12, 1e3)
+    )
     assert slow > fast
 
 
 def test_the_cost_of_unpacking_counts_for_every_message_of_its_kind():
     shard = zt.shard_params(zt.AbstractMesh(dp=2))
     lowered = on_ranks(CASES["mlp_momentum"], 2, shard, zt.overlap_grads(), zt.prefetch())
-    known, cluster = Link("w", 1e-6, 1e6, unpack=(("reduce_scatter", 1e-3),)), zt.cluster("cpu", dp=Link("w", 1e-6, 1e6))
+    known, cluster = (
+        Link("w", 1e-6, 1e6, unpack=(("reduce_scatter", 1e-3),)),
+        zt.cluster("cpu", dp=Link("w", 1e-6, 1e6)),
+    )
     slow = dataclasses.replace(cluster, links=(("dp", known),))
     s = skeleton(lowered.hinted)
     problem = formulate(s, slow, INF)
@@ -174,7 +208,9 @@ def test_calibrate_measures_the_device_on_one_rank():
         torch.distributed.destroy_process_group()
     assert cluster.links == () and cluster.device.name.startswith("cpu, ")
     assert 1e8 < cluster.device.rate("f32") < 1e14 and 1e8 < cluster.device.bandwidth < 1e13
-    assert 1e-8 < cluster.device.launch < 1e-3 and dataclasses.asdict(cluster.device)["memory"] > 1e8
+    assert (
+        1e-8 < cluster.device.launch < 1e-3 and dataclasses.asdict(cluster.device)["memory"] > 1e8
+    )
 
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -184,14 +220,21 @@ ON_CPUS = zt.cluster("cpu", dp=zt.by_host(2, "ethernet-10g", "ethernet-1g"))
 
 def reduced(dtype, wire=None, rows=32):
     g = Var("g", dtype, (rows, 3), (Partial("dp", "sum"),))
-    return reduce([g], ["f"], "dp", "mean", Split("dp"), wire, provenance=Provenance("grad", ("w",), "dp"))
+    return reduce(
+        [g], ["f"], "dp", "mean", Split("dp"), wire, provenance=Provenance("grad", ("w",), "dp")
+    )
 
 
 def charged(cluster, eqn, ranks, fast):
     """The bytes that a message takes of its link, by its route; the link inside a host is `fast` times as fast."""
-    by, whole = cluster.route(eqn, {"dp": ranks}), 32 * 3 * (eqn.kwargs["dtype"] or eqn.ins[0].dtype).itemsize
+    by, whole = (
+        cluster.route(eqn, {"dp": ranks}),
+        32 * 3 * (eqn.kwargs["dtype"] or eqn.ins[0].dtype).itemsize,
+    )
     received = whole * (ranks - 1) / ranks
-    assert cluster.weight(eqn, {"dp": ranks}) * received == pytest.approx(by.between + by.inside / fast)
+    assert cluster.weight(eqn, {"dp": ranks}) * received == pytest.approx(
+        by.between + by.inside / fast
+    )
     return by.inside / whole, by.between / whole
 
 
@@ -218,7 +261,9 @@ def test_hosts_of_an_axis_are_not_those_of_a_joint_axis():
 
 def sharded_over_two_hosts(cluster):
     shard = zt.shard_params(zt.AbstractMesh(dp=4))
-    return on_ranks(CASES["mlp_momentum"], 4, shard, zt.overlap_grads(), zt.prefetch(), cluster=cluster)
+    return on_ranks(
+        CASES["mlp_momentum"], 4, shard, zt.overlap_grads(), zt.prefetch(), cluster=cluster
+    )
 
 
 def test_the_plan_says_which_way_reductions_go_and_the_simulation_charges_it():
@@ -231,19 +276,28 @@ def test_the_plan_says_which_way_reductions_go_and_the_simulation_charges_it():
         "all_reduce over dp: ring (gloo reduces f32 on the way)",
     ]
     assert not [note for note in sharded_over_two_hosts(flat).plan.notes if " over dp: " in note]
-    sent = {c: {e: m for e, m, _ in messages(low.graph, c) if e.op is REDUCE_SCATTER} for c in (ON_CPUS, flat)}
+    sent = {
+        c: {e: m for e, m, _ in messages(low.graph, c) if e.op is REDUCE_SCATTER}
+        for c in (ON_CPUS, flat)
+    }
     slow, fast = (LINKS[f"ethernet-{rate}g"].bandwidth for rate in (1, 10))
     assert sent[flat]
     for e, message in sent[flat].items():
         share = sent[ON_CPUS][e].seconds / message.seconds
-        assert share == pytest.approx((1 / 4 + 1 / 2 * slow / fast) / (3 / 4)), "of the whole value, by the bytes received"
+        assert share == pytest.approx((1 / 4 + 1 / 2 * slow / fast) / (3 / 4)), (
+            "of the whole value, by the bytes received"
+        )
         assert (sent[ON_CPUS][e].link, sent[ON_CPUS][e].latency) == (message.link, message.latency)
 
 
 def test_the_planner_charges_what_the_simulation_charges():
     low = sharded_over_two_hosts(ON_CPUS)
     problem = formulate(skeleton(low.hinted), ON_CPUS, INF)
-    planned = [(e, m, moved) for e, m, moved in messages(low.graph, ON_CPUS) if e.op in (ALL_GATHER, REDUCE_SCATTER)]
+    planned = [
+        (e, m, moved)
+        for e, m, moved in messages(low.graph, ON_CPUS)
+        if e.op in (ALL_GATHER, REDUCE_SCATTER)
+    ]
     assert {e.op for e, _, _ in planned} == {ALL_GATHER, REDUCE_SCATTER}
     for e, message, moved in planned:
         paces = [wire.pace for key, wire in problem.wires.items() if key[0] is e.op]

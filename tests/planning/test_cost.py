@@ -72,7 +72,9 @@ def test_live_memory_by_hand():
         return state, (torch.relu(-x) + 1).sum()
 
     memory = zt.Step(plain).lower({"s": torch.zeros(1)}, torch.zeros(64, 64)).memory_analysis()
-    assert memory.peak == 4 + 2 * 64 * 64 * 4 + 4  # state, x, one temporary changed in place, the sum
+    assert (
+        memory.peak == 4 + 2 * 64 * 64 * 4 + 4
+    )  # state, x, one temporary changed in place, the sum
 
 
 def test_a_cost_analysis_prints():
@@ -89,7 +91,9 @@ def test_padding_crosses_the_wire():
 
     for reduce_dtype, size in ((None, 4), (torch.bfloat16, 2)):
         step = zt.shard_params(zt.AbstractMesh(dp=4), reduce_dtype=reduce_dtype)(scales)
-        cost, memory = (f(step.lower(torch.zeros(7, 5), torch.zeros(7, 5)).graph) for f in (cost_of, memory_of))
+        cost, memory = (
+            f(step.lower(torch.zeros(7, 5), torch.zeros(7, 5)).graph) for f in (cost_of, memory_of)
+        )
         part, whole = 2 * 5 * 4, 7 * 5 * 4
         assert dict(cost.wire) == {
             ("dp", "param"): 3 * part,
@@ -115,7 +119,10 @@ def test_the_state_of_uneven_leaves_is_that_of_the_rank_with_most():
 
 def test_gathers_in_half_precision_cost_half():
     case = CASES["cast_inside"]
-    wide, fused = (sharded(case, 4, steps=1, transforms=t)[2].cost_analysis() for t in ((), (zt.fuse_cast_gather(),)))
+    wide, fused = (
+        sharded(case, 4, steps=1, transforms=t)[2].cost_analysis()
+        for t in ((), (zt.fuse_cast_gather(),))
+    )
     assert fused.over("dp", "param") * 2 == wide.over("dp", "param")
     assert fused.over("dp", "grad") == wide.over("dp", "grad")
     assert fused.flops < wide.flops and fused.bytes < wide.bytes
@@ -147,9 +154,15 @@ def test_the_analyses_of_an_empty_program_print():
     nothing = zt.Graph("f", (), (), (), 0)
     assert str(memory_of(nothing)) == "peak 0 B\nstate 0 B"
     host = "host                    0 calls, 0 kernel launches"
-    assert str(cost_of(nothing)) == f"compute                 0.00 FLOP\nmemory traffic          0 B\n{host}"
+    assert (
+        str(cost_of(nothing))
+        == f"compute                 0.00 FLOP\nmemory traffic          0 B\n{host}"
+    )
     x, y = zt.Var("x", torch.float32, (1024, 1024)), zt.Var("y", torch.float32, (1024, 1024))
     relu = zt.Graph("f", (x,), (zt.Eqn(torch.ops.aten.relu.default, (x,), (y,)),), (y,), 0)
     assert str(memory_of(relu)).splitlines()[:2] == ["peak 8.00 MiB at y", "state 0 B"]
     lines = ["compute                 1.05 MFLOP", "memory traffic          8.00 MiB"]
-    assert str(cost_of(relu)).splitlines() == [*lines, "host                    1 calls, 1 kernel launches"]
+    assert str(cost_of(relu)).splitlines() == [
+        *lines,
+        "host                    1 calls, 1 kernel launches",
+    ]

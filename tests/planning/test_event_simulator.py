@@ -61,12 +61,17 @@ def slowly(compute, messages):
                     first_done = min(i, key=lambda j: end.get(j, float("inf")))
                     if first_done not in end:
                         break
-                    i.remove(first_done)  # the first to arrive is unpacked while the others are still on their way
+                    i.remove(
+                        first_done
+                    )  # the first to arrive is unpacked while the others are still on their way
                     todo.insert(0, ("run", messages[first_done].unpack))
                     continue
                 if kind == "issue":
                     queues.setdefault(messages[i].lane, []).append(i)
-                    latency[i], bytes_[i] = Fraction(messages[i].latency), Fraction(messages[i].seconds)
+                    latency[i], bytes_[i] = (
+                        Fraction(messages[i].latency),
+                        Fraction(messages[i].seconds),
+                    )
                 elif kind == "place":
                     start[i] = now
                 elif kind == "run" and i:
@@ -116,7 +121,9 @@ def test_a_place_waits_for_the_messages_that_it_needs_and_for_nothing_else(progr
         needed = [i for i, m in enumerate(messages) if m.need == k]
         assert played.arrive[k] == pytest.approx(arrive, abs=1e-9)
         assert start == max([played.arrive[k], *(played.end[i] for i in needed)])
-        assert sum(played.stall[i] for i in needed) == pytest.approx(start - played.arrive[k], abs=1e-9)
+        assert sum(played.stall[i] for i in needed) == pytest.approx(
+            start - played.arrive[k], abs=1e-9
+        )
         arrive = start + (compute[k] if k < len(compute) else 0.0)
 
 
@@ -139,7 +146,9 @@ def test_a_link_is_used_whole_while_bytes_move(program):
     played = play(compute, messages)
     for link in {m.link for m in messages}:
         moving = sorted(
-            (begin + m.latency, end) for m, begin, end in zip(messages, played.begin, played.end) if m.link == link
+            (begin + m.latency, end)
+            for m, begin, end in zip(messages, played.begin, played.end)
+            if m.link == link
         )
         busy, until = 0.0, 0.0
         for a, b in moving:
@@ -154,20 +163,33 @@ def test_without_shared_links_less_work_makes_nothing_later(program, data):
     messages = [m._replace(link=m.lane) for m in messages]
     less = [c * data.draw(st.sampled_from([0.0, 0.5, 1.0])) for c in compute]
     faster = [
-        m._replace(**{field: getattr(m, field) * data.draw(st.sampled_from([0.25, 1.0])) for field in ("latency", "seconds")})
+        m._replace(
+            **{
+                field: getattr(m, field) * data.draw(st.sampled_from([0.25, 1.0]))
+                for field in ("latency", "seconds")
+            }
+        )
         for m in messages
     ]
     slow, fast = play(compute, messages), play(less, faster)
     for field in ("arrive", "start", "begin", "end"):
-        assert all(a <= b + 1e-9 for a, b in zip(getattr(fast, field), getattr(slow, field), strict=True))
+        assert all(
+            a <= b + 1e-9 for a, b in zip(getattr(fast, field), getattr(slow, field), strict=True)
+        )
 
 
 def test_with_a_shared_link_a_faster_message_can_delay_the_step():
     """It lets a later message start earlier, which then takes a share of the link from an urgent one."""
     first = Message(0, 1, "other", "other", 0.0, 8.0)
-    urgent, late = Message(0, 3, "gather", "wire", 0.0, 8.0), Message(2, 4, "reduce", "wire", 0.0, 8.0)
+    urgent, late = (
+        Message(0, 3, "gather", "wire", 0.0, 8.0),
+        Message(2, 4, "reduce", "wire", 0.0, 8.0),
+    )
     compute = [0.0, 0.0, 2.0, 9.0]
-    slow, fast = play(compute, [first, urgent, late]), play(compute, [first._replace(seconds=4.0), urgent, late])
+    slow, fast = (
+        play(compute, [first, urgent, late]),
+        play(compute, [first._replace(seconds=4.0), urgent, late]),
+    )
     assert slow.end[1] == 8.0 and slow.start[3] == 10.0 and slow.seconds == 19.0
     assert fast.end[1] == 12.0 and fast.start[3] == 12.0 and fast.seconds == 21.0
 
@@ -187,7 +209,12 @@ def test_places_without_messages_may_be_left_out(program):
     places = sorted({0, len(compute), *(m.issue for m in messages), *(m.need for m in messages)})
     few, all_ = play(compute, messages, places), play(compute, messages)
     assert few.start == tuple(all_.start[k] for k in places)
-    assert (few.begin, few.end, few.stall, few.seconds) == (all_.begin, all_.end, all_.stall, all_.seconds)
+    assert (few.begin, few.end, few.stall, few.seconds) == (
+        all_.begin,
+        all_.end,
+        all_.stall,
+        all_.seconds,
+    )
 
 
 @given(programs(lanes=("a", "b"), links=("x",)))
@@ -207,17 +234,24 @@ def test_messages_share_a_link_equally():
     assert played.end == (4.0, 5.0) and played.stall == (4.0, 1.0)
     assert play([0.0], [short, long._replace(link="y")]).end == (2.0, 3.0)
     assert play([0.0], [short, long._replace(lane="a")]).end == (2.0, 5.0)
-    three = [Message(0, 1, lane, "x", 0.0, seconds) for lane, seconds in (("a", 3.0), ("b", 2.0), ("c", 1.0))]
+    three = [
+        Message(0, 1, lane, "x", 0.0, seconds)
+        for lane, seconds in (("a", 3.0), ("b", 2.0), ("c", 1.0))
+    ]
     played = play([0.0], three)
     assert played.end == (6.0, 5.0, 3.0)
-    assert played.stall == (1.0, 2.0, 3.0), "each message counts for the time that it adds after the one before it"
+    assert played.stall == (1.0, 2.0, 3.0), (
+        "each message counts for the time that it adds after the one before it"
+    )
 
 
 def test_a_message_takes_no_share_of_the_link_during_its_latency():
     played = play([0.0], [Message(0, 1, "a", "x", 3.0, 2.0), Message(0, 1, "b", "x", 0.0, 3.0)])
     assert played.end == (5.0, 3.0)
     queued = play([0.0], [Message(0, 1, "a", "x", 3.0, 2.0), Message(0, 1, "a", "x", 3.0, 2.0)])
-    assert queued.end == (5.0, 10.0), "in one lane a latency starts only when the message before has arrived"
+    assert queued.end == (5.0, 10.0), (
+        "in one lane a latency starts only when the message before has arrived"
+    )
 
 
 def test_at_a_place_messages_are_issued_before_compute_waits():

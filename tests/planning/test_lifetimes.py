@@ -25,9 +25,24 @@ from ztrans.runtime.collectives import Start
 
 W, RANKS, ROWS, LAYERS = 128, 4, 2, 5
 P, p = W * W * 4, W * W * 4 // RANKS
-ACTIVATIONS = 56 * ROWS * W * 4  # an upper limit for the activations of five layers, their masks and gradients: below P
-VIEWS = {"t", "view", "permute", "transpose", "expand", "unsqueeze", "squeeze", "slice", "alias", "detach"}
-FAST, SLOW, LATE = (zt.cluster("cpu", dp=Link("wire", *how)) for how in ((1e-9, 1e15), (1e-9, 1e6), (1.0, 1e15)))
+ACTIVATIONS = (
+    56 * ROWS * W * 4
+)  # an upper limit for the activations of five layers, their masks and gradients: below P
+VIEWS = {
+    "t",
+    "view",
+    "permute",
+    "transpose",
+    "expand",
+    "unsqueeze",
+    "squeeze",
+    "slice",
+    "alias",
+    "detach",
+}
+FAST, SLOW, LATE = (
+    zt.cluster("cpu", dp=Link("wire", *how)) for how in ((1e-9, 1e15), (1e-9, 1e6), (1.0, 1e15))
+)
 
 
 def chain(params, x, y):
@@ -46,7 +61,9 @@ def plain(params, x, y):
 
 
 def accumulated(params, x, y):
-    first, second = (grad(chain)(params, *(t[rows] for t in (x, y))) for rows in (slice(0, 2), slice(2, 4)))
+    first, second = (
+        grad(chain)(params, *(t[rows] for t in (x, y))) for rows in (slice(0, 2), slice(2, 4))
+    )
     return {k: w - 0.1 * (first[k] + second[k]) for k, w in params.items()}, None
 
 
@@ -107,7 +124,12 @@ def gradients(lines: list[Line]) -> dict[str, tuple[int, int]]:
                 spans[name] = (spans[name][0], i)
         for name, kind in line.outs.items():
             root[name] = root.get(line.args[0], line.args[0]) if line.op in VIEWS else name
-            if root[name] == name and line.region == "backward" and line.op in ("mm", "add") and kind == f"f32[{W},{W}]":
+            if (
+                root[name] == name
+                and line.region == "backward"
+                and line.op in ("mm", "add")
+                and kind == f"f32[{W},{W}]"
+            ):
                 spans[name] = (i, i)
     return spans
 
@@ -117,9 +139,13 @@ def at_once(spans: dict[str, tuple[int, int]], at: range) -> int:
 
 
 @functools.cache
-def lower(step: Callable, stage: int, cluster: zt.Cluster, rows: int = ROWS, more: tuple = (), **how) -> zt.Lowered:
+def lower(
+    step: Callable, stage: int, cluster: zt.Cluster, rows: int = ROWS, more: tuple = (), **how
+) -> zt.Lowered:
     shard = zt.shard_params(zt.AbstractMesh(dp=RANKS), stage=stage, outputs="local")
-    lowered = zt.chain(shard, zt.overlap_grads(**how), *more)(step).lower(state(), torch.zeros(rows, W), torch.zeros(rows, W), cluster=cluster)
+    lowered = zt.chain(shard, zt.overlap_grads(**how), *more)(step).lower(
+        state(), torch.zeros(rows, W), torch.zeros(rows, W), cluster=cluster
+    )
     zt.check(lowered.graph)
     return lowered
 
@@ -154,7 +180,12 @@ def test_at_most_two_whole_gradients_are_live(step, stage, wire):
 # The bytes above state and batch, computed by hand. A reduce_scatter receives three shards of p bytes each, and an
 # all_reduce sums into a copy of P bytes. Stages 1 and 2 gather five layers and drop them from last to first. Stage 3
 # gathers one layer at a time.
-BACKWARD = {0: 2 * P + P + P, 1: 5 * P + 2 * P + 3 * p + 2 * p, 2: 5 * P + 2 * P + 3 * p + 2 * p, 3: P + 2 * P + 3 * p + 2 * p}
+BACKWARD = {
+    0: 2 * P + P + P,
+    1: 5 * P + 2 * P + 3 * p + 2 * p,
+    2: 5 * P + 2 * P + 3 * p + 2 * p,
+    3: P + 2 * P + 3 * p + 2 * p,
+}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -177,13 +208,17 @@ def test_no_equation_needs_more_bytes_than_computed_by_hand(step, stage):
 def test_the_buffer_of_a_bucket_is_freed_before_the_update_starts(stage):
     """All five gradients are one message: 5 P bytes are packed, 15 p are received, and 5 p remain after the wait."""
     much = (zt.prefetch(memory=1 << 30),)
-    lowered = lower(plain, stage, LATE, more=much, bucket=5 * P, update="last", max_compute_between=None)
+    lowered = lower(
+        plain, stage, LATE, more=much, bucket=5 * P, update="last", max_compute_between=None
+    )
     lines, memory = read(lowered), lowered.memory_analysis()
     (start,) = (i for i, line in enumerate(lines) if line.op == "reduce_scatter")
     waits = [i for i, line in enumerate(lines) if line.op == "wait" and ".grad" in line.args[0]]
     assert len(lines[start].outs) == len(waits) == 5
     aside = [live - memory.state - 2 * ROWS * W * 4 for live in memory.live]
-    assert 5 * P + 15 * p <= aside[start + 1] <= 5 * P + 15 * p + ACTIVATIONS + P, "packed, and on the wire"
+    assert 5 * P + 15 * p <= aside[start + 1] <= 5 * P + 15 * p + ACTIVATIONS + P, (
+        "packed, and on the wire"
+    )
     update = [i for i, line in enumerate(lines) if line.region == "update" and i > max(waits)]
     assert len(update) == 10
     assert max(aside[i] for i in update) <= 5 * p + 2 * p + ROWS * W * 4 * 8 < 2 * P
@@ -205,14 +240,20 @@ def test_gradients_of_micro_batches_are_added_as_soon_as_they_are_computed(stage
     """The sum of a leaf's two gradients is computed and reduced while the second backward pass still runs."""
     lines = read(lower(accumulated, stage, FAST, 2 * ROWS, **ONE))
     products = [i for i, line in enumerate(lines) if line.op == "mm"]
-    starts = [i for i, line in enumerate(lines) if line.op in ("reduce_scatter", "all_reduce") and ".grad" in next(iter(line.outs))]
+    starts = [
+        i
+        for i, line in enumerate(lines)
+        if line.op in ("reduce_scatter", "all_reduce") and ".grad" in next(iter(line.outs))
+    ]
     assert len(starts) == (LAYERS if stage < 2 else 2 * LAYERS)
     assert sum(start < products[-1] for start in starts) == len(starts) - 1
     assert at_once(gradients(lines), range(len(lines))) <= most
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt_adam", "cast_inside", "clipped", "lora", "sam", "accumulation", "weight_penalty"])
+@pytest.mark.parametrize(
+    "name", ["gpt_adam", "cast_inside", "clipped", "lora", "sam", "accumulation", "weight_penalty"]
+)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_nothing_reads_a_gradient_once_it_is_reduced(name, stage):
     lowered = on_ranks(CASES[name], 4, zt.shard_params(zt.AbstractMesh(dp=4), stage=stage), *ALL)
@@ -220,7 +261,9 @@ def test_nothing_reads_a_gradient_once_it_is_reduced(name, stage):
     ended: set[str] = set()
     members: dict[str, list[str]] = {}
     for line in lines:
-        assert not ended & set(line.args) or line.region == "update" or name == "weight_penalty", line
+        assert not ended & set(line.args) or line.region == "update" or name == "weight_penalty", (
+            line
+        )
         if line.op in ("reduce_scatter", "all_reduce") and any(".grad" in out for out in line.outs):
             members.update((out, [arg]) for out, arg in zip(line.outs, line.args))
         elif line.op == "wait" and line.args[0] in members:
@@ -231,7 +274,11 @@ def test_the_only_small_member_of_a_bucket_is_sent_without_packing():
     """A large weight is sent from its own storage. If only one bias is left, that is too; both live until the wait."""
     shapes = {"w": (4096, 64), "b": (64,), "c": (64,)}
     weight, bias, bias_2 = (Var(name, torch.float32, shape) for name, shape in shapes.items())
-    for members, unpacked in (((weight, bias), [True, True]), ((weight, bias, bias_2), [True, False, False]), ((bias,), [True])):
+    for members, unpacked in (
+        ((weight, bias), [True, True]),
+        ((weight, bias, bias_2), [True, False, False]),
+        ((bias,), [True]),
+    ):
         eqn = reduce(list(members), [f"{v.name}.grad" for v in members], "dp", "mean", Split("dp"))
         start = Start(eqn, {"dp": 2}, {"dp": 0}, None)
         assert [rules(eqn).sends_own(eqn, k, {"dp": 2}) for k in range(len(members))] == unpacked

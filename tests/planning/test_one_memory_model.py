@@ -26,7 +26,8 @@ from ztrans.planning.solver.problem import Problem, Schedule
 from ztrans.planning.solver.solve import needs
 
 SLOW, FAST = (
-    zt.cluster("cpu", dp=Link("wire", latency, bandwidth)) for latency, bandwidth in ((1e-4, 1e7), (1e-7, 1e11))
+    zt.cluster("cpu", dp=Link("wire", latency, bandwidth))
+    for latency, bandwidth in ((1e-4, 1e7), (1e-7, 1e11))
 )
 # They have packed and large leaves, casts, padding, updates in place, a global norm, several gradients of one leaf.
 PROGRAMS = ["mlp_momentum", "clipped", "uneven", "cast_inside", "lora"]
@@ -35,7 +36,15 @@ PROGRAMS = ["mlp_momentum", "clipped", "uneven", "cast_inside", "lora"]
 def lower(name: str, ranks: int, stage: int, budget: int | None, cluster: zt.Cluster) -> zt.Lowered:
     shard = zt.shard_params(zt.AbstractMesh(dp=ranks), stage=stage)
     prefetch = zt.prefetch() if budget is None else zt.prefetch(memory=budget)
-    return on_ranks(CASES[name], ranks, shard, zt.overlap_grads(), prefetch, zt.fuse_cast_gather(), cluster=cluster)
+    return on_ranks(
+        CASES[name],
+        ranks,
+        shard,
+        zt.overlap_grads(),
+        prefetch,
+        zt.fuse_cast_gather(),
+        cluster=cluster,
+    )
 
 
 def counted(problem: Problem, schedule: Schedule) -> int:
@@ -86,10 +95,10 @@ def schedules(problem: Problem, chance: Random, count: int) -> Iterator[Schedule
             buckets(problem.gathers, left),
             buckets(problem.reductions, range(len(problem.reductions))),
         )
-        choice = Choice(
-            tuple(gathers), tuple(reductions), dropped, chance.choice([0.0, 1.0, 1e6])
+        choice = Choice(tuple(gathers), tuple(reductions), dropped, chance.choice([0.0, 1.0, 1e6]))
+        budget = chance.choice(
+            [float("inf"), *(int(share * least) for share in (1.001, 1.05, 1.3))]
         )
-        budget = chance.choice([float("inf"), *(int(share * least) for share in (1.001, 1.05, 1.3))])
         placed = place_choice(Loads(replace(problem, memory=budget)), choice)
         if placed is not None:
             yield placed.schedule
@@ -98,7 +107,13 @@ def schedules(problem: Problem, chance: Random, count: int) -> Iterator[Schedule
 def both(name: str, count: int) -> Iterator[tuple[int, int]]:
     """The peaks of schedules of a program by chance: of the analysis, and as counted."""
     chance = Random(name)
-    for ranks, stage, update in ((2, 0, "eager"), (2, 3, "eager"), (8, 0, "last"), (8, 2, "eager"), (8, 3, "last")):
+    for ranks, stage, update in (
+        (2, 0, "eager"),
+        (2, 3, "eager"),
+        (8, 0, "last"),
+        (8, 2, "eager"),
+        (8, 3, "last"),
+    ):
         cluster = SLOW if ranks == 2 else FAST
         s = skeleton(lower(name, ranks, stage, None, cluster).hinted)
         problem = formulate(s, cluster, float("inf"), update)

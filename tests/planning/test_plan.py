@@ -18,7 +18,9 @@ CASE = CASES["gpt_adam"]
 
 
 def lower(case=CASE, ranks=4, stage=3, transforms=ALL, **how):
-    return on_ranks(case, ranks, zt.shard_params(zt.AbstractMesh(dp=ranks), stage=stage), *transforms, **how)
+    return on_ranks(
+        case, ranks, zt.shard_params(zt.AbstractMesh(dp=ranks), stage=stage), *transforms, **how
+    )
 
 
 @pytest.mark.slow
@@ -30,7 +32,9 @@ def test_a_saved_plan_gives_the_same_program(stage, tmp_path):
     assert loaded == lowered.plan and loaded.digest == lowered.plan.digest
     replanned = lower(stage=stage, plan=loaded)
     assert str(replanned) == str(lowered) and replanned.plan == lowered.plan
-    names = {v.removesuffix("'") for members, _ in (*loaded.gathers, *loaded.reductions) for v in members}
+    names = {
+        v.removesuffix("'") for members, _ in (*loaded.gathers, *loaded.reductions) for v in members
+    }
     assert all(name in loaded.as_text(full=True) for name in names)
 
 
@@ -64,8 +68,14 @@ def test_the_fingerprint_of_a_program_depends_on_what_it_computes():
         return zt.Step(scope["step"]).lower(torch.ones(9), torch.ones(9)).hinted
 
     text = "def step(s, x):\n    return s * torch.tensor([{0}.0] * 9), x\n"
-    first, moved, changed = program(text.format(1)), program("\n# a comment\n" + text.format(1)), program(text.format(2))
-    assert str(first) != str(moved) and fingerprint(first) == fingerprint(moved) != fingerprint(changed)
+    first, moved, changed = (
+        program(text.format(1)),
+        program("\n# a comment\n" + text.format(1)),
+        program(text.format(2)),
+    )
+    assert str(first) != str(moved) and fingerprint(first) == fingerprint(moved) != fingerprint(
+        changed
+    )
 
 
 @pytest.mark.slow
@@ -74,11 +84,13 @@ def test_plans_are_deterministic():
 
 
 def test_a_plan_for_another_program_is_refused():
-    with pytest.raises(ValueError, match=r"plan: it was made for program \w+, and this one is \w+: another model"):
+    with pytest.raises(
+        ValueError, match=r"plan: it was made for program \w+, and this one is \w+: another model"
+    ):
         lower(stage=2, plan=lower().plan)
     plan = lower().plan
     wrong = dataclasses.replace(plan, reductions=((("nobody'",), ""), *plan.reductions[1:]))
-    with pytest.raises(ValueError, match="plan: the program has no reduction \"nobody'\""):
+    with pytest.raises(ValueError, match='plan: the program has no reduction "nobody\'"'):
         lower(plan=wrong)
 
 
@@ -109,8 +121,13 @@ def test_clusters_that_make_no_sense_are_refused(device, link, message):
 def test_replan_notes_the_seconds_that_it_expects():
     lowered = lower()
     replanned = lowered.replan(zt.cluster("cpu", dp="ethernet-1g"))
-    assert replanned.plan.program == lowered.plan.program and replanned.cluster.device.name == "one CPU core"
-    assert replanned.plan.notes[-1].startswith("expected ") and "the plan before has" in str(replanned.plan)
+    assert (
+        replanned.plan.program == lowered.plan.program
+        and replanned.cluster.device.name == "one CPU core"
+    )
+    assert replanned.plan.notes[-1].startswith("expected ") and "the plan before has" in str(
+        replanned.plan
+    )
     zt.check(replanned.graph)
 
 
@@ -124,5 +141,7 @@ def test_the_peak_stays_within_the_budget(name, stage):
     fits = planned.memory_analysis().peak <= 1.05 * plain.memory_analysis().peak
     assert fits != any("above the budget" in note for note in planned.plan.notes)
     over = planned.memory_analysis().peak - 1.05 * plain.memory_analysis().peak
-    largest = max(v.numel * v.dtype.itemsize for e in plain.graph.eqns if is_start(e) for v in e.outs)
+    largest = max(
+        v.numel * v.dtype.itemsize for e in plain.graph.eqns if is_start(e) for v in e.outs
+    )
     assert over <= 2 * largest, "one message takes at most its bytes twice, sent and received"

@@ -89,7 +89,9 @@ def edits(lowered: zt.Lowered):
         buckets = kind(plan, chance)
         i = chance.randrange(len(buckets))
         members, at = buckets[i]
-        buckets[i : i + 1] = [[members[:1], at], [members[1:], at]] if members[1:] else [[members, at]]
+        buckets[i : i + 1] = (
+            [[members[:1], at], [members[1:], at]] if members[1:] else [[members, at]]
+        )
 
     def keep(plan, chance):
         """Drop a gather. It may be the first gather of its value, whose value then exists nowhere."""
@@ -130,7 +132,9 @@ def edits(lowered: zt.Lowered):
 
 
 def equal(a, b) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True))
+    return all(
+        torch.equal(x, y) for x, y in zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)
+    )
 
 
 @pytest.mark.slow
@@ -156,7 +160,10 @@ def test_an_edited_plan_is_applied_or_refused(name):
         except ValueError as error:
             first = str(error).splitlines()[0]
             assert first.startswith("plan: "), first
-            assert not any(word in str(error) for word in ("KeyError", "NoneType", "object is not", "unhashable"))
+            assert not any(
+                word in str(error)
+                for word in ("KeyError", "NoneType", "object is not", "unhashable")
+            )
             seen["refused"] += 1
             continue
         seen["applied"] += 1

@@ -58,7 +58,10 @@ def test_a_file_with_other_types_is_refused(edits, message, tmp_path):
 
 def test_a_file_without_a_json_object_is_refused(tmp_path):
     (tmp_path / "step.plan").write_text("[1, 2]")
-    with pytest.raises(ValueError, match=r"step\.plan does not hold a plan \(it is a list, and no object with program, "):
+    with pytest.raises(
+        ValueError,
+        match=r"step\.plan does not hold a plan \(it is a list, and no object with program, ",
+    ):
         zt.Plan.load(tmp_path / "step.plan")
 
 
@@ -69,7 +72,11 @@ def test_the_error_of_an_edited_plan_names_the_file_and_the_member(tmp_path):
     message = f"""plan {path}: the gather "params.0.weight.full'" is there twice.\nLower without the plan, and save it again."""
     step = zt.chain(SHARD, *ALL)(CASE.step).planned(plan)
     arguments = CASE.state(), *slices(batches(CASE, 1)[0], 4)[0]
-    for take in (lambda: lower(plan=plan), lambda: lowered.planned(plan), lambda: step.lower(*arguments)):
+    for take in (
+        lambda: lower(plan=plan),
+        lambda: lowered.planned(plan),
+        lambda: step.lower(*arguments),
+    ):
         with pytest.raises(ValueError) as error:
             take()
         assert str(error.value) == message
@@ -79,17 +86,28 @@ def test_a_plan_with_a_gather_that_starts_after_its_use_is_refused(tmp_path):
     lowered = lower()
     (members, _), *rest = lowered.plan.gathers
     wrong = dataclasses.replace(lowered.plan, gathers=(*rest, (members, "")))
-    with pytest.raises(ValueError, match=r"plan: the gather \[params.0.weight.full'.*\] starts at the end, and is waited for before \w+: out of order"):
+    with pytest.raises(
+        ValueError,
+        match=r"plan: the gather \[params.0.weight.full'.*\] starts at the end, and is waited for before \w+: out of order",
+    ):
         lowered.planned(wrong)
 
 
 def test_a_plan_that_drops_the_first_gather_of_a_value_is_refused():
     lowered = lower()
     first = lowered.plan.gathers[0][0][0]
-    others = ((tuple(name for name in members if name != first), at) for members, at in lowered.plan.gathers)
+    others = (
+        (tuple(name for name in members if name != first), at)
+        for members, at in lowered.plan.gathers
+    )
     gathers = tuple((members, at) for members, at in others if members)
-    wrong = dataclasses.replace(lowered.plan, gathers=gathers, dropped=(*lowered.plan.dropped, first))
-    with pytest.raises(ValueError, match=r"plan: the gather \[params.0.weight.full'\] is dropped, and no value is kept for it"):
+    wrong = dataclasses.replace(
+        lowered.plan, gathers=gathers, dropped=(*lowered.plan.dropped, first)
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"plan: the gather \[params.0.weight.full'\] is dropped, and no value is kept for it",
+    ):
         lowered.planned(wrong)
 
 
@@ -98,6 +116,11 @@ def test_a_plan_that_does_not_fit_the_budget_is_refused():
     peak = on_ranks(CASE, 4, SHARD, zt.overlap_grads(), zt.prefetch()).memory_analysis().peak
     within = (zt.overlap_grads(), zt.prefetch(memory=2 * peak))
     lowered = on_ranks(CASE, 4, SHARD, *within)
-    tight = dataclasses.replace(lowered, hinted=lowered.hinted.replace(budget=lowered.memory_analysis().peak - 1))
-    with pytest.raises(ValueError, match=r"plan: the program that it makes has \d+ bytes live .*, and prefetch was given memory=\d+"):
+    tight = dataclasses.replace(
+        lowered, hinted=lowered.hinted.replace(budget=lowered.memory_analysis().peak - 1)
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"plan: the program that it makes has \d+ bytes live .*, and prefetch was given memory=\d+",
+    ):
         tight.planned(lowered.plan)

@@ -8,7 +8,9 @@ from ztrans.ir.graph import Graph, Provenance, Split, Var
 from ztrans.ir.printer import WIDTH, Traffic
 from ztrans.planning.fingerprint import fingerprint
 
-NAMES = tuple(f"params.model.layers.{i}.self_attention.query_key_value.weight.grad'" for i in range(27))
+NAMES = tuple(
+    f"params.model.layers.{i}.self_attention.query_key_value.weight.grad'" for i in range(27)
+)
 LONG = zt.Plan(
     "0123456789abcdef",
     gathers=tuple(((f"w{i}.full'",), f"mm_{i}") for i in range(40)),
@@ -46,7 +48,9 @@ def test_a_long_plan_folds():
 def test_the_full_text_of_a_plan_names_every_member():
     text = LONG.as_text(full=True)
     assert max(map(len, text.splitlines())) <= WIDTH and "..." not in text
-    names = {name for members, _ in (*LONG.gathers, *LONG.reductions) for name in members} | set(LONG.dropped)
+    names = {name for members, _ in (*LONG.gathers, *LONG.reductions) for name in members} | set(
+        LONG.dropped
+    )
     assert all(text.count(f"{name.removesuffix(chr(39))}") for name in names)
     assert f"      {NAMES[26][:-1]},\n  ]  waited for before the end" in text
 
@@ -61,7 +65,9 @@ def test_the_traffic_of_a_plan_is_not_saved(tmp_path):
 
 def test_printing_does_not_change_the_fingerprint():
     """A saved plan must stay valid if the printer changes. Every member of a bucket counts, also folded ones."""
-    members = [Var(f"params.blocks.{i}.weight", torch.float32, (16, 16), (Split("dp"),)) for i in range(27)]
+    members = [
+        Var(f"params.blocks.{i}.weight", torch.float32, (16, 16), (Split("dp"),)) for i in range(27)
+    ]
     why = Provenance("param", ("w",), "dp")
     start = all_gather(members, [f"{v.name}.full" for v in members], "dp", provenance=why)
     waits = [wait(future) for future in start.outs]
@@ -78,4 +84,8 @@ def test_printing_does_not_change_the_fingerprint():
 def test_a_long_note_wraps():
     plan = zt.Plan("program", notes=("word " * 60,))
     lines = str(plan).splitlines()
-    assert lines[1].startswith("  note: word") and all(len(line) <= WIDTH for line in lines) and len(lines) == 4
+    assert (
+        lines[1].startswith("  note: word")
+        and all(len(line) <= WIDTH for line in lines)
+        and len(lines) == 4
+    )

@@ -51,9 +51,15 @@ def forward(layers: int = 3, twice: bool = False) -> Graph:
     for repeated in (False, True)[: 1 + twice]:
         for i, s in enumerate(shards):
             suffix = ".again" if repeated else ""
-            start = all_gather([s], [f"w{i}{suffix}"], "dp", provenance=why("param", "auto" if repeated else None))
+            start = all_gather(
+                [s], [f"w{i}{suffix}"], "dp", provenance=why("param", "auto" if repeated else None)
+            )
             w = wait(start.outs[0])
-            eqns += [start.replace(order=GATHER), w, Eqn(aten.add.Tensor, (h, w.outs[0]), (out := var(f"h{i}{suffix}"),))]
+            eqns += [
+                start.replace(order=GATHER),
+                w,
+                Eqn(aten.add.Tensor, (h, w.outs[0]), (out := var(f"h{i}{suffix}"),)),
+            ]
             h = out
     return Graph("f", (*shards, x), tuple(eqns), (h,), 0, mesh=(("dp", 2),))
 
@@ -65,13 +71,17 @@ def backward(layers: int = 3) -> Graph:
     born, casts, ends, uses = [], [], [], []
     for i, p in enumerate(state):
         g, c, new = var(f"g{i}"), var(f"c{i}"), var(f"n{i}", layout=(Split("dp"),))
-        born.append(Eqn(aten.add.Tensor, (born[-1].outs[0] if born else dy, dy), (g,), region="backward"))
+        born.append(
+            Eqn(aten.add.Tensor, (born[-1].outs[0] if born else dy, dy), (g,), region="backward")
+        )
         casts.append(Eqn(aten._to_copy.default, (g,), (c,), region="backward", order=BIRTH))
         start = reduce([c], [f"r{i}"], "dp", "mean", Split("dp"), provenance=why("grad"))
         ends += [start.replace(order=REDUCE), wait(start.outs[0])]
         uses.append(Eqn(aten.sub.Tensor, (p, ends[-1].outs[0]), (new,), region="update"))
     eqns = [*born, *casts, *ends, *uses]
-    return Graph("f", (*state, dy), tuple(eqns), tuple(e.outs[0] for e in uses), layers, mesh=(("dp", 2),))
+    return Graph(
+        "f", (*state, dy), tuple(eqns), tuple(e.outs[0] for e in uses), layers, mesh=(("dp", 2),)
+    )
 
 
 def test_without_hints_nothing_moves():
@@ -108,8 +118,21 @@ def test_readers_of_a_dropped_gather_read_the_kept_value():
     buckets = (Bucket((0,), 0, 0), Bucket((1,), 0, 1), Bucket((3,), 2, 3))
     problem = frame(s, "last")
     gathers = (*problem.gathers[:2], problem.gathers[2]._replace(again=0), problem.gathers[3])
-    ordered = realise(s, Schedule(buckets, (), frozenset({2})), dataclasses.replace(problem, gathers=gathers))
-    assert names(ordered) == ["w0'", "w1'", "w0", "h0", "w1", "h1", "w1.again'", "h0.again", "w1.again", "h1.again"]
+    ordered = realise(
+        s, Schedule(buckets, (), frozenset({2})), dataclasses.replace(problem, gathers=gathers)
+    )
+    assert names(ordered) == [
+        "w0'",
+        "w1'",
+        "w0",
+        "h0",
+        "w1",
+        "h1",
+        "w1.again'",
+        "h0.again",
+        "w1.again",
+        "h1.again",
+    ]
     (reader,) = (e for e in ordered.eqns if e.outs[0].name == "h0.again")
     assert [v.name for v in reader.ins] == ["h1", "w0"]
 
@@ -128,7 +151,12 @@ def test_updates_follow_their_bucket_or_come_last():
 def test_an_update_waits_for_the_last_reader_of_its_state():
     """The update may be in place. A later use of the parameter would otherwise cost a copy."""
     graph = backward()
-    late = Eqn(aten.neg.default, (graph.inputs[0],), (var("late", layout=(Split("dp"),)),), region="backward")
+    late = Eqn(
+        aten.neg.default,
+        (graph.inputs[0],),
+        (var("late", layout=(Split("dp"),)),),
+        region="backward",
+    )
     eqns = list(graph.eqns)
     eqns.insert(3, late)
     graph = graph.replace(eqns=tuple(eqns), outputs=(*graph.outputs, late.outs[0]))
@@ -150,12 +178,17 @@ def test_a_second_reduction_follows_the_first_in_the_same_bucket():
 
 
 def test_members_of_a_bucket_have_one_key():
-    a, b = (all_gather([var(n, layout=(Split("dp"),))], [f"{n}.full"], "dp", provenance=why("param")) for n in "ab")
+    a, b = (
+        all_gather([var(n, layout=(Split("dp"),))], [f"{n}.full"], "dp", provenance=why("param"))
+        for n in "ab"
+    )
     wide = dataclasses.replace(b, kwargs={**b.kwargs, "dtype": torch.bfloat16})
     assert bucket_key(a) == bucket_key(b) != bucket_key(wide)
     both = coalesce([a, b])
     assert both.outs == (*a.outs, *b.outs) and both.args == ([*a.ins, *b.ins],)
-    with pytest.raises(ValueError, match=r"coalesce: a\.full' and b\.full' share a bucket, but not one key"):
+    with pytest.raises(
+        ValueError, match=r"coalesce: a\.full' and b\.full' share a bucket, but not one key"
+    ):
         coalesce([a, wide])
 
 
@@ -164,7 +197,9 @@ def under_way(graph: Graph, ops, roles):
     now = {}
     for e in graph.eqns:
         if e.op in ops and e.provenance.role in roles:
-            now[e.outs[0]] = sum(v.numel * v.dtype.itemsize for v in (e.outs if e.op is ALL_GATHER else e.ins))
+            now[e.outs[0]] = sum(
+                v.numel * v.dtype.itemsize for v in (e.outs if e.op is ALL_GATHER else e.ins)
+            )
         elif e.op is WAIT:
             now.pop(e.args[0], None)
         elif not is_start(e):
@@ -177,10 +212,20 @@ def test_bytes_in_flight_are_bounded_at_every_point(name):
     for stage in (0, 2, 3):
         for bound in (0, 600, 5000):
             schedules = (zt.overlap_grads(max_in_flight=bound), zt.prefetch(max_in_flight=bound))
-            transforms = (zt.shard_params(zt.AbstractMesh(dp=4), stage=stage), *schedules, zt.fuse_cast_gather())
+            transforms = (
+                zt.shard_params(zt.AbstractMesh(dp=4), stage=stage),
+                *schedules,
+                zt.fuse_cast_gather(),
+            )
             graph = on_ranks(CASES[name], 4, *transforms).graph
-            for ops, roles in (((ALL_GATHER,), ("param",)), ((REDUCE_SCATTER, ALL_REDUCE), ("grad", "pmean"))):
+            for ops, roles in (
+                ((ALL_GATHER,), ("param",)),
+                ((REDUCE_SCATTER, ALL_REDUCE), ("grad", "pmean")),
+            ):
                 sizes = [v.numel * v.dtype.itemsize for e in graph.eqns if e.op in ops and e.provenance.role in roles
                          for v in e.ins]  # fmt: skip
                 cap = max(bound, max(sizes, default=0))
-                assert all(sum(moment) <= cap for moment in under_way(graph, ops, roles)), (stage, bound)
+                assert all(sum(moment) <= cap for moment in under_way(graph, ops, roles)), (
+                    stage,
+                    bound,
+                )

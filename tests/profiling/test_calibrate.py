@@ -14,7 +14,9 @@ def test_joint_axes_are_measured_where_they_are_asked_for(monkeypatch):
     monkeypatch.setattr("ztrans.profiling.calibrate._BURST", 0.01)
 
     def links(mesh):
-        with pytest.raises(ValueError, match=r"calibrate: no mesh axis 'tp'; there are 'dp', 'cp', 'one'."):
+        with pytest.raises(
+            ValueError, match=r"calibrate: no mesh axis 'tp'; there are 'dp', 'cp', 'one'."
+        ):
             zt.calibrate(mesh, joint=[("dp", "tp")])
         return zt.calibrate(mesh, {"dp": "rail"}, [("cp", "dp"), ("dp", "one")]), zt.calibrate(mesh)
 
@@ -24,4 +26,6 @@ def test_joint_axes_are_measured_where_they_are_asked_for(monkeypatch):
     assert joint.link("dp*cp") != joint.link("dp") and joint.link("dp*cp").call > 0
     slowest = min(single.link("dp"), single.link("cp"), key=lambda link: link.bandwidth)
     assert single.link("dp*cp") == slowest, "derived where it is not measured"
-    assert single.link("dp*one") == single.link("dp"), "an axis of one rank has a link that costs nothing"
+    assert single.link("dp*one") == single.link("dp"), (
+        "an axis of one rank has a link that costs nothing"
+    )

@@ -17,7 +17,9 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 SIZES = [4096 * 4**k for k in range(8)]
 
 
-def samples(true: Link, noise: float = 0.0, sizes=SIZES, each: int = 3, ranks: int = 2) -> list[Sample]:
+def samples(
+    true: Link, noise: float = 0.0, sizes=SIZES, each: int = 3, ranks: int = 2
+) -> list[Sample]:
     chance = random.Random(0)
     return [
         Sample(kind, n, sum(true.seconds(kind, n, ranks)) * chance.lognormvariate(0, noise))
@@ -27,37 +29,66 @@ def samples(true: Link, noise: float = 0.0, sizes=SIZES, each: int = 3, ranks: i
 
 @pytest.mark.parametrize("latency, bandwidth", [(3e-5, 4e10), (1e-3, 1.2e8), (5e-2, 1e6)])
 @pytest.mark.parametrize("noise, tolerance", [(0.0, 0.03), (0.1, 0.1), (0.3, 0.25)])
-def test_latency_and_bandwidth_are_recovered_from_noisy_samples(latency, bandwidth, noise, tolerance):
+def test_latency_and_bandwidth_are_recovered_from_noisy_samples(
+    latency, bandwidth, noise, tolerance
+):
     true = dataclasses.replace(GUESS, latency=latency, bandwidth=bandwidth, hop=0.0)
     # As in calibration, sizes on both sides of the size at which latency and transfer take equal times.
     middle = latency * bandwidth
-    link = fit(dataclasses.replace(GUESS, hop=0.0), samples(true, noise, [middle * 4.0**k for k in range(-4, 5)]), 2)
-    assert link.latency == pytest.approx(latency, rel=tolerance) and link.bandwidth == pytest.approx(bandwidth, rel=tolerance)
+    link = fit(
+        dataclasses.replace(GUESS, hop=0.0),
+        samples(true, noise, [middle * 4.0**k for k in range(-4, 5)]),
+        2,
+    )
+    assert link.latency == pytest.approx(
+        latency, rel=tolerance
+    ) and link.bandwidth == pytest.approx(bandwidth, rel=tolerance)
     if not noise:
         assert link.efficiency == ()
 
 
 def test_the_efficiency_of_each_kind_is_recovered():
-    true = dataclasses.replace(GUESS, latency=2e-4, bandwidth=1e8, efficiency=(("all_reduce", 0.5), ("reduce_scatter", 0.8)))
+    true = dataclasses.replace(
+        GUESS,
+        latency=2e-4,
+        bandwidth=1e8,
+        efficiency=(("all_reduce", 0.5), ("reduce_scatter", 0.8)),
+    )
     link = fit(GUESS, samples(true, 0.05), 2)
-    assert dict(link.efficiency) == {"all_reduce": pytest.approx(0.5, rel=0.1), "reduce_scatter": pytest.approx(0.8, rel=0.1)}
-    assert link.bandwidth == pytest.approx(1e8, rel=0.1), "the bandwidth of a link is that of its gathers"
+    assert dict(link.efficiency) == {
+        "all_reduce": pytest.approx(0.5, rel=0.1),
+        "reduce_scatter": pytest.approx(0.8, rel=0.1),
+    }
+    assert link.bandwidth == pytest.approx(1e8, rel=0.1), (
+        "the bandwidth of a link is that of its gathers"
+    )
 
 
 def test_outliers_change_the_fit_little():
     true = dataclasses.replace(GUESS, latency=2e-4, bandwidth=1e8)
-    held = [s._replace(seconds=s.seconds * 50) if i % 12 == 5 else s for i, s in enumerate(samples(true, 0.05))]
+    held = [
+        s._replace(seconds=s.seconds * 50) if i % 12 == 5 else s
+        for i, s in enumerate(samples(true, 0.05))
+    ]
     link = fit(GUESS, held, 2)
-    assert link.latency == pytest.approx(2e-4, rel=0.2) and link.bandwidth == pytest.approx(1e8, rel=0.2)
+    assert link.latency == pytest.approx(2e-4, rel=0.2) and link.bandwidth == pytest.approx(
+        1e8, rel=0.2
+    )
 
 
 def test_figures_that_the_samples_do_not_determine_stay():
     """Small messages do not determine the bandwidth. No message determines `hop` or `host`."""
     true = dataclasses.replace(GUESS, latency=1e-2)
     link = fit(GUESS, samples(true, 0.0, [64, 256]), 2)
-    assert link.latency == pytest.approx(1e-2, rel=0.05) and link.bandwidth == pytest.approx(1e9, rel=0.05)
+    assert link.latency == pytest.approx(1e-2, rel=0.05) and link.bandwidth == pytest.approx(
+        1e9, rel=0.05
+    )
     assert (link.name, link.hop, link.host) == (GUESS.name, GUESS.hop, GUESS.host)
-    assert fit(GUESS, [], 2) == fit(GUESS, [Sample("all_gather", 0, 1.0), Sample("all_gather", 9, 0.0)], 2) == GUESS
+    assert (
+        fit(GUESS, [], 2)
+        == fit(GUESS, [Sample("all_gather", 0, 1.0), Sample("all_gather", 9, 0.0)], 2)
+        == GUESS
+    )
 
 
 def test_a_known_hop_is_not_counted_as_latency():
@@ -71,7 +102,9 @@ def test_the_compute_time_of_sending_is_recovered():
     chance = random.Random(3)
     sizes = [1e3, 5e3, 3e5, 6e5, 1e6, 3e6] * 4
     link = sending(GUESS, [(n, (3e-4 + n * 6e-10) * chance.lognormvariate(0, 0.1)) for n in sizes])
-    assert link.call == pytest.approx(3e-4, rel=0.15) and link.host == pytest.approx(6e-10, rel=0.15)
+    assert link.call == pytest.approx(3e-4, rel=0.15) and link.host == pytest.approx(
+        6e-10, rel=0.15
+    )
     assert dataclasses.replace(link, call=GUESS.call, host=GUESS.host) == GUESS
     equal = sending(GUESS, [(1e6, 2e-3)] * 9)
     assert equal.call + 1e6 * equal.host == pytest.approx(2e-3, rel=0.05)
@@ -107,7 +140,9 @@ def test_a_link_is_recovered_from_messages_that_queue(noise, tolerance):
     ((axis, link),) = explain((("dp", GUESS),), played(true, noise))
     assert axis == "dp" and link.bandwidth == pytest.approx(1e8, rel=tolerance)
     naive = max(m.done - m.issued for m in played(true, noise))
-    assert naive > 5 * max(sum(true.seconds(m.kind, m.received, 2)) for m in played(true, noise)), "the messages must queue, else the test is too easy"
+    assert naive > 5 * max(sum(true.seconds(m.kind, m.received, 2)) for m in played(true, noise)), (
+        "the messages must queue, else the test is too easy"
+    )
 
 
 def test_equal_messages_do_not_separate_latency_from_bandwidth():
@@ -118,12 +153,16 @@ def test_equal_messages_do_not_separate_latency_from_bandwidth():
         for k in range(12)
     ]  # fmt: skip
     ((_, link),) = explain((("dp", known),), seen)
-    assert link.bandwidth == pytest.approx(1e8, rel=0.15) and link.latency == pytest.approx(1e-3, rel=0.5)
+    assert link.bandwidth == pytest.approx(1e8, rel=0.15) and link.latency == pytest.approx(
+        1e-3, rel=0.5
+    )
 
 
 def test_the_link_of_an_axis_without_messages_stays():
     links = (("dp", GUESS), ("tp", dataclasses.replace(GUESS, name="other")))
-    fitted = dict(explain(links, played(dataclasses.replace(GUESS, latency=1e-3, bandwidth=1e8), 0.0)))
+    fitted = dict(
+        explain(links, played(dataclasses.replace(GUESS, latency=1e-3, bandwidth=1e8), 0.0))
+    )
     assert fitted["tp"] == links[1][1] and fitted["dp"] != GUESS
     assert explain(links, []) == links
 
@@ -132,10 +171,15 @@ def test_the_link_of_an_axis_without_messages_stays():
 def test_a_link_is_recovered_from_a_guess_that_is_far_off(latency, bandwidth):
     """The latency must not rise. From a guess of 5e10 B/s a small change of bandwidth has no effect on any message."""
     start = (("dp", Link("wire", latency, bandwidth)),)
-    equal = [Observed("dp", 2, "all_gather", 10**6, "dp gather", k * 0.5, k * 0.5 + 0.1) for k in range(3)]
+    equal = [
+        Observed("dp", 2, "all_gather", 10**6, "dp gather", k * 0.5, k * 0.5 + 0.1)
+        for k in range(3)
+    ]
     kinds = [("all_gather", "dp gather"), ("reduce_scatter", "dp reduce")]
     mixed = [
-        Observed("dp", 2, kinds[k % 2][0], 10**6 * (1 + k % 3), kinds[k % 2][1], k * 0.02, k * 0.2 + 0.3)
+        Observed(
+            "dp", 2, kinds[k % 2][0], 10**6 * (1 + k % 3), kinds[k % 2][1], k * 0.02, k * 0.2 + 0.3
+        )
         for k in range(12)
     ]
     for observed in (equal, mixed):

@@ -83,7 +83,9 @@ def test_a_delay_that_hits_another_equation_in_each_step_counts(monkeypatch):
     clock = itertools.accumulate(1.0 + late(k) for k in itertools.count())
     monkeypatch.setattr("ztrans.profiling.instrument.time.perf_counter", lambda: next(clock))
     measured = profile(graph, to_fx(graph), [torch.ones(n + 1) for n in range(3)], steps=3)
-    assert measured.seconds_by_signature == {f"relu(f32[{n + 1}])": pytest.approx(5.0) for n in range(3)}
+    assert measured.seconds_by_signature == {
+        f"relu(f32[{n + 1}])": pytest.approx(5.0) for n in range(3)
+    }
 
 
 def test_ranks_start_each_recorded_step_together(alone, monkeypatch):
@@ -109,7 +111,9 @@ def test_after_tune_the_step_runs_another_program(alone):
     before = step.compiled(state, *batch)
     measured = step.tune(state, *batch, steps=1)
     after = step.compiled(state, *batch)
-    assert after is not before and dict(after.lowered.cluster.measured) == dict(measured.seconds_by_signature)
+    assert after is not before and dict(after.lowered.cluster.measured) == dict(
+        measured.seconds_by_signature
+    )
     assert after.lowered.plan.notes[-1].startswith("measured ")
     state, loss = step(state, *batch)
     assert torch.isfinite(loss)
@@ -124,7 +128,9 @@ def test_tune_keeps_the_faster_plan(alone, monkeypatch, second):
 
     def with_given_seconds(*args):
         measured = real(*args)
-        return dataclasses.replace(measured, timeline=dataclasses.replace(measured.timeline, seconds=next(took)))
+        return dataclasses.replace(
+            measured, timeline=dataclasses.replace(measured.timeline, seconds=next(took))
+        )
 
     monkeypatch.setattr(bound, "profile", with_given_seconds)
     kept, _ = compiled.tune(state, *batch, steps=1)
@@ -153,7 +159,10 @@ def test_replan_starts_gathers_earlier_when_the_wire_was_slow():
 def test_the_link_of_a_joint_axis_is_fitted_to_its_own_messages():
     """A cluster that knows only its axes begins with the slowest of them; an axis of the step itself has no link."""
     base = zt.cluster("h100", dp="nvlink4", cp="infiniband")
-    slow = [Observed("dp*cp", 8, "all_gather", n, "dp*cp gather", k, k + 1e-3 + n / 1e6) for k, n in enumerate((10**4, 10**6))]
+    slow = [
+        Observed("dp*cp", 8, "all_gather", n, "dp*cp gather", k, k + 1e-3 + n / 1e6)
+        for k, n in enumerate((10**4, 10**6))
+    ]
     own = Observed("tp", 2, "all_reduce", 10**6, "tp", 5.0, 5.1)
     profiled = zt.Profile(zt.Timeline("f", 1.0, (), ()), {}, ((*slow, own),), 0.0)
     fitted = profiled.cluster(base)
@@ -175,11 +184,18 @@ def test_the_time_of_a_message_is_counted_from_the_rank_that_starts_it_last(pret
         here.append(message._replace(issued=first, done=max(first, second + moving)))
         there.append(message._replace(issued=second, done=max(second, first + moving)))
     timeline = zt.Timeline("f", 1.0, (), ())
-    monkeypatch.setattr("ztrans.profiling.profile.everywhere", lambda *_: [(1.0, {"f": 1.0}, (here,)), (2.0, {"f": 0.5}, (there,))])
+    monkeypatch.setattr(
+        "ztrans.profiling.profile.everywhere",
+        lambda *_: [(1.0, {"f": 1.0}, (here,)), (2.0, {"f": 0.5}, (there,))],
+    )
     agreed = zt.Profile(timeline, {"f": 1.0}, (tuple(here),), 0.0).agreed(pretended)
-    assert agreed.seconds_by_signature == {"f": 0.5} and agreed.timeline is timeline, "operations are those of the rank that computes longest"
+    assert agreed.seconds_by_signature == {"f": 0.5} and agreed.timeline is timeline, (
+        "operations are those of the rank that computes longest"
+    )
     assert [m.done - m.issued for m in agreed.messages[0]] == pytest.approx(took, abs=1e-9)
-    assert [m.issued for m in agreed.messages[0]] == pytest.approx([0.1 * k + max(by, 0) for k, by in enumerate(later)])
+    assert [m.issued for m in agreed.messages[0]] == pytest.approx(
+        [0.1 * k + max(by, 0) for k, by in enumerate(later)]
+    )
 
 
 @pytest.fixture
@@ -205,27 +221,44 @@ def test_messages_are_recorded_with_their_lanes_and_bytes(pretended, tmp_path):
     measured = profile(lowered.graph, program, local, steps=2, prepare=prepare)
     simulated = lowered.timeline()
     assert measured.timeline.lanes == simulated.lanes == [COMPUTE, "dp gather", "dp reduce"]
-    counted = lambda t: {lane: (sum(e.lane == lane for e in t.events), sum(e.bytes for e in t.events if e.lane == lane)) for lane in t.lanes[1:]}
+    counted = lambda t: {
+        lane: (
+            sum(e.lane == lane for e in t.events),
+            sum(e.bytes for e in t.events if e.lane == lane),
+        )
+        for lane in t.lanes[1:]
+    }
     assert counted(measured.timeline) == counted(simulated)
     for messages in measured.messages:
         assert sum(m.received for m in messages) == lowered.cost_analysis().wire_bytes
         assert all(0 <= m.issued <= m.done and m.spent > 0 and m.unpacked > 0 for m in messages)
-    (_, link), = measured.cluster(lowered.cluster).links
+    ((_, link),) = measured.cluster(lowered.cluster).links
     assert link.call > 0 and link.host > 0
-    assert [kind for kind, each in link.unpack if each > 0] == ["all_gather", "all_reduce", "reduce_scatter"]
+    assert [kind for kind, each in link.unpack if each > 0] == [
+        "all_gather",
+        "all_reduce",
+        "reduce_scatter",
+    ]
     assert len(measured.messages) == len(waited) == 2, "ranks start each step together"
     for lane in measured.timeline.lanes:
-        bars = sorted((e for e in measured.timeline.events if e.lane == lane), key=lambda e: e.start)
+        bars = sorted(
+            (e for e in measured.timeline.events if e.lane == lane), key=lambda e: e.start
+        )
         assert all(e.seconds >= 0 for e in bars)
         assert all(a.end <= b.start + 1e-9 for a, b in pairwise(bars)), lane
     simulated.beside(measured.timeline).to_perfetto(tmp_path / "both.json")
-    assert len({e["pid"] for e in json.loads((tmp_path / "both.json").read_text())["traceEvents"]}) == 2
+    assert (
+        len({e["pid"] for e in json.loads((tmp_path / "both.json").read_text())["traceEvents"]})
+        == 2
+    )
     rows = str(simulated.beside(measured.timeline)).splitlines()
     assert rows[0].split() == ["simulated", "measured", "ratio"] and rows[1].startswith("step")
 
 
 @pytest.mark.compiles
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # Inductor's own modules use torch.jit
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:torch"
+)  # Inductor's own modules use torch.jit
 def test_kernels_of_values_that_are_equal_on_all_ranks_are_deterministic(pretended):
     """If each rank chose its kernel by measurement, ranks could add in different orders."""
 
@@ -238,7 +271,10 @@ def test_kernels_of_values_that_are_equal_on_all_ranks_are_deterministic(pretend
     compiled = step.lower(state, x).compile(backend="inductor")
     compiled(state, x)
     kernels = [*compiled.bound.runnable.run.kernels]
-    assert {("sin" in k, k.endswith(" deterministic")) for k in kernels} == {(True, False), (False, True)}
+    assert {("sin" in k, k.endswith(" deterministic")) for k in kernels} == {
+        (True, False),
+        (False, True),
+    }
 
 
 @pytest.mark.slow
@@ -246,6 +282,10 @@ def test_a_compiled_step_can_be_tuned_with_a_fake_process_group(pretended):
     """The other rank is not there, and every exchange between ranks returns this rank's values."""
     step = zt.chain(zt.shard_params(pretended), *CHAIN)(CASE.step)
     batch = slices(batches(CASE, 1)[0], 2)[0]
-    compiled, _ = step.lower(step.shard(CASE.state()), *batch).compile().tune(step.shard(CASE.state()), *batch)
+    compiled, _ = (
+        step.lower(step.shard(CASE.state()), *batch)
+        .compile()
+        .tune(step.shard(CASE.state()), *batch)
+    )
     assert "measured" in compiled.lowered.plan.notes[-1]
     compiled(step.shard(CASE.state()), *batch)

@@ -27,7 +27,11 @@ class Stream(io.StringIO):
 @pytest.fixture
 def shown(monkeypatch):
     """Run something as in a new process, with stderr on a terminal or not; returns what stderr has got."""
-    handlers, level, propagate = list(progress.log.handlers), progress.log.level, progress.log.propagate
+    handlers, level, propagate = (
+        list(progress.log.handlers),
+        progress.log.level,
+        progress.log.propagate,
+    )
 
     def run(action, terminal=False, **environment):
         stream = Stream(terminal)
@@ -36,7 +40,10 @@ def shown(monkeypatch):
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         progress._prepare.cache_clear()
-        progress.log.handlers, progress.log.propagate = [], False  # pytest handles the records of the root logger
+        progress.log.handlers, progress.log.propagate = (
+            [],
+            False,
+        )  # pytest handles the records of the root logger
         progress.log.setLevel(logging.NOTSET)
         action()
         return SECONDS.sub("0.0 s", stream.getvalue())
@@ -79,7 +86,9 @@ def test_only_the_first_rank_tells(shown):
 def test_a_terminal_shows_the_present_stage_and_keeps_long_ones(shown, monkeypatch):
     monkeypatch.setattr(progress, "_LONG", 0.0)
     text = shown(compiled, terminal=True)
-    assert text.startswith("\r\x1b[Kztrans: train_step: trace\r\x1b[Kztrans: train_step: trace, 0.0 s\n\r\x1b[K")
+    assert text.startswith(
+        "\r\x1b[Kztrans: train_step: trace\r\x1b[Kztrans: train_step: trace, 0.0 s\n\r\x1b[K"
+    )
     monkeypatch.setattr(progress, "_LONG", 60.0)
     text = shown(compiled, terminal=True)
     assert "\n" not in text and text.endswith("\r\x1b[Kztrans: train_step: compile (eager)\r\x1b[K")
@@ -108,7 +117,9 @@ def test_a_program_that_logs_itself_is_left_alone(shown):
         compiled()
 
     assert shown(run, terminal=True) == ""
-    assert records[0] == "train_step: trace" and re.fullmatch(r"train_step: trace, \d+\.\d s", records[1])
+    assert records[0] == "train_step: trace" and re.fullmatch(
+        r"train_step: trace, \d+\.\d s", records[1]
+    )
 
 
 def test_the_level_of_the_root_logger_alone_shows_nothing(shown, monkeypatch):

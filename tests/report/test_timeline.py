@@ -27,7 +27,11 @@ def step(state, x):
 
 def lowered(*transforms):
     chained = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), *transforms)(step)
-    return chained.lower({"up": torch.zeros(16, 32), "down": torch.zeros(32, 16)}, torch.zeros(4, 16), cluster=MACHINE)
+    return chained.lower(
+        {"up": torch.zeros(16, 32), "down": torch.zeros(32, 16)},
+        torch.zeros(4, 16),
+        cluster=MACHINE,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +42,10 @@ def simulated() -> Timeline:
 @pytest.fixture(scope="module")
 def measured(simulated) -> Timeline:
     """A stand-in for a measured timeline: everything takes twice as long, and there is no bound."""
-    events = tuple(dataclasses.replace(e, start=2 * e.start, seconds=2 * e.seconds, stall=2 * e.stall) for e in simulated.events)
+    events = tuple(
+        dataclasses.replace(e, start=2 * e.start, seconds=2 * e.seconds, stall=2 * e.stall)
+        for e in simulated.events
+    )
     curve = tuple((2 * at, live) for at, live in simulated.memory)
     return Timeline("step, measured", 2 * simulated.seconds, events, curve)
 
@@ -46,11 +53,16 @@ def measured(simulated) -> Timeline:
 def by_hand() -> Timeline:
     """A timeline of three operations and a message. The last operation waits for the message."""
     x, y, f = (Var(name, torch.float32, (4,), future=name == "f'") for name in ("x", "y", "f'"))
-    ops = [Eqn(torch.ops.aten.relu.default, (x,), (y,), region=region) for region in ("forward", "backward", "update")]
+    ops = [
+        Eqn(torch.ops.aten.relu.default, (x,), (y,), region=region)
+        for region in ("forward", "backward", "update")
+    ]
     start = Eqn(torch.ops.aten.neg.default, (x,), (f,), provenance=Provenance("grad", ("w",), "dp"))
     bars = [Event(COMPUTE, at, 1.0, e) for at, e in zip((0.0, 1.0, 4.0), ops)]
     message = Event("dp reduce", 1.5, 2.5, start, stall=2.0, bytes=3 << 20)
-    return Timeline("f, simulated", 5.0, (*bars, message), ((0.0, 100), (1.0, 300), (4.0, 200)), (4.0, "wire"))
+    return Timeline(
+        "f, simulated", 5.0, (*bars, message), ((0.0, 100), (1.0, 300), (4.0, 200)), (4.0, "wire")
+    )
 
 
 def test_the_figures_of_a_timeline():
@@ -89,8 +101,12 @@ def test_two_timelines_have_a_ratio_in_every_row(simulated, measured):
     for name in ("step", "compute", "dp gather", "dp reduce", "exposed", "dp grad", "dp param"):
         assert rows[name][-1] == "2.00", name
     assert rows["peak memory"][-1] == "1.00"
-    alone = dataclasses.replace(measured, events=tuple(e for e in measured.events if e.lane != "dp gather"))
-    (row,) = (row for row in str(simulated.beside(alone)).splitlines() if row.startswith("dp gather"))
+    alone = dataclasses.replace(
+        measured, events=tuple(e for e in measured.events if e.lane != "dp gather")
+    )
+    (row,) = (
+        row for row in str(simulated.beside(alone)).splitlines() if row.startswith("dp gather")
+    )
     assert row.split()[-2:] == ["-", "-"], "only one timeline has this lane"
 
 
@@ -102,20 +118,28 @@ def data_of(html: str) -> dict:
 def test_a_page_holds_lanes_memory_and_the_users_lines(simulated, measured, tmp_path):
     simulated.beside(measured).save(tmp_path / "step.html")
     html = (tmp_path / "step.html").read_text()
-    assert not re.search(r"(src|href)=|https?://|@import|fetch\(", html), "the page loads nothing from elsewhere"
+    assert not re.search(r"(src|href)=|https?://|@import|fetch\(", html), (
+        "the page loads nothing from elsewhere"
+    )
     data = data_of(html)
     assert [t["name"] for t in data["timelines"]] == ["step, simulated", "step, measured"]
     assert data["table"] == str(simulated.beside(measured))
     for shown, t in zip(data["timelines"], (simulated, measured)):
         assert shown["lanes"] == t.lanes == [COMPUTE, "dp gather", "dp reduce"]
-        assert shown["memory"] == [[round(at * 1e6, 3), live] for at, live in t.memory] and shown["peak"] == t.peak
+        assert (
+            shown["memory"] == [[round(at * 1e6, 3), live] for at, live in t.memory]
+            and shown["peak"] == t.peak
+        )
         assert len(shown["bars"]) == len(t.events) and shown["table"] == str(t)
-        assert all(0 <= bar[0] < 3 and min(bar[1:4]) >= 0 and bar[1] + bar[2] <= t.seconds * 1e6 + 1e-2 for bar in shown["bars"])
+        assert all(
+            0 <= bar[0] < 3 and min(bar[1:4]) >= 0 and bar[1] + bar[2] <= t.seconds * 1e6 + 1e-2
+            for bar in shown["bars"]
+        )
         texts = [[data["texts"][i] for i in bar[6:]] for bar in shown["bars"]]
         assert any(re.fullmatch(r"test_timeline\.py:\d+ step\.loss", line) for _, _, line in texts)
-        assert [title for title, _, _ in texts if title.startswith("up.full =")] == ["up.full = all_gather"] or any(
-            "all_gather" in title for title, _, _ in texts
-        )
+        assert [title for title, _, _ in texts if title.startswith("up.full =")] == [
+            "up.full = all_gather"
+        ] or any("all_gather" in title for title, _, _ in texts)
     assert data_of(page([simulated]))["table"] == str(simulated)
 
 
@@ -148,7 +172,9 @@ def test_a_perfetto_trace_is_in_order(simulated, measured, tmp_path):
     at = [e.get("ts", -1.0) for e in events]
     assert at == sorted(at), "names first, then events in order of time"
     arrows = {ph: {e["id"]: e["ts"] for e in events if e["ph"] == ph} for ph in "sf"}
-    assert arrows["s"].keys() == arrows["f"].keys() and all(arrows["s"][k] <= arrows["f"][k] for k in arrows["s"])
+    assert arrows["s"].keys() == arrows["f"].keys() and all(
+        arrows["s"][k] <= arrows["f"][k] for k in arrows["s"]
+    )
     live = [e["args"]["bytes"] for e in events if e["ph"] == "C" and e["pid"] == 1]
     assert max(live) == simulated.peak
     stalls = sum(e["dur"] for e in events if e["name"] == "stall" and e["pid"] == 1)
@@ -162,18 +188,31 @@ def test_a_timeline_is_saved_as_a_picture(simulated, measured, ending, tmp_path)
     drawn = (tmp_path / f"step{ending}").read_bytes()
     assert drawn.startswith({".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[ending])
     if ending == ".svg":
-        words = {"step, simulated", "step, measured", "compute", "dp gather", "dp reduce", "memory", "compute stands still"}
+        words = {
+            "step, simulated",
+            "step, measured",
+            "compute",
+            "dp gather",
+            "dp reduce",
+            "memory",
+            "compute stands still",
+        }
         assert {w for w in words if f">{w}<" in drawn.decode()} == words
 
 
 def test_an_unknown_file_ending_is_refused(simulated, tmp_path):
     with pytest.raises(ValueError) as caught:
         simulated.save(tmp_path / "step.gif")
-    assert str(caught.value) == f"save: {str(tmp_path / 'step.gif')!r} ends in none of .html, .png, .svg, .pdf."
+    assert (
+        str(caught.value)
+        == f"save: {str(tmp_path / 'step.gif')!r} ends in none of .html, .png, .svg, .pdf."
+    )
 
 
 def test_a_timeline_has_the_lower_bound_of_its_plan(simulated):
     least, binds = simulated.bound
     assert 0 < least <= simulated.seconds and binds == "wire"
     # Each of six messages has a latency of a millisecond, and two can overlap, as there are two lanes.
-    assert least > 3e-3 and lowered().timeline().bound is None, "a program without schedules is not planned"
+    assert least > 3e-3 and lowered().timeline().bound is None, (
+        "a program without schedules is not planned"
+    )

@@ -67,7 +67,10 @@ def test_errors_of_the_users_code_end_there_too(short):
 
     with pytest.raises(KeyError) as e:
         zt.Step.of(looks_up)(STATE, X)
-    assert [line for _, line in frames(e.value)] == ["zt.Step.of(looks_up)(STATE, X)", 'return state, state["v"]']
+    assert [line for _, line in frames(e.value)] == [
+        "zt.Step.of(looks_up)(STATE, X)",
+        'return state, state["v"]',
+    ]
 
 
 def test_causes_are_shortened_too(short):
@@ -135,7 +138,10 @@ def test_ranks_print_what_is_their_own(told, capsys):
         LostRank("rank 3 has lost"),
         LostRank("rank 4"),
     ]
-    assert told(errors, capsys) == ([0, 1, 2, 3], ["[rank4]: LostRank, as on rank 3, which prints it."])
+    assert told(errors, capsys) == (
+        [0, 1, 2, 3],
+        ["[rank4]: LostRank, as on rank 3, which prints it."],
+    )
 
 
 def test_the_own_number_of_a_rank_makes_no_difference(told, capsys):
@@ -167,8 +173,21 @@ def test_two_processes_print_one_mistake_once(tmp_path):
         "state = train_step.shard({'w': torch.ones(8)})\n"
         "train_step(state, torch.ones(3, 8))\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ZTRANS_TRACEBACK": ""}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "ZTRANS_TRACEBACK": "",
+    }
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     ours = [row for row in done.stderr.splitlines() if row.startswith("[rank")]
     assert done.returncode != 0

@@ -22,7 +22,10 @@ def test_a_form_dispatches_what_the_operation_does(name):
             continue
         form = call_form(e.op, e.args, e.kwargs)
         empty = {v: torch.empty(v.shape, dtype=v.dtype, device="meta") for v in e.ins}
-        args, kwargs = substitute(e.args, empty.__getitem__), substitute(e.kwargs, empty.__getitem__)
+        args, kwargs = (
+            substitute(e.args, empty.__getitem__),
+            substitute(e.kwargs, empty.__getitem__),
+        )
         if isinstance(called(e.op), torch._ops.OpOverload):
             expected, computed = (_dispatched(f, args, kwargs) for f in (called(e.op), form))
             assert expected is not None and computed is not None and expected[0] is computed[0]

@@ -32,14 +32,18 @@ def test_two_ranks_have_the_bits_of_lockstep(two):
 @pytest.mark.distributed
 def test_two_ranks_have_the_bits_of_lockstep_in_micro_batches(two):
     figures = of(two, "micro_batches")
-    assert [f["stage"] for f in figures] == [0, 1, 3] and all(f["bitwise"] for f in figures), figures
+    assert [f["stage"] for f in figures] == [0, 1, 3] and all(f["bitwise"] for f in figures), (
+        figures
+    )
 
 
 @pytest.mark.distributed
 def test_fp8_is_gathered_over_gloo(two):
     """In messages to each rank, and in gloo's own all_gather, which knows no fp8."""
     figures = of(two, "fp8")
-    assert [f["direct"] for f in figures] == [True, False] and all(f["bitwise"] for f in figures), figures
+    assert [f["direct"] for f in figures] == [True, False] and all(f["bitwise"] for f in figures), (
+        figures
+    )
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +67,9 @@ def test_a_mixture_of_experts_over_ep_and_dp(four):
     assert len(figures) == 3 * 4
     for f in figures:
         assert f["state"] <= 1e-14 and f["loss"] <= 1e-14, f
-    assert [f["distance"] for f in of(four, "mixture saved")] == [0], "and saved for ranks without ep"
+    assert [f["distance"] for f in of(four, "mixture saved")] == [0], (
+        "and saved for ranks without ep"
+    )
 
 
 @pytest.mark.distributed
@@ -88,7 +94,12 @@ def test_a_mesh_may_be_a_part_of_the_world(four):
 def test_a_model_of_parallelize_module_computes_what_one_process_computes(four):
     """Llama at every stage: DTensors on tp become DTensors on dp and tp, cut over tp first."""
     figures = of(four, "parallelized")
-    assert sorted((f["stage"], f["bucketed"]) for f in figures) == [(0, False), (1, True), (2, False), (3, True)]
+    assert sorted((f["stage"], f["bucketed"]) for f in figures) == [
+        (0, False),
+        (1, True),
+        (2, False),
+        (3, True),
+    ]
     for f in figures:
         assert f["state"] <= 1e-5 and f["loss"] <= 1e-6, f
         assert f["rows"] == (20 if f["stage"] == 0 else 10), "of the vocabulary, 40"

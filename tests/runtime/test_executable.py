@@ -20,7 +20,9 @@ def check_bits(fn, state, *batches):
     for batch in batches:
         own, output = step(own, *batch)
         theirs, wanted = fn(theirs, *batch)
-        for a, b in zip(pytree.tree_leaves((own, output)), pytree.tree_leaves((theirs, wanted)), strict=True):
+        for a, b in zip(
+            pytree.tree_leaves((own, output)), pytree.tree_leaves((theirs, wanted)), strict=True
+        ):
             assert a.dtype == b.dtype and a.shape == b.shape
             assert bits(a) == bits(b), (a, b)
         for x in pytree.tree_leaves(output):
@@ -71,11 +73,17 @@ def strided(state, x):
 
 def strided_from_an_offset(state, x):
     """The offset counts from the beginning of the storage, not of the view."""
-    return state, (x[1:].as_strided((2,), (1,), 3) * 2, x.as_strided((2,), (1,), 3) * 2, (x * 2)[1:].as_strided((2,), (1,), 3))
+    return state, (
+        x[1:].as_strided((2,), (1,), 3) * 2,
+        x.as_strided((2,), (1,), 3) * 2,
+        (x * 2)[1:].as_strided((2,), (1,), 3),
+    )
 
 
 def frames(state, x):
-    return state, torch.view_as_real(torch.stft(x.flatten(), 4, 2, window=torch.ones(4), center=False, return_complex=True))
+    return state, torch.view_as_real(
+        torch.stft(x.flatten(), 4, 2, window=torch.ones(4), center=False, return_complex=True)
+    )
 
 
 def a_constant_of_a_branch(state, x):
@@ -107,8 +115,22 @@ def test_a_batch_may_be_a_part_of_a_larger_tensor(fn):
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.compiles)])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_a_step_may_return_constants_of_any_kind(backend):
-    constants = [0.5, float("inf"), None, "text", torch.float16, np.float64(0.1), np.ones(2), range(3), slice(1, 2)]
-    run = zt.Step.of(lambda state, x: (state, [x.sum(), *constants])).lower({}, torch.ones(2)).compile(backend=backend)
+    constants = [
+        0.5,
+        float("inf"),
+        None,
+        "text",
+        torch.float16,
+        np.float64(0.1),
+        np.ones(2),
+        range(3),
+        slice(1, 2),
+    ]
+    run = (
+        zt.Step.of(lambda state, x: (state, [x.sum(), *constants]))
+        .lower({}, torch.ones(2))
+        .compile(backend=backend)
+    )
     for _ in range(2):
         (_, *got) = run({}, torch.ones(2))[1]
         assert repr(got) == repr(constants)
@@ -120,7 +142,10 @@ def test_names_of_arguments_are_no_names_of_the_code():
 
     def step(state, self, torch, device, inf):
         first, second = state["block_1"]["weight"], state["block"]["1"]["weight"]
-        return {"block_1": {"weight": first + self}, "block": {"1": {"weight": second + torch}}}, device * inf
+        return {
+            "block_1": {"weight": first + self},
+            "block": {"1": {"weight": second + torch}},
+        }, device * inf
 
     check_bits(step, state, *[[torch.full((2,), float(k)) for k in range(4)]] * 2)
 
@@ -142,7 +167,9 @@ def test_a_kernel_does_not_write_over_a_constant():
 
 @pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-@pytest.mark.parametrize("bias", [lambda b: b[:, 0], lambda b: b[0, :1].expand(512)], ids=["a column", "one number"])
+@pytest.mark.parametrize(
+    "bias", [lambda b: b[:, 0], lambda b: b[0, :1].expand(512)], ids=["a column", "one number"]
+)
 def test_a_bias_with_strides_is_read_as_such(bias):
     """Also where oneDNN, which takes a bias as dense, computes products."""
     step = lambda state, x: (state, torch.nn.functional.linear(x, state["w"], bias(state["b"])))
@@ -172,8 +199,14 @@ def test_an_operation_that_fails_names_the_users_line(backend):
         rows = torch.nn.functional.embedding(ids, state["w"])  # this line
         return state, rows.sum() * 2
 
-    run = zt.Step.of(step).lower({"w": torch.ones(3, 2)}, torch.tensor([1])).compile(backend=backend)
+    run = (
+        zt.Step.of(step).lower({"w": torch.ones(3, 2)}, torch.tensor([1])).compile(backend=backend)
+    )
     with pytest.raises((IndexError, RuntimeError)) as e:
         run({"w": torch.ones(3, 2)}, torch.tensor([3]))
-    line = next(k for k, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "# this line" in text)
+    line = next(
+        k
+        for k, text in enumerate(Path(__file__).read_text().splitlines(), 1)
+        if "# this line" in text
+    )
     assert any(f"{Path(__file__).name}:{line} in " in note for note in e.value.__notes__)

@@ -27,7 +27,10 @@ LAST = (zt.overlap_grads(update="last"), *ALL[1:])
 
 
 def same(a, b) -> bool:
-    return all(torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in zip(*map(pytree.tree_leaves, (a, b))))
+    return all(
+        torch.equal(torch.as_tensor(x), torch.as_tensor(y))
+        for x, y in zip(*map(pytree.tree_leaves, (a, b)))
+    )
 
 
 def wide_step(state, x):
@@ -38,7 +41,10 @@ def wide_step(state, x):
         y = torch.tanh(y @ w)
     grads = torch.autograd.grad(y.square().mean(), list(weights.values()))
     moments = {k: 0.9 * state["moments"][k] + g for k, g in zip(weights, grads)}
-    return {"weights": {k: state["weights"][k] - m for k, m in moments.items()}, "moments": moments}, y.mean()
+    return {
+        "weights": {k: state["weights"][k] - m for k, m in moments.items()},
+        "moments": moments,
+    }, y.mean()
 
 
 def wide_state():
@@ -103,7 +109,9 @@ def test_a_state_is_old_or_new_or_marked_after_each_of_101_interrupts(update):
         whole += 1
         if not same(full, before):
             wanted, _ = step(step.shard(before), x)
-            assert same(full, step.unshard(wanted)), "the state is neither old nor new, but is not marked"
+            assert same(full, step.unshard(wanted)), (
+                "the state is neither old nor new, but is not marked"
+            )
     assert torn + whole > 30, "too few interrupts hit the step"
     if update == "last":
         assert whole > torn, "the update takes the smaller part of the step"
@@ -111,16 +119,23 @@ def test_a_state_is_old_or_new_or_marked_after_each_of_101_interrupts(update):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", ["gpt_adam", "clipped", "batch_norm_mean", "accumulation", "muon", "adamw_fused", "sam"])
+@pytest.mark.parametrize(
+    "name", ["gpt_adam", "clipped", "batch_norm_mean", "accumulation", "muon", "adamw_fused", "sam"]
+)
 def test_with_update_last_the_state_is_written_after_the_last_wait(name, stage):
     """The bits are those of eager updates."""
     case = CASES[name]
-    lowered = [on_ranks(case, 2, zt.shard_params(zt.AbstractMesh(dp=2), stage=stage), *ts) for ts in (LAST, ALL)]
+    lowered = [
+        on_ranks(case, 2, zt.shard_params(zt.AbstractMesh(dp=2), stage=stage), *ts)
+        for ts in (LAST, ALL)
+    ]
     graph = lowered[0].graph
     given, start, state = donation(graph), first_write(graph), set(graph.inputs[: graph.num_state])
     assert all(e.op is not WAIT and e.region == "update" for e in graph.eqns[start:])
     for e in graph.eqns[:start]:
-        assert e not in given.twins or not any(given.owner[out] in state for out in e.outs if out is not None), e
+        assert e not in given.twins or not any(
+            given.owner[out] in state for out in e.outs if out is not None
+        ), e
     early = [e for e in lowered[1].graph.eqns if e in donation(lowered[1].graph).twins]
     assert early, "eager updates are in place, so the test compares the two"
     results = [x.lockstep(case.state(), slices(batches(case, 1)[0], 2)) for x in lowered]
@@ -136,7 +151,11 @@ def test_state_that_forward_changes_is_written_at_the_end_too():
     graph = step.lower(state, torch.randn(8, 4)).graph
     given, start = donation(graph), first_write(graph)
     counters = {v for v in graph.inputs[: graph.num_state] if "num_batches" in v.name}
-    writes = [i for i, e in enumerate(graph.eqns) if e in given.twins and any(given.owner[o] in counters for o in e.outs)]
+    writes = [
+        i
+        for i, e in enumerate(graph.eqns)
+        if e in given.twins and any(given.owner[o] in counters for o in e.outs)
+    ]
     assert counters and all(i >= start for i in writes)
 
 
@@ -152,7 +171,9 @@ def test_a_half_updated_state_is_refused_and_another_state_is_not():
     compiled.bound.runnable = bound._replace(run=lambda local: (bound.writes.begin(), broken()))
     with pytest.raises(MemoryError) as error:
         step(state, x)
-    assert error.value.__notes__ == ["ztrans: step 1 of step was ended by this. The state is half updated."]
+    assert error.value.__notes__ == [
+        "ztrans: step 1 of step was ended by this. The state is half updated."
+    ]
     with pytest.raises(RuntimeError, match="step 1 of step failed with MemoryError"):
         step(state, x)
     with pytest.raises(RuntimeError, match="shard: this state is half updated"):
@@ -167,14 +188,20 @@ def test_the_error_of_a_lost_rank_says_the_causes_and_not_by_their_words():
     failed = Note(Left.FAILED, "failed in step 1 of blended_step with ValueError")
     ended = Note(Left.ENDED, "ended its program, or destroyed its process group,")
     lost = Note(Left.LOST, "lost other ranks in blended_step")
-    assert _causes({2: lost, 1: failed}, []) == ["  Rank 1 failed in step 1 of blended_step with ValueError."]
+    assert _causes({2: lost, 1: failed}, []) == [
+        "  Rank 1 failed in step 1 of blended_step with ValueError."
+    ]
     assert _causes({1: ended}, [])[1].startswith("Every rank must take the same number of steps.")
     assert _causes({2: lost}, [1])[0].startswith("  Rank 1 said nothing")
 
 
 def test_a_tuned_program_marks_a_half_updated_state_too():
     state, x = {"a": torch.zeros(3), "b": torch.ones(3)}, torch.ones(2)
-    compiled = zt.Step.of(lambda s, x: ({"a": s["a"] + x.sum(), "b": s["b"] * 2}, x)).lower(state, x).compile()
+    compiled = (
+        zt.Step.of(lambda s, x: ({"a": s["a"] + x.sum(), "b": s["b"] * 2}, x))
+        .lower(state, x)
+        .compile()
+    )
     tuned, _ = compiled.tune(state, x, steps=1)
     program = tuned.bound.runnable.run.program
     forward = program.forward

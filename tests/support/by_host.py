@@ -22,7 +22,11 @@ from ztrans.runtime.cuda.streams import Streams
 
 WORLD, LOCAL = 6, 3
 SINGLE, DOUBLE, HALF = torch.float32, torch.float64, torch.bfloat16
-RUNS = [("mlp_momentum", {}, DOUBLE), ("uneven", {}, DOUBLE), ("gpt_adam", {"reduce_dtype": HALF}, SINGLE)]
+RUNS = [
+    ("mlp_momentum", {}, DOUBLE),
+    ("uneven", {}, DOUBLE),
+    ("gpt_adam", {"reduce_dtype": HALF}, SINGLE),
+]
 RUNS += [("mlp_momentum", {}, HALF), ("mlp_momentum", {"reduce_dtype": HALF}, HALF)]
 
 
@@ -36,7 +40,9 @@ def main() -> None:
         local = [slices(batch, WORLD) for batch in batches(case, 2)]
         given = step.shard(case.state()), *local[0][RANK]
         plan = [step.lower(*given).plan if RANK == 0 else None]
-        dist.broadcast_object_list(plan)  # six ranks would find the same plan, on the processors of one machine
+        dist.broadcast_object_list(
+            plan
+        )  # six ranks would find the same plan, on the processors of one machine
         low = step.lower(*given, plan=plan[0])
         states = [step.shard(case.state()) for _ in range(2)]
         plain, text = trained(case, states[0], low, mesh, None)
@@ -56,7 +62,9 @@ def main() -> None:
             "reduce_dtype": str(options.get("reduce_dtype")),
             "lockstep": distance(step.unshard(states[0]), truth[0]),
             "streamed": distance(step.unshard(states[1]), step.unshard(states[0])),
-            "bitwise": all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(plain, streamed)),
+            "bitwise": all(
+                torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(plain, streamed)
+            ),
             "recorded": distance(step.unshard(recorded), step.unshard(once)),
             "races": cuda.races,
             "ways": sorted(set(re.findall(r"reduce_scatter, .*?by=([^(]+) \(", text))),

@@ -60,7 +60,13 @@ def loaded(folder: Path, mesh: DeviceMesh, before, **options) -> None:
         same = equal(step.unshard(state), before)
         state, loss = step(state, batch(9).chunk(ranks)[RANK])
         report(
-            "loaded", RANK, ranks=ranks, equal=same, placed=placed == wanted, finite=loss.isfinite().item(), **options
+            "loaded",
+            RANK,
+            ranks=ranks,
+            equal=same,
+            placed=placed == wanted,
+            finite=loss.isfinite().item(),
+            **options,
         )
     dist.barrier()
 

@@ -14,7 +14,10 @@ HEADS, WIDTH, TOKENS = 2, 8, 12
 
 def state() -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(0)
-    return {k: torch.randn(WIDTH, WIDTH, generator=random, dtype=torch.float64) / 2 for k in ("q", "k", "v", "o")}
+    return {
+        k: torch.randn(WIDTH, WIDTH, generator=random, dtype=torch.float64) / 2
+        for k in ("q", "k", "v", "o")
+    }
 
 
 def batches(steps: int, rows: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -24,7 +27,9 @@ def batches(steps: int, rows: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]
     return [(draw(), torch.arange(TOKENS).expand(rows, TOKENS)) for _ in range(steps)]
 
 
-def part(batch: tuple[torch.Tensor, ...], dp: int, cp: int, ranks: tuple[int, int] = (2, 2)) -> tuple[torch.Tensor, ...]:
+def part(
+    batch: tuple[torch.Tensor, ...], dp: int, cp: int, ranks: tuple[int, int] = (2, 2)
+) -> tuple[torch.Tensor, ...]:
     """The tokens of one rank: some rows, and of these some positions."""
     return tuple(x.chunk(ranks[0])[dp].chunk(ranks[1], 1)[cp].contiguous() for x in batch)
 
@@ -35,7 +40,9 @@ def gathered(gather: Callable) -> Callable:
     def attention(q, k, v, positions):
         keys, values, at = gather(k), gather(v), gather(positions)
         scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) / q.shape[-1] ** 0.5
-        scores = scores.masked_fill(positions[:, None, :, None] < at[:, None, None, :], float("-inf"))
+        scores = scores.masked_fill(
+            positions[:, None, :, None] < at[:, None, None, :], float("-inf")
+        )
         return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), values)
 
     return attention
@@ -53,7 +60,9 @@ def ring(shift: Callable, ranks: int) -> Callable:
             scores = scores.masked_fill(positions[:, None, :, None] < at[:, None, None, :], -1e9)
             most = scores.amax(-1, keepdim=True)
             weights = (scores - most).exp()
-            terms.append((most, weights.sum(-1, keepdim=True), torch.einsum("bhqk,bkhd->bhqd", weights, v)))
+            terms.append(
+                (most, weights.sum(-1, keepdim=True), torch.einsum("bhqk,bkhd->bhqd", weights, v))
+            )
         top = torch.stack([most for most, _, _ in terms]).amax(0)
         total = sum((most - top).exp() * weight for most, weight, _ in terms)
         return (sum((most - top).exp() * value for most, _, value in terms) / total).transpose(1, 2)

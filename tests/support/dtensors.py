@@ -45,10 +45,14 @@ def on_ranks(ranks: Iterable[int], build: Callable[[DeviceMesh], T], **sizes: in
     """What `build(mesh)` returns on these ranks of a mesh of these axes."""
     results = []
     for rank in ranks:
-        dist.init_process_group("fake", rank=rank, world_size=math.prod(sizes.values()), store=FakeStore())
+        dist.init_process_group(
+            "fake", rank=rank, world_size=math.prod(sizes.values()), store=FakeStore()
+        )
         try:
             debug._clear_sharding_prop_cache()  # its entries name the process groups of the rank before
-            results.append(build(init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))))
+            results.append(
+                build(init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
+            )
         finally:
             dist.destroy_process_group()
     return results
@@ -83,10 +87,17 @@ def lockstep(graphs: Sequence[Graph], inputs: Sequence[Sequence[torch.Tensor]]) 
     by_name = {v.name: v for v in (*first.inputs, *(v for e in first.eqns for v in e.results))}
     own = lambda v: by_name[v.name]
     for eqns in zip(*(graph.eqns for graph in graphs)):
-        of_rank = [eqns[0].replace(args=substitute(e.args, own), kwargs=substitute(e.kwargs, own)) for e in eqns]
-        for group in grouped((_others(at, rules(eqns[0]).axis(eqns[0])), rank) for rank, at in enumerate(places)).values():
+        of_rank = [
+            eqns[0].replace(args=substitute(e.args, own), kwargs=substitute(e.kwargs, own))
+            for e in eqns
+        ]
+        for group in grouped(
+            (_others(at, rules(eqns[0]).axis(eqns[0])), rank) for rank, at in enumerate(places)
+        ).values():
             localized = [localize(of_rank[rank], first.axes, places[rank]) for rank in group]
-            for rank, outs in zip(group, rules(eqns[0]).meaning(localized, [values[rank] for rank in group])):
+            for rank, outs in zip(
+                group, rules(eqns[0]).meaning(localized, [values[rank] for rank in group])
+            ):
                 values[rank].update((v, x) for v, x in zip(eqns[0].outs, outs) if v is not None)
     return [[substitute(out, env.__getitem__) for out in first.outputs] for env in values]
 
@@ -103,13 +114,22 @@ def joined(program: zt.Lowered, ranks: Sequence[Sequence[torch.Tensor]]) -> list
     for i, v in enumerate(program.graph.inputs[: program.graph.num_state]):
         own = program.program.owns[i]
         cuts = [(s.axis, s.dim) for s in v.layout if isinstance(s, Split)]
-        cuts += [(a, p.dim) for a, p in zip(own.axes, own.placements) if isinstance(p, Shard)] if own else []
+        cuts += (
+            [(a, p.dim) for a, p in zip(own.axes, own.placements) if isinstance(p, Shard)]
+            if own
+            else []
+        )
         parts = {tuple(at.items()): ranks[rank][i] for rank, at in enumerate(places)}
         for axis, dim in cuts:  # the cut of the transform first, because it was made last
-            together = grouped((tuple((a, n) for a, n in at if a not in members(axis)), x) for at, x in parts.items())
+            together = grouped(
+                (tuple((a, n) for a, n in at if a not in members(axis)), x)
+                for at, x in parts.items()
+            )
             parts = {at: torch.cat(xs, dim) for at, xs in together.items()}
         first, *others = parts.values()
-        assert all(torch.equal(first, x) for x in others), f"{v.name} differs between ranks that hold the same of it"
+        assert all(torch.equal(first, x) for x in others), (
+            f"{v.name} differs between ranks that hold the same of it"
+        )
         leaves.append(first)
     return leaves
 
@@ -120,7 +140,9 @@ def parallelized(mesh: DeviceMesh, report: Callable[..., None]) -> None:
     truth, plain_loss = _trained(llama())
     for stage, transforms in enumerate([(), ALL, (), ALL]):
         model = llama_dtensor.parallel(llama(), mesh["tp"], source=0)
-        step = zt.chain(zt.shard_params(mesh, stage=stage), *transforms)(llama_dtensor.make_step(model, torch.float32))
+        step = zt.chain(zt.shard_params(mesh, stage=stage), *transforms)(
+            llama_dtensor.make_step(model, torch.float32)
+        )
         state = step.shard(llama_dtensor.init(model))
         for batch in tokens(3):
             state, loss = step(state, batch.chunk(2)[dp])
@@ -150,7 +172,10 @@ def sequence_parallel(model: nn.Module, mesh: DeviceMesh, source: int | None = 0
     output = RowwiseParallel(output_layouts=Shard(0), use_local_output=False)
     parallelize_module(model, mesh, rows)
     return parallelize_module(
-        model, mesh, {"0": SequenceParallel(sequence_dim=0), "1": columns, "3": output}, src_data_rank=source
+        model,
+        mesh,
+        {"0": SequenceParallel(sequence_dim=0), "1": columns, "3": output},
+        src_data_rank=source,
     )
 
 
@@ -183,4 +208,6 @@ def lifted(mesh: DeviceMesh, report: Callable[..., None]) -> None:
         state, loss = step(state, x.chunk(2)[mesh.get_local_rank("dp")])
     zt.restore(model, optimizer, step.unshard(state))
     full = [p.full_tensor() for p in model.parameters()]
-    report("lifted", state=distance(full, list(plain.parameters())), loss=distance(loss, losses[-1]))
+    report(
+        "lifted", state=distance(full, list(plain.parameters())), loss=distance(loss, losses[-1])
+    )

@@ -25,7 +25,9 @@ def square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean()
 
 
-def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable = square) -> Callable:
+def loop(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable = square
+) -> Callable:
     """An ordinary loop step. A `loss_of` that calls `backward` itself returns a loss without a gradient."""
 
     def loop_step(*batch):
@@ -42,9 +44,13 @@ def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable =
 def is_near(lifted: tuple, plain: tuple, bound: float) -> bool:
     """Whether two pairs of model and optimizer agree. The untouched loop has a state for parameters with gradients only."""
     states = zip(
-        *([optimizer.state[p] for p in model.parameters()] for model, optimizer in (lifted, plain)), strict=True
+        *([optimizer.state[p] for p in model.parameters()] for model, optimizer in (lifted, plain)),
+        strict=True,
     )
-    pairs = [*zip(lifted[0].parameters(), plain[0].parameters(), strict=True), *(pair for pair in states if pair[1])]
+    pairs = [
+        *zip(lifted[0].parameters(), plain[0].parameters(), strict=True),
+        *(pair for pair in states if pair[1]),
+    ]
     return all(distance(value, wanted) <= bound for value, wanted in pairs)
 
 

@@ -9,14 +9,29 @@ from random import Random
 
 from ztrans.planning.event_simulator import Message
 from ztrans.planning.solver.evaluation import memory
-from ztrans.planning.solver.problem import END, Bucket, Gather, Problem, Reduction, Schedule, Update, Wire
+from ztrans.planning.solver.problem import (
+    END,
+    Bucket,
+    Gather,
+    Problem,
+    Reduction,
+    Schedule,
+    Update,
+    Wire,
+)
 from ztrans.planning.solver.validate import validate
 
 INF = float("inf")
 
 
 def problem(
-    chance: Random, *, keys: int = 3, gathers: int = 3, reductions: int = 2, repeats: float = 0.5, host: bool = False
+    chance: Random,
+    *,
+    keys: int = 3,
+    gathers: int = 3,
+    reductions: int = 2,
+    repeats: float = 0.5,
+    host: bool = False,
 ) -> Problem:
     """A random problem with at most `keys` bucket keys, `gathers` gathers and `reductions` reductions.
 
@@ -47,7 +62,9 @@ def problem(
         gathers_in_flight=chance.choice([INF, INF, 0, 3, 5]),
         reductions_in_flight=chance.choice([INF, INF, 0, 3, 5]),
     )
-    unpacked = {key: wire._replace(unpack=chance.choice([0.0, 0.25])) for key, wire in wires.items() if host}
+    unpacked = {
+        key: wire._replace(unpack=chance.choice([0.0, 0.25])) for key, wire in wires.items() if host
+    }
     return replace(drawn, wires=wires | unpacked)
 
 
@@ -62,7 +79,11 @@ def rich(chance: Random) -> Problem:
     updates = tuple(
         Update(
             float(chance.randint(0, 3)),
-            tuple(sorted(chance.sample(range(len(p.reductions)), chance.randint(0, len(p.reductions))))),
+            tuple(
+                sorted(
+                    chance.sample(range(len(p.reductions)), chance.randint(0, len(p.reductions)))
+                )
+            ),
             chance.randint(0, ops),
         )
         for _ in range(chance.randint(0, 3))
@@ -70,18 +91,45 @@ def rich(chance: Random) -> Problem:
     others = []
     for issue in sorted(chance.randint(0, ops) for _ in range(chance.randint(0, 2))):
         latency, seconds = chance.choice([0.0, 0.5]), float(chance.randint(0, 3))
-        others.append(Message(issue, chance.randint(issue, ops), chance.choice(lanes), chance.choice(links), latency, seconds))
+        others.append(
+            Message(
+                issue,
+                chance.randint(issue, ops),
+                chance.choice(lanes),
+                chance.choice(links),
+                latency,
+                seconds,
+            )
+        )
     small = {key: chance.random() < 0.6 for key in p.wires}
     reductions = []
     for r in p.reductions:
         freed = chance.choice([0, r.held])
-        results = ((1, chance.randint(2 * r.born + 2, 2 * ops + 2)),) if chance.random() < 0.5 else ()
-        sent = {"freed": freed, "sent": freed, "value": chance.choice([0, 1]), "small": small[r.key]}
-        released = ((2, chance.randint(r.born + 2, ops)),) if r.born + 2 <= ops and chance.random() < 0.3 else ()
-        after = {"released": released, "updating": chance.choice([0, 2]), "results": results, "waiting": chance.choice([0, 0, 1])}
+        results = (
+            ((1, chance.randint(2 * r.born + 2, 2 * ops + 2)),) if chance.random() < 0.5 else ()
+        )
+        sent = {
+            "freed": freed,
+            "sent": freed,
+            "value": chance.choice([0, 1]),
+            "small": small[r.key],
+        }
+        released = (
+            ((2, chance.randint(r.born + 2, ops)),)
+            if r.born + 2 <= ops and chance.random() < 0.3
+            else ()
+        )
+        after = {
+            "released": released,
+            "updating": chance.choice([0, 2]),
+            "results": results,
+            "waiting": chance.choice([0, 0, 1]),
+        }
         reductions.append(r._replace(**sent, **after))
     wires = {
-        key: wire._replace(ranks=2, pack=chance.choice([0.0, 0.25]), copy=chance.choice([0.0, 0.25]))
+        key: wire._replace(
+            ranks=2, pack=chance.choice([0.0, 0.25]), copy=chance.choice([0.0, 0.25])
+        )
         for key, wire in p.wires.items()
     }
     return replace(
@@ -96,7 +144,9 @@ def rich(chance: Random) -> Problem:
     )
 
 
-def _gathers(chance: Random, ops: int, keys: list, count: int, repeats: float) -> tuple[Gather, ...]:
+def _gathers(
+    chance: Random, ops: int, keys: list, count: int, repeats: float
+) -> tuple[Gather, ...]:
     drawn: list[Gather] = []
     for use in sorted(chance.randrange(ops) for _ in range(count)):
         last, wire, held = chance.randint(use, ops - 1), chance.randint(0, 6), chance.randint(0, 4)
@@ -135,12 +185,16 @@ def schedules(problem: Problem) -> Iterator[Schedule]:
         order
         for parts in grouped(range(len(problem.reductions)), problem.reductions)
         for starts in [[max(problem.reductions[i].born for i in part) + 1 for part in parts]]
-        for waits in product(*(range(k, min(ends[i] for i in part) + 1) for part, k in zip(parts, starts)))
+        for waits in product(
+            *(range(k, min(ends[i] for i in part) + 1) for part, k in zip(parts, starts))
+        )
         for order in ordered([Bucket(*b) for b in zip(parts, starts, waits)])
     ]
     for count in range(len(repeats) + 1):
         for dropped in map(frozenset, combinations(repeats, count)):
-            for parts in grouped([i for i in range(len(problem.gathers)) if i not in dropped], problem.gathers):
+            for parts in grouped(
+                [i for i in range(len(problem.gathers)) if i not in dropped], problem.gathers
+            ):
                 uses = [min(problem.gathers[i].use for i in part) for part in parts]
                 release = [max(problem.gathers[i].release for i in part) for part in parts]
                 for starts in product(*(range(a, b + 1) for a, b in zip(release, uses))):
@@ -159,7 +213,9 @@ def fits(problem: Problem, schedule: Schedule) -> bool:
     return memory(problem, schedule).max(initial=0) <= problem.memory
 
 
-def grouped(indices: Sequence[int], collectives: Sequence[Gather | Reduction]) -> Iterator[tuple[tuple[int, ...], ...]]:
+def grouped(
+    indices: Sequence[int], collectives: Sequence[Gather | Reduction]
+) -> Iterator[tuple[tuple[int, ...], ...]]:
     """Every way to put collectives into buckets, each of one key."""
     for parts in partitions([*indices]):
         if all(len({collectives[i].key for i in part}) == 1 for part in parts):

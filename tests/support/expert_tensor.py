@@ -14,7 +14,12 @@ import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.func import functional_call
 
 from tests.support.experts import EXPERTS, INNER, WIDTH, routed
@@ -47,10 +52,16 @@ class ExpertTensorParallel(ParallelStyle):
             return tokens.to_local(grad_placements=[Partial()])
 
         def summed(module: nn.Module, args: tuple, out: torch.Tensor) -> torch.Tensor:
-            return DTensor.from_local(out, tp, [Partial()], run_check=False).redistribute(tp, [Replicate()]).to_local()
+            return (
+                DTensor.from_local(out, tp, [Partial()], run_check=False)
+                .redistribute(tp, [Replicate()])
+                .to_local()
+            )
 
         for name, inner in (("up", 2), ("down", 1)):
-            cut = distribute_tensor(getattr(module, name).detach(), mesh, [Shard(0), Shard(inner)], src_data_rank=None)
+            cut = distribute_tensor(
+                getattr(module, name).detach(), mesh, [Shard(0), Shard(inner)], src_data_rank=None
+            )
             setattr(module, name, nn.Parameter(cut))
         module.register_forward_pre_hook(whole)
         module.register_forward_hook(summed)
@@ -70,10 +81,20 @@ class Mixture(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = x * self.scale + self.narrow(torch.tanh(self.widen(x * self.scale)))
         places, weight = routed(h, self.router(h), len(x))
-        sent = torch.einsum("nec,nd->ecd", places, h).reshape(self.ranks, EXPERTS // self.ranks, len(x), WIDTH)
-        mine = self.exchange(sent).transpose(0, 1).reshape(EXPERTS // self.ranks, self.ranks * len(x), WIDTH)
+        sent = torch.einsum("nec,nd->ecd", places, h).reshape(
+            self.ranks, EXPERTS // self.ranks, len(x), WIDTH
+        )
+        mine = (
+            self.exchange(sent)
+            .transpose(0, 1)
+            .reshape(EXPERTS // self.ranks, self.ranks * len(x), WIDTH)
+        )
         out = self.experts(mine).reshape(EXPERTS // self.ranks, self.ranks, len(x), WIDTH)
-        y = torch.einsum("nec,ecd->nd", places, self.exchange(out.transpose(0, 1)).reshape(EXPERTS, len(x), WIDTH))
+        y = torch.einsum(
+            "nec,ecd->nd",
+            places,
+            self.exchange(out.transpose(0, 1)).reshape(EXPERTS, len(x), WIDTH),
+        )
         return h + y * weight[:, None]
 
 
@@ -109,7 +130,10 @@ def make_step(model: nn.Module) -> Callable:
         grads = dict(zip(leaves, torch.autograd.grad(value, list(leaves.values()))))
         scale = 1 / (1 + _square(grads.values()).sqrt())
         m = {k: 0.9 * m + grads[k] * scale for k, m in state["m"].items()}
-        return {"params": {k: p - 0.5 * m[k] for k, p in state["params"].items()}, "m": m}, value.detach()
+        return {
+            "params": {k: p - 0.5 * m[k] for k, p in state["params"].items()},
+            "m": m,
+        }, value.detach()
 
     return step
 

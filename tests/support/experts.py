@@ -35,16 +35,24 @@ def state(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     random = torch.Generator().manual_seed(0)
     shapes = {"dense": (WIDTH, WIDTH), "router": (WIDTH, EXPERTS), "bias": (WIDTH,),
               "up": (EXPERTS, WIDTH, INNER), "down": (EXPERTS, INNER, WIDTH)}  # fmt: skip
-    params = {k: (torch.randn(s, generator=random, dtype=torch.float64) / 2).to(dtype) for k, s in shapes.items()}
+    params = {
+        k: (torch.randn(s, generator=random, dtype=torch.float64) / 2).to(dtype)
+        for k, s in shapes.items()
+    }
     return {"params": params, "m": {k: torch.zeros_like(p) for k, p in params.items()}}
 
 
 def batches(steps: int, rows: int = 16, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
     random = torch.Generator().manual_seed(1)
-    return [torch.randn(rows, WIDTH, generator=random, dtype=torch.float64).to(dtype) for _ in range(steps)]
+    return [
+        torch.randn(rows, WIDTH, generator=random, dtype=torch.float64).to(dtype)
+        for _ in range(steps)
+    ]
 
 
-def routed(x: torch.Tensor, logits: torch.Tensor, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+def routed(
+    x: torch.Tensor, logits: torch.Tensor, capacity: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The place of each token at its expert, [token, expert, place], and the weight of what that returns."""
     weight, expert = torch.softmax(logits, -1).max(-1)
     chosen = (expert[:, None] == torch.arange(EXPERTS)).to(x.dtype)
@@ -53,7 +61,10 @@ def routed(x: torch.Tensor, logits: torch.Tensor, capacity: int) -> tuple[torch.
 
 
 def loss(
-    params: dict[str, torch.Tensor], x: torch.Tensor, exchange: Callable = lambda x: x, ranks: int = 1
+    params: dict[str, torch.Tensor],
+    x: torch.Tensor,
+    exchange: Callable = lambda x: x,
+    ranks: int = 1,
 ) -> torch.Tensor:
     """The loss of one rank's tokens; `exchange` sends row r of its argument to rank r of `ep`, which has that many."""
     h = torch.tanh(x @ params["dense"] + params["bias"])
@@ -78,7 +89,10 @@ def make_step(exchange: Callable = lambda x: x, ranks: int = 1) -> Callable:
         experts = zt.psum(sum(s for k, s in squares.items() if is_expert(k)), "ep")
         scale = 1 / (1 + (dense + experts).sqrt())
         m = {k: 0.9 * m + grads[k] * scale for k, m in state["m"].items()}
-        return {"params": {k: p - 0.5 * m[k] for k, p in state["params"].items()}, "m": m}, value.detach()
+        return {
+            "params": {k: p - 0.5 * m[k] for k, p in state["params"].items()},
+            "m": m,
+        }, value.detach()
 
     return step
 
@@ -91,7 +105,9 @@ def of_rank(full: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
 
 def divided(full: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
     """The full state with its experts as DTensors on `mesh`."""
-    cut = lambda tree: {k: distribute_tensor(x, mesh, [Shard(0)]) if is_expert(k) else x for k, x in tree.items()}
+    cut = lambda tree: {
+        k: distribute_tensor(x, mesh, [Shard(0)]) if is_expert(k) else x for k, x in tree.items()
+    }
     return {k: cut(tree) for k, tree in full.items()}
 
 
@@ -101,13 +117,19 @@ def with_dtensors(step: Callable) -> Callable:
     def wrapped(state, x):
         local = pytree.tree_map_only(DTensor, DTensor.to_local, state)
         new, value = step(local, x)
-        again = lambda p, old: DTensor.from_local(p, old.device_mesh, old.placements) if isinstance(old, DTensor) else p
+        again = lambda p, old: (
+            DTensor.from_local(p, old.device_mesh, old.placements)
+            if isinstance(old, DTensor)
+            else p
+        )
         return pytree.tree_map(again, new, state), value
 
     return wrapped
 
 
-def trained(graph: Graph, full: dict[str, Any], data: list[torch.Tensor]) -> tuple[dict[str, Any], list[torch.Tensor]]:
+def trained(
+    graph: Graph, full: dict[str, Any], data: list[torch.Tensor]
+) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """The full state after a step for each batch on all ranks of a program, and the losses of the last step."""
     places, ranks = coordinates(graph.mesh, graph.joint), graph.axes["ep"]
     of_ep = [scatter(graph, pytree.tree_leaves(of_rank(full, e, ranks))) for e in range(ranks)]
@@ -118,7 +140,9 @@ def trained(graph: Graph, full: dict[str, Any], data: list[torch.Tensor]) -> tup
     leaves = []
     for i, v in enumerate(graph.inputs[: graph.num_state]):
         has = lambda at, e, v=v: at["ep"] == e or not is_expert(v.name)
-        parts = [_joined(v, [s[i] for s, at in zip(states, places) if has(at, e)]) for e in range(ranks)]
+        parts = [
+            _joined(v, [s[i] for s, at in zip(states, places) if has(at, e)]) for e in range(ranks)
+        ]
         leaves.append(torch.cat(parts) if is_expert(v.name) else parts[0])
     return pytree.tree_unflatten(leaves, pytree.tree_structure(full)), [out[-1] for out in outs]
 

@@ -99,7 +99,9 @@ class CUDAGraph(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket is torch.ops.aten._local_scalar_dense:
-            if args[0].dtype == torch.float64 and not args[0].ndim:  # a number, which stays on the host
+            if (
+                args[0].dtype == torch.float64 and not args[0].ndim
+            ):  # a number, which stays on the host
                 return func(*args)
             raise RuntimeError("operation not permitted when stream is capturing")
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
@@ -121,7 +123,9 @@ class CUDAGraph(TorchDispatchMode):
         self.replays += 1
         clock = self.cuda.current_stream().clock
         for stream, at in self.seeded.clock.items():
-            assert clock.get(stream, 0) >= at, "a replay on a stream that has not waited for the beginning of the capture"
+            assert clock.get(stream, 0) >= at, (
+                "a replay on a stream that has not waited for the beginning of the capture"
+            )
         for func, args, kwargs, results in self.calls:
             replayed = func(*args, **kwargs)
             for old, new in zip(pytree.tree_leaves(results), pytree.tree_leaves(replayed)):

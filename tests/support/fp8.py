@@ -78,7 +78,11 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         x, *saved = ctx.saved_tensors
-        w8, s = saved if ctx.recipe.saves == "fp8" else (ctx.recipe.cast(saved[0], (s := ctx.recipe.scale(saved[0]))), s)
+        w8, s = (
+            saved
+            if ctx.recipe.saves == "fp8"
+            else (ctx.recipe.cast(saved[0], (s := ctx.recipe.scale(saved[0]))), s)
+        )
         sg = dynamic(g)
         dx = (cast(g, sg, torch.float8_e5m2).float() @ w8.float().t()) / (sg * s).reshape(())
         return dx, (x.t() @ g), None
@@ -97,13 +101,18 @@ def step_of(recipe: Recipe, frozen: tuple[str, ...] = ()) -> Callable:
         value = loss(params, *batch, recipe)
         trained = [k for k, p in params.items() if p.requires_grad]
         grads = dict(zip(trained, torch.autograd.grad(value, [params[k] for k in trained])))
-        new = {k: p - 0.1 * grads[k].to(p.dtype) if k in grads else p for k, p in state["params"].items()}
+        new = {
+            k: p - 0.1 * grads[k].to(p.dtype) if k in grads else p
+            for k, p in state["params"].items()
+        }
         return {"params": new}, value
 
     return step
 
 
-def state_of(up: int = 20, inner: int = 8, out: int = 10, dtype: torch.dtype = torch.float32) -> dict:
+def state_of(
+    up: int = 20, inner: int = 8, out: int = 10, dtype: torch.dtype = torch.float32
+) -> dict:
     """Weights of very different magnitudes on the first and the last rank."""
     ramp = lambda rows: torch.linspace(0.1, 3, rows)[:, None]
     params = {"up": ramp(up) * torch.randn(up, inner), "down": ramp(out) * torch.randn(out, up)}
@@ -114,7 +123,9 @@ def batch_of(rows: int = 4, inner: int = 8, out: int = 10) -> tuple[torch.Tensor
     return torch.randn(rows, inner), torch.randn(rows, out)
 
 
-def lower(step: Callable, *transforms: zt.Transform, state=None, mesh=None, **options) -> zt.Lowered:
+def lower(
+    step: Callable, *transforms: zt.Transform, state=None, mesh=None, **options
+) -> zt.Lowered:
     """A step lowered over `mesh`, by default for two ranks."""
     shard = zt.shard_params(mesh or zt.AbstractMesh(dp=2), **options)
     return zt.chain(shard, *transforms)(step).lower(state or state_of(), batch_of())
@@ -125,7 +136,9 @@ class Scaled(torch.Tensor):
 
     @staticmethod
     def __new__(cls, data: torch.Tensor, scale: torch.Tensor):
-        return torch.Tensor._make_wrapper_subclass(cls, data.shape, strides=data.stride(), dtype=torch.float32)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, data.shape, strides=data.stride(), dtype=torch.float32
+        )
 
     def __init__(self, data: torch.Tensor, scale: torch.Tensor) -> None:
         self.data8, self.scale = data, scale
@@ -139,7 +152,12 @@ class Scaled(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, op, types, args, kwargs=None):
-        if op in (aten.t.default, aten.view.default, aten.detach.default, aten._unsafe_view.default):
+        if op in (
+            aten.t.default,
+            aten.view.default,
+            aten.detach.default,
+            aten._unsafe_view.default,
+        ):
             return cls(op(args[0].data8, *args[1:]), args[0].scale)
         if op is not aten.mm.default:
             raise NotImplementedError(f"{op} of fp8")

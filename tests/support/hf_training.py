@@ -26,6 +26,13 @@ if __name__ == "__main__":
         first = hf_trainer.main(3, f"{folder}/sharded", every=3)
         resumed = hf_trainer.main(6, f"{folder}/sharded", every=3)
     if os.environ["RANK"] == "0":
-        models = [LlamaForCausalLM.from_pretrained(f"{folder}/{name}/checkpoint-6") for name in ("plain", "sharded")]
-        apart = max((a - b).abs().max().item() for a, b in zip(*(model.parameters() for model in models)))
-        sys.stdout.write(json.dumps({"plain": plain, "first": first, "resumed": resumed, "apart": apart}) + "\n")
+        models = [
+            LlamaForCausalLM.from_pretrained(f"{folder}/{name}/checkpoint-6")
+            for name in ("plain", "sharded")
+        ]
+        apart = max(
+            (a - b).abs().max().item() for a, b in zip(*(model.parameters() for model in models))
+        )
+        sys.stdout.write(
+            json.dumps({"plain": plain, "first": first, "resumed": resumed, "apart": apart}) + "\n"
+        )

@@ -71,4 +71,6 @@ if __name__ == "__main__":
             folder = Path(parent) / f"trial {operation}" / "checkpoint"
             zt.save(folder, state(3.0)).result()
             later.append((loaded_from(folder), os.listdir(folder.parent)))
-    sys.stdout.write(json.dumps({"loaded": loaded, "at_the_end": outcome[1], "later": later}) + "\n")
+    sys.stdout.write(
+        json.dumps({"loaded": loaded, "at_the_end": outcome[1], "later": later}) + "\n"
+    )

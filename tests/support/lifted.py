@@ -23,7 +23,9 @@ class Net(nn.Module):
         return self.second(self.norm(torch.tanh(self.first(x)))) * self.scale.sum()
 
 
-def loop_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], torch.Tensor]:
+def loop_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """An ordinary loop step: the mean of the squared output, backward, and the optimizer."""
 
     def loop_step(x: torch.Tensor) -> torch.Tensor:

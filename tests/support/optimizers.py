@@ -90,7 +90,10 @@ class Reading(Optimizer):
             for p in (p for p in group["params"] if p.grad is not None):
                 state = self.state[p]
                 if not state:
-                    state["count"], state["averages"] = torch.zeros(()), [torch.zeros_like(p), torch.zeros_like(p)]
+                    state["count"], state["averages"] = (
+                        torch.zeros(()),
+                        [torch.zeros_like(p), torch.zeros_like(p)],
+                    )
                     state["kind"] = "sign"
                 state["count"].add_(1)
                 fast, slow = state["averages"]
@@ -104,7 +107,12 @@ class Dampened(SGD):
 
     @torch.no_grad()
     def step(self, closure=None):
-        fresh = [p for group in self.param_groups for p in group["params"] if p.grad is not None and not self.state[p]]
+        fresh = [
+            p
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None and not self.state[p]
+        ]
         for p in fresh:
             p.grad.mul_(0.5)
         return super().step(closure)

@@ -56,8 +56,14 @@ def dual(forward: Callable, backward: Callable) -> Callable:
     return Dual.apply
 
 
-summed, copied = dual(all_reduce, lambda g: copied(g)), dual(lambda x: x.clone(), lambda g: summed(g))
-gathered, scattered = dual(all_gather, lambda g: scattered(g)), dual(reduce_scatter, lambda g: gathered(g))
+summed, copied = (
+    dual(all_reduce, lambda g: copied(g)),
+    dual(lambda x: x.clone(), lambda g: summed(g)),
+)
+gathered, scattered = (
+    dual(all_gather, lambda g: scattered(g)),
+    dual(reduce_scatter, lambda g: gathered(g)),
+)
 exchanged = dual(exchange, lambda g: exchanged(g))
 
 LAYERS: dict[str, tuple[list[tuple[int, ...]], Callable]] = {
@@ -86,7 +92,11 @@ class Parallel:
 
     def state(self, tp: int) -> dict[str, Any]:
         random = torch.Generator().manual_seed(tp)
-        shapes = {f"{i}.{j}": s for i, name in enumerate(self.layers) for j, s in enumerate(LAYERS[name][0])}
+        shapes = {
+            f"{i}.{j}": s
+            for i, name in enumerate(self.layers)
+            for j, s in enumerate(LAYERS[name][0])
+        }
         flat = {k: 0.5 * torch.randn(s, generator=random) for k, s in shapes.items()}
         return {
             "params": {k: v for k, v in flat.items() if k not in self.fixed},
@@ -104,7 +114,12 @@ def parallel_steps(draw) -> Parallel:
     layers = tuple(draw(st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=6)))
     names = [f"{i}.{j}" for i, name in enumerate(layers) for j in range(len(LAYERS[name][0]))]
     fixed = frozenset(names[1::3]) if draw(st.booleans()) else frozenset()
-    return parallel(layers, fixed, draw(st.sampled_from([1, 2])), draw(st.sampled_from(["none", "each", "global"])))
+    return parallel(
+        layers,
+        fixed,
+        draw(st.sampled_from([1, 2])),
+        draw(st.sampled_from(["none", "each", "global"])),
+    )
 
 
 def parallel(layers: tuple[str, ...], fixed: frozenset[str], micro: int, norms: str) -> Parallel:

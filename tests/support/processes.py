@@ -21,7 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PRELOADED = ["ztrans", "torch._dynamo", "torch.distributed.checkpoint"]  # the first trace imports dynamo
+PRELOADED = [
+    "ztrans",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+]  # the first trace imports dynamo
 
 
 @dataclass(frozen=True)
@@ -42,13 +46,17 @@ class Ended:
 class Running:
     """A script that runs as a process of its own."""
 
-    def __init__(self, script: Path, arguments: tuple[str, ...], environment: dict[str, str]) -> None:
+    def __init__(
+        self, script: Path, arguments: tuple[str, ...], environment: dict[str, str]
+    ) -> None:
         self.folder = tempfile.TemporaryDirectory()
         self.printed = Path(self.folder.name, "output"), Path(self.folder.name, "errors")
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         command = str(script), *arguments
-        self.process = context.Process(target=_run, args=(command, environment, *map(str, self.printed)))
+        self.process = context.Process(
+            target=_run, args=(command, environment, *map(str, self.printed))
+        )
         self.began = time.monotonic()
         self.process.start()
         self.pid = self.process.pid
@@ -58,7 +66,10 @@ class Running:
         """Whether the process is stopped by a signal."""
         try:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-        except (FileNotFoundError, ProcessLookupError):  # it has ended, before or while its file was read
+        except (
+            FileNotFoundError,
+            ProcessLookupError,
+        ):  # it has ended, before or while its file was read
             return False
 
     def end(self, seconds: float) -> Ended:
@@ -78,10 +89,16 @@ def start_ranks(ranks: int, script: Path, *arguments: str) -> list[Running]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", **address}
+    world = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": "1",
+        **address,
+    }
     environment = {**os.environ, **world, "PYTHONPATH": str(ROOT)}
     return [
-        Running(script, arguments, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)
+        Running(script, arguments, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(ranks)
     ]
 
 
@@ -95,7 +112,9 @@ def run_ranks(ranks: int, script: str, *arguments: str) -> list[dict]:
         for process in waited.values() if failed else ():
             process.process.kill()
     ended = [process.end(0) for process in running]
-    assert not any(rank.code for rank in ended), "\n".join(rank.errors[-4000:] for rank in ended if rank.code)
+    assert not any(rank.code for rank in ended), "\n".join(
+        rank.errors[-4000:] for rank in ended if rank.code
+    )
     return [row for rank in ended for row in rank.rows]
 
 

@@ -99,14 +99,19 @@ class Block(nn.Module):
 
     def forward(self, x):
         b, t, c = x.shape
-        q, k, v = (h.view(b, t, self.heads, -1).transpose(1, 2) for h in self.qkv(self.norm1(x)).split(c, 2))
+        q, k, v = (
+            h.view(b, t, self.heads, -1).transpose(1, 2)
+            for h in self.qkv(self.norm1(x)).split(c, 2)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).reshape(b, t, c))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class GPT(nn.Module):
-    def __init__(self, vocab: int = 19, width: int = 8, heads: int = 2, layers: int = 2, sequence: int = 6) -> None:
+    def __init__(
+        self, vocab: int = 19, width: int = 8, heads: int = 2, layers: int = 2, sequence: int = 6
+    ) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocab, width), nn.Embedding(sequence, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
@@ -130,7 +135,9 @@ def gpt_loss(model: nn.Module) -> Callable:
     def loss(params, ids, targets):
         logits = functional_call(model, params, (ids,))
         return F.cross_entropy(
-            logits.flatten(0, 1).float() if logits.dtype == torch.bfloat16 else logits.flatten(0, 1),
+            logits.flatten(0, 1).float()
+            if logits.dtype == torch.bfloat16
+            else logits.flatten(0, 1),
             targets.flatten(),
         )
 
@@ -151,7 +158,10 @@ def adam(state: dict, grads: dict, lr: float = 1e-2) -> dict:
     m = {k: 0.9 * state["m"][k] + 0.1 * g for k, g in grads.items()}
     v = {k: 0.95 * state["v"][k] + 0.05 * g * g for k, g in grads.items()}
     scale = lr * torch.sqrt(1 - 0.95**step) / (1 - 0.9**step)
-    params = {k: p * (1 - lr * 0.1) - scale * m[k] / (v[k].sqrt() + 1e-3) for k, p in state["params"].items()}
+    params = {
+        k: p * (1 - lr * 0.1) - scale * m[k] / (v[k].sqrt() + 1e-3)
+        for k, p in state["params"].items()
+    }
     return {"params": params, "m": m, "v": v, "step": step}
 
 
@@ -177,7 +187,10 @@ def adamw_with(**how: bool) -> Case:
         params = {k: p.detach().requires_grad_() for k, p in state["params"].items()}
         value = loss(params, *batch)
         value.backward()
-        columns = [list(c.values()) for c in (params, {k: p.grad for k, p in params.items()}, state["m"], state["v"])]
+        columns = [
+            list(c.values())
+            for c in (params, {k: p.grad for k, p in params.items()}, state["m"], state["v"])
+        ]
         with torch.no_grad():
             torch_adamw(
                 *columns, [], list(state["steps"].values()), amsgrad=False, beta1=0.9, beta2=0.95, lr=1e-2,
@@ -233,7 +246,11 @@ def batch_norm_mean() -> Case:
         h = F.conv2d(x, params["conv"], padding=1)
         mean = zt.pmean(h.mean((0, 2, 3)), "dp")
         var = zt.pmean((h - mean[:, None, None]).square().mean((0, 2, 3)), "dp")
-        h = (h - mean[:, None, None]) * torch.rsqrt(var + 1e-3)[:, None, None] * params["scale"][:, None, None]
+        h = (
+            (h - mean[:, None, None])
+            * torch.rsqrt(var + 1e-3)[:, None, None]
+            * params["scale"][:, None, None]
+        )
         value = F.cross_entropy(F.relu(h).mean((2, 3)) @ params["head"], y)
         new = {
             "mean": 0.9 * stats["mean"] + 0.1 * mean.detach(),
@@ -242,7 +259,9 @@ def batch_norm_mean() -> Case:
         return value, new
 
     def step(state, batch):
-        (grads, (value, stats)) = grad_and_value(forward, has_aux=True)(state["params"], state["stats"], *batch)
+        (grads, (value, stats)) = grad_and_value(forward, has_aux=True)(
+            state["params"], state["stats"], *batch
+        )
         return {"params": sgd(state["params"], grads), "stats": stats}, value
 
     def state():
@@ -328,7 +347,10 @@ def lora() -> Case:
         adapters = {}
         for i in ("0", "2"):
             out, inner = base[f"{i}.weight"].shape
-            adapters[f"{i}.a"], adapters[f"{i}.b"] = torch.randn(2, inner) * 0.3, torch.randn(out, 2) * 0.3
+            adapters[f"{i}.a"], adapters[f"{i}.b"] = (
+                torch.randn(2, inner) * 0.3,
+                torch.randn(out, 2) * 0.3,
+            )
         return {"base": base, "adapters": adapters}
 
     return Case("lora", step, state, regression(6, 4))
@@ -376,7 +398,10 @@ def muon() -> Case:
     def step(state, batch):
         grads, value = grad_and_value(loss)(state["params"], *batch)
         m = {k: 0.9 * state["m"][k] + g for k, g in grads.items()}
-        params = {k: p - 0.02 * (orthogonal(m[k]) if p.ndim == 2 else m[k]) for k, p in state["params"].items()}
+        params = {
+            k: p - 0.02 * (orthogonal(m[k]) if p.ndim == 2 else m[k])
+            for k, p in state["params"].items()
+        }
         return {"params": params, "m": m}, value
 
     def state():
@@ -393,7 +418,9 @@ def clipped() -> Case:
 
     def step(state, batch):
         grads, value = grad_and_value(loss)(state["params"], *batch)
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads.values()]))
+        norm = torch.linalg.vector_norm(
+            torch.stack([torch.linalg.vector_norm(g) for g in grads.values()])
+        )
         scale = torch.clamp(0.1 / (norm + 1e-6), max=1.0)
         return adam(state, {k: g * scale for k, g in grads.items()}), {"loss": value, "norm": norm}
 
@@ -411,10 +438,16 @@ def loss_scaled() -> Case:
         grads = grad(scaled)(state["params"], *batch)
         finite = torch.stack([torch.isfinite(g).all() for g in grads.values()]).all()
         wrong = torch.stack([(~torch.isfinite(g)).any() for g in grads.values()]).any()
-        params = {k: torch.where(finite, p - 0.05 * grads[k] / state["scale"], p) for k, p in state["params"].items()}
+        params = {
+            k: torch.where(finite, p - 0.05 * grads[k] / state["scale"], p)
+            for k, p in state["params"].items()
+        }
         scale = torch.where(wrong, state["scale"] / 2, state["scale"])
         signs = torch.stack([torch.sign(p).prod() for p in params.values()])
-        return {"params": params, "scale": scale, "step": state["step"] + 1}, {"finite": finite.float(), "signs": signs}
+        return {"params": params, "scale": scale, "step": state["step"] + 1}, {
+            "finite": finite.float(),
+            "signs": signs,
+        }
 
     def state():
         return {"params": params_of(model), "scale": torch.tensor(8.0), "step": torch.tensor(0)}
@@ -439,7 +472,9 @@ def accumulation() -> Case:
                 p -= 0.05 * p.grad
         return {"params": {k: p.detach() for k, p in params.items()}}, total
 
-    return Case("accumulation", step, lambda: {"params": params_of(model)}, regression(6, 4), samples=72)
+    return Case(
+        "accumulation", step, lambda: {"params": params_of(model)}, regression(6, 4), samples=72
+    )
 
 
 # ---- several gradients in one step
@@ -470,7 +505,10 @@ def penalty() -> Case:
                 return functional_call(model, params, (x,)).sum()
 
             gx = grad(score)(x)
-            return F.mse_loss(functional_call(model, params, (x,)), y) + (gx.square().sum(1) - 1).square().mean()
+            return (
+                F.mse_loss(functional_call(model, params, (x,)), y)
+                + (gx.square().sum(1) - 1).square().mean()
+            )
 
         grads, value = grad_and_value(loss)(state["params"], *batch)
         return {"params": sgd(state["params"], grads)}, value
@@ -566,8 +604,15 @@ def complex_weights() -> Case:
     def state():
         torch.default_generator.manual_seed(0)
         dtype = torch.complex(*torch.zeros(2)).dtype
-        params = {k: torch.randn(*shape, dtype=dtype) for k, shape in {"filter": (4, 4), "gain": (4,), "shift": (6,)}.items()}
-        return {"params": params, "m": zeros(params), "v": {k: p.abs() * 0 for k, p in params.items()}}
+        params = {
+            k: torch.randn(*shape, dtype=dtype)
+            for k, shape in {"filter": (4, 4), "gain": (4,), "shift": (6,)}.items()
+        }
+        return {
+            "params": params,
+            "m": zeros(params),
+            "v": {k: p.abs() * 0 for k, p in params.items()},
+        }
 
     return Case("complex_weights", step, state, regression(6, 6))
 
@@ -577,7 +622,9 @@ def cast_outside() -> Case:
     model = mlp(8, 16, 4)
 
     def loss(params, x, y):
-        return F.mse_loss(functional_call(model, params, (x.to(torch.bfloat16),)).float(), y.float())
+        return F.mse_loss(
+            functional_call(model, params, (x.to(torch.bfloat16),)).float(), y.float()
+        )
 
     def step(state, batch):
         half = {k: p.to(torch.bfloat16) for k, p in state["params"].items()}

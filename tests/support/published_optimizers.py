@@ -59,7 +59,9 @@ class Lamb(_Each):
         m, v = state["exp_avg"], state["exp_avg_sq"]
         m.mul_(beta1).add_(g, alpha=1 - beta1)
         v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        r = (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + group["eps"]) + group["weight_decay"] * p
+        r = (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + group["eps"]) + group[
+            "weight_decay"
+        ] * p
         of_p, of_r = p.norm(), r.norm()
         trust = torch.where((of_p > 0) & (of_r > 0), of_p / of_r, 1.0)
         p.sub_(group["lr"] * trust * r)
@@ -75,7 +77,9 @@ class Lars(_Each):
         of_p, of_g = p.norm(), g.norm()
         rate = group["trust"] * of_p / (of_g + group["weight_decay"] * of_p)
         rate = torch.where((of_p > 0) & (of_g > 0), rate, 1.0)
-        state["momentum_buffer"].mul_(group["momentum"]).add_(group["lr"] * rate * (g + group["weight_decay"] * p))
+        state["momentum_buffer"].mul_(group["momentum"]).add_(
+            group["lr"] * rate * (g + group["weight_decay"] * p)
+        )
         p.sub_(state["momentum_buffer"])
 
 
@@ -90,7 +94,9 @@ class AdaBelief(_Each):
         m, s = state["exp_avg"], state["exp_avg_var"]
         m.mul_(beta1).add_(g, alpha=1 - beta1)
         s.mul_(beta2).add_((g - m).square() + group["eps"], alpha=1 - beta2)
-        p.addcdiv_(m / (1 - beta1**step), (s / (1 - beta2**step)).sqrt() + group["eps"], value=-group["lr"])
+        p.addcdiv_(
+            m / (1 - beta1**step), (s / (1 - beta2**step)).sqrt() + group["eps"], value=-group["lr"]
+        )
 
 
 class LaProp(_Each):
@@ -132,7 +138,9 @@ class MADGRAD(_Each):
 
     def update(self, p, g, state, group):
         if not state:
-            state.update(step=0, first=p.clone(), sum=torch.zeros_like(p), squares=torch.zeros_like(p))
+            state.update(
+                step=0, first=p.clone(), sum=torch.zeros_like(p), squares=torch.zeros_like(p)
+            )
         rate = group["lr"] * (state["step"] + 1) ** 0.5
         state["step"] += 1
         state["sum"].add_(rate * g)
@@ -163,11 +171,16 @@ class Lookahead(torch.optim.AdamW):
 class LookaheadInState(Lookahead):
     @torch.no_grad()
     def step(self, closure=None):
-        params = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        params = [
+            (p, group) for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
         before = [p.clone() for p, _ in params]
         torch.optim.AdamW.step(self)
         for (p, group), first in zip(params, before):
-            slow, is_due = self.state[p].setdefault("slow", first), self.state[p]["step"] % group["k"] == 0
+            slow, is_due = (
+                self.state[p].setdefault("slow", first),
+                self.state[p]["step"] % group["k"] == 0,
+            )
             slow.copy_(torch.where(is_due, slow.lerp(p, group["alpha"]), slow))
             p.copy_(torch.where(is_due, slow, p))
 
@@ -207,7 +220,9 @@ class ScheduleFreeInState(ScheduleFree):
             for p in (p for p in group["params"] if p.grad is not None):
                 state = self.state[p]
                 if "k" not in state:
-                    state.update(k=torch.zeros(()), weight_sum=torch.zeros(()), lr_max=torch.zeros(()))
+                    state.update(
+                        k=torch.zeros(()), weight_sum=torch.zeros(()), lr_max=torch.zeros(())
+                    )
                 state["k"] += 1
                 rate = group["lr"] * (state["k"] / group["warmup"]).clamp(max=1.0)
                 state["lr_max"].copy_(torch.maximum(state["lr_max"], rate))
@@ -225,7 +240,9 @@ class Prodigy(Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         (group,) = self.param_groups
-        group["d"], group["numerator"] = (x.item() for x in self.update(group, group["d"], group["numerator"]))
+        group["d"], group["numerator"] = (
+            x.item() for x in self.update(group, group["d"], group["numerator"])
+        )
 
     def update(self, group, d, numerator):
         """Update the parameters, and return the new estimate and its numerator."""

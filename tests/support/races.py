@@ -48,7 +48,9 @@ class Races(FakeCuda, TorchDispatchMode):
         self.free: defaultdict[Stream | None, list[Block]] = defaultdict(list)
         self.live: dict[int, tuple[StorageWeakRef, Block]] = {}
         self.sizes: dict[int, int] = {}
-        self.behind: dict[torch.Tensor, torch.Tensor] = {}  # tables of addresses, and the memory that they point to
+        self.behind: dict[
+            torch.Tensor, torch.Tensor
+        ] = {}  # tables of addresses, and the memory that they point to
         self.peak = 0
 
     def knows(self, allocate: Callable) -> Callable:
@@ -69,8 +71,14 @@ class Races(FakeCuda, TorchDispatchMode):
         name = func._schema.name.split("::")[1]
         assert not name.startswith(SYNCS), f"the host waits for a value: {func}"
         self._collect()
-        given = [(x, self._block(x)) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        given += [(x, self._block(x)) for at, x in self.behind.items() if any(at is y for y, _ in given)]
+        given = [
+            (x, self._block(x))
+            for x in pytree.tree_leaves((args, kwargs))
+            if isinstance(x, torch.Tensor)
+        ]
+        given += [
+            (x, self._block(x)) for at, x in self.behind.items() if any(at is y for y, _ in given)
+        ]
         writes = self._writes(func, args, kwargs)
         result = func(*args, **kwargs)
         outs = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
@@ -82,7 +90,9 @@ class Races(FakeCuda, TorchDispatchMode):
         return result
 
     def _writes(self, func: Any, args: tuple, kwargs: dict) -> list[Block]:
-        if func.namespace == "c10d":  # their schemas do not say what they write: it is the first argument
+        if (
+            func.namespace == "c10d"
+        ):  # their schemas do not say what they write: it is the first argument
             return [self._block(x) for x in pytree.tree_leaves(args[0])]
         declared = func._schema.arguments
         pairs = [*zip(declared, args), *((a, kwargs[a.name]) for a in declared if a.name in kwargs)]

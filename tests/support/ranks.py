@@ -28,7 +28,16 @@ from tests.support import context_parallel, dtensors, experts, fp8
 from tests.support.in_place import as_plain
 from tests.support.programs import CASES, adam, adam_state, mlp, regression, square_loss
 from tests.support.tuning import tuned
-from tests.support.worlds import ALL, batches, default_dtype, distance, on_ranks, plain, sharded, slices
+from tests.support.worlds import (
+    ALL,
+    batches,
+    default_dtype,
+    distance,
+    on_ranks,
+    plain,
+    sharded,
+    slices,
+)
 from ztrans.runtime.process_groups import Channel
 
 RANK = int(os.environ.get("RANK", 0))
@@ -37,7 +46,9 @@ WORLD = int(os.environ.get("WORLD_SIZE", 1))
 
 def report(check: str, rank: int = 0, **figures) -> None:
     if rank == RANK:
-        sys.stdout.write(json.dumps({"check": check, **figures}) + "\n")  # in one call, as other ranks print too
+        sys.stdout.write(
+            json.dumps({"check": check, **figures}) + "\n"
+        )  # in one call, as other ranks print too
         sys.stdout.flush()
 
 
@@ -59,9 +70,13 @@ def equals_lockstep_and_plain(mesh, names, **options) -> None:
             truth, _ = plain(CASES[name], 3)
             for stage in (0, 1, 2, 3):
                 full, output = train(CASES[name], mesh, stage, **options)
-                if stage % WORLD != RANK:  # all ranks hold the full state, so each compares some of the stages
+                if (
+                    stage % WORLD != RANK
+                ):  # all ranks hold the full state, so each compares some of the stages
                     continue
-                lockstep_state, outputs, _ = sharded(CASES[name], WORLD, stage, 3, mesh=abstract, **options)
+                lockstep_state, outputs, _ = sharded(
+                    CASES[name], WORLD, stage, 3, mesh=abstract, **options
+                )
                 pairs = zip(pytree.tree_leaves(full), pytree.tree_leaves(lockstep_state))
                 bits = all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
                 report("equal", RANK, case=name, stage=stage, bitwise=bits, lockstep=distance(full, lockstep_state),
@@ -88,7 +103,9 @@ def micro_batches(mesh) -> None:
     """Steps in micro-batches on real ranks, against those in lock-step."""
     case = CASES["mlp_momentum"]
     for stage in (0, 1, 3):
-        on = lambda mesh, stage=stage: zt.chain(zt.accumulate(3), zt.shard_params(mesh, stage=stage), *ALL)(case.step)
+        on = lambda mesh, stage=stage: zt.chain(
+            zt.accumulate(3), zt.shard_params(mesh, stage=stage), *ALL
+        )(case.step)
         step, abstract = on(mesh), on(zt.AbstractMesh(dp=WORLD))
         state, expected = step.shard(case.state()), case.state()
         for batch in batches(case, 2):
@@ -105,7 +122,9 @@ def wire_bytes(mesh) -> None:
     for stage in (1, 2, 3):
         measured, predicted = {}, {}
         for fused, transforms in ((False, ALL[:2]), (True, ALL)):
-            step = zt.chain(zt.shard_params(mesh, stage=stage, reshard="always"), *transforms)(case.step)
+            step = zt.chain(zt.shard_params(mesh, stage=stage, reshard="always"), *transforms)(
+                case.step
+            )
             state = step.shard(case.state())
             part = slices(batches(case, 1)[0], WORLD)[RANK]
             state, _ = step(state, *part)  # the ranks agree on the program in the first call
@@ -114,7 +133,13 @@ def wire_bytes(mesh) -> None:
             measured[fused] = counts["gathers"]
             lowered = step.compiled(state, *part).lowered
             predicted[fused] = lowered.cost_analysis().over("dp", "param")
-        report("wire", stage=stage, plain=measured[False], fused=measured[True], predicted=predicted[True])
+        report(
+            "wire",
+            stage=stage,
+            plain=measured[False],
+            fused=measured[True],
+            predicted=predicted[True],
+        )
 
 
 def disagreement(mesh) -> None:
@@ -134,14 +159,22 @@ def sharding(mesh) -> None:
     case = CASES["gpt_adam"]
     step = zt.shard_params(mesh)(case.step)
     whole = case.state()
-    mine = whole if RANK == 0 else pytree.tree_map(lambda x: torch.empty_like(x, device="meta"), whole)
+    mine = (
+        whole if RANK == 0 else pytree.tree_map(lambda x: torch.empty_like(x, device="meta"), whole)
+    )
     scattered = step.unshard(step.shard(mine, source=0))
     report("source", distance=distance(scattered, whole))
 
     replicated = zt.shard_params(mesh, stage=0)(case.step).shard(whole)
     cut = step.shard(replicated)
-    placed = all(x.placements == y.placements for x, y in zip(*map(pytree.tree_leaves, (cut, step.shard(whole)))))
-    compiled, batch = step.lower(whole, *slices(batches(case, 1)[0], WORLD)[RANK]).compile(), batches(case, 1)[0]
+    placed = all(
+        x.placements == y.placements
+        for x, y in zip(*map(pytree.tree_leaves, (cut, step.shard(whole))))
+    )
+    compiled, batch = (
+        step.lower(whole, *slices(batches(case, 1)[0], WORLD)[RANK]).compile(),
+        batches(case, 1)[0],
+    )
     errors = []
     for wrong in (whole, replicated):
         try:
@@ -206,7 +239,9 @@ def tensor_parallel(mesh) -> None:
         state, _ = sharded_step(state, x.chunk(2)[dp], y.chunk(2)[dp])
     full = sharded_step.unshard(state)
     mine = {"up": truth["up"].chunk(2, 1)[tp], "down": truth["down"].chunk(2, 0)[tp]}
-    is_named = "all_reduce(mm_1, sum, tp)" in str(sharded_step.lower(state, *(t.chunk(2)[dp] for t in data[0])))
+    is_named = "all_reduce(mm_1, sum, tp)" in str(
+        sharded_step.lower(state, *(t.chunk(2)[dp] for t in data[0]))
+    )
     report("tensor_parallel", distance=distance(full, mine), named=is_named)
 
 
@@ -237,7 +272,15 @@ def memory(mesh) -> None:
                 state, _ = stepped(state, *batch)
         predicted = stepped.compiled(state, *batch).lowered.memory_analysis()
         kept = homes == [x.to_local().data_ptr() for x in pytree.tree_leaves(state)]
-        report("memory", stage=stage, state=predicted.state, held=held, predicted=predicted.peak - predicted.state, peak=peak.bytes - before, kept=kept)
+        report(
+            "memory",
+            stage=stage,
+            state=predicted.state,
+            held=held,
+            predicted=predicted.peak - predicted.state,
+            peak=peak.bytes - before,
+            kept=kept,
+        )
         del state, stepped
 
 
@@ -247,7 +290,9 @@ def messages():
     sent, original = [], Channel.exchange
 
     def exchange(self, pieces, into):
-        sent.extend((x.nbytes, self.purpose) for r, x in enumerate(pieces) if r != self.group.rank())
+        sent.extend(
+            (x.nbytes, self.purpose) for r, x in enumerate(pieces) if r != self.group.rank()
+        )
         return original(self, pieces, into)
 
     Channel.exchange = exchange
@@ -278,15 +323,29 @@ def inductor() -> None:
             (state, wanted), (mine, sent) = results
             by_rank = [None] * WORLD
             dist.all_gather_object(by_rank, pytree.tree_leaves(mine))
-            equal = all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(*by_rank))
+            equal = all(
+                torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(*by_rank)
+            )
             report("inductor", case=name, stage=stage, distance=distance(mine, state, 1e-3), sent=sent,
                    wanted=wanted, equal=equal)  # fmt: skip
 
 
 def two() -> None:
     mesh = zt.make_mesh("cpu", dp=2)
-    dist.new_group([0])  # a user's group of one rank: later groups must not depend on how many groups a rank has
-    names = ["gpt_adam", "clipped", "accumulation", "uneven", "adamw_fused", "muon", "sam", "autocast", "cast_inside"]
+    dist.new_group(
+        [0]
+    )  # a user's group of one rank: later groups must not depend on how many groups a rank has
+    names = [
+        "gpt_adam",
+        "clipped",
+        "accumulation",
+        "uneven",
+        "adamw_fused",
+        "muon",
+        "sam",
+        "autocast",
+        "cast_inside",
+    ]
     equals_lockstep_and_plain(mesh, names)
     wire_bytes(mesh)
     micro_batches(mesh)
@@ -309,15 +368,26 @@ def pipeline() -> None:
     case, mine = CASES[("mlp_momentum", "uneven")[stage]], mesh["dp"]
     step = zt.chain(zt.shard_params(mine), *ALL)(case.step)
     cluster = zt.calibrate(mine)
-    state, (first, *data) = step.shard(case.state()), [slices(batch, 2)[rank] for batch in batches(case, 4)]
+    state, (first, *data) = (
+        step.shard(case.state()),
+        [slices(batch, 2)[rank] for batch in batches(case, 4)],
+    )
     compiled = step.lower(state, *first, cluster=cluster).compile()
-    compiled, _ = compiled.tune(state, *first, steps=1)  # takes two steps with the first batch, one for each plan
+    compiled, _ = compiled.tune(
+        state, *first, steps=1
+    )  # takes two steps with the first batch, one for each plan
     for batch in data:
         state, _ = compiled(state, *batch)
     truth = case.state()
     for batch in (batches(case, 4)[0], *batches(case, 4)):
         truth, _ = case.step(truth, *batch)
-    report("pipeline", RANK, stage=stage, distance=distance(step.unshard(state), truth), axes=len(cluster.links))
+    report(
+        "pipeline",
+        RANK,
+        stage=stage,
+        distance=distance(step.unshard(state), truth),
+        axes=len(cluster.links),
+    )
 
 
 def mixture_of_experts(mesh) -> None:
@@ -326,9 +396,15 @@ def mixture_of_experts(mesh) -> None:
     for x in data:
         truth, value = experts.make_step()(truth, x)
     exchange = lambda x: funcol.all_to_all_single_autograd(x.contiguous(), [1, 1], [1, 1], ep)
-    options = {"axis": lambda path, leaf: "dp" if experts.is_expert(path) else ("dp", "ep"), "dim": experts.inner}
+    options = {
+        "axis": lambda path, leaf: "dp" if experts.is_expert(path) else ("dp", "ep"),
+        "dim": experts.inner,
+    }
     for stage, as_dtensors in ((0, True), (3, True), (3, False)):
-        step, state = experts.make_step(exchange, 2), experts.of_rank(experts.state(), mesh.get_local_rank("ep"), 2)
+        step, state = (
+            experts.make_step(exchange, 2),
+            experts.of_rank(experts.state(), mesh.get_local_rank("ep"), 2),
+        )
         if as_dtensors:
             step, state = experts.with_dtensors(step), experts.divided(experts.state(), ep)
         step = zt.chain(zt.shard_params(mesh, stage=stage, **options), *ALL)(step)
@@ -337,12 +413,16 @@ def mixture_of_experts(mesh) -> None:
             state, loss = step(state, x.chunk(WORLD)[RANK])
         full = step.unshard(state)
         wanted = truth if as_dtensors else experts.of_rank(truth, mesh.get_local_rank("ep"), 2)
-        report("mixture", RANK, stage=stage, state=distance(full, wanted), loss=distance(loss, value))
+        report(
+            "mixture", RANK, stage=stage, state=distance(full, wanted), loss=distance(loss, value)
+        )
         if stage and as_dtensors:
             folder = [tempfile.mkdtemp() if RANK == 0 else None]
             dist.broadcast_object_list(folder)
             zt.save(f"{folder[0]}/saved", state).result()
-            anew = zt.shard_params(init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",)))(experts.make_step())
+            anew = zt.shard_params(init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",)))(
+                experts.make_step()
+            )
             loaded = anew.unshard(zt.load(f"{folder[0]}/saved", anew, anew.shard(experts.state())))
             report("mixture saved", distance=distance(loaded, full))
 
@@ -367,15 +447,25 @@ def attention_over(mesh) -> None:
     for batch in data:
         truth, value = context_parallel.plain_step(truth, *batch)
     ways = {
-        "gathered": context_parallel.gathered(lambda x: funcol.all_gather_tensor_autograd(x.contiguous(), 1, cp)),
+        "gathered": context_parallel.gathered(
+            lambda x: funcol.all_gather_tensor_autograd(x.contiguous(), 1, cp)
+        ),
         "ring": context_parallel.ring(lambda x: Ring.apply(x, cp, 1), 2),
     }
     for way, attention in ways.items():
-        step = zt.chain(zt.shard_params(mesh, axis=("dp", "cp")), *ALL)(context_parallel.make_step(attention))
+        step = zt.chain(zt.shard_params(mesh, axis=("dp", "cp")), *ALL)(
+            context_parallel.make_step(attention)
+        )
         state = step.shard(context_parallel.state())
         for batch in data:
             state, loss = step(state, *context_parallel.part(batch, *mesh.get_coordinate()))
-        report("attention", RANK, way=way, state=distance(step.unshard(state), truth), loss=distance(loss, value))
+        report(
+            "attention",
+            RANK,
+            way=way,
+            state=distance(step.unshard(state), truth),
+            loss=distance(loss, value),
+        )
 
 
 def four() -> None:

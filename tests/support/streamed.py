@@ -33,7 +33,11 @@ from ztrans.runtime.executable import bind
 
 RANK = int(os.environ.get("RANK", 0))
 HALF = {"reduce_dtype": torch.bfloat16}
-NAMES, SINGLE, DOUBLE = ("gpt_adam", "autocast", "accumulation", "uneven", "muon"), torch.float32, torch.float64
+NAMES, SINGLE, DOUBLE = (
+    ("gpt_adam", "autocast", "accumulation", "uneven", "muon"),
+    torch.float32,
+    torch.float64,
+)
 RUNS = [(name, {}, (0, 1, 2, 3), False, SINGLE) for name in NAMES]
 RUNS += [("uneven", HALF, (0, 1, 2, 3), False, SINGLE), ("uneven", HALF, (2, 3), True, SINGLE)]
 RUNS += [("gpt_adam", HALF, (1, 3), True, SINGLE), ("uneven", HALF, (3,), True, DOUBLE)]
@@ -62,9 +66,13 @@ def trained(case, state, low, mesh, streams) -> tuple[list[torch.Tensor], str]:
     """The state on this rank after two steps, and the program that ran."""
     run = bind(low.graph, to_fx(low.graph, mesh, True, streams=streams))
     for batch in batches(case, 2):
-        local = low.program.local_inputs(low.graph, BoundCall(state, slices(batch, mesh.size())[RANK])).tensors
+        local = low.program.local_inputs(
+            low.graph, BoundCall(state, slices(batch, mesh.size())[RANK])
+        ).tensors
         run(local)
-    return [x.to_local() if hasattr(x, "to_local") else x for x in pytree.tree_leaves(state)], str(run.program)
+    return [x.to_local() if hasattr(x, "to_local") else x for x in pytree.tree_leaves(state)], str(
+        run.program
+    )
 
 
 def report(**figures) -> None:
@@ -79,9 +87,18 @@ def contest(group: dist.ProcessGroup, files: Files) -> None:
     """
     symmetric_memory._seconds = lambda run: (run(), 1.0 + RANK)[1]
     for kind, wire in ((ALL_GATHER, torch.float32), (REDUCE_SCATTER, torch.bfloat16)):
-        report(contest=kind.name, times=symmetric_memory.SymmetricMemory(files).times(group, kind, wire, 1000))
-    true, symmetric_memory.gather = symmetric_memory.gather, lambda memory, sent, outs, sizes: outs[0].zero_()
-    report(contest="zeros", times=symmetric_memory.SymmetricMemory(files).times(group, ALL_GATHER, torch.float64, 1000))
+        report(
+            contest=kind.name,
+            times=symmetric_memory.SymmetricMemory(files).times(group, kind, wire, 1000),
+        )
+    true, symmetric_memory.gather = (
+        symmetric_memory.gather,
+        lambda memory, sent, outs, sizes: outs[0].zero_(),
+    )
+    report(
+        contest="zeros",
+        times=symmetric_memory.SymmetricMemory(files).times(group, ALL_GATHER, torch.float64, 1000),
+    )
     symmetric_memory.gather = true
 
 
@@ -101,9 +118,18 @@ def main() -> None:
                 by = Always(cuda.knows(files)) if symmetric else None
                 streamed, text = trained(case, states[0], low, mesh, Streams(cuda, by))
             plain, _ = trained(case, states[1], low, mesh, None)
-            same = all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(plain, streamed))
+            same = all(
+                torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(plain, streamed)
+            )
             ways = sorted(set(re.findall(r"by=(\w+ \w+)", text)))
-            report(case=name, stage=stage, bitwise=same, races=cuda.races, symmetric=symmetric, ways=ways)
+            report(
+                case=name,
+                stage=stage,
+                bitwise=same,
+                races=cuda.races,
+                symmetric=symmetric,
+                ways=ways,
+            )
     files.end()
 
 

@@ -50,7 +50,11 @@ def llama(
     attention = 2 * tokens * tokens * width / flops
     parts = [([q, k, v], None), ([], attention), ([o], None), ([up, gate], None), ([down], None)]
     forward = [(tokens * width * 4 / 2e12, embedding, -1)]
-    forward += [(linear(units) if t is None else t, units, layer) for layer in range(layers) for units, t in parts]
+    forward += [
+        (linear(units) if t is None else t, units, layer)
+        for layer in range(layers)
+        for units, t in parts
+    ]
     forward += [(linear(head), head, layers)]
 
     seconds: list[float] = []
@@ -93,7 +97,10 @@ def llama(
         (*tuple(bool(units) for _, units, _ in [*forward, *reversed(forward)]), False),
         tuple(gathers),
         tuple(reductions),
-        {"gather": Wire(lanes[0], "link", latency, pace), "reduce": Wire(lanes[1], "link", latency, pace)},
+        {
+            "gather": Wire(lanes[0], "link", latency, pace),
+            "reduce": Wire(lanes[1], "link", latency, pace),
+        },
     )
     return Case(name, problem, tuple(gather_layers), tuple(reduction_layers), more)
 
@@ -114,9 +121,13 @@ def seven(lanes: tuple[str, str] = ("wire", "wire")) -> list[Case]:
 def settle(problem: Problem, schedule: Schedule) -> Schedule:
     """The schedule with each reduction waited for at the first place where it has arrived, so that nothing stalls."""
     end = len(problem.seconds)
-    needs = [min(end, *(problem.reductions[i].need for i in bucket.members)) for bucket in schedule.reductions]
+    needs = [
+        min(end, *(problem.reductions[i].need for i in bucket.members))
+        for bucket in schedule.reductions
+    ]
     late = replace(
-        schedule, reductions=tuple(replace(b, wait=need) for b, need in zip(schedule.reductions, needs))
+        schedule,
+        reductions=tuple(replace(b, wait=need) for b, need in zip(schedule.reductions, needs)),
     )
     outcome = evaluate(problem, late)
     arrive = list(accumulate(problem.seconds, initial=0.0))
@@ -130,10 +141,15 @@ def settle(problem: Problem, schedule: Schedule) -> Schedule:
             late_by = outcome.played.start[places.index(k)] - t
     ended = {(m.issue, m.need): e for m, e in zip(outcome.messages, outcome.played.end)}
     waits = [
-        min(need, next((k for k in range(b.start, end + 1) if clock[k] >= ended[b.start, need]), end))
+        min(
+            need,
+            next((k for k in range(b.start, end + 1) if clock[k] >= ended[b.start, need]), end),
+        )
         for b, need in zip(late.reductions, needs)
     ]
-    return replace(late, reductions=tuple(replace(b, wait=w) for b, w in zip(late.reductions, waits)))
+    return replace(
+        late, reductions=tuple(replace(b, wait=w) for b, w in zip(late.reductions, waits))
+    )
 
 
 def runs(indices: Iterable[int], layer: Callable[[int], int]) -> list[tuple[int, ...]]:
@@ -175,8 +191,12 @@ def fsdp2(case: Case) -> Schedule:
     """
     p = case.problem
     last = max(case.gather_layers)
-    dropped = frozenset(i for i, g in enumerate(p.gathers) if g.again is not None and case.gather_layers[i] == last)
-    groups = runs([i for i in range(len(p.gathers)) if i not in dropped], case.gather_layers.__getitem__)
+    dropped = frozenset(
+        i for i, g in enumerate(p.gathers) if g.again is not None and case.gather_layers[i] == last
+    )
+    groups = runs(
+        [i for i in range(len(p.gathers)) if i not in dropped], case.gather_layers.__getitem__
+    )
     reductions = at_birth(p, runs(range(len(p.reductions)), case.reduction_layers.__getitem__))
     needs = [*(b.start for b in reductions[1:]), p.reductions[-1].need]
     waits = tuple(replace(b, wait=need) for b, need in zip(reductions, needs))
@@ -188,6 +208,8 @@ def by_size(case: Case, most: int = 25 * 10**6) -> Schedule:
     p = case.problem
     forward = [i for i, g in enumerate(p.gathers) if g.again is None]
     backward = [i for i, g in enumerate(p.gathers) if g.again is not None]
-    groups = [b for part in (forward, backward) for b in full(part, lambda i: p.gathers[i].held, most)]
+    groups = [
+        b for part in (forward, backward) for b in full(part, lambda i: p.gathers[i].held, most)
+    ]
     reductions = full(range(len(p.reductions)), lambda i: p.reductions[i].held, most)
     return settle(p, Schedule(one_ahead(p, groups), at_birth(p, reductions)))

@@ -23,7 +23,11 @@ from triton.runtime.driver import driver
 
 from ztrans.runtime.inductor.compiler import fake
 
-SIZES = {"multi_processor_count": 132, "regs_per_multiprocessor": 65536, "max_threads_per_multi_processor": 2048}
+SIZES = {
+    "multi_processor_count": 132,
+    "regs_per_multiprocessor": 65536,
+    "max_threads_per_multi_processor": 2048,
+}
 H100 = DeviceProperties(type="cuda", index=0, cc=90, major=9, warp_size=32, **SIZES)
 
 
@@ -32,7 +36,9 @@ def _as_on_an_h100() -> Iterator[None]:
     from triton.backends.compiler import GPUTarget
 
     attention: Any = importlib.import_module("torch._higher_order_ops.flex_attention")
-    gpu = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0)
+    gpu = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0
+    )
 
     def permuted(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
         """`_permute_strides`, whose copy of a fake tensor needs a GPU."""
@@ -45,7 +51,10 @@ def _as_on_an_h100() -> Iterator[None]:
         mock.patch.object(attention, "_permute_strides", permuted),
         mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None),
         mock.patch.object(driver, "_active", gpu),
-        mock.patch("torch.cuda.get_device_properties", lambda *_: SimpleNamespace(name="NVIDIA H100", major=9, gcnArchName="", **SIZES)),
+        mock.patch(
+            "torch.cuda.get_device_properties",
+            lambda *_: SimpleNamespace(name="NVIDIA H100", major=9, gcnArchName="", **SIZES),
+        ),
         mock.patch("torch.cuda.get_device_capability", lambda *_: (9, 0)),
         mock.patch("torch.cuda.current_device", lambda: 0),
         mock.patch("torch._inductor.scheduler.has_triton", lambda *_: True),
@@ -56,7 +65,9 @@ def _as_on_an_h100() -> Iterator[None]:
         yield
 
 
-def sources(function: Callable, shapes: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, str]:
+def sources(
+    function: Callable, shapes: Sequence[tuple[torch.dtype, tuple[int, ...]]]
+) -> dict[str, str]:
     """The sources of the kernels of a function of tensors on a GPU, by their names."""
     with _as_on_an_h100():
         with fake() as mode:
@@ -86,12 +97,19 @@ def compiled(name: str, source: str, folder: Path) -> str:
     path = folder / f"{name}.py"
     path.write_text(source)
     kinds = ("template", "pointwise", "reduction", "persistent_reduction")
-    with _as_on_an_h100(), mock.patch.multiple(triton_heuristics, **dict.fromkeys(kinds, heuristic)):
+    with (
+        _as_on_an_h100(),
+        mock.patch.multiple(triton_heuristics, **dict.fromkeys(kinds, heuristic)),
+    ):
         spec = importlib.util.spec_from_file_location(name, path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         signature = launched["signature"]
-        constants = {n: launched["constants"].get(n, 128) for n, kind in signature.items() if kind == "constexpr"}
+        constants = {
+            n: launched["constants"].get(n, 128)
+            for n, kind in signature.items()
+            if kind == "constexpr"
+        }
         ast = ASTSource(fn=getattr(module, name), signature=signature, constexprs=constants)
         options = {k: launched[k] for k in ("num_warps", "num_stages") if k in launched}
         return triton.compile(ast, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]

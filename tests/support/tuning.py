@@ -27,7 +27,13 @@ def tuned(mesh, report) -> None:
     same = all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)
     by_rank: list = [None] * world
     program = step.compiled(state, *part)
-    mine = (same, str(program), dict(measured.seconds_by_signature), measured.messages, measured.timeline.lanes)
+    mine = (
+        same,
+        str(program),
+        dict(measured.seconds_by_signature),
+        measured.messages,
+        measured.timeline.lanes,
+    )
     dist.all_gather_object(by_rank, mine)
     lowered, bars = program.lowered, [e for e in measured.timeline.events if e.lane != "compute"]
     report(

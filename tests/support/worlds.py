@@ -62,9 +62,13 @@ def on_ranks(case: Case, ranks: int, *transforms: zt.Transform, **how: Any) -> z
 
 
 @functools.cache
-def _lowered(case: Case, ranks: int, dtype: torch.dtype, transforms: tuple, how: tuple) -> zt.Lowered:
+def _lowered(
+    case: Case, ranks: int, dtype: torch.dtype, transforms: tuple, how: tuple
+) -> zt.Lowered:
     traced = _traced(case, ranks, dtype)
-    lowered = dataclasses.replace(traced, transforms=zt.chain(*transforms)(case.step).transforms).lower(**dict(how))
+    lowered = dataclasses.replace(
+        traced, transforms=zt.chain(*transforms)(case.step).transforms
+    ).lower(**dict(how))
     zt.check(lowered.graph)
     return lowered
 
@@ -87,7 +91,10 @@ def distance(a: Any, b: Any, floor: float = 0.0) -> float:
     worst = 0.0
     for x, y in zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True):
         is_complex = any(isinstance(t, torch.Tensor) and t.is_complex() for t in (x, y))
-        x, y = (torch.as_tensor(t, dtype=torch.complex128 if is_complex else torch.float64) for t in (x, y))
+        x, y = (
+            torch.as_tensor(t, dtype=torch.complex128 if is_complex else torch.float64)
+            for t in (x, y)
+        )
         if x.numel():
             scale = max(y.norm().item(), floor)
             worst = max(worst, (x - y).norm().item() / scale if scale else x.norm().item())

@@ -44,7 +44,9 @@ def test_a_step_that_reads_an_iterator_is_found():
     def scales(params, x, y):
         return params, (x * next(rates)).sum()
 
-    with pytest.raises(zt.testing.LawError, match=r"scales: traced twice, it has two programs") as e:
+    with pytest.raises(
+        zt.testing.LawError, match=r"scales: traced twice, it has two programs"
+    ) as e:
         zt.testing.check_laws(zt.prefetch(), scales, *arguments(), **LAWS)
     assert re.search(r"first: .* = mul\(x, 1\) .*\n  second: .* = mul\(x, 2\)", str(e.value))
     assert str(e.value).endswith("or keep it in the state. docs/limits.md lists what is fixed.")
@@ -64,7 +66,9 @@ def test_a_step_that_counts_in_an_attribute_of_a_computed_name_is_found():
 
 def test_a_transform_that_changes_results_by_rounding_needs_a_tolerance():
     check(zt.accumulate(2), tolerance=1e-5)
-    with pytest.raises(zt.testing.LawError, match=r"changes the state\['up'\] by .*the same bits are asked for"):
+    with pytest.raises(
+        zt.testing.LawError, match=r"changes the state\['up'\] by .*the same bits are asked for"
+    ):
         check(zt.accumulate(2), worlds=(1,), stages=(0,))
 
 
@@ -81,7 +85,9 @@ class Doubled(zt.Transform):
 
 
 def test_a_rewrite_that_changes_the_meaning_is_found():
-    with pytest.raises(zt.testing.LawError, match=r"changes the state\[.*on 2 ranks, stage 2, alone: the same bits"):
+    with pytest.raises(
+        zt.testing.LawError, match=r"changes the state\[.*on 2 ranks, stage 2, alone: the same bits"
+    ):
         check(Doubled())
 
 
@@ -94,7 +100,10 @@ class _NoValue(zt.Transform):
 
 
 def test_a_transform_that_is_no_value_is_found():
-    with pytest.raises(zt.testing.LawError, match=r"no_value\(.*\) is no value: it must be equal to a copy of itself"):
+    with pytest.raises(
+        zt.testing.LawError,
+        match=r"no_value\(.*\) is no value: it must be equal to a copy of itself",
+    ):
         check(_NoValue())
 
 
@@ -106,7 +115,10 @@ class _ReadsHints(zt.Transform):
 
 
 def test_a_transform_that_depends_on_its_place_is_found():
-    with pytest.raises(zt.testing.LawError, match=r"the program depends on its place among the schedules, on 2 ranks"):
+    with pytest.raises(
+        zt.testing.LawError,
+        match=r"the program depends on its place among the schedules, on 2 ranks",
+    ):
         check(_ReadsHints())
 
 
@@ -145,7 +157,8 @@ def test_an_added_output_is_returned_behind_that_of_the_step():
 def test_an_added_output_needs_a_name():
     params, batch = arguments()
     with pytest.raises(
-        zt.ProgramError, match=r"there are 4 outputs, and there were 3. Add outputs behind the others, with a name"
+        zt.ProgramError,
+        match=r"there are 4 outputs, and there were 3. Add outputs behind the others, with a name",
     ):
         _Adds(named=False)(train).lower(params, *batch)
 

@@ -72,9 +72,13 @@ def test_a_collective_of_a_constant_does_not_run_in_a_trace(mesh):
     shard, state = zt.shard_params(mesh), {"n": torch.zeros(())}
     lowered = shard(step).lower(state, torch.zeros(2), False)
     assert lowered.lockstep(state, [(torch.zeros(2), False)] * 2)[0] == {"n": 4.0}
-    with pytest.raises(ValueError, match=r"reads a tensor's value while it is traced(?s:.)*test_c10d.py:\d+"):
+    with pytest.raises(
+        ValueError, match=r"reads a tensor's value while it is traced(?s:.)*test_c10d.py:\d+"
+    ):
         shard(step).lower(state, torch.zeros(2), True)
-    programs = [update_fingerprint(shard(step).lower(state, torch.zeros(n), False).hinted) for n in (1, 2)]
+    programs = [
+        update_fingerprint(shard(step).lower(state, torch.zeros(n), False).hinted) for n in (1, 2)
+    ]
     assert programs[0] == programs[1], "the sizes of two batches may differ"
 
 
@@ -115,14 +119,23 @@ if not hasattr(torch.ops._c10d_functional, "isend"):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_collective_without_a_functional_form_is_refused_at_its_line(mesh, name):
-    with pytest.raises(ValueError, match=rf"trace: step calls torch.distributed's {name.split()[0].strip(',')}, which a program") as e:
+    with pytest.raises(
+        ValueError,
+        match=rf"trace: step calls torch.distributed's {name.split()[0].strip(',')}, which a program",
+    ) as e:
         zt.Step.of(lambda s, x: (s, (REFUSED[name](x.clone()), x)[1])).trace(torch.zeros(1), A)
-    number = next(n for n, row in enumerate(Path(__file__).read_text().splitlines(), 1) if f'"{name}": lambda' in row)
+    number = next(
+        n
+        for n, row in enumerate(Path(__file__).read_text().splitlines(), 1)
+        if f'"{name}": lambda' in row
+    )
     assert f"{HERE}:{number} " in str(e.value)
     assert "Use all_reduce, all_gather, reduce_scatter, broadcast or all_to_all" in str(e.value)
 
 
 def test_a_collective_of_objects_is_refused(mesh):
     with pytest.raises(ValueError, match="which does not run on tensors without values") as e:
-        zt.Step.of(lambda s, x: (dist.all_gather_object([None, None], 3), (s, x))[1]).trace(torch.zeros(1), A)
+        zt.Step.of(lambda s, x: (dist.all_gather_object([None, None], 3), (s, x))[1]).trace(
+            torch.zeros(1), A
+        )
     assert HERE in str(e.value)

@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed._composable import checkpoint as composable
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 from torch.func import functional_call, grad_and_value
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -49,7 +52,9 @@ def composed():
 
 
 def nested():
-    inner = lambda block, x: checkpoint(block[2], checkpoint(block[:2], x, use_reentrant=False), use_reentrant=False)
+    inner = lambda block, x: checkpoint(
+        block[2], checkpoint(block[:2], x, use_reentrant=False), use_reentrant=False
+    )
     return Blocks(lambda block, x: checkpoint(inner, block, x, use_reentrant=False))
 
 
@@ -72,7 +77,9 @@ def by_func(model):
     """A step by torch.func.grad and functional_call, which PyTorch's own checkpoints do not support."""
 
     def step(params, x):
-        loss = lambda params, x: functional_call(model, params, (x * params["scale"],)).square().mean()
+        loss = lambda params, x: (
+            functional_call(model, params, (x * params["scale"],)).square().mean()
+        )
         grads, value = grad_and_value(loss)(params, x)
         return {k: p - 0.1 * grads[k] for k, p in params.items()}, value
 
@@ -103,7 +110,9 @@ def test_every_form_computes_the_bits_of_the_step_without_it(form, take_gradient
     want, loss = by_autograd(plain)(params_of(plain), X)
     lowered = zt.Step.of(take_gradients(model)).lower(params, X)
     new, value = lowered.compile()(clone(params), X)
-    assert torch.equal(value, loss) and distance([*new.values()], [*want.values()]) == 0  # wrappers change the names
+    assert (
+        torch.equal(value, loss) and distance([*new.values()], [*want.values()]) == 0
+    )  # wrappers change the names
     tanhs = [e.region for e in lowered.graph.eqns if e.op is TANH]
     assert tanhs == ["forward", "forward", "backward", "backward"]
 
@@ -120,7 +129,10 @@ def test_a_checkpoint_is_sharded(stage):
 
 def test_a_nested_checkpoint_drops_what_its_inner_ones_keep():
     plain, inside = (FORMS[form]() for form in ("not reentrant", "nested"))
-    peaks = [zt.Step.of(by_func(m)).lower(params_of(m), X).memory_analysis().peak for m in (plain, inside)]
+    peaks = [
+        zt.Step.of(by_func(m)).lower(params_of(m), X).memory_analysis().peak
+        for m in (plain, inside)
+    ]
     assert peaks[0] == peaks[1]
 
 
@@ -147,7 +159,11 @@ def test_dropout_in_a_checkpoint_keeps_its_mask():
 
     params, plain, results = params_of(Blocks()), made(lambda module, x: module(x)), []
     for reentrant in (False, True):
-        compiled = zt.Step.of(made(partial(checkpoint, use_reentrant=reentrant))).lower(params, X).compile()
+        compiled = (
+            zt.Step.of(made(partial(checkpoint, use_reentrant=reentrant)))
+            .lower(params, X)
+            .compile()
+        )
         torch.manual_seed(1)
         results.append(compiled(clone(params), X))
     torch.manual_seed(1)

@@ -45,7 +45,13 @@ def written_by_a_draw(x):
 
 
 @pytest.mark.parametrize(
-    "read", [lambda x: x.sum().item(), lambda x: torch.rand(2).sum().item(), written_by_an_argument, written_by_a_draw]
+    "read",
+    [
+        lambda x: x.sum().item(),
+        lambda x: torch.rand(2).sum().item(),
+        written_by_an_argument,
+        written_by_a_draw,
+    ],
 )
 def test_what_depends_on_an_argument_or_on_a_draw_cannot_be_read(read):
     with pytest.raises(ValueError, match="reads a tensor's value"):

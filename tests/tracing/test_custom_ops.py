@@ -45,7 +45,9 @@ def _save(ctx, inputs, output):
     ctx.slope = inputs[1]
 
 
-gate.register_autograd(lambda ctx, dy: (gate_backward(dy, *ctx.saved_tensors, ctx.slope), None), setup_context=_save)
+gate.register_autograd(
+    lambda ctx, dy: (gate_backward(dy, *ctx.saved_tensors, ctx.slope), None), setup_context=_save
+)
 
 
 @torch.library.custom_op("custom::descend", mutates_args=())
@@ -110,7 +112,11 @@ class OlderSquare(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * dy
 
 
-FORWARDS = {"custom_op": lambda x: gate(x, 2.0), "setup_context": Square.apply, "older form": OlderSquare.apply}
+FORWARDS = {
+    "custom_op": lambda x: gate(x, 2.0),
+    "setup_context": Square.apply,
+    "older form": OlderSquare.apply,
+}
 
 
 def make(activation=torch.tanh, update=lambda p, g: p - 0.1 * g):
@@ -143,11 +149,15 @@ def sharded(step, stage=3, **options):
 @pytest.mark.parametrize("kind", FORWARDS)
 def test_in_forward(kind, stage):
     step = make(FORWARDS[kind])
-    assert distance(zt.Step.of(step).lower(STATE, X).compile()(clone(STATE), X), step(STATE, X)) == 0
+    assert (
+        distance(zt.Step.of(step).lower(STATE, X).compile()(clone(STATE), X), step(STATE, X)) == 0
+    )
     lowered, state = sharded(step, stage)
     assert distance(state, step(STATE, X)[0]) < 1e-6
     if kind == "custom_op":
-        mine = {e.op: e.region for e in lowered.graph.eqns if e.op.__class__ is torch._ops.OpOverload}
+        mine = {
+            e.op: e.region for e in lowered.graph.eqns if e.op.__class__ is torch._ops.OpOverload
+        }
         assert mine[torch.ops.custom.gate.default] == "forward"
         assert mine[torch.ops.custom.gate_backward.default] == "backward"
 
@@ -162,7 +172,8 @@ def test_torch_func_does_not_support_an_operator_with_register_autograd(activati
     with pytest.raises(RuntimeError, match="setup_context"):
         by_func(activation)(STATE, X)
     with pytest.raises(
-        RuntimeError, match=rf"(?s)step: gate.* failed.*{FILE}:\d+.*by torch.autograd.grad\(loss, params\)"
+        RuntimeError,
+        match=rf"(?s)step: gate.* failed.*{FILE}:\d+.*by torch.autograd.grad\(loss, params\)",
     ):
         zt.Step.of(by_func(activation)).lower(STATE, X)
 
@@ -199,7 +210,9 @@ def test_an_operator_that_changes_its_argument(stage):
         return p - step_size
 
     step = make(update=update)
-    assert distance(zt.Step.of(step).lower(STATE, X).compile()(clone(STATE), X), step(STATE, X)) == 0
+    assert (
+        distance(zt.Step.of(step).lower(STATE, X).compile()(clone(STATE), X), step(STATE, X)) == 0
+    )
     if stage == 0:  # its arguments are whole
         assert distance(sharded(step, stage)[1], step(STATE, X)[0]) < 1e-6
         return
@@ -214,10 +227,14 @@ def test_an_operator_that_changes_its_argument_and_returns_tensors():
         return p - step_size * square - total
 
     step = make(update=update)
-    assert distance(zt.Step.of(step).lower(STATE, X).compile()(clone(STATE), X), step(STATE, X)) == 0
+    assert (
+        distance(zt.Step.of(step).lower(STATE, X).compile()(clone(STATE), X), step(STATE, X)) == 0
+    )
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # as TorchDynamo is imported
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script_method. is deprecated"
+)  # as TorchDynamo is imported
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_region_that_is_compiled_is_traced_as_other_code(stage):
     gelu = lambda x: torch.nn.functional.gelu(x)
@@ -241,7 +258,10 @@ def test_an_operator_that_changes_its_argument_and_returns_a_list_is_refused():
         step_size = g.clone()
         return p - split_(step_size)[0]
 
-    with pytest.raises(ValueError, match=rf"(?s)operator custom.split_.default changes an argument and returns a list.*{Path(__file__).name}:\d+ in .*update.*Return a tuple"):
+    with pytest.raises(
+        ValueError,
+        match=rf"(?s)operator custom.split_.default changes an argument and returns a list.*{Path(__file__).name}:\d+ in .*update.*Return a tuple",
+    ):
         zt.Step.of(make(update=update)).trace(STATE, X)
 
 
@@ -256,7 +276,9 @@ row_sums.register_fake(lambda x: x.new_empty(x.shape[0]))
 
 def test_an_operator_gets_its_arguments_with_the_strides_that_they_had_in_the_step():
     def step(state, x):
-        gate = torch.sigmoid(state["w"].t())  # x * gate could be written over it, and would not be contiguous
+        gate = torch.sigmoid(
+            state["w"].t()
+        )  # x * gate could be written over it, and would not be contiguous
         return state, row_sums((x * gate).contiguous())
 
     state, x = {"w": torch.randn(6, 4)}, torch.randn(4, 6)

@@ -39,8 +39,13 @@ def lowered(mesh: DeviceMesh) -> tuple[list[zt.Lowered], list[torch.Tensor]]:
     model = llama_dtensor.parallel(llama(), mesh["tp"])
     step, state = llama_dtensor.make_step(model, torch.float32), llama_dtensor.init(model)
     traced = zt.shard_params(mesh)(step).trace(state, tokens(1)[0].chunk(2)[0])
-    chains = [zt.chain(zt.shard_params(mesh, stage=stage), *transforms)(step).transforms for stage, transforms in CASES]
-    return [dataclasses.replace(traced, transforms=chain).lower() for chain in chains], local_leaves(state)
+    chains = [
+        zt.chain(zt.shard_params(mesh, stage=stage), *transforms)(step).transforms
+        for stage, transforms in CASES
+    ]
+    return [
+        dataclasses.replace(traced, transforms=chain).lower() for chain in chains
+    ], local_leaves(state)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +57,11 @@ def ranks():
 def truth():
     """The same model in one process, without DTensors."""
     model = llama()
-    step, state, losses = llama_dtensor.make_step(model, torch.float32), llama_dtensor.init(model), []
+    step, state, losses = (
+        llama_dtensor.make_step(model, torch.float32),
+        llama_dtensor.init(model),
+        [],
+    )
     for batch in tokens(STEPS):
         state, loss = step(state, batch)
         losses.append(loss)
@@ -63,11 +72,16 @@ def truth():
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_a_parallelized_llama_computes_what_one_process_computes(ranks, truth, case):
     """Embedding and loss over the vocabulary, attention by heads, over tp=2; and shards over dp=2."""
-    programs = [cases[case] for cases, _ in ranks] * 2  # those of a rank do not depend on its place in dp
+    programs = [
+        cases[case] for cases, _ in ranks
+    ] * 2  # those of a rank do not depend on its place in dp
     values = [scatter(programs[rank].graph, ranks[rank % 2][1])[rank] for rank in range(4)]
     losses = []
     for batch in tokens(STEPS):
-        outs = lockstep([p.graph for p in programs], [[*mine, batch.chunk(2)[rank // 2]] for rank, mine in enumerate(values)])
+        outs = lockstep(
+            [p.graph for p in programs],
+            [[*mine, batch.chunk(2)[rank // 2]] for rank, mine in enumerate(values)],
+        )
         values, last = [out[:-1] for out in outs], [out[-1] for out in outs]
         losses.append(last[0])
     state, wanted = joined(programs[0], values), truth[0]
@@ -83,13 +97,20 @@ def test_a_parallelized_llama_on_two_hosts(truth):
         model = llama_dtensor.parallel(llama(), mesh["tp"])
         step, state = llama_dtensor.make_step(model, torch.float32), llama_dtensor.init(model)
         shard = zt.shard_params(mesh, replicate_axis="host")
-        return zt.chain(shard, *ALL)(step).lower(state, tokens(1)[0].chunk(4)[0]), local_leaves(state)
+        return zt.chain(shard, *ALL)(step).lower(state, tokens(1)[0].chunk(4)[0]), local_leaves(
+            state
+        )
 
     ranks = on_ranks([0, 1], lowered, host=2, dp=2, tp=2)
-    programs = [program for program, _ in ranks] * 4  # those of a rank do not depend on its place in host and dp
+    programs = [
+        program for program, _ in ranks
+    ] * 4  # those of a rank do not depend on its place in host and dp
     values = [scatter(programs[rank].graph, ranks[rank % 2][1])[rank] for rank in range(8)]
     for batch in tokens(STEPS):
-        outs = lockstep([p.graph for p in programs], [[*mine, batch.chunk(4)[rank // 2]] for rank, mine in enumerate(values)])
+        outs = lockstep(
+            [p.graph for p in programs],
+            [[*mine, batch.chunk(4)[rank // 2]] for rank, mine in enumerate(values)],
+        )
         values, losses = [out[:-1] for out in outs], [out[-1] for out in outs]
     assert distance(losses, [truth[1][-1]] * 8) < 1e-6
     assert distance(joined(programs[0], values), truth[0]) < 1e-5
@@ -131,15 +152,24 @@ def test_the_program_of_a_parallelized_module_prints(mesh, module, golden):
     lowered = step.lower(state, torch.randn(4, 8))
     assert re.sub(r" *# .*py:.*", "", str(lowered)) == golden
     sharded = step.shard(state)
-    assert str(step.lower(sharded, torch.randn(4, 8))) == str(lowered), "a state on dp and tp gives the same program"
+    assert str(step.lower(sharded, torch.randn(4, 8))) == str(lowered), (
+        "a state on dp and tp gives the same program"
+    )
 
 
 def test_leaves_of_a_sharded_state_live_on_both_axes(mesh, module):
     """A leaf that the step does not divide lives on dp alone, as with FSDP2."""
-    state = {"split": on_tp(torch.randn(3, 4), mesh), "whole": on_tp(torch.ones(4), mesh, Replicate()), "plain": torch.ones(4, 2)}
+    state = {
+        "split": on_tp(torch.randn(3, 4), mesh),
+        "whole": on_tp(torch.ones(4), mesh, Replicate()),
+        "plain": torch.ones(4, 2),
+    }
     step = zt.shard_params(mesh)(lambda state, x: (state, 0.0))
     sharded = step.shard(state)
-    places = {k: (x.device_mesh.mesh_dim_names, str(x.placements), tuple(x.to_local().shape)) for k, x in sharded.items()}
+    places = {
+        k: (x.device_mesh.mesh_dim_names, str(x.placements), tuple(x.to_local().shape))
+        for k, x in sharded.items()
+    }
     assert places == {
         "split": (("dp", "tp"), "(_StridedShard(dim=0, sf=2), Shard(dim=0))", (2, 4)),
         "whole": (("dp", "tp"), "(Shard(dim=0), Replicate())", (2,)),
@@ -154,9 +184,14 @@ def test_a_lifted_loop_keeps_its_lines_and_regions(mesh, module):
     step, state = zt.lift(loop, module, optimizer)
     lowered = zt.shard_params(mesh)(step).lower(state, torch.randn(4, 8))
     reductions = [e for e in lowered.graph.eqns if e.provenance and e.provenance.role == "grad"]
-    assert {p for e in reductions for p in e.provenance.paths} == {f"params.{k}" for k, _ in module.named_parameters()}
+    assert {p for e in reductions for p in e.provenance.paths} == {
+        f"params.{k}" for k, _ in module.named_parameters()
+    }
     assert all("loop" in str(e.source) for e in lowered.graph.eqns if e.region != "update")
-    assert [e.region for e in lowered.graph.eqns if "layer_norm" in str(e.op)] == ["forward", "backward"]
+    assert [e.region for e in lowered.graph.eqns if "layer_norm" in str(e.op)] == [
+        "forward",
+        "backward",
+    ]
 
 
 def test_a_dtensor_in_the_batch_is_its_local_part(mesh):
@@ -170,14 +205,21 @@ def test_a_batch_that_is_cut_over_the_axis_of_the_transforms_is_refused(mesh):
     """Its program would take the rows of a rank for those of all ranks."""
     step = zt.shard_params(mesh)(lambda state, x: (state, x.sum() / len(x)))
     x = DTensor.from_local(torch.ones(3, 2), mesh["dp"], [Shard(0)], run_check=False)
-    with pytest.raises(TypeError, match=r"trace: x is a DTensor that is cut over an axis(?s:.)*x.to_local\(\)"):
+    with pytest.raises(
+        TypeError, match=r"trace: x is a DTensor that is cut over an axis(?s:.)*x.to_local\(\)"
+    ):
         step.lower(torch.ones(2), x)
     assert step.lower(torch.ones(2), x.to_local())
 
 
 REFUSED = {
     "which tp=2 does not divide": lambda mesh: DTensor.from_local(
-        torch.ones(2, 2), mesh["tp"], [Shard(0)], run_check=False, shape=torch.Size([3, 2]), stride=(2, 1)
+        torch.ones(2, 2),
+        mesh["tp"],
+        [Shard(0)],
+        run_check=False,
+        shape=torch.Size([3, 2]),
+        stride=(2, 1),
     ),
     r"it is P\(sum\) over tp": lambda mesh: on_tp(torch.ones(2, 2), mesh, Partial()),
 }
@@ -185,20 +227,31 @@ REFUSED = {
 
 @pytest.mark.parametrize("why", REFUSED)
 def test_parts_that_no_program_can_hold_are_refused(mesh, why):
-    with pytest.raises(ValueError, match=rf"trace: the ranks hold other parts of state.w than one program can have: .*{why}"):
-        zt.shard_params(mesh)(lambda state, x: (state, x)).trace({"w": REFUSED[why](mesh)}, torch.ones(2))
+    with pytest.raises(
+        ValueError,
+        match=rf"trace: the ranks hold other parts of state.w than one program can have: .*{why}",
+    ):
+        zt.shard_params(mesh)(lambda state, x: (state, x)).trace(
+            {"w": REFUSED[why](mesh)}, torch.ones(2)
+        )
 
 
 def test_a_leaf_stays_a_dtensor(mesh):
     step = zt.shard_params(mesh)(lambda state, x: ({"w": state["w"].to_local()}, x))
-    with pytest.raises(ValueError, match=r"trace: state.w was a DTensor, and the step returned a full tensor in its place"):
+    with pytest.raises(
+        ValueError,
+        match=r"trace: state.w was a DTensor, and the step returned a full tensor in its place",
+    ):
         step.trace({"w": on_tp(torch.ones(2, 2), mesh)}, torch.ones(2))
 
 
 def test_lockstep_has_only_this_ranks_part(mesh):
     state = {"w": on_tp(torch.ones(2, 2), mesh)}
     lowered = zt.shard_params(mesh)(lambda state, x: (state, x.sum())).lower(state, torch.ones(2))
-    with pytest.raises(ValueError, match=r"lockstep: state.w is a DTensor over 'tp', and this process has only its own part"):
+    with pytest.raises(
+        ValueError,
+        match=r"lockstep: state.w is a DTensor over 'tp', and this process has only its own part",
+    ):
         lowered.lockstep(state, [(torch.ones(2),)] * 4)
 
 
@@ -206,5 +259,8 @@ def test_a_program_runs_only_for_leaves_that_the_step_divides_as_it_did(mesh):
     state = {"w": on_tp(torch.ones(4, 2), mesh)}
     step = zt.shard_params(mesh, stage=0)(lambda state, x: (state, x.sum()))
     compiled = step.lower(state, torch.ones(2)).compile()
-    with pytest.raises(TypeError, match=r"compiled for w: f32\[8,2\].*Shard\(dim=0\).*called with f32\[8,2\].*Replicate"):
+    with pytest.raises(
+        TypeError,
+        match=r"compiled for w: f32\[8,2\].*Shard\(dim=0\).*called with f32\[8,2\].*Replicate",
+    ):
         compiled(step.shard({"w": on_tp(torch.ones(8, 2), mesh, Replicate())}), torch.ones(2))

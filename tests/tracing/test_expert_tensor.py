@@ -26,8 +26,13 @@ def lowered(mesh):
     model = expert_tensor.parallel(expert_tensor.model(), mesh)
     step, state = expert_tensor.make_step(model), expert_tensor.init(model)
     traced = zt.shard_params(mesh, axis=axis)(step).trace(state, DATA[0].chunk(4)[0])
-    chains = [zt.chain(zt.shard_params(mesh, axis=axis, stage=s), *others)(step).transforms for s, others in CASES]
-    return [dataclasses.replace(traced, transforms=chain).lower() for chain in chains], local_leaves(state)
+    chains = [
+        zt.chain(zt.shard_params(mesh, axis=axis, stage=s), *others)(step).transforms
+        for s, others in CASES
+    ]
+    return [
+        dataclasses.replace(traced, transforms=chain).lower() for chain in chains
+    ], local_leaves(state)
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +45,16 @@ def ranks():
 def test_it_computes_what_one_process_computes(ranks, case):
     model = expert_tensor.model()
     step, truth = expert_tensor.make_step(model), expert_tensor.init(model)
-    programs = [cases[case] for cases, _ in ranks] * 2  # those of a rank do not depend on its place in dp
+    programs = [
+        cases[case] for cases, _ in ranks
+    ] * 2  # those of a rank do not depend on its place in dp
     values = [scatter(programs[rank].graph, ranks[rank % 4][1])[rank] for rank in range(8)]
     for x in DATA:
         truth, loss = step(truth, x)
-        outs = lockstep([p.graph for p in programs], [[*mine, x.chunk(4)[rank // 2]] for rank, mine in enumerate(values)])
+        outs = lockstep(
+            [p.graph for p in programs],
+            [[*mine, x.chunk(4)[rank // 2]] for rank, mine in enumerate(values)],
+        )
         values, losses = [out[:-1] for out in outs], [out[-1] for out in outs]
     assert distance(losses, [loss] * 8) < 1e-14
     assert distance(joined(programs[0], values), pytree.tree_leaves(truth)) < 1e-14

@@ -79,14 +79,19 @@ def test_leaves_may_have_names_that_are_no_identifiers():
     names = ("lambda", "1", "a.b", "a_b", "run_", "self", "torch")
     state = {name: torch.ones(2) for name in names}
     traced = zt.Step.of(scaled).trace(state, torch.tensor(2.0))
-    assert all(torch.equal(x, torch.full((2,), 2.0)) for x in traced.fx(*state.values(), torch.tensor(2.0))[: len(names)])
+    assert all(
+        torch.equal(x, torch.full((2,), 2.0))
+        for x in traced.fx(*state.values(), torch.tensor(2.0))[: len(names)]
+    )
 
 
 def test_nodes_have_the_lines_of_the_step_backward_ones_included():
     traced = zt.Step.of(step).trace(STATE, X)
     lines, first = inspect.getsourcelines(step)
     loss_line = first + next(i for i, line in enumerate(lines) if "relu" in line)
-    origins = {node.name: origin_of(node) for node in traced.fx.graph.nodes if node.op == "call_function"}
+    origins = {
+        node.name: origin_of(node) for node in traced.fx.graph.nodes if node.op == "call_function"
+    }
     assert all(origin is not None and origin.source.file == FILE for origin in origins.values())
     assert origins["mm"].source.line == origins["mm_1"].source.line == loss_line
     assert not origins["mm"].fact.backward

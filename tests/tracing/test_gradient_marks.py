@@ -36,13 +36,18 @@ def second_derivatives(state, x):
     return state, hessian(loss)(state, x[0])
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # forward mode compiles rules with torch.jit
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:torch"
+)  # forward mode compiles rules with torch.jit
 @pytest.mark.parametrize(
-    "step", [learning_to_learn, learning_to_learn_by_backward, penalty_of_gradients, second_derivatives]
+    "step",
+    [learning_to_learn, learning_to_learn_by_backward, penalty_of_gradients, second_derivatives],
 )
 def test_gradients_of_gradients_are_those_of_the_plain_function(step):
     state, x = torch.randn(3, 3, dtype=torch.float64), torch.randn(4, 5, 3, dtype=torch.float64)
-    torch.testing.assert_close(zt.Step.of(step)(state.clone(), x)[1], step(state, x)[1], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        zt.Step.of(step)(state.clone(), x)[1], step(state, x)[1], rtol=1e-12, atol=1e-12
+    )
 
 
 def test_a_write_into_a_view_with_a_transposed_factor():
@@ -54,7 +59,10 @@ def test_a_write_into_a_view_with_a_transposed_factor():
         return (torch.stack([z * torch.sigmoid(factor.t()), z]) ** 2).sum()
 
     step = lambda state, x: (state, grad(written)(state["w"], state["factor"], x))
-    state = {"w": torch.randn(2, 3, dtype=torch.float64), "factor": torch.randn(3, 4, dtype=torch.float64)}
+    state = {
+        "w": torch.randn(2, 3, dtype=torch.float64),
+        "factor": torch.randn(3, 4, dtype=torch.float64),
+    }
     x = torch.randn(4, 2, dtype=torch.float64)
     wanted = step(state, x)[1]
     torch.testing.assert_close(zt.Step.of(step)(state, x)[1], wanted)

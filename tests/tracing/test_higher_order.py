@@ -20,8 +20,12 @@ from tests.support.worlds import ALL, clone, distance, slices
 from ztrans.ir.nested.functions import functions
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),  # to differentiate scan imports Inductor
-    pytest.mark.filterwarnings("ignore:The .grad attribute"),  # Dynamo looks at every tensor that it is given
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning:torch"
+    ),  # to differentiate scan imports Inductor
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute"
+    ),  # Dynamo looks at every tensor that it is given
     pytest.mark.filterwarnings("ignore:flex_attention called without"),  # of the eager form
 ]
 torch.manual_seed(0)
@@ -71,7 +75,9 @@ def nested(params, x):
 
     def turn(carry, row):
         h = torch.tanh(carry @ params["u"] + row)
-        return torch.cond(h.sum() > 0, lambda h: h @ params["u"], lambda h: h.sin(), (h,)), h.clone()
+        return torch.cond(
+            h.sum() > 0, lambda h: h @ params["u"], lambda h: h.sin(), (h,)
+        ), h.clone()
 
     last, rows = scan(turn, x.new_zeros(x.shape[0], 4), (x @ params["w"]).transpose(0, 1))
     return rows.square().mean() + last.mean()
@@ -79,14 +85,18 @@ def nested(params, x):
 
 def loop(params, x):
     h = x.mean(1) @ params["w"]
-    _, h = while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, torch.tanh(h @ params["u"])), (torch.tensor(0), h))
+    _, h = while_loop(
+        lambda i, h: i < 3, lambda i, h: (i + 1, torch.tanh(h @ params["u"])), (torch.tensor(0), h)
+    )
     return h.square().mean()
 
 
 def on_ranks(step, stage, state, batch):
     """The new state and the outputs of two ranks."""
     halves = slices(batch, 2)
-    lowered = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2), stage=stage), *ALL)(step).lower(state, *halves[0])
+    lowered = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2), stage=stage), *ALL)(step).lower(
+        state, *halves[0]
+    )
     return lowered.lockstep(clone(state), halves)
 
 
@@ -99,7 +109,9 @@ def test_training(loss):
     want = step(clone(STATE), X)
     assert distance(lowered.compile()(clone(STATE), X), want) < 1e-6
     assert distance(lowered.lockstep(clone(STATE), [(X,)])[0], want[0]) < 1e-6
-    kinds = {e.region for e in lowered.graph.eqns if isinstance(e.op, torch._ops.HigherOrderOperator)}
+    kinds = {
+        e.region for e in lowered.graph.eqns if isinstance(e.op, torch._ops.HigherOrderOperator)
+    }
     assert kinds == {"forward", "backward"}
     for stage in (0, 3):
         assert distance(on_ranks(step, stage, STATE, (torch.cat([X, X]),))[0], want[0]) < 1e-6
@@ -120,8 +132,12 @@ def test_a_loop_in_the_update_runs_on_whole_values():
     def step(state, x):
         g = grad(lambda state: (x.mean(1) @ state["w"] @ state["u"]).tanh().mean())(state)
         descend = lambda i, w: (i + 1, w - 0.1 * g["w"] * (w.norm() > 0))
-        _, w = while_loop(lambda i, w: (i < 9) & (w.norm() > 1), descend, (torch.tensor(0), state["w"]))
-        u = torch.cond(g["u"].norm() > 1, lambda u: u - g["u"], lambda u: u - 2 * g["u"], (state["u"],))
+        _, w = while_loop(
+            lambda i, w: (i < 9) & (w.norm() > 1), descend, (torch.tensor(0), state["w"])
+        )
+        u = torch.cond(
+            g["u"].norm() > 1, lambda u: u - g["u"], lambda u: u - 2 * g["u"], (state["u"],)
+        )
         return {"w": w, "u": u}, x.mean()
 
     want, _ = step(clone(STATE), X)
@@ -145,12 +161,16 @@ def test_costs_are_those_of_the_functions():
     """A scan is counted for each row, a cond as the longer of its branches, a loop as one turn."""
     rows = lambda n: zt.Step.of(evaluation(recurrent)).lower(STATE, X[:, :n]).cost_analysis()
     scanned = [rows(n) for n in (1, 2, 5)]
-    outside = 2 * 6 * 8 * 4 + 2 * 6 * 4  # for each row: the product that the scan reads, its view, and the square
+    outside = (
+        2 * 6 * 8 * 4 + 2 * 6 * 4
+    )  # for each row: the product that the scan reads, its view, and the square
     turn = 2 * 6 * 4 * 4 + 3 * 6 * 4
     assert scanned[1].flops - scanned[0].flops == turn + outside
     assert scanned[2].flops - scanned[1].flops == 3 * (turn + outside)
     assert scanned[2].launches - scanned[1].launches == 3 * 4
-    costs = [zt.Step.of(evaluation(loss)).lower(STATE, X).cost_analysis() for loss in (branches, loop)]
+    costs = [
+        zt.Step.of(evaluation(loss)).lower(STATE, X).cost_analysis() for loss in (branches, loop)
+    ]
     assert all(cost.flops > 2 * 6 * 4 * 4 for cost in costs)
 
 
@@ -183,27 +203,45 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_no_function_can_do(name):
     function, message = REFUSED[name]
-    step = evaluation(lambda state, x: torch.cond(x.sum() > 0, function, lambda h: h.sin(), (x,)).mean())
-    with pytest.raises(ValueError, match=rf"(?s)true_graph_0.*{message}.*{FILE}:\d+.*Do that before the call"):
+    step = evaluation(
+        lambda state, x: torch.cond(x.sum() > 0, function, lambda h: h.sin(), (x,)).mean()
+    )
+    with pytest.raises(
+        ValueError, match=rf"(?s)true_graph_0.*{message}.*{FILE}:\d+.*Do that before the call"
+    ):
         zt.Step.of(step).trace(STATE, X)
 
 
 def test_reading_a_value_in_a_function():
-    step = evaluation(lambda state, x: torch.cond(x.sum() > 0, lambda h: h * h.sum().item(), lambda h: h, (x,)).mean())
-    with pytest.raises(ValueError, match=rf"(?s)reads a tensor's value while it is traced.*{FILE}:\d+"):
+    step = evaluation(
+        lambda state, x: torch.cond(
+            x.sum() > 0, lambda h: h * h.sum().item(), lambda h: h, (x,)
+        ).mean()
+    )
+    with pytest.raises(
+        ValueError, match=rf"(?s)reads a tensor's value while it is traced.*{FILE}:\d+"
+    ):
         zt.Step.of(step).trace(STATE, X)
 
 
 def test_a_loop_is_not_differentiated():
-    with pytest.raises(ValueError, match=rf"(?s)differentiates a while_loop.*{FILE}:\d+ in loop.*Use scan over a fixed number"):
+    with pytest.raises(
+        ValueError,
+        match=rf"(?s)differentiates a while_loop.*{FILE}:\d+ in loop.*Use scan over a fixed number",
+    ):
         zt.Step.of(by_autograd(loop)).trace(STATE, X)
 
 
 def test_torch_func_has_no_rules_for_them():
     def step(state, x):
-        return {k: p - g for (k, p), g in zip(state.items(), grad(branches)(state, x).values())}, x.mean()
+        return {
+            k: p - g for (k, p), g in zip(state.items(), grad(branches)(state, x).values())
+        }, x.mean()
 
-    with pytest.raises(TypeError, match=rf"(?s)calls cond under torch.func.grad.*{FILE}:\d+ in branches.*torch.autograd.grad"):
+    with pytest.raises(
+        TypeError,
+        match=rf"(?s)calls cond under torch.func.grad.*{FILE}:\d+ in branches.*torch.autograd.grad",
+    ):
         zt.Step.of(step).trace(STATE, X)
 
 
@@ -220,9 +258,13 @@ def flexible(documents):
         q = (x @ params["w"]).view(x.shape[0], LENGTH, HEADS, DIM).transpose(1, 2)
         causal = lambda b, h, i, j: i >= j
         same = lambda b, h, i, j: (i >= j) & (of[b, i] == of[b, j])
-        mask = create_block_mask(same if documents else causal, x.shape[0], None, LENGTH, LENGTH, device=x.device)
+        mask = create_block_mask(
+            same if documents else causal, x.shape[0], None, LENGTH, LENGTH, device=x.device
+        )
         sloped = lambda score, b, h, i, j: score + params["slope"][h] * (j - i)
-        return flex_attention(q, q.tanh(), q.sin(), score_mod=sloped, block_mask=mask).square().mean()
+        return (
+            flex_attention(q, q.tanh(), q.sin(), score_mod=sloped, block_mask=mask).square().mean()
+        )
 
     return loss
 
@@ -233,7 +275,9 @@ def dense(documents):
     def loss(params, x, of):
         q = (x @ params["w"]).view(x.shape[0], LENGTH, HEADS, DIM).transpose(1, 2)
         i = torch.arange(LENGTH)
-        score = q @ q.tanh().transpose(-1, -2) / DIM**0.5 + params["slope"][:, None, None] * (i - i[:, None])
+        score = q @ q.tanh().transpose(-1, -2) / DIM**0.5 + params["slope"][:, None, None] * (
+            i - i[:, None]
+        )
         seen = (i[:, None] >= i) & ((of[:, :, None] == of[:, None]) | (not documents))
         return (score.masked_fill(~seen[:, None], -torch.inf).softmax(-1) @ q.sin()).square().mean()
 
@@ -251,7 +295,10 @@ def test_attention_with_a_mask_and_a_learned_score(documents):
     for stage in (0, 3):
         _, outputs = on_ranks(evaluation(flexible(documents)), stage, ATTENTION, batch)
         assert distance(outputs[0], eager) < 1e-5
-        assert distance(on_ranks(by_autograd(flexible(documents)), stage, ATTENTION, batch)[0], want) < 1e-5
+        assert (
+            distance(on_ranks(by_autograd(flexible(documents)), stage, ATTENTION, batch)[0], want)
+            < 1e-5
+        )
 
 
 def with_constants(params, x, of):
@@ -260,7 +307,9 @@ def with_constants(params, x, of):
     fixed = x.new_tensor([0.3, 0.1])
 
     def score_mod(score, b, h, i, j):
-        return torch.where(of[b, i] == of[b, j], score * fixed[h] + params["slope"][h] * (j - i), -torch.inf)
+        return torch.where(
+            of[b, i] == of[b, j], score * fixed[h] + params["slope"][h] * (j - i), -torch.inf
+        )
 
     return flex_attention(q, q.tanh(), q.sin(), score_mod=score_mod).square().mean()
 
@@ -278,14 +327,21 @@ def test_a_score_that_reads_tensors_without_a_gradient():
     want, _ = by_autograd(dense_with_constants)(ATTENTION, TOKENS, DOCUMENTS)
     lowered = zt.Step.of(by_autograd(with_constants)).lower(ATTENTION, TOKENS, DOCUMENTS)
     assert distance(lowered.compile()(clone(ATTENTION), TOKENS, DOCUMENTS)[0], want) < 1e-5
-    assert distance(on_ranks(by_autograd(with_constants), 3, ATTENTION, (TOKENS, DOCUMENTS))[0], want) < 1e-5
+    assert (
+        distance(on_ranks(by_autograd(with_constants), 3, ATTENTION, (TOKENS, DOCUMENTS))[0], want)
+        < 1e-5
+    )
 
 
 def causal():
     return create_block_mask(lambda b, h, i, j: i >= j, None, None, LENGTH, LENGTH, device="cpu")
 
 
-MASKS = {"closure": lambda mask: MASK, "batch": lambda mask: mask, "cache": functools.cache(lambda mask: causal())}
+MASKS = {
+    "closure": lambda mask: MASK,
+    "batch": lambda mask: mask,
+    "cache": functools.cache(lambda mask: causal()),
+}
 MASK = causal()
 
 
@@ -297,7 +353,9 @@ def test_a_mask_that_was_made_before_the_step_is_refused(where):
         q = (x @ params["w"]).view(x.shape[0], LENGTH, HEADS, DIM).transpose(1, 2)
         return flex_attention(q, q, q, block_mask=MASKS[where](mask)).mean() + params["slope"].sum()
 
-    trace = lambda: zt.Step.of(by_autograd(loss)).trace(ATTENTION, TOKENS, MASK if where == "batch" else None)
+    trace = lambda: zt.Step.of(by_autograd(loss)).trace(
+        ATTENTION, TOKENS, MASK if where == "batch" else None
+    )
     if where == "cache":
         trace()
     before = rf"(?s)step gives flex_attention a BlockMask that was made before.*{FILE}:\d+ in .*loss.*Make it in the step: create_block"
@@ -310,9 +368,13 @@ def measured_peak(step, state, *batch) -> int:
     compiled = zt.Step.of(step).lower(state, *batch).compile()
     compiled(clone(state), *batch)
     state = clone(state)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiled:
         compiled(state, *batch)
-    changes = (e.nbytes() for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]")
+    changes = (
+        e.nbytes() for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"
+    )
     return max(itertools.accumulate(changes)) + sum(t.nbytes for t in (*state.values(), *batch))
 
 
@@ -348,7 +410,9 @@ def scanned(params, x):
 
 def looped(params, x):
     turn = lambda i, h: (i + 1, wide(h, params["w"]))
-    return while_loop(lambda i, h: i < 3, turn, (torch.tensor(0), x.reshape(-1, x.shape[-1])))[1].mean()
+    return while_loop(lambda i, h: i < 3, turn, (torch.tensor(0), x.reshape(-1, x.shape[-1])))[
+        1
+    ].mean()
 
 
 @pytest.mark.parametrize("loss", [branched, scanned, looped])
@@ -358,5 +422,7 @@ def test_memory_counts_what_branches_and_loops_hold_while_they_run(loss):
     assert any(line == "temporaries of its functions" for _, _, line in counted.holders)
     measured = measured_peak(evaluation(loss), state, x)
     if loss is scanned and (OLD or NEW):
-        measured -= x[0].nbytes  # `scan` of torch 2.11 and 2.14 copies the first row, and holds the copy
+        measured -= x[
+            0
+        ].nbytes  # `scan` of torch 2.11 and 2.14 copies the first row, and holds the copy
     assert counted.peak == pytest.approx(measured, rel=0.1)

@@ -18,7 +18,9 @@ T = torch.randn
 def alike(want, got) -> bool:
     """Whether all leaves have equal dtypes and equal values, NaN included."""
     pairs = list(zip(pytree.tree_leaves(want), pytree.tree_leaves(got), strict=True))
-    return all(a.dtype == b.dtype and torch.equal(a.nan_to_num(9.5), b.nan_to_num(9.5)) for a, b in pairs)
+    return all(
+        a.dtype == b.dtype and torch.equal(a.nan_to_num(9.5), b.nan_to_num(9.5)) for a, b in pairs
+    )
 
 
 def agrees(change, *inputs) -> zt.Graph:
@@ -29,7 +31,9 @@ def agrees(change, *inputs) -> zt.Graph:
 
     def step(x, *batch):
         results = change(x, *batch)
-        results = [m for m in results if m is not None] if isinstance(results, (tuple, list)) else results
+        results = (
+            [m for m in results if m is not None] if isinstance(results, (tuple, list)) else results
+        )
         return x, (() if results is None else results, *batch)
 
     torch.manual_seed(3)
@@ -92,7 +96,11 @@ def strided(x):
     tail.add_(1), tail.as_strided((2, 2), (6, 1)).mul_(3), tail.sub_(1)
     middle = x[:, 1:3]
     middle.mul_(2)
-    return tail.as_strided((2, 2), (1, 2)), middle.as_strided((2, 2), (6, 1)), tail.as_strided((2,), (1,), 7)
+    return (
+        tail.as_strided((2, 2), (1, 2)),
+        middle.as_strided((2, 2), (6, 1)),
+        tail.as_strided((2,), (1,), 7),
+    )
 
 
 def stacked_views(x):
@@ -139,7 +147,11 @@ def indexed(x, y, i):
 
 def scattered(x, y, i):
     x.scatter_(0, i, y), x.scatter_(1, i[:, :2], 2.5), x.scatter_add_(0, i, y)
-    return x.scatter_reduce_(0, i, y, "amax"), x.index_fill_(1, i[0, :2], 2.0), x.masked_scatter_(y > 0, y)
+    return (
+        x.scatter_reduce_(0, i, y, "amax"),
+        x.index_fill_(1, i[0, :2], 2.0),
+        x.masked_scatter_(y > 0, y),
+    )
 
 
 def into(x, y):
@@ -149,14 +161,27 @@ def into(x, y):
     values, indices = torch.max(x, 1, out=(torch.empty(4), torch.empty(4, dtype=torch.int64)))
     wide = torch.mul(x, y, out=torch.empty(4, 6, dtype=torch.float64))
     greater = torch.gt(x, 0, out=torch.empty(4, 6, dtype=torch.bool))
-    return turned.t().view(-1), values, indices, wide, greater, torch.cat([x, y], out=torch.empty(8, 6))
+    return (
+        turned.t().view(-1),
+        values,
+        indices,
+        wide,
+        greater,
+        torch.cat([x, y], out=torch.empty(8, 6)),
+    )
 
 
 def drawn(x):
     x[0].normal_(2, 0.1), x[1].uniform_(-1, 1), x[2].bernoulli_(0.3), x[3, 1:].exponential_()
     torch.rand(3)  # the result is not used, but the draw advances the generator
     noisy = F.rrelu(x, training=True), F.rrelu_(x[:2], training=True)
-    return *noisy, F.dropout(x, 0.5), F.dropout(x, 0.2, inplace=True), torch.rand_like(x), torch.randperm(5)
+    return (
+        *noisy,
+        F.dropout(x, 0.5),
+        F.dropout(x, 0.2, inplace=True),
+        torch.rand_like(x),
+        torch.randperm(5),
+    )
 
 
 def bits(x):
@@ -179,7 +204,11 @@ def conjugated(z):
 
 def literal(x):
     t = torch.tensor([1.0, 2.0])
-    return t.add_(1) * torch.tensor(3.0), torch.tensor([[1.0, 2.0]] * 5)[3] + x[0, :2], torch.zeros(3).add_(x[0, :3])
+    return (
+        t.add_(1) * torch.tensor(3.0),
+        torch.tensor([[1.0, 2.0]] * 5)[3] + x[0, :2],
+        torch.zeros(3).add_(x[0, :3]),
+    )
 
 
 def backward_in_place(x, y):
@@ -265,7 +294,11 @@ def test_an_operation_without_a_functional_form_is_refused_at_its_line(message):
     with pytest.raises(ValueError, match=re.escape(message)) as e:
         refused = REFUSED[message]
         zt.Step.of(lambda x: (x, refused(x))).trace(X)
-    line = next(n for n, row in enumerate(Path(__file__).read_text().splitlines(), 1) if f'"{message}": lambda' in row)
+    line = next(
+        n
+        for n, row in enumerate(Path(__file__).read_text().splitlines(), 1)
+        if f'"{message}": lambda' in row
+    )
     assert f"{HERE}:{line} " in str(e.value)
     assert alike(Y, Y.clone()), "the trace has changed a tensor of the caller"
 
@@ -277,19 +310,31 @@ def test_a_line_that_writes_into_the_batch_is_named():
         return state, cache.sum()
 
     state, x, cache = {"w": torch.ones(1)}, torch.ones(2), torch.zeros(3, 2)
-    with pytest.warns(UserWarning, match=r"(?s)writes into its argument cache, and the tensor of the caller.*\.py:\d+ in .*step") as told:
+    with pytest.warns(
+        UserWarning,
+        match=r"(?s)writes into its argument cache, and the tensor of the caller.*\.py:\d+ in .*step",
+    ) as told:
         assert zt.Step.of(step)(state, x, cache)[1] == 4
     assert len(told) == 1 and not cache.any()
 
 
-@pytest.mark.parametrize("view", [torch.view_as_real, torch.conj, lambda z: z.view(torch.float64)], ids=["real", "conj", "bits"])
+@pytest.mark.parametrize(
+    "view",
+    [torch.view_as_real, torch.conj, lambda z: z.view(torch.float64)],
+    ids=["real", "conj", "bits"],
+)
 def test_as_strided_of_a_view_with_other_values_is_refused(view):
     z = T(4, dtype=torch.complex64)
     step = zt.Step.of(lambda state, z: (state, view(z).as_strided((2,), (1,))))
-    with pytest.raises(ValueError, match=rf"the step calls as_strided on a view whose values are not those in memory.*\n  at .*{HERE}:\d+.*\nCopy the view"):
+    with pytest.raises(
+        ValueError,
+        match=rf"the step calls as_strided on a view whose values are not those in memory.*\n  at .*{HERE}:\d+.*\nCopy the view",
+    ):
         step({"w": torch.ones(1)}, z)
     copied = zt.Step.of(lambda state, z: (state, view(z).clone().as_strided((2,), (1,))))
-    assert torch.equal(copied({"w": torch.ones(1)}, z)[1], view(z).resolve_conj().as_strided((2,), (1,)))
+    assert torch.equal(
+        copied({"w": torch.ones(1)}, z)[1], view(z).resolve_conj().as_strided((2,), (1,))
+    )
 
 
 @pytest.mark.parametrize(

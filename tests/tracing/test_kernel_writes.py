@@ -34,7 +34,9 @@ def counted(x, count, total):
 
 
 def blocks(x, out):
-    block = tl.make_block_ptr(base=out, shape=(16,), strides=(1,), offsets=(0,), block_shape=(16,), order=(0,))
+    block = tl.make_block_ptr(
+        base=out, shape=(16,), strides=(1,), offsets=(0,), block_shape=(16,), order=(0,)
+    )
     for _ in range(2):
         block = tl.advance(block, (8,))
     tl.store(block, tl.load(x))
@@ -56,7 +58,12 @@ def reads(x, out):
 @pytest.mark.parametrize(
     ("kernel", "changed"),
     [
-        *[(offsets, {"out", "n"}), (scattered, {"out"}), (counted, {"count", "total"}), (blocks, {"out"})],
+        *[
+            (offsets, {"out", "n"}),
+            (scattered, {"out"}),
+            (counted, {"count", "total"}),
+            (blocks, {"out"}),
+        ],
         *[(described, {"out"}), (helped, {"x", "out"}), (reads, set())],
     ],
 )
@@ -84,7 +91,9 @@ def launching(kernel):
         y = torch.empty_like(x)
         arguments = (x,) if kernel is summed else (x, y)
         options = {} if kernel in (tuned, blocked) else {"BLOCK": 16}
-        kernel[lambda given: (triton.cdiv(given["n"], given["BLOCK"]),)](*arguments, x.numel(), **options)
+        kernel[lambda given: (triton.cdiv(given["n"], given["BLOCK"]),)](
+            *arguments, x.numel(), **options
+        )
         return state, y.mean()
 
     return step
@@ -95,14 +104,18 @@ def test_a_kernel_is_traced_and_costed_without_a_gpu():
     text = [line.split("#")[0].strip() for line in str(lowered).split("\n") if "triton(" in line]
     assert text == ["triton: f32[6,8] = triton(doubled[(3,)](n=48, BLOCK=16), x, empty_like)"]
     assert lowered.cost_analysis().bytes >= 3 * 48 * 4
-    traced = zt.Step.of(launching(doubled)).trace(torch.ones((), device="meta"), torch.ones(6, 8, device="meta"))
+    traced = zt.Step.of(launching(doubled)).trace(
+        torch.ones((), device="meta"), torch.ones(6, 8, device="meta")
+    )
     assert "triton(doubled" in str(traced)
 
 
 @pytest.mark.parametrize("kernel", [tuned, blocked])
 def test_a_kernel_whose_options_are_chosen_when_it_runs_is_one_equation(kernel):
     for device in ("cpu", "meta"):
-        traced = zt.Step.of(launching(kernel)).trace(torch.ones((), device=device), torch.ones(6, 8, device=device))
+        traced = zt.Step.of(launching(kernel)).trace(
+            torch.ones((), device=device), torch.ones(6, 8, device=device)
+        )
         assert str(traced).count("= triton(doubled[...](n=48), x, empty_like)") == 1
 
 
@@ -115,5 +128,8 @@ def test_a_kernel_that_was_compiled_for_a_gpu_does_not_run_on_cpus(kernel):
 
 
 def test_a_kernel_that_writes_nothing_is_refused():
-    with pytest.raises(ValueError, match=rf"(?s)kernel summed writes into none.*{Path(__file__).name}:\d+.*custom_op"):
+    with pytest.raises(
+        ValueError,
+        match=rf"(?s)kernel summed writes into none.*{Path(__file__).name}:\d+.*custom_op",
+    ):
         zt.Step.of(launching(summed)).trace(torch.ones(()), torch.ones(16))

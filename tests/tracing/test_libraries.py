@@ -79,11 +79,15 @@ X, LABELS = torch.randn(4, 20, 6), torch.randint(1, 8, (4, 5))
 
 
 def test_a_check_of_values_is_shown_and_computing_the_loss_from_the_logits_avoids_it(library):
-    step, state = trained(library.Hearing(), lambda model, x, labels: model(x, labels).square().mean())
+    step, state = trained(
+        library.Hearing(), lambda model, x, labels: model(x, labels).square().mean()
+    )
     with pytest.raises(ValueError, match="reads a tensor's value") as e:
         step.trace(state, X, LABELS)
     line = r"which leads to heard/models.py:11 in Hearing.forward: if labels is not None and labels.max() >= 8:"
-    assert line in str(e.value) and f"A traced step runs on tensors without values. {AVOID}" in str(e.value)
+    assert line in str(e.value) and f"A traced step runs on tensors without values. {AVOID}" in str(
+        e.value
+    )
     assert "test_libraries.py" in str(e.value).splitlines()[1], "the user's line is still the first"
 
 
@@ -100,7 +104,9 @@ def test_a_ctc_loss_with_lengths_as_numbers_has_the_bits_of_the_loop(library, re
     for _ in range(3):
         state, loss = step(state, X, LABELS)
     wanted = [loop_of(model, loss_of, X, LABELS) for _ in range(3)][-1]
-    assert torch.equal(loss, wanted) and torch.equal(state["params"]["head.weight"], model.head.weight)
+    assert torch.equal(loss, wanted) and torch.equal(
+        state["params"]["head.weight"], model.head.weight
+    )
 
 
 def loop_of(model, loss_of, *batch):
@@ -120,7 +126,9 @@ def test_other_forms_of_ctc_loss_say_which_one_can_be_traced(library, as_tensors
         return F.ctc_loss(model(x).log_softmax(-1).transpose(0, 1), labels, *sizes)
 
     step, state = trained(library.Hearing(), loss_of)
-    with pytest.raises(Exception, match=r"(?s)trace: loop_step.*Give ctc_loss its lengths as lists of numbers"):
+    with pytest.raises(
+        Exception, match=r"(?s)trace: loop_step.*Give ctc_loss its lengths as lists of numbers"
+    ):
         step.trace(state, X, LABELS)
 
 
@@ -129,7 +137,10 @@ def test_a_draw_that_decides_is_shown_and_eval_avoids_it(library):
     step, state = trained(model, lambda model, x: model(x).square().mean())
     with pytest.raises(ValueError, match="reads a tensor's value") as e:
         step.trace(state, X)
-    assert "heard/models.py:20 in Adapted.forward: if not self.training or torch.rand(1) > 0.0:" in str(e.value)
+    assert (
+        "heard/models.py:20 in Adapted.forward: if not self.training or torch.rand(1) > 0.0:"
+        in str(e.value)
+    )
     model.eval()
     step.trace(state, X)
 
@@ -142,7 +153,9 @@ def test_a_tensor_that_is_no_buffer_of_a_library_is_part_of_the_state(library):
 
 
 def test_the_users_own_code_has_no_line_of_a_library():
-    step, state = trained(nn.Linear(6, 8), lambda model, x: model(x).sum() * (2 if x.sum() > 0 else 1))
+    step, state = trained(
+        nn.Linear(6, 8), lambda model, x: model(x).sum() * (2 if x.sum() > 0 else 1)
+    )
     with pytest.raises(ValueError, match="reads a tensor's value") as e:
         step.trace(state, X)
     assert "which leads to" not in str(e.value) and AVOID not in str(e.value)

@@ -12,7 +12,19 @@ from ztrans.tracing.overloads import functional
 LIST = [T(3, 2), T(4), T(())]
 OTHER, POSITIVE = [T(3, 2), T(4), T(())], [T(3, 2).abs() + 0.1, T(4).abs() + 0.1, T(()).abs() + 0.1]
 BINARY = ("add", "sub", "mul", "div", "pow", "maximum", "minimum", "clamp_min", "clamp_max")
-UNARY = ("sqrt", "rsqrt", "neg", "abs", "reciprocal", "exp", "log", "sign", "round", "sigmoid", "zero")
+UNARY = (
+    "sqrt",
+    "rsqrt",
+    "neg",
+    "abs",
+    "reciprocal",
+    "exp",
+    "log",
+    "sign",
+    "round",
+    "sigmoid",
+    "zero",
+)
 
 
 @pytest.mark.parametrize("name", BINARY)
@@ -46,7 +58,11 @@ LISTS = {
 @pytest.mark.parametrize("name", LISTS)
 def test_any_operation_over_lists_has_its_bits(name):
     agrees(
-        lambda *a: (LISTS[name](*a), None)[1] if "norms" not in name else LISTS[name](*a), LIST, OTHER, POSITIVE, T(())
+        lambda *a: (LISTS[name](*a), None)[1] if "norms" not in name else LISTS[name](*a),
+        LIST,
+        OTHER,
+        POSITIVE,
+        T(()),
     )
 
 
@@ -58,15 +74,27 @@ def test_an_operation_over_a_list_becomes_one_equation_for_each_member():
 def fused(name, **options):
     def change(state, grads):
         params, m, v, largest, steps = (list(column) for column in state)
-        columns = {"sgd": [m if options["momentum"] else [None] * 2] if name == "sgd" else [], "adagrad": [v, steps]}
+        columns = {
+            "sgd": [m if options["momentum"] else [None] * 2] if name == "sgd" else [],
+            "adagrad": [v, steps],
+        }
         adam = [m, v, largest if options.get("amsgrad") else [], steps]
         module = __import__(f"torch.optim.{name}", fromlist=[name])
-        getattr(module, name)(params, list(grads), *columns.get(name, adam), fused=True, foreach=False, **options)
+        getattr(module, name)(
+            params, list(grads), *columns.get(name, adam), fused=True, foreach=False, **options
+        )
 
     return change
 
 
-ADAM = {"beta1": 0.9, "beta2": 0.95, "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3, "maximize": False}
+ADAM = {
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "lr": 1e-2,
+    "weight_decay": 0.1,
+    "eps": 1e-3,
+    "maximize": False,
+}
 SGD = {"weight_decay": 0.1, "lr": 0.1, "dampening": 0, "maximize": False}
 
 
@@ -78,7 +106,9 @@ SGD = {"weight_decay": 0.1, "lr": 0.1, "dampening": 0, "maximize": False}
 def test_a_fused_optimizer_has_its_bits(change):
     pair = lambda: [T(3, 2), T(4)]
     positive = lambda: [p.abs() for p in pair()]
-    agrees(change, (pair(), pair(), positive(), positive(), [torch.zeros(()), torch.zeros(())]), pair())
+    agrees(
+        change, (pair(), pair(), positive(), positive(), [torch.zeros(()), torch.zeros(())]), pair()
+    )
 
 
 def test_the_functional_overload_is_chosen_by_the_types_of_the_arguments():

@@ -34,7 +34,9 @@ pytree.register_dataclass(Record)
 def flat(*args):
     """The inputs of a traced graph for these arguments: tensors, and numbers as scalar tensors."""
     leaves = [x for x in pytree.tree_leaves(args) if type(x) in (torch.Tensor, int, float)]
-    return [x if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=KINDS[type(x)]) for x in leaves]
+    return [
+        x if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=KINDS[type(x)]) for x in leaves
+    ]
 
 
 def evaluated(program, *args):
@@ -74,8 +76,12 @@ def test_state_and_batch_may_be_any_pytree(kind):
     make, names = TREES[kind]
 
     def step(state, batch):
-        grads, value = grad_and_value(lambda p: loss(*pytree.tree_leaves(p), *pytree.tree_leaves(batch)))(state)
-        return pytree.tree_map(lambda p, g: p - 0.1 * g, state, grads), {"loss": make(value, value * 2)}
+        grads, value = grad_and_value(
+            lambda p: loss(*pytree.tree_leaves(p), *pytree.tree_leaves(batch))
+        )(state)
+        return pytree.tree_map(lambda p, g: p - 0.1 * g, state, grads), {
+            "loss": make(value, value * 2)
+        }
 
     state, batch = make(W, B), make(X, Y)
     program = trace(step, state, batch)
@@ -93,7 +99,12 @@ def test_numbers_are_inputs():
 
     state = {**STATE, "decay": 0.5, "n": 1}
     graph = (program := trace(counts, state, BATCH, 0.1, 3)).graph
-    assert [str(v) for v in graph.inputs if not v.shape] == ["decay: f64[]", "n: i64[]", "lr: f64[]", "power: i64[]"]
+    assert [str(v) for v in graph.inputs if not v.shape] == [
+        "decay: f64[]",
+        "n: i64[]",
+        "lr: f64[]",
+        "power: i64[]",
+    ]
     assert {v.name for v in graph.batch} == {"batch.0", "batch.1"}
     for lr, n in ((0.1, 1), (0.7, 4)):
         new = evaluated(program, state | {"n": n}, BATCH, lr, 3)[0]
@@ -104,18 +115,28 @@ def test_numbers_are_inputs():
 def test_flags_and_literals_are_constants():
     def flagged(state, batch):
         x = batch["x"] if batch["mask"] is None else 0
-        return state, x.sum() * (2 if batch["double"] else 1) + len(batch["mode"]) + torch.tensor([1.0, 2.0])
+        return state, x.sum() * (2 if batch["double"] else 1) + len(batch["mode"]) + torch.tensor(
+            [1.0, 2.0]
+        )
 
     batch = {"x": X, "double": True, "mask": None, "mode": "fast"}
     for given in (batch, batch | {"double": False}):
         program = trace(flagged, STATE, given)
-        assert [x.value.value for x in program.signature.leaves if isinstance(x.value, Constant) and x.value.value is not None] == [given["double"], "fast"]
+        assert [
+            x.value.value
+            for x in program.signature.leaves
+            if isinstance(x.value, Constant) and x.value.value is not None
+        ] == [given["double"], "fast"]
         want = flagged(STATE, given)[1]
         assert torch.equal(evaluated(program, STATE, given)[1], want)
         assert torch.equal(zt.to_fx(program.graph)(*flat(STATE, given))[-1], want)
 
 
-LAYOUTS = {"transposed": X.T.contiguous().T, "strided": X.repeat(2, 1)[::2], "expanded": X[:, :1].expand(3, 4)}
+LAYOUTS = {
+    "transposed": X.T.contiguous().T,
+    "strided": X.repeat(2, 1)[::2],
+    "expanded": X[:, :1].expand(3, 4),
+}
 
 
 @pytest.mark.parametrize("x", [*LAYOUTS.values(), X[:0]], ids=[*LAYOUTS, "empty"])
@@ -131,9 +152,15 @@ def test_a_batch_may_have_any_strides(x):
 
 def test_equations_have_lines_and_regions_and_gradients_are_marked():
     graph, given = trace(step, STATE, BATCH, 0.1).graph, flat(STATE, BATCH, 0.1)
-    tanh, square, seed = line("loss", "tanh(x @ w)"), line("loss", ".square()"), line("step", "grad_and_value")
+    tanh, square, seed = (
+        line("loss", "tanh(x @ w)"),
+        line("loss", ".square()"),
+        line("step", "grad_and_value"),
+    )
     inside = {(region, at) for region in ("forward", "backward") for at in (tanh, square, seed)}
-    assert {(e.region, e.source.line) for e in graph.eqns} == inside | {("update", line("step", "p - lr"))}
+    assert {(e.region, e.source.line) for e in graph.eqns} == inside | {
+        ("update", line("step", "p - lr"))
+    }
     assert {e.source.file for e in graph.eqns} == {__file__}
     assert [e.source.line for e in graph.eqns if "tanh" in str(e.op)] == [tanh] * 2
     assert f"# test_trace.py:{tanh} loss" in str(graph)
@@ -142,7 +169,10 @@ def test_equations_have_lines_and_regions_and_gradients_are_marked():
     module = zt.to_fx(graph)
     assert all(map(torch.equal, module(*given), zt.evaluate(graph, *given)))
     nodes = [n for n in module.graph.nodes if n.op == "call_function"]
-    assert all((n.meta["region"], n.meta["source"]) == (n.meta["eqn"].region, str(n.meta["eqn"].source)) for n in nodes)
+    assert all(
+        (n.meta["region"], n.meta["source"]) == (n.meta["eqn"].region, str(n.meta["eqn"].source))
+        for n in nodes
+    )
     # Views that are part of another call run with it, and each equation runs once.
     assert [e for n in nodes for e in n.meta["eqns"]] == list(graph.eqns)
 
@@ -184,10 +214,20 @@ def test_every_way_to_take_gradients_gives_the_same_regions(way, times, updates)
     graph = zt.check(program.graph)
     counts = Counter((e.region, str(e.op)) for e in graph.eqns)
     assert counts["forward", "aten.mm.default"] == counts["forward", "aten.tanh.default"] == times
-    assert counts["backward", "aten.mm.default"] == counts["backward", "aten.tanh_backward.default"] == times
+    assert (
+        counts["backward", "aten.mm.default"]
+        == counts["backward", "aten.tanh_backward.default"]
+        == times
+    )
     assert counts["backward", "gradient"] == 2 * times and not counts["update", "gradient"]
-    assert {e.source.line for e in graph.eqns if e.region == "update"} == {line("descends", "- 0.1"), *updates}
-    assert distance(evaluated(program, STATE["params"], X, Y)[0], descends(STATE["params"], X, Y)[0]) < 1e-6
+    assert {e.source.line for e in graph.eqns if e.region == "update"} == {
+        line("descends", "- 0.1"),
+        *updates,
+    }
+    assert (
+        distance(evaluated(program, STATE["params"], X, Y)[0], descends(STATE["params"], X, Y)[0])
+        < 1e-6
+    )
 
 
 def traced(*layers, wrap=lambda f, x: f(x)):
@@ -202,9 +242,15 @@ def traced(*layers, wrap=lambda f, x: f(x)):
         buffers = {k: b.clone() for k, b in state["buffers"].items()}
         value = F.mse_loss(wrap(lambda x: functional_call(model, (params, buffers), (x,)), x), y)
         grads = torch.autograd.grad(value, list(params.values()))
-        return {"params": {k: params[k].detach() - 0.1 * g for k, g in zip(params, grads)}, "buffers": buffers}, value
+        return {
+            "params": {k: params[k].detach() - 0.1 * g for k, g in zip(params, grads)},
+            "buffers": buffers,
+        }, value
 
-    state = {"params": {k: p.detach() for k, p in model.named_parameters()}, "buffers": dict(model.named_buffers())}
+    state = {
+        "params": {k: p.detach() for k, p in model.named_parameters()},
+        "buffers": dict(model.named_buffers()),
+    }
     program = trace(step, state, X, Y)
     torch.manual_seed(7)
     got = evaluated(program, state, X, Y)
@@ -214,7 +260,9 @@ def traced(*layers, wrap=lambda f, x: f(x)):
 
 
 def test_casts_of_autocast_are_in_the_program():
-    _, _, graph, _ = traced(nn.Tanh(), wrap=lambda f, x: torch.autocast("cpu", torch.bfloat16)(f)(x).float())
+    _, _, graph, _ = traced(
+        nn.Tanh(), wrap=lambda f, x: torch.autocast("cpu", torch.bfloat16)(f)(x).float()
+    )
     casts = [e for e in graph.eqns if "_to_copy" in str(e.op) and e.region == "forward"]
     types = {e.ins[0].name: e.outs[0].type for e in casts}
     assert types["params.0.weight"] == "bf16[64,4]" and types["params.2.bias"] == "bf16[2]"
@@ -230,7 +278,10 @@ def test_random_draws_of_dropout_are_in_forward():
 def test_buffers_of_batch_norm_are_state():
     _, state, graph, new = traced(nn.BatchNorm1d(64), nn.Tanh())
     assert "buffers.1.running_mean" in [v.name for v in graph.inputs]
-    assert new["buffers"]["1.num_batches_tracked"] == 1 and state["buffers"]["1.num_batches_tracked"] == 0
+    assert (
+        new["buffers"]["1.num_batches_tracked"] == 1
+        and state["buffers"]["1.num_batches_tracked"] == 0
+    )
     assert not torch.equal(new["buffers"]["1.running_var"], state["buffers"]["1.running_var"])
 
 
@@ -239,14 +290,18 @@ def test_the_batch_norm_of_cudnn_becomes_a_functional_one():
 
     def step(state, x):
         mean, var = state["mean"].clone(), state["var"].clone()
-        y, *_ = torch.ops.aten.cudnn_batch_norm(x, state["var"], state["mean"], mean, var, True, 0.1, 1e-5)
+        y, *_ = torch.ops.aten.cudnn_batch_norm(
+            x, state["var"], state["mean"], mean, var, True, 0.1, 1e-5
+        )
         return {"mean": mean, "var": var}, y
 
     x, state = torch.randn(8, 3, 4), {"mean": torch.zeros(3), "var": torch.ones(3)}
     lowered = zt.Step.of(step).lower(state, x)
     mean, var = torch.zeros(3), torch.ones(3)
     y = F.batch_norm(x, mean, var, training=True)
-    assert "aten._native_batch_norm_legit_functional.default" in {str(e.op) for e in lowered.graph.eqns}
+    assert "aten._native_batch_norm_legit_functional.default" in {
+        str(e.op) for e in lowered.graph.eqns
+    }
     assert distance(lowered.compile()(state, x), ({"mean": mean, "var": var}, y)) == 0
 
 
@@ -255,7 +310,9 @@ def test_a_checkpoint_is_recomputed_in_backward():
     _, _, graph, _ = traced(nn.Tanh(), wrap=checkpointed)
     assert [e.region for e in graph.eqns if "tanh.default" in str(e.op)] == ["forward", "backward"]
     _, _, graph, _ = traced(nn.Dropout(0.5), wrap=checkpointed)
-    assert [e.region for e in graph.eqns if is_random(e.op)] == ["forward"], "the mask of a dropout is kept"
+    assert [e.region for e in graph.eqns if is_random(e.op)] == ["forward"], (
+        "the mask of a dropout is kept"
+    )
 
 
 @pytest.mark.filterwarnings("ignore:trace. the step writes into its argument")
@@ -271,11 +328,18 @@ def test_tracing_changes_neither_the_arguments_nor_the_generator():
         return new, value
 
     program = trace(writes, state, batch)
-    assert torch.equal(w, W) and torch.equal(w.grad, torch.ones_like(w)) and w.requires_grad and w.is_leaf
+    assert (
+        torch.equal(w, W)
+        and torch.equal(w.grad, torch.ones_like(w))
+        and w.requires_grad
+        and w.is_leaf
+    )
     assert torch.equal(state["params"]["b"], B) and torch.equal(batch[0], X) and not B.requires_grad
     assert torch.equal(torch.get_rng_state(), seed)
     assert str(trace(writes, state, batch).graph) == str(program.graph)
-    assert str(trace(writes, pytree.tree_map(lambda x: x.to("meta"), state), batch).graph) == str(program.graph)
+    assert str(trace(writes, pytree.tree_map(lambda x: x.to("meta"), state), batch).graph) == str(
+        program.graph
+    )
 
 
 @pytest.fixture
@@ -287,7 +351,12 @@ def mesh():
 def test_an_output_may_hold_the_state(mesh):
     def returns(state, batch):
         new, value = step(state, batch)
-        return new, {"old": state["params"], "new": new["params"], "view": new["params"]["w"].T, "loss": value}
+        return new, {
+            "old": state["params"],
+            "new": new["params"],
+            "view": new["params"]["w"].T,
+            "loss": value,
+        }
 
     run = zt.shard_params(mesh)(returns)
     state, plain, held = run.shard(STATE), STATE, []
@@ -306,17 +375,31 @@ def test_leaves_are_traced_on_their_device(mesh):
 
     def devices(state, x, **where):
         program = trace(placed, state, x, axes=[("dp",)] * 2, **where)
-        return {str(e.kwargs["device"]) for e in program.graph.eqns if e.kwargs.get("device") is not None}
+        return {
+            str(e.kwargs["device"])
+            for e in program.graph.eqns
+            if e.kwargs.get("device") is not None
+        }
 
     x = torch.empty(3, device="meta")
     laid = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    assert Abstract.of(laid, True).device == "meta" and Abstract.of(zt.shard_params(mesh)(placed).shard(X[0]), True).device == "cpu"
-    assert devices(laid, x, device="meta") == {"meta"} and devices(laid, x) == devices(x, torch.ones(3)) == {"cpu"}
+    assert (
+        Abstract.of(laid, True).device == "meta"
+        and Abstract.of(zt.shard_params(mesh)(placed).shard(X[0]), True).device == "cpu"
+    )
+    assert devices(laid, x, device="meta") == {"meta"} and devices(laid, x) == devices(
+        x, torch.ones(3)
+    ) == {"cpu"}
 
 
-@pytest.mark.parametrize("read", [lambda x: x * W.tolist()[0][0], lambda x: x * torch.tensor([W[0, 0], W[0, 0]]).sum()])
+@pytest.mark.parametrize(
+    "read", [lambda x: x * W.tolist()[0][0], lambda x: x * torch.tensor([W[0, 0], W[0, 0]]).sum()]
+)
 def test_values_of_a_tensor_from_outside_are_not_read(read):
-    with pytest.raises(ValueError, match=r"reads a tensor \[.*neither its state nor its batch(?s:.)*test_trace.py:\d+ .*<lambda>"):
+    with pytest.raises(
+        ValueError,
+        match=r"reads a tensor \[.*neither its state nor its batch(?s:.)*test_trace.py:\d+ .*<lambda>",
+    ):
         trace(lambda state, x: (state, read(x)), STATE, X)
     assert trace(lambda state, x: (state, x * torch.tensor([1.0, 2.0]).sum()), STATE, X)
 
@@ -325,8 +408,16 @@ def test_a_fused_optimizer_takes_no_memory_while_it_is_traced():
     """PyTorch would run it on real tensors, which take four times the memory of the model."""
 
     def fused(state, x):
-        lists = [[v] for v in (state["p"].clone(), x.clone(), state["m"].clone(), state["v"].clone())]
-        rates = {"lr": torch.tensor(0.1), "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8}
+        lists = [
+            [v] for v in (state["p"].clone(), x.clone(), state["m"].clone(), state["v"].clone())
+        ]
+        rates = {
+            "lr": torch.tensor(0.1),
+            "beta1": 0.9,
+            "beta2": 0.99,
+            "weight_decay": 0.1,
+            "eps": 1e-8,
+        }
         torch._fused_adamw_(*lists, [], [torch.ones(())], **rates, amsgrad=False, maximize=False)
         return {k: each[0] for k, each in zip("pmv", (lists[0], lists[2], lists[3]))}, 0.0
 
@@ -340,7 +431,10 @@ def several(state, batch, way):
     out = batch[0] @ params["w"] + params["b"]
     losses = [out.square().mean(), out.sum()]
     way(losses, [torch.tensor(1.0), torch.tensor(0.1)], params)
-    return {**state, "params": {k: p.detach() if p.grad is None else p.grad for k, p in params.items()}}, 0.0
+    return {
+        **state,
+        "params": {k: p.detach() if p.grad is None else p.grad for k, p in params.items()},
+    }, 0.0
 
 
 WAYS = {
@@ -383,13 +477,17 @@ def test_a_scalar_argument_may_be_a_tensor():
     for got, want in zip(zt.Step(scaled)(w.clone(), lr), scaled(w, 0.5)):
         assert torch.allclose(got, want)
     with pytest.raises(ValueError, match="reads a tensor's value while it is traced"):
-        zt.Step(lambda s, lr: (torch.add(s, s, alpha=lr, out=torch.empty_like(s)), 0.0)).trace(w, lr)
+        zt.Step(lambda s, lr: (torch.add(s, s, alpha=lr, out=torch.empty_like(s)), 0.0)).trace(
+            w, lr
+        )
 
 
 TABLE = nn.Embedding(4, 2, sparse=True)
 LOOKUPS = {
     "one_hot": lambda w, ids: F.one_hot(ids, 4).float() @ w,
-    "one_hot in vmap": lambda w, ids: torch.func.vmap(lambda i: F.one_hot(i, num_classes=4))(ids).float() @ w,
+    "one_hot in vmap": lambda w, ids: (
+        torch.func.vmap(lambda i: F.one_hot(i, num_classes=4))(ids).float() @ w
+    ),
     "embedding": lambda w, ids: F.embedding(ids, w, sparse=True),
     "torch.embedding": lambda w, ids: torch.embedding(w, ids, -1, False, True),
     "embedding_bag": lambda w, ids: F.embedding_bag(ids, w, mode="sum", sparse=True),
@@ -417,7 +515,9 @@ def forward_mode(state, x):
     """A directional derivative that the step reduces itself, and an operation without a sharding rule (`renorm`)."""
     weights = torch.renorm(state["w"], 2, 0, 1.0)
     direction = torch.ones_like(state["w"])
-    value, slope = torch.func.jvp(lambda w: torch.tanh(x @ (w + weights)).square().mean(), (state["w"],), (direction,))
+    value, slope = torch.func.jvp(
+        lambda w: torch.tanh(x @ (w + weights)).square().mean(), (state["w"],), (direction,)
+    )
     return {"w": state["w"] - 0.1 * zt.pmean(slope, "dp") * direction}, value
 
 
@@ -428,7 +528,9 @@ def test_a_step_without_autograd_has_a_forward(stage):
     state, x = {"w": W}, torch.cat([X, X + 1])
     lowered = zt.shard_params(zt.AbstractMesh(dp=2), stage=stage)(forward_mode).lower(state, X)
     regions = {str(e.op): e.region for e in zt.check(lowered.graph).eqns}
-    assert [regions[f"aten.{op}"] for op in ("renorm.default", "tanh.default", "mean.default")] == ["forward"] * 3
+    assert [regions[f"aten.{op}"] for op in ("renorm.default", "tanh.default", "mean.default")] == [
+        "forward"
+    ] * 3
     assert regions["aten.sub.Tensor"] == "update"
     new, outputs = lowered.lockstep(state, [(X,), (X + 1,)])
     want, value = forward_mode(state, x)
@@ -449,7 +551,11 @@ WRAPPERS = {
     "state.w": (lambda state, x: (state, x.sum()), WRAPPED, torch.ones(4)),
     "x": (lambda state, x: (state, x.sum()), torch.ones(4), WRAPPED),
     "the output": (lambda state, x: (state, ToScaled.apply(x)), torch.ones(4), torch.ones(4, 4)),
-    "the output['x'][0]": (lambda state, x: (state, {"x": [ToScaled.apply(x)]}), torch.ones(4), torch.ones(4, 4)),
+    "the output['x'][0]": (
+        lambda state, x: (state, {"x": [ToScaled.apply(x)]}),
+        torch.ones(4),
+        torch.ones(4, 4),
+    ),
 }
 
 
@@ -461,7 +567,10 @@ def test_a_tensor_that_holds_others_is_none_of_a_program(name):
     def wrapped(state, x):
         return step(state, x)
 
-    with pytest.raises(TypeError, match=rf"trace: {re.escape(name)} is a tests.support.fp8.Scaled, which holds other tensors") as e:
+    with pytest.raises(
+        TypeError,
+        match=rf"trace: {re.escape(name)} is a tests.support.fp8.Scaled, which holds other tensors",
+    ) as e:
         zt.Step.of(wrapped).trace({"w": w}, x)
     assert "leave out enable_fsdp_float8_all_gather" in str(e.value)
 
@@ -469,7 +578,9 @@ def test_a_tensor_that_holds_others_is_none_of_a_program(name):
 def test_parameters_that_hold_other_tensors_are_not_lifted():
     model = nn.Linear(4, 4, bias=False)
     model.weight = nn.Parameter(WRAPPED)
-    with pytest.raises(TypeError, match=r"lift: weight is a tests.support.fp8.Scaled, which holds other tensors"):
+    with pytest.raises(
+        TypeError, match=r"lift: weight is a tests.support.fp8.Scaled, which holds other tensors"
+    ):
         zt.lift(lambda x: None, model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -495,5 +606,7 @@ def test_distributions_are_traced_without_their_checks_of_values(loss_of):
     want = step(state, x)[1]
     torch.manual_seed(0)
     assert distance(zt.Step.of(step)(clone(state), x)[1], want) == 0
-    with pytest.raises(ValueError, match="to satisfy the constraint"):  # they check again after the trace
+    with pytest.raises(
+        ValueError, match="to satisfy the constraint"
+    ):  # they check again after the trace
         Normal(torch.zeros(1), -torch.ones(1))

@@ -60,13 +60,21 @@ def batch(rows=24):
 
 
 def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True))
+    return all(
+        torch.equal(x, y) for x, y in zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)
+    )
 
 
 def lower(micro=3, stage=None, ranks=2, keep="auto", rows=12):
     schedules = zt.overlap_grads(), zt.prefetch()
-    sharded = () if stage is None else (zt.shard_params(zt.AbstractMesh(dp=ranks), stage=stage), *schedules)
-    return zt.chain(zt.accumulate(micro, keep=keep), *sharded)(train).lower(new_state(), *batch(rows))
+    sharded = (
+        ()
+        if stage is None
+        else (zt.shard_params(zt.AbstractMesh(dp=ranks), stage=stage), *schedules)
+    )
+    return zt.chain(zt.accumulate(micro, keep=keep), *sharded)(train).lower(
+        new_state(), *batch(rows)
+    )
 
 
 @pytest.mark.parametrize("micro", [1, 2, 3, 8])
@@ -91,14 +99,23 @@ def test_on_one_rank_every_stage_has_the_bits_of_the_loop(stage, keep):
     (0, "auto", 0, 1), (0, "shard", 0, 3), (1, "auto", 1, 1), (1, "shard", 1, 3),
     (2, "auto", 1, 3), (2, "whole", 1, 1), (3, "auto", 3, 3), (3, "whole", 3, 1),
 ])  # fmt: skip
-def test_gradients_are_kept_whole_or_cut_and_parameters_gathered_once_or_each_time(stage, keep, gathered, reduced):
+def test_gradients_are_kept_whole_or_cut_and_parameters_gathered_once_or_each_time(
+    stage, keep, gathered, reduced
+):
     lowered = lower(3, stage, keep=keep)
     starts = [e for part in zt.ir.parts(lowered.graph).in_order for e in part.eqns if is_start(e)]
-    count = lambda role, *ops: sum(len(e.outs) for e in starts if e.op in ops and e.provenance.role == role)
+    count = lambda role, *ops: sum(
+        len(e.outs) for e in starts if e.op in ops and e.provenance.role == role
+    )
     assert count("grad", REDUCE_SCATTER, ALL_REDUCE) == 3 * reduced
-    assert count("param", ALL_GATHER) in (3 * gathered, (3 + 2) * gathered)  # at stage 3 two of them again in backward
+    assert count("param", ALL_GATHER) in (
+        3 * gathered,
+        (3 + 2) * gathered,
+    )  # at stage 3 two of them again in backward
     assert count("output", ALL_REDUCE) == 1
-    assert lowered.cost_analysis().over("dp", "grad") == sum(t.bytes for (_, role), t in lowered.plan.traffic if role == "grad")
+    assert lowered.cost_analysis().over("dp", "grad") == sum(
+        t.bytes for (_, role), t in lowered.plan.traffic if role == "grad"
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -110,19 +127,32 @@ def test_as_written_it_sends_what_the_loop_sends_and_a_plan_drops_fewer_gathers(
 
     in_step = functools.partial(loop, micro=3)
     assert sent(zt.accumulate(3), step=train) == sent(step=in_step)
-    planned, unrolled = sent(zt.accumulate(3), zt.prefetch(), step=train), sent(zt.prefetch(), step=in_step)
+    planned, unrolled = (
+        sent(zt.accumulate(3), zt.prefetch(), step=train),
+        sent(zt.prefetch(), step=in_step),
+    )
     assert {**planned, "param": 0} == {**unrolled, "param": 0}
-    assert planned["param"] > unrolled["param"] if stage == 3 else planned["param"] == unrolled["param"]
+    assert (
+        planned["param"] > unrolled["param"]
+        if stage == 3
+        else planned["param"] == unrolled["param"]
+    )
 
 
 @pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])
 def test_a_program_is_as_long_for_sixteen_micro_batches_as_for_two(stage):
     few, many = lower(2, stage, rows=16), lower(16, stage, rows=128)
-    assert len(few.hinted.eqns) == len(many.hinted.eqns)  # the plan then makes buckets, of which it has no more
+    assert len(few.hinted.eqns) == len(
+        many.hinted.eqns
+    )  # the plan then makes buckets, of which it has no more
     assert len(many.graph.eqns) <= len(many.hinted.eqns)
-    lengths = [[len(part.eqns) for part in zt.ir.parts(each.hinted).different] for each in (few, many)]
+    lengths = [
+        [len(part.eqns) for part in zt.ir.parts(each.hinted).different] for each in (few, many)
+    ]
     assert lengths[0] == [lengths[1][0], lengths[1][2]]
-    peaks = [dataclasses.replace(each, graph=each.hinted).memory_analysis().peak for each in (few, many)]
+    peaks = [
+        dataclasses.replace(each, graph=each.hinted).memory_analysis().peak for each in (few, many)
+    ]
     assert peaks[1] - peaks[0] == 14 * 8 * 12 * 4  # the batch
 
 
@@ -131,7 +161,10 @@ def test_costs_are_those_of_all_micro_batches():
     first, middle, last = zt.ir.parts(lowered.graph).different
     flops = lambda graph: dataclasses.replace(lowered, graph=graph).cost_analysis().flops
     assert lowered.cost_analysis().flops == flops(first) + 3 * flops(middle) + flops(last)
-    seconds = [dataclasses.replace(lowered, graph=part).timeline().seconds for part in (first, middle, last)]
+    seconds = [
+        dataclasses.replace(lowered, graph=part).timeline().seconds
+        for part in (first, middle, last)
+    ]
     timeline = lowered.timeline()
     assert timeline.seconds == pytest.approx(seconds[0] + 3 * seconds[1] + seconds[2])
     assert timeline.bound[0] <= timeline.seconds * (1 + 1e-9)
@@ -140,7 +173,11 @@ def test_costs_are_those_of_all_micro_batches():
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_last_micro_batch_reduces_while_backward_runs(stage):
     cluster = dataclasses.replace(zt.cluster("cpu", dp="ethernet-1g"))
-    step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2), stage=stage), zt.overlap_grads(bucket=0), zt.accumulate(3))(train)
+    step = zt.chain(
+        zt.shard_params(zt.AbstractMesh(dp=2), stage=stage),
+        zt.overlap_grads(bucket=0),
+        zt.accumulate(3),
+    )(train)
     last = zt.ir.parts(step.lower(new_state(), *batch(12), cluster=cluster).graph).last
     reduces = [k for k, e in enumerate(last.eqns) if is_start(e) and e.provenance.role == "grad"]
     matmuls = [k for k, e in enumerate(last.eqns) if "mm" in str(e.op)]
@@ -150,7 +187,14 @@ def test_the_last_micro_batch_reduces_while_backward_runs(stage):
 def test_scalars_are_averaged_and_other_outputs_joined():
     def step(state, x, y):
         new, loss = train(state, x, y)
-        return new, {"loss": loss, "x": x * 2, "rows": (x > 0).sum(1), "worst": loss.detach() * 3, "const": 7, "none": None}
+        return new, {
+            "loss": loss,
+            "x": x * 2,
+            "rows": (x > 0).sum(1),
+            "worst": loss.detach() * 3,
+            "const": 7,
+            "none": None,
+        }
 
     x, y = batch()
     _, out = zt.accumulate(4)(step)(zt.accumulate(4)(step).shard(new_state()), x, y)
@@ -181,7 +225,9 @@ def test_numbers_and_scalars_are_passed_to_every_micro_batch():
 
     (x, y), scaled = batch(), zt.accumulate(4)(step)
     state, _ = scaled(scaled.shard(new_state()), x, y, torch.tensor(2.0), rate=0.1)
-    wanted, _ = zt.Step.of(step)(zt.Step.of(step).shard(new_state()), x, y, torch.tensor(2.0), rate=0.1)
+    wanted, _ = zt.Step.of(step)(
+        zt.Step.of(step).shard(new_state()), x, y, torch.tensor(2.0), rate=0.1
+    )
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(state["params"], wanted["params"]))
 
 
@@ -191,7 +237,9 @@ def test_random_draws_are_those_of_the_loop():
 
     def step(state, x):
         g, loss = grad_and_value(loss_fn)(state["w"], x)
-        return {"w": state["w"] - g - 0.01 * torch.randn_like(g)}, loss  # the update draws too, once
+        return {
+            "w": state["w"] - g - 0.01 * torch.randn_like(g)
+        }, loss  # the update draws too, once
 
     w, (x, _) = torch.randn(SIZES[0], 3), batch()
     torch.manual_seed(5)
@@ -213,16 +261,22 @@ def test_statistics_change_with_every_micro_batch_and_counts_once():
         wanted(part)
     stats = pytree.tree_leaves_with_path(state)
     named = {str(path[-1].key): leaf for path, leaf in stats if hasattr(path[-1], "key")}
-    assert torch.equal(named["1.running_mean"], norm.running_mean) and torch.equal(named["1.running_var"], norm.running_var)
+    assert torch.equal(named["1.running_mean"], norm.running_mean) and torch.equal(
+        named["1.running_var"], norm.running_var
+    )
     assert named["1.num_batches_tracked"] == 1
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW], ids=lambda o: o.__name__)
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.SGD, torch.optim.AdamW], ids=lambda o: o.__name__
+)
 def test_a_lifted_loop_has_the_bits_of_the_loop_over_micro_batches(optimizer):
     def build():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-        return model, optimizer(model.parameters(), lr=0.01, **({} if optimizer is torch.optim.SGD else {"fused": True}))
+        return model, optimizer(
+            model.parameters(), lr=0.01, **({} if optimizer is torch.optim.SGD else {"fused": True})
+        )
 
     model, opt = build()
 
@@ -243,7 +297,9 @@ def test_a_lifted_loop_has_the_bits_of_the_loop_over_micro_batches(optimizer):
     for _ in range(3):
         opt.zero_grad()
         for x, y in zip(*(t.chunk(4) for t in batch())):
-            (F.mse_loss(wanted(x), y) / 4).backward()  # 4 is a power of two: no bit depends on where it divides
+            (
+                F.mse_loss(wanted(x), y) / 4
+            ).backward()  # 4 is a power of two: no bit depends on where it divides
         opt.step()
     assert same(list(model.parameters()), list(wanted.parameters()))
 
@@ -253,19 +309,33 @@ def test_a_leaf_that_cannot_be_cut_is_named():
         return train(state, x, targets["y"])
 
     x, y = batch()
-    with pytest.raises(ValueError, match=re.escape("accumulate: targets.y has 22 rows, which cannot be cut into 4 equal parts")):
+    with pytest.raises(
+        ValueError,
+        match=re.escape(
+            "accumulate: targets.y has 22 rows, which cannot be cut into 4 equal parts"
+        ),
+    ):
         zt.accumulate(4)(step)(new_state(), x, {"y": y[:22]})
     compiled = zt.accumulate(4)(train).lower(new_state(), x, y).compile()
-    with pytest.raises(TypeError, match=re.escape("compiled for x: f32[24,8], called with f32[20,8]")):
+    with pytest.raises(
+        TypeError, match=re.escape("compiled for x: f32[24,8], called with f32[20,8]")
+    ):
         compiled(new_state(), x[:20], y[:20])
-    with pytest.raises(ValueError, match=re.escape("x has 12 rows, and the program is for 4 micro-batches of 6 rows")):
+    with pytest.raises(
+        ValueError,
+        match=re.escape("x has 12 rows, and the program is for 4 micro-batches of 6 rows"),
+    ):
         zt.evaluate(compiled.graph, *pytree.tree_leaves(new_state()), x[:12], y[:12])
 
 
 def test_options_are_checked():
-    with pytest.raises(ValueError, match=r"accumulate: micro=0; it is the number of micro-batches, at least 1"):
+    with pytest.raises(
+        ValueError, match=r"accumulate: micro=0; it is the number of micro-batches, at least 1"
+    ):
         zt.accumulate(0)
-    with pytest.raises(ValueError, match=r"accumulate: keep='both'; use 'whole', 'shard' or 'auto'"):
+    with pytest.raises(
+        ValueError, match=r"accumulate: keep='both'; use 'whole', 'shard' or 'auto'"
+    ):
         zt.accumulate(2, keep="both")
     with pytest.raises(ValueError, match=r"accumulate: applied twice with different options"):
         zt.chain(zt.accumulate(2), zt.accumulate(4))(train)
@@ -276,16 +346,25 @@ def test_options_are_checked():
 def test_a_value_of_one_micro_batch_in_the_update_is_an_error():
     def step(state, x, y):
         new, loss = train(state, x, y)
-        return {**new, "m": [m + x.mean(0).sum() + x[:1].T for m in new["m"][:1]] + new["m"][1:]}, loss
+        return {
+            **new,
+            "m": [m + x.mean(0).sum() + x[:1].T for m in new["m"][:1]] + new["m"][1:],
+        }, loss
 
-    with pytest.raises(ValueError, match=r"accumulate: the update reads .* is no gradient: it has no mean.\n  at .*test_accumulate.py"):
+    with pytest.raises(
+        ValueError,
+        match=r"accumulate: the update reads .* is no gradient: it has no mean.\n  at .*test_accumulate.py",
+    ):
         zt.accumulate(2)(step).lower(new_state(), *batch())
 
     def count(state, x, y):
         new, loss = train(state, x, y)
         return new, (loss, (x > 0).sum())
 
-    with pytest.raises(ValueError, match=r"accumulate: the step returns sum.*is a scalar that is no float(.|\n)*Return a mean, such as an accuracy, as a float"):
+    with pytest.raises(
+        ValueError,
+        match=r"accumulate: the step returns sum.*is a scalar that is no float(.|\n)*Return a mean, such as an accuracy, as a float",
+    ):
         zt.accumulate(2)(count).lower(new_state(), *batch())
 
 
@@ -305,13 +384,17 @@ def test_parameters_that_are_updated_between_two_backwards_are_an_error():
         more, loss = grad_and_value(lambda m: loss_fn(params, x @ m[0][:, :8], y))(state["m"])
         return {"params": params, "m": [m - g for m, g in zip(state["m"], more)]}, loss
 
-    with pytest.raises(ValueError, match=r"accumulate: state params.0: .* is updated before the last backward"):
+    with pytest.raises(
+        ValueError, match=r"accumulate: state params.0: .* is updated before the last backward"
+    ):
         zt.accumulate(2)(gan).lower(new_state(), *batch())
 
 
 def test_half_precision_gradients_are_rounded_when_they_are_sent_and_not_when_they_are_summed():
     def half(state, x, y):
-        grads, loss = grad_and_value(lambda p: loss_fn([w.bfloat16() for w in p], x.bfloat16(), y))(state["params"])
+        grads, loss = grad_and_value(lambda p: loss_fn([w.bfloat16() for w in p], x.bfloat16(), y))(
+            state["params"]
+        )
         return updated(state, grads), loss
 
     shard = zt.shard_params(zt.AbstractMesh(dp=2), stage=1, reduce_dtype=torch.bfloat16)
@@ -333,7 +416,9 @@ def test_a_step_without_gradients_runs_in_micro_batches():
 
 
 def test_a_plan_is_saved_and_used_again(tmp_path):
-    step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), zt.overlap_grads(), zt.accumulate(3))(train)
+    step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), zt.overlap_grads(), zt.accumulate(3))(
+        train
+    )
     first = step.lower(new_state(), *batch(12))
     first.plan.save(tmp_path / "plan.json")
     again = step.planned(zt.Plan.load(tmp_path / "plan.json")).lower(new_state(), *batch(12))
@@ -352,12 +437,17 @@ def test_a_recorded_step_advances_the_state_and_tunes_the_plan():
 
 @pytest.mark.compiles
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # Inductor's own modules use torch.jit
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:torch"
+)  # Inductor's own modules use torch.jit
 def test_compiled_kernels_sum_in_place_and_agree():
     compiled = zt.accumulate(3)(train).lower(new_state(), *batch()).compile(backend="inductor")
     state, loss = compiled(new_state(), *batch())
     wanted, wanted_loss = loop(new_state(), *batch(), 3)
-    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(pytree.tree_leaves(state), pytree.tree_leaves(wanted)))
+    assert all(
+        torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+        for a, b in zip(pytree.tree_leaves(state), pytree.tree_leaves(wanted))
+    )
     assert torch.allclose(loss, wanted_loss)
 
 
@@ -388,7 +478,11 @@ def test_the_peak_is_the_one_that_was_predicted():
 
 
 def test_a_failure_before_the_update_leaves_the_state_whole():
-    step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2), stage=0), zt.overlap_grads(update="last"), zt.accumulate(3))(train)
+    step = zt.chain(
+        zt.shard_params(zt.AbstractMesh(dp=2), stage=0),
+        zt.overlap_grads(update="last"),
+        zt.accumulate(3),
+    )(train)
     last = zt.ir.parts(step.lower(new_state(), *batch(12)).graph).last
     begin = first_write(last)
     assert all("add" in str(e.op) or e.region == "update" for e in last.eqns[begin:])
@@ -398,5 +492,8 @@ def test_a_failure_before_the_update_leaves_the_state_whole():
 def test_a_table_among_the_leaves_of_the_batch_is_refused():
     """It would be cut into micro-batches, and a step would read other rows."""
     step = zt.accumulate(2)(lambda state, x, table: (state, (x * table[:4].sum()).mean()))
-    with pytest.raises(ValueError, match=r"accumulate: table has 100 rows and x has 8,.*\n.*make it a leaf of the state"):
+    with pytest.raises(
+        ValueError,
+        match=r"accumulate: table has 100 rows and x has 8,.*\n.*make it a leaf of the state",
+    ):
         step.lower({"w": torch.ones(1)}, torch.ones(8), torch.ones(100))

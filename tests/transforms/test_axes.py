@@ -26,7 +26,12 @@ from ztrans.ir.graph import Eqn, Graph
 from ztrans.ir.interpreter import coordinates, lockstep, scatter
 from ztrans.ir.operations import is_matmul
 
-MESHES = ({"dp": 2, "tp": TP}, {"dp": 3, "tp": TP}, {"host": 2, "dp": 2, "tp": TP}, {"tp": TP, "host": 2, "dp": 3})
+MESHES = (
+    {"dp": 2, "tp": TP},
+    {"dp": 3, "tp": TP},
+    {"host": 2, "dp": 2, "tp": TP},
+    {"tp": TP, "host": 2, "dp": 3},
+)
 SIZES = st.sampled_from([0, 40, 200, 1000, 10**6])
 
 
@@ -40,7 +45,11 @@ def schedules(draw) -> tuple[zt.Transform, ...]:
                                update=draw(st.sampled_from(["eager", "last"])))  # fmt: skip
     memory = draw(st.sampled_from(["auto", 1 << 30]))
     ahead = zt.prefetch(memory=memory, max_in_flight=draw(flight))
-    return draw(st.sampled_from([(overlap,), (ahead,), (overlap, ahead), (ahead, zt.fuse_cast_gather(), overlap)]))
+    return draw(
+        st.sampled_from(
+            [(overlap,), (ahead,), (overlap, ahead), (ahead, zt.fuse_cast_gather(), overlap)]
+        )
+    )
 
 
 def shard(mesh: dict[str, int], **options) -> zt.Transform:
@@ -71,8 +80,16 @@ def own(graph: Graph) -> list[str]:
 
 @pytest.mark.slow
 @settings(max_examples=25)
-@given(parallel_steps(), st.sampled_from(MESHES), st.integers(0, 3), st.sampled_from(["auto", "always"]), schedules())
-def test_schedules_change_no_bit_and_leave_the_steps_own_collectives_alone(step, mesh, stage, reshard, transforms):
+@given(
+    parallel_steps(),
+    st.sampled_from(MESHES),
+    st.integers(0, 3),
+    st.sampled_from(["auto", "always"]),
+    schedules(),
+)
+def test_schedules_change_no_bit_and_leave_the_steps_own_collectives_alone(
+    step, mesh, stage, reshard, transforms
+):
     if not step.state(0)["params"]:
         return
     traced, first = trace(step), shard(mesh, stage=stage, reshard=reshard)
@@ -108,7 +125,9 @@ def test_delayed_weight_gradients_change_no_bit(step, stage, most):
         return
     traced, first = trace(step), shard(MESHES[0], stage=stage)
     plain = lower(traced, first)
-    planned = lower(traced, zt.delay_weight_grads(most=most), first, zt.overlap_grads(), zt.prefetch())
+    planned = lower(
+        traced, zt.delay_weight_grads(most=most), first, zt.overlap_grads(), zt.prefetch()
+    )
     assert own(zt.check(planned.graph)) == own(plain.graph)
     for a, b in zip(results(step, plain), results(step, planned), strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
@@ -130,7 +149,9 @@ def each_future_is_waited_for_once(graph: Graph) -> None:
     for e in graph.eqns:
         waits = e.op is WAIT or str(e.op) == "_c10d_functional.wait_tensor.default"
         for v in e.ins:
-            assert not (v in started and not waits and not waited[v]), f"{v} is read before its wait"
+            assert not (v in started and not waits and not waited[v]), (
+                f"{v} is read before its wait"
+            )
             waited[v] += waits
         if is_start(e) or (is_users(e) and not waits):
             started.update(dict.fromkeys(e.outs))
@@ -140,13 +161,19 @@ def each_future_is_waited_for_once(graph: Graph) -> None:
 def within_what_was_asked(graph: Graph, transforms: tuple) -> None:
     producer = {out: e for e in graph.eqns for out in e.outs}
     # A reduction over the replicated axis follows another reduction at once, whatever the limits are.
-    reductions = [e for e in graph.eqns if is_start(e) and e.provenance.role == "grad" and producer[e.ins[0]].op is not WAIT]
+    reductions = [
+        e
+        for e in graph.eqns
+        if is_start(e) and e.provenance.role == "grad" and producer[e.ins[0]].op is not WAIT
+    ]
     gathers = [e for e in graph.eqns if e.op is ALL_GATHER and e.provenance.role == "param"]
     for t in transforms:
         starts = {"overlap_grads": reductions, "prefetch": gathers}.get(t.name)
         most = getattr(t, "max_in_flight", None)
         if most is not None and starts:
-            assert under_way(graph, starts) <= max(most, *(n for e in starts for n in in_flight(graph, e)))
+            assert under_way(graph, starts) <= max(
+                most, *(n for e in starts for n in in_flight(graph, e))
+            )
         if t.name == "overlap_grads" and t.bucket != "auto":
             assert all(len(e.ins) == 1 or size(e.ins) <= t.bucket for e in reductions)
         if t.name == "overlap_grads" and t.max_compute_between is not None:
@@ -159,7 +186,10 @@ def size(values) -> int:
 
 def in_flight(graph: Graph, e: Eqn) -> list[int]:
     """The bytes of each member while it is in flight. A gather receives padded shards."""
-    return [buffer_bytes(e, k, graph.axes) if e.op is ALL_GATHER else size([v]) for k, v in enumerate(e.outs)]
+    return [
+        buffer_bytes(e, k, graph.axes) if e.op is ALL_GATHER else size([v])
+        for k, v in enumerate(e.outs)
+    ]
 
 
 def under_way(graph: Graph, starts: list[Eqn]) -> int:
@@ -185,7 +215,9 @@ def matmuls_between(graph: Graph, reductions: list[Eqn]) -> int:
             starts.append(passed)
     births = {births_at[v] for e in reductions for v in e.ins}
     starts = [min(births, default=0), *starts]
-    return max((b - a for a, b in pairwise(starts) if any(a < birth < b for birth in births)), default=0)
+    return max(
+        (b - a for a, b in pairwise(starts) if any(a < birth < b for birth in births)), default=0
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -208,7 +240,9 @@ def test_the_steps_own_collectives_in_the_update_keep_their_order(stage):
     plain, planned = lower(traced, first), lower(traced, first, zt.overlap_grads(bucket=0))
     assert own(zt.check(planned.graph)) == own(plain.graph) and len(own(plain.graph)) == 6
     sums = [e for e in planned.graph.eqns if is_users(e)]
-    assert all(v.split == e.outs[0].split and bool(v.split) == (stage > 0) for e in sums for v in e.ins), "they run on shards"
+    assert all(
+        v.split == e.outs[0].split and bool(v.split) == (stage > 0) for e in sums for v in e.ins
+    ), "they run on shards"
 
 
 def megatron(group: str) -> Callable:
@@ -245,8 +279,15 @@ def test_every_rank_hands_each_communicator_the_same_messages(mesh):
             device = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
             hosts = {"replicate_axis": "host"} if "host" in mesh else {}
             chained = zt.chain(zt.shard_params(device, **hosts), zt.overlap_grads(), zt.prefetch())
-            state = {"up0": torch.ones(4, 6), "down0": torch.ones(6, 4), "up1": torch.ones(4, 6), "down1": torch.ones(6, 4)}
-            lowered = chained(megatron(device.get_group("tp").group_name)).lower(state, torch.ones(3, 4))
+            state = {
+                "up0": torch.ones(4, 6),
+                "down0": torch.ones(6, 4),
+                "up1": torch.ones(4, 6),
+                "down1": torch.ones(6, 4),
+            }
+            lowered = chained(megatron(device.get_group("tp").group_name)).lower(
+                state, torch.ones(3, 4)
+            )
             lowerings.append((str(lowered), lanes(lowered.graph), lowered.plan))
         finally:
             dist.destroy_process_group()

@@ -35,7 +35,9 @@ def step(state, x):
 
 def lower(*transforms):
     shapes = {f"{k}{i}": s for i in range(LAYERS) for k, s in (("up", (4, 6)), ("down", (6, 4)))}
-    return zt.chain(*transforms)(step).lower({k: torch.zeros(s) for k, s in shapes.items()}, torch.zeros(8, 4))
+    return zt.chain(*transforms)(step).lower(
+        {k: torch.zeros(s) for k, s in shapes.items()}, torch.zeros(8, 4)
+    )
 
 
 def matmuls_during_collectives(graph: Graph) -> list[int]:
@@ -83,7 +85,10 @@ def test_a_gradient_that_an_operation_reads_stays_in_place():
         return {k: p - 0.1 * grads[k] for k, p in state.items()}, value
 
     state = {k: torch.zeros(4, 4) for k in ("in", "w")}
-    lowered = [zt.chain(SHARD, *more)(step).lower(state, torch.zeros(8, 4)) for more in ((), (zt.delay_weight_grads(),))]
+    lowered = [
+        zt.chain(SHARD, *more)(step).lower(state, torch.zeros(8, 4))
+        for more in ((), (zt.delay_weight_grads(),))
+    ]
     assert [matmuls_during_collectives(x.graph) for x in lowered] == [[0], [0]]
 
 
@@ -110,7 +115,11 @@ def test_the_transform_commutes_with_remat():
     assert list(map(str, a.graph.eqns)) == list(map(str, b.graph.eqns))
     assert a.memory_analysis().peak == b.memory_analysis().peak
     eqns = a.graph.eqns
-    gelus = [k for k, e in enumerate(eqns) if e.outs[0].name.startswith("gelu") and ".again" in e.outs[0].name]
+    gelus = [
+        k
+        for k, e in enumerate(eqns)
+        if e.outs[0].name.startswith("gelu") and ".again" in e.outs[0].name
+    ]
     assert len(gelus) == LAYERS and all(eqns[k].outs[0] in eqns[k + 1].ins for k in gelus)
     assert matmuls_during_collectives(a.graph) == [2, 2]
 
@@ -120,7 +129,9 @@ def test_the_plan_counts_matmuls_that_hide_a_collective_only_once():
     before, after = lower(SHARD, *ALL), lower(SHARD, *ALL, zt.delay_weight_grads())
     posed = [formulate(skeleton(x.hinted), x.cluster, 1 << 40) for x in (before, after)]
     assert posed[1].clock[-1] < posed[0].clock[-1] and len(posed[1].clock) == len(posed[0].clock)
-    assert [len(p.others) for p in posed] == [len(matmuls_during_collectives(before.graph))] * 2 or all(p.others for p in posed)
+    assert [len(p.others) for p in posed] == [
+        len(matmuls_during_collectives(before.graph))
+    ] * 2 or all(p.others for p in posed)
     for lowered in (before, after):
         least, _ = lowered.timeline().bound
         assert least <= lowered.timeline().seconds
@@ -128,5 +139,8 @@ def test_the_plan_counts_matmuls_that_hide_a_collective_only_once():
 
 @pytest.mark.parametrize("most", [0, -1, 1.5, True, "two"])
 def test_a_wrong_number_of_matmuls_is_refused(most):
-    with pytest.raises(ValueError, match=f"delay_weight_grads: most={most!r}; it is a number of matmuls, at least 1."):
+    with pytest.raises(
+        ValueError,
+        match=f"delay_weight_grads: most={most!r}; it is a number of matmuls, at least 1.",
+    ):
         zt.delay_weight_grads(most=most)

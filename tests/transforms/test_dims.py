@@ -9,7 +9,11 @@ from torch.func import grad_and_value
 import ztrans as zt
 from tests.support.worlds import ALL, distance
 
-EXPERTS, WIDTH, INNER = 2, 6, 7  # fewer experts than ranks; an inner dim that the ranks do not divide
+EXPERTS, WIDTH, INNER = (
+    2,
+    6,
+    7,
+)  # fewer experts than ranks; an inner dim that the ranks do not divide
 
 
 def step(state, x):
@@ -29,7 +33,10 @@ def state():
     random = torch.Generator().manual_seed(0)
     shapes = {"up": (EXPERTS, WIDTH, INNER), "down": (EXPERTS, INNER, WIDTH), "bias": (WIDTH,)}
     draw = lambda shape: torch.randn(shape, generator=random, dtype=torch.float64)
-    return {"params": {k: draw(s) for k, s in shapes.items()}, "m": {k: draw(s) for k, s in shapes.items()}}
+    return {
+        "params": {k: draw(s) for k, s in shapes.items()},
+        "m": {k: draw(s) for k, s in shapes.items()},
+    }
 
 
 def inner(path: str, leaf: torch.Tensor) -> int | None:
@@ -48,7 +55,9 @@ def test_leaves_cut_along_other_dims_compute_the_same(stage, transforms):
         new, losses = lowered.lockstep(new, [(part,) for part in x.chunk(4)])
     assert distance(new, truth) < 1e-12 and distance(losses[0], loss) < 1e-12
     if stage:
-        assert "params.up: f64[2,6,7@dp]" in str(lowered) and "params.bias: f64[6@dp]" in str(lowered)
+        assert "params.up: f64[2,6,7@dp]" in str(lowered) and "params.bias: f64[6@dp]" in str(
+            lowered
+        )
 
 
 def test_experts_cost_what_they_hold():
@@ -56,10 +65,14 @@ def test_experts_cost_what_they_hold():
     weight = torch.empty(8, 512, 512, device="meta")
 
     def expert(state, x):
-        grads, value = grad_and_value(lambda w: torch.einsum("nw,ewi->eni", x, w).square().mean())(state["w"])
+        grads, value = grad_and_value(lambda w: torch.einsum("nw,ewi->eni", x, w).square().mean())(
+            state["w"]
+        )
         return {"w": state["w"] - 0.1 * grads}, value
 
-    lower = lambda **how: zt.shard_params(zt.AbstractMesh(dp=64), **how)(expert).lower({"w": weight}, torch.empty(4, 512, device="meta"))
+    lower = lambda **how: zt.shard_params(zt.AbstractMesh(dp=64), **how)(expert).lower(
+        {"w": weight}, torch.empty(4, 512, device="meta")
+    )
     assert "w: f32[8,512,512]," in str(lower()), "whole on every rank"
     lowered = lower(dim=lambda path, leaf: 1)
     assert "w: f32[8,512@dp,512]," in str(lowered)
@@ -69,5 +82,8 @@ def test_experts_cost_what_they_hold():
 
 def test_a_dim_that_a_leaf_does_not_have_is_refused():
     sharded = zt.shard_params(zt.AbstractMesh(dp=2), dim=lambda path, leaf: 1)(step)
-    with pytest.raises(ValueError, match=r"shard_params: dim\(\.\.\.\) is 1 for params.bias, which has the shape \[6\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"shard_params: dim\(\.\.\.\) is 1 for params.bias, which has the shape \[6\]",
+    ):
         sharded.lower(state(), torch.randn(4, WIDTH, dtype=torch.float64))

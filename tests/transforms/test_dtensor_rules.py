@@ -19,11 +19,18 @@ def shapes(op, args, kwargs) -> list[tuple[int, ...]] | None:
     except (NotImplementedError, RuntimeError):
         return None
     results = returned if isinstance(returned, tuple | list) else [returned]
-    return [tuple(x.shape) for x in results] if all(isinstance(x, torch.Tensor) for x in results) else None
+    return (
+        [tuple(x.shape) for x in results]
+        if all(isinstance(x, torch.Tensor) for x in results)
+        else None
+    )
 
 
 def ask(op, *args, outs: int = 1, size: int = 4, **kwargs):
-    results = tuple(Var(f"o{i}", torch.float32, shape) for i, shape in enumerate(shapes(op, args, kwargs) or [()] * outs))
+    results = tuple(
+        Var(f"o{i}", torch.float32, shape)
+        for i, shape in enumerate(shapes(op, args, kwargs) or [()] * outs)
+    )
     assert len(results) == outs
     wanted, given = rule(Eqn(op, args, results, kwargs), lambda v: v.layout, "dp", size)
     return list(wanted), list(given)
@@ -40,7 +47,10 @@ def test_elementwise_operations_run_on_shards():
     assert ask(aten.add.Tensor, W, W) == ([CUT, CUT], [CUT])
     assert ask(aten.mul.Tensor, W, 2.0) == ([CUT], [CUT])
     assert ask(aten.mul.Tensor, W, S) == ([CUT, ()], [CUT])
-    assert ask(aten.add.Tensor, W, var(12, 6)) == ([CUT, CUT], [CUT])  # a whole value is cut without a message
+    assert ask(aten.add.Tensor, W, var(12, 6)) == (
+        [CUT, CUT],
+        [CUT],
+    )  # a whole value is cut without a message
     assert ask(aten._to_copy.default, W, dtype=torch.bfloat16) == ([CUT], [CUT])
 
 
@@ -50,7 +60,9 @@ def test_elementwise_operations_run_on_uneven_and_empty_shards():
         assert ask(aten.addcdiv.default, v, v, v, value=0.1, size=8) == ([CUT] * 3, [CUT])
 
 
-@pytest.mark.parametrize("op", [aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default])
+@pytest.mark.parametrize(
+    "op", [aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default]
+)
 def test_dims_may_be_counted_from_the_end(op):
     vector = var(12, layout=CUT)
     assert ask(op, vector, 0) == ask(op, vector, -1) == ([()], [()])
@@ -60,12 +72,22 @@ def test_dims_may_be_counted_from_the_end(op):
 
 
 def test_dims_of_a_result_with_one_dim_more_may_be_counted_from_the_end():
-    assert ask(aten.stack.default, [W, W], 1) == ask(aten.stack.default, [W, W], -2) == ([CUT, CUT], [CUT])
-    assert ask(aten.stack.default, [W, W], 0)[1] == ask(aten.stack.default, [W, W], -3)[1] == [(Split("dp", 1),)]
+    assert (
+        ask(aten.stack.default, [W, W], 1)
+        == ask(aten.stack.default, [W, W], -2)
+        == ([CUT, CUT], [CUT])
+    )
+    assert (
+        ask(aten.stack.default, [W, W], 0)[1]
+        == ask(aten.stack.default, [W, W], -3)[1]
+        == [(Split("dp", 1),)]
+    )
     assert ask(aten.unsqueeze.default, W, 1) == ask(aten.unsqueeze.default, W, -2) == ([CUT], [CUT])
 
 
-@pytest.mark.parametrize("op", [aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim])
+@pytest.mark.parametrize(
+    "op", [aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim]
+)
 def test_positions_along_the_cut_dim_are_found_in_the_whole_value(op):
     outs = 2 if op in (aten.max.dim, aten.min.dim) else 1
     assert ask(op, W, 0, outs=outs) == ([()], [()] * outs)
@@ -91,16 +113,22 @@ def test_sums_and_norms_of_shards_are_terms():
 def test_norms_of_shards_are_combined_only_by_their_kind():
     norm, of = aten.linalg_vector_norm.default, lambda op: [(Partial("dp", op),)]
     assert ask(norm, W, float("inf"))[1] == of("max") and ask(norm, W, 1)[1] == of("norm1.0")
-    assert ask(norm, W, 2, [1], True) == ([CUT], [CUT]) and ask(norm, W, 2, [0], True)[1] == of("norm2.0")
+    assert ask(norm, W, 2, [1], True) == ([CUT], [CUT]) and ask(norm, W, 2, [0], True)[1] == of(
+        "norm2.0"
+    )
     terms = var(layout=(Partial("dp", "norm2.0"),))
-    assert ask(aten.stack.default, [terms, terms])[1] == of("norm2.0"), "clip_grad_norm_ stacks all norms"
+    assert ask(aten.stack.default, [terms, terms])[1] == of("norm2.0"), (
+        "clip_grad_norm_ stacks all norms"
+    )
     for op, *args in (
         (aten.stack.default, [terms, S]),
         (norm, var(3, layout=terms.layout)),
         (aten.mul.Tensor, terms, 2.0),
     ):
         wanted, given = ask(op, *args)
-        assert not any(wanted) and given == [()], "a term of a norm must be reduced before any other use"
+        assert not any(wanted) and given == [()], (
+            "a term of a norm must be reduced before any other use"
+        )
 
 
 def test_reductions_along_a_dim_are_terms_only_along_the_cut_dim():
@@ -134,7 +162,9 @@ def test_adding_zero_to_terms_keeps_terms():
     """Python's `sum` starts from zero."""
     assert ask(aten.add.Tensor, var(layout=TERMS), 0) == ([TERMS], [TERMS])
     assert ask(aten.add.Tensor, var(layout=TERMS), 0.0) == ([TERMS], [TERMS])
-    assert ask(aten.add.Tensor, var(layout=(Partial("dp", "norm2.0"),)), 0)[1] == [(Partial("dp", "norm2.0"),)]
+    assert ask(aten.add.Tensor, var(layout=(Partial("dp", "norm2.0"),)), 0)[1] == [
+        (Partial("dp", "norm2.0"),)
+    ]
 
 
 def test_whole_values_do_not_become_terms():
@@ -143,7 +173,10 @@ def test_whole_values_do_not_become_terms():
     assert given == [()] and wanted == [(), ()]
     square = var(12, 12)
     assert ask(aten.addmm.default, square, square, var(12, 12, layout=CUT)) == ([()] * 3, [()])
-    assert ask(aten.mm.default, square, var(12, 12, layout=CUT)) == ([(Split("dp", 1),), CUT], [TERMS])
+    assert ask(aten.mm.default, square, var(12, 12, layout=CUT)) == (
+        [(Split("dp", 1),), CUT],
+        [TERMS],
+    )
 
 
 def test_terms_of_a_sum_are_not_terms_of_a_mean():
@@ -171,8 +204,22 @@ def test_fused_optimizers_run_on_shards():
         [CUT] * 3 + [()],
         [CUT] * 3,
     )
-    assert ask(aten._fused_sgd.default, [W], [W], [], outs=2, lr=0.1, **momentum, **how) == ([CUT] * 2, [CUT] * 2)
-    adagrad = ask(aten._fused_adagrad.default, [W], [W], [W], [S], outs=3, lr=0.1, lr_decay=0.0, eps=1e-8, **how)
+    assert ask(aten._fused_sgd.default, [W], [W], [], outs=2, lr=0.1, **momentum, **how) == (
+        [CUT] * 2,
+        [CUT] * 2,
+    )
+    adagrad = ask(
+        aten._fused_adagrad.default,
+        [W],
+        [W],
+        [W],
+        [S],
+        outs=3,
+        lr=0.1,
+        lr_decay=0.0,
+        eps=1e-8,
+        **how,
+    )
     assert adagrad == ([CUT] * 3 + [()], [CUT] * 3)
 
 
@@ -180,9 +227,18 @@ def test_fused_optimizers_use_one_layout_for_all_their_tensors():
     whole, columns = var(12, 6), var(12, 6, layout=(Split("dp", 1),))
     terms = var(12, 6, layout=TERMS)
     how = {"lr": 0.1, "lr_decay": 0.0, "weight_decay": 0.0, "eps": 1e-8, "maximize": False}
-    assert ask(aten._fused_adagrad.default, [whole], [terms], [W], [S], outs=3, **how) == ([CUT] * 3 + [()], [CUT] * 3)
-    assert ask(aten._fused_adagrad.default, [columns], [W], [W], [S], outs=3, **how)[1] == [(Split("dp", 1),)] * 3
-    assert ask(aten._fused_adagrad.default, [whole], [terms], [whole], [S], outs=3, **how)[0] == [()] * 4
+    assert ask(aten._fused_adagrad.default, [whole], [terms], [W], [S], outs=3, **how) == (
+        [CUT] * 3 + [()],
+        [CUT] * 3,
+    )
+    assert (
+        ask(aten._fused_adagrad.default, [columns], [W], [W], [S], outs=3, **how)[1]
+        == [(Split("dp", 1),)] * 3
+    )
+    assert (
+        ask(aten._fused_adagrad.default, [whole], [terms], [whole], [S], outs=3, **how)[0]
+        == [()] * 4
+    )
 
 
 def test_flattening_uneven_shards_runs_on_the_whole_value():
@@ -203,13 +259,23 @@ def test_operations_that_fail_on_an_empty_shard_run_on_whole_values():
     assert ask(aten._fft_r2c.default, v, [1], 0, True, size=3) == whole
     assert ask(aten.linalg_vector_norm.default, v, -1, [1], size=3) == whole
     assert ask(aten.linalg_vector_norm.default, v, -1, [1], size=2) == kept
-    assert ask(aten.tanh.default, v, size=3) == kept and ask(aten.view.default, v, [4, 2, 3], size=3) == kept
-    assert ask(aten.sum.dim_IntList, v, [1], size=3) == kept and ask(aten._to_copy.default, v, size=3) == kept
+    assert (
+        ask(aten.tanh.default, v, size=3) == kept
+        and ask(aten.view.default, v, [4, 2, 3], size=3) == kept
+    )
+    assert (
+        ask(aten.sum.dim_IntList, v, [1], size=3) == kept
+        and ask(aten._to_copy.default, v, size=3) == kept
+    )
     assert ask(aten.view.default, none, [0]) == whole and ask(aten.tanh.default, none) == kept
 
 
 def test_an_operation_of_pytorch_without_a_rule_runs_on_whole_values():
-    assert ask(aten.renorm.default, W, 2, 0, 1.0) == ask(aten.linalg_matrix_exp.default, W) == ([()], [()])
+    assert (
+        ask(aten.renorm.default, W, 2, 0, 1.0)
+        == ask(aten.linalg_matrix_exp.default, W)
+        == ([()], [()])
+    )
     assert ask(aten.bincount.default, var(12, layout=CUT)) == ([()], [()])
 
 

@@ -45,10 +45,18 @@ def rows(width: int = WIDTH, dtype: torch.dtype = torch.float64) -> list[tuple]:
 
 
 def tokens(tensors: int = 1) -> list[tuple]:
-    return [*zip(*torch.randint(17, (tensors, STEPS, ROWS, 4), generator=torch.Generator().manual_seed(1)))]
+    return [
+        *zip(
+            *torch.randint(
+                17, (tensors, STEPS, ROWS, 4), generator=torch.Generator().manual_seed(1)
+            )
+        )
+    ]
 
 
-def trains_equally(make, transforms=SHARDED, losses=(square,), data=None, mesh=MESH, **options) -> zt.Lowered:
+def trains_equally(
+    make, transforms=SHARDED, losses=(square,), data=None, mesh=MESH, **options
+) -> zt.Lowered:
     return equal_loops.trains_equally(make, transforms, losses, data or rows(), mesh, **options)
 
 
@@ -67,10 +75,14 @@ def four():
 
 
 def test_a_step_without_a_batch():
-    trains_equally(layers, losses=(lambda model: square(model[2], model[0][0].weight),), data=[()] * STEPS)
+    trains_equally(
+        layers, losses=(lambda model: square(model[2], model[0][0].weight),), data=[()] * STEPS
+    )
 
 
-@pytest.mark.parametrize("sizes, is_largest", [((16, 15, 8), False), ((7, 15, 3), False), ((16, 17, 8), True)])
+@pytest.mark.parametrize(
+    "sizes, is_largest", [((16, 15, 8), False), ((7, 15, 3), False), ((16, 17, 8), True)]
+)
 def test_uneven_layers_that_are_cut_along_their_first_or_largest_dim(sizes, is_largest):
     mesh = zt.AbstractMesh(dp=8)
     largest = lambda path, leaf: leaf.shape.index(max(leaf.shape)) if leaf.ndim else 0
@@ -96,8 +108,12 @@ def test_a_state_that_is_cast_after_it_is_sharded(mesh):
     for batch in rows():
         state, loss = run(state, *batch)
         assert distance(loss, plain(*batch)) <= 1e-9
-        assert all(isinstance(p, DTensor) and p.dtype is torch.float64 for p in state["params"].values())
-    assert distance([p.full_tensor() for p in state["params"].values()], [*truth.parameters()]) <= 1e-9
+        assert all(
+            isinstance(p, DTensor) and p.dtype is torch.float64 for p in state["params"].values()
+        )
+    assert (
+        distance([p.full_tensor() for p in state["params"].values()], [*truth.parameters()]) <= 1e-9
+    )
 
 
 def test_a_step_of_the_module_and_a_step_of_its_first_layer_take_turns():
@@ -105,7 +121,9 @@ def test_a_step_of_the_module_and_a_step_of_its_first_layer_take_turns():
 
 
 def test_a_module_that_is_used_twice_in_forward():
-    trains_equally(layers, losses=(lambda model, x: square(model[2], model[0](x).tanh() + model[0](x)),))
+    trains_equally(
+        layers, losses=(lambda model, x: square(model[2], model[0](x).tanh() + model[0](x)),)
+    )
 
 
 class Head(nn.Module):
@@ -113,7 +131,11 @@ class Head(nn.Module):
 
     def __init__(self, is_tied: bool = False, is_checkpoint: bool = False) -> None:
         super().__init__()
-        self.embed, self.body, self.norm = nn.Embedding(17, WIDTH), nn.Linear(WIDTH, WIDTH), nn.RMSNorm(WIDTH)
+        self.embed, self.body, self.norm = (
+            nn.Embedding(17, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.RMSNorm(WIDTH),
+        )
         self.head, self.is_checkpoint = nn.Linear(WIDTH, 17, bias=False), is_checkpoint
         if is_tied:
             self.head.weight = self.embed.weight
@@ -121,7 +143,9 @@ class Head(nn.Module):
     def hidden(self, ids: torch.Tensor) -> torch.Tensor:
         """What the head reads; the module skips its head."""
         x, body = self.embed(ids), lambda x: self.body(x).tanh()
-        return self.norm(checkpoint(body, x, use_reentrant=False) if self.is_checkpoint else body(x))
+        return self.norm(
+            checkpoint(body, x, use_reentrant=False) if self.is_checkpoint else body(x)
+        )
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.head(self.hidden(ids))
@@ -143,7 +167,12 @@ def chunked(model: Head, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("is_tied, is_checkpoint", [(False, False), (True, False), (False, True)])
 def test_a_loss_in_chunks_with_a_backward_for_each(is_tied, is_checkpoint, micro):
-    trains_equally(partial(Head, is_tied, is_checkpoint), (*SHARDED, zt.accumulate(micro)), (chunked,), tokens())
+    trains_equally(
+        partial(Head, is_tied, is_checkpoint),
+        (*SHARDED, zt.accumulate(micro)),
+        (chunked,),
+        tokens(),
+    )
 
 
 @pytest.mark.parametrize("is_checkpoint", [False, True])
@@ -157,7 +186,10 @@ def test_two_forwards_of_nested_checkpoints_before_one_backward():
     """The loss compares two outputs of one model, as in preference optimization."""
 
     def loss_of(model, chosen, rejected):
-        scores = [checkpoint(model, ids, use_reentrant=False).square().sum((1, 2)) for ids in (chosen, rejected)]
+        scores = [
+            checkpoint(model, ids, use_reentrant=False).square().sum((1, 2))
+            for ids in (chosen, rejected)
+        ]
         return -F.logsigmoid(scores[0] - scores[1]).mean()
 
     trains_equally(partial(Head, is_checkpoint=True), losses=(loss_of,), data=tokens(2))
@@ -166,7 +198,9 @@ def test_two_forwards_of_nested_checkpoints_before_one_backward():
 def test_two_forwards_without_the_head_leave_it_as_it_is():
     loss_of = lambda model, a, b: (model.hidden(a).square() + model.hidden(b).tanh()).mean()
     lowered = trains_equally(Head, losses=(loss_of,), data=tokens(2))
-    assert not any(e.provenance and "params.head.weight" in e.provenance.paths for e in lowered.graph.eqns)
+    assert not any(
+        e.provenance and "params.head.weight" in e.provenance.paths for e in lowered.graph.eqns
+    )
 
 
 def test_modules_under_autocast_cast_their_inputs():
@@ -178,12 +212,24 @@ def test_modules_under_autocast_cast_their_inputs():
         assert half.dtype is torch.bfloat16
         return half.float().square().mean()
 
-    data, mesh = [(x[:12].repeat(2, 1),) for (x,) in rows(dtype=torch.float32)], zt.AbstractMesh(dp=2)
-    trains_equally(layers, (zt.shard_params(mesh), *ALL), (loss_of,), data, mesh, dtype=torch.float32, bound=1e-6)
+    data, mesh = (
+        [(x[:12].repeat(2, 1),) for (x,) in rows(dtype=torch.float32)],
+        zt.AbstractMesh(dp=2),
+    )
+    trains_equally(
+        layers,
+        (zt.shard_params(mesh), *ALL),
+        (loss_of,),
+        data,
+        mesh,
+        dtype=torch.float32,
+        bound=1e-6,
+    )
 
 
 @pytest.mark.parametrize(
-    "hosts, stage, keep, width", [(1, 2, "whole", 3), (1, 3, "whole", 5), (2, 2, "whole", 5), (2, 3, "shard", 3)]
+    "hosts, stage, keep, width",
+    [(1, 2, "whole", 3), (1, 3, "whole", 5), (2, 2, "whole", 5), (2, 3, "shard", 3)],
 )
 def test_micro_batches_on_hosts_with_checkpoints(hosts, stage, keep, width):
     mesh, axis = (zt.AbstractMesh(host=2, dp=2), "host") if hosts == 2 else (MESH, None)
@@ -202,7 +248,9 @@ def test_another_method_than_forward_reads_parameters():
 
     make = lambda: nn.Sequential(Patches(1, 5, 2, stride=2), nn.Linear(5, 3))
     trains_equally(
-        make, losses=(lambda model, x: square(model[1], model[0].features(x.view(-1, 1, 4, 4))),), data=rows(16)
+        make,
+        losses=(lambda model, x: square(model[1], model[0].features(x.view(-1, 1, 4, 4))),),
+        data=rows(16),
     )
 
 
@@ -237,14 +285,20 @@ def test_shards_of_an_inner_dim_are_contiguous(four):
     state = run.shard(state)
     state, _ = run(state, *rows()[0])
     assert state["params"]["0.0.weight"].placements == (Shard(1),)
-    assert all(x.is_contiguous() for leaf in pytree.tree_leaves(state) for x in (leaf, leaf.to_local()))
+    assert all(
+        x.is_contiguous() for leaf in pytree.tree_leaves(state) for x in (leaf, leaf.to_local())
+    )
 
 
 def test_the_table_has_every_case_once_and_every_test():
     """Another test checks that all tests that a page names exist."""
     table = PAGE.read_text().partition("### FSDP2's own tests")[2].partition("\n## ")[0]
-    cases = re.findall(r"^\| `(test_\w+)` \| ((?:equal|does not apply: ).*?) \|(.*)\|$", table, re.MULTILINE)
+    cases = re.findall(
+        r"^\| `(test_\w+)` \| ((?:equal|does not apply: ).*?) \|(.*)\|$", table, re.MULTILINE
+    )
     assert len(cases) == len({name for name, _, _ in cases}) == 39
     assert all("::" in tests for _, claim, tests in cases if claim.startswith("equal"))
-    tests = set(re.findall(r"^def (test_(?!the_table)\w+)", Path(__file__).read_text(), re.MULTILINE))
+    tests = set(
+        re.findall(r"^def (test_(?!the_table)\w+)", Path(__file__).read_text(), re.MULTILINE)
+    )
     assert tests == set(re.findall(r"test_fsdp2_cases.py::(\w+)`", table))

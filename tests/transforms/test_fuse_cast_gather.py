@@ -26,7 +26,10 @@ def test_the_program_of_all_four_transforms_prints(golden):
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_parameters_that_are_used_in_bf16_cost_half_of_the_bytes(stage):
-    both = [(zt.overlap_grads(), zt.prefetch()), (zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather())]
+    both = [
+        (zt.overlap_grads(), zt.prefetch()),
+        (zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather()),
+    ]
     shard = zt.shard_params(zt.AbstractMesh(dp=4), stage=stage, reshard="always")
     plain, fused = (on_ranks(CASES["cast_inside"], 4, shard, *t).cost_analysis() for t in both)
     assert plain.over("dp", "param") == 2 * fused.over("dp", "param") > 0
@@ -36,15 +39,26 @@ def test_parameters_that_are_used_in_bf16_cost_half_of_the_bytes(stage):
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_under_autocast_matrices_are_gathered_in_bf16_and_norms_in_fp32(stage):
-    lowered = on_ranks(CASES["autocast"], 4, zt.shard_params(zt.AbstractMesh(dp=4), stage=stage), *ALL)
-    dtypes = {p: e.outs[0].dtype for e in lowered.graph.eqns if e.op is ALL_GATHER for p in e.provenance.paths}
+    lowered = on_ranks(
+        CASES["autocast"], 4, zt.shard_params(zt.AbstractMesh(dp=4), stage=stage), *ALL
+    )
+    dtypes = {
+        p: e.outs[0].dtype
+        for e in lowered.graph.eqns
+        if e.op is ALL_GATHER
+        for p in e.provenance.paths
+    }
     assert dtypes["params.blocks.0.qkv.weight"] == torch.bfloat16
     assert dtypes["params.norm.weight"] == torch.float32
 
 
 @pytest.mark.parametrize(
     "use",
-    [lambda w, h: w.t().to(h), lambda w, h: w.view(2, 4, 8).to(h).view(8, 8), lambda w, h: w.permute(1, 0).to(h).T],
+    [
+        lambda w, h: w.t().to(h),
+        lambda w, h: w.view(2, 4, 8).to(h).view(8, 8),
+        lambda w, h: w.permute(1, 0).to(h).T,
+    ],
     ids=["t", "view", "permute"],
 )
 def test_a_cast_after_views_is_fused(use):
@@ -86,7 +100,9 @@ def test_a_parameter_that_is_used_in_two_dtypes_is_gathered_in_fp32():
 
     def step(state, x):
         def loss(w):
-            return (x.to(torch.bfloat16) @ w.to(torch.bfloat16)).float().square().mean() + w.square().sum()
+            return (
+                x.to(torch.bfloat16) @ w.to(torch.bfloat16)
+            ).float().square().mean() + w.square().sum()
 
         grads, value = grad_and_value(loss)(state["w"])
         return {"w": state["w"] - 0.1 * grads}, value
@@ -100,18 +116,25 @@ def test_a_parameter_that_is_used_in_two_dtypes_is_gathered_in_fp32():
 
 @pytest.mark.parametrize(
     "use",
-    [lambda w: w[:, :4].to(torch.bfloat16).view(-1), lambda w: w[:1].expand(4, -1).to(torch.bfloat16).view(-1)],
+    [
+        lambda w: w[:, :4].to(torch.bfloat16).view(-1),
+        lambda w: w[:1].expand(4, -1).to(torch.bfloat16).view(-1),
+    ],
     ids=["columns", "expanded"],
 )
 def test_a_cast_of_a_view_with_gaps_stays(use):
     """The cast makes a contiguous value, which the next view needs."""
 
     def step(state, x):
-        grads, value = grad_and_value(lambda w: (use(w).float() * x.mean()).square().mean())(state["w"])
+        grads, value = grad_and_value(lambda w: (use(w).float() * x.mean()).square().mean())(
+            state["w"]
+        )
         return {"w": state["w"] - 0.1 * grads}, value
 
     state, x = {"w": torch.randn(8, 8)}, torch.randn(4, 8)
-    fused = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), zt.fuse_cast_gather())(step).lower(state, x)
+    fused = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), zt.fuse_cast_gather())(step).lower(
+        state, x
+    )
     new, _ = fused.lockstep(state, [(x,), (x,)])
     assert torch.allclose(new["w"], step(state, x)[0]["w"])
 
@@ -126,7 +149,11 @@ COMPLEX = COMPLEX * (1 + 2j)
 VIEWS = {
     "bits": (REAL, lambda w: w.view(torch.int32).to(HALF).float() * 1e-9, False),
     "bits of half the size": (WHOLE, lambda w: w.view(torch.int32).to(torch.int16).float(), False),
-    "pairs as complex": (WIDE, lambda w: torch.view_as_complex(w.view(8, 4, 2)).to(PAIRS).to(torch.complex64), False),
+    "pairs as complex": (
+        WIDE,
+        lambda w: torch.view_as_complex(w.view(8, 4, 2)).to(PAIRS).to(torch.complex64),
+        False,
+    ),
     "complex as pairs": (COMPLEX, lambda w: torch.view_as_real(w).to(HALF).float(), False),
     "real": (COMPLEX, lambda w: w.real.to(HALF).float(), False),
     "imag": (COMPLEX, lambda w: w.imag.to(HALF).float(), False),
@@ -145,12 +172,20 @@ def test_a_cast_moves_only_before_views_that_keep_elements_and_dtype(name):
 
     def step(state, x):
         used = use(state["w"])
-        grads, value = grad_and_value(lambda b: (used * b * x.mean()).abs().square().mean())(state["b"])
+        grads, value = grad_and_value(lambda b: (used * b * x.mean()).abs().square().mean())(
+            state["b"]
+        )
         return {"w": state["w"], "b": state["b"] - 0.1 * grads}, value
 
     state, x = {"w": leaf, "b": torch.ones(())}, torch.randn(4, 8)
-    lowered = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), zt.fuse_cast_gather())(step).lower(state, x)
-    dtypes = {e.outs[0].dtype for e in zt.check(lowered.graph).eqns if e.op is ALL_GATHER and "w" in e.provenance.paths}
+    lowered = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), zt.fuse_cast_gather())(step).lower(
+        state, x
+    )
+    dtypes = {
+        e.outs[0].dtype
+        for e in zt.check(lowered.graph).eqns
+        if e.op is ALL_GATHER and "w" in e.provenance.paths
+    }
     assert dtypes == {PAIRS if crosses else leaf.dtype}
     new, outputs = lowered.lockstep(state, [(x,), (x,)])
     want, value = step(state, x)

@@ -36,7 +36,10 @@ def test_a_step_over_two_axes_as_one_computes_the_same(stage, hosts):
             assert distance(state, truth) < 1e-10
             assert distance(each[-1][0], outputs[-1]) < 1e-10
             assert ("@dp*cp" in str(lowered)) == (stage > 0)
-            assert {e.kwargs["axis"] for e in lowered.graph.eqns if "axis" in e.kwargs} <= {"dp*cp", "host"}
+            assert {e.kwargs["axis"] for e in lowered.graph.eqns if "axis" in e.kwargs} <= {
+                "dp*cp",
+                "host",
+            }
 
 
 def exchange(x: torch.Tensor) -> torch.Tensor:
@@ -54,7 +57,9 @@ def axis(path: str, leaf: torch.Tensor) -> str | tuple[str, ...]:
 
 def two(mesh: zt.AbstractMesh, **options) -> zt.Transform:
     """One `shard_params` for experts, and one for all other leaves."""
-    dense = zt.shard_params(mesh, axis=("dp", "ep"), where=lambda path, leaf: not experts.is_expert(path), **options)
+    dense = zt.shard_params(
+        mesh, axis=("dp", "ep"), where=lambda path, leaf: not experts.is_expert(path), **options
+    )
     return zt.chain(dense, zt.shard_params(mesh, axis="dp", where=experts.is_expert, **options))
 
 
@@ -80,7 +85,9 @@ def test_experts_and_dense_layers_are_reduced_in_one_step(shard, stage, hosts):
     assert distance(values[0], value) < 1e-12
     over = {p: e.kwargs["axis"] for e in lowered.graph.eqns if e.provenance and e.provenance.role == "grad" for p in e.provenance.paths
             if e.kwargs["axis"] != "host"}  # fmt: skip
-    assert over == {f"params.{k}": "dp" if experts.is_expert(k) else "dp*ep" for k in experts.state()["params"]}
+    assert over == {
+        f"params.{k}": "dp" if experts.is_expert(k) else "dp*ep" for k in experts.state()["params"]
+    }
 
 
 @pytest.mark.parametrize("keep", ["whole", "shard"])
@@ -88,7 +95,9 @@ def test_experts_in_micro_batches(keep):
     data, plain_step, truth = experts.batches(2), experts.make_step(), experts.state()
     for x in data:
         truth, _ = plain_step(truth, x)
-    step = zt.chain(of_function(EXPERTS), *ALL, zt.accumulate(2, keep=keep))(experts.make_step(exchanged, ranks=2))
+    step = zt.chain(of_function(EXPERTS), *ALL, zt.accumulate(2, keep=keep))(
+        experts.make_step(exchanged, ranks=2)
+    )
     lowered = step.lower(experts.of_rank(experts.state(), 0, 2), data[0].chunk(4)[0])
     new, _ = experts.trained(lowered.graph, experts.state(), data)
     assert distance(new, truth) < 1e-12
@@ -99,19 +108,29 @@ def test_functions_of_leaves_get_the_shapes_before_the_step_divides_them():
     seen: dict[str, set] = {"axis": set(), "where": set(), "dim": set()}
 
     def lowered(mesh):
-        note = lambda name, path, leaf, result: (seen[name].add((path, tuple(leaf.shape))), result)[1]
+        note = lambda name, path, leaf, result: (seen[name].add((path, tuple(leaf.shape))), result)[
+            1
+        ]
         shard = zt.shard_params(mesh, axis=lambda path, leaf: note("axis", path, leaf, axis(path, leaf)),
                                 where=lambda path, leaf: note("where", path, leaf, True),
                                 dim=lambda path, leaf: note("dim", path, leaf, experts.inner(path, leaf)))  # fmt: skip
-        exchange = lambda x: funcol.all_to_all_single_autograd(x.contiguous(), [1, 1], [1, 1], mesh["ep"])
+        exchange = lambda x: funcol.all_to_all_single_autograd(
+            x.contiguous(), [1, 1], [1, 1], mesh["ep"]
+        )
         step = shard(experts.with_dtensors(experts.make_step(exchange, 2)))
         state = experts.divided(experts.state(), mesh["ep"])
-        return str(step.lower(state, experts.batches(1)[0])), step.shard(state)["params"]["up"].placements
+        return str(step.lower(state, experts.batches(1)[0])), step.shard(state)["params"][
+            "up"
+        ].placements
 
     ((text, placements),) = dtensors.on_ranks([0], lowered, dp=2, ep=2)
     assert "params.up: f64[2,6@dp,10]" in text and "params.dense: f64[6@dp*ep,6]" in text
     assert placements == (Shard(1), Shard(0))
-    shapes = {(f"{tree}.{k}", tuple(p.shape)) for tree, leaves in experts.state().items() for k, p in leaves.items()}
+    shapes = {
+        (f"{tree}.{k}", tuple(p.shape))
+        for tree, leaves in experts.state().items()
+        for k, p in leaves.items()
+    }
     assert seen == dict.fromkeys(seen, shapes)
 
 
@@ -122,7 +141,9 @@ def gather(x: torch.Tensor) -> torch.Tensor:
 
 
 def scatter_sum(g: torch.Tensor) -> torch.Tensor:
-    mine = c10d.wait_tensor(c10d.reduce_scatter_tensor(g.movedim(1, 0).contiguous(), "sum", 2, "cp"))
+    mine = c10d.wait_tensor(
+        c10d.reduce_scatter_tensor(g.movedim(1, 0).contiguous(), "sum", 2, "cp")
+    )
     return mine.movedim(0, 1)
 
 
@@ -130,12 +151,20 @@ def scatter_sum(g: torch.Tensor) -> torch.Tensor:
 def test_attention_over_two_axes_computes_the_same(stage):
     """The sequence is cut over `cp`, keys and values are gathered in the step, and gradients reduced over both axes."""
     step = context_parallel.make_step(context_parallel.gathered(dual(gather, scatter_sum)))
-    data, truth, new = context_parallel.batches(3), context_parallel.state(), context_parallel.state()
-    shard = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2, cp=2), axis=("dp", "cp"), stage=stage), *ALL)
+    data, truth, new = (
+        context_parallel.batches(3),
+        context_parallel.state(),
+        context_parallel.state(),
+    )
+    shard = zt.chain(
+        zt.shard_params(zt.AbstractMesh(dp=2, cp=2), axis=("dp", "cp"), stage=stage), *ALL
+    )
     lowered = shard(step).lower(new, *context_parallel.part(data[0], 0, 0))
     for batch in data:
         truth, value = context_parallel.plain_step(truth, *batch)
-        new, values = lowered.lockstep(new, [context_parallel.part(batch, d, c) for d in range(2) for c in range(2)])
+        new, values = lowered.lockstep(
+            new, [context_parallel.part(batch, d, c) for d in range(2) for c in range(2)]
+        )
     assert distance(new, truth) < 1e-14 and distance(values[0], value) < 1e-14
 
 
@@ -163,7 +192,8 @@ def test_experts_cost_what_they_hold():
 
 def test_a_leaf_in_the_where_of_two_transforms_is_refused():
     both = [
-        zt.shard_params(EXPERTS, axis=a, where=lambda path, leaf: path.endswith("up")) for a in ("dp", ("dp", "ep"))
+        zt.shard_params(EXPERTS, axis=a, where=lambda path, leaf: path.endswith("up"))
+        for a in ("dp", ("dp", "ep"))
     ]
     with pytest.raises(ValueError, match=r"shard_params: params.up is in the `where` of two"):
         zt.chain(*both)(experts.make_step()).lower(experts.state(), experts.batches(1)[0])
@@ -193,7 +223,9 @@ def test_two_transforms_are_one_step_whatever_is_repeated():
 ])  # fmt: skip
 def test_wrong_axes_are_refused(options, text):
     with pytest.raises(ValueError, match=text):
-        zt.shard_params(EXPERTS, **options)(experts.make_step()).lower(experts.state(), experts.batches(1)[0])
+        zt.shard_params(EXPERTS, **options)(experts.make_step()).lower(
+            experts.state(), experts.batches(1)[0]
+        )
 
 
 def test_a_value_of_one_ranks_experts_does_not_reach_all_ranks():
@@ -204,15 +236,24 @@ def test_a_value_of_one_ranks_experts_does_not_reach_all_ranks():
         new["params"]["bias"] = new["params"]["bias"] * new["params"]["up"].square().sum()
         return new, value
 
-    with pytest.raises(ValueError, match="a value of leaves that differ reaches state params") as error:
-        of_function(EXPERTS)(step).lower(experts.of_rank(experts.state(), 0, 2), experts.batches(1)[0])
+    with pytest.raises(
+        ValueError, match="a value of leaves that differ reaches state params"
+    ) as error:
+        of_function(EXPERTS)(step).lower(
+            experts.of_rank(experts.state(), 0, 2), experts.batches(1)[0]
+        )
     assert "test_leaf_axes.py" in str(error.value) and "zt.psum" in str(error.value)
 
 
 def test_a_joint_axis_around_another_axis_of_the_leaf_is_refused():
     def shard(mesh):
-        step = zt.shard_params(mesh, axis=("dp", "cp"), replicate_axis="host")(CASES["mixture"].step)
-        with pytest.raises(ValueError, match=r"over 'dp\*cp' and 'host' .*\nPut dp and cp next to each other in the mesh"):
+        step = zt.shard_params(mesh, axis=("dp", "cp"), replicate_axis="host")(
+            CASES["mixture"].step
+        )
+        with pytest.raises(
+            ValueError,
+            match=r"over 'dp\*cp' and 'host' .*\nPut dp and cp next to each other in the mesh",
+        ):
             step.shard(CASES["mixture"].state())
 
     dtensors.on_ranks([0], shard, dp=2, host=2, cp=2)
@@ -230,15 +271,25 @@ def test_groups_that_a_step_made_are_named_by_their_axes():
 
         def step(state, x):
             w = state["w"].detach().requires_grad_()
-            seen = funcol.all_reduce(x.sum(), "sum", both) + funcol.all_reduce(x.sum(), "max", column)
+            seen = funcol.all_reduce(x.sum(), "sum", both) + funcol.all_reduce(
+                x.sum(), "max", column
+            )
             (g,) = torch.autograd.grad((x @ w).square().mean(), [w])
             return {"w": state["w"] - 0.1 * g}, seen
 
         assert zt.shard_params(mesh, axis="batch") == zt.shard_params(mesh, axis=("cp", "dp"))
-        return str(zt.shard_params(mesh, axis="batch")(step).lower({"w": torch.ones(8, 4)}, torch.ones(2, 8)))
+        return str(
+            zt.shard_params(mesh, axis="batch")(step).lower(
+                {"w": torch.ones(8, 4)}, torch.ones(2, 8)
+            )
+        )
 
     first, *others = dtensors.on_ranks(range(8), lowered, tp=2, dp=2, cp=2)
-    assert "all_reduce(sum, sum, dp*cp)" in first and "max, dp*cp)" in first and "output.mean" not in first
+    assert (
+        "all_reduce(sum, sum, dp*cp)" in first
+        and "max, dp*cp)" in first
+        and "output.mean" not in first
+    )
     assert all(text == first for text in others)
 
 
@@ -251,7 +302,9 @@ def test_routing_without_a_capacity_is_refused_by_name():
         received = c10d.wait_tensor(c10d.all_to_all_single(counts, [1], [1], "ep"))
         return state, c10d.all_to_all_single(x, as_list(received), as_list(counts), "ep").sum()
 
-    with pytest.raises(ValueError, match=r"If the splits of an all_to_all depend on it \(dropless routing\)") as error:
+    with pytest.raises(
+        ValueError, match=r"If the splits of an all_to_all depend on it \(dropless routing\)"
+    ) as error:
         zt.Step.of(step).trace({"w": torch.ones(2)}, torch.ones(4, 2))
     lines, start = inspect.getsourcelines(as_list)
     line = start + next(i for i, text in enumerate(lines) if "splits.tolist" in text)

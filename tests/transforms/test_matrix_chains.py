@@ -20,7 +20,9 @@ class Matrices(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.weights = nn.ParameterDict({name: nn.Parameter(torch.randn(s) / 4) for name, s in SHAPES.items()})
+        self.weights = nn.ParameterDict(
+            {name: nn.Parameter(torch.randn(s) / 4) for name, s in SHAPES.items()}
+        )
 
     def forward(self, x):
         return sum((x[:, : w.shape[1]] @ w.T).tanh().sum(1) for w in self.weights.values())
@@ -60,7 +62,9 @@ def trained(ranks, stage, **how):
 
 
 def of_update(lowered):
-    return Counter(e.op.name for e in lowered.graph.eqns if e.provenance and e.provenance.role == "update")
+    return Counter(
+        e.op.name for e in lowered.graph.eqns if e.provenance and e.provenance.role == "update"
+    )
 
 
 @pytest.mark.slow
@@ -73,20 +77,31 @@ def test_muon_has_the_bits_of_stage_0_with_one_message_for_each_matrix(stage, ra
         loop_step(*batch)
     got, lowered = trained(ranks, stage)
     replicated, _ = trained(ranks, 0)
-    assert all(torch.equal(got[name], x) for name, x in replicated.items()), "the bits must be those of stage 0"
+    assert all(torch.equal(got[name], x) for name, x in replicated.items()), (
+        "the bits must be those of stage 0"
+    )
     assert distance(got, dict(model.named_parameters())) < 1e-6
-    assert of_update(lowered) == {"all_gather": len(SHAPES)}, "each matrix is gathered once, and nothing else is sent"
+    assert of_update(lowered) == {"all_gather": len(SHAPES)}, (
+        "each matrix is gathered once, and nothing else is sent"
+    )
     for e in lowered.graph.eqns:
         if e.provenance and e.provenance.role == "update":
-            assert {v.dtype for v in e.ins} == {torch.bfloat16}, "it is gathered where it has the fewest bytes"
+            assert {v.dtype for v in e.ins} == {torch.bfloat16}, (
+                "it is gathered where it has the fewest bytes"
+            )
 
 
 @pytest.mark.slow
 def test_a_note_names_the_updates_that_run_whole():
     text = str(trained(3, 3)[1])
-    assert "\n# note: the updates of params.weights.square, params.weights.tall, params.weights.uneven and 1 more " in text
+    assert (
+        "\n# note: the updates of params.weights.square, params.weights.tall, params.weights.uneven and 1 more "
+        in text
+    )
     assert "gathered once, and they run whole on every rank\ndef loop_step(" in text
-    assert "# note" not in str(trained(3, 0)[1]), "at stage 0 every update runs on whole values anyway"
+    assert "# note" not in str(trained(3, 0)[1]), (
+        "at stage 0 every update runs on whole values anyway"
+    )
 
 
 @pytest.mark.slow
@@ -109,7 +124,9 @@ def newton(a, steps=4):
 
 def preconditioned(p, g):
     """Shampoo without averages: the gradient is multiplied on both sides, each by a chain of products."""
-    return p - 0.1 * newton(g @ g.mT + torch.eye(g.shape[-2])) @ g @ newton(g.mT @ g + torch.eye(g.shape[-1]))
+    return p - 0.1 * newton(g @ g.mT + torch.eye(g.shape[-2])) @ g @ newton(
+        g.mT @ g + torch.eye(g.shape[-1])
+    )
 
 
 def low_rank(p, g):
@@ -126,10 +143,14 @@ def once(p, g):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 5])
 @pytest.mark.parametrize("shape", [*SHAPES.values(), (6, 5, 4)], ids=[*SHAPES, "batched"])
-@pytest.mark.parametrize("update, chained", [(preconditioned, True), (low_rank, False), (once, False)])
+@pytest.mark.parametrize(
+    "update, chained", [(preconditioned, True), (low_rank, False), (once, False)]
+)
 def test_only_chains_over_the_cut_dim_run_whole(update, chained, shape, ranks):
     def step(state, x):
-        grads, loss = grad_and_value(lambda s: (s["w"].square().sum() + s["w"].sum()) * x.mean())(state)
+        grads, loss = grad_and_value(lambda s: (s["w"].square().sum() + s["w"].sum()) * x.mean())(
+            state
+        )
         return {"w": update(state["w"], grads["w"])}, loss
 
     with default_dtype(torch.float64):

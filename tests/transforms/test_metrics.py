@@ -48,15 +48,25 @@ def test_only_scalars_are_averaged():
 
     def step(state, x, y):
         logits = x @ state["w"]
-        return state, {"loss": F.cross_entropy(logits, y), "logits": logits, "predicted": logits.argmax(-1), "right": zt.psum((logits.argmax(-1) == y).sum())}
+        return state, {
+            "loss": F.cross_entropy(logits, y),
+            "logits": logits,
+            "predicted": logits.argmax(-1),
+            "right": zt.psum((logits.argmax(-1) == y).sum()),
+        }
 
     state = {"w": torch.randn(6, 4)}
     _, outputs = run(step, state, parts)
     for output, part in zip(outputs, parts):
         _, own = step(state, *part)
-        assert torch.equal(output["logits"], own["logits"]) and torch.equal(output["predicted"], own["predicted"])
+        assert torch.equal(output["logits"], own["logits"]) and torch.equal(
+            output["predicted"], own["predicted"]
+        )
         _, all_of_them = step(state, *whole(parts))
-        assert distance(output["loss"], all_of_them["loss"]) <= 1e-6 and output["right"] == all_of_them["right"]
+        assert (
+            distance(output["loss"], all_of_them["loss"]) <= 1e-6
+            and output["right"] == all_of_them["right"]
+        )
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -92,7 +102,10 @@ def test_a_mean_over_numbers_of_samples_that_are_no_tensors(stage):
     parts = [(x, y, float(n)) for (x, y), n in zip(batches((4, 4, 4)), (4, 2, 1))]
 
     def step(state, x, y, n):
-        return state, (zt.global_mean(F.cross_entropy(x @ state["w"], y, reduction="sum"), n), zt.psum(torch.ones(len(x)).sum()))
+        return state, (
+            zt.global_mean(F.cross_entropy(x @ state["w"], y, reduction="sum"), n),
+            zt.psum(torch.ones(len(x)).sum()),
+        )
 
     state = {"w": torch.randn(6, 4)}
     lowered = zt.shard_params(MESH, stage=stage)(step).lower(state, *parts[0])
@@ -115,13 +128,17 @@ def test_a_global_mean_over_both_axes_of_a_mesh():
 
 def test_a_sum_over_all_axes_of_what_varies_over_one():
     mesh = zt.AbstractMesh(host=2, dp=2)
-    step = zt.shard_params(mesh, replicate_axis="host")(lambda state, x: (state, zt.psum(zt.pmean(x.sum(), "host"))))
+    step = zt.shard_params(mesh, replicate_axis="host")(
+        lambda state, x: (state, zt.psum(zt.pmean(x.sum(), "host")))
+    )
     parts = [(torch.full((2,), float(k)),) for k in range(4)]
     _, outputs = step.lower({"w": torch.ones(4)}, *parts[0]).lockstep({"w": torch.ones(4)}, parts)
     assert [float(x) for x in outputs] == [12.0] * 4
 
 
-@pytest.mark.parametrize("options", [{"replicate_axis": "host"}, {"axis": ("host", "dp")}], ids=["hsdp", "joint"])
+@pytest.mark.parametrize(
+    "options", [{"replicate_axis": "host"}, {"axis": ("host", "dp")}], ids=["hsdp", "joint"]
+)
 @pytest.mark.parametrize("axis", ["dp", "host"])
 def test_a_running_mean_over_one_axis_becomes_that_over_both(axis, options):
     def step(state, x):
@@ -131,8 +148,13 @@ def test_a_running_mean_over_one_axis_becomes_that_over_both(axis, options):
         (grad,) = torch.autograd.grad(mean.square().sum(), w)
         return {"w": state["w"] - 0 * grad, "mean": new}, x.sum()
 
-    parts, state = [(x,) for x, _ in batches((4, 4, 4, 4))], {"w": torch.randn(6), "mean": torch.randn(6)}
-    lowered = zt.shard_params(zt.AbstractMesh(host=2, dp=2), **options)(step).lower(state, *parts[0])
+    parts, state = (
+        [(x,) for x, _ in batches((4, 4, 4, 4))],
+        {"w": torch.randn(6), "mean": torch.randn(6)},
+    )
+    lowered = zt.shard_params(zt.AbstractMesh(host=2, dp=2), **options)(step).lower(
+        state, *parts[0]
+    )
     got, _ = lowered.lockstep(state, parts)
     wanted = 0.9 * state["mean"] + 0.1 * (whole(parts)[0] * state["w"]).mean(0)
     assert distance(got["mean"], wanted) <= 1e-6
@@ -147,13 +169,20 @@ def test_a_quotient_by_a_psum_is_told():
         "mean": lambda s, n: zt.pmean(s / zt.psum(n, "dp"), "dp"),
     }
     for mean in wrong.values():
-        with pytest.warns(UserWarning, match=r"is 1/3 of the mean over all samples(?s:.)*test_metrics.py:\d+(?s:.)*Use zt.global_mean"):
-            zt.shard_params(MESH)(lambda state, x, y: linear(state, x, y, mean)).lower(state, *parts[0])  # noqa: B023
+        with pytest.warns(
+            UserWarning,
+            match=r"is 1/3 of the mean over all samples(?s:.)*test_metrics.py:\d+(?s:.)*Use zt.global_mean",
+        ):
+            zt.shard_params(MESH)(lambda state, x, y: linear(state, x, y, mean)).lower(  # noqa: B023
+                state, *parts[0]
+            )
     softmax = lambda state, x, y: (state, (x.exp().sum() / zt.psum(x.exp().sum())).log())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         zt.shard_params(MESH)(softmax).lower(state, *parts[0])
-        zt.shard_params(zt.AbstractMesh(dp=1))(lambda state, x, y: linear(state, x, y, wrong["scalar"])).lower(state, *parts[0])
+        zt.shard_params(zt.AbstractMesh(dp=1))(
+            lambda state, x, y: linear(state, x, y, wrong["scalar"])
+        ).lower(state, *parts[0])
 
 
 def lifted_pair():
@@ -183,13 +212,23 @@ def test_an_evaluation_takes_the_state_of_the_training_step(stage):
     """And the same transforms. `eval()` and `train()` choose between programs that are traced once each."""
     (model, _, train, evaluate), (lifted, optimizer, lifted_train, lifted_evaluate) = lifted_pair()
     chain = zt.chain(zt.shard_params(MESH, stage=stage), *ALL)
-    model[1].eval(), lifted[1].eval(), model[2].eval(), lifted[2].eval()  # no statistics of a batch, and no dropout
+    (
+        model[1].eval(),
+        lifted[1].eval(),
+        model[2].eval(),
+        lifted[2].eval(),
+    )  # no statistics of a batch, and no dropout
     step, state = zt.lift(lifted_train, lifted, optimizer)
     evaluation, same = zt.lift(lifted_evaluate, lifted)
     assert same["params"].keys() == state["params"].keys()
     parts = batches((4, 4, 4))
-    training, testing = chain(step).lower(state, *parts[0]), chain(evaluation).lower(state, *parts[0])
-    assert [v.layout for v in training.graph.inputs if v.name.startswith("params")] == [v.layout for v in testing.graph.inputs if v.name.startswith("params")]
+    training, testing = (
+        chain(step).lower(state, *parts[0]),
+        chain(evaluation).lower(state, *parts[0]),
+    )
+    assert [v.layout for v in training.graph.inputs if v.name.startswith("params")] == [
+        v.layout for v in testing.graph.inputs if v.name.startswith("params")
+    ]
     for _ in range(3):
         train(*whole(parts))
         state, _ = training.lockstep(state, parts)

@@ -47,14 +47,21 @@ def test_every_reduction_starts_where_its_last_member_is_born(name):
         if e.op is REDUCE_SCATTER and e.provenance.role == "grad":
             between = eqns[max(map(born, e.ins)) + 1 : i]
             # Only views, casts, other collectives and eager updates are between a gradient's birth and its reduction.
-            moved = (is_view_or_cast(b) or b.provenance or str(b.op) == "wait" or b.region == "update" for b in between)
+            moved = (
+                is_view_or_cast(b) or b.provenance or str(b.op) == "wait" or b.region == "update"
+                for b in between
+            )
             assert all(moved), (name, e)
 
 
 def test_the_size_of_a_bucket_can_be_given():
     def sizes(**options):
-        _, _, lowered = sharded(CASES["gpt_adam"], 4, steps=1, transforms=(zt.overlap_grads(**options),))
-        starts = [e for e in lowered.graph.eqns if e.op is REDUCE_SCATTER and e.provenance.role == "grad"]
+        _, _, lowered = sharded(
+            CASES["gpt_adam"], 4, steps=1, transforms=(zt.overlap_grads(**options),)
+        )
+        starts = [
+            e for e in lowered.graph.eqns if e.op is REDUCE_SCATTER and e.provenance.role == "grad"
+        ]
         return [sum(v.numel * v.dtype.itemsize for v in e.ins) for e in starts], starts  # in bytes
 
     assert all(len(e.ins) == 1 for e in sizes(bucket=0)[1]), "each gradient alone"
@@ -84,7 +91,9 @@ def deep(layers: int, held: range = range(0)):
     }
 
 
-SLOW_TO_START = zt.cluster("cpu", dp=Link("wire", 1.0, 1e15))  # a latency of one second, so few messages are best
+SLOW_TO_START = zt.cluster(
+    "cpu", dp=Link("wire", 1.0, 1e15)
+)  # a latency of one second, so few messages are best
 
 
 def gaps(lowered) -> list[int]:
@@ -106,24 +115,32 @@ def test_at_most_the_given_number_of_matmuls_is_between_two_reductions(most, few
     step, state = deep(36)
     options = {"bucket": bucket} if most == 8 else {"bucket": bucket, "max_compute_between": most}
     transform = zt.chain(
-        zt.shard_params(zt.AbstractMesh(dp=4)), zt.overlap_grads(**options), zt.prefetch(memory=1 << 30)
+        zt.shard_params(zt.AbstractMesh(dp=4)),
+        zt.overlap_grads(**options),
+        zt.prefetch(memory=1 << 30),
     )
     lowered = transform(step).lower(state, torch.zeros(2, 8), cluster=SLOW_TO_START)
     assert max(gaps(lowered)) <= most
-    assert fewest <= len(gaps(lowered)) <= fewest + 2, "there are no more messages than the limit needs"
+    assert fewest <= len(gaps(lowered)) <= fewest + 2, (
+        "there are no more messages than the limit needs"
+    )
 
 
 def test_without_a_limit_on_matmuls_one_message_is_the_cheapest():
     step, state = deep(36)
     overlap = zt.overlap_grads(max_compute_between=None)
-    transform = zt.chain(zt.shard_params(zt.AbstractMesh(dp=4)), overlap, zt.prefetch(memory=1 << 30))
+    transform = zt.chain(
+        zt.shard_params(zt.AbstractMesh(dp=4)), overlap, zt.prefetch(memory=1 << 30)
+    )
     assert gaps(transform(step).lower(state, torch.zeros(2, 8), cluster=SLOW_TO_START)) == [70]
 
 
 def test_the_limit_on_matmuls_does_not_apply_where_nothing_is_reduced():
     """Layers 10 to 29 are frozen. Their twenty matmuls in backward have no gradient to reduce."""
     step, state = deep(36, range(10, 30))
-    transform = zt.chain(zt.shard_params(zt.AbstractMesh(dp=4)), zt.overlap_grads(), zt.prefetch(memory=1 << 30))
+    transform = zt.chain(
+        zt.shard_params(zt.AbstractMesh(dp=4)), zt.overlap_grads(), zt.prefetch(memory=1 << 30)
+    )
     lowered = transform(step).lower(state, torch.zeros(2, 8), cluster=SLOW_TO_START)
     (wide,) = (gap for gap in gaps(lowered) if gap > 8)
     assert 20 <= wide <= 22 + 8
@@ -134,13 +151,17 @@ def test_the_limit_on_matmuls_holds_in_a_gpt(most):
     overlap = zt.overlap_grads(bucket=1 << 30, max_compute_between=most)
     shard, ahead = zt.shard_params(zt.AbstractMesh(dp=4)), zt.prefetch(memory=1 << 30)
     lowered = on_ranks(CASES["gpt_adam"], 4, shard, overlap, ahead, cluster=SLOW_TO_START)
-    assert max(gaps(lowered)) <= max(most, 2), "the backward of attention has two products between two gradients"
+    assert max(gaps(lowered)) <= max(most, 2), (
+        "the backward of attention has two products between two gradients"
+    )
 
 
 @pytest.mark.parametrize("broken", ["realise", "validate"])
 def test_an_invalid_order_is_replaced_by_the_order_as_written(broken, monkeypatch):
     """If a bug makes the schedule invalid, the program does not change, a note says so, and the plan can be saved."""
-    case = mlp_momentum()  # lowered programs are kept by case, and no other test may be given this one
+    case = (
+        mlp_momentum()
+    )  # lowered programs are kept by case, and no other test may be given this one
     shard = zt.shard_params(zt.AbstractMesh(dp=4))
     plain = on_ranks(case, 4, shard)
     if broken == "realise":
@@ -148,9 +169,15 @@ def test_an_invalid_order_is_replaced_by_the_order_as_written(broken, monkeypatc
         cut = lambda g: g.replace(eqns=tuple(e for e in g.eqns if e.op is not WAIT))
         monkeypatch.setattr(plans, "realise", lambda *a: cut(whole(*a)))
     else:
-        monkeypatch.setattr(plans, "validate", lambda *a: (_ for _ in ()).throw(ScheduleError("out of order: Bucket")))
+        monkeypatch.setattr(
+            plans,
+            "validate",
+            lambda *a: (_ for _ in ()).throw(ScheduleError("out of order: Bucket")),
+        )
     lowered = on_ranks(case, 4, shard, zt.overlap_grads(), zt.prefetch())
-    assert [str(e.outs) for e in zt.check(lowered.graph).eqns] == [str(e.outs) for e in plain.graph.eqns]
+    assert [str(e.outs) for e in zt.check(lowered.graph).eqns] == [
+        str(e.outs) for e in plain.graph.eqns
+    ]
     (note,) = lowered.plan.notes
     reason = {"realise": "is read before it is bound", "validate": "out of order: Bucket"}[broken]
     assert note.startswith("the order is as written: the planned one is not valid: ")

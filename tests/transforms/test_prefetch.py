@@ -38,10 +38,13 @@ def ahead(lowered) -> int:
 def test_gathers_over_a_slower_link_start_earlier():
     """A gather starts as late as the transfer can still be hidden, within the bytes in flight that are allowed."""
     case = CASES["gpt_adam"]
+
     def depth(bandwidth, **options):
         machine = zt.cluster("cpu", dp=Link("wire", 0.0, bandwidth))
         early = zt.prefetch(memory=1 << 30, **options)
-        return ahead(on_ranks(case, 4, zt.shard_params(zt.AbstractMesh(dp=4)), early, cluster=machine))
+        return ahead(
+            on_ranks(case, 4, zt.shard_params(zt.AbstractMesh(dp=4)), early, cluster=machine)
+        )
 
     assert depth(1e12) < depth(2e7) > depth(2e7, max_in_flight=0)
 
@@ -61,8 +64,13 @@ def test_wrong_sizes_are_refused(options, message):
 def test_the_error_of_a_small_budget_says_what_the_step_needs():
     case = CASES["gpt_adam"]
     shard = zt.shard_params(zt.AbstractMesh(dp=4))
-    with pytest.raises(ValueError, match=r"memory=1000 \(1000 B\) is less than the step needs in any order: \d+ bytes") as caught:
+    with pytest.raises(
+        ValueError,
+        match=r"memory=1000 \(1000 B\) is less than the step needs in any order: \d+ bytes",
+    ) as caught:
         on_ranks(case, 4, shard, zt.prefetch(memory=1000))
     needs = int(str(caught.value).split("order: ")[1].split()[0])
-    assert "programs.py:" in str(caught.value), "the error names the user's lines that hold the memory"
+    assert "programs.py:" in str(caught.value), (
+        "the error names the user's lines that hold the memory"
+    )
     assert on_ranks(case, 4, shard, zt.prefetch(memory=needs)).memory_analysis().peak <= needs

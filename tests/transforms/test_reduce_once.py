@@ -96,7 +96,11 @@ def step_with(total_of):
     def step(state, batch):
         parts = zip(*(t.chunk(MICRO) for t in batch))
         total = total_of([grad(loss)(state["params"], *part) for part in parts], state)
-        return {**state, "m": total, "params": {k: p - 0.1 * total[k] for k, p in state["params"].items()}}, 0.0
+        return {
+            **state,
+            "m": total,
+            "params": {k: p - 0.1 * total[k] for k, p in state["params"].items()},
+        }, 0.0
 
     return step
 
@@ -106,7 +110,9 @@ def lower(total_of, stage, mesh=None, **options):
     params = {"up": torch.randn(16, 8), "down": torch.randn(6, 16)}
     state = {"params": params, "m": {k: torch.ones_like(p) for k, p in params.items()}}
     batch = torch.randn(12, 8), torch.randn(12, 6)
-    step = zt.chain(zt.shard_params(mesh, stage=stage, **options), zt.overlap_grads())(step_with(total_of))
+    step = zt.chain(zt.shard_params(mesh, stage=stage, **options), zt.overlap_grads())(
+        step_with(total_of)
+    )
     return step.lower(state, tuple(t.chunk(2)[0] for t in batch)), state, batch
 
 
@@ -114,7 +120,11 @@ def reductions(lowered, axis="dp"):
     """How many reductions each leaf of the state has."""
     counts: dict[str, int] = {}
     for e in lowered.history[-2][1].eqns:  # the program before its reductions are put into buckets
-        if e.op in (REDUCE_SCATTER, ALL_REDUCE) and e.provenance.role == "grad" and e.provenance.axis == axis:
+        if (
+            e.op in (REDUCE_SCATTER, ALL_REDUCE)
+            and e.provenance.role == "grad"
+            and e.provenance.axis == axis
+        ):
             counts[e.provenance.paths[0]] = counts.get(e.provenance.paths[0], 0) + 1
     return counts
 
@@ -130,20 +140,28 @@ def test_micro_batches_reduce_once_at_stage_1_and_each_at_stage_2(total_of, stag
     assert lowered.cost_analysis().over("dp", "grad") == each * wire
 
 
-@pytest.mark.parametrize("total_of", [added, averaged_one_by_one, into_momentum], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "total_of", [added, averaged_one_by_one, into_momentum], ids=lambda f: f.__name__
+)
 def test_micro_batches_reduce_once_over_hosts_too(total_of):
     lowered, _, _ = lower(total_of, 1, zt.AbstractMesh(host=2, dp=2), replicate_axis="host")
     assert reductions(lowered) == reductions(lowered, "host") == {"params.up": 1, "params.down": 1}
 
 
-@pytest.mark.parametrize("total_of, most", [(also_looked_at, 2), (multiplied, 3), (crossed, 2)], ids=lambda x: getattr(x, "__name__", x))
+@pytest.mark.parametrize(
+    "total_of, most",
+    [(also_looked_at, 2), (multiplied, 3), (crossed, 2)],
+    ids=lambda x: getattr(x, "__name__", x),
+)
 def test_a_gradient_with_another_use_is_reduced_alone(total_of, most):
     lowered, _, _ = lower(total_of, 1)
     assert reductions(lowered) == {"params.up": most, "params.down": most}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("total_of", [*MERGED, also_looked_at, multiplied, crossed, doubled], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "total_of", [*MERGED, also_looked_at, multiplied, crossed, doubled], ids=lambda f: f.__name__
+)
 @pytest.mark.parametrize("stage", [0, 1])
 def test_merged_reductions_compute_what_the_plain_step_computes(total_of, stage):
     """All micro-batches have the same data, as ranks split the batch into other micro-batches than one device does."""
@@ -175,17 +193,28 @@ def test_the_sum_of_gradients_is_rounded_for_the_wire_and_not_the_terms(stage):
     def half(state, batch):
         def loss(params, x, y):
             low = {k: p.bfloat16() for k, p in params.items()}
-            return ((x.bfloat16() @ low["up"].T) @ low["down"].T - y.bfloat16()).float().square().mean()
+            return (
+                ((x.bfloat16() @ low["up"].T) @ low["down"].T - y.bfloat16())
+                .float()
+                .square()
+                .mean()
+            )
 
         parts = zip(*(t.chunk(MICRO) for t in batch))
         g = [grad(loss)(state["params"], *part) for part in parts]
-        return {"params": {k: p - (g[0][k] + g[1][k] + g[2][k]) for k, p in state["params"].items()}}, 0.0
+        return {
+            "params": {k: p - (g[0][k] + g[1][k] + g[2][k]) for k, p in state["params"].items()}
+        }, 0.0
 
     state = {"params": {"up": torch.randn(16, 8), "down": torch.randn(6, 16)}}
     batch = torch.randn(6, 8), torch.randn(6, 6)
     step = zt.shard_params(zt.AbstractMesh(dp=2), stage=stage, reduce_dtype=torch.bfloat16)(half)
     graph = step.lower(state, batch).graph
-    sums = [e for e in graph.eqns if e.op is torch.ops.aten.add.Tensor and e.outs[0].shape in ((16, 8), (6, 16))]
+    sums = [
+        e
+        for e in graph.eqns
+        if e.op is torch.ops.aten.add.Tensor and e.outs[0].shape in ((16, 8), (6, 16))
+    ]
     assert len(sums) == 4 and all(e.outs[0].dtype == torch.float32 for e in sums)
     (wire,) = {e.kwargs["dtype"] for e in graph.eqns if e.op in (REDUCE_SCATTER, ALL_REDUCE)}
     assert wire == torch.bfloat16

@@ -53,11 +53,20 @@ def test_no_bit_changes_and_the_peak_does_not_rise(name):
     """No matmul, attention, convolution, lookup or random draw is repeated."""
     before, outputs, a = sharded(CASES[name], 2, steps=2, transforms=())
     after, remat_outputs, b = sharded(CASES[name], 2, steps=2, transforms=(EVERY,))
-    assert all(torch.equal(x, y) for x, y in zip(pytree.tree_leaves((before, outputs)), pytree.tree_leaves((after, remat_outputs))))
+    assert all(
+        torch.equal(x, y)
+        for x, y in zip(
+            pytree.tree_leaves((before, outputs)), pytree.tree_leaves((after, remat_outputs))
+        )
+    )
     assert b.memory_analysis().peak <= a.memory_analysis().peak
     for op in {e.op for e in a.graph.eqns}:
-        if is_random(op) or any(word in str(op) for word in ("mm", "attention", "conv", "embedding")):
-            assert sum(e.op is op for e in a.graph.eqns) == sum(e.op is op for e in b.graph.eqns), op
+        if is_random(op) or any(
+            word in str(op) for word in ("mm", "attention", "conv", "embedding")
+        ):
+            assert sum(e.op is op for e in a.graph.eqns) == sum(e.op is op for e in b.graph.eqns), (
+                op
+            )
 
 
 @pytest.mark.slow
@@ -66,8 +75,14 @@ def test_remat_lowers_the_peak_of_a_gpt():
     case = gpt_adam(layers=2)
     args = case.state(), *slices(batches(case, 1)[0], 2)[0]
     kept, remat = (zt.chain(SHARD, *more, *ALL)(case.step).lower(*args) for more in ((), (EVERY,)))
-    repeated = Counter(op_name(e.op) for e in remat.graph.eqns if any(v and ".again" in v.name for v in e.outs))
-    assert (repeated["gelu"], repeated["native_layer_norm"]) == (2, 5) and set(repeated) == {"gelu", "native_layer_norm", "view"}
+    repeated = Counter(
+        op_name(e.op) for e in remat.graph.eqns if any(v and ".again" in v.name for v in e.outs)
+    )
+    assert (repeated["gelu"], repeated["native_layer_norm"]) == (2, 5) and set(repeated) == {
+        "gelu",
+        "native_layer_norm",
+        "view",
+    }
     assert remat.memory_analysis().peak < 0.8 * kept.memory_analysis().peak
 
 

@@ -17,11 +17,17 @@ UPDATES = {
     "a mean of squares": lambda p, q: F.mse_loss(p, p * 0.9),
     "a mean": lambda p, q: p.mean() + F.huber_loss(q, q * 0.5),
     "a mean of rows": lambda p, q: p.mean(0).square().sum(),
-    "whether any": lambda p, q: (p.sum(0) > 0).any().double() + (p > 0).to(torch.uint8).any().double(),
-    "an outer product of sums": lambda p, q: torch.addr(torch.eye(3, dtype=p.dtype), p.mean(0), q.sum(0)).sum(),
+    "whether any": lambda p, q: (
+        (p.sum(0) > 0).any().double() + (p > 0).to(torch.uint8).any().double()
+    ),
+    "an outer product of sums": lambda p, q: torch.addr(
+        torch.eye(3, dtype=p.dtype), p.mean(0), q.sum(0)
+    ).sum(),
     "gathered rows": lambda p, q: p.gather(0, torch.zeros(2, 3, dtype=torch.int64)).sum(),
     "a logsumexp": lambda p, q: p.T.logsumexp(0, keepdim=True).sum(),
-    "a mean over an empty tuple of dims": lambda p, q: (q - q.mean((), keepdim=True)).square().sum(),
+    "a mean over an empty tuple of dims": lambda p, q: (
+        (q - q.mean((), keepdim=True)).square().sum()
+    ),
     "a threshold of maxima": lambda p, q: F.threshold(p.amax(0), 0.3, 3.0).sum(),
     "a Fourier transform of maxima": lambda p, q: torch.fft.fft(p.amax(0)).real.square().sum(),
     "a sum in whole numbers": lambda p, q: p.sum(0).sum(dtype=torch.int64).double(),
@@ -50,6 +56,11 @@ def test_a_draw_that_each_rank_would_make_for_itself_is_refused(draw):
     def step(state, x):
         return {**state, "figure": draw(state["p"]).double()}, x.mean()
 
-    state = {"p": torch.ones(6, 3, dtype=torch.float64), "figure": torch.zeros((), dtype=torch.float64)}
-    with pytest.raises(ValueError, match=r"shard_params: .*(a random draw \(|multinomial has no sharding rule)"):
+    state = {
+        "p": torch.ones(6, 3, dtype=torch.float64),
+        "figure": torch.zeros((), dtype=torch.float64),
+    }
+    with pytest.raises(
+        ValueError, match=r"shard_params: .*(a random draw \(|multinomial has no sharding rule)"
+    ):
         zt.shard_params(zt.AbstractMesh(dp=2))(step).lower(state, torch.ones(2))

@@ -133,15 +133,27 @@ def test_joined_results_of_shards_equal_the_result_of_the_whole(op):
         results = tensors(op(*args))
         for dims in product(*([None, *range(x.ndim)] for x in inputs)):
             layouts = [() if dim is None else (Split("dp", dim),) for dim in dims]
-            values = [Var(f"v{k}", x.dtype, tuple(x.shape), at) for k, (x, at) in enumerate(zip(inputs, layouts))]
+            values = [
+                Var(f"v{k}", x.dtype, tuple(x.shape), at)
+                for k, (x, at) in enumerate(zip(inputs, layouts))
+            ]
             outs = tuple(Var(f"o{k}", x.dtype, tuple(x.shape)) for k, x in enumerate(results))
             try:
-                wanted, given = rule(Eqn(op, replaced(args, iter(values)), outs), lambda v: v.layout, "dp", RANKS)
+                wanted, given = rule(
+                    Eqn(op, replaced(args, iter(values)), outs), lambda v: v.layout, "dp", RANKS
+                )
             except NoRule:
                 continue  # shard_params refuses such an update
             assert not any(isinstance(how, Partial) for layout in wanted for how in layout)
-            eqn = Eqn(op, replaced(args, iter(values)), tuple(replace(v, layout=at) for v, at in zip(outs, given)))
-            by_rank = [on_rank(eqn, [cut(x, at, rank) for x, at in zip(inputs, wanted)], rank) for rank in range(RANKS)]
+            eqn = Eqn(
+                op,
+                replaced(args, iter(values)),
+                tuple(replace(v, layout=at) for v, at in zip(outs, given)),
+            )
+            by_rank = [
+                on_rank(eqn, [cut(x, at, rank) for x, at in zip(inputs, wanted)], rank)
+                for rank in range(RANKS)
+            ]
             for whole, layout, parts in zip(results, given, zip(*by_rank), strict=True):
                 torch.testing.assert_close(joined(list(parts), layout).to(whole.dtype), whole)
             sharded += any(dim is not None for dim in dims)

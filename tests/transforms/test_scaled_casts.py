@@ -52,7 +52,9 @@ def run(lowered, state, ranks, steps=2):
 def both(step, state, *transforms, ranks=2, **options):
     """A step without and with `fuse_cast_gather`, whose results have the same bits. Returns the second, lowered."""
     options = {"mesh": zt.AbstractMesh(dp=ranks), **options}
-    plain, fused = (lower(step, *transforms, *more, state=state, **options) for more in ((), (FUSE,)))
+    plain, fused = (
+        lower(step, *transforms, *more, state=state, **options) for more in ((), (FUSE,))
+    )
     zt.check(fused.graph)
     assert equal(run(plain, state, ranks), run(fused, state, ranks))
     return fused
@@ -70,7 +72,9 @@ def gathers(lowered):
 
 def amaxes(lowered):
     """The all_reduces of maxima and minima, by the number of their members."""
-    found = [e for e in lowered.graph.eqns if e.op is ALL_REDUCE and e.kwargs["op"] in ("max", "min")]
+    found = [
+        e for e in lowered.graph.eqns if e.op is ALL_REDUCE and e.kwargs["op"] in ("max", "min")
+    ]
     return [(e.kwargs["op"], len(e.outs)) for e in found]
 
 
@@ -132,7 +136,10 @@ MESHES = {
     "hsdp": (zt.AbstractMesh(host=2, dp=2), {"axis": "dp", "replicate_axis": "host"}),
     "joint": (zt.AbstractMesh(dp=2, cp=2), {"axis": ("dp", "cp")}),
     "columns": (zt.AbstractMesh(dp=4), {"dim": lambda path, leaf: 1}),
-    "an axis each": (zt.AbstractMesh(dp=2, ep=2), {"axis": lambda path, leaf: "dp" if "up" in path else ("dp", "ep")}),
+    "an axis each": (
+        zt.AbstractMesh(dp=2, ep=2),
+        {"axis": lambda path, leaf: "dp" if "up" in path else ("dp", "ep")},
+    ),
 }
 
 
@@ -164,7 +171,9 @@ def test_a_scale_over_the_ranks_of_tensor_parallelism_too(transforms):
         results.append(lockstep(zt.check(lowered.graph), ranks))
     assert equal(*results)
     assert {dtype for dtypes in gathers(lowered).values() for dtype in dtypes} == {E4M3}
-    assert sum("all_reduce(" in line and "max, tp" in line for line in str(lowered).splitlines()) == 2
+    assert (
+        sum("all_reduce(" in line and "max, tp" in line for line in str(lowered).splitlines()) == 2
+    )
 
 
 def test_the_transforms_commute():
@@ -177,7 +186,9 @@ def test_the_transforms_commute():
 def test_at_stage_3_what_backward_reads_is_gathered_again(saves):
     """Unless it is kept: at stages 1 and 2, and by a plan that has the memory."""
     step = step_of(Recipe(saves=saves))
-    again = lambda lowered: sum(bool(e.provenance.again) for e in lowered.graph.eqns if e.op is ALL_GATHER)
+    again = lambda lowered: sum(
+        bool(e.provenance.again) for e in lowered.graph.eqns if e.op is ALL_GATHER
+    )
     assert [again(lower(step, FUSE, stage=stage)) for stage in (1, 2, 3)] == [0, 0, 1]
     assert again(lower(step, *SCHEDULES, FUSE)) == 0
     assert again(lower(step, *SCHEDULES, FUSE, reshard="always")) == 1
@@ -187,10 +198,14 @@ def test_at_stage_3_what_backward_reads_is_gathered_again(saves):
 @pytest.mark.parametrize("keep", ["whole", "shard"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_micro_batches(stage, keep):
-    fused = both(step_of(Recipe()), state_of(), *SCHEDULES, zt.accumulate(4, keep=keep), stage=stage)
+    fused = both(
+        step_of(Recipe()), state_of(), *SCHEDULES, zt.accumulate(4, keep=keep), stage=stage
+    )
     programs = zt.ir.parts(fused.graph)
     each = programs.first, programs.middle, programs.last
-    maxima = [sum(e.op is ALL_REDUCE and e.kwargs["op"] == "max" for e in part.eqns) for part in each]
+    maxima = [
+        sum(e.op is ALL_REDUCE and e.kwargs["op"] == "max" for e in part.eqns) for part in each
+    ]
     assert maxima == [1, 0, 0], "the first micro-batch computes the maxima for all"
 
 
@@ -206,7 +221,9 @@ def test_layers_that_backward_computes_again(reentrant):
             x = checkpoint(layer, x, w, use_reentrant=reentrant)
         value = (x - y).square().mean()
         value.backward()
-        return {"params": {k: p - 0.1 * params[k].grad for k, p in state["params"].items()}}, value.detach()
+        return {
+            "params": {k: p - 0.1 * params[k].grad for k, p in state["params"].items()}
+        }, value.detach()
 
     fused = both(step, state_of())
     assert gathers(fused) == {"up": [E4M3], "down": [E4M3] * 2} and amaxes(fused) == [("max", 2)]
@@ -227,7 +244,11 @@ def step_with(use, **others):
         (g,) = torch.autograd.grad(value, [b])
         return {**state, "b": state["b"] - 0.1 * g}, value
 
-    state = {"w": torch.linspace(0.1, 3, 20)[:, None] * torch.randn(20, 8), "b": torch.ones(()), **others}
+    state = {
+        "w": torch.linspace(0.1, 3, 20)[:, None] * torch.randn(20, 8),
+        "b": torch.ones(()),
+        **others,
+    }
     return step, state
 
 
@@ -274,7 +295,15 @@ def in_blocks(w, state):
     return quantised(w.view(4, 5, 8).permute(2, 0, 1).unsqueeze(0), SCALES["dynamic"]).squeeze(0)
 
 
-USES = [of_two_uses, of_a_kept_scale, of_one_message, of_integers, through_bf16, of_a_difference, of_finite_values]
+USES = [
+    of_two_uses,
+    of_a_kept_scale,
+    of_one_message,
+    of_integers,
+    through_bf16,
+    of_a_difference,
+    of_finite_values,
+]
 USES += [in_blocks]
 
 
@@ -286,7 +315,9 @@ def test_other_uses(use, stage):
     kind = torch.int8 if use is of_integers else E4M3
     used = {"w": [kind], "v": [kind]} if use is of_one_message else {"w": [kind]}
     assert gathers(fused) == used
-    assert amaxes(fused) == {of_a_kept_scale: [], of_one_message: [("max", 2)]}.get(use, [("max", 1)])
+    assert amaxes(fused) == {of_a_kept_scale: [], of_one_message: [("max", 2)]}.get(
+        use, [("max", 1)]
+    )
     assert not fused.graph.notes
 
 
@@ -303,7 +334,10 @@ def also_wide(w, state):
 
 
 def in_two_dtypes(w, state):
-    return quantised(w, SCALES["dynamic"]).float() + cast(w, SCALES["dynamic"](w), torch.float8_e5m2).float()
+    return (
+        quantised(w, SCALES["dynamic"]).float()
+        + cast(w, SCALES["dynamic"](w), torch.float8_e5m2).float()
+    )
 
 
 def of_a_function(w, state):
@@ -325,10 +359,13 @@ def test_a_note_says_why_a_leaf_is_gathered_wide(use):
     fused = both(step, state, ranks=3)
     assert gathers(fused) == {"w": [torch.float32]} and not amaxes(fused)
     (note,) = fused.graph.notes
-    assert fnmatch.fnmatch(note.replace("[", "(").replace("]", ")"), (
-        f"w is cast to f8e4m3 behind its gather, because {STAY[use]}: fuse_cast_gather needs a scale that is one "
-        f"number, from a maximum of the whole tensor, of which every rank has a part"
-    )), note
+    assert fnmatch.fnmatch(
+        note.replace("[", "(").replace("]", ")"),
+        (
+            f"w is cast to f8e4m3 behind its gather, because {STAY[use]}: fuse_cast_gather needs a scale that is one "
+            f"number, from a maximum of the whole tensor, of which every rank has a part"
+        ),
+    ), note
     assert "# note: w is cast to f8e4m3 behind its gather" in str(fused)
 
 
@@ -338,7 +375,9 @@ def test_constants_that_print_alike_are_not_the_same():
     def of_constants(w, state):
         numbers = [torch.tensor(x) for x in (1.00001, 1.00004)]
         tables = [torch.arange(2000) * (torch.arange(2000) != k) for k in (700, 900)]
-        first, second = ((1e6 * (x - 1) + table[900]) / w.abs().max() for x, table in zip(numbers, tables))
+        first, second = (
+            (1e6 * (x - 1) + table[900]) / w.abs().max() for x, table in zip(numbers, tables)
+        )
         return cast(w, first).float() + cast(state["v"], second).float()
 
     step, state = step_with(of_constants, v=torch.randn(20, 8))
@@ -374,8 +413,12 @@ def test_values_that_are_no_numbers(kind):
         state["params"]["up"].zero_()
     else:
         state["params"]["up"][-1, 0] = float(kind)
-    plain, fused = (lower(step_of(Recipe()), *more, mesh=zt.AbstractMesh(dp=3)) for more in ((), (FUSE,)))
-    torch.testing.assert_close(run(plain, state, 3), run(fused, state, 3), rtol=0, atol=0, equal_nan=True)
+    plain, fused = (
+        lower(step_of(Recipe()), *more, mesh=zt.AbstractMesh(dp=3)) for more in ((), (FUSE,))
+    )
+    torch.testing.assert_close(
+        run(plain, state, 3), run(fused, state, 3), rtol=0, atol=0, equal_nan=True
+    )
 
 
 def test_a_scaled_product_reads_what_is_gathered():
@@ -419,7 +462,9 @@ def test_a_module_whose_layers_make_fp8_tensors_of_a_class_of_their_own(stage):
     model = scaled_model()
     loop, optimizer = loop_of(model)
     step, state = zt.lift(loop, model, optimizer)
-    lowered = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2), stage=stage), *SCHEDULES, FUSE)(step).lower(state, *batch)
+    lowered = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2), stage=stage), *SCHEDULES, FUSE)(
+        step
+    ).lower(state, *batch)
     for loss in losses:
         state, outputs = lowered.lockstep(state, [batch, batch])
         assert all(torch.equal(out, loss) for out in outputs)

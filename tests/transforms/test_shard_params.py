@@ -50,8 +50,15 @@ def test_stage_3_gathers_again_in_backward():
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_tied_weights_are_gathered_and_reduced_once(stage):
     _, _, lowered = sharded(CASES["gpt_adam"], 4, stage, steps=1)
-    for op, role, most in ((ALL_GATHER, "param", 2 if stage == 3 else 1), (REDUCE_SCATTER, "grad", 1)):
-        messages = [e for e in starts(lowered.graph, op, role) if "params.tokens.weight" in e.provenance.paths]
+    for op, role, most in (
+        (ALL_GATHER, "param", 2 if stage == 3 else 1),
+        (REDUCE_SCATTER, "grad", 1),
+    ):
+        messages = [
+            e
+            for e in starts(lowered.graph, op, role)
+            if "params.tokens.weight" in e.provenance.paths
+        ]
         assert 1 <= len(messages) <= most
 
 
@@ -73,10 +80,20 @@ def test_clipping_by_the_global_norm_costs_one_scalar():
 @pytest.mark.slow
 def test_every_gradient_is_reduced_whatever_the_optimizer():
     """PyTorch's own passes recognise gradients by patterns, and find none if the optimizer is in the graph."""
-    for name in ("gpt_adam", "clipped", "adamw_fused", "adamw_foreach", "accumulation", "sam", "weight_penalty"):
+    for name in (
+        "gpt_adam",
+        "clipped",
+        "adamw_fused",
+        "adamw_foreach",
+        "accumulation",
+        "sam",
+        "weight_penalty",
+    ):
         _, _, lowered = sharded(CASES[name], 4, steps=1)
         trained = {v.name for v in lowered.graph.inputs if v.name.startswith("params.")}
-        reduced = {p for e in starts(lowered.graph, REDUCE_SCATTER, "grad") for p in e.provenance.paths}
+        reduced = {
+            p for e in starts(lowered.graph, REDUCE_SCATTER, "grad") for p in e.provenance.paths
+        }
         assert {p for p in reduced if p.startswith("params.")} == trained or name == "sam", name
 
 
@@ -85,7 +102,9 @@ def test_the_update_runs_on_shards_only():
         _, _, lowered = sharded(CASES[name], 4, steps=1)
         for e in lowered.graph.eqns:
             if e.region == "update" and not is_start(e):
-                assert all(o.split or o.numel <= 30 for o in e.outs if o is not None and len(o.shape) > 1), e
+                assert all(
+                    o.split or o.numel <= 30 for o in e.outs if o is not None and len(o.shape) > 1
+                ), e
 
 
 def test_the_peak_falls_with_the_stage():
@@ -95,8 +114,12 @@ def test_the_peak_falls_with_the_stage():
         _, _, lowered = sharded(CASES["gpt_adam"], 4, stage, steps=1)
         memory = lowered.memory_analysis()
         peaks[stage] = memory.peak - sum(v.numel * v.dtype.itemsize for v in lowered.graph.batch)
-        whole = sum(v.numel * v.dtype.itemsize for v in lowered.graph.inputs[: lowered.graph.num_state])
-        rows = [(v.shape, v.dtype.itemsize) for v in lowered.graph.inputs[: lowered.graph.num_state]]
+        whole = sum(
+            v.numel * v.dtype.itemsize for v in lowered.graph.inputs[: lowered.graph.num_state]
+        )
+        rows = [
+            (v.shape, v.dtype.itemsize) for v in lowered.graph.inputs[: lowered.graph.num_state]
+        ]
         ceil = sum((-(-s[0] // 4) * torch.Size(s[1:]).numel() if s else 1) * b for s, b in rows)
         assert memory.state == (whole if stage == 0 else ceil)
     assert peaks[0] > peaks[1] >= peaks[2] > peaks[3]

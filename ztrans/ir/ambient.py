@@ -23,13 +23,17 @@ from torch.utils import _pytree as pytree
 @functools.cache
 def _devices() -> tuple[str, ...]:
     """The types of the devices of this machine; autocast is set for each of them."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
 def ambient() -> dict[str, Any]:
     """The settings of PyTorch on which a trace depends, by name."""
-    cast = lambda device: torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else "off"
+    cast = lambda device: (
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else "off"
+    )
     return {
         **{f"autocast on {device}": cast(device) for device in _devices()},
         "the default dtype": torch.get_default_dtype(),

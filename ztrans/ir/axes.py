@@ -52,13 +52,17 @@ def with_joint_sizes(sizes: Mapping[str, int], joint: Iterable[str]) -> dict[str
     return {**sizes, **{axis: math.prod(sizes[a] for a in members(axis)) for axis in joint}}
 
 
-def with_joint_indices(at: Mapping[str, int], sizes: Mapping[str, int], joint: Iterable[str]) -> dict[str, int]:
+def with_joint_indices(
+    at: Mapping[str, int], sizes: Mapping[str, int], joint: Iterable[str]
+) -> dict[str, int]:
     """The index of a rank along the axes of a mesh, and along some joint axes.
 
     >>> with_joint_indices({"dp": 1, "cp": 2}, {"dp": 2, "cp": 4}, ["dp*cp"])
     {'dp': 1, 'cp': 2, 'dp*cp': 6}
     """
-    index = lambda axis: functools.reduce(lambda k, member: k * sizes[member] + at[member], members(axis), 0)
+    index = lambda axis: functools.reduce(
+        lambda k, member: k * sizes[member] + at[member], members(axis), 0
+    )
     return {**at, **{axis: index(axis) for axis in joint}}
 
 
@@ -72,7 +76,9 @@ def submesh(mesh: DeviceMesh, axes: Iterable[str]) -> DeviceMesh:
     if all(axis in order for axis in names):
         return mesh if names == order else mesh[names]
     # A mesh that was flattened before under the same name is returned again.
-    meshes = [mesh[members(axis)]._flatten(axis) if axis not in order else mesh[axis] for axis in names]
+    meshes = [
+        mesh[members(axis)]._flatten(axis) if axis not in order else mesh[axis] for axis in names
+    ]
     apart = next((axis for axis in names if f"*{axis}*" not in f"*{_JOINT.join(order)}*"), None)
     if apart and len(names) > 1:
         raise ValueError(
@@ -129,4 +135,8 @@ def rows(ranks: torch.Tensor, order: Sequence[str], axes: Collection[str]) -> li
     """
     along = [k for k, axis in enumerate(order) if axis in members_of(axes)]
     others = [k for k in range(ranks.ndim) if k not in along]
-    return ranks.permute(*others, *along).reshape(-1, math.prod(ranks.shape[k] for k in along)).tolist()
+    return (
+        ranks.permute(*others, *along)
+        .reshape(-1, math.prod(ranks.shape[k] for k in along))
+        .tolist()
+    )

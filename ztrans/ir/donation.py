@@ -22,7 +22,9 @@ from .operations import is_written, overloads
 from .relations import kept
 from .write_order import first_write
 
-Written = list[tuple[Var, Var | None]]  # arguments that are overwritten, each with the result that replaces it
+Written = list[
+    tuple[Var, Var | None]
+]  # arguments that are overwritten, each with the result that replaces it
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,16 @@ def donation(graph: Graph, apart: frozenset[Eqn] = frozenset()) -> Donation:
     twins: dict[Eqn, Any] = {}
     for i, e in enumerate(graph.eqns):
         choices = _choices(e) if e not in apart else ()
-        twin, written = next(((t, w) for t, w in choices if _fits(e, w) and storages.may_write(i, e, w)), (None, []))
+        twin, written = next(
+            ((t, w) for t, w in choices if _fits(e, w) and storages.may_write(i, e, w)), (None, [])
+        )
         if twin is not None:
             twins[e] = twin
             storages.write(written)
         storages.pass_by(e, released.get(e))
-    return Donation(twins, storages.last, {v: storages.owner(v) for v in storages.root}, storages.read)
+    return Donation(
+        twins, storages.last, {v: storages.owner(v) for v in storages.root}, storages.read
+    )
 
 
 class _Storages:
@@ -64,7 +70,9 @@ class _Storages:
         live = liveness(graph)
         self.root, self.last = live.root, dict(live.last)
         self.state, self.writes_from = set(graph.inputs[: graph.num_state]), first_write(graph)
-        self.filling = self.state | {v for v, _ in graph.donated}  # they fill a storage which the program may write
+        self.filling = self.state | {
+            v for v, _ in graph.donated
+        }  # they fill a storage which the program may write
         self.taken: dict[Var, Var] = {}  # results, each with the owner of the storage that it took
         self.read: dict[Var, int] = {}
 
@@ -108,7 +116,12 @@ _SMALL = 16 << 10  # bytes of a constant that is kept from step to step
 
 def is_constant(e: Eqn) -> bool:
     """Whether an equation makes a small constant. It is made once and used by every step, so nothing writes over it."""
-    if e.ins or not isinstance(e.op, torch._ops.OpOverload) or is_random(e.op) or len(e.results) != 1:
+    if (
+        e.ins
+        or not isinstance(e.op, torch._ops.OpOverload)
+        or is_random(e.op)
+        or len(e.results) != 1
+    ):
         return False
     return e.out.numel * e.out.dtype.itemsize <= _SMALL and not e.out.layout
 
@@ -132,8 +145,14 @@ def _fits(e: Eqn, written: Written) -> bool:
 
     The devices are unknown if a scalar is computed from several: one of them may be on the CPU, another on the GPU.
     """
-    scalars = len(written) == 1 and _others(e, written) and e.outs[0] is not None and not e.outs[0].shape
-    return bool(written) and not scalars and all(out is not None and v.is_like(out) for v, out in written)
+    scalars = (
+        len(written) == 1 and _others(e, written) and e.outs[0] is not None and not e.outs[0].shape
+    )
+    return (
+        bool(written)
+        and not scalars
+        and all(out is not None and v.is_like(out) for v, out in written)
+    )
 
 
 def _others(e: Eqn, written: Written) -> list[Var]:
@@ -164,7 +183,9 @@ def in_place(op: Any) -> Any:
     if torch.Tag.pointwise not in op.tags and not name.startswith("_fused_"):
         return None
     packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)
-    return getattr(packet, op._schema.overload_name or "default", None) if packet is not None else None
+    return (
+        getattr(packet, op._schema.overload_name or "default", None) if packet is not None else None
+    )
 
 
 _BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
@@ -176,7 +197,12 @@ def batch_norm_over(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
 
 
 # Each row of the result depends on the same row of the arguments only, and is written after that row was read.
-_BY_ROW = {"aten::_softmax", "aten::_log_softmax", "aten::_softmax_backward_data", "aten::_log_softmax_backward_data"}
+_BY_ROW = {
+    "aten::_softmax",
+    "aten::_log_softmax",
+    "aten::_softmax_backward_data",
+    "aten::_log_softmax_backward_data",
+}
 
 # Each element of the result is computed from the elements at the same place, however the arguments are laid out.
 _ARITHMETIC = {"aten::add", "aten::sub", "aten::mul", "aten::div"}
@@ -185,13 +211,22 @@ _ARITHMETIC = {"aten::add", "aten::sub", "aten::mul", "aten::div"}
 @functools.cache
 def _into(op: Any) -> tuple[Any, str] | None:
     """For an operation that may write over an argument while it reads it: its form with `out=`, and that keyword."""
-    if not isinstance(op, torch._ops.OpOverload) or not (torch.Tag.pointwise in op.tags or op._schema.name in _BY_ROW):
+    if not isinstance(op, torch._ops.OpOverload) or not (
+        torch.Tag.pointwise in op.tags or op._schema.name in _BY_ROW
+    ):
         return None
     signature = [(a.name, str(a.type)) for a in op._schema.arguments]
     forms = overloads(op.overloadpacket)
-    for form in (f for f in forms if torch.Tag.generated not in f.tags):  # generated forms allocate a result and copy
+    for form in (
+        f for f in forms if torch.Tag.generated not in f.tags
+    ):  # generated forms allocate a result and copy
         *given, last = form._schema.arguments or [None]
-        if last is not None and last.kwarg_only and last.is_out and [(a.name, str(a.type)) for a in given] == signature:
+        if (
+            last is not None
+            and last.kwarg_only
+            and last.is_out
+            and [(a.name, str(a.type)) for a in given] == signature
+        ):
             return form, last.name
     return None
 
@@ -211,7 +246,11 @@ def onto(op: Any, place: int) -> Callable:
     if target is None:
         raise ValueError(f"{op} has no form that writes where it reads.")
     form, out = target
-    tensors = [k for k, a in enumerate(form._schema.arguments) if not a.kwarg_only and str(a.type) == "Tensor"]
+    tensors = [
+        k
+        for k, a in enumerate(form._schema.arguments)
+        if not a.kwarg_only and str(a.type) == "Tensor"
+    ]
     is_arithmetic = op._schema.name in _ARITHMETIC
 
     def over(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -233,17 +272,32 @@ def _written(e: Eqn, twin: Any) -> Written:
     """The arguments that the in-place twin writes, each with the result that replaces it."""
     pairs = updated(e, twin)
     # A fused optimizer writes its gradients only to unscale them, which it does only if `grad_scale` is given.
-    return pairs[:1] + pairs[2:] if _declared(twin)[0] and e.kwargs.get("grad_scale") is None else pairs
+    return (
+        pairs[:1] + pairs[2:]
+        if _declared(twin)[0] and e.kwargs.get("grad_scale") is None
+        else pairs
+    )
 
 
 def updated(e: Eqn, twin: Any) -> Written:
     """The arguments that the in-place twin declares to write, each with its result."""
     _, declared = _declared(twin)
-    flat = [x for a, write in zip(e.args, declared) if write for x in (a if isinstance(a, (list, tuple)) else (a,))]
-    return list(zip(flat, e.outs)) if len(flat) == len(e.outs) and all(isinstance(v, Var) for v in flat) else []
+    flat = [
+        x
+        for a, write in zip(e.args, declared)
+        if write
+        for x in (a if isinstance(a, (list, tuple)) else (a,))
+    ]
+    return (
+        list(zip(flat, e.outs))
+        if len(flat) == len(e.outs) and all(isinstance(v, Var) for v in flat)
+        else []
+    )
 
 
 @functools.cache
 def _declared(twin: Any) -> tuple[bool, list[bool]]:
     """Whether the twin is that of a fused optimizer, and which arguments it writes."""
-    return twin._schema.name.startswith("aten::_fused_"), list(map(is_written, twin._schema.arguments))
+    return twin._schema.name.startswith("aten::_fused_"), list(
+        map(is_written, twin._schema.arguments)
+    )

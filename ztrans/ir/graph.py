@@ -75,7 +75,9 @@ class Var:
         'f32[32@dp,16]'
         """
         split = {s.dim: s.axis for s in self.layout if isinstance(s, Split)}
-        dims = ",".join(f"{n}@{split[d]}" if d in split else str(n) for d, n in enumerate(self.shape))
+        dims = ",".join(
+            f"{n}@{split[d]}" if d in split else str(n) for d, n in enumerate(self.shape)
+        )
         partial = "".join(f"{{{p.op}@{p.axis}}}" for p in self.layout if isinstance(p, Partial))
         return f"{DTYPES.get(self.dtype, str(self.dtype))}[{dims}]{partial}{'!' if self.future else ''}"
 
@@ -172,7 +174,9 @@ class Eqn:
 
     def reading(self, read: Callable[[Var], Any], **changes: Any) -> Eqn:
         """The equation with `read(v)` in place of each variable `v` that it reads, and with other changes."""
-        return self.replace(args=substitute(self.args, read), kwargs=substitute(self.kwargs, read), **changes)
+        return self.replace(
+            args=substitute(self.args, read), kwargs=substitute(self.kwargs, read), **changes
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,10 +223,12 @@ class Graph:
 
     def __str__(self) -> str:
         from .printer import program  # imported here, because the printer imports this module
+
         return program(self)
 
     def _repr_html_(self) -> str:
         from .printer import html  # as above
+
         return html(self)
 
     def __repr__(self) -> str:
@@ -254,8 +260,13 @@ def substitute(tree: Any, read: Callable[[Var], Any]) -> Any:
     """`tree` with every `Var` replaced by `read(var)`."""
     if type(tree) is Var:
         return read(tree)
-    if isinstance(tree, (tuple, list)):  # most members are variables or constants, for which no call is needed
-        members = [read(x) if type(x) is Var else x if type(x) in ATOMS else substitute(x, read) for x in tree]
+    if isinstance(
+        tree, (tuple, list)
+    ):  # most members are variables or constants, for which no call is needed
+        members = [
+            read(x) if type(x) is Var else x if type(x) in ATOMS else substitute(x, read)
+            for x in tree
+        ]
         return type(tree)(members)
     return {k: substitute(x, read) for k, x in tree.items()} if isinstance(tree, Mapping) else tree
 

@@ -59,9 +59,15 @@ def lockstep(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[list
         return _micro_batches(graph, ranks)
     places = coordinates(graph.mesh, graph.joint)
     if len(ranks) != len(places):
-        raise ValueError(f"lockstep: the program is for {len(places)} ranks and was given inputs for {len(ranks)}.")
-    values: list[dict[Var, Any]] = [dict(zip(graph.inputs, inputs, strict=True)) for inputs in ranks]
-    last = {v: i for i, e in enumerate(graph.eqns) for v in e.ins} | {v: -1 for v in variables(graph.outputs)}
+        raise ValueError(
+            f"lockstep: the program is for {len(places)} ranks and was given inputs for {len(ranks)}."
+        )
+    values: list[dict[Var, Any]] = [
+        dict(zip(graph.inputs, inputs, strict=True)) for inputs in ranks
+    ]
+    last = {v: i for i, e in enumerate(graph.eqns) for v in e.ins} | {
+        v: -1 for v in variables(graph.outputs)
+    }
     with torch.no_grad(), without_autocast():
         for i, eqn in enumerate(graph.eqns):
             _run(eqn, graph, places, values)
@@ -76,7 +82,9 @@ def _micro_batches(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> lis
     programs = parts(graph)
     carries = [Carry(graph, programs, inputs) for inputs in ranks]
     for program in programs.before_last:
-        for carry, outputs in zip(carries, lockstep(program, [carry.inputs() for carry in carries])):
+        for carry, outputs in zip(
+            carries, lockstep(program, [carry.inputs() for carry in carries])
+        ):
             carry.take(outputs)
     return lockstep(programs.last, [carry.inputs() for carry in carries])
 
@@ -95,7 +103,11 @@ def scatter(graph: Graph, state: Sequence[torch.Tensor]) -> list[list[torch.Tens
     """Every rank's part of a full flat state."""
 
     def part(v: Var, leaf: torch.Tensor, at: Place) -> torch.Tensor:
-        return leaf if v.split is None else cut(leaf, v.split, graph.axes[v.split.axis], at[v.split.axis])
+        return (
+            leaf
+            if v.split is None
+            else cut(leaf, v.split, graph.axes[v.split.axis], at[v.split.axis])
+        )
 
     places = coordinates(graph.mesh, graph.joint)
     return [[part(v, leaf, at) for v, leaf in zip(graph.inputs, state)] for at in places]
@@ -117,7 +129,11 @@ def _groups(places: Sequence[Place], axis: str | None) -> list[list[int]]:
     if axis is None:
         return [[rank] for rank in range(len(places))]
     if axis not in places[0]:
-        raise ValueError(f"lockstep: {axis!r} is no axis of the mesh, which has {', '.join(map(repr, places[0]))}.")
+        raise ValueError(
+            f"lockstep: {axis!r} is no axis of the mesh, which has {', '.join(map(repr, places[0]))}."
+        )
     along = members(axis)
-    others = (tuple((a, i) for a, i in at.items() if set(members(a)).isdisjoint(along)) for at in places)
+    others = (
+        tuple((a, i) for a, i in at.items() if set(members(a)).isdisjoint(along)) for at in places
+    )
     return list(grouped(zip(others, range(len(places)))).values())

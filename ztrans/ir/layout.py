@@ -39,7 +39,9 @@ class AbstractMesh:
     def __init__(self, **sizes: int) -> None:
         for axis, size in sizes.items():
             if not isinstance(size, int) or size < 1:
-                raise ValueError(f"AbstractMesh: axis {axis!r} has size {size!r}; a size is a positive integer.")
+                raise ValueError(
+                    f"AbstractMesh: axis {axis!r} has size {size!r}; a size is a positive integer."
+                )
         object.__setattr__(self, "axes", tuple(sizes.items()))
 
     def __repr__(self) -> str:
@@ -138,7 +140,11 @@ def localize(eqn: Eqn, sizes: Mapping[str, int], at: Mapping[str, int]) -> Eqn:
         return eqn
     if eqn.op.overloadpacket is aten.squeeze:
         return eqn.replace(op=aten.squeeze.dims, args=(eqn.args[0], _squeezed(*eqn.args)))
-    shapes = [i for i in _shape_arguments(eqn.op) if i < len(eqn.args) and isinstance(eqn.args[i], (list, tuple))]
+    shapes = [
+        i
+        for i in _shape_arguments(eqn.op)
+        if i < len(eqn.args) and isinstance(eqn.args[i], (list, tuple))
+    ]
     if not shapes:
         return eqn
     shape = list(local_shape(out, sizes, at))
@@ -148,7 +154,9 @@ def localize(eqn: Eqn, sizes: Mapping[str, int], at: Mapping[str, int]) -> Eqn:
 @functools.cache
 def _shape_arguments(op: torch._ops.OpOverload) -> tuple[int, ...]:
     """The positions of the arguments that give the shape of the result."""
-    return tuple(i for i, declared in enumerate(op._schema.arguments) if declared.name in ("size", "shape"))
+    return tuple(
+        i for i, declared in enumerate(op._schema.arguments) if declared.name in ("size", "shape")
+    )
 
 
 def _squeezed(x: Var, dims: int | Sequence[int] | None = None) -> list[int]:
@@ -217,7 +225,9 @@ class Own:
         for axis, size, placement in zip(self.axes, self.sizes, self.placements):
             if isinstance(placement, Shard) and self.shape[placement.dim] % size:
                 rows = self.shape[placement.dim]
-                return f"its dim {placement.dim} has {rows} rows, which {axis}={size} does not divide"
+                return (
+                    f"its dim {placement.dim} has {rows} rows, which {axis}={size} does not divide"
+                )
             if not isinstance(placement, Shard | Replicate):
                 return f"it is {placement} over {axis}"
         return None
@@ -230,5 +240,9 @@ class Own:
     def cuts(self, dim: int, axes: Collection[str] | None = None) -> int:
         """The number of parts into which the step cuts a dim of the leaf, over all of its axes or those of `axes`."""
         over = zip(self.axes, self.sizes, self.placements)
-        cut_here = lambda placement: isinstance(placement, Shard) and placement.dim % len(self.shape) == dim
-        return math.prod(size for axis, size, p in over if cut_here(p) and (axes is None or axis in axes))
+        cut_here = lambda placement: (
+            isinstance(placement, Shard) and placement.dim % len(self.shape) == dim
+        )
+        return math.prod(
+            size for axis, size, p in over if cut_here(p) and (axes is None or axis in axes)
+        )

@@ -30,7 +30,11 @@ def liveness(graph: Graph) -> Liveness:
     last: dict[Var, int] = {}
     for i, e in enumerate(graph.eqns):
         waited = waits.get(e)
-        shares = rules(waited.start).shares_buffer(waited.start, waited.member) if waited else rules(e).shares(e)
+        shares = (
+            rules(waited.start).shares_buffer(waited.start, waited.member)
+            if waited
+            else rules(e).shares(e)
+        )
         root.update((out, root[e.ins[0]] if shares and e.ins else out) for out in e.results)
         last.update((root[v], i) for v in e.ins)
         if waited and rules(waited.start).sends_own(waited.start, waited.member, graph.axes):

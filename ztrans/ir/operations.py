@@ -102,12 +102,18 @@ def strided(base: torch.Tensor, size: Any, stride: Any, offset: int | None = Non
     return aten.as_strided.default(base, size, stride, base.storage_offset() + (offset or 0))
 
 
-def strided_scatter(base: torch.Tensor, new: torch.Tensor, size: Any, stride: Any, offset: int | None = None) -> Any:
+def strided_scatter(
+    base: torch.Tensor, new: torch.Tensor, size: Any, stride: Any, offset: int | None = None
+) -> Any:
     """`as_strided_scatter`, whose offset counts from the beginning of `base`, as that of `strided`."""
-    return aten.as_strided_scatter.default(base, new, size, stride, base.storage_offset() + (offset or 0))
+    return aten.as_strided_scatter.default(
+        base, new, size, stride, base.storage_offset() + (offset or 0)
+    )
 
 
-_FROM = getattr(aten.random, "from")  # generated code cannot name it, because `from` is a word of Python
+_FROM = getattr(
+    aten.random, "from"
+)  # generated code cannot name it, because `from` is a word of Python
 
 
 def drawn_from(x: torch.Tensor, low: int, high: int | None, **kwargs: Any) -> torch.Tensor:
@@ -135,7 +141,11 @@ def _contiguous(x: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[tor
 @functools.cache
 def called(op: Any) -> Callable:
     """A function that computes `op` for arguments with any strides. Collectives of torch 2.11 need contiguous ones."""
-    if _NEED_CONTIGUOUS and getattr(op, "namespace", None) == "_c10d_functional" and op is not _WAIT:
+    if (
+        _NEED_CONTIGUOUS
+        and getattr(op, "namespace", None) == "_c10d_functional"
+        and op is not _WAIT
+    ):
         return lambda x, *args, **kwargs: op(_contiguous(x), *args, **kwargs)
     return _CALLED.get(op, op)
 

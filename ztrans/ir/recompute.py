@@ -69,5 +69,7 @@ def checkpointed(graph: Graph, checkpoint: Mapping[Var, int | None], drops: Set[
     for e in graph.eqns:
         number = next((checkpoint.get(v) for v in e.results), None)
         if e.region != "backward":
-            kept.update(root[v] for v in e.ins if e.region == "update" or checkpoint.get(root[v]) != number)
+            kept.update(
+                root[v] for v in e.ins if e.region == "update" or checkpoint.get(root[v]) != number
+            )
     return recompute(graph, dropped - kept)

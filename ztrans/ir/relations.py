@@ -20,7 +20,18 @@ G = TypeVar("G")
 P = ParamSpec("P")
 # The types of most constants among the arguments of operations. They contain nothing.
 ATOMS = frozenset(
-    {int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
+    {
+        int,
+        float,
+        complex,
+        bool,
+        str,
+        type(None),
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+    }
 )
 
 

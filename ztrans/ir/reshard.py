@@ -33,7 +33,9 @@ class Site:
         return {"region": self.region, "source": self.source}
 
 
-def redistribute(v: Var, to: Split | Partial | None, axis: str, site: Site, name: str) -> tuple[list[Eqn], Var]:
+def redistribute(
+    v: Var, to: Split | Partial | None, axis: str, site: Site, name: str
+) -> tuple[list[Eqn], Var]:
     """The equations that lay `v` out as `to` over `axis`, and their result, which is called `name`."""
     have = on_axis(v.layout, axis)
     if have == to:
@@ -68,12 +70,16 @@ def reduced(
     """The equations that reduce `v`, of which each rank of `axis` has a term, to a whole value or to shards."""
     if to is not None and to.dim >= len(v.shape):
         to = None
-    start = reduce([v], [site.fresh(name)], axis, op, to, dtype, result, provenance=site.provenance, **site.eqn)
+    start = reduce(
+        [v], [site.fresh(name)], axis, op, to, dtype, result, provenance=site.provenance, **site.eqn
+    )
     end = wait(start.out, **site.eqn)
     return [start, end], end.out
 
 
-def _norm(v: Var, p: float, to: Split | None, axis: str, site: Site, name: str) -> tuple[list[Eqn], Var]:
+def _norm(
+    v: Var, p: float, to: Split | None, axis: str, site: Site, name: str
+) -> tuple[list[Eqn], Var]:
     """Combine the p-norms of parts: the p-th root of the sum of their p-th powers, or their max or min if p = inf."""
     aten = torch.ops.aten
     if p in (float("inf"), float("-inf")):

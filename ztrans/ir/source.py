@@ -22,17 +22,22 @@ from typing import Any
 
 import torch
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))  # ztrans; ops is its sibling, linked into it
+_PACKAGE = os.path.dirname(
+    os.path.dirname(os.path.realpath(__file__))
+)  # ztrans; ops is its sibling, linked into it
 _OURS = (_PACKAGE + os.sep, os.path.join(os.path.dirname(_PACKAGE), "ops") + os.sep)
 _TORCH, _STANDARD = (
-    os.path.realpath(path) + os.sep for path in (os.path.dirname(torch.__file__), sysconfig.get_path("stdlib"))
+    os.path.realpath(path) + os.sep
+    for path in (os.path.dirname(torch.__file__), sysconfig.get_path("stdlib"))
 )
 
 TRACED = "run_traced"  # the function in ztrans.tracing.fx_trace that calls a step to trace it
 
 # File names of code typed at the prompts of Python, IPython, IDLE and `code.interact`, and of code in a doctest.
 _TYPED = re.compile(r"<(stdin|console|input|python-input|ipython-input|pyshell|doctest)\b")
-_TERMINAL_CELL = re.compile(r"<ipython-input-(\d+)-")  # in a terminal, IPython names a cell by its number
+_TERMINAL_CELL = re.compile(
+    r"<ipython-input-(\d+)-"
+)  # in a terminal, IPython names a cell by its number
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,11 @@ class Source:
     def of(function: Callable) -> Source | None:
         """The line on which the definition of a function begins; None for a function that Python did not compile."""
         code = getattr(inspect.unwrap(function), "__code__", None)
-        return Source(code.co_filename, code.co_firstlineno, code.co_qualname) if code is not None else None
+        return (
+            Source(code.co_filename, code.co_firstlineno, code.co_qualname)
+            if code is not None
+            else None
+        )
 
     @property
     def where(self) -> str:
@@ -70,7 +79,9 @@ def where(source: Source | None, otherwise: str = "an unknown line") -> str:
 @functools.cache
 def is_library(file: str) -> bool:
     """Whether a file of code belongs to torch, the standard library, ztrans or an installed package."""
-    ours = not file.startswith("<") and os.path.realpath(file).startswith((_TORCH, _STANDARD, *_OURS))
+    ours = not file.startswith("<") and os.path.realpath(file).startswith(
+        (_TORCH, _STANDARD, *_OURS)
+    )
     return ours or _is_installed(file)
 
 
@@ -86,7 +97,9 @@ def is_ztrans(file: str) -> bool:
 def is_user_code(owner: Any) -> bool:
     """Whether a class, or a Python module, is the user's."""
     if isinstance(owner, ModuleType):
-        is_plain = type(owner) is ModuleType  # namespaces of operators, such as torch.ops.aten, are not
+        is_plain = (
+            type(owner) is ModuleType
+        )  # namespaces of operators, such as torch.ops.aten, are not
         return is_plain and not is_library(getattr(owner, "__file__", None) or sys.executable)
     if owner.__module__ == "__main__":
         return True
@@ -136,7 +149,10 @@ def library_line() -> str:
         frame = frame.f_back
     if frame is None or is_users(frame):
         return ""
-    file, code = frame.f_code.co_filename, linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    file, code = (
+        frame.f_code.co_filename,
+        linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip(),
+    )
     path = re.split(r"(?:site|dist)-packages.", file)[-1]
     return f"{path}:{frame.f_lineno} in {frame.f_code.co_qualname}: {code}"
 
@@ -164,7 +180,9 @@ def _is_executed(frame: FrameType) -> bool:
     """
     of_dataclass = frame.f_code.co_qualname.startswith("__create_fn__")
     of_namedtuple = frame.f_globals.get("__name__", "").startswith("namedtuple_")
-    return not (of_dataclass or of_namedtuple or is_library(frame.f_globals.get("__file__") or "<string>"))
+    return not (
+        of_dataclass or of_namedtuple or is_library(frame.f_globals.get("__file__") or "<string>")
+    )
 
 
 def _cell(file: str) -> str:

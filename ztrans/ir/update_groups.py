@@ -28,7 +28,9 @@ from .relations import sorted_by
 
 aten = torch.ops.aten
 Group = tuple[Eqn, ...]  # equations that one call computes
-ListCall = tuple[Any, tuple, Mapping[str, Any]]  # an operation over lists, its arguments and its keyword arguments
+ListCall = tuple[
+    Any, tuple, Mapping[str, Any]
+]  # an operation over lists, its arguments and its keyword arguments
 
 
 def group_updates(
@@ -65,7 +67,9 @@ def _runs(graph: Graph) -> Iterator[list[Eqn]]:
     """The equations of a program, cut into runs of updates that may change places, and single other equations."""
 
     def may_change_places(e: Eqn) -> bool:
-        return e.region == "update" and not (isinstance(e.op, Primitive) or rules(e).remote or is_random(e.op))
+        return e.region == "update" and not (
+            isinstance(e.op, Primitive) or rules(e).remote or is_random(e.op)
+        )
 
     for movable, run in groupby(graph.eqns, may_change_places):
         eqns = list(run)
@@ -76,14 +80,20 @@ class _Keys:
     """What the equations of a run are compared by, as numbers: equal equations have one number."""
 
     def __init__(self, shared: Collection[Var]) -> None:
-        self.shared = shared  # scalars that equations of several parameters read, such as a learning rate
+        self.shared = (
+            shared  # scalars that equations of several parameters read, such as a learning rate
+        )
         self.numbers: dict[Hashable, int] = {}
-        self.by_value: dict[Var, tuple[int, int]] = {}  # by result: the number of its equation, and its position
+        self.by_value: dict[
+            Var, tuple[int, int]
+        ] = {}  # by result: the number of its equation, and its position
 
     def number(self, e: Eqn) -> int:
         """The number of an equation, whose arguments have been numbered before."""
         # One call has one value of each keyword, such as the learning rate of a parameter group.
-        named = tuple((k, v if isinstance(v, Var) else self._argument(v)) for k, v in sorted(e.kwargs.items()))
+        named = tuple(
+            (k, v if isinstance(v, Var) else self._argument(v)) for k, v in sorted(e.kwargs.items())
+        )
         key = e.op, self._argument(e.args), named
         number = self.numbers.setdefault(key, len(self.numbers))
         self.by_value.update((v, (number, k)) for k, v in enumerate(e.results))
@@ -104,11 +114,17 @@ def _shared(graph: Graph) -> set[Var]:
         if e.region == "update":
             given = [*enumerate(e.args), *e.kwargs.items()]
             literals = repr([(place, x) for place, x in given if isinstance(x, int | float)])
-            reads.update((e.op, literals, place, v) for place, v in given if isinstance(v, Var) and not v.shape)
+            reads.update(
+                (e.op, literals, place, v)
+                for place, v in given
+                if isinstance(v, Var) and not v.shape
+            )
     return {v for *_, v in (read for read, count in reads.items() if count > 1)}
 
 
-def _regrouped(run: list[Eqn], shared: Collection[Var], may_move: Callable[[Eqn], bool]) -> list[list[Eqn]]:
+def _regrouped(
+    run: list[Eqn], shared: Collection[Var], may_move: Callable[[Eqn], bool]
+) -> list[list[Eqn]]:
     """The equations of a run as parts of equal ones: each part stands where the last of its equations stood."""
     if len(run) == 1:
         return [run]
@@ -124,7 +140,10 @@ def _ordered(run: Sequence[Eqn], parts: Sequence[list[Eqn]]) -> list[list[Eqn]]:
     """The parts in an order in which every value is computed before it is read, and otherwise as in the run."""
     maker = producers(run)
     part_of = {e: k for k, part in enumerate(parts) for e in part}
-    needs = {k: {part_of[maker[v]] for e in part for v in e.ins if v in maker} for k, part in enumerate(parts)}
+    needs = {
+        k: {part_of[maker[v]] for e in part for v in e.ins if v in maker}
+        for k, part in enumerate(parts)
+    }
     place = {part_of[e]: i for i, e in enumerate(run)}  # of the last equation of each part
     return [parts[k] for k in sorted_by(place.__getitem__, needs)]
 
@@ -140,7 +159,9 @@ def list_call(eqns: Sequence[Eqn], in_place: bool) -> ListCall | None:
     (<OpOverload(op='aten._foreach_add_', overload='Scalar')>, ([x: f32[2], y: f32[3]], 1), {})
     """
     first, op = eqns[0], eqns[0].op
-    if not isinstance(op, torch._ops.OpOverload) or (in_place and not isinstance(first.args[0], Var)):
+    if not isinstance(op, torch._ops.OpOverload) or (
+        in_place and not isinstance(first.args[0], Var)
+    ):
         return None
     packet = getattr(aten, f"_foreach_{op._schema.name.removeprefix('aten::')}{'_' * in_place}")
     kwargs = {k: v for k, v in first.kwargs.items() if k != "value"}
@@ -168,8 +189,15 @@ def _arguments(eqns: Sequence[Eqn]) -> Iterator[list[Any]]:
 def _accepts(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether the arguments have the types of an overload over lists."""
     arguments = overload._schema.arguments
-    kinds = ["List[Tensor]" if isinstance(x, list) else "Tensor" if isinstance(x, Var) else "number" for x in args]
+    kinds = [
+        "List[Tensor]" if isinstance(x, list) else "Tensor" if isinstance(x, Var) else "number"
+        for x in args
+    ]
     positional = [str(a.type) for a in arguments if not a.kwarg_only]
     rest = [a for a in arguments if not a.kwarg_only][len(args) :]
     named = {a.name for a in arguments if a.kwarg_only}
-    return kinds == positional[: len(args)] and kwargs.keys() <= named and all(a.has_default_value() for a in rest)
+    return (
+        kinds == positional[: len(args)]
+        and kwargs.keys() <= named
+        and all(a.has_default_value() for a in rest)
+    )

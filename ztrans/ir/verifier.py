@@ -40,7 +40,11 @@ def check(graph: Graph) -> Graph:
 
 
 def _wrong(problem: str, at: Eqn | None) -> ProgramError:
-    where = f"at {', '.join(map(str, at.outs))} = {at.op} [{at.source}]" if at is not None else "at the inputs"
+    where = (
+        f"at {', '.join(map(str, at.outs))} = {at.op} [{at.source}]"
+        if at is not None
+        else "at the inputs"
+    )
     return ProgramError(f"{problem}, {where}")
 
 
@@ -77,7 +81,9 @@ def _check_outputs(graph: Graph, bound: dict[str, Var]) -> None:
 def _check_state(graph: Graph) -> None:
     state = graph.inputs[: graph.num_state]
     if len(graph.outputs) < len(state):
-        raise ProgramError(f"{len(state)} leaves of state come back as {len(graph.outputs)} outputs")
+        raise ProgramError(
+            f"{len(state)} leaves of state come back as {len(graph.outputs)} outputs"
+        )
     for old, new in zip(state, graph.outputs):
         if not isinstance(new, Var) or not old.is_like(new):
             raise ProgramError(f"state {old} comes back as {new}")
@@ -93,13 +99,17 @@ def check_interface(before: Graph, after: Graph) -> None:
     if after.num_state != before.num_state:
         raise ProgramError(f"{after.num_state} inputs are state, and {before.num_state} were")
     if len(after.inputs) != len(before.inputs):
-        raise ProgramError(f"there are {len(after.inputs)} inputs, and there were {len(before.inputs)}")
+        raise ProgramError(
+            f"there are {len(after.inputs)} inputs, and there were {len(before.inputs)}"
+        )
     for old, new in zip(before.inputs, after.inputs):
         if (old.name, old.dtype, old.shape) != (new.name, new.dtype, new.shape):
             raise ProgramError(f"input {old} has become {new}")
     more = after.added[len(before.added) :]
     if after.added != (*before.added, *more) or len(set(after.added)) != len(after.added):
-        raise ProgramError(f"the added outputs are {after.added}, and they were {before.added}: add others behind them")
+        raise ProgramError(
+            f"the added outputs are {after.added}, and they were {before.added}: add others behind them"
+        )
     if len(after.outputs) != len(before.outputs) + len(more):
         named = f", and {len(more)} names in graph.added for more" if more else ""
         raise ProgramError(
@@ -107,4 +117,6 @@ def check_interface(before: Graph, after: Graph) -> None:
             f"the others, with a name for each: graph.replace(outputs=(*graph.outputs, y), added=(*graph.added, 'y'))"
         )
     if not after.batch <= set(after.inputs):
-        raise ProgramError(f"{', '.join(map(str, after.batch - set(after.inputs)))} of the batch is no input")
+        raise ProgramError(
+            f"{', '.join(map(str, after.batch - set(after.inputs)))} of the batch is no input"
+        )

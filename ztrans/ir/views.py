@@ -41,7 +41,9 @@ class Calls:
     equal: Mapping[Var, Var]
 
 
-def simpler_calls(graph: Graph, shape: Callable[[Var], tuple[int, ...]], apart: Collection[Eqn] = ()) -> Calls:
+def simpler_calls(
+    graph: Graph, shape: Callable[[Var], tuple[int, ...]], apart: Collection[Eqn] = ()
+) -> Calls:
     """The calls of a program's operations in as few as its views allow. Equations in `apart` are called as they are.
 
     `shape` gives the shape of a value on this rank; the sizes in the program are those of this rank too.
@@ -72,10 +74,18 @@ class _Views:
     def __init__(self, graph: Graph, shape: Callable[[Var], tuple[int, ...]]) -> None:
         self.shape = shape
         self.reshaped: dict[Var, Var] = {}  # by reshaped value, what it shows
-        self.transposed: dict[Var, tuple[Var, tuple[int, int]]] = {}  # likewise, with the dims that were exchanged
-        self.strided: set[Var] = set()  # results of other views, which may have gaps or another order in memory
-        self.summed: dict[Var, Eqn] = {}  # by sum that keeps the dims it is taken over, its equation
-        self.without_dims: dict[Eqn, Eqn] = {}  # by sum whose only reader drops the dims again, the sum without them
+        self.transposed: dict[
+            Var, tuple[Var, tuple[int, int]]
+        ] = {}  # likewise, with the dims that were exchanged
+        self.strided: set[Var] = (
+            set()
+        )  # results of other views, which may have gaps or another order in memory
+        self.summed: dict[
+            Var, Eqn
+        ] = {}  # by sum that keeps the dims it is taken over, its equation
+        self.without_dims: dict[
+            Eqn, Eqn
+        ] = {}  # by sum whose only reader drops the dims again, the sum without them
         self.readers = Counter(v for e in graph.eqns for v in dict.fromkeys(e.ins))
         self.readers.update(variables(graph.outputs))
 
@@ -100,10 +110,18 @@ class _Views:
                 self.reshaped[eqn.out] = earlier
                 return earlier
         summed = self.summed.get(shown)
-        if summed is not None and self.readers[shown] == 1 and wanted == self._without_summed(summed):
-            self.without_dims[summed] = summed.replace(args=(*summed.args[:2], False), outs=eqn.outs)
+        if (
+            summed is not None
+            and self.readers[shown] == 1
+            and wanted == self._without_summed(summed)
+        ):
+            self.without_dims[summed] = summed.replace(
+                args=(*summed.args[:2], False), outs=eqn.outs
+            )
             return ()  # computed where the sum stands: its argument may be overwritten before the view
-        while shown in self.reshaped and self.readers[shown] == 1:  # else a copy for strides might be made twice
+        while (
+            shown in self.reshaped and self.readers[shown] == 1
+        ):  # else a copy for strides might be made twice
             shown = self.reshaped[shown]
         self.reshaped[eqn.out] = shown
         return (eqn.replace(op=aten.view.default, args=(shown, list(wanted)), kwargs={}),)
@@ -139,12 +157,19 @@ class _Views:
             return (eqn,)
         weight = self.transposed[columns][0]
         value = next((v for v in self._shown(rows) if self._is_rows(v, self.shape(rows)[-1])), rows)
-        if not bias or value is rows or value in self.strided:  # without a bias `linear` may choose another kernel
+        if (
+            not bias or value is rows or value in self.strided
+        ):  # without a bias `linear` may choose another kernel
             return (eqn.replace(op=aten.linear.default, args=(rows, weight, *bias)),)
-        result = Var(f"{eqn.out.name}.whole", eqn.out.dtype, (*self.shape(value)[:-1], eqn.out.shape[-1]))
+        result = Var(
+            f"{eqn.out.name}.whole", eqn.out.dtype, (*self.shape(value)[:-1], eqn.out.shape[-1])
+        )
         self.reshaped[eqn.out] = result
         flat = eqn.replace(op=aten.view.default, args=(result, list(self.shape(eqn.out))))
-        return (eqn.replace(op=aten.linear.default, args=(value, weight, *bias), outs=(result,)), flat)
+        return (
+            eqn.replace(op=aten.linear.default, args=(value, weight, *bias), outs=(result,)),
+            flat,
+        )
 
     def _is_rows(self, v: Var, width: int) -> bool:
         """Whether a value has three dims, and `linear` can multiply its rows of this width as they are."""

@@ -32,7 +32,9 @@ class Device:
     launch: float  # seconds to launch a kernel
     memory: float = float("inf")  # bytes
     call: float = 1e-6  # seconds of the host for a call that launches no kernel, such as a view
-    gloo: bool = dataclasses.field(default=False, repr=False)  # whether gloo carries its collectives, not NCCL
+    gloo: bool = dataclasses.field(
+        default=False, repr=False
+    )  # whether gloo carries its collectives, not NCCL
 
     def rate(self, dtype: str) -> float:
         """The FLOP/s of matmuls in `dtype`; for a dtype without a rate, those of f32.
@@ -55,9 +57,15 @@ class Link:
     efficiency: tuple[tuple[str, float], ...] = ()  # (kind of collective, factor of the bandwidth)
     host: float = 0.0  # seconds of compute for each byte that is sent
     call: float = 0.0  # seconds of compute for each message that is sent
-    unpack: tuple[tuple[str, float], ...] = ()  # (kind, seconds of compute for each byte that has arrived)
-    inside: Link | None = dataclasses.field(default=None, repr=False)  # of the ranks of one host, if `by_host` says so
-    local: int = dataclasses.field(default=1, repr=False)  # ranks of a host, which are neighbours on the axis
+    unpack: tuple[
+        tuple[str, float], ...
+    ] = ()  # (kind, seconds of compute for each byte that has arrived)
+    inside: Link | None = dataclasses.field(
+        default=None, repr=False
+    )  # of the ranks of one host, if `by_host` says so
+    local: int = dataclasses.field(
+        default=1, repr=False
+    )  # ranks of a host, which are neighbours on the axis
 
     def seconds(self, kind: str, received: float, ranks: int) -> tuple[float, float]:
         """The latency of a collective over `ranks`, and the time in which its `received` bytes move.
@@ -72,7 +80,14 @@ class Link:
 # FLOP/s as large matmuls reach them, about 70% of the dense figure of the data sheet; bandwidth as a copy reaches it.
 H100 = Device(
     "H100",
-    (("bf16", 690e12), ("f16", 690e12), ("tf32", 350e12), ("f32", 47e12), ("f64", 47e12), ("f8e4m3", 1380e12)),
+    (
+        ("bf16", 690e12),
+        ("f16", 690e12),
+        ("tf32", 350e12),
+        ("f32", 47e12),
+        ("f64", 47e12),
+        ("f8e4m3", 1380e12),
+    ),
     2.9e12,
     4e-6,
     80e9,
@@ -80,14 +95,18 @@ H100 = Device(
 H200 = dataclasses.replace(H100, name="H200", bandwidth=4.1e12, memory=141e9)
 A100_RATES = (("bf16", 220e12), ("f16", 220e12), ("tf32", 110e12), ("f32", 14e12), ("f64", 14e12))
 A100 = Device("A100", A100_RATES, 1.7e12, 4e-6, 80e9)
-CPU = Device("one CPU core", (("f32", 1.0e11), ("f64", 5e10), ("bf16", 2.5e10)), 1.0e10, 5e-6, gloo=True)
+CPU = Device(
+    "one CPU core", (("f32", 1.0e11), ("f64", 5e10), ("bf16", 2.5e10)), 1.0e10, 5e-6, gloo=True
+)
 
 # Latency and hop as in NCCL's ring with the simple protocol; bandwidth as a rank receives in a large ring.
 LINKS = {
     "nvlink4": Link("nvlink4", 10e-6, 360e9, 2e-6),
     "nvlink3": Link("nvlink3", 10e-6, 230e9, 2e-6),
     "infiniband": Link("infiniband", 20e-6, 45e9, 3e-6),
-    "infiniband-rail": Link("infiniband-rail", 30e-6, 180e9, 2e-6),  # eight NICs a host, used by a whole ring
+    "infiniband-rail": Link(
+        "infiniband-rail", 30e-6, 180e9, 2e-6
+    ),  # eight NICs a host, used by a whole ring
     "ethernet-1g": Link("ethernet-1g", 3e-4, 0.117e9, 5e-5, host=5e-10),
     "ethernet-10g": Link("ethernet-10g", 2e-4, 1.1e9, 3e-5, host=5e-10),
     "ethernet-100g": Link("ethernet-100g", 1e-4, 9e9, 2e-5),
@@ -117,7 +136,9 @@ class Cluster:
         links = dict(self.links)
         if axis in links:
             return links[axis]
-        if len(members(axis)) > 1:  # a message to all ranks of a joint axis also crosses its slowest link
+        if (
+            len(members(axis)) > 1
+        ):  # a message to all ranks of a joint axis also crosses its slowest link
             slowest = min(map(self.link, members(axis)), key=lambda link: link.bandwidth)
             return dataclasses.replace(slowest, inside=None)
         known = ", ".join(map(repr, links)) or "none"
@@ -132,21 +153,32 @@ class Cluster:
         link, ranks = self.link(eqn.kwargs["axis"]), sizes[eqn.kwargs["axis"]]
         if link.inside is None:
             return None
-        return route_of(eqn, sizes, Hosts(ranks, -(-ranks // link.local), ranks % link.local == 0), self.device.gloo)
+        return route_of(
+            eqn,
+            sizes,
+            Hosts(ranks, -(-ranks // link.local), ranks % link.local == 0),
+            self.device.gloo,
+        )
 
     def weight(self, eqn: Eqn, sizes: Mapping[str, int]) -> float:
         """The bytes of its link that a collective takes, for each byte that a rank receives by `rules`.
 
         Of an axis with `by_host` only bytes between hosts take the link. Those inside a host count by their seconds.
         """
-        by, link, received = self.route(eqn, sizes), self.link(eqn.kwargs["axis"]), rules(eqn).wire_bytes(eqn, sizes)
+        by, link, received = (
+            self.route(eqn, sizes),
+            self.link(eqn.kwargs["axis"]),
+            rules(eqn).wire_bytes(eqn, sizes),
+        )
         if by is None or link.inside is None or not received:
             return 1.0
         return (by.between + by.inside * link.bandwidth / link.inside.bandwidth) / received
 
     def with_measured(self, seconds: Mapping[str, float]) -> Cluster:
         """This cluster with measured durations of operations in seconds, by type."""
-        return dataclasses.replace(self, measured=tuple(sorted({**dict(self.measured), **seconds}.items())))
+        return dataclasses.replace(
+            self, measured=tuple(sorted({**dict(self.measured), **seconds}.items()))
+        )
 
 
 def cluster(device: str | Device, **links: str | Link) -> Cluster:
@@ -163,9 +195,13 @@ def cluster(device: str | Device, **links: str | Link) -> Cluster:
     'one CPU core'
     """
     if isinstance(device, str) and device.lower() not in DEVICES:
-        raise ValueError(f"cluster: no profile of device {device!r}; there are {', '.join(DEVICES)}.")
+        raise ValueError(
+            f"cluster: no profile of device {device!r}; there are {', '.join(DEVICES)}."
+        )
     chosen = DEVICES[device.lower()] if isinstance(device, str) else device
-    crossed = ((axis, _profile(link, "cluster", f"for axis {axis!r}")) for axis, link in links.items())
+    crossed = (
+        (axis, _profile(link, "cluster", f"for axis {axis!r}")) for axis, link in links.items()
+    )
     return Cluster(chosen, tuple(crossed))
 
 
@@ -185,16 +221,23 @@ def by_host(local: int, inside: str | Link, between: str | Link) -> Link:
     """
     if local < 1:
         raise ValueError(f"by_host: a host has at least one rank, not {local}.")
-    wire, bus = _profile(between, "by_host", "between hosts"), _profile(inside, "by_host", "inside a host")
+    wire, bus = (
+        _profile(between, "by_host", "between hosts"),
+        _profile(inside, "by_host", "inside a host"),
+    )
     return dataclasses.replace(wire, inside=bus, local=local)
 
 
 def _profile(link: str | Link, caller: str, where: str) -> Link:
     if isinstance(link, str) and link not in LINKS:
-        raise ValueError(f"{caller}: no profile of link {link!r} {where}; there are {', '.join(LINKS)}.")
+        raise ValueError(
+            f"{caller}: no profile of link {link!r} {where}; there are {', '.join(LINKS)}."
+        )
     link = LINKS[link] if isinstance(link, str) else link
     if not link.bandwidth > 0 or link.latency < 0:
-        raise ValueError(f"{caller}: {link} {where}: bandwidth must be positive, latency not negative.")
+        raise ValueError(
+            f"{caller}: {link} {where}: bandwidth must be positive, latency not negative."
+        )
     return link
 
 

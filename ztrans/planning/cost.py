@@ -55,7 +55,10 @@ class Cost:
         return sum(n for (a, r), n in self.wire if axis in (None, a) and role in (None, r))
 
     def __str__(self) -> str:
-        lines = [f"{'compute':<24}{_si(self.flops, 'FLOP')}", f"{'memory traffic':<24}{format_bytes(self.bytes)}"]
+        lines = [
+            f"{'compute':<24}{_si(self.flops, 'FLOP')}",
+            f"{'memory traffic':<24}{format_bytes(self.bytes)}",
+        ]
         lines += [f"{'host':<24}{self.calls:,} calls, {self.launches:,} kernel launches"]
         lines += [f"{f'wire {axis} {role}':<24}{format_bytes(n)}" for (axis, role), n in self.wire]
         return "\n".join(lines)
@@ -72,7 +75,9 @@ class Memory:
     live: tuple[int, ...]  # the bytes that are live while each equation runs
     peak: int  # the greatest of these
     at: Eqn | None  # the equation at the peak
-    holders: tuple[tuple[Var, int, str], ...]  # (value, bytes, user's line) at the peak, largest first
+    holders: tuple[
+        tuple[Var, int, str], ...
+    ]  # (value, bytes, user's line) at the peak, largest first
     state: int  # the bytes of the state
 
     def __str__(self) -> str:
@@ -129,14 +134,20 @@ def flops(e: Eqn, graph: Graph) -> int:
     at = dict.fromkeys(graph.axes, 0)
     formula = flop_registry.get(getattr(e.op, "overloadpacket", e.op))
     if formula is None:
-        return 0 if isinstance(e.op, Primitive) else sum(math.prod(local_shape(o, graph.axes, at)) for o in e.results)
+        return (
+            0
+            if isinstance(e.op, Primitive)
+            else sum(math.prod(local_shape(o, graph.axes, at)) for o in e.results)
+        )
 
     def meta(v: Var) -> torch.Tensor:
         return torch.empty(local_shape(v, graph.axes, at), dtype=v.dtype, device="meta")
 
     given = [meta(a) if isinstance(a, Var) else a for a in e.args]
     # A gradient that is not needed is None. It would have the shape of the argument that it is for.
-    outs = [meta(o) if o is not None else next(iter(given[k + 1 :]), None) for k, o in enumerate(e.outs)]
+    outs = [
+        meta(o) if o is not None else next(iter(given[k + 1 :]), None) for k, o in enumerate(e.outs)
+    ]
     return int(formula(*given, **e.kwargs, out_val=outs[0] if len(outs) == 1 else tuple(outs)))
 
 
@@ -164,7 +175,9 @@ def held(graph: Graph, given: Donation) -> list[Held]:
         for k, out in enumerate(e.outs):
             if out is not None and given.owner[out] is out:
                 allocated = rules(e).received_bytes(e, k, graph.axes) if out.future else size(out)
-                every.append(Held(i, min(given.last[out], n - 1), out, allocated, str(e.source or "")))
+                every.append(
+                    Held(i, min(given.last[out], n - 1), out, allocated, str(e.source or ""))
+                )
         if computed := scores(e, shape):
             every.append(Held(i, i, e.results[0], computed, "scores of attention"))
         if inside := _inside(e):
@@ -180,7 +193,11 @@ def _inside(e: Eqn) -> int:
     The results of a branch are those of its equation. A turn of a loop has results besides those of the turn before.
     The functions of attention count as 0: they compute scores, which are counted by themselves.
     """
-    return 0 if is_attention(e) else max((_temporaries(f.graph, e.op is hops.cond) for f in functions(e)), default=0)
+    return (
+        0
+        if is_attention(e)
+        else max((_temporaries(f.graph, e.op is hops.cond) for f in functions(e)), default=0)
+    )
 
 
 def _temporaries(graph: Graph, returned: bool) -> int:
@@ -232,11 +249,15 @@ def _highest(graph: Graph) -> Memory:
     """The memory of the micro-batch with the highest peak, with what others hold: their batch, and what they return."""
     programs, size = parts(graph), local_bytes(graph)
     batch = (graph.micro - 1) * sum(size(v) for v in graph.inputs if is_cut(graph, v))
-    returned = sum(size(v) for v in programs.first.outputs[graph.num_state + programs.sums :][: programs.joins])
+    returned = sum(
+        size(v) for v in programs.first.outputs[graph.num_state + programs.sums :][: programs.joins]
+    )
     held_by_others = {programs.middle: batch + (graph.micro - 2) * returned}
 
     def counted(part: Graph) -> Memory:
         own, more = memory(part), held_by_others.get(part, batch)
-        return dataclasses.replace(own, live=tuple(n + more for n in own.live), peak=own.peak + more)
+        return dataclasses.replace(
+            own, live=tuple(n + more for n in own.live), peak=own.peak + more
+        )
 
     return max(map(counted, programs.different), key=lambda each: each.peak)

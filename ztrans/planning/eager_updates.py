@@ -12,7 +12,9 @@ from ..ir.graph import Eqn, Var
 from ..ir.relations import grouped, needed
 from .program_order import Skeleton
 
-_Key = tuple[frozenset[int], int]  # the reductions that a group needs, and the first place at which it may run
+_Key = tuple[
+    frozenset[int], int
+]  # the reductions that a group needs, and the first place at which it may run
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,15 @@ def groups(s: Skeleton) -> tuple[Group, ...]:
         by_key = _by_key(s, leaving)
         if leaving <= (leave := {e for eqns in by_key.values() for e in eqns}):
             break
-        leaving = leave  # those that stay read the state at their places, so others may have to stay too
+        leaving = (
+            leave  # those that stay read the state at their places, so others may have to stay too
+        )
     for key, eqns in _askers(free, by_key).items():
         by_key.setdefault(key, []).extend(eqns)
     in_order = lambda eqns: tuple(sorted(eqns, key=s.places.__getitem__))
     return tuple(
-        Group(tuple(sorted(reductions)), place, in_order(eqns)) for (reductions, place), eqns in by_key.items()
+        Group(tuple(sorted(reductions)), place, in_order(eqns))
+        for (reductions, place), eqns in by_key.items()
     )
 
 
@@ -65,13 +70,19 @@ def _by_key(s: Skeleton, leaving: set[Eqn]) -> dict[_Key, list[Eqn]]:
     return by_key
 
 
-def _askers(free: Mapping[Var, Eqn], groups_by_key: Mapping[_Key, Sequence[Eqn]]) -> dict[_Key, list[Eqn]]:
+def _askers(
+    free: Mapping[Var, Eqn], groups_by_key: Mapping[_Key, Sequence[Eqn]]
+) -> dict[_Key, list[Eqn]]:
     """The equations that depend on the state only, by the group that needs them.
 
     An equation that several groups need is in a group without reductions. One that no group needs stays at its place.
     """
-    asked = grouped((e, key) for key, eqns in groups_by_key.items() for e in needed(eqns, free) - {*eqns})
-    return grouped((keys[0] if len(keys) == 1 else (frozenset(), 0), e) for e, keys in asked.items())
+    asked = grouped(
+        (e, key) for key, eqns in groups_by_key.items() for e in needed(eqns, free) - {*eqns}
+    )
+    return grouped(
+        (keys[0] if len(keys) == 1 else (frozenset(), 0), e) for e, keys in asked.items()
+    )
 
 
 def _releases(s: Skeleton, floating: set[Eqn]) -> dict[Var, int]:
@@ -86,7 +97,9 @@ def _releases(s: Skeleton, floating: set[Eqn]) -> dict[Var, int]:
     for p, use in zip(s.gathers, s.use):
         after = min(use + 1, len(s.ops))
         release[p.value] = after
-        release.update((root[v], max(release.get(root[v], 0), after)) for v in p.start.ins if root[v] in state)
+        release.update(
+            (root[v], max(release.get(root[v], 0), after)) for v in p.start.ins if root[v] in state
+        )
     return release
 
 

@@ -43,7 +43,9 @@ class Played:
     """When everything happened."""
 
     arrive: tuple[float, ...]  # for each place, when compute reaches it
-    start: tuple[float, ...]  # for each place, when all that is sent, waited for and unpacked there is done
+    start: tuple[
+        float, ...
+    ]  # for each place, when all that is sent, waited for and unpacked there is done
     begin: tuple[float, ...]  # for each message, when it is at the head of its lane
     end: tuple[float, ...]  # for each message, when it has arrived
     stall: tuple[float, ...]  # for each message, the seconds that compute waited for it
@@ -65,7 +67,9 @@ class Network:
         self.begin: list[float] = []
         self.end: list[float] = []
         self.queued: defaultdict[str, deque[int]] = defaultdict(deque)
-        self.starting: list[tuple[float, int]] = []  # a heap of (time at which bytes begin to move, message)
+        self.starting: list[
+            tuple[float, int]
+        ] = []  # a heap of (time at which bytes begin to move, message)
         self.links: defaultdict[str, _Link] = defaultdict(_Link)
         self.next = _NEVER  # the time of the next event
 
@@ -132,7 +136,9 @@ class _Link:
     __slots__ = ("active", "next", "served", "since")
 
     def __init__(self) -> None:
-        self.active: list[tuple[float, int]] = []  # (`served` at which it is done, message), in order
+        self.active: list[
+            tuple[float, int]
+        ] = []  # (`served` at which it is done, message), in order
         self.served = self.since = 0.0
         self.next = _NEVER  # the time at which the first of them is done
 

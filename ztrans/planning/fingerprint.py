@@ -21,7 +21,10 @@ from ..ir.nested.functions import Function
 from ..ir.printer import equation, header, one_line, op_name
 from ..ir.relations import instances
 
-_BATCH_SIZED = ("output", "pmean")  # roles of collectives whose members may have the shape of the batch
+_BATCH_SIZED = (
+    "output",
+    "pmean",
+)  # roles of collectives whose members may have the shape of the batch
 
 
 @functools.lru_cache(maxsize=2)  # the same program is asked about several times in a row
@@ -34,7 +37,9 @@ def fingerprint(graph: Graph) -> str:
         if any(out in sized for out in e.outs):
             digest.update(_outline(e).encode())
         else:
-            digest.update(f"  {equation(e)}".encode())  # indented, as it was when the first plans were saved
+            digest.update(
+                f"  {equation(e)}".encode()
+            )  # indented, as it was when the first plans were saved
             digest.update(_constants(e))
     digest.update(", ".join(v.name for v in variables(graph.outputs)).encode())
     return digest.hexdigest()[:16]
@@ -92,4 +97,6 @@ def _outline(e: Eqn) -> str:
 def _constants(e: Eqn) -> bytes:
     """The contents of the constant tensors of an equation, such as those of torch.tensor(...) in the step."""
     tensors = instances((e.args, e.kwargs), torch.Tensor)
-    return b"".join(x.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for x in tensors)
+    return b"".join(
+        x.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for x in tensors
+    )

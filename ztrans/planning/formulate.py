@@ -86,7 +86,9 @@ def _gathers(s: Skeleton) -> tuple[Gather, ...]:
     gathers: list[Gather] = []
     for i, p in enumerate(s.gathers):
         start, use = p.start, min(s.use[i], end)
-        last = max(min(s.before[min(live.last[live.root[p.value]] + 1, len(graph.eqns))] - 1, end), use)
+        last = max(
+            min(s.before[min(live.last[live.root[p.value]] + 1, len(graph.eqns))] - 1, end), use
+        )
         # A gathered value may be the result of an operation, or of another planned collective.
         sources = [makers[v] for v in start.ins if v in makers]
         release = max((s.places[e] + 1 if e in s.places else use for e in sources), default=0)
@@ -142,7 +144,9 @@ def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
 
 def _others(s: Skeleton, cluster: Cluster) -> tuple[Message, ...]:
     """The collectives that the schedule does not place, with the places at which they are issued and waited for."""
-    planned = {p.start for p in (*s.gathers, *s.reductions)} | {p.then[0] for p in s.reductions if p.then}
+    planned = {p.start for p in (*s.gathers, *s.reductions)} | {
+        p.then[0] for p in s.reductions if p.then
+    }
     return tuple(
         message._replace(issue=s.before[message.issue], need=s.before[message.need])
         for e, message, _ in messages(s.graph, cluster)

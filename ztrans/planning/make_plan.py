@@ -55,9 +55,13 @@ def make(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
 
     notes = []
     if peak > budget:
-        notes.append(f"the peak is {format_bytes(peak)}, {format_bytes(peak - budget)} above the budget")
+        notes.append(
+            f"the peak is {format_bytes(peak)}, {format_bytes(peak - budget)} above the budget"
+        )
     if update != s.asked_update:
-        notes.append("updates run at the end: in between they would not have fitted the memory budget")
+        notes.append(
+            "updates run at the end: in between they would not have fitted the memory budget"
+        )
     plan = Plan(fingerprint(graph), *named(s, schedule), update, tuple(notes))
     return _noted(plan, graph, peak, cluster), ordered
 
@@ -77,7 +81,9 @@ def problem_within(s: Skeleton, cluster: Cluster, budget: int) -> tuple[Problem,
     return replace(problem, memory=max(budget, least)), update
 
 
-def _as_written(graph: Graph, unscheduled: Memory, cluster: Cluster, reason: str) -> tuple[Plan, Graph]:
+def _as_written(
+    graph: Graph, unscheduled: Memory, cluster: Cluster, reason: str
+) -> tuple[Plan, Graph]:
     """The program in the order in which it was written, and a plan that says why."""
     plan = Plan(fingerprint(graph), update=WRITTEN, notes=(f"the order is as written: {reason}",))
     return _noted(plan, graph, unscheduled.peak, cluster), check(as_written(graph))
@@ -93,7 +99,8 @@ def _noted(plan: Plan, graph: Graph, peak: int, cluster: Cluster) -> Plan:
 
 def _too_little(budget: int, least: Memory) -> ValueError:
     lines = "".join(
-        f"  {format_bytes(n):>10}  {v!r}{f'  # {line}' if line else ''}\n" for v, n, line in least.holders[:5]
+        f"  {format_bytes(n):>10}  {v!r}{f'  # {line}' if line else ''}\n"
+        for v, n, line in least.holders[:5]
     )
     where = f" at {least.at.source.where}" if least.at is not None and least.at.source else ""
     return ValueError(

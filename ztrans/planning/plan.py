@@ -54,10 +54,16 @@ class Plan:
     reductions: Named = ()  # (members, the place at which they are waited for)
     dropped: Members = ()  # gathers that do not run, because the value of an earlier gather is kept
     update: str = "eager"  # or "last", or "as written" if the program keeps its order
-    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)  # which wishes the plan does not fulfil, why
-    file: str = dataclasses.field(default="", compare=False, repr=False)  # the file that the plan was read from
+    notes: tuple[str, ...] = dataclasses.field(
+        default=(), compare=False
+    )  # which wishes the plan does not fulfil, why
+    file: str = dataclasses.field(
+        default="", compare=False, repr=False
+    )  # the file that the plan was read from
     # What the program sends by axis and role, once the plan has been applied to a program.
-    traffic: tuple[tuple[tuple[str, str], Traffic], ...] = dataclasses.field(default=(), compare=False, repr=False)
+    traffic: tuple[tuple[tuple[str, str], Traffic], ...] = dataclasses.field(
+        default=(), compare=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         wrong = _wrong_field(self)
@@ -117,7 +123,9 @@ class Plan:
         """
         fields = [f.name for f in dataclasses.fields(Plan) if f.name not in ("file", "traffic")]
         if not isinstance(decoded, dict):
-            raise ValueError(f"plan: it is a {type(decoded).__name__}, and no object with {', '.join(fields)}.")
+            raise ValueError(
+                f"plan: it is a {type(decoded).__name__}, and no object with {', '.join(fields)}."
+            )
         missing = next((name for name in fields if name not in decoded), None)
         if missing is not None:
             raise ValueError(f"plan: it has no {missing!r}.")
@@ -131,12 +139,17 @@ class Plan:
 
         A long bucket folds, and so does a long list of buckets. With `full` each member has a line of its own.
         """
-        lines = [f"plan {self.digest} for program {self.program}, update {self.update}", *_summary(self)]
+        lines = [
+            f"plan {self.digest} for program {self.program}, update {self.update}",
+            *_summary(self),
+        ]
         lines += _buckets("gather", "starts before", self.gathers, full)
         lines += _buckets("reduce", "waited for before", self.reductions, full)
         if self.dropped:
             lines += _members("  kept from forward, not gathered again: ", self.dropped, "", full)
-        return "\n".join([*lines, *(line for note in self.notes for line in wrap(f"  note: {note}"))])
+        return "\n".join(
+            [*lines, *(line for note in self.notes for line in wrap(f"  note: {note}"))]
+        )
 
     def __str__(self) -> str:
         return self.as_text()
@@ -168,7 +181,11 @@ def _buckets(kind: str, verb: str, buckets: Named, full: bool) -> list[str]:
         for members, place in few
         for line in _members(f"  {kind} [", members, f"]  {verb} {place or 'the end'}", full)
     ]
-    return lines if few is buckets else [*lines, f"  ... {len(buckets) - len(few)} more, by as_text(full=True)"]
+    return (
+        lines
+        if few is buckets
+        else [*lines, f"  ... {len(buckets) - len(few)} more, by as_text(full=True)"]
+    )
 
 
 def _members(before: str, members: Members, after: str, full: bool) -> list[str]:
@@ -178,7 +195,11 @@ def _members(before: str, members: Members, after: str, full: bool) -> list[str]
     if len(line) <= WIDTH:
         return [line]
     if full:
-        return [before.rstrip(), *(f"      {name}," for name in names), *([f"  {after}"] if after else [])]
+        return [
+            before.rstrip(),
+            *(f"      {name}," for name in names),
+            *([f"  {after}"] if after else []),
+        ]
     return wrap(f"{before}{fold(names)}{after}")
 
 
@@ -244,11 +265,20 @@ def ordered(graph: Graph, plan: Plan) -> Graph:
     try:
         if graph.writes_last and plan.update == "eager":
             raise ScheduleError('update is "eager", and the step has overlap_grads(update="last")')
-        planned = plan.gathers or plan.reductions or plan.dropped or any(e.order is not None for e in graph.eqns)
-        program = _scheduled(graph, plan) if planned and plan.update != WRITTEN else as_written(graph)
+        planned = (
+            plan.gathers
+            or plan.reductions
+            or plan.dropped
+            or any(e.order is not None for e in graph.eqns)
+        )
+        program = (
+            _scheduled(graph, plan) if planned and plan.update != WRITTEN else as_written(graph)
+        )
         return check(program)
     except (ScheduleError, ProgramError) as error:
-        raise ValueError(f"{plan.title}: {error}.\nLower without the plan, and save it again.") from None
+        raise ValueError(
+            f"{plan.title}: {error}.\nLower without the plan, and save it again."
+        ) from None
 
 
 def _scheduled(graph: Graph, plan: Plan) -> Graph:
@@ -261,14 +291,18 @@ def _scheduled(graph: Graph, plan: Plan) -> Graph:
 
 def as_written(graph: Graph) -> Graph:
     """The program in its own order, without hints."""
-    return graph.replace(eqns=tuple(e.replace(order=None) if e.order is not None else e for e in graph.eqns))
+    return graph.replace(
+        eqns=tuple(e.replace(order=None) if e.order is not None else e for e in graph.eqns)
+    )
 
 
 def weighed(plan: Plan, peak: int, budget: int | None, device: Device) -> Plan:
     """Add notes to a plan if the peak of its program is above the budget or the memory of the device."""
     notes, has = [], f"the peak is {format_bytes(peak)}"
     if budget is not None and peak > budget:
-        notes.append(f"{has}, and prefetch was given {format_bytes(budget)}: all ranks run in the same order")
+        notes.append(
+            f"{has}, and prefetch was given {format_bytes(budget)}: all ranks run in the same order"
+        )
     if peak > device.memory:
         notes.append(f"{has}, and the device ({device.name}) has {format_bytes(device.memory)}")
     return dataclasses.replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *notes))))

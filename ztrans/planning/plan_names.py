@@ -26,7 +26,9 @@ def named(s: Skeleton, schedule: Schedule) -> tuple[Named, Named, Members]:
     )
 
 
-def resolve(s: Skeleton, problem: Problem, gathers: Named, reductions: Named, dropped: Members) -> Schedule:
+def resolve(
+    s: Skeleton, problem: Problem, gathers: Named, reductions: Named, dropped: Members
+) -> Schedule:
     """Translate names to a schedule of a program.
 
     Raises:
@@ -42,7 +44,9 @@ def resolve(s: Skeleton, problem: Problem, gathers: Named, reductions: Named, dr
     for names, at in reductions:
         members, wait = tuple(reduction[m] for m in names), _place(places, at, names)
         reduction_buckets.append(Bucket(members, max(s.born[i] for i in members) + 1, wait))
-    schedule = Schedule(tuple(gather_buckets), tuple(reduction_buckets), frozenset(gather[m] for m in dropped))
+    schedule = Schedule(
+        tuple(gather_buckets), tuple(reduction_buckets), frozenset(gather[m] for m in dropped)
+    )
     validate(problem, schedule)
     return schedule
 
@@ -54,7 +58,9 @@ def index(planned: Sequence[Planned]) -> dict[str, int]:
 
 def check_members(s: Skeleton, gathers: Named, reductions: Named, dropped: Members) -> None:
     """Verify that buckets and dropped gathers are the collectives of a program, each once."""
-    _check_once("gather", index(s.gathers), [*(m for members, _ in gathers for m in members), *dropped])
+    _check_once(
+        "gather", index(s.gathers), [*(m for members, _ in gathers for m in members), *dropped]
+    )
     _check_once("reduction", index(s.reductions), [m for members, _ in reductions for m in members])
 
 
@@ -74,5 +80,7 @@ def _check_once(kind: str, known: Mapping[str, int], names: Iterable[str]) -> No
 
 def _place(places: Mapping[str, int], at: str, names: Members) -> int:
     if at not in places:
-        raise ScheduleError(f"the program has no operation {at!r}, by which [{', '.join(names)}] is placed")
+        raise ScheduleError(
+            f"the program has no operation {at!r}, by which [{', '.join(names)}] is placed"
+        )
     return places[at]

@@ -39,7 +39,11 @@ def _passed(s: Skeleton) -> list[Landmark]:
     """The landmark of every place of a program."""
     births = Counter(s.born)
     steps = [(is_matmul(e), births[k], is_start(e) or is_users(e)) for k, e in enumerate(s.ops)]
-    return [*accumulate(steps, lambda sums, more: tuple(map(add, sums, more)), initial=(0, births[-1], 0))]
+    return [
+        *accumulate(
+            steps, lambda sums, more: tuple(map(add, sums, more)), initial=(0, births[-1], 0)
+        )
+    ]
 
 
 def transfer(plan: Plan, marks: Mapping[str, Landmark], graph: Graph) -> Plan:
@@ -58,7 +62,10 @@ def transfer(plan: Plan, marks: Mapping[str, Landmark], graph: Graph) -> Plan:
     if plan.update == WRITTEN:
         return dataclasses.replace(plan, program=fingerprint(graph))
     s = skeleton(graph)
-    problem, passed = frame(s, plan.update), [*zip(*_passed(s))]  # each of the three numbers grows from place to place
+    problem, passed = (
+        frame(s, plan.update),
+        [*zip(*_passed(s))],
+    )  # each of the three numbers grows from place to place
     check_members(s, plan.gathers, plan.reductions, plan.dropped)
     gathers, reductions = index(s.gathers), index(s.reductions)
 

@@ -34,8 +34,14 @@ def hoist(graph: Graph) -> Graph:
     for i, e in enumerate(graph.eqns):
         born = max((keys[makers[v]][0] for v in e.ins if v in makers), default=-1)
         keys[e] = (born, 1, i) if e in moved else (i, 0, i)
-    eqns = sorted_by(keys.__getitem__, {e: {makers[v] for v in e.ins if v in makers} for e in graph.eqns})
-    return graph.replace(eqns=tuple(e.replace(order=None) if e.order and e.order.place == "birth" else e for e in eqns))
+    eqns = sorted_by(
+        keys.__getitem__, {e: {makers[v] for v in e.ins if v in makers} for e in graph.eqns}
+    )
+    return graph.replace(
+        eqns=tuple(
+            e.replace(order=None) if e.order and e.order.place == "birth" else e for e in eqns
+        )
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +51,9 @@ class Planned:
     start: Eqn
     wait: Eqn
     order: Order  # the hint on its start
-    then: tuple[Eqn, Eqn] | None = None  # start and wait of a second reduction behind it, over the replicated axis
+    then: tuple[Eqn, Eqn] | None = (
+        None  # start and wait of a second reduction behind it, over the replicated axis
+    )
 
     @property
     def value(self) -> Var:
@@ -81,7 +89,10 @@ class Skeleton:
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
         """The name of each place in a plan: the first result of the operation behind it, or "" for the end."""
-        return (*(next((out.name for out in e.results), f"#{k}") for k, e in enumerate(self.ops)), "")
+        return (
+            *(next((out.name for out in e.results), f"#{k}") for k, e in enumerate(self.ops)),
+            "",
+        )
 
     @functools.cached_property
     def asked_update(self) -> str:
@@ -116,12 +127,17 @@ class Skeleton:
         result would only take memory.
         """
         root, used = self.live.root, users(self.graph)
-        state, outputs = set(self.graph.inputs[: self.graph.num_state]), set(variables(self.graph.outputs))
+        state, outputs = (
+            set(self.graph.inputs[: self.graph.num_state]),
+            set(variables(self.graph.outputs)),
+        )
         available = self._available(outputs)
         waits: dict[Eqn, set[Var]] = {}
         for e in reversed(self.floating[0]):
             waits[e] = {root[v] for v in e.ins} & state
-            readers = [waits.get(reader, set()) for out in e.results for reader in used.get(out, ())]
+            readers = [
+                waits.get(reader, set()) for out in e.results for reader in used.get(out, ())
+            ]
             if readers and all(out in available and out not in outputs for out in e.results):
                 waits[e] |= set.intersection(*readers)
         return waits
@@ -158,7 +174,9 @@ def skeleton(graph: Graph) -> Skeleton:
         return max(place.get(makers[v], -1) if v in makers else -1 for v in p.start.ins)
 
     # If writes come last, every reduction must have been waited for before the first write.
-    latest = sum(e not in taken for e in graph.eqns[: first_write(graph)]) if graph.writes_last else end
+    latest = (
+        sum(e not in taken for e in graph.eqns[: first_write(graph)]) if graph.writes_last else end
+    )
     gathers = sorted((p for p in planned if p.order.place == "gather"), key=first_reader)
     reductions = sorted((p for p in planned if p.order.place == "reduce"), key=birth)
     return Skeleton(
@@ -187,5 +205,7 @@ def _planned(graph: Graph, makers: Mapping[Var, Eqn]) -> list[Planned]:
     for e, order in hinted.items():
         if e not in first_wait:
             then = second.get(waited[e])
-            planned.append(Planned(e, waited[e], order, (then, waited[then]) if then is not None else None))
+            planned.append(
+                Planned(e, waited[e], order, (then, waited[then]) if then is not None else None)
+            )
     return planned

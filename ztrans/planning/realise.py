@@ -31,8 +31,12 @@ def realise(s: Skeleton, schedule: Schedule, problem: Problem) -> Graph:
         The program, which has no hints and is not verified.
     """
     emit = _Emission(s, problem)
-    gather_starts = grouped((b.start, coalesce([s.gathers[i].start for i in b.members])) for b in schedule.gathers)
-    gather_waits = grouped((s.use[i], s.gathers[i].wait) for bucket in schedule.gathers for i in bucket.members)
+    gather_starts = grouped(
+        (b.start, coalesce([s.gathers[i].start for i in b.members])) for b in schedule.gathers
+    )
+    gather_waits = grouped(
+        (s.use[i], s.gathers[i].wait) for bucket in schedule.gathers for i in bucket.members
+    )
     reduction_starts = grouped((bucket.start, bucket) for bucket in schedule.reductions)
     reduction_waits = grouped((bucket.wait, bucket) for bucket in schedule.reductions)
     # At a place, gathers start before eager updates run, so they overlap. If gathers under way are limited, they start
@@ -52,7 +56,10 @@ def realise(s: Skeleton, schedule: Schedule, problem: Problem) -> Graph:
             emit.wait(bucket, k)
         emit.second(k)
         emit.write(*starts, *gather_waits.get(k, ()), *s.ops[k : k + 1])
-    replaced = {s.gathers[i].value: s.gathers[keeper].value for i, keeper in problem.keepers(schedule.dropped).items()}
+    replaced = {
+        s.gathers[i].value: s.gathers[keeper].value
+        for i, keeper in problem.keepers(schedule.dropped).items()
+    }
     return rename(s.graph.replace(eqns=tuple(emit.eqns)), replaced)
 
 
@@ -103,7 +110,9 @@ class _Emission:
 
     def second(self, place: int) -> None:
         """Wait for the second reductions that are needed at this place."""
-        while self.second_buckets and place >= min(self.s.need[i] for i in self.second_buckets[0].members):
+        while self.second_buckets and place >= min(
+            self.s.need[i] for i in self.second_buckets[0].members
+        ):
             self._wait_second()
             self.update(place)
 
@@ -115,5 +124,7 @@ class _Emission:
     def update(self, place: int) -> None:
         """Write the updates that can run at a place, one after the other, so that few of their temporaries live."""
         ready = [self.groups[u] for u in self.updates.run(place)]
-        for group in sorted(ready, key=lambda group: (max(group.after, default=-1), len(group.after), group.release)):
+        for group in sorted(
+            ready, key=lambda group: (max(group.after, default=-1), len(group.after), group.release)
+        ):
             self.write(*group.eqns)

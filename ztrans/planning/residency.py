@@ -22,7 +22,9 @@ from .program_order import Planned, Skeleton
 from .solver.problem import Problem
 from .solver.slots import summed
 
-_Span = tuple[int, int, bool]  # the first operation, the one behind the last, and whether the place before that counts
+_Span = tuple[
+    int, int, bool
+]  # the first operation, the one behind the last, and whether the place before that counts
 _More = tuple[int, str, Any]  # a reduction, a field of it, and what is added to that field
 
 
@@ -44,11 +46,21 @@ def residency(s: Skeleton, problem: Problem, groups: Sequence[Group]) -> Problem
         # Updates run one after the other, so only the most temporaries count.
         total = max(known, amount) if field == "updating" else known + amount
         reductions[i] = reductions[i]._replace(**{field: total})
-    fixed = [(*span, h.bytes) for h in every for span in _fixed(storages, problem, h) if span[0] < span[1]]
+    fixed = [
+        (*span, h.bytes)
+        for h in every
+        for span in _fixed(storages, problem, h)
+        if span[0] < span[1]
+    ]
     live = summed(((max(first, 0), end, size) for first, end, _, size in fixed), n)
-    across = summed(((first + 1, end + (at_end or end == n), size) for first, end, at_end, size in fixed), n + 1)
+    across = summed(
+        ((first + 1, end + (at_end or end == n), size) for first, end, at_end, size in fixed), n + 1
+    )
     return dataclasses.replace(
-        problem, live=tuple(live.tolist()), across=tuple(across.tolist()), reductions=tuple(reductions)
+        problem,
+        live=tuple(live.tolist()),
+        across=tuple(across.tolist()),
+        reductions=tuple(reductions),
     )
 
 
@@ -62,11 +74,17 @@ class _UpdateStorages:
         # For each equation of an eager update, its group.
         self.floating = {e: u for u, group in enumerate(groups) for e in group.eqns}
         # For each storage that eager updates need, their groups.
-        self.readers = grouped((storage, u) for e, u in self.floating.items() for storage in self.of(e))
+        self.readers = grouped(
+            (storage, u) for e, u in self.floating.items() for storage in self.of(e)
+        )
         # For each storage that an eager update allocates after a reduction, its group.
-        self.update = {v: u for e, u in self.floating.items() if groups[u].after for v in self.allocated(e)}
+        self.update = {
+            v: u for e, u in self.floating.items() if groups[u].after for v in self.allocated(e)
+        }
         # The storages of values that eager updates need and that depend on the state only.
-        self.state_only = {v for e in s.floating[1].values() if e in self.floating for v in self.allocated(e)}
+        self.state_only = {
+            v for e in s.floating[1].values() if e in self.floating for v in self.allocated(e)
+        }
 
     def of(self, e: Eqn) -> set[Var]:
         """The storages that an equation reads or writes."""
@@ -110,7 +128,9 @@ def _fixed(storages: _Storages, problem: Problem, h: Held) -> Iterator[_Span]:
     n, first, end = len(s.ops), s.before[h.first], s.before[h.last + 1]
     if v in s.graph.inputs:
         yield -1, n, True
-    elif v in storages.state_only:  # it is computed at its place, or before that by the first group that needs it
+    elif (
+        v in storages.state_only
+    ):  # it is computed at its place, or before that by the first group that needs it
         yield first if v in storages.update else min(first, s.born[0] + 1), n, True
     elif v in storages.gather:
         i = storages.gather[v]
@@ -143,15 +163,27 @@ def _of_waits(s: Skeleton) -> Iterator[_More]:
         if p.then is not None:
             start, wait = p.then
             first = allocated(p.wait) or received(p.start)
-            yield i, "second", first + rules(start).sent_bytes(start, axes) + received(start) + allocated(wait)
+            yield (
+                i,
+                "second",
+                first + rules(start).sent_bytes(start, axes) + received(start) + allocated(wait),
+            )
 
 
 def _of_results(storages: _Storages) -> Iterator[_More]:
     """The bytes of reduced values and of the results of eager updates, with the reduction that is waited for."""
     s, latest, size = storages.s, storages.latest, local_bytes(storages.s.graph)
-    slots = [*(2 * k + 2 for k in s.born), 0]  # for each reduction, the first slot at which it may be waited for
-    reduced = ((storage, i, _reduced_bytes(s, s.reductions[i])) for storage, i in storages.reduced.items())
-    for storage, i, allocated in [*reduced, *((v, latest[u], size(v)) for v, u in storages.update.items())]:
+    slots = [
+        *(2 * k + 2 for k in s.born),
+        0,
+    ]  # for each reduction, the first slot at which it may be waited for
+    reduced = (
+        (storage, i, _reduced_bytes(s, s.reductions[i])) for storage, i in storages.reduced.items()
+    )
+    for storage, i, allocated in [
+        *reduced,
+        *((v, latest[u], size(v)) for v, u in storages.update.items()),
+    ]:
         others = {latest[u] for u in storages.readers.get(storage, ())} - {i}
         until = max([_end(storages, storage), *(slots[other] for other in others)])
         if until > slots[i] + 1:
@@ -176,7 +208,11 @@ def _of_temporaries(storages: _Storages) -> Iterator[_More]:
 def _end(storages: _Storages, storage: Var) -> int:
     """The slot from which on no place, gather or release needs a storage."""
     releases = (2 * storages.groups[u].release + 1 for u in storages.readers.get(storage, ()))
-    fixed = 2 * len(storages.s.ops) + 2 if storage in storages.outputs else 2 * storages.fixed.get(storage, 0)
+    fixed = (
+        2 * len(storages.s.ops) + 2
+        if storage in storages.outputs
+        else 2 * storages.fixed.get(storage, 0)
+    )
     return max([fixed, 2 * storages.sent.get(storage, -1) + 1, *releases])
 
 
@@ -184,7 +220,11 @@ def _reduced_bytes(s: Skeleton, p: Planned) -> int:
     """The bytes of the storage of a reduced value, which may be the buffer in which it was received."""
     start = (p.then or (p.start,))[0]
     received = s.live.root[p.value] is not p.value
-    return rules(start).received_bytes(start, 0, s.graph.axes) if received else local_bytes(s.graph)(p.value)
+    return (
+        rules(start).received_bytes(start, 0, s.graph.axes)
+        if received
+        else local_bytes(s.graph)(p.value)
+    )
 
 
 def _temporaries(storages: _Storages, group: Group) -> int:
@@ -195,6 +235,10 @@ def _temporaries(storages: _Storages, group: Group) -> int:
     for i, e in enumerate(group.eqns):
         total += sum(size(v) for v in storages.allocated(e) if not storages.outlives(v))
         most = max(most, total)
-        freed = (v for v in storages.of(e) if v in storages.update and last[v] == i and not storages.outlives(v))
+        freed = (
+            v
+            for v in storages.of(e)
+            if v in storages.update and last[v] == i and not storages.outlives(v)
+        )
         total -= sum(map(size, freed))
     return most

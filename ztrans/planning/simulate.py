@@ -61,7 +61,9 @@ def signature(eqn: Eqn, graph: Graph) -> str:
             return f"[{' '.join(map(show, x))}]"
         return str(x)
 
-    parts = [show(a) for a in eqn.args] + [f"{k}={show(v)}" for k, v in eqn.kwargs.items() if v is not None]
+    parts = [show(a) for a in eqn.args] + [
+        f"{k}={show(v)}" for k, v in eqn.kwargs.items() if v is not None
+    ]
     return f"{op_name(eqn.op)}({', '.join(parts)})"
 
 
@@ -138,7 +140,9 @@ def messages(graph: Graph, cluster: Cluster) -> list[tuple[Eqn, Message, int]]:
         kind, moved = _moved(e, graph, ranks)
         weight = cluster.weight(e, graph.axes) if isinstance(e.op, Primitive) else 1.0
         latency, moving = link.seconds(kind, moved * weight, ranks)
-        message = Message(started.index + 1, started.first_wait, lane(e), link.name, latency, moving)
+        message = Message(
+            started.index + 1, started.first_wait, lane(e), link.name, latency, moving
+        )
         sent.append((e, message, moved))
     return sent
 
@@ -149,7 +153,14 @@ def _moved(e: Eqn, graph: Graph, ranks: int) -> tuple[str, int]:
         return e.op.name, rules(e).wire_bytes(e, graph.axes)
     size, name = local_bytes(graph), op_name(e.op)
     whole = max(sum(map(size, e.ins)), sum(map(size, e.results)))
-    kind = next((k for k in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all") if name.startswith(k)), name)
+    kind = next(
+        (
+            k
+            for k in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+            if name.startswith(k)
+        ),
+        name,
+    )
     return kind, whole * (ranks - 1) * (2 if kind == "all_reduce" else 1) // ranks
 
 
@@ -163,7 +174,11 @@ def simulate(graph: Graph, cluster: Cluster) -> Timeline:
         return _in_turn(graph, cluster)
     cost, sent, live = seconds(graph, cluster), messages(graph, cluster), memory(graph)
     played = play(cost, [m for _, m, _ in sent])
-    events = [Event(COMPUTE, played.start[i], s, e) for i, (e, s) in enumerate(zip(graph.eqns, cost)) if s > 0]
+    events = [
+        Event(COMPUTE, played.start[i], s, e)
+        for i, (e, s) in enumerate(zip(graph.eqns, cost))
+        if s > 0
+    ]
     for k, (e, m, moved) in enumerate(sent):
         begin, end = played.begin[k], played.end[k]
         events.append(Event(m.lane, begin, end - begin, e, played.stall[k], moved))

@@ -51,9 +51,13 @@ class _Shown:
         """
         from ..report import figure, page  # imported here, because `report` imports this module
 
-        draw = {".html": page.save, **dict.fromkeys(figure.ENDINGS, figure.save)}.get(Path(path).suffix)
+        draw = {".html": page.save, **dict.fromkeys(figure.ENDINGS, figure.save)}.get(
+            Path(path).suffix
+        )
         if draw is None:
-            raise ValueError(f"save: {str(path)!r} ends in none of .html, {', '.join(figure.ENDINGS)}.")
+            raise ValueError(
+                f"save: {str(path)!r} ends in none of .html, {', '.join(figure.ENDINGS)}."
+            )
         draw(self._timelines, path)
 
     def to_perfetto(self, path: str | PathLike) -> None:
@@ -76,12 +80,16 @@ class Timeline(_Shown):
     seconds: float
     events: tuple[Event, ...]
     memory: tuple[tuple[float, int], ...]  # (time, live bytes)
-    bound: tuple[float, str] | None = None  # the lower bound in seconds, and what causes it, if they are known
+    bound: tuple[float, str] | None = (
+        None  # the lower bound in seconds, and what causes it, if they are known
+    )
 
     @property
     def lanes(self) -> list[str]:
         """Compute first, then the communicators in order of first use."""
-        return list(dict.fromkeys([COMPUTE, *(e.lane for e in sorted(self.events, key=lambda e: e.start))]))
+        return list(
+            dict.fromkeys([COMPUTE, *(e.lane for e in sorted(self.events, key=lambda e: e.start))])
+        )
 
     def busy(self, lane: str) -> float:
         """The seconds in which a lane is busy."""

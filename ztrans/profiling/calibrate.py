@@ -30,7 +30,9 @@ from ..runtime.process_groups import Channel
 from .link_fit import Sample, fit
 
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
-_SIZES = tuple(4096 * 4**k for k in range(9))  # bytes that a rank receives in a message: 4 KiB to 256 MiB
+_SIZES = tuple(
+    4096 * 4**k for k in range(9)
+)  # bytes that a rank receives in a message: 4 KiB to 256 MiB
 _LARGEST = 2**24  # bytes of the largest message between CPUs
 _SERIES = 2**28  # bytes of a back-to-back series of messages on a GPU
 _ENOUGH = 0.1  # seconds; after a message that takes this long, no larger one is timed
@@ -65,17 +67,27 @@ def calibrate(
     axes = mesh.mesh_dim_names or ()
     for axis in (*(links or {}), *itertools.chain(*joint)):
         if axis not in axes:
-            raise ValueError(f"calibrate: no mesh axis {axis!r}; there are {', '.join(map(repr, axes))}.")
-    sizes = with_joint_sizes(dict(zip(axes, mesh.shape)), [joint_axis(names, axes) for names in joint])
+            raise ValueError(
+                f"calibrate: no mesh axis {axis!r}; there are {', '.join(map(repr, axes))}."
+            )
+    sizes = with_joint_sizes(
+        dict(zip(axes, mesh.shape)), [joint_axis(names, axes) for names in joint]
+    )
     on = torch.device(mesh.device_type)
     device = _device(on)
     if mesh.size() == 1:
         return Cluster(device, ())
     meet(mesh, Call("zt.calibrate"))
     wires = [_measure_axis(axis, mesh, on) for axis, size in sizes.items() if size > 1]
-    by_rank = dict(zip(mesh.mesh.flatten().tolist(), everywhere(_Measured(device, host_name(), wires), mesh)))
-    alone = [(axis, Link("local", 0.0, math.inf)) for axis, size in sizes.items() if size == 1]  # joint ones ask for it
-    mine = Cluster(_agreed_device(list(by_rank.values())), (*_agreed_links(by_rank, links or {}), *alone))
+    by_rank = dict(
+        zip(mesh.mesh.flatten().tolist(), everywhere(_Measured(device, host_name(), wires), mesh))
+    )
+    alone = [
+        (axis, Link("local", 0.0, math.inf)) for axis, size in sizes.items() if size == 1
+    ]  # joint ones ask for it
+    mine = Cluster(
+        _agreed_device(list(by_rank.values())), (*_agreed_links(by_rank, links or {}), *alone)
+    )
     return everywhere(mine, mesh)[0]  # the last bit of a sum may differ between machines
 
 
@@ -97,7 +109,9 @@ class _Measured(NamedTuple):
     wires: list[_Wire]
 
 
-def _agreed_links(by_rank: Mapping[int, _Measured], names: Mapping[str, str]) -> list[tuple[str, Link]]:
+def _agreed_links(
+    by_rank: Mapping[int, _Measured], names: Mapping[str, str]
+) -> list[tuple[str, Link]]:
     """The link of each axis, from the measurements of all ranks."""
     host_of = {rank: measured.host for rank, measured in by_rank.items()}
     links = []
@@ -108,8 +122,13 @@ def _agreed_links(by_rank: Mapping[int, _Measured], names: Mapping[str, str]) ->
             messages[0]._replace(seconds=median(s.seconds for s in messages))
             for messages in zip(*(wire.samples for wire in same_axis))
         ]
-        host, call = median(wire.host for wire in same_axis), median(wire.call for wire in same_axis)
-        name = next((names[a] for a in members(axis) if a in names), "network" if is_network else "local")
+        host, call = (
+            median(wire.host for wire in same_axis),
+            median(wire.call for wire in same_axis),
+        )
+        name = next(
+            (names[a] for a in members(axis) if a in names), "network" if is_network else "local"
+        )
         guess = Link(name, 1e-4, 1e9, host=host, call=call)
         links.append((axis, fit(guess, samples, ranks)))
     return links
@@ -118,9 +137,14 @@ def _agreed_links(by_rank: Mapping[int, _Measured], names: Mapping[str, str]) ->
 def _agreed_device(every: list[_Measured]) -> Device:
     """The median over the processors of all ranks. CPU ranks of one host share its memory."""
     devices, hosts = [measured.device for measured in every], [measured.host for measured in every]
-    rates = [(dtype, median(dict(d.flops)[dtype] for d in devices)) for dtype, _ in devices[0].flops]
+    rates = [
+        (dtype, median(dict(d.flops)[dtype] for d in devices)) for dtype, _ in devices[0].flops
+    ]
     bandwidth, launch = median(d.bandwidth for d in devices), median(d.launch for d in devices)
-    memory = min(d.memory / (hosts.count(host) if d.name.startswith("cpu") else 1) for d, host in zip(devices, hosts))
+    memory = min(
+        d.memory / (hosts.count(host) if d.name.startswith("cpu") else 1)
+        for d, host in zip(devices, hosts)
+    )
     return Device(devices[0].name, tuple(rates), bandwidth, launch, memory, gloo=devices[0].gloo)
 
 
@@ -133,16 +157,28 @@ def _device(on: torch.device) -> Device:
             n *= 2
             took = _median_seconds(_matmul(n, dtype, on), on)
         flops.append((DTYPES[dtype], 2 * n**3 / took))
-    big, scalar = torch.ones(1 << (24 if on.type == "cpu" else 28), device=on), torch.ones(1, device=on)
+    big, scalar = (
+        torch.ones(1 << (24 if on.type == "cpu" else 28), device=on),
+        torch.ones(1, device=on),
+    )
     copy = torch.empty_like(big)
     bandwidth = 2 * big.nbytes / _median_seconds(lambda: copy.copy_(big), on)
     launches = lambda: [torch.ops.aten.add.Tensor(scalar, scalar) for _ in range(1000)]
     launch = _median_seconds(launches, on) / 1000
     if on.type == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Device(f"cpu, {torch.get_num_threads()} threads", tuple(flops), bandwidth, launch, memory, gloo=True)
+        return Device(
+            f"cpu, {torch.get_num_threads()} threads",
+            tuple(flops),
+            bandwidth,
+            launch,
+            memory,
+            gloo=True,
+        )
     module = torch.get_device_module(on)
-    return Device(module.get_device_name(), tuple(flops), bandwidth, launch, module.mem_get_info()[1])
+    return Device(
+        module.get_device_name(), tuple(flops), bandwidth, launch, module.mem_get_info()[1]
+    )
 
 
 def _matmul(n: int, dtype: torch.dtype, on: torch.device) -> Callable[[], object]:
@@ -171,13 +207,17 @@ def _measure_axis(axis: str, mesh: DeviceMesh, on: torch.device) -> _Wire:
     """Time messages of all kinds and sizes over one axis, in all of its groups at once, as in a step."""
     gathers = channel(mesh, axis, gathers=True)
     samples: list[Sample] = []
-    largest: dict[str, tuple[int, float]] = {}  # for each kind, bytes and seconds of the largest message that was timed
+    largest: dict[
+        str, tuple[int, float]
+    ] = {}  # for each kind, bytes and seconds of the largest message that was timed
     for kind in _KINDS:
         for size in (s for s in _SIZES if on.type != "cpu" or s <= _LARGEST):
             start_message, received = _collective(kind, size, gathers, on)
             time_message = functools.partial(_message_seconds, start_message, size, on)
             time_message()
-            slowest = max(everywhere(time_message(), mesh))  # over all ranks, so that all take the same decisions
+            slowest = max(
+                everywhere(time_message(), mesh)
+            )  # over all ranks, so that all take the same decisions
             # Each collective waits for all ranks, so they need no other synchronisation.
             taken = [time_message() for _ in range(max(3, min(15, int(_BURST / slowest))))]
             samples.append(Sample(kind, received, median(taken)))
@@ -186,9 +226,13 @@ def _measure_axis(axis: str, mesh: DeviceMesh, on: torch.device) -> _Wire:
                 break
     ranks = tuple(dist.get_process_group_ranks(gathers.group))
     if on.type != "cpu":
-        return _Wire(axis, ranks, samples, 0.0, 0.0)  # transfers of a GPU take no time of its processor
+        return _Wire(
+            axis, ranks, samples, 0.0, 0.0
+        )  # transfers of a GPU take no time of its processor
     size, slowest = largest["all_gather"]
-    start_message, received = _collective("all_gather", size * max(1, min(16, int(_BURST / slowest))), gathers, on)
+    start_message, received = _collective(
+        "all_gather", size * max(1, min(16, int(_BURST / slowest))), gathers, on
+    )
     host = median(_compute_lost(start_message, mesh, on) for _ in range(3)) / received
     return _Wire(axis, ranks, samples, host, median(_start_seconds(gathers, on) for _ in range(15)))
 
@@ -209,18 +253,26 @@ def _message_seconds(start_message: StartMessage, size: int, on: torch.device) -
     return back_to_back_seconds(series, on, 1) / count
 
 
-def _collective(kind: str, size: int, messages: Channel, on: torch.device) -> tuple[StartMessage, int]:
+def _collective(
+    kind: str, size: int, messages: Channel, on: torch.device
+) -> tuple[StartMessage, int]:
     """A function that starts a collective in which a rank receives about `size` bytes, and the exact number."""
     n = messages.group.size()
     ranks = {"axis": n}
     rows = n * max(1, size // 4 // (n - 1) // (2 if kind == "all_reduce" else 1))
     split = Split("axis")
-    x = Var("x", torch.float32, (rows,), (split if kind == "all_gather" else Partial("axis", "sum"),))
+    x = Var(
+        "x", torch.float32, (rows,), (split if kind == "all_gather" else Partial("axis", "sum"),)
+    )
     if kind == "all_gather":
         eqn = collectives.all_gather([x], ["y"], "axis")
     else:
-        eqn = collectives.reduce([x], ["y"], "axis", "sum", split if kind == "reduce_scatter" else None)
-    module: Any = start(eqn, ranks, {"axis": messages.group.rank()}, messages, side_streams(on.type))
+        eqn = collectives.reduce(
+            [x], ["y"], "axis", "sum", split if kind == "reduce_scatter" else None
+        )
+    module: Any = start(
+        eqn, ranks, {"axis": messages.group.rank()}, messages, side_streams(on.type)
+    )
     member = torch.zeros(rows // (n if kind == "all_gather" else 1), device=on)
     return lambda: module(member)[0].future, collectives.rules(eqn).wire_bytes(eqn, ranks)
 

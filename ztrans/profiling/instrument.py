@@ -29,7 +29,9 @@ class Times(NamedTuple):
     marks: tuple[float, ...]  # before the first equation, and after each equation
     started: tuple[float, ...]  # when each collective was started, in order of the starts
     done: tuple[float, ...]  # when each collective was done, in the same order
-    arrived: tuple[float, ...]  # when the first wait for each collective returned, in order of these waits
+    arrived: tuple[
+        float, ...
+    ]  # when the first wait for each collective returned, in order of these waits
     end: float
 
 
@@ -57,7 +59,9 @@ class Record:
     def times(self) -> Times:
         """The readings in seconds. Call it right after the run: it reads the clock for the end of the run."""
         end = self.read()
-        while len(self.done) < len(self.started):  # the watchers may not have noted the last collectives yet
+        while len(self.done) < len(
+            self.started
+        ):  # the watchers may not have noted the last collectives yet
             time.sleep(1e-5)
         if self.device != "cpu":
             torch.accelerator.synchronize()
@@ -98,7 +102,9 @@ def watch(record: Record, members: tuple[Member, ...], lane: str) -> None:
         record.done[k] = record.read(future.work.lane)
     elif future.work is not None:
         # Work can be waited for only once: the watcher does, and the program waits for the watcher.
-        future.work = SimpleNamespace(wait=record.watchers[lane].submit(_wait, record, future.work, k).result)
+        future.work = SimpleNamespace(
+            wait=record.watchers[lane].submit(_wait, record, future.work, k).result
+        )
 
 
 def _wait(record: Record, work: Work, k: int) -> None:

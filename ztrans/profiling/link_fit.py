@@ -51,7 +51,9 @@ def fit(link: Link, samples: Sequence[Sample], ranks: int) -> Link:
         return [sum(changed.seconds(s.kind, s.received, ranks)) for s in samples]
 
     (fitted,) = figures.put(solve(predict, [s.seconds for s in samples], figures.start))
-    efficiency = tuple((kind, share) for kind, share in fitted.efficiency if abs(share - 1) > _ALIKE)
+    efficiency = tuple(
+        (kind, share) for kind, share in fitted.efficiency if abs(share - 1) > _ALIKE
+    )
     return dataclasses.replace(fitted, efficiency=efficiency)
 
 

@@ -57,14 +57,20 @@ class Profile:
         axes = {axis for axis, _ in base.links}
         has_link = lambda axis: axis in axes or axes.issuperset(members(axis))
         usual = [_combined(same, median) for same in zip(*self.messages) if has_link(same[0].axis)]
-        known = dict(base.links) | {m.axis: base.link(m.axis) for m in usual}  # of joint axes, the slowest at first
+        known = dict(base.links) | {
+            m.axis: base.link(m.axis) for m in usual
+        }  # of joint axes, the slowest at first
         links = []
         for axis, link in explain(tuple(known.items()), usual):
             over = [m for m in usual if m.axis == axis]
-            link = dataclasses.replace(link, inside=None)  # the fitted figures are those of whole messages
+            link = dataclasses.replace(
+                link, inside=None
+            )  # the fitted figures are those of whole messages
             link = sending(link, [(m.received, m.spent) for m in over])
             links.append((axis, unpacking(link, [(m.kind, m.received, m.unpacked) for m in over])))
-        return dataclasses.replace(base, links=tuple(links)).with_measured(self.seconds_by_signature)
+        return dataclasses.replace(base, links=tuple(links)).with_measured(
+            self.seconds_by_signature
+        )
 
     def agreed(self, mesh: DeviceMesh) -> Profile:
         """This profile with durations that are the same on every rank, for planning. The timeline stays this rank's.
@@ -79,7 +85,9 @@ class Profile:
         mine = self.timeline.compute, dict(self.seconds_by_signature), self.messages
         computed, seconds, steps = zip(*everywhere(mine, mesh))
         slowest = seconds[computed.index(max(computed))]
-        over_ranks = tuple(tuple(_combined(same, max) for same in zip(*ranks)) for ranks in zip(*steps))
+        over_ranks = tuple(
+            tuple(_combined(same, max) for same in zip(*ranks)) for ranks in zip(*steps)
+        )
         return dataclasses.replace(self, seconds_by_signature=slowest, messages=over_ranks)
 
 
@@ -122,7 +130,9 @@ def profile(
     """
     if steps < 1:
         raise ValueError(f"profile: {steps} steps; at least one is needed.")
-    device = next((x.device.type for x in inputs if x.device.type != "cpu"), "cpu")  # some state may be on the CPU
+    device = next(
+        (x.device.type for x in inputs if x.device.type != "cpu"), "cpu"
+    )  # some state may be on the CPU
     module: Any = recorded(program)
     run = bind(graph, module)
     runs = []
@@ -131,13 +141,18 @@ def profile(
             module.record = Record(device, watchers)
             run(prepare(inputs))
             runs.append(module.record.times())
-    timeline, observed = _timeline(graph, _medians(runs)), tuple(tuple(_observed(graph, t)) for t in runs)
+    timeline, observed = (
+        _timeline(graph, _medians(runs)),
+        tuple(tuple(_observed(graph, t)) for t in runs),
+    )
     return Profile(timeline, _by_signature(graph, runs), observed, _overhead(graph, runs, device))
 
 
 def _medians(runs: Sequence[Times]) -> Times:
     """The median of each reading. Medians keep the order of readings, so the bars of a lane never overlap."""
-    marks, started, done, arrived = (tuple(map(median, zip(*rows))) for rows in zip(*(t[:-1] for t in runs)))
+    marks, started, done, arrived = (
+        tuple(map(median, zip(*rows))) for rows in zip(*(t[:-1] for t in runs))
+    )
     return Times(marks, started, done, arrived, end=median(t.end for t in runs))
 
 
@@ -150,7 +165,9 @@ class _Sent(NamedTuple):
     eqn: Eqn  # the equation that sends it
     message: Message
     received: int  # bytes
-    readings: tuple[float, float, float] | None  # when it was started, when it was done, when its first wait returned
+    readings: (
+        tuple[float, float, float] | None
+    )  # when it was started, when it was done, when its first wait returned
 
 
 def _messages(graph: Graph, t: Times) -> list[_Sent]:
@@ -167,9 +184,15 @@ def _observed(graph: Graph, t: Times) -> Iterator[Observed]:
     for e, m, received, readings in _messages(graph, t):
         if readings is not None:
             started, done, arrived = readings
-            axis, spent, unpacked = e.kwargs["axis"], started - t.marks[m.issue - 1], t.marks[m.need + 1] - arrived
+            axis, spent, unpacked = (
+                e.kwargs["axis"],
+                started - t.marks[m.issue - 1],
+                t.marks[m.need + 1] - arrived,
+            )
             kind = op_name(e.op)
-            yield Observed(axis, graph.axes[axis], kind, received, m.lane, started, done, spent, unpacked)
+            yield Observed(
+                axis, graph.axes[axis], kind, received, m.lane, started, done, spent, unpacked
+            )
 
 
 def _timeline(graph: Graph, t: Times) -> Timeline:
@@ -183,7 +206,9 @@ def _timeline(graph: Graph, t: Times) -> Timeline:
             stall = max(arrived - begin[m.need], 0.0) if finish > begin[m.need] else 0.0
         else:  # the step's own collective, which the program may not wait for
             issue = end[m.issue - 1]
-            finish, stall = (end[m.need], end[m.need] - begin[m.need]) if m.need < len(end) else (t.end, 0.0)
+            finish, stall = (
+                (end[m.need], end[m.need] - begin[m.need]) if m.need < len(end) else (t.end, 0.0)
+            )
         if stall:
             begin[m.need] = finish = begin[m.need] + stall
         # A busy host may notice the end of a message later than that of the next one in its lane.
@@ -203,7 +228,11 @@ def _durations(graph: Graph, runs: Sequence[Times]) -> Iterator[tuple[str, list[
     pairs = pair(graph)
     started, arrived = zip(*(t.started for t in runs)), zip(*(t.arrived for t in runs))
     for i, e in enumerate(graph.eqns):
-        key, begin, end = signature(e, graph), [t.marks[i] for t in runs], [t.marks[i + 1] for t in runs]
+        key, begin, end = (
+            signature(e, graph),
+            [t.marks[i] for t in runs],
+            [t.marks[i + 1] for t in runs],
+        )
         waited = pairs.waits.get(e)
         if e in pairs.starts:
             end = list(next(started))

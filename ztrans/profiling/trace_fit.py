@@ -35,7 +35,9 @@ class Observed(NamedTuple):
     unpacked: float = 0.0  # how long it took to turn its bytes into values
 
 
-def explain(links: Sequence[tuple[str, Link]], observed: Sequence[Observed]) -> tuple[tuple[str, Link], ...]:
+def explain(
+    links: Sequence[tuple[str, Link]], observed: Sequence[Observed]
+) -> tuple[tuple[str, Link], ...]:
     """`links` with the latency, bandwidth and efficiencies that explain best when the messages `observed` ended.
 
     Figures that the messages do not determine stay as they were, and so do `hop`, `host`, `call` and `unpack`.
@@ -57,7 +59,9 @@ def explain(links: Sequence[tuple[str, Link]], observed: Sequence[Observed]) -> 
 
 def _slow(link: Link, axis: str, observed: Sequence[Observed]) -> Link:
     """`link` with the bandwidth at which the largest message moved, if no other message used the wire."""
-    sizes = [(m.received, m.done - m.issued) for m in observed if m.axis == axis and m.done > m.issued]
+    sizes = [
+        (m.received, m.done - m.issued) for m in observed if m.axis == axis and m.done > m.issued
+    ]
     received, seconds = max(sizes, default=(0, 0.0))
     return dataclasses.replace(link, bandwidth=received / seconds) if received else link
 
@@ -67,6 +71,8 @@ def _durations(links: Mapping[str, Link], observed: Sequence[Observed]) -> list[
     sent = []
     for k, m in enumerate(observed):
         link = links[m.axis]
-        sent.append(Message(k, len(observed), m.lane, link.name, *link.seconds(m.kind, m.received, m.ranks)))
+        sent.append(
+            Message(k, len(observed), m.lane, link.name, *link.seconds(m.kind, m.received, m.ranks))
+        )
     simulated = play([*(b.issued - a.issued for a, b in pairwise(observed)), 0.0], sent)
     return [end + observed[0].issued - m.issued + _NOISE for end, m in zip(simulated.end, observed)]

@@ -28,9 +28,18 @@ def save(timelines: Sequence[Timeline], path: Any) -> None:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("save: pictures need matplotlib: pip install matplotlib, or save a .html page.") from error
+        raise ImportError(
+            "save: pictures need matplotlib: pip install matplotlib, or save a .html page."
+        ) from error
     heights = [h for t in timelines for h in (0.34 * len(t.lanes) + 0.5, 0.95)]
-    with rc_context({"font.family": "sans-serif", "font.size": 8, "hatch.linewidth": 0.6, "svg.fonttype": "none"}):
+    with rc_context(
+        {
+            "font.family": "sans-serif",
+            "font.size": 8,
+            "hatch.linewidth": 0.6,
+            "svg.fonttype": "none",
+        }
+    ):
         figure = Figure(figsize=(11, sum(heights) + 1.0), facecolor=_GROUND, layout="constrained")
         axes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
         scale, unit = _scale(max(t.seconds for t in timelines))
@@ -52,16 +61,28 @@ def _scale(seconds: float) -> tuple[float, str]:
 def _lanes(ax: Any, timeline: Timeline, scale: float) -> None:
     """The bars of every lane, and the stalls of compute."""
     rows = {lane: -k for k, lane in enumerate(timeline.lanes)}
-    bars = (((e.lane, stands_for(e)), (e.start * scale, e.seconds * scale)) for e in timeline.events)
+    bars = (
+        ((e.lane, stands_for(e)), (e.start * scale, e.seconds * scale)) for e in timeline.events
+    )
     for (lane, kind), spans in grouped(bars).items():
         gap = 0.25 if lane != COMPUTE and len(spans) < _MANY else 0.0
-        ax.broken_barh(spans, (rows[lane] - 0.36, 0.72), facecolor=COLOURS[kind][0], edgecolor=_GROUND, linewidth=gap)
+        ax.broken_barh(
+            spans,
+            (rows[lane] - 0.36, 0.72),
+            facecolor=COLOURS[kind][0],
+            edgecolor=_GROUND,
+            linewidth=gap,
+        )
     stalls = [((e.end - e.stall) * scale, e.stall * scale) for e in timeline.events if e.stall > 0]
-    ax.broken_barh(stalls, (-0.36, 0.72), facecolor="none", edgecolor=_STALL, hatch="//////", linewidth=0)
+    ax.broken_barh(
+        stalls, (-0.36, 0.72), facecolor="none", edgecolor=_STALL, hatch="//////", linewidth=0
+    )
     ax.set_yticks(list(rows.values()), list(rows), color=_INK)
     ax.set_ylim(-len(rows) + 0.45, 0.55)
     ax.set_title(timeline.name, loc="left", color=_INK, fontsize=10, fontweight="bold")
-    figures = f"{format_seconds(timeline.seconds)} a step, {format_seconds(timeline.stalled)} exposed"
+    figures = (
+        f"{format_seconds(timeline.seconds)} a step, {format_seconds(timeline.stalled)} exposed"
+    )
     ax.set_title(figures, loc="right", color=_FAINT, fontsize=9)
     _plain(ax)
 
@@ -101,8 +122,18 @@ def _legend(figure: Any, timelines: Sequence[Timeline]) -> None:
     from matplotlib.patches import Patch
 
     used = {stands_for(e) for t in timelines for e in t.events}
-    patches = [Patch(facecolor=light, label=kind) for kind, (light, _) in COLOURS.items() if kind in used]
-    patches.append(Patch(facecolor="none", edgecolor=_STALL, hatch="//////", linewidth=0, label="compute stands still"))
+    patches = [
+        Patch(facecolor=light, label=kind) for kind, (light, _) in COLOURS.items() if kind in used
+    ]
+    patches.append(
+        Patch(
+            facecolor="none",
+            edgecolor=_STALL,
+            hatch="//////",
+            linewidth=0,
+            label="compute stands still",
+        )
+    )
     figure.legend(
         handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, labelcolor=_INK,
         handlelength=1.2, columnspacing=1.4,

@@ -17,7 +17,9 @@ from ..planning.timeline import COMPUTE, Event, Timeline
 from .palette import COLOURS, stands_for
 from .table import compared, label, source_line, table, title
 
-_LONGEST = 600  # the most characters of an equation that are shown; that of a large bucket fills pages
+_LONGEST = (
+    600  # the most characters of an equation that are shown; that of a large bucket fills pages
+)
 _DATA = '"data goes here"'
 _HEIGHT = 620  # pixels of the page in a notebook
 

@@ -18,7 +18,11 @@ from .table import source_line, title
 
 def save(timelines: Sequence[Timeline], path: Any) -> None:
     """Write the trace to a file: first the names, then the events in order of time, in microseconds."""
-    events = [event for process, timeline in enumerate(timelines, 1) for event in _events(process, timeline)]
+    events = [
+        event
+        for process, timeline in enumerate(timelines, 1)
+        for event in _events(process, timeline)
+    ]
     in_order = sorted(events, key=lambda event: event.get("ts", -1.0))
     Path(path).write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": in_order}))
 
@@ -29,10 +33,22 @@ def _events(process: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": timeline.name}}
     for lane, k in thread.items():
         yield {"ph": "M", "pid": process, "tid": k, "name": "thread_name", "args": {"name": lane}}
-        yield {"ph": "M", "pid": process, "tid": k, "name": "thread_sort_index", "args": {"sort_index": k}}
+        yield {
+            "ph": "M",
+            "pid": process,
+            "tid": k,
+            "name": "thread_sort_index",
+            "args": {"sort_index": k},
+        }
 
     def bar(name: str, lane: str, start: float, seconds: float, **args: Any) -> dict[str, Any]:
-        place = {"ph": "X", "pid": process, "tid": thread[lane], "ts": start * 1e6, "dur": seconds * 1e6}
+        place = {
+            "ph": "X",
+            "pid": process,
+            "tid": thread[lane],
+            "ts": start * 1e6,
+            "dur": seconds * 1e6,
+        }
         return {**place, "name": name, "cat": lane, "args": args}
 
     starts = {e.eqn: e.start for e in timeline.events if e.lane == COMPUTE}
@@ -44,10 +60,28 @@ def _events(process: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
             continue
         yield bar(name, e.lane, e.start, e.seconds, **facts, bytes=e.bytes, stall_us=e.stall * 1e6)
         if e.stall > 0:
-            yield bar("stall", COMPUTE, e.end - e.stall, e.stall, waits_for=name, source=source_line(e.eqn))
+            yield bar(
+                "stall",
+                COMPUTE,
+                e.end - e.stall,
+                e.stall,
+                waits_for=name,
+                source=source_line(e.eqn),
+            )
         if e.eqn in starts:
-            arrow = {"cat": "message", "name": "message", "id": f"{process}.{number}", "pid": process}
+            arrow = {
+                "cat": "message",
+                "name": "message",
+                "id": f"{process}.{number}",
+                "pid": process,
+            }
             yield {**arrow, "ph": "s", "tid": thread[COMPUTE], "ts": starts[e.eqn] * 1e6}
             yield {**arrow, "ph": "f", "bp": "e", "tid": thread[e.lane], "ts": e.start * 1e6}
     for at, live in timeline.memory:
-        yield {"ph": "C", "pid": process, "name": "live bytes", "ts": at * 1e6, "args": {"bytes": live}}
+        yield {
+            "ph": "C",
+            "pid": process,
+            "name": "live bytes",
+            "ts": at * 1e6,
+            "args": {"bytes": live},
+        }

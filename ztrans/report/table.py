@@ -40,12 +40,23 @@ def table(timeline: Timeline) -> str:
 
 def compared(first: Timeline, second: Timeline) -> str:
     """Two timelines as text, row by row, with the ratio of the second to the first."""
-    rows, figures = [["", *map(label, (first, second)), "ratio"]], [_figures(first), _figures(second)]
+    rows, figures = (
+        [["", *map(label, (first, second)), "ratio"]],
+        [_figures(first), _figures(second)],
+    )
     order = {"step": 0, COMPUTE: 1, "exposed": 3, "peak memory": 5}
-    for name in sorted({**figures[0], **figures[1]}, key=lambda name: order.get(name, 4 if name[0] == " " else 2)):
+    for name in sorted(
+        {**figures[0], **figures[1]}, key=lambda name: order.get(name, 4 if name[0] == " " else 2)
+    ):
         show = format_bytes if name == "peak memory" else format_seconds
         a, b = (each.get(name) for each in figures)  # None where a timeline has no such row
-        rows.append([name, *("-" if x is None else show(x) for x in (a, b)), f"{b / a:.2f}" if a and b else "-"])
+        rows.append(
+            [
+                name,
+                *("-" if x is None else show(x) for x in (a, b)),
+                f"{b / a:.2f}" if a and b else "-",
+            ]
+        )
     return _columns(rows, left=(0,))
 
 
@@ -70,11 +81,19 @@ def _figures(timeline: Timeline) -> dict[str, float]:
     """The figures of a timeline by the name of their row, in seconds, and in bytes for `peak memory`."""
     lanes = {lane: timeline.busy(lane) for lane in timeline.lanes}
     exposed = {f"  {axis} {role}": seconds for (axis, role), seconds in timeline.exposed.items()}
-    return {"step": timeline.seconds, **lanes, "exposed": timeline.stalled, **exposed, "peak memory": timeline.peak}
+    return {
+        "step": timeline.seconds,
+        **lanes,
+        "exposed": timeline.stalled,
+        **exposed,
+        "peak memory": timeline.peak,
+    }
 
 
 def _columns(rows: list[list[str]], left: tuple[int, ...] = (0, 3)) -> str:
     """Rows in columns. The columns in `left` hold words and are aligned to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
-    cells = lambda row: (c.ljust(w) if k in left else c.rjust(w) for k, (c, w) in enumerate(zip(row, widths)))
+    cells = lambda row: (
+        c.ljust(w) if k in left else c.rjust(w) for k, (c, w) in enumerate(zip(row, widths))
+    )
     return "\n".join("  ".join(cells(row)).rstrip() for row in rows)

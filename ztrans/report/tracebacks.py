@@ -19,7 +19,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _NOTE = "ztrans: the frames of ztrans and torch are left out; ZTRANS_TRACEBACK=full shows them."
-_OURS = (TypeError, ValueError, RuntimeError, OSError)  # the kinds of errors that ztrans raises for a user's mistake
+_OURS = (
+    TypeError,
+    ValueError,
+    RuntimeError,
+    OSError,
+)  # the kinds of errors that ztrans raises for a user's mistake
 
 
 def ends_at_user(function: Callable[P, T]) -> Callable[P, T]:
@@ -46,7 +51,9 @@ def _is_defect(error: BaseException) -> bool:
     All frames of such an error are kept, for a report.
     """
     last = list(_entries(error.__traceback__))[-1:]
-    return not isinstance(error, _OURS) and any(is_ztrans(tb.tb_frame.f_code.co_filename) for tb in last)
+    return not isinstance(error, _OURS) and any(
+        is_ztrans(tb.tb_frame.f_code.co_filename) for tb in last
+    )
 
 
 def _chained(error: BaseException) -> list[BaseException]:

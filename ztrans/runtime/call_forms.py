@@ -26,7 +26,9 @@ from ..ir.operations import called
 _HOMES = (torch, functional, torch.Tensor)  # where PyTorch keeps functions that are written in C++
 _KINDS = (types.BuiltinFunctionType, types.MethodDescriptorType)
 
-Call = tuple[Any, Sequence[Any], Mapping[str, Any]]  # an operation, its arguments and its keyword arguments
+Call = tuple[
+    Any, Sequence[Any], Mapping[str, Any]
+]  # an operation, its arguments and its keyword arguments
 
 
 def call_form(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable:
@@ -97,7 +99,9 @@ class _First(TorchDispatchMode):
     call: Call | None = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._local_scalar_dense.default:  # of an argument that the operation takes by value
+        if (
+            func is torch.ops.aten._local_scalar_dense.default
+        ):  # of an argument that the operation takes by value
             return func(*args)
         self.call = func, args, kwargs or {}
         raise _Stop
@@ -113,5 +117,7 @@ def _dispatched(function: Callable, args: Sequence[Any], kwargs: Mapping[str, An
 def _same(a: Call | None, b: Call | None) -> bool:
     """Whether two calls are equal: they have the same tensors, and equal values of one type."""
     (leaves, tree), (others, other_tree) = pytree.tree_flatten(a), pytree.tree_flatten(b)
-    equal = lambda x, y: x is y or (type(x) is type(y) and not isinstance(x, torch.Tensor) and x == y)
+    equal = lambda x, y: (
+        x is y or (type(x) is type(y) and not isinstance(x, torch.Tensor) and x == y)
+    )
     return tree == other_tree and all(map(equal, leaves, others))

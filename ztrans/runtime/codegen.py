@@ -79,7 +79,11 @@ def to_fx(
     out = fx.Graph()
     nodes: dict[Var, Any] = {v: _placeholder(out, v) for v in graph.inputs}
     emission = Emission(out, torch.nn.Module(), nodes, graph.axes, at, mesh, streams)
-    donated = donation(graph, frozenset(e for group in kernels for e in group)) if donate else Donation({}, {}, {}, {})
+    donated = (
+        donation(graph, frozenset(e for group in kernels for e in group))
+        if donate
+        else Donation({}, {}, {}, {})
+    )
     units = list(_units(graph, groups, kernels, donated))
     instead = {**donated.twins, **calls}
     forms = _Forms(kernels, instead, emitters, *_localized(graph, at, units, instead))
@@ -105,7 +109,9 @@ def coordinates(graph: Graph, mesh: DeviceMesh | None) -> dict[str, int]:
 
 def _placeholder(out: fx.Graph, v: Var) -> fx.Node:
     """A parameter of the code for an input, with a name that nothing else in the code has."""
-    node = out.placeholder("".join(c if c.isalnum() else "_" for c in v.name) if v.name != "self" else "self_")
+    node = out.placeholder(
+        "".join(c if c.isalnum() else "_" for c in v.name) if v.name != "self" else "self_"
+    )
     node.target = node.name
     return node
 
@@ -121,7 +127,9 @@ def _units(
     graph: Graph, groups: Sequence[Group], kernels: Mapping[Group, Kernel], donated: Donation
 ) -> Iterator[_Unit]:
     """The units of a program, in order: the groups that have a kernel, or that one call computes, are one unit each."""
-    together = {group[0]: group for group in groups if group in kernels or _is_one_call(group, donated)}
+    together = {
+        group[0]: group for group in groups if group in kernels or _is_one_call(group, donated)
+    }
     inside = {e for group in together.values() for e in group[1:]}
     for place, eqn in enumerate(graph.eqns):
         if eqn not in inside:
@@ -139,11 +147,17 @@ def _is_one_call(group: Group, donated: Donation) -> bool:
         return all(in_place)
     if not any(in_place):
         return list_call(group, in_place=False) is not None
-    if not all(in_place) or not all(isinstance(donated.twins[e], torch._ops.OpOverload) for e in group):
+    if not all(in_place) or not all(
+        isinstance(donated.twins[e], torch._ops.OpOverload) for e in group
+    ):
         return False
     written = {donated.owner[e.ins[0]] for e in group}
     read = {donated.owner[v] for e in group for v in e.ins[1:]}
-    return len(written) == len(group) and not written & read and list_call(group, in_place=True) is not None
+    return (
+        len(written) == len(group)
+        and not written & read
+        and list_call(group, in_place=True) is not None
+    )
 
 
 class _Forms(NamedTuple):
@@ -192,15 +206,21 @@ def _emit(unit: _Unit, emission: Emission, forms: _Forms) -> Iterable[tuple[Var 
     return _emit_operation(eqn, emission, forms)
 
 
-def _emit_operation(eqn: Eqn, emission: Emission, forms: _Forms) -> Iterable[tuple[Var | None, Any]]:
+def _emit_operation(
+    eqn: Eqn, emission: Emission, forms: _Forms
+) -> Iterable[tuple[Var | None, Any]]:
     """Emit the calls of an operation. Returns its results with their nodes."""
     local = forms.local[eqn]
     if eqn in forms.instead:
         return list(zip(eqn.outs, operation(emission, local, forms.instead[eqn])))
     for part in forms.calls.eqns.get(local, (local,)):
-        emission.nodes.update((v, node) for v, node in zip(part.outs, operation(emission, part)) if v is not None)
+        emission.nodes.update(
+            (v, node) for v, node in zip(part.outs, operation(emission, part)) if v is not None
+        )
     equal = [(v, forms.calls.equal[v]) for v in eqn.results if v in forms.calls.equal]
-    return [(v, emission.nodes[x]) for v, x in equal if x in emission.nodes]  # others are left out: no call reads them
+    return [
+        (v, emission.nodes[x]) for v, x in equal if x in emission.nodes
+    ]  # others are left out: no call reads them
 
 
 def _describe(units: Sequence[_Unit], emitted: Sequence[list[fx.Node]]) -> None:
@@ -215,10 +235,16 @@ def _describe(units: Sequence[_Unit], emitted: Sequence[list[fx.Node]]) -> None:
         if not nodes:
             silent += unit.eqns
             continue
-        first, eqns, weights = unit.eqns[0], (*silent, *unit.eqns), (*[0] * len(silent), *[1] * len(unit.eqns))
+        first, eqns, weights = (
+            unit.eqns[0],
+            (*silent, *unit.eqns),
+            (*[0] * len(silent), *[1] * len(unit.eqns)),
+        )
         source = str(first.source) if first.source else ""
         for node in nodes:
-            node.meta.update(eqn=first, region=first.region, source=source, eqns=eqns, weights=weights)
+            node.meta.update(
+                eqn=first, region=first.region, source=source, eqns=eqns, weights=weights
+            )
         silent, last = [], nodes
     for node in last:
         node.meta["eqns"] += tuple(silent)

@@ -22,7 +22,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import ops
-from ..ir.collectives import ALL_GATHER, ALL_REDUCE, ALONE, REDUCE_SCATTER, is_alone, partial_dtype, wire_dtype, without
+from ..ir.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALONE,
+    REDUCE_SCATTER,
+    is_alone,
+    partial_dtype,
+    wire_dtype,
+    without,
+)
 from ..ir.graph import Eqn, Primitive, Split
 from ..ir.hosts import TWO_LEVELS
 from ..ir.layout import chunk, local_shape, part
@@ -32,7 +41,12 @@ from .hosts.two_levels import exchange_sums, gloo_route
 from .process_groups import Channel, Work, process_groups
 
 # How a backend reduces the terms of a reduction. It adds those of a mean, and the sum is divided afterwards.
-REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
 
 
 def all_gather(received: torch.Tensor, send: torch.Tensor, **options: Any) -> Any:
@@ -61,7 +75,9 @@ class Future:
         """Wait, then return the value of one member of the bucket, to which only the program then refers."""
         if self.values is None:
             if self.work is None or self.finish is None:
-                raise RuntimeError("ztrans: this collective was given up, because the step that started it failed.")
+                raise RuntimeError(
+                    "ztrans: this collective was given up, because the step that started it failed."
+                )
             self.work.wait()
             self.values = self.finish()
             self.drop()
@@ -118,7 +134,9 @@ class Start(torch.nn.Module):
     one group (see `collectives.is_alone`). Without a channel it can be printed, but not called.
     """
 
-    def __init__(self, eqn: Eqn, sizes: Mapping[str, int], at: Mapping[str, int], channel: Channel | None) -> None:
+    def __init__(
+        self, eqn: Eqn, sizes: Mapping[str, int], at: Mapping[str, int], channel: Channel | None
+    ) -> None:
         super().__init__()
         _let_gloo_free_its_buffers()
         axis = eqn.kwargs["axis"]
@@ -136,7 +154,11 @@ class Start(torch.nn.Module):
         self.shapes = [_dim_first(local_shape(v, sizes, at), self.dim) for v in whole]
         self.parts = [chunk(s[0], self.size) * math.prod(s[1:]) if s else 1 for s in self.shapes]
         self.groups = _message_groups(eqn, sizes)
-        self.start = {ALL_GATHER: self._gather, REDUCE_SCATTER: self._scatter, ALL_REDUCE: self._reduce}[self.kind]
+        self.start = {
+            ALL_GATHER: self._gather,
+            REDUCE_SCATTER: self._scatter,
+            ALL_REDUCE: self._reduce,
+        }[self.kind]
 
     @property
     def channel(self) -> Channel:
@@ -171,7 +193,9 @@ class Start(torch.nn.Module):
             started.clear()  # this releases the send and receive buffers
             return values
 
-        future = Future(Works([work for works, _ in started for work in works], self.channel), finish)
+        future = Future(
+            Works([work for works, _ in started for work in works], self.channel), finish
+        )
         self.channel.futures.add(future)
         return tuple(Member(future, k) for k in range(len(members)))
 
@@ -185,7 +209,9 @@ class Start(torch.nn.Module):
             works = self.channel.exchange([mine] * self.size, list(received))
         else:
             with self.channel.errors():
-                works = [all_gather(_bytes(received), _bytes(mine), group=self.group, async_op=True)]
+                works = [
+                    all_gather(_bytes(received), _bytes(mine), group=self.group, async_op=True)
+                ]
 
         def finish() -> list[torch.Tensor]:
             whole = ops.unpack(received, sizes, [self.shapes[k] for k in ks], self.size)
@@ -207,7 +233,9 @@ class Start(torch.nn.Module):
                 mine = self.part_shape(k)
                 here = slice(offset, offset + math.prod(mine))
                 result = None if over is None else over[here]
-                value = ops.reduce([p[here] for p in pieces], self.op, self.outs[k].dtype, result, self.size)
+                value = ops.reduce(
+                    [p[here] for p in pieces], self.op, self.outs[k].dtype, result, self.size
+                )
                 value = value.view(mine)
                 values.append(value if dim == 0 else value.movedim(0, dim).contiguous())
                 offset += self.parts[k]
@@ -222,9 +250,13 @@ class Start(torch.nn.Module):
         if not self.direct:
             received = torch.empty_like(send)
             with self.channel.errors():
-                work = dist.all_to_all_single(_bytes(received), _bytes(send), group=self.group, async_op=True)
+                work = dist.all_to_all_single(
+                    _bytes(received), _bytes(send), group=self.group, async_op=True
+                )
             return list(received), [work]  # which holds what is sent, until it is done
-        pieces = [send[r] if r == self.rank else torch.empty_like(send[r]) for r in range(self.size)]
+        pieces = [
+            send[r] if r == self.rank else torch.empty_like(send[r]) for r in range(self.size)
+        ]
         return pieces, self.channel.exchange(list(send), pieces)
 
     def _sum_buffer(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -244,7 +276,9 @@ class Start(torch.nn.Module):
         """A whole term as one row for each rank, padded with zeros."""
         flat = term.to(self.wire).contiguous().view(-1)
         missing = self.size * size - flat.numel()
-        return (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(self.size, size)
+        return (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(
+            self.size, size
+        )
 
     def _reduce(self, ks: list[int], terms: Sequence[torch.Tensor]) -> Started:
         flat = [t.to(self.wire).reshape(-1) for t in terms]
@@ -260,7 +294,9 @@ class Start(torch.nn.Module):
         else:
             total = send.clone() if len(flat) == 1 else send  # the all_reduce overwrites it
             with self.channel.errors():
-                works = [dist.all_reduce(total, REDUCE_OPS[self.op], group=self.group, async_op=True)]
+                works = [
+                    dist.all_reduce(total, REDUCE_OPS[self.op], group=self.group, async_op=True)
+                ]
             reduced = lambda: (ops.mean(total, self.size) if self.op == "mean" else total).to(dtype)
 
         def finish() -> list[torch.Tensor]:

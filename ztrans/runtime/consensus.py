@@ -33,7 +33,9 @@ def messages(graph: Graph) -> list[str]:
             lines.append(f"{kind} over {e.kwargs['axis']} as {wire} of {', '.join(names)}")
         elif is_users(e) and not is_wait(e):
             # No sizes: along another axis, ranks may have batches of other sizes, and so messages of other sizes.
-            shown = ", ".join(f"{v.name}: {DTYPES.get(v.dtype, v.dtype)}" for v in variables(e.args))
+            shown = ", ".join(
+                f"{v.name}: {DTYPES.get(v.dtype, v.dtype)}" for v in variables(e.args)
+            )
             lines.append(f"{op_name(e.op)} over {e.args[-1] if e.args else ''} of {shown}")
     return lines
 
@@ -52,7 +54,9 @@ class Promise:
 
     def __init__(self, graph: Graph, update: str) -> None:
         self.lines = [*messages(graph), NO_MORE, f"an update with the hash {update}"]
-        self._hash = int.from_bytes(hashlib.sha256("\n".join(self.lines).encode()).digest()[:8], "big", signed=True)
+        self._hash = int.from_bytes(
+            hashlib.sha256("\n".join(self.lines).encode()).digest()[:8], "big", signed=True
+        )
         self._numbers = _shared_numbers(graph)
 
     def hash(self, inputs: Sequence[torch.Tensor]) -> int:

@@ -15,7 +15,17 @@ import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..ir.collectives import ALL_GATHER, ALL_REDUCE, GRADIENT, PMEAN, PSUM, REDUCE_SCATTER, SHARD, WAIT, rules
+from ..ir.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    GRADIENT,
+    PMEAN,
+    PSUM,
+    REDUCE_SCATTER,
+    SHARD,
+    WAIT,
+    rules,
+)
 from ..ir.donation import is_constant
 from ..ir.graph import Eqn, Primitive, Var, substitute
 from ..ir.layout import local_shape, part
@@ -108,7 +118,11 @@ Emitter = Callable[[Emission, Eqn, int], list[Any]]
 def started(emission: Emission, eqn: Eqn, place: int) -> list[fx.Node]:
     """Emit a submodule that starts the collective, and a future for each member."""
     axis = eqn.kwargs["axis"]
-    messages = channel(emission.mesh, axis, rules(eqn).lane == "gather") if emission.mesh is not None else None
+    messages = (
+        channel(emission.mesh, axis, rules(eqn).lane == "gather")
+        if emission.mesh is not None
+        else None
+    )
     module = start(eqn, emission.sizes, emission.at, messages, emission.streams)
     return unpacked(emission.out, emission.call(f"{eqn.op}_{place}", module, *eqn.ins), eqn.outs)
 
@@ -169,20 +183,32 @@ def _higher_order(emission: Emission, eqn: Eqn) -> list:
         leaves = emission.call(*_attention(emission, eqn), *eqn.ins)
     else:
         args: Any = (eqn.op, bound(eqn), *emission.read(eqn.args))
-        leaves = emission.out.call_function(call_operator, args, {k: emission.read(v) for k, v in eqn.kwargs.items()})
+        leaves = emission.out.call_function(
+            call_operator, args, {k: emission.read(v) for k, v in eqn.kwargs.items()}
+        )
     return unpacked(emission.out, leaves, eqn.outs)
 
 
 def _attention(emission: Emission, eqn: Eqn) -> tuple[str, attention.Attention]:
     """The submodule that computes attention, and its name. Equal layers share it, and so its kernel."""
     text, modules = attention.text(eqn), dict(emission.module.named_children())
-    shared = ((name, m) for name, m in modules.items() if isinstance(m, attention.Attention) and m.text == text)
-    return next(shared, None) or (f"{op_name(eqn.op)}_{len(modules)}", attention.Attention(eqn, nested))
+    shared = (
+        (name, m)
+        for name, m in modules.items()
+        if isinstance(m, attention.Attention) and m.text == text
+    )
+    return next(shared, None) or (
+        f"{op_name(eqn.op)}_{len(modules)}",
+        attention.Attention(eqn, nested),
+    )
 
 
 def unpacked(out: fx.Graph, call: fx.Node, outs: Sequence[Var | None]) -> list:
     """The node of each result of a call that returns a sequence; None for those not bound."""
-    return [None if v is None else out.call_function(operator.getitem, (call, k)) for k, v in enumerate(outs)]
+    return [
+        None if v is None else out.call_function(operator.getitem, (call, k))
+        for k, v in enumerate(outs)
+    ]
 
 
 def _results(out: fx.Graph, eqn: Eqn, call: fx.Node) -> list:
@@ -191,7 +217,9 @@ def _results(out: fx.Graph, eqn: Eqn, call: fx.Node) -> list:
     schema = op._schema
     item = lambda node, k: out.call_function(operator.getitem, (node, k))
     is_list = [isinstance(r.type, torch.ListType) for r in schema.returns]
-    if len(is_list) > 1 and all(is_list):  # lists of one tensor each, or none: an SGD may have no momenta
+    if len(is_list) > 1 and all(
+        is_list
+    ):  # lists of one tensor each, or none: an SGD may have no momenta
         given = {a.name: x for a, x in zip(schema.arguments, eqn.args)}
         filled = [k for k, r in enumerate(schema.returns) if given[r.name.removesuffix("_out")]]
         lists = [item(call, k) for k in filled]

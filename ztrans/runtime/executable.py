@@ -1,5 +1,4 @@
-"""Executable: generated code as a function from flat inputs to flat outputs, which overwrites the state.
-"""
+"""Executable: generated code as a function from flat inputs to flat outputs, which overwrites the state."""
 
 from __future__ import annotations
 
@@ -65,7 +64,9 @@ def executable(
     return bind(graph, to_fx(graph, mesh, donate=True, groups=groups, on_write=on_write), on_write)
 
 
-def bind(graph: Graph, program: fx.GraphModule, on_write: Callable[[], None] | None = None) -> Executable:
+def bind(
+    graph: Graph, program: fx.GraphModule, on_write: Callable[[], None] | None = None
+) -> Executable:
     """An FX module that `to_fx` made of `graph`, ready to run."""
     return Executable(program, graph.num_state, on_write, shown(graph))
 
@@ -78,9 +79,15 @@ def shown(graph: Graph) -> tuple[int, ...]:
     """
     owner, n = donation(graph).owner, graph.num_state
     given = {v for v, _ in graph.donated}
-    held = {owner[v] for v in (*graph.inputs, *graph.outputs[:n]) if isinstance(v, Var) and v not in given}
+    held = {
+        owner[v]
+        for v in (*graph.inputs, *graph.outputs[:n])
+        if isinstance(v, Var) and v not in given
+    }
     held |= {owner[v] for e in graph.eqns if is_constant(e) for v in e.results}
-    return tuple(i for i, v in enumerate(graph.outputs) if i >= n and isinstance(v, Var) and owner[v] in held)
+    return tuple(
+        i for i, v in enumerate(graph.outputs) if i >= n and isinstance(v, Var) and owner[v] in held
+    )
 
 
 def _line_of(error: Exception, program: fx.GraphModule) -> Source | None:
@@ -100,7 +107,11 @@ def _write_back(state: Sequence[torch.Tensor], outputs: list[Any]) -> None:
     """Put each new state into the storage of the old one, where the program did not do so already."""
     if all(map(operator.is_, state, outputs)):
         return
-    moved = [i for i, old in enumerate(state) if outputs[i] is not old and not _is_same_memory(outputs[i], old)]
+    moved = [
+        i
+        for i, old in enumerate(state)
+        if outputs[i] is not old and not _is_same_memory(outputs[i], old)
+    ]
     storages = {x.untyped_storage().data_ptr() for x in state if x.numel()}
 
     def unshared(x: torch.Tensor) -> torch.Tensor:

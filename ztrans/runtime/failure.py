@@ -20,7 +20,9 @@ from .meeting import Left, Note, leave, lost
 from .process_groups import LostRank
 
 _causes = WeakIdKeyDictionary()  # a leaf of a half updated state -> the failure that left it so
-_steps = WeakIdKeyDictionary()  # the first leaf of a state -> the number of steps that the state has taken
+_steps = (
+    WeakIdKeyDictionary()
+)  # the first leaf of a state -> the number of steps that the state has taken
 
 
 class Writes:
@@ -55,7 +57,9 @@ def check_whole(leaves: Sequence[Any], name: str) -> None:
 
 
 @contextlib.contextmanager
-def running(name: str, leaves: Sequence[Any], mesh: DeviceMesh | None, writes: Writes) -> Iterator[None]:
+def running(
+    name: str, leaves: Sequence[Any], mesh: DeviceMesh | None, writes: Writes
+) -> Iterator[None]:
     """Run a step of the program `name`, whose state has these leaves.
 
     If it fails after its first write, the leaves are marked. The channels to other ranks are closed on any failure,
@@ -68,11 +72,17 @@ def running(name: str, leaves: Sequence[Any], mesh: DeviceMesh | None, writes: W
     try:
         yield
     except BaseException as error:
-        torch.set_grad_enabled(grad_enabled)  # an interrupt may arrive inside the exit of torch.no_grad()
+        torch.set_grad_enabled(
+            grad_enabled
+        )  # an interrupt may arrive inside the exit of torch.no_grad()
         name = f"step {steps_of(leaves) + 1} of {name}"
         if writes.begun:
             _mark(leaves, f"{name} failed with {type(error).__name__}")
-        remark = "The state is half updated." if writes.begun else "The state is as it was before the step."
+        remark = (
+            "The state is half updated."
+            if writes.begun
+            else "The state is as it was before the step."
+        )
         cause = _report(name, mesh, error)
         if cause is None:
             error.add_note(f"ztrans: {name} was ended by this. {remark}")

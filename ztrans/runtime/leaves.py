@@ -25,7 +25,9 @@ from ..ir.layout import Own, as_tensor, cut, mesh_axes
 def leaf_mesh(mesh: DeviceMesh, axes: Sequence[str], own: Own | None) -> DeviceMesh:
     """The part of a mesh that a leaf lives on: the axes of its transform, and the step's own."""
     order = {axis for axis, _ in mesh_axes(mesh)}
-    wanted = {axis for axis in (*axes, *(own.axes if own else ())) if order.issuperset(members(axis))}
+    wanted = {
+        axis for axis in (*axes, *(own.axes if own else ())) if order.issuperset(members(axis))
+    }
     return submesh(mesh, wanted) if wanted else mesh
 
 
@@ -36,7 +38,9 @@ def placements(layout: Layout, mesh: DeviceMesh, own: Own | None = None) -> list
     for part in layout:
         if isinstance(part, Split):
             inner = own.cuts(part.dim, names[names.index(part.axis) :]) if own else 1
-            by_axis[part.axis] = Shard(part.dim) if inner == 1 else _StridedShard(part.dim, split_factor=inner)
+            by_axis[part.axis] = (
+                Shard(part.dim) if inner == 1 else _StridedShard(part.dim, split_factor=inner)
+            )
     return [by_axis.get(axis, Replicate()) for axis in names]
 
 
@@ -53,7 +57,9 @@ def shard_leaf(
     if source is None:
         return _cut(leaf, layout, mesh, None, device).requires_grad_(trained)
     whole = _own_memory(leaf, mesh, device)
-    return distribute_tensor(whole, mesh, placements(layout, mesh), src_data_rank=source).requires_grad_(trained)
+    return distribute_tensor(
+        whole, mesh, placements(layout, mesh), src_data_rank=source
+    ).requires_grad_(trained)
 
 
 def _own_memory(x: torch.Tensor, mesh: DeviceMesh, device: torch.device | None) -> torch.Tensor:
@@ -67,7 +73,11 @@ def _own_memory(x: torch.Tensor, mesh: DeviceMesh, device: torch.device | None) 
 
 
 def _cut(
-    whole: torch.Tensor, layout: Layout, mesh: DeviceMesh, own: Own | None, device: torch.device | None = None
+    whole: torch.Tensor,
+    layout: Layout,
+    mesh: DeviceMesh,
+    own: Own | None,
+    device: torch.device | None = None,
 ) -> DTensor:
     """A copy of this rank's part of a tensor that is the same on all ranks, up to the step's own division."""
     local = whole
@@ -84,7 +94,9 @@ def cut_as(whole: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     if not isinstance(leaf, DTensor):
         return whole
     mesh, is_strided = leaf.device_mesh, lambda placed: isinstance(placed[1], _StridedShard)
-    cuts: Any = [(axis, p) for axis, p in enumerate(leaf.placements) if isinstance(p, Shard | _StridedShard)]
+    cuts: Any = [
+        (axis, p) for axis, p in enumerate(leaf.placements) if isinstance(p, Shard | _StridedShard)
+    ]
     for axis, placement in sorted(cuts, key=is_strided):
         whole = cut(whole, Split("", placement.dim), mesh.size(axis), mesh.get_local_rank(axis))
     return whole
@@ -92,11 +104,19 @@ def cut_as(whole: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
 
 def copied(leaf: torch.Tensor) -> torch.Tensor:
     """A contiguous copy of a tensor."""
-    return leaf.detach().clone(memory_format=torch.contiguous_format).requires_grad_(leaf.requires_grad)
+    return (
+        leaf.detach()
+        .clone(memory_format=torch.contiguous_format)
+        .requires_grad_(leaf.requires_grad)
+    )
 
 
 def relaid(
-    leaf: DTensor, layout: Layout, mesh: DeviceMesh, own: Own | None, device: torch.device | None = None
+    leaf: DTensor,
+    layout: Layout,
+    mesh: DeviceMesh,
+    own: Own | None,
+    device: torch.device | None = None,
 ) -> torch.Tensor:
     """A copy of a DTensor of this or another mesh, in the given layout on `mesh`.
 
@@ -128,7 +148,9 @@ def full_tensor(leaf: DTensor, axes: Sequence[str]) -> torch.Tensor:
 def _gathered(leaf: DTensor, own: Own) -> torch.Tensor:
     """The part of a leaf that the step itself sees on this rank, gathered over all other axes of its mesh."""
     mesh = leaf.device_mesh
-    others = {axis: p for (axis, _), p in zip(mesh_axes(mesh), leaf.placements) if axis not in own.axes}
+    others = {
+        axis: p for (axis, _), p in zip(mesh_axes(mesh), leaf.placements) if axis not in own.axes
+    }
     if not others:
         return leaf.to_local()
     # The step's own cut came first, so along the other axes its part is cut as any tensor is.
@@ -136,9 +158,13 @@ def _gathered(leaf: DTensor, own: Own) -> torch.Tensor:
     return _dtensor(leaf.to_local(), mesh[tuple(others)], cuts, own.local_shape).full_tensor()
 
 
-def _dtensor(local: torch.Tensor, mesh: DeviceMesh, placed: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+def _dtensor(
+    local: torch.Tensor, mesh: DeviceMesh, placed: Sequence[Placement], shape: Sequence[int]
+) -> DTensor:
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, placed, run_check=False, shape=torch.Size(shape), stride=stride)
+    return DTensor.from_local(
+        local, mesh, placed, run_check=False, shape=torch.Size(shape), stride=stride
+    )
 
 
 def check_laid_out(
@@ -172,10 +198,15 @@ def check_laid_out(
                 wanted[layout, own, over] = on, placements(layout, on, own)
             on, want = wanted[layout, own, over]
             if not isinstance(leaf, DTensor):
-                wrong.append(f"{path}: expected a DTensor {list(leaf.shape)} laid out {want}, got a full tensor")
+                wrong.append(
+                    f"{path}: expected a DTensor {list(leaf.shape)} laid out {want}, got a full tensor"
+                )
             elif leaf.device_mesh != on:
                 wrong.append(f"{path}: is on another mesh, {leaf.device_mesh}")
-            elif any(p != w and (n > 1 or not lowered) for n, p, w in zip(on.shape, leaf.placements, want)):
+            elif any(
+                p != w and (n > 1 or not lowered)
+                for n, p, w in zip(on.shape, leaf.placements, want)
+            ):
                 wrong.append(f"{path}: expected the layout {want}, got {list(leaf.placements)}")
     if wrong:
         raise TypeError(

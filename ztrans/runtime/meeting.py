@@ -31,7 +31,9 @@ from .process_groups import Channel, LostRank, ProcessGroups, process_groups
 T = TypeVar("T")
 _RECORD = struct.Struct("<qq112s")
 _PATIENCE = 0.5  # seconds to wait for the notes of other ranks
-_STOP_TOGETHER = "stop all ranks together, or drop the last batches: DistributedSampler(..., drop_last=True)."
+_STOP_TOGETHER = (
+    "stop all ranks together, or drop the last batches: DistributedSampler(..., drop_last=True)."
+)
 NO_MORE = "no more messages"
 SAME_PROGRAM = (
     "Batches may differ in size from rank to rank, but every rank must take the same branches, with the same "
@@ -76,14 +78,19 @@ def meet(mesh: DeviceMesh, call: Call, promise: Callable[[], Sequence[str]] = tu
         channel = _ranks_channel(groups)
         record = _RECORD.pack(call.promise, call.steps, call.name.encode()[:112])
         records = map(_RECORD.unpack, _gather(channel, record))
-        calls = [Call(name.rstrip(b"\0").decode(errors="replace"), *numbers) for *numbers, name in records]
+        calls = [
+            Call(name.rstrip(b"\0").decode(errors="replace"), *numbers)
+            for *numbers, name in records
+        ]
     except LostRank as error:
         raise lost(mesh, call.name, error) from error
     groups.calls += 1
     if len(set(calls)) > 1:
         same_name = len({each.name for each in calls}) == 1
         promises_differ = same_name and len({each.promise for each in calls}) > 1
-        raise RuntimeError(_differ(groups, calls, everywhere(list(promise()), mesh) if promises_differ else []))
+        raise RuntimeError(
+            _differ(groups, calls, everywhere(list(promise()), mesh) if promises_differ else [])
+        )
 
 
 def everywhere(value: T, mesh: DeviceMesh) -> list[T]:
@@ -118,7 +125,9 @@ def lost(mesh: DeviceMesh, name: str, error: BaseException) -> LostRank:
     message = (str(error).splitlines() or [type(error).__name__])[0]
     lines = _causes(notes, silent)
     text = "".join(f"{line}\n" for line in lines)
-    return LostRank(f"{head}{text}The backend says: {message}", lines[0].strip().rstrip(".") if lines else "")
+    return LostRank(
+        f"{head}{text}The backend says: {message}", lines[0].strip().rstrip(".") if lines else ""
+    )
 
 
 def _causes(notes: Mapping[int, Note], silent: Sequence[int]) -> list[str]:
@@ -155,7 +164,9 @@ def _ranks_channel(groups: ProcessGroups) -> Channel:
     farewell = groups.farewell.peek() if groups.farewell is not None else None
     if farewell is None or farewell[0] is not channel.group:
         known, rank = weakref.ref(groups), dist.get_rank()
-        groups.farewell = weakref.finalize(channel.group, _end, groups.store(), rank, known, os.getpid())
+        groups.farewell = weakref.finalize(
+            channel.group, _end, groups.store(), rank, known, os.getpid()
+        )
     return channel
 
 
@@ -165,8 +176,14 @@ def _end(store: dist.Store, rank: int, known: weakref.ref[ProcessGroups], proces
     if process != os.getpid():
         return  # a forked child
     failed = getattr(sys, "last_type", None)
-    why = f"ended with {failed.__name__}" if failed else "ended its program, or destroyed its process group,"
-    after = f" after {groups.calls} calls in which all ranks took part" if groups is not None else ""
+    why = (
+        f"ended with {failed.__name__}"
+        if failed
+        else "ended its program, or destroyed its process group,"
+    )
+    after = (
+        f" after {groups.calls} calls in which all ranks took part" if groups is not None else ""
+    )
     in_time(lambda: _write(store, rank, Note(Left.ENDED, f"{why}{after}")))
 
 
@@ -214,8 +231,13 @@ def first_difference(ranks: Sequence[int], promises: Sequence[Sequence[str]]) ->
 
     If their messages are equal, it is the first of the lines behind `NO_MORE`, which say how they update the state.
     """
-    first, (k, other) = promises[0], next((k, x) for k, x in enumerate(promises) if list(x) != list(promises[0]))
-    position, (here, there) = next((i, pair) for i, pair in enumerate(zip(first, other)) if pair[0] != pair[1])
+    first, (k, other) = (
+        promises[0],
+        next((k, x) for k, x in enumerate(promises) if list(x) != list(promises[0])),
+    )
+    position, (here, there) = next(
+        (i, pair) for i, pair in enumerate(zip(first, other)) if pair[0] != pair[1]
+    )
     what = f"Message {position} of the step is"
     if NO_MORE in first[:position]:
         what = "They send the same messages, but would update the state in another way or with other numbers."

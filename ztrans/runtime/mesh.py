@@ -58,9 +58,13 @@ def _own_device(device: str | None) -> str:
             "make_mesh: 'cuda' needs a CUDA device and a PyTorch built for it, and torch sees none here.\n"
             "Make the mesh of CPUs, zt.make_mesh('cpu', ...), or look at programs with zt.AbstractMesh(...)."
         )
-    if device == "cuda" and "LOCAL_RANK" in os.environ:  # even if every rank has used GPU 0 until now
+    if (
+        device == "cuda" and "LOCAL_RANK" in os.environ
+    ):  # even if every rank has used GPU 0 until now
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    elif device == "cuda" and "RANK" not in os.environ:  # init_device_mesh warns unless a process has chosen its GPU
+    elif (
+        device == "cuda" and "RANK" not in os.environ
+    ):  # init_device_mesh warns unless a process has chosen its GPU
         torch.cuda.set_device(torch.cuda.current_device())
     return device
 
@@ -72,12 +76,18 @@ def _check_axes(device: object, sizes: Mapping[str, object]) -> None:
             f"Give each axis a name and a size: zt.make_mesh('cpu', dp={device if isinstance(device, int) else -1})."
         )
     if not sizes:
-        raise ValueError(f"make_mesh: the mesh has no axes.\nName one: zt.make_mesh({device or 'cpu'!r}, dp=-1).")
+        raise ValueError(
+            f"make_mesh: the mesh has no axes.\nName one: zt.make_mesh({device or 'cpu'!r}, dp=-1)."
+        )
     for axis, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
-            raise TypeError(f"make_mesh: {axis}={size!r}; a size is a number of ranks, or -1 for all remaining ranks.")
+            raise TypeError(
+                f"make_mesh: {axis}={size!r}; a size is a number of ranks, or -1 for all remaining ranks."
+            )
     if list(sizes.values()).count(-1) > 1:
-        raise ValueError(f"make_mesh: two sizes are -1, {dict(sizes)}.\nOne of them may be; give the other a number.")
+        raise ValueError(
+            f"make_mesh: two sizes are -1, {dict(sizes)}.\nOne of them may be; give the other a number."
+        )
 
 
 def _begin(backend: str) -> None:
@@ -88,7 +98,10 @@ def _begin(backend: str) -> None:
             f"make_mesh: WORLD_SIZE is {world}, and RANK is not set, so this process does not know which rank it is.\n"
             f"Start the script with torchrun, which sets both; for a mesh of one rank, unset WORLD_SIZE."
         )
-    wanted, there = os.environ.get("GLOO_SOCKET_IFNAME", ""), [name for _, name in socket.if_nameindex()]
+    wanted, there = (
+        os.environ.get("GLOO_SOCKET_IFNAME", ""),
+        [name for _, name in socket.if_nameindex()],
+    )
     missing = [name for name in wanted.split(",") if name and name not in there]
     if missing and backend == "gloo":
         raise RuntimeError(
@@ -105,7 +118,9 @@ def _begin(backend: str) -> None:
 
 def _end(process: int) -> None:
     """End torch.distributed, at the exit of the process that started it."""
-    if process != os.getpid():  # a forked child has the groups of its parent, but none of their threads
+    if (
+        process != os.getpid()
+    ):  # a forked child has the groups of its parent, but none of their threads
         return
     # Destroying a NCCL communicator waits for all of its ranks. If the program failed on this rank, the others may
     # still be inside a collective, so the wait would not end. They must see this process end instead.

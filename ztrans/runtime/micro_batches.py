@@ -71,10 +71,20 @@ def micro_batches(
 
 
 def _example(
-    graph: Graph, programs: Parts, part: Graph, mesh: DeviceMesh | None, inputs: Sequence[torch.Tensor]
+    graph: Graph,
+    programs: Parts,
+    part: Graph,
+    mesh: DeviceMesh | None,
+    inputs: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
     """Inputs of one of the parts like those that it will get, given inputs of the whole program."""
     first = Carry(graph, programs, inputs).inputs()
-    at, device = coordinates(part, mesh), next((x.device for x in inputs if x.ndim), torch.device("cpu"))
+    at, device = (
+        coordinates(part, mesh),
+        next((x.device for x in inputs if x.ndim), torch.device("cpu")),
+    )
     more = part.inputs[len(first) :]
-    return [*first, *(torch.empty(local_shape(v, part.axes, at), dtype=v.dtype, device=device) for v in more)]
+    return [
+        *first,
+        *(torch.empty(local_shape(v, part.axes, at), dtype=v.dtype, device=device) for v in more),
+    ]

@@ -60,9 +60,15 @@ class Channel:
     axis: Axis
     purpose: str
     owned: bool = True  # whether ztrans made the group
-    lasting: bool = False  # whether it stays open if a step fails, because it carries no messages of steps
-    tags: Iterator[int] = field(default_factory=itertools.count)  # numbers for the exchanges, equal on all ranks
-    futures: weakref.WeakSet[Future] = field(default_factory=weakref.WeakSet)  # the collectives that were started on it
+    lasting: bool = (
+        False  # whether it stays open if a step fails, because it carries no messages of steps
+    )
+    tags: Iterator[int] = field(
+        default_factory=itertools.count
+    )  # numbers for the exchanges, equal on all ranks
+    futures: weakref.WeakSet[Future] = field(
+        default_factory=weakref.WeakSet
+    )  # the collectives that were started on it
     later: list[Later] = field(default_factory=list)  # messages whose second level has not begun
     hosts: Hosts = ONE_HOST  # of its ranks
     _group: weakref.ref[dist.ProcessGroup] | None = None  # None while the channel is closed
@@ -101,7 +107,10 @@ class Channel:
         received in place, without copies.
         """
         group = self.group
-        ranks, tag = range(group.size()) if ranks is None else ranks, next(self.tags) if tag is None else tag
+        ranks, tag = (
+            range(group.size()) if ranks is None else ranks,
+            next(self.tags) if tag is None else tag,
+        )
         mine = ranks.index(group.rank())
         peers = [(mine + step) % len(ranks) for step in range(1, len(ranks))]
         with self.errors():
@@ -134,7 +143,9 @@ class Channel:
         group = self._group() if self._group is not None else None
         self._group = None
         if self.owned and group is not None:
-            with contextlib.suppress(ValueError, AssertionError, RuntimeError):  # if it has been destroyed already
+            with contextlib.suppress(
+                ValueError, AssertionError, RuntimeError
+            ):  # if it has been destroyed already
                 dist.destroy_process_group(group)
 
 
@@ -151,11 +162,15 @@ class ProcessGroups:
         self.epoch = self.calls = 0
         self.ranks: tuple[int, ...] = tuple(mesh.mesh.flatten().tolist())
         # The mesh keeps its groups alive, so this object holds weak references only.
-        self._bases = {axis: weakref.ref(mesh.get_group(axis)) for axis in mesh.mesh_dim_names or ()}
+        self._bases = {
+            axis: weakref.ref(mesh.get_group(axis)) for axis in mesh.mesh_dim_names or ()
+        }
         self.is_alone = len(self.ranks) == 1 or dist.get_backend(mesh.get_group(0)) == "fake"
         self._places = mesh.mesh, tuple(self._bases)
         self._channels: dict[tuple[Axis, str], Channel] = {}
-        self.farewell: weakref.finalize | None = None  # leaves a note for the other ranks when this rank ends
+        self.farewell: weakref.finalize | None = (
+            None  # leaves a note for the other ranks when this rank ends
+        )
 
     def channel(self, axis: Axis, purpose: str, lasting: bool = False) -> Channel:
         """The channel along a mesh axis for one purpose. All ranks of the mesh must call this together."""
@@ -186,13 +201,17 @@ class ProcessGroups:
     def store(self) -> dist.Store:
         """A key-value store that any rank of the mesh can write and read at any time."""
         group = self._base(next(iter(self._bases)))
-        return dist.PrefixStore(f"ztrans/{'-'.join(map(str, self.ranks))}/{self.epoch}", group.get_group_store())
+        return dist.PrefixStore(
+            f"ztrans/{'-'.join(map(str, self.ranks))}/{self.epoch}", group.get_group_store()
+        )
 
     @functools.cached_property
     def _host_names(self) -> dict[int, tuple[str, ...]]:
         """The host of every rank of the mesh. All ranks must ask for them together."""
         names: list = [None] * len(self.ranks)
-        dist.all_gather_object(names, (dist.get_rank(), host_name()), group=self.channel(None, "ranks").group)
+        dist.all_gather_object(
+            names, (dist.get_rank(), host_name()), group=self.channel(None, "ranks").group
+        )
         return dict(names)
 
     def _base(self, axis: str) -> dist.ProcessGroup:
@@ -203,16 +222,28 @@ class ProcessGroups:
         """Open a channel. The first channel of a mesh also learns on which hosts the ranks are."""
         base, (ranks, axes) = self._base(channel.axis or next(iter(self._bases))), self._places
         groups = rows(ranks, axes, axes if channel.axis is None else [channel.axis])
-        if channel.axis in self._bases and channel.purpose == "gathers" and dist.get_backend(base) != "gloo":
+        if (
+            channel.axis in self._bases
+            and channel.purpose == "gathers"
+            and dist.get_backend(base) != "gloo"
+        ):
             channel.owned = False  # use the mesh's own group: another communicator of NCCL would take GPU memory
             channel.open(base)
         else:
             self._open_new(channel, groups, _timeout(base))
-        if channel.axis is not None and not self.is_alone and channel.group.size() != channel.hosts.ranks:
-            channel.hosts = common([hosts_of([self._host_names[rank] for rank in sorted(row)]) for row in groups])
+        if (
+            channel.axis is not None
+            and not self.is_alone
+            and channel.group.size() != channel.hosts.ranks
+        ):
+            channel.hosts = common(
+                [hosts_of([self._host_names[rank] for rank in sorted(row)]) for row in groups]
+            )
         return channel
 
-    def _open_new(self, channel: Channel, groups: list[list[int]], timeout: timedelta | None) -> None:
+    def _open_new(
+        self, channel: Channel, groups: list[list[int]], timeout: timedelta | None
+    ) -> None:
         """Make a process group for the row of `groups` that has this rank."""
         backend, description = "gloo" if channel.axis is None else None, f"ztrans {channel.purpose}"
         # If only its members make a group, torch names it by the number of groups that they have made, which may differ
@@ -222,13 +253,19 @@ class ProcessGroups:
         mine = next(row for row in groups if dist.get_rank() in row)
         for row in groups if is_world else [mine]:
             group = dist.new_group(
-                row, timeout, backend, use_local_synchronization=not is_world, group_desc=description
+                row,
+                timeout,
+                backend,
+                use_local_synchronization=not is_world,
+                group_desc=description,
             )
             if row is mine:
                 channel.open(group)
 
 
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, ProcessGroups]] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, ProcessGroups]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def process_groups(mesh: DeviceMesh) -> ProcessGroups:

@@ -30,7 +30,11 @@ class Leaf(NamedTuple):
 
 
 def check_same(
-    mesh: DeviceMesh, axes: Sequence[Sequence[str]], paths: Sequence[str], leaves: Sequence[Any], source: int | None
+    mesh: DeviceMesh,
+    axes: Sequence[Sequence[str]],
+    paths: Sequence[str],
+    leaves: Sequence[Any],
+    source: int | None,
 ) -> None:
     """Compare each leaf of a state between the ranks that differ only along the axes of that leaf.
 
@@ -45,7 +49,9 @@ def check_same(
     described = _described(paths, leaves, source is None)
     by_rank = dict(zip(mesh.mesh.flatten().tolist(), everywhere(described, mesh)))
     _check_paths(by_rank)
-    together = {of_leaf: rows(mesh.mesh, mesh.mesh_dim_names or (), of_leaf) for of_leaf in map(tuple, axes)}
+    together = {
+        of_leaf: rows(mesh.mesh, mesh.mesh_dim_names or (), of_leaf) for of_leaf in map(tuple, axes)
+    }
     for k, of_leaf in enumerate(axes):
         for first, *others in together[tuple(of_leaf)]:
             for rank in others:
@@ -70,19 +76,31 @@ def digest(x: torch.Tensor) -> torch.Tensor:
     >>> digest(torch.tensor([1.0, 2.0])).equal(digest(torch.tensor([2.0, 1.0])))
     False
     """
-    x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach().resolve_neg()
+    x = (
+        torch.view_as_real(x.detach().resolve_conj())
+        if x.is_complex()
+        else x.detach().resolve_neg()
+    )
     words = x.contiguous().view(-1).view(_WORDS[x.itemsize])
     whole = words[: words.numel() // _ROW * _ROW].view(-1, _ROW).sum(0, dtype=torch.int64)
     rest = words[words.numel() // _ROW * _ROW :].to(torch.int64)
     whole[: rest.numel()] += rest
-    weights = torch.arange(1, _ROW + 1, device=x.device) * 0x9E3779B1  # odd, so that every position counts
+    weights = (
+        torch.arange(1, _ROW + 1, device=x.device) * 0x9E3779B1
+    )  # odd, so that every position counts
     return torch.stack([whole.sum(), (whole * weights).sum()])
 
 
 def _described(paths: Sequence[str], leaves: Sequence[Any], values: bool) -> list[Leaf]:
     digests = {i: digest(x) for i, x in enumerate(leaves) if values and _is_full(x)}
-    sums = dict(zip(digests, torch.stack([d.cpu() for d in digests.values()]).tolist())) if digests else {}
-    return [Leaf(path, _kind(x, values), sums.get(i)) for i, (path, x) in enumerate(zip(paths, leaves))]
+    sums = (
+        dict(zip(digests, torch.stack([d.cpu() for d in digests.values()]).tolist()))
+        if digests
+        else {}
+    )
+    return [
+        Leaf(path, _kind(x, values), sums.get(i)) for i, (path, x) in enumerate(zip(paths, leaves))
+    ]
 
 
 def _is_full(x: Any) -> bool:
@@ -94,7 +112,9 @@ def _kind(x: Any, values: bool) -> str:
         return f"a DTensor {list(x.shape)} of {x.dtype}"
     if not isinstance(x, torch.Tensor):
         return f"a number, {x!r}"
-    return f"{list(x.shape)} of {x.dtype}{' on meta, without values' if x.is_meta and values else ''}"
+    return (
+        f"{list(x.shape)} of {x.dtype}{' on meta, without values' if x.is_meta and values else ''}"
+    )
 
 
 def _text(first_rank: int, first: Leaf, rank: int, here: Leaf) -> str:

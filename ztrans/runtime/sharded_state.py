@@ -54,17 +54,27 @@ def shard_state(
     """
     leaves, tree = pytree.tree_flatten(none_as_empty(state))
     if source and mesh.ndim > 1:
-        raise ValueError(f"shard: source={source} on a mesh of {mesh.ndim} axes; only its first rank, 0, can be.")
+        raise ValueError(
+            f"shard: source={source} on a mesh of {mesh.ndim} axes; only its first rank, 0, can be."
+        )
     check_same(mesh, axes, paths, leaves, source)
     device = torch.device(device) if device is not None else None
-    parts = [_part(x, layout, mesh, over, source, device) for x, layout, over in zip(leaves, layouts, axes)]
+    parts = [
+        _part(x, layout, mesh, over, source, device)
+        for x, layout, over in zip(leaves, layouts, axes)
+    ]
     for part in parts:
         _meshes[part] = mesh
     return pytree.tree_unflatten(parts, tree)
 
 
 def _part(
-    leaf: Any, layout: Layout, mesh: DeviceMesh, axes: Sequence[str], source: int | None, device: torch.device | None
+    leaf: Any,
+    layout: Layout,
+    mesh: DeviceMesh,
+    axes: Sequence[str],
+    source: int | None,
+    device: torch.device | None,
 ) -> torch.Tensor:
     """A leaf as a DTensor in its layout."""
     own = Own.of(leaf, axes)
@@ -76,7 +86,9 @@ def _part(
     return shard_leaf(leaf, layout, on, source, device)
 
 
-def unshard_state(state: State, mesh: DeviceMesh | AbstractMesh | None, axes: Sequence[Sequence[str]]) -> State:
+def unshard_state(
+    state: State, mesh: DeviceMesh | AbstractMesh | None, axes: Sequence[Sequence[str]]
+) -> State:
     """Gather a state of DTensors into full tensors on every rank. All ranks must call it.
 
     `axes` are, for each leaf, the mesh axes over which transforms shard or replicate it.
@@ -85,5 +97,8 @@ def unshard_state(state: State, mesh: DeviceMesh | AbstractMesh | None, axes: Se
         check_runs(mesh)
         meet(mesh, Call("unshard"))
     leaves, tree = pytree.tree_flatten(none_as_empty(state))
-    whole = [full_tensor(x, over).clone() if isinstance(x, DTensor) else x for x, over in zip(leaves, axes)]
+    whole = [
+        full_tensor(x, over).clone() if isinstance(x, DTensor) else x
+        for x, over in zip(leaves, axes)
+    ]
     return pytree.tree_unflatten(whole, tree)

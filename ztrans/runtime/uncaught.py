@@ -24,15 +24,24 @@ def print_once(store: dist.Store, rank: int) -> None:
         if first[-1] == str(rank):
             before(kind, error, where)
         else:
-            print(f"[rank{rank}]: {kind.__name__}, as on rank {first[-1]}, which prints it.", file=sys.stderr)
+            print(
+                f"[rank{rank}]: {kind.__name__}, as on rank {first[-1]}, which prints it.",
+                file=sys.stderr,
+            )
 
     sys.excepthook = hook
 
 
-def _digest(kind: type[BaseException], error: BaseException, where: TracebackType | None, rank: int) -> str:
+def _digest(
+    kind: type[BaseException], error: BaseException, where: TracebackType | None, rank: int
+) -> str:
     """A hash of what an error prints, which is equal on ranks that differ only in their own number.
 
     The errors of ranks that have lost others count as equal: the first of them says why.
     """
-    lines = [kind.__name__] if issubclass(kind, LostRank) else traceback.format_exception(kind, error, where)
+    lines = (
+        [kind.__name__]
+        if issubclass(kind, LostRank)
+        else traceback.format_exception(kind, error, where)
+    )
     return hashlib.sha256("".join(lines).replace(f"rank {rank}", "rank").encode()).hexdigest()

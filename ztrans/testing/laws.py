@@ -103,7 +103,9 @@ class _Case:
         return new, [output[0] for output in outputs] if lowered.graph.added else outputs
 
 
-def _check_world(transform: Transform, case: _Case, stage: Literal[0, 1, 2, 3] | None, tolerance: float) -> None:
+def _check_world(
+    transform: Transform, case: _Case, stage: Literal[0, 1, 2, 3] | None, tolerance: float
+) -> None:
     """Check the transform for a number of ranks and a ZeRO stage, alone and among the schedules."""
     ranks = len(case.slices)
     world = "on one device" if stage is None else f"on {ranks} ranks, stage {stage}"
@@ -113,7 +115,10 @@ def _check_world(transform: Transform, case: _Case, stage: Literal[0, 1, 2, 3] |
     if stage is None:
         return
     schedules = overlap_grads(), prefetch(), fuse_cast_gather()
-    first, last = case.lowered(*shard, transform, *schedules), case.lowered(*shard, *schedules, transform)
+    first, last = (
+        case.lowered(*shard, transform, *schedules),
+        case.lowered(*shard, *schedules, transform),
+    )
     if str(first) != str(last):
         raise LawError(
             f"{transform!r}: the program depends on its place among the schedules, {world}.\n"
@@ -158,7 +163,10 @@ def _copied(arguments: tuple) -> tuple:
     """A copy of the arguments, or the arguments themselves if one cannot be copied."""
     try:
         return copy.deepcopy(arguments)
-    except (RuntimeError, TypeError):  # a tensor that is no leaf of autograd; an object such as a lock
+    except (
+        RuntimeError,
+        TypeError,
+    ):  # a tensor that is no leaf of autograd; an object such as a lock
         return arguments
 
 
@@ -167,14 +175,20 @@ def _slice(batch: tuple, rank: int, ranks: int) -> tuple:
     return pytree.tree_map_only(torch.Tensor, rows, batch)
 
 
-def _check_same(got: tuple[Any, list], wanted: tuple[Any, list], tolerance: float, world: str) -> None:
+def _check_same(
+    got: tuple[Any, list], wanted: tuple[Any, list], tolerance: float, world: str
+) -> None:
     """Compare the results of two programs: the new state, and the output of each rank."""
     leaves = pytree.tree_leaves_with_path(none_as_empty(got))
     for (path, a), b in zip(leaves, state_leaves(wanted), strict=True):
         far = _distance(a, b)
         if far > tolerance:
             name = "the state" if path[0] == pytree.SequenceKey(0) else "the output"
-            asked = "the same bits are asked for" if not tolerance else f"at most {tolerance:.1e} is allowed"
+            asked = (
+                "the same bits are asked for"
+                if not tolerance
+                else f"at most {tolerance:.1e} is allowed"
+            )
             raise LawError(
                 f"the transform changes {name}{pytree.keystr(path[1:])} by {far:.1e} {world}: {asked}.\n"
                 f"Compare the programs: zt.diff(step.lower(...), transform(step).lower(...))."

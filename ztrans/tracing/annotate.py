@@ -97,7 +97,9 @@ class Annotate(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is DEVICE or get_proxy_mode() is None:  # without a proxy mode, PyTorch asks for its own sake
+        if (
+            func is DEVICE or get_proxy_mode() is None
+        ):  # without a proxy mode, PyTorch asks for its own sake
             return func(*args, **kwargs)
         origin = self._origin()
         line = origin.source or user_source(2)
@@ -148,7 +150,9 @@ class Annotate(TorchDispatchMode):
             elif x.fake_mode is not self.fakes:
                 raise errors.reads_earlier_trace(x, line, self.step)
 
-    def _check_higher_order(self, func: HigherOrderOperator, args: tuple, line: Source | None) -> None:
+    def _check_higher_order(
+        self, func: HigherOrderOperator, args: tuple, line: Source | None
+    ) -> None:
         """Raises: ValueError for a call of a higher-order operator that a program cannot hold."""
         if func is torch.ops.higher_order.while_loop_stack_output:
             raise errors.differentiates_loop(line, self.step)
@@ -156,13 +160,17 @@ class Annotate(TorchDispatchMode):
         if any(getattr(x, "fake_mode", None) is not self.fakes for x in mask):
             raise errors.mask_from_before(line, self.step)
 
-    def _check(self, func: Any, args: tuple, kwargs: dict, line: Source | None, backward: bool) -> None:
+    def _check(
+        self, func: Any, args: tuple, kwargs: dict, line: Source | None, backward: bool
+    ) -> None:
         """Raises: ValueError for an operation that a program cannot hold."""
         for x in (*args, *kwargs.values()):
             if isinstance(x, torch.Generator):
                 raise errors.seeds(f"a torch.Generator ({func})", line, self.step)
             if isinstance(x, torch.UntypedStorage):
-                raise errors.cannot_be_traced(func, TypeError("an argument is a storage"), line, self.step)
+                raise errors.cannot_be_traced(
+                    func, TypeError("an argument is a storage"), line, self.step
+                )
         if backward and errors.draws(func, args, kwargs):
             raise errors.draws_again(func, line, self.step)
         if _has_only_an_effect(func):

@@ -43,7 +43,9 @@ class Call(dict[str, Any]):
     def reduction(self) -> str:
         name = dist.ReduceOp.RedOpType(self["reduce_op"].op()).name
         if name == "PREMUL_SUM":
-            raise NoForm("a sum of scaled terms is no reduction of a program; scale the tensor first")
+            raise NoForm(
+                "a sum of scaled terms is no reduction of a program; scale the tensor first"
+            )
         return name.lower()  # functional collectives write these names in lower case
 
     def run(self, op: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -134,7 +136,9 @@ def _all_to_all(call: Call, output: torch.Tensor, x: torch.Tensor) -> None:
     output.copy_(call.run(functional.all_to_all_single.default, x, received, sent))
 
 
-def _all_to_all_lists(call: Call, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+def _all_to_all_lists(
+    call: Call, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> None:
     to, sent = ([x.numel() for x in xs] for xs in (outputs, inputs))
     terms = torch.cat([x.reshape(-1) for x in inputs])
     received = call.run(functional.all_to_all_single.default, terms, to, sent)

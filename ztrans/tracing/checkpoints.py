@@ -27,7 +27,10 @@ from ..ir.ambient import having
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 if hasattr(plain, f"{_GENERATOR}_impl"):
     _GENERATOR = f"{_GENERATOR}_impl"
-_MARK, _POLICY = "ztrans_checkpoint", "recompute"  # keys of FX's metadata; selective checkpoints write the second
+_MARK, _POLICY = (
+    "ztrans_checkpoint",
+    "recompute",
+)  # keys of FX's metadata; selective checkpoints write the second
 
 
 class Mark(NamedTuple):
@@ -88,6 +91,8 @@ def _as_if_not_reentrant(function: Callable, preserve_rng_state: bool, *args: An
     """Run a reentrant checkpoint. It computes no gradients at all if none of its arguments requires one."""
     plain.check_backward_validity(args)  # warns if it computes none
     if any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
-        return plain.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+        return plain.checkpoint(
+            function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
+        )
     with torch.no_grad():
         return function(*args)

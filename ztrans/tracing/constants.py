@@ -23,7 +23,12 @@ from .overloads import named
 
 aten = torch.ops.aten
 # The operations that read elements. The last two are expressed by the first one.
-READS = (aten._local_scalar_dense.default, aten.equal.default, aten.item.default, aten.is_nonzero.default)
+READS = (
+    aten._local_scalar_dense.default,
+    aten.equal.default,
+    aten.item.default,
+    aten.is_nonzero.default,
+)
 _LARGEST = 1 << 20  # elements of a tensor that is computed again
 
 
@@ -32,7 +37,9 @@ def read_constant(op: Any, args: Sequence[Any], tracer: Any) -> Any:
 
     None if the tensors depend on an argument of the step or on random numbers. No mode of PyTorch may be active.
     """
-    nodes = [get_proxy_slot(x, tracer, None, lambda slot: slot.proxy.node) for x in tensors_in(args)]
+    nodes = [
+        get_proxy_slot(x, tracer, None, lambda slot: slot.proxy.node) for x in tensors_in(args)
+    ]
     values = _values(tracer)
     if any(node not in values for node in nodes):
         return None

@@ -31,14 +31,20 @@ def spec_of(leaf: Any, own: Own | None) -> DTensorSpec | None:
     """The layout in which the step sees a leaf that it divides over its own axes; None for any other leaf."""
     if own is None:
         return None
-    mesh = leaf.device_mesh if len(own.axes) == leaf.device_mesh.ndim else leaf.device_mesh[own.axes]
+    mesh = (
+        leaf.device_mesh if len(own.axes) == leaf.device_mesh.ndim else leaf.device_mesh[own.axes]
+    )
     whole = torch.empty(own.shape, dtype=leaf.dtype, device="meta")
-    return DTensorSpec(mesh, own.placements, tensor_meta=TensorMeta(whole.shape, whole.stride(), whole.dtype))
+    return DTensorSpec(
+        mesh, own.placements, tensor_meta=TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    )
 
 
 def around(local: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
     """What the step sees of a leaf of the trace."""
-    return local if spec is None else DTensor(local.detach(), spec, requires_grad=local.requires_grad)
+    return (
+        local if spec is None else DTensor(local.detach(), spec, requires_grad=local.requires_grad)
+    )
 
 
 @contextlib.contextmanager
@@ -104,7 +110,9 @@ def _in_layout(new: Any, spec: DTensorSpec | None, path: str) -> Any:
     if isinstance(new, DTensor) and spec is not None:
         return new.redistribute(spec.mesh, spec.placements).to_local()
     if isinstance(new, DTensor) or spec is not None:
-        was, now = ("a full tensor", "a DTensor") if spec is None else ("a DTensor", "a full tensor")
+        was, now = (
+            ("a full tensor", "a DTensor") if spec is None else ("a DTensor", "a full tensor")
+        )
         raise TraceError(
             f"trace: {path} was {was}, and the step returned {now} in its place.\n"
             f"Keep a leaf as it is from step to step: DTensor.from_local(...) or x.to_local() before it is returned."
@@ -120,4 +128,6 @@ def marked(g: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
         g = g.redistribute(p.device_mesh, p.placements)
         value: Any = p.detach()
         local = ops.gradient(g.to_local(), value.to_local())
-    return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+    return DTensor.from_local(
+        local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )

@@ -102,7 +102,9 @@ def reads_value(op: Any, shape: bool, source: Source | None, step: str) -> Reads
     )
 
 
-def failed(error: Exception, func: Any, tensors: str, source: Source | None, step: str, by_func: bool) -> Exception:
+def failed(
+    error: Exception, func: Any, tensors: str, source: Source | None, step: str, by_func: bool
+) -> Exception:
     """A function of PyTorch fails, because of the shapes that it gets or because it needs values.
 
     `tensors` describes its arguments. `by_func` says whether a transform of torch.func differentiates it.
@@ -134,7 +136,9 @@ _WITH_NUMBERS = (
     "Give ctc_loss its lengths as lists of numbers, and reduction='sum' or 'none': F.ctc_loss(log_probs, labels, "
     "[time] * rows, [length] * rows, reduction='none').mean()."
 )
-_NOTHING_TO_FORMAT = "A traced tensor has no value to print. Return it as output, and print it after the step."
+_NOTHING_TO_FORMAT = (
+    "A traced tensor has no value to print. Return it as output, and print it after the step."
+)
 _ADVICE = {
     **{"numpy": _WITH_NUMPY, "__array__": _WITH_NUMPY, "ctc_loss": _WITH_NUMBERS},
     "__format__": _NOTHING_TO_FORMAT,
@@ -143,7 +147,11 @@ _ADVICE = {
 
 def no_gradient(source: Source | None, step: str) -> TraceError:
     """The step takes the gradient of a loss that depends on nothing that requires one."""
-    off = "gradients are off" if not torch.is_grad_enabled() else "the loss depends on nothing that requires a gradient"
+    off = (
+        "gradients are off"
+        if not torch.is_grad_enabled()
+        else "the loss depends on nothing that requires a gradient"
+    )
     return TraceError(
         f"trace: {step} takes gradients, and {off}.\n"
         f"  at {where(source)}\n"

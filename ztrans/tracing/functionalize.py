@@ -83,12 +83,22 @@ class Builder:
     """The equations that have been imported so far."""
 
     names: Names
-    strides: dict[Var, tuple[int, ...]]  # of each value in the trace, which the recorded views rely on
+    strides: dict[
+        Var, tuple[int, ...]
+    ]  # of each value in the trace, which the recorded views rely on
     eqns: list[Eqn] = field(default_factory=list)
-    facts: dict[Eqn, Fact] = field(default_factory=dict)  # what the tracer recorded about each equation
-    scalars: dict[tuple, Any] = field(default_factory=dict)  # results of arithmetic on scalars, by what computes them
-    metas: dict[tuple, Any] = field(default_factory=dict)  # results on meta tensors, by the types of the arguments
-    source: Source | None = None  # the user's line of the operation that is being imported, and the facts about it
+    facts: dict[Eqn, Fact] = field(
+        default_factory=dict
+    )  # what the tracer recorded about each equation
+    scalars: dict[tuple, Any] = field(
+        default_factory=dict
+    )  # results of arithmetic on scalars, by what computes them
+    metas: dict[tuple, Any] = field(
+        default_factory=dict
+    )  # results on meta tensors, by the types of the arguments
+    source: Source | None = (
+        None  # the user's line of the operation that is being imported, and the facts about it
+    )
     fact: Fact = field(default_factory=Fact)
 
     def meta(self, var: Var) -> torch.Tensor:
@@ -99,11 +109,15 @@ class Builder:
         """What `op` returns for meta tensors. An optimizer asks the same for many parameters, so results are kept."""
         typed = lambda var: (var.dtype, var.shape, self.strides[var])
         key = op, repr(substitute(args, typed)), repr(substitute(kwargs, typed))
-        if key not in self.metas or any(instances((args, kwargs), torch.Tensor)):  # literals of two shapes print alike
+        if key not in self.metas or any(
+            instances((args, kwargs), torch.Tensor)
+        ):  # literals of two shapes print alike
             self.metas[key] = op(*substitute(args, self.meta), **substitute(kwargs, self.meta))
         return self.metas[key]
 
-    def emit(self, op: Any, args: Sequence, kwargs: dict | None = None, like: Any = None, name: str = "") -> Any:
+    def emit(
+        self, op: Any, args: Sequence, kwargs: dict | None = None, like: Any = None, name: str = ""
+    ) -> Any:
         """Add the equation of `op`, and return its results.
 
         The results have the types of the tensors `like`; without `like`, `op` runs on meta tensors to find them.
@@ -139,7 +153,10 @@ class Builder:
         if not isinstance(x, Alias):
             return x
         if x.value is None or x.seen != x.storage.version:
-            x.value, x.seen = functools.reduce(self.view, x.views, x.storage.value), x.storage.version
+            x.value, x.seen = (
+                functools.reduce(self.view, x.views, x.storage.value),
+                x.storage.version,
+            )
         return x.value
 
     def write(self, x: Alias, value: Var) -> None:
@@ -151,7 +168,9 @@ class Builder:
         x.storage.value = self.laid_out(new, bases[0])
         x.storage.version += 1
         x.storage.written_at = self.source
-        if self.strides[value] == self.strides[old]:  # otherwise the next read applies the views to the new base
+        if (
+            self.strides[value] == self.strides[old]
+        ):  # otherwise the next read applies the views to the new base
             x.value, x.seen = value if x.views else x.storage.value, x.storage.version
 
     def laid_out(self, value: Var, old: Var) -> Var:
@@ -185,13 +204,20 @@ class Builder:
             return self.emit(_SCATTERS[name], (base, new, *args), kwargs)
         if name == "permute":
             order = [d % len(base.shape) for d in args[0]]
-            return self.emit(aten.permute.default, (new, [order.index(d) for d in range(len(order))]))
+            return self.emit(
+                aten.permute.default, (new, [order.index(d) for d in range(len(order))])
+            )
         if name == "unbind":
-            return self.emit(aten.select_scatter.default, (base, new, *(args or (kwargs.get("dim", 0),)), view.number))
+            return self.emit(
+                aten.select_scatter.default,
+                (base, new, *(args or (kwargs.get("dim", 0),)), view.number),
+            )
         if name.removeprefix("unsafe_") in ("split", "split_with_sizes"):
             dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
             start = _start(args[0], view.number)
-            return self.emit(aten.slice_scatter.default, (base, new, dim, start, start + new.shape[dim]))
+            return self.emit(
+                aten.slice_scatter.default, (base, new, dim, start, start + new.shape[dim])
+            )
         if name == "expand" and base.shape == new.shape:
             return new
         raise ValueError(
@@ -212,7 +238,9 @@ def _scalar_key(op: Any, args: Sequence, kwargs: dict) -> tuple | None:
         return op, repr(args), repr(kwargs)
     if not _is_arithmetic(op, args):
         return None
-    exact = lambda x: x if isinstance(x, Var) else (type(x), repr(x))  # because 1 == 1.0 == True and 0.0 == -0.0
+    exact = lambda x: (
+        x if isinstance(x, Var) else (type(x), repr(x))
+    )  # because 1 == 1.0 == True and 0.0 == -0.0
     return op, *map(exact, args), *((k, exact(v)) for k, v in sorted(kwargs.items()))
 
 

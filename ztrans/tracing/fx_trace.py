@@ -38,7 +38,10 @@ from .gradient_marks import Marks
 from .higher_order import any_operands, attention_on_every_device
 from .triton_kernels import record_launches
 
-OLDEST, BEFORE = "2.11", "2.15"  # the releases of torch that ztrans works with, as in pyproject.toml
+OLDEST, BEFORE = (
+    "2.11",
+    "2.15",
+)  # the releases of torch that ztrans works with, as in pyproject.toml
 aten = torch.ops.aten
 
 
@@ -85,9 +88,13 @@ def trace_by_make_fx(
 
     _complete_fake_rules()
     results: list[Any] = []
-    fakes = FakeTensorMode(allow_non_fake_inputs=True, shape_env=_fixed_shapes(), static_shapes=True)
+    fakes = FakeTensorMode(
+        allow_non_fake_inputs=True, shape_env=_fixed_shapes(), static_shapes=True
+    )
 
-    def run_traced(*tensors: torch.Tensor) -> list[torch.Tensor]:  # `user_source` ends its search here, by the name
+    def run_traced(
+        *tensors: torch.Tensor,
+    ) -> list[torch.Tensor]:  # `user_source` ends its search here, by the name
         with Annotate(step, fakes), Marks(step, dict(zip(names, tensors))):
             leaves, tree = pytree.tree_flatten(call(tensors))
         results[:] = leaves, tree
@@ -131,7 +138,9 @@ def _with_named_parameters(run: Callable, names: Sequence[str]) -> Callable:
     parameters = ", ".join(name for name in taken if name != "run_")
     scope: dict[str, Any] = {"run_": run}
     exec(compile(f"def step({parameters}): return run_({parameters})", __file__, "exec"), scope)
-    return scope.pop("step")  # or the function and its scope would keep the arguments of the step until a collection
+    return scope.pop(
+        "step"
+    )  # or the function and its scope would keep the arguments of the step until a collection
 
 
 def _numbered(word: str) -> Iterator[str]:
@@ -151,7 +160,9 @@ def _settings() -> Iterator[None]:
     keep their step count as a tensor, which a trace can follow.
     """
     with contextlib.ExitStack() as stack:
-        if torch.is_inference_mode_enabled():  # the step is traced as one that is called without gradients
+        if (
+            torch.is_inference_mode_enabled()
+        ):  # the step is traced as one that is called without gradients
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
@@ -166,9 +177,13 @@ def _settings() -> Iterator[None]:
         stack.callback(setattr, logger, "disabled", logger.disabled)
         logger.disabled = True
         stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", "The .grad attribute")  # make_fx looks at that of every tensor
+        warnings.filterwarnings(
+            "ignore", "The .grad attribute"
+        )  # make_fx looks at that of every tensor
         stack.enter_context(fx_traceback.preserve_node_meta())
-        stack.enter_context(_use_lazy_graph_module(True))  # generates no code before somebody asks for it
+        stack.enter_context(
+            _use_lazy_graph_module(True)
+        )  # generates no code before somebody asks for it
         for context in (mark_checkpoints(), attention_on_every_device(), any_operands()):
             stack.enter_context(context)
         for context in (record_launches(), unrecorded_layouts()):
@@ -182,7 +197,9 @@ def _without_onednn() -> contextlib.AbstractContextManager:
     A program runs without autograd. When it runs, PyTorch may still choose oneDNN.
     """
     onednn = torch.backends.mkldnn
-    return onednn.flags(enabled=False, deterministic=onednn.deterministic, allow_tf32=onednn.allow_tf32)
+    return onednn.flags(
+        enabled=False, deterministic=onednn.deterministic, allow_tf32=onednn.allow_tf32
+    )
 
 
 @contextlib.contextmanager
@@ -219,7 +236,9 @@ def decompositions() -> dict[Any, Callable]:
             continue
         op = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
         if namespace == "aten":
-            if not overload.endswith("out") and torch._C._dispatch_has_kernel_for_dispatch_key(name, over_lists):
+            if not overload.endswith("out") and torch._C._dispatch_has_kernel_for_dispatch_key(
+                name, over_lists
+            ):
                 table[op] = functools.partial(op._op_dk, over_lists)
         elif c10d.has_no_place(op):
             table[op] = functools.partial(c10d.functionalized, op, _finished_work)
@@ -239,19 +258,25 @@ def _complete_fake_rules() -> torch.library.Library:
 
     Without one, PyTorch runs a fused optimizer on zeros as large as the model, and refuses ctc_loss.
     """
-    library = torch.library.Library("aten", "IMPL")  # returned, because its kernels go when it is freed
+    library = torch.library.Library(
+        "aten", "IMPL"
+    )  # returned, because its kernels go when it is freed
     for name in torch._C._dispatch_get_all_op_names():
         if name.startswith("aten::_fused_") and not name.endswith("out"):
             packet, _, overload = name.removeprefix("aten::").partition(".")
             op = getattr(getattr(aten, packet), overload or "default")
-            if not op._schema.returns and not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Meta"):
+            if not op._schema.returns and not torch._C._dispatch_has_kernel_for_dispatch_key(
+                name, "Meta"
+            ):
                 library.impl(name.removeprefix("aten::"), lambda *args, **kwargs: None, "Meta")
     if aten._ctc_loss.default not in fake_impls.op_implementations_dict:
         fake_impls.register_op_impl(aten._ctc_loss.default)(_ctc_losses)
     return library
 
 
-def _ctc_losses(mode: Any, op: Any, log_probs: torch.Tensor, targets: Any, rows: Any, lengths: Any, *rest: Any) -> Any:
+def _ctc_losses(
+    mode: Any, op: Any, log_probs: torch.Tensor, targets: Any, rows: Any, lengths: Any, *rest: Any
+) -> Any:
     """The types of the results of `ctc_loss` whose lengths are lists of numbers."""
     turns, batch = log_probs.shape[:2]
     return log_probs.new_empty(batch), log_probs.new_empty(batch, turns, 2 * max(lengths) + 1)

@@ -61,7 +61,11 @@ class Marks(TorchFunctionMode):
     def _described(self, x: torch.Tensor) -> str:
         """A tensor as errors show it: its type, and its name if it is an input of the step."""
         name = self._names.get(_storage(x))
-        return str(Var(name, x.dtype, tuple(x.shape))) if name else Var("", x.dtype, tuple(x.shape)).type
+        return (
+            str(Var(name, x.dtype, tuple(x.shape)))
+            if name
+            else Var("", x.dtype, tuple(x.shape)).type
+        )
 
     def _check_traced(self, func: Callable, args: tuple) -> None:
         """Raises: ValueError for a tensor from outside of the step, whose values no dispatch mode sees being read."""
@@ -77,10 +81,14 @@ class Marks(TorchFunctionMode):
     def _higher_order(self, func: HigherOrderOperator, args: tuple, kwargs: dict) -> Any:
         try:
             return call_closed(func, args, kwargs)
-        except KeyError as error:  # PyTorch has no rule of the operator for a transform of torch.func
+        except (
+            KeyError
+        ) as error:  # PyTorch has no rule of the operator for a transform of torch.func
             if not isinstance(error.args[0], TransformType):
                 raise
-            raise no_transform(func, error.args[0].name.lower(), user_source(2), self.step) from None
+            raise no_transform(
+                func, error.args[0].name.lower(), user_source(2), self.step
+            ) from None
 
     def _run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         if func is torch.autograd.grad:
@@ -120,7 +128,9 @@ def _renamed(set_data: Callable, x: torch.Tensor, value: torch.Tensor) -> None:
     set_proxy_slot(x, mode.tracer, get_proxy_slot(value, mode.tracer))
 
 
-def _backward(loss, *, gradient=None, grad_tensors=None, inputs=None, retain_graph=None, create_graph=False) -> None:
+def _backward(
+    loss, *, gradient=None, grad_tensors=None, inputs=None, retain_graph=None, create_graph=False
+) -> None:
     """`loss.backward(gradient)` or `torch.autograd.backward(losses, grad_tensors)`: add the gradients to `.grad`."""
     losses, seeds = _listed(loss), gradient if grad_tensors is None else grad_tensors
     leaves = _leaves(losses) if inputs is None else _listed(inputs)
@@ -154,7 +164,13 @@ def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 
 
 # Lookups, each with the position of its argument that asks for a sparse gradient.
-_SPARSE = {F.embedding: 6, torch.embedding: 4, F.embedding_bag: 7, torch.embedding_bag: 5, torch.gather: 3}
+_SPARSE = {
+    F.embedding: 6,
+    torch.embedding: 4,
+    F.embedding_bag: 7,
+    torch.embedding_bag: 5,
+    torch.gather: 3,
+}
 
 
 def _with_dense_gradient(func: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -165,11 +181,17 @@ def _with_dense_gradient(func: Callable, args: tuple, kwargs: dict) -> tuple[tup
 
 def _listed(x) -> list:
     """A tensor or several, in any form that autograd accepts, as a list."""
-    return [x] if isinstance(x, torch.Tensor) else list(x.values()) if isinstance(x, dict) else list(x)
+    return (
+        [x] if isinstance(x, torch.Tensor) else list(x.values()) if isinstance(x, dict) else list(x)
+    )
 
 
 def _leaves(losses: list[torch.Tensor]) -> list[torch.Tensor]:
     """The leaves that a backward pass would reach."""
     last = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
-    nodes = reachable(last, lambda node: [before for before, _ in node.next_functions if before is not None])
-    return list({id(node.variable): node.variable for node in nodes if hasattr(node, "variable")}.values())
+    nodes = reachable(
+        last, lambda node: [before for before, _ in node.next_functions if before is not None]
+    )
+    return list(
+        {id(node.variable): node.variable for node in nodes if hasattr(node, "variable")}.values()
+    )

@@ -32,7 +32,9 @@ from .annotate import Origin, noting
 from .regions import Fact
 
 hops = torch.ops.higher_order
-_COND = sys.modules[type(hops.cond).__module__]  # `torch._higher_order_ops.cond` is the function, and not its module
+_COND = sys.modules[
+    type(hops.cond).__module__
+]  # `torch._higher_order_ops.cond` is the function, and not its module
 
 
 def any_operands() -> contextlib.AbstractContextManager[None]:
@@ -43,12 +45,17 @@ def any_operands() -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def attention_on_every_device() -> Iterator[None]:
     """Let flex_attention be traced for any device. Without a kernel, a program computes it by its dense meaning."""
-    with having(flex_attention, _validate_device=lambda query, key, value: None), warnings.catch_warnings():
+    with (
+        having(flex_attention, _validate_device=lambda query, key, value: None),
+        warnings.catch_warnings(),
+    ):
         warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
         yield
 
 
-def call_closed(op: HigherOrderOperator, args: tuple, kwargs: dict, visit: Callable[[Any], Any] = lambda x: x) -> Any:
+def call_closed(
+    op: HigherOrderOperator, args: tuple, kwargs: dict, visit: Callable[[Any], Any] = lambda x: x
+) -> Any:
     """Call a higher-order operator with functions that read only their arguments.
 
     Args:
@@ -61,7 +68,9 @@ def call_closed(op: HigherOrderOperator, args: tuple, kwargs: dict, visit: Calla
     return call(op, visit, *args, **kwargs)
 
 
-def _call_cond(op: Any, visit: Callable, pred: Any, if_true: Callable, if_false: Callable, operands: Any = ()) -> Any:
+def _call_cond(
+    op: Any, visit: Callable, pred: Any, if_true: Callable, if_false: Callable, operands: Any = ()
+) -> Any:
     given, tree = pytree.tree_flatten(tuple(operands))
     branches = [_Flat(branch, tree) for branch in (if_true, if_false)]
     free = _free(branches, given)
@@ -78,16 +87,32 @@ def _call_while(
 
 
 def _call_scan(
-    op: Any, visit: Callable, combine: Callable, init: Sequence, xs: Sequence, more: Sequence = (), **_: Any
+    op: Any,
+    visit: Callable,
+    combine: Callable,
+    init: Sequence,
+    xs: Sequence,
+    more: Sequence = (),
+    **_: Any,
 ) -> Any:
     free = _free([combine], (*init, *(x[0] for x in xs), *more))
     return op(*visit((_closed(combine, free), init, xs, (*more, *free))))
 
 
 def _call_attention(
-    op: Any, visit: Callable, q: Any, k: Any, v: Any, score_mod: Callable, block_mask: tuple, *rest: Any, **_: Any
+    op: Any,
+    visit: Callable,
+    q: Any,
+    k: Any,
+    v: Any,
+    score_mod: Callable,
+    block_mask: tuple,
+    *rest: Any,
+    **_: Any,
 ) -> Any:
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # flex_attention has imported it
+    from torch._dynamo._trace_wrapped_higher_order_op import (
+        TransformGetItemToIndex,
+    )  # flex_attention has imported it
 
     scale, options, *_others = rest
     score, index = q.new_empty(()), q.new_empty((), dtype=torch.int)
@@ -114,7 +139,9 @@ class _Flat:
         self.function, self.operands = function, operands
 
     def __call__(self, *leaves: Any) -> tuple:
-        results, self.tree = pytree.tree_flatten(self.function(*pytree.tree_unflatten(leaves, self.operands)))
+        results, self.tree = pytree.tree_flatten(
+            self.function(*pytree.tree_unflatten(leaves, self.operands))
+        )
         return tuple(results)
 
 
@@ -124,7 +151,9 @@ def _closed(function: Callable, free: Sequence[torch.Tensor]) -> Callable:
     def closed(*args: Any) -> Any:
         own, values = args[: len(args) - len(free)], args[len(args) - len(free) :]
         others = dict(zip(map(id, free), values))
-        with _Calls(lambda tree: pytree.tree_map_only(torch.Tensor, lambda x: others.get(id(x), x), tree)):
+        with _Calls(
+            lambda tree: pytree.tree_map_only(torch.Tensor, lambda x: others.get(id(x), x), tree)
+        ):
             return function(*own)
 
     return closed

@@ -41,11 +41,17 @@ aten, hops = torch.ops.aten, torch.ops.higher_order
 _OURS = {"ztrans::gradient": GRADIENT, "ztrans::pmean": PMEAN, "ztrans::psum": PSUM}
 # PyTorch computes the values of a lazy view when an operation reads it. A collective and a copy of its memory do not,
 # so a program computes them where the step takes the view.
-_COMPUTED = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
+_COMPUTED = {
+    aten._conj.default: aten._conj_physical.default,
+    aten._neg_view.default: aten.neg.default,
+}
 _SAME = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 _BATCH_NORMS = ("aten::native_batch_norm", "aten::_native_batch_norm_legit")
 _FUSED = ("aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")
-_BROADCASTS = ("aten::copy_", "aten::fill_")  # in-place operations whose new value may have fewer dims
+_BROADCASTS = (
+    "aten::copy_",
+    "aten::fill_",
+)  # in-place operations whose new value may have fewer dims
 _NOWHERE = Origin(None, Fact())
 
 
@@ -68,7 +74,9 @@ def import_fx(
     return builder.eqns, builder.read(list(outputs)), builder.facts
 
 
-def _import_nodes(builder: Builder, module: fx.GraphModule, inputs: Sequence[Any], caller: Origin) -> Any:
+def _import_nodes(
+    builder: Builder, module: fx.GraphModule, inputs: Sequence[Any], caller: Origin
+) -> Any:
     """Add the equations of an FX graph, and return its outputs as traced tensors.
 
     A node without an origin, such as those in the functions of an operator, has that of its `caller`.
@@ -136,7 +144,9 @@ def _operation(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -
         op = (aten._native_batch_norm_legit if args[5] else aten.native_batch_norm).default
     if any(map(is_written, op._schema.arguments)):
         return _in_place(builder, op, args, kwargs, val)
-    return Alias.of(builder.emit(op, builder.read(args), {k: builder.read(v) for k, v in kwargs.items()}, val))
+    return Alias.of(
+        builder.emit(op, builder.read(args), {k: builder.read(v) for k, v in kwargs.items()}, val)
+    )
 
 
 def _mark(builder: Builder, op: Any, x: Alias, operand: Any, val: Any) -> Alias:
@@ -156,8 +166,12 @@ def _view(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -> Any
     base, rest, op = args[0], tuple(builder.read(args[1:])), _COMPUTED.get(op, op)
     if op is aten.view.default and tuple(rest[0]) == builder.read(base).shape:  # as `x.view_as(x)`
         return base
-    if op is aten.as_strided.default and base.views:  # it is a view of the whole storage, not of the view it is given
-        if val.dtype != base.storage.value.dtype or any(view.op in _COMPUTED.values() for view in base.views):
+    if (
+        op is aten.as_strided.default and base.views
+    ):  # it is a view of the whole storage, not of the view it is given
+        if val.dtype != base.storage.value.dtype or any(
+            view.op in _COMPUTED.values() for view in base.views
+        ):
             raise ValueError(
                 f"trace: the step calls as_strided on a view whose values are not those in memory, such as the real "
                 f"part of a complex tensor.\n  at {where(builder.source)}\nCopy the view first: .clone()."
@@ -206,7 +220,9 @@ def _unwritten(op: Any, args: Sequence, kwargs: dict) -> set[int]:
     return set(map(id, args[1])) if is_fused and kwargs.get("grad_scale") is None else set()
 
 
-def _functional_results(builder: Builder, op: Any, args: Sequence, kwargs: dict, targets: list) -> tuple:
+def _functional_results(
+    builder: Builder, op: Any, args: Sequence, kwargs: dict, targets: list
+) -> tuple:
     """The results of the functional form of an in-place operation: what `op` returns, then the new `targets`."""
     name, values = op._schema.name, builder.read(args)
     if name in _BROADCASTS and isinstance(values[1], Var):
@@ -237,16 +253,26 @@ def _drawn(builder: Builder, values: Sequence, options: dict) -> Var:
     order = sorted(range(len(target.shape)), key=lambda dim: -builder.strides[target][dim])
     if order == sorted(order):
         return builder.emit(aten.bernoulli.p, values, options)
-    drawn = builder.emit(aten.bernoulli.p, (builder.emit(aten.permute.default, (target, order)), p), options)
-    return builder.emit(aten.permute.default, (drawn, [order.index(dim) for dim in range(len(order))]))
+    drawn = builder.emit(
+        aten.bernoulli.p, (builder.emit(aten.permute.default, (target, order)), p), options
+    )
+    return builder.emit(
+        aten.permute.default, (drawn, [order.index(dim) for dim in range(len(order))])
+    )
 
 
 def _is_of_library(op: Any) -> bool:
     """Whether an operator comes from torch.library.custom_op, whose in-place operators have no functional forms."""
-    return op.namespace not in ("aten", "prims") and torch.Tag.pt2_compliant_tag in op.tags and functional(op) is None
+    return (
+        op.namespace not in ("aten", "prims")
+        and torch.Tag.pt2_compliant_tag in op.tags
+        and functional(op) is None
+    )
 
 
-def _of_new_tensors(builder: Builder, op: Any, given: dict[str, Any], targets: list, val: Any) -> tuple:
+def _of_new_tensors(
+    builder: Builder, op: Any, given: dict[str, Any], targets: list, val: Any
+) -> tuple:
     """Call an operator of torch.library that changes its arguments: PyTorch's `auto_functionalized` copies these."""
     if any(isinstance(returned.type, torch.ListType) for returned in op._schema.returns):
         raise ValueError(
@@ -290,7 +316,9 @@ def _higher_order(builder: Builder, node: fx.Node, args: tuple, kwargs: dict) ->
 def _function(name: str, module: fx.GraphModule, caller: Origin) -> Function:
     """A function that a higher-order operator calls, which make_fx has traced as a graph of its own."""
     fakes = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    arguments = [Alias(Storage(Var(letters(k), x.dtype, tuple(x.shape)))) for k, x in enumerate(fakes)]
+    arguments = [
+        Alias(Storage(Var(letters(k), x.dtype, tuple(x.shape)))) for k, x in enumerate(fakes)
+    ]
     values = [x.storage.value for x in arguments]
     strides = {v: x.stride() for v, x in zip(values, fakes)}
     builder = Builder(Names(v.name for v in values), strides, source=caller.source)
@@ -308,7 +336,9 @@ def _function(name: str, module: fx.GraphModule, caller: Origin) -> Function:
     return Function(graph, returns)
 
 
-def _in_separate_memory(builder: Builder, outputs: Sequence[Any], arguments: Sequence[Alias]) -> list[Any]:
+def _in_separate_memory(
+    builder: Builder, outputs: Sequence[Any], arguments: Sequence[Alias]
+) -> list[Any]:
     """The values of outputs. One that shares memory with an argument or an output before it is copied."""
     taken = {id(x.storage) for x in arguments}
     results: list[Any] = []

@@ -30,7 +30,9 @@ def changed_arguments(function: Callable) -> set[str]:
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     assigned = ((name, value) for target, value in _assignments(tree) for name in _names(target))
     computed_from = grouped((name, read) for name, value in assigned for read in _names(value))
-    written = [name for call in ast.walk(tree) if isinstance(call, ast.Call) for name in _written(call)]
+    written = [
+        name for call in ast.walk(tree) if isinstance(call, ast.Call) for name in _written(call)
+    ]
     pointers = reachable(written, lambda name: computed_from.get(name, []))
     return set(pointers) & inspect.signature(function).parameters.keys()
 
@@ -64,7 +66,9 @@ def _written(call: ast.Call) -> Iterator[str]:
     if isinstance(call.func, ast.Attribute):
         if name.startswith(_WRITES):
             yield from _names(call.func.value)  # a descriptor
-            yield from _names(next((k.value for k in call.keywords if k.arg == "pointer"), arguments[0]))
+            yield from _names(
+                next((k.value for k in call.keywords if k.arg == "pointer"), arguments[0])
+            )
     elif name not in _LANGUAGE:  # another kernel function
         for argument in arguments:
             yield from _names(argument)

@@ -42,5 +42,9 @@ def functional(op: Any) -> Any:
 def with_defaults(op: Any, form: Any, values: list, kwargs: dict) -> list:
     """`values`, and the defaults that `op` has and its functional form has not, such as p of `bernoulli_`."""
     rest = list(zip(op._schema.arguments, form._schema.arguments))[len(values) :]
-    left_out = (a for a, t in rest if not a.kwarg_only and a.name not in kwargs and not t.has_default_value())
+    left_out = (
+        a
+        for a, t in rest
+        if not a.kwarg_only and a.name not in kwargs and not t.has_default_value()
+    )
     return [*values, *(a.default_value for a in left_out)]

@@ -32,7 +32,9 @@ def label_regions(graph: Graph, facts: Mapping[Eqn, Fact]) -> Graph:
     """Give every equation its region."""
     evidence = _Evidence(graph, facts)
     eqns = []
-    for e in reversed(graph.eqns):  # the equations that read a value come before the one that computes it
+    for e in reversed(
+        graph.eqns
+    ):  # the equations that read a value come before the one that computes it
         region = evidence.region(e)
         if region != "update":
             evidence.read_early.update(e.ins)
@@ -45,13 +47,19 @@ class _Evidence:
 
     def __init__(self, graph: Graph, facts: Mapping[Eqn, Fact]) -> None:
         draws = (e.replace(region="update") if is_random(e.op) else e for e in graph.eqns)
-        last = max((i for i, e in enumerate(graph.eqns) if facts[e].backward), default=len(graph.eqns))
+        last = max(
+            (i for i, e in enumerate(graph.eqns) if facts[e].backward), default=len(graph.eqns)
+        )
         self.facts = facts
-        self.over = varying(graph.replace(eqns=tuple(draws)), ("batch",)).keys()  # the values that depend on the batch
+        self.over = varying(
+            graph.replace(eqns=tuple(draws)), ("batch",)
+        ).keys()  # the values that depend on the batch
         self.before_last_backward = set(graph.eqns[:last])
         self.differentiated = _differentiated(graph, facts)
         gradients = (v for e in graph.eqns if e.op is GRADIENT for v in e.results)
-        self.updated = _updated(graph, facts, self.over, self.differentiated) | depending(graph.eqns, gradients)
+        self.updated = _updated(graph, facts, self.over, self.differentiated) | depending(
+            graph.eqns, gradients
+        )
         self.unreduced = _unreduced(graph, self.over) if last == len(graph.eqns) else set[Var]()
         # The values that forward and backward read: those read by equations that depend on the batch, and, as
         # `label_regions` proceeds, those read by the equations that it has labelled forward or backward.
@@ -89,7 +97,9 @@ def _differentiated(graph: Graph, facts: Mapping[Eqn, Fact]) -> set[Eqn]:
     return differentiated
 
 
-def _updated(graph: Graph, facts: Mapping[Eqn, Fact], over: Set[Var], differentiated: set[Eqn]) -> set[Var]:
+def _updated(
+    graph: Graph, facts: Mapping[Eqn, Fact], over: Set[Var], differentiated: set[Eqn]
+) -> set[Var]:
     """The values that the update computes, as far as they follow from its results.
 
     These are the values that become state, those that a gradient is for, and the values that these are computed from.

@@ -55,7 +55,9 @@ class Program:
     out_tree: pytree.TreeSpec  # the tree of the result
     signature: Signature  # of the calls that it is for
     function: StepFunction = field(compare=False, repr=False)
-    axes: tuple[tuple[str, ...], ...] = ()  # for each input, the mesh axes over which transforms distribute it
+    axes: tuple[
+        tuple[str, ...], ...
+    ] = ()  # for each input, the mesh axes over which transforms distribute it
     owns: tuple[Own | None, ...] = ()  # how the step itself divides each input of the program
 
     @property
@@ -65,7 +67,9 @@ class Program:
 
     def local_inputs(self, graph: Graph, call: BoundCall, caller: str | None = None) -> Inputs:
         """The inputs of `graph`, which transforms have made of this program, in a call (see `inputs.local_inputs`)."""
-        return local_inputs(graph, self.signature, self.axes, self.owns, call, self.function, caller)
+        return local_inputs(
+            graph, self.signature, self.axes, self.owns, call, self.function, caller
+        )
 
     def returned(self, added: Sequence[str]) -> pytree.TreeSpec:
         """The tree of what a step returns: `(state, output)`, or `(state, (output, added))` with a dict of outputs that
@@ -87,7 +91,9 @@ def _are_on_cpus(leaves: Sequence[Abstract]) -> bool:
 
     Scalars, such as the counters of an optimizer, may be on CPUs beside a GPU.
     """
-    return any(leaf.device == "cpu" and leaf.shape for leaf in leaves) and _device_of(leaves) == "cpu"
+    return (
+        any(leaf.device == "cpu" and leaf.shape for leaf in leaves) and _device_of(leaves) == "cpu"
+    )
 
 
 def trace(
@@ -176,7 +182,9 @@ class _Arguments:
     owns: Sequence[Own | None]
 
     @staticmethod
-    def of(call: BoundCall, parameters: Sequence[str], axes: Sequence[tuple[str, ...]]) -> _Arguments:
+    def of(
+        call: BoundCall, parameters: Sequence[str], axes: Sequence[tuple[str, ...]]
+    ) -> _Arguments:
         """The arguments of a call.
 
         Raises: TypeError or ValueError for a leaf that a program cannot have.
@@ -203,12 +211,18 @@ class _Arguments:
 
     def inputs(self) -> tuple[Var, ...]:
         """The inputs of the program."""
-        return tuple(Var(name, x.dtype, x.shape) for name, x in zip(self.of_inputs(self.names), self.described))
+        return tuple(
+            Var(name, x.dtype, x.shape)
+            for name, x in zip(self.of_inputs(self.names), self.described)
+        )
 
     def in_batch(self, inputs: Sequence[Var]) -> frozenset[Var]:
         """The inputs that are tensors of the batch, which differ from rank to rank."""
         end = len(self.leaves) - self.num_extra
-        is_batch = [self.num_state <= i < end and isinstance(x, torch.Tensor) for i, x in enumerate(self.leaves)]
+        is_batch = [
+            self.num_state <= i < end and isinstance(x, torch.Tensor)
+            for i, x in enumerate(self.leaves)
+        ]
         return frozenset(itertools.compress(inputs, self.of_inputs(is_batch)))
 
     def empty(self, otherwise: str) -> list[torch.Tensor]:
@@ -247,10 +261,14 @@ def _with_constants(tensors: Sequence[Any], constants: Mapping[int, Any]) -> tup
     return tuple(constants[i] if i in constants else next(rest) for i in range(count))
 
 
-def _owns(leaves: Sequence, paths: Sequence[str], axes: Sequence[Sequence[str]], num_state: int) -> list[Own | None]:
+def _owns(
+    leaves: Sequence, paths: Sequence[str], axes: Sequence[Sequence[str]], num_state: int
+) -> list[Own | None]:
     """How the step itself divides each leaf, over mesh axes other than those of the leaf."""
     owns = list(map(Own.of, leaves, axes))
-    if cut := [path for x, path, over in [*zip(leaves, paths, axes)][num_state:] if Own.cut_over(x, over)]:
+    if cut := [
+        path for x, path, over in [*zip(leaves, paths, axes)][num_state:] if Own.cut_over(x, over)
+    ]:
         raise cut_batch(cut[0])
     for path, own in zip(paths, owns):
         if own is not None and own.problem is not None:
@@ -285,7 +303,9 @@ def _check_result(fn: Callable, result: Any, state: Any) -> None:
         had = {pytree.keystr(p) for p, _ in pytree.tree_flatten_with_path(before)[0]}
         has = {pytree.keystr(p) for p, _ in pytree.tree_flatten_with_path(after)[0]}
         lost, gained = sorted(had - has), sorted(has - had)
-        changes = [f"missing: {', '.join(lost[:4])}"] * bool(lost) + [f"new: {', '.join(gained[:4])}"] * bool(gained)
+        changes = [f"missing: {', '.join(lost[:4])}"] * bool(lost) + [
+            f"new: {', '.join(gained[:4])}"
+        ] * bool(gained)
         raise ValueError(
             f"trace: {_name(fn)} returned a state of another structure than it was given"
             f" ({'; '.join(changes) or f'{new} for {old}'}).\n"

@@ -61,15 +61,24 @@ def import_launch(builder: Builder, recorded: Mapping[str, Any]) -> None:
     Raises: ValueError if its source writes into none of them.
     """
     kernel: Any = kernel_side_table.get_kernel(recorded["kernel_idx"])
-    launched, tensors = kernel_side_table.get_constant_args(recorded["constant_args_idx"]), recorded["kwargs"]
+    launched, tensors = (
+        kernel_side_table.get_constant_args(recorded["constant_args_idx"]),
+        recorded["kwargs"],
+    )
     written = changed_arguments(unwrapped(kernel))
     launch = Launch(
-        kernel, launched["grid"], tuple(tensors), tuple(n for n in tensors if n in written), launched["numbers"]
+        kernel,
+        launched["grid"],
+        tuple(tensors),
+        tuple(n for n in tensors if n in written),
+        launched["numbers"],
     )
     if not launch.changed:
         raise writes_nothing(launch.name, builder.source)
     values = {name: builder.read(x) for name, x in tensors.items()}
     like = [builder.meta(values[name]) for name in launch.changed]
     op = torch.ops.higher_order.triton_kernel_wrapper_functional
-    for name, value in zip(launch.changed, builder.emit(op, (launch, *values.values()), like=like, name="triton")):
+    for name, value in zip(
+        launch.changed, builder.emit(op, (launch, *values.values()), like=like, name="triton")
+    ):
         builder.write(tensors[name], value)

@@ -157,7 +157,9 @@ class _Marking:
 
     def eqn(self, op: Any, args: tuple, out: Var, at: Eqn | None) -> Eqn:
         """An equation of the update, with the line of the equation that reads its result."""
-        return Eqn(op, args, (out,), region="update", source=at.source if at else self.source(args[0]))
+        return Eqn(
+            op, args, (out,), region="update", source=at.source if at else self.source(args[0])
+        )
 
     def source(self, v: Var) -> Source | None:
         maker = self.roles.makers.get(v)
@@ -166,7 +168,9 @@ class _Marking:
     def not_averaged(self, v: Var, reader: Eqn | None) -> ValueError:
         reads = "the update reads" if reader else "the step returns"
         kind = "no gradient" if v.shape else "a scalar that is no float"
-        correct = "Compute what the update needs of it before the last backward." if v.shape else _COUNT
+        correct = (
+            "Compute what the update needs of it before the last backward." if v.shape else _COUNT
+        )
         return ValueError(
             f"accumulate: {reads} {v}, which differs from micro-batch to micro-batch and is {kind}: it has no mean.\n"
             f"  at {where(reader.source if reader else self.source(v), 'the step arguments')}\n"

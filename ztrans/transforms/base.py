@@ -46,7 +46,9 @@ class Transform:
     turn: ClassVar[int] = 2
 
     # The mesh that the program runs on, if this transform distributes it.
-    mesh: DeviceMesh | AbstractMesh | None = dataclasses.field(default=None, repr=False, kw_only=True)
+    mesh: DeviceMesh | AbstractMesh | None = dataclasses.field(
+        default=None, repr=False, kw_only=True
+    )
 
     def __new__(cls, *args: Any, **options: Any) -> Transform:
         """Raises: TypeError if the class takes options and is no dataclass."""
@@ -125,7 +127,9 @@ def constructor(build: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(build)
     def checked(*args: P.args, **options: P.kwargs) -> R:
         if len(args) == 1 and callable(args[0]) and not options:
-            needed = [p.name for p in inspect.signature(build).parameters.values() if p.default is p.empty]
+            needed = [
+                p.name for p in inspect.signature(build).parameters.values() if p.default is p.empty
+            ]
             step: Any = args[0]
             raise TypeError(
                 f"{build.__name__}: applied to {getattr(step, '__name__', repr(step))} without a call.\n"
@@ -148,7 +152,9 @@ def rewritten(graph: Graph, transform: Transform) -> Graph:
     """
     new = transform.rewrite(graph)
     if not isinstance(new, Graph):
-        raise TypeError(f"{transform!r}: rewrite returned a {type(new).__name__}; it returns the new Graph.")
+        raise TypeError(
+            f"{transform!r}: rewrite returned a {type(new).__name__}; it returns the new Graph."
+        )
     try:
         check(new)
         check_interface(graph, new)
@@ -179,7 +185,9 @@ def chain(*transforms: Transform) -> Chain:
     flat: list[Transform] = []
     for t in transforms:
         if not isinstance(t, Transform):
-            raise TypeError(f"chain: {t!r} is not a transform; call it first: chain(prefetch(), ...).")
+            raise TypeError(
+                f"chain: {t!r} is not a transform; call it first: chain(prefetch(), ...)."
+            )
         flat.extend(t.transforms if isinstance(t, Chain) else (t,))
     return Chain(tuple(flat))
 
@@ -237,9 +245,16 @@ def axes_of(transforms: Iterable[Transform], name: str, leaf: object) -> tuple[s
     return tuple(dict.fromkeys(axis for t in transforms for axis in t.leaf_axes(name, whole)))
 
 
-def all_axes(transforms: Iterable[Transform], of_leaves: Iterable[Iterable[str]]) -> tuple[str, ...]:
+def all_axes(
+    transforms: Iterable[Transform], of_leaves: Iterable[Iterable[str]]
+) -> tuple[str, ...]:
     """The axes of the mesh over which a step is distributed, given those of each leaf of its state."""
-    return members_of([*(axis for t in transforms for axis in t.axes), *(axis for axes in of_leaves for axis in axes)])
+    return members_of(
+        [
+            *(axis for t in transforms for axis in t.axes),
+            *(axis for axes in of_leaves for axis in axes),
+        ]
+    )
 
 
 def layout_of(transforms: Sequence[Transform], name: str, leaf: object) -> Layout:
@@ -250,7 +265,9 @@ def layout_of(transforms: Sequence[Transform], name: str, leaf: object) -> Layou
     if not isinstance(leaf, torch.Tensor):
         return ()
     own, whole = Own.of(leaf, axes_of(transforms, name, leaf)), _meta(leaf)
-    layouts = (t.layout(name, own.local_shape if own else tuple(leaf.shape), whole) for t in transforms)
+    layouts = (
+        t.layout(name, own.local_shape if own else tuple(leaf.shape), whole) for t in transforms
+    )
     return next((layout for layout in layouts if layout is not None), ())
 
 
@@ -269,14 +286,18 @@ def meta_leaves(graph: Graph) -> list[torch.Tensor]:
 
 def check_number(option: str, value: object, kind: str, least: int, *instead: object) -> None:
     """Raises: ValueError unless an option of a transform is `kind`, a number from `least` on, or one of `instead`."""
-    if value not in instead and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+    if value not in instead and (
+        not isinstance(value, int) or isinstance(value, bool) or value < least
+    ):
         others = "".join(f", or {alternative!r}" for alternative in instead)
         raise ValueError(f"{option}={value!r}; it is {kind}{others}.")
 
 
 def no_step(fn: object) -> TypeError:
     """A transform is applied to what is no function."""
-    advice = "\nUnpack what lift returns: step, state = zt.lift(...)." if isinstance(fn, tuple) else ""
+    advice = (
+        "\nUnpack what lift returns: step, state = zt.lift(...)." if isinstance(fn, tuple) else ""
+    )
     return TypeError(
         f"a transform applies to a train step, a function (state, batch) -> (state, output), and this is a "
         f"{type(fn).__name__}.{advice}"

@@ -61,4 +61,6 @@ def widened(v: Var, dtype: torch.dtype, name: str, like: Eqn) -> tuple[list[Eqn]
     if v.dtype == dtype:
         return [], v
     wide = dataclasses.replace(v, name=name, dtype=dtype)
-    return [like.replace(op=CAST, args=(v,), outs=(wide,), kwargs={"dtype": dtype}, provenance=None)], wide
+    return [
+        like.replace(op=CAST, args=(v,), outs=(wide,), kwargs={"dtype": dtype}, provenance=None)
+    ], wide

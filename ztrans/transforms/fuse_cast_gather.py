@@ -56,13 +56,17 @@ class _FuseCastGather(Transform):
         for e in graph.eqns:
             if rules(e).moves and e.kwargs["dtype"] is None and len(e.outs) == 1:
                 views, casts = _narrowed(e, used, outputs)
-                new.update((v, dataclasses.replace(v, dtype=casts[0].kwargs["dtype"])) for v in views)
+                new.update(
+                    (v, dataclasses.replace(v, dtype=casts[0].kwargs["dtype"])) for v in views
+                )
                 alias.update((c.out, c.args[0]) for c in casts)
         eqns = (_retyped(e, new) for e in graph.eqns if not (e.op is CAST and e.outs[0] in alias))
         return rename(graph.replace(eqns=tuple(eqns)), {**alias, **new})
 
 
-def _narrowed(gather: Eqn, used: dict[Var, list[Eqn]], outputs: set[Var]) -> tuple[list[Var], list[Eqn]]:
+def _narrowed(
+    gather: Eqn, used: dict[Var, list[Eqn]], outputs: set[Var]
+) -> tuple[list[Var], list[Eqn]]:
     """The values that become narrower with a gather, its future first, and the casts that are then superfluous."""
     future = gather.out
     (end,) = used[future]

@@ -33,7 +33,9 @@ def matrix_chains(graph: Graph, layout: LayoutOf) -> tuple[frozenset[Eqn], tuple
     """
     update = [e for e in graph.eqns if e.region == "update"]
     chained = _chained(update, layout)
-    sources = _sources([v for e in update if e in chained for v in e.ins], producers(update), layout)
+    sources = _sources(
+        [v for e in update if e in chained for v in e.ins], producers(update), layout
+    )
     needed: set[Var] = set()
     whole: set[Eqn] = set()
     for e in reversed(_following(update, sources, layout)):

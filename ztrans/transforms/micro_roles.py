@@ -40,16 +40,24 @@ class Gradient(NamedTuple):
 def gradients(graph: Graph) -> dict[Var, Gradient]:
     """The values of a program that are averaged over micro-batches."""
     over = varying(graph, ("batch",))
-    marks = (e for e in graph.eqns if e.op in (GRADIENT, PMEAN) and not any(v in over for v in e.ins[1:]))
-    averaged = {e.out: Gradient(e.args[0], e, paths=tuple(leaf.name for leaf in e.ins[1:])) for e in marks}
+    marks = (
+        e for e in graph.eqns if e.op in (GRADIENT, PMEAN) and not any(v in over for v in e.ins[1:])
+    )
+    averaged = {
+        e.out: Gradient(e.args[0], e, paths=tuple(leaf.name for leaf in e.ins[1:])) for e in marks
+    }
     for e, waited in pair(graph).waits.items():
         start = waited.start
         if role(start) == "grad" or (role(start) == "pmean" and start.kwargs["op"] == "mean"):
             member = start.ins[waited.member]
-            first = averaged.pop(member, None)  # a second reduction follows, over the replicated axis
+            first = averaged.pop(
+                member, None
+            )  # a second reduction follows, over the replicated axis
             planned = start.order is not None and graph.axes[start.kwargs["axis"]] > 1
             paths = start.provenance.paths if start.provenance and role(start) == "grad" else ()
-            averaged[e.out] = first._replace(end=e) if first else Gradient(member, e, start, planned, paths)
+            averaged[e.out] = (
+                first._replace(end=e) if first else Gradient(member, e, start, planned, paths)
+            )
     return averaged
 
 
@@ -63,14 +71,18 @@ class Roles:
     def _repeated(self) -> set[Eqn]:
         """The equations that every micro-batch runs: forward and backward, and what they need."""
         independent = self._independent()
-        return needed((e for e in self.graph.eqns if e.region != "update" or e in independent), self.makers)
+        return needed(
+            (e for e in self.graph.eqns if e.region != "update" or e in independent), self.makers
+        )
 
     def _independent(self) -> set[Eqn]:
         """The equations of the update that every micro-batch runs, because they depend on no gradient.
 
         These are the means that the user asked for, and what brings values of forward into the new state or the output.
         """
-        from_gradients = depending(self.graph.eqns, (v for v, g in self.gradients.items() if g.paths))
+        from_gradients = depending(
+            self.graph.eqns, (v for v, g in self.gradients.items() if g.paths)
+        )
         means = {g.end for g in self.gradients.values() if not g.paths}
         forward = {v for e in self.graph.eqns if e.region != "update" for v in e.results}
         brought = {e for e, waited in pair(self.graph).waits.items() if _brings(waited.start)}
@@ -80,7 +92,9 @@ class Roles:
     @functools.cached_property
     def _once(self) -> set[Eqn]:
         """The equations of the update."""
-        state = [self.makers[v] for v in self.graph.outputs[: self.graph.num_state] if v in self.makers]
+        state = [
+            self.makers[v] for v in self.graph.outputs[: self.graph.num_state] if v in self.makers
+        ]
         update = needed(state, self.makers) | {e for e in self.graph.eqns if role(e) == "output"}
         results = {v for v, g in self.gradients.items() if g.paths}
         once = set[Eqn]()
@@ -94,7 +108,9 @@ class Roles:
     @functools.cached_property
     def changes(self) -> set[Var]:
         """The values that differ from micro-batch to micro-batch."""
-        return changing(self.graph.replace(eqns=tuple(e for e in self.graph.eqns if e not in self._once)))
+        return changing(
+            self.graph.replace(eqns=tuple(e for e in self.graph.eqns if e not in self._once))
+        )
 
     @functools.cached_property
     def entering(self) -> Mapping[Var, list[Eqn]]:

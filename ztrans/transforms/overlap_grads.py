@@ -99,7 +99,9 @@ class _OverlapGrads(Transform):
         return graph.replace(eqns=eqns, writes_last=self.update == "last")
 
 
-def _chain(v: Var, makers: dict[Var, Eqn], used: dict[Var, list[Eqn]], outputs: set[Var]) -> Iterator[Eqn]:
+def _chain(
+    v: Var, makers: dict[Var, Eqn], used: dict[Var, list[Eqn]], outputs: set[Var]
+) -> Iterator[Eqn]:
     """The views, casts and sums from the matmul of a gradient to `v`, each of which has no other reader."""
     if v in makers and v not in outputs and len(used[v]) == 1 and _prepares(makers[v]):
         yield makers[v]

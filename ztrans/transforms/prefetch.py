@@ -11,7 +11,9 @@ from .base import Transform, check_number, constructor
 
 
 @constructor
-def prefetch(*, memory: int | Literal["auto"] = "auto", max_in_flight: int | None = None) -> Transform:
+def prefetch(
+    *, memory: int | Literal["auto"] = "auto", max_in_flight: int | None = None
+) -> Transform:
     """Gather parameters in buckets, each just early enough to hide the transfer, within a memory budget.
 
     With `shard_params(reshard="auto")`, a gathered parameter is also kept from forward to backward if that saves time
@@ -48,6 +50,9 @@ class _Prefetch(Transform):
     max_in_flight: int | None = None
 
     def rewrite(self, graph: Graph) -> Graph:
-        hint, budget = Order("gather", self.max_in_flight), self.memory if isinstance(self.memory, int) else None
+        hint, budget = (
+            Order("gather", self.max_in_flight),
+            self.memory if isinstance(self.memory, int) else None,
+        )
         hinted = lambda e: e.replace(order=hint) if role(e) == "param" and rules(e).moves else e
         return graph.replace(eqns=tuple(map(hinted, graph.eqns)), budget=budget)

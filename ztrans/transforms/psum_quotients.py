@@ -25,7 +25,14 @@ from .sharding.walk import REDUCTIONS
 aten = torch.ops.aten
 # Operations that give the multiple of a result for the multiple of one argument.
 _LINEAR = (
-    *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.neg.default, aten.where.self),
+    *(
+        aten.add.Tensor,
+        aten.sub.Tensor,
+        aten.mul.Tensor,
+        aten.div.Tensor,
+        aten.neg.default,
+        aten.where.self,
+    ),
     *(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.clone.default),
 )
 
@@ -36,9 +43,15 @@ def warn_of_psum_quotients(graph: Graph, axes: Sequence[str]) -> None:
     makers, read_by = producers(graph.eqns), users(graph)
     averaged = {v for v in graph.outputs[graph.num_state :] if v in over and not v.shape}
     for e in graph.eqns:
-        if ranks > 1 and _divides_by_psum(e, over, makers) and not _is_scaled([makers.get(e.args[0])], ranks):
+        if (
+            ranks > 1
+            and _divides_by_psum(e, over, makers)
+            and not _is_scaled([makers.get(e.args[0])], ranks)
+        ):
             after = list(_linear([e], read_by))
-            is_averaged = any(REDUCTIONS.get(x.op) == "mean" or not averaged.isdisjoint(x.results) for x in after)
+            is_averaged = any(
+                REDUCTIONS.get(x.op) == "mean" or not averaged.isdisjoint(x.results) for x in after
+            )
             if is_averaged and not _is_scaled(after, ranks):
                 warnings.warn(
                     f"shard_params: {graph.name} divides a value of this rank, {e.args[0]}, by a psum. Gradients and "
@@ -57,7 +70,11 @@ def _divides_by_psum(e: Eqn, over: Mapping[Var, object], makers: Mapping[Var, Eq
     value, divisor = e.args
     before = lambda x: [makers[v] for v in x.ins if v in makers and v not in over]
     is_sum = divisor not in over and not divisor.shape and divisor in makers
-    return value in over and is_sum and any(REDUCTIONS.get(x.op) == "sum" for x in reachable([makers[divisor]], before))
+    return (
+        value in over
+        and is_sum
+        and any(REDUCTIONS.get(x.op) == "sum" for x in reachable([makers[divisor]], before))
+    )
 
 
 def _linear(eqns: Iterable[Eqn], read_by: Mapping[Var, list[Eqn]]) -> Iterator[Eqn]:

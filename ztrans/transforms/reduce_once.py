@@ -43,7 +43,10 @@ def _rewritten(graph: Graph) -> Graph | None:
     """The program with a pattern applied at the first equation at which one matches."""
     uses = _Uses(graph)
     sums = (e for e in graph.eqns if e.op in SUMS and not e.kwargs)
-    return next((new for e in sums for new in (_from_zero(uses, e), _of_two(uses, e)) if new is not None), None)
+    return next(
+        (new for e in sums for new in (_from_zero(uses, e), _of_two(uses, e)) if new is not None),
+        None,
+    )
 
 
 class _Uses:
@@ -71,7 +74,10 @@ class _Uses:
         """The ways to take `v` as a sum of a rest and a term; without a rest, the term is `v` itself."""
         e = self.maker(v)
         sides = e.args if e is not None and e.op in SUMS and not e.kwargs else ()
-        return [(None, v), *((rest, term) for rest, term in permutations(sides, 2) if isinstance(rest, Var))]
+        return [
+            (None, v),
+            *((rest, term) for rest, term in permutations(sides, 2) if isinstance(rest, Var)),
+        ]
 
 
 def _from_zero(uses: _Uses, e: Eqn) -> Graph | None:
@@ -96,7 +102,9 @@ def _merge(graph: Graph, add: Eqn, a: _Term, b: _Term, rest: Var | None) -> Grap
         value = term.mark.args[0]
         for factor in term.factors:
             scaled = dataclasses.replace(value, name=f"{value.name}.scaled")
-            before.append(factor.replace(args=(value, *factor.args[1:]), outs=(scaled,), region=mark.region))
+            before.append(
+                factor.replace(args=(value, *factor.args[1:]), outs=(scaled,), region=mark.region)
+            )
             value = scaled
         values.append(value)
     total = dataclasses.replace(values[1], name=f"{values[1].name}.acc")

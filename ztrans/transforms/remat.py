@@ -61,7 +61,9 @@ class _Remat(Transform):
 def _recomputed(graph: Graph, at_least: int) -> set[Var]:
     """The values that backward recomputes, each the owner of its storage."""
     makers, live, over = producers(graph.eqns), liveness(graph), varying(graph, ("batch",))
-    wanted: dict[Var, int] = {}  # for each storage, the index of the first equation of backward that reads it
+    wanted: dict[
+        Var, int
+    ] = {}  # for each storage, the index of the first equation of backward that reads it
     kept = {live.root[v] for v in variables(graph.outputs)}
     for i, e in enumerate(graph.eqns):
         for v in e.ins:
@@ -96,4 +98,6 @@ def _recomputed(graph: Graph, at_least: int) -> set[Var]:
 
 def _is_cheap(e: Eqn) -> bool:
     tags: Any = getattr(e.op, "tags", ())
-    return not is_random(e.op) and not is_view(e) and (torch.Tag.pointwise in tags or e.op in _CHEAP)
+    return (
+        not is_random(e.op) and not is_view(e) and (torch.Tag.pointwise in tags or e.op in _CHEAP)
+    )

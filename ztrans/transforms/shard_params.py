@@ -96,10 +96,14 @@ def shard_params(
         raise ValueError(f"shard_params: reshard={reshard!r}; use 'auto' or 'always'.")
     if outputs not in ("mean", "local"):
         raise ValueError(f"shard_params: outputs={outputs!r}; use 'mean' or 'local'.")
-    return ShardParams(mesh, axis, stage, reshard, where, dim, replicate_axis, reduce_dtype, outputs)
+    return ShardParams(
+        mesh, axis, stage, reshard, where, dim, replicate_axis, reduce_dtype, outputs
+    )
 
 
-def _checked(mesh: DeviceMesh | AbstractMesh, name: str, value: Axis, replicate_axis: str | None = None) -> Axis:
+def _checked(
+    mesh: DeviceMesh | AbstractMesh, name: str, value: Axis, replicate_axis: str | None = None
+) -> Axis:
     """An option that names one axis of the mesh or several, these in the order of the mesh.
 
     Raises: ValueError if the mesh does not have one of them.
@@ -111,7 +115,9 @@ def _checked(mesh: DeviceMesh | AbstractMesh, name: str, value: Axis, replicate_
             f"shard_params: {name}={value!r} is no axis of the mesh, which has {', '.join(map(repr, order))}."
         )
     if replicate_axis in names:
-        raise ValueError(f"shard_params: replicate_axis is the sharded axis, {value!r}; name another one.")
+        raise ValueError(
+            f"shard_params: replicate_axis is the sharded axis, {value!r}; name another one."
+        )
     return names[0] if len(names) == 1 else tuple(axis for axis in order if axis in names)
 
 
@@ -145,15 +151,24 @@ class ShardParams(Transform):
     def leaf_axes(self, path: str, leaf: torch.Tensor) -> tuple[str, ...]:
         part = self._part(path, leaf)
         if part is None:
-            return self._with_replicas(tuple(axis for axis in self.axes if axis != self.replicate_axis))
+            return self._with_replicas(
+                tuple(axis for axis in self.axes if axis != self.replicate_axis)
+            )
         if not callable(part.axis):
             return part.axes
         axis = part.axis(path, leaf)
-        return self._with_replicas(_checked(self.mesh, f"axis({path!r}, leaf)", axis, self.replicate_axis))
+        return self._with_replicas(
+            _checked(self.mesh, f"axis({path!r}, leaf)", axis, self.replicate_axis)
+        )
 
     def layout(self, path: str, shape: tuple[int, ...], leaf: torch.Tensor) -> Layout:
         part = self._part(path, leaf)
-        if self.stage == 0 or not shape or part is None or (part.where is not None and not part.where(path, leaf)):
+        if (
+            self.stage == 0
+            or not shape
+            or part is None
+            or (part.where is not None and not part.where(path, leaf))
+        ):
             return ()
         dim, axis = part._dim(path, leaf), self.leaf_axes(path, leaf)[0]
         ranks = math.prod(dict(mesh_axes(self.mesh))[member] for member in members(axis))
@@ -179,7 +194,12 @@ class ShardParams(Transform):
         if not isinstance(other, ShardParams) or self.where is None or other.where is None:
             return None
         parts = self.parts or (self,)
-        if dataclasses.replace(other, axis=self.axis, where=self.where, dim=self.dim, parts=self.parts) != self:
+        if (
+            dataclasses.replace(
+                other, axis=self.axis, where=self.where, dim=self.dim, parts=self.parts
+            )
+            != self
+        ):
             return None
         return self if other in parts else dataclasses.replace(self, parts=(*parts, other))
 
@@ -204,7 +224,9 @@ class ShardParams(Transform):
     def rewrite(self, graph: Graph) -> Graph:
         axes = LeafAxes.of_program(graph, self)
         joint = tuple(dict.fromkeys((*graph.joint, *axes.joint)))
-        plain = graph.replace(mesh=mesh_axes(self.mesh), stage=self.stage, reshard=self.reshard, joint=joint)
+        plain = graph.replace(
+            mesh=mesh_axes(self.mesh), stage=self.stage, reshard=self.reshard, joint=joint
+        )
         if self.stage <= 1:
             plain = reduce_once(plain)
         warn_of_psum_quotients(plain, axes.all)

@@ -23,7 +23,9 @@ def route(kind, op, wire, partial, hosts, gloo) -> Route:
         split = Split("dp") if kind is REDUCE_SCATTER else None
         eqn = reduce([term], ["f"], "dp", op, split, BF16 if partial is BF16 else None, **site)
     by = route_of(eqn, {"dp": hosts.ranks}, hosts, gloo)
-    return dataclasses.replace(by, inside=by.inside / ROWS / wire.itemsize, between=by.between / ROWS / wire.itemsize)
+    return dataclasses.replace(
+        by, inside=by.inside / ROWS / wire.itemsize, between=by.between / ROWS / wire.itemsize
+    )
 
 
 @pytest.mark.parametrize(("kind", "op", "wire", "partial", "hosts", "gloo", "way", "reason"), [
@@ -69,9 +71,16 @@ def test_bytes_between_hosts_against_arithmetic():
     assert of_a_host(ALL_GATHER, F32, F32, hosts, gloo=False)[1] == pytest.approx(ring)
     assert of_a_host(ALL_REDUCE, F32, F32, hosts, gloo=False)[1] == pytest.approx(2 * ring)
     uneven = of_a_host(REDUCE_SCATTER, BF16, F32, Hosts(64, 8, even=False), gloo=False)
-    assert uneven == (0, pytest.approx(8 * ring)), "without an even placement each rank counts as a host of its own"
-    assert of_a_host(REDUCE_SCATTER, BF16, BF16, hosts, gloo=False) == (pytest.approx(7.0), pytest.approx(7 / 8))
-    assert of_a_host(REDUCE_SCATTER, BF16, F32, hosts, gloo=False)[1] == pytest.approx(2 * 7 / 8), "fp32 sums"
+    assert uneven == (0, pytest.approx(8 * ring)), (
+        "without an even placement each rank counts as a host of its own"
+    )
+    assert of_a_host(REDUCE_SCATTER, BF16, BF16, hosts, gloo=False) == (
+        pytest.approx(7.0),
+        pytest.approx(7 / 8),
+    )
+    assert of_a_host(REDUCE_SCATTER, BF16, F32, hosts, gloo=False)[1] == pytest.approx(2 * 7 / 8), (
+        "fp32 sums"
+    )
 
 
 @pytest.mark.parametrize("hosts", [Hosts(4, 2), Hosts(8, 2), Hosts(6, 3), Hosts(4), Hosts(4, 4)])
@@ -91,5 +100,8 @@ def test_hosts_are_even_if_their_ranks_are_neighbours_and_equally_many():
     assert hosts_of("aaaa") == Hosts(4)
     assert hosts_of("abc") == Hosts(3, 3)
     assert common([hosts_of("aabb"), hosts_of("ccdd")]) == Hosts(4, 2)
-    assert not common([hosts_of("aabb"), hosts_of("abab")]).even and not common([hosts_of("aa"), hosts_of("ab")]).even
+    assert (
+        not common([hosts_of("aabb"), hosts_of("abab")]).even
+        and not common([hosts_of("aa"), hosts_of("ab")]).even
+    )
     assert not hosts_of("abab").even and not hosts_of("aab").even and not hosts_of("aabbaa").even

@@ -7,7 +7,12 @@ import importlib
 import numpy as np
 import torch
 
-_FLOATS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_FLOATS = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -15,8 +15,11 @@ from tests.ops.interpreted.casts import exact_casts
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore_glob = [] if INTERPRETING else ["test_*.py"]
 
+
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning")  # numpy's, of infinities and NaN
+    config.addinivalue_line(
+        "filterwarnings", "ignore::RuntimeWarning"
+    )  # numpy's, of infinities and NaN
 
 
 @pytest.fixture(autouse=True, scope="session")

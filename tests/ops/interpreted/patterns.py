@@ -10,7 +10,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def bits(count: int, dtype: torch.dtype, seed: int = 0, skew: int = 0) -> torch.Tensor:
     """Random bit patterns viewed as `dtype`. They include infinities, NaN and subnormal numbers."""
     draw = torch.Generator().manual_seed(seed)
-    room = torch.randint(0, 256, ((count + skew) * dtype.itemsize,), generator=draw, dtype=torch.uint8)
+    room = torch.randint(
+        0, 256, ((count + skew) * dtype.itemsize,), generator=draw, dtype=torch.uint8
+    )
     return room.view(dtype)[skew:]
 
 
@@ -32,4 +34,6 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
 
 def room(count: int, dtype: torch.dtype, skew: int = 0) -> torch.Tensor:
     """Memory filled with 0xA5, so that a comparison shows elements that were not written."""
-    return torch.full(((count + skew) * dtype.itemsize,), 0xA5, dtype=torch.uint8).view(dtype)[skew:]
+    return torch.full(((count + skew) * dtype.itemsize,), 0xA5, dtype=torch.uint8).view(dtype)[
+        skew:
+    ]

@@ -35,7 +35,9 @@ def test_all_ranks_gather_in_one_launch(ranks, dtype, skew):
         memory.mine.copy_(buffer.view(torch.uint8))
     outs = [torch.zeros(n + skew, dtype=dtype)[skew:] for _ in range(ranks) for n in NUMELS]
     at = memories[0]
-    all_gather.launch(at.buffers, at.pads, at.error, outs, sizes, 0, 2, 9, together=ranks, sync=False)
+    all_gather.launch(
+        at.buffers, at.pads, at.error, outs, sizes, 0, 2, 9, together=ranks, sync=False
+    )
     true = [torch.zeros(n, dtype=dtype) for n in NUMELS]
     unpack.reference(torch.cat(sent), sizes, ranks, true)
     assert all(same(out, true[k % len(NUMELS)]) for k, out in enumerate(outs))
@@ -53,9 +55,15 @@ def test_all_ranks_scatter_in_one_launch(ranks, dtype, out, how):
     for r, memory in enumerate(memories):
         terms.append(torch.randn(ranks, total).to(dtype))
         memory.mine.copy_(terms[r].view(-1).view(torch.uint8))
-    outs = [torch.zeros(max(0, min(s, n - r * s)), dtype=out) for r in range(ranks) for n, s in zip(NUMELS, sizes)]
+    outs = [
+        torch.zeros(max(0, min(s, n - r * s)), dtype=out)
+        for r in range(ranks)
+        for n, s in zip(NUMELS, sizes)
+    ]
     at = memories[0]
-    reduce_scatter.launch(at.buffers, at.pads, at.error, outs, sizes, how, dtype, 0, 3, 9, together=ranks, sync=False)
+    reduce_scatter.launch(
+        at.buffers, at.pads, at.error, outs, sizes, how, dtype, 0, 3, 9, together=ranks, sync=False
+    )
     for r in range(ranks):
         mine, offset = outs[r * len(sizes) : (r + 1) * len(sizes)], 0
         for part, size in zip(mine, sizes):

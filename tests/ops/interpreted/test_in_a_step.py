@@ -46,8 +46,13 @@ def add_to(x, y, n, BLOCK: tl.constexpr):
     tl.store(x + k, tl.load(x + k, mask=k < n) + tl.load(y + k, mask=k < n), mask=k < n)
 
 
-needs_wraps = pytest.mark.skipif(OLD, reason="wrap_triton of torch 2.11 refuses the kernels of Triton's interpreter")
-WRAPS = [pytest.param(wrap_triton, id="wrapped", marks=needs_wraps), pytest.param(lambda kernel: kernel, id="raw")]
+needs_wraps = pytest.mark.skipif(
+    OLD, reason="wrap_triton of torch 2.11 refuses the kernels of Triton's interpreter"
+)
+WRAPS = [
+    pytest.param(wrap_triton, id="wrapped", marks=needs_wraps),
+    pytest.param(lambda kernel: kernel, id="raw"),
+]
 
 
 def norm_class(wrap):
@@ -57,7 +62,9 @@ def norm_class(wrap):
         @staticmethod
         def forward(ctx, x, w):
             out, inverse, n = torch.empty_like(x), x.new_empty(x.shape[0]), x.shape[1]
-            wrap(scale_rows)[(x.shape[0],)](x, w, out, inverse, n, 1e-6, BLOCK=triton.next_power_of_2(n), num_warps=4)
+            wrap(scale_rows)[(x.shape[0],)](
+                x, w, out, inverse, n, 1e-6, BLOCK=triton.next_power_of_2(n), num_warps=4
+            )
             ctx.save_for_backward(x, w, inverse)
             return out
 
@@ -66,7 +73,9 @@ def norm_class(wrap):
             x, w, inverse = ctx.saved_tensors
             dx, dw, n = torch.empty_like(x), torch.empty_like(x), x.shape[1]
             grid = lambda given: (given["x"].shape[0],)
-            wrap(scale_rows_backward)[grid](dy.contiguous(), x, w, inverse, dx, dw, n, BLOCK=triton.next_power_of_2(n))
+            wrap(scale_rows_backward)[grid](
+                dy.contiguous(), x, w, inverse, dx, dw, n, BLOCK=triton.next_power_of_2(n)
+            )
             return dx, dw.sum(0)
 
     return Norm
@@ -102,7 +111,9 @@ WANT, LOSS = make(dense)(clone(STATE), X)
 
 def sharded(step, stage):
     halves = slices((X,), 2)
-    lowered = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2), stage=stage), *ALL)(step).lower(STATE, *halves[0])
+    lowered = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2), stage=stage), *ALL)(step).lower(
+        STATE, *halves[0]
+    )
     zt.check(lowered.graph)
     return lowered, lowered.lockstep(clone(STATE), halves)[0]
 
@@ -116,7 +127,9 @@ def test_a_launch_is_an_equation(wrap):
         "scale_rows": ("forward", ("out", "inverse")),
         "scale_rows_backward": ("backward", ("dx", "dw")),
     }
-    assert "= triton(scale_rows[(6,)](n=4, eps=1e-06, BLOCK=4, num_warps=4), mm, b, " in str(lowered)
+    assert "= triton(scale_rows[(6,)](n=4, eps=1e-06, BLOCK=4, num_warps=4), mm, b, " in str(
+        lowered
+    )
     state, loss = lowered.compile()(clone(STATE), X)
     assert distance(state, WANT) < 1e-5 and distance(loss, LOSS) < 1e-5
     for stage in (0, 3):
@@ -149,7 +162,10 @@ def test_launches_on_fake_gpus_are_those_on_cpus(wrap):
         graph = trace(step, *on_meta, device=device).graph
         texts.append(str(graph))
     assert texts[0] == texts[1]
-    assert [e.args[0].name for e in graph.eqns if e.op is TRITON] == ["scale_rows", "scale_rows_backward"]
+    assert [e.args[0].name for e in graph.eqns if e.op is TRITON] == [
+        "scale_rows",
+        "scale_rows_backward",
+    ]
     (*state, loss), (want, value) = evaluate(graph, *STATE.values(), X), truth(STATE, X)
     assert distance(state, [*want.values()]) < 1e-5 and distance(loss, value) < 1e-5
 
@@ -172,12 +188,19 @@ def test_a_kernel_may_change_its_argument():
 
     lowered = zt.Step.of(step).lower(STATE, X)
     assert torch.equal(lowered.compile()(clone(STATE), X)[0]["w"], 2 * STATE["w"])
-    with pytest.raises(ValueError, match=r"(?s)triton has no sharding rule for f32\[8@dp,4\].*test_in_a_step.py:\d+.*triton_op"):
+    with pytest.raises(
+        ValueError,
+        match=r"(?s)triton has no sharding rule for f32\[8@dp,4\].*test_in_a_step.py:\d+.*triton_op",
+    ):
         sharded(step, 3)
     assert torch.equal(sharded(step, 0)[1]["w"], 2 * STATE["w"])
 
 
-CONFIGS = [triton.Config({"BLOCK": 8}, num_warps=2), triton.Config({"BLOCK": 16}), triton.Config({"BLOCK": 32})]
+CONFIGS = [
+    triton.Config({"BLOCK": 8}, num_warps=2),
+    triton.Config({"BLOCK": 16}),
+    triton.Config({"BLOCK": 32}),
+]
 EVEN = {"EVEN": lambda given: given["x"].numel() % given["BLOCK"] == 0}
 seen_blocks: list[int] = []
 
@@ -196,9 +219,13 @@ def doubled(x, out, n, BLOCK: tl.constexpr, EVEN: tl.constexpr):
 
 
 plain_kernel = triton.jit(doubled)
-tune = triton.autotune(CONFIGS, key=["n"], prune_configs_by={"early_config_prune": large_blocks}, restore_value=["out"])
+tune = triton.autotune(
+    CONFIGS, key=["n"], prune_configs_by={"early_config_prune": large_blocks}, restore_value=["out"]
+)
 CHOSEN = {
-    "heuristics": triton.heuristics({"BLOCK": lambda given: triton.next_power_of_2(given["n"]), **EVEN})(plain_kernel),
+    "heuristics": triton.heuristics(
+        {"BLOCK": lambda given: triton.next_power_of_2(given["n"]), **EVEN}
+    )(plain_kernel),
     "autotune": tune(triton.heuristics(EVEN)(plain_kernel)),
     "autotune inside": triton.heuristics({"EVEN": lambda given: False})(tune(plain_kernel)),
     "autotune, wrapped": wrap_triton(tune(triton.heuristics(EVEN)(plain_kernel))),

@@ -41,7 +41,13 @@ def test_cast_pack(src, dst, ranks, skew):
 
 def test_cast_pack_of_mixed_dtypes_and_strides():
     grid = torch.randn(64, 130)
-    parts = [grid[:, 1:129], torch.randn(700).bfloat16(), grid.t(), torch.randn(5, dtype=torch.float64), torch.arange(9)]
+    parts = [
+        grid[:, 1:129],
+        torch.randn(700).bfloat16(),
+        grid.t(),
+        torch.randn(5, dtype=torch.float64),
+        torch.arange(9),
+    ]
     for ranks in (1, 2):
         sizes = [-(-p.numel() // ranks) + 3 for p in parts]
         ours, true = (room(ranks * sum(sizes), torch.bfloat16) for _ in range(2))
@@ -50,7 +56,9 @@ def test_cast_pack_of_mixed_dtypes_and_strides():
         assert same(ours, true)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8, torch.int64, torch.complex128], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float32, torch.uint8, torch.int64, torch.complex128], ids=str
+)
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_unpack(dtype, ranks, skew):
     sizes = [-(-n // ranks) + pad for n, pad in zip(NUMELS, (0, 5, 2, 0, 0, 1, 4096))]

@@ -24,7 +24,16 @@ from ztrans.planning.solver.loads import Choice, Loads, kept
 from ztrans.planning.solver.local_search import Search
 from ztrans.planning.solver.lower_bound import bound
 from ztrans.planning.solver.moves import MOVES
-from ztrans.planning.solver.problem import END, Bucket, Gather, Problem, Reduction, Schedule, Update, Wire
+from ztrans.planning.solver.problem import (
+    END,
+    Bucket,
+    Gather,
+    Problem,
+    Reduction,
+    Schedule,
+    Update,
+    Wire,
+)
 from ztrans.planning.solver.solve import Infeasible, needs, one_ahead, solve
 from ztrans.planning.solver.validate import ScheduleError, validate
 
@@ -74,7 +83,11 @@ def test_buckets_keep_to_their_portion_of_the_free_memory(chance, portion, room)
     p = problem(chance, gathers=6, reductions=6)
     rooms = np.full(len(p.seconds), float(room))
     for collectives, buckets, most in (
-        (p.gathers, gather_buckets(p, range(len(p.gathers)), rooms, portion, 16.0), p.gathers_in_flight),
+        (
+            p.gathers,
+            gather_buckets(p, range(len(p.gathers)), rooms, portion, 16.0),
+            p.gathers_in_flight,
+        ),
         (p.reductions, reduction_buckets(p, rooms, portion, 16.0), p.reductions_in_flight),
     ):
         assert sorted(i for b in buckets for i in b) == [*range(len(collectives))]
@@ -87,11 +100,20 @@ def test_buckets_keep_to_their_portion_of_the_free_memory(chance, portion, room)
 
 @given(st.randoms(use_true_random=False), st.integers(0, 2))
 def test_buckets_of_reductions_keep_the_limit_of_matmuls_between_starts(chance, between):
-    p = replace(problem(chance, keys=1, gathers=0, reductions=6), max_between=between, reductions_in_flight=INF)
+    p = replace(
+        problem(chance, keys=1, gathers=0, reductions=6),
+        max_between=between,
+        reductions_in_flight=INF,
+    )
     n, needs = len(p.seconds), [min(r.need, len(p.seconds)) for r in p.reductions]
     buckets = reduction_buckets(p, np.full(n, INF), 1.0, 16.0)
     starts = [max(p.reductions[i].born for i in b) + 1 for b in buckets]
-    validate(p, Schedule((), tuple(Bucket(b, k, min(needs[i] for i in b)) for b, k in zip(buckets, starts))))
+    validate(
+        p,
+        Schedule(
+            (), tuple(Bucket(b, k, min(needs[i] for i in b)) for b, k in zip(buckets, starts))
+        ),
+    )
 
 
 # The bound.
@@ -137,8 +159,18 @@ def test_the_bound_names_the_resource_that_binds(p, seconds, binds):
 
 def test_the_bound_counts_packing_that_no_transfer_can_hide():
     """The gather arrives at 5 and is unpacked in 1. After the operations, the gradient is sent in 3, unpacked in 2."""
-    wires = {"w": Wire("lane", "link", 0.0, 1.0, unpack=0.2), "r": Wire("other", "link", 0.0, 0.0, host=0.5, unpack=1.0)}
-    p = Problem((1.0, 1.0), (0, 0), (True,) * 2, (Gather("w", 5, 5, 0, 0),), (Reduction("r", 2, 2, 0),), wires)
+    wires = {
+        "w": Wire("lane", "link", 0.0, 1.0, unpack=0.2),
+        "r": Wire("other", "link", 0.0, 0.0, host=0.5, unpack=1.0),
+    }
+    p = Problem(
+        (1.0, 1.0),
+        (0, 0),
+        (True,) * 2,
+        (Gather("w", 5, 5, 0, 0),),
+        (Reduction("r", 2, 2, 0),),
+        wires,
+    )
     assert bound(p).seconds == 11.0 == evaluate(p, solve(p)).seconds
 
 
@@ -162,7 +194,14 @@ def test_an_update_runs_where_its_temporaries_fit(updating, released, first_wait
 
 @pytest.mark.parametrize("outside", [-1, 5])
 def test_a_member_that_no_problem_has_is_refused(outside):
-    p = Problem((1.0, 1.0), (0, 0), (True,) * 2, (Gather("w", 2, 2, 0, 0), Gather("w", 2, 2, 1, 1)), (), WIRES)
+    p = Problem(
+        (1.0, 1.0),
+        (0, 0),
+        (True,) * 2,
+        (Gather("w", 2, 2, 0, 0), Gather("w", 2, 2, 1, 1)),
+        (),
+        WIRES,
+    )
     with pytest.raises(ScheduleError, match="not every gather is in one bucket"):
         validate(p, Schedule((Bucket((0, 1, outside), 0, 0),), ()))
 
@@ -180,7 +219,10 @@ def test_plans_are_valid_and_keep_every_limit(p):
     except Infeasible as error:
         assert error.needs > p.memory
         # What a reduction makes at its start and its wait may fit at a later place, where a bucket of several starts.
-        makes = any(r.sent or r.received or r.value or r.updating or r.released or r.results for r in p.reductions)
+        makes = any(
+            r.sent or r.received or r.value or r.updating or r.released or r.results
+            for r in p.reductions
+        )
         at_once = lambda s: all(b.start == b.wait and len(b.members) == 1 for b in s.reductions)
         assert not any(not (p.across and makes) or at_once(s) for s in schedules(p))
         return
@@ -220,7 +262,10 @@ def test_infeasible_says_the_least_bytes_that_are_needed_and_where(p):
     with pytest.raises(Infeasible) as error:
         solve(replace(p, memory=needs - 1))
     assert (error.value.needs, error.value.at) == (needs, at)
-    assert str(error.value) == f"{needs} bytes are needed at operation {at}, even if every message is sent alone"
+    assert (
+        str(error.value)
+        == f"{needs} bytes are needed at operation {at}, even if every message is sent alone"
+    )
     for s in schedules(replace(p, memory=INF)):
         assert memory(p, s)[at] >= needs
 
@@ -340,9 +385,14 @@ def test_a_rounding_error_does_not_count_as_a_message(bandwidth):
         chance = Random(seed)
         sizes = [512 * chance.randint(1, 10**6) for _ in range(3)]
         gathers = [Gather("w", 511 * n // 512, n, k, k) for k, n in enumerate(sizes)]
-        regathers = [Gather("w", 511 * n // 512, n, 8 - k, 8 - k, k + 1, again=k) for k, n in reversed([*enumerate(sizes)])]
+        regathers = [
+            Gather("w", 511 * n // 512, n, 8 - k, 8 - k, k + 1, again=k)
+            for k, n in reversed([*enumerate(sizes)])
+        ]
         seconds = tuple(chance.random() * 1e-5 for _ in range(9))
-        p = Problem(seconds, (0,) * 9, (True,) * 9, (*gathers, *regathers), (), wires, memory=sum(sizes))
+        p = Problem(
+            seconds, (0,) * 9, (True,) * 9, (*gathers, *regathers), (), wires, memory=sum(sizes)
+        )
         keeps = Schedule(tuple(Bucket((k,), 0, k) for k in range(3)), (), frozenset([3, 4, 5]))
         validate(p, keeps)
         assert evaluate(p, keeps).peak <= p.memory
@@ -370,7 +420,9 @@ def test_an_update_runs_while_the_next_message_is_under_way():
 def test_a_message_that_the_plan_cannot_move_takes_its_share_of_the_link():
     wires = {"w": Wire("gather", "link", 0.0, 1.0)}
     fixed = Message(0, 1, "tp (step)", "link", 0.0, 2.0)
-    p = Problem((1.0, 1.0), (0, 0), (False,) * 2, (Gather("w", 2, 1, 1, 1),), (), wires, others=(fixed,))
+    p = Problem(
+        (1.0, 1.0), (0, 0), (False,) * 2, (Gather("w", 2, 1, 1, 1),), (), wires, others=(fixed,)
+    )
     assert bound(p).seconds == 5.0
     assert evaluate(p, solve(p)).seconds == 5.0 == min(evaluate(p, s).seconds for s in schedules(p))
     elsewhere = replace(p, others=(fixed._replace(link="another"),))
@@ -385,6 +437,9 @@ def test_small_members_share_a_buffer():
     wires = {"w": Wire("gather", "link", 0.0, 1.0, ranks=2)}
     gathers = Gather("w", 2, 4, 2, 2, small=True), Gather("w", 2, 4, 3, 3, small=True)
     p = Problem((1.0,) * 4, (0,) * 4, (False,) * 4, gathers, (), wires, across=(0,) * 5)
-    alone, both = Schedule((Bucket((0,), 0, 2), Bucket((1,), 0, 3)), ()), Schedule((Bucket((0, 1), 0, 2),), ())
+    alone, both = (
+        Schedule((Bucket((0,), 0, 2), Bucket((1,), 0, 3)), ()),
+        Schedule((Bucket((0, 1), 0, 2),), ()),
+    )
     assert memory(p, alone).tolist() == [8, 8, 8, 4]
     assert memory(p, both).tolist() == [4 + 4 + 8 + 4, 12, 8 + 8 + 4, 4]

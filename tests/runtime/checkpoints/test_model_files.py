@@ -83,7 +83,9 @@ def test_a_resumed_optimizer_passes_both_ways(tmp_path):
     model, optimizer, step, state = lifted(seed=1)
     state, _ = step(state, batch(0))
     zt.restore(model, optimizer, state)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "all.pt")
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "all.pt"
+    )
     model, optimizer, *_ = lifted()
     both = torch.load(tmp_path / "all.pt")
     model.load_state_dict(both["model"])
@@ -99,7 +101,10 @@ def test_a_file_that_does_not_fit_is_an_error(tmp_path):
     torch.save(names, tmp_path / "model.pt")
     with pytest.raises(ValueError) as error:
         zt.load(tmp_path / "model.pt", step, state)
-    assert "The checkpoint does not have params.first.weight, params.first.bias, params.second.bias" in str(error.value)
+    assert (
+        "The checkpoint does not have params.first.weight, params.first.bias, params.second.bias"
+        in str(error.value)
+    )
     assert "The state does not have module.first.weight, module.first.bias" in str(error.value)
     assert "model.load_state_dict(...)" in str(error.value)
 
@@ -108,7 +113,9 @@ def test_what_a_file_does_not_have_needs_a_value(tmp_path):
     model, *_, step, state = lifted()
     torch.save(model.state_dict(), tmp_path / "model.pt")
     meta = {**state, "optimizer": as_meta(state["optimizer"])}
-    with pytest.raises(ValueError, match=r"does not have optimizer.first.weight.step, so .* but that is on meta"):
+    with pytest.raises(
+        ValueError, match=r"does not have optimizer.first.weight.step, so .* but that is on meta"
+    ):
         zt.load(tmp_path / "model.pt", step, meta)
     loaded = zt.load(tmp_path / "model.pt", step, {**state, "params": as_meta(state["params"])})
     assert same(loaded["params"], state["params"])
@@ -118,7 +125,10 @@ def test_a_failed_write_leaves_the_old_file_whole(tmp_path, monkeypatch):
     path = tmp_path / "model.pt"
     zt.save(path, {"w": torch.ones(2)}).result()
     monkeypatch.setattr(torch, "save", lambda tensors, part: part.write_text("half") and 1 / 0)
-    with pytest.raises(RuntimeError, match=r"save: .*model.pt was not written. ZeroDivisionError: division by zero."):
+    with pytest.raises(
+        RuntimeError,
+        match=r"save: .*model.pt was not written. ZeroDivisionError: division by zero.",
+    ):
         zt.save(path, {"w": torch.zeros(2)})
     monkeypatch.undo()
     assert pytree.tree_all(lambda x: bool(x.all()), torch.load(path))

@@ -18,7 +18,9 @@ from ztrans.runtime.checkpoints.folder import FolderWriter
 def same(a, b) -> bool:
     """Whether two states have the same tree, dtypes and bits."""
     pairs = zip(pytree.tree_leaves(a), pytree.tree_leaves(b))
-    equal = all(type(x) is type(y) and torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in pairs)
+    equal = all(
+        type(x) is type(y) and torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in pairs
+    )
     return equal and pytree.tree_structure(a) == pytree.tree_structure(b)
 
 
@@ -46,9 +48,19 @@ def test_what_is_saved_is_loaded(trained, tmp_path, blank):
 
 
 def test_numbers_stay_numbers_without_a_mesh(tmp_path):
-    state = {"w": torch.ones(3, dtype=torch.bfloat16), "lr": 0.1, "count": 3, "nested": [(torch.eye(2), 2.5)]}
+    state = {
+        "w": torch.ones(3, dtype=torch.bfloat16),
+        "lr": 0.1,
+        "count": 3,
+        "nested": [(torch.eye(2), 2.5)],
+    }
     zt.save(tmp_path / "a", state).result()
-    like = {"w": torch.zeros(3, dtype=torch.bfloat16), "lr": 0.0, "count": 0, "nested": [(torch.zeros(2, 2), 0.0)]}
+    like = {
+        "w": torch.zeros(3, dtype=torch.bfloat16),
+        "lr": 0.0,
+        "count": 0,
+        "nested": [(torch.zeros(2, 2), 0.0)],
+    }
     assert same(zt.load(tmp_path / "a", lambda state: state, like), state)
     assert like["lr"] == 0.0 and not like["w"].any(), "`like` does not change"
 
@@ -66,7 +78,10 @@ def test_a_checkpoint_of_dcp_itself_can_be_loaded(trained, tmp_path):
     mesh = zt.make_mesh("cpu", dp=-1)
     sharded = zt.shard_params(mesh)(step)
     dcp.save(sharded.shard(state), checkpoint_id=tmp_path / "a")
-    assert same(sharded.unshard(zt.load(tmp_path / "a", sharded, state)), sharded.unshard(sharded.shard(state)))
+    assert same(
+        sharded.unshard(zt.load(tmp_path / "a", sharded, state)),
+        sharded.unshard(sharded.shard(state)),
+    )
 
 
 @pytest.mark.parametrize("on_mesh", [False, True])
@@ -103,7 +118,9 @@ def test_a_save_replaces_the_one_before_and_waits_for_it(trained, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_failed_save_says_so_at_once_and_leaves_the_checkpoint_whole(trained, tmp_path, monkeypatch):
+def test_a_failed_save_says_so_at_once_and_leaves_the_checkpoint_whole(
+    trained, tmp_path, monkeypatch
+):
     step, state = trained
     zt.save(tmp_path / "a", state).result()
 
@@ -111,7 +128,9 @@ def test_a_failed_save_says_so_at_once_and_leaves_the_checkpoint_whole(trained, 
         raise OSError("No space left on device")
 
     monkeypatch.setattr(FolderWriter, "write_data", fails)
-    with pytest.warns(UserWarning, match=r"save: .*a was not written. OSError: No space left on device.") as told:
+    with pytest.warns(
+        UserWarning, match=r"save: .*a was not written. OSError: No space left on device."
+    ) as told:
         future = zt.save(tmp_path / "a", pytree.tree_map(lambda x: x + 1, state))
         with pytest.raises(RuntimeError, match=r"A checkpoint that it had before is whole."):
             future.result()
@@ -130,17 +149,23 @@ def test_a_save_deletes_no_other_folder(tmp_path):
 
 
 def test_leaves_that_are_no_tensors_are_refused(tmp_path):
-    with pytest.raises(TypeError, match=r"save: state name is 'net'; a state holds tensors and numbers."):
+    with pytest.raises(
+        TypeError, match=r"save: state name is 'net'; a state holds tensors and numbers."
+    ):
         zt.save(tmp_path / "a", {"name": "net"})
     with pytest.raises(ValueError, match=r"two leaves of the state are called 'a.b'"):
         zt.save(tmp_path / "a", {"a": {"b": 1}, "a.b": 2})
 
 
 def test_a_missing_checkpoint_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"load: .*a is no checkpoint.\nzt.save writes one."):
+    with pytest.raises(
+        FileNotFoundError, match=r"load: .*a is no checkpoint.\nzt.save writes one."
+    ):
         zt.load(tmp_path / "a", lambda state: state, {})
     (tmp_path / "a.partial").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"The first save to it is not complete: call .result\(\)"):
+    with pytest.raises(
+        FileNotFoundError, match=r"The first save to it is not complete: call .result\(\)"
+    ):
         zt.load(tmp_path / "a", lambda state: state, {})
 
 
@@ -148,7 +173,10 @@ def test_a_state_that_does_not_fit_is_an_error(trained, tmp_path):
     step, state = trained
     zt.save(tmp_path / "a", state).result()
     more = {**state, "ema": {"first.weight": torch.zeros(7, 7)}}
-    with pytest.raises(ValueError, match=r"load: .*a does not fit.*\n  The checkpoint does not have ema.first.weight."):
+    with pytest.raises(
+        ValueError,
+        match=r"load: .*a does not fit.*\n  The checkpoint does not have ema.first.weight.",
+    ):
         zt.load(tmp_path / "a", step, more)
     state["params"]["first.weight"] = torch.zeros(8, 7)
     message = "load: params.first.weight has shape [7, 7] in "

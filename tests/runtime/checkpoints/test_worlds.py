@@ -74,7 +74,10 @@ def test_ranks_that_save_to_different_paths_are_told(four):
 def test_copies_that_differ_are_not_saved(four):
     """A checkpoint would hold the values of one rank only."""
     (report,) = of(four, "copies")
-    assert "tp was not written. ValueError: w has other values on rank 1 than on rank 0" in report["error"]
+    assert (
+        "tp was not written. ValueError: w has other values on rank 1 than on rank 0"
+        in report["error"]
+    )
     assert "tp" not in report["rest"] and "tp.partial" not in report["rest"]
 
 
@@ -82,7 +85,14 @@ def test_copies_that_differ_are_not_saved(four):
 def test_a_save_that_is_killed_leaves_the_old_checkpoint_or_the_new_one():
     """A save is killed before each of its file operations in turn. A later save deletes what it has left."""
     command = [sys.executable, str(ROOT / "tests/support/killed_saves.py")]
-    run = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=250)
+    run = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
     assert run.returncode == 0, run.stderr
     report = json.loads(run.stdout)
     assert len(report["loaded"]) >= 10 and report["loaded"] == sorted(report["loaded"])

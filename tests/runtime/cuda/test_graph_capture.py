@@ -21,7 +21,14 @@ from ztrans import ops
 from ztrans.compiled import Runnable
 from ztrans.ops import tables
 from ztrans.ops.tables import on_device
-from ztrans.runtime.cuda.graph_capture import Capture, check_device, check_values, copied_inputs, placed, with_rates
+from ztrans.runtime.cuda.graph_capture import (
+    Capture,
+    check_device,
+    check_values,
+    copied_inputs,
+    placed,
+    with_rates,
+)
 from ztrans.runtime.executable import executable
 from ztrans.runtime.failure import Writes
 
@@ -41,7 +48,10 @@ def state_of(seed=0):
 
 def batch_of(k):
     generator = torch.Generator().manual_seed(100 + k)
-    return 0.1 * (k + 1), (torch.randn(4, 3, generator=generator), torch.randn(4, 2, generator=generator))
+    return 0.1 * (k + 1), (
+        torch.randn(4, 3, generator=generator),
+        torch.randn(4, 2, generator=generator),
+    )
 
 
 def captured(fn, state, batch):
@@ -56,7 +66,9 @@ def captured(fn, state, batch):
         return run(inputs)
 
     compiled = lowered.compile()
-    compiled.bound.runnable = Runnable(lowered, Capture(counted, lowered.graph, cuda, "cpu"), Writes())
+    compiled.bound.runnable = Runnable(
+        lowered, Capture(counted, lowered.graph, cuda, "cpu"), Writes()
+    )
     return compiled, cuda, calls
 
 
@@ -79,12 +91,18 @@ def test_replays_compute_what_the_step_computes():
     compiled, cuda, calls = captured(step, state_of(), data[0])
     state = state_of()
     state_after, outputs = trained(compiled, state, data)
-    truth, wanted = trained(zt.Step.of(step).lower(state_of(), *data[0]).compile(), state_of(), data)
-    assert same(state_after, truth) and same(outputs, wanted), "numbers are read at each call, and earlier outputs stay"
+    truth, wanted = trained(
+        zt.Step.of(step).lower(state_of(), *data[0]).compile(), state_of(), data
+    )
+    assert same(state_after, truth) and same(outputs, wanted), (
+        "numbers are read at each call, and earlier outputs stay"
+    )
     assert state_after["w"] is state["w"], "the state is updated in place"
     assert len(calls) == 2 and cuda.graphs[0].replays == 4
     first_side, default, second_side = cuda.entered
-    assert first_side is second_side is not default is cuda.now, "the first run and the capture are on one side stream"
+    assert first_side is second_side is not default is cuda.now, (
+        "the first run and the capture are on one side stream"
+    )
     assert cuda.capture_modes == ["thread_local"]
 
 
@@ -96,7 +114,9 @@ def test_workspaces_of_cublas_are_released_just_before_and_after_a_capture(monke
     release = lambda: seen.append((cuda.capturing, len(calls)))
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", release, raising=False)
     trained(compiled, state_of(), data)
-    assert seen == [(False, 1), (False, 2)], "after the first call, which runs; around the second, which is captured"
+    assert seen == [(False, 1), (False, 2)], (
+        "after the first call, which runs; around the second, which is captured"
+    )
 
 
 @pytest.mark.slow
@@ -107,7 +127,9 @@ def test_whole_training_steps_are_captured(name):
     compiled, cuda, _ = captured(case.step, case.state(), data[0])
     state_after, outputs = trained(compiled, pytree.tree_map(clone, case.state()), data)
     truth, wanted = trained(
-        zt.Step.of(case.step).lower(case.state(), *data[0]).compile(), pytree.tree_map(clone, case.state()), data
+        zt.Step.of(case.step).lower(case.state(), *data[0]).compile(),
+        pytree.tree_map(clone, case.state()),
+        data,
     )
     assert same(state_after, truth) and same(outputs, wanted) and cuda.graphs[0].replays == 3
 
@@ -124,8 +146,12 @@ def test_another_state_is_refused_until_the_graph_is_closed():
     state, _ = trained(compiled, state_of(1), data[:2])  # the second call captures, with this state
     with pytest.raises(ValueError) as refused:
         compiled(state_of(2), *data[2])
-    assert str(refused.value).startswith("step: state leaf w is not where it was when the step was captured")
-    assert "Pass the state that the step returned" in str(refused.value) and "close()" in str(refused.value)
+    assert str(refused.value).startswith(
+        "step: state leaf w is not where it was when the step was captured"
+    )
+    assert "Pass the state that the step returned" in str(refused.value) and "close()" in str(
+        refused.value
+    )
     compiled(state, *data[2])
     compiled.close()
     assert cuda.graphs[0].resets == 1 and cuda.synchronized == 1
@@ -153,7 +179,10 @@ def test_a_failed_capture_says_why_and_leaves_the_state_unchanged():
     capture.run = reads
     state, _ = trained(compiled, state_of(), data[:1])
     before = pytree.tree_map(torch.clone, state)
-    with pytest.raises(RuntimeError, match="step: the step cannot be captured as a CUDA graph: operation not permitted"):
+    with pytest.raises(
+        RuntimeError,
+        match="step: the step cannot be captured as a CUDA graph: operation not permitted",
+    ):
         compiled(state, *data[1])
     assert same(before, state) and capture.captured is None
 
@@ -180,7 +209,9 @@ def test_state_on_the_cpu_is_refused_if_the_step_changes_it():
     with pytest.raises(ValueError) as refused:
         placed(lowered.graph, [*given, here], "meta")
     message = str(refused.value)
-    assert message.startswith("step: state leaf steps is on cpu, and a CUDA graph would not see it change.\n")
+    assert message.startswith(
+        "step: state leaf steps is on cpu, and a CUDA graph would not see it change.\n"
+    )
     assert "capturable=True or fused=True" in message
     placed_ = placed(lowered.graph, [there, there, here], "meta")
     assert [x.device.type for x in placed_] == ["meta"] * 3, "numbers go to the device"
@@ -216,14 +247,21 @@ def test_a_learning_rate_of_a_lifted_loop_is_read_at_every_call(monkeypatch):
     lowered = zt.Step.of(function).lower(state, batch_of(0)[1][0])
     graph, cuda = with_rates(lowered.graph), FakeCuda()
     names, rate = [v.name for v in graph.inputs], "param_groups.0.lr"
-    assert copied_inputs(graph, [torch.empty((), device="cpu" if n == rate else "meta") for n in names], "meta") == [
+    assert copied_inputs(
+        graph, [torch.empty((), device="cpu" if n == rate else "meta") for n in names], "meta"
+    ) == [
         names.index("x"),
         names.index(rate),
     ]
     # Here the state is on the device of the graph. As on a GPU, the rate must be copied in at every call all the same.
-    monkeypatch.setattr("ztrans.runtime.cuda.graph_capture.copied_inputs", lambda *_: [names.index("x"), names.index(rate)])
+    monkeypatch.setattr(
+        "ztrans.runtime.cuda.graph_capture.copied_inputs",
+        lambda *_: [names.index("x"), names.index(rate)],
+    )
     compiled = lowered.compile()
-    compiled.bound.runnable = Runnable(lowered, Capture(executable(graph, None), graph, cuda, "cpu"), Writes())
+    compiled.bound.runnable = Runnable(
+        lowered, Capture(executable(graph, None), graph, cuda, "cpu"), Writes()
+    )
     state_after, losses = run(optimizer, compiled, state)
     optimizer, function, truth = lifted()
     plain = zt.Step.of(function).lower(truth, batch_of(0)[1][0]).compile()
@@ -257,7 +295,10 @@ def test_a_number_that_a_kernel_takes_by_value_stays_what_it_was():
         optimizer.param_groups[0]["lr"] = rate
         state, _ = compiled(state, x)
     optimizer.param_groups[0]["betas"] = (0.5, 0.999)
-    with pytest.raises(ValueError, match=r"param_groups.0.betas.0 was 0.9 when the step was captured, and is 0.5(?s:.)*cycle_momentum=False"):
+    with pytest.raises(
+        ValueError,
+        match=r"param_groups.0.betas.0 was 0.9 when the step was captured, and is 0.5(?s:.)*cycle_momentum=False",
+    ):
         compiled(state, x)
     capture.close()
     for _ in range(3):
@@ -267,16 +308,22 @@ def test_a_number_that_a_kernel_takes_by_value_stays_what_it_was():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests the error without a GPU")
 def test_without_a_gpu_the_error_says_what_is_missing():
     lowered = zt.Step.of(step).lower(state_of(), batch_of(0))
-    with pytest.raises(ValueError, match="cuda_graph=True needs a CUDA device and a PyTorch built for it"):
+    with pytest.raises(
+        ValueError, match="cuda_graph=True needs a CUDA device and a PyTorch built for it"
+    ):
         lowered.compile(cuda_graph=True)
-    with pytest.raises(ValueError, match=r"this step's mesh is of 'cpu' devices\.\nMake the mesh of GPUs"):
+    with pytest.raises(
+        ValueError, match=r"this step's mesh is of 'cpu' devices\.\nMake the mesh of GPUs"
+    ):
         check_device("cpu")
 
 
 def test_tables_of_kernels_take_memory_that_is_allocated_before_the_capture(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
     rows, device = torch.arange(3), torch.device("cuda", 0)
-    with pytest.raises(RuntimeError, match="run the step once on them, then capture it, or capture it in"):
+    with pytest.raises(
+        RuntimeError, match="run the step once on them, then capture it, or capture it in"
+    ):
         on_device(rows, device)
     more = torch.arange(10, 18).view(2, 4)
     monkeypatch.setattr(FakeTensor, "copy_", lambda self, x: self, raising=False)
@@ -285,9 +332,16 @@ def test_tables_of_kernels_take_memory_that_is_allocated_before_the_capture(monk
             device_tables = [on_device(x, device) for x in (rows, more)]
         # A graph reuses its own memory while it runs, so a table that stays must not be allocated during the capture.
         assert not any(x.device.type == "cuda" for x in called.allocated) and called.allocated
-        assert {x.untyped_storage()._cdata for x in device_tables} == {device_tables[0].untyped_storage()._cdata}
-        assert [x.storage_offset() for x in device_tables] == [0, 4] and device_tables[1].shape == more.shape
-        with pytest.raises(RuntimeError, match="take more than 12 integers: run the step once before, or give them more"):
+        assert {x.untyped_storage()._cdata for x in device_tables} == {
+            device_tables[0].untyped_storage()._cdata
+        }
+        assert [x.storage_offset() for x in device_tables] == [0, 4] and device_tables[
+            1
+        ].shape == more.shape
+        with pytest.raises(
+            RuntimeError,
+            match="take more than 12 integers: run the step once before, or give them more",
+        ):
             on_device(rows, device)
 
 
@@ -319,7 +373,10 @@ def test_tables_of_kernels_are_filled_after_the_capture(monkeypatch):
     monkeypatch.setattr("torch.empty", lambda *size, dtype, device: memory)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
     with ops.filled_after_capture("cpu"):
-        a, b = (on_device(x, torch.device("cuda")) for x in (torch.arange(3), torch.arange(4, 6).view(1, 2)))
+        a, b = (
+            on_device(x, torch.device("cuda"))
+            for x in (torch.arange(3), torch.arange(4, 6).view(1, 2))
+        )
         assert memory.eq(-1).all()
     assert a.tolist() == [0, 1, 2] and b.tolist() == [[4, 5]] and memory[6:].eq(-1).all()
 
@@ -352,7 +409,9 @@ def test_tables_of_addresses_are_cached_for_each_stream(monkeypatch):
     first = of(x)
     assert first.tolist() == [x.data_ptr()] and of(x) is first
     with cuda.stream(cuda.Stream()):
-        assert of(x) is not first, "another stream might read it before it is written, or after it is freed"
+        assert of(x) is not first, (
+            "another stream might read it before it is written, or after it is freed"
+        )
     with cuda.graph(cuda.CUDAGraph(), cuda.Stream(), "thread_local"):
         assert of(x) is first and tables._captured == [first]
     of(y)

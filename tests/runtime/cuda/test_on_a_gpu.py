@@ -17,8 +17,12 @@ from tests.support.worlds import distance
 DEVICE = "cuda"
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch.jit, which Inductor imports
-    pytest.mark.filterwarnings("ignore:(?s).*Online softmax is disabled"),  # Inductor's choice for small rows
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning"
+    ),  # of torch.jit, which Inductor imports
+    pytest.mark.filterwarnings(
+        "ignore:(?s).*Online softmax is disabled"
+    ),  # Inductor's choice for small rows
 ]
 STEPS = 6
 
@@ -34,7 +38,9 @@ def deterministic(monkeypatch):
 
 
 def perceptron():
-    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+    return nn.Sequential(
+        nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)
+    )
 
 
 def with_dropout():
@@ -59,7 +65,10 @@ OPTIMIZERS = {
 def batches(count=STEPS):
     draw = torch.Generator().manual_seed(1)
     for _ in range(count):
-        yield torch.randn(8, 16, generator=draw).to(DEVICE), torch.randint(4, (8,), generator=draw).to(DEVICE)
+        yield (
+            torch.randn(8, 16, generator=draw).to(DEVICE),
+            torch.randint(4, (8,), generator=draw).to(DEVICE),
+        )
 
 
 def loop(make_model, make_optimizer, autocast=None, rows=None):
@@ -97,7 +106,11 @@ def lifted(*args, backend="eager", cuda_graph=False, transform=lambda step: step
     step = zt.Step.of(transform(step))
     state = step.shard(state)
     first = next(batches(1))
-    call = step.lower(state, *first).compile(backend=backend, cuda_graph=cuda_graph) if cuda_graph or backend != "eager" else step
+    call = (
+        step.lower(state, *first).compile(backend=backend, cuda_graph=cuda_graph)
+        if cuda_graph or backend != "eager"
+        else step
+    )
     torch.manual_seed(7)
     for batch in batches():
         state, loss = call(state, *batch)
@@ -122,7 +135,9 @@ def test_a_lifted_loop_is_the_untouched_one(model, optimizer):
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_a_captured_step_is_the_untouched_loop(model, backend):
     wanted, loss = untouched(MODELS[model], OPTIMIZERS["adamw_fused"])
-    got, lifted_loss = lifted(MODELS[model], OPTIMIZERS["adamw_fused"], backend=backend, cuda_graph=True)
+    got, lifted_loss = lifted(
+        MODELS[model], OPTIMIZERS["adamw_fused"], backend=backend, cuda_graph=True
+    )
     limit = 0 if (backend, model) == ("eager", "perceptron") else 1e-5
     assert {k: d for k in wanted if (d := distance(got[k], wanted[k])) > limit} == {}
     assert distance(lifted_loss, loss) <= limit
@@ -159,7 +174,9 @@ print("well")
 
 def test_a_captured_step_is_not_disturbed_by_other_graphs():
     """torch.compile(mode="reduce-overhead") releases the workspaces of cuBLAS, of all streams."""
-    ran = subprocess.run([sys.executable, "-c", OTHER_GRAPHS], capture_output=True, text=True, timeout=240)
+    ran = subprocess.run(
+        [sys.executable, "-c", OTHER_GRAPHS], capture_output=True, text=True, timeout=240
+    )
     assert ran.returncode == 0 and "well" in ran.stdout, ran.stdout[-3000:] + ran.stderr[-5000:]
 
 
@@ -181,7 +198,13 @@ def test_a_captured_step_draws_another_mask_at_each_replay():
 def test_micro_batches(backend, cuda_graph):
     wanted, loss = untouched(perceptron, OPTIMIZERS["adamw_fused"], rows=2)
     micro = zt.accumulate(4)
-    got, lifted_loss = lifted(perceptron, OPTIMIZERS["adamw_fused"], backend=backend, cuda_graph=cuda_graph, transform=micro)
+    got, lifted_loss = lifted(
+        perceptron,
+        OPTIMIZERS["adamw_fused"],
+        backend=backend,
+        cuda_graph=cuda_graph,
+        transform=micro,
+    )
     assert max(distance(got[k], wanted[k]) for k in wanted) <= 1e-4
     assert distance(lifted_loss, loss) <= 1e-5
 
@@ -190,7 +213,9 @@ def test_micro_batches(backend, cuda_graph):
 def test_autocast(dtype):
     wanted, loss = untouched(perceptron, OPTIMIZERS["adamw_fused"], autocast=dtype)
     got, lifted_loss = lifted(perceptron, OPTIMIZERS["adamw_fused"], autocast=dtype)
-    assert [k for k in wanted if not torch.equal(got[k], wanted[k])] == [] and torch.equal(loss, lifted_loss)
+    assert [k for k in wanted if not torch.equal(got[k], wanted[k])] == [] and torch.equal(
+        loss, lifted_loss
+    )
 
 
 def test_a_scaler_skips_steps_and_changes_its_scale():
@@ -211,7 +236,9 @@ def test_a_scaler_skips_steps_and_changes_its_scale():
 
         return model, optimizer, scaler, loop_step
 
-    factors = [torch.tensor(f, device=DEVICE) for f in (1.0, 1.0, float("inf"), 1.0, float("nan"), 1.0)]
+    factors = [
+        torch.tensor(f, device=DEVICE) for f in (1.0, 1.0, float("inf"), 1.0, float("nan"), 1.0)
+    ]
     plain, _, scaler, plain_step = scaled()
     model, optimizer, lifted_scaler, loop_step = scaled()
     step, state = zt.lift(loop_step, model, optimizer, scaler=lifted_scaler)
@@ -221,12 +248,16 @@ def test_a_scaler_skips_steps_and_changes_its_scale():
         plain_step(*batch, factor)
         state, _ = run(state, *batch, factor)
     zt.restore(model, optimizer, state, scaler=lifted_scaler)
-    assert [k for k, v in plain.state_dict().items() if not torch.equal(v, model.state_dict()[k])] == []
+    assert [
+        k for k, v in plain.state_dict().items() if not torch.equal(v, model.state_dict()[k])
+    ] == []
     assert lifted_scaler.get_scale() == scaler.get_scale() != 2.0**20
 
 
 def test_the_peak_of_memory_is_as_predicted():
-    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(1024, 1024), nn.GELU()))).to(DEVICE)
+    model = nn.Sequential(
+        *(layer for _ in range(6) for layer in (nn.Linear(1024, 1024), nn.GELU()))
+    ).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
 
     def loop_step(x, y):
@@ -248,8 +279,13 @@ def test_the_peak_of_memory_is_as_predicted():
     torch.cuda.reset_peak_memory_stats()
     state, _ = call(state, x, x)
     torch.cuda.synchronize()
-    inputs = sum(t.nbytes for t in torch.utils._pytree.tree_leaves((state, x)) if isinstance(t, torch.Tensor))
-    rise, predicted = torch.cuda.max_memory_allocated() - before, lowered.memory_analysis().peak - inputs
+    inputs = sum(
+        t.nbytes for t in torch.utils._pytree.tree_leaves((state, x)) if isinstance(t, torch.Tensor)
+    )
+    rise, predicted = (
+        torch.cuda.max_memory_allocated() - before,
+        lowered.memory_analysis().peak - inputs,
+    )
     assert abs(rise - predicted) <= 0.1 * predicted
 
 
@@ -279,13 +315,17 @@ def test_products_of_fp8():
         of_rows = lambda v: limit / v.abs().amax(1, keepdim=True).float().clamp(min=1e-12)
         a, b = of_rows(x), of_rows(state["w"])
         x8, w8 = (x * a).to(torch.float8_e4m3fn), (state["w"] * b).to(torch.float8_e4m3fn)
-        y = torch._scaled_mm(x8, w8.t(), scale_a=1 / a, scale_b=(1 / b).t(), out_dtype=torch.bfloat16)
+        y = torch._scaled_mm(
+            x8, w8.t(), scale_a=1 / a, scale_b=(1 / b).t(), out_dtype=torch.bfloat16
+        )
         return {"w": state["w"] * 0.5}, y
 
     state, x = {"w": torch.randn(64, 32, device=DEVICE)}, torch.randn(16, 32, device=DEVICE)
     _, wanted = step(state, x)
     for backend in ("eager", "inductor"):
-        _, y = zt.Step.of(step).lower(state, x).compile(backend=backend)({"w": state["w"].clone()}, x)
+        _, y = (
+            zt.Step.of(step).lower(state, x).compile(backend=backend)({"w": state["w"].clone()}, x)
+        )
         assert distance(y.float(), wanted.float()) < 1e-2
 
 
@@ -329,5 +369,11 @@ print("well")
 
 def test_a_mesh_of_one_gpu_measures_profiles_and_saves():
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    ran = subprocess.run([sys.executable, "-c", MESH_OF_ONE, DEVICE], capture_output=True, text=True, env=env, timeout=240)
+    ran = subprocess.run(
+        [sys.executable, "-c", MESH_OF_ONE, DEVICE],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=240,
+    )
     assert ran.returncode == 0 and "well" in ran.stdout, ran.stdout[-3000:] + ran.stderr[-5000:]

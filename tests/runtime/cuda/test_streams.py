@@ -44,7 +44,12 @@ from ztrans.runtime.executable import bind
 from ztrans.runtime.process_groups import Channel
 
 WORLD = 4
-CHAINS = {"as_written": (), "overlap": (zt.overlap_grads(),), "one": (zt.overlap_grads(bucket=0, max_in_flight=0),), "all": ALL}
+CHAINS = {
+    "as_written": (),
+    "overlap": (zt.overlap_grads(),),
+    "one": (zt.overlap_grads(bucket=0, max_in_flight=0),),
+    "all": ALL,
+}
 
 
 @pytest.fixture(scope="module")
@@ -81,14 +86,21 @@ def play(low, local, mesh, steps=2):
 @pytest.mark.parametrize(
     ("name", "chain"),
     [("gpt_adam", "as_written"), ("gpt_adam", "overlap"), ("mlp_momentum", "one")]
-    + [(name, "all") for name in ("gpt_adam", "autocast", "accumulation", "clipped", "muon", "uneven")],
+    + [
+        (name, "all")
+        for name in ("gpt_adam", "autocast", "accumulation", "clipped", "muon", "uneven")
+    ],
 )
 def test_programs_have_no_race_and_the_host_never_waits(mesh, name, stage, chain):
     low, local = lowered(mesh, name, stage, CHAINS[chain])
     cuda = play(low, local, mesh)
     assert cuda.races == []
-    assert len({stream for _, stream in cuda.launches}) >= 3, "compute, packing and at least one lane"
-    assert sum(block.owners for block in cuda.blocks) > len(cuda.blocks), "memory must be reused, else races on it cannot be seen"
+    assert len({stream for _, stream in cuda.launches}) >= 3, (
+        "compute, packing and at least one lane"
+    )
+    assert sum(block.owners for block in cuda.blocks) > len(cuda.blocks), (
+        "memory must be reused, else races on it cannot be seen"
+    )
     # The peak over all pools is that of the cost model plus the gradients that are being packed, up to alignment.
     inputs = sum(x.nbytes for x in local)
     assert cuda.peak <= 1.02 * (with_packing(low) - inputs) + 512
@@ -101,7 +113,11 @@ def with_packing(low):
         packed = 0 if is_start(e) or e.op is WAIT else packed
         peak = max(peak, live + packed)
         if is_start(e):
-            copied = (v for k, v in enumerate(e.ins) if not rules(e).sends_own(e, k, axes) and v not in low.graph.inputs)
+            copied = (
+                v
+                for k, v in enumerate(e.ins)
+                if not rules(e).sends_own(e, k, axes) and v not in low.graph.inputs
+            )
             packed = sum(v.numel * v.dtype.itemsize for v in copied)
     return peak
 
@@ -131,19 +147,38 @@ def test_half_precision_is_exchanged_and_summed_on_the_receiving_rank(mesh):
     low, local = lowered(mesh, "uneven", 3, reduce_dtype=torch.bfloat16)
     cuda = play(low, local, mesh)
     assert cuda.races == []
-    assert {"alltoall_base_", "allgather_into_tensor_coalesced_", "cast_pack"} <= {name for name, _ in cuda.launches}
+    assert {"alltoall_base_", "allgather_into_tensor_coalesced_", "cast_pack"} <= {
+        name for name, _ in cuda.launches
+    }
     packed = {stream for name, stream in cuda.launches if name == "cast_pack"}
     assert len(packed) == 1 and "compute" not in packed
     on_compute = {name for name, stream in cuda.launches if stream == "compute"}
-    assert not on_compute & {"cast_pack", "unpack", "alltoall_base_"}, "they run on streams of their own"
+    assert not on_compute & {"cast_pack", "unpack", "alltoall_base_"}, (
+        "they run on streams of their own"
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "op", "wire", "text"),
     [
-        (ALL_GATHER, None, torch.float32, "symmetric all_gather (moves bytes; 12.00 us for 64.00 KiB, NCCL 20.00 us)"),
-        (ALL_GATHER, None, torch.bool, "nccl all_gather (moves bytes; 20.00 us for 64.00 KiB, symmetric memory 30.00 us)"),
-        (ALL_GATHER, None, torch.int8, "nccl all_gather (moves bytes; no symmetric memory: above 32.00 MiB)"),
+        (
+            ALL_GATHER,
+            None,
+            torch.float32,
+            "symmetric all_gather (moves bytes; 12.00 us for 64.00 KiB, NCCL 20.00 us)",
+        ),
+        (
+            ALL_GATHER,
+            None,
+            torch.bool,
+            "nccl all_gather (moves bytes; 20.00 us for 64.00 KiB, symmetric memory 30.00 us)",
+        ),
+        (
+            ALL_GATHER,
+            None,
+            torch.int8,
+            "nccl all_gather (moves bytes; no symmetric memory: above 32.00 MiB)",
+        ),
         (REDUCE_SCATTER, "mean", torch.float32, "nccl reduce_scatter (reduces float32 on the way)"),
         (
             REDUCE_SCATTER,
@@ -151,13 +186,20 @@ def test_half_precision_is_exchanged_and_summed_on_the_receiving_rank(mesh):
             torch.bfloat16,
             "symmetric reduce_scatter (sums half precision in fp32 and in rank order; 12.00 us for 64.00 KiB, NCCL 20.00 us)",
         ),
-        (REDUCE_SCATTER, "max", torch.bfloat16, "nccl reduce_scatter (reduces bfloat16 on the way)"),
+        (
+            REDUCE_SCATTER,
+            "max",
+            torch.bfloat16,
+            "nccl reduce_scatter (reduces bfloat16 on the way)",
+        ),
         (ALL_REDUCE, "sum", torch.float16, "nccl all_reduce (reduces float16 on the way)"),
     ],
 )
 def test_the_choice_of_a_transport_prints_its_reason(kind, op, wire, text):
     times = {torch.bool: Times(30e-6, 20e-6, 2**16), torch.int8: "above 32.00 MiB"}
-    assert str(transport(kind, op, wire, lambda: times.get(wire, Times(12e-6, 20e-6, 2**16)))) == text
+    assert (
+        str(transport(kind, op, wire, lambda: times.get(wire, Times(12e-6, 20e-6, 2**16)))) == text
+    )
 
 
 @pytest.mark.parametrize(("wire", "hosts", "text"), [
@@ -170,14 +212,19 @@ def test_the_choice_of_a_transport_prints_its_reason(kind, op, wire, text):
 ])  # fmt: skip
 def test_between_hosts_half_precision_is_summed_inside_each_host_first(wire, hosts, text):
     term = Var("g", wire, (64,), (Partial("dp", "sum"),))
-    by = route_of(reduce([term], ["f"], "dp", "mean", Split("dp")), {"dp": hosts.ranks}, hosts, gloo=False)
+    by = route_of(
+        reduce([term], ["f"], "dp", "mean", Split("dp")), {"dp": hosts.ranks}, hosts, gloo=False
+    )
     assert str(transport(REDUCE_SCATTER, "mean", wire, lambda: "ranks on 2 hosts", by)) == text
 
 
 def test_symmetric_memory_says_why_it_cannot_be_used(mesh):
     group = mesh.get_group()
     assert SymmetricMemory().times(group, ALL_GATHER, torch.float32, MOST + 1) == "above 32.00 MiB"
-    assert SymmetricMemory().times(group, ALL_GATHER, torch.complex128, 64) == "elements of more than 8 bytes"
+    assert (
+        SymmetricMemory().times(group, ALL_GATHER, torch.complex128, 64)
+        == "elements of more than 8 bytes"
+    )
     alone = dist.new_group([1])
     assert SymmetricMemory().times(alone, ALL_GATHER, torch.float32, 64) == "one rank"
 
@@ -205,7 +252,10 @@ def test_a_barrier_that_timed_out_is_an_error_at_the_next_check():
 def test_the_printed_program_names_the_transport_of_each_collective(mesh):
     low, _ = lowered(mesh, "gpt_adam", 3)
     text = str(to_fx(low.graph, mesh, True, streams=Streams(Races())))
-    assert "by=nccl all_gather (moves bytes" in text and "by=nccl reduce_scatter (reduces float32" in text
+    assert (
+        "by=nccl all_gather (moves bytes" in text
+        and "by=nccl reduce_scatter (reduces float32" in text
+    )
 
 
 @pytest.mark.slow
@@ -224,17 +274,26 @@ def test_a_profile_reads_events_on_compute_and_on_lanes(mesh, monkeypatch):
     assert len(times.started) == len(times.done) == len(times.arrived) == len(starts)
     assert all(a < b for a, b in zip(times.started, times.done))
     lanes = [r.stream for r in TimedEvent.readings if r.stream is not None]
-    assert len(lanes) == len(starts) and len(set(lanes)) == 2, "one lane of gathers and one of reductions"
+    assert len(lanes) == len(starts) and len(set(lanes)) == 2, (
+        "one lane of gathers and one of reductions"
+    )
     assert cuda.races == []
 
 
 def test_back_to_back_timing_launches_while_the_gpu_has_other_work(monkeypatch):
     monkeypatch.setattr("torch.Event", TimedEvent)
     monkeypatch.setattr(TimedEvent, "readings", [])
-    monkeypatch.setattr("ztrans.runtime.cuda.streams.torch.ones", lambda *size, device: torch.empty(1, 1))
+    monkeypatch.setattr(
+        "ztrans.runtime.cuda.streams.torch.ones", lambda *size, device: torch.empty(1, 1)
+    )
     monkeypatch.setattr("torch.mm", lambda a, b: ran.append("busy"))
     ran = []
-    assert back_to_back_seconds(lambda: ran.append("run") or TimedEvent("cuda", True).record(), torch.device("cuda"), 4) == 5 / 4
+    assert (
+        back_to_back_seconds(
+            lambda: ran.append("run") or TimedEvent("cuda", True).record(), torch.device("cuda"), 4
+        )
+        == 5 / 4
+    )
     assert ran == ["busy"] * 8 + ["run"] * 4
 
 
@@ -285,7 +344,11 @@ def test_the_checker_reports_a_wait_without_an_event(mesh, monkeypatch):
 @pytest.mark.slow
 def test_the_checker_reports_a_buffer_that_is_freed_too_early(mesh, monkeypatch):
     kept = Done.__init__
-    monkeypatch.setattr(Done, "__init__", lambda self, streams, lane, event, held: kept(self, streams, lane, event, ()))
+    monkeypatch.setattr(
+        Done,
+        "__init__",
+        lambda self, streams, lane, event, held: kept(self, streams, lane, event, ()),
+    )
     assert play(*lowered(mesh, "cast_inside", 3), mesh).races
 
 
@@ -322,7 +385,11 @@ def test_two_ranks_compute_the_same_bits_on_streams():
     figures = run_ranks(2, "streamed.py")
     contests, stepped, figures = figures[:3], figures[3], figures[4:]
     assert stepped["sent"] >= 3
-    assert [f["times"] for f in contests] == [[2.0, 2.0, 1024], [2.0, 2.0, 1024], "tried here, it gave other bits"]
+    assert [f["times"] for f in contests] == [
+        [2.0, 2.0, 1024],
+        [2.0, 2.0, 1024],
+        "tried here, it gave other bits",
+    ]
     assert len(figures) == 4 * 6 + 5
     assert all(f["bitwise"] and f["races"] == [] for f in figures), figures
     for f in figures:

@@ -20,13 +20,25 @@ def scatter(shapes, op, dtype, wire=None, dim=0):
     """A reduce_scatter of members of these shapes; `wire` is the `reduce_dtype` of the user."""
     terms = [Var(f"g{k}", dtype, shape, (Partial("dp", "sum"),)) for k, shape in enumerate(shapes)]
     names = [f"f{k}" for k in range(len(shapes))]
-    return reduce(terms, names, "dp", op, Split("dp", dim), wire, dtype, provenance=Provenance("grad", ("w",), "dp"))
+    return reduce(
+        terms,
+        names,
+        "dp",
+        op,
+        Split("dp", dim),
+        wire,
+        dtype,
+        provenance=Provenance("grad", ("w",), "dp"),
+    )
 
 
 def values_of(eqn, hosts, terms):
     """The result of each member on each rank, and the bytes that were sent inside hosts and between them."""
     mail, groups, opened = channels(hosts)
-    starts = [Start(eqn, {"dp": hosts.ranks}, {"dp": rank}, channel) for rank, channel in enumerate(opened)]
+    starts = [
+        Start(eqn, {"dp": hosts.ranks}, {"dp": rank}, channel)
+        for rank, channel in enumerate(opened)
+    ]
     started = [start(*term) for start, term in zip(starts, terms)]
     for channel in opened:
         channel.advance()
@@ -62,23 +74,32 @@ def test_the_bits_are_those_of_sums_by_host(hosts, op, dtype, wire, partial):
     terms = random_terms(eqn, hosts.ranks)
     starts, values, _ = values_of(eqn, hosts, terms)
     if not starts[0].is_by_host:
-        assert dtype is BF16 and hosts.local == 2, "fp32 sums of two ranks in half precision are no smaller"
+        assert dtype is BF16 and hosts.local == 2, (
+            "fp32 sums of two ranks in half precision are no smaller"
+        )
         return
     for k in range(len(eqn.outs)):
         whole = by_hosts([term[k] for term in terms], op, hosts, wire or dtype, partial, dtype)
         got = torch.cat([each[k] for each in values])
         assert torch.equal(got, whole)
         near = rules(eqn).total(eqn, k, [t[k].to(wire or dtype) for t in terms])
-        rounding = max((torch.finfo(d).eps for d in (partial, dtype) if d.is_floating_point), default=0)
+        rounding = max(
+            (torch.finfo(d).eps for d in (partial, dtype) if d.is_floating_point), default=0
+        )
         largest = max(t[k].abs().max().item() for t in terms) * (1 if op == "mean" else hosts.ranks)
-        assert (got.double() - near.double()).abs().max() <= rounding * largest, "the interpreter's, up to rounding"
+        assert (got.double() - near.double()).abs().max() <= rounding * largest, (
+            "the interpreter's, up to rounding"
+        )
 
 
 def test_a_member_that_is_split_along_another_dim():
     hosts, eqn = Hosts(4, 2), scatter([(3, 8)], "sum", F64, dim=1)
     terms = random_terms(eqn, 4)
     _, values, _ = values_of(eqn, hosts, terms)
-    assert torch.equal(torch.cat([each[0] for each in values], 1), by_hosts([t[0] for t in terms], "sum", hosts, F64, F64, F64))
+    assert torch.equal(
+        torch.cat([each[0] for each in values], 1),
+        by_hosts([t[0] for t in terms], "sum", hosts, F64, F64, F64),
+    )
 
 
 def test_the_callers_gradients_are_not_overwritten():
@@ -95,12 +116,19 @@ def test_bytes_on_each_link_are_those_of_the_route(hosts, dtype, wire):
     eqn = scatter([(LARGE,), (hosts.ranks * 4,)], "mean", dtype, wire)
     by = route_of(eqn, {"dp": hosts.ranks}, hosts, gloo=True)
     _, _, (inside, between) = values_of(eqn, hosts, random_terms(eqn, hosts.ranks))
-    assert (inside, between) == (pytest.approx(by.inside * hosts.ranks), pytest.approx(by.between * hosts.ranks))
+    assert (inside, between) == (
+        pytest.approx(by.inside * hosts.ranks),
+        pytest.approx(by.between * hosts.ranks),
+    )
 
 
 def test_two_hosts_of_two_ranks_send_half_the_bytes_of_an_exchange_and_less_than_a_ring():
     whole = LARGE * 4
-    _, _, (_, between) = values_of(scatter([(LARGE,)], "mean", F32), Hosts(4, 2), random_terms(scatter([(LARGE,)], "mean", F32), 4))
+    _, _, (_, between) = values_of(
+        scatter([(LARGE,)], "mean", F32),
+        Hosts(4, 2),
+        random_terms(scatter([(LARGE,)], "mean", F32), 4),
+    )
     assert between == 2 * whole / 2, "both directions; an exchange sends 2, and a ring 2 * 3/4"
 
 
@@ -125,7 +153,10 @@ def test_the_program_says_which_way_and_why():
     _, groups, opened = channels(hosts)
     start = Start(scatter([(8,)], "mean", F32), {"dp": 4}, {"dp": 0}, opened[0])
     why = "sums inside each of 2 hosts first: 25% of the bytes come from other hosts, not 50%"
-    assert start.extra_repr() == f"reduce_scatter, ranks=4, members=1, wire=torch.float32, by=exchange in two levels ({why})"
+    assert (
+        start.extra_repr()
+        == f"reduce_scatter, ranks=4, members=1, wire=torch.float32, by=exchange in two levels ({why})"
+    )
     _, groups, opened = channels(Hosts(4))
     start = Start(scatter([(8,)], "mean", F32), {"dp": 4}, {"dp": 0}, opened[0])
     assert start.extra_repr() == "reduce_scatter, ranks=4, members=1, wire=torch.float32"

@@ -20,7 +20,9 @@ def simulated(without: frozenset[str]):
 
 def test_a_report_keeps_the_parts_that_are_not_run(tmp_path):
     steps = (("case", simulated),)
-    parts = {name: lambda name=name: Part(name, "measured", ("a", "b"), steps) for name in ("one", "two")}
+    parts = {
+        name: lambda name=name: Part(name, "measured", ("a", "b"), steps) for name in ("one", "two")
+    }
     ablations.main(["one", "two"], 3, tmp_path, parts)
     text = ablations.main(["two"], 5, tmp_path, parts)
     assert text == (tmp_path / "ablations.md").read_text()
@@ -59,7 +61,9 @@ def test_versions_take_turns_and_none_is_always_first():
 
 
 @pytest.mark.compiles
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # Inductor's own modules use torch.jit
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:torch"
+)  # Inductor's own modules use torch.jit
 def test_a_step_is_compiled_without_the_choices_that_are_left_out(monkeypatch):
     used, real = [], backend.executable
 

@@ -81,7 +81,9 @@ def test_equal_layers_share_a_kernel():
 def test_a_program_for_gpus_holds_no_scores():
     on = lambda device: [x.to(device) for x in BATCH]
     state = {k: v.to("meta") for k, v in STATE.items()}
-    scores = lambda lowered: [h for h in lowered.memory_analysis().holders if h[2] == "scores of attention"]
+    scores = lambda lowered: [
+        h for h in lowered.memory_analysis().holders if h[2] == "scores of attention"
+    ]
     assert scores(zt.Step.of(train).lower(STATE, *on("cpu")))
     assert not scores(zt.Step.of(train).lower(state, *on("meta")))
     in_f64, (x, of) = {k: v.double() for k, v in state.items()}, on("meta")
@@ -89,7 +91,9 @@ def test_a_program_for_gpus_holds_no_scores():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"
+)
 def test_forward_and_backward_are_compiled_for_sm_90(tmp_path):
     """Backward also computes the gradient of the slope, which score_mod reads."""
     pytest.importorskip("triton", reason="kernels need Triton")
@@ -99,7 +103,9 @@ def test_forward_and_backward_are_compiled_for_sm_90(tmp_path):
     graph = zt.Step.of(train).lower(to_meta(STATE), *(x.to("meta") for x in BATCH)).graph
     for eqn, results in zip(attentions(graph), (2, 4), strict=True):
         wanted = Attention(eqn, nested).wanted
-        sources = triton_source.sources(lambda *x, f=wanted: f(*x), [(v.dtype, v.shape) for v in eqn.ins])
+        sources = triton_source.sources(
+            lambda *x, f=wanted: f(*x), [(v.dtype, v.shape) for v in eqn.ins]
+        )
         (template,) = [name for name in sources if name.startswith("triton_tem")]
         assert len(eqn.results) == results
         assert "tl.dot" in sources[template]
@@ -126,7 +132,9 @@ def test_layers_with_other_literals_have_kernels_of_their_own():
         return lambda score, b, h, i, j: score * torch.tensor(slopes)[h]
 
     def step(state, q):
-        return state, [flex_attention(q, q, q, score_mod=biased(s)) for s in (slopes, slopes[::-1], slopes)]
+        return state, [
+            flex_attention(q, q, q, score_mod=biased(s)) for s in (slopes, slopes[::-1], slopes)
+        ]
 
     q, state = torch.randn(1, heads, 4, 8, dtype=torch.float64), {"w": torch.ones(1)}
     lowered = zt.Step.of(step).lower(state, q)

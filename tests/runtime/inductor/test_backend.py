@@ -35,9 +35,20 @@ def both(lowered, state, data) -> list:
 
 pytestmark = [
     pytest.mark.compiles,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),  # Inductor's own modules use torch.jit
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning:torch"
+    ),  # Inductor's own modules use torch.jit
 ]
-COMPILED = ("mlp_momentum", "adamw_fused", "lstm", "gpt_adam", "conv_groupnorm", "muon", "autocast", "cast_inside")
+COMPILED = (
+    "mlp_momentum",
+    "adamw_fused",
+    "lstm",
+    "gpt_adam",
+    "conv_groupnorm",
+    "muon",
+    "autocast",
+    "cast_inside",
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in COMPILED])
@@ -81,7 +92,10 @@ def drop(state, x):
     (g,) = torch.autograd.grad(h.square().mean(), w)
     m = state["m"].lerp(g, 0.1)
     v = state["v"] * 0.9 + 0.1 * g * g
-    return {"w": w.detach() - 0.1 * m / (v.sqrt() + 1e-3), "m": m, "v": v}, (h.detach().sum(), state["m"].t())
+    return {"w": w.detach() - 0.1 * m / (v.sqrt() + 1e-3), "m": m, "v": v}, (
+        h.detach().sum(),
+        state["m"].t(),
+    )
 
 
 def of(*shape: int) -> dict:
@@ -100,7 +114,9 @@ def test_random_draws_are_equal_and_the_state_is_updated_in_place():
     kernels = [node.target for node in program.graph.nodes if isinstance(node.target, KernelCall)]
     written = [k for kernel in kernels for k in kernel.written if k is not None]
     assert len(written) == 2, "kernels overwrite w and v, but not m, which is an output"
-    assert not torch.equal(held.t(), before), "the next step does not write into an output of this one"
+    assert not torch.equal(held.t(), before), (
+        "the next step does not write into an output of this one"
+    )
 
 
 def test_the_strides_of_a_batch_may_change_between_calls():
@@ -135,22 +151,31 @@ def two_layers():
 
 
 def test_equal_layers_are_compiled_once(two_layers):
-    few, more = ([*compiled.bound.runnable.run.kernels] for _, compiled, *_ in (two_layers, deep(4)))
+    few, more = (
+        [*compiled.bound.runnable.run.kernels] for _, compiled, *_ in (two_layers, deep(4))
+    )
     assert few == more
 
 
 def test_the_program_that_runs_is_printed_and_profiled(two_layers):
     lowered, compiled, state, batch = two_layers
     measured = compiled.profile(state, *batch, steps=2)
-    assert sum(e.seconds for e in measured.timeline.events) == pytest.approx(measured.timeline.seconds, rel=0.2)
+    assert sum(e.seconds for e in measured.timeline.events) == pytest.approx(
+        measured.timeline.seconds, rel=0.2
+    )
     run = compiled.bound.runnable.lowered.graph
-    assert set(run.eqns) == set(lowered.graph.eqns) and str(run) == compiled.as_text() != str(lowered)
+    assert set(run.eqns) == set(lowered.graph.eqns) and str(run) == compiled.as_text() != str(
+        lowered
+    )
     assert {signature(e, run) for e in run.eqns} == set(measured.seconds_by_signature)
 
 
 def test_a_kernel_overwrites_only_donated_arguments():
     """One function is compiled for three sets of donated arguments. Each needs a kernel of its own."""
-    kernels = [fused(lambda x, y: [x * y + 1], lambda: [torch.empty(64), torch.empty(64)], d) for d in ([], [1], [0])]
+    kernels = [
+        fused(lambda x, y: [x * y + 1], lambda: [torch.empty(64), torch.empty(64)], d)
+        for d in ([], [1], [0])
+    ]
     for kernel, over in zip(kernels, (None, 1, 0)):
         given = [torch.full((64,), 2.0), torch.full((64,), 3.0)]
         (result,) = kernel(list(given))
@@ -161,7 +186,10 @@ def test_a_kernel_overwrites_only_donated_arguments():
 def test_a_value_of_another_shape_than_its_fake_implementation_returns_is_refused():
     layout = Strided.of(torch.empty(4))
     call = KernelCall(lambda args: args, [None], [layout])
-    with pytest.raises(RuntimeError, match=r"shape \[1\], and \[4\] in the traced program.\nThe fake implementation"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"shape \[1\], and \[4\] in the traced program.\nThe fake implementation",
+    ):
         call(torch.ones(1))
 
 
@@ -171,7 +199,15 @@ def test_no_result_of_a_kernel_shares_memory_with_an_argument():
 
     def same(x, h):
         wide, cast = h.float(), x.bfloat16().float()
-        return [x * aten.ones_like(x), x + aten.zeros_like(x), aten.clone(x), x / 1, cast, wide.bfloat16(), wide + 0]
+        return [
+            x * aten.ones_like(x),
+            x + aten.zeros_like(x),
+            aten.clone(x),
+            x / 1,
+            cast,
+            wide.bfloat16(),
+            wide + 0,
+        ]
 
     x, h = torch.randn(64), torch.randn(64).bfloat16()
     results = fused(same, lambda: [torch.empty(64), torch.empty(64, dtype=torch.bfloat16)])([x, h])
@@ -201,12 +237,16 @@ def turned(a):
     return a @ (h * 2 + t.sin()) + b
 
 
-@pytest.mark.parametrize("function, donates", [(alone, True), (returned, False), (in_part, False), (turned, False)])
+@pytest.mark.parametrize(
+    "function, donates", [(alone, True), (returned, False), (in_part, False), (turned, False)]
+)
 def test_an_argument_is_donated_if_nothing_else_reads_its_memory(function, donates):
     step = lambda state, a: (state, function(a))
     a = torch.randn(65, 65) / 8
     compiled = zt.Step.of(step).lower(torch.ones(1), a).compile(backend="inductor")
-    for x, y in zip(pytree.tree_leaves(compiled(torch.ones(1), a)[1]), pytree.tree_leaves(function(a))):
+    for x, y in zip(
+        pytree.tree_leaves(compiled(torch.ones(1), a)[1]), pytree.tree_leaves(function(a))
+    ):
         torch.testing.assert_close(x, y)
     first = next(iter(compiled.bound.runnable.run.kernels))
     assert first.endswith(" donated [0]" if donates else " donated []")
@@ -224,7 +264,9 @@ def test_a_loss_and_its_gradient_need_no_buffer_of_zeros():
 
     logits, target, unit = torch.randn(64, 512), torch.randint(512, (64,)), torch.ones(())
     target[3] = -100
-    kernel = fused(grads, lambda: [torch.empty(64, 512), torch.empty(64, dtype=torch.int64), torch.empty(())])
+    kernel = fused(
+        grads, lambda: [torch.empty(64, 512), torch.empty(64, dtype=torch.int64), torch.empty(())]
+    )
     for a, b in zip(kernel([logits, target, unit]), grads(logits, target, unit)):
         torch.testing.assert_close(a, b)
     code = Path(kernel.current_callable.__globals__["__file__"]).read_text()
@@ -239,7 +281,11 @@ def test_the_fused_rms_norm_of_gpus_joins_a_kernel():
         y, scale = aten._fused_rms_norm(x, [8], w, 1e-6)
         return [y.cos(), *aten._fused_rms_norm_backward(grad, x, [8], scale, w, [True, True])]
 
-    x, w, grad = torch.randn(4, 8, requires_grad=True), torch.rand(8, requires_grad=True), torch.randn(4, 8)
+    x, w, grad = (
+        torch.randn(4, 8, requires_grad=True),
+        torch.rand(8, requires_grad=True),
+        torch.randn(4, 8),
+    )
     y = F.rms_norm(x, (8,), w, 1e-6)
     wanted = [y.cos(), *torch.autograd.grad(y, (x, w), grad)]
     kernel = fused(both_ways, lambda: [torch.empty(4, 8), torch.empty(8), torch.empty(4, 8)])
@@ -253,7 +299,10 @@ def test_products_can_use_another_library():
     assert torch.allclose(products.addmm(bias, a, b), a @ b + bias, atol=1e-5)
     assert products.mm(a.t().contiguous().t(), b).stride() == (48, 1)
     for x in (a.double(), a.bfloat16(), a[None], a[:0]):
-        assert products.alternative(torch.ops.aten.mm.default, [Strided.of(x), Strided.of(b)], {}) is None
+        assert (
+            products.alternative(torch.ops.aten.mm.default, [Strided.of(x), Strided.of(b)], {})
+            is None
+        )
 
 
 @pytest.fixture(scope="module")

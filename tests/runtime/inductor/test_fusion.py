@@ -42,7 +42,9 @@ def test_fusion_only_reorders_the_program(name, stage):
     place = {e: i for i, e in enumerate(fused.eqns)}
     for group in groups:
         first = place[group.eqns[0]]
-        assert [place[e] for e in group.eqns] == [*range(first, first + len(group.eqns))], "a group is contiguous"
+        assert [place[e] for e in group.eqns] == [*range(first, first + len(group.eqns))], (
+            "a group is contiguous"
+        )
     flat = [torch.as_tensor(x) for x in pytree.tree_leaves(clone(state))]
     rest = [[torch.as_tensor(x) for x in pytree.tree_leaves(part)] for part in slices(batch, 2)]
     ranks = [mine + part for mine, part in zip(scatter(graph, flat), rest)]
@@ -66,7 +68,9 @@ def program(*eqns: tuple, outputs: str) -> Graph:
         args = tuple(env.get(a, a) if isinstance(a, str) else a for a in args)
         env[name] = Var(name, torch.float32, () if name[0] == "s" else (4, 4))
         equations.append(Eqn(op, args, (env[name],)))
-    return Graph("f", (env["x"], env["s"]), tuple(equations), tuple(env[o] for o in outputs.split()), 0)
+    return Graph(
+        "f", (env["x"], env["s"]), tuple(equations), tuple(env[o] for o in outputs.split()), 0
+    )
 
 
 def names(graph: Graph) -> list[str]:
@@ -75,7 +79,9 @@ def names(graph: Graph) -> list[str]:
 
 def test_fused_optimizer_updates_are_grouped_by_dtype():
     """As `torch.optim` groups them. On a GPU a call with several dtypes would fail."""
-    model = torch.nn.ModuleList(torch.nn.Linear(2, 2, dtype=d) for d in (torch.float32, torch.bfloat16, torch.float32))
+    model = torch.nn.ModuleList(
+        torch.nn.Linear(2, 2, dtype=d) for d in (torch.float32, torch.bfloat16, torch.float32)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
     def loop_step(x):
@@ -86,12 +92,16 @@ def test_fused_optimizer_updates_are_grouped_by_dtype():
     step, state = zt.lift(loop_step, model, optimizer)
     _, groups = fuse(zt.Step.of(step).lower(state, torch.ones(3, 2)).graph)
     dtypes_by_group = [[e.args[0][0].dtype for e in g.eqns] for g in groups if g.updates]
-    assert sorted(map(len, dtypes_by_group)) == [2, 4] and all(len(set(dtypes)) == 1 for dtypes in dtypes_by_group)
+    assert sorted(map(len, dtypes_by_group)) == [2, 4] and all(
+        len(set(dtypes)) == 1 for dtypes in dtypes_by_group
+    )
 
 
 def test_equal_counters_are_grouped_and_those_that_follow_one_another_are_not():
     counts = [Var(name, torch.float32, ()) for name in "abc"]
-    add = lambda v, n, name: Eqn(aten.add.Scalar, (v, n), (Var(name, torch.float32, ()),), region="update")
+    add = lambda v, n, name: Eqn(
+        aten.add.Scalar, (v, n), (Var(name, torch.float32, ()),), region="update"
+    )
     a, b, c = (add(v, 1, f"{v.name}1") for v in counts)
     again, other = add(c.outs[0], 1, "c2"), add(counts[0], 2, "a2")
     outputs = tuple(e.outs[0] for e in (a, b, again, other))
@@ -112,7 +122,9 @@ def test_the_counters_of_a_fused_optimizer_are_one_kernel_of_at_most_64():
     graph, groups = fuse(zt.Step.of(step).lower(state, torch.ones(3, 2)).graph)
     assert [len(g.eqns) for g in groups if g.counters] == [64, 6]
     assert [len(g.eqns) for g in groups if g.updates] == [70]
-    by_torch = to_fx(graph, None, True, [g.eqns for g in groups if g.counters or g.updates]).code  # as on GPUs
+    by_torch = to_fx(
+        graph, None, True, [g.eqns for g in groups if g.counters or g.updates]
+    ).code  # as on GPUs
     assert by_torch.count("._foreach_add_") == 2 and by_torch.count("._fused_adamw_") == 1
 
 
@@ -143,7 +155,10 @@ def test_a_norm_is_fused_with_its_activation(norm):
     _, groups = fuse(zt.Step.of(step).lower(state, torch.randn(2, 4, 3, 3)).graph)
     together = [{str(e.op).split(".")[1] for e in group.eqns} for group in groups]
     assert any("relu" in names and any("norm" in name for name in names) for names in together)
-    assert any("threshold_backward" in names and any("norm_backward" in name for name in names) for names in together)
+    assert any(
+        "threshold_backward" in names and any("norm_backward" in name for name in names)
+        for names in together
+    )
 
 
 def test_random_draws_and_scatters_are_not_fused():
@@ -197,7 +212,9 @@ def test_an_equation_that_only_a_later_group_reads_joins_that_group():
 
 def test_a_constant_is_computed_just_before_its_first_reader():
     make = [("o", aten.full.default, [4, 4], 1.0), ("v", aten.t.default, "o")]
-    used = program(*make, ("m", aten.mm.default, "x", "x"), ("a", aten.add.Tensor, "m", "v"), outputs="a")
+    used = program(
+        *make, ("m", aten.mm.default, "x", "x"), ("a", aten.add.Tensor, "m", "v"), outputs="a"
+    )
     assert names(used) == []
     assert [e.outs[0].name for e in fuse(used)[0].eqns] == ["m", "o", "v", "a"]
     unused = program(*make, ("m", aten.mm.default, "x", "x"), outputs="m o v")

@@ -15,7 +15,16 @@ collective has a file here, with all of its rules (see `interface`). `rules(eqn)
 
 from ..layout import without
 from .buckets import bucket_key, coalesce
-from .buffers import ALONE, DIRECT, HALF, buffer_bytes, is_alone, is_small, partial_dtype, wire_dtype
+from .buffers import (
+    ALONE,
+    DIRECT,
+    HALF,
+    buffer_bytes,
+    is_alone,
+    is_small,
+    partial_dtype,
+    wire_dtype,
+)
 from .future import WAIT, wait
 from .gather import ALL_GATHER, all_gather
 from .interface import Rules

@@ -20,11 +20,27 @@ def bucket_key(start: Eqn) -> tuple:
     """
     member, future = start.ins[0], start.results[0]
     axis = start.kwargs["axis"]
-    dims = tuple(p.dim for v in (member, future) for p in v.layout if isinstance(p, Split) and p.axis == axis)
+    dims = tuple(
+        p.dim for v in (member, future) for p in v.layout if isinstance(p, Split) and p.axis == axis
+    )
     terms = tuple(p.op for p in member.layout if isinstance(p, Partial) and p.axis == axis)
     partial = partial_dtype(start, member) if "op" in start.kwargs else None
-    wire, role = wire_dtype(start, member), start.provenance.role if start.provenance is not None else None
-    return start.op, axis, role, wire, partial, member.dtype, future.dtype, start.kwargs.get("op"), dims, terms
+    wire, role = (
+        wire_dtype(start, member),
+        start.provenance.role if start.provenance is not None else None,
+    )
+    return (
+        start.op,
+        axis,
+        role,
+        wire,
+        partial,
+        member.dtype,
+        future.dtype,
+        start.kwargs.get("op"),
+        dims,
+        terms,
+    )
 
 
 def coalesce(starts: Sequence[Eqn]) -> Eqn:
@@ -40,7 +56,9 @@ def coalesce(starts: Sequence[Eqn]) -> Eqn:
         names = first.results[0].name, misfit.results[0].name
         raise ValueError(f"coalesce: {names[0]} and {names[1]} share a bucket, but not one key.")
     members = [v for e in starts for v in e.ins]
-    paths = tuple(dict.fromkeys(p for e in starts if e.provenance is not None for p in e.provenance.paths))
+    paths = tuple(
+        dict.fromkeys(p for e in starts if e.provenance is not None for p in e.provenance.paths)
+    )
     provenance = first.provenance and dataclasses.replace(first.provenance, paths=paths, again=None)
     outs = tuple(out for e in starts for out in e.results)
     return first.replace(args=(members,), outs=outs, provenance=provenance, order=None)

@@ -9,8 +9,12 @@ import torch
 from ..graph import Eqn, Split, Var
 
 HALF = (torch.bfloat16, torch.float16)
-DIRECT = 8  # ranks; in a larger group, a message to every rank would be more than a gather of gloo needs
-ALONE = 1 << 16  # bytes; a member of which a rank holds this much or more is sent in a message of its own
+DIRECT = (
+    8  # ranks; in a larger group, a message to every rank would be more than a gather of gloo needs
+)
+ALONE = (
+    1 << 16
+)  # bytes; a member of which a rank holds this much or more is sent in a message of its own
 
 
 def wire_dtype(eqn: Eqn, member: Var) -> torch.dtype:

@@ -21,7 +21,10 @@ class Wait(Memberwise):
     def problem(self, eqn: Eqn, axes: Mapping[str, int]) -> str | None:
         if len(eqn.ins) != len(eqn.outs):
             return "a wait has another number of results than of futures"
-        values = [out is not None and not out.future and out.is_like(future) for future, out in zip(eqn.ins, eqn.outs)]
+        values = [
+            out is not None and not out.future and out.is_like(future)
+            for future, out in zip(eqn.ins, eqn.outs)
+        ]
         return None if all(values) else f"wait changes the type of {eqn.ins[values.index(False)]}"
 
 

@@ -36,7 +36,9 @@ class Gather(Start):
         return self.unpacked_bytes(eqn, sizes) // sizes[self.axis(eqn)]
 
     def unpacked_bytes(self, eqn: Eqn, sizes: Mapping[str, int]) -> int:
-        return sum(buffer_bytes(eqn, k, sizes) for k in range(len(eqn.outs)) if not is_alone(eqn, k, sizes))
+        return sum(
+            buffer_bytes(eqn, k, sizes) for k in range(len(eqn.outs)) if not is_alone(eqn, k, sizes)
+        )
 
 
 ALL_GATHER = Primitive("all_gather", Gather())
@@ -44,5 +46,8 @@ ALL_GATHER = Primitive("all_gather", Gather())
 
 def all_gather(shards: Sequence[Var], names: Sequence[str], axis: str, **eqn) -> Eqn:
     """Start a gather of `shards`, each of which is split over `axis`."""
-    futures = (Var(f"{name}'", s.dtype, s.shape, without(s.layout, axis), True) for s, name in zip(shards, names))
+    futures = (
+        Var(f"{name}'", s.dtype, s.shape, without(s.layout, axis), True)
+        for s, name in zip(shards, names)
+    )
     return Eqn(ALL_GATHER, (list(shards),), tuple(futures), {"dtype": None, "axis": axis}, **eqn)

@@ -53,7 +53,9 @@ class Rules:
         """The mesh axis whose ranks compute the equation together, or None if each rank computes it alone."""
         return None
 
-    def meaning(self, eqns: Sequence[Eqn], values: Sequence[Mapping[Var, Any]]) -> list[Sequence[Any]]:
+    def meaning(
+        self, eqns: Sequence[Eqn], values: Sequence[Mapping[Var, Any]]
+    ) -> list[Sequence[Any]]:
         """Compute an equation on every rank of one group along `axis`; the interpreter calls this.
 
         Args:
@@ -111,9 +113,13 @@ class Rules:
 class Memberwise(Rules):
     """Rules of an operation whose result k depends on argument k alone; a subclass computes it, by `member`."""
 
-    def meaning(self, eqns: Sequence[Eqn], values: Sequence[Mapping[Var, Any]]) -> list[Sequence[Any]]:
+    def meaning(
+        self, eqns: Sequence[Eqn], values: Sequence[Mapping[Var, Any]]
+    ) -> list[Sequence[Any]]:
         eqn = eqns[0]
-        members = (self.sent(eqn, [env[eqn.ins[k]] for env in values]) for k in range(len(eqn.outs)))
+        members = (
+            self.sent(eqn, [env[eqn.ins[k]] for env in values]) for k in range(len(eqn.outs))
+        )
         results = (self.member(eqn, k, terms) for k, terms in enumerate(members))
         return list(zip(*results))
 

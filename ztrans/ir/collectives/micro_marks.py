@@ -23,7 +23,11 @@ class Accumulate(Memberwise):
     over_all = True
 
     def problem(self, eqn: Eqn, axes: Mapping[str, int]) -> str | None:
-        return None if eqn.out.is_like(*eqn.ins) else "a sum over micro-batches has another type than its terms"
+        return (
+            None
+            if eqn.out.is_like(*eqn.ins)
+            else "a sum over micro-batches has another type than its terms"
+        )
 
 
 class Join(Memberwise):

@@ -1,8 +1,8 @@
 """Pairing: which waits belong to which start, and at which index of the program they are.
 
-    equation 4:  f, g = all_gather([a, b], axis=dp)        Started(start, index=4, waits=(5, 9), first_wait=5)
-    equation 5:  x = wait(f)                               Waited(that, member=0)
-    equation 9:  y = wait(g)                               Waited(that, member=1)
+equation 4:  f, g = all_gather([a, b], axis=dp)        Started(start, index=4, waits=(5, 9), first_wait=5)
+equation 5:  x = wait(f)                               Waited(that, member=0)
+equation 9:  y = wait(g)                               Waited(that, member=1)
 """
 
 from __future__ import annotations
@@ -62,9 +62,13 @@ def pair(graph: Graph, own: bool = False) -> Pairs:
         own: include the collectives that the user's step calls itself.
     """
     is_own = lambda e: not (is_start(e) or rules(e).reads_futures)
-    remote = [(i, e) for i, e in enumerate(graph.eqns) if rules(e).remote and (own or not is_own(e))]
+    remote = [
+        (i, e) for i, e in enumerate(graph.eqns) if rules(e).remote and (own or not is_own(e))
+    ]
     waiting = [(i, e) for i, e in remote if rules(e).waits]
-    indices = {e.ins[0]: i for i, e in reversed(waiting)}  # for each future, the index of its first wait
+    indices = {
+        e.ins[0]: i for i, e in reversed(waiting)
+    }  # for each future, the index of its first wait
     starts = {e: _started(graph, i, indices) for i, e in remote if rules(e).starts}
     members = {out: Waited(s, k) for s in starts.values() for k, out in enumerate(s.start.results)}
     return Pairs(starts, {e: members[e.ins[0]] for _, e in waiting if e.ins[0] in members})

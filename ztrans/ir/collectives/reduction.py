@@ -83,15 +83,30 @@ ALL_REDUCE = Primitive("all_reduce", AllReduce())
 
 
 def reduce(
-    terms: Sequence[Var], names: Sequence[str], axis: str, op: str, to: Split | None, dtype=None, result=None, **eqn
+    terms: Sequence[Var],
+    names: Sequence[str],
+    axis: str,
+    op: str,
+    to: Split | None,
+    dtype=None,
+    result=None,
+    **eqn,
 ) -> Eqn:
     """Start the reduction of `terms` over `axis`: a reduce_scatter if `to` splits the result, else an all_reduce.
 
     The terms are sent in `dtype`, and the result has dtype `result`; both default to the dtype of the terms.
     """
     futures = (
-        Var(f"{name}'", result or t.dtype, t.shape, (*without(t.layout, axis), *((to,) if to else ())), True)
+        Var(
+            f"{name}'",
+            result or t.dtype,
+            t.shape,
+            (*without(t.layout, axis), *((to,) if to else ())),
+            True,
+        )
         for t, name in zip(terms, names)
     )
     start = REDUCE_SCATTER if to else ALL_REDUCE
-    return Eqn(start, (list(terms),), tuple(futures), {"op": op, "dtype": dtype, "axis": axis}, **eqn)
+    return Eqn(
+        start, (list(terms),), tuple(futures), {"op": op, "dtype": dtype, "axis": axis}, **eqn
+    )

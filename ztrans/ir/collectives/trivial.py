@@ -35,7 +35,9 @@ def _rounded(member: Var, out: Var, start: Eqn) -> tuple[list[Eqn], Var]:
         if dtype is not None and dtype != member.dtype:
             name = f"{out.name.removesuffix(chr(39))}.{dtype}".replace("torch.", "")
             value = Var(name, dtype, member.shape, member.layout)
-            casts.append(Eqn(CAST, (member,), (value,), {"dtype": dtype}, start.region, start.source))
+            casts.append(
+                Eqn(CAST, (member,), (value,), {"dtype": dtype}, start.region, start.source)
+            )
             member = value
     return casts, member
 
@@ -48,5 +50,9 @@ def _without_axes(graph: Graph, axes: set[str]) -> Graph:
         if v.layout
     }
     eqns = tuple(e.replace(outs=substitute(e.outs, lambda v: whole.get(v, v))) for e in graph.eqns)
-    inputs, batch = (map(lambda v: whole.get(v, v), values) for values in (graph.inputs, graph.batch))
-    return dce(rename(graph.replace(inputs=tuple(inputs), eqns=eqns, batch=frozenset(batch)), whole))
+    inputs, batch = (
+        map(lambda v: whole.get(v, v), values) for values in (graph.inputs, graph.batch)
+    )
+    return dce(
+        rename(graph.replace(inputs=tuple(inputs), eqns=eqns, batch=frozenset(batch)), whole)
+    )

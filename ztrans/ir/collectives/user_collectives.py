@@ -52,7 +52,10 @@ def on_parts(eqn: Eqn, have: Sequence[Layout]) -> list[Layout]:
     if functional_name(eqn.op) not in _ELEMENTWISE:
         return [()] * len(have)
     over = set(members(eqn.args[-1])) if _names_group(eqn) else set()
-    return [tuple(p for p in x if isinstance(p, Split) and over.isdisjoint(members(p.axis))) for x in have]
+    return [
+        tuple(p for p in x if isinstance(p, Split) and over.isdisjoint(members(p.axis)))
+        for x in have
+    ]
 
 
 def by_axis(graph: Graph, mesh: DeviceMesh) -> Graph:
@@ -61,17 +64,24 @@ def by_axis(graph: Graph, mesh: DeviceMesh) -> Graph:
     A group that the step made itself is named by the axis along which its ranks lie, several axes as a joint axis.
     """
     names: dict[str, str] = {mesh.get_group(axis).group_name: axis for axis, _ in mesh_axes(mesh)}
-    for group in {eqn.args[-1] for eqn in graph.eqns if _names_group(eqn)} - {*names, *names.values()}:
+    for group in {eqn.args[-1] for eqn in graph.eqns if _names_group(eqn)} - {
+        *names,
+        *names.values(),
+    }:
         axis = axis_of_group(mesh, group)
         names |= {group: axis} if axis is not None else {}
     joint = {axis for axis in names.values() if len(members(axis)) > 1}
-    return _renamed(graph, names).replace(joint=(*graph.joint, *sorted(joint.difference(graph.joint))))
+    return _renamed(graph, names).replace(
+        joint=(*graph.joint, *sorted(joint.difference(graph.joint)))
+    )
 
 
 def by_group(graph: Graph, mesh: DeviceMesh) -> Graph:
     """The program with this rank's process groups in place of mesh axes: the inverse of `by_axis`."""
     axes = {eqn.args[-1] for eqn in graph.eqns if _names_group(eqn)} & graph.axes.keys()
-    return _renamed(graph, {axis: submesh(mesh, [axis]).get_group().group_name for axis in sorted(axes)})
+    return _renamed(
+        graph, {axis: submesh(mesh, [axis]).get_group().group_name for axis in sorted(axes)}
+    )
 
 
 def _names_group(eqn: Eqn) -> bool:

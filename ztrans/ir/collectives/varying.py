@@ -65,4 +65,8 @@ def _on_shards(eqn: Eqn, over: Varying) -> bool:
 
     Each rank then draws for its own part of that value, so the draws together are one invariant value.
     """
-    return eqn.region == "update" and any(v.shape for v in eqn.ins) and not any(v in over for v in eqn.ins)
+    return (
+        eqn.region == "update"
+        and any(v.shape for v in eqn.ins)
+        and not any(v in over for v in eqn.ins)
+    )

@@ -57,7 +57,11 @@ def route_of(eqn: Eqn, sizes: Mapping[str, int], hosts: Hosts, gloo: bool) -> Ro
     ring (NCCL reduces f32 on the way)
     """
     n, local, spans = hosts.ranks, hosts.local if hosts.even else 1, hosts.count > 1
-    wire, reduces, received = wire_dtype(eqn, eqn.ins[0]), "op" in eqn.kwargs, rules(eqn).wire_bytes(eqn, sizes)
+    wire, reduces, received = (
+        wire_dtype(eqn, eqn.ins[0]),
+        "op" in eqn.kwargs,
+        rules(eqn).wire_bytes(eqn, sizes),
+    )
     if not rules(eqn).is_exchanged(eqn, n, gloo):
         between = received / local if spans else 0.0
         work = f"reduces {DTYPES[wire]} on the way" if reduces else "gathers"
@@ -65,7 +69,9 @@ def route_of(eqn: Eqn, sizes: Mapping[str, int], hosts: Hosts, gloo: bool) -> Ro
     whole, partial = received * n / max(n - 1, 1), partial_dtype(eqn, eqn.ins[0])
     terms = (n - local) / n if spans else 0.0
     sums = (hosts.count - 1) / n * partial.itemsize / wire.itemsize
-    reason = _reason(hosts, wire, partial, sums < terms) if reduces else "a gather has nothing to sum"
+    reason = (
+        _reason(hosts, wire, partial, sums < terms) if reduces else "a gather has nothing to sum"
+    )
     if reason:
         return Route(EXCHANGE, reason, received - terms * whole, terms * whole)
     sent = f", sent in {DTYPES[partial]}" if partial != wire else ""

@@ -64,7 +64,9 @@ class Carry:
     def __init__(self, graph: Graph, parts: Parts, inputs: Sequence[torch.Tensor]) -> None:
         self.parts, n = parts, graph.num_state
         self.state, self.taken = list(inputs[:n]), 0
-        self.batches = [self._cut(graph, v, x) for v, x in zip(graph.inputs[n:], inputs[n:], strict=True)]
+        self.batches = [
+            self._cut(graph, v, x) for v, x in zip(graph.inputs[n:], inputs[n:], strict=True)
+        ]
         self.sums: list[torch.Tensor] = []
         self.joins: list[list[torch.Tensor]] = []
         self.kept: list[torch.Tensor] = []
@@ -74,7 +76,9 @@ class Carry:
             return [x] * graph.micro
         if x.shape[0] != v.shape[0] * graph.micro:
             rows = f"{graph.micro} micro-batches of {v.shape[0]} rows"
-            raise ValueError(f"{graph.name}: {v.name} has {x.shape[0]} rows, and the program is for {rows}.")
+            raise ValueError(
+                f"{graph.name}: {v.name} has {x.shape[0]} rows, and the program is for {rows}."
+            )
         return [x.narrow(0, k * v.shape[0], v.shape[0]) for k in range(graph.micro)]
 
     def inputs(self) -> list[torch.Tensor]:
@@ -82,7 +86,13 @@ class Carry:
         joined: list[torch.Tensor] = []
         if self.taken == self.parts.micro - 1:
             joined, self.joins = [torch.cat(before) for before in self.joins], []
-        return [*self.state, *(cut[self.taken] for cut in self.batches), *self.sums, *joined, *self.kept]
+        return [
+            *self.state,
+            *(cut[self.taken] for cut in self.batches),
+            *self.sums,
+            *joined,
+            *self.kept,
+        ]
 
     def take(self, outputs: Sequence[Any]) -> None:
         """Note the outputs of a micro-batch that is not the last."""

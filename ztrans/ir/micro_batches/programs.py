@@ -75,7 +75,11 @@ def parts(graph: Graph) -> Parts:
     by_op = grouped((e.op, e) for e in plain.eqns if e.out not in shown)
     marks = _Marks(*(by_op.get(op, []) for op in (ACCUMULATE, JOIN, KEEP)))
     sums = {e: _before(e, e.out.shape) for e in marks.sums}
-    first, middle, last = _first(plain, marks), _middle(plain, marks, sums), _last(plain, marks, sums)
+    first, middle, last = (
+        _first(plain, marks),
+        _middle(plain, marks, sums),
+        _last(plain, marks, sums),
+    )
     return Parts(first, middle, last, graph.micro, len(marks.sums), len(marks.joins))
 
 
@@ -92,7 +96,10 @@ def _before(mark: Eqn, shape: tuple[int, ...]) -> Var:
 def _first(graph: Graph, marks: _Marks) -> Graph:
     state, copied = _state(graph), _copied(graph, marks.sums)
     own = [e.out if e in copied else e.args[0] for e in marks.sums]
-    clones = {e: e.replace(op=aten.clone.default, kwargs={"memory_format": torch.contiguous_format}) for e in copied}
+    clones = {
+        e: e.replace(op=aten.clone.default, kwargs={"memory_format": torch.contiguous_format})
+        for e in copied
+    }
     outputs = (*state, *own, *(e.args[0] for e in marks.joins), *(e.out for e in marks.kept))
     new = _with(graph, clones, ()).replace(outputs=outputs)
     return _without_update(rename(new, {e.out: e.args[0] for e in marks.kept}))
@@ -116,8 +123,12 @@ def _middle(graph: Graph, marks: _Marks, sums: Mapping[Eqn, Var]) -> Graph:
 
 
 def _last(graph: Graph, marks: _Marks, sums: Mapping[Eqn, Var]) -> Graph:
-    joins = {e: _before(e, (e.out.shape[0] - e.args[0].shape[0], *e.out.shape[1:])) for e in marks.joins}
-    joined = {e: e.replace(op=aten.cat.default, args=([before, *e.args],)) for e, before in joins.items()}
+    joins = {
+        e: _before(e, (e.out.shape[0] - e.args[0].shape[0], *e.out.shape[1:])) for e in marks.joins
+    }
+    joined = {
+        e: e.replace(op=aten.cat.default, args=([before, *e.args],)) for e, before in joins.items()
+    }
     inputs = (*sums.values(), *joins.values(), *(e.out for e in marks.kept))
     return dce(_with(graph, {**_added(sums), **joined}, inputs))
 

@@ -62,4 +62,6 @@ def scores(eqn: Eqn, shape: Callable[[Var], tuple[int, ...]]) -> int:
     if not is_attention(eqn) or not any(map(is_dense, eqn.args)):
         return 0
     query, key = eqn.args[:2]
-    return _SCORES[eqn.op] * math.prod(shape(query)[:3]) * shape(key)[2] * max(4, query.dtype.itemsize)
+    return (
+        _SCORES[eqn.op] * math.prod(shape(query)[:3]) * shape(key)[2] * max(4, query.dtype.itemsize)
+    )

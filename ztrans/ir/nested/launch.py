@@ -59,12 +59,17 @@ class Launch:
 
         Raises: RuntimeError if the tensors are on CPUs, and the kernel was compiled for a GPU.
         """
-        given = {n: x.clone() if n in self.changed else x for n, x in zip(self.tensors, values, strict=True)}
+        given = {
+            n: x.clone() if n in self.changed else x
+            for n, x in zip(self.tensors, values, strict=True)
+        }
         kernel, options = self.kernel, {**given, **self.numbers}
         if all(x.is_cpu for x in given.values()):
             kernel = _interpreted(kernel)
         # Functions that prune the configurations of a kernel get its positional arguments by name.
-        positional = [options.pop(name) for name in takewhile(options.__contains__, kernel.arg_names)]
+        positional = [
+            options.pop(name) for name in takewhile(options.__contains__, kernel.arg_names)
+        ]
         kernel[self.grid](*positional, **options)
         return [given[name] for name in self.changed]
 

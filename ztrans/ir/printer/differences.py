@@ -18,7 +18,9 @@ from .units import format_bytes
 _RUN = 16  # a longer run of added or removed entries folds
 _PLACES = 24  # the places that print; more of them fold
 
-Code = tuple[str, int, int, int, int]  # of difflib: an action, and the ranges of entries in the old and the new program
+Code = tuple[
+    str, int, int, int, int
+]  # of difflib: an action, and the ranges of entries in the old and the new program
 
 
 class Traffic(NamedTuple):
@@ -43,7 +45,9 @@ def traffic(graph: Graph) -> dict[tuple[str, str], Traffic]:
     return dict(sorted(totals.items()))
 
 
-def diff(before: Graph | HasGraph, after: Graph | HasGraph, context: int = 1, *, full: bool = False) -> str:
+def diff(
+    before: Graph | HasGraph, after: Graph | HasGraph, context: int = 1, *, full: bool = False
+) -> str:
     """Print what a pass changed: a summary, then each place where the programs differ, as a unified diff.
 
     Args:
@@ -89,7 +93,9 @@ def _graph(stage: Graph | HasGraph) -> Graph:
     graph = stage if isinstance(stage, Graph) else getattr(stage, "graph", None)
     if not isinstance(graph, Graph):
         kind = type(stage).__name__
-        raise TypeError(f"diff: got a {kind}; it compares programs: Graph, Traced, Lowered or Compiled.")
+        raise TypeError(
+            f"diff: got a {kind}; it compares programs: Graph, Traced, Lowered or Compiled."
+        )
     return graph
 
 
@@ -107,7 +113,9 @@ def _parts(graph: Graph, full: bool) -> list[_Part]:
     long = list(entries(graph, full=True))
     short = long if full else list(entries(graph))
     numbers = accumulate((len(entry.lines) for entry in short), initial=1)
-    return [_Part(a.text, b.lines, a.lines, a.eqn, number) for a, b, number in zip(long, short, numbers)]
+    return [
+        _Part(a.text, b.lines, a.lines, a.eqn, number) for a, b, number in zip(long, short, numbers)
+    ]
 
 
 def _alike(parts: list[_Part]) -> set[tuple[str, ...]]:
@@ -117,7 +125,11 @@ def _alike(parts: list[_Part]) -> set[tuple[str, ...]]:
 
 
 def _place(
-    codes: Sequence[Code], old: list[_Part], new: list[_Part], alike: set[tuple[str, ...]], full: bool
+    codes: Sequence[Code],
+    old: list[_Part],
+    new: list[_Part],
+    alike: set[tuple[str, ...]],
+    full: bool,
 ) -> list[str]:
     """One place: its line numbers in the printed programs, then its lines."""
     (_, i, _, j, _), (_, _, i_end, _, j_end) = codes[0], codes[-1]
@@ -142,15 +154,21 @@ def _run(sign: str, parts: list[_Part], alike: set[tuple[str, ...]], full: bool)
     An entry prints in its long form if the short one would not show how it differs.
     """
     few = parts if full or len(parts) <= _RUN else parts[: _RUN // 2]
-    lines = [sign + line for part in few for line in (part.long if part.short in alike else part.short)]
+    lines = [
+        sign + line for part in few for line in (part.long if part.short in alike else part.short)
+    ]
     return lines if few is parts else [*lines, f"{sign}  ... {len(parts) - len(few)} more"]
 
 
 def _summary(removed: list[_Part], added: list[_Part]) -> list[str]:
     """How many equations were moved, rewritten, added and removed."""
-    old_texts, new_texts = (Counter(part.text for part in parts if part.eqn) for parts in (removed, added))
+    old_texts, new_texts = (
+        Counter(part.text for part in parts if part.eqn) for parts in (removed, added)
+    )
     names = lambda parts, others: Counter(
-        tuple(out.name for out in part.eqn.results) for part in parts if part.eqn and part.text not in others
+        tuple(out.name for out in part.eqn.results)
+        for part in parts
+        if part.eqn and part.text not in others
     )
     old, new = names(removed, new_texts), names(added, old_texts)
     counts = {
@@ -163,7 +181,9 @@ def _summary(removed: list[_Part], added: list[_Part]) -> list[str]:
     return [f"# equations: {', '.join(verbs)}"] if verbs else []
 
 
-def _sent(before: dict[tuple[str, str], Traffic], after: dict[tuple[str, str], Traffic]) -> list[str]:
+def _sent(
+    before: dict[tuple[str, str], Traffic], after: dict[tuple[str, str], Traffic]
+) -> list[str]:
     """A line for the traffic of each mesh axis and role, with an arrow if the two programs differ in it."""
     lines = []
     for key in sorted({*before, *after}):

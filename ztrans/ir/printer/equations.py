@@ -19,12 +19,20 @@ from ..source import Source
 from .units import format_bytes
 
 WIDTH = 119  # the columns of a printed line; with the sign of a difference before it they are 120
-_MARGIN = 90  # the column at which the user's line prints, if every line of the program has room for that
+_MARGIN = (
+    90  # the column at which the user's line prints, if every line of the program has room for that
+)
 _LONGEST_SOURCE = 48  # the most columns of the user's line
 _MANY = 8  # a list of more numbers, or more results of an operation, folds
 _NAMES = {"_to_copy": "cast", "linalg_vector_norm": "norm", "lift_fresh_copy": "constant",
           "triton_kernel_wrapper_functional": "triton", "auto_functionalized": "functional"}  # fmt: skip
-_DEFAULTS = {"layout", "device", "pin_memory", "non_blocking", "memory_format"}  # not printed: the same everywhere
+_DEFAULTS = {
+    "layout",
+    "device",
+    "pin_memory",
+    "non_blocking",
+    "memory_format",
+}  # not printed: the same everywhere
 
 
 def op_name(op: Any) -> str:
@@ -47,7 +55,9 @@ def equation(eqn: Eqn) -> str:
     >>> equation(Eqn(torch.ops.aten.relu.default, (x,), (y,)))
     'y: f32[4] = relu(x)'
     """
-    return f"{', '.join(_results(eqn))} = {_call(eqn, value)}{''.join(map(one_line, functions(eqn)))}"
+    return (
+        f"{', '.join(_results(eqn))} = {_call(eqn, value)}{''.join(map(one_line, functions(eqn)))}"
+    )
 
 
 def one_line(function: Function) -> str:
@@ -88,7 +98,10 @@ def lines(eqn: Eqn, full: bool = False, column: int = _MARGIN, width: int = WIDT
     for layout in _layouts(eqn, full):
         if len(layout[0]) <= room and max(map(len, layout)) <= width:
             break
-    first, *rest = [*wrap(layout[0], room), *(part for line in layout[1:] for part in wrap(line, width))]
+    first, *rest = [
+        *wrap(layout[0], room),
+        *(part for line in layout[1:] for part in wrap(line, width)),
+    ]
     column = max(len(first) + 2, min(column, width - len(comment)))
     return [f"{first:<{column}}{comment}" if comment else first, *rest]
 
@@ -102,7 +115,11 @@ def value(x: Any) -> str:
     if isinstance(x, torch.dtype):
         return DTYPES.get(x, str(x))
     if isinstance(x, torch.Tensor):
-        return f"tensor({x.tolist()})" if x.numel() <= 8 else f"tensor(<{tuple(x.shape)}>, {checksum(x):08x})"
+        return (
+            f"tensor({x.tolist()})"
+            if x.numel() <= 8
+            else f"tensor(<{tuple(x.shape)}>, {checksum(x):08x})"
+        )
     if isinstance(x, (list, tuple)):
         return "[" + ", ".join(map(value, x)) + "]"
     return str(x)
@@ -137,7 +154,11 @@ def _layouts(eqn: Eqn, full: bool) -> Iterator[list[str]]:
     yield [f"  {whole} = {call}"]
     if full:
         *first, last = (f"  {result}" for result in results)
-        yield [*(f"{line}," for line in first), last, *f"    = {_call(eqn, _one_a_line)}".split("\n")]
+        yield [
+            *(f"{line}," for line in first),
+            last,
+            *f"    = {_call(eqn, _one_a_line)}".split("\n"),
+        ]
         return
     yield [f"  {whole}", f"    = {call}"]
     in_lists = any(_is_bucket(x) for _, x in _arguments(eqn))
@@ -158,7 +179,10 @@ def _call(eqn: Eqn, show: Callable[[Any], str]) -> str:
 def _arguments(eqn: Eqn) -> list[tuple[str, Any]]:
     """The arguments that print, each with the key that prints before it."""
     named = [(key, x) for key, x in eqn.kwargs.items() if key not in _DEFAULTS and x is not None]
-    return [*(("", x) for x in eqn.args), *(("" if key in ("dtype", "op") else f"{key}=", x) for key, x in named)]
+    return [
+        *(("", x) for x in eqn.args),
+        *(("" if key in ("dtype", "op") else f"{key}=", x) for key, x in named),
+    ]
 
 
 def _is_bucket(x: Any) -> bool:

@@ -13,8 +13,14 @@ from ..graph import Graph
 from .programs import Entry, entries
 
 _MOST = 400  # the most equations of a region that are shown
-_TEXT = "font: 12px/1.5 ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace; white-space: pre"
-_EDGES = {"forward": "#86afd9", "backward": "#3f6ba6", "update": "#4ea399"}  # as in the figure of a timeline
+_TEXT = (
+    "font: 12px/1.5 ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace; white-space: pre"
+)
+_EDGES = {
+    "forward": "#86afd9",
+    "backward": "#3f6ba6",
+    "update": "#4ea399",
+}  # as in the figure of a timeline
 
 
 def html(graph: Graph) -> str:
@@ -29,7 +35,10 @@ def html(graph: Graph) -> str:
     >>> "&lt;y&gt;: f32[4] = relu(x)" in cell, "<y>" in cell
     (True, False)
     """
-    blocks = (_block(region, list(block)) for region, block in groupby(entries(graph), lambda entry: entry.region))
+    blocks = (
+        _block(region, list(block))
+        for region, block in groupby(entries(graph), lambda entry: entry.region)
+    )
     return f'<div style="overflow-x: auto">{"".join(blocks)}</div>'
 
 

@@ -14,7 +14,9 @@ class Entry(NamedTuple):
 
     text: str  # equal for two entries if and only if they mean the same
     lines: tuple[str, ...]  # the lines that print, in which lists may be folded
-    region: Region | None = None  # of the last heading; None before the first equation and after the last
+    region: Region | None = (
+        None  # of the last heading; None before the first equation and after the last
+    )
     eqn: Eqn | None = None
 
 
@@ -57,12 +59,16 @@ def entries(graph: Graph, full: bool = False) -> Iterator[Entry]:
     yield _entry("):")
     region, column = None, margin(graph.eqns)
     for eqn in graph.eqns:
-        moves = eqn.provenance is not None or op_name(eqn.op) == "wait"  # a schedule moves these into other regions
+        moves = (
+            eqn.provenance is not None or op_name(eqn.op) == "wait"
+        )  # a schedule moves these into other regions
         if eqn.region != region and (region is None or not moves):
             region = eqn.region
             yield Entry(f"  # {region}", (f"  # {region}",), region)
         text = f"{equation(eqn)}  # {eqn.source}"
-        yield Entry(text, (*lines(eqn, full, column), *nested_lines(eqn, full, column)), region, eqn)
+        yield Entry(
+            text, (*lines(eqn, full, column), *nested_lines(eqn, full, column)), region, eqn
+        )
     yield Entry("  return " + ", ".join(map(value, graph.outputs)), _returned(graph, full))
 
 

@@ -27,10 +27,16 @@ class Outcome:
 def memory(problem: Problem, schedule: Schedule) -> np.ndarray:
     """The bytes live while each operation runs, or at the place before it."""
     last = problem.last_uses(schedule.dropped)
-    spans = [(2 * b.start, 2 * last[i] + 2, problem.gathers[i].held) for b in schedule.gathers for i in b.members]
+    spans = [
+        (2 * b.start, 2 * last[i] + 2, problem.gathers[i].held)
+        for b in schedule.gathers
+        for i in b.members
+    ]
     for b in schedule.gathers:
         spans += gathering(problem, [problem.gathers[i] for i in b.members], b.start, b.wait)
-    reductions = [([problem.reductions[i] for i in b.members], b.start, b.wait) for b in schedule.reductions]
+    reductions = [
+        ([problem.reductions[i] for i in b.members], b.start, b.wait) for b in schedule.reductions
+    ]
     for members, start, wait in reductions:
         spans += reducing(members, start, wait)
     spans += second_reductions(problem, [(members, wait) for members, _, wait in reductions])
@@ -48,7 +54,15 @@ def evaluate(problem: Problem, schedule: Schedule) -> Outcome:
         return updates.seconds(place)
 
     releases = (update.release for update in problem.updates)
-    places = sorted({0, len(problem.seconds), *releases, *(m.issue for m in messages), *(m.need for m in messages)})
+    places = sorted(
+        {
+            0,
+            len(problem.seconds),
+            *releases,
+            *(m.issue for m in messages),
+            *(m.need for m in messages),
+        }
+    )
     played = play(problem.seconds, messages, places, follows, updates.seconds)
     seconds = max(played.start[-1] + updates.left, *played.end, 0.0)
     live = memory(problem, schedule)
@@ -59,7 +73,14 @@ def _issued(problem: Problem, schedule: Schedule) -> list[tuple[Message, tuple[i
     """Every message in the order of issue, with the reductions that are its members."""
     sent: list[tuple[Message, tuple[int, ...]]] = [(other, ()) for other in problem.others]
     for b in schedule.gathers:
-        sent.append((sending(problem, [problem.gathers[i] for i in b.members], b.start, b.wait), ()))
+        sent.append(
+            (sending(problem, [problem.gathers[i] for i in b.members], b.start, b.wait), ())
+        )
     for b in schedule.reductions:
-        sent.append((sending(problem, [problem.reductions[i] for i in b.members], b.start, b.wait), b.members))
+        sent.append(
+            (
+                sending(problem, [problem.reductions[i] for i in b.members], b.start, b.wait),
+                b.members,
+            )
+        )
     return sorted(sent, key=lambda each: each[0].issue)

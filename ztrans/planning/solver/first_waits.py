@@ -45,6 +45,10 @@ def _first_wait(r: Reduction, room: np.ndarray, earliest: int, need: int) -> int
     latest = start + (int(full.argmax()) + 1) // 2 if full.any() else need
     places = np.arange(earliest, max(latest, earliest) + 1)
     until = max((until for _, until in r.results), default=0)
-    too_full = np.flatnonzero(room[:until] < sum(size for size, _ in r.results))  # for the results, after the wait
-    fits = (room[2 * places] >= waited([r], need) + r.waiting) & (2 * places + 1 > too_full.max(initial=-1))
+    too_full = np.flatnonzero(
+        room[:until] < sum(size for size, _ in r.results)
+    )  # for the results, after the wait
+    fits = (room[2 * places] >= waited([r], need) + r.waiting) & (
+        2 * places + 1 > too_full.max(initial=-1)
+    )
     return int(places[fits.argmax()]) if fits.any() else earliest

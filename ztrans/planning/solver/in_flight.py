@@ -18,7 +18,9 @@ class InFlight:
 
     turn: int
     message: Message
-    number: int = field(default=-1, init=False)  # of the message in the network, once it has been sent
+    number: int = field(
+        default=-1, init=False
+    )  # of the message in the network, once it has been sent
 
 
 @dataclass(slots=True, eq=False)

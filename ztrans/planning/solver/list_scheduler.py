@@ -23,7 +23,9 @@ from .updates import Updates
 # What happens at one place, in this order.
 _ARRIVE, _SEND_FIXED, _SEND_GATHERS, _SEND_REDUCTION, _UPDATE, _WAIT = range(6)
 _NEVER = float("inf")
-_Item = tuple[int, int, int | str, Any]  # place, kind, the order of equal kinds at one place, and what it happens to
+_Item = tuple[
+    int, int, int | str, Any
+]  # place, kind, the order of equal kinds at one place, and what it happens to
 
 
 class Placed(NamedTuple):
@@ -56,14 +58,20 @@ class _Play:
         self.problem, self.memory = loads.problem, loads.memory
         self.before, self.expected = self.problem.before, self.problem.clock
         self.choice, self.limit = choice, limit
-        self.first_gradient = min((r.born for r in self.problem.reductions), default=len(self.before))
+        self.first_gradient = min(
+            (r.born for r in self.problem.reductions), default=len(self.before)
+        )
         self.reserve = max((load.size for load in reductions), default=0) if choice.reserve else 0
         self.network, self.updates, self.clock, self.at = Network(), Updates(self.problem), 0.0, 0
 
         # Of messages that arrive together, reductions take the first turns, and those of no schedule the last.
-        self.reductions = [ReductionInFlight(-1 - r, load.message, r, load) for r, load in enumerate(reductions)]
+        self.reductions = [
+            ReductionInFlight(-1 - r, load.message, r, load) for r, load in enumerate(reductions)
+        ]
         self.gathers = [GatherInFlight(g, load.message, load) for g, load in enumerate(gathers)]
-        self.fixed = [InFlight(o, message) for o, message in enumerate(self.problem.others, len(gathers))]
+        self.fixed = [
+            InFlight(o, message) for o, message in enumerate(self.problem.others, len(gathers))
+        ]
         self.ahead: list[GatherInFlight] = []  # gathers that are under way
         self.behind: list[ReductionInFlight] = []  # reductions that are under way
         self.lanes: dict[str, Lane] = {}
@@ -84,7 +92,10 @@ class _Play:
             *((each.message.issue, _SEND_FIXED, each.turn, each) for each in self.fixed),
             *((lane.next, _SEND_GATHERS, lane.name, lane) for lane in self.queued),
             *((each.load.place, _SEND_REDUCTION, each.index, each) for each in self.reductions),
-            *((place, _UPDATE, 0, None) for place in {update.release for update in self.problem.updates}),
+            *(
+                (place, _UPDATE, 0, None)
+                for place in {update.release for update in self.problem.updates}
+            ),
             *((each.message.need, _WAIT, each.turn, each) for each in (*self.gathers, *self.fixed)),
         ]
         heapq.heapify(agenda)
@@ -95,14 +106,23 @@ class _Play:
         latest = _NEVER
         for gather in reversed(lane.queue):
             message, use = gather.message, gather.load.place
-            latest = min(self.expected[use], latest) - self.choice.lead * (message.latency + message.seconds)
+            latest = min(self.expected[use], latest) - self.choice.lead * (
+                message.latency + message.seconds
+            )
             gather.due = min(max(0, bisect_right(self.expected, latest) - 1), use)
 
     def placed(self) -> Placed:
         """Play the choice; raise `_Rejected` if it takes longer than the limit."""
         if max((lane.work for lane in self.lanes.values()), default=0.0) > self.limit:
             raise _Rejected
-        happen = self._arrive, self._send, self._send_gathers, self._send_reduction, self._update, self._wait
+        happen = (
+            self._arrive,
+            self._send,
+            self._send_gathers,
+            self._send_reduction,
+            self._update,
+            self._wait,
+        )
         while self.agenda:
             place, kind, _, item = heapq.heappop(self.agenda)
             self.clock += self.before[place] - self.before[self.at]
@@ -112,16 +132,22 @@ class _Play:
         seconds = self.clock + self.before[-1] - self.before[self.at] + self.updates.left
         issued = sorted(self.gathers, key=lambda gather: gather.number)
         gathers = (Bucket(each.load.members, each.start, each.load.place) for each in issued)
-        reductions = (Bucket(each.load.members, each.load.place, each.wait) for each in self.reductions)
+        reductions = (
+            Bucket(each.load.members, each.load.place, each.wait) for each in self.reductions
+        )
         schedule = Schedule(tuple(gathers), tuple(reductions), self.choice.dropped)
-        return Placed(seconds, int(self.memory - self.room.min(initial=self.memory)), self.choice, schedule)
+        return Placed(
+            seconds, int(self.memory - self.room.min(initial=self.memory)), self.choice, schedule
+        )
 
     def _send(self, sent: InFlight, place: int) -> None:
         """Send a message."""
         message, lane = sent.message, self.lanes[sent.message.lane]
         self.clock += message.host
         self.network.run(self.clock)
-        lane.work += max(self.clock - (0.0 if lane.last is None else self.network.end[lane.last]), 0.0)
+        lane.work += max(
+            self.clock - (0.0 if lane.last is None else self.network.end[lane.last]), 0.0
+        )
         if lane.work > self.limit:
             raise _Rejected
         lane.clear = max(lane.clear, self.clock) + message.latency + message.seconds
@@ -131,7 +157,10 @@ class _Play:
         """Start the gathers of a lane whose time has come."""
         while lane.queue and lane.next == place:
             gather = lane.queue[0]
-            load, start = gather.load, self._earliest(gather.load, max(place, gather.due, gather.load.bound))
+            load, start = (
+                gather.load,
+                self._earliest(gather.load, max(place, gather.due, gather.load.bound)),
+            )
             if start > place:
                 lane.next = start
                 heapq.heappush(self.agenda, (start, _SEND_GATHERS, lane.name, lane))
@@ -157,7 +186,10 @@ class _Play:
 
     def _with_room(self, load: Load, start: int) -> int:
         """The first place from `start` on, and before its use, from which a gather has room until its use."""
-        use, size = load.place, load.size + (self.reserve if load.place >= self.first_gradient else 0)
+        use, size = (
+            load.place,
+            load.size + (self.reserve if load.place >= self.first_gradient else 0),
+        )
         full = (self.room[2 * start : 2 * use] < size)[::-1]
         last = int(full.argmax())  # 0 if no slot is full
         if full[last]:
@@ -184,7 +216,9 @@ class _Play:
     def _hold(self, reduction: ReductionInFlight, place: int) -> None:
         """Take room for a reduction until it should have arrived, or as long as there is any; if none, wait here."""
         load, begin = reduction.load, reduction.until
-        end = bisect_left(self.expected, reduction.expected - self.clock + self.expected[place], place)
+        end = bisect_left(
+            self.expected, reduction.expected - self.clock + self.expected[place], place
+        )
         end = min(end, load.bound)
         if end > begin:
             needs = load.needs(begin, end)
@@ -209,7 +243,9 @@ class _Play:
         Those that were sent before it over the same lane have arrived too, and are waited for first.
         """
         load, until, lane = reduction.load, reduction.until, reduction.message.lane
-        for earlier in [r for r in self.behind if r.message.lane == lane and r.index < reduction.index]:
+        for earlier in [
+            r for r in self.behind if r.message.lane == lane and r.index < reduction.index
+        ]:
             self._decide_wait(earlier, place, stall)
         if place < load.wait:
             raise _Rejected
@@ -248,11 +284,15 @@ class _Play:
         needed = [first]
         while self.agenda and self.agenda[0][:2] == (place, _WAIT):
             needed.append(heapq.heappop(self.agenda)[3])
-        arrivals = sorted((self.network.come(message.number), message.turn, message) for message in needed)
+        arrivals = sorted(
+            (self.network.come(message.number), message.turn, message) for message in needed
+        )
         for end, _, message in arrivals:
             if end > self.clock:
                 self.clock = end
-                for reduction in self.behind:  # at the next place, see which have arrived during the stall
+                for (
+                    reduction
+                ) in self.behind:  # at the next place, see which have arrived during the stall
                     if self.network.end[reduction.number] <= end and reduction.until > place:
                         self._check_at(place + 1, reduction)
             self.clock += message.message.unpack + self._follows(message, place)

@@ -29,7 +29,9 @@ class Load(NamedTuple):
     burst: int  # further bytes at one place: where a gather starts early, or a reduction is waited for late
     message: Message  # as if it started at `place`
     changes: np.ndarray  # where it changes what is live, compared with its members alone
-    released: tuple[tuple[int, int], ...] = ()  # of a reduction: bytes that its updates have at later places
+    released: tuple[
+        tuple[int, int], ...
+    ] = ()  # of a reduction: bytes that its updates have at later places
     stays: int = 0  # of a reduction: bytes that are counted after its first wait as its result, up to slot `until`
     until: int = 0
     spared: int = 0  # of a reduction: bytes at its first wait that are not live there if it is waited for later
@@ -61,7 +63,10 @@ def gather_load(problem: Problem, members: Members) -> Load | None:
         return None
     held, (burst, part) = sum(g.held for g in gathers), buffers(problem, gathers)
     message = sending(problem, gathers, use, use)
-    spans = (*((2 * use, 2 * g.use, g.held) for g in gathers), *gathering(problem, gathers, use, use))
+    spans = (
+        *((2 * use, 2 * g.use, g.held) for g in gathers),
+        *gathering(problem, gathers, use, use),
+    )
     return Load(members, use, use, release, held, held + part, burst, message, changes(spans))
 
 
@@ -85,7 +90,9 @@ def reduction_load(problem: Problem, waits: Sequence[int], members: Members) -> 
         burst=waited(reductions, end) - size,
         message=sending(problem, reductions, start, wait),
         changes=changes([*reducing(reductions, start, wait), *_without(reductions, first_waits)]),
-        released=tuple((size, place) for r in reductions for size, place in r.released if place > wait),
+        released=tuple(
+            (size, place) for r in reductions for size, place in r.released if place > wait
+        ),
         stays=sum(size for size, _ in results),
         until=min((until for _, until in results), default=0),
         spared=max(waited(reductions, wait) - before, 0),

@@ -36,7 +36,9 @@ def kept(problem: Problem, dropped: Collection[int]) -> frozenset[int]:
     more = {
         i
         for i, g in enumerate(problem.gathers)
-        if i not in keeper and g.again is not None and g.use <= last[keeper.get(g.again, g.again)] + 1
+        if i not in keeper
+        and g.again is not None
+        and g.use <= last[keeper.get(g.again, g.again)] + 1
     }
     return kept(problem, {*dropped, *more}) if more else frozenset(dropped)
 
@@ -70,7 +72,9 @@ class Loads:
         changes = [load.changes for load in (*gathers, *reductions) if len(load.members) > 1]
         room = self.memory - self.alone(choice.dropped) - added_up(changes, len(self.fixed))
         if reductions:
-            room[2 * self.problem.births[0] :] -= max(load.second for load in reductions) - self.second
+            room[2 * self.problem.births[0] :] -= (
+                max(load.second for load in reductions) - self.second
+            )
         if room.min(initial=0) < 0:
             return None
         order = lambda load: (load.place, load.bound)

@@ -15,7 +15,14 @@ import random
 from collections.abc import Sequence
 from itertools import product
 
-from .bucketing import FIRST_GATHERS, REDUCTIONS, REGATHERS, gather_buckets, in_order, reduction_buckets
+from .bucketing import (
+    FIRST_GATHERS,
+    REDUCTIONS,
+    REGATHERS,
+    gather_buckets,
+    in_order,
+    reduction_buckets,
+)
 from .list_scheduler import Placed, place_choice
 from .load import Members
 from .loads import Choice, Loads, kept
@@ -26,7 +33,9 @@ from .slots import by_operation
 NEARLY = 0.0025  # schedules whose times differ by less than this share count as equal; the lower bound's is enough
 # Without an improvement the search ends after this many messages, and this many more for each message of the problem.
 _PATIENCE = 500, 100
-_LITTLE = 4000  # messages that the smallest problem may place; the first choices alone take hundreds
+_LITTLE = (
+    4000  # messages that the smallest problem may place; the first choices alone take hundreds
+)
 
 
 class Search:
@@ -47,13 +56,20 @@ class Search:
         if alone is None:
             raise ValueError("search: the memory is less than every schedule needs.")
         self.best = alone
-        self.front = [alone]  # those that are near the best, and that no other beats in both seconds and bytes
+        self.front = [
+            alone
+        ]  # those that are near the best, and that no other beats in both seconds and bytes
 
     def _alone(self) -> Choice:
         """Every message alone, every gather at its use."""
         gathers, reductions = self.problem.gathers, self.problem.reductions
         among: list[Members] = [(i,) for i in range(len(gathers)) if i not in self.free]
-        return Choice(in_order(self.problem, among), tuple((i,) for i in range(len(reductions))), self.free, lead=0.0)
+        return Choice(
+            in_order(self.problem, among),
+            tuple((i,) for i in range(len(reductions))),
+            self.free,
+            lead=0.0,
+        )
 
     @property
     def done(self) -> bool:
@@ -68,7 +84,10 @@ class Search:
     @property
     def result(self) -> Placed:
         """Of the choices that take nearly as little time as the best one, the one with the fewest live bytes."""
-        return min((placed for placed in self.front if placed.seconds <= self.limit), key=lambda placed: placed.peak)
+        return min(
+            (placed for placed in self.front if placed.seconds <= self.limit),
+            key=lambda placed: placed.peak,
+        )
 
     def rank(self, placed: Placed) -> tuple[float, int, int]:
         """Sort key: smaller is better."""
@@ -92,12 +111,16 @@ class Search:
     def _to_front(self, placed: Placed) -> None:
         limit, beats = self.limit, lambda a, b: a.seconds <= b.seconds and a.peak <= b.peak
         if placed.seconds <= limit and not any(beats(other, placed) for other in self.front):
-            others = (other for other in self.front if other.seconds <= limit and not beats(placed, other))
+            others = (
+                other for other in self.front if other.seconds <= limit and not beats(placed, other)
+            )
             self.front, self.improved = [*others, placed], self.effort
 
     def begin(self) -> None:
         """Try full buckets: with no values kept, and with as many as fit."""
-        for dropped, full in product((self.free, self._dropped())[: 1 + self.moves.keep], self.moves.full):
+        for dropped, full in product(
+            (self.free, self._dropped())[: 1 + self.moves.keep], self.moves.full
+        ):
             if not self.done:
                 self.try_(self._full(dropped, full))
 
@@ -118,7 +141,9 @@ class Search:
         buckets: list[Members] = []
         for portion, is_first in ((FIRST_GATHERS, True), (REGATHERS, False)):
             among = [
-                i for i, g in enumerate(self.problem.gathers) if i not in dropped and (g.again is None) == is_first
+                i
+                for i, g in enumerate(self.problem.gathers)
+                if i not in dropped and (g.again is None) == is_first
             ]
             buckets += gather_buckets(self.problem, among, room, portion, full)
         reductions = reduction_buckets(self.problem, room, REDUCTIONS, full)

@@ -89,13 +89,18 @@ class _Job(NamedTuple):
 
 def _jobs(problem: Problem) -> list[_Job]:
     """In order of need."""
-    n, jobs = len(problem.seconds), [_Job(m.link, m.latency, m.issue, m.need, m.seconds) for m in problem.others]
+    n, jobs = (
+        len(problem.seconds),
+        [_Job(m.link, m.latency, m.issue, m.need, m.seconds) for m in problem.others],
+    )
 
     def job(x: Gather | Reduction, release: int, need: int, **more: Any) -> _Job:
         wire = problem.wires[x.key]
         pack, copy = copying(wire, x)
         host, unpack = wire.host * x.wire + pack, wire.unpack * x.wire + copy
-        return _Job(wire.link, wire.latency, release, need, wire.pace * x.wire, host, unpack, **more)
+        return _Job(
+            wire.link, wire.latency, release, need, wire.pace * x.wire, host, unpack, **more
+        )
 
     for i, r in enumerate(problem.reductions):
         follows = sum(problem.updates[u].seconds for u in problem.updated.get(i, ()))
@@ -127,7 +132,9 @@ def _room(problem: Problem) -> np.ndarray:
     return np.maximum(problem.memory - used, 0.0)
 
 
-def _earliest(problem: Problem, jobs: list[_Job], wire: bool = True, room: np.ndarray | None = None) -> float:
+def _earliest(
+    problem: Problem, jobs: list[_Job], wire: bool = True, room: np.ndarray | None = None
+) -> float:
     """The earliest end: by single messages, with `wire` by all that a link carries, with `room` by memory too."""
     before = np.array(problem.before)
     arrive, delay, at = before.copy(), 0.0, 0
@@ -144,7 +151,10 @@ def _earliest(problem: Problem, jobs: list[_Job], wire: bool = True, room: np.nd
                 start, end = max(start, arrival), max(end, arrival + job.follows)
             if wire:
                 links[job.link].add(job)
-        delay, at = max([start, *(link.clear(need) for link in links.values())]) - before[need], need
+        delay, at = (
+            max([start, *(link.clear(need) for link in links.values())]) - before[need],
+            need,
+        )
         end = max(end, before[-1] + delay + left[need + 1])
     return float(end)
 
@@ -156,23 +166,31 @@ def _left(problem: Problem, jobs: list[_Job]) -> np.ndarray:
         if job.first:
             spent[job.release] += job.host + job.unpack
     for update in problem.updates:
-        spent[max([update.release, *(problem.reductions[r].born + 1 for r in update.after)])] += update.seconds
+        spent[max([update.release, *(problem.reductions[r].born + 1 for r in update.after)])] += (
+            update.seconds
+        )
     return spent[::-1].cumsum()[::-1]
 
 
 class _Link:
     """One link, and the seconds that it must carry from each place on, of messages that are needed by now."""
 
-    def __init__(self, problem: Problem, jobs: list[_Job], arrive: np.ndarray, room: np.ndarray | None) -> None:
+    def __init__(
+        self, problem: Problem, jobs: list[_Job], arrive: np.ndarray, room: np.ndarray | None
+    ) -> None:
         self.arrive, self.room, self.latency = arrive, room, min(job.latency for job in jobs)
         n = len(problem.seconds)
         self.sent, self.reduced = np.zeros(n + 1), np.zeros(n + 1)
-        spares: dict[Hashable, float] = {}  # by key: the seconds that a byte of room spares, at most
+        spares: dict[
+            Hashable, float
+        ] = {}  # by key: the seconds that a byte of room spares, at most
         for job in jobs:
             if job.gathered and job.seconds:
                 spares[job.key] = max(spares.get(job.key, 0.0), job.seconds / job.gathered)
         self.spares = dict(sorted(spares.items(), key=lambda item: -item[1]))
-        self.later = {key: np.zeros(n) for key in spares}  # by operation: gathers after it, without any room
+        self.later = {
+            key: np.zeros(n) for key in spares
+        }  # by operation: gathers after it, without any room
 
     def add(self, job: _Job) -> None:
         """Count a message that is needed by now."""
@@ -199,4 +217,6 @@ class _Link:
 
     def _last(self, arrive: np.ndarray, seconds: np.ndarray) -> float:
         some = seconds > 0
-        return float((arrive + seconds)[some].max(initial=0.0)) + self.latency if some.any() else 0.0
+        return (
+            float((arrive + seconds)[some].max(initial=0.0)) + self.latency if some.any() else 0.0
+        )

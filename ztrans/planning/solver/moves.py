@@ -60,7 +60,9 @@ def keep_more(chance: Random, problem: Problem, choice: Choice) -> Choice:
     more = [i for i in problem.repeats if i not in choice.dropped][: chance.choice(_COUNTS)]
     dropped = kept(problem, choice.dropped.union(more))
     gathers = (tuple(i for i in members if i not in dropped) for members in choice.gathers)
-    return choice._replace(gathers=tuple(members for members in gathers if members), dropped=dropped)
+    return choice._replace(
+        gathers=tuple(members for members in gathers if members), dropped=dropped
+    )
 
 
 def keep_fewer(chance: Random, problem: Problem, choice: Choice) -> Choice:
@@ -73,13 +75,24 @@ def keep_fewer(chance: Random, problem: Problem, choice: Choice) -> Choice:
 
 def _pick(chance: Random, choice: Choice) -> tuple[bool, list[Members], int]:
     """Pick a bucket: whether it is one of gathers, the buckets of its kind, and its number among them."""
-    number, count = chance.randrange(len(choice.gathers) + len(choice.reductions)), len(choice.gathers)
-    return (True, [*choice.gathers], number) if number < count else (False, [*choice.reductions], number - count)
+    number, count = (
+        chance.randrange(len(choice.gathers) + len(choice.reductions)),
+        len(choice.gathers),
+    )
+    return (
+        (True, [*choice.gathers], number)
+        if number < count
+        else (False, [*choice.reductions], number - count)
+    )
 
 
 def _cuts(problem: Problem, members: Members, gathers: bool) -> Iterator[int]:
     """Where a bucket may be cut: members of one operation stay together."""
-    at = lambda i: (problem.gathers[i].use, problem.gathers[i].release) if gathers else problem.reductions[i].born
+    at = lambda i: (
+        (problem.gathers[i].use, problem.gathers[i].release)
+        if gathers
+        else problem.reductions[i].born
+    )
     return (k for k in range(1, len(members)) if at(members[k]) != at(members[k - 1]))
 
 
@@ -91,7 +104,11 @@ def can_join(problem: Problem, buckets: Sequence[Members], k: int, gathers: bool
 
 def with_buckets(choice: Choice, gathers: bool, buckets: Sequence[Members]) -> Choice:
     """A choice with other buckets of gathers, or of reductions."""
-    return choice._replace(gathers=tuple(buckets)) if gathers else choice._replace(reductions=tuple(buckets))
+    return (
+        choice._replace(gathers=tuple(buckets))
+        if gathers
+        else choice._replace(reductions=tuple(buckets))
+    )
 
 
 @dataclass(frozen=True)
@@ -100,7 +117,10 @@ class Moves:
 
     keep: bool = True  # begin also with as many values kept from forward to backward as fit
     full: tuple[float, ...] = FULL  # latencies that the transfer of a bucket takes at the beginning
-    merge: tuple[bool, ...] = (True, False)  # merge buckets, many at once: of gathers (True), then of reductions
+    merge: tuple[bool, ...] = (
+        True,
+        False,
+    )  # merge buckets, many at once: of gathers (True), then of reductions
     changes: tuple[tuple[Change, int], ...] = (  # each with its weight
         (split, 20),
         (join, 30),
@@ -110,7 +130,9 @@ class Moves:
         (keep_fewer, 8),
     )
     slower: float = 0.01  # the share by which a change may be slower at first; it falls to 0
-    one_ahead: bool = True  # compare with the schedule that sends every message alone, one message ahead
+    one_ahead: bool = (
+        True  # compare with the schedule that sends every message alone, one message ahead
+    )
 
 
 MOVES = Moves()

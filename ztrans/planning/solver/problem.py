@@ -58,16 +58,26 @@ class Reduction(NamedTuple):
     wire: int
     held: int  # bytes of the gradient, live from operation `born` on, until the wait
     born: int  # the operation that makes the gradient
-    received: int = 0  # bytes of the buffer in which it is received, live from the start until the wait
+    received: int = (
+        0  # bytes of the buffer in which it is received, live from the start until the wait
+    )
     need: int = END  # the place that needs the result at the latest
     freed: int = 0  # the part of `held` that is not live after the start, because a copy is sent
     sent: int = 0  # bytes of that copy, live from the start until its bucket's first wait
     value: int = 0  # bytes that the wait makes for the reduced value; 0 if it lies in the buffer that was received
     updated: int = 0  # bytes that the updates which follow it make, and that stay
-    updating: int = 0  # bytes of temporaries that one of them has at once, if it may run at every wait
-    released: tuple[tuple[int, int], ...] = ()  # and those of the others, each with the first place where it may run
-    results: tuple[tuple[int, int], ...] = ()  # bytes that stay after the wait, each up to a slot (see `slots`)
-    waiting: int = 0  # bytes of results that wait for it, live from the place after its birth until its wait
+    updating: int = (
+        0  # bytes of temporaries that one of them has at once, if it may run at every wait
+    )
+    released: tuple[
+        tuple[int, int], ...
+    ] = ()  # and those of the others, each with the first place where it may run
+    results: tuple[
+        tuple[int, int], ...
+    ] = ()  # bytes that stay after the wait, each up to a slot (see `slots`)
+    waiting: int = (
+        0  # bytes of results that wait for it, live from the place after its birth until its wait
+    )
     second: int = 0  # bytes of a second reduction, live from its wait until that of the next bucket that has one
     small: bool = False
     name: str = ""
@@ -89,15 +99,25 @@ class Problem:
     """
 
     seconds: tuple[float, ...]  # by operation
-    live: tuple[int, ...]  # by operation: bytes live while it runs, without gathered values and gradients
-    matmul: tuple[bool, ...]  # by operation: whether it is a matrix product, or takes as long as one
+    live: tuple[
+        int, ...
+    ]  # by operation: bytes live while it runs, without gathered values and gradients
+    matmul: tuple[
+        bool, ...
+    ]  # by operation: whether it is a matrix product, or takes as long as one
     gathers: tuple[Gather, ...]  # in order of use
     reductions: tuple[Reduction, ...]  # in order of birth
     wires: Mapping[Hashable, Wire] = field(hash=False)
     memory: float = float("inf")  # bytes that may be live
-    max_between: float = float("inf")  # matmuls between two starts of reductions; the first birth counts as one
-    gathers_in_flight: float = float("inf")  # bytes of gathers started and not yet waited for, at most
-    reductions_in_flight: float = float("inf")  # bytes of gradients started and not yet waited for, at most
+    max_between: float = float(
+        "inf"
+    )  # matmuls between two starts of reductions; the first birth counts as one
+    gathers_in_flight: float = float(
+        "inf"
+    )  # bytes of gathers started and not yet waited for, at most
+    reductions_in_flight: float = float(
+        "inf"
+    )  # bytes of gradients started and not yet waited for, at most
     across: tuple[int, ...] = ()  # by place: bytes live there, if they are known
     updates: tuple[Update, ...] = ()
     others: tuple[Message, ...] = ()  # messages at places that no schedule changes
@@ -128,7 +148,9 @@ class Problem:
     @functools.cached_property
     def repeats(self) -> tuple[int, ...]:
         """The gathers that may be dropped. Those whose value is kept for a short time come first."""
-        return tuple(sorted((i for i, g in enumerate(self.gathers) if g.again is not None), key=self.idle))
+        return tuple(
+            sorted((i for i, g in enumerate(self.gathers) if g.again is not None), key=self.idle)
+        )
 
     def idle(self, i: int) -> int:
         """The operations from the last use of the earlier value to the first use of a gather that repeats it."""

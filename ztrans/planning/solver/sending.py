@@ -14,11 +14,15 @@ from .problem import Gather, Problem, Reduction, Wire
 from .slots import copied, shared
 
 
-def sending(problem: Problem, members: Sequence[Gather] | Sequence[Reduction], start: int, wait: int) -> Message:
+def sending(
+    problem: Problem, members: Sequence[Gather] | Sequence[Reduction], start: int, wait: int
+) -> Message:
     """A bucket as a message that is sent at place `start` and waited for at place `wait`."""
     wire, moved = problem.wires[members[0].key], sum(member.wire for member in members)
     pack, unpack = (sum(seconds) for seconds in zip(*(copying(wire, member) for member in members)))
-    unpack += wire.copy * sum(gather.held for gather in shared([m for m in members if isinstance(m, Gather)]))
+    unpack += wire.copy * sum(
+        gather.held for gather in shared([m for m in members if isinstance(m, Gather)])
+    )
     pack += wire.pack * copied([m for m in members if isinstance(m, Reduction)])
     host, unpack = wire.call + wire.host * moved + pack, wire.unpack * moved + unpack
     return Message(start, wait, wire.lane, wire.link, wire.latency, wire.pace * moved, host, unpack)

@@ -46,7 +46,9 @@ def reducing(members: Sequence[Reduction], start: int, wait: int) -> Iterator[Sp
     for r in members:
         yield 2 * r.born + 1, 2 * start, r.held
         yield 2 * r.born + 2, 2 * wait + 1, r.waiting
-        yield from ((2 * wait + 1, until, size) for size, until in r.results if until > 2 * wait + 1)
+        yield from (
+            (2 * wait + 1, until, size) for size, until in r.results if until > 2 * wait + 1
+        )
         yield from ((2 * place, 2 * place + 1, size) for size, place in r.released if place > wait)
     begins, ends = sending_bytes(members), waited(members, wait)
     if start == wait:
@@ -90,9 +92,13 @@ def copied(members: Sequence[Reduction]) -> int:
     return sum(r.held - r.freed for r in shared(members))
 
 
-def second_reductions(problem: Problem, buckets: Sequence[tuple[Sequence[Reduction], int]]) -> Iterator[Span]:
+def second_reductions(
+    problem: Problem, buckets: Sequence[tuple[Sequence[Reduction], int]]
+) -> Iterator[Span]:
     """The bytes of second reductions, given the members of each bucket and its wait."""
-    waits = sorted((wait, sum(r.second for r in members)) for members, wait in buckets if members[0].second)
+    waits = sorted(
+        (wait, sum(r.second for r in members)) for members, wait in buckets if members[0].second
+    )
     for (wait, size), (end, _) in zip(waits, [*waits[1:], (len(problem.seconds), 0)]):
         yield 2 * wait + 1, 2 * end + 1, size
 

@@ -26,7 +26,9 @@ class Infeasible(Exception):
     """No schedule fits the memory: with every message alone, `needs` bytes are live at operation `at`."""
 
     def __init__(self, needs: int, at: int) -> None:
-        super().__init__(f"{needs} bytes are needed at operation {at}, even if every message is sent alone")
+        super().__init__(
+            f"{needs} bytes are needed at operation {at}, even if every message is sent alone"
+        )
         self.needs, self.at = needs, at
 
 
@@ -107,7 +109,9 @@ def one_ahead(problem: Problem) -> Schedule | None:
         Bucket((i,), start, min(after, r.need))
         for i, (r, start, after) in enumerate(zip(problem.reductions, starts, [*starts[1:], end]))
     ]
-    schedule = Schedule(tuple(sorted(gathers, key=lambda bucket: bucket.start)), tuple(reductions), dropped)
+    schedule = Schedule(
+        tuple(sorted(gathers, key=lambda bucket: bucket.start)), tuple(reductions), dropped
+    )
     try:
         validate(problem, schedule)
     except ScheduleError:

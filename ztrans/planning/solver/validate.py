@@ -27,8 +27,12 @@ def validate(problem: Problem, schedule: Schedule) -> None:
         _check_gather(problem, bucket)
     for bucket in schedule.reductions:
         _check_reduction(problem, bucket)
-    _check_in_flight(problem, "gathers", schedule.gathers, problem.gathers, problem.gathers_in_flight)
-    _check_in_flight(problem, "gradients", schedule.reductions, problem.reductions, problem.reductions_in_flight)
+    _check_in_flight(
+        problem, "gathers", schedule.gathers, problem.gathers, problem.gathers_in_flight
+    )
+    _check_in_flight(
+        problem, "gradients", schedule.reductions, problem.reductions, problem.reductions_in_flight
+    )
     _check_between(problem, schedule)
 
 
@@ -40,7 +44,9 @@ def _names(messages: Sequence[Gather | Reduction], members: Sequence[int]) -> st
 def _check_dropped(problem: Problem, schedule: Schedule) -> None:
     for i in sorted(schedule.dropped):
         if problem.gathers[i].again is None:
-            raise ScheduleError(f"the gather {_names(problem.gathers, [i])} is dropped, and no value is kept for it")
+            raise ScheduleError(
+                f"the gather {_names(problem.gathers, [i])} is dropped, and no value is kept for it"
+            )
 
 
 def _check_buckets(
@@ -61,7 +67,9 @@ def _check_buckets(
             raise ScheduleError(f"{kind}s of several kinds share the bucket {names}")
         if not 0 <= bucket.start <= bucket.wait <= len(problem.seconds):
             start, wait = map(problem.place, (bucket.start, bucket.wait))
-            raise ScheduleError(f"the {kind} {names} starts {start}, and is waited for {wait}: out of order")
+            raise ScheduleError(
+                f"the {kind} {names} starts {start}, and is waited for {wait}: out of order"
+            )
     for a, b in pairwise(buckets):
         if a.start > b.start:
             first, second = _names(messages, a.members), _names(messages, b.members)
@@ -73,10 +81,14 @@ def _check_gather(problem: Problem, bucket: Bucket) -> None:
     names, start = _names(problem.gathers, bucket.members), problem.place(bucket.start)
     first, released = min(g.use for g in members), max(g.release for g in members)
     if bucket.wait != first:
-        raise ScheduleError(f"the gather {names} is first used {problem.place(first)}, and not waited for there")
+        raise ScheduleError(
+            f"the gather {names} is first used {problem.place(first)}, and not waited for there"
+        )
     if bucket.start < released:
         earliest = problem.place(released)
-        raise ScheduleError(f"the gather {names} starts {start}, and may start {earliest} at the earliest")
+        raise ScheduleError(
+            f"the gather {names} starts {start}, and may start {earliest} at the earliest"
+        )
 
 
 def _check_reduction(problem: Problem, bucket: Bucket) -> None:
@@ -86,9 +98,13 @@ def _check_reduction(problem: Problem, bucket: Bucket) -> None:
     need = min(len(problem.seconds), *(r.need for r in members))
     if bucket.start != born:
         start = problem.place(born)
-        raise ScheduleError(f"the reduction {names} has its last gradient {start}, and does not start there")
+        raise ScheduleError(
+            f"the reduction {names} has its last gradient {start}, and does not start there"
+        )
     if bucket.wait > need:
-        raise ScheduleError(f"the reduction {names} is waited for {wait}, and needed {problem.place(need)}")
+        raise ScheduleError(
+            f"the reduction {names} is waited for {wait}, and needed {problem.place(need)}"
+        )
 
 
 def _check_in_flight(
@@ -99,11 +115,16 @@ def _check_in_flight(
     limit: float,
 ) -> None:
     """Bytes started and not yet waited for."""
-    spans = ((bucket.start, bucket.wait, sum(messages[i].held for i in bucket.members)) for bucket in buckets)
+    spans = (
+        (bucket.start, bucket.wait, sum(messages[i].held for i in bucket.members))
+        for bucket in buckets
+    )
     flight = summed(spans, len(problem.seconds) + 1)
     if flight.max() > limit:
         where = problem.place(int(flight.argmax()))
-        raise ScheduleError(f"{flight.max()} bytes of {kind} are under way {where}, and {limit} may be")
+        raise ScheduleError(
+            f"{flight.max()} bytes of {kind} are under way {where}, and {limit} may be"
+        )
 
 
 def _check_between(problem: Problem, schedule: Schedule) -> None:

@@ -92,7 +92,9 @@ class Folder:
         self._reader = dcp.FileSystemReader(path)
         self._metadata = self._reader.read_metadata()
         entries = self._metadata.state_dict_metadata.items()
-        self.shapes = {name: tuple(x.size) for name, x in entries if isinstance(x, TensorStorageMetadata)}
+        self.shapes = {
+            name: tuple(x.size) for name, x in entries if isinstance(x, TensorStorageMetadata)
+        }
 
     def fill(self, parts: Mapping[str, torch.Tensor]) -> None:
         """Read this rank's part of each tensor in place. Nothing is communicated."""

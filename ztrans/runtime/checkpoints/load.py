@@ -53,7 +53,9 @@ def load(path: str | os.PathLike[str], step: Callable, like: State) -> State:
     names = _names(checkpoint, path, named)
     _check_shapes(checkpoint, path, names, named)
     leaves, tree = pytree.tree_flatten(none_as_empty(like))
-    blank = [_blank(leaf) if name in names else _kept(path, name, leaf) for name, leaf in named.items()]
+    blank = [
+        _blank(leaf) if name in names else _kept(path, name, leaf) for name, leaf in named.items()
+    ]
     state = pytree.tree_unflatten(blank, tree)
     sharded = state_leaves((getattr(step, "shard", None) or (lambda whole: whole))(state))
     parts = dict(zip(named, map(_allocated, sharded, leaves)))
@@ -68,7 +70,11 @@ def _opened(path: Path) -> Folder | ModelFile:
     if path.exists() and is_model(path):
         return ModelFile(path)
     begun = partial(path).exists()
-    hint = " The first save to it is not complete: call .result() of a save that runs." if begun else ""
+    hint = (
+        " The first save to it is not complete: call .result() of a save that runs."
+        if begun
+        else ""
+    )
     raise FileNotFoundError(
         f"load: {path} is no checkpoint.{hint}\n"
         f"zt.save writes one. The files of an ordinary model end in .pt, .pth, .bin or .safetensors."
@@ -83,8 +89,14 @@ def _names(checkpoint: Folder | ModelFile, path: Path, named: Mapping[str, Any])
         others: list[str] = []
     else:
         inner = {name: name.partition(".") for name in named}
-        names = {name: rest for name, (entry, _, rest) in inner.items() if entry in _OF_MODULES and rest in stored}
-        required = {name: rest for name, (entry, _, rest) in inner.items() if entry == _OF_MODULES[0]}
+        names = {
+            name: rest
+            for name, (entry, _, rest) in inner.items()
+            if entry in _OF_MODULES and rest in stored
+        }
+        required = {
+            name: rest for name, (entry, _, rest) in inner.items() if entry == _OF_MODULES[0]
+        }
         others = checkpoint.others({*names.values()})
     missing = [name for name, key in required.items() if key not in stored]
     if missing or others:
@@ -138,7 +150,9 @@ def _allocated(part: Any, like: Any) -> torch.Tensor:
     if not part.is_meta:
         return part
     device = torch.get_default_device() if like.is_meta else like.device
-    return torch.empty(part.shape, dtype=part.dtype, device=device).requires_grad_(part.requires_grad)
+    return torch.empty(part.shape, dtype=part.dtype, device=device).requires_grad_(
+        part.requires_grad
+    )
 
 
 def _as_like(part: torch.Tensor, like: Any) -> Any:

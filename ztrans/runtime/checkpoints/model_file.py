@@ -36,7 +36,9 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     part.parent.mkdir(parents=True, exist_ok=True)
     try:
         if path.suffix == _SAFE:
-            _safetensors().save_file({name: x.contiguous() for name, x in tensors.items()}, part, {"format": "pt"})
+            _safetensors().save_file(
+                {name: x.contiguous() for name, x in tensors.items()}, part, {"format": "pt"}
+            )
         else:
             torch.save(dict(tensors), part)
         sync(part)
@@ -64,7 +66,9 @@ class ModelFile:
         """The names of the tensors that are not used. A second name of a used tensor is not among them."""
         at = lambda x: (x.data_ptr(), x.shape, x.stride(), x.dtype)
         known = {at(self._tensors[name]) for name in used}
-        return [name for name, x in self._tensors.items() if name not in used and at(x) not in known]
+        return [
+            name for name, x in self._tensors.items() if name not in used and at(x) not in known
+        ]
 
 
 def _read(file: Path) -> dict[str, torch.Tensor]:
@@ -72,7 +76,11 @@ def _read(file: Path) -> dict[str, torch.Tensor]:
     if file.suffix == _SAFE:
         return _safetensors().load_file(file)
     leaves = named_leaves(torch.load(file, map_location="cpu", mmap=True, weights_only=True))
-    return {name: torch.as_tensor(x) for name, x in leaves.items() if isinstance(x, torch.Tensor | int | float)}
+    return {
+        name: torch.as_tensor(x)
+        for name, x in leaves.items()
+        if isinstance(x, torch.Tensor | int | float)
+    }
 
 
 def _safetensors() -> ModuleType:

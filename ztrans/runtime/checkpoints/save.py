@@ -58,7 +58,10 @@ def save(path: str | os.PathLike[str], state: Any) -> Future[Path]:
     True
     """
     target, named = Path(path), named_leaves(state)
-    tensors, leaves = {name: _tensor(name, leaf) for name, leaf in named.items()}, list(named.values())
+    tensors, leaves = (
+        {name: _tensor(name, leaf) for name, leaf in named.items()},
+        list(named.values()),
+    )
     check_whole(leaves, "save")
     mesh = mesh_of_state(leaves)
     if mesh is not None:
@@ -90,7 +93,10 @@ def _group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
 
 
 def _write_folder(
-    writer: FolderWriter, staged: Mapping[str, torch.Tensor], mesh: DeviceMesh | None, group: dist.ProcessGroup | None
+    writer: FolderWriter,
+    staged: Mapping[str, torch.Tensor],
+    mesh: DeviceMesh | None,
+    group: dist.ProcessGroup | None,
 ) -> Path:
     try:
         if mesh is not None and group is not None:
@@ -110,10 +116,14 @@ def _causes(error: BaseException) -> str:
     if not isinstance(error, CheckpointException):
         return f"{type(error).__name__}: {error}."
     failures = error.failures.items()
-    return " ".join(f"Rank {rank}: {type(cause).__name__}: {cause}." for rank, (cause, _) in failures)
+    return " ".join(
+        f"Rank {rank}: {type(cause).__name__}: {cause}." for rank, (cause, _) in failures
+    )
 
 
-def _write_model_file(target: Path, tensors: Mapping[str, torch.Tensor], mesh: DeviceMesh | None) -> Future[Path]:
+def _write_model_file(
+    target: Path, tensors: Mapping[str, torch.Tensor], mesh: DeviceMesh | None
+) -> Future[Path]:
     is_first = mesh is None or dist.get_rank() == process_groups(mesh).ranks[0]
     whole: dict[str, torch.Tensor] = {}
     for name, x in tensors.items():

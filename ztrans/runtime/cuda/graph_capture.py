@@ -77,7 +77,9 @@ def copied_inputs(graph: Graph, inputs: Sequence[torch.Tensor], device: str = "c
     return copied
 
 
-def placed(graph: Graph, inputs: Sequence[torch.Tensor], device: str = "cuda") -> list[torch.Tensor]:
+def placed(
+    graph: Graph, inputs: Sequence[torch.Tensor], device: str = "cuda"
+) -> list[torch.Tensor]:
     """The inputs of a step; those that a capture copies are moved to the device of the others."""
     copied = set(copied_inputs(graph, inputs, device))
     target = next((x.device for x in inputs if x.device.type == device), torch.device(device))
@@ -94,7 +96,16 @@ def with_rates(graph: Graph) -> Graph:
             if rate not in narrow:
                 narrow[rate] = Var(f"{rate.name}.f32", torch.float32, rate.shape, rate.layout)
                 cast = {"dtype": torch.float32}
-                eqns.append(Eqn(torch.ops.aten._to_copy.default, (rate,), (narrow[rate],), cast, e.region, e.source))
+                eqns.append(
+                    Eqn(
+                        torch.ops.aten._to_copy.default,
+                        (rate,),
+                        (narrow[rate],),
+                        cast,
+                        e.region,
+                        e.source,
+                    )
+                )
             e = e.replace(kwargs={**e.kwargs, "lr": narrow[rate]})
         eqns.append(e)
     return graph.replace(eqns=tuple(eqns))
@@ -176,7 +187,10 @@ class Capture:
             self.captured.replay()
             outputs = self.outputs
         n = self.graph.num_state
-        return [*inputs[:n], *(x.clone() if isinstance(x, torch.Tensor) else x for x in outputs[n:])]
+        return [
+            *inputs[:n],
+            *(x.clone() if isinstance(x, torch.Tensor) else x for x in outputs[n:]),
+        ]
 
     def close(self) -> None:
         """Release the graph and its memory. A later call starts again from the beginning, with any state."""
@@ -188,7 +202,10 @@ class Capture:
 
     def _allocate(self, inputs: Sequence[torch.Tensor]) -> None:
         on_device = placed(self.graph, inputs, self.device)
-        self.buffers = {i: torch.empty_like(on_device[i]) for i in copied_inputs(self.graph, inputs, self.device)}
+        self.buffers = {
+            i: torch.empty_like(on_device[i])
+            for i in copied_inputs(self.graph, inputs, self.device)
+        }
         self.stream = self.cuda.Stream()
 
     def _run_on_side_stream(self, inputs: list[torch.Tensor]) -> list[Any]:
@@ -205,7 +222,9 @@ class Capture:
         try:
             # Only this thread is captured, so threads that load data or watch NCCL may continue.
             with (
-                self.cuda.stream(self.cuda.current_stream()),  # restores this stream if the capture fails
+                self.cuda.stream(
+                    self.cuda.current_stream()
+                ),  # restores this stream if the capture fails
                 ops.filled_after_capture(self.device),
                 no_collection(),
                 own_workspaces(),
@@ -240,7 +259,11 @@ class Capture:
 
     def _check_same_state(self, inputs: Sequence[torch.Tensor]) -> None:
         for i, (v, old, x) in enumerate(zip(self.graph.inputs, self.inputs, inputs)):
-            if i not in self.buffers and i not in self.taken_by_value and old.data_ptr() != x.data_ptr():
+            if (
+                i not in self.buffers
+                and i not in self.taken_by_value
+                and old.data_ptr() != x.data_ptr()
+            ):
                 raise ValueError(
                     f"{self.graph.name}: state leaf {v.name} is not where it was when the step was captured, and a "
                     f"CUDA graph reads and writes that memory.\n"
@@ -270,7 +293,9 @@ def own_workspaces() -> Iterator[None]:
 def _fill(buffer: torch.Tensor, x: torch.Tensor) -> None:
     """Copy an input into its buffer."""
     if x.ndim == 0 and x.device.type == "cpu":
-        buffer.fill_(x.item())  # the launch carries the number, so nothing waits for a copy from the host
+        buffer.fill_(
+            x.item()
+        )  # the launch carries the number, so nothing waits for a copy from the host
     else:
         buffer.copy_(x, non_blocking=True)
 

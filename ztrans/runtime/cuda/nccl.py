@@ -19,7 +19,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceCoalescedOptions, ReduceScatterOptions
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    ReduceScatterOptions,
+)
 
 from ... import ops
 from ...ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
@@ -39,7 +43,9 @@ class Message:
     sent: torch.Tensor
     values: Sequence[torch.Tensor]
     pack: Callable[[], object]  # fills `sent`
-    receive_buffer: Callable[[], torch.Tensor]  # the tensor that the collective fills; maybe a value, or `sent`
+    receive_buffer: Callable[
+        [], torch.Tensor
+    ]  # the tensor that the collective fills; maybe a value, or `sent`
     finish: Callable[[torch.Tensor], object]  # fills `values` from that tensor
 
 
@@ -59,7 +65,11 @@ class StreamedStart(Start):
         self.streams, self.lane = streams, streams.lane(channel)
         self.carrier, self.is_by_host, self.hosts = by, by.call == BY_HOST, channel.hosts
         self.is_exchanged = self.is_by_host or by.call == "nccl all_to_all"
-        messages = {ALL_GATHER: self._gathered, REDUCE_SCATTER: self._scattered, ALL_REDUCE: self._reduced}
+        messages = {
+            ALL_GATHER: self._gathered,
+            REDUCE_SCATTER: self._scattered,
+            ALL_REDUCE: self._reduced,
+        }
         self.message = messages[self.kind]
 
     def forward(self, *members: torch.Tensor) -> tuple[Member, ...]:
@@ -75,20 +85,26 @@ class StreamedStart(Start):
             for m, buffer in zip(messages, received):
                 m.finish(buffer)
         done = Done(streams, self.lane, self.lane.record_event(), [m.sent for m in messages])
-        values = dict(zip((k for ks in self.groups for k in ks), (v for m in messages for v in m.values)))
+        values = dict(
+            zip((k for ks in self.groups for k in ks), (v for m in messages for v in m.values))
+        )
         future = Future(done, lambda: values)
         return tuple(Member(future, k) for k in range(len(members)))
 
     def _call(self, received: list[torch.Tensor], sent: list[torch.Tensor]) -> None:
         """Launch the collective on the current stream, for all messages at once."""
         if self.wire.is_complex:  # NCCL has no complex dtypes; it adds real and imaginary parts
-            received, sent = ([torch.view_as_real(x).view(-1) for x in buffers] for buffers in (received, sent))
+            received, sent = (
+                [torch.view_as_real(x).view(-1) for x in buffers] for buffers in (received, sent)
+            )
         work: Any = None
         if self.kind is ALL_GATHER:
             options = AllgatherOptions()
             options.asyncOp = False
             pairs = [x.view(torch.uint8) for x in received], [x.view(torch.uint8) for x in sent]
-            call = _method(self.group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+            call = _method(
+                self.group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced"
+            )
             work = call(*pairs, options)
         elif self.kind is ALL_REDUCE:
             work = self.group.allreduce_coalesced(sent, self._options(AllreduceCoalescedOptions()))
@@ -97,18 +113,26 @@ class StreamedStart(Start):
                 self._exchange_sums(into, out)
         elif self.is_exchanged:
             for into, out in zip(received, sent):
-                dist.all_to_all_single(into.view(torch.uint8), out.view(torch.uint8), group=self.group)
+                dist.all_to_all_single(
+                    into.view(torch.uint8), out.view(torch.uint8), group=self.group
+                )
         else:
-            call = _method(self.group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+            call = _method(
+                self.group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
+            )
             work = call(received, sent, self._options(ReduceScatterOptions()))
-        if work is not None:  # NCCL runs on this stream and returns none; the work of another backend is waited for
+        if (
+            work is not None
+        ):  # NCCL runs on this stream and returns none; the work of another backend is waited for
             work.wait()
 
     def _exchange_sums(self, into: torch.Tensor, terms: torch.Tensor) -> None:
         """Sum the terms of this host, and receive in `into` the sums of all hosts for this rank."""
         count, local = self.hosts.count, self.hosts.local
         host, place = divmod(self.rank, local)
-        by_rank = terms.view(count, local, -1).transpose(0, 1).contiguous()  # for each rank of this host, and its peers
+        by_rank = (
+            terms.view(count, local, -1).transpose(0, 1).contiguous()
+        )  # for each rank of this host, and its peers
         received = torch.empty_like(by_rank)
         self._exchange(received, by_rank, range(host * local, (host + 1) * local))
         del by_rank
@@ -157,14 +181,18 @@ class StreamedStart(Start):
 
         def finish(received: torch.Tensor) -> None:
             if self.is_exchanged:
-                received = ops.reduce(list(received.view(rows, total)), self.op, torch.float32, count=n)
+                received = ops.reduce(
+                    list(received.view(rows, total)), self.op, torch.float32, count=n
+                )
             else:
                 self._scale(received)
             self._deliver(received, 1, sizes, shapes, values)
 
         return Message(sent, values, pack, lambda: new(rows * total, dtype=incoming), finish)
 
-    def _terms(self, sizes: list[int], terms: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Callable[[], object]]:
+    def _terms(
+        self, sizes: list[int], terms: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, Callable[[], object]]:
         """The send buffer of a reduction, and the function that fills it.
 
         A single term that needs no cast, no padding and no transposition is its own send buffer.
@@ -177,7 +205,11 @@ class StreamedStart(Start):
         return sent, lambda: ops.cast_pack(rows, sizes, self.wire, ranks=self.size, out=sent)
 
     def _reduced(self, ks: list[int], terms: Sequence[torch.Tensor]) -> Message:
-        new, shapes, dtype = terms[0].new_empty, [self.shapes[k] for k in ks], self.outs[ks[0]].dtype
+        new, shapes, dtype = (
+            terms[0].new_empty,
+            [self.shapes[k] for k in ks],
+            self.outs[ks[0]].dtype,
+        )
         numels = [math.prod(shape) for shape in shapes]
         sizes = numels if len(ks) == 1 else [-(-n // _ALIGNED) * _ALIGNED for n in numels]
         sent = new(sum(sizes), dtype=self.wire)
@@ -211,7 +243,9 @@ class StreamedStart(Start):
             torch.ops.ztrans.unpack.default(flat, sizes, ranks, [v.view(-1) for v in values])
         else:
             numels = [math.prod(shape) for shape in shapes]
-            for x, value, shape in zip(ops.unpack(flat, sizes, [[n] for n in numels], ranks), values, shapes):
+            for x, value, shape in zip(
+                ops.unpack(flat, sizes, [[n] for n in numels], ranks), values, shapes
+            ):
                 value.copy_(x.view(shape).movedim(0, self.dim) if shape else x.view(()))
 
 

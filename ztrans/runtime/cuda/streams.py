@@ -47,7 +47,9 @@ class Streams:
     def __init__(self, cuda: Any = torch.cuda, symmetric: SymmetricMemory | None = None) -> None:
         self.symmetric = symmetric
         self.cuda, self.packing = cuda, _stream(cuda, cuda.current_device(), "packing")
-        self.packed: tuple[Any, Sequence[torch.Tensor]] | None = None  # the event of the last packing, and its members
+        self.packed: tuple[Any, Sequence[torch.Tensor]] | None = (
+            None  # the event of the last packing, and its members
+        )
 
     def lane(self, communicator: Hashable) -> Any:
         """The stream of a communicator. All programs share it, so that the collectives of all of them are in order."""

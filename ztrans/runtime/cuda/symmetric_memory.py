@@ -25,7 +25,9 @@ from .streams import back_to_back_seconds
 from .transport import Times
 
 T = TypeVar("T")
-MOST = 32 * 2**20  # the most bytes of a whole message; for a larger one the wire is the limit either way
+MOST = (
+    32 * 2**20
+)  # the most bytes of a whole message; for a larger one the wire is the limit either way
 _TIMES = 20  # the number of messages in a timed series
 # How often a kernel looks at a signal before it gives up. It takes tens of minutes: a rank may write a checkpoint.
 _SPINS = 1 << 30
@@ -42,10 +44,16 @@ class SymmetricMemory:
 
     def __init__(self, allocate: Allocate = ops.rendezvous) -> None:
         self.allocate = allocate
-        self.reserved: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-        self.buffers: weakref.WeakKeyDictionary[dist.ProcessGroup, ops.Symmetric] = weakref.WeakKeyDictionary()
+        self.reserved: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.buffers: weakref.WeakKeyDictionary[dist.ProcessGroup, ops.Symmetric] = (
+            weakref.WeakKeyDictionary()
+        )
 
-    def times(self, group: dist.ProcessGroup, kind: Primitive, wire: torch.dtype, nbytes: int) -> Times | str:
+    def times(
+        self, group: dist.ProcessGroup, kind: Primitive, wire: torch.dtype, nbytes: int
+    ) -> Times | str:
         """The seconds that a message of `nbytes`, the parts of all ranks together, takes either way.
 
         All ranks of the group must call it together. If symmetric memory cannot carry the message, it returns why.
@@ -77,7 +85,9 @@ class SymmetricMemory:
             buffer.check()
 
 
-_answers: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+_answers: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Any]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _once(group: dist.ProcessGroup, question: Hashable, ask: Callable[[], T]) -> T:
@@ -112,7 +122,11 @@ def _times(
     memory = allocate(n * count * wire.itemsize, group)
     new = functools.partial(torch.empty, device=memory.mine.device)
     if kind is ALL_GATHER:
-        sent, ours, theirs = new(count, dtype=wire), new(n * count, dtype=wire), new(n * count, dtype=wire)
+        sent, ours, theirs = (
+            new(count, dtype=wire),
+            new(n * count, dtype=wire),
+            new(n * count, dtype=wire),
+        )
         by_symmetric_memory = lambda: gather(memory, sent, [ours], [count])
 
         def by_nccl() -> None:
@@ -127,22 +141,34 @@ def _times(
             dist.all_to_all_single(terms.view(torch.uint8), sent.view(torch.uint8), group=group)
             theirs.copy_(ops.reduce(list(terms.view(n, count)), "mean", torch.float32))
 
-    generator = torch.Generator().manual_seed(group.rank())  # one of its own, so the user's generator does not change
+    generator = torch.Generator().manual_seed(
+        group.rank()
+    )  # one of its own, so the user's generator does not change
     sent.copy_(torch.randn(sent.shape, generator=generator))
     seconds = [_seconds(by_symmetric_memory), _seconds(by_nccl)]
     if not torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
         seconds[0] = math.inf
     symmetric, nccl = map(max, zip(*_from_all(seconds, group)))
-    return Times(symmetric, nccl, nbytes) if symmetric < math.inf else "tried here, it gave other bits"
+    return (
+        Times(symmetric, nccl, nbytes) if symmetric < math.inf else "tried here, it gave other bits"
+    )
 
 
-def gather(memory: ops.Symmetric, sent: torch.Tensor, outs: list[torch.Tensor], sizes: Sequence[int]) -> None:
+def gather(
+    memory: ops.Symmetric, sent: torch.Tensor, outs: list[torch.Tensor], sizes: Sequence[int]
+) -> None:
     """Copy this rank's parts to where the other ranks read them, and read the parts of all ranks into `outs`."""
     memory.mine[: sent.nbytes].view(sent.dtype).copy_(sent)
     ops.all_gather(memory, outs, sizes, spins=_SPINS)
 
 
-def scatter(memory: ops.Symmetric, sent: torch.Tensor, outs: list[torch.Tensor], sizes: Sequence[int], op: str) -> None:
+def scatter(
+    memory: ops.Symmetric,
+    sent: torch.Tensor,
+    outs: list[torch.Tensor],
+    sizes: Sequence[int],
+    op: str,
+) -> None:
     """Copy this rank's terms to where the other ranks read them, and sum the terms for this rank into `outs`."""
     memory.mine[: sent.nbytes].view(sent.dtype).copy_(sent)
     ops.reduce_scatter(memory, outs, sizes, op, sent.dtype, spins=_SPINS)

@@ -42,12 +42,18 @@ class SymmetricStart(StreamedStart):
         """Do nothing: the kernel that finishes a message also communicates."""
 
     def _gathered(self, ks: list[int], shards: Sequence[torch.Tensor]) -> Message:
-        read = lambda sent, outs, sizes: gather(self.symmetric.buffer(self.group), sent, outs, sizes)
+        read = lambda sent, outs, sizes: gather(
+            self.symmetric.buffer(self.group), sent, outs, sizes
+        )
         return self._message(ks, shards, 1, [self.shapes[k] for k in ks], self.wire, read)
 
     def _scattered(self, ks: list[int], terms: Sequence[torch.Tensor]) -> Message:
-        read = lambda sent, outs, sizes: scatter(self.symmetric.buffer(self.group), sent, outs, sizes, self.op)
-        return self._message(ks, terms, self.size, [self.part_shape(k) for k in ks], self.outs[ks[0]].dtype, read)
+        read = lambda sent, outs, sizes: scatter(
+            self.symmetric.buffer(self.group), sent, outs, sizes, self.op
+        )
+        return self._message(
+            ks, terms, self.size, [self.part_shape(k) for k in ks], self.outs[ks[0]].dtype, read
+        )
 
     def _message(
         self,
@@ -73,7 +79,10 @@ class SymmetricStart(StreamedStart):
             if self.dim == 0 and read_dtype == dtype:
                 read(sent, [v.view(-1) for v in values], sizes)
                 return
-            flat = [torch.empty(math.prod(shape), dtype=read_dtype, device=sent.device) for shape in shapes]
+            flat = [
+                torch.empty(math.prod(shape), dtype=read_dtype, device=sent.device)
+                for shape in shapes
+            ]
             read(sent, flat, sizes)
             for x, value, shape in zip(flat, values, shapes):
                 value.copy_(x.view(shape).movedim(0, self.dim))
@@ -89,12 +98,18 @@ def side_streams(device: str) -> Streams | None:
 
 def check(program: torch.nn.Module) -> None:
     """Raises: RuntimeError if this rank has given up waiting for another one, in the part that has run so far."""
-    for memory in {id(s.symmetric): s.symmetric for s in program.modules() if isinstance(s, SymmetricStart)}.values():
+    for memory in {
+        id(s.symmetric): s.symmetric for s in program.modules() if isinstance(s, SymmetricStart)
+    }.values():
         memory.check()
 
 
 def start(
-    eqn: Eqn, sizes: Mapping[str, int], at: Mapping[str, int], channel: Channel | None, streams: Streams | None
+    eqn: Eqn,
+    sizes: Mapping[str, int],
+    at: Mapping[str, int],
+    channel: Channel | None,
+    streams: Streams | None,
 ) -> Start:
     """The module that starts a collective equation, on `streams` if there are any."""
     if streams is None or channel is None:
@@ -102,8 +117,12 @@ def start(
     kind: Any = eqn.op
     symmetric, wire = streams.symmetric, wire_dtype(eqn, eqn.ins[0])
     nbytes = sum(buffer_bytes(eqn, k, sizes) for k in range(len(eqn.outs)))
-    times = lambda: symmetric.times(channel.group, kind, wire, nbytes) if symmetric else "none was given"
-    by = transport(kind, eqn.kwargs.get("op"), wire, times, route_of(eqn, sizes, channel.hosts, gloo=False))
+    times = lambda: (
+        symmetric.times(channel.group, kind, wire, nbytes) if symmetric else "none was given"
+    )
+    by = transport(
+        kind, eqn.kwargs.get("op"), wire, times, route_of(eqn, sizes, channel.hosts, gloo=False)
+    )
     if symmetric is not None and by.is_symmetric:
         return SymmetricStart(symmetric, eqn, sizes, at, channel, streams, by)
     return StreamedStart(eqn, sizes, at, channel, streams, by)

@@ -45,7 +45,11 @@ class Transport:
 
 
 def transport(
-    kind: Primitive, op: str | None, wire: torch.dtype, times: Callable[[], Times | str], by: Route | None = None
+    kind: Primitive,
+    op: str | None,
+    wire: torch.dtype,
+    times: Callable[[], Times | str],
+    by: Route | None = None,
 ) -> Transport:
     """Choose what carries a collective, given its kind, its reduction, its dtype on the wire, and its route.
 
@@ -60,9 +64,13 @@ def transport(
     """
     half = kind is REDUCE_SCATTER and op in ("sum", "mean") and wire in HALF
     if not half and kind is not ALL_GATHER:
-        return Transport(f"nccl {kind.name}", f"reduces {str(wire).removeprefix('torch.')} on the way")
+        return Transport(
+            f"nccl {kind.name}", f"reduces {str(wire).removeprefix('torch.')} on the way"
+        )
     if by is not None and by.way == TWO_LEVELS:
-        return Transport(BY_HOST, f"sums half precision in fp32 and in the order of hosts; {by.reason}")
+        return Transport(
+            BY_HOST, f"sums half precision in fp32 and in the order of hosts; {by.reason}"
+        )
     work = "sums half precision in fp32 and in rank order" if half else "moves bytes"
     nccl_call, measured = "nccl all_to_all" if half else f"nccl {kind.name}", times()
     if isinstance(measured, str):

@@ -58,12 +58,18 @@ def exchange_sums(
     hosts = channel.hosts
     host, local = divmod(rank, hosts.local)
     mine = range(host * hosts.local, (host + 1) * hosts.local)  # the ranks of this host
-    peers = range(local, hosts.ranks, hosts.local)  # this rank and its peers: the ranks at its place on each host
-    received = [[rows[to] if r == mine[local] else torch.empty_like(rows[to]) for r in mine] for to in peers]
+    peers = range(
+        local, hosts.ranks, hosts.local
+    )  # this rank and its peers: the ranks at its place on each host
+    received = [
+        [rows[to] if r == mine[local] else torch.empty_like(rows[to]) for r in mine] for to in peers
+    ]
     first = [
         work
         for to, terms in zip(peers, received)
-        for work in channel.exchange([rows[to - local + k] for k in range(hosts.local)], terms, mine)
+        for work in channel.exchange(
+            [rows[to - local + k] for k in range(hosts.local)], terms, mine
+        )
     ]
     tag, sums = next(channel.tags), list[torch.Tensor]()
 

@@ -41,7 +41,11 @@ class Attention(torch.nn.Module):
 
     def forward(self, *values: torch.Tensor) -> list[torch.Tensor | None]:
         query = values[0]
-        return self.by_kernel(*values) if query.is_cuda and has_kernel(query.dtype) else self.densely(*values)
+        return (
+            self.by_kernel(*values)
+            if query.is_cuda and has_kernel(query.dtype)
+            else self.densely(*values)
+        )
 
     def densely(self, *values: torch.Tensor) -> list[torch.Tensor | None]:
         """The results by the dense meaning of the operator."""
@@ -51,8 +55,12 @@ class Attention(torch.nn.Module):
         """The results by the kernel; None for those that the equation does not bind."""
         if self._kernel is None:
             self._layouts = [Strided.of(x) for x in values]
-            self._kernel = fused(self.wanted, lambda: [x.empty() for x in self._layouts], deterministic=True)
-        results = iter(self._kernel([layout.conform(x) for layout, x in zip(self._layouts, values)]))
+            self._kernel = fused(
+                self.wanted, lambda: [x.empty() for x in self._layouts], deterministic=True
+            )
+        results = iter(
+            self._kernel([layout.conform(x) for layout, x in zip(self._layouts, values)])
+        )
         return [next(results) if is_bound else None for is_bound in self._bound]
 
     def wanted(self, *values: torch.Tensor) -> list[torch.Tensor]:
@@ -80,4 +88,8 @@ def _with_code(tree: Any, nested: Callable[[Function], torch.nn.Module]) -> Any:
     """Arguments, with the code of each function."""
     if isinstance(tree, Function):
         return nested(tree)
-    return type(tree)([_with_code(x, nested) for x in tree]) if isinstance(tree, (list, tuple)) else tree
+    return (
+        type(tree)([_with_code(x, nested) for x in tree])
+        if isinstance(tree, (list, tuple))
+        else tree
+    )

@@ -39,7 +39,10 @@ class KernelCall:
     """
 
     def __init__(
-        self, kernel: Callable[[list], Sequence], written: Sequence[int | None], layouts: Sequence[Strided]
+        self,
+        kernel: Callable[[list], Sequence],
+        written: Sequence[int | None],
+        layouts: Sequence[Strided],
     ) -> None:
         self.__name__ = "kernel"  # of the function in the code that calls it
         self.kernel, self.written, self.layouts = kernel, written, layouts
@@ -111,7 +114,9 @@ def executable(
     program = to_fx(laid_out.graph, mesh, True, groups, kernels, calls, on_write=on_write)
     layouts = [laid_out.layouts[v] for v in graph.inputs]
     of_state = shown(laid_out.graph)
-    return laid_out.graph, InductorExecutable(program, graph.num_state, on_write, of_state, compiled, layouts)
+    return laid_out.graph, InductorExecutable(
+        program, graph.num_state, on_write, of_state, compiled, layouts
+    )
 
 
 def _lay_out(
@@ -180,14 +185,20 @@ class _Kernel:
                     args[k].copy_(env[v])
             return [env[v] for v, k in zip(self.outs, self.written) if k is None]
 
-        return fused(kernel, lambda: [layouts[v].empty() for v in self.ins], self.donated, self.deterministic)
+        return fused(
+            kernel, lambda: [layouts[v].empty() for v in self.ins], self.donated, self.deterministic
+        )
 
 
 def _compile(program: _LaidOut) -> tuple[dict[tuple[Eqn, ...], Kernel], dict[str, Callable]]:
     """Compile the groups. Returns the call of each, and the compiled kernels by their text."""
     graph, layouts = program.graph, program.layouts
     position, writes_from = {e: i for i, e in enumerate(graph.eqns)}, first_write(graph)
-    varies, maker, state = _varies(graph), producers(graph.eqns), set(graph.inputs[: graph.num_state])
+    varies, maker, state = (
+        _varies(graph),
+        producers(graph.eqns),
+        set(graph.inputs[: graph.num_state]),
+    )
     compiled: dict[str, Callable] = {}
     kernels: dict[tuple[Eqn, ...], Kernel] = {}
     for group in program.compiled:
@@ -199,7 +210,11 @@ def _compile(program: _LaidOut) -> tuple[dict[tuple[Eqn, ...], Kernel], dict[str
             ins=ins,
             outs=group.outs,
             written=[ins.index(old_state[v]) if v in old_state else None for v in group.outs],
-            donated=[k for k, v in enumerate(ins) if v in maker and _dies(v, maker[v], ins, program.donation, end)],
+            donated=[
+                k
+                for k, v in enumerate(ins)
+                if v in maker and _dies(v, maker[v], ins, program.donation, end)
+            ],
             deterministic=bool(graph.axes) and not all(varies(maker[v], [v]) for v in group.outs),
         )
         text = kernel.text(layouts)
@@ -224,7 +239,9 @@ def _calls(program: _LaidOut) -> dict[Eqn, Callable]:
     """For each matrix product that another library computes in less time, the function of that library."""
     varies, layout = _varies(program.graph), program.layouts.__getitem__
     may_differ = (e for e in program.graph.eqns if varies(e, e.outs))
-    calls = ((e, cpu_matmul.alternative(e.op, substitute(e.args, layout), e.kwargs)) for e in may_differ)
+    calls = (
+        (e, cpu_matmul.alternative(e.op, substitute(e.args, layout), e.kwargs)) for e in may_differ
+    )
     return {e: call for e, call in calls if call is not None}
 
 
@@ -248,7 +265,11 @@ def _overwritten(program: _LaidOut, group: Group, end: int) -> dict[Var, Var]:
 
 def _dies(v: Var, maker: Eqn, ins: Sequence[Var], lifetimes: Donation, end: int) -> bool:
     """Whether a value of its own storage is dead after position `end`, so that a kernel may reuse its memory."""
-    if not isinstance(maker.op, torch._ops.OpOverload) or is_users(maker) or lifetimes.owner[v] is not v:
+    if (
+        not isinstance(maker.op, torch._ops.OpOverload)
+        or is_users(maker)
+        or lifetimes.owner[v] is not v
+    ):
         return False
     if is_constant(maker):  # it is made once and used by every step
         return False

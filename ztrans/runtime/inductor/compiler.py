@@ -25,7 +25,10 @@ def fake() -> Iterator[FakeTensorMode]:
 
 
 def fused(
-    function: Callable, like: Callable[[], list[torch.Tensor]], donated: Sequence[int] = (), deterministic: bool = False
+    function: Callable,
+    like: Callable[[], list[torch.Tensor]],
+    donated: Sequence[int] = (),
+    deterministic: bool = False,
 ) -> Callable[[list], Sequence]:
     """Compile `function` with Inductor, as one kernel if possible.
 
@@ -48,7 +51,8 @@ def fused(
     (output,) = module.graph.find_nodes(op="output")
     result_strides = [x.meta["val"].stride() for x in output.args[0]]
     output.meta.update(
-        user_visible_output_idxs=[*range(len(result_strides))], original_output_strides=result_strides
+        user_visible_output_idxs=[*range(len(result_strides))],
+        original_output_strides=result_strides,
     )
     for k, node in enumerate(module.graph.find_nodes(op="placeholder")):
         # The names of the arguments are the only part of Inductor's cache key that shows which are donated.

@@ -19,7 +19,9 @@ import torch
 from .fake_layouts import Strided
 
 aten = torch.ops.aten
-GAIN = 0.97  # oneDNN, which rounds differently, is used if it takes less than this share of the time
+GAIN = (
+    0.97  # oneDNN, which rounds differently, is used if it takes less than this share of the time
+)
 _ROUNDS = 5
 
 
@@ -33,7 +35,10 @@ def addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")
 
 
-_BY_ONEDNN: dict[Any, Callable[..., torch.Tensor]] = {aten.mm.default: mm, aten.addmm.default: addmm}
+_BY_ONEDNN: dict[Any, Callable[..., torch.Tensor]] = {
+    aten.mm.default: mm,
+    aten.addmm.default: addmm,
+}
 
 
 def alternative(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable | None:
@@ -47,7 +52,9 @@ def alternative(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
 def _applies(args: Sequence[Any]) -> bool:
     if not all(isinstance(x, Strided) for x in args):
         return False
-    plain = all(x.dtype == torch.float32 and x.device.type == "cpu" and 0 not in x.shape for x in args)
+    plain = all(
+        x.dtype == torch.float32 and x.device.type == "cpu" and 0 not in x.shape for x in args
+    )
     if not plain or [len(x.shape) for x in args] not in ([2, 2], [1, 2, 2]):
         return False
     # oneDNN reads a bias as dense, and in full.

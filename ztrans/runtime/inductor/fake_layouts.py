@@ -42,7 +42,9 @@ class Strided(NamedTuple):
         strides = x.stride()
         if x.shape != self.shape:
             return False
-        return strides == self.stride or all(n == 1 or a == b for n, a, b in zip(self.shape, strides, self.stride))
+        return strides == self.stride or all(
+            n == 1 or a == b for n, a, b in zip(self.shape, strides, self.stride)
+        )
 
     def conform(self, x: torch.Tensor) -> torch.Tensor:
         """`x`, copied if it has other strides: fake tensors do not always predict the strides of a result.
@@ -66,7 +68,9 @@ def infer_layouts(
     An equation with an in-place operation among `twins` writes its result over an argument, whose layout it keeps.
     """
     layouts = {v: Strided.of(x) for v, x in zip(graph.inputs, inputs, strict=True)}
-    known: dict[str, list[Strided | None]] = {}  # the layouts of results, by the text of their equation
+    known: dict[
+        str, list[Strided | None]
+    ] = {}  # the layouts of results, by the text of their equation
     for e in graph.eqns:
         shapes = [local_shape(v, graph.axes, at) for v in e.results]
         results: Sequence[Strided | None]
@@ -74,17 +78,23 @@ def infer_layouts(
             results = [layouts[e.args[0]]._replace(shape=shapes[0])]
         elif isinstance(e.op, Primitive):
             results = _contiguous(e, shapes, layouts[e.ins[0]].device)
-        elif is_fused_update(e) and (pairs := updated(e, in_place(e.op))):  # fake tensors would compute these for real
+        elif is_fused_update(e) and (
+            pairs := updated(e, in_place(e.op))
+        ):  # fake tensors would compute these for real
             results = [layouts[v] for v, _ in pairs]
         else:
-            twin = twins.get(e)  # which computes the equation when the program runs, if it returns results
+            twin = twins.get(
+                e
+            )  # which computes the equation when the program runs, if it returns results
             op = twin if isinstance(twin, torch._ops.OpOverload) and twin._schema.returns else e.op
             results = _run_fake(localize(e.replace(op=op), graph.axes, at), layouts, known)
         layouts.update((v, x) for v, x in zip(e.outs, results) if v and x)
     return layouts
 
 
-def _run_fake(e: Eqn, layouts: Mapping[Var, Strided], known: dict[str, list[Strided | None]]) -> list[Strided | None]:
+def _run_fake(
+    e: Eqn, layouts: Mapping[Var, Strided], known: dict[str, list[Strided | None]]
+) -> list[Strided | None]:
     """Run an equation on fake tensors, unless one of its kind is `known`."""
     if e.args and isinstance(launch := e.args[0], Launch):  # a kernel does not run on them
         return [layouts[v] for name, v in zip(launch.tensors, e.args[1:]) if name in launch.changed]
@@ -99,10 +109,16 @@ def _run_fake(e: Eqn, layouts: Mapping[Var, Strided], known: dict[str, list[Stri
 def _contiguous(e: Eqn, shapes: Sequence[tuple[int, ...]], device: torch.device) -> list[Strided]:
     """The layouts of received values, which are contiguous, whatever was sent."""
     dense = [torch.empty(shape, device="meta").stride() for shape in shapes]
-    return [Strided(v.dtype, shape, stride, device) for v, shape, stride in zip(e.outs, shapes, dense) if v]
+    return [
+        Strided(v.dtype, shape, stride, device)
+        for v, shape, stride in zip(e.outs, shapes, dense)
+        if v
+    ]
 
 
-def as_text(eqns: Iterable[Eqn], ins: Sequence[Var], outs: Sequence[Var], layouts: Mapping[Var, tuple]) -> str:
+def as_text(
+    eqns: Iterable[Eqn], ins: Sequence[Var], outs: Sequence[Var], layouts: Mapping[Var, tuple]
+) -> str:
     """Equations as text, with numbers for names. Equal texts mean equal computations on values of equal layouts."""
     number = {v: f"%{k}" for k, v in enumerate(dict.fromkeys(ins))}
     lines = [f"{name}: {tuple(layouts[v])}" for v, name in number.items()]

@@ -19,7 +19,9 @@ from ...ir.graph import Eqn, Graph, Var, is_random, variables
 from ...ir.operations import is_view
 from ...ir.update_groups import has_list_form, is_fused_update
 
-MOST = 64  # the most equations of a group: to compile a larger one takes longer than its fusion saves
+MOST = (
+    64  # the most equations of a group: to compile a larger one takes longer than its fusion saves
+)
 
 # Operations that are fused although they are tagged neither pointwise nor reduction. Scatters are not fused: threads
 # would race for their sums.
@@ -76,13 +78,19 @@ def _group(eqns: Sequence[Eqn], k: int, readers: Mapping[Var, set[int]]) -> Grou
 
 
 def _name(e: Eqn) -> str:
-    return e.op._schema.name.removeprefix("aten::") if isinstance(e.op, torch._ops.OpOverload) else ""
+    return (
+        e.op._schema.name.removeprefix("aten::") if isinstance(e.op, torch._ops.OpOverload) else ""
+    )
 
 
 def _is_fusible(e: Eqn) -> bool:
     tags = getattr(e.op, "tags", ())
     known = torch.Tag.pointwise in tags or torch.Tag.reduction in tags or _name(e) in _ALSO
-    literal = any(isinstance(x, torch.Tensor) for a in e.args for x in (a if isinstance(a, (list, tuple)) else [a]))
+    literal = any(
+        isinstance(x, torch.Tensor)
+        for a in e.args
+        for x in (a if isinstance(a, (list, tuple)) else [a])
+    )
     return known and not is_random(e.op) and not literal and not _is_complex(e)
 
 
@@ -134,7 +142,9 @@ class _Items:
         self.items = [_Item((0, 0))]  # the first item holds the views of inputs
         self.item_of: dict[Var, _Item] = {}
         self.deferred: dict[Var, Eqn] = {}
-        self.updates: list[_Item] = []  # one for each call of a fused optimizer, since the last collective
+        self.updates: list[
+            _Item
+        ] = []  # one for each call of a fused optimizer, since the last collective
 
     @staticmethod
     def of(graph: Graph) -> list[_Item]:
@@ -197,7 +207,11 @@ class _Items:
 
     def is_constant(self, e: Eqn) -> bool:
         """Whether the equation creates a constant, or is a view of a deferred constant."""
-        return _name(e) in _CONSTANTS if not e.ins else _is_real_view(e) and all(v in self.deferred for v in e.ins)
+        return (
+            _name(e) in _CONSTANTS
+            if not e.ins
+            else _is_real_view(e) and all(v in self.deferred for v in e.ins)
+        )
 
     def take_deferred(self, e: Eqn) -> list[Eqn]:
         """Remove and return the deferred equations that `e` needs, in an order in which they can run."""
@@ -218,12 +232,20 @@ class _Items:
         If a scalar sufficed, all updates that share one, such as a clip coefficient, would become one group.
         """
         shared = [v for v in e.ins if v in self.item_of and self.item_of[v].root is item]
-        return item.fusible and len(item.eqns) < MOST and (_is_small(e) or any(v.numel > 1 for v in shared))
+        return (
+            item.fusible
+            and len(item.eqns) < MOST
+            and (_is_small(e) or any(v.numel > 1 for v in shared))
+        )
 
     def may_absorb(self, item: _Item, earlier: _Item, e: Eqn) -> bool:
         """Whether an earlier item can run as late as `item`, which will end with `e`: nothing else reads it."""
         fits = item.fusible and len(item.eqns) + len(earlier.eqns) < MOST
-        return fits and self.may_join(e, earlier) and {reader.root for reader in earlier.read_by} == {item}
+        return (
+            fits
+            and self.may_join(e, earlier)
+            and {reader.root for reader in earlier.read_by} == {item}
+        )
 
 
 def _waits_together(graph: Graph, pairs: Pairs) -> Iterator[Eqn]:
@@ -256,7 +278,12 @@ def _counters_together(parts: Sequence[list[Eqn]], inputs: Sequence[Var]) -> Ite
 
 def _is_counter(e: Eqn) -> bool:
     """Whether an equation of the update adds a number to a scalar, as optimizers do to count their steps."""
-    return e.region == "update" and e.op is torch.ops.aten.add.Scalar and _is_small(e) and has_list_form(e)
+    return (
+        e.region == "update"
+        and e.op is torch.ops.aten.add.Scalar
+        and _is_small(e)
+        and has_list_form(e)
+    )
 
 
 def _is_same_call(a: Eqn, b: Eqn) -> bool:
@@ -272,7 +299,9 @@ def _parts(item: _Item) -> Iterator[list[Eqn]]:
     if item.fusible and sum(map(_is_fusible, grouped)) < 2:
         grouped = set()
     read = {v for e in grouped for v in e.ins}
-    for e in filter(_is_real_view, reversed(item.eqns)):  # the views that a group reads run in its kernel
+    for e in filter(
+        _is_real_view, reversed(item.eqns)
+    ):  # the views that a group reads run in its kernel
         if not read.isdisjoint(e.outs):
             read.update(e.ins)
             grouped.add(e)

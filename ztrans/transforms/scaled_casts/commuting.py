@@ -17,12 +17,38 @@ from ...ir.operations import CAST, rearranges
 
 aten = torch.ops.aten
 _ROUNDED = {
-    *(aten.abs, aten.neg, aten.mul, aten.div, aten.reciprocal, aten.sqrt, aten.add, aten.sub, aten.rsub),
-    *(aten.clamp, aten.clamp_min, aten.clamp_max, aten.minimum, aten.maximum, aten.where, aten.nan_to_num),
+    *(
+        aten.abs,
+        aten.neg,
+        aten.mul,
+        aten.div,
+        aten.reciprocal,
+        aten.sqrt,
+        aten.add,
+        aten.sub,
+        aten.rsub,
+    ),
+    *(
+        aten.clamp,
+        aten.clamp_min,
+        aten.clamp_max,
+        aten.minimum,
+        aten.maximum,
+        aten.where,
+        aten.nan_to_num,
+    ),
     *(aten.round, aten.floor, aten.ceil, aten.trunc, aten.sign, aten.isnan, aten.isinf),
 }
 _REORDERED = {
-    *(aten.t, aten.transpose, aten.permute, aten.view, aten._unsafe_view, aten.unsqueeze, aten.squeeze),
+    *(
+        aten.t,
+        aten.transpose,
+        aten.permute,
+        aten.view,
+        aten._unsafe_view,
+        aten.unsqueeze,
+        aten.squeeze,
+    ),
     *(aten.detach, aten.alias),
 }
 _NORM = aten.linalg_vector_norm.default
@@ -49,7 +75,9 @@ def is_elementwise(eqn: Eqn) -> bool:
         in_place = eqn.kwargs.get("memory_format") in (None, torch.preserve_format)
         return eqn.kwargs.get("dtype") is not None and in_place and not eqn.kwargs.get("device")
     packet = getattr(eqn.op, "overloadpacket", None)
-    scaled = "alpha" in eqn.kwargs or (packet in (aten.add, aten.sub, aten.rsub) and len(eqn.args) > 2)
+    scaled = "alpha" in eqn.kwargs or (
+        packet in (aten.add, aten.sub, aten.rsub) and len(eqn.args) > 2
+    )
     return packet in _ROUNDED and not scaled
 
 

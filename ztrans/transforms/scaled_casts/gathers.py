@@ -20,7 +20,11 @@ from .on_shards import OnShards
 def cast_on_shards(graph: Graph) -> Graph:
     """The program in which parameters are scaled and cast on shards, as far as all that reads them allows it."""
     notes: dict[Var, str] = {}  # by the leaf
-    starts = {e: graph.eqns[s.first_wait].out for e, s in pair(graph).starts.items() if _is_of_leaf(e, graph)}
+    starts = {
+        e: graph.eqns[s.first_wait].out
+        for e, s in pair(graph).starts.items()
+        if _is_of_leaf(e, graph)
+    }
     while starts:
         walk = OnShards(graph, {whole: start for start, whole in starts.items()})
         stay = {start: why for start in starts if (why := walk.stays(start)) is not None}
@@ -37,7 +41,12 @@ def _is_of_leaf(start: Eqn, graph: Graph) -> bool:
     """Whether an equation starts the gather of one leaf of the state, which is cut along one dim."""
     leaf = start.ins[0]
     gathers = rules(start).moves and start.kwargs["dtype"] is None and len(start.outs) == 1
-    return gathers and leaf in graph.inputs[: graph.num_state] and len(leaf.layout) == 1 and leaf.split is not None
+    return (
+        gathers
+        and leaf in graph.inputs[: graph.num_state]
+        and len(leaf.layout) == 1
+        and leaf.split is not None
+    )
 
 
 class _Narrow:
@@ -57,7 +66,12 @@ class _Narrow:
         first = self.head()
         bound = {out for e in first for out in e.results}
         self.alias |= {v: x for v, x in self.walk.head.values.items() if v is not x and x in bound}
-        rest = (x for e in self.graph.eqns if bound.isdisjoint(e.results) for x in self.instead.get(e, [e]))
+        rest = (
+            x
+            for e in self.graph.eqns
+            if bound.isdisjoint(e.results)
+            for x in self.instead.get(e, [e])
+        )
         edits = Edits(self.graph.replace(eqns=(*first, *rest)))
         if self.graph.stage == 3:
             for start, values in self.needed.items():
@@ -68,12 +82,19 @@ class _Narrow:
         """The equations at the start: all that the gathers send, and the scalars that the program reads."""
         head = self.walk.head
         sent = [self.walk.whole[values[0]].shards for values in self.needed.values()]
-        return head.needed([*sent, *(x for v, x in head.values.items() if head.follows(v) and self.walk.is_needed(v))])
+        return head.needed(
+            [
+                *sent,
+                *(x for v, x in head.values.items() if head.follows(v) and self.walk.is_needed(v)),
+            ]
+        )
 
     def narrow(self, start: Eqn, values: list[Var]) -> None:
         """Gather the shards from which `values` follow, and compute these from the gathered value."""
         end = self.waits[start]
-        self.instead[start], self.instead[end] = ([e] for e in self.gather(start, values[0], end.out.name))
+        self.instead[start], self.instead[end] = (
+            [e] for e in self.gather(start, values[0], end.out.name)
+        )
         narrow = self.instead[end][0].out
         for v in values:
             maker = self.makers[v]

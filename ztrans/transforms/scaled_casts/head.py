@@ -25,15 +25,21 @@ class Head:
     def __init__(self, graph: Graph) -> None:
         self.names = Names(v.name for v in (*graph.inputs, *producers(graph.eqns)))
         self.eqns: list[Eqn] = []
-        self.values: dict[Var, Var] = {v: v for v in graph.inputs if v not in graph.batch and not v.layout}
+        self.values: dict[Var, Var] = {
+            v: v for v in graph.inputs if v not in graph.batch and not v.layout
+        }
         self._known: dict[str, Eqn] = {}
-        self._round: dict[Var, int] = {}  # how many reductions a value depends on that follow each other
+        self._round: dict[
+            Var, int
+        ] = {}  # how many reductions a value depends on that follow each other
 
     def add(self, eqn: Eqn) -> Eqn:
         """Add an equation, unless the head has an equal one. Returns the equation that the head has."""
         eqn = eqn.reading(lambda v: self.values.get(v, v), region="forward", order=None)
         arguments = eqn.args, eqn.kwargs
-        constants = [x.tolist() for x in instances(arguments, torch.Tensor)]  # in full, which their texts are not
+        constants = [
+            x.tolist() for x in instances(arguments, torch.Tensor)
+        ]  # in full, which their texts are not
         known = self._known.setdefault(repr((eqn.op, *arguments, constants)), eqn)
         if known is eqn:
             self.eqns.append(eqn)
@@ -50,12 +56,18 @@ class Head:
         out, axis = eqn.out, term.layout[0].axis
         name = self.names.fresh(f"{out.name}.all") if out.shape else out.name
         provenance = Provenance("param", (path,), axis)
-        start = self.add(reduce([term], [name], axis, op, None, provenance=provenance, source=eqn.source))
+        start = self.add(
+            reduce([term], [name], axis, op, None, provenance=provenance, source=eqn.source)
+        )
         end = wait(start.out, source=eqn.source)
         end = self.add(end if out.shape else end.replace(outs=(out,)))
         self.values[out] = end.out
         if out.shape:
-            self.repeat(eqn.replace(op=torch.ops.aten.view.default, args=(end.out, list(out.shape)), kwargs={}))
+            self.repeat(
+                eqn.replace(
+                    op=torch.ops.aten.view.default, args=(end.out, list(out.shape)), kwargs={}
+                )
+            )
 
     def follows(self, v: Var) -> bool:
         """Whether a value of the program, which the head computes, depends on a reduction."""

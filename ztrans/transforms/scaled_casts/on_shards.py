@@ -56,11 +56,17 @@ class OnShards:
         self.whole = {v: Whole(start.ins[0], start) for v, start in gathered.items()}
         self.moved: set[Eqn] = set()
         for e in graph.eqns:
-            if e.region != "update" and isinstance(e.op, torch._ops.OpOverload) and not is_random(e.op):
+            if (
+                e.region != "update"
+                and isinstance(e.op, torch._ops.OpOverload)
+                and not is_random(e.op)
+            ):
                 self._visit(e)
         self.outputs = set(variables(graph.outputs))
         by_start = grouped((x.start, v) for v, x in self.whole.items())
-        self.needed = {start: [v for v in values if self.is_needed(v)] for start, values in by_start.items()}
+        self.needed = {
+            start: [v for v in values if self.is_needed(v)] for start, values in by_start.items()
+        }
 
     def is_needed(self, v: Var) -> bool:
         """Whether the step returns a value, or an equation reads it that no rank computes on shards."""
@@ -102,11 +108,17 @@ class OnShards:
 
         It does not move if such a value has been cast to eight bits: that is what should be gathered.
         """
-        narrow = any(v in self.whole and v.dtype.itemsize == 1 and v.dtype != torch.bool for v in e.ins)
-        return not narrow and all(v.shape == e.out.shape if v in self.whole else v.numel == 1 for v in e.ins)
+        narrow = any(
+            v in self.whole and v.dtype.itemsize == 1 and v.dtype != torch.bool for v in e.ins
+        )
+        return not narrow and all(
+            v.shape == e.out.shape if v in self.whole else v.numel == 1 for v in e.ins
+        )
 
     def _elementwise(self, e: Eqn, like: Whole) -> Whole:
-        out = dataclasses.replace(like.shards, name=self.head.names.fresh(f"{e.out.name}.shard"), dtype=e.out.dtype)
+        out = dataclasses.replace(
+            like.shards, name=self.head.names.fresh(f"{e.out.name}.shard"), dtype=e.out.dtype
+        )
         read = lambda v: self.whole[v].shards if v in self.whole else v
         shards = self.head.add(e.reading(read, outs=(out,))).out
         return like._replace(shards=shards, plain=like.plain and e.op is CAST)
@@ -139,7 +151,11 @@ class OnShards:
             return "" if needed and all(self.whole[v].plain for v in needed) else None
         if dtype is None:
             return ""
-        problem = self._reads(wide) if wide else f"it is used in {len(casts)} ways, {' and '.join(map(str, casts))}"
+        problem = (
+            self._reads(wide)
+            if wide
+            else f"it is used in {len(casts)} ways, {' and '.join(map(str, casts))}"
+        )
         return (
             f"{start.ins[0].name} is cast to {DTYPES.get(dtype, dtype)} behind its gather, because {problem}: "
             f"fuse_cast_gather needs a scale that is one number, from a maximum of the whole tensor, of which every "
@@ -150,7 +166,9 @@ class OnShards:
         """What reads a wide value first, as text."""
         readers = {e: v for v in wide for e in self.readers(v)}
         reader = next((e for e in self.graph.eqns if e in readers), None)
-        what = f"{op_name(reader.op)} ({where(reader.source)}) reads" if reader else "the step returns"
+        what = (
+            f"{op_name(reader.op)} ({where(reader.source)}) reads" if reader else "the step returns"
+        )
         dtype = (readers[reader] if reader else wide[0]).dtype
         return f"{what} it in {DTYPES.get(dtype, dtype)}"
 

@@ -44,7 +44,9 @@ class NoRule(Exception):
 
 @functools.lru_cache
 def _mesh(size: int) -> DeviceMesh:
-    return DeviceMesh("cpu", torch.arange(size), mesh_dim_names=("x",), _init_backend=False, _rank=0)
+    return DeviceMesh(
+        "cpu", torch.arange(size), mesh_dim_names=("x",), _init_backend=False, _rank=0
+    )
 
 
 @functools.lru_cache
@@ -78,7 +80,9 @@ def _layout(spec: DTensorSpec | None, axis: str) -> Layout:
     raise NoRule(f"DTensor asks for the placement {placed}")
 
 
-def rule(eqn: Eqn, layouts: Callable[[Var], Layout], axis: str, size: int) -> tuple[list[Layout], list[Layout]]:
+def rule(
+    eqn: Eqn, layouts: Callable[[Var], Layout], axis: str, size: int
+) -> tuple[list[Layout], list[Layout]]:
     """The layouts that `eqn` must have its inputs in (in the order of `eqn.ins`), and those of its outputs.
 
     An operation of PyTorch for which DTensor has no rule runs on whole values.
@@ -145,7 +149,11 @@ def _fused(eqn: Eqn, have: list[Layout]) -> tuple[list[Layout], list[Layout]]:
     op: Any = eqn.op
     cut = next((h for h in have if any(isinstance(p, Split) for p in h)), ())
     lists = [(a.name, x) for a, x in zip(op._schema.arguments, eqn.args)] + list(eqn.kwargs.items())
-    alike = [isinstance(x, (list, tuple)) and name != "state_steps" for name, x in lists for _ in variables(x)]
+    alike = [
+        isinstance(x, (list, tuple)) and name != "state_steps"
+        for name, x in lists
+        for _ in variables(x)
+    ]
     return [cut if a else () for a in alike], [cut] * len(eqn.outs)
 
 
@@ -181,7 +189,9 @@ def _from_the_front(eqn: Eqn) -> tuple[tuple, dict[str, Any]]:
     if not (more or isinstance(eqn.args[0], Var)):
         return eqn.args, dict(eqn.kwargs)
     count = lambda x: x + max(len(first.shape) + more, 1) if type(x) is int and x < 0 else x
-    named = lambda name, x: ([*map(count, x)] if isinstance(x, list | tuple) else count(x)) if name in _DIMS else x
+    named = lambda name, x: (
+        ([*map(count, x)] if isinstance(x, list | tuple) else count(x)) if name in _DIMS else x
+    )
     args = tuple(named(a.name, x) for a, x in zip(arguments, eqn.args))
     return args, {name: named(name, x) for name, x in eqn.kwargs.items()}
 
@@ -210,19 +220,29 @@ def _asked(question: _Question) -> tuple[list[Layout], list[Layout]] | None:
 
     def tensor(v: Var) -> DTensor:
         whole = torch.empty(v.shape, dtype=v.dtype, device="meta")
-        spec = DTensorSpec(mesh, (_placement(next(layouts)),), TensorMeta(whole.shape, whole.stride(), v.dtype))
+        spec = DTensorSpec(
+            mesh, (_placement(next(layouts)),), TensorMeta(whole.shape, whole.stride(), v.dtype)
+        )
         return DTensor(whole, spec, requires_grad=False)
 
     try:
         info = dispatcher.unwrap_to_op_info(question.op, *substitute(question.arguments, tensor))
         with tracing(_context()):
             dispatcher.sharding_propagator.propagate(info)
-    except (KeyError, IndexError, TypeError):  # its rule fails, for instance for a dim of one row that is cut
+    except (
+        KeyError,
+        IndexError,
+        TypeError,
+    ):  # its rule fails, for instance for a dim of one row that is cut
         return None
     except (NotImplementedError, RuntimeError, AssertionError, ValueError) as error:
         raise NoRule(str(error).split("\n")[0]) from None
     sharding: Any = info.output_sharding
-    specs = sharding.output_spec if isinstance(sharding.output_spec, (list, tuple)) else [sharding.output_spec]
+    specs = (
+        sharding.output_spec
+        if isinstance(sharding.output_spec, (list, tuple))
+        else [sharding.output_spec]
+    )
     schema: Any = sharding.redistribute_schema if sharding.needs_redistribute else info.schema
     leaves = pytree.tree_leaves((schema.args_schema, schema.kwargs_schema))
     wanted = [spec for spec in leaves if isinstance(spec, DTensorSpec)]

@@ -38,7 +38,9 @@ class LeafAxes:
     @staticmethod
     def of_program(graph: Graph, options: ShardParams) -> LeafAxes:
         """The axes of the leaves of a plain program, as the options of `shard_params` say."""
-        by_leaf = {v: options.leaf_axes(v.name, leaf) for v, leaf in zip(graph.inputs, meta_leaves(graph))}
+        by_leaf = {
+            v: options.leaf_axes(v.name, leaf) for v, leaf in zip(graph.inputs, meta_leaves(graph))
+        }
         every = all_axes([options], by_leaf.values())
         first = [axes[0] for axes in by_leaf.values()] or [*options.axes, ""]
         others = {v: frozenset(every) - {*members_of(axes)} for v, axes in by_leaf.items()}
@@ -47,7 +49,9 @@ class LeafAxes:
     @functools.cached_property
     def joint(self) -> tuple[str, ...]:
         """The joint axes among those of the leaves."""
-        return tuple(dict.fromkeys(a for axes in self.by_leaf.values() for a in axes if len(members(a)) > 1))
+        return tuple(
+            dict.fromkeys(a for axes in self.by_leaf.values() for a in axes if len(members(a)) > 1)
+        )
 
     def cover(self, over: Set[str], leaf: Var | None = None) -> list[str]:
         """The axes, joint ones where possible, over which to reduce a value that differs over `over`.
@@ -55,7 +59,11 @@ class LeafAxes:
         That of the gradient of a `leaf` is a mean over the axes of the leaf. If the gradient is the same along one of
         the members of a joint axis, the mean is the same too.
         """
-        axes = [] if leaf is None else [a for a in self.by_leaf.get(leaf, ()) if not over.isdisjoint(members(a))]
+        axes = (
+            []
+            if leaf is None
+            else [a for a in self.by_leaf.get(leaf, ()) if not over.isdisjoint(members(a))]
+        )
         rest = over - {*members_of(axes)}
         for axis in (*self.joint, *self.all):
             if rest >= {*members(axis)}:

@@ -19,9 +19,27 @@ from ...ir.relations import instances
 aten = torch.ops.aten
 # Operations that run on a part without elements: casts, copies, constructors, sums and matrix products.
 _ON_NOTHING = {
-    *(aten._to_copy, aten.copy, aten.fill, aten.full_like, aten.zeros_like, aten.ones_like, aten.empty_like),
+    *(
+        aten._to_copy,
+        aten.copy,
+        aten.fill,
+        aten.full_like,
+        aten.zeros_like,
+        aten.ones_like,
+        aten.empty_like,
+    ),
     *(aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty),
-    *(aten.sum, aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.addmv, aten.dot, aten.vdot),
+    *(
+        aten.sum,
+        aten.mm,
+        aten.addmm,
+        aten.bmm,
+        aten.baddbmm,
+        aten.mv,
+        aten.addmv,
+        aten.dot,
+        aten.vdot,
+    ),
 }
 # Their results have positions along a dim. DTensor of torch 2.11 combines those of parts as if they were values.
 _POSITIONS = (aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim)
@@ -51,7 +69,9 @@ def reads_terms(eqn: Eqn, layout: Layout) -> bool:
         return True
     if terms[0].startswith("norm"):  # a norm of norms, both of one order
         order = eqn.args[1] if len(eqn.args) > 1 else 2
-        return packet is aten.linalg_vector_norm and float(order) == float(terms[0].removeprefix("norm"))
+        return packet is aten.linalg_vector_norm and float(order) == float(
+            terms[0].removeprefix("norm")
+        )
     if op is CAST or packet in (aten.sum, aten.mean):
         old, new = eqn.ins[0].dtype, eqn.kwargs.get("dtype") or eqn.ins[0].dtype
         return old == new or (old.is_floating_point and new.is_floating_point)
@@ -60,9 +80,15 @@ def reads_terms(eqn: Eqn, layout: Layout) -> bool:
 
 def is_right(eqn: Eqn, wanted: list[Layout], given: list[Layout], axis: str, size: int) -> bool:
     """Whether an equation on inputs in the layouts `wanted` has results in the layouts `given`."""
-    if _has_no_reduction(eqn, given) or _fails_on_parts(eqn, wanted, size) or _misplaces(eqn, wanted):
+    if (
+        _has_no_reduction(eqn, given)
+        or _fails_on_parts(eqn, wanted, size)
+        or _misplaces(eqn, wanted)
+    ):
         return False
-    return not _weighs_parts(eqn, wanted, given, size) and _gives_parts(eqn, wanted, given, axis, size)
+    return not _weighs_parts(eqn, wanted, given, size) and _gives_parts(
+        eqn, wanted, given, axis, size
+    )
 
 
 def extreme(eqn: Eqn, p: Split | Partial, v: Var | None) -> Split | Partial:
@@ -71,7 +97,11 @@ def extreme(eqn: Eqn, p: Split | Partial, v: Var | None) -> Split | Partial:
     `any` of bytes returns bytes.
     """
     op: Any = eqn.op
-    if isinstance(p, Partial) and v is not None and (v.dtype == torch.bool or op.overloadpacket is aten.any):
+    if (
+        isinstance(p, Partial)
+        and v is not None
+        and (v.dtype == torch.bool or op.overloadpacket is aten.any)
+    ):
         return Partial(p.axis, {"product": "min", "sum": "max"}.get(p.op, p.op))
     return p
 
@@ -84,7 +114,9 @@ def _has_no_reduction(eqn: Eqn, given: list[Layout]) -> bool:
 
 def _fails_on_parts(eqn: Eqn, wanted: list[Layout], size: int) -> bool:
     """Whether an equation would fail on a rank whose part of an input has no elements."""
-    return any(_has_empty_part(v, layout, size) for v, layout in zip(eqn.ins, wanted)) and not _runs_on_nothing(eqn)
+    return any(
+        _has_empty_part(v, layout, size) for v, layout in zip(eqn.ins, wanted)
+    ) and not _runs_on_nothing(eqn)
 
 
 def _runs_on_nothing(eqn: Eqn) -> bool:
@@ -102,7 +134,9 @@ def _runs_on_nothing(eqn: Eqn) -> bool:
 def _weighs_parts(eqn: Eqn, wanted: list[Layout], given: list[Layout], size: int) -> bool:
     """Whether a result is a mean of means of parts that are not all of the same size."""
     means = any(isinstance(p, Partial) and p.op == "mean" for layout in given for p in layout)
-    cut_sizes = (v.shape[p.dim] for v, layout in zip(eqn.ins, wanted) for p in layout if isinstance(p, Split))
+    cut_sizes = (
+        v.shape[p.dim] for v, layout in zip(eqn.ins, wanted) for p in layout if isinstance(p, Split)
+    )
     return means and any(n % size for n in cut_sizes)
 
 
@@ -124,13 +158,25 @@ def _gives_parts(eqn: Eqn, wanted: list[Layout], given: list[Layout], axis: str,
     cut = any(isinstance(p, Split) for layout in (*wanted, *given) for p in layout)
     if not cut or torch.Tag.pointwise in op.tags or is_random(op):
         return True
-    outs = tuple(out and dataclasses.replace(out, layout=layout) for out, layout in zip(eqn.outs, given))
-    if any(isinstance(p, Split) and p.dim >= len(out.shape) for out in outs if out is not None for p in out.layout):
+    outs = tuple(
+        out and dataclasses.replace(out, layout=layout) for out, layout in zip(eqn.outs, given)
+    )
+    if any(
+        isinstance(p, Split) and p.dim >= len(out.shape)
+        for out in outs
+        if out is not None
+        for p in out.layout
+    ):
         return False
-    return all(_has_shapes(eqn.replace(outs=outs), wanted, {axis: size}, {axis: rank}) for rank in (0, size - 1))
+    return all(
+        _has_shapes(eqn.replace(outs=outs), wanted, {axis: size}, {axis: rank})
+        for rank in (0, size - 1)
+    )
 
 
-def _has_shapes(eqn: Eqn, wanted: Sequence[Layout], sizes: dict[str, int], at: dict[str, int]) -> bool:
+def _has_shapes(
+    eqn: Eqn, wanted: Sequence[Layout], sizes: dict[str, int], at: dict[str, int]
+) -> bool:
     """Whether the results of an equation on the rank at these coordinates have the shapes of its parts."""
     layouts = iter(wanted)
 
@@ -150,4 +196,6 @@ def _has_shapes(eqn: Eqn, wanted: Sequence[Layout], sizes: dict[str, int], at: d
 
 
 def _has_empty_part(v: Var, layout: Layout, size: int) -> bool:
-    return any(isinstance(p, Split) and part(v.shape[p.dim], size, size - 1)[1] == 0 for p in layout)
+    return any(
+        isinstance(p, Split) and part(v.shape[p.dim], size, size - 1)[1] == 0 for p in layout
+    )

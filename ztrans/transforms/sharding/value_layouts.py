@@ -35,8 +35,12 @@ class Values:
         self.placed: dict[Var, Var] = {}
         self.local: dict[Var, Var] = {}
         self._laid: dict[tuple[Var, Split | Partial | None], Var] = {}
-        self._lazy: dict[Var, Eqn] = {}  # views and casts of gathered values, computed where they are used
-        self._whole: dict[Var, dict[tuple | None, Var]] = {}  # for each value, its whole values by phase
+        self._lazy: dict[
+            Var, Eqn
+        ] = {}  # views and casts of gathered values, computed where they are used
+        self._whole: dict[
+            Var, dict[tuple | None, Var]
+        ] = {}  # for each value, its whole values by phase
         self._phase = (0, "forward")
 
     def bind(self, old: Var, new: Var) -> None:
@@ -57,7 +61,10 @@ class Values:
         """A value in the layout that an equation of the update needs. The layout changes once for all equations."""
         value = self.value(v, eqn)
         held = next((p.axis for p in value.layout), None)
-        if to is not None and held not in (None, to.axis):  # shards over one axis become shards over another
+        if to is not None and held not in (
+            None,
+            to.axis,
+        ):  # shards over one axis become shards over another
             value, held = self._relaid(value, None, held, eqn), None
         axis = held or (to.axis if to is not None else None)
         return value if axis is None else self._relaid(value, to, axis, eqn)
@@ -91,21 +98,27 @@ class Values:
             self._make(self._lazy[v], phase, eqn, first=not known)
         elif phase not in known:
             axis = self.placed[v].layout[0].axis
-            site = self._site(eqn, "param", v.name, axis, regather=self.opt.reshard if known else None)
+            site = self._site(
+                eqn, "param", v.name, axis, regather=self.opt.reshard if known else None
+            )
             more, known[phase] = redistribute(self.placed[v], None, axis, site, f"{v.name}.full")
             self.eqns.extend(more)
         return known[phase]
 
     def _make(self, lazy: Eqn, phase: tuple | None, eqn: Eqn, first: bool) -> None:
         """Compute a view or a cast of a gathered value for `eqn`; the first computation keeps its name."""
-        renamed = lambda out: out if first else dataclasses.replace(out, name=self.names.fresh(out.name))
+        renamed = lambda out: (
+            out if first else dataclasses.replace(out, name=self.names.fresh(out.name))
+        )
         outs = tuple(out and renamed(out) for out in lazy.outs)
         copy = lazy.reading(lambda v: self.whole(v, eqn), outs=outs, region=eqn.region)
         for old, new in zip(lazy.results, copy.results):
             self._whole.setdefault(old, {})[phase] = new
         self.eqns.append(copy)
 
-    def reduce(self, eqn: Eqn, x: Var, out: Var, over: Sequence[str], to: Split | None, role, path, op: str) -> None:
+    def reduce(
+        self, eqn: Eqn, x: Var, out: Var, over: Sequence[str], to: Split | None, role, path, op: str
+    ) -> None:
         """Reduce `x` over each of the axes `over` to `out`; with `to`, the reduction over its axis scatters it."""
         # A complex gradient is sent in its own dtype: a cast to a real dtype would lose its imaginary part.
         dtype = self.opt.reduce_dtype if role == "grad" and not x.dtype.is_complex else None
@@ -122,6 +135,8 @@ class Values:
             self.eqns.extend(more)
         self.bind(out, value)
 
-    def _site(self, eqn: Eqn, role, path: str, axis: str, keep: str | None = None, regather=None) -> Site:
+    def _site(
+        self, eqn: Eqn, role, path: str, axis: str, keep: str | None = None, regather=None
+    ) -> Site:
         fresh = lambda name: name if name == keep else self.names.fresh(name)
         return Site(eqn.region, eqn.source, fresh, Provenance(role, (path,), axis, regather))

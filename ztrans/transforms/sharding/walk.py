@@ -50,7 +50,10 @@ class Sharding:
 
     def run(self) -> Graph:
         g = self.graph
-        leaves = [dataclasses.replace(v, layout=self.layout(v, x)) for v, x in zip(g.inputs, meta_leaves(g))]
+        leaves = [
+            dataclasses.replace(v, layout=self.layout(v, x))
+            for v, x in zip(g.inputs, meta_leaves(g))
+        ]
         inputs = (*leaves, *g.inputs[g.num_state :])
         for old, new in zip(g.inputs, inputs):
             self.values.bind(old, new)
@@ -61,11 +64,18 @@ class Sharding:
                 self.check_draw(eqn)
             if eqn.op in marks:
                 marks[eqn.op](eqn)
-            elif eqn.region == "update" and any(map(self.layout_of, eqn.ins)) and not self.varies(eqn):
+            elif (
+                eqn.region == "update"
+                and any(map(self.layout_of, eqn.ins))
+                and not self.varies(eqn)
+            ):
                 self.on_shards(eqn)
             elif self.varies(eqn) or not self.values.defer(eqn):
                 self.on_whole(eqn)
-        outputs = (*map(self.state, g.inputs, leaves, g.outputs), *map(self.output, g.outputs[g.num_state :]))
+        outputs = (
+            *map(self.state, g.inputs, leaves, g.outputs),
+            *map(self.output, g.outputs[g.num_state :]),
+        )
         return g.replace(inputs=inputs, eqns=tuple(self.values.eqns), outputs=outputs)
 
     def layout_of(self, v: Var) -> Layout:
@@ -74,7 +84,9 @@ class Sharding:
 
     def layout(self, v: Var, leaf: torch.Tensor) -> Layout:
         layout = self.opt.layout(v.name, v.shape, leaf)
-        return tuple(p for p in layout if self.graph.axes[p.axis] > 1)  # a single rank holds the whole value
+        return tuple(
+            p for p in layout if self.graph.axes[p.axis] > 1
+        )  # a single rank holds the whole value
 
     def varies(self, eqn: Eqn) -> bool:
         return any(v in self.over for v in eqn.ins)
@@ -90,7 +102,8 @@ class Sharding:
         apart = {*members_of(cut), *(axis for v in eqn.ins for axis in self.differ.get(v, ()))}
         if any(self.graph.axes[a] > 1 and a not in apart for a in self.axes.all):
             raise self.unreduced(
-                eqn, f"a random draw ({op_name(eqn.op)}) in the update, of a value that is not sharded,"
+                eqn,
+                f"a random draw ({op_name(eqn.op)}) in the update, of a value that is not sharded,",
             )
 
     def on_whole(self, eqn: Eqn) -> None:
@@ -114,11 +127,19 @@ class Sharding:
                 wanted, given = rule(eqn, have, axis, self.graph.axes[axis])
         except NoRule as error:
             raise self.no_rule(eqn, error) from None
-        if is_random(eqn.op) and any(map(have, eqn.ins)) and not any(isinstance(p, Split) for x in given for p in x):
-            raise self.unreduced(eqn, f"a random draw ({op_name(eqn.op)}) in the update, on whole values,")
+        if (
+            is_random(eqn.op)
+            and any(map(have, eqn.ins))
+            and not any(isinstance(p, Split) for x in given for p in x)
+        ):
+            raise self.unreduced(
+                eqn, f"a random draw ({op_name(eqn.op)}) in the update, on whole values,"
+            )
         ready = iter(wanted)
         read = lambda v: self.values.laid(v, on_axis(next(ready), axis), eqn)
-        outs = tuple(o and dataclasses.replace(o, layout=layout) for o, layout in zip(eqn.outs, given))
+        outs = tuple(
+            o and dataclasses.replace(o, layout=layout) for o, layout in zip(eqn.outs, given)
+        )
         self.values.eqns.append(eqn.reading(read, outs=outs))
         for old, new in zip(eqn.results, self.values.eqns[-1].results):
             self.values.bind(old, new)
@@ -143,12 +164,20 @@ class Sharding:
         to = self.values.placed[p].split if p in self.values.placed else None
         over = self.axes.cover(varies - differs, p)
         ranks = math.prod(self.graph.axes[a] for a in differs & varies)
-        mean = dataclasses.replace(out, name=self.values.names.fresh(f"{out.name}.sum")) if ranks > 1 else out
+        mean = (
+            dataclasses.replace(out, name=self.values.names.fresh(f"{out.name}.sum"))
+            if ranks > 1
+            else out
+        )
         self.values.reduce(eqn, g, mean, over, to, "grad", p.name, "mean")
         if ranks > 1:
             value = self.values.value(mean, eqn)
-            quotient = eqn.replace(op=torch.ops.aten.div.Tensor, args=(value, ranks), region="update")
-            self.values.eqns.append(quotient.replace(outs=(dataclasses.replace(value, name=out.name),)))
+            quotient = eqn.replace(
+                op=torch.ops.aten.div.Tensor, args=(value, ranks), region="update"
+            )
+            self.values.eqns.append(
+                quotient.replace(outs=(dataclasses.replace(value, name=out.name),))
+            )
             self.values.bind(out, self.values.eqns[-1].out)
 
     def explicit(self, eqn: Eqn) -> None:
@@ -158,17 +187,27 @@ class Sharding:
         """
         x, out, axes = eqn.args[0], eqn.out, self.axes_of(eqn)
         over = self.may_vary_over(x) & set(axes)
-        times = math.prod(self.graph.axes[a] for a in axes if a not in over) if REDUCTIONS[eqn.op] == "sum" else 1
+        times = (
+            math.prod(self.graph.axes[a] for a in axes if a not in over)
+            if REDUCTIONS[eqn.op] == "sum"
+            else 1
+        )
         if times > 1:
             product = dataclasses.replace(x, name=self.values.names.fresh(x.name)) if over else out
-            self.on_whole(eqn.replace(op=torch.ops.aten.mul.Tensor, args=(x, times), outs=(product,)))
+            self.on_whole(
+                eqn.replace(op=torch.ops.aten.mul.Tensor, args=(x, times), outs=(product,))
+            )
             x = product
         if over:
             readers = self.readers.get(out)
             only_update = readers and all(e.region == "update" for e in readers)
             reduced, main = self.axes.cover(over), self.axes.main
             cut = x.shape and is_worth_cutting(x.shape[0], self.graph.axes[main])
-            to = Split(main) if main in reduced and only_update and self.opt.stage > 0 and cut else None
+            to = (
+                Split(main)
+                if main in reduced and only_update and self.opt.stage > 0 and cut
+                else None
+            )
             self.values.reduce(eqn, x, out, reduced, to, "pmean", out.name, REDUCTIONS[eqn.op])
         elif times == 1:
             self.values.bind(out, self.values.value(x, eqn))
@@ -206,7 +245,11 @@ class Sharding:
             return self.values.laid(out, new.split, self.end(out))
         maker = self.values.producers.get(out)
         if maker is None or maker.region == "update":
-            subject = "a value that depends on the batch" if out in self.over else "a value of leaves that differ"
+            subject = (
+                "a value that depends on the batch"
+                if out in self.over
+                else "a value of leaves that differ"
+            )
             raise self.unreduced(self.entry(maker) if out in self.over else maker, subject, old)
         return self.averaged(out, new.split, f"state {old.name}", "state", others)
 
@@ -215,14 +258,18 @@ class Sharding:
             return out
         if self.varies_over(out) and self.opt.outputs == "mean" and not out.shape:
             return self.averaged(out, None, "output", "output")
-        return self.values.laid(out, None, self.end(out))  # the samples of a batch are not the same on two ranks
+        return self.values.laid(
+            out, None, self.end(out)
+        )  # the samples of a batch are not the same on two ranks
 
     def end(self, out: Var) -> Eqn:
         """An equation that stands for the reader of output `out`, at the end of the update."""
         maker = self.values.producers.get(out)
         return Eqn(GRADIENT, (), (), region="update", source=maker.source if maker else None)
 
-    def averaged(self, out: Var, to: Split | None, name: str, role: str, not_over: Set[str] = INVARIANT) -> Var:
+    def averaged(
+        self, out: Var, to: Split | None, name: str, role: str, not_over: Set[str] = INVARIANT
+    ) -> Var:
         """The mean of a value over all axes over which it differs, except for those of `not_over`."""
         end, key = self.end(out), (out, to, role, frozenset(not_over))
         if not (out.dtype.is_floating_point or out.dtype.is_complex):
@@ -233,7 +280,9 @@ class Sharding:
                 f"averaged over the ranks, or pass outputs='local'."
             )
         if key not in self.means:
-            self.means[key] = dataclasses.replace(out, name=self.values.names.fresh(f"{out.name}.mean"))
+            self.means[key] = dataclasses.replace(
+                out, name=self.values.names.fresh(f"{out.name}.mean")
+            )
             over = self.axes.cover(self.varies_over(out) - not_over)
             self.values.reduce(end, out, self.means[key], over, to, role, out.name, "mean")
         return self.values.laid(self.means[key], to, end)
@@ -242,7 +291,9 @@ class Sharding:
 
     def no_rule(self, eqn: Eqn, error: NoRule) -> ValueError:
         # An operator that changes its arguments is itself an argument, of the equation that copies them.
-        op: Any = next((arg for arg in eqn.args[:1] if isinstance(arg, torch._ops.OpOverload)), eqn.op)
+        op: Any = next(
+            (arg for arg in eqn.args[:1] if isinstance(arg, torch._ops.OpOverload)), eqn.op
+        )
         return ValueError(
             f"shard_params: the update cannot run on shards: {op_name(op)} has no sharding rule for "
             f"{', '.join(self.values.value(v, eqn).type for v in eqn.ins)} ({error}).\n"
