@@ -22,9 +22,10 @@ from typing import Any
 import torch
 
 from .collectives import HALF, rules
-from .graph import Eqn, Graph, Primitive, Var, is_random, producers
+from .graph import Eqn, Graph, Primitive, Var, is_random, producers, variables
 from .operations import overloads
 from .relations import sorted_by
+from .structure import structure
 
 aten = torch.ops.aten
 Group = tuple[Eqn, ...]  # equations that one call computes
@@ -40,8 +41,8 @@ def group_updates(
 
     Returns the program in the new order, and its groups of several equations.
     """
-    shared = _shared(graph)
-    parts = [part for run in _runs(graph) for part in _regrouped(run, shared, may_move)]
+    passed_once = _passed_once(graph)
+    parts = [part for run in _runs(graph) for part in _regrouped(run, passed_once, may_move)]
     groups = tuple(tuple(part) for part in parts if len(part) > 1)
     return graph.replace(eqns=tuple(e for part in parts for e in part)), groups
 
@@ -76,61 +77,55 @@ def _runs(graph: Graph) -> Iterator[list[Eqn]]:
         yield from [eqns] if movable else [[e] for e in eqns]
 
 
-class _Keys:
-    """What the equations of a run are compared by, as numbers: equal equations have one number."""
+class _Numbering:
+    """The numbers of the equations of a run: equal equations have one number."""
 
-    def __init__(self, shared: Collection[Var]) -> None:
-        self.shared = (
-            shared  # scalars that equations of several parameters read, such as a learning rate
-        )
-        self.numbers: dict[Hashable, int] = {}
-        self.by_value: dict[
-            Var, tuple[int, int]
-        ] = {}  # by result: the number of its equation, and its position
+    def __init__(self, passed_once: Collection[Var]) -> None:
+        self.passed_once = passed_once
+        self._numbers: dict[Hashable, int] = {}
+        self._sources: dict[Var, tuple[int, int]] = {}  # the number of its equation, and its place
 
     def number(self, e: Eqn) -> int:
-        """The number of an equation, whose arguments have been numbered before."""
-        # One call has one value of each keyword, such as the learning rate of a parameter group.
-        named = tuple(
-            (k, v if isinstance(v, Var) else self._argument(v)) for k, v in sorted(e.kwargs.items())
-        )
-        key = e.op, self._argument(e.args), named
-        number = self.numbers.setdefault(key, len(self.numbers))
-        self.by_value.update((v, (number, k)) for k, v in enumerate(e.results))
+        """The number of an equation; those that compute its arguments have been numbered before."""
+        number = self._numbers.setdefault(structure(e, self._of_var), len(self._numbers))
+        for k, v in enumerate(e.results):
+            self._sources[v] = number, k
         return number
 
-    def _argument(self, x: Any) -> Hashable:
-        if isinstance(x, (list, tuple)):
-            return tuple(map(self._argument, x))
-        if not isinstance(x, Var):
-            return type(x), id(x) if isinstance(x, torch.Tensor) else repr(x)  # 0.0 == -0.0
-        return x if x in self.shared else self.by_value.get(x, (x.dtype, not x.shape))
+    def _of_var(self, v: Var) -> Hashable:
+        if v in self.passed_once:
+            return v
+        return self._sources.get(v, (v.dtype, not v.shape))
 
 
-def _shared(graph: Graph) -> set[Var]:
-    """The scalars that several equations of one operation, with the same literals, read in one place."""
-    reads: Counter[tuple] = Counter()
+def _passed_once(graph: Graph) -> set[Var]:
+    """The values that a call for several parameters has as one argument, such as a learning rate.
+
+    These are keyword arguments, and scalars that several equations read in one place, if they have the same operation
+    and the same literals.
+    """
+    named: set[Var] = set()
+    readers: Counter[tuple[Hashable, int, Var]] = Counter()
     for e in graph.eqns:
         if e.region == "update":
-            given = [*enumerate(e.args), *e.kwargs.items()]
-            literals = repr([(place, x) for place, x in given if isinstance(x, int | float)])
-            reads.update(
-                (e.op, literals, place, v)
-                for place, v in given
-                if isinstance(v, Var) and not v.shape
-            )
-    return {v for *_, v in (read for read, count in reads.items() if count > 1)}
+            named.update(variables(e.kwargs))
+            literals = structure(e, lambda v: None)
+            for place, v in enumerate(e.args):
+                if isinstance(v, Var) and not v.shape:
+                    readers[literals, place, v] += 1
+    return named | {v for (_, _, v), count in readers.items() if count > 1}
 
 
 def _regrouped(
-    run: list[Eqn], shared: Collection[Var], may_move: Callable[[Eqn], bool]
+    run: list[Eqn], passed_once: Collection[Var], may_move: Callable[[Eqn], bool]
 ) -> list[list[Eqn]]:
     """The equations of a run as parts of equal ones: each part stands where the last of its equations stood."""
     if len(run) == 1:
         return [run]
-    keys, parts = _Keys(shared), dict[Hashable, list[Eqn]]()
+    numbering = _Numbering(passed_once)
+    parts: dict[Hashable, list[Eqn]] = {}
     for e in run:
-        number = keys.number(e)
+        number = numbering.number(e)
         joins = may_move(e) and (is_fused_update(e) or has_list_form(e))
         parts.setdefault(number if joins else e, []).append(e)
     return _ordered(run, list(parts.values())) if len(parts) < len(run) else [[e] for e in run]
