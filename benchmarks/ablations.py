@@ -16,7 +16,6 @@ import argparse
 import functools
 import json
 import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -24,16 +23,13 @@ from pathlib import Path
 
 import torch
 
-from ztrans.calling.call import BoundCall
 from ztrans.planning.solver import moves as changes
 from ztrans.planning.solver.evaluation import evaluate
 from ztrans.planning.solver.moves import MOVES, Moves
 from ztrans.planning.solver.problem import Problem
 from ztrans.planning.solver.solve import solve
-from ztrans.runtime.inductor import backend
 
-from .inductor import RESULTS, lifted, processor
-from .peers.model import Config
+from .inductor import RESULTS, processor
 from .planned import subjects
 
 ALL, NONE = "all choices", "no choice"
@@ -56,35 +52,6 @@ class Part:
     choices: tuple[str, ...]
     steps: Iterable[tuple[str, Build]]
     simulated: bool = False
-
-
-ONEDNN = "matrix products by oneDNN"
-
-
-def compiled_step(config: Config, bf16: bool, without: frozenset[str]) -> Step:
-    """A step of the benchmark's GPT, compiled by Inductor, with or without oneDNN for matrix products."""
-    lowered, state, batch = lifted(config, bf16=bf16)
-    arguments = BoundCall.of(lowered.program.function, (state, *batch), {})
-    local = lowered.program.local_inputs(lowered.graph, arguments).tensors
-    _, run = backend.executable(lowered.graph, None, local, onednn=ONEDNN not in without)
-
-    def step() -> float:
-        start = time.perf_counter()
-        run(local)  # the state among these is donated: updated in place
-        return time.perf_counter() - start
-
-    return step
-
-
-def cpu_part(config: Config, long: Config) -> Part:
-    """The choices of the CPU's compiled backend, in fp32, in bf16, and with a longer sequence."""
-    steps = {
-        f"GPT, sequence {config.sequence}, fp32": functools.partial(compiled_step, config, False),
-        f"GPT, sequence {config.sequence}, bf16": functools.partial(compiled_step, config, True),
-        f"GPT, sequence {long.sequence}, fp32": functools.partial(compiled_step, long, False),
-        f"GPT, sequence {long.sequence}, bf16": functools.partial(compiled_step, long, True),
-    }
-    return Part("The CPU's kernels", "measured, one core", (ONEDNN,), steps.items())
 
 
 def without_change(change: changes.Change) -> Callable[[Moves], Moves]:
@@ -128,9 +95,7 @@ def search_part() -> Part:
     )
 
 
-LONG = Config(sequence=1024, batch=1)  # as many tokens as in the benchmark's own step
 PARTS: dict[str, Callable[[], Part]] = {
-    "cpu": functools.partial(cpu_part, Config(), LONG),
     "search": search_part,
 }
 
@@ -260,6 +225,5 @@ if __name__ == "__main__":
     parser.add_argument(
         "--out", type=Path, default=RESULTS, help="a folder, for figures of another machine"
     )
-    torch.set_num_threads(1)
     arguments = parser.parse_args()
     print(main(arguments.parts, arguments.rounds, arguments.out))

@@ -52,7 +52,7 @@ ROOMS = {
     "lift.scaler",
     *("ir.ambient", "transforms.sharding.dtensor_rules", "ir.axes", "runtime.leaves"),
     *("calling.guard", "runtime.cuda.graph_capture"),
-    *("runtime.inductor.compiler", "runtime.inductor.cpu_matmul", "ops.symmetric"),
+    *("runtime.inductor.compiler", "ops.symmetric"),
 }
 # Every module may use pytrees, the types of operators and dispatch modes (documented, without public names), PyTorch's
 # documented set of operations, our own, and functional collectives, to which torch.distributed traces.

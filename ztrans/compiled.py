@@ -31,12 +31,11 @@ from .report.tracebacks import ends_at_user
 from .runtime.consensus import Promise, Proposal, check_adopted, proposals, slowest
 from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rates
 from .runtime.cuda.symmetric_start import check
-from .runtime.executable import Executable, executable
+from .runtime.executable import Executable, MicroBatches, executable, micro_batches
 from .runtime.failure import Writes, alone, check_whole, running, steps_of
 from .runtime.inductor import backend as inductor
 from .runtime.leaves import check_laid_out
 from .runtime.meeting import Call, everywhere, meet
-from .runtime.micro_batches import MicroBatches, micro_batches
 from .runtime.process_groups import process_groups
 from .tracing.trace import Program
 

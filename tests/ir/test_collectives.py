@@ -36,8 +36,7 @@ from ztrans.planning.cluster import cluster
 from ztrans.planning.cost import cost, memory
 from ztrans.planning.make_plan import make
 from ztrans.planning.simulate import COPIES, simulate
-from ztrans.runtime.codegen import to_fx
-from ztrans.runtime.emission import EMITTERS
+from ztrans.runtime.codegen import EMITTERS, to_fx
 
 aten = torch.ops.aten
 RANKS = 4

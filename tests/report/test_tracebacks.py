@@ -1,8 +1,5 @@
-"""Tracebacks end at the user's line, and of several ranks with the same error one prints it."""
+"""Tracebacks end at the user's line."""
 
-import os
-import subprocess
-import sys
 import traceback
 from pathlib import Path
 
@@ -10,10 +7,7 @@ import pytest
 import torch
 
 import ztrans as zt
-from tests.support.processes import ROOT
 from ztrans.report.tracebacks import ends_at_user
-from ztrans.runtime.process_groups import LostRank
-from ztrans.runtime.uncaught import print_once
 
 STATE, X = {"w": torch.ones(2)}, torch.ones(2)
 
@@ -101,95 +95,3 @@ def test_an_interrupt_keeps_its_frames(short):
     with pytest.raises(KeyboardInterrupt) as e:
         ends_at_user(interrupts)()
     assert "tracebacks.py" in [name for name, _ in frames(e.value)]
-
-
-# ---- several ranks
-
-
-@pytest.fixture
-def told(monkeypatch):
-    """Run the hook of each rank in turn; returns the ranks that print the error, and what the others print."""
-    store = torch.distributed.HashStore()
-
-    def tell(errors, capsys):
-        printed = []
-        for rank, error in enumerate(errors):
-            monkeypatch.setattr(sys, "excepthook", lambda *_, rank=rank: printed.append(rank))
-            print_once(store, rank)
-            sys.excepthook(type(error), error, None)
-        return printed, capsys.readouterr().err.splitlines()
-
-    return tell
-
-
-def test_one_rank_prints_what_all_would(told, capsys):
-    same = [ValueError("a mistake") for _ in range(3)]
-    assert told(same, capsys) == (
-        [0],
-        [f"[rank{rank}]: ValueError, as on rank 0, which prints it." for rank in (1, 2)],
-    )
-
-
-def test_ranks_print_what_is_their_own(told, capsys):
-    errors = [
-        ValueError("mine"),
-        ValueError("other"),
-        KeyError("mine"),
-        LostRank("rank 3 has lost"),
-        LostRank("rank 4"),
-    ]
-    assert told(errors, capsys) == (
-        [0, 1, 2, 3],
-        ["[rank4]: LostRank, as on rank 3, which prints it."],
-    )
-
-
-def test_the_own_number_of_a_rank_makes_no_difference(told, capsys):
-    assert told([RuntimeError("rank 0 fails"), RuntimeError("rank 1 fails")], capsys)[0] == [0]
-
-
-def test_without_a_store_every_rank_prints(monkeypatch):
-    class Gone:
-        def compare_set(self, *_):
-            raise torch.distributed.DistStoreError("gone")
-
-    printed = []
-    monkeypatch.setattr(sys, "excepthook", lambda *_: printed.append(1))
-    print_once(Gone(), 1)
-    sys.excepthook(ValueError, ValueError("mine"), None)
-    assert printed == [1]
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_two_processes_print_one_mistake_once(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import torch, ztrans as zt\n"
-        "mesh = zt.make_mesh('cpu', dp=-1)\n"
-        "@zt.shard_params(mesh)\n"
-        "def train_step(state, x):\n"
-        "    return state, (x @ state['w']).sum().item()\n"
-        "state = train_step.shard({'w': torch.ones(8)})\n"
-        "train_step(state, torch.ones(3, 8))\n"
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(script),
-    ]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "ZTRANS_TRACEBACK": "",
-    }
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    ours = [row for row in done.stderr.splitlines() if row.startswith("[rank")]
-    assert done.returncode != 0
-    assert len([row for row in ours if "train_step reads a tensor's value" in row]) == 1
-    assert len(ours) <= 13, done.stderr

@@ -171,7 +171,6 @@ def test_a_kernel_does_not_write_over_a_constant():
     "bias", [lambda b: b[:, 0], lambda b: b[0, :1].expand(512)], ids=["a column", "one number"]
 )
 def test_a_bias_with_strides_is_read_as_such(bias):
-    """Also where oneDNN, which takes a bias as dense, computes products."""
     step = lambda state, x: (state, torch.nn.functional.linear(x, state["w"], bias(state["b"])))
     state, x = {"w": torch.randn(512, 768), "b": torch.randn(512, 3)}, torch.randn(512, 768)
     compiled = zt.Step.of(step).lower(state, x).compile(backend="inductor")

@@ -1,25 +1,22 @@
 """launches: how many calls the host makes for each equation of a program, and how many kernels it launches.
 
-A small step is as fast as its host. These are the calls of the eager backend: some views need none, and equal updates
-that stand together need one (see `ir.views` and `ir.update_groups`). A collective launches its message, what packs it
+A small step is as fast as its host. These are the calls of the eager backend: each operation is one, and equal updates
+that stand together need one (see `ir.update_groups`). A collective launches its message, what packs it
 where something is packed, and what unpacks it at the first wait where something is unpacked.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..ir.collectives import pair, rules
 from ..ir.donation import is_constant
 from ..ir.graph import Eqn, Graph, Primitive
-from ..ir.layout import local_shape, localize
 from ..ir.nested.work import inner_work
 from ..ir.operations import shows_argument
 from ..ir.relations import kept
 from ..ir.update_groups import group_updates
-from ..ir.views import simpler_calls
 
 
 class Launches(NamedTuple):
@@ -32,10 +29,6 @@ class Launches(NamedTuple):
 @kept
 def launches(graph: Graph) -> Mapping[Eqn, Launches]:
     """The calls and launches of every equation, on the first rank."""
-    at = dict.fromkeys(graph.axes, 0)
-    local = {e: localize(e, graph.axes, at) for e in graph.eqns}
-    shape = functools.partial(local_shape, sizes=graph.axes, at=at)
-    simpler = simpler_calls(graph.replace(eqns=tuple(local.values())), shape).eqns
     with_others = {e for group in group_updates(graph)[1] for e in group[1:]}
     pairs = pair(graph)
 
@@ -53,7 +46,6 @@ def launches(graph: Graph) -> Mapping[Eqn, Launches]:
         inner = inner_work(e, lambda g: sum(not shows_argument(each.op) for each in g.eqns))
         if inner is not None:
             return Launches(inner, inner)
-        parts = simpler.get(local[e], (local[e],))
-        return Launches(len(parts), sum(not shows_argument(part.op) for part in parts))
+        return Launches(1, int(not shows_argument(e.op)))
 
     return {e: counted(e) for e in graph.eqns}

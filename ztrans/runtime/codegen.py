@@ -3,31 +3,52 @@
 `to_fx` writes a program as a `torch.fx.GraphModule`, whose generated code drops each value after its last use. With
 `donate`, elementwise equations write over values that nothing reads any more, the state above all. So a step holds one
 copy of its state, and few temporaries.
+
+To add a collective, add the function that emits its calls to `EMITTERS`, or pass a table with it to `to_fx`.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.axes import with_joint_indices
+from ..ir.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    GRADIENT,
+    PMEAN,
+    PSUM,
+    REDUCE_SCATTER,
+    SHARD,
+    WAIT,
+    rules,
+)
 from ..ir.collectives.user_collectives import by_group
-from ..ir.donation import Donation, donation
-from ..ir.graph import Eqn, Graph, Primitive, Var
-from ..ir.layout import local_shape, localize
+from ..ir.donation import Donation, donation, is_constant
+from ..ir.graph import Eqn, Graph, Primitive, Var, substitute
+from ..ir.layout import local_shape, localize, part
+from ..ir.nested.attention import is_attention
+from ..ir.nested.call import call_operator
+from ..ir.nested.functions import Function
+from ..ir.nested.launch import Launch, LaunchModule
+from ..ir.operations import bound
+from ..ir.printer import op_name
 from ..ir.update_groups import Group, is_fused_update, list_call
-from ..ir.views import Calls, simpler_calls
+from .call_forms import call_form
+from .collectives import channel, wait
 from .cuda.streams import Streams
-from .cuda.symmetric_start import side_streams
-from .emission import EMITTERS, Emission, Emitter, operation, over_lists, unpacked, updates
+from .cuda.symmetric_start import side_streams, start
+from .inductor import attention
 
 
 @dataclass(frozen=True)
@@ -40,13 +61,118 @@ class Kernel:
     writes: bool = False  # whether it writes over the state
 
 
+@dataclass(frozen=True)
+class Emission:
+    """The FX program of one rank while it is written: its code, its submodules, and the node of each value."""
+
+    out: fx.Graph
+    module: torch.nn.Module
+    nodes: dict[Var, Any]
+    sizes: Mapping[str, int]  # of the mesh axes
+    coordinates: Mapping[str, int]  # this rank's index along each of them
+    mesh: DeviceMesh | None
+    streams: Streams | None
+    hoists: bool = True  # make small constants once; a function returns fresh ones, to write over
+
+    def bind(self, outs: Sequence[Var | None], nodes: Sequence[Any]) -> None:
+        """Note the nodes of results; None stands for a result that is not bound."""
+        self.nodes.update((v, node) for v, node in zip(outs, nodes) if v is not None)
+
+    def call(self, name: str, module: torch.nn.Module, *members: Var) -> fx.Node:
+        """Add `module` as the submodule `name`, and emit a call of it with the values of `members`."""
+        self.module.add_module(name, module)
+        return self.out.call_module(name, tuple(self.nodes[v] for v in members))
+
+    def emit(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node:
+        """Emit a call of an operation of PyTorch, or of a function in its place."""
+        named = {name: self.read(x) for name, x in kwargs.items()}
+        return self.out.call_function(call_form(op, args, kwargs), self.read(tuple(args)), named)
+
+    def constant(self, x: torch.Tensor) -> fx.Node:
+        """A constant of the program, as an attribute of its module."""
+        name = f"constant_{len(list(self.module.buffers()))}"
+        self.module.register_buffer(name, x)
+        return self.out.get_attr(name)
+
+    def read(self, x: Any) -> Any:
+        """An argument, with the nodes of its values."""
+        if isinstance(x, torch.Tensor):  # a literal: torch.tensor(...) inside the step
+            return self.constant(x)
+        if isinstance(x, Function):
+            return self.function(x)
+        if isinstance(x, (list, tuple)):
+            return type(x)([self.read(item) for item in x])
+        return substitute(x, self.nodes.__getitem__)
+
+    def returned(self, x: Any) -> Any:
+        """An output: the node of a value, or a constant. One that code cannot write is an attribute of the module."""
+        if isinstance(x, Var):
+            return self.nodes[x]
+        if x is None or type(x) in (bool, int, float, complex, str, bytes):
+            return x
+        name = f"object_{len(self.out.nodes)}"
+        setattr(self.module, name, x)
+        attribute = self.out.get_attr(name)
+        is_array = isinstance(x, numpy.ndarray)  # which the caller may write over
+        return self.out.call_method("copy", (attribute,)) if is_array else attribute
+
+    def function(self, function: Function) -> fx.Node:
+        """A function that an operation calls, as a submodule with code of its own."""
+        name = f"{function.graph.name}_{len(list(self.module.children()))}"
+        self.module.add_module(name, nested(function))
+        return self.out.get_attr(name)
+
+
+# A function of the program, an equation and its index; it emits calls and returns the nodes of the results.
+Emitter = Callable[[Emission, Eqn, int], list[Any]]
+
+
+def started(emission: Emission, eqn: Eqn, index: int) -> list[fx.Node]:
+    """Emit a submodule that starts the collective, and a future for each member."""
+    messages = None
+    if emission.mesh is not None:
+        messages = channel(emission.mesh, eqn.kwargs["axis"], rules(eqn).lane == "gather")
+    module = start(eqn, emission.sizes, emission.coordinates, messages, emission.streams)
+    return unpacked(emission.out, emission.call(f"{eqn.op}_{index}", module, *eqn.ins), eqn.outs)
+
+
+def waited(emission: Emission, eqn: Eqn, index: int) -> list[fx.Node]:
+    """Emit a call of `collectives.wait`, which returns the value of a future."""
+    return [emission.out.call_function(wait, (emission.nodes[eqn.args[0]],))]
+
+
+def sharded(emission: Emission, eqn: Eqn, index: int) -> list[fx.Node]:
+    """Emit a call that returns this rank's part of a whole value, as a view."""
+    value, dim = eqn.args
+    axis = eqn.kwargs["axis"]
+    rows = local_shape(value, emission.sizes, emission.coordinates)[dim]
+    begin, length = part(rows, emission.sizes[axis], emission.coordinates[axis])
+    return [emission.out.call_function(torch.narrow, (emission.nodes[value], dim, begin, length))]
+
+
+def unchanged(emission: Emission, eqn: Eqn, index: int) -> list[Any]:
+    """Emit no call: a mark that no transform has replaced is its first argument."""
+    return [emission.nodes[eqn.args[0]]]
+
+
+EMITTERS: Mapping[Primitive, Emitter] = {
+    ALL_GATHER: started,
+    REDUCE_SCATTER: started,
+    ALL_REDUCE: started,
+    WAIT: waited,
+    SHARD: sharded,
+    GRADIENT: unchanged,
+    PMEAN: unchanged,
+    PSUM: unchanged,
+}
+
+
 def to_fx(
     graph: Graph,
     mesh: DeviceMesh | None = None,
     donate: bool = False,
     groups: Sequence[Group] = (),
     kernels: Mapping[Group, Kernel] = MappingProxyType({}),
-    calls: Mapping[Eqn, Callable] = MappingProxyType({}),
     streams: Streams | None = None,
     on_write: Callable[[], None] | None = None,
     emitters: Mapping[Primitive, Emitter] = EMITTERS,
@@ -63,7 +189,6 @@ def to_fx(
         groups: equations next to each other that become a single call, of a kernel, of a fused optimizer or of an
             operation over lists.
         kernels: the kernels of groups.
-        calls: functions that are called instead of the operations of equations.
         streams: the streams of the collectives; by default those of the mesh's devices.
         on_write: a function that the program calls before the first equation that writes over the state.
         emitters: for each primitive, the function that emits its calls.
@@ -73,53 +198,61 @@ def to_fx(
             f"to_fx: {graph.name} runs for {graph.micro} micro-batches, in up to three programs.\n"
             f"Write each of them: zt.to_fx(zt.ir.parts(graph).last), and so first and middle."
         )
-    at = coordinates(graph, mesh)
+    rank = coordinates(graph, mesh)
     if mesh is not None:
-        graph, streams = by_group(graph, mesh), streams or side_streams(mesh.device_type)
-    out = fx.Graph()
-    nodes: dict[Var, Any] = {v: _placeholder(out, v) for v in graph.inputs}
-    emission = Emission(out, torch.nn.Module(), nodes, graph.axes, at, mesh, streams)
-    donated = (
-        donation(graph, frozenset(e for group in kernels for e in group))
-        if donate
-        else Donation({}, {}, {}, {})
-    )
+        graph = by_group(graph, mesh)
+        streams = streams or side_streams(mesh.device_type)
+    donated = Donation({}, {}, {}, {})
+    if donate:
+        donated = donation(graph, frozenset(eqn for group in kernels for eqn in group))
     units = list(_units(graph, groups, kernels, donated))
-    instead = {**donated.twins, **calls}
-    forms = _Forms(kernels, instead, emitters, *_localized(graph, at, units, instead))
     first_write = _first_write(units, kernels, donated, graph.inputs[: graph.num_state])
-    ends = []  # by unit, how many nodes there are after it
+    out = fx.Graph()
+    inputs: dict[Var, Any] = {v: _placeholder(out, v) for v in graph.inputs}
+    emission = Emission(out, torch.nn.Module(), inputs, graph.axes, rank, mesh, streams)
+    ends = [len(out.nodes)]  # by unit, how many nodes there are after it
     for unit in units:
         if on_write is not None and unit is first_write:
             out.call_function(on_write)
-        nodes.update((v, node) for v, node in _emit(unit, emission, forms) if v is not None)
+        _emit(unit, emission, kernels, donated, emitters)
         ends.append(len(out.nodes))
-    emitted = list(out.nodes)
-    out.output(list(map(emission.returned, graph.outputs)))
-    _describe(units, [emitted[a:b] for a, b in pairwise([len(graph.inputs), *ends])])
+    nodes = list(out.nodes)
+    out.output([emission.returned(x) for x in graph.outputs])
+    _describe(units, [nodes[begin:end] for begin, end in pairwise(ends)])
     return fx.GraphModule(emission.module, out, graph.name)
 
 
 def coordinates(graph: Graph, mesh: DeviceMesh | None) -> dict[str, int]:
     """The index of this rank along each axis of a program; 0 without a mesh."""
     sizes = dict(graph.mesh)
-    at = {axis: mesh.get_local_rank(axis) if mesh is not None else 0 for axis in sizes}
-    return with_joint_indices(at, sizes, graph.joint)
+    indices = {axis: mesh.get_local_rank(axis) if mesh is not None else 0 for axis in sizes}
+    return with_joint_indices(indices, sizes, graph.joint)
+
+
+def nested(function: Function) -> fx.GraphModule:
+    """The code of a function that an operation calls."""
+    graph = function.graph
+    out = fx.Graph()
+    inputs: dict[Var, Any] = {v: out.placeholder(v.name) for v in graph.inputs}
+    emission = Emission(out, torch.nn.Module(), inputs, {}, {}, None, None, hoists=False)
+    for eqn in graph.eqns:
+        emission.bind(eqn.outs, _operation(emission, eqn))
+    out.output(function.returned(substitute(graph.outputs, emission.nodes.__getitem__)))
+    return fx.GraphModule(emission.module, out, graph.name)
 
 
 def _placeholder(out: fx.Graph, v: Var) -> fx.Node:
     """A parameter of the code for an input, with a name that nothing else in the code has."""
-    node = out.placeholder(
-        "".join(c if c.isalnum() else "_" for c in v.name) if v.name != "self" else "self_"
-    )
+    name = "".join(c if c.isalnum() else "_" for c in v.name)
+    node = out.placeholder(name if name != "self" else "self_")
     node.target = node.name
     return node
 
 
 class _Unit(NamedTuple):
-    """Equations that run as one call, or a single one, and where the first of them stands."""
+    """Equations that run as one call, or a single one, and the position of the first of them."""
 
-    place: int
+    position: int
     eqns: Group
 
 
@@ -127,13 +260,13 @@ def _units(
     graph: Graph, groups: Sequence[Group], kernels: Mapping[Group, Kernel], donated: Donation
 ) -> Iterator[_Unit]:
     """The units of a program, in order: the groups that have a kernel, or that one call computes, are one unit each."""
-    together = {
+    by_first = {
         group[0]: group for group in groups if group in kernels or _is_one_call(group, donated)
     }
-    inside = {e for group in together.values() for e in group[1:]}
-    for place, eqn in enumerate(graph.eqns):
+    inside = {eqn for group in by_first.values() for eqn in group[1:]}
+    for index, eqn in enumerate(graph.eqns):
         if eqn not in inside:
-            yield _Unit(place, together.get(eqn, (eqn,)))
+            yield _Unit(index, by_first.get(eqn, (eqn,)))
 
 
 def _is_one_call(group: Group, donated: Donation) -> bool:
@@ -142,85 +275,149 @@ def _is_one_call(group: Group, donated: Donation) -> bool:
     All of them write in place, or none does. What one of them writes no other may read, for one kernel may compute
     them in any order.
     """
-    in_place = [e in donated.twins for e in group]
+    in_place = [eqn in donated.twins for eqn in group]
     if is_fused_update(group[0]):
         return all(in_place)
     if not any(in_place):
         return list_call(group, in_place=False) is not None
-    if not all(in_place) or not all(
-        isinstance(donated.twins[e], torch._ops.OpOverload) for e in group
-    ):
+    twins = [donated.twins.get(eqn) for eqn in group]
+    if not all(isinstance(twin, torch._ops.OpOverload) for twin in twins):
         return False
-    written = {donated.owner[e.ins[0]] for e in group}
-    read = {donated.owner[v] for e in group for v in e.ins[1:]}
-    return (
-        len(written) == len(group)
-        and not written & read
-        and list_call(group, in_place=True) is not None
-    )
+    written = {donated.owner[eqn.ins[0]] for eqn in group}
+    read = {donated.owner[v] for eqn in group for v in eqn.ins[1:]}
+    is_apart = len(written) == len(group) and not written & read
+    return is_apart and list_call(group, in_place=True) is not None
 
 
-class _Forms(NamedTuple):
-    """What is called for the units of a program.
+def _first_write(
+    units: Sequence[_Unit], kernels: Mapping[Group, Kernel], donated: Donation, state: Sequence[Var]
+) -> _Unit | None:
+    """The first unit that writes over the state."""
+    of_state = set(state)
+    for unit in units:
+        if unit.eqns in kernels:
+            if kernels[unit.eqns].writes:
+                return unit
+            continue
+        for eqn in unit.eqns:
+            if eqn in donated.twins and any(donated.owner.get(v) in of_state for v in eqn.results):
+                return unit
+    return None
 
-    Attributes:
-        kernels: by group, the kernel that computes it.
-        instead: by equation, what is called in place of its operation, such as one that writes in place.
-        emitters: by primitive, what emits its calls.
-        local: by equation of an operation, the same with the sizes of this rank.
-        calls: what is called for those that are called as they are or as views allow.
+
+def _emit(
+    unit: _Unit,
+    emission: Emission,
+    kernels: Mapping[Group, Kernel],
+    donated: Donation,
+    emitters: Mapping[Primitive, Emitter],
+) -> None:
+    """Emit the calls of a unit."""
+    first = unit.eqns[0]
+    in_place = donated.twins.get(first)
+    if unit.eqns in kernels:
+        kernel = kernels[unit.eqns]
+        ins = tuple(emission.nodes[v] for v in kernel.ins)
+        call = emission.out.call_function(kernel.call, ins)
+        emission.bind(kernel.outs, unpacked(emission.out, call, kernel.outs))
+    elif len(unit.eqns) > 1:
+        emit_group = _fused_update if is_fused_update(first) else _over_lists
+        for eqn, results in zip(unit.eqns, emit_group(emission, unit.eqns, in_place)):
+            emission.bind(eqn.outs, results)
+    elif isinstance(first.op, Primitive):
+        emission.bind(first.outs, emitters[first.op](emission, first, unit.position))
+    else:
+        local = localize(first, emission.sizes, emission.coordinates)
+        emission.bind(first.outs, _operation(emission, local, in_place))
+
+
+def _operation(emission: Emission, eqn: Eqn, function: Any = None) -> list:
+    """Emit the call of an operation, or of a `function` in its place.
+
+    Returns the node of each result, None for those not bound. A small constant is made once, and is an attribute.
     """
-
-    kernels: Mapping[Group, Kernel]
-    instead: Mapping[Eqn, Callable]
-    emitters: Mapping[Primitive, Emitter]
-    local: Mapping[Eqn, Eqn]
-    calls: Calls
-
-
-def _localized(
-    graph: Graph, at: Mapping[str, int], units: Sequence[_Unit], instead: Collection[Eqn]
-) -> tuple[dict[Eqn, Eqn], Calls]:
-    """The equations with the sizes of the rank at these coordinates, and what is called for them there."""
-    local = {e: localize(e, graph.axes, at) for e in graph.eqns}
-    together = (e for unit in units if len(unit.eqns) > 1 for e in unit.eqns)
-    apart = {local[e] for e in (*instead, *together)}
-    shape = functools.partial(local_shape, sizes=graph.axes, at=at)
-    on_this_rank = graph.replace(eqns=tuple(local.values()))
-    return local, simpler_calls(on_this_rank, shape, apart)
+    op: Any = function or eqn.op
+    if isinstance(op, torch._ops.HigherOrderOperator):
+        return _higher_order(emission, eqn)
+    if emission.hoists and is_constant(eqn):
+        return [emission.constant(op(*eqn.args, **eqn.kwargs))]
+    call = emission.emit(op, eqn.args, eqn.kwargs)
+    if isinstance(op, torch._ops.OpOverload) and not op._schema.returns:  # an update over lists
+        return _overwritten(emission, eqn, op)
+    return _results(emission.out, eqn, call)
 
 
-def _emit(unit: _Unit, emission: Emission, forms: _Forms) -> Iterable[tuple[Var | None, Any]]:
-    """Emit the calls of a unit. Returns its results with their nodes."""
-    out, nodes, eqn = emission.out, emission.nodes, unit.eqns[0]
-    if unit.eqns in forms.kernels:
-        kernel = forms.kernels[unit.eqns]
-        call = out.call_function(kernel.call, tuple(nodes[v] for v in kernel.ins))
-        return list(zip(kernel.outs, unpacked(out, call, kernel.outs)))
-    if len(unit.eqns) > 1:
-        update = updates if is_fused_update(eqn) else over_lists
-        results = update(emission, unit.eqns, forms.instead.get(eqn))
-        return [pair for e, values in zip(unit.eqns, results) for pair in zip(e.outs, values)]
-    if isinstance(eqn.op, Primitive):
-        return list(zip(eqn.outs, forms.emitters[eqn.op](emission, eqn, unit.place)))
-    return _emit_operation(eqn, emission, forms)
+def _higher_order(emission: Emission, eqn: Eqn) -> list:
+    """Emit the call of a higher-order operator, or the launch of a kernel. Returns the node of each result."""
+    launch = eqn.args[0] if eqn.args else None
+    if isinstance(launch, Launch):
+        name = f"{launch.name}_{len(list(emission.module.children()))}"
+        leaves = emission.call(name, LaunchModule(launch), *eqn.ins)
+    elif is_attention(eqn):
+        leaves = emission.call(*_attention(emission, eqn), *eqn.ins)
+    else:
+        args: Any = (eqn.op, bound(eqn), *emission.read(eqn.args))
+        kwargs = {name: emission.read(x) for name, x in eqn.kwargs.items()}
+        leaves = emission.out.call_function(call_operator, args, kwargs)
+    return unpacked(emission.out, leaves, eqn.outs)
 
 
-def _emit_operation(
-    eqn: Eqn, emission: Emission, forms: _Forms
-) -> Iterable[tuple[Var | None, Any]]:
-    """Emit the calls of an operation. Returns its results with their nodes."""
-    local = forms.local[eqn]
-    if eqn in forms.instead:
-        return list(zip(eqn.outs, operation(emission, local, forms.instead[eqn])))
-    for part in forms.calls.eqns.get(local, (local,)):
-        emission.nodes.update(
-            (v, node) for v, node in zip(part.outs, operation(emission, part)) if v is not None
-        )
-    equal = [(v, forms.calls.equal[v]) for v in eqn.results if v in forms.calls.equal]
+def _attention(emission: Emission, eqn: Eqn) -> tuple[str, attention.Attention]:
+    """The submodule that computes attention, and its name. Equal layers share it, and so its kernel."""
+    text = attention.text(eqn)
+    modules = dict(emission.module.named_children())
+    for name, module in modules.items():
+        if isinstance(module, attention.Attention) and module.text == text:
+            return name, module
+    return f"{op_name(eqn.op)}_{len(modules)}", attention.Attention(eqn, nested)
+
+
+def unpacked(out: fx.Graph, call: fx.Node, outs: Sequence[Var | None]) -> list:
+    """The node of each result of a call that returns a sequence; None for those not bound."""
     return [
-        (v, emission.nodes[x]) for v, x in equal if x in emission.nodes
-    ]  # others are left out: no call reads them
+        None if v is None else out.call_function(operator.getitem, (call, k))
+        for k, v in enumerate(outs)
+    ]
+
+
+def _results(out: fx.Graph, eqn: Eqn, call: fx.Node) -> list:
+    """The node of each result of a call of an operation."""
+    op: Any = eqn.op
+    returns = op._schema.returns
+    is_list = [isinstance(result.type, torch.ListType) for result in returns]
+    if len(returns) == 1:
+        return unpacked(out, call, eqn.outs) if is_list[0] else [call]
+    if not all(is_list):
+        return unpacked(out, call, eqn.outs)
+    # Lists of one tensor each, or none: an SGD may have no momenta.
+    args = {declared.name: x for declared, x in zip(op._schema.arguments, eqn.args)}
+    filled = [k for k, result in enumerate(returns) if args[result.name.removesuffix("_out")]]
+    lists = [out.call_function(operator.getitem, (call, k)) for k in filled]
+    return [out.call_function(operator.getitem, (each, 0)) for each in lists]
+
+
+def _fused_update(emission: Emission, eqns: Sequence[Eqn], in_place: Any) -> list[list]:
+    """Emit one call of a fused optimizer for the updates of several tensors. Returns the results of each update."""
+    args = [[v for eqn in eqns for v in eqn.args[k]] for k in range(len(eqns[0].args))]
+    emission.emit(in_place, args, eqns[0].kwargs)
+    return [_overwritten(emission, eqn, in_place) for eqn in eqns]
+
+
+def _overwritten(emission: Emission, eqn: Eqn, in_place: Any) -> list:
+    """The nodes of the values that an update of one tensor overwrites; each argument is a list of one, or of none."""
+    declared = zip(eqn.args, in_place._schema.arguments)
+    return [emission.nodes[x[0]] for x, schema in declared if schema.alias_info is not None and x]
+
+
+def _over_lists(emission: Emission, eqns: Sequence[Eqn], in_place: Any) -> list[list]:
+    """Emit one call of an operation over lists for equal equations. Returns the results of each equation."""
+    call = list_call(eqns, in_place=in_place is not None)
+    if call is None:
+        raise ValueError(f"{eqns[0].op} has no form over lists for these equations.")
+    node = emission.emit(*call)
+    if in_place is not None:
+        return [[emission.nodes[eqn.args[0]]] for eqn in eqns]
+    return [[each] for each in unpacked(emission.out, node, [eqn.out for eqn in eqns])]
 
 
 def _describe(units: Sequence[_Unit], emitted: Sequence[list[fx.Node]]) -> None:
@@ -229,38 +426,24 @@ def _describe(units: Sequence[_Unit], emitted: Sequence[list[fx.Node]]) -> None:
     `emitted` are the nodes of each unit. Equations without a node take no time. They are said to run with the next
     unit that has one; its `weights` say which equations share its time.
     """
-    silent: list[Eqn] = []
+    silent: tuple[Eqn, ...] = ()
     last: list[fx.Node] = []
     for unit, nodes in zip(units, emitted):
         if not nodes:
             silent += unit.eqns
             continue
-        first, eqns, weights = (
-            unit.eqns[0],
-            (*silent, *unit.eqns),
-            (*[0] * len(silent), *[1] * len(unit.eqns)),
-        )
-        source = str(first.source) if first.source else ""
+        first = unit.eqns[0]
+        facts = {
+            "eqn": first,
+            "region": first.region,
+            "source": str(first.source or ""),
+            "eqns": (*silent, *unit.eqns),
+            "weights": (0,) * len(silent) + (1,) * len(unit.eqns),
+        }
         for node in nodes:
-            node.meta.update(
-                eqn=first, region=first.region, source=source, eqns=eqns, weights=weights
-            )
-        silent, last = [], nodes
+            node.meta.update(facts)
+        silent = ()
+        last = nodes
     for node in last:
-        node.meta["eqns"] += tuple(silent)
+        node.meta["eqns"] += silent
         node.meta["weights"] += (0,) * len(silent)
-
-
-def _first_write(
-    units: Sequence[_Unit], kernels: Mapping[Group, Kernel], donated: Donation, state: Sequence[Var]
-) -> _Unit | None:
-    """The first unit that writes over the state."""
-    of_state = set(state)
-
-    def writes(unit: _Unit) -> bool:
-        if unit.eqns in kernels:
-            return kernels[unit.eqns].writes
-        written = (v for e in unit.eqns if e in donated.twins for v in e.outs)
-        return any(donated.owner.get(v) in of_state for v in written if v is not None)
-
-    return next(filter(writes, units), None)

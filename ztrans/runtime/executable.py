@@ -1,9 +1,12 @@
-"""Executable: generated code as a function from flat inputs to flat outputs, which overwrites the state."""
+"""Executable: generated code as a function from flat inputs to flat outputs, which overwrites the state.
+
+A program of several micro-batches has an executable for the first, one for each in the middle, and one for the last.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..ir.ambient import without_autocast, without_function_modes
 from ..ir.donation import donation, is_constant
 from ..ir.graph import Graph, Var
+from ..ir.layout import local_shape
+from ..ir.micro_batches import Carry, Parts, parts
 from ..ir.source import Source, where
 from ..ir.update_groups import Group
-from .codegen import to_fx
+from .codegen import coordinates, to_fx
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,14 +29,14 @@ class Executable:
     """A program of one rank as a function from flat inputs to flat outputs.
 
     It overwrites the first `num_state` inputs, the state, with the new state. It calls `on_write` before the first
-    write. `program` is the FX module that runs. `shown` are the positions of outputs that show memory of arguments or
-    of constants; they are copied, because later steps and the caller use that memory.
+    write. `program` is the FX module that runs. `aliased_outputs` are the positions of outputs that show memory of
+    arguments or of constants; they are copied, because later steps and the caller use that memory.
     """
 
     program: fx.GraphModule
     num_state: int
     on_write: Callable[[], None] | None
-    shown: tuple[int, ...]
+    aliased_outputs: tuple[int, ...]
 
     @property
     def modules(self) -> torch.nn.Module:
@@ -48,7 +53,7 @@ class Executable:
                 raise
             if self.on_write is not None:
                 self.on_write()
-            for i in self.shown:
+            for i in self.aliased_outputs:
                 outputs[i] = outputs[i].clone()
             _write_back(inputs[: self.num_state], outputs)
         return outputs
@@ -68,61 +73,128 @@ def bind(
     graph: Graph, program: fx.GraphModule, on_write: Callable[[], None] | None = None
 ) -> Executable:
     """An FX module that `to_fx` made of `graph`, ready to run."""
-    return Executable(program, graph.num_state, on_write, shown(graph))
+    return Executable(program, graph.num_state, on_write, aliased_outputs(graph))
 
 
-def shown(graph: Graph) -> tuple[int, ...]:
+def aliased_outputs(graph: Graph) -> tuple[int, ...]:
     """The positions of the outputs, other than the state, that share memory with an argument or a constant.
 
     Later steps write over the state, and read the constants again. The caller may write over a batch. Inputs that are
     given away, such as sums over micro-batches, belong to the outputs.
     """
-    owner, n = donation(graph).owner, graph.num_state
-    given = {v for v, _ in graph.donated}
-    held = {
-        owner[v]
-        for v in (*graph.inputs, *graph.outputs[:n])
-        if isinstance(v, Var) and v not in given
-    }
-    held |= {owner[v] for e in graph.eqns if is_constant(e) for v in e.results}
-    return tuple(
-        i for i, v in enumerate(graph.outputs) if i >= n and isinstance(v, Var) and owner[v] in held
-    )
+    owner = donation(graph).owner
+    given_away = {v for v, _ in graph.donated}
+    lasting = set()
+    for v in (*graph.inputs, *graph.outputs[: graph.num_state]):
+        if isinstance(v, Var) and v not in given_away:
+            lasting.add(owner[v])
+    for eqn in graph.eqns:
+        if is_constant(eqn):
+            lasting.add(owner[eqn.out])
+    outputs = list(enumerate(graph.outputs))[graph.num_state :]
+    return tuple(i for i, v in outputs if isinstance(v, Var) and owner[v] in lasting)
 
 
 def _line_of(error: Exception, program: fx.GraphModule) -> Source | None:
     """The user's line of the operation that has failed in generated code, if it is known."""
-    code, traceback = type(program).forward.__code__, error.__traceback__
+    code = type(program).forward.__code__
+    traceback = error.__traceback__
     while traceback is not None and traceback.tb_frame.f_code is not code:
         traceback = traceback.tb_next
     lines = program.code.splitlines()
     if traceback is None or traceback.tb_lineno > len(lines):
         return None
     name = lines[traceback.tb_lineno - 1].partition("=")[0].strip()
-    nodes = {node.name: node for node in program.graph.nodes}
-    return nodes[name].meta["eqn"].source if name in nodes and "eqn" in nodes[name].meta else None
+    node = next((node for node in program.graph.nodes if node.name == name), None)
+    eqn = node.meta.get("eqn") if node is not None else None
+    return eqn.source if eqn is not None else None
 
 
 def _write_back(state: Sequence[torch.Tensor], outputs: list[Any]) -> None:
     """Put each new state into the storage of the old one, where the program did not do so already."""
-    if all(map(operator.is_, state, outputs)):
+    if all(map(operator.is_, state, outputs)):  # as in most steps
         return
-    moved = [
-        i
-        for i, old in enumerate(state)
-        if outputs[i] is not old and not _is_same_memory(outputs[i], old)
-    ]
+    moved = {}
+    for i, old in enumerate(state):
+        new = outputs[i]
+        if new is not old and (new.data_ptr() != old.data_ptr() or new.stride() != old.stride()):
+            moved[i] = new
     storages = {x.untyped_storage().data_ptr() for x in state if x.numel()}
-
-    def unshared(x: torch.Tensor) -> torch.Tensor:
-        """`x`, cloned if it shares the state's storage, since that is written before `x` is read."""
-        return x.clone() if x.numel() and x.untyped_storage().data_ptr() in storages else x
-
-    copies = {i: unshared(outputs[i]) for i in moved}
-    for i, new in copies.items():
+    for i, new in moved.items():
+        if new.numel() and new.untyped_storage().data_ptr() in storages:
+            moved[i] = new.clone()  # the state is written before this value of it is read
+    for i, new in moved.items():
         state[i].copy_(new)
     outputs[: len(state)] = state
 
 
-def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
+@dataclass(frozen=True, eq=False)
+class MicroBatches:
+    """The program of one rank as a function from flat inputs to flat outputs, which runs its micro-batches in turn.
+
+    `last` is the program of the last micro-batch in the order in which it runs.
+    """
+
+    graph: Graph
+    parts: Parts
+    runs: Mapping[Graph, Executable]  # for each different part
+    last: Graph
+
+    @property
+    def program(self) -> fx.GraphModule:
+        """The FX module of the last micro-batch."""
+        return self.runs[self.parts.last].program
+
+    @property
+    def modules(self) -> torch.nn.Module:
+        """The FX modules of all micro-batches."""
+        return torch.nn.ModuleList(run.program for run in self.runs.values())
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        return self.runs[self.parts.last](self.before_last(inputs))
+
+    def before_last(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run all micro-batches but the last. Returns the inputs of the last."""
+        carry = Carry(self.graph, self.parts, inputs)
+        for part in self.parts.before_last:
+            carry.take(self.runs[part](carry.inputs()))
+        return carry.inputs()
+
+
+def micro_batches(
+    graph: Graph,
+    mesh: DeviceMesh | None,
+    inputs: Sequence[torch.Tensor],
+    executable: Callable[[Graph, Sequence[torch.Tensor]], tuple[Graph, Executable]],
+) -> MicroBatches:
+    """What runs the micro-batches of a program.
+
+    Args:
+        graph: the program.
+        mesh: the mesh that it runs on.
+        inputs: its flat inputs on this rank, or others like them.
+        executable: returns a program in the order in which it runs, and what runs it, for inputs like those given.
+    """
+    programs = parts(graph)
+    runs: dict[Graph, Executable] = {}
+    last = graph
+    for part in programs.different:
+        last, runs[part] = executable(part, _example(graph, programs, part, mesh, inputs))
+    return MicroBatches(graph, programs, runs, last)
+
+
+def _example(
+    graph: Graph,
+    programs: Parts,
+    part: Graph,
+    mesh: DeviceMesh | None,
+    inputs: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """Inputs of one of the parts like those that it will get, given inputs of the whole program."""
+    rank = coordinates(part, mesh)
+    device = next((x.device for x in inputs if x.ndim), torch.device("cpu"))
+    example = list(Carry(graph, programs, inputs).inputs())
+    for v in part.inputs[len(example) :]:
+        shape = local_shape(v, part.axes, rank)
+        example.append(torch.empty(shape, dtype=v.dtype, device=device))
+    return example

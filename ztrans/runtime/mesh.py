@@ -14,16 +14,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..ir.layout import AbstractMesh
-from .process_groups import process_groups
-from .uncaught import print_once
 
 
 def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:
     """Make a DeviceMesh with the given axes, in order. One size may be -1, which stands for all remaining ranks.
 
     Under torchrun this starts torch.distributed, unless it runs already, and ends it with the process; each rank uses
-    the GPU of its local rank. If several ranks end with the same error, one of them prints it. Without torchrun this
-    makes a mesh of one rank. A mesh from PyTorch's `init_device_mesh` works as well.
+    the GPU of its local rank. Without torchrun this makes a mesh of one rank. A mesh from PyTorch's `init_device_mesh`
+    works as well.
 
     Raises:
         TypeError: the device is no name, or the size of an axis is no number of ranks.
@@ -44,10 +42,7 @@ def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:
             f"make_mesh: {want} does not fit {world} rank{'s' * (world > 1)}.\n"
             f"Start the script with torchrun --nproc-per-node {max(known, 1)}{instead}."
         )
-    mesh = init_device_mesh(device, shape, mesh_dim_names=tuple(sizes))
-    if world > 1:
-        print_once(process_groups(mesh).store(), dist.get_rank())
-    return mesh
+    return init_device_mesh(device, shape, mesh_dim_names=tuple(sizes))
 
 
 def _own_device(device: str | None) -> str:

@@ -10,7 +10,7 @@ import ztrans as zt
 from tests.support.worlds import clone, distance
 from ztrans.ir.nested.attention import is_attention
 from ztrans.ir.operations import compute
-from ztrans.runtime.emission import nested
+from ztrans.runtime.codegen import nested
 from ztrans.runtime.inductor.attention import Attention
 
 torch.manual_seed(0)

@@ -14,7 +14,6 @@ from tests.support.programs import CASES, GPT, adam, adam_state, gpt_loss, token
 from tests.support.worlds import batches, clone, distance, on_ranks
 from ztrans.planning.simulate import signature
 from ztrans.runtime.inductor import backend as inductor
-from ztrans.runtime.inductor import cpu_matmul as products
 from ztrans.runtime.inductor.backend import KernelCall
 from ztrans.runtime.inductor.compiler import fused
 from ztrans.runtime.inductor.fake_layouts import Strided
@@ -291,18 +290,6 @@ def test_the_fused_rms_norm_of_gpus_joins_a_kernel():
     kernel = fused(both_ways, lambda: [torch.empty(4, 8), torch.empty(8), torch.empty(4, 8)])
     for a, b in zip(kernel([x.detach(), w.detach(), grad]), wanted, strict=True):
         torch.testing.assert_close(a, b.detach())
-
-
-def test_products_can_use_another_library():
-    a, b, bias = torch.randn(64, 32), torch.randn(48, 32).t(), torch.randn(48)
-    assert torch.allclose(products.mm(a, b), a @ b, atol=1e-5)
-    assert torch.allclose(products.addmm(bias, a, b), a @ b + bias, atol=1e-5)
-    assert products.mm(a.t().contiguous().t(), b).stride() == (48, 1)
-    for x in (a.double(), a.bfloat16(), a[None], a[:0]):
-        assert (
-            products.alternative(torch.ops.aten.mm.default, [Strided.of(x), Strided.of(b)], {})
-            is None
-        )
 
 
 @pytest.fixture(scope="module")

@@ -18,13 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...ir.collectives.user_collectives import by_group, is_users
 from ...ir.collectives.varying import varying
 from ...ir.donation import Donation, donation, is_constant
-from ...ir.graph import Eqn, Graph, Var, producers, substitute
+from ...ir.graph import Eqn, Graph, Var, producers
 from ...ir.layout import localize
 from ...ir.operations import compute
 from ...ir.write_order import first_write
 from ..codegen import Kernel, coordinates, to_fx
-from ..executable import Executable, shown
-from . import cpu_matmul
+from ..executable import Executable, aliased_outputs
 from .compiler import bare, fused
 from .fake_layouts import Strided, as_text, infer_layouts
 from .fusion import Group, fuse
@@ -99,23 +98,19 @@ def executable(
     mesh: DeviceMesh | None,
     inputs: Sequence[torch.Tensor],
     on_write: Callable[[], None] | None = None,
-    onednn: bool = True,
 ) -> tuple[Graph, InductorExecutable]:
     """Compile the program of this rank of `mesh`, for inputs with the layouts of `inputs`.
-
-    With `onednn`, matrix products on a CPU may be computed by oneDNN (see `cpu_matmul`).
 
     Returns the program in the order in which it runs, and a function of flat inputs (see `codegen.Executable`).
     """
     laid_out = _lay_out(*fuse(graph), mesh, coordinates(graph, mesh), inputs)
     kernels, compiled = _compile(laid_out)
-    calls = _calls(laid_out) if onednn else {}
     groups = [group.eqns for group in laid_out.groups]
-    program = to_fx(laid_out.graph, mesh, True, groups, kernels, calls, on_write=on_write)
+    program = to_fx(laid_out.graph, mesh, True, groups, kernels, on_write=on_write)
     layouts = [laid_out.layouts[v] for v in graph.inputs]
-    of_state = shown(laid_out.graph)
+    outputs = aliased_outputs(laid_out.graph)
     return laid_out.graph, InductorExecutable(
-        program, graph.num_state, on_write, of_state, compiled, layouts
+        program, graph.num_state, on_write, outputs, compiled, layouts
     )
 
 
@@ -233,16 +228,6 @@ def _varies(graph: Graph) -> Callable[[Eqn, Sequence[Var | None]], bool]:
     """
     over = varying(graph, ("batch",))
     return lambda e, outs: e.region != "update" and all(v in over for v in outs if v is not None)
-
-
-def _calls(program: _LaidOut) -> dict[Eqn, Callable]:
-    """For each matrix product that another library computes in less time, the function of that library."""
-    varies, layout = _varies(program.graph), program.layouts.__getitem__
-    may_differ = (e for e in program.graph.eqns if varies(e, e.outs))
-    calls = (
-        (e, cpu_matmul.alternative(e.op, substitute(e.args, layout), e.kwargs)) for e in may_differ
-    )
-    return {e: call for e, call in calls if call is not None}
 
 
 def _overwritten(program: _LaidOut, group: Group, end: int) -> dict[Var, Var]:

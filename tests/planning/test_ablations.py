@@ -3,15 +3,11 @@
 import pytest
 
 from benchmarks import ablations
-from benchmarks.ablations import ONEDNN, WITHOUT, Part, compiled_step, planned_step
-from benchmarks.peers.model import Config
+from benchmarks.ablations import WITHOUT, Part, planned_step
 from tests.support.synthetic import seven
 from ztrans.planning.solver.evaluation import evaluate
 from ztrans.planning.solver.moves import MOVES
 from ztrans.planning.solver.solve import solve
-from ztrans.runtime.inductor import backend
-
-TINY = Config(layers=1, width=32, heads=2, vocab=64, sequence=16, batch=2)
 
 
 def simulated(without: frozenset[str]):
@@ -58,20 +54,3 @@ def test_versions_take_turns_and_none_is_always_first():
     seconds = ablations.interleaved(steps, 3)
     assert {name: len(each) for name, each in seconds.items()} == dict.fromkeys("abc", 3)
     assert "".join(ran) == "aaabbbccc" + "abc" + "bca" + "cab"
-
-
-@pytest.mark.compiles
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning:torch"
-)  # Inductor's own modules use torch.jit
-def test_a_step_is_compiled_without_the_choices_that_are_left_out(monkeypatch):
-    used, real = [], backend.executable
-
-    def executable(*args, onednn):
-        used.append(onednn)
-        return real(*args, onednn=onednn)
-
-    monkeypatch.setattr(backend, "executable", executable)
-    for without in (frozenset(), frozenset([ONEDNN])):
-        assert compiled_step(TINY, False, without)() > 0
-    assert used == [True, False]
