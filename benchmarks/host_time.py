@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ztrans as zt
-from ztrans.ir.operations import shows_argument
+from ztrans.ir.op_facts import op_facts
 
 from .host_models import GPT, MODELS, Model, ids
 from .inductor import RESULTS, processor
@@ -151,7 +151,7 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.calls += 1
-        self.launches += not shows_argument(func)
+        self.launches += not op_facts(func).view
         return func(*args, **(kwargs or {}))
 
 

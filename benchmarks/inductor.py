@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ztrans as zt
-from ztrans.ir.operations import is_matmul
+from ztrans.ir.op_facts import is_matmul
 from ztrans.runtime.inductor.backend import KernelCall
 
 from .peers.model import Config, Task, adamw, loss_of

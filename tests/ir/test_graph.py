@@ -21,14 +21,13 @@ from ztrans.ir.graph import (
     Provenance,
     Split,
     dce,
-    is_random,
     producers,
     rename,
     substitute,
     users,
     variables,
 )
-from ztrans.ir.operations import is_view, is_view_or_cast
+from ztrans.ir.op_facts import is_random, is_view, is_view_or_cast
 from ztrans.ir.printer import equation, op_name
 from ztrans.ir.printer.equations import lines
 from ztrans.ir.source import Source, user_source

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 
 import ztrans as zt
 from tests.support.worlds import ALL, distance, slices
-from ztrans.ir.graph import is_random
+from ztrans.ir.op_facts import is_random
 
 aten = torch.ops.aten
 PRODUCTS = [aten.mm.default, aten.bmm.default, aten.addmm.default]

@@ -21,7 +21,7 @@ from tests.support.fp8 import E4M3, Scaled, ToScaled
 from tests.support.traced import trace
 from tests.support.worlds import clone, distance
 from ztrans.calling.signature import Abstract, Constant
-from ztrans.ir.graph import is_random
+from ztrans.ir.op_facts import is_random
 
 W, B = torch.linspace(-1, 1, 8).view(4, 2), torch.tensor([0.5, -0.5])
 X, Y = torch.linspace(0, 2, 12).view(3, 4).cos(), torch.linspace(0, 1, 6).view(3, 2)

@@ -24,7 +24,7 @@ from ztrans.ir.collectives import ALL_GATHER, WAIT, buffer_bytes, is_start, lane
 from ztrans.ir.collectives.user_collectives import is_users
 from ztrans.ir.graph import Eqn, Graph
 from ztrans.ir.interpreter import coordinates, lockstep, scatter
-from ztrans.ir.operations import is_matmul
+from ztrans.ir.op_facts import is_matmul
 
 MESHES = (
     {"dp": 2, "tp": TP},

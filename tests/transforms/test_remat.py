@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 import ztrans as zt
 from tests.support.programs import CASES, gpt_adam
 from tests.support.worlds import ALL, batches, sharded, slices
-from ztrans.ir.graph import is_random
+from ztrans.ir.op_facts import is_random
 from ztrans.ir.printer import op_name
 
 EVERY = zt.remat(at_least=0)

@@ -38,7 +38,6 @@ from .graph import (
     Split,
     Var,
     dce,
-    is_random,
     producers,
     rename,
     substitute,
@@ -46,7 +45,7 @@ from .graph import (
     variables,
 )
 from .micro_batches import Parts, parts
-from .operations import is_matmul, is_view
+from .op_facts import is_matmul, is_random, is_view
 from .printer import diff, equation, op_name, program
 from .verifier import ProgramError, check
 

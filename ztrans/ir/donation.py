@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from .collectives import pair, rules
-from .graph import Eqn, Graph, Var, is_random
+from .graph import Eqn, Graph, Var
 from .liveness import liveness
-from .operations import is_written, overloads
+from .op_facts import is_random, is_written, op_facts, overloads
 from .relations import kept
 from .write_order import first_write
 
@@ -168,7 +168,7 @@ def _choices(e: Eqn) -> Iterator[tuple[Any, Written]]:
     elif twin is not None:
         yield twin, _written(e, twin)
     into = _into(e.op)
-    if into is not None and (twin is None or into[0]._schema.name in _ARITHMETIC):
+    if into is not None and (twin is None or op_facts(e.op).arithmetic):
         for k, v in enumerate(e.args):
             if isinstance(v, Var) and (k or twin is None):
                 yield onto(e.op, k), [(v, e.outs[0])]
@@ -177,15 +177,12 @@ def _choices(e: Eqn) -> Iterator[tuple[Any, Written]]:
 @functools.cache
 def in_place(op: Any) -> Any:
     """The in-place twin of an elementwise operation or of a fused optimizer's update, or None."""
-    if not isinstance(op, torch._ops.OpOverload):
+    facts = op_facts(op)
+    if not (facts.pointwise or facts.fused_update):
         return None
-    namespace, name = op._schema.name.split("::")
-    if torch.Tag.pointwise not in op.tags and not name.startswith("_fused_"):
-        return None
-    packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)
-    return (
-        getattr(packet, op._schema.overload_name or "default", None) if packet is not None else None
-    )
+    name = facts.name.split("::")[-1]
+    packet = getattr(getattr(torch.ops, op.namespace), f"{name}_", None)
+    return getattr(packet, op._schema.overload_name or "default", None)
 
 
 _BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
@@ -196,24 +193,10 @@ def batch_norm_over(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
     return *torch.ops.aten._native_batch_norm_legit.default(*args, **kwargs), args[3], args[4]
 
 
-# Each row of the result depends on the same row of the arguments only, and is written after that row was read.
-_BY_ROW = {
-    "aten::_softmax",
-    "aten::_log_softmax",
-    "aten::_softmax_backward_data",
-    "aten::_log_softmax_backward_data",
-}
-
-# Each element of the result is computed from the elements at the same place, however the arguments are laid out.
-_ARITHMETIC = {"aten::add", "aten::sub", "aten::mul", "aten::div"}
-
-
 @functools.cache
 def _into(op: Any) -> tuple[Any, str] | None:
     """For an operation that may write over an argument while it reads it: its form with `out=`, and that keyword."""
-    if not isinstance(op, torch._ops.OpOverload) or not (
-        torch.Tag.pointwise in op.tags or op._schema.name in _BY_ROW
-    ):
+    if not (op_facts(op).pointwise or op_facts(op).by_row):
         return None
     signature = [(a.name, str(a.type)) for a in op._schema.arguments]
     forms = overloads(op.overloadpacket)
@@ -251,7 +234,7 @@ def onto(op: Any, place: int) -> Callable:
         for k, a in enumerate(form._schema.arguments)
         if not a.kwarg_only and str(a.type) == "Tensor"
     ]
-    is_arithmetic = op._schema.name in _ARITHMETIC
+    is_arithmetic = op_facts(op).arithmetic
 
     def over(*args: Any, **kwargs: Any) -> torch.Tensor:
         fits = is_arithmetic and _lie_alike(args[place], args[1 - place])

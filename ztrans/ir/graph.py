@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from .axes import with_joint_sizes
+from .op_facts import is_random
 from .relations import ATOMS, grouped, instances
 from .source import Source
 
@@ -282,11 +283,6 @@ def users(graph: Graph) -> dict[Var, list[Eqn]]:
 
 
 @functools.cache
-def is_random(op: Any) -> bool:
-    """Whether `op` draws random numbers. A draw is an effect: draws keep their order, and none is repeated."""
-    return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
-
-
 def dce(graph: Graph, has_effect: Callable[[Eqn], bool] = lambda e: is_random(e.op)) -> Graph:
     """Drop the equations whose results are never read. Those with an effect stay: by default, random draws."""
     live = set(variables(graph.outputs))

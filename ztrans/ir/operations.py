@@ -1,4 +1,4 @@
-"""Facts about PyTorch's operations: which are views, which are matrix products, and which function computes them.
+"""Operations: compute an equation of PyTorch's operations.
 
 On fake tensors PyTorch's operations do not always lay out their results as on real ones. For instance, batch norm of a
 transposed input returns a contiguous tensor, but a transposed one in a trace. A view that was possible in the trace may
@@ -14,60 +14,11 @@ from typing import Any
 
 import torch
 from torch.torch_version import TorchVersion
-from torch.utils.flop_counter import flop_registry
 
 from .graph import Eqn, Var, substitute
 from .nested.call import call_operator
 
 aten = torch.ops.aten
-CAST = aten._to_copy.default
-# Views whose schema does not say that they share memory.
-_UNSAFE = (aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default)
-_LAZY = (aten._conj.default, aten._neg_view.default)
-
-
-def is_view(eqn: Eqn) -> bool:
-    """Whether an equation is a view: its results share memory with its first argument."""
-    return shows_argument(eqn.op)
-
-
-@functools.cache
-def shows_argument(op: Any) -> bool:
-    """Whether `op` returns a new tensor that shares memory with an argument."""
-    if op in _UNSAFE:
-        return True
-    returns = getattr(getattr(op, "_schema", None), "returns", ())
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-
-
-def is_written(argument: Any) -> bool:
-    """Whether an operation changes this argument, according to its schema."""
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
-def overloads(packet: Any) -> list[Any]:
-    """The overloads of an operation; none if there is no such operation."""
-    return [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
-
-
-def rearranges(eqn: Eqn) -> bool:
-    """Whether an equation is a view that shows the elements of its argument unchanged.
-
-    Such a view commutes with an elementwise operation. A view of the same bytes as another dtype does not, and neither
-    does a view that negates or conjugates when it is read.
-    """
-    same_dtype = all(out is None or out.dtype == eqn.ins[0].dtype for out in eqn.outs)
-    return is_view(eqn) and same_dtype and eqn.op not in _LAZY
-
-
-def is_view_or_cast(eqn: Eqn) -> bool:
-    """Whether an equation is a view or a cast of one value, which is cheap to repeat and to move."""
-    return len(eqn.ins) == 1 and (is_view(eqn) or eqn.op is CAST)
-
-
-def is_matmul(eqn: Eqn) -> bool:
-    """Whether an equation is a matrix product, a convolution or attention: an operation whose FLOPs PyTorch counts."""
-    return getattr(eqn.op, "overloadpacket", eqn.op) in flop_registry
 
 
 def bits(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

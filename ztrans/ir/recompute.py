@@ -12,8 +12,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Set
 
-from .graph import Eqn, Graph, Names, Var, is_random, producers, variables
+from .graph import Eqn, Graph, Names, Var, producers, variables
 from .liveness import liveness
+from .op_facts import is_random
 from .relations import reachable
 
 

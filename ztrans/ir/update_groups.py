@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from .collectives import HALF, rules
-from .graph import Eqn, Graph, Primitive, Var, is_random, producers, variables
-from .operations import overloads
+from .graph import Eqn, Graph, Primitive, Var, producers, variables
+from .op_facts import is_random, op_facts, overloads
 from .relations import sorted_by
 from .structure import structure
 
@@ -49,8 +49,7 @@ def group_updates(
 
 def is_fused_update(e: Eqn) -> bool:
     """Whether the equation is an update of a fused optimizer."""
-    name = e.op._schema.name if isinstance(e.op, torch._ops.OpOverload) else ""
-    return name.startswith(("aten::_fused_ada", "aten::_fused_sgd"))
+    return op_facts(e.op).fused_update
 
 
 def has_list_form(e: Eqn) -> bool:
@@ -58,10 +57,10 @@ def has_list_form(e: Eqn) -> bool:
 
     It does so where it works element by element, and not in half precision, in which it rounds numbers first.
     """
-    if not isinstance(e.op, torch._ops.OpOverload) or torch.Tag.pointwise not in e.op.tags:
+    facts = op_facts(e.op)
+    if not facts.pointwise or any(v.dtype in HALF for v in (*e.ins, *e.results)):
         return False
-    exact = all(v.dtype not in HALF for v in (*e.ins, *e.results))
-    return exact and hasattr(aten, f"_foreach_{e.op._schema.name.removeprefix('aten::')}")
+    return hasattr(aten, f"_foreach_{facts.name}")
 
 
 def _runs(graph: Graph) -> Iterator[list[Eqn]]:
@@ -158,7 +157,7 @@ def list_call(eqns: Sequence[Eqn], in_place: bool) -> ListCall | None:
         in_place and not isinstance(first.args[0], Var)
     ):
         return None
-    packet = getattr(aten, f"_foreach_{op._schema.name.removeprefix('aten::')}{'_' * in_place}")
+    packet = getattr(aten, f"_foreach_{op_facts(op).name}{'_' * in_place}")
     kwargs = {k: v for k, v in first.kwargs.items() if k != "value"}
     for args in _arguments(eqns):
         overload = next((o for o in overloads(packet) if _accepts(o, args, kwargs)), None)

@@ -12,7 +12,8 @@ backward. A step that fails before the first write leaves the old state unchange
 from __future__ import annotations
 
 from .collectives import rules
-from .graph import Eqn, Graph, is_random, producers
+from .graph import Eqn, Graph, producers
+from .op_facts import is_random
 from .relations import needed
 
 

@@ -23,7 +23,7 @@ from ..ir.micro_batches import in_order, is_cut, parts
 from ..ir.nested.attention import is_attention, scores
 from ..ir.nested.functions import functions
 from ..ir.nested.work import inner_work
-from ..ir.operations import is_view
+from ..ir.op_facts import is_view
 from ..ir.printer import format_bytes
 from ..ir.printer import traffic as sent_by
 from ..ir.relations import kept

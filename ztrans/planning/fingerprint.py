@@ -16,8 +16,9 @@ from torch.utils import _pytree as pytree
 
 from ..ir.collectives import role
 from ..ir.collectives.varying import alike
-from ..ir.graph import Eqn, Graph, Var, is_random, variables
+from ..ir.graph import Eqn, Graph, Var, variables
 from ..ir.nested.functions import Function
+from ..ir.op_facts import is_random
 from ..ir.printer import equation, header, one_line, op_name
 from ..ir.relations import instances
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence, Set
 
 from ..ir.collectives import bucket_key, is_small, lane, rules
 from ..ir.graph import Eqn, Graph, producers
-from ..ir.operations import is_matmul
+from ..ir.op_facts import is_matmul
 from ..ir.printer import op_name
 from .cluster import Cluster
 from .cost import local_bytes

@@ -14,7 +14,7 @@ from ..ir.collectives import pair, rules
 from ..ir.donation import is_constant
 from ..ir.graph import Eqn, Graph, Primitive
 from ..ir.nested.work import inner_work
-from ..ir.operations import shows_argument
+from ..ir.op_facts import op_facts
 from ..ir.relations import kept
 from ..ir.update_groups import group_updates
 
@@ -43,9 +43,9 @@ def launches(graph: Graph) -> Mapping[Eqn, Launches]:
             return Launches(1, unpacks) if not member else Launches(0, 0)
         if isinstance(e.op, Primitive):
             return Launches(int(rules(e).shares(e)), 0)
-        inner = inner_work(e, lambda g: sum(not shows_argument(each.op) for each in g.eqns))
+        inner = inner_work(e, lambda g: sum(not op_facts(each.op).view for each in g.eqns))
         if inner is not None:
             return Launches(inner, inner)
-        return Launches(1, int(not shows_argument(e.op)))
+        return Launches(1, int(not op_facts(e.op).view))
 
     return {e: counted(e) for e in graph.eqns}

@@ -17,7 +17,7 @@ from operator import add
 from ..ir.collectives import is_start
 from ..ir.collectives.user_collectives import is_users
 from ..ir.graph import Graph
-from ..ir.operations import is_matmul
+from ..ir.op_facts import is_matmul
 from .fingerprint import fingerprint
 from .formulate import frame
 from .plan import WRITTEN, Plan

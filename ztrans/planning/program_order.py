@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ..ir.collectives import pair, rules
-from ..ir.graph import Eqn, Graph, Order, Var, is_random, producers, users, variables
+from ..ir.graph import Eqn, Graph, Order, Var, producers, users, variables
 from ..ir.liveness import Liveness, liveness
+from ..ir.op_facts import is_random
 from ..ir.relations import sorted_by
 from ..ir.write_order import first_write
 

@@ -16,7 +16,7 @@ from ..ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, lane, pair,
 from ..ir.graph import DTYPES, Eqn, Graph, Primitive, Var
 from ..ir.layout import local_shape
 from ..ir.micro_batches import parts
-from ..ir.operations import is_matmul
+from ..ir.op_facts import is_matmul
 from ..ir.printer import op_name
 from .cluster import Cluster, Device
 from .cost import flops, local_bytes, memory, traffic

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass_type,
 )
 
-from ..ir.operations import is_written
+from ..ir.op_facts import is_written
 from ..ir.relations import tensors_in
 from ..ir.source import Source, user_source, where
 from . import c10d, errors

@@ -16,8 +16,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_slot
 
-from ..ir.graph import is_random
-from ..ir.operations import is_written
+from ..ir.op_facts import is_random, is_written
 from ..ir.relations import tensors_in
 from .overloads import named
 

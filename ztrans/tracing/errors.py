@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._ops import OpOverload
 
-from ..ir.graph import is_random
+from ..ir.op_facts import is_random
 from ..ir.source import Source, library_line, user_names, user_source, where
 from .overloads import named
 

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..ir.graph import Eqn, Names, Var, is_random, substitute
+from ..ir.graph import Eqn, Names, Var, substitute
+from ..ir.op_facts import is_random
 from ..ir.printer import op_name
 from ..ir.relations import instances
 from ..ir.source import Source, where

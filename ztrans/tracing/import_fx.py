@@ -24,9 +24,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..ir.collectives import GRADIENT, PMEAN, PSUM, rules
-from ..ir.graph import Eqn, Graph, Names, Primitive, Var, dce, is_random
+from ..ir.graph import Eqn, Graph, Names, Primitive, Var, dce
 from ..ir.nested.functions import Function
-from ..ir.operations import is_written, shows_argument
+from ..ir.op_facts import is_random, is_written, op_facts
 from ..ir.printer import op_name
 from ..ir.source import where
 from .annotate import Origin, origin_of
@@ -137,7 +137,7 @@ def _operation(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -
         return _mark(builder, _OURS[name], args[0], args[1], val)
     if name.startswith(_FUSED):
         return _per_member(builder, op, args, kwargs)
-    if shows_argument(op) and isinstance(args[0], Alias):
+    if op_facts(op).view and isinstance(args[0], Alias):
         return _view(builder, op, args, kwargs, val)
     # A batch norm writes its statistics in training only. Only one of its two operations declares a write.
     if name in _BATCH_NORMS and isinstance(args[3], Alias):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..ir.operations import is_written, overloads
+from ..ir.op_facts import is_written, overloads
 
 
 def named(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from ..ir.collectives import GRADIENT, PMEAN, PSUM
 from ..ir.collectives.varying import varying
-from ..ir.graph import Eqn, Graph, Region, Var, is_random, variables
+from ..ir.graph import Eqn, Graph, Region, Var, variables
+from ..ir.op_facts import is_random
 from ..ir.relations import depending
 
 

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from ..ir.collectives import GRADIENT
 from ..ir.collectives.user_collectives import is_users, is_wait
-from ..ir.graph import Eqn, Graph, Var, is_random, producers, users
-from ..ir.operations import is_matmul, is_view_or_cast
+from ..ir.graph import Eqn, Graph, Var, producers, users
+from ..ir.op_facts import is_matmul, is_random, is_view_or_cast
 from ..ir.relations import needed, reachable
 from .base import Transform, check_number, constructor
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from ..ir.graph import Eqn, Graph, Var
-from ..ir.operations import CAST
+from ..ir.op_facts import CAST
 
 
 class Edits:

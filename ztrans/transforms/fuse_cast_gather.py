@@ -10,7 +10,8 @@ import torch
 
 from ..ir.collectives import rules
 from ..ir.graph import Eqn, Graph, Var, rename, users, variables
-from ..ir.operations import CAST, compute, rearranges
+from ..ir.op_facts import CAST, rearranges
+from ..ir.operations import compute
 from .base import Transform, constructor
 from .scaled_casts.gathers import cast_on_shards
 

@@ -17,8 +17,8 @@ import torch
 
 from ..ir.collectives import GRADIENT
 from ..ir.collectives.user_collectives import is_users
-from ..ir.graph import Eqn, Graph, Layout, Split, Var, is_random, producers
-from ..ir.operations import is_matmul
+from ..ir.graph import Eqn, Graph, Layout, Split, Var, producers
+from ..ir.op_facts import is_matmul, is_random
 from ..ir.relations import reachable
 
 LayoutOf = Callable[[Var], Layout]

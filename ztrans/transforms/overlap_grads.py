@@ -8,7 +8,7 @@ from typing import Literal
 
 from ..ir.collectives import role
 from ..ir.graph import Eqn, Graph, Order, Var, producers, users, variables
-from ..ir.operations import is_view_or_cast
+from ..ir.op_facts import is_view_or_cast
 from .base import Transform, check_number, constructor
 from .reduce_once import SCALES, SUMS
 

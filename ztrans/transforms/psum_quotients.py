@@ -17,24 +17,12 @@ import torch
 
 from ..ir.collectives.varying import varying
 from ..ir.graph import Eqn, Graph, Var, producers, users
-from ..ir.operations import is_view_or_cast
+from ..ir.op_facts import is_view_or_cast, op_facts
 from ..ir.relations import reachable
 from ..ir.source import where
 from .sharding.walk import REDUCTIONS
 
 aten = torch.ops.aten
-# Operations that give the multiple of a result for the multiple of one argument.
-_LINEAR = (
-    *(
-        aten.add.Tensor,
-        aten.sub.Tensor,
-        aten.mul.Tensor,
-        aten.div.Tensor,
-        aten.neg.default,
-        aten.where.self,
-    ),
-    *(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.clone.default),
-)
 
 
 def warn_of_psum_quotients(graph: Graph, axes: Sequence[str]) -> None:
@@ -80,7 +68,9 @@ def _divides_by_psum(e: Eqn, over: Mapping[Var, object], makers: Mapping[Var, Eq
 def _linear(eqns: Iterable[Eqn], read_by: Mapping[Var, list[Eqn]]) -> Iterator[Eqn]:
     """The equations of forward whose results are multiples of those of `eqns`."""
     readers = lambda e: [r for v in e.results for r in read_by.get(v, ()) if r.region != "backward"]
-    follows = lambda e: REDUCTIONS.get(e.op) == "mean" or e.op in _LINEAR or is_view_or_cast(e)
+    follows = lambda e: (
+        REDUCTIONS.get(e.op) == "mean" or op_facts(e.op).linear or is_view_or_cast(e)
+    )
     return reachable(eqns, lambda e: [r for r in readers(e) if follows(r)])
 
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-import torch
+from typing import ClassVar
 
 from ..ir.collectives.varying import varying
-from ..ir.graph import Eqn, Graph, Var, is_random, producers, variables
+from ..ir.graph import Eqn, Graph, Var, producers, variables
 from ..ir.liveness import liveness
-from ..ir.operations import is_view
+from ..ir.op_facts import op_facts
 from ..ir.recompute import recompute
 from .base import Transform, check_number, constructor
 
-aten = torch.ops.aten
-_CHEAP = {aten._to_copy.default, aten.clone.default, aten.native_layer_norm.default}
 _DEPTH = 4  # the most equations in a row that are repeated for one value
 
 
@@ -97,7 +93,5 @@ def _recomputed(graph: Graph, at_least: int) -> set[Var]:
 
 
 def _is_cheap(e: Eqn) -> bool:
-    tags: Any = getattr(e.op, "tags", ())
-    return (
-        not is_random(e.op) and not is_view(e) and (torch.Tag.pointwise in tags or e.op in _CHEAP)
-    )
+    facts = op_facts(e.op)
+    return (facts.pointwise or facts.cheap) and not (facts.random or facts.view)

@@ -9,8 +9,9 @@ import ztrans as zt
 from tests.support.programs import CASES
 from tests.support.worlds import ALL, batches, clone, on_ranks, slices
 from ztrans.ir.collectives import WAIT, is_start
-from ztrans.ir.graph import Eqn, Graph, Var, is_random, producers
+from ztrans.ir.graph import Eqn, Graph, Var, producers
 from ztrans.ir.interpreter import lockstep, scatter
+from ztrans.ir.op_facts import is_random
 from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.inductor.fusion import fuse
 

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import torch
 
 from ..graph import Eqn, Var
-from ..operations import compute, is_view
+from ..op_facts import is_view
+from ..operations import compute
 
 
 class Rules:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..graph import Eqn, Graph, Primitive, Var, dce, producers, rename, substitute
-from ..operations import CAST
+from ..op_facts import CAST
 from .table import rules
 
 

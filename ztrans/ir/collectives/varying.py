@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..axes import members
-from ..graph import Eqn, Graph, Var, is_random, producers, variables
+from ..graph import Eqn, Graph, Var, producers, variables
+from ..op_facts import is_random
 from ..relations import needed
 from .table import role, rules
 from .user_collectives import functional_name, is_users, is_wait

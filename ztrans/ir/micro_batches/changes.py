@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ..collectives import rules
-from ..graph import Graph, Var, is_random
+from ..graph import Graph, Var
+from ..op_facts import is_random
 
 
 def changing(graph: Graph) -> set[Var]:

@@ -12,8 +12,9 @@ import torch
 
 from ..collectives import ACCUMULATE, JOIN, KEEP
 from ..donation import is_constant
-from ..graph import Eqn, Graph, Var, dce, is_random, producers, rename
+from ..graph import Eqn, Graph, Var, dce, producers, rename
 from ..liveness import liveness
+from ..op_facts import is_random
 from ..relations import grouped
 from .changes import changing
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ..graph import Eqn, Graph
-from ..operations import is_matmul
+from ..op_facts import is_matmul
 from .functions import functions
 
 hops = torch.ops.higher_order

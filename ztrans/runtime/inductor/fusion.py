@@ -15,24 +15,14 @@ from itertools import groupby
 import torch
 
 from ...ir.collectives import Pairs, pair
-from ...ir.graph import Eqn, Graph, Var, is_random, variables
-from ...ir.operations import is_view
+from ...ir.graph import Eqn, Graph, Var, variables
+from ...ir.op_facts import is_view, op_facts
 from ...ir.update_groups import has_list_form, is_fused_update
 
 MOST = (
     64  # the most equations of a group: to compile a larger one takes longer than its fusion saves
 )
 
-# Operations that are fused although they are tagged neither pointwise nor reduction. Scatters are not fused: threads
-# would race for their sums.
-_ALSO = {
-    "_to_copy", "cat", "constant_pad_nd", "copy", "embedding", "full_like", "gather", "index", "linalg_vector_norm",
-    "_fused_rms_norm", "_fused_rms_norm_backward", "native_layer_norm", "native_layer_norm_backward",
-    "_native_batch_norm_legit_functional", "native_batch_norm_backward",
-    "native_group_norm", "native_group_norm_backward", "nll_loss_backward", "nll_loss_forward", "ones_like",
-    "select_backward", "slice_backward", "stack", "zeros_like",
-    "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data",
-}  # fmt: skip
 _CONSTANTS = {"arange", "full", "ones", "scalar_tensor", "zeros"}
 
 
@@ -77,25 +67,19 @@ def _group(eqns: Sequence[Eqn], k: int, readers: Mapping[Var, set[int]]) -> Grou
     return Group(tuple(eqns), tuple(ins), tuple(v for v in results if readers.get(v, set()) - {k}))
 
 
-def _name(e: Eqn) -> str:
-    return (
-        e.op._schema.name.removeprefix("aten::") if isinstance(e.op, torch._ops.OpOverload) else ""
-    )
-
-
 def _is_fusible(e: Eqn) -> bool:
-    tags = getattr(e.op, "tags", ())
-    known = torch.Tag.pointwise in tags or torch.Tag.reduction in tags or _name(e) in _ALSO
+    facts = op_facts(e.op)
+    known = facts.pointwise or facts.reduction or facts.fuses
     literal = any(
         isinstance(x, torch.Tensor)
         for a in e.args
         for x in (a if isinstance(a, (list, tuple)) else [a])
     )
-    return known and not is_random(e.op) and not literal and not _is_complex(e)
+    return known and not facts.random and not literal and not _is_complex(e)
 
 
 def _is_real_view(e: Eqn) -> bool:
-    return (is_view(e) or _name(e) == "_unsafe_view") and not _is_complex(e)
+    return (is_view(e) or op_facts(e.op).name == "_unsafe_view") and not _is_complex(e)
 
 
 def _is_complex(e: Eqn) -> bool:
@@ -208,7 +192,7 @@ class _Items:
     def is_constant(self, e: Eqn) -> bool:
         """Whether the equation creates a constant, or is a view of a deferred constant."""
         return (
-            _name(e) in _CONSTANTS
+            op_facts(e.op).name in _CONSTANTS
             if not e.ins
             else _is_real_view(e) and all(v in self.deferred for v in e.ins)
         )

@@ -13,44 +13,9 @@ from collections.abc import Mapping
 import torch
 
 from ...ir.graph import Eqn
-from ...ir.operations import CAST, rearranges
+from ...ir.op_facts import CAST, op_facts, rearranges
 
 aten = torch.ops.aten
-_ROUNDED = {
-    *(
-        aten.abs,
-        aten.neg,
-        aten.mul,
-        aten.div,
-        aten.reciprocal,
-        aten.sqrt,
-        aten.add,
-        aten.sub,
-        aten.rsub,
-    ),
-    *(
-        aten.clamp,
-        aten.clamp_min,
-        aten.clamp_max,
-        aten.minimum,
-        aten.maximum,
-        aten.where,
-        aten.nan_to_num,
-    ),
-    *(aten.round, aten.floor, aten.ceil, aten.trunc, aten.sign, aten.isnan, aten.isinf),
-}
-_REORDERED = {
-    *(
-        aten.t,
-        aten.transpose,
-        aten.permute,
-        aten.view,
-        aten._unsafe_view,
-        aten.unsqueeze,
-        aten.squeeze,
-    ),
-    *(aten.detach, aten.alias),
-}
 _NORM = aten.linalg_vector_norm.default
 _EXTREMES: Mapping[object, str] = {
     **dict.fromkeys((aten.max.default, aten.amax.default, (_NORM, math.inf)), "max"),
@@ -60,7 +25,7 @@ _EXTREMES: Mapping[object, str] = {
 
 def is_bijection(eqn: Eqn) -> bool:
     """Whether an equation is a view that shows every element of its argument once, in the same dtype."""
-    return getattr(eqn.op, "overloadpacket", None) in _REORDERED and rearranges(eqn)
+    return op_facts(eqn.op).permutes and rearranges(eqn)
 
 
 def is_elementwise(eqn: Eqn) -> bool:
@@ -74,11 +39,9 @@ def is_elementwise(eqn: Eqn) -> bool:
     if eqn.op is CAST:
         in_place = eqn.kwargs.get("memory_format") in (None, torch.preserve_format)
         return eqn.kwargs.get("dtype") is not None and in_place and not eqn.kwargs.get("device")
-    packet = getattr(eqn.op, "overloadpacket", None)
-    scaled = "alpha" in eqn.kwargs or (
-        packet in (aten.add, aten.sub, aten.rsub) and len(eqn.args) > 2
-    )
-    return packet in _ROUNDED and not scaled
+    facts = op_facts(eqn.op)
+    scaled = "alpha" in eqn.kwargs or (facts.name in ("add", "sub", "rsub") and len(eqn.args) > 2)
+    return facts.exact and not scaled
 
 
 def extreme(eqn: Eqn) -> tuple[str, tuple]:

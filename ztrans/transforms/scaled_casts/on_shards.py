@@ -15,9 +15,9 @@ import torch
 
 from ...ir.collectives import rules
 from ...ir.collectives.user_collectives import is_users
-from ...ir.graph import DTYPES, Eqn, Graph, Partial, Var, is_random, users, variables
+from ...ir.graph import DTYPES, Eqn, Graph, Partial, Var, users, variables
 from ...ir.layout import cut_over, part
-from ...ir.operations import CAST
+from ...ir.op_facts import CAST, is_random, op_facts
 from ...ir.printer import op_name
 from ...ir.relations import grouped
 from ...ir.source import where
@@ -178,7 +178,7 @@ class OnShards:
         starts = {v: x.start for v, x in self.whole.items()}
         casts: dict[Eqn, torch.dtype] = {}
         for e in self.graph.eqns:
-            pointwise = e.op is CAST or torch.Tag.pointwise in getattr(e.op, "tags", ())
+            pointwise = e.op is CAST or op_facts(e.op).pointwise
             alike = [starts[v] for v in e.ins if v in starts and v.numel == e.out.numel]
             if alike and (is_bijection(e) or pointwise):
                 starts[e.out] = alike[0]

@@ -25,9 +25,9 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 
-from ...ir.graph import Eqn, Layout, Partial, Split, Var, is_random, substitute, variables
+from ...ir.graph import Eqn, Layout, Partial, Split, Var, substitute, variables
 from ...ir.nested.functions import functions
-from ...ir.operations import is_written, shows_argument
+from ...ir.op_facts import is_random, is_written, op_facts
 from .rule_checks import extreme, is_right, reads_terms
 
 aten = torch.ops.aten
@@ -128,7 +128,7 @@ def _needs_no_rule(op: Any) -> bool:
     changes no argument. Of users' operators nothing is known, and the result of a collective depends on other ranks.
     """
     is_pure = not is_random(op) and not any(is_written(a) for a in op._schema.arguments)
-    return shows_argument(op) or (op.namespace == "aten" and is_pure)
+    return op_facts(op).view or (op.namespace == "aten" and is_pure)
 
 
 def _whole(eqn: Eqn) -> tuple[list[Layout], list[Layout]]:

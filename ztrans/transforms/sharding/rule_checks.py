@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from ...ir.graph import Eqn, Layout, Partial, Split, Var, is_random, substitute
+from ...ir.graph import Eqn, Layout, Partial, Split, Var, substitute
 from ...ir.layout import local_shape, localize, part
-from ...ir.operations import CAST, called, shows_argument
+from ...ir.op_facts import CAST, is_random, op_facts
+from ...ir.operations import called
 from ...ir.relations import instances
 
 aten = torch.ops.aten
@@ -65,7 +66,7 @@ def reads_terms(eqn: Eqn, layout: Layout) -> bool:
     packet = op.overloadpacket
     if op is aten.view.dtype:
         return False
-    if shows_argument(op) or packet in (aten.stack, aten.cat, aten.clone):
+    if op_facts(op).view or packet in (aten.stack, aten.cat, aten.clone):
         return True
     if terms[0].startswith("norm"):  # a norm of norms, both of one order
         order = eqn.args[1] if len(eqn.args) > 1 else 2
@@ -128,7 +129,7 @@ def _runs_on_nothing(eqn: Eqn) -> bool:
     if op.overloadpacket is aten.linalg_vector_norm:
         return 0 < (eqn.args[1] if len(eqn.args) > 1 else 2) < float("inf")
     known = torch.Tag.pointwise in op.tags or op.overloadpacket in _ON_NOTHING
-    return known or shows_argument(op) or is_random(op)
+    return known or op_facts(op).view or is_random(op)
 
 
 def _weighs_parts(eqn: Eqn, wanted: list[Layout], given: list[Layout], size: int) -> bool:

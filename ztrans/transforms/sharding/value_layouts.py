@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ...ir.graph import Eqn, Graph, Names, Partial, Provenance, Split, Var, producers
-from ...ir.operations import CAST, is_view_or_cast
+from ...ir.op_facts import CAST, is_view_or_cast
 from ...ir.reshard import Site, redistribute, reduced
 
 if TYPE_CHECKING:  # it walks over programs by means of this module

@@ -17,8 +17,9 @@ from ...ir.axes import members, members_of
 from ...ir.collectives import GRADIENT, PMEAN, PSUM
 from ...ir.collectives.user_collectives import is_users, on_parts
 from ...ir.collectives.varying import INVARIANT, differing, varying
-from ...ir.graph import Eqn, Graph, Layout, Split, Var, is_random, users
+from ...ir.graph import Eqn, Graph, Layout, Split, Var, users
 from ...ir.layout import is_worth_cutting
+from ...ir.op_facts import is_random
 from ...ir.printer import op_name
 from ...ir.relations import depending
 from ...ir.reshard import on_axis

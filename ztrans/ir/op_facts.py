@@ -1,0 +1,213 @@
+"""op_facts: what kind of operation an equation has, in one row an operation.
+
+PyTorch itself says much: its tags say which operations are elementwise or random, a schema says which are views, and
+its FLOP counter knows the matrix products. A row of `_ROWS` says what PyTorch does not. A fact is a property of the
+operation alone. What depends on arguments, such as an `alpha` of `add`, is for the pass that asks.
+
+    op_facts(torch.ops.aten.add.Tensor)    OpFacts(name='add', pointwise=True, exact=True, linear=True, ...)
+
+Primitives have rules instead (see `collectives.interface`), and so none of these facts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+if TYPE_CHECKING:  # `graph` imports this module
+    from .graph import Eqn
+
+aten = torch.ops.aten
+CAST = aten._to_copy.default
+
+
+@dataclass(frozen=True)
+class OpFacts:
+    """The facts about an operation.
+
+    Attributes:
+        name: its name without the overload, such as `add`; of an operation that is not PyTorch's, with its namespace.
+        pointwise: each element of the result is computed from the elements of the arguments at the same place.
+        reduction: each element of the result is computed from the elements along some dims.
+        random: it draws random numbers.
+        view: its results are new tensors that share memory with an argument.
+        matmul: it is a matrix product, a convolution or attention: an operation whose FLOPs PyTorch counts.
+        fused_update: it is the update of a fused optimizer.
+        exact: IEEE 754 rounds it correctly, so a part of the arguments gives the same bits as the whole.
+        linear: a multiple of an argument gives the same multiple of the result.
+        permutes: it is a view that shows every element of its argument once.
+        lazy: it is a view that negates or conjugates the elements when they are read.
+        by_row: each row of the result is computed from the same row of the arguments, and written after it was read.
+        arithmetic: it may write over an argument, even if the arguments have different strides.
+        cheap: it takes no longer than to read the arguments and write the result, as elementwise operations do.
+        fuses: TorchInductor fuses it with its neighbours, although it is neither elementwise nor a reduction.
+    """
+
+    name: str
+    pointwise: bool = False
+    reduction: bool = False
+    random: bool = False
+    view: bool = False
+    matmul: bool = False
+    fused_update: bool = False
+    exact: bool = False
+    linear: bool = False
+    permutes: bool = False
+    lazy: bool = False
+    by_row: bool = False
+    arithmetic: bool = False
+    cheap: bool = False
+    fuses: bool = False
+
+
+# What PyTorch does not say about its operations, by their names.
+_ROWS: Mapping[str, tuple[str, ...]] = {
+    # Elementwise. Functions such as `exp` are not exact: a CPU computes the elements of a vector, and those after the
+    # last full vector, by different code.
+    "abs": ("exact",),
+    "add": ("exact", "linear", "arithmetic"),
+    "ceil": ("exact",),
+    "clamp": ("exact",),
+    "clamp_max": ("exact",),
+    "clamp_min": ("exact",),
+    "div": ("exact", "linear", "arithmetic"),
+    "floor": ("exact",),
+    "isinf": ("exact",),
+    "isnan": ("exact",),
+    "maximum": ("exact",),
+    "minimum": ("exact",),
+    "mul": ("exact", "linear", "arithmetic"),
+    "nan_to_num": ("exact",),
+    "neg": ("exact", "linear"),
+    "reciprocal": ("exact",),
+    "round": ("exact",),
+    "rsub": ("exact",),
+    "sign": ("exact",),
+    "sqrt": ("exact",),
+    "sub": ("exact", "linear", "arithmetic"),
+    "trunc": ("exact",),
+    "where": ("exact", "linear"),
+    # Copies and constructors.
+    "_to_copy": ("cheap", "fuses"),
+    "cat": ("fuses",),
+    "clone": ("cheap", "linear"),
+    "constant_pad_nd": ("fuses",),
+    "copy": ("fuses",),
+    "full_like": ("fuses",),
+    "ones_like": ("fuses",),
+    "stack": ("fuses",),
+    "zeros_like": ("fuses",),
+    # Views. The schema of the last two does not say that their results share memory with the argument.
+    "_conj": ("lazy",),
+    "_neg_view": ("lazy",),
+    "alias": ("permutes",),
+    "detach": ("permutes",),
+    "permute": ("permutes",),
+    "squeeze": ("permutes",),
+    "t": ("permutes",),
+    "transpose": ("permutes",),
+    "unsqueeze": ("permutes",),
+    "view": ("permutes",),
+    "unsafe_split": ("view",),
+    "unsafe_split_with_sizes": ("view",),
+    # Sums and norms.
+    "linalg_vector_norm": ("fuses",),
+    "mean": ("linear",),
+    "sum": ("linear",),
+    # Normalizations and losses.
+    "_fused_rms_norm": ("fuses",),
+    "_fused_rms_norm_backward": ("fuses",),
+    "_log_softmax": ("by_row", "fuses"),
+    "_log_softmax_backward_data": ("by_row", "fuses"),
+    "_native_batch_norm_legit_functional": ("fuses",),
+    "_softmax": ("by_row", "fuses"),
+    "_softmax_backward_data": ("by_row", "fuses"),
+    "native_batch_norm_backward": ("fuses",),
+    "native_group_norm": ("fuses",),
+    "native_group_norm_backward": ("fuses",),
+    "native_layer_norm": ("cheap", "fuses"),
+    "native_layer_norm_backward": ("fuses",),
+    "nll_loss_backward": ("fuses",),
+    "nll_loss_forward": ("fuses",),
+    # Reads by index. Scatters do not fuse: threads would race for their sums.
+    "embedding": ("fuses",),
+    "gather": ("fuses",),
+    "index": ("fuses",),
+    "select_backward": ("fuses",),
+    "slice_backward": ("fuses",),
+}
+
+
+@functools.cache
+def op_facts(op: Any) -> OpFacts:
+    """The facts about an operation.
+
+    >>> op_facts(torch.ops.aten.mul.Tensor).exact, op_facts(torch.ops.aten.exp.default).exact
+    (True, False)
+    """
+    matmul = getattr(op, "overloadpacket", op) in flop_registry
+    if not isinstance(op, torch._ops.OpOverload):
+        return OpFacts(str(op), matmul=matmul)
+    name = op._schema.name.removeprefix("aten::")
+    facts = OpFacts(
+        name,
+        pointwise=torch.Tag.pointwise in op.tags,
+        reduction=torch.Tag.reduction in op.tags,
+        random=torch.Tag.nondeterministic_seeded in op.tags,
+        view=any(_shares_memory(returned) for returned in op._schema.returns),
+        matmul=matmul,
+        fused_update=name.startswith(("_fused_ada", "_fused_sgd")),
+    )
+    more: dict[str, Any] = dict.fromkeys(_ROWS.get(name, ()), True)
+    return dataclasses.replace(facts, **more)
+
+
+def _shares_memory(returned: Any) -> bool:
+    """Whether a result is a new tensor that shares memory with an argument, according to the schema."""
+    return returned.alias_info is not None and not returned.alias_info.is_write
+
+
+def is_written(argument: Any) -> bool:
+    """Whether an operation changes this argument, according to its schema."""
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def overloads(packet: Any) -> list[Any]:
+    """The overloads of an operation; none if there is no such operation."""
+    return [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
+
+
+def is_view(eqn: Eqn) -> bool:
+    """Whether an equation is a view: its results share memory with its first argument."""
+    return op_facts(eqn.op).view
+
+
+def is_matmul(eqn: Eqn) -> bool:
+    """Whether an equation is a matrix product, a convolution or attention."""
+    return op_facts(eqn.op).matmul
+
+
+def is_random(op: Any) -> bool:
+    """Whether `op` draws random numbers. A draw is an effect: draws keep their order, and none is repeated."""
+    return op_facts(op).random
+
+
+def is_view_or_cast(eqn: Eqn) -> bool:
+    """Whether an equation is a view or a cast of one value, which is cheap to repeat and to move."""
+    return len(eqn.ins) == 1 and (is_view(eqn) or eqn.op is CAST)
+
+
+def rearranges(eqn: Eqn) -> bool:
+    """Whether an equation is a view that shows the elements of its argument unchanged.
+
+    Such a view commutes with an elementwise operation. A view of the same bytes as another dtype does not, and neither
+    does a lazy view.
+    """
+    same_dtype = all(out is None or out.dtype == eqn.ins[0].dtype for out in eqn.outs)
+    return is_view(eqn) and same_dtype and not op_facts(eqn.op).lazy
