@@ -173,11 +173,11 @@ def test_a_loop_may_step_before_its_backward():
 
         return loop_step
 
-    with pytest.raises(ValueError, match=r"uses|adds to the gradient.* for 0.weight"):
+    with pytest.raises(ValueError, match=r"reads the gradient.* for 0.weight"):
         compare(early)
     with pytest.raises(
         ValueError,
-        match=r"calls step\(\) before backward has made a gradient for 0.weight(?s:.)*test_gradients",
+        match=r"calls step\(\) before backward has made a gradient for 3.weight(?s:.)*test_gradients",
     ):
         compare(early, carry_grads=True)
     assert compare(early, before=1, carry_grads=True) == 0
@@ -246,25 +246,20 @@ def test_what_a_loop_does_to_gradients_that_are_none_has_no_effect():
         assert compare(clipped(at_the_end), Partly, DECAY) == 0
 
 
-def test_a_gradient_that_is_computed_from_none_is_refused():
+def test_a_loop_may_compute_its_gradients_from_those_of_backward():
     def halves(model, optimizer):
         def loop_step(x, y):
-            F.mse_loss(model(x), y).backward()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
             for p in model.parameters():
                 p.grad = None if p.grad is None else p.grad / 2
             optimizer.step()
             optimizer.zero_grad()
+            return loss
 
         return loop_step
 
-    model = Partly()
-    optimizer = ADAMW(model)
-    step, state = zt.lift(halves(model, optimizer), model, optimizer)
-    with pytest.raises(
-        ValueError,
-        match=r"a gradient for unused.weight from the one.*\n  at .*test_gradients.py:\d+.*\nFreeze",
-    ):
-        zt.Step(step).trace(state, *data()[0])
+    assert compare(halves, Partly, DECAY) == 0
 
 
 def test_a_parameter_that_is_frozen_while_gradients_are_set_to_zeros_is_refused():
@@ -305,7 +300,7 @@ def test_reading_the_gradients_of_an_earlier_call_is_refused(read):
 
     with pytest.raises(
         ValueError,
-        match=r"reads \(.*the gradient that an earlier call has left for 0.weight(?s:.)*test_gradients.py:\d+",
+        match=r"reads the gradient that an earlier call has left for 0.weight(?s:.)*test_gradients.py:\d+",
     ):
         compare(reads, before=1)
 

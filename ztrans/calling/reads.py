@@ -19,7 +19,7 @@ import numbers
 import operator
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -117,6 +117,11 @@ class Reads:
                 constants[k] = _constant(value)
             self._set(constants)
         return self._values
+
+    def present(self) -> Iterator[tuple[str, Any]]:
+        """What is in the places now, by their names."""
+        for name, read in zip(self._names, self._readers):
+            yield name, read()
 
     def _find(self) -> None:
         search = _Search()

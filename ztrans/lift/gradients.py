@@ -1,31 +1,27 @@
 """Gradients: whether a loop step resets the gradients of its parameters, or carries them in its state.
 
 In an ordinary loop `.backward()` adds to the gradients of earlier calls, and `zero_grad` resets them. A lifted step
-starts from its state alone. So if a call uses a gradient before it resets it, the gradients must be carried in the
-state. Otherwise this is an error.
-
-If they are not carried, each parameter starts a call with a placeholder as its gradient. What the loop does to the
-placeholder shows whether it resets the gradient. For backward and for optimizers a placeholder counts as None. That is
-right if the loop resets the gradient later, before the call ends.
-
-If they are carried, a gradient is a tensor from the first call on, and begins with zeros.
+starts from its state alone. So its parameters start each call without gradients, or with those of the state if these
+are carried, which begin with zeros. Without gradients is right if the loop resets a gradient before it uses it, or
+leaves none for the next call. Otherwise this is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+import inspect
+import sys
+from collections.abc import Iterable, Mapping
+from types import FrameType
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from ..ir.relations import tensors_in
 from ..ir.source import Source, user_source, where
 from ..tracing.errors import TraceError
 
-_BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
-_ZEROS = ("zero_", "_foreach_zero_")
-_DETACHES = ("detach_", "requires_grad_")  # which `zero_grad` calls before it sets zeros
+_ZERO_GRAD = (inspect.unwrap(Optimizer.zero_grad).__code__, nn.Module.zero_grad.__code__)
 
 
 def carried_gradients(params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -40,143 +36,118 @@ def carried_gradients(params: Mapping[str, torch.Tensor]) -> dict[str, torch.Ten
 
 
 class Gradients(TorchFunctionMode):
-    """Watch the gradients of parameters while a loop step runs.
+    """Tensors that stand for the parameters of a module, and what a loop step does to their gradients.
 
     Args:
-        params: the tensors that stand for the parameters of the module, by name.
         module_params: the parameters that the module itself has, by name.
+        values: their values in the state.
         carried: the gradients of the state; None if they are not carried.
         has_optimizer: whether the loop step steps an optimizer. If it has none, the gradients are what it is for.
+
+    Attributes:
+        params: the tensors that stand for the parameters. They have the hooks of these.
     """
 
     def __init__(
         self,
-        params: Mapping[str, torch.Tensor],
         module_params: Mapping[str, torch.Tensor],
+        values: Mapping[str, torch.Tensor],
         carried: Mapping[str, torch.Tensor] | None,
         has_optimizer: bool = True,
     ) -> None:
         super().__init__()
-        self._has_optimizer = has_optimizer
-        self._params = params
         self._carried = carried
-        self._names = {id(p): name for name, p in params.items()}
-        self._names_in_module = {id(p): name for name, p in module_params.items()}
-        # The parameters that have a gradient from before `lift`.
-        self._earlier = {name for name, p in module_params.items() if p.grad is not None}
-        self._placeholders: dict[str, torch.Tensor] = {}
-        self._computed_from: dict[str, Source | None] = {}  # placeholders that gave other values
+        self._has_optimizer = has_optimizer
+        self._from_before_lift = {name for name, p in module_params.items() if p.grad is not None}
         self._reset: set[str] = set()
         self._zeroed: set[str] = set()  # those that `zero_grad(set_to_none=False)` has reset
-        # Gradients that backward has added to a gradient which is not reset, with its line.
+        self._reached: set[str] = set()  # by backward
+        self._first_step: Source | None = None  # if it precedes every backward
+        # The lines of backward, and of other uses, before a gradient is reset.
         self._added: dict[str, Source | None] = {}
-        # What used a gradient that is not reset, and where.
         self._used: dict[str, tuple[str, Source | None]] = {}
-        self._reached: set[str] = set()  # the parameters that backward has reached
-        # Those that an optimizer stepped before that, with its line.
-        self._stepped_before: dict[str, Source | None] = {}
-        self._ran_backward = False
-        for name, p in params.items():
-            if carried is not None:
-                p.grad = carried.get(name)
-            else:
-                self._placeholders[name] = p.grad = torch.zeros_like(p)
-        # The placeholders, and what backward has computed in their place, by their ids.
-        self._not_reset = {id(g): (name, g) for name, g in self._placeholders.items()}
+        self.params = {
+            name: self._stand_in(module_params[name], x, (carried or {}).get(name))
+            for name, x in values.items()
+        }
+        self._names = {id(p): name for name, p in self.params.items()}
+        self._names_in_module = {id(p): name for name, p in module_params.items()}
+
+    def _stand_in(
+        self, p: torch.Tensor, value: torch.Tensor, gradient: torch.Tensor | None
+    ) -> torch.Tensor:
+        stand_in = value.detach()
+        if value.is_floating_point() or value.is_complex():
+            stand_in.requires_grad_()
+            stand_in.register_post_accumulate_grad_hook(self._see_backward)
+            for hook in (p._backward_hooks or {}).values():
+                stand_in.register_hook(hook)
+            for hook in (p._post_accumulate_grad_hooks or {}).values():
+                stand_in.register_post_accumulate_grad_hook(hook)
+        stand_in.requires_grad_(p.requires_grad)
+        stand_in.grad = gradient
+        return stand_in
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func in _BACKWARD:
-            return self._backward(func, args, kwargs)
         name = getattr(func, "__name__", "")
         attribute = ""
         if name in ("__get__", "__set__"):
             attribute = getattr(func.__self__, "__name__", "a property")
-        if args and id(args[0]) in self._names_in_module and _has_effect(name, attribute):
+        tensor = id(args[0]) if args else None
+        if tensor in self._names_in_module and _has_effect(name, attribute):
             used = f".{attribute}" if attribute else name
-            raise _taken_before(self._names_in_module[id(args[0])], used, user_source(2))
-        if attribute == "grad" and name == "__set__" and id(args[0]) in self._names:
-            self._set(self._names[id(args[0])], args[1])
-        elif self._carried is None and not attribute:
-            for x in tensors_in((args, kwargs)):
-                if id(x) in self._not_reset:
-                    self._see(self._not_reset[id(x)][0], x, name)
-        return func(*args, **kwargs)
+            raise _taken_before(self._names_in_module[tensor], used, user_source(2))
+        if attribute == "grad" and tensor in self._names:
+            self._see_access(self._names[tensor], name, _caller())
+        return func(*args, **(kwargs or {}))
 
-    def _set(self, name: str, gradient: torch.Tensor | None) -> None:
-        """Record that the loop sets the gradient of a parameter."""
-        if gradient is not None and self._has_placeholder(name) and name in self._computed_from:
-            raise _from_none(name, self._computed_from[name])
-        self._mark_reset(name)
+    def _see_access(self, name: str, access: str, caller: FrameType) -> None:
+        """Record that the loop reads or sets the gradient of a parameter."""
+        if caller.f_code in _ZERO_GRAD:
+            self._mark_reset(name)
+            if not caller.f_locals["set_to_none"]:
+                self._zeroed.add(name)
+        elif access == "__set__":
+            self._mark_reset(name)
+        else:
+            self._mark_used(name)
+            if name in self._used and name in self._from_before_lift:
+                raise _not_reset(name, *self._used[name])
 
     def _mark_reset(self, name: str) -> None:
         self._reset.add(name)
         self._added.pop(name, None)
 
-    def _see(self, name: str, gradient: torch.Tensor, called: str) -> None:
-        """Record that a function was called with a gradient that is not reset, or was not when it was computed."""
-        is_placeholder = gradient is self._placeholders.get(name)
-        if is_placeholder and called in _ZEROS:
-            self._mark_reset(name)
-            self._zeroed.add(name)
-            return
-        if is_placeholder and called in _DETACHES:
-            return
-        if is_placeholder and not called.endswith("_"):
-            self._computed_from.setdefault(name, user_source(3))
+    def _mark_used(self, name: str) -> None:
+        if self._carried is None and name not in self._reset:
+            if name in self._added:
+                self._used.setdefault(name, ("adds to", self._added[name]))
+            else:
+                self._used.setdefault(name, ("reads", user_source(3)))
+
+    def _see_backward(self, p: torch.Tensor) -> None:
+        """Record that backward has reached a parameter, before hooks of the loop see it."""
+        name = self._names[id(p)]
+        if self._first_step is not None and name not in self._from_before_lift:
+            raise _early(name, self._first_step)
+        self._reached.add(name)
         if name not in self._reset:
-            use = "adds to" if name in self._added else f"reads ({called})"
-            self._used.setdefault(name, (use, user_source(3)))
+            self._added.setdefault(name, user_source(2))
 
-    def _backward(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run backward with None in place of placeholders, so that it sets gradients instead of adding to zeros."""
-        source = user_source(3)
-        waiting = [name for name in self._params if self._has_placeholder(name)]
-        before = {name: _version(p.grad) for name, p in self._params.items()}
-        for name in waiting:
-            self._params[name].grad = None
-            if name not in self._reset:
-                # Before backward, because a hook may step an optimizer meanwhile.
-                self._added[name] = source
-        result = func(*args, **kwargs)
-        self._ran_backward = True
-        for name in waiting:
-            gradient = self._params[name].grad
-            if gradient is None:
-                self._params[name].grad = self._placeholders[name]
-                self._added.pop(name, None)
-            elif name not in self._reset:
-                self._not_reset[id(gradient)] = name, gradient
-        self._reached |= {
-            name for name, p in self._params.items() if _version(p.grad) != before[name]
-        }
-        return result
-
-    def _has_placeholder(self, name: str) -> bool:
-        placeholder = self._placeholders.get(name)
-        return placeholder is not None and self._params[name].grad is placeholder
-
-    def before_step(self, params: Iterable[torch.Tensor]) -> None:
-        """Prepare for a step of an optimizer with these parameters: a placeholder is None for it.
+    def after_step(self, params: Iterable[torch.Tensor]) -> None:
+        """Record that an optimizer has stepped these parameters, maybe in a hook, where this mode sees nothing.
 
         Raises: TraceError for a gradient of zeros that backward has not reached.
         """
-        source = user_source(3)
+        source = user_source(2)
+        if self._carried is not None and not self._reached:
+            self._first_step = source
         for p in params:
             name = self._names[id(p)]
-            if self._carried is not None:
-                if name not in self._reached and name not in self._earlier and p.grad is not None:
-                    self._stepped_before.setdefault(name, source)
-            elif self._has_placeholder(name):
-                if name in self._zeroed:
-                    raise _of_zeros(name, source)
-                is_reset = name in self._reset
-                p.grad = None
-                if not is_reset:
-                    self._reset.discard(name)  # it is not the loop that has set None
-                    self._used.setdefault(name, ("uses", source))
-            elif name in self._added:
-                self._used.setdefault(name, ("adds to", self._added[name]))
+            if name in self._added:
+                self._mark_used(name)
+            if name in self._zeroed and p.grad is None:
+                raise _of_zeros(name, source)
 
     def end(self) -> dict[str, torch.Tensor] | None:
         """The gradients for the new state, if they are carried.
@@ -185,38 +156,38 @@ class Gradients(TorchFunctionMode):
             be None in the untouched loop.
         """
         if self._carried is not None:
-            return self._new_carried()
+            return self._new_carried(self._carried)
         uses = dict(self._used)
         if not self._has_optimizer:
             uses.update({name: ("adds to", source) for name, source in self._added.items()})
         for name, (use, source) in uses.items():
-            is_none = self._params[name].grad is None or self._has_placeholder(name)
-            if not is_none or name in self._earlier:
+            if self.params[name].grad is not None or name in self._from_before_lift:
                 raise _not_reset(name, use, source)
         return None
 
-    def _new_carried(self) -> dict[str, torch.Tensor]:
-        for name, source in self._stepped_before.items():
-            if name in self._reached:
-                raise _early(name, source)
+    def _new_carried(self, carried: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         new = {}
-        for name, gradient in (self._carried or {}).items():
-            p = self._params[name]
-            if self._ran_backward and p.requires_grad and name not in self._reached | self._earlier:
+        has_gradient = self._reached | self._from_before_lift
+        for name, gradient in carried.items():
+            p = self.params[name]
+            if self._reached and p.requires_grad and name not in has_gradient:
                 raise _not_reached(name)
             new[name] = torch.zeros_like(gradient) if p.grad is None else p.grad.detach()
         return new
+
+
+def _caller() -> FrameType:
+    """The function of PyTorch or of the loop that has called a function which modes have intercepted."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def _has_effect(name: str, attribute: str) -> bool:
     """Whether a function changes a tensor, or reads its gradient, by its name or that of the attribute."""
     in_place = name.endswith("_") and not name.endswith("__")
     return attribute == "grad" or name == "__set__" or in_place or name.startswith("register_")
-
-
-def _version(gradient: torch.Tensor | None) -> tuple[int, int] | None:
-    """What shows whether a gradient is another one, or has changed."""
-    return None if gradient is None else (id(gradient), gradient._version)
 
 
 def _taken_before(name: str, use: str, source: Source | None) -> TraceError:
@@ -236,14 +207,6 @@ def _not_reset(name: str, use: str, source: Source | None) -> TraceError:
         f"Call optimizer.zero_grad() in the loop step, before backward and step(), or at the end; and before lift if "
         f"gradients are there. Or carry gradients from call to call: "
         f"lift(loop_step, model, optimizer, carry_grads=True)."
-    )
-
-
-def _from_none(name: str, source: Source | None) -> TraceError:
-    return TraceError(
-        f"lift: the loop step computes a gradient for {name} from the one that it has, and backward has made none.\n"
-        f"  at {where(source)}\n"
-        f"Freeze the parameter, requires_grad_(False), or leave it out of what changes gradients."
     )
 
 

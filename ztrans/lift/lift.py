@@ -18,7 +18,6 @@ from ..tracing.dtensors import refuse_wrappers
 from .lifted_state import State, check_apart, several, state_of
 from .lifted_step import LiftedStep
 from .optimizer_state import check_optimizers
-from .outside import AVERAGE
 from .scaler import scale_of
 
 P = ParamSpec("P")
@@ -100,4 +99,12 @@ def _check_model(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         )
     for name, module in model.named_modules():
         if optimizers and isinstance(module, AveragedModel):
-            raise ValueError(f"lift: {name or 'the model'} is an AveragedModel.\n{AVERAGE}")
+            raise ValueError(
+                f"lift: {name or 'the model'} is an AveragedModel. It reads its count of updates to choose how it "
+                f"updates.\n"
+                f"Keep the average as a second module of the loop:\n"
+                f"  average = copy.deepcopy(model)                                       # before lift\n"
+                f'  lift(loop_step, nn.ModuleDict({{"model": model, "average": average}}), optimizer)\n'
+                f"  for a, p in zip(average.parameters(), model.parameters()): a.data.lerp_(p.data, 0.1)  # in the "
+                f"loop step"
+            )

@@ -7,7 +7,6 @@ after the loop step are the new state.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -26,7 +25,6 @@ from torch.utils import _pytree as pytree
 from ..calling.call import ExtraInputs
 from ..ir.ambient import having
 from ..tracing.errors import OutsideTensorError, ReadsValueError, TraceError
-from . import outside
 from .gradients import Gradients
 from .hyperparameters import (
     Group,
@@ -38,7 +36,7 @@ from .hyperparameters import (
     unchanged,
 )
 from .lifted_state import State, check_lifted, missing_leaves, state_of
-from .module_tensors import buffers_of, substituted, tensors_of
+from .module_tensors import buffers_of, explain_outside, substituted, tensors_of
 from .numbers import Numbers
 from .optimizer_state import (
     check_known,
@@ -101,8 +99,11 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
     ) -> tuple[State, T]:
         """Run the loop step from `state`, with these values of the parameter groups."""
         module_params = dict(self._model.named_parameters())
+        gradients = Gradients(
+            module_params, state["params"], state.get("grads"), bool(self._optimizers)
+        )
+        params = gradients.params
         names = {id(p): name for name, p in module_params.items()}
-        params = _stand_ins(module_params, state["params"])
         numbers = Numbers(
             [
                 *signed(groups_of(self._optimizers), extra),
@@ -114,8 +115,7 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
             scale = {key: x.clone() for key, x in state["scaler"].items()}
         earlier = tensors_of(self._model)
         with self._holding(names, params, extra, state):
-            gradients = Gradients(params, module_params, state.get("grads"), bool(self._optimizers))
-            with self._watched(params, earlier, gradients, numbers, scale):
+            with self._watched(gradients, earlier, numbers, scale):
                 output = self._loop_step(*batch, **named)
             carried = gradients.end()
             new = self._new_state(params, state, earlier)
@@ -151,20 +151,20 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
     @contextlib.contextmanager
     def _watched(
         self,
-        params: Mapping[str, torch.Tensor],
-        earlier: Mapping[str, torch.Tensor],
         gradients: Gradients,
+        earlier: Mapping[str, torch.Tensor],
         numbers: Numbers,
         scale: State | None,
     ) -> Iterator[None]:
         """Refuse what a loop step may not do inside. `earlier` has the tensors that the module had before."""
+        params = gradients.params
         trained = {name: p.requires_grad for name, p in params.items()}
         steps = _steps_watched(self._optimizers, gradients, numbers, not self._carry_grads)
-        with gradients, steps, schedulers_refused(), scaling(self._scaler, scale):
+        with steps, schedulers_refused(), scaling(self._scaler, scale), gradients:
             try:
                 yield
             except OutsideTensorError as error:
-                raise outside.explained(error, self._loop_step, earlier) from None
+                raise explain_outside(error, self._loop_step, earlier) from None
             except KeyError as error:
                 for name, p in params.items():
                     if error.args and error.args[0] is p:
@@ -247,22 +247,6 @@ def _modes(model: nn.Module) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
     return tuple(training), tuple([p.requires_grad for p in parameters if p is not None])
 
 
-def _stand_ins(
-    module_params: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """The tensors that stand for the parameters of a module, with the hooks of these."""
-    stand_ins = {}
-    for name, x in tensors.items():
-        p = module_params[name]
-        stand_in = x.detach().requires_grad_(p.requires_grad)
-        for hook in (p._backward_hooks or {}).values():
-            stand_in.register_hook(hook)
-        for hook in (p._post_accumulate_grad_hooks or {}).values():
-            stand_in.register_post_accumulate_grad_hook(hook)
-        stand_ins[name] = stand_in
-    return stand_ins
-
-
 def _groups_with(
     optimizer: Optimizer,
     params: Mapping[str, torch.Tensor],
@@ -338,18 +322,12 @@ def _steps_watched(
         stepped.append(optimizer)
         running.append(optimizer)
         inside.enter_context(numbers)
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        prepare = functools.partial(gradients.before_step, params)
-        if len(args) > 1 and args[1] is not None:
-            return (args[0], _followed_by(args[1], prepare), *args[2:]), kwargs
-        if kwargs.get("closure") is not None:
-            return args, {**kwargs, "closure": _followed_by(kwargs["closure"], prepare)}
-        prepare()
         return args, kwargs
 
-    def end(*_: Any) -> None:
+    def end(optimizer: Optimizer, *_: Any) -> None:
         running.pop()
         inside.close()
+        gradients.after_step(p for group in optimizer.param_groups for p in group["params"])
 
     with register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end), inside:
         try:
@@ -361,17 +339,6 @@ def _steps_watched(
     for k, optimizer in enumerate(optimizers):
         if must_step and optimizer not in stepped:
             raise _not_stepped(optimizers, k)
-
-
-def _followed_by(closure: Callable[[], Any], prepare: Callable[[], None]) -> Callable[[], Any]:
-    """The closure of a step, which makes the gradients, and what prepares these for the step."""
-
-    def run() -> Any:
-        loss = closure()
-        prepare()
-        return loss
-
-    return run
 
 
 def _not_stepped(optimizers: Sequence[Optimizer], k: int) -> TraceError:

@@ -10,14 +10,16 @@ state.
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
-_REGISTERED = ("_parameters", "_buffers", "_modules")
+from ..calling.reads import Reads
+from ..calling.trees import key_parts
+from ..tracing.errors import OutsideTensorError, TraceError
 
 
 def buffers_of(model: nn.Module, always: Collection[str] = ()) -> dict[str, torch.Tensor]:
@@ -28,11 +30,11 @@ def buffers_of(model: nn.Module, always: Collection[str] = ()) -> dict[str, torc
     found = dict(model.named_buffers())
     seen = {id(x) for x in (*model.parameters(), *found.values())}
     for prefix, module in model.named_modules():
-        for attribute, value in _plain_attributes(module):
-            for key, x in _entries(value):
-                name = ".".join(part for part in (prefix, attribute, key) if part)
-                is_kept = name in always or (x.grad_fn is None and x.layout is torch.strided)
-                if id(x) not in seen and is_kept:
+        for attribute, value in _attributes_with_tensors(module).items():
+            for keys, x in _tensors_with_keys(value):
+                name = ".".join(part for part in (prefix, attribute, *keys) if part)
+                is_state = x.grad_fn is None and x.layout is torch.strided
+                if id(x) not in seen and (is_state or name in always):
                     seen.add(id(x))
                     found[name] = x
     return found
@@ -45,9 +47,13 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def replace(model: nn.Module, tensors: Mapping[int, torch.Tensor]) -> None:
     """Give a module other tensors, by the ids of those that it has."""
+
+    def other(x: torch.Tensor) -> torch.Tensor:
+        return tensors.get(id(x), x)
+
     for module in model.modules():
         for attribute, value in _attributes_with_tensors(module).items():
-            vars(module)[attribute] = _with_others(value, tensors)
+            vars(module)[attribute] = pytree.tree_map_only(torch.Tensor, other, value)
 
 
 @contextlib.contextmanager
@@ -69,43 +75,56 @@ def substituted(model: nn.Module, tensors: Mapping[int, torch.Tensor]) -> Iterat
                     del vars(module)[attribute]
 
 
-def _plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    for attribute, value in list(vars(module).items()):
-        if attribute not in _REGISTERED and _entries(value):
-            yield attribute, value
-
-
 def _attributes_with_tensors(module: nn.Module) -> dict[str, Any]:
-    """The attributes that have tensors; parameters and buffers are entries of two dicts among them."""
-    registered = {name: vars(module)[name] for name in ("_parameters", "_buffers")}
-    return {**registered, **dict(_plain_attributes(module))}
+    """The attributes that have tensors. Parameters and buffers are entries of two dicts among them."""
+    found = {}
+    for attribute, value in vars(module).items():
+        if attribute in ("_parameters", "_buffers") or _tensors_with_keys(value):
+            found[attribute] = value
+    return found
 
 
-def _entries(value: Any) -> list[tuple[str, torch.Tensor]]:
-    """The tensors in the value of an attribute, each with its key or position."""
-    if isinstance(value, torch.Tensor):
-        return [("", value)]
-    if isinstance(value, dict):
-        items = list(value.items())
-    elif isinstance(value, list | tuple):
-        items = list(enumerate(value))
-    else:
-        return []
-    return [(str(key), x) for key, x in items if isinstance(x, torch.Tensor)]
+def _tensors_with_keys(value: Any) -> list[tuple[list[str], torch.Tensor]]:
+    """The tensors in the value of an attribute, each with the keys that lead to it."""
+    found = []
+    for keys, x in pytree.tree_leaves_with_path(value):
+        if isinstance(x, torch.Tensor):
+            found.append((key_parts(keys), x))
+    return found
 
 
-def _with_others(value: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
-    """The value of an attribute with other tensors, in a container of its own."""
+def explain_outside(
+    error: OutsideTensorError, loop_step: Callable, module_tensors: Mapping[str, torch.Tensor]
+) -> TraceError:
+    """The error for a tensor that the lifted module does not have, or that was taken from it before.
 
-    def other(x: Any) -> Any:
-        return tensors.get(id(x), x)
+    `module_tensors` has the tensors of the module.
+    """
+    line = "\n".join(text for text in str(error).splitlines() if text.startswith("  "))
+    for name, x in module_tensors.items():
+        if x is error.tensor:
+            return TraceError(
+                f"lift: the loop step uses {name} as it was taken from the module before. While the loop runs another "
+                f"tensor stands in for it, and this one has no effect.\n{line}\n"
+                f"Take tensors from the module inside the loop step: model.parameters()."
+            )
+    for name, value in Reads(loop_step).present():
+        if isinstance(value, nn.Module) and _has(value, error.tensor):
+            key = name.rpartition(".")[2]
+            return TraceError(
+                f"lift: the loop step uses {name}, a module that is not a part of the lifted one.\n{line}\n"
+                f'Lift both in one: lift(loop_step, nn.ModuleDict({{"model": model, "{key}": {name}}}), optimizer). '
+                f"The optimizer decides what is trained."
+            )
+        if any(x is error.tensor for _, x in _tensors_with_keys(value)):
+            return TraceError(
+                f"lift: the loop step reads {name}, a tensor {list(error.tensor.shape)} that the lifted module does "
+                f"not have.\n{line}\n"
+                f"Make a table or a mask an attribute of the module before lift, and read it there, or pass it with "
+                f"the batch."
+            )
+    return error
 
-    if isinstance(value, dict | list):
-        replaced = copy.copy(value)  # of the same class
-        for key, x in value.items() if isinstance(value, dict) else enumerate(value):
-            replaced[key] = other(x)
-        return replaced
-    if isinstance(value, tuple):
-        members = [other(x) for x in value]
-        return type(value)(*members) if hasattr(value, "_fields") else tuple(members)
-    return other(value)
+
+def _has(module: nn.Module, tensor: torch.Tensor) -> bool:
+    return any(x is tensor for x in tensors_of(module).values())

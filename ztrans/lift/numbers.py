@@ -2,7 +2,11 @@
 
 They are the floats of parameter groups, and the counts that an optimizer keeps as Python numbers. They are tensors in
 fp64 and int64, and their arithmetic is that of PyTorch, with what a Python number has besides: `x += 1` gives another
-number, a cast leaves it as it is, and a comparison with zero is known. A fused optimizer takes them by value.
+number, a cast leaves it as it is, and a comparison with zero is known.
+
+A fused kernel takes a learning rate as a tensor, and all other numbers by value: PyTorch reads such a tensor when it
+calls the kernel. In a trace there is no value to read. So the call is traced with other values, and the tensors are
+then written into its node. An FX graph with such a node can be read and imported, and does not run.
 """
 
 from __future__ import annotations
@@ -12,30 +16,23 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.overrides import TorchFunctionMode
 
 from ..ir.collectives import HALF
 from ..ir.relations import tensors_in
-from .by_value import by_value
 
-_COMPARISONS = {
-    "eq": operator.eq,
-    "ne": operator.ne,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
-    "bool": operator.ne,
-}
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "bool")
 _ARITHMETIC = ("add", "sub", "mul", "div", "truediv", "pow", "neg", "sqrt")
 _ROUNDED_ONCE = ("mul", "mul_", "div", "div_")
+_TENSORS_OF_FUSED = ("lr", "grad_scale", "found_inf")
+_ANY_VALUE = 0.5
 
 
 class Numbers(TorchFunctionMode):
     """A mode in which some tensors stand for Python numbers. Each comes with its sign, or None if it is not known.
 
-    Results of arithmetic on numbers alone are numbers. Equal arithmetic is computed once: optimizers repeat it for each
-    of their parameters.
+    Results of arithmetic on numbers alone are numbers.
     """
 
     def __init__(self, numbers: Iterable[tuple[torch.Tensor, int | None]]) -> None:
@@ -43,7 +40,6 @@ class Numbers(TorchFunctionMode):
         # Holds the tensors, so that their ids stay valid.
         self._numbers: dict[int, torch.Tensor] = {}
         self._signs: dict[int, int] = {}
-        self._results: dict[tuple, torch.Tensor] = {}
         for x, sign in numbers:
             self._numbers[id(x)] = x
             if sign is not None:
@@ -57,7 +53,7 @@ class Numbers(TorchFunctionMode):
         if count == 0 or name == "__get__":
             return func(*args, **kwargs)
         if name.startswith("_fused_"):
-            return by_value(func, args, kwargs)
+            return _by_value(func, args, kwargs)
         if count == len(tensors):
             return self._of_numbers(func, name, args, kwargs)
         if name in _ROUNDED_ONCE and args[0].dtype in HALF:
@@ -69,33 +65,44 @@ class Numbers(TorchFunctionMode):
         operation = name.strip("_")
         if operation == "to":
             return args[0]
-        if operation in _COMPARISONS and self._is_known(args):
-            return _COMPARISONS[operation](self._signs[id(args[0])], 0)
+        sign = self._signs.get(id(args[0]))
+        if operation in _COMPARISONS and sign is not None:
+            if operation == "bool":
+                return sign != 0
+            if type(args[1]) in (int, float) and args[1] == 0:
+                return getattr(operator, operation)(sign, 0)
         if operation.removeprefix("r") in _ARITHMETIC and not kwargs:
             return self._arithmetic(func, name, args)
         return func(*args, **kwargs)
 
-    def _is_known(self, args: tuple) -> bool:
-        """Whether a comparison is one with zero of a number whose sign is known."""
-        zero = len(args) == 1 or (type(args[1]) in (int, float) and args[1] == 0)
-        return zero and id(args[0]) in self._signs
-
     def _arithmetic(self, func: Callable, name: str, args: tuple) -> torch.Tensor:
-        """The result of arithmetic on numbers. It is computed once."""
         if name.endswith("_") and not name.endswith("__"):  # `x += 1` gives another number
             func = getattr(torch.Tensor, name.removesuffix("_"))
-        key = (func, *((id(x) if isinstance(x, torch.Tensor) else repr(x)) for x in args))
-        if key not in self._results:
-            if any(isinstance(x, float) for x in args) or "div" in name:
-                # PyTorch would compute with a whole number and a literal in fp32.
-                args = tuple(x.double() if isinstance(x, torch.Tensor) else x for x in args)
-            result = func(*args)
-            self._results[key] = result
-            self._numbers[id(result)] = result
-        return self._results[key]
+        if any(isinstance(x, float) for x in args) or "div" in name:
+            # PyTorch would compute with a whole number and a literal in fp32.
+            args = tuple(x.double() if isinstance(x, torch.Tensor) else x for x in args)
+        result = func(*args)
+        self._numbers[id(result)] = result
+        return result
 
 
 def _rounded_once(name: str, x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
     """A product with a number, or a quotient. A number on a GPU would be rounded to the dtype of `x` first."""
     result = getattr(torch.Tensor, name.rstrip("_"))(x.float(), number).to(x.dtype)
     return x.copy_(result) if name.endswith("_") else result
+
+
+def _by_value(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call a fused optimizer. Its keyword arguments may be tensors where it takes numbers by value."""
+    tensors = {}
+    for key, x in kwargs.items():
+        if isinstance(x, torch.Tensor) and key not in _TENSORS_OF_FUSED:
+            tensors[key] = x
+    mode = get_proxy_mode()
+    if mode is None or not tensors:
+        return func(*args, **kwargs)
+    result = func(*args, **{**kwargs, **dict.fromkeys(tensors, _ANY_VALUE)})
+    node = next(n for n in reversed(mode.tracer.graph.nodes) if "_fused_" in str(n.target))
+    read = {name: get_proxy_slot(x, mode.tracer).proxy.node for name, x in tensors.items()}
+    node.kwargs = {**node.kwargs, **read}
+    return result

@@ -10,7 +10,6 @@ Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -51,7 +50,7 @@ def settings_of(scaler: GradScaler | None) -> tuple:
 def scaling(scaler: GradScaler | None, state: State | None) -> Iterator[None]:
     """While this is active, `scaler` uses and changes the tensors of `state`. Any other scaler is refused."""
     if scaler is None or state is None:
-        with _NoScaler():
+        with having(GradScaler, scale=_refuse_scale):
             yield
         return
     per_optimizer: dict[int, Any] = defaultdict(grad_scaler._refresh_per_optimizer_state)
@@ -66,6 +65,18 @@ def scaling(scaler: GradScaler | None, state: State | None) -> Iterator[None]:
         _Kernels(),
     ):
         yield
+
+
+def _refuse_scale(scaler: GradScaler, outputs: Any) -> Any:
+    """`GradScaler.scale` of a scaler whose scale is not part of the state."""
+    if not scaler.is_enabled():
+        return outputs
+    raise TraceError(
+        f"lift: the loop step uses a GradScaler whose scale is not part of the state.\n"
+        f"  at {where(user_source())}\n"
+        f"Give it to lift: lift(loop_step, model, optimizer, scaler=scaler), and to restore. Training in bfloat16 "
+        f"needs no scaler."
+    )
 
 
 def _step(optimizer: Optimizer, of_optimizer: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -127,17 +138,3 @@ def _update(
     larger = torch.where(grows & torch.isfinite(grown), grown, scale)
     growth.copy_(torch.where(is_skipped | grows, 0, growth + 1))
     return scale.copy_(torch.where(is_skipped, (scale.double() * backoff).to(scale.dtype), larger))
-
-
-class _NoScaler(TorchFunctionMode):
-    """Refuse a GradScaler at its first operation, before it has changed itself."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if sys._getframe(1).f_code.co_filename != grad_scaler.__file__:
-            return func(*args, **(kwargs or {}))
-        raise TraceError(
-            f"lift: the loop step uses a GradScaler whose scale is not part of the state.\n"
-            f"  at {where(user_source(2))}\n"
-            f"Give it to lift: lift(loop_step, model, optimizer, scaler=scaler), and to restore. Training in bfloat16 "
-            f"needs no scaler."
-        )
