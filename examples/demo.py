@@ -1,9 +1,13 @@
-"""Train a byte-level GPT on two ranks with four transforms and bf16 on the wire, and compare it with the plain step.
+"""Train a byte-level GPT on two ranks with four transforms, and compare it with the plain step.
 
     torchrun --standalone --nproc-per-node 2 examples/demo.py      # needs the extra `examples`
 
-At the end rank 0 prints the program that ran, its bytes on the wire, its memory by ZeRO stage, and how far the losses
-are from those of the plain step, which it runs in one process on the same batches.
+It trains in bf16, and then for 20 steps in fp32. On a processor that has no instructions for bf16 it trains in fp32
+alone, and says so. It measures a step first, and trains for as many steps as fit into four minutes together with
+everything else, at most 130.
+
+At the end rank 0 prints the program that ran, the bytes that it sends in bf16, its memory at each ZeRO stage, and how
+far the losses are from those of the plain step, which it runs in one process on the same batches.
 """
 
 import argparse
@@ -26,14 +30,57 @@ import ztrans as zt
 console = Console(width=None if Console().is_terminal else 120, highlight=False)
 
 
+def seconds_of(run: Callable[[], object]) -> float:
+    """The shorter of two runs, because the first one of a process also allocates."""
+    times = []
+    for _ in range(2):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def has_fast_bf16() -> bool:
+    """Whether this processor multiplies matrices in bf16 about as fast as in fp32.
+
+    Without instructions for bf16 a product takes ten times as long or more, so the first two runs decide.
+    """
+    matrix = torch.randn(512, 512)
+    half = matrix.bfloat16()
+    return seconds_of(lambda: half @ half) < 3 * seconds_of(lambda: matrix @ matrix)
+
+
+def steps_that_fit(seconds: float, most: int) -> int:
+    """How many steps of `seconds` are trained: at most `most`, and ten at least, in whole tens.
+
+    A step runs twice, on all ranks and alone. Both take up to 150 seconds; the rest of four minutes is for the traces,
+    the plans and the tables.
+
+    >>> steps_that_fit(0.5, 130), steps_that_fit(1.0, 130), steps_that_fit(60.0, 130)
+    (130, 70, 10)
+    """
+    fitting = int(150 / (2 * seconds))
+    return max(10, min(most, fitting // 10 * 10))
+
+
+def from_first_rank(value: int) -> int:
+    """The number of rank 0. Ranks measure different times, and must decide alike."""
+    number = torch.tensor(value)
+    dist.broadcast(number, src=0)
+    return int(number)
+
+
 def train(
     name: str, step: Callable, state: dict, batches: Iterable[torch.Tensor], ranks: int
 ) -> list[float]:
     """Train on this rank's slices of the batches, and return the loss of each step.
 
-    Rank 0 shows a bar, or prints ten lines where the output is no terminal.
+    Rank 0 shows a bar. Where the output is not a terminal, it prints every tenth step.
     """
-    batches, losses, start, shows = list(batches), [], 0.0, dist.get_rank() == 0
+    batches = list(batches)
+    losses = []
+    start = 0.0
+    shows = dist.get_rank() == 0
     columns = (
         TextColumn(f"{name:<14}"),
         BarColumn(30),
@@ -45,19 +92,15 @@ def train(
         for count, batch in enumerate(batches, 1):
             state, loss = step(state, batch)
             losses.append(loss.item())
-            start = (
-                start or time.perf_counter()
-            )  # after the first step, which also traces and compiles
-            rate = ranks * batch[:, 1:].numel() * (count - 1) / (time.perf_counter() - start)
+            if count == 1:
+                start = time.perf_counter()  # the first step also traces and compiles
+            elapsed = time.perf_counter() - start
+            rate = ranks * batch[:, 1:].numel() * (count - 1) / elapsed
             progress = (
                 f"step {count:>3}/{len(batches)}   loss {losses[-1]:.3f}   {rate:>6,.0f} tokens/s"
             )
             bar.update(task, advance=1, description=progress)
-            if (
-                shows
-                and not console.is_terminal
-                and count * 10 // len(batches) > (count - 1) * 10 // len(batches)
-            ):
+            if shows and not console.is_terminal and count % 10 == 0:
                 console.print(f"{name:<14} {progress}")
     return losses
 
@@ -79,7 +122,7 @@ def size(n: int) -> str:
 
 
 def wire_table(separate: zt.Lowered, fused: zt.Lowered) -> Table:
-    table = Table("role", title="bytes on the wire of one rank in one step")
+    table = Table("role", title="bytes on the wire of one rank in one step in bf16")
     for column in ("without fuse_cast_gather", "with it", "ratio"):
         table.add_column(column, justify="right")
     before, after = separate.cost_analysis(), fused.cost_analysis()
@@ -122,7 +165,9 @@ def picture(sharded: list[float], plain: list[float], ranks: int, path: Path) ->
     figure.savefig(path, dpi=130)
 
 
-def main(config: Config, *, steps: int, fp32_steps: int, batch: int, lr: float, out: Path) -> None:
+def main(
+    config: Config, *, dtype: str, steps: int | None, batch: int, lr: float, out: Path
+) -> None:
     torch.set_num_threads(1)
     mesh = zt.make_mesh("cpu", dp=-1)
     rank, ranks = mesh.get_rank(), mesh.size()
@@ -131,40 +176,65 @@ def main(config: Config, *, steps: int, fp32_steps: int, batch: int, lr: float, 
     model = GPT(config)
 
     def transforms(stage: int = 3, fuse: bool = True) -> zt.Transform:
-        rest = (zt.overlap_grads(), zt.prefetch(), *([zt.fuse_cast_gather()] if fuse else ()))
-        return zt.chain(zt.shard_params(mesh, axis="dp", stage=stage), *rest)
+        schedules = [zt.overlap_grads(), zt.prefetch()]
+        if fuse:
+            schedules.append(zt.fuse_cast_gather())
+        return zt.chain(zt.shard_params(mesh, axis="dp", stage=stage), *schedules)
 
-    def compare(n: int, bf16: bool) -> tuple[zt.Step, list[float], list[float]]:
-        """Train `n` steps sharded on all ranks, then `n` plain steps on rank 0, on the same global batches."""
-        plain, dtype = make_step(model, bf16=bf16), "bf16" if bf16 else "fp32"
+    def global_batch(index: int) -> torch.Tensor:
+        return draw(text, index, batch * ranks, config.sequence)
+
+    def compare(name: str, count: int) -> tuple[zt.Step, list[float], list[float]]:
+        """Train sharded on all ranks, then the plain step on rank 0, on the same global batches."""
+        plain = make_step(model, bf16=name == "bf16")
         step = transforms()(plain)
-        whole = [draw(text, i, batch * ranks, config.sequence) for i in range(n)]
-        mine = (b.chunk(ranks)[rank] for b in whole)
-        sharded = train(f"{dtype}, {ranks} ranks", step, step.shard(init(model, lr)), mine, ranks)
-        alone = train(f"{dtype}, plain", plain, init(model, lr), whole, 1) if rank == 0 else []
+        whole = [global_batch(i) for i in range(count)]
+        slices = [tokens.chunk(ranks)[rank] for tokens in whole]
+        sharded = train(f"{name}, {ranks} ranks", step, step.shard(init(model, lr)), slices, ranks)
+        alone = train(f"{name}, plain", plain, init(model, lr), whole, 1) if rank == 0 else []
         dist.barrier()  # the other ranks wait for the plain run
         return step, sharded, alone
 
     if rank == 0:
         count = sum(p.numel() for p in model.parameters())
         console.print(f"{ranks} ranks, {count:,} parameters, {len(text):,} bytes of text")
-    step, sharded, plain = compare(steps, bf16=True)
-    _, sharded32, plain32 = compare(fp32_steps, bf16=False)
+    if dtype == "auto":
+        dtype = "bf16" if from_first_rank(has_fast_bf16()) else "fp32"
+        if dtype == "fp32" and rank == 0:
+            console.print(
+                "This processor has no fast instructions for bf16, so the demo trains in fp32. "
+                "`--dtype bf16` trains in bf16 anyway, for ten times as long."
+            )
+    if steps is None:
+        plain_step = make_step(model, bf16=dtype == "bf16")
+        state = init(model, lr)
+        seconds = seconds_of(lambda: plain_step(state, global_batch(0)))
+        steps = from_first_rank(steps_that_fit(seconds, most=130))
+        if rank == 0:
+            console.print(f"A plain step takes {seconds:.2f} s: {steps} steps")
+
+    step, sharded, plain = compare(dtype, steps)
+    pairs = {dtype: (sharded, plain)}
+    if dtype == "bf16":
+        pairs["fp32"] = compare("fp32", min(20, steps))[1:]  # without the rounding of bf16
     if rank == 0:
         example = init(model, lr), draw(text, 0, batch, config.sequence)
         lowered = {s: transforms(s)(step.fn).lower(*example) for s in range(4)}
         console.print("\nThe program that ran:\n")
         console.print(head(lowered[3]), markup=False, soft_wrap=True)
-        console.print("", wire_table(transforms(fuse=False)(step.fn).lower(*example), lowered[3]))
+        half = make_step(model, bf16=True)
+        separate = transforms(fuse=False)(half).lower(*example)
+        fused = transforms()(half).lower(*example)
+        console.print("", wire_table(separate, fused))
         console.print("", memory_table(lowered), "")
-        absolute = max(abs(a - b) for a, b in zip(sharded, plain))
-        relative = max(abs(a - b) / b for a, b in zip(sharded32, plain32))
         for name, losses in {f"{ranks} ranks": sharded, "plain": plain}.items():
             console.print(f"{name:<10} loss {losses[0]:.3f} -> {losses[-1]:.3f}")
-        console.print(f"bf16: the losses differ by at most {absolute:.1e}, in {steps} steps")
-        console.print(
-            f"fp32: the losses differ by at most {relative:.1e}, relative to the loss, in {fp32_steps} steps"
-        )
+        for name, (left, right) in pairs.items():
+            apart = max(abs(a - b) / b for a, b in zip(left, right))
+            console.print(
+                f"{name}: the losses differ by at most {apart:.1e}, relative to the loss, "
+                f"in {len(left)} steps"
+            )
         picture(sharded, plain, ranks, out)
         console.print(f"loss curves: {out}")
     dist.destroy_process_group()
@@ -176,8 +246,8 @@ if __name__ == "__main__":
     )
     for field, default in {"layers": 4, "width": 256, "heads": 4, "sequence": 128}.items():
         parser.add_argument(f"--{field}", type=int, default=default)
-    parser.add_argument("--steps", type=int, default=130)
-    parser.add_argument("--fp32-steps", type=int, default=15)
+    parser.add_argument("--dtype", choices=("auto", "bf16", "fp32"), default="auto")
+    parser.add_argument("--steps", type=int, help="as many as fit into four minutes, at most 130")
     parser.add_argument("--batch", type=int, default=8, help="sequences of each rank in each step")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--out", type=Path, default=Path("out/demo.png"))
