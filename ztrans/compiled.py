@@ -28,15 +28,22 @@ from .planning.plan_transfer import landmarks, transfer
 from .profiling.profile import Profile, profile
 from .report.progress import stage
 from .report.tracebacks import ends_at_user
-from .runtime.consensus import Promise, Proposal, check_adopted, proposals, slowest
+from .runtime.agreement import (
+    Contract,
+    Proposal,
+    agree,
+    agree_on_plan,
+    agree_on_program,
+    answers_late,
+    everywhere,
+)
 from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rates
 from .runtime.cuda.symmetric_start import check
 from .runtime.executable import Executable, MicroBatches, executable, micro_batches
-from .runtime.failure import Writes, alone, check_whole, running, steps_of
+from .runtime.failure import Writes, check_whole, marker, one_thread, running, steps_of
 from .runtime.inductor import backend as inductor
-from .runtime.leaves import check_laid_out
-from .runtime.meeting import Call, everywhere, meet
 from .runtime.process_groups import process_groups
+from .runtime.state import check_laid_out
 from .tracing.trace import Program
 
 if TYPE_CHECKING:
@@ -49,7 +56,7 @@ class Runnable(NamedTuple):
     lowered: Lowered
     run: Any  # a function from flat inputs to flat outputs; its attribute `program` is the FX program that it runs
     writes: Writes  # in which the function notes that it begins to write the state
-    promise: Promise | None = None  # what the ranks of a mesh must do alike
+    contract: Contract | None = None  # what the ranks of a mesh must do alike
 
 
 class BoundProgram:
@@ -195,9 +202,7 @@ class Compiled(Printed):
         lowered = self._runnable.lowered.replan(before)
         replanned = dataclasses.replace(self, lowered=lowered, agreed=False, bound=BoundProgram())
         after = replanned.profile(*args, steps=steps, **kwargs)
-        first, second = slowest(
-            [before.timeline.seconds, after.timeline.seconds], self.lowered.mesh
-        )
+        first, second = self._slowest([before.timeline.seconds, after.timeline.seconds])
         faster = (replanned if second < first else self)._runnable
         note = f"measured {format_seconds(second)} a step, where the plan before took {format_seconds(first)}"
         if second >= first:
@@ -211,6 +216,11 @@ class Compiled(Printed):
     def _mesh(self) -> DeviceMesh | None:
         """The mesh of devices that the program runs on, or None if it runs in one process."""
         return self.lowered.mesh if isinstance(self.lowered.mesh, DeviceMesh) else None
+
+    def _slowest(self, seconds: Sequence[float]) -> list[float]:
+        """For each of these durations, the longest over all ranks."""
+        by_rank = everywhere(seconds, self._mesh) if self._mesh is not None else [seconds]
+        return [max(of_all_ranks) for of_all_ranks in zip(*by_rank)]
 
     @property
     def _runnable(self) -> Runnable:
@@ -227,20 +237,42 @@ class Compiled(Printed):
         local = inputs.tensors
         state = inputs.leaves[: self.lowered.graph.num_state]
         check_whole(state, name)
-        with alone(self.bound.runner if mesh is None else process_groups(mesh).runner, name):
+        runner = self.bound.runner if mesh is None else process_groups(mesh).runner
+        with one_thread(runner, name):
             if self.bound.runnable is None:
                 self.bound.runnable = self._bind(local)
             runnable = self.bound.runnable
-            if mesh is not None and (promise := runnable.promise) is not None:
-                meet(
-                    mesh,
-                    Call(f"a step of {name}", promise.hash(local), steps_of(state)),
-                    lambda: promise.of(local),
-                )
+            if mesh is not None:
+                self._agree(mesh, runnable, local, state)
             with running(name, state, mesh, runnable.writes):
                 if self.cuda_graph:
                     runnable.writes.begin()
                 yield runnable.run
+
+    def _agree(
+        self,
+        mesh: DeviceMesh,
+        runnable: Runnable,
+        local: Sequence[torch.Tensor],
+        state: Sequence[Any],
+    ) -> None:
+        """Compare this step with those of the other ranks. The replay of a CUDA graph is compared with nothing.
+
+        On GPUs the answer is read one step later, unless the step captures a graph, which takes long anyway.
+        """
+        contract = runnable.contract
+        is_replay = isinstance(runnable.run, Capture) and runnable.run.captured is not None
+        if contract is None or is_replay:
+            return
+        explain = functools.partial(contract.explain, mesh)
+        is_late = answers_late(mesh) and not self.cuda_graph
+        agree(
+            mesh,
+            f"a step of {self.lowered.graph.name}",
+            contract.terms(local, steps_of(state)),
+            explain,
+            marker(state) if is_late else None,
+        )
 
     def for_other_sizes(self, traced: Traced) -> Compiled:
         """The program of the same step for other batch sizes, in the order of this program.
@@ -300,12 +332,10 @@ class Compiled(Printed):
                 lowered = dataclasses.replace(lowered, graph=graph)
         if self.cuda_graph:
             run = Capture(run, lowered.graph, check=functools.partial(check, run.modules))
-        promise = (
-            Promise(lowered.graph, update_fingerprint(lowered.hinted))
-            if self._mesh is not None
-            else None
-        )
-        return Runnable(lowered, run, writes, promise)
+        contract = None
+        if self._mesh is not None:
+            contract = Contract(lowered.graph, update_fingerprint(lowered.hinted))
+        return Runnable(lowered, run, writes, contract)
 
     def _executable(
         self, writes: Writes, graph: Graph, local: Sequence[torch.Tensor]
@@ -352,10 +382,10 @@ def _agreed(lowered: Lowered) -> Lowered:
         return lowered
     plan = lowered.plan
     hinted = lowered.hinted
-    messages = Promise(hinted, update_fingerprint(hinted)).lines
-    proposal = Proposal(plan.program, messages, (plan, landmarks(hinted, plan)))
+    contract = Contract(hinted, update_fingerprint(hinted))
+    proposal = Proposal(plan.program, (plan, landmarks(hinted, plan)))
     with stage(name, "wait for the plans of the other ranks"):
-        everyone = proposals(name, mesh, proposal)
+        everyone = agree_on_program(name, mesh, contract, proposal)
     first, marks = everyone[0].plan
     problem = ""
     try:
@@ -365,5 +395,5 @@ def _agreed(lowered: Lowered) -> Lowered:
             lowered = lowered.following(first)
     except ValueError as error:
         problem = str(error)
-    check_adopted(name, mesh, everyone, problem)
+    agree_on_plan(name, mesh, problem)
     return lowered

@@ -36,9 +36,8 @@ from .profiling.profile import Profile
 from .report.progress import stage
 from .report.tracebacks import ends_at_user
 from .runtime.failure import check_whole
-from .runtime.leaves import check_laid_out, copied
 from .runtime.mesh import check_runs
-from .runtime.sharded_state import shard_state, unshard_state
+from .runtime.state import check_laid_out, copied, shard_state, unshard_state
 from .stages import Lowered, Traced
 from .tracing.errors import warn, warn_of_many_programs
 from .tracing.trace import trace

@@ -30,7 +30,9 @@ from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
-from ztrans.runtime.checkpoints.folder import FolderWriter
+from ztrans import compiled
+from ztrans.runtime.agreement import agree, agree_on_call, settle
+from ztrans.runtime.checkpoints.files import FolderWriter
 from ztrans.runtime.process_groups import Channel
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -273,6 +275,29 @@ def disagreements() -> None:
     report("outputs", **failed(lambda: mean(state, *batch(3, RANK, 2 + RANK))))
 
 
+def late() -> None:
+    """As on GPUs, where no rank waits for the answer about a step before it launches the step."""
+    mesh = start()
+    agree_on_call(mesh, "a call that opens the connections")
+    if RANK:
+        time.sleep(1)
+    ask = functools.partial(agree, mesh, "a step", 0, lambda values: "", lambda cause: None)
+    report("asked", **failed(ask))
+    settle(mesh)
+    compiled.answers_late = lambda mesh: True
+    sized = transformed(mesh, 3, step=sized_step)
+    first = {"params": params(), "seen": torch.zeros(()), "own": torch.zeros(())}
+    seen = sized.shard(first)
+    seen, _ = sized(seen, *batch(0, RANK, 4), 0.1)
+    report("number", **failed(lambda: sized(seen, *batch(1, RANK, 4), 0.1 + RANK)))
+    report("next", **failed(lambda: sized(seen, *batch(2, RANK, 4), 0.1)))
+    report("then", **failed(lambda: sized(seen, *batch(2, RANK, 4), 0.1)))
+    seen = sized.shard(first)
+    for k in range(3):
+        seen, _ = sized(seen, *batch(k, RANK, 4), 0.1)
+    report("goes on", rows=sized.unshard(seen)["seen"].item())
+
+
 def starts_apart() -> None:
     """Ranks pass different first states to `shard`."""
     mesh = start()
@@ -442,6 +467,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "uneven": uneven,
     "disagreements": disagreements,
     "starts_apart": starts_apart,
+    "late": late,
     "threads": threads,
     "forked": forked,
     "steady": steady,

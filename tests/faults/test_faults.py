@@ -38,8 +38,8 @@ def disagreements() -> list[Rank]:
 def test_ranks_that_call_different_steps_fail_before_they_send_anything(disagreements):
     for rank in disagreements:
         text = rank.reports["ended"]["text"]
-        assert text.startswith(
-            "unshard and a step of train_step: the ranks of the mesh do not do the same, so none"
+        assert (
+            "the ranks of the mesh do not do the same, so none of them has sent anything." in text
         )
         assert "  rank 0: unshard\n  rank 1: a step of train_step\n" in text
         assert "If the data of some ranks has ended, stop all ranks together" in text
@@ -53,9 +53,8 @@ def test_ranks_that_call_different_steps_fail_before_they_send_anything(disagree
 def test_ranks_with_different_programs_see_the_first_message_that_differs(disagreements):
     for rank in disagreements:
         text = rank.reports["messages"]["text"]
-        assert text.startswith(
-            "fewer: ranks [1] lowered another program than rank 0 did.\n  Message 15 of the step is"
-        )
+        assert text.startswith("a step of fewer, with a program that is new here: the ranks of the")
+        assert "\n  Message 15 of the step is\n" in text
         assert "on rank 0: reduce_scatter mean over dp as f32 of params.b0.grad (96 bytes)" in text
         assert "on rank 1: reduce_scatter mean over dp as f32 of params.b1.grad (96 bytes)" in text
         assert (
@@ -96,23 +95,36 @@ def test_ranks_with_different_first_states_raise_an_error():
     for rank in ended_well(launch("starts_apart", 2)):
         for stage in (0, 3):
             text = rank.reports[f"seeds {stage}"]["text"]
-            assert text.startswith(
-                "shard: state.params.w2 has other values on rank 1 than on rank 0"
-            )
+            assert "\n  state.params.w2 has other values on rank 1 than on rank 0" in text
             assert "step.shard(state, source=0)" in text
             assert rank.reports[f"source {stage}"]["distance"] == 0
         shapes = rank.reports["shapes"]["text"]
-        assert shapes.startswith(
-            "shard: state.params.w1 is [24, 24] of torch.float32 on rank 0 and [25, 24] of"
+        wanted = "  state.params.w1 is [24, 24] of torch.float32 on rank 0 and [25, 24] of"
+        assert (
+            shapes.startswith("shard: the ranks of the mesh do not do the same")
+            and wanted in shapes
         )
-        assert rank.reports["leaves"]["text"].startswith(
-            "shard: rank 1 has 15 leaves and rank 0 has 16"
-        )
+        assert "  Rank 1 has 15 leaves and rank 0 has 16" in rank.reports["leaves"]["text"]
         assert (
             "Of an optimizer that divides its state over ranks itself, use its single-device class"
             in rank.reports["leaves"]["text"]
         )
         assert "on meta, without values on rank 1" in rank.reports["meta"]["text"]
+
+
+def test_on_gpus_the_answer_about_a_step_is_read_when_the_next_call_begins():
+    for rank in ended_well(launch("late", 2)):
+        assert rank.reports["asked"]["after"] < 0.5, "rank 1 asks a second later"
+        assert not rank.reports["number"]["kind"], "the step has run before its answer is read"
+        text = rank.reports["next"]["text"]
+        assert text.startswith(
+            "a step of sized_step: the ranks of the mesh did not do the same, and the step has run"
+        )
+        assert "    on rank 0: rate = 0.1\n    on rank 1: rate = 1.1\n" in text
+        torn = rank.reports["then"]["text"]
+        assert torn.startswith("sized_step: this state is half updated")
+        assert "the ranks did not do the same in a step of sized_step" in torn
+        assert rank.reports["goes on"]["rows"] == 3 * 8
 
 
 def test_a_second_thread_cannot_take_a_step_at_the_same_time():
@@ -182,7 +194,7 @@ def test_the_other_ranks_fail_at_once_when_a_rank_is_killed():
     assert second.code == -9 and first.code == 0, first.errors[-3000:]
     assert first.reports["failed"]["after"] < 3
     assert (
-        "Rank 1 said nothing: killed, out of memory, stopped, or busy"
+        "Rank 1 said nothing: its program has ended, or it was killed, is out of memory, stopped, or busy"
         in first.reports["failed"]["text"]
     )
     check_torn(first.reports, "Rank 1 said nothing")
@@ -209,7 +221,7 @@ def test_the_error_says_when_the_data_of_one_rank_has_ended():
     first, second = ended_well(launch("ends_early", 2))
     assert not second.reports["last step"]["kind"]
     text = first.reports["last step"]["text"]
-    assert "Rank 1 ended its program, or destroyed its process group, after" in text
+    assert "Rank 1 said nothing: its program has ended, or it was killed" in text
     assert "If data ends earlier on some ranks, stop all ranks together" in text
 
 

@@ -12,7 +12,7 @@ from tests.support.worlds import ALL, batches, on_ranks, slices
 from ztrans.ir.collectives import is_start
 from ztrans.planning.cluster import Link
 from ztrans.planning.fingerprint import fingerprint
-from ztrans.runtime import consensus as agreement
+from ztrans.runtime import agreement
 
 CASE = CASES["gpt_adam"]
 

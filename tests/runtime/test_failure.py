@@ -20,8 +20,7 @@ from tests.support.worlds import ALL, batches, clone, on_ranks, slices
 from ztrans.ir.collectives import WAIT
 from ztrans.ir.donation import donation
 from ztrans.ir.write_order import first_write
-from ztrans.runtime.failure import check_whole
-from ztrans.runtime.meeting import Left, Note, _causes
+from ztrans.runtime.failure import check_whole, explain_loss
 
 LAST = (zt.overlap_grads(update="last"), *ALL[1:])
 
@@ -183,16 +182,14 @@ def test_a_half_updated_state_is_refused_and_another_state_is_not():
     check_whole([torch.zeros(3)], "another state")
 
 
-def test_the_error_of_a_lost_rank_says_the_causes_and_not_by_their_words():
-    """A rank that failed in a step called `blended_step` has not ended its program."""
-    failed = Note(Left.FAILED, "failed in step 1 of blended_step with ValueError")
-    ended = Note(Left.ENDED, "ended its program, or destroyed its process group,")
-    lost = Note(Left.LOST, "lost other ranks in blended_step")
-    assert _causes({2: lost, 1: failed}, []) == [
-        "  Rank 1 failed in step 1 of blended_step with ValueError."
-    ]
-    assert _causes({1: ended}, [])[1].startswith("Every rank must take the same number of steps.")
-    assert _causes({2: lost}, [1])[0].startswith("  Rank 1 said nothing")
+def test_the_error_of_a_lost_rank_says_the_cause():
+    """A rank that has lost others itself leaves an empty note."""
+    failed = "failed in step 1 of blended_step with ValueError"
+    assert explain_loss({2: "", 1: failed}, [3]) == [f"Rank 1 {failed}."]
+    silent, advice = explain_loss({2: ""}, [1, 3])
+    assert silent.startswith("Ranks 1, 3 said nothing: its program has ended, or it was killed")
+    assert advice.startswith("Every rank must take the same number of steps.")
+    assert explain_loss({2: ""}, []) == []
 
 
 def test_a_tuned_program_marks_a_half_updated_state_too():

@@ -20,13 +20,12 @@ from ..ir import collectives
 from ..ir.axes import joint_axis, members, with_joint_sizes
 from ..ir.graph import DTYPES, Partial, Split, Var
 from ..planning.cluster import Cluster, Device, Link
+from ..runtime.agreement import agree_on_call, everywhere
 from ..runtime.collectives import Future, channel
 from ..runtime.cuda.streams import back_to_back_seconds
 from ..runtime.cuda.symmetric_start import side_streams, start
-from ..runtime.hosts.host_name import host_name
-from ..runtime.meeting import Call, everywhere, meet
 from ..runtime.mesh import check_runs
-from ..runtime.process_groups import Channel
+from ..runtime.process_groups import Channel, host_name
 from .link_fit import Sample, fit
 
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -77,7 +76,7 @@ def calibrate(
     device = _device(on)
     if mesh.size() == 1:
         return Cluster(device, ())
-    meet(mesh, Call("zt.calibrate"))
+    agree_on_call(mesh, "zt.calibrate")
     wires = [_measure_axis(axis, mesh, on) for axis, size in sizes.items() if size > 1]
     by_rank = dict(
         zip(mesh.mesh.flatten().tolist(), everywhere(_Measured(device, host_name(), wires), mesh))

@@ -22,8 +22,8 @@ from ..planning.cost import memory
 from ..planning.event_simulator import Message
 from ..planning.simulate import messages, signature
 from ..planning.timeline import COMPUTE, Event, Timeline
+from ..runtime.agreement import everywhere
 from ..runtime.executable import bind
-from ..runtime.meeting import everywhere
 from .instrument import Record, Times, mark, recorded, watching
 from .link_fit import sending, unpacking
 from .trace_fit import Observed, explain

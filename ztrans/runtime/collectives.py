@@ -3,7 +3,7 @@
 `Start` starts a collective and returns a `Future` of its values; `wait` returns one of these values. A gather moves
 bytes only. A reduce_scatter is an all-to-all, followed by a local sum in rank order, so the result has the same bits
 for any order of the program. On gloo that sends half of the bytes of gloo's own reduce_scatter, which is an all-reduce
-and a slice. Between hosts, sums are sent in place of terms (see `hosts.two_levels`).
+and a slice. Between hosts, sums are sent in place of terms (see `TwoLevels`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import atexit
 import dataclasses
 import functools
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,15 +30,15 @@ from ..ir.collectives import (
     REDUCE_SCATTER,
     is_alone,
     partial_dtype,
+    rules,
     wire_dtype,
     without,
 )
 from ..ir.graph import Eqn, Primitive, Split
-from ..ir.hosts import TWO_LEVELS
+from ..ir.hosts import TWO_LEVELS, Hosts, Route, route_of
 from ..ir.layout import chunk, local_shape, part
 from ..ir.reshard import on_axis
 from ..ops.cast_pack import reference as pack
-from .hosts.two_levels import exchange_sums, gloo_route
 from .process_groups import Channel, Work, process_groups
 
 # How a backend reduces the terms of a reduction. It adds those of a mean, and the sum is divided afterwards.
@@ -147,7 +148,7 @@ class Start(torch.nn.Module):
         self.outs = eqn.results
         self.dim = _split_dim(eqn, axis)
         self.wire, self.partial = wire_dtype(eqn, eqn.ins[0]), partial_dtype(eqn, eqn.ins[0])
-        self.carrier: Any = gloo_route(eqn, sizes, channel)  # the program prints it
+        self.carrier: Any = _gloo_route(eqn, sizes, channel)  # the program prints it
         self.is_by_host = self.carrier is not None and self.carrier.way == TWO_LEVELS
         # The shapes of the values, whole over this axis, with the split dim first; the elements of a padded part.
         whole = [dataclasses.replace(v, layout=without(v.layout, axis)) for v in self.outs]
@@ -246,7 +247,7 @@ class Start(torch.nn.Module):
     def _all_to_all(self, send: torch.Tensor) -> tuple[list[torch.Tensor], Sequence[Work]]:
         """Send row r of `send` to rank r. Returns the rows, or sums of hosts, that this rank receives, and the work."""
         if self.is_by_host:
-            return exchange_sums(self.channel, self.rank, send, self.op, self.partial)
+            return _exchange_sums(self.channel, self.rank, send, self.op, self.partial)
         if not self.direct:
             received = torch.empty_like(send)
             with self.channel.errors():
@@ -329,3 +330,76 @@ def _bytes(buffer: torch.Tensor) -> torch.Tensor:
     """A flat view of a buffer. Floats of 8 or 16 bits are viewed as bytes, which every backend can move."""
     short = buffer.dtype.is_floating_point and buffer.itemsize < 4
     return buffer.view(-1).view(torch.uint8) if short else buffer.view(-1)
+
+
+class TwoLevels:
+    """A reduce_scatter between CPUs that sums terms inside each host, and sends only the sums to other hosts.
+
+    On 2 hosts of 2 ranks, rank 1 receives the terms of rank 0 for ranks 1 and 3, and adds its own. It keeps the sum for
+    itself, and sends the other one to rank 3. So between hosts, each byte of a sum is sent once.
+
+    Nothing runs in the background, so the second level begins when this rank next starts or waits for a message of the
+    channel. The tags of both levels are taken at the start, so a thread that waits earlier changes nothing.
+    """
+
+    def __init__(self, begin_second: Callable[[], Sequence[Work]]) -> None:
+        """`begin_second` waits for the first level, and begins the second one."""
+        self._begin_second: Callable[[], Sequence[Work]] | None = begin_second
+        self._works: Sequence[Work] = ()
+        self._lock = threading.Lock()
+
+    def advance(self) -> None:
+        """Wait for the first level, and begin the second, unless that has happened."""
+        with self._lock:
+            if self._begin_second is not None:
+                self._works = self._begin_second()
+                self._begin_second = None
+
+    def wait(self) -> None:
+        """Wait for both levels."""
+        self.advance()
+        for work in self._works:
+            work.wait()
+
+
+def _gloo_route(eqn: Eqn, sizes: Mapping[str, int], channel: Channel | None) -> Route | None:
+    """The route of an equation whose parts are exchanged over gloo between several hosts, or None."""
+    hosts = channel.hosts if channel is not None else Hosts(1)
+    is_far = hosts.count > 1 and rules(eqn).is_exchanged(eqn, hosts.ranks, gloo=True)
+    return route_of(eqn, sizes, hosts, gloo=True) if is_far else None
+
+
+def _exchange_sums(
+    channel: Channel, rank: int, rows: torch.Tensor, op: str, partial: torch.dtype
+) -> tuple[list[torch.Tensor], Sequence[Work]]:
+    """Send the sum, over the ranks of this host, of row r to rank r, in the dtype `partial`.
+
+    Returns: the terms of this rank's result, one from each host, which are valid when the returned work is done.
+    """
+    hosts = channel.hosts
+    host, local = divmod(rank, hosts.local)
+    of_host = range(host * hosts.local, (host + 1) * hosts.local)
+    peers = range(local, hosts.ranks, hosts.local)  # the ranks at this rank's place on each host
+    received: list[list[torch.Tensor]] = []
+    first: list[Work] = []
+    for peer in peers:
+        terms = [rows[peer] if r == rank else torch.empty_like(rows[peer]) for r in of_host]
+        pieces = [rows[peer - local + k] for k in range(hosts.local)]
+        first += channel.exchange(pieces, terms, of_host)
+        received.append(terms)
+    tag = next(channel.tags)
+    sums: list[torch.Tensor] = []
+
+    def begin_second() -> Sequence[Work]:
+        for work in first:
+            work.wait()
+        kind = "sum" if op == "mean" else op
+        # The first term that was received may be overwritten; this rank's own may belong to the caller.
+        mine = [ops.reduce(terms, kind, partial, terms[0 if local else 1]) for terms in received]
+        received.clear()
+        sums.extend(x if k == host else torch.empty_like(x) for k, x in enumerate(mine))
+        return channel.exchange(mine, sums, peers, tag)
+
+    message = TwoLevels(begin_second)
+    channel.first_levels.append(message)
+    return sums, [message]

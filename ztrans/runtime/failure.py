@@ -1,28 +1,35 @@
-"""Failure: what happens to a state when its step fails.
+"""Failure: what happens to the other ranks, and to the state, when a step fails.
 
 A step updates its state in place, part of it while backward still runs. If the step fails in between, some leaves are
 new and some are old, and the values do not show which. So the leaves of such a state are marked, and the next use of
 them raises an error. A step that fails before its first write leaves the state as it was, unmarked.
+
+A rank that fails leaves a note in the store of the process group, and closes its connections. The others read the note
+when they lose their connection to that rank, and can say why.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .meeting import Left, Note, leave, lost
-from .process_groups import LostRank
+from .process_groups import LostRank, ProcessGroups, process_groups
 
+STOP_TOGETHER = (
+    "stop all ranks together, or drop the last batches: DistributedSampler(..., drop_last=True)."
+)
+_PATIENCE = 0.5  # seconds to wait for the notes of other ranks
 _causes = WeakIdKeyDictionary()  # a leaf of a half updated state -> the failure that left it so
-_steps = (
-    WeakIdKeyDictionary()
-)  # the first leaf of a state -> the number of steps that the state has taken
+_steps = WeakIdKeyDictionary()  # the first leaf of a state -> the steps that the state has taken
 
 
 class Writes:
@@ -56,6 +63,17 @@ def check_whole(leaves: Sequence[Any], name: str) -> None:
             )
 
 
+def marker(leaves: Sequence[Any]) -> Callable[[str], None]:
+    """A function that marks a state as half updated, for a cause. It does not keep the state alive."""
+    first = _first_tensor(leaves)
+    reference = weakref.ref(first) if first is not None else lambda: None
+
+    def mark(cause: str) -> None:
+        _mark([reference()], cause)
+
+    return mark
+
+
 @contextlib.contextmanager
 def running(
     name: str, leaves: Sequence[Any], mesh: DeviceMesh | None, writes: Writes
@@ -68,25 +86,24 @@ def running(
     Raises: The error of the step, with a note; but LostRank if another rank failed first.
     """
     writes.begun = False
-    first, grad_enabled = _first_tensor(leaves), torch.is_grad_enabled()
+    first = _first_tensor(leaves)
+    grad_enabled = torch.is_grad_enabled()
     try:
         yield
     except BaseException as error:
-        torch.set_grad_enabled(
-            grad_enabled
-        )  # an interrupt may arrive inside the exit of torch.no_grad()
+        # An interrupt may arrive inside the exit of torch.no_grad().
+        torch.set_grad_enabled(grad_enabled)
         name = f"step {steps_of(leaves) + 1} of {name}"
+        remark = "The state is as it was before the step."
         if writes.begun:
+            remark = "The state is half updated."
             _mark(leaves, f"{name} failed with {type(error).__name__}")
-        remark = (
-            "The state is half updated."
-            if writes.begun
-            else "The state is as it was before the step."
-        )
-        cause = _report(name, mesh, error)
-        if cause is None:
+        if mesh is None or not isinstance(error, LostRank):
+            if mesh is not None:
+                _leave(mesh, f"failed in {name} with {_in_one_line(error)}")
             error.add_note(f"ztrans: {name} was ended by this. {remark}")
             raise
+        cause = lost(mesh, name, error)
         if writes.begun:
             _mark(leaves, cause.reason)
         raise LostRank(f"{cause}\n{remark}", cause.reason) from error
@@ -94,12 +111,8 @@ def running(
         _steps[first] = _steps.get(first, 0) + 1
 
 
-def _mark(leaves: Sequence[Any], cause: str) -> None:
-    _causes.update((leaf, cause) for leaf in leaves if isinstance(leaf, torch.Tensor))
-
-
 @contextlib.contextmanager
-def alone(runner: dict[str, int], name: str) -> Iterator[None]:
+def one_thread(runner: dict[str, int], name: str) -> Iterator[None]:
     """Let one thread run at a time. `runner` holds the identifier of the thread that runs.
 
     If a thread finds its own identifier there, an interrupt kept it from being removed, and the thread may run. A lock
@@ -118,16 +131,92 @@ def alone(runner: dict[str, int], name: str) -> Iterator[None]:
         runner.clear()
 
 
-def _report(name: str, mesh: DeviceMesh | None, error: BaseException) -> LostRank | None:
-    """Report a failure to the other ranks. If they failed first, return an error that says what they reported."""
-    if mesh is None:
-        return None
-    if isinstance(error, LostRank):
-        return lost(mesh, name, error)
+def lost(mesh: DeviceMesh, name: str, error: BaseException) -> LostRank:
+    """The error of a rank that has lost its connection to others, with the text of their notes.
+
+    This also closes the channels of this rank, so that no other rank waits for it.
+    """
+    _leave(mesh, "")
+    groups = process_groups(mesh)
+    notes = _notes(groups)
+    silent = [rank for rank in groups.ranks if rank not in notes and rank != dist.get_rank()]
+    causes = explain_loss(notes, silent)
+    head = f"{name}: rank {dist.get_rank()} has lost other ranks of the mesh.\n"
+    text = "".join(f"  {cause}\n" for cause in causes)
+    reason = causes[0].rstrip(".") if causes else ""
+    return LostRank(f"{head}{text}The backend says: {_in_one_line(error, with_type=False)}", reason)
+
+
+def explain_loss(notes: Mapping[int, str], silent: Sequence[int]) -> list[str]:
+    """Sentences that say why ranks are lost, from their notes; `silent` ranks left none.
+
+    The note of a rank that has lost others itself is empty: those say the cause.
+    """
+    causes = [f"Rank {rank} {note}." for rank, note in sorted(notes.items()) if note]
+    if silent and not causes:
+        causes = [
+            f"{named(silent).capitalize()} said nothing: its program has ended, or it was killed, is out of memory, "
+            f"stopped, or busy with something else. See the log there.",
+            f"Every rank must take the same number of steps. If data ends earlier on some ranks, {STOP_TOGETHER}",
+        ]
+    return causes
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Ranks as text, such as `ranks 0, 2`."""
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}"
+
+
+def _in_one_line(error: BaseException, with_type: bool = True) -> str:
+    kind = type(error).__name__
     lines = str(error).splitlines()
-    text = f"failed in {name} with {type(error).__name__}{f': {lines[0]}' if lines else ''}"
-    leave(mesh, Note(Left.FAILED, text))
-    return None
+    if not lines:
+        return kind
+    return f"{kind}: {lines[0]}" if with_type else lines[0]
+
+
+def _leave(mesh: DeviceMesh, note: str) -> None:
+    """Leave a note for the other ranks of a mesh, and close the connections to them."""
+    groups = process_groups(mesh)
+    if groups.is_alone:
+        return
+    store = groups.store()
+    _in_time(lambda: store.set(f"note/{dist.get_rank()}", note))
+    groups.close()
+
+
+def _notes(groups: ProcessGroups) -> dict[int, str]:
+    """The notes of the other ranks."""
+    notes: dict[int, str] = {}
+    others = [rank for rank in groups.ranks if rank != dist.get_rank()]
+
+    def read() -> None:
+        store = groups.store()
+        end = time.monotonic() + _PATIENCE
+        while len(notes) < len(others) and time.monotonic() < end:
+            for rank in others:
+                if rank not in notes and store.check([f"note/{rank}"]):
+                    notes[rank] = store.get(f"note/{rank}").decode()
+            time.sleep(0.02)
+
+    _in_time(read)
+    return dict(notes)
+
+
+def _in_time(talk: Callable[[], object]) -> None:
+    """Use the store, but give up after a time-out, because the host of the store may be the one that failed."""
+
+    def talk_quietly() -> None:
+        with contextlib.suppress(RuntimeError):  # the store has gone, and its notes with it
+            talk()
+
+    thread = threading.Thread(target=talk_quietly, name="ztrans-store", daemon=True)
+    thread.start()
+    thread.join(2 * _PATIENCE)
+
+
+def _mark(leaves: Sequence[Any], cause: str) -> None:
+    _causes.update((leaf, cause) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def _first_tensor(leaves: Sequence[Any]) -> torch.Tensor | None:

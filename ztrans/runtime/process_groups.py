@@ -1,9 +1,9 @@
 """The process groups that ztrans makes for a mesh: one for each axis and purpose, in addition to the mesh's own.
 
-Gathers and reductions have a group each, so neither queues behind the other. One more group is for meetings (see
-`meeting`). All have the time-out of the user's group. Only torch's registry owns the groups, so
-`destroy_process_group` ends them together with those of the mesh. When a step fails on one rank, that rank closes its
-groups: the other ranks lose their connections to it, and stop waiting at once.
+Gathers and reductions have a group each, so neither queues behind the other. In one more group the ranks compare what
+they are about to do (see `agreement`). All have the time-out of the user's group. Only torch's registry owns the
+groups, so `destroy_process_group` ends them together with those of the mesh. When a step fails on one rank, that rank
+closes its groups: the other ranks lose their connections to it, and stop waiting at once.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
+import socket
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,11 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..ir.axes import members, rows
 from ..ir.collectives import DIRECT
 from ..ir.hosts import Hosts, common, hosts_of
-from .hosts.host_name import host_name
 
 if TYPE_CHECKING:
-    from .collectives import Future
-    from .hosts.two_levels import Later
+    from .collectives import Future, TwoLevels
 
 ONE_HOST = Hosts(1)
 
@@ -55,22 +56,27 @@ class Work(Protocol):
 
 @dataclass(eq=False)
 class Channel:
-    """A queue of messages between the ranks of one process group."""
+    """A queue of messages between the ranks of one process group.
+
+    Attributes:
+        axis: the axis along which the ranks lie.
+        purpose: what the messages are for, such as gathers.
+        lasting: whether it stays open if a step fails, because it carries no messages of steps.
+        hosts: on which hosts the ranks are.
+        owned: whether ztrans made the group.
+        tags: numbers for the exchanges, equal on all ranks.
+        futures: the collectives that were started on it.
+        first_levels: messages whose second level has not begun.
+    """
 
     axis: Axis
     purpose: str
-    owned: bool = True  # whether ztrans made the group
-    lasting: bool = (
-        False  # whether it stays open if a step fails, because it carries no messages of steps
-    )
-    tags: Iterator[int] = field(
-        default_factory=itertools.count
-    )  # numbers for the exchanges, equal on all ranks
-    futures: weakref.WeakSet[Future] = field(
-        default_factory=weakref.WeakSet
-    )  # the collectives that were started on it
-    later: list[Later] = field(default_factory=list)  # messages whose second level has not begun
-    hosts: Hosts = ONE_HOST  # of its ranks
+    lasting: bool = False
+    hosts: Hosts = ONE_HOST
+    owned: bool = True
+    tags: Iterator[int] = field(default_factory=itertools.count)
+    futures: weakref.WeakSet[Future] = field(default_factory=weakref.WeakSet)
+    first_levels: list[TwoLevels] = field(default_factory=list)
     _group: weakref.ref[dist.ProcessGroup] | None = None  # None while the channel is closed
 
     @property
@@ -107,10 +113,10 @@ class Channel:
         received in place, without copies.
         """
         group = self.group
-        ranks, tag = (
-            range(group.size()) if ranks is None else ranks,
-            next(self.tags) if tag is None else tag,
-        )
+        if ranks is None:
+            ranks = range(group.size())
+        if tag is None:
+            tag = next(self.tags)
         mine = ranks.index(group.rank())
         peers = [(mine + step) % len(ranks) for step in range(1, len(ranks))]
         with self.errors():
@@ -119,9 +125,10 @@ class Channel:
 
     def advance(self) -> None:
         """Begin the second level of all messages in progress, as soon as their first level is done."""
-        later, self.later = self.later, []
+        messages = self.first_levels
+        self.first_levels = []
         with self.errors():
-            for message in later:
+            for message in messages:
                 message.advance()
 
     @contextlib.contextmanager
@@ -133,50 +140,52 @@ class Channel:
             raise LostRank(str(error)) from error
 
     def open(self, group: dist.ProcessGroup) -> None:
-        self._group, self.tags = weakref.ref(group), itertools.cycle(range(1 << 20))
+        """Use this group from now on."""
+        self._group = weakref.ref(group)
+        self.tags = itertools.cycle(range(1 << 20))
 
     def close(self) -> None:
         """End the group, if ztrans made it, and with it the connections to the other ranks."""
         for future in list(self.futures):
             future.drop()  # a message in progress would keep its connection open
-        self.later.clear()
+        self.first_levels.clear()
         group = self._group() if self._group is not None else None
         self._group = None
         if self.owned and group is not None:
-            with contextlib.suppress(
-                ValueError, AssertionError, RuntimeError
-            ):  # if it has been destroyed already
+            # It may have been destroyed already.
+            with contextlib.suppress(ValueError, AssertionError, RuntimeError):
                 dist.destroy_process_group(group)
 
 
 class ProcessGroups:
     """The channels of one mesh, in the order in which they were first opened, which is the same on all ranks.
 
-    `runner` has the thread that runs a step (see `failure.alone`). `epoch` is how often closed channels were reopened,
-    and `calls` the number of calls that all ranks of the mesh have made together. `is_alone` says that no other rank
-    exists: a mesh of one, or one whose other ranks are fake.
+    Attributes:
+        ranks: the ranks of the mesh.
+        is_alone: whether no other rank exists: a mesh of one, or one whose other ranks are fake.
+        runner: the thread that runs a step (see `failure.one_thread`).
+        pending: a comparison whose answer has not been read yet (see `agreement`).
+        epoch: how often closed channels were reopened.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.runner: dict[str, int] = {}
-        self.epoch = self.calls = 0
         self.ranks: tuple[int, ...] = tuple(mesh.mesh.flatten().tolist())
+        self.is_alone = len(self.ranks) == 1 or dist.get_backend(mesh.get_group(0)) == "fake"
+        self.runner: dict[str, int] = {}
+        self.pending: Any = None
+        self.epoch = 0
+        self._mesh_ranks = mesh.mesh
         # The mesh keeps its groups alive, so this object holds weak references only.
         self._bases = {
             axis: weakref.ref(mesh.get_group(axis)) for axis in mesh.mesh_dim_names or ()
         }
-        self.is_alone = len(self.ranks) == 1 or dist.get_backend(mesh.get_group(0)) == "fake"
-        self._places = mesh.mesh, tuple(self._bases)
         self._channels: dict[tuple[Axis, str], Channel] = {}
-        self.farewell: weakref.finalize | None = (
-            None  # leaves a note for the other ranks when this rank ends
-        )
 
     def channel(self, axis: Axis, purpose: str, lasting: bool = False) -> Channel:
         """The channel along a mesh axis for one purpose. All ranks of the mesh must call this together."""
         key = axis, purpose
         if key not in self._channels:
-            self._channels[key] = self._open(Channel(axis, purpose, lasting=lasting))
+            self._channels[key] = self._open(Channel(axis, purpose, lasting))
         return self._channels[key]
 
     def open(self) -> None:
@@ -184,16 +193,21 @@ class ProcessGroups:
 
         Raises: RuntimeError if the process group of the mesh has been destroyed.
         """
-        closed = [channel for channel in self._channels.values() if channel.is_closed]
+        closed = []
         for channel in self._channels.values():
-            _ = channel.is_closed or channel.group
-        self.epoch += bool(closed)
+            if channel.is_closed:
+                closed.append(channel)
+            else:
+                _alive(channel._group)
+        if closed:
+            self.epoch += 1
         for channel in closed:
             with channel.errors():
                 self._open(channel)
 
     def close(self) -> None:
         """Close all channels of steps, so that the other ranks do not wait for this one."""
+        self.pending = None
         for channel in self._channels.values():
             if not channel.lasting:
                 channel.close()
@@ -201,17 +215,15 @@ class ProcessGroups:
     def store(self) -> dist.Store:
         """A key-value store that any rank of the mesh can write and read at any time."""
         group = self._base(next(iter(self._bases)))
-        return dist.PrefixStore(
-            f"ztrans/{'-'.join(map(str, self.ranks))}/{self.epoch}", group.get_group_store()
-        )
+        prefix = f"ztrans/{'-'.join(map(str, self.ranks))}/{self.epoch}"
+        return dist.PrefixStore(prefix, group.get_group_store())
 
     @functools.cached_property
     def _host_names(self) -> dict[int, tuple[str, ...]]:
         """The host of every rank of the mesh. All ranks must ask for them together."""
         names: list = [None] * len(self.ranks)
-        dist.all_gather_object(
-            names, (dist.get_rank(), host_name()), group=self.channel(None, "ranks").group
-        )
+        group = self.channel(None, "ranks").group
+        dist.all_gather_object(names, (dist.get_rank(), host_name()), group=group)
         return dict(names)
 
     def _base(self, axis: str) -> dist.ProcessGroup:
@@ -220,32 +232,28 @@ class ProcessGroups:
 
     def _open(self, channel: Channel) -> Channel:
         """Open a channel. The first channel of a mesh also learns on which hosts the ranks are."""
-        base, (ranks, axes) = self._base(channel.axis or next(iter(self._bases))), self._places
-        groups = rows(ranks, axes, axes if channel.axis is None else [channel.axis])
-        if (
-            channel.axis in self._bases
-            and channel.purpose == "gathers"
-            and dist.get_backend(base) != "gloo"
-        ):
-            channel.owned = False  # use the mesh's own group: another communicator of NCCL would take GPU memory
+        axes = tuple(self._bases)
+        base = self._base(channel.axis or axes[0])
+        groups = rows(self._mesh_ranks, axes, axes if channel.axis is None else [channel.axis])
+        is_of_mesh = channel.axis in self._bases and channel.purpose == "gathers"
+        if is_of_mesh and dist.get_backend(base) != "gloo":
+            # Use the mesh's own group: another communicator of NCCL would take GPU memory.
+            channel.owned = False
             channel.open(base)
         else:
             self._open_new(channel, groups, _timeout(base))
-        if (
-            channel.axis is not None
-            and not self.is_alone
-            and channel.group.size() != channel.hosts.ranks
-        ):
-            channel.hosts = common(
-                [hosts_of([self._host_names[rank] for rank in sorted(row)]) for row in groups]
-            )
+        knows_hosts = channel.axis is None or channel.group.size() == channel.hosts.ranks
+        if not knows_hosts and not self.is_alone:
+            names = [[self._host_names[rank] for rank in sorted(row)] for row in groups]
+            channel.hosts = common([hosts_of(row) for row in names])
         return channel
 
     def _open_new(
         self, channel: Channel, groups: list[list[int]], timeout: timedelta | None
     ) -> None:
         """Make a process group for the row of `groups` that has this rank."""
-        backend, description = "gloo" if channel.axis is None else None, f"ztrans {channel.purpose}"
+        backend = "gloo" if channel.axis is None else None
+        description = f"ztrans {channel.purpose}"
         # If only its members make a group, torch names it by the number of groups that they have made, which may differ
         # between them (pytorch#189073). So all ranks make the groups of all rows. They cannot if the world has ranks
         # that are not in this mesh, because these do not take part.
@@ -282,6 +290,17 @@ def process_groups(mesh: DeviceMesh) -> ProcessGroups:
     if key not in by_ranks:
         by_ranks[key] = ProcessGroups(mesh)
     return by_ranks[key]
+
+
+def host_name() -> tuple[str, ...]:
+    """A name of this host, which no other host has; each network namespace of a machine counts as a host."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    namespace = "/proc/self/ns/net"
+    return (
+        socket.gethostname(),
+        boot.read_text() if boot.exists() else "",
+        os.readlink(namespace) if os.path.exists(namespace) else "",
+    )
 
 
 def _alive(reference: weakref.ref[dist.ProcessGroup] | None) -> dist.ProcessGroup:

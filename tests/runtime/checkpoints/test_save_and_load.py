@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 import ztrans as zt
 from tests.support.lifted import batch, lifted
 from tests.support.worlds import clone
-from ztrans.runtime.checkpoints.folder import FolderWriter
+from ztrans.runtime.checkpoints.files import FolderWriter
 
 
 def same(a, b) -> bool:

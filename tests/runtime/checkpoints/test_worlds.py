@@ -74,10 +74,7 @@ def test_ranks_that_save_to_different_paths_are_told(four):
 def test_copies_that_differ_are_not_saved(four):
     """A checkpoint would hold the values of one rank only."""
     (report,) = of(four, "copies")
-    assert (
-        "tp was not written. ValueError: w has other values on rank 1 than on rank 0"
-        in report["error"]
-    )
+    assert "\n  w has other values on rank 1 than on rank 0, although" in report["error"]
     assert "tp" not in report["rest"] and "tp.partial" not in report["rest"]
 
 

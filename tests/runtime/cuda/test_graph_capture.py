@@ -21,6 +21,7 @@ from ztrans import ops
 from ztrans.compiled import Runnable
 from ztrans.ops import tables
 from ztrans.ops.tables import on_device
+from ztrans.runtime.agreement import Contract
 from ztrans.runtime.cuda.graph_capture import (
     Capture,
     check_device,
@@ -418,3 +419,21 @@ def test_tables_of_addresses_are_cached_for_each_stream(monkeypatch):
     of(x)
     of(z)  # drops the table of y, the least recently used one
     assert [key[0] for key in tables._kept] == [(x.data_ptr(),), (z.data_ptr(),)]
+
+
+def test_ranks_compare_the_run_and_the_capture_and_no_replay(monkeypatch):
+    """A replay neither sends nor waits on the host."""
+    compared = []
+    monkeypatch.setattr("ztrans.compiled.agree", lambda mesh, what, *rest: compared.append(what))
+    mesh = zt.make_mesh("cpu", dp=1)
+    case = CASES["adamw_fused"]
+    sharded = zt.shard_params(mesh)(case.step)
+    state = sharded.shard(case.state())
+    data = batches(case, 5)
+    lowered = sharded.lower(state, *data[0])
+    capture = Capture(executable(lowered.graph, mesh), lowered.graph, FakeCuda(), "cpu")
+    compiled = lowered.compile()
+    compiled.bound.runnable = Runnable(lowered, capture, Writes(), Contract(lowered.graph, ""))
+    trained(compiled, state, data)
+    assert len(compared) == 2
+    assert capture.captured.replays == 4

@@ -13,9 +13,8 @@ from torch.utils import _pytree as pytree
 
 from ...calling.trees import named_leaves, none_as_empty, state_leaves
 from ...ir.layout import as_tensor
-from ..leaves import copied
-from .folder import Folder, committed, partial
-from .model_file import ModelFile, is_model
+from ..state import copied
+from .files import Folder, ModelFile, committed, is_model, partial
 
 State = TypeVar("State")
 _OF_MODULES = ("params", "buffers")  # the entries of a state that an ordinary model's file has

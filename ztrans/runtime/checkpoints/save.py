@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from numbers import Real
 from pathlib import Path
@@ -14,17 +14,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from ...calling.trees import named_leaves
-from ...ir.layout import as_tensor
+from ...ir.axes import members_of
+from ...ir.layout import as_tensor, mesh_axes
+from ..agreement import agree, different_leaf, different_steps, digest
 from ..failure import check_whole, steps_of
-from ..meeting import Call, everywhere, meet
 from ..process_groups import process_groups
-from ..sharded_state import mesh_of_state
-from . import model_file
-from .copies import check_copies
-from .folder import FolderWriter
+from ..state import mesh_of_state
+from .files import FolderWriter, is_model_file, write_model_file
 
 _running: list[Future[Path]] = []  # the save in progress
 
@@ -48,8 +47,8 @@ def save(path: str | os.PathLike[str], state: Any) -> Future[Path]:
     Returns: A future; its `result()` waits until the checkpoint is complete, and is its path. If the save fails, it
         raises RuntimeError, and a warning tells so at once.
 
-    Raises: TypeError if a leaf is neither a tensor nor a number; RuntimeError if the state is half updated, or the
-        ranks do not all call it.
+    Raises: TypeError if a leaf is neither a tensor nor a number; RuntimeError if the state is half updated, the ranks
+        do not all call it, or copies of a leaf differ: a checkpoint has only one of them.
 
     >>> import tempfile, ztrans as zt
     >>> folder = Path(tempfile.mkdtemp()) / "checkpoint"
@@ -57,22 +56,21 @@ def save(path: str | os.PathLike[str], state: Any) -> Future[Path]:
     >>> zt.save(folder, state).result() == folder
     True
     """
-    target, named = Path(path), named_leaves(state)
-    tensors, leaves = (
-        {name: _tensor(name, leaf) for name, leaf in named.items()},
-        list(named.values()),
-    )
+    target = Path(path)
+    named = named_leaves(state)
+    leaves = list(named.values())
+    tensors = {name: _tensor(name, leaf) for name, leaf in named.items()}
     check_whole(leaves, "save")
     mesh = mesh_of_state(leaves)
     if mesh is not None:
-        meet(mesh, Call(f"save to {str(target)[-80:]}", steps=steps_of(leaves)))
-    if model_file.is_model_file(target):
+        _agree_on_save(target, tensors, steps_of(leaves), mesh)
+    if is_model_file(target):
         return _write_model_file(target, tensors, mesh)
     wait(_running)  # so that there is one copy of the state at a time
     writer = FolderWriter(target)
     staged = writer.stage(tensors)
     executor = ThreadPoolExecutor(1, "ztrans-save")
-    future = executor.submit(_write_folder, writer, staged, mesh, _group(mesh))
+    future = executor.submit(_write_folder, writer, staged, _group(mesh))
     executor.shutdown(wait=False)
     _running[:] = [future]
     return future
@@ -86,6 +84,42 @@ def _tensor(name: str, leaf: Any) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) and not tensor.ndim else tensor
 
 
+def _agree_on_save(
+    target: Path, tensors: Mapping[str, torch.Tensor], steps: int, mesh: DeviceMesh
+) -> None:
+    """Check that all ranks save the same state, in which copies of a leaf have the same values."""
+    axes = [_copied_axes(x, mesh) for x in tensors.values()]
+    digests = []
+    for x, copied_axes in zip(tensors.values(), axes):
+        local = x.to_local() if isinstance(x, DTensor) else x
+        digests.append(digest(local) if copied_axes else None)
+
+    def explain(by_rank: Mapping[int, tuple[int, Sequence]]) -> str:
+        all_steps = {rank: count for rank, (count, _) in by_rank.items()}
+        if len(set(all_steps.values())) > 1:
+            return different_steps(all_steps)
+        different = different_leaf(mesh, axes, {rank: each for rank, (_, each) in by_rank.items()})
+        if different is None:
+            return ""
+        k, first, rank = different
+        return (
+            f"  {list(tensors)[k]} has other values on rank {rank} than on rank {first}, although the layout says "
+            f"that they have copies. With tensor or expert parallelism, cut the leaf over its axis as a DTensor."
+        )
+
+    agree(mesh, f"save to {str(target)[-80:]}", (steps, digests), explain)
+
+
+def _copied_axes(x: torch.Tensor, mesh: DeviceMesh) -> list[str]:
+    """The axes of the mesh over which ranks have copies of a leaf. The leaf may live on some of them only."""
+    cut: list[str] = []
+    if isinstance(x, DTensor):
+        for (axis, _), placement in zip(mesh_axes(x.device_mesh), x.placements):
+            if not isinstance(placement, Replicate):
+                cut.append(axis)
+    return [axis for axis, size in mesh_axes(mesh) if size > 1 and axis not in members_of(cut)]
+
+
 def _group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     if mesh is None or process_groups(mesh).is_alone:
         return None
@@ -95,12 +129,9 @@ def _group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
 def _write_folder(
     writer: FolderWriter,
     staged: Mapping[str, torch.Tensor],
-    mesh: DeviceMesh | None,
     group: dist.ProcessGroup | None,
 ) -> Path:
     try:
-        if mesh is not None and group is not None:
-            check_copies(staged, mesh, group)
         writer.write(staged, group)
     except BaseException as error:
         if group is None or group.rank() == 0:
@@ -131,14 +162,15 @@ def _write_model_file(
         if is_first:
             whole[name] = full.cpu()
     problem = ""
-    try:
-        if is_first:
-            model_file.write(target, whole)
-    except Exception as error:
-        problem = f"save: {target} was not written. {_causes(error)}"
-    problem = next(filter(None, everywhere(problem, mesh) if mesh is not None else [problem]), "")
-    if problem:
-        raise RuntimeError(problem)
+    if is_first:
+        try:
+            write_model_file(target, whole)
+        except Exception as error:
+            problem = f"{target} was not written. {_causes(error)}"
+    if mesh is not None:
+        agree(mesh, "save", problem, lambda problems: "".join(problems.values()))
+    elif problem:
+        raise RuntimeError(f"save: {problem}")
     done: Future[Path] = Future()
     done.set_result(target)
     return done

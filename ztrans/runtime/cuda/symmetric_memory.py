@@ -20,7 +20,7 @@ from ...ir.collectives import ALL_GATHER
 from ...ir.graph import Primitive
 from ...ir.printer import format_bytes
 from ..collectives import all_gather
-from ..hosts.host_name import host_name
+from ..process_groups import host_name
 from .streams import back_to_back_seconds
 from .transport import Times
 

@@ -6,7 +6,7 @@ from torch.func import grad_and_value
 
 import ztrans as zt
 from ztrans.planning.fingerprint import update_fingerprint
-from ztrans.runtime.consensus import Promise
+from ztrans.runtime.agreement import Contract
 
 
 def of_matrices(state, x):
@@ -16,13 +16,13 @@ def of_matrices(state, x):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_programs_for_two_sizes_of_a_batch_promise_the_same(stage):
+def test_programs_for_two_sizes_of_a_batch_have_the_same_contract(stage):
     """They number temporary values in other ways."""
     state = {"a": torch.ones(4, 1), "b": torch.ones(1, 5)}
     step = zt.shard_params(zt.AbstractMesh(dp=3), stage=stage)(of_matrices)
     first = step.lower(state, torch.ones(4, 4))
     other = step.trace(state, torch.ones(1, 4)).follow(first)
-    lines, others = (Promise(x.graph, update_fingerprint(x.hinted)).lines for x in (first, other))
+    lines, others = (Contract(x.graph, update_fingerprint(x.hinted)).lines for x in (first, other))
     assert lines == others and len(lines) > 3
 
 

@@ -8,8 +8,7 @@ from ztrans import ops
 from ztrans.ir.collectives import reduce, rules
 from ztrans.ir.graph import Partial, Provenance, Split, Var
 from ztrans.ir.hosts import Hosts, route_of
-from ztrans.runtime.collectives import Start, wait
-from ztrans.runtime.hosts.two_levels import Later
+from ztrans.runtime.collectives import Start, TwoLevels, wait
 from ztrans.runtime.process_groups import LostRank
 
 F32, F64, BF16, I64 = torch.float32, torch.float64, torch.bfloat16, torch.int64
@@ -169,8 +168,8 @@ def test_a_first_level_that_failed_fails_at_every_wait():
     def begin():
         raise LostRank("rank 1 has ended")
 
-    later = Later(begin)
-    for wait_for in (later.advance, later.wait):
+    message = TwoLevels(begin)
+    for wait_for in (message.advance, message.wait):
         with pytest.raises(LostRank):
             wait_for()
 
@@ -182,7 +181,7 @@ def test_a_closed_channel_gives_up_its_messages():
     (member,) = start(*random_terms(eqn, 1)[0])
     opened[0].owned = False
     opened[0].close()
-    assert opened[0].later == []
+    assert opened[0].first_levels == []
     with pytest.raises(RuntimeError, match="given up"):
         wait(member)
     del groups

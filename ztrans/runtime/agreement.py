@@ -1,0 +1,427 @@
+"""Agreement: the ranks of a mesh compare what they are about to do.
+
+The messages of a step have no names. If ranks made different calls, one would take the bytes of another for its own,
+or wait forever. So each call that communicates begins with `agree`: every rank sends the name of its call, and a digest
+of what must be the same on all ranks, to every other rank. If the records differ, all ranks raise the same error, and
+nothing else has been sent.
+
+On GPUs the host launches work ahead of the device, and would have to wait for the other hosts in every step. So there
+the answer about a step is read when the next call begins. If the ranks differ, that step has run, and its state is
+marked as half updated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ..ir.axes import rows
+from ..ir.collectives import buffer_bytes, is_start, role, wire_dtype
+from ..ir.collectives.user_collectives import is_users, is_wait
+from ..ir.collectives.varying import alike
+from ..ir.graph import DTYPES, Eqn, Graph, Var, variables
+from ..ir.printer import op_name
+from ..ir.relations import grouped
+from .failure import STOP_TOGETHER, lost, named
+from .process_groups import LostRank, ProcessGroups, Work, process_groups
+
+T = TypeVar("T")
+Explain = Callable[[Mapping[int, Any]], str]
+
+_RECORD = struct.Struct("<16s112s")  # the digest of a value, and the name of a call
+_IN_TIME = "the ranks of the mesh do not do the same, so none of them has sent anything.\n"
+_LATE = (
+    "the ranks of the mesh did not do the same, and the step has run: its state is half updated.\n"
+)
+_NO_MORE = "no more messages"
+_SAME_PROGRAM = (
+    "Batches may differ in size from rank to rank, but every rank must take the same branches, with the same "
+    "transforms, hyperparameters and numbers, and its update must not depend on the size of its batch. Compare "
+    "print(step.lower(state, batch)) of two ranks."
+)
+
+
+def agree(
+    mesh: DeviceMesh,
+    what: str,
+    mine: Any,
+    explain: Explain,
+    if_late: Callable[[str], None] | None = None,
+) -> None:
+    """Check that all ranks of a mesh make the same call. All of them must call this together.
+
+    Args:
+        mesh: the mesh.
+        what: the name of the call.
+        mine: what must be the same on all ranks, a value of numbers and texts.
+        explain: returns what the error says about the values of all ranks, by rank, if they differ; an empty text if
+            they may differ in this way. All ranks call it, so it may ask them for more.
+        if_late: read the answer when the next call begins. If it is bad, this function gets a line about it.
+
+    Raises: RuntimeError on every rank if the ranks make different calls; LostRank if a rank has ended or does not
+        answer.
+    """
+    groups = process_groups(mesh)
+    if groups.is_alone:
+        return
+    settle(mesh)
+    question = _Question.ask(mesh, groups, what, mine, explain)
+    if if_late is not None:
+        groups.pending = question, if_late
+        return
+    problem = question.answer(mesh)
+    if problem:
+        raise RuntimeError(f"{question.what}: {_IN_TIME}{problem}")
+
+
+def agree_on_call(mesh: DeviceMesh, what: str) -> None:
+    """Check that all ranks of a mesh make this call."""
+    agree(mesh, what, None, lambda by_rank: "")
+
+
+def answers_late(mesh: DeviceMesh) -> bool:
+    """Whether the ranks of a mesh read the answer about a step when the next call begins: on GPUs."""
+    return mesh.device_type != "cpu"
+
+
+def settle(mesh: DeviceMesh) -> None:
+    """Read the answer about the last step, if it has not been read yet.
+
+    Raises: RuntimeError on every rank if the ranks made different calls; LostRank if a rank has ended.
+    """
+    groups = process_groups(mesh)
+    if groups.pending is None:
+        return
+    question, if_late = groups.pending
+    groups.pending = None
+    problem = question.answer(mesh)
+    if problem:
+        if_late(f"the ranks did not do the same in {question.what}")
+        raise RuntimeError(f"{question.what}: {_LATE}{problem}")
+
+
+@dataclass(frozen=True, eq=False)
+class _Question:
+    """A comparison that has begun: `works` fill the records of all ranks."""
+
+    what: str
+    mine: Any
+    explain: Explain
+    records: torch.Tensor
+    works: Sequence[Work]
+
+    @staticmethod
+    def ask(
+        mesh: DeviceMesh, groups: ProcessGroups, what: str, mine: Any, explain: Explain
+    ) -> _Question:
+        """Send this rank's record, and begin to receive those of the others."""
+        digest = hashlib.sha256(repr(mine).encode()).digest()[:16]
+        record = bytearray(_RECORD.pack(digest, what.encode()[:112]))
+        records = torch.frombuffer(record, dtype=torch.uint8).repeat(len(groups.ranks), 1)
+        works: Sequence[Work]
+        try:
+            groups.open()
+            channel = groups.channel(None, "ranks")
+            this_rank = records[channel.group.rank()]
+            with channel.errors():
+                if channel.is_direct:
+                    works = channel.exchange([this_rank] * len(records), list(records))
+                else:
+                    works = [dist.all_gather(list(records), this_rank, channel.group, True)]
+        except LostRank as error:
+            raise lost(mesh, what, error) from error
+        return _Question(what, mine, explain, records, works)
+
+    def answer(self, mesh: DeviceMesh) -> str:
+        """Wait for all records. Returns what differs, for an error; empty if the ranks agree."""
+        groups = process_groups(mesh)
+        try:
+            with groups.channel(None, "ranks").errors():
+                for work in self.works:
+                    work.wait()
+        except LostRank as error:
+            raise lost(mesh, self.what, error) from error
+        records = list(_RECORD.iter_unpack(self.records.numpy().tobytes()))
+        if len(set(records)) == 1:
+            return ""
+        names = [name.rstrip(b"\0").decode(errors="replace") for _, name in records]
+        if len(set(names)) > 1:
+            return _different_calls(groups.ranks, names)
+        return self.explain(dict(zip(groups.ranks, everywhere(self.mine, mesh))))
+
+
+def everywhere(value: T, mesh: DeviceMesh) -> list[T]:
+    """The values that the ranks of a mesh pass, in the order of `mesh.mesh`. All of its ranks must call it together.
+
+    Raises: LostRank if a rank has ended or does not answer.
+    """
+    groups = process_groups(mesh)
+    values = [value] * len(groups.ranks)
+    if groups.is_alone:
+        return values
+    try:
+        groups.open()
+        channel = groups.channel(None, "ranks")
+        with channel.errors():
+            dist.all_gather_object(values, value, group=channel.group)
+    except LostRank as error:
+        raise lost(mesh, "ztrans", error) from error
+    return values
+
+
+def _different_calls(ranks: Sequence[int], names: Sequence[str]) -> str:
+    by_name = grouped(zip(names, ranks))
+    lines = "".join(f"  {named(same)}: {name}\n" for name, same in by_name.items())
+    return (
+        f"{lines}Every rank must make the same calls in the same order. If the data of some ranks has ended, "
+        f"{STOP_TOGETHER}"
+    )
+
+
+def different_steps(steps: Mapping[int, int]) -> str:
+    """What an error says about states that have taken different numbers of steps, by rank."""
+    by_steps = grouped((count, rank) for rank, count in steps.items())
+    lines = "".join(f"  {named(ranks)}: {count} steps\n" for count, ranks in by_steps.items())
+    return (
+        f"  The states have taken different numbers of steps since they were sharded:\n{lines}"
+        f"Load the same checkpoint on all ranks, state = step.shard(loaded), and go on from there."
+    )
+
+
+# ---- programs
+
+
+class Contract:
+    """What a program does that must be the same on all ranks: its messages, its update, and the numbers that it reads.
+
+    `update` is a hash of the update of the state.
+    """
+
+    def __init__(self, graph: Graph, update: str) -> None:
+        self.lines = [*messages(graph), _NO_MORE, f"an update with the hash {update}"]
+        self.digest = hashlib.sha256("\n".join(self.lines).encode()).hexdigest()
+        self._numbers = _shared_numbers(graph)
+
+    def terms(self, inputs: Sequence[torch.Tensor], steps: int) -> tuple:
+        """What the ranks compare in a step on these inputs, with a state that has taken so many steps."""
+        # Numbers on a GPU are not compared: the host would wait for them.
+        numbers = [
+            f"{name} = {inputs[i].tolist()}"
+            for i, name in self._numbers.items()
+            if inputs[i].is_cpu
+        ]
+        return self.digest, numbers, steps
+
+    def explain(self, mesh: DeviceMesh, terms: Mapping[int, tuple]) -> str:
+        """What an error says about terms that differ, by rank. All ranks of the mesh must call it."""
+        (digest, numbers, _), *others = terms.values()
+        if all(other[:2] == (digest, numbers) for other in others):
+            return different_steps({rank: steps for rank, (*_, steps) in terms.items()})
+        mine = [*self.lines, *terms[dist.get_rank()][1]]
+        return _first_difference(list(terms), everywhere(mine, mesh))
+
+
+def messages(graph: Graph) -> list[str]:
+    """The messages that a program sends, in order, a line for each. They must be the same on every rank."""
+    lines = [f"{graph.micro} micro-batches"] if graph.micro > 1 else []
+    for eqn in graph.eqns:
+        if is_start(eqn):
+            sizes = [buffer_bytes(eqn, k, graph.axes) for k in range(len(eqn.outs))]
+            members = [
+                f"{_member_name(eqn, out)} ({size} bytes)" for out, size in zip(eqn.results, sizes)
+            ]
+            kind = " ".join(filter(None, (op_name(eqn.op), eqn.kwargs.get("op"))))
+            wire = DTYPES.get(wire_dtype(eqn, eqn.ins[0]), "")
+            lines.append(f"{kind} over {eqn.kwargs['axis']} as {wire} of {', '.join(members)}")
+        elif is_users(eqn) and not is_wait(eqn):
+            # No sizes: along another axis, ranks may have batches of other sizes, and so messages of other sizes.
+            values = [f"{v.name}: {DTYPES.get(v.dtype, v.dtype)}" for v in variables(eqn.args)]
+            group = eqn.args[-1] if eqn.args else ""
+            lines.append(f"{op_name(eqn.op)} over {group} of {', '.join(values)}")
+    return lines
+
+
+def _member_name(start: Eqn, out: Var) -> str:
+    """The name of a member. If it belongs to no leaf, its number may be another one for a batch of another size."""
+    name = out.name.removesuffix("'")
+    return name if role(start) in ("param", "grad", "state") else re.sub(r"_\d+\b", "", name)
+
+
+def _shared_numbers(graph: Graph) -> dict[int, str]:
+    """The numbers that the new state depends on, other than through a reduction over the ranks: places and names."""
+    read = set(variables(graph.outputs[: graph.num_state]))
+    for eqn in alike(graph):
+        read.update(eqn.ins)
+    arguments = list(enumerate(graph.inputs))[graph.num_state :]
+    return {i: v.name for i, v in arguments if v in read and v not in graph.batch}
+
+
+def _first_difference(ranks: Sequence[int], lines: Sequence[Sequence[str]]) -> str:
+    """What an error says about the first line in which a rank differs from the first rank.
+
+    Behind `_NO_MORE`, the lines say how a rank updates its state.
+    """
+    k = next(k for k, other in enumerate(lines) if list(other) != list(lines[0]))
+    pairs = list(zip(lines[0], lines[k]))
+    position = next(i for i, (here, there) in enumerate(pairs) if here != there)
+    what = f"Message {position} of the step is"
+    if _NO_MORE in lines[0][:position]:
+        what = "They send the same messages, but would update the state in another way or with other numbers."
+    here, there = pairs[position]
+    return f"  {what}\n    on rank {ranks[0]}: {here}\n    on rank {ranks[k]}: {there}\n{_SAME_PROGRAM}"
+
+
+class Proposal(NamedTuple):
+    """What a rank proposes to run."""
+
+    program: str  # a hash of its program
+    plan: Any
+
+
+def agree_on_program(
+    name: str, mesh: DeviceMesh, contract: Contract, mine: Proposal
+) -> list[Proposal]:
+    """The proposals of all ranks of a mesh. They must be for the same step; the sizes of its batches may differ.
+
+    Raises: RuntimeError on every rank if the steps differ. It names the ranks and the first message in which they do.
+    """
+
+    def explain(lines: Mapping[int, list[str]]) -> str:
+        return _first_difference(list(lines), list(lines.values()))
+
+    agree(mesh, f"a step of {name}, with a program that is new here", contract.lines, explain)
+    return everywhere(mine, mesh)
+
+
+def agree_on_plan(name: str, mesh: DeviceMesh, problem: str) -> None:
+    """Check that the plan of the first rank fits the programs of all ranks.
+
+    `problem` says why it does not fit the program of this rank, and is empty if it does, as on the first rank.
+
+    Raises: RuntimeError on every rank if the plan does not fit the program of one of them.
+    """
+
+    def explain(problems: Mapping[int, str]) -> str:
+        rank, text = next((rank, text) for rank, text in problems.items() if text)
+        first = next(iter(problems))
+        return (
+            f"  The plan of rank {first} does not fit the program of rank {rank}: {text}\n"
+            f"Pad the batches to one size on all ranks."
+        )
+
+    agree(mesh, name, problem, explain)
+
+
+# ---- values of the state
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ROW = 4096  # the positions that a digest distinguishes
+
+
+class Leaf(NamedTuple):
+    """A description of one leaf on one rank. `values` is its digest, or None if the values are not compared."""
+
+    path: str
+    kind: str
+    values: tuple[int, ...] | None
+
+
+def agree_on_state(
+    mesh: DeviceMesh,
+    axes: Sequence[Sequence[str]],
+    paths: Sequence[str],
+    leaves: Sequence[Any],
+    source: int | None,
+) -> None:
+    """Compare each leaf of a state between the ranks that differ only along the axes of that leaf.
+
+    Ranks that initialised their model from different random numbers would train different replicas, or a mixture of
+    several models, and nothing would show it. Along the other axes of the mesh, such as that of tensor parallelism,
+    ranks may hold different leaves. With a `source`, only the values of that rank are used, so values are not compared.
+
+    Raises: RuntimeError on every rank, naming the first leaf that differs.
+    """
+    mine = [_described(path, x, source is None) for path, x in zip(paths, leaves)]
+
+    def explain(described: Mapping[int, Sequence[Leaf]]) -> str:
+        (first, wanted), *others = described.items()
+        for rank, theirs in others:
+            if [leaf.path for leaf in theirs] != [leaf.path for leaf in wanted]:
+                return (
+                    f"  Rank {rank} has {len(theirs)} leaves and rank {first} has {len(wanted)}, or they have other "
+                    f"names.\nBuild the same model and optimizer on every rank. Of an optimizer that divides its state "
+                    f"over ranks itself, use its single-device class."
+                )
+        different = different_leaf(mesh, axes, described)
+        return _leaf_difference(described, *different) if different is not None else ""
+
+    agree(mesh, "shard", mine, explain)
+
+
+def different_leaf(
+    mesh: DeviceMesh, axes: Sequence[Sequence[str]], by_rank: Mapping[int, Sequence[Any]]
+) -> tuple[int, int, int] | None:
+    """The first leaf that ranks which differ only along its axes describe differently, and two of these ranks."""
+    names = mesh.mesh_dim_names or ()
+    groups = {of_leaf: rows(mesh.mesh, names, of_leaf) for of_leaf in set(map(tuple, axes))}
+    for k, of_leaf in enumerate(axes):
+        for first, *others in groups[tuple(of_leaf)]:
+            for rank in others:
+                if by_rank[rank][k] != by_rank[first][k]:
+                    return k, first, rank
+    return None
+
+
+def digest(x: torch.Tensor) -> tuple[int, ...]:
+    """Two sums of the bits of a tensor: a plain one, and one weighted by the position of each element.
+
+    >>> digest(torch.tensor([1.0, 2.0])) == digest(torch.tensor([2.0, 1.0]))
+    False
+    """
+    x = x.detach().resolve_conj().resolve_neg()
+    if x.is_complex():
+        x = torch.view_as_real(x)
+    words = x.contiguous().view(-1).view(_WORDS[x.itemsize])
+    rest = words.numel() % _ROW
+    sums = words[: words.numel() - rest].view(-1, _ROW).sum(0, dtype=torch.int64)
+    sums[:rest] += words[words.numel() - rest :].to(torch.int64)
+    # The factor is odd, so that every position counts.
+    weights = torch.arange(1, _ROW + 1, device=x.device) * 0x9E3779B1
+    return tuple(torch.stack([sums.sum(), (sums * weights).sum()]).tolist())
+
+
+def _described(path: str, x: Any, compare_values: bool) -> Leaf:
+    if isinstance(x, DTensor):
+        return Leaf(path, f"a DTensor {list(x.shape)} of {x.dtype}", None)
+    if not isinstance(x, torch.Tensor):
+        return Leaf(path, f"a number, {x!r}", None)
+    kind = f"{list(x.shape)} of {x.dtype}"
+    if not compare_values:
+        return Leaf(path, kind, None)
+    if x.is_meta:
+        return Leaf(path, f"{kind} on meta, without values", None)
+    return Leaf(path, kind, digest(x))
+
+
+def _leaf_difference(described: Mapping[int, Sequence[Leaf]], k: int, first: int, rank: int) -> str:
+    one, other = described[first][k], described[rank][k]
+    if one.kind != other.kind:
+        return (
+            f"  {one.path} is {one.kind} on rank {first} and {other.kind} on rank {rank}.\n"
+            f"Build the same state on every rank, or let one rank's count: step.shard(state, source=0), where the "
+            f"others hold tensors of the same shapes, which may be on meta."
+        )
+    return (
+        f"  {one.path} has other values on rank {rank} than on rank {first}, so the ranks would train different "
+        f"replicas.\nLet the values of rank 0 count, step.shard(state, source=0), or seed all ranks alike before the "
+        f"model is built, and load the same checkpoint."
+    )

@@ -1,1 +1,0 @@
-"""Hosts: on which host a process runs, and messages that are summed inside a host before they leave it."""

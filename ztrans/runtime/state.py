@@ -1,0 +1,311 @@
+"""State: a train state as the ranks of a mesh hold it between steps, each leaf a DTensor, and back in full tensors.
+
+A leaf lives on the axes over which its transform shards or replicates it, and on those over which the step itself
+divides it (see `layout.Own`). If both cut the same dim, the step's cut comes first, as with FSDP2 and tensor
+parallelism: DTensor calls the placement of the second cut `_StridedShard`.
+
+Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..calling.trees import none_as_empty
+from ..ir.axes import members, submesh
+from ..ir.graph import Layout, Split
+from ..ir.layout import AbstractMesh, Own, as_tensor, cut, mesh_axes
+from .agreement import agree_on_call, agree_on_state
+from .mesh import check_runs
+
+State = TypeVar("State")
+_meshes = WeakIdKeyDictionary()  # a leaf -> the mesh of the step that it was sharded for
+
+
+def mesh_of_state(leaves: Iterable[Any]) -> DeviceMesh | None:
+    """The mesh on which a state is kept, or None if it has no DTensor.
+
+    It is that of its step, also if no leaf lives on all of its axes. If that is not known, as for copies of the leaves,
+    it is the largest mesh of a leaf.
+    """
+    meshes = [_meshes.get(x, x.device_mesh) for x in leaves if isinstance(x, DTensor)]
+    return max(meshes, key=lambda mesh: mesh.ndim, default=None)
+
+
+def shard_state(
+    state: State,
+    mesh: DeviceMesh,
+    paths: Sequence[str],
+    layouts: Sequence[Layout],
+    axes: Sequence[Sequence[str]],
+    source: int | None,
+    device: torch.device | str | None,
+) -> State:
+    """Copy a state into DTensors in these layouts. All ranks must call it.
+
+    Args:
+        state: the state, whose leaves have these `paths` and `layouts`, in the order of its tree.
+        axes: for each leaf, the mesh axes along which the ranks must hold the same.
+        source: the rank whose tensors are used; None where all ranks have them.
+        device: the device of the parts.
+
+    Raises: RuntimeError if the ranks hold different leaves; ValueError if `source` is not 0 on a mesh of several axes.
+    """
+    leaves, tree = pytree.tree_flatten(none_as_empty(state))
+    if source and mesh.ndim > 1:
+        raise ValueError(
+            f"shard: source={source} on a mesh of {mesh.ndim} axes; only its first rank, 0, can be."
+        )
+    agree_on_state(mesh, axes, paths, leaves, source)
+    device = torch.device(device) if device is not None else None
+    parts = []
+    for leaf, layout, over in zip(leaves, layouts, axes):
+        part = _part(leaf, layout, mesh, over, source, device)
+        _meshes[part] = mesh
+        parts.append(part)
+    return pytree.tree_unflatten(parts, tree)
+
+
+def unshard_state(
+    state: State, mesh: DeviceMesh | AbstractMesh | None, axes: Sequence[Sequence[str]]
+) -> State:
+    """Gather a state of DTensors into full tensors on every rank. All ranks must call it.
+
+    `axes` are, for each leaf, the mesh axes over which transforms shard or replicate it.
+    """
+    if isinstance(mesh, DeviceMesh) and mesh.size() > 1:
+        check_runs(mesh)
+        agree_on_call(mesh, "unshard")
+    leaves, tree = pytree.tree_flatten(none_as_empty(state))
+    full = [
+        full_tensor(x, over).clone() if isinstance(x, DTensor) else x
+        for x, over in zip(leaves, axes)
+    ]
+    return pytree.tree_unflatten(full, tree)
+
+
+def copied(leaf: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy of a tensor."""
+    copy = leaf.detach().clone(memory_format=torch.contiguous_format)
+    return copy.requires_grad_(leaf.requires_grad)
+
+
+def cut_as(full: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    """The part of a full tensor that this rank holds of `leaf`, as a view."""
+    if not isinstance(leaf, DTensor):
+        return full
+    mesh = leaf.device_mesh
+    for kind in (Shard, _StridedShard):  # the step's cut comes first
+        for axis, placement in enumerate(leaf.placements):
+            if type(placement) is kind:
+                split = Split("", placement.dim)
+                full = cut(full, split, mesh.size(axis), mesh.get_local_rank(axis))
+    return full
+
+
+def full_tensor(leaf: DTensor, axes: Sequence[str]) -> torch.Tensor:
+    """A leaf whole on every rank; `axes` are those of its transform. Every rank must call it."""
+    own = Own.of(leaf, axes)
+    if own is None:
+        return leaf.full_tensor()
+    mesh = leaf.device_mesh
+    mesh = mesh if mesh.ndim == len(own.axes) else mesh[own.axes]
+    return _dtensor(_gathered(leaf, own), mesh, own.placements, own.shape).full_tensor()
+
+
+def _part(
+    leaf: Any,
+    layout: Layout,
+    mesh: DeviceMesh,
+    axes: Sequence[str],
+    source: int | None,
+    device: torch.device | None,
+) -> torch.Tensor:
+    """A leaf as a DTensor in its layout.
+
+    A full tensor may be the same on every rank, or valid only on rank `source`, which sends it, or a meta tensor, for
+    which uninitialised memory is allocated.
+    """
+    own = Own.of(leaf, axes)
+    if own is not None and not set(zip(own.axes, own.sizes)) <= set(mesh_axes(mesh)):
+        own = None  # it comes from another mesh
+    mesh = _leaf_mesh(mesh, axes, own)
+    if isinstance(leaf, DTensor):
+        return _in_layout(leaf, layout, mesh, own, device)
+    leaf = as_tensor(leaf)
+    requires_grad = leaf.requires_grad
+    leaf = leaf.detach()
+    part: torch.Tensor
+    if source is None:
+        part = _cut(leaf, layout, mesh, None, device)
+    else:
+        full = _own_memory(leaf, mesh, device)
+        part = distribute_tensor(full, mesh, _placements(layout, mesh), src_data_rank=source)
+    return part.requires_grad_(requires_grad)
+
+
+def _in_layout(
+    leaf: DTensor, layout: Layout, mesh: DeviceMesh, own: Own | None, device: torch.device | None
+) -> torch.Tensor:
+    """A copy of a DTensor of this or another mesh, in the given layout on `mesh`.
+
+    If mesh or layout differ it communicates, so every rank must call it. The parts of a meta leaf are
+    uninitialised, on `device`.
+    """
+    placements = _placements(layout, mesh, own)
+    part: torch.Tensor
+    with torch.no_grad():
+        if leaf.is_meta:
+            shape = own.local_shape if own else leaf.shape
+            full = torch.empty(shape, dtype=leaf.dtype, device="meta")
+            part = _cut(full, layout, mesh, own, device)
+        elif leaf.device_mesh == mesh and list(leaf.placements) == placements:
+            return copied(leaf)
+        elif leaf.device_mesh == mesh and own is None:
+            part = copied(leaf.redistribute(mesh, placements))
+        else:
+            full = leaf.full_tensor() if own is None else _gathered(leaf, own)
+            part = _cut(full, layout, mesh, own)
+    return part.requires_grad_(leaf.requires_grad)
+
+
+def _leaf_mesh(mesh: DeviceMesh, axes: Sequence[str], own: Own | None) -> DeviceMesh:
+    """The part of a mesh that a leaf lives on: the axes of its transform, and the step's own."""
+    of_mesh = {axis for axis, _ in mesh_axes(mesh)}
+    names = {*axes, *(own.axes if own else ())}
+    of_leaf = {axis for axis in names if of_mesh.issuperset(members(axis))}
+    return submesh(mesh, of_leaf) if of_leaf else mesh
+
+
+def _placements(layout: Layout, mesh: DeviceMesh, own: Own | None = None) -> list[Placement]:
+    """The placements of a leaf on the mesh that it lives on, from its layout and the step's own division."""
+    names = [axis for axis, _ in mesh_axes(mesh)]
+    by_axis: dict[str, Placement] = dict.fromkeys(names, Replicate())
+    if own is not None:
+        by_axis.update(zip(own.axes, own.placements))
+    for split in layout:
+        if isinstance(split, Split):
+            inner = own.cuts(split.dim, names[names.index(split.axis) :]) if own else 1
+            is_first_cut = inner == 1
+            by_axis[split.axis] = (
+                Shard(split.dim) if is_first_cut else _StridedShard(split.dim, split_factor=inner)
+            )
+    return [by_axis[axis] for axis in names]
+
+
+def _own_memory(x: torch.Tensor, mesh: DeviceMesh, device: torch.device | None) -> torch.Tensor:
+    """A contiguous copy, or uninitialised memory for a meta tensor.
+
+    The step overwrites its state, and must not overwrite the caller's tensors.
+    """
+    if x.is_meta:
+        return torch.empty(x.shape, dtype=x.dtype, device=device or mesh.device_type)
+    return x.to(device or x.device, copy=True, memory_format=torch.contiguous_format)
+
+
+def _cut(
+    full: torch.Tensor,
+    layout: Layout,
+    mesh: DeviceMesh,
+    own: Own | None,
+    device: torch.device | None = None,
+) -> DTensor:
+    """A copy of this rank's part of a tensor that is the same on all ranks, up to the step's own division."""
+    names = [axis for axis, _ in mesh_axes(mesh)]
+    local = full
+    for split in layout:
+        if isinstance(split, Split):
+            axis = names.index(split.axis)
+            local = cut(local, split, mesh.size(axis), mesh.get_local_rank(axis))
+    shape = own.shape if own else full.shape
+    return _dtensor(_own_memory(local, mesh, device), mesh, _placements(layout, mesh, own), shape)
+
+
+def _gathered(leaf: DTensor, own: Own) -> torch.Tensor:
+    """The part of a leaf that the step itself sees on this rank, gathered over all other axes of its mesh."""
+    mesh = leaf.device_mesh
+    # The step's own cut came first, so along the other axes its part is cut as any tensor is.
+    others: dict[str, Placement] = {}
+    for (axis, _), placement in zip(mesh_axes(mesh), leaf.placements):
+        if axis not in own.axes:
+            if isinstance(placement, _StridedShard):
+                placement = Shard(placement.dim)
+            others[axis] = placement
+    local = leaf.to_local()
+    if not others:
+        return local
+    return _dtensor(local, mesh[tuple(others)], [*others.values()], own.local_shape).full_tensor()
+
+
+def _dtensor(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> DTensor:
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def check_laid_out(
+    name: str,
+    mesh: DeviceMesh,
+    axes: Sequence[Sequence[str]],
+    paths: Sequence[str],
+    leaves: Sequence[Any],
+    layouts: Sequence[Layout],
+    lowered: bool = False,
+) -> None:
+    """Check that each leaf of the state is on this mesh and sharded as its layout says.
+
+    Args:
+        name: the name of the step, for the error.
+        mesh: the mesh of the step.
+        axes: for each leaf of the state, the axes of the mesh over which transforms shard or replicate it.
+        paths, leaves: the leaves of the arguments and their paths, those of the state first.
+        layouts: the layouts of the leaves of the state.
+        lowered: whether the program is lowered. Its layouts omit the axes of size 1, so these are not compared.
+
+    Raises: TypeError that names the first leaves that are not laid out so.
+    """
+    expected: dict[tuple, tuple[DeviceMesh, list[Placement]]] = {}
+    problems = []
+    for path, leaf, layout, over in zip(paths, leaves, layouts, axes):
+        if not isinstance(leaf, torch.Tensor) or not (leaf.ndim or isinstance(leaf, DTensor)):
+            continue
+        own = Own.of(leaf, over)
+        key = layout, own, over
+        if key not in expected:
+            of_leaf = _leaf_mesh(mesh, over, own)
+            expected[key] = of_leaf, _placements(layout, of_leaf, own)
+        problem = _layout_problem(leaf, *expected[key], lowered)
+        if problem:
+            problems.append(f"  * {path}: {problem}\n")
+    if problems:
+        raise TypeError(
+            f"{name} was called with state that is not laid out for it. "
+            f"{len(problems)} of {len(layouts)} leaves, including:\n{''.join(problems[:3])}"
+            f"Call `state = train_step.shard(state)` once, before the loop. A step takes its state first; zt.lift "
+            f"makes such a step of the body of an ordinary loop."
+        )
+
+
+def _layout_problem(
+    leaf: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], lowered: bool
+) -> str:
+    """How a leaf differs from the layout that it should have; empty if it does not."""
+    if not isinstance(leaf, DTensor):
+        return f"expected a DTensor {list(leaf.shape)} laid out {placements}, got a full tensor"
+    if leaf.device_mesh != mesh:
+        return f"is on another mesh, {leaf.device_mesh}"
+    for size, placement, wanted in zip(mesh.shape, leaf.placements, placements):
+        if placement != wanted and (size > 1 or not lowered):
+            return f"expected the layout {placements}, got {list(leaf.placements)}"
+    return ""
