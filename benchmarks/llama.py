@@ -34,9 +34,9 @@ from benchmarks import llama_dtensor
 from benchmarks.llama_model import Config, init, make_step
 from benchmarks.torch_passes import torch_passes
 from ztrans.ir.collectives import ALL_GATHER, is_start
-from ztrans.ir.collectives.user_collectives import is_users
 from ztrans.ir.graph import Eqn, Graph, producers, users
 from ztrans.ir.op_facts import is_matmul, is_view_or_cast
+from ztrans.ir.user_collectives import is_users
 from ztrans.planning.cluster import Cluster, cluster
 from ztrans.planning.cost import memory
 from ztrans.planning.formulate import formulate

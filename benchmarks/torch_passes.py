@@ -28,9 +28,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from ztrans.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SHARD, WAIT, is_start
-from ztrans.ir.collectives.user_collectives import by_group
 from ztrans.ir.graph import Eqn, Graph, Names, Provenance, Split, Var, dce, substitute, variables
 from ztrans.ir.layout import local_shape, localize, part
+from ztrans.ir.user_collectives import by_group
 from ztrans.planning.cluster import Cluster
 from ztrans.planning.simulate import messages, seconds
 

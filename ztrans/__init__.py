@@ -2,10 +2,10 @@
 
 from . import ir, testing
 from .compiled import Compiled
+from .ir.differences import diff
 from .ir.graph import Eqn, Graph, Var
 from .ir.interpreter import evaluate, lockstep
 from .ir.layout import AbstractMesh
-from .ir.printer import diff
 from .ir.verifier import ProgramError, check
 from .lift.lift import lift
 from .lift.lifted_state import restore

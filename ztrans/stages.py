@@ -23,13 +23,15 @@ from .calling.inputs import check_surroundings
 from .calling.signature import Surroundings
 from .compiled import Compiled
 from .ir.ambient import no_collection, refuse_inside, without_autocast
-from .ir.collectives import erase_marks, erase_trivial
-from .ir.collectives.user_collectives import by_axis
+from .ir.collectives import erase_trivial
+from .ir.differences import traffic
 from .ir.graph import Graph, dce
 from .ir.interpreter import join, lockstep, scatter
 from .ir.layout import AbstractMesh
+from .ir.marks import erase_marks
 from .ir.micro_batches import parts
-from .ir.printer import Printed, format_seconds, traffic
+from .ir.printer import Printed, format_seconds
+from .ir.user_collectives import by_axis
 from .ir.write_order import writes_last
 from .planning import plan as plans
 from .planning.cluster import Cluster, assumed

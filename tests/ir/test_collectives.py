@@ -9,27 +9,29 @@ import pytest
 import torch
 
 import ztrans as zt
+from ztrans.ir import collectives
 from ztrans.ir.collectives import (
     ALL_GATHER,
+    ALL_REDUCE,
     ALONE,
-    PRIMITIVES,
-    STARTS,
+    REDUCE_SCATTER,
+    SHARD,
+    WAIT,
     Start,
     bucket_key,
-    buffers,
     coalesce,
     erase_trivial,
     is_alone,
     is_start,
     lane,
-    pair,
     rules,
     wait,
 )
-from ztrans.ir.collectives.micro_marks import MICRO_MARKS
 from ztrans.ir.donation import donation
 from ztrans.ir.graph import Eqn, Graph, Primitive, Provenance, Var
 from ztrans.ir.liveness import liveness
+from ztrans.ir.marks import ACCUMULATE, GRADIENT, JOIN, KEEP, PMEAN, PSUM
+from ztrans.ir.pairing import pair
 from ztrans.ir.verifier import ProgramError, check
 from ztrans.ir.write_order import first_write, writes_last
 from ztrans.planning.cluster import cluster
@@ -40,6 +42,10 @@ from ztrans.runtime.codegen import EMITTERS, to_fx
 
 aten = torch.ops.aten
 RANKS = 4
+
+STARTS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
+MICRO_MARKS = (ACCUMULATE, JOIN, KEEP)
+PRIMITIVES = (*STARTS, WAIT, SHARD, GRADIENT, PMEAN, PSUM, *MICRO_MARKS)
 
 
 class Broadcast(Start):
@@ -222,13 +228,13 @@ def test_starts_are_paired_with_their_waits():
     graph = Graph(
         "f", (a, b, c), (start, own, early, own_wait, late), (), 0, mesh=(("dp", 2), ("tp", 2))
     )
-    ours, every = pair(graph), pair(graph, own=True)
+    ours, every = pair(graph), pair(graph, include_user=True)
     assert list(ours.starts) == [start] and list(every.starts) == [start, own]
     assert (ours.starts[start].waits, ours.starts[start].first_wait) == ((4, 2), 2)
     assert [(w.start, w.member) for w in ours.waits.values()] == [(start, 1), (start, 0)]
     assert every.waits[own_wait].start is own and every.starts[own].first_wait == 3
     unread = replace(graph, eqns=(start, own, early, late))
-    assert pair(unread, own=True).starts[own].first_wait == 4, "nothing waits for it"
+    assert pair(unread, include_user=True).starts[own].first_wait == 4, "nothing waits for it"
     assert (lane(own), rules(own).axis(own), rules(own).remote, is_start(own)) == (
         "tp (step)",
         "tp",
@@ -252,8 +258,8 @@ def test_small_members_are_packed_if_there_are_several(rows, alone):
 
 
 def test_asking_every_member_whether_it_is_packed_takes_linear_time(monkeypatch):
-    gather, calls, counted = gather_of(*[8] * 100), [], buffers.buffer_bytes
+    gather, calls, counted = gather_of(*[8] * 100), [], collectives.buffer_bytes
     monkeypatch.setattr(
-        buffers, "buffer_bytes", lambda *given: calls.append(given) or counted(*given)
+        collectives, "buffer_bytes", lambda *given: calls.append(given) or counted(*given)
     )
     assert not any(is_alone(gather, k, {"dp": 2}) for k in range(100)) and len(calls) <= 300

@@ -7,7 +7,6 @@ import ztrans as zt
 from ztrans.ir.collectives import (
     ALL_GATHER,
     ALL_REDUCE,
-    GRADIENT,
     REDUCE_SCATTER,
     SHARD,
     WAIT,
@@ -27,9 +26,9 @@ from ztrans.ir.graph import (
     users,
     variables,
 )
+from ztrans.ir.marks import GRADIENT
 from ztrans.ir.op_facts import is_random, is_view, is_view_or_cast
-from ztrans.ir.printer import equation, op_name
-from ztrans.ir.printer.equations import lines
+from ztrans.ir.printer import equation, lines, op_name
 from ztrans.ir.source import Source, user_source
 from ztrans.ir.verifier import ProgramError
 

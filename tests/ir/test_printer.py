@@ -13,9 +13,9 @@ from tests.support.net import lower
 from tests.support.programs import CASES
 from tests.support.worlds import ALL, on_ranks
 from ztrans.ir.collectives import all_gather
+from ztrans.ir.differences import traffic
 from ztrans.ir.graph import Eqn, Graph, Provenance, Split, Var
-from ztrans.ir.printer import WIDTH, equation, fold, html, program, traffic
-from ztrans.ir.printer.equations import lines
+from ztrans.ir.printer import WIDTH, equation, fold, html, lines, program
 from ztrans.ir.source import Source
 
 aten = torch.ops.aten

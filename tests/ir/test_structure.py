@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ztrans.ir import Eqn, Graph, Var
-from ztrans.ir.nested.functions import Function
+from ztrans.ir.higher_order import Function
 from ztrans.ir.operations import compute
 from ztrans.ir.structure import structure, structures
 

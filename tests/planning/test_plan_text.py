@@ -4,8 +4,9 @@ import torch
 
 import ztrans as zt
 from ztrans.ir.collectives import all_gather, wait
+from ztrans.ir.differences import Traffic
 from ztrans.ir.graph import Graph, Provenance, Split, Var
-from ztrans.ir.printer import WIDTH, Traffic
+from ztrans.ir.printer import WIDTH
 from ztrans.planning.fingerprint import fingerprint
 
 NAMES = tuple(

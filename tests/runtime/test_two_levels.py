@@ -7,7 +7,7 @@ from tests.support.mailbox import channels
 from ztrans import ops
 from ztrans.ir.collectives import reduce, rules
 from ztrans.ir.graph import Partial, Provenance, Split, Var
-from ztrans.ir.hosts import Hosts, route_of
+from ztrans.ir.routes import Hosts, route_of
 from ztrans.runtime.collectives import Start, TwoLevels, wait
 from ztrans.runtime.process_groups import LostRank
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ztrans.ir.hosts import Hosts
+from ztrans.ir.routes import Hosts
 from ztrans.runtime.process_groups import Channel
 
 

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 import ztrans as zt
 from tests.support.versions import NEW, OLD
 from tests.support.worlds import ALL, clone, distance, slices
-from ztrans.ir.nested.functions import functions
+from ztrans.ir.higher_order import functions
 
 pytestmark = [
     pytest.mark.filterwarnings(

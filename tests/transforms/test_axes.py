@@ -21,10 +21,10 @@ import ztrans as zt
 from tests.support.parallel import TP, Parallel, parallel, parallel_steps
 from tests.support.parallel import own as c10d
 from ztrans.ir.collectives import ALL_GATHER, WAIT, buffer_bytes, is_start, lane
-from ztrans.ir.collectives.user_collectives import is_users
 from ztrans.ir.graph import Eqn, Graph
 from ztrans.ir.interpreter import coordinates, lockstep, scatter
 from ztrans.ir.op_facts import is_matmul
+from ztrans.ir.user_collectives import is_users
 
 MESHES = (
     {"dp": 2, "tp": TP},

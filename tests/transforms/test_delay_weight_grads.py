@@ -11,9 +11,9 @@ import ztrans as zt
 from tests.support.parallel import copied, summed
 from tests.support.programs import CASES
 from tests.support.worlds import ALL, batches, slices
-from ztrans.ir.collectives.user_collectives import is_users, is_wait
 from ztrans.ir.graph import Graph
 from ztrans.ir.op_facts import is_matmul
+from ztrans.ir.user_collectives import is_users, is_wait
 from ztrans.planning.formulate import formulate
 from ztrans.planning.program_order import skeleton
 

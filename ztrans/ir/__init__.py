@@ -5,27 +5,20 @@ The names below are public. With them a user writes a transform: the data (`Grap
 """
 
 from .collectives import (
-    ACCUMULATE,
     ALL_GATHER,
     ALL_REDUCE,
-    GRADIENT,
-    JOIN,
-    KEEP,
-    PMEAN,
-    PSUM,
     REDUCE_SCATTER,
     SHARD,
     WAIT,
-    Rules,
     Start,
     all_gather,
     is_start,
     lane,
-    pair,
     reduce,
     rules,
     wait,
 )
+from .differences import diff
 from .graph import (
     Eqn,
     Graph,
@@ -44,9 +37,12 @@ from .graph import (
     users,
     variables,
 )
+from .marks import ACCUMULATE, GRADIENT, JOIN, KEEP, PMEAN, PSUM
 from .micro_batches import Parts, parts
 from .op_facts import is_matmul, is_random, is_view
-from .printer import diff, equation, op_name, program
+from .pairing import pair
+from .printer import equation, op_name, program
+from .rules import Rules
 from .verifier import ProgramError, check
 
 __all__ = [

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from .collectives import pair, rules
+from .collectives import rules
 from .graph import Eqn, Graph, Var
 from .liveness import liveness
 from .op_facts import is_random, is_written, op_facts, overloads
-from .relations import kept
+from .pairing import pair
+from .relations import cached_on_graph
 from .write_order import first_write
 
 Written = list[
@@ -44,7 +45,7 @@ class Donation:
     read: dict[Var, int]
 
 
-@kept
+@cached_on_graph
 def donation(graph: Graph, apart: frozenset[Eqn] = frozenset()) -> Donation:
     """Decide for every equation whether it writes over its arguments; those in `apart` never do."""
     storages, released = _Storages(graph), _let_go(graph)
@@ -133,7 +134,7 @@ def _let_go(graph: Graph) -> dict[Eqn, int]:
     collectives read theirs until they are waited for. Members that are sent from their own storage live until the wait
     in any case.
     """
-    started = pair(graph, own=True).starts.values()
+    started = pair(graph, include_user=True).starts.values()
     packed = [s for s in started if rules(s.start).packs]
     events = sorted({s.index for s in packed} | {s.first_wait for s in packed})
     released = {s.start: s.first_wait for s in started}

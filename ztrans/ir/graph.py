@@ -29,7 +29,7 @@ from .relations import ATOMS, grouped, instances
 from .source import Source
 
 if TYPE_CHECKING:  # the module of the rules imports this one, because rules take equations
-    from .collectives.interface import Rules
+    from .rules import Rules
 
 Region = Literal["forward", "backward", "update"]
 DTYPES = {
@@ -223,12 +223,12 @@ class Graph:
         return with_joint_sizes(dict(self.mesh), self.joint)
 
     def __str__(self) -> str:
-        from .printer import program  # imported here, because the printer imports this module
+        from .printer import program
 
         return program(self)
 
     def _repr_html_(self) -> str:
-        from .printer import html  # as above
+        from .printer import html
 
         return html(self)
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .collectives import pair, rules
+from .collectives import rules
 from .graph import Graph, Var, variables
-from .relations import kept
+from .pairing import pair
+from .relations import cached_on_graph
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Liveness:
     last: dict[Var, int]
 
 
-@kept
+@cached_on_graph
 def liveness(graph: Graph) -> Liveness:
     """Storage and lifetimes of every value of a program."""
     waits = pair(graph).waits

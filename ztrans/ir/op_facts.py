@@ -6,7 +6,7 @@ operation alone. What depends on arguments, such as an `alpha` of `add`, is for 
 
     op_facts(torch.ops.aten.add.Tensor)    OpFacts(name='add', pointwise=True, exact=True, linear=True, ...)
 
-Primitives have rules instead (see `collectives.interface`), and so none of these facts.
+Primitives have rules instead (see `rules`), and so none of these facts.
 """
 
 from __future__ import annotations

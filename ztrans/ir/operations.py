@@ -9,16 +9,21 @@ matter whether a view shares memory with its argument.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.torch_version import TorchVersion
+from torch.utils import _pytree as pytree
 
 from .graph import Eqn, Var, substitute
-from .nested.call import call_operator
+from .launch import Launch
 
 aten = torch.ops.aten
+_FROM = getattr(aten.random, "from")  # `from` is a word of Python, so generated code cannot name it
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_NEED_CONTIGUOUS = TorchVersion(torch.__version__) < "2.13"
 
 
 def bits(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -55,16 +60,10 @@ def strided(base: torch.Tensor, size: Any, stride: Any, offset: int | None = Non
 
 def strided_scatter(
     base: torch.Tensor, new: torch.Tensor, size: Any, stride: Any, offset: int | None = None
-) -> Any:
+) -> torch.Tensor:
     """`as_strided_scatter`, whose offset counts from the beginning of `base`, as that of `strided`."""
-    return aten.as_strided_scatter.default(
-        base, new, size, stride, base.storage_offset() + (offset or 0)
-    )
-
-
-_FROM = getattr(
-    aten.random, "from"
-)  # generated code cannot name it, because `from` is a word of Python
+    start = base.storage_offset() + (offset or 0)
+    return aten.as_strided_scatter.default(base, new, size, stride, start)
 
 
 def drawn_from(x: torch.Tensor, low: int, high: int | None, **kwargs: Any) -> torch.Tensor:
@@ -72,9 +71,7 @@ def drawn_from(x: torch.Tensor, low: int, high: int | None, **kwargs: Any) -> to
     return _FROM(x, low, high, **kwargs)
 
 
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
-_NEED_CONTIGUOUS = TorchVersion(torch.__version__) < "2.13"
-_CALLED: dict[Any, Callable] = {
+_CALLED: Mapping[Any, Callable] = {
     aten.view.default: aten.reshape.default,
     aten._unsafe_view.default: aten.reshape.default,
     aten.view.dtype: bits,
@@ -85,20 +82,17 @@ _CALLED: dict[Any, Callable] = {
 }
 
 
-def _contiguous(x: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
-    return x.contiguous() if isinstance(x, torch.Tensor) else [each.contiguous() for each in x]
-
-
 @functools.cache
 def called(op: Any) -> Callable:
     """A function that computes `op` for arguments with any strides. Collectives of torch 2.11 need contiguous ones."""
-    if (
-        _NEED_CONTIGUOUS
-        and getattr(op, "namespace", None) == "_c10d_functional"
-        and op is not _WAIT
-    ):
+    is_collective = getattr(op, "namespace", None) == "_c10d_functional" and op is not _WAIT
+    if is_collective and _NEED_CONTIGUOUS:
         return lambda x, *args, **kwargs: op(_contiguous(x), *args, **kwargs)
     return _CALLED.get(op, op)
+
+
+def _contiguous(x: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
+    return x.contiguous() if isinstance(x, torch.Tensor) else [each.contiguous() for each in x]
 
 
 def bound(eqn: Eqn) -> tuple[bool, ...]:
@@ -106,12 +100,31 @@ def bound(eqn: Eqn) -> tuple[bool, ...]:
     return tuple(out is not None for out in eqn.outs)
 
 
+def call_operator(
+    op: HigherOrderOperator, binds: Sequence[bool], *args: Any, **kwargs: Any
+) -> list[Any]:
+    """Call a higher-order operator, and return the leaves of its result, which are the results of its equation.
+
+    `binds` says of each of them whether the equation binds it. The backward of attention computes the gradients of the
+    tensors that `score_mod` captures if these require some. In a program no value does.
+    """
+    if args and isinstance(args[0], Launch):
+        return args[0](*args[1:])
+    if op is torch.ops.higher_order.flex_attention_backward:
+        *before, captured, of_mask = args
+        tracked = [x.detach().requires_grad_(is_bound) for x, is_bound in zip(captured, binds[3:])]
+        args = (*before, tuple(tracked), of_mask)
+    return pytree.tree_leaves(op(*args, **kwargs))
+
+
 def compute(eqn: Eqn, values: Mapping[Var, Any]) -> list[Any]:
     """Compute an equation of PyTorch's operations from `values`; return one result for each of its `outs`."""
-    read = values.__getitem__
-    args, kwargs = substitute(eqn.args, read), substitute(eqn.kwargs, read)
-    if isinstance(eqn.op, torch._ops.HigherOrderOperator):
+    args = substitute(eqn.args, values.__getitem__)
+    kwargs = substitute(eqn.kwargs, values.__getitem__)
+    if isinstance(eqn.op, HigherOrderOperator):
         return call_operator(eqn.op, bound(eqn), *args, **kwargs)
     returned = called(eqn.op)(*args, **kwargs)
-    outs = returned if isinstance(returned, (tuple, list)) else (returned,)
-    return [x for out in outs for x in (out if isinstance(out, list) else (out,))]
+    results: list[Any] = []
+    for x in returned if isinstance(returned, (tuple, list)) else (returned,):
+        results += x if isinstance(x, list) else [x]
+    return results

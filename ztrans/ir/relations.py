@@ -119,14 +119,14 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return [*instances(tree, torch.Tensor)]
 
 
-def kept(analysis: Callable[Concatenate[G, P], V]) -> Callable[Concatenate[G, P], V]:
+def cached_on_graph(analysis: Callable[Concatenate[G, P], V]) -> Callable[Concatenate[G, P], V]:
     """Keep the results of an analysis with the object that it analyses, such as a program.
 
     The object must be frozen. A later call with the same arguments returns the same result, which nobody may change.
     The results are freed with the object.
 
     >>> from types import SimpleNamespace
-    >>> total = kept(lambda subject: print("adds") or sum(subject.numbers))
+    >>> total = cached_on_graph(lambda subject: print("adds") or sum(subject.numbers))
     >>> subject = SimpleNamespace(numbers=(1, 2, 3))
     >>> total(subject), total(subject)
     adds

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from .graph import Eqn, Var
-from .nested.functions import Function
-from .nested.launch import Launch
+from .higher_order import Function
+from .launch import Launch
 
 OfVar = Callable[[Var], Hashable]  # what stands for a variable that an equation reads
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ..ir.axes import members
 from ..ir.collectives import rules
 from ..ir.graph import Eqn
-from ..ir.hosts import Hosts, Route, route_of
+from ..ir.routes import Hosts, Route, route_of
 
 
 @dataclass(frozen=True)

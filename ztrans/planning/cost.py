@@ -15,18 +15,17 @@ from typing import NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from ..ir.collectives import pair, rules
+from ..ir.collectives import rules
+from ..ir.differences import traffic as sent_by
 from ..ir.donation import Donation, donation
 from ..ir.graph import Eqn, Graph, Primitive, Var, variables
+from ..ir.higher_order import functions, inner_work, is_attention, score_bytes
 from ..ir.layout import local_shape
 from ..ir.micro_batches import in_order, is_cut, parts
-from ..ir.nested.attention import is_attention, scores
-from ..ir.nested.functions import functions
-from ..ir.nested.work import inner_work
 from ..ir.op_facts import is_view
+from ..ir.pairing import pair
 from ..ir.printer import format_bytes
-from ..ir.printer import traffic as sent_by
-from ..ir.relations import kept
+from ..ir.relations import cached_on_graph
 from .launches import launches
 from .solver.slots import summed
 
@@ -178,7 +177,7 @@ def held(graph: Graph, given: Donation) -> list[Held]:
                 every.append(
                     Held(i, min(given.last[out], n - 1), out, allocated, str(e.source or ""))
                 )
-        if computed := scores(e, shape):
+        if computed := score_bytes(e, shape):
             every.append(Held(i, i, e.results[0], computed, "scores of attention"))
         if inside := _inside(e):
             every.append(Held(i, i, e.results[0], inside, "temporaries of its functions"))
@@ -222,7 +221,7 @@ def _packing(graph: Graph, start: Eqn, at: int, wait: int) -> list[Held]:
     return [Held(at, wait, first, sent, "send buffer"), *receive]
 
 
-@kept
+@cached_on_graph
 def memory(graph: Graph) -> Memory:
     """Count the live bytes at every equation of a program (see `held`).
 

@@ -15,12 +15,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..ir.collectives import role
-from ..ir.collectives.varying import alike
 from ..ir.graph import Eqn, Graph, Var, variables
-from ..ir.nested.functions import Function
+from ..ir.higher_order import Function
 from ..ir.op_facts import is_random
 from ..ir.printer import equation, header, one_line, op_name
 from ..ir.relations import instances
+from ..ir.varying import replicated_equations
 
 _BATCH_SIZED = (
     "output",
@@ -53,7 +53,7 @@ def update_fingerprint(graph: Graph) -> str:
     """
     digest, sized = hashlib.sha256(), _batch_sized(graph)
     numbers: dict[Var, Any] = {v: v.name for v in graph.inputs}
-    of_state, reduces = alike(graph), any(role(e) == "grad" for e in graph.eqns)
+    of_state, reduces = replicated_equations(graph), any(role(e) == "grad" for e in graph.eqns)
     for e in (e for e in graph.eqns if e in of_state and e.provenance is None):
         # Without reductions of gradients all of forward is of the state. It may differ along the step's own axes.
         if (reduces or e.region == "update") and not any(out in sized for out in e.outs):

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..ir.collectives import pair, rules
+from ..ir.collectives import rules
 from ..ir.donation import is_constant
 from ..ir.graph import Eqn, Graph, Primitive
-from ..ir.nested.work import inner_work
+from ..ir.higher_order import inner_work
 from ..ir.op_facts import op_facts
-from ..ir.relations import kept
+from ..ir.pairing import pair
+from ..ir.relations import cached_on_graph
 from ..ir.update_groups import group_updates
 
 
@@ -26,7 +27,7 @@ class Launches(NamedTuple):
     kernels: int
 
 
-@kept
+@cached_on_graph
 def launches(graph: Graph) -> Mapping[Eqn, Launches]:
     """The calls and launches of every equation, on the first rank."""
     with_others = {e for group in group_updates(graph)[1] for e in group[1:]}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..ir.collectives import pair
 from ..ir.graph import Graph
+from ..ir.pairing import pair
 from ..ir.printer import format_bytes
 from ..ir.verifier import ProgramError, check
 from .cluster import Cluster

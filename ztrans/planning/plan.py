@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..ir.differences import Traffic
 from ..ir.graph import Graph
-from ..ir.printer import WIDTH, Traffic, fold, format_bytes, wrap
+from ..ir.printer import WIDTH, fold, format_bytes, wrap
 from ..ir.verifier import ProgramError, check
 from .cluster import Device
 from .cost import memory

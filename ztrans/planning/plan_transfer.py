@@ -15,9 +15,9 @@ from itertools import accumulate
 from operator import add
 
 from ..ir.collectives import is_start
-from ..ir.collectives.user_collectives import is_users
 from ..ir.graph import Graph
 from ..ir.op_facts import is_matmul
+from ..ir.user_collectives import is_users
 from .fingerprint import fingerprint
 from .formulate import frame
 from .plan import WRITTEN, Plan

@@ -14,10 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ..ir.collectives import pair, rules
+from ..ir.collectives import rules
 from ..ir.graph import Eqn, Graph, Order, Var, producers, users, variables
 from ..ir.liveness import Liveness, liveness
 from ..ir.op_facts import is_random
+from ..ir.pairing import pair
 from ..ir.relations import sorted_by
 from ..ir.write_order import first_write
 

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, lane, pair, rules
+from ..ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, lane, rules
 from ..ir.graph import DTYPES, Eqn, Graph, Primitive, Var
 from ..ir.layout import local_shape
 from ..ir.micro_batches import parts
 from ..ir.op_facts import is_matmul
+from ..ir.pairing import pair
 from ..ir.printer import op_name
 from .cluster import Cluster, Device
 from .cost import flops, local_bytes, memory, traffic
@@ -132,7 +133,7 @@ COPIES: Mapping[Any, Copies] = {
 def messages(graph: Graph, cluster: Cluster) -> list[tuple[Eqn, Message, int]]:
     """Every started collective as a message, with the bytes that it moves. Its operations are all equations."""
     sent = []
-    for e, started in pair(graph, own=True).starts.items():
+    for e, started in pair(graph, include_user=True).starts.items():
         axis = rules(e).axis(e)
         if axis not in graph.axes:
             continue  # over a group that is no axis of the mesh, so its link is unknown

@@ -13,8 +13,8 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.axes import members
-from ..ir.collectives import pair
 from ..ir.graph import Eqn, Graph
+from ..ir.pairing import pair
 from ..ir.printer import format_seconds, op_name
 from ..ir.relations import grouped
 from ..planning.cluster import Cluster, assumed

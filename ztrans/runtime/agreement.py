@@ -26,11 +26,11 @@ from torch.distributed.tensor import DTensor
 
 from ..ir.axes import rows
 from ..ir.collectives import buffer_bytes, is_start, role, wire_dtype
-from ..ir.collectives.user_collectives import is_users, is_wait
-from ..ir.collectives.varying import alike
 from ..ir.graph import DTYPES, Eqn, Graph, Var, variables
 from ..ir.printer import op_name
 from ..ir.relations import grouped
+from ..ir.user_collectives import is_users, is_wait
+from ..ir.varying import replicated_equations
 from .failure import STOP_TOGETHER, lost, named
 from .process_groups import LostRank, ProcessGroups, Work, process_groups
 
@@ -259,7 +259,7 @@ def _member_name(start: Eqn, out: Var) -> str:
 def _shared_numbers(graph: Graph) -> dict[int, str]:
     """The numbers that the new state depends on, other than through a reduction over the ranks: places and names."""
     read = set(variables(graph.outputs[: graph.num_state]))
-    for eqn in alike(graph):
+    for eqn in replicated_equations(graph):
         read.update(eqn.ins)
     arguments = list(enumerate(graph.inputs))[graph.num_state :]
     return {i: v.name for i, v in arguments if v in read and v not in graph.batch}

@@ -22,28 +22,17 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.axes import with_joint_indices
-from ..ir.collectives import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    GRADIENT,
-    PMEAN,
-    PSUM,
-    REDUCE_SCATTER,
-    SHARD,
-    WAIT,
-    rules,
-)
-from ..ir.collectives.user_collectives import by_group
+from ..ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SHARD, WAIT, rules
 from ..ir.donation import Donation, donation, is_constant
 from ..ir.graph import Eqn, Graph, Primitive, Var, substitute
+from ..ir.higher_order import Function, is_attention
+from ..ir.launch import Launch, LaunchModule
 from ..ir.layout import local_shape, localize, part
-from ..ir.nested.attention import is_attention
-from ..ir.nested.call import call_operator
-from ..ir.nested.functions import Function
-from ..ir.nested.launch import Launch, LaunchModule
-from ..ir.operations import bound
+from ..ir.marks import GRADIENT, PMEAN, PSUM
+from ..ir.operations import bound, call_operator
 from ..ir.printer import op_name
 from ..ir.update_groups import Group, is_fused_update, list_call
+from ..ir.user_collectives import by_group
 from .call_forms import call_form
 from .collectives import channel, wait
 from .cuda.streams import Streams

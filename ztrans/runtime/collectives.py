@@ -32,12 +32,11 @@ from ..ir.collectives import (
     partial_dtype,
     rules,
     wire_dtype,
-    without,
 )
 from ..ir.graph import Eqn, Primitive, Split
-from ..ir.hosts import TWO_LEVELS, Hosts, Route, route_of
-from ..ir.layout import chunk, local_shape, part
+from ..ir.layout import chunk, local_shape, part, without
 from ..ir.reshard import on_axis
+from ..ir.routes import TWO_LEVELS, Hosts, Route, route_of
 from ..ops.cast_pack import reference as pack
 from .process_groups import Channel, Work, process_groups
 

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.axes import members, rows
 from ..ir.collectives import DIRECT
-from ..ir.hosts import Hosts, common, hosts_of
+from ..ir.routes import Hosts, common, hosts_of
 
 if TYPE_CHECKING:
     from .collectives import Future, TwoLevels

@@ -23,9 +23,10 @@ from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..ir.collectives import GRADIENT, PMEAN, PSUM, rules
+from ..ir.collectives import rules
 from ..ir.graph import Eqn, Graph, Names, Primitive, Var, dce
-from ..ir.nested.functions import Function
+from ..ir.higher_order import Function
+from ..ir.marks import GRADIENT, PMEAN, PSUM
 from ..ir.op_facts import is_random, is_written, op_facts
 from ..ir.printer import op_name
 from ..ir.source import where

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
-from ..ir.collectives import GRADIENT, PMEAN, PSUM
-from ..ir.collectives.varying import varying
 from ..ir.graph import Eqn, Graph, Region, Var, variables
+from ..ir.marks import GRADIENT, PMEAN, PSUM
 from ..ir.op_facts import is_random
 from ..ir.relations import depending
+from ..ir.varying import varying
 
 
 @dataclass(frozen=True)

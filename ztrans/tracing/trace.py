@@ -24,8 +24,8 @@ from ..calling.signature import Abstract, Constant, Signature, Surroundings
 from ..calling.trees import leaf_names, named_outputs, none_as_empty, opened, state_leaves
 from ..ir.ambient import refuse_inside, without_autocast
 from ..ir.graph import Eqn, Graph, Var, dce
+from ..ir.higher_order import with_chosen_backend
 from ..ir.layout import Own
-from ..ir.nested.attention import settled as with_settled_attention
 from ..ir.recompute import checkpointed
 from .dtensors import around, cut_batch, local_results, refuse_wrappers, spec_of
 from .errors import no_parts
@@ -149,7 +149,7 @@ def trace(
         graph = Graph(name, inputs, tuple(eqns), outputs, num_state, batch, leaf_shapes=shapes)
         _check_state(graph, arguments.paths)
         graph = _annotated(graph, facts)
-        graph = with_settled_attention(graph, _are_on_cpus(arguments.described))
+        graph = with_chosen_backend(graph, _are_on_cpus(arguments.described))
         return Imported(graph, traced.out_tree, traced.module)
 
     traced, reads = trace_without_side_effects(record_program, function.reads, name)

@@ -20,7 +20,7 @@ from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._library.triton import set_wrap_triton_enabled
 
 from ..ir.ambient import having
-from ..ir.nested.launch import Launch, chooses, unwrapped
+from ..ir.launch import Launch, chooses, unwrapped
 from .errors import writes_nothing
 from .functionalize import Builder
 from .kernel_writes import changed_arguments

@@ -12,8 +12,10 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from ..ir.collectives import ACCUMULATE, JOIN, KEEP, pair, role, rules
+from ..ir.collectives import role, rules
 from ..ir.graph import Eqn, Graph, Names, Order, Var, substitute, users, variables
+from ..ir.marks import ACCUMULATE, JOIN, KEEP
+from ..ir.pairing import pair
 from ..ir.source import Source, where
 from .base import Transform, check_number, constructor
 from .edits import Edits, widened

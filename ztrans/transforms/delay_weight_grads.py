@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..ir.collectives import GRADIENT
-from ..ir.collectives.user_collectives import is_users, is_wait
 from ..ir.graph import Eqn, Graph, Var, producers, users
+from ..ir.marks import GRADIENT
 from ..ir.op_facts import is_matmul, is_random, is_view_or_cast
 from ..ir.relations import needed, reachable
+from ..ir.user_collectives import is_users, is_wait
 from .base import Transform, check_number, constructor
 
 

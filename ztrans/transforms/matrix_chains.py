@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ..ir.collectives import GRADIENT
-from ..ir.collectives.user_collectives import is_users
 from ..ir.graph import Eqn, Graph, Layout, Split, Var, producers
+from ..ir.marks import GRADIENT
 from ..ir.op_facts import is_matmul, is_random
 from ..ir.relations import reachable
+from ..ir.user_collectives import is_users
 
 LayoutOf = Callable[[Var], Layout]
 aten = torch.ops.aten

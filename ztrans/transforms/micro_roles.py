@@ -11,12 +11,14 @@ import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..ir.collectives import GRADIENT, PMEAN, SHARD, pair, role
-from ..ir.collectives.varying import varying
+from ..ir.collectives import SHARD, role
 from ..ir.graph import Eqn, Graph, Var, producers
+from ..ir.marks import GRADIENT, PMEAN
 from ..ir.micro_batches import changing
+from ..ir.pairing import pair
 from ..ir.relations import depending, grouped, needed
 from ..ir.source import where
+from ..ir.varying import varying
 
 
 class Gradient(NamedTuple):

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from ..ir.collectives.varying import varying
 from ..ir.graph import Eqn, Graph, Var, producers, users
 from ..ir.op_facts import is_view_or_cast, op_facts
 from ..ir.relations import reachable
 from ..ir.source import where
+from ..ir.varying import varying
 from .sharding.walk import REDUCTIONS
 
 aten = torch.ops.aten

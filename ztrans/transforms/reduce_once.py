@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..ir.collectives import GRADIENT
 from ..ir.graph import Eqn, Graph, Var, dce, producers, rename, users, variables
+from ..ir.marks import GRADIENT
 
 aten = torch.ops.aten
 SUMS = (aten.add.Tensor,)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..ir.collectives.varying import varying
 from ..ir.graph import Eqn, Graph, Var, producers, variables
 from ..ir.liveness import liveness
 from ..ir.op_facts import op_facts
 from ..ir.recompute import recompute
+from ..ir.varying import varying
 from .base import Transform, check_number, constructor
 
 _DEPTH = 4  # the most equations in a row that are repeated for one value

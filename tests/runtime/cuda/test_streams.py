@@ -32,7 +32,7 @@ from ztrans.ir.collectives import (
     wait,
 )
 from ztrans.ir.graph import Eqn, Graph, Partial, Provenance, Split, Var
-from ztrans.ir.hosts import Hosts, route_of
+from ztrans.ir.routes import Hosts, route_of
 from ztrans.ops.symmetric import in_one_process
 from ztrans.planning.cluster import Link
 from ztrans.profiling.instrument import Record, recorded

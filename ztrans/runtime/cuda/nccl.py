@@ -2,7 +2,7 @@
 
 One call sends all messages of an equation, and one launch packs each of them. A gather of a single member is received
 in the memory of its value. NCCL would round terms of half precision at every hop, so these are exchanged, and summed in
-fp32 and in rank order: between hosts in two levels, if that sends fewer bytes (see `ir.hosts.route`). NCCL reduces all
+fp32 and in rank order: between hosts in two levels, if that sends fewer bytes (see `ir.routes`). NCCL reduces all
 other terms. A mean is a sum that is then scaled.
 
 The calls are not asynchronous to torch, so they run on the current stream, which here is the lane of the

@@ -17,7 +17,7 @@ import torch
 from ... import ops
 from ...ir.collectives import ALL_GATHER, buffer_bytes, wire_dtype
 from ...ir.graph import Eqn
-from ...ir.hosts import route_of
+from ...ir.routes import route_of
 from ...ops.kernel import FLOATS
 from ..collectives import Start
 from ..process_groups import Channel

@@ -2,7 +2,7 @@
 
 Symmetric memory carries it if the ranks of a group can read each other's memory, and that was measured to be faster.
 Otherwise NCCL does. Timings decide only if both give the same bits. Between hosts, half precision may be exchanged in
-two levels (see `ir.hosts.route`).
+two levels (see `ir.routes`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 
 from ...ir.collectives import ALL_GATHER, HALF, REDUCE_SCATTER
 from ...ir.graph import Primitive
-from ...ir.hosts import TWO_LEVELS, Route
 from ...ir.printer import format_bytes, format_seconds
+from ...ir.routes import TWO_LEVELS, Route
 
 BY_HOST = "nccl all_to_all in two levels"
 

@@ -15,10 +15,8 @@ from typing import Any
 import torch
 
 from ...ir.graph import Eqn, substitute
-from ...ir.nested.attention import has_kernel, is_dense
-from ...ir.nested.call import call_operator
-from ...ir.nested.functions import Function
-from ...ir.operations import bound
+from ...ir.higher_order import Function, has_kernel, is_dense
+from ...ir.operations import bound, call_operator
 from .compiler import fused
 from .fake_layouts import Strided, as_text
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...ir.collectives.user_collectives import by_group, is_users
-from ...ir.collectives.varying import varying
 from ...ir.donation import Donation, donation, is_constant
 from ...ir.graph import Eqn, Graph, Var, producers
 from ...ir.layout import localize
 from ...ir.operations import compute
+from ...ir.user_collectives import by_group, is_users
+from ...ir.varying import varying
 from ...ir.write_order import first_write
 from ..codegen import Kernel, coordinates, to_fx
 from ..executable import Executable, aliased_outputs

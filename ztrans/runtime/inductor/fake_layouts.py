@@ -13,9 +13,9 @@ import torch
 from ...ir.collectives import rules
 from ...ir.donation import in_place, updated
 from ...ir.graph import Eqn, Graph, Primitive, Var
+from ...ir.higher_order import Function
+from ...ir.launch import Launch
 from ...ir.layout import local_shape, localize
-from ...ir.nested.functions import Function
-from ...ir.nested.launch import Launch
 from ...ir.operations import compute
 from ...ir.printer import one_line
 from ...ir.update_groups import is_fused_update

@@ -14,9 +14,9 @@ from itertools import groupby
 
 import torch
 
-from ...ir.collectives import Pairs, pair
 from ...ir.graph import Eqn, Graph, Var, variables
 from ...ir.op_facts import is_view, op_facts
+from ...ir.pairing import Pairs, pair
 from ...ir.update_groups import has_list_form, is_fused_update
 
 MOST = (

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from ...ir.collectives import pair, rules
+from ...ir.collectives import rules
 from ...ir.graph import Eqn, Graph, Var, dce, producers, rename
+from ...ir.pairing import pair
 from ..edits import Edits
 from .on_shards import OnShards
 

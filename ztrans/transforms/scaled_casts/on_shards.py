@@ -14,13 +14,13 @@ from typing import NamedTuple
 import torch
 
 from ...ir.collectives import rules
-from ...ir.collectives.user_collectives import is_users
 from ...ir.graph import DTYPES, Eqn, Graph, Partial, Var, users, variables
 from ...ir.layout import cut_over, part
 from ...ir.op_facts import CAST, is_random, op_facts
 from ...ir.printer import op_name
 from ...ir.relations import grouped
 from ...ir.source import where
+from ...ir.user_collectives import is_users
 from .commuting import extreme, is_bijection, is_elementwise
 from .head import Head
 

@@ -26,7 +26,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 
 from ...ir.graph import Eqn, Layout, Partial, Split, Var, substitute, variables
-from ...ir.nested.functions import functions
+from ...ir.higher_order import functions
 from ...ir.op_facts import is_random, is_written, op_facts
 from .rule_checks import extreme, is_right, reads_terms
 

@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...ir.axes import members, members_of
-from ...ir.collectives import GRADIENT, PMEAN, PSUM
-from ...ir.collectives.user_collectives import is_users, on_parts
-from ...ir.collectives.varying import INVARIANT, differing, varying
 from ...ir.graph import Eqn, Graph, Layout, Split, Var, users
 from ...ir.layout import is_worth_cutting
+from ...ir.marks import GRADIENT, PMEAN, PSUM
 from ...ir.op_facts import is_random
 from ...ir.printer import op_name
 from ...ir.relations import depending
 from ...ir.reshard import on_axis
+from ...ir.rules import INVARIANT
 from ...ir.source import where
+from ...ir.user_collectives import is_users, on_parts
+from ...ir.varying import differing, varying
 from ...ops import EVERY_AXIS
 from ..base import meta_leaves
 from .dtensor_rules import NoRule, rule

@@ -1,4 +1,4 @@
-"""Route: which way the bytes of a collective take between the ranks of several hosts, and why.
+"""Routes: where the ranks of a group are, and which way the bytes of a collective take between them, and why.
 
     exchange     every rank sends every other rank its part; a reduction sums the parts in rank order
     ring         the backend passes parts from rank to rank, and reduces them on the way
@@ -11,16 +11,55 @@ charges the bytes of the route.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ..collectives import partial_dtype, rules, wire_dtype
-from ..graph import DTYPES, Eqn
-from .placement import Hosts
+from .collectives import partial_dtype, rules, wire_dtype
+from .graph import DTYPES, Eqn
+from .rules import Sizes
 
 EXCHANGE, RING, TWO_LEVELS = "exchange", "ring", "exchange in two levels"
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The ranks of a group on `count` hosts. They are even if each host has equally many, next to each other."""
+
+    ranks: int
+    count: int = 1
+    even: bool = True
+
+    @property
+    def local(self) -> int:
+        """The ranks of one host, if they are even."""
+        return self.ranks // self.count
+
+
+def hosts_of(names: Sequence[Hashable]) -> Hosts:
+    """The hosts of a group, from the host of each of its ranks.
+
+    >>> hosts_of("aabb"), hosts_of("abab")
+    (Hosts(ranks=4, count=2, even=True), Hosts(ranks=4, count=2, even=False))
+    """
+    runs = [len(list(run)) for _, run in itertools.groupby(names)]
+    count = len(set(names))
+    return Hosts(len(names), count, len(runs) == count and len(set(runs)) == 1)
+
+
+def common(groups: Sequence[Hosts]) -> Hosts:
+    """The hosts of all groups of a mesh axis. If they differ, they count as not even, so that all send in one way.
+
+    Otherwise copies of a leaf over another axis could differ by rounding.
+
+    >>> common([Hosts(4, 2), Hosts(4, 1)])
+    Hosts(ranks=4, count=2, even=False)
+    """
+    if len(set(groups)) == 1:
+        return groups[0]
+    return Hosts(groups[0].ranks, max(group.count for group in groups), even=False)
 
 
 @dataclass(frozen=True)
@@ -39,7 +78,7 @@ class Route:
         return f"{self.way} ({self.reason})"
 
 
-def route_of(eqn: Eqn, sizes: Mapping[str, int], hosts: Hosts, gloo: bool) -> Route:
+def route_of(eqn: Eqn, sizes: Sizes, hosts: Hosts, gloo: bool) -> Route:
     """The route of a collective equation.
 
     Args:
@@ -56,22 +95,24 @@ def route_of(eqn: Eqn, sizes: Mapping[str, int], hosts: Hosts, gloo: bool) -> Ro
     >>> print(route_of(scatter, {"dp": 4}, Hosts(4, 2), gloo=False))
     ring (NCCL reduces f32 on the way)
     """
-    n, local, spans = hosts.ranks, hosts.local if hosts.even else 1, hosts.count > 1
-    wire, reduces, received = (
-        wire_dtype(eqn, eqn.ins[0]),
-        "op" in eqn.kwargs,
-        rules(eqn).wire_bytes(eqn, sizes),
-    )
-    if not rules(eqn).is_exchanged(eqn, n, gloo):
-        between = received / local if spans else 0.0
+    ranks = hosts.ranks
+    local = hosts.local if hosts.even else 1  # ranks that need no message between hosts
+    spans_hosts = hosts.count > 1
+    reduces = "op" in eqn.kwargs
+    wire = wire_dtype(eqn, eqn.ins[0])
+    received = rules(eqn).wire_bytes(eqn, sizes)
+    if not rules(eqn).is_exchanged(eqn, ranks, gloo):
+        between = received / local if spans_hosts else 0.0
         work = f"reduces {DTYPES[wire]} on the way" if reduces else "gathers"
         return Route(RING, f"{'gloo' if gloo else 'NCCL'} {work}", received - between, between)
-    whole, partial = received * n / max(n - 1, 1), partial_dtype(eqn, eqn.ins[0])
-    terms = (n - local) / n if spans else 0.0
-    sums = (hosts.count - 1) / n * partial.itemsize / wire.itemsize
-    reason = (
-        _reason(hosts, wire, partial, sums < terms) if reduces else "a gather has nothing to sum"
-    )
+    whole = received * ranks / max(ranks - 1, 1)
+    partial = partial_dtype(eqn, eqn.ins[0])
+    # The shares of the whole that come from other hosts: as terms of ranks, or as sums of hosts.
+    terms = (ranks - local) / ranks if spans_hosts else 0.0
+    sums = (hosts.count - 1) / ranks * partial.itemsize / wire.itemsize
+    reason = "a gather has nothing to sum"
+    if reduces:
+        reason = _why_one_level(hosts, wire, partial, sums < terms)
     if reason:
         return Route(EXCHANGE, reason, received - terms * whole, terms * whole)
     sent = f", sent in {DTYPES[partial]}" if partial != wire else ""
@@ -82,7 +123,7 @@ def route_of(eqn: Eqn, sizes: Mapping[str, int], hosts: Hosts, gloo: bool) -> Ro
     return Route(TWO_LEVELS, reason, whole * (local - 1) / local, whole * sums)
 
 
-def _reason(hosts: Hosts, wire: torch.dtype, partial: torch.dtype, fewer: bool) -> str:
+def _why_one_level(hosts: Hosts, wire: torch.dtype, partial: torch.dtype, fewer: bool) -> str:
     """Why a reduction has one level; empty if it has two. `fewer`: two levels send fewer bytes between hosts."""
     if hosts.count == 1:
         return "one host"

@@ -1,9 +1,8 @@
 """Rules: everything that the rest of ztrans needs to know about an operation.
 
-`Rules` itself describes an ordinary operation of PyTorch. Each primitive has a subclass, in the file of that
-collective, which overrides what differs. A pass asks `rules(eqn)` instead of testing which primitive an equation has.
-To add a collective, write a file with its rules, and add it to the tables of the packages that emit code for
-collectives and know their cost.
+`Rules` itself describes an ordinary operation of PyTorch. Each primitive has a subclass, in `marks` or `collectives`,
+which overrides what differs. A pass asks `rules(eqn)` instead of testing which primitive an equation has. To add a
+collective, write its rules, and add it to the tables of the packages that emit its code and know its cost.
 """
 
 from __future__ import annotations
@@ -13,9 +12,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..graph import Eqn, Var
-from ..op_facts import is_view
-from ..operations import compute
+from .graph import Eqn, Var
+from .op_facts import is_view
+from .operations import compute
+
+Sizes = Mapping[str, int]  # of the mesh axes
+Values = Mapping[Var, Any]  # the values of a program on one rank
+Axes = frozenset[str]
+INVARIANT: Axes = frozenset()
 
 
 class Rules:
@@ -27,7 +31,7 @@ class Rules:
         reads_futures: its argument has the type of a future. The results of the user's own collectives do not.
         packs: a GPU may still copy its arguments into a send buffer while the next equations run.
         moves: it moves elements without computing, so a cast before it and a cast after it give the same result.
-        over_all: its results belong to all micro-batches (see `micro_marks`), so they do not differ between these.
+        over_all: its results belong to all micro-batches (see `marks`), so they do not differ between these.
         lane: the name of its queue, which it shares with the other collectives of this kind on its mesh axis.
     """
 
@@ -44,7 +48,7 @@ class Rules:
         """Whether other ranks take part, so it may block, and it fails if they fail."""
         return self.starts or self.waits
 
-    def problem(self, eqn: Eqn, axes: Mapping[str, int]) -> str | None:
+    def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
         """An error in the types of an equation, as text for the verifier, or None."""
         if any(out.future for out in eqn.results):
             return "an operation that is no collective has a future among its results"
@@ -54,9 +58,7 @@ class Rules:
         """The mesh axis whose ranks compute the equation together, or None if each rank computes it alone."""
         return None
 
-    def meaning(
-        self, eqns: Sequence[Eqn], values: Sequence[Mapping[Var, Any]]
-    ) -> list[Sequence[Any]]:
+    def meaning(self, eqns: Sequence[Eqn], values: Sequence[Values]) -> list[Sequence[Any]]:
         """Compute an equation on every rank of one group along `axis`; the interpreter calls this.
 
         Args:
@@ -67,9 +69,9 @@ class Rules:
         """
         return [compute(eqn, env) for eqn, env in zip(eqns, values)]
 
-    def varies(self, eqn: Eqn, over: Mapping[Var, frozenset[str]]) -> frozenset[str]:
+    def varies(self, eqn: Eqn, over: Mapping[Var, Axes]) -> Axes:
         """The axes over which the results differ from rank to rank; `over` has those of the arguments."""
-        return frozenset[str]().union(*(over.get(v, ()) for v in eqn.ins))
+        return INVARIANT.union(*(over.get(v, ()) for v in eqn.ins))
 
     def shares(self, eqn: Eqn) -> bool:
         """Whether the results share the storage of the first argument."""
@@ -79,7 +81,7 @@ class Rules:
         """Whether the value of a member stays in the buffer in which it was received."""
         return False
 
-    def sends_own(self, eqn: Eqn, index: int, sizes: Mapping[str, int]) -> bool:
+    def sends_own(self, eqn: Eqn, index: int, sizes: Sizes) -> bool:
         """Whether a collective sends a member from its own storage, which must then live until the wait."""
         return False
 
@@ -90,20 +92,20 @@ class Rules:
         """
         return False
 
-    def wire_bytes(self, eqn: Eqn, sizes: Mapping[str, int]) -> int:
+    def wire_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
         """The bytes that one rank receives, padding included. A gather or a scatter over n ranks moves (n-1)/n of the
         whole value, an all_reduce twice that."""
         return 0
 
-    def sent_bytes(self, eqn: Eqn, sizes: Mapping[str, int]) -> int:
+    def sent_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
         """The bytes of the buffers into which a collective packs, casts or pads its members before it sends them."""
         return 0
 
-    def received_bytes(self, eqn: Eqn, index: int, sizes: Mapping[str, int]) -> int:
+    def received_bytes(self, eqn: Eqn, index: int, sizes: Sizes) -> int:
         """The bytes of the buffer in which a member is received: for a gather, the value's."""
         return 0
 
-    def unpacked_bytes(self, eqn: Eqn, sizes: Mapping[str, int]) -> int:
+    def unpacked_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
         """The bytes of the buffer in which members that are packed together are received.
 
         They are copied out of it: on a GPU as soon as they have arrived, on a CPU when the first of them is waited for.
@@ -114,19 +116,17 @@ class Rules:
 class Memberwise(Rules):
     """Rules of an operation whose result k depends on argument k alone; a subclass computes it, by `member`."""
 
-    def meaning(
-        self, eqns: Sequence[Eqn], values: Sequence[Mapping[Var, Any]]
-    ) -> list[Sequence[Any]]:
+    def meaning(self, eqns: Sequence[Eqn], values: Sequence[Values]) -> list[Sequence[Any]]:
         eqn = eqns[0]
-        members = (
-            self.sent(eqn, [env[eqn.ins[k]] for env in values]) for k in range(len(eqn.outs))
-        )
-        results = (self.member(eqn, k, terms) for k, terms in enumerate(members))
+        results = []
+        for index in range(len(eqn.outs)):
+            terms = [self.sent(eqn, env[eqn.ins[index]]) for env in values]
+            results.append(self.member(eqn, index, terms))
         return list(zip(*results))
 
-    def sent(self, eqn: Eqn, terms: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The values of one argument on every rank of a group, in the dtype in which they are sent."""
-        return terms
+    def sent(self, eqn: Eqn, term: torch.Tensor) -> torch.Tensor:
+        """The value of one argument on one rank, in the dtype in which it is sent."""
+        return term
 
     def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Result `index` on every rank of a group, from the term that each rank sent; by default that term itself."""

@@ -35,7 +35,7 @@ class Launch:
         kernel: the kernel, compiled for a GPU, or run by Triton's interpreter.
         grid: the numbers of programs, or, for a kernel whose wrappers choose arguments, a function that returns them.
         tensors: the names of the arguments that are tensors, in the order in which the equation has them.
-        changed: the names of those that the kernel changes.
+        changed: the names of the tensors that the kernel changes.
         numbers: the other arguments, and options such as `num_warps`.
     """
 
@@ -59,19 +59,17 @@ class Launch:
 
         Raises: RuntimeError if the tensors are on CPUs, and the kernel was compiled for a GPU.
         """
-        given = {
-            n: x.clone() if n in self.changed else x
-            for n, x in zip(self.tensors, values, strict=True)
-        }
-        kernel, options = self.kernel, {**given, **self.numbers}
-        if all(x.is_cpu for x in given.values()):
-            kernel = _interpreted(kernel)
+        tensors = dict(zip(self.tensors, values, strict=True))
+        for name in self.changed:
+            tensors[name] = tensors[name].clone()
+        on_cpus = all(x.is_cpu for x in values)
+        kernel = _interpreted(self.kernel) if on_cpus else self.kernel
         # Functions that prune the configurations of a kernel get its positional arguments by name.
-        positional = [
-            options.pop(name) for name in takewhile(options.__contains__, kernel.arg_names)
-        ]
+        options = {**tensors, **self.numbers}
+        names = list(takewhile(options.__contains__, kernel.arg_names))
+        positional = [options.pop(name) for name in names]
         kernel[self.grid](*positional, **options)
-        return [given[name] for name in self.changed]
+        return [tensors[name] for name in self.changed]
 
 
 def _interpreted(kernel: Any) -> Any:
@@ -81,7 +79,9 @@ def _interpreted(kernel: Any) -> Any:
     """
     if chooses(kernel):
         untimed = copy.copy(kernel)
-        untimed.fn, untimed.cache, untimed.cache_results = _interpreted(kernel.fn), {}, False
+        untimed.fn = _interpreted(kernel.fn)
+        untimed.cache = {}
+        untimed.cache_results = False
         untimed.do_bench = lambda run, quantiles: [0.0] * len(quantiles)
         return untimed
     if type(kernel).__name__ != "InterpretedFunction":

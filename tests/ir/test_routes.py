@@ -7,7 +7,7 @@ import torch
 
 from ztrans.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, all_gather, reduce
 from ztrans.ir.graph import Partial, Provenance, Split, Var
-from ztrans.ir.hosts import EXCHANGE, RING, TWO_LEVELS, Hosts, Route, common, hosts_of, route_of
+from ztrans.ir.routes import EXCHANGE, RING, TWO_LEVELS, Hosts, Route, common, hosts_of, route_of
 
 F32, BF16, I64 = torch.float32, torch.bfloat16, torch.int64
 ROWS = 64 * 15  # which all numbers of ranks divide

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..graph import Eqn, Graph, Var
-from ..relations import kept
-from .table import is_start, rules
+from .collectives import is_start, rules
+from .graph import Eqn, Graph, Var
+from .relations import cached_on_graph
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,29 +53,27 @@ class Pairs:
     waits: Mapping[Eqn, Waited]  # by the equation that waits
 
 
-@kept
-def pair(graph: Graph, own: bool = False) -> Pairs:
+@cached_on_graph
+def pair(graph: Graph, include_user: bool = False) -> Pairs:
     """Pair the start of every collective of a program with the waits for its members.
 
     Args:
         graph: the program.
-        own: include the collectives that the user's step calls itself.
+        include_user: include the collectives that the user's step calls itself.
     """
-    is_own = lambda e: not (is_start(e) or rules(e).reads_futures)
-    remote = [
-        (i, e) for i, e in enumerate(graph.eqns) if rules(e).remote and (own or not is_own(e))
-    ]
-    waiting = [(i, e) for i, e in remote if rules(e).waits]
-    indices = {
-        e.ins[0]: i for i, e in reversed(waiting)
-    }  # for each future, the index of its first wait
-    starts = {e: _started(graph, i, indices) for i, e in remote if rules(e).starts}
-    members = {out: Waited(s, k) for s in starts.values() for k, out in enumerate(s.start.results)}
-    return Pairs(starts, {e: members[e.ins[0]] for _, e in waiting if e.ins[0] in members})
-
-
-def _started(graph: Graph, index: int, indices: Mapping[Var, int]) -> Started:
-    """The collective that equation `index` starts, given the indices of the waits for each future."""
-    start = graph.eqns[index]
-    waits = tuple(indices[out] for out in start.results if out in indices)
-    return Started(start, index, waits, min(waits, default=len(graph.eqns)))
+    first_waits: dict[Var, int] = {}
+    for index, e in enumerate(graph.eqns):
+        if rules(e).waits and (include_user or rules(e).reads_futures):
+            first_waits.setdefault(e.ins[0], index)
+    starts: dict[Eqn, Started] = {}
+    members: dict[Var, Waited] = {}
+    waits: dict[Eqn, Waited] = {}
+    for index, e in enumerate(graph.eqns):
+        if is_start(e) or (include_user and rules(e).starts):
+            indices = tuple(first_waits[v] for v in e.results if v in first_waits)
+            started = Started(e, index, indices, min(indices, default=len(graph.eqns)))
+            starts[e] = started
+            members.update((v, Waited(started, k)) for k, v in enumerate(e.results))
+        elif rules(e).waits and e.ins[0] in members:
+            waits[e] = members[e.ins[0]]
+    return Pairs(starts, waits)

@@ -1,0 +1,415 @@
+"""Collectives as equations over lists.
+
+    f, g = all_gather([a, b], dtype, axis=dp)          shards -> whole values, cast to dtype before they are sent
+    f, g = reduce_scatter([a, b], mean, axis=dp)       one term on each rank -> this rank's shard of the mean
+    f, g = all_reduce([a, b], mean, axis=dp)           one term on each rank -> the mean, on every rank
+    x    = wait(f)                                     a future -> its value
+    s    = shard(x, dim, axis=dp)                      a whole value -> this rank's part; nothing moves
+
+A list is a bucket. The operation itself packs, casts and unpacks its members; a program has no equations for that. Each
+collective has a class here, with all of its rules. `rules(eqn)` gives the rules of any equation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from .. import ops
+from .axes import members
+from .graph import Eqn, Graph, Partial, Primitive, Split, Var, dce, producers, rename, substitute
+from .layout import cut, cut_over, without
+from .op_facts import CAST
+from .rules import Axes, Memberwise, Rules, Sizes
+from .user_collectives import USER_START, USER_WAIT, collective_name
+
+HALF = (torch.bfloat16, torch.float16)
+DIRECT = (
+    8  # ranks; in a larger group, messages to all ranks would be more than a gather of gloo needs
+)
+ALONE = 1 << 16  # bytes; a member of which a rank holds this much is sent in a message of its own
+
+
+def wire_dtype(eqn: Eqn, member: Var) -> torch.dtype:
+    """The dtype in which a collective sends a member."""
+    return eqn.kwargs.get("dtype") or member.dtype
+
+
+def partial_dtype(eqn: Eqn, member: Var) -> torch.dtype:
+    """The dtype in which the sum of a host is sent: fp32 for half precision, unless `reduce_dtype` asked for that."""
+    wire = wire_dtype(eqn, member)
+    return torch.float32 if wire in HALF and eqn.kwargs.get("dtype") is None else wire
+
+
+def buffer_bytes(eqn: Eqn, index: int, sizes: Sizes) -> int:
+    """The bytes of a member as it is sent: the padded parts of all ranks together."""
+    member, future = eqn.ins[index], eqn.results[index]
+    splits = (s for v in (member, future) for s in v.layout if isinstance(s, Split))
+    cut_by = {split.dim: split.axis for split in splits}
+    total = wire_dtype(eqn, member).itemsize
+    for dim, rows in enumerate(member.shape):
+        if dim in cut_by:
+            rows = -(-rows // sizes[cut_by[dim]])
+            if cut_by[dim] == eqn.kwargs["axis"]:
+                rows *= sizes[cut_by[dim]]
+        total *= rows
+    return total
+
+
+def is_small(eqn: Eqn, index: int, sizes: Sizes) -> bool:
+    """Whether a collective packs a member with the other small members of its bucket."""
+    return buffer_bytes(eqn, index, sizes) < ALONE * sizes[eqn.kwargs["axis"]]
+
+
+def is_alone(eqn: Eqn, index: int, sizes: Sizes) -> bool:
+    """Whether a collective sends a member in a message of its own, instead of packed with other members.
+
+    It does so for a large member, because a copy would cost more than a message, and for the only small one, because
+    there is no other to pack it with.
+    """
+    # `any` ends at the first other small member, so asking for every member of a bucket takes linear time.
+    others = (k for k in range(len(eqn.outs)) if k != index)
+    return not is_small(eqn, index, sizes) or not any(is_small(eqn, k, sizes) for k in others)
+
+
+class Start(Memberwise):
+    """Rules of an equation that starts a collective: its results are futures, and other ranks take part.
+
+    `crossings` is how often a rank receives a whole value: once in a gather, twice in an all_reduce.
+    """
+
+    starts = True
+    packs = True
+    crossings: ClassVar[int] = 1
+
+    def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
+        if eqn.provenance is None:
+            return "a collective has no provenance"
+        if eqn.provenance.axis not in axes:
+            return "no such mesh axis"
+        if len(eqn.outs) != len(eqn.ins):
+            return "members and futures differ in number"
+        if any(out is None or member.shape != out.shape for member, out in zip(eqn.ins, eqn.outs)):
+            return "shapes differ"
+        return None
+
+    def axis(self, eqn: Eqn) -> str:
+        return eqn.kwargs["axis"]
+
+    def sent(self, eqn: Eqn, term: torch.Tensor) -> torch.Tensor:
+        return term.to(eqn.kwargs["dtype"] or term.dtype)
+
+    def shares_buffer(self, eqn: Eqn, index: int) -> bool:
+        return wire_dtype(eqn, eqn.ins[index]) == eqn.results[index].dtype
+
+    def wire_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
+        ranks = sizes[self.axis(eqn)]
+        total = sum(buffer_bytes(eqn, k, sizes) for k in range(len(eqn.outs)))
+        return total * (ranks - 1) * self.crossings // ranks
+
+    def sent_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
+        packed = (k for k in range(len(eqn.outs)) if not self.sends_own(eqn, k, sizes))
+        return sum(buffer_bytes(eqn, k, sizes) for k in packed)
+
+    def received_bytes(self, eqn: Eqn, index: int, sizes: Sizes) -> int:
+        return buffer_bytes(eqn, index, sizes)
+
+
+class Gather(Start):
+    """Rules of all_gather.
+
+    A rank copies its part into the buffer of the whole value, and sends it from there. It needs a send buffer only for
+    members that are packed together.
+    """
+
+    moves = True
+    lane = "gather"
+
+    def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        whole = torch.cat(list(terms), cut_over(eqn.ins[index], self.axis(eqn)).dim)
+        return [whole for _ in terms]
+
+    def is_exchanged(self, eqn: Eqn, ranks: int, gloo: bool) -> bool:
+        return gloo and ranks <= DIRECT
+
+    def sent_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
+        return self.unpacked_bytes(eqn, sizes) // sizes[self.axis(eqn)]
+
+    def unpacked_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
+        packed = (k for k in range(len(eqn.outs)) if not is_alone(eqn, k, sizes))
+        return sum(buffer_bytes(eqn, k, sizes) for k in packed)
+
+
+class Reduction(Start):
+    """The rules that reduce_scatter and all_reduce share: the total of the terms is the same on every rank."""
+
+    lane = "reduce"
+
+    def varies(self, eqn: Eqn, over: Mapping[Var, Axes]) -> Axes:
+        return super().varies(eqn, over) - {*members(self.axis(eqn))}
+
+    def total(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The sum, mean, maximum or minimum of the terms, in the dtype of the result."""
+        return ops.reduce(terms, eqn.kwargs["op"], eqn.results[index].dtype)
+
+    def sends_own(self, eqn: Eqn, index: int, sizes: Sizes) -> bool:
+        """A member is sent as it is if it has a message of its own and needs neither a cast nor padding."""
+        member, split = eqn.ins[index], eqn.results[index].split
+        even = split is None or (split.dim == 0 and member.shape[0] % sizes[self.axis(eqn)] == 0)
+        return even and wire_dtype(eqn, member) == member.dtype and is_alone(eqn, index, sizes)
+
+
+class ReduceScatter(Reduction):
+    """Rules of reduce_scatter. A rank receives its shard of the term of every other rank, and reduces these."""
+
+    def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        whole = self.total(eqn, index, terms)
+        split = cut_over(eqn.results[index], self.axis(eqn))
+        # Cloned, because a view would keep the whole value alive.
+        return [cut(whole, split, len(terms), rank).clone() for rank in range(len(terms))]
+
+    def is_exchanged(self, eqn: Eqn, ranks: int, gloo: bool) -> bool:
+        """NCCL would round half precision at every hop of a ring."""
+        return gloo or (eqn.kwargs["op"] in ("sum", "mean") and wire_dtype(eqn, eqn.ins[0]) in HALF)
+
+    def shares_buffer(self, eqn: Eqn, index: int) -> bool:
+        return False  # the buffer holds the terms, and their sum is a new value
+
+    def received_bytes(self, eqn: Eqn, index: int, sizes: Sizes) -> int:
+        ranks = sizes[self.axis(eqn)]
+        return buffer_bytes(eqn, index, sizes) * (ranks - 1) // ranks
+
+
+class AllReduce(Reduction):
+    """Rules of all_reduce.
+
+    Two ranks send each other their whole terms. Among more ranks, the total is computed in the send buffer, which is
+    then the receive buffer too.
+    """
+
+    crossings = 2
+
+    def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        whole = self.total(eqn, index, terms)
+        return [whole for _ in terms]
+
+    def sends_own(self, eqn: Eqn, index: int, sizes: Sizes) -> bool:
+        return sizes[self.axis(eqn)] == 2 and super().sends_own(eqn, index, sizes)
+
+    def sent_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
+        return 0 if sizes[self.axis(eqn)] > 2 else super().sent_bytes(eqn, sizes)
+
+
+class Wait(Memberwise):
+    """Rules of wait. Whether the value shares the storage of its future depends on the start: see `shares_buffer`."""
+
+    waits = True
+    reads_futures = True
+
+    def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
+        if len(eqn.ins) != len(eqn.outs):
+            return "a wait has another number of results than of futures"
+        for future, out in zip(eqn.ins, eqn.outs):
+            if out is None or out.future or not out.is_like(future):
+                return f"wait changes the type of {future}"
+        return None
+
+
+class Shard(Memberwise):
+    """Rules of shard: a view of the whole value, which differs from rank to rank."""
+
+    def axis(self, eqn: Eqn) -> str:
+        return eqn.kwargs["axis"]
+
+    def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        split = Split(self.axis(eqn), eqn.args[1])
+        return [cut(whole, split, len(terms), rank) for rank, whole in enumerate(terms)]
+
+    def shares(self, eqn: Eqn) -> bool:
+        return True
+
+
+ALL_GATHER = Primitive("all_gather", Gather())
+REDUCE_SCATTER = Primitive("reduce_scatter", ReduceScatter())
+ALL_REDUCE = Primitive("all_reduce", AllReduce())
+WAIT = Primitive("wait", Wait())
+SHARD = Primitive("shard", Shard())
+_ORDINARY = Rules()
+
+
+def all_gather(shards: Sequence[Var], names: Sequence[str], axis: str, **eqn: Any) -> Eqn:
+    """Start a gather of `shards`, each of which is split over `axis`."""
+    futures = []
+    for name, shard in zip(names, shards):
+        layout = without(shard.layout, axis)
+        futures.append(Var(f"{name}'", shard.dtype, shard.shape, layout, future=True))
+    kwargs = {"dtype": None, "axis": axis}
+    return Eqn(ALL_GATHER, (list(shards),), tuple(futures), kwargs, **eqn)
+
+
+def reduce(
+    terms: Sequence[Var],
+    names: Sequence[str],
+    axis: str,
+    op: str,
+    to: Split | None,
+    dtype: torch.dtype | None = None,
+    result: torch.dtype | None = None,
+    **eqn: Any,
+) -> Eqn:
+    """Start the reduction of `terms` over `axis`: a reduce_scatter if `to` splits the result, else an all_reduce.
+
+    The terms are sent in `dtype`, and the result has dtype `result`; both default to the dtype of the terms.
+    """
+    futures = []
+    for name, term in zip(names, terms):
+        layout = without(term.layout, axis)
+        if to is not None:
+            layout = (*layout, to)
+        futures.append(Var(f"{name}'", result or term.dtype, term.shape, layout, future=True))
+    start = REDUCE_SCATTER if to else ALL_REDUCE
+    kwargs = {"op": op, "dtype": dtype, "axis": axis}
+    return Eqn(start, (list(terms),), tuple(futures), kwargs, **eqn)
+
+
+def wait(future: Var, **eqn: Any) -> Eqn:
+    """Wait for `future`; its value has the future's name without the quote."""
+    out = dataclasses.replace(future, name=future.name.removesuffix("'"), future=False)
+    return Eqn(WAIT, (future,), (out,), **eqn)
+
+
+def rules(eqn: Eqn) -> Rules:
+    """The rules of an equation's operation.
+
+    >>> rules(Eqn(SHARD, (), ())).lane, rules(Eqn(WAIT, (), ())).remote
+    (None, True)
+    """
+    return _rules(eqn.op)
+
+
+@functools.cache
+def _rules(op: Any) -> Rules:
+    if isinstance(op, Primitive):
+        return op.rules
+    name = collective_name(op)
+    if name == "wait_tensor":
+        return USER_WAIT
+    return USER_START if name else _ORDINARY
+
+
+def is_start(eqn: Eqn) -> bool:
+    """Whether the equation starts a collective that a transform placed."""
+    return isinstance(rules(eqn), Start)
+
+
+def role(eqn: Eqn) -> str:
+    """The role of a collective, or "" for any other equation."""
+    return eqn.provenance.role if eqn.provenance else ""
+
+
+def lane(eqn: Eqn) -> str:
+    """The name of the queue of a collective. Gathers and reductions of an axis have queues of their own."""
+    return f"{rules(eqn).axis(eqn)} {rules(eqn).lane}"
+
+
+def bucket_key(start: Eqn) -> tuple:
+    """The properties that all members of a bucket share.
+
+    >>> from ztrans.ir import Provenance
+    >>> w = Var("w", torch.float32, (4, 2), (Split("dp"),))
+    >>> bucket_key(all_gather([w], ["f"], "dp", provenance=Provenance("param", ("w",), "dp")))[:3]
+    (all_gather, 'dp', 'param')
+    """
+    member, future = start.ins[0], start.results[0]
+    axis, op = start.kwargs["axis"], start.kwargs.get("op")
+    along = [p for v in (member, future) for p in v.layout if p.axis == axis]
+    return (
+        start.op,
+        axis,
+        start.provenance.role if start.provenance else None,
+        wire_dtype(start, member),
+        partial_dtype(start, member) if op else None,
+        member.dtype,
+        future.dtype,
+        op,
+        tuple(p.dim for p in along if isinstance(p, Split)),
+        tuple(p.op for p in along if isinstance(p, Partial)),
+    )
+
+
+def coalesce(starts: Sequence[Eqn]) -> Eqn:
+    """One equation that starts all of `starts`, which have the same key. Their futures stay the same.
+
+    Raises: ValueError if their keys differ.
+    """
+    first = starts[0]
+    if len(starts) == 1:
+        return first.replace(order=None)
+    for start in starts:
+        if bucket_key(start) != bucket_key(first):
+            names = f"{first.out.name} and {start.out.name}"
+            raise ValueError(f"coalesce: {names} share a bucket, but not one key.")
+    paths = [path for e in starts if e.provenance is not None for path in e.provenance.paths]
+    provenance = first.provenance
+    if provenance is not None:
+        provenance = dataclasses.replace(provenance, paths=tuple(dict.fromkeys(paths)), again=None)
+    members = [v for e in starts for v in e.ins]
+    outs = tuple(out for e in starts for out in e.results)
+    return first.replace(args=(members,), outs=outs, provenance=provenance, order=None)
+
+
+def erase_trivial(graph: Graph) -> Graph:
+    """Replace each collective over an axis of one rank, which moves nothing, by its members.
+
+    They are cast as if they had been sent.
+    """
+    trivial = {axis for axis, size in graph.axes.items() if size == 1}
+    if not trivial:
+        return graph
+    alias: dict[Var, Var] = {}
+    eqns: list[Eqn] = []
+    for e in graph.eqns:
+        if isinstance(e.op, Primitive) and rules(e).axis(e) in trivial:
+            for member, out in zip(e.ins, e.results):
+                casts = _casts(member, out, e)
+                eqns += casts
+                alias[out] = casts[-1].out if casts else member
+        elif rules(e).waits and e.ins[0] in alias:
+            alias[e.out] = e.ins[0]
+        else:
+            eqns.append(e)
+    return _without_axes(rename(graph.replace(eqns=tuple(eqns)), alias), trivial)
+
+
+def _casts(member: Var, out: Var, start: Eqn) -> list[Eqn]:
+    """The casts of a member to the dtype in which it would be sent, and to the dtype of its result."""
+    casts: list[Eqn] = []
+    for dtype in (start.kwargs.get("dtype"), out.dtype):
+        if dtype is not None and dtype != member.dtype:
+            short = str(dtype).removeprefix("torch.")
+            value = Var(
+                f"{out.name.removesuffix(chr(39))}.{short}", dtype, member.shape, member.layout
+            )
+            kwargs = {"dtype": dtype}
+            casts.append(Eqn(CAST, (member,), (value,), kwargs, start.region, start.source))
+            member = value
+    return casts
+
+
+def _without_axes(graph: Graph, axes: set[str]) -> Graph:
+    """The program without `axes`, of one rank each, in the layouts of its values."""
+    whole: dict[Var, Var] = {}
+    for v in (*graph.inputs, *producers(graph.eqns)):
+        layout = tuple(part for part in v.layout if part.axis not in axes)
+        whole[v] = dataclasses.replace(v, layout=layout) if layout != v.layout else v
+    graph = graph.replace(
+        inputs=tuple(whole[v] for v in graph.inputs),
+        batch=frozenset(whole[v] for v in graph.batch),
+        eqns=tuple(e.replace(outs=substitute(e.outs, whole.__getitem__)) for e in graph.eqns),
+    )
+    changed = {v: new for v, new in whole.items() if new is not v}
+    return dce(rename(graph, changed))

@@ -1,0 +1,82 @@
+"""Marks: equations of a trace that say what a value is, and that compute nothing on their own.
+
+    g = gradient(g0, w)                   g0 is the gradient of w
+    y = pmean(x, axis) | psum(x, axis)    zt.pmean and zt.psum in the user's step; the axis "*" stands for all axes
+    s = accumulate(g)                     the sum of g over all micro-batches
+    y = join(x)                           the values x of all micro-batches, one after the other along dim 0
+    w = keep(w0)                          w0 of the first micro-batch, which all others read too
+
+A transform that shards a program replaces the marks of the first two lines by reductions. The marks of the other lines
+make up a program that runs once for each micro-batch (see `micro_batches`). A mark that nothing replaces is the
+identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..ops import EVERY_AXIS
+from .axes import members
+from .graph import Eqn, Graph, Primitive, Var, rename
+from .rules import INVARIANT, Axes, Memberwise, Sizes
+
+
+class Mark(Memberwise):
+    """The rules of a mark whose result is a view of its first argument."""
+
+    def shares(self, eqn: Eqn) -> bool:
+        return True
+
+
+class Gradient(Mark):
+    """Rules of gradient: it varies only over axes that its value varies over, because it is reduced over the others."""
+
+    def varies(self, eqn: Eqn, over: Mapping[Var, Axes]) -> Axes:
+        gradient, value = eqn.args
+        return over.get(gradient, INVARIANT) & over.get(value, INVARIANT)
+
+
+class Reduced(Mark):
+    """Rules of pmean and psum: the mean, or the sum, over an axis, which is the same on all ranks of that axis."""
+
+    def varies(self, eqn: Eqn, over: Mapping[Var, Axes]) -> Axes:
+        value, axis = eqn.args
+        return INVARIANT if axis == EVERY_AXIS else over.get(value, INVARIANT) - {*members(axis)}
+
+
+class Accumulate(Memberwise):
+    """Rules of accumulate: the sum has a storage of its own."""
+
+    over_all = True
+
+    def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
+        if eqn.out.is_like(*eqn.ins):
+            return None
+        return "a sum over micro-batches has another type than its terms"
+
+
+class Join(Memberwise):
+    """Rules of join: the result has a storage of its own, with the rows of all micro-batches."""
+
+    over_all = True
+
+    def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
+        (part,) = eqn.ins
+        fits = part.shape and part.shape[1:] == eqn.out.shape[1:] and part.dtype == eqn.out.dtype
+        return None if fits else "the parts of micro-batches do not make up the joined value"
+
+
+GRADIENT = Primitive("gradient", Gradient())
+PMEAN = Primitive("pmean", Reduced())
+PSUM = Primitive("psum", Reduced())
+ACCUMULATE = Primitive("accumulate", Accumulate())
+JOIN = Primitive("join", Join())
+KEEP = Primitive("keep", Mark())
+MARKS = (GRADIENT, PMEAN, PSUM)
+
+
+def erase_marks(graph: Graph) -> Graph:
+    """Drop the marks that no transform has replaced; they are the identity."""
+    marked = {e.out: e.args[0] for e in graph.eqns if e.op in MARKS}
+    eqns = tuple(e for e in graph.eqns if e.op not in MARKS)
+    return rename(graph.replace(eqns=eqns), marked)

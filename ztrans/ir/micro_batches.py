@@ -1,0 +1,295 @@
+"""Micro-batches: a program that is written for one micro-batch and runs once for each.
+
+    g.sum: f32[4] = accumulate(g)        first, middle...                  last
+    g.mean = div(g.sum, 3)          -->  g.sum = g;  g.sum += g;  ...      g.sum += g; g.mean = div(g.sum, 3)
+    w1 = sub(w, g.mean)                                                    w1 = sub(w, g.mean)
+
+A value that depends on the batch reaches the update only through a mark (`accumulate`, `join`; see `marks`). So the
+equations before the marks are repeated, and the update, after them, runs once, with the last micro-batch. A leaf of the
+state that depends on the batch without a mark, such as a statistic of batch norm, changes with every micro-batch, as in
+a loop.
+
+`parts` writes the program as the three programs that run: for the first micro-batch, for each one in the middle, and
+for the last. None of them has a mark, and their lengths do not depend on the number of micro-batches. `Carry` passes
+values from one micro-batch to the next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .collectives import rules
+from .donation import is_constant
+from .graph import Eqn, Graph, Var, dce, producers, rename
+from .liveness import liveness
+from .marks import ACCUMULATE, JOIN, KEEP
+from .op_facts import is_random
+
+aten = torch.ops.aten
+
+
+def changing(graph: Graph) -> set[Var]:
+    """The values that each micro-batch computes for itself.
+
+    They depend on the batch without a mark in between, or on leaves of the state that change with every micro-batch.
+    """
+    changes = set(graph.batch)
+    leaves = list(zip(graph.inputs, graph.outputs[: graph.num_state]))
+    while True:
+        for e in graph.eqns:
+            draws = is_random(e.op) and e.region != "update"
+            if draws or (not rules(e).over_all and any(v in changes for v in e.ins)):
+                changes.update(e.results)
+        carried = {old for old, new in leaves if new in changes} - changes
+        if not carried:
+            return changes
+        changes |= carried
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The programs of the micro-batches of one step.
+
+    Attributes:
+        first: returns the new state, the terms of sums, the parts of joined values, and the values that are kept.
+        middle: takes sums and kept values after the inputs of `first`, and returns the new state, sums and parts.
+        last: takes sums, the joined parts of all others, and kept values, and returns what the whole program does.
+        micro: the number of micro-batches.
+        sums, joins: how many values are summed, and how many joined.
+    """
+
+    first: Graph
+    middle: Graph
+    last: Graph
+    micro: int
+    sums: int
+    joins: int
+
+    @property
+    def before_last(self) -> Iterator[Graph]:
+        """The programs of all micro-batches but the last, in order."""
+        yield self.first
+        for _ in range(self.micro - 2):
+            yield self.middle
+
+    @property
+    def in_order(self) -> Iterator[Graph]:
+        """The programs of all micro-batches, in order."""
+        yield from self.before_last
+        yield self.last
+
+    @property
+    def different(self) -> tuple[Graph, ...]:
+        """Each program that runs, once."""
+        return tuple(dict.fromkeys(self.in_order))
+
+
+class _Marks(NamedTuple):
+    """The marks of a program, and for each sum and each joined value the input for what came before."""
+
+    sums: dict[Eqn, Var]
+    joins: dict[Eqn, Var]
+    kept: list[Var]
+
+
+def parts(graph: Graph) -> Parts:
+    """Write a program of several micro-batches as the programs that run one after the other."""
+    graph = _without_kept_inputs(graph)
+    marks = _Marks({}, {}, [])
+    for e in graph.eqns:
+        if e.op is ACCUMULATE:
+            marks.sums[e] = _before(e, e.out.shape)
+        elif e.op is JOIN:
+            rows = e.out.shape[0] - e.args[0].shape[0]
+            marks.joins[e] = _before(e, (rows, *e.out.shape[1:]))
+        elif e.op is KEEP:
+            marks.kept.append(e.out)
+    first, middle, last = _first(graph, marks), _middle(graph, marks), _last(graph, marks)
+    return Parts(first, middle, last, graph.micro, len(marks.sums), len(marks.joins))
+
+
+def _first(graph: Graph, marks: _Marks) -> Graph:
+    copied = _copied(graph, marks.sums)
+    kwargs = {"memory_format": torch.contiguous_format}
+    clones = {e: e.replace(op=aten.clone.default, kwargs=kwargs) for e in copied}
+    terms = [e.out if e in copied else e.args[0] for e in marks.sums]
+    outputs = (*_state(graph), *terms, *(e.args[0] for e in marks.joins), *marks.kept)
+    kept = {e.out: e.args[0] for e in graph.eqns if e.op is KEEP}
+    return _without_update(rename(_with(graph, clones, (), outputs), kept))
+
+
+def _middle(graph: Graph, marks: _Marks) -> Graph:
+    inputs = (*marks.sums.values(), *marks.kept)
+    sums = (e.out for e in marks.sums)
+    outputs = (*_state(graph), *sums, *(e.args[0] for e in marks.joins))
+    return _without_update(_with(graph, _adds(marks), inputs, outputs))
+
+
+def _last(graph: Graph, marks: _Marks) -> Graph:
+    joins = {}
+    for e, before in marks.joins.items():
+        joins[e] = e.replace(op=aten.cat.default, args=([before, *e.args],))
+    inputs = (*marks.sums.values(), *marks.joins.values(), *marks.kept)
+    return dce(_with(graph, {**_adds(marks), **joins}, inputs, graph.outputs))
+
+
+def _adds(marks: _Marks) -> dict[Eqn, Eqn]:
+    """For each sum, the equation that adds this micro-batch to the ones before it."""
+    add = aten.add.Tensor
+    return {e: e.replace(op=add, args=(before, *e.args)) for e, before in marks.sums.items()}
+
+
+def _state(graph: Graph) -> list[Var]:
+    """The leaves of the state after a micro-batch that is not the last: new where it changes them."""
+    changes = changing(graph)
+    leaves = zip(graph.inputs[: graph.num_state], graph.outputs)
+    return [new if new in changes else old for old, new in leaves]
+
+
+def _without_update(graph: Graph) -> Graph:
+    """The program without the update, and without the random draws of the update."""
+    return dce(graph, lambda e: is_random(e.op) and e.region != "update")
+
+
+def in_order(graph: Graph) -> list[Graph]:
+    """The programs of one step in the order in which they run, one for each micro-batch."""
+    return list(parts(graph).in_order) if graph.micro > 1 else [graph]
+
+
+def _without_kept_inputs(graph: Graph) -> Graph:
+    """The program in which no input, nor a view of one, is kept: every micro-batch has the inputs."""
+    root = liveness(graph).root
+    shown = {e.out: e.args[0] for e in graph.eqns if e.op is KEEP and root[e.out] in graph.inputs}
+    eqns = tuple(e for e in graph.eqns if not any(v in shown for v in e.results))
+    return rename(graph.replace(eqns=eqns), shown)
+
+
+def _before(mark: Eqn, shape: tuple[int, ...]) -> Var:
+    """The input for what the earlier micro-batches contribute to the value of a mark."""
+    return dataclasses.replace(mark.out, name=f"{mark.out.name}.before", shape=shape)
+
+
+def _copied(graph: Graph, sums: Collection[Eqn]) -> set[Eqn]:
+    """The sums whose first term must be copied, because it shares its storage, and later terms are added there."""
+    root, makers = liveness(graph).root, producers(graph.eqns)
+    count = Counter(root[e.args[0]] for e in sums)
+    copied = set()
+    for e in sums:
+        v = e.args[0]
+        is_alone = v in makers and root[v] is v and count[v] == 1
+        if not is_alone or is_constant(makers[v]):
+            copied.add(e)
+    return copied
+
+
+def _with(
+    graph: Graph, instead: Mapping[Eqn, Eqn], inputs: Collection[Var], outputs: tuple
+) -> Graph:
+    """The program with other equations in place of marks, with more inputs, and with other outputs."""
+    eqns = tuple(instead.get(e, e) for e in graph.eqns if not any(v in inputs for v in e.results))
+    donated = tuple((v, e.out) for e in instead.values() for v in e.args[:1] if v in inputs)
+    return graph.replace(
+        inputs=(*graph.inputs, *inputs), eqns=eqns, outputs=outputs, micro=1, donated=donated
+    )
+
+
+def is_cut(graph: Graph, v: Var) -> bool:
+    """Whether an input is cut along dim 0 into micro-batches. A number, and a scalar, are passed to each of them."""
+    return graph.micro > 1 and v in graph.batch and bool(v.shape)
+
+
+def full_shape(graph: Graph, v: Var) -> tuple[int, ...]:
+    """The shape of an argument of the whole step that has the shape of input `v` in each micro-batch."""
+    return (v.shape[0] * graph.micro, *v.shape[1:]) if is_cut(graph, v) else v.shape
+
+
+def first_part(x: torch.Tensor, micro: int, path: str) -> torch.Tensor:
+    """The first of `micro` equal parts of a leaf of the batch; a scalar belongs to all of them.
+
+    Raises: ValueError that names the leaf if it cannot be cut.
+    """
+    if not x.ndim:
+        return x
+    if isinstance(x, DTensor) or x.shape[0] % micro:
+        why = "is a DTensor" if isinstance(x, DTensor) else f"has {x.shape[0]} rows"
+        raise ValueError(
+            f"accumulate: {path} {why}, which cannot be cut into {micro} equal parts.\n"
+            f"Pad the batch or drop its last rows, or take a number of micro-batches that divides it."
+        )
+    return x[: x.shape[0] // micro]
+
+
+def check_rows(leaves: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Check that all leaves of a batch, given with their paths, can have the rows of the same samples.
+
+    Raises: ValueError that names a leaf, such as a table, whose rows are no multiple of those of the smallest leaf.
+    """
+    rows = {path: x.shape[0] for path, x in leaves if x.ndim and x.shape[0]}
+    smallest = min(rows, key=rows.__getitem__, default="")
+    for path, count in rows.items():
+        if count % rows[smallest]:
+            raise ValueError(
+                f"accumulate: {path} has {count} rows and {smallest} has {rows[smallest]}, and every leaf of the batch "
+                f"is cut along dim 0.\n"
+                f"If one of them belongs to all samples, as a table does, make it a leaf of the state. In a lifted "
+                f"loop that is a buffer of the module: model.register_buffer(name, tensor)."
+            )
+
+
+class Carry:
+    """The inputs of the micro-batches of one rank, in order: `inputs` of each, then `take` its outputs.
+
+    Raises: ValueError if an argument does not have the rows of all micro-batches.
+    """
+
+    def __init__(self, graph: Graph, parts: Parts, inputs: Sequence[torch.Tensor]) -> None:
+        n = graph.num_state
+        self.parts = parts
+        self.state = list(inputs[:n])
+        self.done = 0  # micro-batches
+        self.batches = [
+            _rows(graph, v, x) for v, x in zip(graph.inputs[n:], inputs[n:], strict=True)
+        ]
+        self.sums: list[torch.Tensor] = []
+        self.joins: list[list[torch.Tensor]] = [[] for _ in range(parts.joins)]
+        self.kept: list[torch.Tensor] = []
+
+    def inputs(self) -> list[torch.Tensor]:
+        """The inputs of the next micro-batch."""
+        joined: list[torch.Tensor] = []
+        if self.done == self.parts.micro - 1:
+            joined = [torch.cat(earlier) for earlier in self.joins]
+            self.joins = []
+        rows = [micro_batches[self.done] for micro_batches in self.batches]
+        return [*self.state, *rows, *self.sums, *joined, *self.kept]
+
+    def take(self, outputs: Sequence[Any]) -> None:
+        """Take the outputs of a micro-batch that is not the last."""
+        unread = iter(outputs)
+        self.state = list(islice(unread, len(self.state)))
+        self.sums = list(islice(unread, self.parts.sums))
+        for earlier in self.joins:
+            earlier.append(next(unread))
+        if not self.done:
+            self.kept = list(unread)
+        self.done += 1
+
+
+def _rows(graph: Graph, v: Var, x: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The part of an argument that each micro-batch takes."""
+    if not is_cut(graph, v):
+        return [x] * graph.micro
+    if x.shape[0] != v.shape[0] * graph.micro:
+        rows = f"{graph.micro} micro-batches of {v.shape[0]} rows"
+        raise ValueError(
+            f"{graph.name}: {v.name} has {x.shape[0]} rows, and the program is for {rows}."
+        )
+    return x.chunk(graph.micro)

@@ -1,0 +1,377 @@
+"""Print programs: on a screen, and in a notebook.
+
+`equation` is the complete text of an equation on a single line, which fingerprints and comparisons use. `program` is
+for people to read: every printed line has at most `WIDTH` columns, and long lists fold. A pass does not rename values,
+so two stages of a program print differently only where a pass changed the program.
+"""
+
+from __future__ import annotations
+
+import textwrap
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from html import escape
+from itertools import groupby
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from .graph import DTYPES, Eqn, Graph, Region, Var
+from .higher_order import Function, functions
+from .op_facts import op_facts
+from .source import Source
+from .structure import elements
+
+WIDTH = 119  # the columns of a printed line; with the sign of a difference before it they are 120
+_MARGIN = 90  # the column of the user's line, if every line of the program has room for that
+_LONGEST_SOURCE = 48  # the most columns of the user's line
+_MANY = 8  # a list of more numbers, or more results of an operation, folds
+_NAMES = {
+    "_to_copy": "cast",
+    "linalg_vector_norm": "norm",
+    "lift_fresh_copy": "constant",
+    "triton_kernel_wrapper_functional": "triton",
+    "auto_functionalized": "functional",
+}
+# Keywords that are the same everywhere do not print.
+_DEFAULTS = ("layout", "device", "pin_memory", "non_blocking", "memory_format")
+_MOST_IN_NOTEBOOK = 400  # the most equations of a region that a notebook shows
+_TEXT_STYLE = (
+    "font: 12px/1.5 ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace; white-space: pre"
+)
+# As in the figure of a timeline.
+_EDGES = {"forward": "#86afd9", "backward": "#3f6ba6", "update": "#4ea399"}
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds as text.
+
+    >>> format_seconds(0.0042), format_seconds(3.5e-6), format_seconds(0)
+    ('4.20 ms', '3.50 us', '0.00 us')
+    """
+    for unit, scale in (("us", 1e-6), ("ms", 1e-3)):
+        if abs(seconds) < 999.995 * scale:
+            return f"{seconds / scale:.2f} {unit}"
+    return f"{seconds:.2f} s"
+
+
+def format_bytes(count: float) -> str:
+    """A number of bytes as text.
+
+    >>> format_bytes(512), format_bytes(3 << 20)
+    ('512 B', '3.00 MiB')
+    """
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
+def fold(items: Sequence[str], size: str = "") -> str:
+    """The first of several items, and the number of the others.
+
+    >>> fold(["up", "down", "out"]), fold(["up", "down"], ": 3.00 MiB"), fold(["up"], ": 3.00 MiB")
+    ('up, ... 2 more', 'up, ... 1 more: 3.00 MiB', 'up')
+    """
+    return f"{items[0]}, ... {len(items) - 1} more{size}" if len(items) > 1 else "".join(items)
+
+
+def wrap(line: str, room: int = WIDTH) -> list[str]:
+    """Wrap a line into lines of at most `room` columns; those after the first are indented further."""
+    if len(line) <= room:
+        return [line]
+    margin = " " * (len(line) - len(line.lstrip()) + 4)
+    return textwrap.wrap(line, room, subsequent_indent=margin, break_on_hyphens=False)
+
+
+def op_name(op: Any) -> str:
+    """The short name of an operation: `addmm`, `cast`, `all_gather`."""
+    name = op_facts(op).name.split("::")[-1]
+    return _NAMES.get(name, name)
+
+
+def value(x: Any) -> str:
+    """An argument as text."""
+    if isinstance(x, Var):
+        return x.name
+    if isinstance(x, Function):
+        return x.graph.name
+    if isinstance(x, torch.dtype):
+        return DTYPES.get(x, str(x))
+    if isinstance(x, torch.Tensor):
+        if x.numel() <= 8:
+            return f"tensor({x.tolist()})"
+        return f"tensor(<{tuple(x.shape)}>, {zlib.crc32(elements(x)):08x})"
+    if isinstance(x, (list, tuple)):
+        return f"[{', '.join(map(value, x))}]"
+    return str(x)
+
+
+def equation(eqn: Eqn) -> str:
+    """The whole equation on a single line, without the user's line.
+
+    This text is canonical: it never folds, so fingerprints and differences use it. The functions that the operation
+    calls are a part of it.
+
+    >>> x, y = Var("x", torch.float32, (4,)), Var("y", torch.float32, (4,))
+    >>> equation(Eqn(torch.ops.aten.relu.default, (x,), (y,)))
+    'y: f32[4] = relu(x)'
+    """
+    called = "".join(map(one_line, functions(eqn)))
+    return f"{', '.join(_results(eqn))} = {_call(eqn, value)}{called}"
+
+
+def one_line(function: Function) -> str:
+    """The whole text of a function on a single line."""
+    body = "; ".join(map(equation, function.graph.eqns))
+    return f" {{{_signature(function)} {body}; return {', '.join(map(value, function.graph.outputs))}}}"
+
+
+def header(graph: Graph) -> str:
+    """The first line of a program: its name, its mesh and its transforms, sorted, because they commute."""
+    mesh = ", ".join(f"{axis}={size}" for axis, size in graph.mesh)
+    transforms = sorted(graph.history, key=lambda x: (not x.startswith("shard_params"), x))
+    parts = [graph.name, f"mesh: {mesh}" if mesh else "", " > ".join(transforms)]
+    return "# " + "   ".join(filter(None, parts))
+
+
+def program(graph: Graph, full: bool = False) -> str:
+    """The whole program as text, in lines of at most `WIDTH` columns.
+
+    A bucket that does not fit folds: `[up, ... 26 more: 12.40 MiB]`. With `full` each of its members has a line.
+
+    >>> x, y = Var("x", torch.float32, (4,)), Var("y", torch.float32, (4,))
+    >>> print(program(Graph("f", (x,), (Eqn(torch.ops.aten.relu.default, (x,), (y,)),), (y,), 0)))
+    # f
+    def f(
+        x: f32[4],
+    ):
+      # forward
+      y: f32[4] = relu(x)
+      return y
+    """
+    return "\n".join(line for entry in entries(graph, full) for line in entry.lines)
+
+
+class Entry(NamedTuple):
+    """A part of a printed program: an equation, an input, a heading.
+
+    Attributes:
+        text: equal for two entries if and only if they mean the same.
+        lines: the lines that print, in which lists may be folded.
+        region: the region of the last heading; None before the first equation and after the last.
+        eqn: the equation, if it is one.
+    """
+
+    text: str
+    lines: tuple[str, ...]
+    region: Region | None = None
+    eqn: Eqn | None = None
+
+
+def entries(graph: Graph, full: bool = False) -> Iterator[Entry]:
+    """The entries of a program in order."""
+    yield _entry(header(graph))
+    for note in graph.notes:
+        yield _entry(f"# note: {note}")
+    yield _entry(f"def {graph.name}(")
+    for var in graph.inputs:
+        yield _entry(f"    {var.name}: {var.type},")
+    yield _entry("):")
+    region = None
+    column = min([_MARGIN, *(WIDTH - len(_comment(eqn.source)) for eqn in graph.eqns)])
+    for eqn in graph.eqns:
+        # A schedule moves collectives into other regions.
+        is_moved = eqn.provenance is not None or op_name(eqn.op) == "wait"
+        if eqn.region != region and (region is None or not is_moved):
+            region = eqn.region
+            yield Entry(f"  # {region}", (f"  # {region}",), region)
+        text = [*lines(eqn, full, column), *_nested_lines(eqn, full, column)]
+        yield Entry(f"{equation(eqn)}  # {eqn.source}", tuple(text), region, eqn)
+    yield Entry("  return " + ", ".join(map(value, graph.outputs)), _returned(graph, full))
+
+
+def _entry(text: str) -> Entry:
+    """An entry that is no equation; a long one is wrapped."""
+    first, *rest = wrap(text)
+    if text.startswith("#"):
+        rest = [f"#{line[1:]}" for line in rest]
+    return Entry(text, (first, *rest))
+
+
+def _returned(graph: Graph, full: bool) -> tuple[str, ...]:
+    """The lines of the outputs. If they need more than one line, the state folds, and so do the outputs after it."""
+    outputs = [value(x) for x in graph.outputs]
+    line = "  return " + ", ".join(outputs)
+    if len(line) <= WIDTH:
+        return (line,)
+    if full:
+        lines = [part for x in outputs for part in wrap(f"    {x},")]
+        return ("  return (", *lines, "  )")
+    parts = outputs[: graph.num_state], outputs[graph.num_state :]
+    return tuple(wrap("  return " + ", ".join(fold(part) for part in parts if part)))
+
+
+def _nested_lines(eqn: Eqn, full: bool, column: int) -> list[str]:
+    """The functions that an equation calls, in lines that print beneath it."""
+    text: list[str] = []
+    for function in functions(eqn):
+        text += wrap(f"    {_signature(function)}")
+        for e in function.graph.eqns:
+            text += [f"    {line}" for line in lines(e, full, column - 4, WIDTH - 4)]
+            text += [f"    {line}" for line in _nested_lines(e, full, column - 4)]
+        text += wrap(f"      return {', '.join(map(value, function.graph.outputs))}")
+    return text
+
+
+def _signature(function: Function) -> str:
+    return f"def {function.graph.name}({', '.join(map(repr, function.graph.inputs))}):"
+
+
+def lines(eqn: Eqn, full: bool = False, column: int = _MARGIN, width: int = WIDTH) -> list[str]:
+    """The equation in lines of at most `width` columns. The first ends with the user's line, at `column` or after it.
+
+    An equation that fits is printed on one line or on two. In a longer one every list folds, as
+    `[w, ... 26 more: 3 MiB]`. With `full` each result and each member of a list has a line of its own instead.
+    """
+    comment = _comment(eqn.source)
+    room = width - (len(comment) + 2 if comment else 0)
+    for layout in _layouts(eqn, full):
+        if len(layout[0]) <= room and max(map(len, layout)) <= width:
+            break
+    first, *rest = wrap(layout[0], room)
+    for line in layout[1:]:
+        rest += wrap(line, width)
+    if comment:
+        column = max(len(first) + 2, min(column, width - len(comment)))
+        first = f"{first:<{column}}{comment}"
+    return [first, *rest]
+
+
+def _layouts(eqn: Eqn, full: bool) -> Iterator[list[str]]:
+    """The ways to print an equation in lines, the preferred one first; the last is the shortest, or the `full` one."""
+    results = _results(eqn)
+    whole, call = ", ".join(results), _call(eqn, value)
+    yield [f"  {whole} = {call}"]
+    if full:
+        *first, last = (f"  {result}" for result in results)
+        members = f"    = {_call(eqn, _one_a_line)}".split("\n")
+        yield [*(f"{line}," for line in first), last, *members]
+        return
+    yield [f"  {whole}", f"    = {call}"]
+    in_lists = any(_is_bucket(x) for _, x in _arguments(eqn))
+    few = fold(results) if in_lists or len(results) > _MANY else whole
+    call = _call(eqn, partial(_folded, wire=eqn.kwargs.get("dtype")))
+    yield [f"  {few}", f"    = {call}"]
+
+
+def _results(eqn: Eqn) -> list[str]:
+    return ["_" if out is None else f"{out.name}: {out.type}" for out in eqn.outs]
+
+
+def _call(eqn: Eqn, show: Callable[[Any], str]) -> str:
+    return f"{op_name(eqn.op)}({', '.join(key + show(x) for key, x in _arguments(eqn))})"
+
+
+def _arguments(eqn: Eqn) -> list[tuple[str, Any]]:
+    """The arguments that print, each with the key that prints before it."""
+    arguments = [("", x) for x in eqn.args]
+    for key, x in eqn.kwargs.items():
+        if x is not None and key not in _DEFAULTS:
+            arguments.append(("" if key in ("dtype", "op") else f"{key}=", x))
+    return arguments
+
+
+def _is_bucket(x: Any) -> bool:
+    """Whether an argument is a list of values, as the members of a bucket are."""
+    return isinstance(x, (list, tuple)) and bool(x) and all(isinstance(v, Var) for v in x)
+
+
+def _folded(x: Any, wire: torch.dtype | None) -> str:
+    """An argument in its shortest form. A list of values is its first, the number of the others, and their bytes."""
+    if _is_bucket(x):
+        size = sum(v.numel * (wire or v.dtype).itemsize for v in x)
+        return f"[{fold([v.name for v in x], f': {format_bytes(size)}')}]"
+    if isinstance(x, Mapping):
+        return f"{{... {len(x)} options}}"
+    if isinstance(x, (list, tuple)) and len(x) > _MANY:
+        return f"[{fold([value(item) for item in x])}]"
+    return value(x)
+
+
+def _one_a_line(x: Any) -> str:
+    """An argument in its longest form. A list of several values has a line for each."""
+    if not _is_bucket(x) or len(x) == 1:
+        return value(x)
+    return "[\n" + "".join(f"        {v.name},\n" for v in x) + "    ]"
+
+
+def _comment(source: Source | None) -> str:
+    """The user's line as a comment; of a long one, the start and the end."""
+    text = str(source) if source else ""
+    if len(text) > _LONGEST_SOURCE:
+        text = f"{text[: _LONGEST_SOURCE // 2]}...{text[3 - _LONGEST_SOURCE // 2 :]}"
+    return f"# {text}" if text else ""
+
+
+class HasGraph(Protocol):
+    """A stage of a step: `Traced`, `Lowered` or `Compiled`."""
+
+    @property
+    def graph(self) -> Graph: ...
+
+
+class Printed:
+    """What all stages share: each prints as its program."""
+
+    def as_text(self: HasGraph, *, full: bool = False) -> str:
+        """The program as text; a long bucket folds, or with `full` has a line for each member."""
+        return program(self.graph, full)
+
+    def __str__(self: HasGraph) -> str:
+        return program(self.graph)
+
+    def _repr_html_(self: HasGraph) -> str:
+        return html(self.graph)
+
+
+def html(graph: Graph) -> str:
+    """A program as HTML, for a cell of a notebook: a block for each region, which the reader can fold.
+
+    It has no script, no picture and no style sheet. A long region ends after 400 equations; `print` shows all of them.
+
+    >>> x, y = Var("x", torch.float32, (4,)), Var("<y>", torch.float32, (4,))
+    >>> cell = html(Graph("f", (x,), (Eqn(torch.ops.aten.relu.default, (x,), (y,)),), (y,), 0))
+    >>> "&lt;y&gt;: f32[4] = relu(x)" in cell, "<y>" in cell
+    (True, False)
+    """
+    regions = groupby(entries(graph), lambda entry: entry.region)
+    blocks = "".join(_html_block(region, list(block)) for region, block in regions)
+    return f'<div style="overflow-x: auto">{blocks}</div>'
+
+
+def _html_block(region: str | None, block: list[Entry]) -> str:
+    if region is None:
+        return f'<pre style="margin: 0; {_TEXT_STYLE}">{_html_text(block)}</pre>'
+    equations = block[1:]  # after the heading
+    left_out = len(equations) - _MOST_IN_NOTEBOOK
+    more = f"\n  ... {left_out:,} more" if left_out > 0 else ""
+    edge = f"margin: 0; padding-left: 8px; border-left: 3px solid {_EDGES.get(region, 'grey')}"
+    return (
+        f'<details open style="margin: 4px 0"><summary>{escape(region)}, {len(equations):,} equations</summary>'
+        f'<pre style="{edge}; {_TEXT_STYLE}">{_html_text(equations[:_MOST_IN_NOTEBOOK])}{more}</pre></details>'
+    )
+
+
+def _html_text(block: Iterable[Entry]) -> str:
+    return "\n".join(_html_line(line, entry) for entry in block for line in entry.lines)
+
+
+def _html_line(line: str, entry: Entry) -> str:
+    """A line, with the user's line paler than the rest."""
+    text, mark, comment = line.rpartition("  # ")
+    if not mark or entry.eqn is None or entry.eqn.source is None:
+        return escape(line)
+    return f'{escape(text)}<span style="opacity: .55">{escape(mark + comment)}</span>'

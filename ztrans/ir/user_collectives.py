@@ -1,0 +1,163 @@
+"""The collectives that the user's step calls itself (tensor parallel, expert parallel), named by mesh axis.
+
+A step may call `torch.distributed._functional_collectives`. Its collectives stay where the user put them. The name of a
+process group means nothing on another rank or in another job, so in a program a collective names the mesh axis. The
+name of this rank's group returns when the program is bound to a mesh.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import ops
+from .axes import axis_of_group, members, submesh
+from .graph import Eqn, Graph, Layout, Split, Var
+from .layout import mesh_axes
+from .rules import Axes, Memberwise
+from .source import where
+
+_NAMESPACE = "_c10d_functional::"
+_ELEMENTWISE = ("all_reduce", "broadcast", "wait_tensor")
+_SAME_EVERYWHERE = ("all_reduce", "all_gather_into_tensor", "broadcast")
+_SCATTERS = ("reduce_scatter_tensor", "all_to_all_single")
+
+
+@functools.cache
+def collective_name(op: Any) -> str:
+    """The name of a functional collective of PyTorch, such as `wait_tensor`; empty for any other operation.
+
+    A collective of several tensors has the name of that of one.
+    """
+    name = getattr(getattr(op, "_schema", None), "name", "")
+    if not name.startswith(_NAMESPACE):
+        return ""
+    return name.removeprefix(_NAMESPACE).removesuffix("_coalesced")
+
+
+def is_users(eqn: Eqn) -> bool:
+    """Whether the equation is a collective of the user's own step, or a wait for one."""
+    return collective_name(eqn.op) != ""
+
+
+def is_wait(eqn: Eqn) -> bool:
+    """Whether the equation waits for a collective of the user's own step."""
+    return collective_name(eqn.op) == "wait_tensor"
+
+
+def scatters(eqn: Eqn) -> bool:
+    """Whether the equation is a collective of the user's step that gives each rank another result."""
+    return collective_name(eqn.op) in _SCATTERS
+
+
+class UserStart(Memberwise):
+    """Rules of a collective of the user's own step."""
+
+    starts = True
+    lane = "(step)"
+
+    def axis(self, eqn: Eqn) -> str:
+        return eqn.args[-1]
+
+    def varies(self, eqn: Eqn, over: Mapping[Var, Axes]) -> Axes:
+        """What every rank of a group gets the same of does not vary over its axis."""
+        axes = super().varies(eqn, over)
+        same = collective_name(eqn.op) in _SAME_EVERYWHERE
+        return axes - {*members(self.axis(eqn))} if same else axes
+
+    def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        options, ranks = eqn.args[1:-1], range(len(terms))
+        match collective_name(eqn.op):
+            case "all_reduce":
+                whole = _total(options[0], terms)
+                return [whole for _ in ranks]
+            case "reduce_scatter_tensor":
+                return [part.clone() for part in _total(options[0], terms).chunk(len(ranks))]
+            case "all_gather_into_tensor":
+                return [torch.cat(list(terms)) for _ in ranks]
+            case "broadcast":
+                return [terms[options[0]] for _ in ranks]
+            case "all_to_all_single":
+                sent = [term.split(options[1]) for term in terms]
+                return [torch.cat([parts[rank] for parts in sent]) for rank in ranks]
+            case kind:
+                raise ValueError(
+                    f"lockstep: the step's own {kind} goes from one rank to another, and here all ranks run one "
+                    f"program.\n  at {where(eqn.source)}\n"
+                    f"Run the step on real ranks, lowered.compile() on each, or send with a collective "
+                    f"(all_to_all, broadcast)."
+                )
+
+
+class UserWait(Memberwise):
+    """Rules of the wait for a collective of the user's own step."""
+
+    waits = True
+
+
+USER_START = UserStart()
+USER_WAIT = UserWait()
+
+
+def _total(op: str, terms: Sequence[torch.Tensor]) -> torch.Tensor:
+    return ops.reduce(terms, "mean" if op == "avg" else op, terms[0].dtype)
+
+
+def on_parts(eqn: Eqn, layouts: Sequence[Layout]) -> list[Layout]:
+    """The layouts that a collective of the user's step takes its arguments in, and returns its results in.
+
+    Args:
+        eqn: the collective.
+        layouts: the layouts that its arguments have.
+
+    An elementwise collective takes parts as they are, but no unreduced terms. All others take whole values. So does an
+    elementwise collective over the axis that its argument is split over, because the parts of its ranks hold different
+    elements.
+    """
+    if collective_name(eqn.op) not in _ELEMENTWISE:
+        return [() for _ in layouts]
+    over = set(members(eqn.args[-1])) if _names_group(eqn) else set()
+    stays = lambda p: isinstance(p, Split) and over.isdisjoint(members(p.axis))
+    return [tuple(filter(stays, layout)) for layout in layouts]
+
+
+def by_axis(graph: Graph, mesh: DeviceMesh) -> Graph:
+    """The program with mesh axes in place of the process groups that its collectives name.
+
+    A group that the step made itself is named by the axis along which its ranks lie, several axes as a joint axis.
+    """
+    names: dict[str, str] = {mesh.get_group(axis).group_name: axis for axis, _ in mesh_axes(mesh)}
+    for group in _groups(graph) - {*names, *names.values()}:
+        axis = axis_of_group(mesh, group)
+        if axis is not None:
+            names[group] = axis
+    joint = {axis for axis in names.values() if len(members(axis)) > 1}
+    new = sorted(joint.difference(graph.joint))
+    return _renamed(graph, names).replace(joint=(*graph.joint, *new))
+
+
+def by_group(graph: Graph, mesh: DeviceMesh) -> Graph:
+    """The program with this rank's process groups in place of mesh axes: the inverse of `by_axis`."""
+    names = {}
+    for axis in sorted(_groups(graph) & graph.axes.keys()):
+        names[axis] = submesh(mesh, [axis]).get_group().group_name
+    return _renamed(graph, names)
+
+
+def _groups(graph: Graph) -> set[str]:
+    """The groups, or axes, that the collectives of the user's step name."""
+    return {eqn.args[-1] for eqn in graph.eqns if _names_group(eqn)}
+
+
+def _names_group(eqn: Eqn) -> bool:
+    """Whether an equation is a collective of the user's step, which names its group, and no wait for one."""
+    return is_users(eqn) and bool(eqn.args) and isinstance(eqn.args[-1], str)
+
+
+def _renamed(graph: Graph, names: Mapping[str, str]) -> Graph:
+    renamed = lambda e: e.replace(args=(*e.args[:-1], names.get(e.args[-1], e.args[-1])))
+    return graph.replace(eqns=tuple(renamed(e) if _names_group(e) else e for e in graph.eqns))

@@ -1,0 +1,72 @@
+"""Invariant and varying values: which values differ from rank to rank, and over which mesh axes.
+
+The batch varies, and so does every value that depends on it, and every random draw. The state is invariant. So is the
+gradient of an invariant value, because it will be reduced, and the result of a `pmean`, a `psum` or an all_reduce over
+its axis. JAX checks the same property by `check_vma`; here it is derived from the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from .axes import members
+from .collectives import role, rules
+from .graph import Eqn, Graph, Var, producers, variables
+from .op_facts import is_random
+from .relations import needed
+from .rules import Axes
+from .user_collectives import is_users, is_wait, scatters
+
+Varying = dict[Var, Axes]
+
+
+def varying(graph: Graph, axes: Sequence[str]) -> Varying:
+    """For each varying value, the axes over which it differs. A value that is not in the result is invariant."""
+    over: Varying = {v: frozenset(axes) for v in graph.batch}
+    for eqn in graph.eqns:
+        draws = is_random(eqn.op) and not _draws_on_shards(eqn, over)
+        differs = frozenset(axes) if draws else rules(eqn).varies(eqn, over)
+        if differs:
+            over.update(dict.fromkeys(eqn.results, differs))
+    return over
+
+
+def differing(graph: Graph, leaves: Mapping[Var, Axes], axes: Sequence[str]) -> Varying:
+    """For each value, the axes over which it differs because leaves of the state do.
+
+    Args:
+        graph: the program.
+        leaves: the axes over which each leaf differs: over those of expert parallelism, ranks hold other experts.
+        axes: all axes over which a value may differ.
+    """
+    over: Varying = {leaf: differs for leaf, differs in leaves.items() if differs}
+    for eqn in graph.eqns:
+        differs = rules(eqn).varies(eqn, over)
+        if scatters(eqn):
+            differs |= {*members(rules(eqn).axis(eqn) or "")} & {*axes}
+        if differs:
+            over.update(dict.fromkeys(eqn.results, differs))
+    return over
+
+
+def replicated_equations(graph: Graph) -> set[Eqn]:
+    """The equations that every rank must compute alike, or the states of the ranks would diverge.
+
+    The new state depends on them other than through a reduction or the step's own collectives.
+    """
+    makers = {}
+    for v, e in producers(graph.eqns).items():
+        is_exchange = is_users(e) and not is_wait(e)
+        if not is_exchange and role(e) not in ("grad", "pmean", "state"):
+            makers[v] = e
+    new_state = variables(graph.outputs[: graph.num_state])
+    return needed((makers[v] for v in new_state if v in makers), makers)
+
+
+def _draws_on_shards(eqn: Eqn, over: Varying) -> bool:
+    """Whether an equation of the update draws in the shape of an invariant value.
+
+    Each rank then draws for its own part of that value, so the draws together are one invariant value.
+    """
+    invariant = all(v not in over for v in eqn.ins)
+    return eqn.region == "update" and invariant and any(v.shape for v in eqn.ins)
