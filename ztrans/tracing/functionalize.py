@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +19,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..ir.graph import Eqn, Names, Var, substitute
-from ..ir.op_facts import is_random
+from ..ir.op_facts import CAST, op_facts
 from ..ir.printer import op_name
-from ..ir.relations import instances
 from ..ir.source import Source, where
+from ..ir.structure import structure
 from .regions import Fact
 
 aten = torch.ops.aten
@@ -91,10 +91,10 @@ class Builder:
     facts: dict[Eqn, Fact] = field(
         default_factory=dict
     )  # what the tracer recorded about each equation
-    scalars: dict[tuple, Any] = field(
+    scalars: dict[Hashable, Any] = field(
         default_factory=dict
     )  # results of arithmetic on scalars, by what computes them
-    metas: dict[tuple, Any] = field(
+    metas: dict[Hashable, Any] = field(
         default_factory=dict
     )  # results on meta tensors, by the types of the arguments
     source: Source | None = (
@@ -108,11 +108,9 @@ class Builder:
 
     def on_meta(self, op: Any, args: Sequence, kwargs: dict) -> Any:
         """What `op` returns for meta tensors. An optimizer asks the same for many parameters, so results are kept."""
-        typed = lambda var: (var.dtype, var.shape, self.strides[var])
-        key = op, repr(substitute(args, typed)), repr(substitute(kwargs, typed))
-        if key not in self.metas or any(
-            instances((args, kwargs), torch.Tensor)
-        ):  # literals of two shapes print alike
+        call = Eqn(op, tuple(args), (), kwargs)
+        key = structure(call, lambda v: (v.dtype, v.shape, self.strides[v]))
+        if key not in self.metas:
             self.metas[key] = op(*substitute(args, self.meta), **substitute(kwargs, self.meta))
         return self.metas[key]
 
@@ -233,24 +231,18 @@ def _dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
 
 
-def _scalar_key(op: Any, args: Sequence, kwargs: dict) -> tuple | None:
+def _scalar_key(op: Any, args: Sequence, kwargs: dict) -> Hashable | None:
     """What identifies the scalar that an operation computes from scalars and numbers; None for other operations."""
-    if op is aten.full.default and args[0] == []:
-        return op, repr(args), repr(kwargs)
-    if not _is_arithmetic(op, args):
-        return None
-    exact = lambda x: (
-        x if isinstance(x, Var) else (type(x), repr(x))
-    )  # because 1 == 1.0 == True and 0.0 == -0.0
-    return op, *map(exact, args), *((k, exact(v)) for k, v in sorted(kwargs.items()))
+    is_literal = op is aten.full.default and args[0] == []
+    if is_literal or _is_arithmetic(op, args):
+        return structure(Eqn(op, tuple(args), (), kwargs), lambda v: v)
+    return None
 
 
 def _is_arithmetic(op: Any, args: Sequence) -> bool:
     """Whether an operation computes a number from numbers: scalar tensors and literals."""
-    is_pointwise = isinstance(op, torch._ops.OpOverload) and (
-        torch.Tag.pointwise in op.tags or op is aten._to_copy.default
-    )
-    if not is_pointwise or is_random(op):
+    facts = op_facts(op)
+    if facts.random or not (facts.pointwise or op is CAST):
         return False
     is_number = lambda x: not x.shape if isinstance(x, Var) else type(x) in (int, float)
     return any(isinstance(x, Var) for x in args) and all(map(is_number, args))

@@ -5,13 +5,14 @@ Equal equations are computed once. Reductions of one kind share a message, so th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 import torch
 
 from ...ir.collectives import bucket_key, coalesce, reduce, role, rules, wait
 from ...ir.graph import Eqn, Graph, Names, Provenance, Var, producers
-from ...ir.relations import grouped, instances, needed
+from ...ir.relations import grouped, needed
+from ...ir.structure import structure
 
 
 class Head:
@@ -28,7 +29,7 @@ class Head:
         self.values: dict[Var, Var] = {
             v: v for v in graph.inputs if v not in graph.batch and not v.layout
         }
-        self._known: dict[str, Eqn] = {}
+        self._known: dict[Hashable, Eqn] = {}
         self._round: dict[
             Var, int
         ] = {}  # how many reductions a value depends on that follow each other
@@ -36,11 +37,7 @@ class Head:
     def add(self, eqn: Eqn) -> Eqn:
         """Add an equation, unless the head has an equal one. Returns the equation that the head has."""
         eqn = eqn.reading(lambda v: self.values.get(v, v), region="forward", order=None)
-        arguments = eqn.args, eqn.kwargs
-        constants = [
-            x.tolist() for x in instances(arguments, torch.Tensor)
-        ]  # in full, which their texts are not
-        known = self._known.setdefault(repr((eqn.op, *arguments, constants)), eqn)
+        known = self._known.setdefault(structure(eqn, lambda v: v), eqn)
         if known is eqn:
             self.eqns.append(eqn)
             before = max((self._round.get(v, 0) for v in eqn.ins), default=0)
