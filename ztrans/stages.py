@@ -19,10 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from .calling.call import BoundCall
+from .calling.global_state import no_collection
 from .calling.inputs import check_surroundings
 from .calling.signature import Surroundings
 from .compiled import Compiled
-from .ir.ambient import no_collection, refuse_inside, without_autocast
+from .ir.ambient import refuse_inside, without_autocast
 from .ir.collectives import erase_trivial
 from .ir.differences import traffic
 from .ir.graph import Graph, dce

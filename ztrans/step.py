@@ -21,11 +21,12 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .calling.call import BoundCall, StepFunction
+from .calling.global_state import no_collection
 from .calling.inputs import Inputs, check_state
 from .calling.signature import Signature, Surroundings
 from .calling.trees import leaf_names, state_leaves
 from .compiled import Compiled
-from .ir.ambient import no_collection, refuse_inside
+from .ir.ambient import refuse_inside
 from .ir.graph import Layout
 from .ir.layout import AbstractMesh
 from .ir.source import user_source

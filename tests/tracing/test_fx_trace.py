@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import ztrans as zt
 from tests.support.programs import CASES
 from tests.support.worlds import clone
-from ztrans.ir.ambient import having
+from ztrans.calling.global_state import patched
 from ztrans.ir.layout import as_tensor
 from ztrans.tracing.annotate import origin_of
 
@@ -36,7 +36,7 @@ def test_the_fx_graph_has_the_bits_of_the_plain_step(name):
     batch = case.batch(case.samples)
     traced = zt.Step.of(case.step).trace(clone(state), *batch)
     torch.manual_seed(0)
-    with having(torch.compiler, _is_compiling_flag=name in ("adamw_single", "adamw_foreach")):
+    with patched(torch.compiler, _is_compiling_flag=name in ("adamw_single", "adamw_foreach")):
         want = tensor_leaves(case.step(clone(state), *clone(batch)))
     torch.manual_seed(0)
     got = traced.fx(*tensor_leaves((clone(state), *clone(batch))))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,22 +22,19 @@ from torch.utils import _pytree as pytree
 @functools.cache
 def _devices() -> tuple[str, ...]:
     """The types of the devices of this machine; autocast is set for each of them."""
-    accelerator = (
-        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    )
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
 def ambient() -> dict[str, Any]:
     """The settings of PyTorch on which a trace depends, by name."""
-    cast = lambda device: (
-        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else "off"
-    )
-    return {
-        **{f"autocast on {device}": cast(device) for device in _devices()},
-        "the default dtype": torch.get_default_dtype(),
-        "the default device": torch.get_default_device(),
-    }
+    settings: dict[str, Any] = {}
+    for device in _devices():
+        on = torch.is_autocast_enabled(device)
+        settings[f"autocast on {device}"] = torch.get_autocast_dtype(device) if on else "off"
+    settings["the default dtype"] = torch.get_default_dtype()
+    settings["the default device"] = torch.get_default_device()
+    return settings
 
 
 @contextlib.contextmanager
@@ -54,44 +50,6 @@ def without_autocast() -> Iterator[None]:
 def without_function_modes() -> contextlib.AbstractContextManager:
     """Hide the functions of PyTorch that are called inside from the caller's modes, which would see and slow them."""
     return torch._C.DisableTorchFunction()
-
-
-@contextlib.contextmanager
-def having(owner: Any, **values: Any) -> Iterator[None]:
-    """Let attributes of `owner` have other values inside. What it inherited before, it inherits afterwards.
-
-    >>> with having(owner := type("Owner", (), {"size": 1})(), size=2):
-    ...     owner.size
-    2
-    >>> owner.size, vars(owner)
-    (1, {})
-    """
-    before = {name: getattr(owner, name) for name in values}
-    inherited = values.keys() - vars(owner).keys()
-    try:
-        for name, value in values.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
-        for name in inherited & vars(owner).keys():  # a property keeps its value elsewhere
-            delattr(owner, name)
-
-
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Collect no garbage inside the context.
-
-    Each collection would walk the growing graph, and the time of a trace would be quadratic in its length.
-    """
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def refuse_inside(name: str, arguments: Any) -> None:

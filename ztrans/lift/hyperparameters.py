@@ -19,8 +19,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..calling.global_state import patched
 from ..calling.signature import is_number
-from ..ir.ambient import having
 from ..ir.source import user_source, where
 from ..tracing.errors import TraceError
 
@@ -161,5 +161,5 @@ def schedulers_refused() -> Iterator[None]:
             f"optimizer.param_groups[0]['lr']."
         )
 
-    with having(LRScheduler, __getattribute__=refuse):
+    with patched(LRScheduler, __getattribute__=refuse):
         yield

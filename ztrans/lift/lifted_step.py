@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 from torch.utils import _pytree as pytree
 
 from ..calling.call import ExtraInputs
-from ..ir.ambient import having
+from ..calling.global_state import patched
 from ..tracing.errors import OutsideTensorError, ReadsValueError, TraceError
 from .gradients import Gradients
 from .hyperparameters import (
@@ -144,7 +144,7 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
             for optimizer in self._optimizers:
                 groups = _groups_with(optimizer, params, names, inputs)
                 entries = _entries_with(optimizer, params, names, state["optimizer"])
-                stack.enter_context(having(optimizer, param_groups=groups, state=entries))
+                stack.enter_context(patched(optimizer, param_groups=groups, state=entries))
             stack.enter_context(unchanged(self._optimizers))
             yield
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ..ir.ambient import having
+from ..calling.global_state import patched
 from ..ir.collectives import HALF
 from ..ir.source import user_source, where
 from ..tracing.errors import TraceError
@@ -50,12 +50,12 @@ def settings_of(scaler: GradScaler | None) -> tuple:
 def scaling(scaler: GradScaler | None, state: State | None) -> Iterator[None]:
     """While this is active, `scaler` uses and changes the tensors of `state`. Any other scaler is refused."""
     if scaler is None or state is None:
-        with having(GradScaler, scale=_refuse_scale):
+        with patched(GradScaler, scale=_refuse_scale):
             yield
         return
     per_optimizer: dict[int, Any] = defaultdict(grad_scaler._refresh_per_optimizer_state)
     with (
-        having(
+        patched(
             scaler,
             _scale=state["scale"],
             _growth_tracker=state["growth"],

@@ -21,7 +21,7 @@ import torch.utils.checkpoint as plain
 from torch.distributed._composable import checkpoint_activation as composable
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..ir.ambient import having
+from ..calling.global_state import patched
 
 # PyTorch's generator that runs before and after the function of a checkpoint. Torch 2.14 has renamed it.
 _GENERATOR = "_checkpoint_without_reentrant_generator"
@@ -80,9 +80,9 @@ def mark_checkpoints() -> Iterator[None]:
                 del meta[_MARK]
 
     with (
-        having(plain, **{_GENERATOR: run}),
-        having(composable, **{_GENERATOR: run}),
-        having(plain.CheckpointFunction, apply=_as_if_not_reentrant),
+        patched(plain, **{_GENERATOR: run}),
+        patched(composable, **{_GENERATOR: run}),
+        patched(plain.CheckpointFunction, apply=_as_if_not_reentrant),
     ):
         yield
 

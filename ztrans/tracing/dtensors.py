@@ -22,7 +22,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import ops
-from ..ir.ambient import having, without_function_modes
+from ..calling.global_state import patched
+from ..ir.ambient import without_function_modes
 from ..ir.layout import Own
 from .errors import TraceError, TraceTypeError
 
@@ -64,8 +65,8 @@ def unrecorded_layouts() -> Iterator[None]:
         with _disable_current_modes(), without_function_modes():
             return sliced(mesh, names)
 
-    without_shapes = having(propagator, _propagate_tensor_meta_non_cached=hidden_shapes)
-    with without_shapes, having(DeviceMesh, __getitem__=hidden_slice):
+    without_shapes = patched(propagator, _propagate_tensor_meta_non_cached=hidden_shapes)
+    with without_shapes, patched(DeviceMesh, __getitem__=hidden_slice):
         yield
 
 

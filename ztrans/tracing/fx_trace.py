@@ -29,7 +29,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
-from ..ir.ambient import having
+from ..calling.global_state import patched
 from . import c10d
 from .annotate import Annotate
 from .checkpoints import mark_checkpoints
@@ -167,7 +167,7 @@ def _settings() -> Iterator[None]:
             stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         # Its context manager is younger than torch 2.11.
-        stack.enter_context(having(torch.compiler, _is_compiling_flag=True))
+        stack.enter_context(patched(torch.compiler, _is_compiling_flag=True))
         # A region inside of torch.compile is traced as any other code.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_without_onednn())

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..ir.ambient import having
+from ..calling.global_state import patched
 from ..ir.relations import instances
 from ..ir.source import user_source
 from .annotate import Origin, noting
@@ -39,14 +39,14 @@ _COND = sys.modules[
 
 def any_operands() -> contextlib.AbstractContextManager[None]:
     """Let the operands of `torch.cond` be any containers of tensors. It checks them before it can be intercepted."""
-    return having(_COND, validate_subgraph_args_types=lambda operands: None)
+    return patched(_COND, validate_subgraph_args_types=lambda operands: None)
 
 
 @contextlib.contextmanager
 def attention_on_every_device() -> Iterator[None]:
     """Let flex_attention be traced for any device. Without a kernel, a program computes it by its dense meaning."""
     with (
-        having(flex_attention, _validate_device=lambda query, key, value: None),
+        patched(flex_attention, _validate_device=lambda query, key, value: None),
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", "flex_attention called without torch.compile")

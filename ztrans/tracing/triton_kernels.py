@@ -19,7 +19,7 @@ import torch
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._library.triton import set_wrap_triton_enabled
 
-from ..ir.ambient import having
+from ..calling.global_state import patched
 from ..ir.launch import Launch, chooses, unwrapped
 from .errors import writes_nothing
 from .functionalize import Builder
@@ -34,7 +34,7 @@ def record_launches() -> Iterator[None]:
         return
     from triton.runtime.jit import KernelInterface
 
-    with having(KernelInterface, __getitem__=_recorded_launch), set_wrap_triton_enabled(False):
+    with patched(KernelInterface, __getitem__=_recorded_launch), set_wrap_triton_enabled(False):
         yield
 
 

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from ... import ops
-from ...ir.ambient import no_collection
+from ...calling.global_state import no_collection
 from ...ir.graph import Eqn, Graph, Var
 from ...ir.update_groups import is_fused_update
 from ..executable import Executable
