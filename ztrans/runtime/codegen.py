@@ -353,10 +353,10 @@ def _higher_order(emission: Emission, eqn: Eqn) -> list:
 
 def _attention(emission: Emission, eqn: Eqn) -> tuple[str, attention.Attention]:
     """The submodule that computes attention, and its name. Equal layers share it, and so its kernel."""
-    text = attention.text(eqn)
+    computed = attention.computes(eqn)
     modules = dict(emission.module.named_children())
     for name, module in modules.items():
-        if isinstance(module, attention.Attention) and module.text == text:
+        if isinstance(module, attention.Attention) and module.computes == computed:
             return name, module
     return f"{op_name(eqn.op)}_{len(modules)}", attention.Attention(eqn, nested)
 

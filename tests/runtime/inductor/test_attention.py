@@ -102,7 +102,7 @@ def test_forward_and_backward_are_compiled_for_sm_90(tmp_path):
     to_meta = lambda tree: {k: v.to("meta") for k, v in tree.items()}
     graph = zt.Step.of(train).lower(to_meta(STATE), *(x.to("meta") for x in BATCH)).graph
     for eqn, results in zip(attentions(graph), (2, 4), strict=True):
-        wanted = Attention(eqn, nested).wanted
+        wanted = Attention(eqn, nested).bound_results
         sources = triton_source.sources(
             lambda *x, f=wanted: f(*x), [(v.dtype, v.shape) for v in eqn.ins]
         )

@@ -9,7 +9,7 @@ In f64 it does so on GPUs too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +17,12 @@ import torch
 from ...ir.graph import Eqn, substitute
 from ...ir.higher_order import Function, has_kernel, is_dense
 from ...ir.operations import bound, call_operator
-from .compiler import fused
-from .fake_layouts import Strided, as_text
+from ...ir.structure import structures
+from .compiler import Strided, fused
 
 
 class Attention(torch.nn.Module):
-    """A call of attention as a submodule of generated code. Equations with the same `text` can share one.
+    """A call of attention as a submodule of generated code. Equations that compute the same can share one.
 
     The first call on a GPU compiles the kernel, for the layouts of its arguments. Later arguments with other layouts
     are copied.
@@ -31,19 +31,19 @@ class Attention(torch.nn.Module):
     def __init__(self, eqn: Eqn, nested: Callable[[Function], torch.nn.Module]) -> None:
         """The equation has the sizes of one rank. `nested` returns the code of a function that it calls."""
         super().__init__()
-        self.text, self._ins, self._bound = text(eqn), eqn.ins, bound(eqn)
+        self.computes = computes(eqn)
         self._op: Any = eqn.op
+        self._ins = eqn.ins
+        self._bound = bound(eqn)
         self._args = _with_code(eqn.args, nested)
         self._layouts: list[Strided] = []
         self._kernel: Callable[[list], Sequence] | None = None
 
     def forward(self, *values: torch.Tensor) -> list[torch.Tensor | None]:
         query = values[0]
-        return (
-            self.by_kernel(*values)
-            if query.is_cuda and has_kernel(query.dtype)
-            else self.densely(*values)
-        )
+        if query.is_cuda and has_kernel(query.dtype):
+            return self.by_kernel(*values)
+        return self.densely(*values)
 
     def densely(self, *values: torch.Tensor) -> list[torch.Tensor | None]:
         """The results by the dense meaning of the operator."""
@@ -53,15 +53,12 @@ class Attention(torch.nn.Module):
         """The results by the kernel; None for those that the equation does not bind."""
         if self._kernel is None:
             self._layouts = [Strided.of(x) for x in values]
-            self._kernel = fused(
-                self.wanted, lambda: [x.empty() for x in self._layouts], deterministic=True
-            )
-        results = iter(
-            self._kernel([layout.conform(x) for layout, x in zip(self._layouts, values)])
-        )
+            self._kernel = fused(self.bound_results, self._layouts, deterministic=True)
+        inputs = [layout.conform(x) for layout, x in zip(self._layouts, values)]
+        results = iter(self._kernel(inputs))
         return [next(results) if is_bound else None for is_bound in self._bound]
 
-    def wanted(self, *values: torch.Tensor) -> list[torch.Tensor]:
+    def bound_results(self, *values: torch.Tensor) -> list[torch.Tensor]:
         """The results that the equation binds. Inductor compiles this function."""
         written = {"OUTPUT_LOGSUMEXP": self._bound[1], "OUTPUT_MAX": self._bound[2]}
 
@@ -77,17 +74,15 @@ class Attention(torch.nn.Module):
         return substitute(self._args, dict(zip(self._ins, values, strict=True)).__getitem__)
 
 
-def text(eqn: Eqn) -> str:
-    """A call of attention as text, in which values have numbers."""
-    return as_text([eqn], eqn.ins, (), {v: (v.type,) for v in eqn.ins})
+def computes(eqn: Eqn) -> Hashable:
+    """What a call of attention computes."""
+    return structures([eqn], eqn.ins, (), lambda v: v.type)
 
 
 def _with_code(tree: Any, nested: Callable[[Function], torch.nn.Module]) -> Any:
     """Arguments, with the code of each function."""
     if isinstance(tree, Function):
         return nested(tree)
-    return (
-        type(tree)([_with_code(x, nested) for x in tree])
-        if isinstance(tree, (list, tuple))
-        else tree
-    )
+    if isinstance(tree, (list, tuple)):
+        return type(tree)([_with_code(x, nested) for x in tree])
+    return tree

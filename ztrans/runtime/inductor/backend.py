@@ -1,14 +1,13 @@
 """Backend: compile groups of equations of a program to kernels, with Inductor.
 
-Equal groups share a kernel. Groups are compared as text in which values are numbered, so a model of many equal layers
-compiles a few kernels. Nothing is sent while a program is compiled. Results are those of the eager backend up to
-rounding: a fused sum adds in another order, values inside a kernel are not rounded to half precision, and another
-library may compute a product.
+Equal groups share a kernel, so a model of many equal layers compiles a few kernels. Nothing is sent while a program is
+compiled. Results are those of the eager backend up to rounding: a fused sum adds in another order, and values inside a
+kernel are not rounded to half precision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +18,13 @@ from ...ir.donation import Donation, donation, is_constant
 from ...ir.graph import Eqn, Graph, Var, producers
 from ...ir.layout import localize
 from ...ir.operations import compute
+from ...ir.structure import structures
 from ...ir.user_collectives import by_group, is_users
 from ...ir.varying import varying
 from ...ir.write_order import first_write
 from ..codegen import Kernel, coordinates, to_fx
 from ..executable import Executable, aliased_outputs
-from .compiler import bare, fused
-from .fake_layouts import Strided, as_text, infer_layouts
+from .compiler import Strided, bare, fused, infer_layouts
 from .fusion import Group, fuse
 
 
@@ -44,20 +43,24 @@ class KernelCall:
         layouts: Sequence[Strided],
     ) -> None:
         self.__name__ = "kernel"  # of the function in the code that calls it
-        self.kernel, self.written, self.layouts = kernel, written, layouts
+        self.kernel = kernel
+        self.written = written
+        self.layouts = layouts
         self._copied: list[int] = []
         self._run: Callable[[list], Sequence] | None = None
 
     def __call__(self, *args: torch.Tensor) -> Sequence[torch.Tensor]:
-        given = [*args]
-        if self._run is None:
+        is_first = self._run is None
+        if is_first:
             self._copied = [k for k, layout in enumerate(self.layouts) if not layout.fits(args[k])]
+        inputs = [*args]
         for k in self._copied:
-            given[k] = self.layouts[k].conform(args[k])
+            inputs[k] = self.layouts[k].conform(args[k])
         if self._run is None:
-            returned, self._run = self.kernel(given), bare(self.kernel)
+            returned = self.kernel(inputs)
+            self._run = bare(self.kernel)
         else:
-            returned = self._run(given)
+            returned = self._run(inputs)
         if len(returned) == len(self.written):
             return returned
         results = iter(returned)
@@ -66,31 +69,18 @@ class KernelCall:
 
 @dataclass(frozen=True, eq=False)
 class InductorExecutable(Executable):
-    """A compiled program. A batch with other layouts than `layouts` is copied. `kernels` holds what was compiled, by
-    the text of its equations."""
+    """A compiled program. A batch with other layouts than `layouts`, those of the inputs, is copied.
 
-    kernels: Mapping[str, Callable]  # the compiled kernels, by the text of their equations
-    layouts: Sequence[Strided]  # of the inputs; an input with another layout is copied
+    `kernels` holds what was compiled, by what it computes.
+    """
+
+    kernels: Mapping[Hashable, Callable]
+    layouts: Sequence[Strided]
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         n = self.num_state  # all of which is contiguous, as `layouts` say
         batch = (layout.conform(x) for x, layout in zip(inputs[n:], self.layouts[n:]))
         return super().__call__([*inputs[:n], *batch])
-
-
-@dataclass(frozen=True, eq=False)
-class _LaidOut:
-    """A program and its groups, with the layouts and the lifetimes of its values on one rank.
-
-    The `compiled` groups become kernels. PyTorch computes the others, each in one call.
-    """
-
-    graph: Graph
-    groups: Sequence[Group]
-    compiled: Sequence[Group]
-    at: Mapping[str, int]
-    donation: Donation
-    layouts: Mapping[Var, Strided]
 
 
 def executable(
@@ -103,22 +93,31 @@ def executable(
 
     Returns the program in the order in which it runs, and a function of flat inputs (see `codegen.Executable`).
     """
-    laid_out = _lay_out(*fuse(graph), mesh, coordinates(graph, mesh), inputs)
-    kernels, compiled = _compile(laid_out)
-    groups = [group.eqns for group in laid_out.groups]
-    program = to_fx(laid_out.graph, mesh, True, groups, kernels, on_write=on_write)
-    layouts = [laid_out.layouts[v] for v in graph.inputs]
-    outputs = aliased_outputs(laid_out.graph)
-    return laid_out.graph, InductorExecutable(
-        program, graph.num_state, on_write, outputs, compiled, layouts
-    )
+    program = _lay_out(*fuse(graph), mesh, inputs)
+    kernels, compiled = _compile(program)
+    groups = [group.eqns for group in program.groups]
+    code = to_fx(program.graph, mesh, True, groups, kernels, on_write=on_write)
+    layouts = [program.layouts[v] for v in graph.inputs]
+    outputs = aliased_outputs(program.graph)
+    run = InductorExecutable(code, graph.num_state, on_write, outputs, compiled, layouts)
+    return program.graph, run
+
+
+@dataclass(frozen=True, eq=False)
+class _LaidOut:
+    """A program and its groups, with the layouts and the lifetimes of its values on one rank."""
+
+    graph: Graph
+    groups: Sequence[Group]
+    coordinates: Mapping[str, int]
+    donation: Donation
+    layouts: Mapping[Var, Strided]
 
 
 def _lay_out(
     graph: Graph,
     groups: Sequence[Group],
     mesh: DeviceMesh | None,
-    at: Mapping[str, int],
     inputs: Sequence[torch.Tensor],
 ) -> _LaidOut:
     """Infer layouts, and drop the groups whose values are on several devices.
@@ -126,26 +125,23 @@ def _lay_out(
     The equations of a dropped group run one by one. They may then write over their arguments, so the lifetimes are
     computed again.
     """
+    rank = coordinates(graph, mesh)
     bound = by_group(graph, mesh) if mesh is not None else graph
 
-    # On a GPU PyTorch launches one kernel for many counters, and Inductor one for each. On a CPU Inductor is faster.
-    on_gpu = any(x.is_cuda for x in inputs)
-    by_torch = [g for g in groups if g.updates or (g.counters and on_gpu)]
+    def laid_out(groups: Sequence[Group]) -> _LaidOut:
+        in_kernels = frozenset(eqn for g in groups if not g.is_update for eqn in g.eqns)
+        lifetimes = donation(graph, in_kernels)
+        layouts = infer_layouts(bound, rank, inputs, lifetimes.twins)
+        return _LaidOut(graph, groups, rank, lifetimes, layouts)
 
-    def with_kernels(compiled: Sequence[Group]) -> _LaidOut:
-        lifetimes = donation(graph, frozenset(e for g in compiled for e in g.eqns))
-        layouts = infer_layouts(bound, at, inputs, lifetimes.twins)
-        return _LaidOut(graph, [*by_torch, *compiled], compiled, at, lifetimes, layouts)
+    def is_on_one_device(group: Group) -> bool:
+        layouts = [program.layouts[v] for v in (*group.ins, *group.outs)]
+        # A scalar, such as lr, may be on another device.
+        return len({x.device for x in layouts if x.shape} or {x.device for x in layouts}) == 1
 
-    laid_out = with_kernels([g for g in groups if g not in by_torch])
-    one_device = lambda g: _on_one_device([laid_out.layouts[v] for v in (*g.ins, *g.outs)])
-    kept = [g for g in laid_out.compiled if one_device(g)]
-    return laid_out if kept == laid_out.compiled else with_kernels(kept)
-
-
-def _on_one_device(layouts: Sequence[Strided]) -> bool:
-    """Whether values are on one device. A scalar, such as lr, may be on another one."""
-    return len({x.device for x in layouts if x.shape} or {x.device for x in layouts}) == 1
+    program = laid_out(groups)
+    on_one_device = [group for group in groups if group.is_update or is_on_one_device(group)]
+    return program if len(on_one_device) == len(groups) else laid_out(on_one_device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,75 +155,74 @@ class _Kernel:
     eqns: Sequence[Eqn]
     ins: Sequence[Var]
     outs: Sequence[Var]
-    written: list[int | None]
-    donated: list[int]
+    written: tuple[int | None, ...]
+    donated: tuple[int, ...]
     deterministic: bool
 
-    def text(self, layouts: Mapping[Var, Strided]) -> str:
-        """The kernel as text. Kernels with equal texts are compiled once."""
-        eqns = as_text(self.eqns, self.ins, self.outs, layouts)
-        return f"{eqns} over {self.written} donated {self.donated}{' deterministic' if self.deterministic else ''}"
+    def structure(self, layouts: Mapping[Var, Strided]) -> Hashable:
+        """What the kernel computes. Kernels with equal structures are compiled once."""
+        computed = structures(self.eqns, self.ins, self.outs, layouts.__getitem__)
+        return computed, self.written, self.donated, self.deterministic
 
     def compile(self, layouts: Mapping[Var, Strided]) -> Callable[[list], Sequence]:
         """Compile the kernel to a function, which returns the results that are not written over an argument."""
 
         def kernel(*args: torch.Tensor) -> list[torch.Tensor]:
             env = dict(zip(self.ins, args))
-            for e in self.eqns:
-                env.update((v, x) for v, x in zip(e.outs, compute(e, env)) if v is not None)
+            for eqn in self.eqns:
+                results = zip(eqn.outs, compute(eqn, env))
+                env.update((v, x) for v, x in results if v is not None)
+            returned = []
             for v, k in zip(self.outs, self.written):
-                if k is not None:
+                if k is None:
+                    returned.append(env[v])
+                else:
                     args[k].copy_(env[v])
-            return [env[v] for v, k in zip(self.outs, self.written) if k is None]
+            return returned
 
-        return fused(
-            kernel, lambda: [layouts[v].empty() for v in self.ins], self.donated, self.deterministic
-        )
+        like = [layouts[v] for v in self.ins]
+        return fused(kernel, like, self.donated, self.deterministic)
 
 
-def _compile(program: _LaidOut) -> tuple[dict[tuple[Eqn, ...], Kernel], dict[str, Callable]]:
-    """Compile the groups. Returns the call of each, and the compiled kernels by their text."""
-    graph, layouts = program.graph, program.layouts
-    position, writes_from = {e: i for i, e in enumerate(graph.eqns)}, first_write(graph)
-    varies, maker, state = (
-        _varies(graph),
-        producers(graph.eqns),
-        set(graph.inputs[: graph.num_state]),
-    )
-    compiled: dict[str, Callable] = {}
+def _compile(
+    program: _LaidOut,
+) -> tuple[dict[tuple[Eqn, ...], Kernel], dict[Hashable, Callable]]:
+    """Compile the groups. Returns the call of each, and the compiled kernels by what they compute."""
+    graph = program.graph
+    position = {eqn: i for i, eqn in enumerate(graph.eqns)}
+    state = set(graph.inputs[: graph.num_state])
+    writes_from = first_write(graph)
+    maker = producers(graph.eqns)
+    may_differ = varying(graph, ("batch",))
+    compiled: dict[Hashable, Callable] = {}
     kernels: dict[tuple[Eqn, ...], Kernel] = {}
-    for group in program.compiled:
-        begin, end = position[group.eqns[0]], position[group.eqns[-1]]
-        old_state = _overwritten(program, group, end) if begin >= writes_from else {}
+    for group in program.groups:
+        if group.is_update:
+            continue
+        end = position[group.eqns[-1]]
+        old_state: dict[Var, Var] = {}
+        if position[group.eqns[0]] >= writes_from:
+            old_state = _overwritten(program, group, end)
         ins = tuple(dict.fromkeys((*group.ins, *old_state.values())))
+        # Results that are the same on all ranks must be computed in the same way on all, even if another is faster.
+        must_agree = any(maker[v].region == "update" or v not in may_differ for v in group.outs)
         kernel = _Kernel(
-            eqns=[localize(e, graph.axes, program.at) for e in group.eqns],
+            eqns=[localize(eqn, graph.axes, program.coordinates) for eqn in group.eqns],
             ins=ins,
             outs=group.outs,
-            written=[ins.index(old_state[v]) if v in old_state else None for v in group.outs],
-            donated=[
-                k
-                for k, v in enumerate(ins)
-                if v in maker and _dies(v, maker[v], ins, program.donation, end)
-            ],
-            deterministic=bool(graph.axes) and not all(varies(maker[v], [v]) for v in group.outs),
+            written=tuple(ins.index(old_state[v]) if v in old_state else None for v in group.outs),
+            donated=tuple(
+                k for k, v in enumerate(ins) if _dies(v, maker.get(v), ins, program, end)
+            ),
+            deterministic=bool(graph.axes) and must_agree,
         )
-        text = kernel.text(layouts)
-        if text not in compiled:
-            compiled[text] = kernel.compile(layouts)
-        call = KernelCall(compiled[text], kernel.written, [layouts[v] for v in ins])
-        writes = any(v in state for v in old_state.values())
+        key = kernel.structure(program.layouts)
+        if key not in compiled:
+            compiled[key] = kernel.compile(program.layouts)
+        call = KernelCall(compiled[key], kernel.written, [program.layouts[v] for v in ins])
+        writes = not state.isdisjoint(old_state.values())
         kernels[group.eqns] = Kernel(call, ins, group.outs, writes)
     return kernels, compiled
-
-
-def _varies(graph: Graph) -> Callable[[Eqn, Sequence[Var | None]], bool]:
-    """A function that tells whether the results of an equation may differ from rank to rank.
-
-    Results that may not differ must be computed in the same way on all ranks, even if another way is faster on one.
-    """
-    over = varying(graph, ("batch",))
-    return lambda e, outs: e.region != "update" and all(v in over for v in outs if v is not None)
 
 
 def _overwritten(program: _LaidOut, group: Group, end: int) -> dict[Var, Var]:
@@ -235,30 +230,29 @@ def _overwritten(program: _LaidOut, group: Group, end: int) -> dict[Var, Var]:
 
     Nothing reads the input after position `end`.
     """
-    graph, lifetimes = program.graph, program.donation
-    old = dict(reversed([*zip(graph.outputs[: graph.num_state], graph.inputs)]))
-    old |= {result: given for given, result in graph.donated}
+    graph = program.graph
+    owner = program.donation.owner
+    old_by_new = {new: old for old, new in graph.donated}
+    for new, old in zip(graph.outputs[: graph.num_state], graph.inputs):
+        old_by_new.setdefault(new, old)
+    overwritten = {}
+    for new in group.outs:
+        old_value = old_by_new.get(new)
+        if old_value is None or not old_value.is_like(new) or owner[new] is not new:
+            continue
+        if _is_free(old_value, group.ins, program.donation, end):
+            overwritten[new] = old_value
+    return overwritten
 
-    def may_overwrite(new: Var) -> bool:
-        v = old.get(new)
-        if v is None or not v.is_like(new):
-            return False
-        return lifetimes.owner[new] is new and _is_free(v, group.ins, lifetimes, end)
 
-    return {new: old[new] for new in group.outs if may_overwrite(new)}
-
-
-def _dies(v: Var, maker: Eqn, ins: Sequence[Var], lifetimes: Donation, end: int) -> bool:
+def _dies(v: Var, maker: Eqn | None, ins: Sequence[Var], program: _LaidOut, end: int) -> bool:
     """Whether a value of its own storage is dead after position `end`, so that a kernel may reuse its memory."""
-    if (
-        not isinstance(maker.op, torch._ops.OpOverload)
-        or is_users(maker)
-        or lifetimes.owner[v] is not v
-    ):
+    if maker is None or not isinstance(maker.op, torch._ops.OpOverload) or is_users(maker):
         return False
     if is_constant(maker):  # it is made once and used by every step
         return False
-    return _is_free(v, ins, lifetimes, end)
+    is_owner = program.donation.owner[v] is v
+    return is_owner and _is_free(v, ins, program.donation, end)
 
 
 def _is_free(v: Var, ins: Sequence[Var], lifetimes: Donation, end: int) -> bool:

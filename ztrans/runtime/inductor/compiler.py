@@ -1,4 +1,7 @@
-"""Compiler: a function of tensors as one kernel that Inductor compiles, and whether there is a compiler for it.
+"""Compiler: a function of tensors as one kernel that Inductor compiles, for tensors of given layouts.
+
+The layouts of the values of a program are found without computing any: each kind of equation runs once, on fake
+tensors.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -6,15 +9,61 @@ Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from ...ir.collectives import rules
+from ...ir.donation import in_place, updated
+from ...ir.graph import Eqn, Graph, Primitive, Var
+from ...ir.launch import Launch
+from ...ir.layout import local_shape, localize
+from ...ir.operations import compute
+from ...ir.structure import structure
+from ...ir.update_groups import is_fused_update
+
+
+class Strided(NamedTuple):
+    """A tensor without its elements: the arguments of `torch.empty_strided`."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    device: torch.device
+
+    @staticmethod
+    def of(x: torch.Tensor) -> Strided:
+        return Strided(x.dtype, tuple(x.shape), x.stride(), x.device)
+
+    def empty(self) -> torch.Tensor:
+        """A tensor with this layout, without values."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+    def fits(self, x: torch.Tensor) -> bool:
+        """Whether a tensor has this shape and these strides, of which those of single rows do not count."""
+        if x.shape != self.shape:
+            return False
+        dims = zip(self.shape, x.stride(), self.stride)
+        return x.stride() == self.stride or all(n == 1 or a == b for n, a, b in dims)
+
+    def conform(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`, copied if it has other strides: fake tensors do not always predict the strides of a result.
+
+        Raises: RuntimeError if it has another shape.
+        """
+        if x.shape != self.shape:
+            raise RuntimeError(
+                f"inductor: a value has shape {[*x.shape]}, and {[*self.shape]} in the traced program.\n"
+                f"The fake implementation of an operation (register_fake) returns another shape than the operation. "
+                f"Correct it, or compile(backend='eager')."
+            )
+        return x if self.fits(x) else self.empty().copy_(x)
 
 
 @contextlib.contextmanager
@@ -24,17 +73,74 @@ def fake() -> Iterator[FakeTensorMode]:
         yield mode
 
 
+def infer_layouts(
+    graph: Graph,
+    coordinates: Mapping[str, int],
+    inputs: Sequence[torch.Tensor],
+    in_place_ops: Mapping[Eqn, Any],
+) -> dict[Var, Strided]:
+    """Infer the layout of every value on the rank at these coordinates, from those of its inputs.
+
+    An equation with an in-place operation writes its result over an argument, whose layout it keeps.
+    """
+    layouts = {v: Strided.of(x) for v, x in zip(graph.inputs, inputs, strict=True)}
+    known: dict[Hashable, list[Strided | None]] = {}
+    for eqn in graph.eqns:
+        shapes = [local_shape(v, graph.axes, coordinates) for v in eqn.results]
+        results: Sequence[Strided | None]
+        if isinstance(eqn.op, Primitive):
+            results = _of_primitive(eqn, shapes, layouts)
+        elif is_fused_update(eqn) and (written := updated(eqn, in_place(eqn.op))):
+            results = [layouts[v] for v, _ in written]  # fake tensors would compute these for real
+        else:
+            op = in_place_ops.get(eqn)
+            if isinstance(op, torch._ops.OpOverload) and op._schema.returns:
+                eqn = eqn.replace(op=op)  # what runs in the end
+            results = _run_fake(localize(eqn, graph.axes, coordinates), layouts, known)
+        layouts.update((v, layout) for v, layout in zip(eqn.outs, results) if v and layout)
+    return layouts
+
+
+def _of_primitive(
+    eqn: Eqn, shapes: Sequence[tuple[int, ...]], layouts: Mapping[Var, Strided]
+) -> list[Strided]:
+    """The layouts of the results of a primitive. Received values are contiguous, whatever was sent."""
+    if rules(eqn).shares(eqn):
+        return [layouts[eqn.args[0]]._replace(shape=shapes[0])]
+    device = layouts[eqn.ins[0]].device
+    received = []
+    for v, shape in zip(eqn.results, shapes):
+        stride = torch.empty(shape, device="meta").stride()
+        received.append(Strided(v.dtype, shape, stride, device))
+    return received
+
+
+def _run_fake(
+    eqn: Eqn, layouts: Mapping[Var, Strided], known: dict[Hashable, list[Strided | None]]
+) -> list[Strided | None]:
+    """Run an equation on fake tensors, unless one of its kind is `known`."""
+    launch = eqn.args[0] if eqn.args else None
+    if isinstance(launch, Launch):  # a kernel does not run on them
+        tensors = zip(launch.tensors, eqn.args[1:])
+        return [layouts[v] for name, v in tensors if name in launch.changed]
+    key = structure(eqn, layouts.__getitem__)
+    if key not in known:
+        with fake():
+            results = compute(eqn, {v: layouts[v].empty() for v in eqn.ins})
+        known[key] = [Strided.of(x) if isinstance(x, torch.Tensor) else None for x in results]
+    return known[key]
+
+
 def fused(
     function: Callable,
-    like: Callable[[], list[torch.Tensor]],
+    like: Sequence[Strided],
     donated: Sequence[int] = (),
     deterministic: bool = False,
 ) -> Callable[[list], Sequence]:
     """Compile `function` with Inductor, as one kernel if possible.
 
-    The kernel takes a list of tensors with the dtypes, shapes and strides of those that `like` creates. It may write
-    over the arguments whose positions are in `donated`. With `deterministic` no timing decides how it computes, so
-    that all ranks have the same kernel.
+    The kernel takes a list of tensors with the layouts `like`. It may write over the arguments whose positions are in
+    `donated`. With `deterministic` no timing decides how it computes, so that all ranks have the same kernel.
     """
     from torch._inductor import config  # imported here, because that takes a second
     from torch._inductor.compile_fx import compile_fx_inner
@@ -42,18 +148,16 @@ def fused(
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
     with fake() as mode:
-        fakes = like()
+        fakes = [layout.empty() for layout in like]
         module = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
         # Constant folding would replace x * 1 by x, whose storage the result must not share.
         with config.patch(joint_graph_constant_folding=False):
             module = joint_graph_passes(module)
         module.graph.eliminate_dead_code()  # such as reads of results that attention does not write
     (output,) = module.graph.find_nodes(op="output")
-    result_strides = [x.meta["val"].stride() for x in output.args[0]]
-    output.meta.update(
-        user_visible_output_idxs=[*range(len(result_strides))],
-        original_output_strides=result_strides,
-    )
+    strides = [x.meta["val"].stride() for x in output.args[0]]
+    positions = [*range(len(strides))]
+    output.meta.update(user_visible_output_idxs=positions, original_output_strides=strides)
     for k, node in enumerate(module.graph.find_nodes(op="placeholder")):
         # The names of the arguments are the only part of Inductor's cache key that shows which are donated.
         node.target = f"donated_{k}" if k in donated else f"given_{k}"

@@ -8,41 +8,36 @@ depend on the equations only, not on where the plan placed the collectives, so e
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
 import torch
 
+from ...ir import update_groups
 from ...ir.graph import Eqn, Graph, Var, variables
 from ...ir.op_facts import is_view, op_facts
 from ...ir.pairing import Pairs, pair
-from ...ir.update_groups import has_list_form, is_fused_update
+from ...ir.update_groups import group_updates, has_list_form, is_fused_update
 
-MOST = (
-    64  # the most equations of a group: to compile a larger one takes longer than its fusion saves
-)
-
+MOST = 64  # equations of a kernel: to compile a larger one takes longer than its fusion saves
 _CONSTANTS = {"arange", "full", "ones", "scalar_tensor", "zeros"}
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Equations that run as one: `ins` are the values that they read, `outs` the results that other equations read."""
+    """Equations that run as one.
+
+    Attributes:
+        eqns: the equations, next to each other in the program.
+        ins: the values that they read.
+        outs: the results that other equations read.
+        is_update: whether these are equal updates, which one call of PyTorch computes; the others become a kernel.
+    """
 
     eqns: tuple[Eqn, ...]
     ins: tuple[Var, ...]
     outs: tuple[Var, ...]
-
-    @property
-    def updates(self) -> bool:
-        """Whether these are the updates of a fused optimizer."""
-        return is_fused_update(self.eqns[0])
-
-    @property
-    def counters(self) -> bool:
-        """Whether these are counters of steps, none of which reads another."""
-        return all(_is_counter(e) and e.ins[0] in self.ins for e in self.eqns)
+    is_update: bool
 
 
 def fuse(graph: Graph) -> tuple[Graph, tuple[Group, ...]]:
@@ -50,45 +45,57 @@ def fuse(graph: Graph) -> tuple[Graph, tuple[Group, ...]]:
 
     Returns the program with the equations of each group next to each other, and the groups in their order.
     """
-    parts = [part for item in _Items.of(graph) for part in _parts(item)]
-    parts = [*_counters_together(parts, graph.inputs)]
-    readers: dict[Var, set[int]] = {v: {-1} for v in variables(graph.outputs)}
+    graph, updates = group_updates(graph, lambda eqn: is_fused_update(eqn) or _is_counter(eqn))
+    items = _Items(pair(graph), updates)
+    for eqn in _waits_together(graph, items.pairs):
+        items.add(eqn)
+    parts = [part for item in items.in_order() for part in _parts(item)]
+    readers: dict[Var, set[int]] = {}
     for k, part in enumerate(parts):
-        for v in (v for e in part for v in e.ins):
-            readers.setdefault(v, set()).add(k)
-    groups = (_group(part, k, readers) for k, part in enumerate(parts) if len(part) > 1)
-    return graph.replace(eqns=tuple(e for part in parts for e in part)), tuple(groups)
+        for eqn in part:
+            for v in eqn.ins:
+                readers.setdefault(v, set()).add(k)
+    for v in variables(graph.outputs):
+        readers.setdefault(v, set()).add(len(parts))
+    first_updates = {update[0] for update in updates}
+    groups = []
+    for k, part in enumerate(parts):
+        if len(part) > 1:
+            results = dict.fromkeys(v for eqn in part for v in eqn.results)
+            ins = dict.fromkeys(v for eqn in part for v in eqn.ins if v not in results)
+            outs = tuple(v for v in results if readers.get(v, set()) - {k})
+            groups.append(Group(tuple(part), tuple(ins), outs, part[0] in first_updates))
+    return graph.replace(eqns=tuple(eqn for part in parts for eqn in part)), tuple(groups)
 
 
-def _group(eqns: Sequence[Eqn], k: int, readers: Mapping[Var, set[int]]) -> Group:
-    """The group of part k of the program; `readers` has the parts that read each value."""
-    results = dict.fromkeys(out for e in eqns for out in e.results)
-    ins = dict.fromkeys(v for e in eqns for v in e.ins if v not in results)
-    return Group(tuple(eqns), tuple(ins), tuple(v for v in results if readers.get(v, set()) - {k}))
+def _is_counter(eqn: Eqn) -> bool:
+    """Whether an equation of the update adds a number to a scalar, as optimizers do to count their steps."""
+    adds = eqn.region == "update" and eqn.op is torch.ops.aten.add.Scalar
+    return adds and _is_small(eqn) and has_list_form(eqn)
 
 
-def _is_fusible(e: Eqn) -> bool:
-    facts = op_facts(e.op)
-    known = facts.pointwise or facts.reduction or facts.fuses
-    literal = any(
-        isinstance(x, torch.Tensor)
-        for a in e.args
-        for x in (a if isinstance(a, (list, tuple)) else [a])
-    )
-    return known and not facts.random and not literal and not _is_complex(e)
+def _is_fusible(eqn: Eqn) -> bool:
+    facts = op_facts(eqn.op)
+    if facts.random or _is_complex(eqn) or not (facts.pointwise or facts.reduction or facts.fuses):
+        return False
+    for arg in eqn.args:
+        for x in arg if isinstance(arg, (list, tuple)) else [arg]:
+            if isinstance(x, torch.Tensor):  # a constant of the user's
+                return False
+    return True
 
 
-def _is_real_view(e: Eqn) -> bool:
-    return (is_view(e) or op_facts(e.op).name == "_unsafe_view") and not _is_complex(e)
+def _is_real_view(eqn: Eqn) -> bool:
+    return (is_view(eqn) or op_facts(eqn.op).name == "_unsafe_view") and not _is_complex(eqn)
 
 
-def _is_complex(e: Eqn) -> bool:
+def _is_complex(eqn: Eqn) -> bool:
     """Whether an equation reads or returns complex numbers, for which Inductor generates no kernels."""
-    return any(v.dtype.is_complex for v in (*e.ins, *e.outs) if v is not None)
+    return any(v.dtype.is_complex for v in (*eqn.ins, *eqn.results))
 
 
-def _is_small(e: Eqn) -> bool:
-    return all(out is None or out.numel <= 1 for out in e.outs)
+def _is_small(eqn: Eqn) -> bool:
+    return all(out.numel <= 1 for out in eqn.results)
 
 
 @dataclass(eq=False)
@@ -121,174 +128,123 @@ class _Items:
     item that they read. Constants, and views of them, are deferred until an equation reads them.
     """
 
-    def __init__(self, pairs: Pairs) -> None:
+    def __init__(self, pairs: Pairs, updates: Sequence[update_groups.Group]) -> None:
         self.pairs = pairs
+        self.update_of = {eqn: update for update in updates for eqn in update}
         self.items = [_Item((0, 0))]  # the first item holds the views of inputs
         self.item_of: dict[Var, _Item] = {}
         self.deferred: dict[Var, Eqn] = {}
-        self.updates: list[
-            _Item
-        ] = []  # one for each call of a fused optimizer, since the last collective
 
-    @staticmethod
-    def of(graph: Graph) -> list[_Item]:
-        """The items of a program, in the new order."""
-        build = _Items(pair(graph))
-        for e in _waits_together(graph, build.pairs):
-            build.add(e)
-        for e in dict.fromkeys(build.deferred.values()):  # constants that no equation has read
-            build.append(e, build.new_item(e))
-        return sorted(build.items, key=lambda item: item.position)
+    def in_order(self) -> list[_Item]:
+        """The items in the new order; constants that no equation has read are last."""
+        for eqn in dict.fromkeys(self.deferred.values()):
+            self.append(eqn, self.new_item(eqn))
+        return sorted(self.items, key=lambda item: item.position)
 
-    def add(self, e: Eqn) -> None:
+    def add(self, eqn: Eqn) -> None:
         """Put an equation into an item, or defer it."""
-        latest = max(self.read_items(e), key=lambda item: item.position, default=self.items[0])
-        if self.is_constant(e):
-            self.deferred.update((out, e) for out in e.results)
-        elif _is_real_view(e):
-            self.append(e, latest)
-        elif _is_fusible(e):
+        latest = max(self.read_items(eqn), key=lambda item: item.position, default=self.items[0])
+        update = self.update_of.get(eqn, (eqn,))
+        if self.is_constant(eqn):
+            self.deferred.update((out, eqn) for out in eqn.results)
+        elif _is_real_view(eqn):
+            self.append(eqn, latest)
+        elif _is_fusible(eqn) and len(update) == 1:
             # A scalar is cheap at any position. It is computed early, so that it does not separate updates.
-            after = latest if _is_small(e) else None
-            item = latest if self.may_join(e, latest) else self.new_item(e, after)
-            for each in (*self.take_deferred(e), e):
+            after = latest if _is_small(eqn) else None
+            item = latest if self.may_join(eqn, latest) else self.new_item(eqn, after)
+            for each in (*self.take_deferred(eqn), eqn):
                 self.append(each, item)
-        else:
-            self.add_alone(e, latest)
+        elif eqn is update[0]:
+            self.add_alone(update)
 
-    def add_alone(self, e: Eqn, latest: _Item) -> None:
-        """Put an equation that is not fused into an item of its own, or an update into the item of its call."""
-        constants = self.take_deferred(e)
-        for each in constants:
-            self.append(each, self.new_item(each))
-        call = self.call_for(e, latest) if is_fused_update(e) and not constants else None
-        self.append(e, call or self.new_item(e))
-        if is_fused_update(e) and call is None:
-            self.updates.append(self.items[-1])
-        elif e in self.pairs.starts or e in self.pairs.waits:
-            self.updates = []
+    def add_alone(self, eqns: Sequence[Eqn]) -> None:
+        """Put an equation that is not fused, or equal updates, into a new item."""
+        for eqn in eqns:
+            for constant in self.take_deferred(eqn):
+                self.append(constant, self.new_item(constant))
+        item = self.new_item(eqns[0], fusible=False)
+        for eqn in eqns:
+            self.append(eqn, item)
 
-    def append(self, e: Eqn, item: _Item) -> None:
+    def append(self, eqn: Eqn, item: _Item) -> None:
         """Put an equation at the end of an item, and let the item absorb those that it can."""
-        for earlier in self.read_items(e):
+        for earlier in self.read_items(eqn):
             if earlier is not item:
                 earlier.read_by.add(item)
-                if item.eqns and self.may_absorb(item, earlier, e):
+                if item.eqns and self.may_absorb(item, earlier, eqn):
                     item.eqns[:0] = earlier.eqns
-                    earlier.eqns, earlier.absorbed_by = [], item
-        item.eqns.append(e)
-        self.item_of.update((out, item) for out in e.results)
+                    earlier.eqns = []
+                    earlier.absorbed_by = item
+        item.eqns.append(eqn)
+        self.item_of.update((out, item) for out in eqn.results)
 
-    def new_item(self, e: Eqn, after: _Item | None = None) -> _Item:
+    def new_item(self, eqn: Eqn, after: _Item | None = None, fusible: bool | None = None) -> _Item:
         """A new item for an equation, at the end, or next to `after`."""
         count = len(self.items)
-        self.items.append(_Item((after.position[0] if after else count, count), _is_fusible(e)))
-        return self.items[-1]
+        position = after.position[0] if after is not None else count
+        item = _Item((position, count), _is_fusible(eqn) if fusible is None else fusible)
+        self.items.append(item)
+        return item
 
-    def read_items(self, e: Eqn) -> list[_Item]:
+    def read_items(self, eqn: Eqn) -> list[_Item]:
         """The items that compute the inputs of an equation, each once."""
-        return list(dict.fromkeys(self.item_of[v].root for v in e.ins if v in self.item_of))
+        return list(dict.fromkeys(self.item_of[v].root for v in eqn.ins if v in self.item_of))
 
-    def is_constant(self, e: Eqn) -> bool:
+    def is_constant(self, eqn: Eqn) -> bool:
         """Whether the equation creates a constant, or is a view of a deferred constant."""
-        return (
-            op_facts(e.op).name in _CONSTANTS
-            if not e.ins
-            else _is_real_view(e) and all(v in self.deferred for v in e.ins)
-        )
+        if not eqn.ins:
+            return op_facts(eqn.op).name in _CONSTANTS
+        return _is_real_view(eqn) and all(v in self.deferred for v in eqn.ins)
 
-    def take_deferred(self, e: Eqn) -> list[Eqn]:
-        """Remove and return the deferred equations that `e` needs, in an order in which they can run."""
-        needed = dict.fromkeys(self.deferred[v] for v in e.ins if v in self.deferred)
+    def take_deferred(self, eqn: Eqn) -> list[Eqn]:
+        """Remove and return the deferred equations that `eqn` needs, in an order in which they can run."""
+        needed = dict.fromkeys(self.deferred[v] for v in eqn.ins if v in self.deferred)
         for each in needed:
             for out in each.results:
                 self.deferred.pop(out, None)
         return [constant for each in needed for constant in (*self.take_deferred(each), each)]
 
-    def call_for(self, e: Eqn, latest: _Item) -> _Item | None:
-        """The item whose call can include an update of a fused optimizer: it runs after the inputs exist."""
-        calls = (item for item in self.updates if latest.position < item.position)
-        return next((item for item in calls if _is_same_call(item.eqns[0], e)), None)
-
-    def may_join(self, e: Eqn, item: _Item) -> bool:
-        """Whether `e` reads a value of the item that is more than a scalar.
+    def may_join(self, eqn: Eqn, item: _Item) -> bool:
+        """Whether `eqn` reads a value of the item that is more than a scalar.
 
         If a scalar sufficed, all updates that share one, such as a clip coefficient, would become one group.
         """
-        shared = [v for v in e.ins if v in self.item_of and self.item_of[v].root is item]
-        return (
-            item.fusible
-            and len(item.eqns) < MOST
-            and (_is_small(e) or any(v.numel > 1 for v in shared))
-        )
+        if not item.fusible or len(item.eqns) >= MOST:
+            return False
+        shared = [v for v in eqn.ins if v in self.item_of and self.item_of[v].root is item]
+        return _is_small(eqn) or any(v.numel > 1 for v in shared)
 
-    def may_absorb(self, item: _Item, earlier: _Item, e: Eqn) -> bool:
-        """Whether an earlier item can run as late as `item`, which will end with `e`: nothing else reads it."""
+    def may_absorb(self, item: _Item, earlier: _Item, eqn: Eqn) -> bool:
+        """Whether an earlier item can run as late as `item`, which will end with `eqn`: nothing else reads it."""
         fits = item.fusible and len(item.eqns) + len(earlier.eqns) < MOST
-        return (
-            fits
-            and self.may_join(e, earlier)
-            and {reader.root for reader in earlier.read_by} == {item}
-        )
+        readers = {reader.root for reader in earlier.read_by}
+        return fits and self.may_join(eqn, earlier) and readers == {item}
 
 
 def _waits_together(graph: Graph, pairs: Pairs) -> Iterator[Eqn]:
     """The equations of a program, with all waits for a bucket at the place of its first wait."""
-    for i, e in enumerate(graph.eqns):
-        waited = pairs.waits.get(e)
+    for i, eqn in enumerate(graph.eqns):
+        waited = pairs.waits.get(eqn)
         if waited is None:
-            yield e
+            yield eqn
         elif waited.started.first_wait == i:
             yield from (graph.eqns[k] for k in sorted(waited.started.waits))
 
 
-def _counters_together(parts: Sequence[list[Eqn]], inputs: Sequence[Var]) -> Iterator[list[Eqn]]:
-    """The parts of a program, in which equal counters of the state that follow each other are one part."""
-    given = set(inputs)
-
-    def kind(part: list[Eqn]) -> Hashable:
-        """What equal counters have in common; None for another part."""
-        e = part[0]
-        alone = len(part) == 1 and _is_counter(e) and e.ins[0] in given
-        return (e.ins[0].dtype, e.args[1:], tuple(e.kwargs.items())) if alone else None
-
-    for counted, alike in groupby(parts, kind):
-        if counted is None:
-            yield from alike
-        else:
-            eqns = [e for part in alike for e in part]
-            yield from (eqns[k : k + MOST] for k in range(0, len(eqns), MOST))
-
-
-def _is_counter(e: Eqn) -> bool:
-    """Whether an equation of the update adds a number to a scalar, as optimizers do to count their steps."""
-    return (
-        e.region == "update"
-        and e.op is torch.ops.aten.add.Scalar
-        and _is_small(e)
-        and has_list_form(e)
-    )
-
-
-def _is_same_call(a: Eqn, b: Eqn) -> bool:
-    """Whether one call can compute both updates, of one tensor each: they have equal settings and dtypes."""
-    lists = all(isinstance(x, list) and len(x) <= 1 for e in (a, b) for x in e.args)
-    dtypes = lambda e: [[v.dtype for v in x] for x in e.args]
-    return lists and a.op is b.op and a.kwargs == b.kwargs and dtypes(a) == dtypes(b)
-
-
 def _parts(item: _Item) -> Iterator[list[Eqn]]:
     """The group of an item, if it has one; then, one by one, its other equations, which are views."""
-    grouped = {e for e in item.eqns if not _is_real_view(e)}
+    grouped = {eqn for eqn in item.eqns if not _is_real_view(eqn)}
     if item.fusible and sum(map(_is_fusible, grouped)) < 2:
         grouped = set()
-    read = {v for e in grouped for v in e.ins}
-    for e in filter(
-        _is_real_view, reversed(item.eqns)
-    ):  # the views that a group reads run in its kernel
-        if not read.isdisjoint(e.outs):
-            read.update(e.ins)
-            grouped.add(e)
+    read = {v for eqn in grouped for v in eqn.ins}
+    for eqn in reversed(item.eqns):
+        # The views that a group reads run in its kernel.
+        if _is_real_view(eqn) and not read.isdisjoint(eqn.outs):
+            read.update(eqn.ins)
+            grouped.add(eqn)
     if grouped:
-        yield [e for e in item.eqns if e in grouped]
-    yield from ([e] for e in item.eqns if e not in grouped)
+        yield [eqn for eqn in item.eqns if eqn in grouped]
+    for eqn in item.eqns:
+        if eqn not in grouped:
+            yield [eqn]
