@@ -7,7 +7,7 @@ kernel are not rounded to half precision.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,8 +153,8 @@ class _Kernel:
     """
 
     eqns: Sequence[Eqn]
-    ins: Sequence[Var]
-    outs: Sequence[Var]
+    ins: tuple[Var, ...]
+    outs: tuple[Var, ...]
     written: tuple[int | None, ...]
     donated: tuple[int, ...]
     deterministic: bool
@@ -188,14 +188,27 @@ def _compile(
     program: _LaidOut,
 ) -> tuple[dict[tuple[Eqn, ...], Kernel], dict[Hashable, Callable]]:
     """Compile the groups. Returns the call of each, and the compiled kernels by what they compute."""
+    layouts = program.layouts
+    state = set(program.graph.inputs[: program.graph.num_state])
+    compiled: dict[Hashable, Callable] = {}
+    kernels: dict[tuple[Eqn, ...], Kernel] = {}
+    for group, kernel in _kernels(program):
+        key = kernel.structure(layouts)
+        if key not in compiled:
+            compiled[key] = kernel.compile(layouts)
+        call = KernelCall(compiled[key], kernel.written, [layouts[v] for v in kernel.ins])
+        writes = any(kernel.ins[k] in state for k in kernel.written if k is not None)
+        kernels[group.eqns] = Kernel(call, kernel.ins, group.outs, writes)
+    return kernels, compiled
+
+
+def _kernels(program: _LaidOut) -> Iterator[tuple[Group, _Kernel]]:
+    """The kernel of each group that is to be compiled."""
     graph = program.graph
     position = {eqn: i for i, eqn in enumerate(graph.eqns)}
-    state = set(graph.inputs[: graph.num_state])
     writes_from = first_write(graph)
     maker = producers(graph.eqns)
     may_differ = varying(graph, ("batch",))
-    compiled: dict[Hashable, Callable] = {}
-    kernels: dict[tuple[Eqn, ...], Kernel] = {}
     for group in program.groups:
         if group.is_update:
             continue
@@ -211,18 +224,10 @@ def _compile(
             ins=ins,
             outs=group.outs,
             written=tuple(ins.index(old_state[v]) if v in old_state else None for v in group.outs),
-            donated=tuple(
-                k for k, v in enumerate(ins) if _dies(v, maker.get(v), ins, program, end)
-            ),
+            donated=_donated(program, ins, maker, end),
             deterministic=bool(graph.axes) and must_agree,
         )
-        key = kernel.structure(program.layouts)
-        if key not in compiled:
-            compiled[key] = kernel.compile(program.layouts)
-        call = KernelCall(compiled[key], kernel.written, [program.layouts[v] for v in ins])
-        writes = not state.isdisjoint(old_state.values())
-        kernels[group.eqns] = Kernel(call, ins, group.outs, writes)
-    return kernels, compiled
+        yield group, kernel
 
 
 def _overwritten(program: _LaidOut, group: Group, end: int) -> dict[Var, Var]:
@@ -245,14 +250,22 @@ def _overwritten(program: _LaidOut, group: Group, end: int) -> dict[Var, Var]:
     return overwritten
 
 
-def _dies(v: Var, maker: Eqn | None, ins: Sequence[Var], program: _LaidOut, end: int) -> bool:
-    """Whether a value of its own storage is dead after position `end`, so that a kernel may reuse its memory."""
-    if maker is None or not isinstance(maker.op, torch._ops.OpOverload) or is_users(maker):
-        return False
-    if is_constant(maker):  # it is made once and used by every step
-        return False
-    is_owner = program.donation.owner[v] is v
-    return is_owner and _is_free(v, ins, program.donation, end)
+def _donated(
+    program: _LaidOut, ins: Sequence[Var], maker: Mapping[Var, Eqn], end: int
+) -> tuple[int, ...]:
+    """The positions of the values of their own storage that are dead after position `end`.
+
+    A kernel may reuse their memory. A constant is made once and used by every step, so it is not dead.
+    """
+    positions = []
+    for k, v in enumerate(ins):
+        eqn = maker.get(v)
+        if eqn is None or not isinstance(eqn.op, torch._ops.OpOverload) or is_users(eqn):
+            continue
+        is_owner = program.donation.owner[v] is v
+        if is_owner and not is_constant(eqn) and _is_free(v, ins, program.donation, end):
+            positions.append(k)
+    return tuple(positions)
 
 
 def _is_free(v: Var, ins: Sequence[Var], lifetimes: Donation, end: int) -> bool:

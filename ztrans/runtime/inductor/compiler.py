@@ -90,8 +90,6 @@ def infer_layouts(
         results: Sequence[Strided | None]
         if isinstance(eqn.op, Primitive):
             results = _of_primitive(eqn, shapes, layouts)
-        elif is_fused_update(eqn) and (written := updated(eqn, in_place(eqn.op))):
-            results = [layouts[v] for v, _ in written]  # fake tensors would compute these for real
         else:
             op = in_place_ops.get(eqn)
             if isinstance(op, torch._ops.OpOverload) and op._schema.returns:
@@ -119,6 +117,10 @@ def _run_fake(
     eqn: Eqn, layouts: Mapping[Var, Strided], known: dict[Hashable, list[Strided | None]]
 ) -> list[Strided | None]:
     """Run an equation on fake tensors, unless one of its kind is `known`."""
+    if is_fused_update(eqn):  # fake tensors would compute these for real
+        written = updated(eqn, in_place(eqn.op))
+        if written:
+            return [layouts[v] for v, _ in written]
     launch = eqn.args[0] if eqn.args else None
     if isinstance(launch, Launch):  # a kernel does not run on them
         tensors = zip(launch.tensors, eqn.args[1:])

@@ -8,7 +8,7 @@ depend on the equations only, not on where the plan placed the collectives, so e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,7 @@ from ...ir import update_groups
 from ...ir.graph import Eqn, Graph, Var, variables
 from ...ir.op_facts import is_view, op_facts
 from ...ir.pairing import Pairs, pair
+from ...ir.relations import instances
 from ...ir.update_groups import group_updates, has_list_form, is_fused_update
 
 MOST = 64  # equations of a kernel: to compile a larger one takes longer than its fusion saves
@@ -50,6 +51,25 @@ def fuse(graph: Graph) -> tuple[Graph, tuple[Group, ...]]:
     for eqn in _waits_together(graph, items.pairs):
         items.add(eqn)
     parts = [part for item in items.in_order() for part in _parts(item)]
+    first_updates = {update[0] for update in updates}
+    readers = _readers(parts, graph)
+    groups = []
+    for k, part in enumerate(parts):
+        if len(part) > 1:
+            groups.append(_group(k, part, readers, part[0] in first_updates))
+    return graph.replace(eqns=tuple(eqn for part in parts for eqn in part)), tuple(groups)
+
+
+def _group(k: int, eqns: Sequence[Eqn], readers: Mapping[Var, set[int]], is_update: bool) -> Group:
+    """The group of part k of the program; `readers` has the parts that read each value."""
+    results = dict.fromkeys(v for eqn in eqns for v in eqn.results)
+    ins = dict.fromkeys(v for eqn in eqns for v in eqn.ins if v not in results)
+    outs = [v for v in results if readers.get(v, set()) - {k}]
+    return Group(tuple(eqns), tuple(ins), tuple(outs), is_update)
+
+
+def _readers(parts: Sequence[list[Eqn]], graph: Graph) -> dict[Var, set[int]]:
+    """By value, which parts of the program read it; the outputs count as one more part."""
     readers: dict[Var, set[int]] = {}
     for k, part in enumerate(parts):
         for eqn in part:
@@ -57,15 +77,7 @@ def fuse(graph: Graph) -> tuple[Graph, tuple[Group, ...]]:
                 readers.setdefault(v, set()).add(k)
     for v in variables(graph.outputs):
         readers.setdefault(v, set()).add(len(parts))
-    first_updates = {update[0] for update in updates}
-    groups = []
-    for k, part in enumerate(parts):
-        if len(part) > 1:
-            results = dict.fromkeys(v for eqn in part for v in eqn.results)
-            ins = dict.fromkeys(v for eqn in part for v in eqn.ins if v not in results)
-            outs = tuple(v for v in results if readers.get(v, set()) - {k})
-            groups.append(Group(tuple(part), tuple(ins), outs, part[0] in first_updates))
-    return graph.replace(eqns=tuple(eqn for part in parts for eqn in part)), tuple(groups)
+    return readers
 
 
 def _is_counter(eqn: Eqn) -> bool:
@@ -78,11 +90,7 @@ def _is_fusible(eqn: Eqn) -> bool:
     facts = op_facts(eqn.op)
     if facts.random or _is_complex(eqn) or not (facts.pointwise or facts.reduction or facts.fuses):
         return False
-    for arg in eqn.args:
-        for x in arg if isinstance(arg, (list, tuple)) else [arg]:
-            if isinstance(x, torch.Tensor):  # a constant of the user's
-                return False
-    return True
+    return not list(instances((eqn.args, eqn.kwargs), torch.Tensor))  # constants of the user's
 
 
 def _is_real_view(eqn: Eqn) -> bool:
@@ -234,17 +242,20 @@ def _waits_together(graph: Graph, pairs: Pairs) -> Iterator[Eqn]:
 
 def _parts(item: _Item) -> Iterator[list[Eqn]]:
     """The group of an item, if it has one; then, one by one, its other equations, which are views."""
-    grouped = {eqn for eqn in item.eqns if not _is_real_view(eqn)}
-    if item.fusible and sum(map(_is_fusible, grouped)) < 2:
-        grouped = set()
-    read = {v for eqn in grouped for v in eqn.ins}
-    for eqn in reversed(item.eqns):
-        # The views that a group reads run in its kernel.
-        if _is_real_view(eqn) and not read.isdisjoint(eqn.outs):
-            read.update(eqn.ins)
-            grouped.add(eqn)
+    grouped = _grouped(item)
     if grouped:
         yield [eqn for eqn in item.eqns if eqn in grouped]
-    for eqn in item.eqns:
-        if eqn not in grouped:
-            yield [eqn]
+    yield from ([eqn] for eqn in item.eqns if eqn not in grouped)
+
+
+def _grouped(item: _Item) -> set[Eqn]:
+    """The equations of an item that are a group, with the views that they read, which run in their kernel."""
+    grouped = {eqn for eqn in item.eqns if not _is_real_view(eqn)}
+    if item.fusible and sum(map(_is_fusible, grouped)) < 2:
+        return set()
+    read = {v for eqn in grouped for v in eqn.ins}
+    for eqn in reversed(item.eqns):
+        if eqn not in grouped and not read.isdisjoint(eqn.outs):
+            read.update(eqn.ins)
+            grouped.add(eqn)
+    return grouped
