@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _coalescing_manager
 
 import ztrans as zt
 
@@ -26,13 +25,6 @@ def not_waited_for_at_once(x):
     ones = torch.ones(3).sum()
     work.wait()
     return x + ones
-
-
-def coalesced(x):
-    y = x + 1
-    with _coalescing_manager():
-        dist.all_reduce(x), dist.all_reduce(y)
-    return x, y
 
 
 def broadcast(x):
@@ -77,24 +69,12 @@ def reduce_scatter_tensor(x):
     return part
 
 
-def reduce_scatter(x):
-    part = x.new_empty(2, x.shape[1])
-    dist.reduce_scatter(part, list(x.chunk(2)))
-    return part
-
-
-def all_to_all(x):
-    received = [torch.empty_like(part) for part in x.chunk(2)]
-    dist.all_to_all(received, list(x.chunk(2)))
-    return received
-
-
 # Each is called on two ranks, with a different tensor [4, 6] on each.
 CALLS: dict[str, Callable] = {f.__name__: f for f in (
-    all_reduce, maximum_of_a_view, not_waited_for_at_once, coalesced, broadcast, all_gather, all_gather_of_a_scalar,
-    all_gather_into_tensor, all_gather_stacked, all_to_all_single, reduce_scatter_tensor, reduce_scatter, all_to_all,
+    all_reduce, maximum_of_a_view, not_waited_for_at_once, broadcast, all_gather, all_gather_of_a_scalar,
+    all_gather_into_tensor, all_gather_stacked, all_to_all_single, reduce_scatter_tensor,
 )}  # fmt: skip
-NOT_OF_GLOO = {"all_to_all", "reduce_scatter", "all_gather_stacked"}
+NOT_OF_GLOO = {"all_gather_stacked"}
 
 
 def own(rank: int) -> torch.Tensor:

@@ -24,10 +24,9 @@ from torch import fx
 from torch._ops import HigherOrderOperator
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
-    _disable_current_modes,
     is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
 )
@@ -37,10 +36,17 @@ from ..ir.relations import tensors_in
 from ..ir.source import Source, user_source, where
 from . import c10d, errors
 from .checkpoints import Mark, forget_policy, mark_of_operation
-from .constants import READS, read_constant
 from .regions import Fact
 
 DEVICE = torch.ops.prim.device.default  # the operation behind `x.device`
+# The operations that read elements, which a traced tensor does not have.
+_READS = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.item.default,
+    torch.ops.aten.is_nonzero.default,
+)
+_LITERAL = torch.ops.aten.lift_fresh_copy.default  # `torch.tensor(...)` in a step
 _ORIGIN = "ztrans"  # the key of an origin in the metadata of a node, under FX's key "custom"
 
 
@@ -109,13 +115,14 @@ class Annotate(TorchDispatchMode):
         self._check_tensors(func, tensors_in((args, kwargs)), line)
         if not is_higher_order and not any(map(is_traceable_wrapper_subclass_type, types)):
             self._check(func, args, kwargs, line, origin.fact.backward)
-            if func in READS:
-                return self._read(func, args, line)
         with self._errors_of(func, line), noting(origin):
             try:
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
             finally:
                 forget_policy()
+        if func is _LITERAL:
+            _forget_value(result)
+        return result
 
     def _origin(self) -> Origin:
         """Where the operation comes from that is being called."""
@@ -127,20 +134,6 @@ class Annotate(TorchDispatchMode):
         recorded = latest > self._last_number
         self._last_number = max(self._last_number, latest)
         return Origin(source, Fact(running is not None, recorded), mark_of_operation())
-
-    def _read(self, op: Any, args: tuple, line: Source | None) -> Any:
-        """What an operation reads from tensors that depend on no argument of the step.
-
-        make_fx would answer from what it knows of literals, which is wrong after a write through a view of one.
-
-        Raises: ValueError for any other tensor.
-        """
-        mode: Any = get_proxy_mode()
-        with _disable_current_modes():
-            value = read_constant(op, args, mode.tracer)
-        if value is None:
-            raise errors.reads_value(op, False, line, self.step)
-        return value
 
     def _check_tensors(self, func: Any, tensors: Sequence[Any], line: Source | None) -> None:
         """Raises: ValueError for a tensor that does not belong to the trace."""
@@ -164,6 +157,8 @@ class Annotate(TorchDispatchMode):
         self, func: Any, args: tuple, kwargs: dict, line: Source | None, backward: bool
     ) -> None:
         """Raises: ValueError for an operation that a program cannot hold."""
+        if func in _READS:
+            raise errors.reads_value(func, False, line, self.step)
         for x in (*args, *kwargs.values()):
             if isinstance(x, torch.Generator):
                 raise errors.seeds(f"a torch.Generator ({func})", line, self.step)
@@ -192,6 +187,16 @@ class Annotate(TorchDispatchMode):
             raise errors.reads_value(op, False, line, self.step) from None
         except (NotImplementedError, fake_tensor.UnsupportedOperatorException) as error:
             raise errors.cannot_be_traced(op, error, line, self.step) from error
+
+
+def _forget_value(literal: torch.Tensor) -> None:
+    """Let make_fx not know the value of a literal.
+
+    It would run operations of literals on their values. A collective would wait for ranks that may not trace now.
+    """
+    mode: Any = get_proxy_mode()
+    get_proxy_slot(literal, mode.tracer).constant = None
+    literal.constant = None  # type: ignore[attr-defined]
 
 
 def _without_wrappers(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

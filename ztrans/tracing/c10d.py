@@ -6,7 +6,7 @@ namespace c10d, whose schema does not declare that it writes `x`. This module re
     dist.all_reduce(x)   -->   x.copy_(wait_tensor(all_reduce(x, "sum", group)))
 
 In the trace a call with `async_op=True` completes at once, and so does the `Work` that it returns. A collective in
-which ranks do different things, such as a scatter from one rank, has no functional form, and is an error.
+which ranks do different things, such as a scatter from one rank, or one that takes a list to send, is an error.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
-from ..ir.relations import tensors_in
 from .overloads import named
 
 functional = torch.ops._c10d_functional
@@ -55,24 +53,7 @@ class Call(dict[str, Any]):
 
 def has_no_place(op: Any) -> bool:
     """Whether an operation is a collective that no program contains: an in-place one, or one with a single rank."""
-    return op.namespace == "c10d" or op._schema.name in _SINGLE
-
-
-def forget_values(*args: Any, **kwargs: Any) -> Any:
-    """Let PyTorch not know the values of the tensors that a functional collective is given.
-
-    PyTorch runs an operation of literals on their values. A collective would wait for ranks that may not trace now.
-
-    Returns: NotImplemented, so that make_fx records the collective.
-    """
-    mode: Any = get_proxy_mode()
-    for x in tensors_in((args, kwargs)):
-        slot = get_proxy_slot(x, mode.tracer, None)
-        if slot is not None:
-            slot.constant = None
-        if hasattr(x, "constant"):
-            x.constant = None
-    return NotImplemented
+    return op.namespace == "c10d" or op._schema.name in _OF_ONE_RANK
 
 
 def functionalized(op: Any, finished_work: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
@@ -83,16 +64,21 @@ def functionalized(op: Any, finished_work: Callable[[], Any], *args: Any, **kwar
     Raises: NoForm for a collective that has no functional form.
     """
     name = op._schema.name.split("::")[1]
+    if name in _BARRIERS:
+        raise NoForm("it moves no values, and a program runs as soon as its values are there")
     if name not in _FORMS:
-        moves_nothing = "it moves no values, and a program runs as soon as its values are there"
-        raise NoForm(moves_nothing if name in _BARRIERS else "ranks take different parts in it")
+        raise NoForm("ranks take different parts in it, or it takes a list of tensors")
     form, outputs, inputs = _FORMS[name]
     call = Call({a.name: a.default_value for a in op._schema.arguments} | named(op, args, kwargs))
-    written, read = call[outputs], call[inputs]
-    several = isinstance(written, list) and form is not _all_to_all_lists
-    for output, x in zip(written, read) if several else [(written, read)]:
-        form(call, output, x)
-    return (written, finished_work()) if len(op._schema.returns) == 2 else finished_work()
+    form(call, _without_list(call[outputs]), _without_list(call[inputs]))
+    if len(op._schema.returns) == 2:
+        return call[outputs], finished_work()
+    return finished_work()
+
+
+def _without_list(argument: Any) -> Any:
+    """The argument of this process, where PyTorch has a list with one entry for each of its devices."""
+    return argument[0] if isinstance(argument, list) else argument
 
 
 def _all_reduce(call: Call, output: torch.Tensor, x: torch.Tensor) -> None:
@@ -106,16 +92,18 @@ def _broadcast(call: Call, output: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def _gather_into(call: Call, output: torch.Tensor, x: torch.Tensor) -> None:
-    whole = call.run(functional.all_gather_into_tensor.default, torch.atleast_1d(x), call.ranks)
-    output.copy_(whole.view(output.shape))
+    output.copy_(_gathered(call, x).view(output.shape))
 
 
 def _gather_to_list(call: Call, outputs: Sequence[torch.Tensor], x: torch.Tensor) -> None:
     if any(output.shape != x.shape for output in outputs):
         raise NoForm("its tensors differ in shape from rank to rank")
-    whole = call.run(functional.all_gather_into_tensor.default, torch.atleast_1d(x), call.ranks)
-    for output, part in zip(outputs, whole.view(call.ranks, *x.shape).unbind()):
+    for output, part in zip(outputs, _gathered(call, x).view(call.ranks, *x.shape).unbind()):
         output.copy_(part)
+
+
+def _gathered(call: Call, x: torch.Tensor) -> torch.Tensor:
+    return call.run(functional.all_gather_into_tensor.default, torch.atleast_1d(x), call.ranks)
 
 
 def _scatter_sum(call: Call, output: torch.Tensor, x: torch.Tensor) -> None:
@@ -125,41 +113,21 @@ def _scatter_sum(call: Call, output: torch.Tensor, x: torch.Tensor) -> None:
     output.copy_(part.view(output.shape))
 
 
-def _scatter_sum_of_list(call: Call, output: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
-    _scatter_sum(call, output, torch.cat([torch.atleast_1d(x) for x in terms]))
-
-
 def _all_to_all(call: Call, output: torch.Tensor, x: torch.Tensor) -> None:
     """Exchange rows with every rank. An empty list of sizes stands for equal numbers of rows."""
-    sizes = (call["output_split_sizes"], output), (call["input_split_sizes"], x)
-    received, sent = (rows or [len(t) // call.ranks] * call.ranks for rows, t in sizes)
+    received = call["output_split_sizes"] or [len(output) // call.ranks] * call.ranks
+    sent = call["input_split_sizes"] or [len(x) // call.ranks] * call.ranks
     output.copy_(call.run(functional.all_to_all_single.default, x, received, sent))
 
 
-def _all_to_all_lists(
-    call: Call, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> None:
-    to, sent = ([x.numel() for x in xs] for xs in (outputs, inputs))
-    terms = torch.cat([x.reshape(-1) for x in inputs])
-    received = call.run(functional.all_to_all_single.default, terms, to, sent)
-    for output, part in zip(outputs, received.split(to)):
-        output.copy_(part.view(output.shape))
-
-
-# For each collective the function for one output and its input, and the names of the arguments that these are. Both may
-# be lists of several.
+# For each collective its functional form, and the names of its output and its input.
 _FORMS: dict[str, tuple[Callable[[Call, Any, Any], None], str, str]] = {
     "allreduce_": (_all_reduce, "tensors", "tensors"),
-    "allreduce_coalesced_": (_all_reduce, "tensors", "tensors"),
     "broadcast_": (_broadcast, "tensors", "tensors"),
     "_allgather_base_": (_gather_into, "output_tensor", "input_tensor"),
-    "allgather_into_tensor_coalesced_": (_gather_into, "outputs", "inputs"),
     "allgather_": (_gather_to_list, "output_tensors", "input_tensors"),
     "_reduce_scatter_base_": (_scatter_sum, "output_tensor", "input_tensor"),
-    "reduce_scatter_tensor_coalesced_": (_scatter_sum, "outputs", "inputs"),
-    "reduce_scatter_": (_scatter_sum_of_list, "output_tensors", "input_tensors"),
     "alltoall_base_": (_all_to_all, "output", "input"),
-    "alltoall_": (_all_to_all_lists, "output_tensors", "input_tensors"),
 }
-_SINGLE = tuple(f"_c10d_functional::{name}" for name in ("isend", "irecv", "batch_p2p_ops"))
+_OF_ONE_RANK = tuple(f"_c10d_functional::{name}" for name in ("isend", "irecv", "batch_p2p_ops"))
 _BARRIERS = ("barrier", "monitored_barrier_")

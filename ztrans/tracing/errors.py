@@ -88,8 +88,15 @@ def _in_library(why: str) -> str:
 def reads_value(op: Any, shape: bool, source: Source | None, step: str) -> ReadsValueError:
     """The step reads a value of a tensor, or uses a shape that depends on values.
 
-    A function that also calls an all_to_all may do so to send tokens to experts without dropping any.
+    The names in the user's code tell why it may do so: to send tokens to experts without dropping any, or to see
+    whether a mask is causal.
     """
+    names = user_names()
+    special = ""
+    if any(name.startswith("all_to_all") for name in names):
+        special = _DROPLESS
+    elif any("mask" in name for name in names):
+        special = _CAUSAL
     read = "takes a shape from a tensor's values" if shape else "reads a tensor's value"
     of_function = f"{_WITH_NUMBERS}\n" if op is torch.ops.aten._ctc_loss.Tensor else ""
     return ReadsValueError(
@@ -98,7 +105,7 @@ def reads_value(op: Any, shape: bool, source: Source | None, step: str) -> Reads
         f"A traced step runs on tensors without values: replace .item(), bool() and `if` on tensors by "
         f"torch.where, and boolean indexing by masks. To log a value, return its tensor as output, and read it after "
         f"the step. To check it, do the same. A number that you pass is an input too: decide before, and pass a bool."
-        f"{_DROPLESS if any(name.startswith('all_to_all') for name in user_names()) else ''}"
+        f"{special}"
     )
 
 
@@ -123,6 +130,10 @@ _DROPLESS = (
     "\nIf the splits of an all_to_all depend on it (dropless routing): a program has the same shapes for every batch, "
     "so give each expert a capacity, such as capacity_factor * tokens / experts. Place tokens in [experts, capacity, "
     "width], drop those beyond it, fill the rest with zeros, and call all_to_all with equal splits."
+)
+_CAUSAL = (
+    "\nnn.Transformer, its encoder and its decoder read a mask to see whether it is causal, unless the call says so: "
+    "is_causal=True, tgt_is_causal=True, or False."
 )
 _WITH_NUMPY = (
     "A traced step runs on tensors without values: compute with torch inside the step, or with NumPy outside, and "
@@ -175,7 +186,8 @@ def no_collective(op: Any, why: str, source: Source | None, step: str) -> TraceE
         f"trace: {step} calls torch.distributed's {op._schema.name.split('::')[1].strip('_')}, which a program, the "
         f"same on all ranks, cannot hold: {why}.\n"
         f"  at {where(source)}\n"
-        f"Use all_reduce, all_gather, reduce_scatter, broadcast or all_to_all, or do it between steps."
+        f"Use all_reduce, all_gather, all_gather_into_tensor, reduce_scatter_tensor, broadcast or all_to_all_single, or do "
+        f"it between steps."
     )
 
 

@@ -219,8 +219,7 @@ def decompositions() -> dict[Any, Callable]:
     """Operations that a program has by others, which make_fx then records in their place.
 
     - operations over lists, which PyTorch defines by an operation on each member;
-    - collectives that change their arguments, and those of one rank (see `c10d`). Other collectives stay, and PyTorch
-      forgets the values of their arguments;
+    - collectives that change their arguments, and those of one rank (see `c10d`);
     - cuDNN's batch norm, whose schema does not declare that it writes the running statistics.
     """
     table: dict[Any, Callable] = dict(
@@ -242,8 +241,6 @@ def decompositions() -> dict[Any, Callable]:
                 table[op] = functools.partial(op._op_dk, over_lists)
         elif c10d.has_no_place(op):
             table[op] = functools.partial(c10d.functionalized, op, _finished_work)
-        else:
-            table[op] = c10d.forget_values
     return table
 
 

@@ -1,0 +1,53 @@
+"""What a step reads from a tensor while it is traced: nothing, and the error says what to do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import ztrans as zt
+
+STATE, X = {"w": torch.ones(2)}, torch.linspace(-1, 1, 9).view(3, 3)
+
+
+def of_a_literal_written_through_a_view(x):
+    counts = torch.tensor([1.0, 1.0])
+    counts.view(2)[0] = 5.0
+    return counts.sum().item()
+
+
+READS = {
+    "an argument": lambda x: x.sum().item(),
+    "a draw": lambda x: torch.rand(2).sum().item(),
+    "a literal": lambda x: torch.tensor([3.0, 5.0]).max().item(),
+    "a literal written through a view": of_a_literal_written_through_a_view,
+    "a comparison": lambda x: float(torch.equal(torch.ones(2), torch.zeros(2))),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_value_of_a_tensor_cannot_be_read(read):
+    with pytest.raises(ValueError, match="reads a tensor's value"):
+        zt.Step.of(lambda state, x: (state, x * read(x))).trace(STATE, X)
+
+
+def transformed(**how):
+    """A step of a transformer with a mask, and its arguments."""
+    torch.manual_seed(0)
+    model = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
+
+    def step(state, x, y):
+        mask = model.generate_square_subsequent_mask(y.size(1))
+        return state, torch.func.functional_call(model, state, (x, y), {"tgt_mask": mask, **how})
+
+    return step, (dict(model.named_parameters()), torch.randn(3, 5, 8), torch.randn(3, 4, 8))
+
+
+def test_a_transformer_is_told_whether_its_mask_is_causal():
+    step, arguments = transformed()
+    with pytest.raises(ValueError, match=r"reads a tensor's value(?s:.)*tgt_is_causal=True"):
+        zt.Step.of(step).trace(*arguments)
+    step, (state, *batch) = transformed(tgt_is_causal=True)
+    run = zt.Step.of(step)
+    assert torch.equal(run(run.shard(state), *batch)[1], step(state, *batch)[1])
