@@ -5,10 +5,11 @@ from __future__ import annotations
 import abc
 import contextlib
 import inspect
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..ir.micro_batches import check_rows, first_part
@@ -27,6 +28,10 @@ class ExtraInputs(abc.ABC):
     @abc.abstractmethod
     def extra_inputs(self) -> Any:
         """The argument for the next call: tensors and numbers that are the same on all ranks."""
+
+    @abc.abstractmethod
+    def modules(self) -> Sequence[nn.Module]:
+        """The modules whose attributes the step reads, in whatever way its code reaches them."""
 
     @abc.abstractmethod
     def constants(self) -> Hashable:
@@ -51,7 +56,7 @@ class StepFunction:
     def __init__(self, fn: Callable) -> None:
         self.name = getattr(fn, "__name__", type(fn).__name__)
         self.extra = fn if isinstance(fn, ExtraInputs) else None
-        self.reads = Reads(fn)
+        self.reads = Reads(fn, self.extra.modules() if self.extra is not None else ())
         self.signature: inspect.Signature | None = None
         with contextlib.suppress(
             TypeError, ValueError

@@ -45,6 +45,7 @@ class Guard:
         self._inputs = [
             i for i, leaf in enumerate(self._batch) if not isinstance(leaf.value, Constant)
         ]
+        self._numbers: dict[int, tuple[Any, torch.Tensor]] = {}  # the last ones by position
 
     def match(self, call: BoundCall, surroundings: Surroundings) -> Inputs | None:
         """The inputs of a call of which everything is as in the last one; None for another call.
@@ -65,9 +66,17 @@ class Guard:
                 if self._state.overlaps(tensor):
                     return None
             else:
-                tensor = as_tensor(arguments[i])
+                tensor = self._number(i, arguments[i])
             state.tensors.append(tensor)
         return state
+
+    def _number(self, i: int, number: Any) -> torch.Tensor:
+        """A number as a tensor. That of the last call is used again for the same object, such as a learning rate."""
+        last, tensor = self._numbers.get(i, (None, None))
+        if tensor is None or last is not number:
+            tensor = as_tensor(number)
+            self._numbers[i] = number, tensor
+        return tensor
 
     def _is_like(self, arguments: list) -> bool:
         """Whether the arguments other than the state have the properties of the last ones."""

@@ -40,6 +40,7 @@ _ABSENT = object()  # the value of a variable or an attribute that does not exis
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _OF_PYTHON = (int, float, complex, bool, str, bytes, type(None), types.CodeType)
 _CONSTANT_TYPES = frozenset([*_OF_PYTHON, *_OF_TORCH])
+_NO_ATTRIBUTES = _CONSTANT_TYPES | {torch.Tensor}
 _NUMBERS = (numbers.Number, numpy.bool_)
 _CONSTANTS = (*_NUMBERS, str, bytes, enum.Enum, range, type, types.BuiltinFunctionType)
 _CONTAINERS = (list, tuple, set, frozenset, dict)
@@ -96,26 +97,30 @@ class Reads:
 
     The places are found once, and again only if a function or an object is replaced by another one, or if an object
     gets or loses an attribute. `attributes` has all attributes that the code names, with its lines.
+
+    Args:
+        fn: the function of the step.
+        modules: modules that the step reads, which its code may reach in other ways than by their names.
     """
 
-    def __init__(self, fn: Callable) -> None:
+    def __init__(self, fn: Callable, modules: Sequence[nn.Module] = ()) -> None:
         self._fn = _reference(fn)
+        self._modules = modules
         self._values = ReadValues((), (), ())
         self._find()
 
     def values(self) -> ReadValues:
         """The present values: the same object as last time if they are equal."""
         present = [read() for read in self._readers]
-        changed = self._changed(present)
+        entries = self._entries_of_containers()
         has_grown = list(map(len, self._namespaces)) != self._sizes
-        if has_grown or any(map(_leads_further, changed.values())):
+        others = [] if _same(entries, self._entries) else entries
+        if not _same(present, self._present):
+            others += [new for new, old in zip(present, self._present) if new is not old]
+        if has_grown or any(map(_leads_further, others)):
             self._find()
-        elif changed:
-            constants = list(self._values.values)
-            for k, value in changed.items():
-                self._remember(k, value)
-                constants[k] = _constant(value)
-            self._set(constants)
+        elif others or len(entries) != len(self._entries):
+            self._remember(present)
         return self._values
 
     def present(self) -> Iterator[tuple[str, Any]]:
@@ -127,6 +132,8 @@ class Reads:
         search = _Search()
         fn = self._fn()
         search.visit(fn, getattr(fn, "__name__", "the step"))
+        for module in self._modules:
+            search.visit(module, "model")
         search.follow_attributes()
         places = search.places.values()
         self.attributes = search.attributes
@@ -135,34 +142,18 @@ class Reads:
         self._sources = tuple(place.source for place in places)
         self._namespaces = search.namespaces
         self._sizes = list(map(len, self._namespaces))
-        self._present: list[Any] = [None] * len(self._readers)
-        self._entries: dict[int, list] = {}  # those of containers, by the index of the place
-        for k, read in enumerate(self._readers):
-            self._remember(k, read())
-        self._set([_constant(value) for value in self._present])
+        self._remember([read() for read in self._readers])
 
-    def _remember(self, k: int, value: Any) -> None:
-        self._present[k] = value
-        self._entries.pop(k, None)
-        if isinstance(value, _CONTAINERS):
-            self._entries[k] = _entries(value)
-
-    def _set(self, constants: list) -> None:
-        values = ReadValues(self._names, tuple(constants), self._sources)
+    def _remember(self, present: list) -> None:
+        self._present = present
+        self._containers = list(filter(_is_mutable, present))
+        self._entries = self._entries_of_containers()
+        values = ReadValues(self._names, tuple(map(_constant, present)), self._sources)
         if values != self._values:
             self._values = values
 
-    def _changed(self, present: list) -> dict[int, Any]:
-        """The values that are other objects than last time, and the containers of other entries, by place."""
-        changed = {}
-        if not _same(present, self._present):
-            for k, (new, old) in enumerate(zip(present, self._present)):
-                if new is not old:
-                    changed[k] = new
-        for k, entries in self._entries.items():
-            if k not in changed and not _same(_entries(present[k]), entries):
-                changed[k] = present[k]
-        return changed
+    def _entries_of_containers(self) -> list:
+        return [entry for container in self._containers for entry in _entries(container)]
 
 
 def _reference(fn: Callable) -> Callable[[], Callable | None]:
@@ -176,6 +167,13 @@ def _reference(fn: Callable) -> Callable[[], Callable | None]:
 def _same(first: Sequence, second: Sequence) -> bool:
     """Whether two lists hold the same objects."""
     return len(first) == len(second) and all(map(operator.is_, first, second))
+
+
+def _is_mutable(value: Any) -> bool:
+    """Whether a value is a container whose entries may change, or that of others may."""
+    if isinstance(value, tuple):
+        return any(map(_is_mutable, value))
+    return isinstance(value, list | set | dict)
 
 
 def _entries(container: Any) -> list:
@@ -218,7 +216,7 @@ def _leads_further(value: Any) -> bool:
     """Whether other places may be reached from a value: from a function, or an object with attributes."""
     if isinstance(value, _CONTAINERS):
         return any(map(_leads_further, _entries(value)))
-    return type(value) not in _CONSTANT_TYPES and not isinstance(value, (*_CONSTANTS, torch.Tensor))
+    return type(value) not in _NO_ATTRIBUTES and not isinstance(value, _CONSTANTS)
 
 
 def _shown(constant: Any) -> str:
@@ -357,6 +355,9 @@ class _Search:
         for child in m._modules:
             read = functools.partial(m._modules.get, child, _ABSENT)
             self._place(m._modules, child, f"{name}.{child}", read)
+        for parameter, p in m._parameters.items():
+            read = functools.partial(getattr, p, "requires_grad", None)  # None for no parameter
+            self._place(p, "requires_grad", f"{name}.{parameter}.requires_grad", read)
 
     def _named_attributes(self, owner: Any, name: str) -> None:
         elsewhere = _INPUTS if isinstance(owner, Optimizer | LRScheduler) else ()

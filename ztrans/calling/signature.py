@@ -168,7 +168,7 @@ class Surroundings(NamedTuple):
             if old != new:
                 changes.append(f"{name} was {old} and is {new}")
         if self.constants != later.constants:
-            changes.append("a setting of the module or of an optimizer has changed")
+            changes.append("a setting of an optimizer has changed")
         if self.reads != later.reads:
             changes += self.reads.changes(later.reads)
         return changes

@@ -84,9 +84,12 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         """The values of the parameter groups that are inputs of a program."""
         return inputs_of(self._optimizers)
 
+    def modules(self) -> tuple[nn.Module]:
+        return (self._model,)
+
     def constants(self) -> Hashable:
-        """The settings of the module, the optimizers and the scaler that are constants of a program."""
-        return _modes(self._model), constants_of(self._optimizers), settings_of(self._scaler)
+        """The settings of the optimizers and the scaler that are constants of a program."""
+        return constants_of(self._optimizers), settings_of(self._scaler)
 
     def missing_state(self, state: Any) -> State:
         """What a state lacks for parameters that have been unfrozen, or given to an optimizer, since `lift`."""
@@ -228,23 +231,6 @@ def _signature_of(loop_step: Callable) -> inspect.Signature:
     name = "state" if "state" not in arguments else "lifted_state"
     state = inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)
     return inspect.Signature([state, *arguments.values()])
-
-
-def _modes(model: nn.Module) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-    """Whether each module is in training mode, and whether each parameter is trained.
-
-    Every call asks this, so it takes less time than `model.parameters()` does.
-    """
-    modules: list[Any] = [model]
-    parameters: list[Any] = []
-    training: list[bool] = []
-    for module in modules:  # which grows meanwhile
-        if module is not None:
-            attributes = vars(module)
-            modules += attributes["_modules"].values()
-            parameters += attributes["_parameters"].values()
-            training.append(attributes["training"])
-    return tuple(training), tuple([p.requires_grad for p in parameters if p is not None])
 
 
 def _groups_with(

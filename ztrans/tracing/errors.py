@@ -186,8 +186,8 @@ def no_collective(op: Any, why: str, source: Source | None, step: str) -> TraceE
         f"trace: {step} calls torch.distributed's {op._schema.name.split('::')[1].strip('_')}, which a program, the "
         f"same on all ranks, cannot hold: {why}.\n"
         f"  at {where(source)}\n"
-        f"Use all_reduce, all_gather, all_gather_into_tensor, reduce_scatter_tensor, broadcast or all_to_all_single, or do "
-        f"it between steps."
+        f"Use all_reduce, all_gather, all_gather_into_tensor, reduce_scatter_tensor, broadcast or all_to_all_single, "
+        f"or do it between steps."
     )
 
 
