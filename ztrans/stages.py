@@ -26,6 +26,7 @@ from .compiled import Compiled
 from .ir.ambient import refuse_inside, without_autocast
 from .ir.collectives import erase_trivial
 from .ir.differences import traffic
+from .ir.donation import writes_last
 from .ir.graph import Graph, dce
 from .ir.interpreter import join, lockstep, scatter
 from .ir.layout import AbstractMesh
@@ -33,7 +34,6 @@ from .ir.marks import erase_marks
 from .ir.micro_batches import parts
 from .ir.printer import Printed, format_seconds
 from .ir.user_collectives import by_axis
-from .ir.write_order import writes_last
 from .planning import plan as plans
 from .planning.cluster import Cluster, assumed
 from .planning.cost import Cost, Memory, cost, memory

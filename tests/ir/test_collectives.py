@@ -27,13 +27,12 @@ from ztrans.ir.collectives import (
     rules,
     wait,
 )
-from ztrans.ir.donation import donation
+from ztrans.ir.donation import donation, first_write, writes_last
 from ztrans.ir.graph import Eqn, Graph, Primitive, Provenance, Var
 from ztrans.ir.liveness import liveness
 from ztrans.ir.marks import ACCUMULATE, GRADIENT, JOIN, KEEP, PMEAN, PSUM
 from ztrans.ir.pairing import pair
 from ztrans.ir.verifier import ProgramError, check
-from ztrans.ir.write_order import first_write, writes_last
 from ztrans.planning.cluster import cluster
 from ztrans.planning.cost import cost, memory
 from ztrans.planning.make_plan import make

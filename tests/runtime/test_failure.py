@@ -18,8 +18,7 @@ from tests.support.lifted import loop_of
 from tests.support.programs import CASES
 from tests.support.worlds import ALL, batches, clone, on_ranks, slices
 from ztrans.ir.collectives import WAIT
-from ztrans.ir.donation import donation
-from ztrans.ir.write_order import first_write
+from ztrans.ir.donation import donation, first_write
 from ztrans.runtime.failure import check_whole, explain_loss
 
 LAST = (zt.overlap_grads(update="last"), *ALL[1:])

@@ -17,7 +17,7 @@ import ztrans as zt
 from benchmarks.peers.memory import Peak, lent
 from tests.support.lifted import loop_of
 from ztrans.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, is_start
-from ztrans.ir.write_order import first_write
+from ztrans.ir.donation import first_write
 
 SIZES = (8, 16, 16, 4)
 

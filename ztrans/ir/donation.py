@@ -3,6 +3,14 @@
 The caller of a step gives the storage of the state away, so an elementwise update of the state runs in place. An
 operation on a temporary also runs in place if the argument fills its storage, the equation is the last to read it, and
 no collective that is under way reads it.
+
+Updates run in place, so the state of a rank that fails between two of them is half updated. In a program with
+`writes_last`, the equations that write the state run after everything that can fail because of another rank: every
+collective, forward and backward. A step that fails before the first write leaves the old state unchanged.
+
+    m1 = mul(m, 0.9)                 n = norm(g)
+    n = norm(g)               -->    s = wait(all_reduce(n))
+    s = wait(all_reduce(n))          m1 = mul(m, 0.9)
 """
 
 from __future__ import annotations
@@ -16,16 +24,48 @@ from typing import Any
 import torch
 
 from .collectives import rules
-from .graph import Eqn, Graph, Var
+from .graph import Eqn, Graph, Var, producers
 from .liveness import liveness
 from .op_facts import is_random, is_written, op_facts, overloads
 from .pairing import pair
-from .relations import cached_on_graph
-from .write_order import first_write
+from .relations import cached_on_graph, needed
 
-Written = list[
-    tuple[Var, Var | None]
-]  # arguments that are overwritten, each with the result that replaces it
+# Arguments that are overwritten, each with the result that replaces it.
+Overwritten = list[tuple[Var, Var | None]]
+
+_SMALL = 16 << 10  # bytes of a constant that is kept from step to step
+_BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
+
+
+def writes_last(graph: Graph) -> Graph:
+    """Move the equations of the update on which no collective depends to the end of the program.
+
+    Random draws must keep their order, so they, and what they depend on, stay.
+    """
+    fixed = (e for e in graph.eqns if _can_fail(e) or is_random(e.op))
+    first = needed(fixed, producers(graph.eqns))
+    eqns = sorted(graph.eqns, key=lambda e: e not in first)
+    return graph.replace(eqns=tuple(eqns), writes_last=True)
+
+
+def first_write(graph: Graph) -> int:
+    """The index of the first equation that may write over the state; 0 unless the program writes its state last."""
+    if not graph.writes_last:
+        return 0
+    return 1 + max((i for i, e in enumerate(graph.eqns) if _can_fail(e)), default=-1)
+
+
+def _can_fail(e: Eqn) -> bool:
+    """Whether an equation is a collective, which may fail because of another rank, or is forward or backward."""
+    return e.region != "update" or rules(e).remote
+
+
+def is_constant(e: Eqn) -> bool:
+    """Whether an equation makes a small constant. It is made once and used by every step, so nothing writes over it."""
+    if e.ins or len(e.results) != 1 or not isinstance(e.op, torch._ops.OpOverload):
+        return False
+    is_small = e.out.numel * e.out.dtype.itemsize <= _SMALL
+    return is_small and not e.out.layout and not is_random(e.op)
 
 
 @dataclass(frozen=True)
@@ -46,35 +86,43 @@ class Donation:
 
 
 @cached_on_graph
-def donation(graph: Graph, apart: frozenset[Eqn] = frozenset()) -> Donation:
-    """Decide for every equation whether it writes over its arguments; those in `apart` never do."""
-    storages, released = _Storages(graph), _let_go(graph)
-    twins: dict[Eqn, Any] = {}
-    for i, e in enumerate(graph.eqns):
-        choices = _choices(e) if e not in apart else ()
-        twin, written = next(
-            ((t, w) for t, w in choices if _fits(e, w) and storages.may_write(i, e, w)), (None, [])
-        )
-        if twin is not None:
-            twins[e] = twin
-            storages.write(written)
-        storages.pass_by(e, released.get(e))
-    return Donation(
-        twins, storages.last, {v: storages.owner(v) for v in storages.root}, storages.read
-    )
+def donation(graph: Graph, kept_out_of_place: frozenset[Eqn] = frozenset()) -> Donation:
+    """Decide for every equation whether it writes over its arguments."""
+    storages = _StorageOwners(graph)
+    released = _released(graph)
+    in_place_ops: dict[Eqn, Any] = {}
+    for index, eqn in enumerate(graph.eqns):
+        if eqn not in kept_out_of_place:
+            for op, overwritten in _choices(eqn):
+                if _fits(eqn, overwritten) and storages.may_write(index, eqn, overwritten):
+                    in_place_ops[eqn] = op
+                    storages.take_over(overwritten)
+                    break
+        storages.advance_past(eqn, released.get(eqn))
+    owners = {v: storages.owner(v) for v in storages.root}
+    return Donation(in_place_ops, storages.last, owners, storages.read)
 
 
-class _Storages:
-    """The owner of each storage and the last equation that needs it, while results take over storages of arguments."""
+class _StorageOwners:
+    """The owner of each storage and the last equation that needs it, while results take over storages of arguments.
+
+    Attributes:
+        root, last: as in `Liveness`, before and after results have taken over storages.
+        state: the leaves of the state.
+        writes_from: the index of the first equation that may write over the state.
+        filling: the values that fill a storage which the program may write.
+        taken: for each result that took a storage over, the owner of that storage.
+        read: for each storage, the index of the last equation during which a collective still reads it.
+    """
 
     def __init__(self, graph: Graph) -> None:
         live = liveness(graph)
-        self.root, self.last = live.root, dict(live.last)
-        self.state, self.writes_from = set(graph.inputs[: graph.num_state]), first_write(graph)
-        self.filling = self.state | {
-            v for v, _ in graph.donated
-        }  # they fill a storage which the program may write
-        self.taken: dict[Var, Var] = {}  # results, each with the owner of the storage that it took
+        self.root = live.root
+        self.last = dict(live.last)
+        self.state = set(graph.inputs[: graph.num_state])
+        self.writes_from = first_write(graph)
+        self.filling = self.state | {v for v, _ in graph.donated}
+        self.taken: dict[Var, Var] = {}
         self.read: dict[Var, int] = {}
 
     def owner(self, v: Var) -> Var:
@@ -84,26 +132,31 @@ class _Storages:
             v = self.taken[v]
         return v
 
-    def may_write(self, place: int, e: Eqn, written: Written) -> bool:
-        """Whether each written argument fills a storage of its own, which nothing else needs any more."""
-        owners = [self.owner(v) for v, _ in written]
-        fill = len(set(owners)) == len(owners) and all(v in self.filling for v, _ in written)
-        shared = any(self.owner(v) in owners for v in _others(e, written))
-        return fill and not shared and all(self._is_free(place, v) for v in owners)
+    def may_write(self, index: int, e: Eqn, overwritten: Overwritten) -> bool:
+        """Whether each overwritten argument fills a storage of its own, which nothing else needs any more."""
+        owners = [self.owner(v) for v, _ in overwritten]
+        if len(set(owners)) < len(owners):
+            return False
+        if any(self.owner(v) in owners for v in _others(e, overwritten)):
+            return False
+        fill = all(v in self.filling for v, _ in overwritten)
+        return fill and all(self._is_free(index, storage) for storage in owners)
 
-    def _is_free(self, place: int, storage: Var) -> bool:
-        """Whether the equation at `place` is the last that needs a storage, and no collective still reads it."""
-        dies = self.last[storage] == place and self.read.get(storage, -1) < place
-        return dies and (place >= self.writes_from or storage not in self.state)
+    def _is_free(self, index: int, storage: Var) -> bool:
+        """Whether equation `index` is the last that needs a storage, and no collective still reads it."""
+        if self.last[storage] != index or self.read.get(storage, -1) >= index:
+            return False
+        return index >= self.writes_from or storage not in self.state
 
-    def write(self, written: Written) -> None:
-        """From here on the storage of each written argument holds the result."""
-        for target, result in written:
+    def take_over(self, overwritten: Overwritten) -> None:
+        """From here on the storage of each overwritten argument holds the result."""
+        for v, result in overwritten:
             if result is not None:
-                self.last[self.owner(target)] = self.last[result]
-                self.taken[result] = self.owner(target)
+                owner = self.owner(v)
+                self.last[owner] = self.last[result]
+                self.taken[result] = owner
 
-    def pass_by(self, e: Eqn, released: int | None) -> None:
+    def advance_past(self, e: Eqn, released: int | None) -> None:
         """Note that an equation has run. If it is a collective, it reads its arguments until equation `released`."""
         if released is not None:
             for owner in map(self.owner, e.ins):
@@ -112,64 +165,49 @@ class _Storages:
             self.filling.update(out for out in e.results if not out.future)
 
 
-_SMALL = 16 << 10  # bytes of a constant that is kept from step to step
-
-
-def is_constant(e: Eqn) -> bool:
-    """Whether an equation makes a small constant. It is made once and used by every step, so nothing writes over it."""
-    if (
-        e.ins
-        or not isinstance(e.op, torch._ops.OpOverload)
-        or is_random(e.op)
-        or len(e.results) != 1
-    ):
-        return False
-    return e.out.numel * e.out.dtype.itemsize <= _SMALL and not e.out.layout
-
-
-def _let_go(graph: Graph) -> dict[Eqn, int]:
+def _released(graph: Graph) -> dict[Eqn, int]:
     """For the start of each collective, the index of the equation until which it reads its members.
 
     A GPU packs them while the following equations run, until the next start or the next first wait. The user's own
     collectives read theirs until they are waited for. Members that are sent from their own storage live until the wait
     in any case.
     """
-    started = pair(graph, include_user=True).starts.values()
-    packed = [s for s in started if rules(s.start).packs]
-    events = sorted({s.index for s in packed} | {s.first_wait for s in packed})
-    released = {s.start: s.first_wait for s in started}
-    return released | {s.start: events[bisect_right(events, s.index)] for s in packed}
+    collectives = pair(graph, include_user=True).starts.values()
+    packed = [c for c in collectives if rules(c.start).packs]
+    events = sorted({c.index for c in packed} | {c.first_wait for c in packed})
+    released = {c.start: c.first_wait for c in collectives}
+    for c in packed:
+        released[c.start] = events[bisect_right(events, c.index)]
+    return released
 
 
-def _fits(e: Eqn, written: Written) -> bool:
-    """Whether every written argument has the type and the device of its result.
+def _fits(e: Eqn, overwritten: Overwritten) -> bool:
+    """Whether every overwritten argument has the type and the device of its result.
 
     The devices are unknown if a scalar is computed from several: one of them may be on the CPU, another on the GPU.
     """
-    scalars = (
-        len(written) == 1 and _others(e, written) and e.outs[0] is not None and not e.outs[0].shape
-    )
-    return (
-        bool(written)
-        and not scalars
-        and all(out is not None and v.is_like(out) for v, out in written)
-    )
+    if not overwritten or any(out is None or not v.is_like(out) for v, out in overwritten):
+        return False
+    is_scalar = len(overwritten) == 1 and not overwritten[0][0].shape
+    return not (is_scalar and _others(e, overwritten))
 
 
-def _others(e: Eqn, written: Written) -> list[Var]:
-    """The arguments of an equation that are not written."""
-    return [v for v in e.ins if all(v is not target for target, _ in written)]
+def _others(e: Eqn, overwritten: Overwritten) -> list[Var]:
+    """The arguments of an equation that are not overwritten."""
+    return [v for v in e.ins if all(v is not target for target, _ in overwritten)]
 
 
-def _choices(e: Eqn) -> Iterator[tuple[Any, Written]]:
+def _choices(e: Eqn) -> Iterator[tuple[Any, Overwritten]]:
     """The ways in which an equation can write over its arguments: an operation, and the arguments that it writes."""
     twin = in_place(e.op)
     if e.op is _BATCH_NORM:
         yield batch_norm_over, list(zip(e.args[3:5], e.outs[3:5]))
     elif twin is not None:
-        yield twin, _written(e, twin)
-    into = _into(e.op)
-    if into is not None and (twin is None or op_facts(e.op).arithmetic):
+        pairs = updated(e, twin)
+        if op_facts(e.op).fused_update and e.kwargs.get("grad_scale") is None:
+            del pairs[1:2]  # it writes its gradients only to unscale them
+        yield twin, pairs
+    if _out_form(e.op) is not None and (twin is None or op_facts(e.op).arithmetic):
         for k, v in enumerate(e.args):
             if isinstance(v, Var) and (k or twin is None):
                 yield onto(e.op, k), [(v, e.outs[0])]
@@ -186,7 +224,14 @@ def in_place(op: Any) -> Any:
     return getattr(packet, op._schema.overload_name or "default", None)
 
 
-_BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
+def updated(e: Eqn, twin: Any) -> Overwritten:
+    """The arguments that the in-place twin declares to write, each with its result."""
+    flat: list[Any] = []
+    for declared, x in zip(twin._schema.arguments, e.args):
+        if is_written(declared):
+            flat += x if isinstance(x, (list, tuple)) else [x]
+    is_whole = len(flat) == len(e.outs) and all(isinstance(v, Var) for v in flat)
+    return list(zip(flat, e.outs)) if is_whole else []
 
 
 def batch_norm_over(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
@@ -195,23 +240,18 @@ def batch_norm_over(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
 
 
 @functools.cache
-def _into(op: Any) -> tuple[Any, str] | None:
-    """For an operation that may write over an argument while it reads it: its form with `out=`, and that keyword."""
+def _out_form(op: Any) -> Any:
+    """The form with `out=` of an operation that may write over an argument while it reads it, or None."""
     if not (op_facts(op).pointwise or op_facts(op).by_row):
         return None
     signature = [(a.name, str(a.type)) for a in op._schema.arguments]
-    forms = overloads(op.overloadpacket)
-    for form in (
-        f for f in forms if torch.Tag.generated not in f.tags
-    ):  # generated forms allocate a result and copy
-        *given, last = form._schema.arguments or [None]
-        if (
-            last is not None
-            and last.kwarg_only
-            and last.is_out
-            and [(a.name, str(a.type)) for a in given] == signature
-        ):
-            return form, last.name
+    for form in overloads(op.overloadpacket):
+        arguments = form._schema.arguments
+        # Generated forms allocate a result and copy it.
+        if torch.Tag.generated in form.tags or not arguments or not arguments[-1].is_out:
+            continue
+        if [(a.name, str(a.type)) for a in arguments[:-1]] == signature:
+            return form
     return None
 
 
@@ -226,62 +266,23 @@ def onto(op: Any, place: int) -> Callable:
     >>> onto(torch.ops.aten._softmax.default, 0)(x, -1, False) is x, x[0, 0].item()
     (True, 0.5)
     """
-    target = _into(op)
-    if target is None:
+    form = _out_form(op)
+    if form is None:
         raise ValueError(f"{op} has no form that writes where it reads.")
-    form, out = target
-    tensors = [
-        k
-        for k, a in enumerate(form._schema.arguments)
-        if not a.kwarg_only and str(a.type) == "Tensor"
-    ]
-    is_arithmetic = op_facts(op).arithmetic
+    *arguments, out = form._schema.arguments
+    is_tensor = [not a.kwarg_only and str(a.type) == "Tensor" for a in arguments]
 
     def over(*args: Any, **kwargs: Any) -> torch.Tensor:
-        fits = is_arithmetic and _lie_alike(args[place], args[1 - place])
-        if not fits and not all(args[k].is_contiguous() for k in tensors):
-            return op(*args, **kwargs)
-        return form(*args, **kwargs, **{out: args[place]})
+        target = args[place]
+        fits = op_facts(op).arithmetic and _keeps_strides(target, args[1 - place])
+        if fits or all(x.is_contiguous() for x, tensor in zip(args, is_tensor) if tensor):
+            return form(*args, **kwargs, **{out.name: target})
+        return op(*args, **kwargs)
 
-    over.__name__ = f"{op._schema.name.split('::')[1]}_over"
+    over.__name__ = f"{op_facts(op).name}_over"
     return over
 
 
-def _lie_alike(x: torch.Tensor, other: torch.Tensor) -> bool:
+def _keeps_strides(x: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether the sum of two tensors has the strides of `x`."""
     return x.stride() == other.stride() or not other.dim()
-
-
-def _written(e: Eqn, twin: Any) -> Written:
-    """The arguments that the in-place twin writes, each with the result that replaces it."""
-    pairs = updated(e, twin)
-    # A fused optimizer writes its gradients only to unscale them, which it does only if `grad_scale` is given.
-    return (
-        pairs[:1] + pairs[2:]
-        if _declared(twin)[0] and e.kwargs.get("grad_scale") is None
-        else pairs
-    )
-
-
-def updated(e: Eqn, twin: Any) -> Written:
-    """The arguments that the in-place twin declares to write, each with its result."""
-    _, declared = _declared(twin)
-    flat = [
-        x
-        for a, write in zip(e.args, declared)
-        if write
-        for x in (a if isinstance(a, (list, tuple)) else (a,))
-    ]
-    return (
-        list(zip(flat, e.outs))
-        if len(flat) == len(e.outs) and all(isinstance(v, Var) for v in flat)
-        else []
-    )
-
-
-@functools.cache
-def _declared(twin: Any) -> tuple[bool, list[bool]]:
-    """Whether the twin is that of a fused optimizer, and which arguments it writes."""
-    return twin._schema.name.startswith("aten::_fused_"), list(
-        map(is_written, twin._schema.arguments)
-    )

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ..ir.collectives import rules
+from ..ir.donation import first_write
 from ..ir.graph import Eqn, Graph, Order, Var, producers, users, variables
 from ..ir.liveness import Liveness, liveness
 from ..ir.op_facts import is_random
 from ..ir.pairing import pair
 from ..ir.relations import sorted_by
-from ..ir.write_order import first_write
 
 # The position of an equation, 0 for that equation itself or 1 for one moved behind it, and the former position.
 Key = tuple[int, int, int]

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...ir.donation import Donation, donation, is_constant
+from ...ir.donation import Donation, donation, first_write, is_constant
 from ...ir.graph import Eqn, Graph, Var, producers
 from ...ir.layout import localize
 from ...ir.operations import compute
 from ...ir.structure import structures
 from ...ir.user_collectives import by_group, is_users
 from ...ir.varying import varying
-from ...ir.write_order import first_write
 from ..codegen import Kernel, coordinates, to_fx
 from ..executable import Executable, aliased_outputs
 from .compiler import Strided, bare, fused, infer_layouts
