@@ -21,7 +21,7 @@ from .layout import cut, localize
 from .micro_batches import Carry, parts
 from .relations import grouped
 
-Place = Mapping[str, int]  # the index of a rank along each axis
+Coordinates = Mapping[str, int]  # the index of a rank along each axis
 
 
 def evaluate(graph: Graph, *inputs: torch.Tensor) -> list[Any]:
@@ -41,9 +41,9 @@ def coordinates(mesh: Sequence[tuple[str, int]], joint: Iterable[str] = ()) -> l
     >>> coordinates([("host", 2), ("dp", 2)])[2]
     {'host': 1, 'dp': 0}
     """
-    axes = [axis for axis, _ in mesh]
-    places = (dict(zip(axes, at)) for at in itertools.product(*(range(size) for _, size in mesh)))
-    return [with_joint_indices(at, dict(mesh), joint) for at in places]
+    sizes = dict(mesh)
+    indices = itertools.product(*map(range, sizes.values()))
+    return [with_joint_indices(dict(zip(sizes, index)), sizes, joint) for index in indices]
 
 
 def lockstep(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[list[Any]]:
@@ -62,19 +62,23 @@ def lockstep(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[list
         raise ValueError(
             f"lockstep: the program is for {len(places)} ranks and was given inputs for {len(ranks)}."
         )
-    values: list[dict[Var, Any]] = [
-        dict(zip(graph.inputs, inputs, strict=True)) for inputs in ranks
-    ]
-    last = {v: i for i, e in enumerate(graph.eqns) for v in e.ins} | {
-        v: -1 for v in variables(graph.outputs)
-    }
+    values = [dict(zip(graph.inputs, inputs, strict=True)) for inputs in ranks]
+    dead_after = _dead_after(graph)
     with torch.no_grad(), without_autocast():
-        for i, eqn in enumerate(graph.eqns):
+        for eqn in graph.eqns:
             _run(eqn, graph, places, values)
-            for dead in {v for v in eqn.ins if last[v] == i}:
-                for env in values:
-                    del env[dead]
+            for env in values:
+                for v in dead_after.get(eqn, ()):
+                    del env[v]
     return [[substitute(out, env.__getitem__) for out in graph.outputs] for env in values]
+
+
+def _dead_after(graph: Graph) -> dict[Eqn, list[Var]]:
+    """For each equation, the values that it is the last to read."""
+    last = {v: e for e in graph.eqns for v in e.ins}
+    for v in variables(graph.outputs):
+        last.pop(v, None)
+    return grouped((e, v) for v, e in last.items())
 
 
 def _micro_batches(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[list[Any]]:
@@ -82,35 +86,35 @@ def _micro_batches(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> lis
     programs = parts(graph)
     carries = [Carry(graph, programs, inputs) for inputs in ranks]
     for program in programs.before_last:
-        for carry, outputs in zip(
-            carries, lockstep(program, [carry.inputs() for carry in carries])
-        ):
-            carry.take(outputs)
+        outputs = lockstep(program, [carry.inputs() for carry in carries])
+        for carry, results in zip(carries, outputs):
+            carry.take(results)
     return lockstep(programs.last, [carry.inputs() for carry in carries])
 
 
-def _run(eqn: Eqn, graph: Graph, places: Sequence[Place], values: Sequence[dict[Var, Any]]) -> None:
+def _run(
+    eqn: Eqn, graph: Graph, places: Sequence[Coordinates], values: Sequence[dict[Var, Any]]
+) -> None:
     """Compute one equation on every rank, group by group, and add its results to `values`."""
-    rule, sizes = rules(eqn), graph.axes
-    for group in _groups(places, rule.axis(eqn)):
-        localized = [localize(eqn, sizes, places[rank]) for rank in group]
-        results = rule.meaning(localized, [values[rank] for rank in group])
+    for group in _groups(places, rules(eqn).axis(eqn)):
+        local = [localize(eqn, graph.axes, places[rank]) for rank in group]
+        results = rules(eqn).meaning(local, [values[rank] for rank in group])
         for rank, outs in zip(group, results):
             values[rank].update((v, x) for v, x in zip(eqn.outs, outs) if v is not None)
 
 
 def scatter(graph: Graph, state: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Every rank's part of a full flat state."""
-
-    def part(v: Var, leaf: torch.Tensor, at: Place) -> torch.Tensor:
-        return (
-            leaf
-            if v.split is None
-            else cut(leaf, v.split, graph.axes[v.split.axis], at[v.split.axis])
-        )
-
-    places = coordinates(graph.mesh, graph.joint)
-    return [[part(v, leaf, at) for v, leaf in zip(graph.inputs, state)] for at in places]
+    ranks = []
+    for at in coordinates(graph.mesh, graph.joint):
+        parts = []
+        for v, leaf in zip(graph.inputs, state):
+            split = v.split
+            parts.append(
+                cut(leaf, split, graph.axes[split.axis], at[split.axis]) if split else leaf
+            )
+        ranks.append(parts)
+    return ranks
 
 
 def join(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
@@ -124,16 +128,16 @@ def join(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[torch.Te
     return full
 
 
-def _groups(places: Sequence[Place], axis: str | None) -> list[list[int]]:
+def _groups(places: Sequence[Coordinates], axis: str | None) -> list[list[int]]:
     """Groups of the ranks that differ only along `axis`, in the order of the axis; without an axis, single ranks."""
     if axis is None:
         return [[rank] for rank in range(len(places))]
     if axis not in places[0]:
-        raise ValueError(
-            f"lockstep: {axis!r} is no axis of the mesh, which has {', '.join(map(repr, places[0]))}."
-        )
-    along = members(axis)
-    others = (
-        tuple((a, i) for a, i in at.items() if set(members(a)).isdisjoint(along)) for at in places
-    )
-    return list(grouped(zip(others, range(len(places)))).values())
+        axes = ", ".join(map(repr, places[0]))
+        raise ValueError(f"lockstep: {axis!r} is no axis of the mesh, which has {axes}.")
+    along = set(members(axis))
+    groups: dict[tuple, list[int]] = {}
+    for rank, at in enumerate(places):
+        others = tuple(index for a, index in at.items() if along.isdisjoint(members(a)))
+        groups.setdefault(others, []).append(rank)
+    return list(groups.values())

@@ -29,18 +29,17 @@ def liveness(graph: Graph) -> Liveness:
     waits = pair(graph).waits
     root: dict[Var, Var] = {v: v for v in graph.inputs}
     last: dict[Var, int] = {}
-    for i, e in enumerate(graph.eqns):
-        waited = waits.get(e)
-        shares = (
-            rules(waited.start).shares_buffer(waited.start, waited.member)
-            if waited
-            else rules(e).shares(e)
-        )
-        root.update((out, root[e.ins[0]] if shares and e.ins else out) for out in e.results)
-        last.update((root[v], i) for v in e.ins)
-        if waited and rules(waited.start).sends_own(waited.start, waited.member, graph.axes):
-            last[root[waited.start.ins[waited.member]]] = i
+    for index, e in enumerate(graph.eqns):
+        needed = [*e.ins, *e.results]
+        shares = rules(e).shares(e)
+        if e in waits:
+            start, member = waits[e].start, waits[e].member
+            shares = rules(start).shares_buffer(start, member)
+            if rules(start).sends_own(start, member, graph.axes):
+                needed.append(start.ins[member])
         for out in e.results:
-            last.setdefault(root[out], i)
-    last.update((root[v], len(graph.eqns)) for v in variables(graph.outputs))
+            root[out] = root[e.ins[0]] if shares and e.ins else out
+        last.update((root[v], index) for v in needed)
+    for v in variables(graph.outputs):
+        last[root[v]] = len(graph.eqns)
     return Liveness(root, last)

@@ -63,17 +63,17 @@ def pair(graph: Graph, include_user: bool = False) -> Pairs:
     """
     first_waits: dict[Var, int] = {}
     for index, e in enumerate(graph.eqns):
-        if rules(e).waits and (include_user or rules(e).reads_futures):
+        if rules(e).waits:
             first_waits.setdefault(e.ins[0], index)
     starts: dict[Eqn, Started] = {}
     members: dict[Var, Waited] = {}
     waits: dict[Eqn, Waited] = {}
     for index, e in enumerate(graph.eqns):
-        if is_start(e) or (include_user and rules(e).starts):
-            indices = tuple(first_waits[v] for v in e.results if v in first_waits)
-            started = Started(e, index, indices, min(indices, default=len(graph.eqns)))
-            starts[e] = started
-            members.update((v, Waited(started, k)) for k, v in enumerate(e.results))
-        elif rules(e).waits and e.ins[0] in members:
+        if rules(e).waits and e.ins[0] in members:
             waits[e] = members[e.ins[0]]
+        elif is_start(e) or (include_user and rules(e).starts):
+            indices = tuple(first_waits[v] for v in e.results if v in first_waits)
+            starts[e] = Started(e, index, indices, min(indices, default=len(graph.eqns)))
+            for k, v in enumerate(e.results):
+                members[v] = Waited(starts[e], k)
     return Pairs(starts, waits)

@@ -27,26 +27,28 @@ def recompute(graph: Graph, chosen: Set[Var]) -> Graph:
             value is computed from another one, its copy is computed from the copy of the other.
     """
     makers, root = producers(graph.eqns), liveness(graph).root
-    place = {e: i for i, e in enumerate(graph.eqns)}
+    position = {e: i for i, e in enumerate(graph.eqns)}
     names = Names(v.name for v in (*graph.inputs, *makers))
     eqns: list[Eqn] = []
     copies: dict[Var, Var] = {}
 
-    def needed(values: Iterable[Var]) -> list[Eqn]:
+    def missing(values: Iterable[Var]) -> list[Eqn]:
         """The equations of forward that must run again to compute those of some values which have no copies yet."""
         equations = [makers[v] for v in values if root[v] in chosen and v not in copies]
         return [e for e in equations if e.region == "forward"]
 
-    def read(v: Var) -> Var:
-        for e in sorted(reachable(needed([v]), lambda e: needed(e.ins)), key=place.__getitem__):
-            for out in (out for out in e.results if root[out] in chosen):
-                copies[out] = dataclasses.replace(out, name=names.fresh(f"{out.name}.again"))
+    def copy_of(v: Var) -> Var:
+        repeated = reachable(missing([v]), lambda e: missing(e.ins))
+        for e in sorted(repeated, key=position.__getitem__):
+            for out in e.results:
+                if root[out] in chosen:
+                    copies[out] = dataclasses.replace(out, name=names.fresh(f"{out.name}.again"))
             outs = tuple(out and copies.get(out) for out in e.outs)
             eqns.append(e.reading(lambda v: copies.get(v, v), outs=outs, region="backward"))
         return copies.get(v, v)
 
     for e in graph.eqns:
-        eqns.append(e.reading(read) if e.region == "backward" else e)
+        eqns.append(e.reading(copy_of) if e.region == "backward" else e)
     return graph.replace(eqns=tuple(eqns))
 
 
@@ -61,16 +63,16 @@ def checkpointed(graph: Graph, checkpoint: Mapping[Var, int | None], drops: Set[
         checkpoint: for each value, the number of the checkpoint that computes it, or None.
         drops: the values that the checkpoints do not store.
     """
-    makers, root = producers(graph.eqns), liveness(graph).root
-    forward = (v for v, e in makers.items() if e.region == "forward" and not is_random(e.op))
-    dropped = {v for v in forward if root[v] is v and v in drops}
-    if not dropped:
-        return graph
-    kept = {root[v] for v in variables(graph.outputs)}
+    root = liveness(graph).root
+    dropped: set[Var] = set()
     for e in graph.eqns:
-        number = next((checkpoint.get(v) for v in e.results), None)
-        if e.region != "backward":
-            kept.update(
-                root[v] for v in e.ins if e.region == "update" or checkpoint.get(root[v]) != number
-            )
-    return recompute(graph, dropped - kept)
+        if e.region == "forward" and not is_random(e.op):
+            dropped.update(v for v in e.results if root[v] is v and v in drops)
+    for e in graph.eqns:
+        number = checkpoint.get(e.out) if e.results else None
+        for v in e.ins:
+            is_outside = checkpoint.get(root[v]) != number
+            if e.region == "update" or (e.region == "forward" and is_outside):
+                dropped.discard(root[v])
+    dropped.difference_update(root[v] for v in variables(graph.outputs))
+    return recompute(graph, dropped) if dropped else graph

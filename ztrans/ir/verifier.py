@@ -19,63 +19,62 @@ def check(graph: Graph) -> Graph:
 
     Raises: ProgramError that names the equation.
     """
-    bound: dict[str, Var] = {}
-    waited: dict[Var, bool] = {}
+    values = _Bindings()
     for var in graph.inputs:
-        _bind(var, bound, waited, None)
+        values.bind(var, None)
     for eqn in graph.eqns:
-        rule = rules(eqn)
-        _check_reads(eqn, rule.reads_futures, bound, waited)
-        problem = rule.problem(eqn, graph.axes)
+        for var in eqn.ins:
+            values.read(var, rules(eqn).reads_futures, eqn)
+        problem = rules(eqn).problem(eqn, graph.axes)
         if problem is not None:
             raise _wrong(problem, eqn)
         for out in eqn.results:
-            _bind(out, bound, waited, eqn)
-    _check_outputs(graph, bound)
-    for var, done in waited.items():
-        if not done:
-            raise ProgramError(f"{var} is never waited for")
+            values.bind(out, eqn)
+    for var in variables(graph.outputs):
+        if not values.is_bound(var):
+            raise ProgramError(f"output {var} is not bound")
+        if var.future:
+            raise ProgramError(f"output {var} is still a future")
+    for var in values.unwaited:
+        raise ProgramError(f"{var} is never waited for")
     _check_state(graph)
     return graph
 
 
-def _wrong(problem: str, at: Eqn | None) -> ProgramError:
-    where = (
-        f"at {', '.join(map(str, at.outs))} = {at.op} [{at.source}]"
-        if at is not None
-        else "at the inputs"
-    )
-    return ProgramError(f"{problem}, {where}")
+def _wrong(problem: str, eqn: Eqn | None) -> ProgramError:
+    if eqn is None:
+        return ProgramError(f"{problem}, at the inputs")
+    return ProgramError(f"{problem}, at {', '.join(map(str, eqn.outs))} = {eqn.op} [{eqn.source}]")
 
 
-def _bind(var: Var, bound: dict[str, Var], waited: dict[Var, bool], at: Eqn | None) -> None:
-    if var.name in bound:
-        raise _wrong(f"{var} is bound twice", at)
-    bound[var.name] = var
-    if var.future:
-        waited[var] = False
+class _Bindings:
+    """The values that are bound so far, by name, and the futures that nothing has waited for."""
 
+    def __init__(self) -> None:
+        self.by_name: dict[str, Var] = {}
+        self.unwaited: dict[Var, None] = {}
 
-def _check_reads(eqn: Eqn, waits: bool, bound: dict[str, Var], waited: dict[Var, bool]) -> None:
-    for var in eqn.ins:
-        if bound.get(var.name) is not var:
+    def is_bound(self, var: Var) -> bool:
+        return self.by_name.get(var.name) is var
+
+    def bind(self, var: Var, eqn: Eqn | None) -> None:
+        if var.name in self.by_name:
+            raise _wrong(f"{var} is bound twice", eqn)
+        self.by_name[var.name] = var
+        if var.future:
+            self.unwaited[var] = None
+
+    def read(self, var: Var, waits: bool, eqn: Eqn | None) -> None:
+        if not self.is_bound(var):
             raise _wrong(f"{var} is read before it is bound", eqn)
         if var.future and not waits:
             raise _wrong(f"{var} is a future and is read before its wait", eqn)
         if waits and not var.future:
             raise _wrong(f"{var} is waited for but is not a future", eqn)
-        if waits and waited[var]:
+        if waits and var not in self.unwaited:
             raise _wrong(f"{var} is waited for twice", eqn)
         if waits:
-            waited[var] = True
-
-
-def _check_outputs(graph: Graph, bound: dict[str, Var]) -> None:
-    for var in variables(graph.outputs):
-        if bound.get(var.name) is not var:
-            raise ProgramError(f"output {var} is not bound")
-        if var.future:
-            raise ProgramError(f"output {var} is still a future")
+            del self.unwaited[var]
 
 
 def _check_state(graph: Graph) -> None:
@@ -92,7 +91,7 @@ def _check_state(graph: Graph) -> None:
 def check_interface(before: Graph, after: Graph) -> None:
     """Verify that a rewritten program has the inputs and outputs that it had before; layouts may differ.
 
-    Behind its outputs there may be more, whose names are in `Graph.added`.
+    After its outputs there may be more, whose names are in `Graph.added`.
 
     Raises: ProgramError that names the input, or gives the number of outputs.
     """
