@@ -10,7 +10,7 @@ torchrun --standalone --nproc-per-node 2 examples/finetune_lora.py      # two pr
 from collections.abc import Callable
 
 import torch
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, get_peft_model
 from text import draw, stdlib_bytes
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -58,12 +58,9 @@ def main(steps: int = 60, batch: int = 16, folder: str = "adapters") -> list[flo
         losses.append(loss.item())
         if mesh.get_rank() == 0 and (i % 10 == 0 or i == steps - 1):
             print(f"step {i:4d}   loss {losses[-1]:.4f}")
-    zt.save(
-        f"{folder}/adapter_model.safetensors", get_peft_model_state_dict(model, state["params"])
-    ).result()
-    model.peft_config["default"].save_pretrained(
-        folder
-    )  # PeftModel.from_pretrained(base, folder) reads both
+    params = step.unshard(state)["params"]
+    if mesh.get_rank() == 0:
+        model.save_pretrained(folder, state_dict=params)  # PeftModel.from_pretrained reads it
     return losses
 
 

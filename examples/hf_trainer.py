@@ -58,8 +58,9 @@ class ShardedTrainer(Trainer):
         )  # gradients stay None, so the Trainer's own optimizer.step() changes nothing
 
     def save_model(self, output_dir, _internal_call=False):
-        zt.save(f"{output_dir}/model.safetensors", self.sharded["params"]).result()
-        self.model.config.save_pretrained(output_dir)
+        params = self.step.unshard(self.sharded)["params"]
+        if torch.distributed.get_rank() == 0:
+            self.model.save_pretrained(output_dir, state_dict=params)
 
     def _save_optimizer_and_scheduler(self, output_dir):
         super()._save_optimizer_and_scheduler(output_dir)

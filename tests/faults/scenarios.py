@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 import ztrans as zt
 from ztrans import compiled
 from ztrans.runtime.agreement import agree, agree_on_call, settle
-from ztrans.runtime.checkpoints.files import FolderWriter
+from ztrans.runtime.checkpoints.save import FolderWriter
 from ztrans.runtime.process_groups import Channel
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

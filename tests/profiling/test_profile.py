@@ -20,8 +20,8 @@ from ztrans import compiled as bound
 from ztrans.ir.graph import Eqn, Graph, Var
 from ztrans.planning.simulate import seconds, signature
 from ztrans.planning.timeline import COMPUTE
+from ztrans.profiling.link_fit import Observed
 from ztrans.profiling.profile import profile
-from ztrans.profiling.trace_fit import Observed
 from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.executable import executable
 
@@ -81,7 +81,7 @@ def test_a_delay_that_hits_another_equation_in_each_step_counts(monkeypatch):
     per_step = len(eqns) + 2  # before the first, after each, and the end
     late = lambda k: 12.0 if k < 3 * per_step and k % per_step == k // per_step + 1 else 0.0
     clock = itertools.accumulate(1.0 + late(k) for k in itertools.count())
-    monkeypatch.setattr("ztrans.profiling.instrument.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("ztrans.profiling.profile.time.perf_counter", lambda: next(clock))
     measured = profile(graph, to_fx(graph), [torch.ones(n + 1) for n in range(3)], steps=3)
     assert measured.seconds_by_signature == {
         f"relu(f32[{n + 1}])": pytest.approx(5.0) for n in range(3)

@@ -84,17 +84,6 @@ def copies_that_differ(folder: Path) -> None:
             report("copies", error=str(error), rest=sorted(file.name for file in folder.iterdir()))
 
 
-def model_files(folder: Path, mesh: DeviceMesh) -> None:
-    """One file of an ordinary model, from parts on four ranks, and back into parts."""
-    step = zt.shard_params(mesh)(lifted()[2])
-    state = step.shard(lifted(seed=3)[3])
-    whole = step.unshard(state)
-    zt.save(folder / "model.pt", {**state["params"], **state["buffers"]})
-    read = zt.load(folder / "model.pt", step, step.shard(lifted(seed=4)[3]))
-    same = [equal(step.unshard(read)[k], whole[k]) for k in ("params", "buffers")]
-    report("file", equal=same)
-
-
 def different_paths(folder: Path, mesh: DeviceMesh) -> None:
     state = zt.shard_params(mesh)(lifted()[2]).shard(lifted()[3])
     try:
@@ -117,7 +106,6 @@ if __name__ == "__main__":
     loaded(folder / "hosts", three, before, stage=2)
     if RANK == 0:
         torch.save(cut, folder / "whole.pt")
-    model_files(folder, mesh)
     different_paths(folder, mesh)
     copies_that_differ(folder)
     # The last groups: torch names a group by the number of groups that a rank is in, and rank 2 is not in this one.

@@ -1,14 +1,19 @@
-"""Link fit: fit the figures of a link to the measured durations of messages.
+"""Link fit: the figures of links that explain measured messages best.
 
 A message of kind k takes `latency + bytes / (bandwidth * efficiency[k])`, with one latency for all kinds. The fit
 minimises the error of the logarithm of the duration, so small and large messages have the same weight. Small errors are
 noise, and count squared. Large errors count linearly, so a few messages that were delayed have little weight.
+
+The messages of a step queue behind each other and share wires, so the duration of one says little about its link. For
+them, all messages are simulated from the times at which they were issued, and the figures are changed until the
+simulated messages end when the measured ones did.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -16,12 +21,18 @@ from numpy.typing import ArrayLike
 
 from ..ir.relations import grouped
 from ..planning.cluster import Link
+from ..planning.event_simulator import Message, play
 
 _PRIOR = 0.02  # the weight of each initial figure, in messages
 _NOISE = 0.25  # errors below this count squared
 _STEPS = 60  # the most Newton steps
 _HALVINGS = 8  # how often a step that does not reduce the loss is halved
 _ALIKE = 0.05  # kinds whose bandwidths differ by a smaller share than this get the same bandwidth
+
+# Of the messages of a step: equal sizes cannot separate latency from bandwidth, so earlier figures weigh more.
+_PRIOR_IN_STEP = 0.3
+_MOST = 300  # messages that are simulated; the first ones of a step suffice
+_ISSUE = 50e-6  # the seconds that it takes to issue a message, and to notice that it is done
 
 
 class Sample(NamedTuple):
@@ -30,6 +41,20 @@ class Sample(NamedTuple):
     kind: str
     received: float
     seconds: float
+
+
+class Observed(NamedTuple):
+    """One measured message of a step. All times are in seconds."""
+
+    axis: str
+    ranks: int  # of the axis
+    kind: str  # of the collective
+    received: int  # bytes that a rank received
+    lane: str  # the queue of its communicator
+    issued: float  # when it was issued
+    done: float  # when it was done
+    spent: float = 0.0  # how long it took to issue it
+    unpacked: float = 0.0  # how long it took to turn its bytes into values
 
 
 def fit(link: Link, samples: Sequence[Sample], ranks: int) -> Link:
@@ -51,10 +76,58 @@ def fit(link: Link, samples: Sequence[Sample], ranks: int) -> Link:
         return [sum(changed.seconds(s.kind, s.received, ranks)) for s in samples]
 
     (fitted,) = figures.put(solve(predict, [s.seconds for s in samples], figures.start))
-    efficiency = tuple(
-        (kind, share) for kind, share in fitted.efficiency if abs(share - 1) > _ALIKE
-    )
-    return dataclasses.replace(fitted, efficiency=efficiency)
+    efficiency = [(kind, share) for kind, share in fitted.efficiency if abs(share - 1) > _ALIKE]
+    return dataclasses.replace(fitted, efficiency=tuple(efficiency))
+
+
+def explain(
+    links: Sequence[tuple[str, Link]], observed: Sequence[Observed]
+) -> tuple[tuple[str, Link], ...]:
+    """`links` with the latency, bandwidth and efficiencies that explain best when the messages `observed` ended.
+
+    Figures that the messages do not determine stay as they were, and so do `hop`, `host`, `call` and `unpack`.
+
+    >>> slow = [Observed("dp", 2, "all_gather", 10**6, "dp gather", k * 0.5, k * 0.5 + 0.1) for k in range(3)]
+    >>> ((_, link),) = explain((("dp", Link("wire", 1e-4, 1e9)),), slow)
+    >>> f"{link.bandwidth:.0e} B/s"
+    '1e+07 B/s'
+    """
+    observed = sorted(observed, key=lambda message: message.issued)[:_MOST]
+    axes = [axis for axis, _ in links]
+    kinds = [(axes.index(message.axis), message.kind) for message in observed]
+    figures = Figures([link for _, link in links], kinds)
+    slow = Figures([_slowed(link, axis, observed) for axis, link in links], kinds)
+
+    def predict(values: np.ndarray) -> list[float]:
+        changed = dict(zip(axes, figures.put(values.tolist())))
+        return _simulated_seconds(changed, observed)
+
+    took = [max(message.done - message.issued, 0.0) + _ISSUE for message in observed]
+    fitted = solve(predict, took, figures.start, _PRIOR_IN_STEP, slow.start)
+    return tuple(zip(axes, figures.put(fitted)))
+
+
+def _slowed(link: Link, axis: str, observed: Sequence[Observed]) -> Link:
+    """`link` with the bandwidth at which the largest message moved, if no other message used the wire."""
+    received, seconds = 0, 0.0
+    for message in observed:
+        took = message.done - message.issued
+        if message.axis == axis and took > 0:
+            received, seconds = max((received, seconds), (message.received, took))
+    return dataclasses.replace(link, bandwidth=received / seconds) if received else link
+
+
+def _simulated_seconds(links: Mapping[str, Link], observed: Sequence[Observed]) -> list[float]:
+    """The simulated duration of every message, from its issue to its end."""
+    messages = []
+    for k, message in enumerate(observed):
+        link = links[message.axis]
+        parts = link.seconds(message.kind, message.received, message.ranks)
+        messages.append(Message(k, len(observed), message.lane, link.name, *parts))
+    gaps = [later.issued - earlier.issued for earlier, later in pairwise(observed)]
+    ends = play([*gaps, 0.0], messages).end
+    begin = observed[0].issued if observed else 0.0
+    return [begin + end - message.issued + _ISSUE for end, message in zip(ends, observed)]
 
 
 def sending(link: Link, messages: Sequence[tuple[float, float]]) -> Link:
@@ -66,9 +139,10 @@ def sending(link: Link, messages: Sequence[tuple[float, float]]) -> Link:
     >>> f"{fitted.call:.0e} s, {fitted.host:.0e} s/B"
     '2e-04 s, 1e-09 s/B'
     """
-    received, seconds = np.array([m for m in messages if min(m) > 0]).reshape(-1, 2).T
-    if not len(seconds):
+    messages = [message for message in messages if min(message) > 0]
+    if not messages:
         return link
+    received, seconds = np.array(messages).T
     start = [max(link.call, 1e-6), max(link.host, 1e-12)]
     halves = [seconds.mean() / 2, seconds.sum() / received.sum() / 2]
     call, host = solve(lambda x: x[0] + x[1] * received, list(seconds), start, second_start=halves)
@@ -83,10 +157,12 @@ def unpacking(link: Link, messages: Sequence[tuple[str, float, float]]) -> Link:
     >>> unpacking(Link("wire", 1e-4, 1e9), [("all_gather", 1e6, 1e-3), ("all_gather", 3e6, 7e-3)]).unpack
     (('all_gather', 2e-09),)
     """
+    by_kind = grouped((kind, (received, seconds)) for kind, received, seconds in messages)
     rates = dict(link.unpack)
-    for kind in {kind for kind, received, _ in messages if received > 0}:
-        received, seconds = map(sum, zip(*(m[1:] for m in messages if m[0] == kind)))
-        rates[kind] = seconds / received
+    for kind, of_kind in by_kind.items():
+        received, seconds = map(sum, zip(*of_kind))
+        if received > 0:
+            rates[kind] = seconds / received
     return dataclasses.replace(link, unpack=tuple(sorted(rates.items())))
 
 
@@ -94,33 +170,37 @@ class Figures:
     """The figures of links that messages determine, as one vector.
 
     For each link with messages these are its latency, its bandwidth, and the efficiencies of all kinds but the first.
-    `seen` has, for each message, the index of its link and its kind.
+    The bandwidth is that of gathers; without gathers, that of the first kind.
     """
 
-    def __init__(self, links: Sequence[Link], seen: Sequence[tuple[int, str]]) -> None:
-        self.links, self.seen = links, seen
-        of_links = grouped(seen)
-        # The bandwidth is that of gathers; without gathers, that of the first kind.
-        order = lambda kind: (kind != "all_gather", kind)
-        self.kinds = [sorted({*of_links.get(i, ())}, key=order) for i in range(len(links))]
+    def __init__(self, links: Sequence[Link], messages: Sequence[tuple[int, str]]) -> None:
+        """Each message has the index of its link, and its kind."""
+        self.links = links
+        of_links = grouped(messages)
+        gathers_first = lambda kind: (kind != "all_gather", kind)
+        self.kinds = [sorted({*of_links.get(i, ())}, key=gathers_first) for i in range(len(links))]
 
     @property
     def start(self) -> list[float]:
         """The figures that the links have."""
         values: list[float] = []
         for link, kinds in zip(self.links, self.kinds):
-            efficiency = dict(link.efficiency)
-            values += [max(link.latency, 1e-6), link.bandwidth] if kinds else []
-            values += [efficiency.get(kind, 1.0) for kind in kinds[1:]]
+            if kinds:
+                efficiency = dict(link.efficiency)
+                values += [max(link.latency, 1e-6), link.bandwidth]
+                values += [efficiency.get(kind, 1.0) for kind in kinds[1:]]
         return values
 
     def put(self, values: Sequence[float]) -> list[Link]:
         """The links with the figures `values`."""
-        left, changed = iter(map(float, values)), []
+        rest = iter(values)
+        changed = []
         for link, kinds in zip(self.links, self.kinds):
             if kinds:
-                link = dataclasses.replace(link, latency=next(left), bandwidth=next(left))
-                efficiency = {**dict(link.efficiency), **{kind: next(left) for kind in kinds[1:]}}
+                link = dataclasses.replace(link, latency=next(rest), bandwidth=next(rest))
+                efficiency = dict(link.efficiency)
+                for kind in kinds[1:]:
+                    efficiency[kind] = next(rest)
                 link = dataclasses.replace(link, efficiency=tuple(sorted(efficiency.items())))
             changed.append(link)
         return changed
@@ -149,39 +229,44 @@ def solve(
     if not start:
         return []
     first = np.log(start)
-    wanted = np.log(took)
+    measured = np.log(took)
 
-    def error(at: np.ndarray) -> np.ndarray:
-        return np.log(predict(np.exp(at))) - wanted
+    def error(figures: np.ndarray) -> np.ndarray:
+        return np.log(predict(np.exp(figures))) - measured
 
-    def loss(now: np.ndarray, at: np.ndarray) -> float:
-        return _size(now) + prior * _size(at - first)
+    def loss(figures: np.ndarray, errors: np.ndarray) -> float:
+        return _size(errors) + prior * _size(figures - first)
 
-    def newton_step(now: np.ndarray, at: np.ndarray) -> np.ndarray:
-        slope = np.stack([(error(at + 1e-3 * turn) - now) / 1e-3 for turn in np.eye(len(at))])
-        weight, prior_weight = (1 / np.maximum(np.abs(far), _NOISE) for far in (now, at - first))
-        gradient = slope @ (weight * now) + prior * prior_weight * (at - first)
-        curvature = (slope * weight) @ slope.T + prior * np.diag(prior_weight)
+    def newton_step(figures: np.ndarray, errors: np.ndarray) -> np.ndarray:
+        unit = np.eye(len(figures))
+        slope = np.stack([(error(figures + 1e-3 * axis) - errors) / 1e-3 for axis in unit])
+        weight = 1 / np.maximum(np.abs(errors), _NOISE)
+        prior_weight = prior / np.maximum(np.abs(figures - first), _NOISE)
+        gradient = slope @ (weight * errors) + prior_weight * (figures - first)
+        curvature = (slope * weight) @ slope.T + np.diag(prior_weight)
         return np.clip(np.linalg.solve(curvature, gradient), -1, 1)
 
-    def descend(at: np.ndarray) -> tuple[float, list[float]]:
-        now = error(at)
+    def descend(figures: np.ndarray) -> tuple[float, list[float]]:
+        errors = error(figures)
         for _ in range(_STEPS):
-            step = newton_step(now, at)
-            steps = (step / 2**k for k in range(_HALVINGS))
-            tried = ((at - each, error(at - each), np.abs(each).max()) for each in steps)
-            better = next((t for t in tried if loss(t[1], t[0]) < loss(now, at)), None)
-            if better is None:
+            step = newton_step(figures, errors)
+            for _ in range(_HALVINGS):
+                next_errors = error(figures - step)
+                if loss(figures - step, next_errors) < loss(figures, errors):
+                    break
+                step = step / 2
+            else:
+                break  # no step reduces the loss
+            figures = figures - step
+            errors = next_errors
+            if np.abs(step).max() < 1e-4:
                 break
-            at, now, length = better
-            if length < 1e-4:
-                break
-        return loss(now, at), np.exp(at).tolist()
+        return loss(figures, errors), np.exp(figures).tolist()
 
     return min(descend(np.log(begin)) for begin in (start, second_start) if len(begin))[1]
 
 
-def _size(error: np.ndarray) -> float:
+def _size(errors: np.ndarray) -> float:
     """The loss of errors: quadratic below `_NOISE`, linear above."""
-    error = np.abs(error)
-    return np.where(error < _NOISE, error**2 / _NOISE, 2 * error - _NOISE).sum()
+    errors = np.abs(errors)
+    return np.where(errors < _NOISE, errors**2 / _NOISE, 2 * errors - _NOISE).sum()

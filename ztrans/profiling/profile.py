@@ -1,11 +1,21 @@
-"""Profile: a measured step as a timeline, and the speeds of the cluster that follow from it."""
+"""Profile: a measured step as a timeline, and the speeds of the cluster that follow from it.
+
+The clock is read in the generated code of the program: after every equation, when a collective is started, when it is
+done, and when the first wait for it returns. The lifetimes of values are the same as in the code without readings.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import fmean, median
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +23,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.axes import members
+from ..ir.collectives import WAIT, is_start, lane
 from ..ir.graph import Eqn, Graph
 from ..ir.pairing import pair
 from ..ir.printer import format_seconds, op_name
@@ -23,10 +34,10 @@ from ..planning.event_simulator import Message
 from ..planning.simulate import messages, signature
 from ..planning.timeline import COMPUTE, Event, Timeline
 from ..runtime.agreement import everywhere
+from ..runtime.collectives import Member, Work
+from ..runtime.cuda.streams import Done
 from ..runtime.executable import bind
-from .instrument import Record, Times, mark, recorded, watching
-from .link_fit import sending, unpacking
-from .trace_fit import Observed, explain
+from .link_fit import Observed, explain, sending, unpacking
 
 
 @dataclass(frozen=True, repr=False)
@@ -55,22 +66,24 @@ class Profile:
     def cluster(self, base: Cluster) -> Cluster:
         """`base` with the measured durations of operations, and with links fitted to the measured messages."""
         axes = {axis for axis, _ in base.links}
-        has_link = lambda axis: axis in axes or axes.issuperset(members(axis))
-        usual = [_combined(same, median) for same in zip(*self.messages) if has_link(same[0].axis)]
-        known = dict(base.links) | {
-            m.axis: base.link(m.axis) for m in usual
-        }  # of joint axes, the slowest at first
+        known = dict(base.links)
+        usual = []
+        for same in zip(*self.messages):
+            axis = same[0].axis
+            if axis in axes or axes.issuperset(members(axis)):
+                usual.append(_combined(same, median))
+                known[axis] = base.link(
+                    axis
+                )  # of a joint axis, that of its slowest member at first
         links = []
         for axis, link in explain(tuple(known.items()), usual):
-            over = [m for m in usual if m.axis == axis]
-            link = dataclasses.replace(
-                link, inside=None
-            )  # the fitted figures are those of whole messages
-            link = sending(link, [(m.received, m.spent) for m in over])
-            links.append((axis, unpacking(link, [(m.kind, m.received, m.unpacked) for m in over])))
-        return dataclasses.replace(base, links=tuple(links)).with_measured(
-            self.seconds_by_signature
-        )
+            on_axis = [m for m in usual if m.axis == axis]
+            link = dataclasses.replace(link, inside=None)  # the figures are those of whole messages
+            link = sending(link, [(m.received, m.spent) for m in on_axis])
+            link = unpacking(link, [(m.kind, m.received, m.unpacked) for m in on_axis])
+            links.append((axis, link))
+        cluster = dataclasses.replace(base, links=tuple(links))
+        return cluster.with_measured(self.seconds_by_signature)
 
     def agreed(self, mesh: DeviceMesh) -> Profile:
         """This profile with durations that are the same on every rank, for planning. The timeline stays this rank's.
@@ -83,12 +96,12 @@ class Profile:
         if mesh.size() == 1:
             return self
         mine = self.timeline.compute, dict(self.seconds_by_signature), self.messages
-        computed, seconds, steps = zip(*everywhere(mine, mesh))
-        slowest = seconds[computed.index(max(computed))]
-        over_ranks = tuple(
-            tuple(_combined(same, max) for same in zip(*ranks)) for ranks in zip(*steps)
-        )
-        return dataclasses.replace(self, seconds_by_signature=slowest, messages=over_ranks)
+        compute, seconds, steps = zip(*everywhere(mine, mesh))
+        slowest = seconds[compute.index(max(compute))]
+        over_ranks = []
+        for step in zip(*steps):
+            over_ranks.append(tuple(_combined(same, max) for same in zip(*step)))
+        return dataclasses.replace(self, seconds_by_signature=slowest, messages=tuple(over_ranks))
 
 
 def _combined(same: Sequence[Observed], moment: Callable[[Iterable[float]], float]) -> Observed:
@@ -130,94 +143,238 @@ def profile(
     """
     if steps < 1:
         raise ValueError(f"profile: {steps} steps; at least one is needed.")
-    device = next(
-        (x.device.type for x in inputs if x.device.type != "cpu"), "cpu"
-    )  # some state may be on the CPU
+    # Some of the state may be on the CPU.
+    device = next((x.device.type for x in inputs if x.device.type != "cpu"), "cpu")
     module: Any = recorded(program)
     run = bind(graph, module)
     runs = []
-    with watching() as watchers:
+    with _watching() as watchers:
         for _ in range(steps):
             module.record = Record(device, watchers)
             run(prepare(inputs))
             runs.append(module.record.times())
-    timeline, observed = (
+    return Profile(
         _timeline(graph, _medians(runs)),
-        tuple(tuple(_observed(graph, t)) for t in runs),
+        _seconds_by_signature(graph, runs),
+        tuple(tuple(_observed(graph, times)) for times in runs),
+        _overhead(graph, runs, device),
     )
-    return Profile(timeline, _by_signature(graph, runs), observed, _overhead(graph, runs, device))
+
+
+class Times(NamedTuple):
+    """The readings of one run, in seconds from its first equation.
+
+    Attributes:
+        marks: before the first equation, and after each equation.
+        started: when each collective was started, in order of the starts.
+        done: when each collective was done, in the same order.
+        arrived: when the first wait for each collective returned, in order of these waits.
+        end: the end of the run.
+    """
+
+    marks: tuple[float, ...]
+    started: tuple[float, ...]
+    done: tuple[float, ...]
+    arrived: tuple[float, ...]
+    end: float
+
+
+class Record:
+    """The readings of one run.
+
+    On a CPU they are times. On a GPU they are events, which are compared after the run. They are on the current stream,
+    except for the end of a collective, which is an event on the stream of its lane.
+    """
+
+    def __init__(self, device: str, watchers: Mapping[str, ThreadPoolExecutor]) -> None:
+        self.device = device
+        self.watchers = watchers
+        self.marks: list[Any] = []
+        self.started: list[Any] = []
+        self.done: dict[int, Any] = {}
+        self.arrived: list[Any] = []
+
+    def read(self, stream: Any = None) -> Any:
+        """A reading of the clock."""
+        if self.device == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self.device, enable_timing=True)
+        event.record() if stream is None else event.record(stream)
+        return event
+
+    def mark(self, weights: tuple[int, ...] = (1,)) -> None:
+        """Note that equations have ended, which ran as a single call and share its time by their weights."""
+        now = self.read()
+        before = self.marks[-1] if self.marks else now
+        for passed in itertools.accumulate(weights[:-1]):
+            if self.device == "cpu":
+                self.marks.append(before + (now - before) * passed / sum(weights))
+            else:  # events cannot be interpolated
+                self.marks.append(now if passed else before)
+        self.marks.append(now)
+
+    def watch(self, members: tuple[Member, ...], lane: str) -> None:
+        """Note that a collective has been started, and arrange for its end to be noted."""
+        future = members[0].future
+        k = len(self.started)
+        self.started.append(self.read())
+        if isinstance(future.work, Done):
+            self.done[k] = self.read(future.work.lane)
+        elif future.work is not None:
+            # Work can be waited for only once: the watcher does, and the program waits for the watcher.
+            watched = self.watchers[lane].submit(self._wait, future.work, k)
+            future.work = SimpleNamespace(wait=watched.result)
+
+    def _wait(self, work: Work, k: int) -> None:
+        """Wait for a collective, in the thread of its lane, because sends and receives have no callbacks."""
+        work.wait()
+        self.done[k] = self.read()
+
+    def block(self, member: Member) -> None:
+        """Wait until a collective is done, and note that, before the program turns the received bytes into values."""
+        work = member.future.work
+        if work is not None:  # it is None once another member of the bucket has been waited for
+            work.wait()
+            self.arrived.append(self.read())
+
+    def times(self) -> Times:
+        """The readings in seconds. Call it right after the run: it reads the clock for the end of the run."""
+        end = self.read()
+        while len(self.done) < len(self.started):  # the watchers may not have noted the last ends
+            time.sleep(1e-5)
+        if self.device != "cpu":
+            torch.accelerator.synchronize()
+        first = self.marks[0]
+
+        def since(reading: Any) -> float:
+            return reading - first if self.device == "cpu" else first.elapsed_time(reading) * 1e-3
+
+        return Times(
+            tuple(map(since, self.marks)),
+            tuple(map(since, self.started)),
+            tuple(since(self.done[k]) for k in range(len(self.started))),
+            tuple(map(since, self.arrived)),
+            since(end),
+        )
+
+
+@contextlib.contextmanager
+def _watching() -> Iterator[Mapping[str, ThreadPoolExecutor]]:
+    """Keep a thread for each lane, which waits for the collectives of that lane one after the other."""
+    with contextlib.ExitStack() as stack:
+        yield defaultdict(lambda: stack.enter_context(ThreadPoolExecutor(1, "ztrans-watcher")))
+
+
+def recorded(program: fx.GraphModule) -> fx.GraphModule:
+    """The same program with readings of the clock, which go to its attribute `record`. Set that before each run."""
+    out = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    record: fx.Node | None = None
+    for node in program.graph.nodes:
+        eqn = node.meta.get("eqn")
+        if record is None and node.op != "placeholder":
+            record = out.get_attr("record")
+            out.call_method("mark", (record,))
+        if eqn is not None and eqn.op is WAIT:
+            out.call_method("block", (record, copies[node.args[0]]))
+        copies[node] = out.node_copy(node, copies.__getitem__)
+        if eqn is not None and is_start(eqn) and node.op == "call_module":
+            out.call_method("watch", (record, copies[node], lane(eqn)))
+        if eqn is not None and node.next.meta.get("eqn") is not eqn:
+            out.call_method("mark", (record, node.meta["weights"]))
+    attributes = {**dict(program.named_children()), **dict(program.named_buffers()), "record": None}
+    return fx.GraphModule(attributes, out, "Recorded")
 
 
 def _medians(runs: Sequence[Times]) -> Times:
     """The median of each reading. Medians keep the order of readings, so the bars of a lane never overlap."""
-    marks, started, done, arrived = (
-        tuple(map(median, zip(*rows))) for rows in zip(*(t[:-1] for t in runs))
-    )
-    return Times(marks, started, done, arrived, end=median(t.end for t in runs))
+    readings: list[tuple[float, ...]] = []
+    for same in zip(*(times[:-1] for times in runs)):
+        readings.append(tuple(map(median, zip(*same))))
+    marks, started, done, arrived = readings
+    return Times(marks, started, done, arrived, median(times.end for times in runs))
 
 
 class _Sent(NamedTuple):
     """A message of a program, and its readings in one run.
 
-    Those of the step's own collectives are None: only their wait shows when they were done.
+    Attributes:
+        eqn: the equation that sends it.
+        message: the message, as the simulator sees it.
+        received: its bytes.
+        readings: when it was started, when it was done, and when its first wait returned; None for the step's own
+            collectives, of which only the wait shows when they were done.
     """
 
-    eqn: Eqn  # the equation that sends it
+    eqn: Eqn
     message: Message
-    received: int  # bytes
-    readings: (
-        tuple[float, float, float] | None
-    )  # when it was started, when it was done, when its first wait returned
+    received: int
+    readings: tuple[float, float, float] | None
 
 
-def _messages(graph: Graph, t: Times) -> list[_Sent]:
+def _messages(graph: Graph, times: Times) -> list[_Sent]:
     """The messages of a program with their readings."""
     # The durations that the cluster gives to messages are not used here, so it may be any cluster.
-    sent, starts = messages(graph, assumed("cpu", graph.axes)), pair(graph).starts
-    ours = [k for k, (e, _, _) in enumerate(sent) if e in starts]
-    arrived = dict(zip(sorted(ours, key=lambda k: sent[k][1].need), t.arrived))
-    readings = {k: (started, done, arrived[k]) for k, started, done in zip(ours, t.started, t.done)}
+    sent = messages(graph, assumed("cpu", graph.axes))
+    starts = pair(graph).starts
+    timed = [k for k, (eqn, _, _) in enumerate(sent) if eqn in starts]
+    arrived = dict(zip(sorted(timed, key=lambda k: sent[k][1].need), times.arrived))
+    readings = {}
+    for k, started, done in zip(timed, times.started, times.done):
+        readings[k] = started, done, arrived[k]
     return [_Sent(*message, readings.get(k)) for k, message in enumerate(sent)]
 
 
-def _observed(graph: Graph, t: Times) -> Iterator[Observed]:
-    for e, m, received, readings in _messages(graph, t):
+def _observed(graph: Graph, times: Times) -> Iterator[Observed]:
+    for eqn, message, received, readings in _messages(graph, times):
         if readings is not None:
             started, done, arrived = readings
-            axis, spent, unpacked = (
-                e.kwargs["axis"],
-                started - t.marks[m.issue - 1],
-                t.marks[m.need + 1] - arrived,
-            )
-            kind = op_name(e.op)
+            axis = eqn.kwargs["axis"]
             yield Observed(
-                axis, graph.axes[axis], kind, received, m.lane, started, done, spent, unpacked
+                axis,
+                graph.axes[axis],
+                op_name(eqn.op),
+                received,
+                message.lane,
+                issued=started,
+                done=done,
+                spent=started - times.marks[message.issue - 1],
+                unpacked=times.marks[message.need + 1] - arrived,
             )
 
 
-def _timeline(graph: Graph, t: Times) -> Timeline:
-    begin, end = list(t.marks[:-1]), list(t.marks[1:])
+def _timeline(graph: Graph, times: Times) -> Timeline:
+    begin = list(times.marks[:-1])
+    end = list(times.marks[1:])
     bars: list[Event] = []
     free: dict[str, float] = {}  # for each lane, when its last message was done
-    for e, m, received, readings in _messages(graph, t):
+    for eqn, message, received, readings in _messages(graph, times):
+        need = message.need
+        stall = 0.0
         if readings is not None:
             issue, finish, arrived = readings
-            end[m.issue - 1] = issue  # the rest of that equation's time is spent on recording
-            stall = max(arrived - begin[m.need], 0.0) if finish > begin[m.need] else 0.0
-        else:  # the step's own collective, which the program may not wait for
-            issue = end[m.issue - 1]
-            finish, stall = (
-                (end[m.need], end[m.need] - begin[m.need]) if m.need < len(end) else (t.end, 0.0)
-            )
+            end[message.issue - 1] = issue  # the rest of that equation's time is spent on recording
+            if finish > begin[need]:
+                stall = max(arrived - begin[need], 0.0)
+        else:
+            issue = end[message.issue - 1]
+            finish = times.end
+            if need < len(end):  # the program need not wait for the step's own collective
+                finish = end[need]
+                stall = end[need] - begin[need]
         if stall:
-            begin[m.need] = finish = begin[m.need] + stall
+            finish = begin[need] + stall
+            begin[need] = finish
         # A busy host may notice the end of a message later than that of the next one in its lane.
-        start = max(issue, free.get(m.lane, 0.0))
-        free[m.lane] = finish = max(start, finish)
-        bars.append(Event(m.lane, start, finish - start, e, stall, received))
-    compute = [Event(COMPUTE, a, b - a, e) for e, a, b in zip(graph.eqns, begin, end, strict=True)]
-    curve = tuple(zip(t.marks, memory(graph).live))
-    return Timeline(f"{graph.name}, measured", t.end, (*compute, *bars), curve)
+        start = max(issue, free.get(message.lane, 0.0))
+        finish = max(start, finish)
+        free[message.lane] = finish
+        bars.append(Event(message.lane, start, finish - start, eqn, stall, received))
+    compute = []
+    for eqn, began, ended in zip(graph.eqns, begin, end, strict=True):
+        compute.append(Event(COMPUTE, began, ended - began, eqn))
+    live = tuple(zip(times.marks, memory(graph).live))
+    return Timeline(f"{graph.name}, measured", times.end, (*compute, *bars), live)
 
 
 def _durations(graph: Graph, runs: Sequence[Times]) -> Iterator[tuple[str, list[float]]]:
@@ -226,24 +383,24 @@ def _durations(graph: Graph, runs: Sequence[Times]) -> Iterator[tuple[str, list[
     That of a start ends when the collective is issued. That of a wait begins when the bytes have arrived.
     """
     pairs = pair(graph)
-    started, arrived = zip(*(t.started for t in runs)), zip(*(t.arrived for t in runs))
-    for i, e in enumerate(graph.eqns):
-        key, begin, end = (
-            signature(e, graph),
-            [t.marks[i] for t in runs],
-            [t.marks[i + 1] for t in runs],
-        )
-        waited = pairs.waits.get(e)
-        if e in pairs.starts:
-            end = list(next(started))
+    started = zip(*(times.started for times in runs))
+    arrived = zip(*(times.arrived for times in runs))
+    for i, eqn in enumerate(graph.eqns):
+        key = signature(eqn, graph)
+        begin: Sequence[float] = [times.marks[i] for times in runs]
+        end: Sequence[float] = [times.marks[i + 1] for times in runs]
+        waited = pairs.waits.get(eqn)
+        if eqn in pairs.starts:
+            end = next(started)
         elif waited is not None:
             if waited.started.first_wait != i:
                 continue  # the first wait has unpacked the bucket
-            key, begin = f"{signature(waited.start, graph)} wait", list(next(arrived))
-        yield key, [b - a for a, b in zip(begin, end)]
+            key = f"{signature(waited.start, graph)} wait"
+            begin = next(arrived)
+        yield key, [later - earlier for earlier, later in zip(begin, end)]
 
 
-def _by_signature(graph: Graph, runs: Sequence[Times]) -> dict[str, float]:
+def _seconds_by_signature(graph: Graph, runs: Sequence[Times]) -> dict[str, float]:
     """The duration for each signature: the mean over its equations of their medians over the steps, scaled.
 
     A delay, for instance by messages that arrive, hits different equations in each step. The medians of single
@@ -252,7 +409,10 @@ def _by_signature(graph: Graph, runs: Sequence[Times]) -> dict[str, float]:
     durations = list(_durations(graph, runs))
     medians = grouped((key, median(seconds)) for key, seconds in durations)
     total = sum(map(sum, medians.values()))
-    scale = median(map(sum, zip(*(seconds for _, seconds in durations)))) / total if total else 1.0
+    scale = 1.0
+    if total:
+        whole_steps = map(sum, zip(*(seconds for _, seconds in durations)))
+        scale = median(whole_steps) / total
     return {key: fmean(seconds) * scale for key, seconds in sorted(medians.items())}
 
 
@@ -260,8 +420,11 @@ def _overhead(graph: Graph, runs: Sequence[Times], device: str) -> float:
     """The seconds that a step spent on readings of the clock, after equations and for collectives."""
     record = Record(device, {})
     for _ in range(1000):
-        mark(record)
+        record.mark()
     reading = record.times().end / 1000
     starts = [started.index for started in pair(graph).starts.values()]
-    watching = median(sum(t.marks[i + 1] - s for i, s in zip(starts, t.started)) for t in runs)
-    return reading * (len(graph.eqns) + len(starts)) + watching
+    watching = []
+    for times in runs:
+        issued = zip(starts, times.started)
+        watching.append(sum(times.marks[i + 1] - started for i, started in issued))
+    return reading * (len(graph.eqns) + len(starts)) + median(watching)

@@ -98,19 +98,6 @@ def copied(leaf: torch.Tensor) -> torch.Tensor:
     return copy.requires_grad_(leaf.requires_grad)
 
 
-def cut_as(full: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-    """The part of a full tensor that this rank holds of `leaf`, as a view."""
-    if not isinstance(leaf, DTensor):
-        return full
-    mesh = leaf.device_mesh
-    for kind in (Shard, _StridedShard):  # the step's cut comes first
-        for axis, placement in enumerate(leaf.placements):
-            if type(placement) is kind:
-                split = Split("", placement.dim)
-                full = cut(full, split, mesh.size(axis), mesh.get_local_rank(axis))
-    return full
-
-
 def full_tensor(leaf: DTensor, axes: Sequence[str]) -> torch.Tensor:
     """A leaf whole on every rank; `axes` are those of its transform. Every rank must call it."""
     own = Own.of(leaf, axes)

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 import ztrans as zt
 from tests.support.lifted import batch, lifted
 from tests.support.worlds import clone
-from ztrans.runtime.checkpoints.files import FolderWriter
+from ztrans.runtime.checkpoints.save import FolderWriter
 
 
 def same(a, b) -> bool:
@@ -196,3 +196,31 @@ def test_a_state_that_is_sharded_may_say_what_is_read(tmp_path, blank):
     assert all(isinstance(x, DTensor) and not x.is_meta for x in pytree.tree_leaves(loaded))
     assert same(step.unshard(loaded), saved)
     loaded, _ = step(loaded, batch(1))
+
+
+def test_a_resumed_optimizer_passes_both_ways(tmp_path):
+    """A checkpoint of model and optimizer is loaded into these before `lift`, and written from them after `restore`."""
+    model, optimizer, step, state = lifted(seed=1)
+    state, _ = step(state, batch(0))
+    zt.restore(model, optimizer, state)
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "all.pt"
+    )
+    model, optimizer, *_ = lifted()
+    both = torch.load(tmp_path / "all.pt")
+    model.load_state_dict(both["model"])
+    optimizer.load_state_dict(both["optimizer"])
+    resumed = zt.lift(lambda x: None, model, optimizer)[1]
+    assert same(resumed["params"], state["params"])
+    assert same(resumed["optimizer"], state["optimizer"])
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
+def test_the_file_of_an_ordinary_model_is_refused(tmp_path, name):
+    *_, step, state = lifted()
+    with pytest.raises(
+        ValueError, match=r"(?s)save: .* save writes a folder.*step.unshard\(state\)"
+    ):
+        zt.save(tmp_path / name, state)
+    with pytest.raises(ValueError, match=r"(?s)load: .*model.load_state_dict\(\.\.\.\).*source=0"):
+        zt.load(tmp_path / name, step, state)

@@ -54,15 +54,6 @@ def test_one_process_loads_what_four_have_saved(four, folder):
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_four_ranks_write_and_read_the_file_of_an_ordinary_model(four, folder):
-    assert of(four, "file") == [{"check": "file", "equal": [True, True]}]
-    model, trained = lifted()[0], lifted(seed=3)[0]
-    model.load_state_dict(torch.load(folder / "model.pt"), strict=False)
-    assert same(model.state_dict(), trained.state_dict())
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
 def test_ranks_that_save_to_different_paths_are_told(four):
     (report,) = of(four, "paths")
     assert "the ranks of the mesh do not do the same" in report["error"]

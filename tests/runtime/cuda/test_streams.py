@@ -35,7 +35,7 @@ from ztrans.ir.graph import Eqn, Graph, Partial, Provenance, Split, Var
 from ztrans.ir.routes import Hosts, route_of
 from ztrans.ops.symmetric import in_one_process
 from ztrans.planning.cluster import Link
-from ztrans.profiling.instrument import Record, recorded
+from ztrans.profiling.profile import Record, recorded
 from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.cuda.streams import Done, Streams, back_to_back_seconds
 from ztrans.runtime.cuda.symmetric_memory import MOST, SymmetricMemory

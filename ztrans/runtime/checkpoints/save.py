@@ -1,8 +1,14 @@
-"""save: write a state while steps go on."""
+"""save: write a state while steps go on.
+
+A checkpoint is a folder in the format of torch.distributed.checkpoint. It is written in a temporary folder beside it.
+Once all ranks have written and the files are on the disk, the temporary folder takes the name of the checkpoint. So a
+folder with that name is always complete.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -12,7 +18,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -23,8 +31,8 @@ from ..agreement import agree, different_leaf, different_steps, digest
 from ..failure import check_whole, steps_of
 from ..process_groups import process_groups
 from ..state import mesh_of_state
-from .files import FolderWriter, is_model_file, write_model_file
 
+_INDEX = ".metadata"  # the file that makes a folder a checkpoint
 _running: list[Future[Path]] = []  # the save in progress
 
 
@@ -32,22 +40,18 @@ def save(path: str | os.PathLike[str], state: Any) -> Future[Path]:
     """Write a state. All ranks must call it.
 
     The parts of this rank are copied; then the call returns, and a thread writes the copies, so steps may go on. The
-    ranks write together into a folder, in the format of torch.distributed.checkpoint, which has to be on a file system
-    of all ranks. It takes the name `path` when it is complete; a checkpoint that had this name is deleted. A save waits
-    for the one before.
-
-    If `path` ends in .pt, .pth, .bin or .safetensors, the first rank writes a single file for programs without ztrans,
-    of whole tensors by name, before the call returns. `{**state["params"], **state["buffers"]}` of a lifted loop has
-    the names of `model.state_dict()`.
+    ranks write together into a folder, which has to be on a file system of all ranks. It takes the name `path` when it
+    is complete; a checkpoint that had this name is deleted. A save waits for the one before.
 
     Args:
-        path: the folder, or the file.
+        path: the folder.
         state: a pytree of DTensors, tensors and numbers, as the state of a step is.
 
     Returns: A future; its `result()` waits until the checkpoint is complete, and is its path. If the save fails, it
         raises RuntimeError, and a warning tells so at once.
 
-    Raises: TypeError if a leaf is neither a tensor nor a number; RuntimeError if the state is half updated, the ranks
+    Raises: ValueError if `path` has the name of a file of an ordinary model; TypeError if a leaf is neither a tensor
+        nor a number; RuntimeError if the state is half updated, the ranks
         do not all call it, or copies of a leaf differ: a checkpoint has only one of them.
 
     >>> import tempfile, ztrans as zt
@@ -57,6 +61,12 @@ def save(path: str | os.PathLike[str], state: Any) -> Future[Path]:
     True
     """
     target = Path(path)
+    if is_model_file(target):
+        raise ValueError(
+            f"save: {target} has the name of a file of an ordinary model, and save writes a folder.\n"
+            f"Write such a file yourself, on one rank: params = step.unshard(state)['params'], on all ranks, then "
+            f"model.save_pretrained(folder, state_dict=params), torch.save or safetensors."
+        )
     named = named_leaves(state)
     leaves = list(named.values())
     tensors = {name: _tensor(name, leaf) for name, leaf in named.items()}
@@ -64,8 +74,6 @@ def save(path: str | os.PathLike[str], state: Any) -> Future[Path]:
     mesh = mesh_of_state(leaves)
     if mesh is not None:
         _agree_on_save(target, tensors, steps_of(leaves), mesh)
-    if is_model_file(target):
-        return _write_model_file(target, tensors, mesh)
     wait(_running)  # so that there is one copy of the state at a time
     writer = FolderWriter(target)
     staged = writer.stage(tensors)
@@ -152,25 +160,89 @@ def _causes(error: BaseException) -> str:
     )
 
 
-def _write_model_file(
-    target: Path, tensors: Mapping[str, torch.Tensor], mesh: DeviceMesh | None
-) -> Future[Path]:
-    is_first = mesh is None or dist.get_rank() == process_groups(mesh).ranks[0]
-    whole: dict[str, torch.Tensor] = {}
-    for name, x in tensors.items():
-        full = x.full_tensor() if isinstance(x, DTensor) else x
-        if is_first:
-            whole[name] = full.cpu()
-    problem = ""
-    if is_first:
-        try:
-            write_model_file(target, whole)
-        except Exception as error:
-            problem = f"{target} was not written. {_causes(error)}"
-    if mesh is not None:
-        agree(mesh, "save", problem, lambda problems: "".join(problems.values()))
-    elif problem:
-        raise RuntimeError(f"save: {problem}")
-    done: Future[Path] = Future()
-    done.set_result(target)
-    return done
+class FolderWriter(dcp.FileSystemWriter):
+    """Writes one checkpoint. Its `stage` copies a state to the CPU."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.partial = partial(target)
+        super().__init__(self.partial)
+
+    def write(self, staged: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
+        """Write a staged state. All ranks of the group must call it."""
+        if group is not None:
+            dcp.save(dict(staged), storage_writer=self, process_group=group)
+            return
+        planner = dcp.DefaultSavePlanner()
+        planner.set_up_planner(dict(staged), self.storage_meta(), is_coordinator=True)
+        self.set_up_storage_writer(True)
+        plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+        (plan,) = self.prepare_global_plan(plans)
+        self.finish(metadata, [self.write_data(planner.finish_plan(plan), planner).wait()])
+
+    def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
+        """Leave the temporary folder to the first rank."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
+        """Make the temporary folder, on the first rank. An incomplete save may have left one."""
+        if self.target.exists() and not _is_checkpoint(self.target) and any(self.target.iterdir()):
+            raise FileExistsError(f"{self.target} exists and is no checkpoint; choose a new name")
+        shutil.rmtree(self.partial, ignore_errors=True)
+        self.partial.mkdir(parents=True)
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
+        """Write the parts of this rank."""
+        if not self.partial.is_dir():
+            raise FileNotFoundError(
+                f"{self.partial}, which the first rank has made, is not on a file system of all ranks"
+            )
+        return super().write_data(plan, planner)
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        """Write the index, on the first rank, and let the temporary folder replace the checkpoint."""
+        super().finish(metadata, results)
+        old = _old(self.target)
+        if self.target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            self.target.rename(old)  # `committed` finds it there if this process is killed now
+        self.partial.rename(self.target)
+        _sync(self.target.parent)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def discard(self) -> None:
+        """Delete the temporary folder of a save that has failed."""
+        shutil.rmtree(self.partial, ignore_errors=True)
+
+
+def committed(path: Path) -> Path | None:
+    """The folder of the last complete checkpoint with this path, or None if there is none."""
+    return next((folder for folder in (path, _old(path)) if _is_checkpoint(folder)), None)
+
+
+def is_model_file(path: Path) -> bool:
+    """Whether a path has the name of a file with the tensors of an ordinary model."""
+    return path.suffix in (".pt", ".pth", ".bin", ".safetensors")
+
+
+def partial(path: Path) -> Path:
+    """Where a checkpoint is written before it is complete."""
+    return path.with_name(f"{path.name}.partial")
+
+
+def _old(path: Path) -> Path:
+    return path.with_name(f"{path.name}.old")
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / _INDEX).is_file()
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
