@@ -50,7 +50,7 @@ ROOMS = {
     *("tracing.fx_trace", "tracing.annotate", "tracing.gradient_marks"),
     *("tracing.checkpoints", "tracing.dtensors", "tracing.higher_order", "tracing.triton_kernels"),
     "lift.scaler",
-    *("ir.ambient", "transforms.sharding.dtensor_rules", "ir.axes", "runtime.state"),
+    *("ir.ambient", "transforms.sharding.registered_rules", "ir.axes", "runtime.state"),
     *("calling.guard", "runtime.cuda.graph_capture"),
     *("runtime.inductor.compiler", "ops.symmetric"),
 }

@@ -80,9 +80,15 @@ class _Uses:
         ]
 
 
+def adds_zero(e: Eqn) -> bool:
+    """Whether an equation adds the number 0, from which Python's `sum` starts."""
+    return e.op in SUMS and type(e.args[1]) in (int, float) and e.args[1] == 0
+
+
 def _from_zero(uses: _Uses, e: Eqn) -> Graph | None:
-    zero = type(e.args[1]) in (int, float) and e.args[1] == 0
-    return rename(uses.graph, {e.out: e.args[0]}) if zero and uses.term(e.args[0]) else None
+    if not adds_zero(e) or uses.term(e.args[0]) is None:
+        return None
+    return rename(uses.graph, {e.out: e.args[0]})
 
 
 def _of_two(uses: _Uses, e: Eqn) -> Graph | None:

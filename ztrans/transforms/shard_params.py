@@ -20,11 +20,10 @@ from ..ir.axes import joint_axis, members, members_of, unflattened
 from ..ir.graph import Graph, Layout, Split, dce
 from ..ir.layout import AbstractMesh, is_worth_cutting, mesh_axes
 from .base import Transform, constructor
-from .matrix_chains import matrix_chains, note
 from .psum_quotients import warn_of_psum_quotients
 from .reduce_once import reduce_once
 from .sharding.leaf_axes import LeafAxes
-from .sharding.walk import Sharding
+from .sharding.walk import Sharding, gathered_early
 
 Axis = str | tuple[str, ...]
 AxisOf = Callable[[str, torch.Tensor], Axis]
@@ -232,8 +231,7 @@ class ShardParams(Transform):
         warn_of_psum_quotients(plain, axes.all)
         walk = Sharding(plain, self)
         graph = walk.run()
-        whole, leaves = matrix_chains(plain, walk.layout_of)
-        if whole:
-            graph = Sharding(plain, self, whole).run()
-            graph = graph.replace(notes=(*graph.notes, note(leaves)))
+        on_every_rank = gathered_early(plain, walk.gathering, walk.layout_of)
+        if on_every_rank:
+            graph = Sharding(plain, self, on_every_rank).run()
         return dce(graph)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,8 +27,9 @@ from ...ir.user_collectives import is_users, on_parts
 from ...ir.varying import differing, varying
 from ...ops import EVERY_AXIS
 from ..base import meta_leaves
-from .dtensor_rules import NoRule, rule
 from .leaf_axes import LeafAxes
+from .registered_rules import NoRule, Placement
+from .rules import Rule, rule
 from .value_layouts import Values
 
 if TYPE_CHECKING:  # it walks over programs by means of this module
@@ -49,6 +50,7 @@ class Sharding:
         self.readers = users(graph)
         self.of_tensors = depending(graph.eqns, (*graph.inputs[: graph.num_state], *graph.batch))
         self.means: dict[tuple, Var] = {}
+        self.gathering: set[Eqn] = set()  # equations of the update whose rule wants whole values
 
     def run(self) -> Graph:
         g = self.graph
@@ -115,36 +117,38 @@ class Sharding:
             self.values.bind(out, out)
 
     def on_shards(self, eqn: Eqn) -> None:
-        """Add an update equation: it runs on shards, by DTensor's rule."""
+        """Add an equation of the update, which runs on shards as far as its sharding rule allows."""
         axis = self.axis_of(eqn)
-        have = lambda v: tuple(p for p in self.values.value(v, eqn).layout if p.axis == axis)
-        wanted: list[Layout]
-        given: list[Layout]
-        try:
-            if eqn in self.on_every_rank:
-                wanted, given = [()] * len(eqn.ins), [()] * len(eqn.outs)
-            elif is_users(eqn):
-                wanted = given = on_parts(eqn, [have(v) for v in eqn.ins])
-            else:
-                wanted, given = rule(eqn, have, axis, self.graph.axes[axis])
-        except NoRule as error:
-            raise self.no_rule(eqn, error) from None
-        if (
-            is_random(eqn.op)
-            and any(map(have, eqn.ins))
-            and not any(isinstance(p, Split) for x in given for p in x)
-        ):
+        placements = [on_axis(self.values.value(v, eqn).layout, axis) for v in eqn.ins]
+        chosen = self.rule(eqn, placements, axis)
+        cut_inputs = {v for v, p in zip(eqn.ins, placements) if isinstance(p, Split)}
+        if cut_inputs and not any(chosen.ins):
+            self.gathering.add(eqn)
+        if is_random(eqn.op) and any(placements) and not any(chosen.outs):
             raise self.unreduced(
                 eqn, f"a random draw ({op_name(eqn.op)}) in the update, on whole values,"
             )
-        ready = iter(wanted)
-        read = lambda v: self.values.laid(v, on_axis(next(ready), axis), eqn)
+        remaining = iter(chosen.ins)
+        read = lambda v: self.values.laid(v, next(remaining), eqn)
         outs = tuple(
-            o and dataclasses.replace(o, layout=layout) for o, layout in zip(eqn.outs, given)
+            out and dataclasses.replace(out, layout=(p,) if p else ())
+            for out, p in zip(eqn.outs, chosen.outs)
         )
         self.values.eqns.append(eqn.reading(read, outs=outs))
         for old, new in zip(eqn.results, self.values.eqns[-1].results):
             self.values.bind(old, new)
+
+    def rule(self, eqn: Eqn, placements: list[Placement], axis: str) -> Rule:
+        if eqn in self.on_every_rank:
+            return Rule([None] * len(eqn.ins), [None] * len(eqn.outs))
+        if is_users(eqn):
+            layouts = on_parts(eqn, [(p,) if p else () for p in placements])
+            chosen = [on_axis(layout, axis) for layout in layouts]
+            return Rule(chosen, chosen)
+        try:
+            return rule(eqn, placements, axis, self.graph.axes[axis])
+        except NoRule as error:
+            raise self.no_rule(eqn, error) from None
 
     def axis_of(self, eqn: Eqn) -> str:
         """The axis over which most arguments of an equation of the update are cut, or in terms."""
@@ -335,3 +339,38 @@ def _advice(op: Any) -> str:
         f"Tell DTensor in which layouts it runs: "
         f"@torch.distributed.tensor.experimental.register_sharding(torch.ops.{op})."
     )
+
+
+def gathered_early(
+    graph: Graph, gathering: Set[Eqn], layout: Callable[[Var], Layout]
+) -> frozenset[Eqn]:
+    """The equations of the update that run whole on every rank, because it sends no more bytes than to gather later.
+
+        x = cast(g); n = norm(x); y = div(x, n); a = mm(y, t(y)); b = mm(a, y)
+          -->   x_full = wait(all_gather(x)); n = norm(x_full); y = div(x_full, n); ...
+
+    `gathering` are those that need whole values. What they read is computed whole too, back to the values with the
+    fewest bytes. So the matrices of Muon are gathered once, in bf16, and their updates have the bits of one process.
+
+    Args:
+        layout: the layout of each value if only the equations of `gathering` run whole.
+    """
+    bytes_of = lambda values: sum(v.numel * v.dtype.itemsize for v in values)
+    needed_whole: set[Var] = set()
+    on_every_rank: set[Eqn] = set()
+    for e in reversed(graph.eqns):
+        is_needed = not needed_whole.isdisjoint(e.results)
+        if is_needed and e.region == "update" and _runs_anywhere(e):
+            sent = {v for v in e.ins if layout(v) and v not in needed_whole}
+            is_cheap = bytes_of(sent) <= bytes_of(e.results)
+        else:
+            is_cheap = False
+        if e in gathering or is_cheap:
+            on_every_rank.add(e)
+            needed_whole.update(e.ins)
+    return frozenset(on_every_rank) if on_every_rank > gathering else frozenset()
+
+
+def _runs_anywhere(e: Eqn) -> bool:
+    """Whether every rank can run the equation on whole values, with the same result."""
+    return isinstance(e.op, torch._ops.OpOverload) and not is_random(e.op) and not is_users(e)

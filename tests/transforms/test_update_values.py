@@ -1,4 +1,4 @@
-"""Updates whose sharding rules of DTensor would give wrong results: they compute what the plain update computes."""
+"""Updates that a careless sharding rule would get wrong: they compute what the plain update computes."""
 
 from __future__ import annotations
 

@@ -1,0 +1,82 @@
+"""Registered rules: the sharding rules that users register for their operators.
+
+`torch.distributed.tensor.experimental.register_sharding` writes them to a table of DTensor, which is not public.
+DTensor chooses among the layouts that a rule accepts. It is asked about one equation at a time, with shapes only: there
+is no process group, and no data.
+
+Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Partial as DPartial
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils import _pytree as pytree
+
+from ...ir.graph import Eqn, Partial, Split, Var, substitute
+
+Placement = Split | Partial | None  # over one mesh axis; None is a value that every rank has whole
+
+
+class NoRule(Exception):
+    """No rule is registered for an operator, or the rule does not accept these layouts."""
+
+
+@functools.lru_cache
+def _mesh(size: int) -> DeviceMesh:
+    ranks = torch.arange(size)
+    return DeviceMesh("cpu", ranks, mesh_dim_names=("x",), _init_backend=False, _rank=0)
+
+
+def registered_rule(
+    eqn: Eqn, placements: Sequence[Placement], axis: str, size: int
+) -> tuple[list[Placement], list[Placement]]:
+    """The placements of the arguments and of the results of a user's operator. Terms are reduced before it.
+
+    Raises: NoRule if no rule is registered for the operator, or if it accepts no layout of these values.
+    """
+    dispatcher = DTensor._op_dispatcher
+    mesh = _mesh(size)
+    remaining = iter(placements)
+
+    def distributed(v: Var) -> DTensor:
+        p = next(remaining)
+        placement = Shard(p.dim) if isinstance(p, Split) else Replicate()
+        x = torch.empty(v.shape, dtype=v.dtype, device="meta")
+        meta = TensorMeta(x.shape, x.stride(), x.dtype)
+        return DTensor(x, DTensorSpec(mesh, (placement,), meta), requires_grad=False)
+
+    op: Any = eqn.op
+    args, kwargs = substitute((eqn.args, eqn.kwargs), distributed)
+    try:
+        info = dispatcher.unwrap_to_op_info(op, args, kwargs)
+        dispatcher.sharding_propagator.propagate(info)
+    except (NotImplementedError, RuntimeError, AssertionError, ValueError) as error:
+        raise NoRule(str(error).split("\n")[0]) from None
+    sharding: Any = info.output_sharding
+    schema: Any = sharding.redistribute_schema if sharding.needs_redistribute else info.schema
+    specs = pytree.tree_leaves((schema.args_schema, schema.kwargs_schema))
+    ins = [_placement(spec, axis) for spec in specs if isinstance(spec, DTensorSpec)]
+    if len(ins) != len(eqn.ins):
+        raise NoRule(f"its rule names {len(ins)} arguments, and it has {len(eqn.ins)}")
+    out = sharding.output_spec
+    outs = out if isinstance(out, list | tuple) else [out]
+    return ins, [_placement(spec, axis) for spec in outs]
+
+
+def _placement(spec: DTensorSpec | None, axis: str) -> Placement:
+    placement = Replicate() if spec is None else spec.placements[0]
+    if type(placement) is Shard:
+        return Split(axis, placement.dim)
+    if type(placement) is DPartial:
+        return Partial(axis, {"avg": "mean"}.get(placement.reduce_op, placement.reduce_op))
+    if isinstance(placement, Replicate):
+        return None
+    raise NoRule(f"its rule has the placement {placement}")

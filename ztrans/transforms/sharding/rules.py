@@ -1,0 +1,298 @@
+"""Sharding rules: how an equation of the update runs on the shards of its arguments.
+
+Parameters, their gradients and the state of their optimizers are cut along one dim over one mesh axis.
+
+    elementwise   the result is cut as the arguments are              add, sqrt, where, casts, fused optimizers
+    views         cut where a dim runs over the same memory           t, view, select along another dim
+    reductions    along the cut dim: terms, one on each rank          sum, mean, norm, amax, any
+                  along other dims: cut
+    products      cut, if one factor is cut along rows or columns     mm, bmm, addmm, mv
+    lists         cut, unless they are joined along that dim          stack, cat
+
+Linear operations also run on terms. Everything else runs on whole values, and so does a product that sums over the cut
+dim. So an operation that this table does not know costs messages, but never gives wrong numbers. An operator of a user
+has the rule that was registered for it by `torch.distributed.tensor.experimental.register_sharding`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ...ir.graph import Eqn, Partial, Split, variables
+from ...ir.higher_order import functions
+from ...ir.layout import chunk, part
+from ...ir.op_facts import op_facts, rearranges
+from ...ir.operations import compute
+from ...ir.relations import tensors_in
+from ..reduce_once import SCALES, SUMS, adds_zero
+from .registered_rules import NoRule, Placement, registered_rule
+
+# Elementwise operations without PyTorch's tag: copies, constructors, and draws of a number for each element.
+_ELEMENTWISE = {
+    "_to_copy",
+    "copy",
+    "fill",
+    "empty_like",
+    "full_like",
+    "ones_like",
+    "zeros_like",
+    "bernoulli",
+    "exponential",
+    "native_dropout",
+    "normal_functional",
+    "rand_like",
+    "randint_like",
+    "randn_like",
+    "random",
+    "uniform",
+}
+# Reductions, and what combines their results on parts. Norms are combined by their order.
+_REDUCTIONS: Mapping[str, str] = {
+    "all": "min",
+    "amax": "max",
+    "amin": "min",
+    "any": "max",
+    "linalg_vector_norm": "norm",
+    "max": "max",
+    "mean": "mean",
+    "min": "min",
+    "sum": "sum",
+}
+# Products as `torch.einsum` writes them: the indices of each factor and of the result. A summand comes first.
+_PRODUCTS: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "addmm": (("ij", "ik", "kj"), "ij"),
+    "addmv": (("i", "ik", "k"), "i"),
+    "baddbmm": (("bij", "bik", "bkj"), "bij"),
+    "bmm": (("bik", "bkj"), "bij"),
+    "dot": (("k", "k"), ""),
+    "mm": (("ik", "kj"), "ij"),
+    "mv": (("ik", "k"), "i"),
+}
+_LINEAR = {"_to_copy", "mean", "neg", "sum"}
+Cuts = Sequence[Split | None]
+
+
+class Rule(NamedTuple):
+    """The placements in which an equation reads its `ins`, and those of its `outs`."""
+
+    ins: Sequence[Placement]
+    outs: Sequence[Placement]
+
+
+def rule(eqn: Eqn, placements: Sequence[Placement], axis: str, size: int) -> Rule:
+    """The rule for an equation whose `ins` have these placements over a mesh axis of `size` ranks.
+
+    Raises: NoRule for an operator of a user without a registered rule.
+    """
+    whole_values = Rule([None] * len(eqn.ins), [None] * len(eqn.outs))
+    if not any(placements):
+        return whole_values
+    if not isinstance(eqn.op, torch._ops.OpOverload):
+        if functions(eqn):  # they may read any elements of their arguments
+            return whole_values
+        raise NoRule("an operator that calls other code")
+    if eqn.op.namespace != "aten":
+        return Rule(*registered_rule(eqn, placements, axis, size))
+    cuts = [p if isinstance(p, Split) else None for p in placements]
+    if not any(cuts):
+        return _on_terms(eqn, placements) or whole_values
+    kinds = [_elementwise, _fused_optimizer]
+    if all(v.numel for v in eqn.ins):
+        kinds += [_view, _reduction, _product, _list]
+    for rule_of_kind in kinds:
+        found = rule_of_kind(eqn, cuts, axis, size)
+        if found is not None:
+            return found
+    return whole_values
+
+
+def _elementwise(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
+    """The result is cut as the largest of the arguments that are cut."""
+    facts = op_facts(eqn.op)
+    has_constant = any(x.ndim for x in tensors_in((eqn.args, eqn.kwargs)))
+    shape = eqn.out.shape
+    is_alike = all(out.shape == shape for out in eqn.results)
+    if not (facts.pointwise or facts.name in _ELEMENTWISE) or has_constant or not is_alike:
+        return None
+    dims: dict[int, int] = {}  # by the number of elements of the argument
+    for v, cut in zip(eqn.ins, cuts):
+        if cut is not None:
+            dim = cut.dim + len(shape) - len(v.shape)
+            if v.shape[cut.dim] == shape[dim]:
+                dims.setdefault(v.numel, dim)
+    if not dims:
+        return None
+    dim = dims[max(dims)]
+    ins: list[Placement] = []
+    for v in eqn.ins:
+        own_dim = dim + len(v.shape) - len(shape)
+        is_broadcast = own_dim < 0 or v.shape[own_dim] != shape[dim]
+        ins.append(None if is_broadcast else Split(axis, own_dim))
+    return Rule(ins, [Split(axis, dim)] * len(eqn.outs))
+
+
+def _fused_optimizer(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
+    """A fused optimizer of one parameter is elementwise, and reads a whole step count and rate."""
+    if not op_facts(eqn.op).fused_update:
+        return None
+    cut = next(cut for cut in cuts if cut is not None)
+    ins: list[Placement] = []
+    for name, argument in _arguments(eqn).items():
+        is_cut = isinstance(argument, list | tuple) and name != "state_steps"
+        ins += [cut if is_cut else None for _ in variables(argument)]
+    return Rule(ins, [cut] * len(eqn.outs))
+
+
+def _view(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
+    """Each result of a view is cut along the dim that runs over the same memory as the cut dim of the argument."""
+    facts = op_facts(eqn.op)
+    v, cut = eqn.ins[0], cuts[0]
+    is_known = (facts.view or facts.name == "_unsafe_view") and "stride" not in _arguments(eqn)
+    if not is_known or cut is None:
+        return None
+    whole = torch.empty(v.shape, dtype=v.dtype, device="meta")
+    outs: list[Placement] = []
+    for view in compute(eqn, {v: whole}):
+        dim = _dim_of_rows(view, whole, cut.dim, size)
+        if dim is None:
+            return None
+        outs.append(Split(axis, dim))
+    return Rule(cuts, outs)
+
+
+def _dim_of_rows(view: torch.Tensor, x: torch.Tensor, cut_dim: int, size: int) -> int | None:
+    """The dim along which the parts of a view show the same memory as the parts of `x` along `cut_dim`, or None."""
+    rows, row_bytes = x.shape[cut_dim], x.stride(cut_dim) * x.element_size()
+    all_bytes, part_bytes = rows * row_bytes, chunk(rows, size) * row_bytes
+    steps = [stride * view.element_size() for stride in view.stride()]
+    for dim, (count, step) in enumerate(zip(view.shape, steps)):
+        if count > 1 and count * step == all_bytes and chunk(count, size) * step == part_bytes:
+            # A step along another dim must stay within a row of this dim, or pass by all of its rows.
+            reach = view.storage_offset() * view.element_size() % all_bytes
+            for other_dim, other_step in enumerate(steps):
+                if other_dim != dim and other_step % all_bytes:
+                    reach += (view.shape[other_dim] - 1) * other_step
+            return dim if reach < step else None
+    return None
+
+
+def _reduction(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
+    """A reduction along the cut dim gives terms, one on each rank. Along other dims it keeps the cut."""
+    v, cut = eqn.ins[0], cuts[0]
+    name = op_facts(eqn.op).name
+    if name not in _REDUCTIONS or cut is None:
+        return None
+    dims = _reduced_dims(eqn)
+    if cut.dim not in dims:
+        keeps_dims = len(eqn.out.shape) == len(v.shape)
+        dim = cut.dim if keeps_dims else cut.dim - sum(reduced < cut.dim for reduced in dims)
+        return Rule(cuts, [Split(axis, dim)] * len(eqn.outs))
+    combined_by = _combined_by(name, _arguments(eqn), v.shape[cut.dim], size)
+    # A second result has the positions of a maximum, which differ in a part.
+    if combined_by is None or len(eqn.outs) > 1:
+        return None
+    return Rule(cuts, [Partial(axis, combined_by)])
+
+
+def _reduced_dims(eqn: Eqn) -> set[int]:
+    count = len(eqn.ins[0].shape)
+    dims = _arguments(eqn).get("dim")
+    if isinstance(dims, int):
+        return {dims % count}
+    return {dim % count for dim in dims or range(count)}
+
+
+def _combined_by(name: str, arguments: Mapping[str, Any], rows: int, size: int) -> str | None:
+    """What combines the results of a reduction on the parts of `rows` rows, or None if nothing does."""
+    combined_by: str | None = _REDUCTIONS[name]
+    if combined_by == "norm":
+        order = float(arguments.get("ord", 2))
+        if 0 < order < math.inf:
+            return f"norm{order}"
+        combined_by = {math.inf: "max", -math.inf: "min"}.get(order)
+    if combined_by == "mean" and rows % size:
+        return None  # parts of different sizes have different weights
+    has_empty_part = part(rows, size, size - 1)[1] == 0
+    is_extreme = combined_by in ("max", "min") and name not in ("any", "all")
+    return None if is_extreme and has_empty_part else combined_by
+
+
+def _product(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
+    """A product is cut along the only index along which factors are cut. An inner product is a sum."""
+    name = op_facts(eqn.op).name
+    if name not in _PRODUCTS:
+        return None
+    factors, result = _PRODUCTS[name]
+    indices = [factor[-len(v.shape) :] for factor, v in zip(factors, eqn.ins)]
+    index = _only_cut_index(eqn, indices, cuts)
+    if index is None:
+        return None
+    if index in result:
+        out: Placement = Split(axis, result.index(index))
+    elif not result:
+        out = Partial(axis, "sum")
+    else:
+        return None
+    return Rule([Split(axis, own.index(index)) if index in own else None for own in indices], [out])
+
+
+def _only_cut_index(eqn: Eqn, indices: Sequence[str], cuts: Cuts) -> str | None:
+    """The index along which factors are cut; None if there are two, or a summand is broadcast along it."""
+    cut_indices = {own[cut.dim] for own, cut in zip(indices, cuts) if cut is not None}
+    index = cut_indices.pop()
+    counts = {v.shape[own.index(index)] for own, v in zip(indices, eqn.ins) if index in own}
+    return None if cut_indices or len(counts) > 1 else index
+
+
+def _list(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
+    """Values in a list are cut alike. `stack` adds a dim; `cat` joins them along a dim that may not be cut."""
+    name = op_facts(eqn.op).name
+    if name not in ("stack", "cat"):
+        return None
+    cut_dims = {cut.dim for cut in cuts if cut is not None}
+    cut_dim = cut_dims.pop()
+    list_dim = _arguments(eqn).get("dim", 0) % len(eqn.out.shape)
+    if cut_dims or (name == "cat" and cut_dim == list_dim):
+        return None
+    shift = name == "stack" and list_dim <= cut_dim
+    return Rule([Split(axis, cut_dim)] * len(eqn.ins), [Split(axis, cut_dim + shift)])
+
+
+def _on_terms(eqn: Eqn, placements: Sequence[Placement]) -> Rule | None:
+    """The rule of an operation that may run before its arguments are reduced. They are terms, or whole."""
+    terms = [p for p in placements if isinstance(p, Partial)]
+    are_alike = len(terms) == len(placements) and len(set(terms)) == 1
+    scales_terms = len(terms) == 1 and placements[0] is not None and eqn.op in SCALES
+    is_linear = terms[0].op in ("sum", "mean") and _keeps_kind(eqn)
+    if is_linear and (scales_terms or (are_alike and _is_sum_or_cast(eqn))):
+        return Rule(placements, terms[:1] * len(eqn.outs))
+    if are_alike and _moves_elements(eqn):
+        return Rule(placements, terms[:1] * len(eqn.outs))
+    return None
+
+
+def _is_sum_or_cast(eqn: Eqn) -> bool:
+    is_sum_of_two = eqn.op in SUMS and len(eqn.ins) == 2
+    return is_sum_of_two or op_facts(eqn.op).name in _LINEAR
+
+
+def _keeps_kind(eqn: Eqn) -> bool:
+    """Whether all values are of one dtype, or real numbers. A cast to integers or to bools is not linear."""
+    dtypes = {v.dtype for v in (*eqn.ins, *eqn.results)}
+    return len(dtypes) == 1 or all(dtype.is_floating_point for dtype in dtypes)
+
+
+def _moves_elements(eqn: Eqn) -> bool:
+    """Whether the elements of the results are those of the arguments."""
+    return adds_zero(eqn) or rearranges(eqn) or op_facts(eqn.op).name in ("stack", "cat", "clone")
+
+
+def _arguments(eqn: Eqn) -> dict[str, Any]:
+    """The arguments of an equation by their names."""
+    declared = eqn.op._schema.arguments  # type: ignore[union-attr]
+    names = [argument.name for argument in declared]
+    return {**dict(zip(names, eqn.args)), **eqn.kwargs}
