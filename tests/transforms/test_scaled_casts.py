@@ -187,7 +187,7 @@ def test_at_stage_3_what_backward_reads_is_gathered_again(saves):
     """Unless it is kept: at stages 1 and 2, and by a plan that has the memory."""
     step = step_of(Recipe(saves=saves))
     again = lambda lowered: sum(
-        bool(e.provenance.again) for e in lowered.graph.eqns if e.op is ALL_GATHER
+        bool(e.provenance.regather) for e in lowered.graph.eqns if e.op is ALL_GATHER
     )
     assert [again(lower(step, FUSE, stage=stage)) for stage in (1, 2, 3)] == [0, 0, 1]
     assert again(lower(step, *SCHEDULES, FUSE)) == 0

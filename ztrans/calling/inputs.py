@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from ..ir.graph import Graph, Var
-from ..ir.layout import Own, as_tensor
+from ..ir.layout import UserSharding, as_tensor
 from ..ir.micro_batches import full_shape
 from .call import BoundCall, StepFunction
 from .errors import no_state
@@ -29,7 +29,7 @@ def local_inputs(
     graph: Graph,
     made_for: Signature,
     axes: Sequence[tuple[str, ...]],
-    owns: Sequence[Own | None],
+    owns: Sequence[UserSharding | None],
     call: BoundCall,
     function: StepFunction,
     caller: str | None = None,
@@ -51,7 +51,7 @@ def local_inputs(
     leaves = _traced_leaves(name, made_for, call, function)
     tensors: list[torch.Tensor] = []
     for v, own, over, x in zip(graph.inputs, owns, axes, leaves, strict=True):
-        now = Own.of(x, over)
+        now = UserSharding.of(x, over)
         shape = shape_of(x)
         wanted = own.shape if own else full_shape(graph, v)
         tensor = local_part(x) if len(tensors) < graph.num_state else read_argument(x)

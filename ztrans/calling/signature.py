@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ..ir.ambient import ambient
 from ..ir.graph import Var
-from ..ir.layout import Own
+from ..ir.layout import UserSharding
 from .call import BoundCall, StepFunction
 from .errors import not_comparable
 from .reads import ReadValues
@@ -46,7 +46,7 @@ class Abstract(NamedTuple):
         return empty.requires_grad_(requires_grad)
 
     @staticmethod
-    def of(leaf: Any, is_state: bool, own: Own | None = None) -> Abstract | Constant:
+    def of(leaf: Any, is_state: bool, own: UserSharding | None = None) -> Abstract | Constant:
         """What a program knows of a leaf.
 
         With `own` it is that of this rank's part of a leaf that the step itself divides.

@@ -356,7 +356,9 @@ def coalesce(starts: Sequence[Eqn]) -> Eqn:
     paths = [path for e in starts if e.provenance is not None for path in e.provenance.paths]
     provenance = first.provenance
     if provenance is not None:
-        provenance = dataclasses.replace(provenance, paths=tuple(dict.fromkeys(paths)), again=None)
+        provenance = dataclasses.replace(
+            provenance, paths=tuple(dict.fromkeys(paths)), regather=None
+        )
     members = [v for e in starts for v in e.ins]
     outs = tuple(out for e in starts for out in e.results)
     return first.replace(args=(members,), outs=outs, provenance=provenance, order=None)

@@ -114,14 +114,14 @@ class Primitive:
 class Provenance:
     """Why a collective exists: its role, the leaves of the state that it is for, and its mesh axis.
 
-    `again` marks a regather, of a value that an earlier gather has brought. With "auto" a plan may keep the earlier
+    `regather` marks the gather of a value that an earlier gather has brought. With "auto" a plan may keep the earlier
     value instead; with "always" the earlier value must be dropped.
     """
 
     role: Literal["param", "grad", "pmean", "state", "output", "update", "user"]
     paths: tuple[str, ...]
     axis: str
-    again: Literal["auto", "always"] | None = None
+    regather: Literal["auto", "always"] | None = None
 
 
 @dataclass(frozen=True)

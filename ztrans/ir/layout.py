@@ -8,7 +8,6 @@ padded to c rows; between steps nothing is padded. A leaf whose rows are fewer t
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -140,23 +139,18 @@ def localize(eqn: Eqn, sizes: Mapping[str, int], at: Mapping[str, int]) -> Eqn:
         return eqn
     if eqn.op.overloadpacket is aten.squeeze:
         return eqn.replace(op=aten.squeeze.dims, args=(eqn.args[0], _squeezed(*eqn.args)))
-    shapes = [
-        i
-        for i in _shape_arguments(eqn.op)
-        if i < len(eqn.args) and isinstance(eqn.args[i], (list, tuple))
-    ]
-    if not shapes:
-        return eqn
-    shape = list(local_shape(out, sizes, at))
-    return eqn.replace(args=tuple(shape if i in shapes else arg for i, arg in enumerate(eqn.args)))
+    args = list(eqn.args)
+    for k in _shape_arguments(eqn.op):
+        if k < len(args) and isinstance(args[k], (list, tuple)):
+            args[k] = list(local_shape(out, sizes, at))
+    return eqn.replace(args=tuple(args))
 
 
 @functools.cache
 def _shape_arguments(op: torch._ops.OpOverload) -> tuple[int, ...]:
     """The positions of the arguments that give the shape of the result."""
-    return tuple(
-        i for i, declared in enumerate(op._schema.arguments) if declared.name in ("size", "shape")
-    )
+    names = [declared.name for declared in op._schema.arguments]
+    return tuple(k for k, name in enumerate(names) if name in ("size", "shape"))
 
 
 def _squeezed(x: Var, dims: int | Sequence[int] | None = None) -> list[int]:
@@ -165,9 +159,10 @@ def _squeezed(x: Var, dims: int | Sequence[int] | None = None) -> list[int]:
     >>> _squeezed(Var("x", torch.float32, (1, 3, 1))), _squeezed(Var("x", torch.float32, (1, 3, 1)), [0, 1])
     ([0, 2], [0])
     """
-    rank = max(len(x.shape), 1)
+    if dims is None:
+        dims = range(len(x.shape))
     listed = [dims] if isinstance(dims, int) else dims
-    candidates = range(len(x.shape)) if listed is None else [d % rank for d in listed]
+    candidates = [d % max(len(x.shape), 1) for d in listed]
     return [d for d in candidates if x.shape[d : d + 1] == (1,)]
 
 
@@ -183,7 +178,7 @@ def as_tensor(leaf: Any) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Own:
+class UserSharding:
     """How the step itself divides a leaf over mesh axes of its own, as `parallelize_module` does.
 
     A program holds the local part of such a leaf. Along the other axes of the mesh that part is cut as any leaf is.
@@ -200,23 +195,20 @@ class Own:
     shape: tuple[int, ...]
 
     @staticmethod
-    def of(leaf: Any, others: Collection[str]) -> Own | None:
+    def of(leaf: Any, others: Collection[str]) -> UserSharding | None:
         """How the step divides a leaf over the axes of its mesh that are not in `others`; None if it does not."""
-        if not isinstance(leaf, DTensor) or not leaf.device_mesh.mesh_dim_names:
+        taken = set(members_of(others))
+        rest = [x for x in _placed(leaf) if taken.isdisjoint(members(x[0]))]
+        if not rest:
             return None
-        placed = zip(mesh_axes(leaf.device_mesh), leaf.placements)
-        of_others = set(members_of(others))
-        own = [(axis, size, p) for (axis, size), p in placed if of_others.isdisjoint(members(axis))]
-        axes, sizes, placements = zip(*own) if own else ((), (), ())
-        return Own(axes, sizes, placements, tuple(leaf.shape)) if own else None
+        axes, sizes, placements = zip(*rest)
+        return UserSharding(axes, sizes, placements, tuple(leaf.shape))
 
     @staticmethod
     def cut_over(leaf: Any, axes: Collection[str]) -> list[str]:
         """The axes of the mesh of a leaf, among `axes`, over which the leaf is not whole."""
-        if not isinstance(leaf, DTensor) or not leaf.device_mesh.mesh_dim_names:
-            return []
-        placed, wanted = zip(mesh_axes(leaf.device_mesh), leaf.placements), set(members_of(axes))
-        cut = [axis for (axis, size), p in placed if size > 1 and not isinstance(p, Replicate)]
+        wanted = set(members_of(axes))
+        cut = [axis for axis, n, p in _placed(leaf) if n > 1 and not isinstance(p, Replicate)]
         return [axis for axis in cut if wanted.intersection(members(axis))]
 
     @property
@@ -239,10 +231,16 @@ class Own:
 
     def cuts(self, dim: int, axes: Collection[str] | None = None) -> int:
         """The number of parts into which the step cuts a dim of the leaf, over all of its axes or those of `axes`."""
-        over = zip(self.axes, self.sizes, self.placements)
-        cut_here = lambda placement: (
-            isinstance(placement, Shard) and placement.dim % len(self.shape) == dim
-        )
-        return math.prod(
-            size for axis, size, p in over if cut_here(p) and (axes is None or axis in axes)
-        )
+        count = 1
+        for axis, size, placement in zip(self.axes, self.sizes, self.placements):
+            is_cut = isinstance(placement, Shard) and placement.dim % len(self.shape) == dim
+            if is_cut and (axes is None or axis in axes):
+                count *= size
+        return count
+
+
+def _placed(leaf: Any) -> list[tuple[str, int, Placement]]:
+    """Each axis of the mesh of a DTensor, with its size and the placement; empty for any other leaf."""
+    if not isinstance(leaf, DTensor) or not leaf.device_mesh.mesh_dim_names:
+        return []
+    return [(*axis, p) for axis, p in zip(mesh_axes(leaf.device_mesh), leaf.placements)]

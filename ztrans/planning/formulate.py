@@ -93,7 +93,7 @@ def _gathers(s: Skeleton) -> tuple[Gather, ...]:
         sources = [makers[v] for v in start.ins if v in makers]
         release = max((s.places[e] + 1 if e in s.places else use for e in sources), default=0)
         identity = (start.ins[0], p.value.dtype, bucket_key(start))
-        regather = start.provenance.again if start.provenance else None
+        regather = start.provenance.regather if start.provenance else None
         earlier = latest.get(identity) if regather == "auto" else None
         if earlier is not None:
             release = max(release, gathers[earlier].last + 1)

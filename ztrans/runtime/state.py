@@ -1,7 +1,7 @@
 """State: a train state as the ranks of a mesh hold it between steps, each leaf a DTensor, and back in full tensors.
 
 A leaf lives on the axes over which its transform shards or replicates it, and on those over which the step itself
-divides it (see `layout.Own`). If both cut the same dim, the step's cut comes first, as with FSDP2 and tensor
+divides it (see `layout.UserSharding`). If both cut the same dim, the step's cut comes first, as with FSDP2 and tensor
 parallelism: DTensor calls the placement of the second cut `_StridedShard`.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..calling.trees import none_as_empty
 from ..ir.axes import members, submesh
 from ..ir.graph import Layout, Split
-from ..ir.layout import AbstractMesh, Own, as_tensor, cut, mesh_axes
+from ..ir.layout import AbstractMesh, UserSharding, as_tensor, cut, mesh_axes
 from .agreement import agree_on_call, agree_on_state
 from .mesh import check_runs
 
@@ -100,7 +100,7 @@ def copied(leaf: torch.Tensor) -> torch.Tensor:
 
 def full_tensor(leaf: DTensor, axes: Sequence[str]) -> torch.Tensor:
     """A leaf whole on every rank; `axes` are those of its transform. Every rank must call it."""
-    own = Own.of(leaf, axes)
+    own = UserSharding.of(leaf, axes)
     if own is None:
         return leaf.full_tensor()
     mesh = leaf.device_mesh
@@ -121,7 +121,7 @@ def _part(
     A full tensor may be the same on every rank, or valid only on rank `source`, which sends it, or a meta tensor, for
     which uninitialised memory is allocated.
     """
-    own = Own.of(leaf, axes)
+    own = UserSharding.of(leaf, axes)
     if own is not None and not set(zip(own.axes, own.sizes)) <= set(mesh_axes(mesh)):
         own = None  # it comes from another mesh
     mesh = _leaf_mesh(mesh, axes, own)
@@ -140,7 +140,11 @@ def _part(
 
 
 def _in_layout(
-    leaf: DTensor, layout: Layout, mesh: DeviceMesh, own: Own | None, device: torch.device | None
+    leaf: DTensor,
+    layout: Layout,
+    mesh: DeviceMesh,
+    own: UserSharding | None,
+    device: torch.device | None,
 ) -> torch.Tensor:
     """A copy of a DTensor of this or another mesh, in the given layout on `mesh`.
 
@@ -164,7 +168,7 @@ def _in_layout(
     return part.requires_grad_(leaf.requires_grad)
 
 
-def _leaf_mesh(mesh: DeviceMesh, axes: Sequence[str], own: Own | None) -> DeviceMesh:
+def _leaf_mesh(mesh: DeviceMesh, axes: Sequence[str], own: UserSharding | None) -> DeviceMesh:
     """The part of a mesh that a leaf lives on: the axes of its transform, and the step's own."""
     of_mesh = {axis for axis, _ in mesh_axes(mesh)}
     names = {*axes, *(own.axes if own else ())}
@@ -172,7 +176,9 @@ def _leaf_mesh(mesh: DeviceMesh, axes: Sequence[str], own: Own | None) -> Device
     return submesh(mesh, of_leaf) if of_leaf else mesh
 
 
-def _placements(layout: Layout, mesh: DeviceMesh, own: Own | None = None) -> list[Placement]:
+def _placements(
+    layout: Layout, mesh: DeviceMesh, own: UserSharding | None = None
+) -> list[Placement]:
     """The placements of a leaf on the mesh that it lives on, from its layout and the step's own division."""
     names = [axis for axis, _ in mesh_axes(mesh)]
     by_axis: dict[str, Placement] = dict.fromkeys(names, Replicate())
@@ -202,7 +208,7 @@ def _cut(
     full: torch.Tensor,
     layout: Layout,
     mesh: DeviceMesh,
-    own: Own | None,
+    own: UserSharding | None,
     device: torch.device | None = None,
 ) -> DTensor:
     """A copy of this rank's part of a tensor that is the same on all ranks, up to the step's own division."""
@@ -216,7 +222,7 @@ def _cut(
     return _dtensor(_own_memory(local, mesh, device), mesh, _placements(layout, mesh, own), shape)
 
 
-def _gathered(leaf: DTensor, own: Own) -> torch.Tensor:
+def _gathered(leaf: DTensor, own: UserSharding) -> torch.Tensor:
     """The part of a leaf that the step itself sees on this rank, gathered over all other axes of its mesh."""
     mesh = leaf.device_mesh
     # The step's own cut came first, so along the other axes its part is cut as any tensor is.
@@ -267,7 +273,7 @@ def check_laid_out(
     for path, leaf, layout, over in zip(paths, leaves, layouts, axes):
         if not isinstance(leaf, torch.Tensor) or not (leaf.ndim or isinstance(leaf, DTensor)):
             continue
-        own = Own.of(leaf, over)
+        own = UserSharding.of(leaf, over)
         key = layout, own, over
         if key not in expected:
             of_leaf = _leaf_mesh(mesh, over, own)

@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .. import ops
 from ..calling.global_state import patched
 from ..ir.ambient import without_function_modes
-from ..ir.layout import Own
+from ..ir.layout import UserSharding
 from .errors import TraceError, TraceTypeError
 
 
-def spec_of(leaf: Any, own: Own | None) -> DTensorSpec | None:
+def spec_of(leaf: Any, own: UserSharding | None) -> DTensorSpec | None:
     """The layout in which the step sees a leaf that it divides over its own axes; None for any other leaf."""
     if own is None:
         return None

@@ -25,7 +25,7 @@ from ..calling.trees import leaf_names, named_outputs, none_as_empty, opened, st
 from ..ir.ambient import refuse_inside, without_autocast
 from ..ir.graph import Eqn, Graph, Var, dce
 from ..ir.higher_order import with_chosen_backend
-from ..ir.layout import Own
+from ..ir.layout import UserSharding
 from ..ir.recompute import checkpointed
 from .dtensors import around, cut_batch, local_results, refuse_wrappers, spec_of
 from .errors import no_parts
@@ -58,7 +58,9 @@ class Program:
     axes: tuple[
         tuple[str, ...], ...
     ] = ()  # for each input, the mesh axes over which transforms distribute it
-    owns: tuple[Own | None, ...] = ()  # how the step itself divides each input of the program
+    owns: tuple[
+        UserSharding | None, ...
+    ] = ()  # how the step itself divides each input of the program
 
     @property
     def paths_of_inputs(self) -> list[str]:
@@ -179,7 +181,7 @@ class _Arguments:
     num_state: int
     num_extra: int
     axes: Sequence[tuple[str, ...]]
-    owns: Sequence[Own | None]
+    owns: Sequence[UserSharding | None]
 
     @staticmethod
     def of(
@@ -263,11 +265,13 @@ def _with_constants(tensors: Sequence[Any], constants: Mapping[int, Any]) -> tup
 
 def _owns(
     leaves: Sequence, paths: Sequence[str], axes: Sequence[Sequence[str]], num_state: int
-) -> list[Own | None]:
+) -> list[UserSharding | None]:
     """How the step itself divides each leaf, over mesh axes other than those of the leaf."""
-    owns = list(map(Own.of, leaves, axes))
+    owns = list(map(UserSharding.of, leaves, axes))
     if cut := [
-        path for x, path, over in [*zip(leaves, paths, axes)][num_state:] if Own.cut_over(x, over)
+        path
+        for x, path, over in [*zip(leaves, paths, axes)][num_state:]
+        if UserSharding.cut_over(x, over)
     ]:
         raise cut_batch(cut[0])
     for path, own in zip(paths, owns):

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.axes import members_of
 from ..ir.graph import Graph, Layout
-from ..ir.layout import AbstractMesh, Own
+from ..ir.layout import AbstractMesh, UserSharding
 from ..ir.source import Source, where
 from ..ir.verifier import ProgramError, check, check_interface
 
@@ -264,7 +264,7 @@ def layout_of(transforms: Sequence[Transform], name: str, leaf: object) -> Layou
     """
     if not isinstance(leaf, torch.Tensor):
         return ()
-    own, whole = Own.of(leaf, axes_of(transforms, name, leaf)), _meta(leaf)
+    own, whole = UserSharding.of(leaf, axes_of(transforms, name, leaf)), _meta(leaf)
     layouts = (
         t.layout(name, own.local_shape if own else tuple(leaf.shape), whole) for t in transforms
     )

@@ -127,7 +127,9 @@ class _Narrow:
             return
         at = next(e for e in self.graph.eqns if e in readers)
         begin, end = self.gather(start, values[0], self.names.fresh(self.waits[start].out.name))
-        again = start.provenance and dataclasses.replace(start.provenance, again=self.graph.reshard)
+        again = start.provenance and dataclasses.replace(
+            start.provenance, regather=self.graph.reshard
+        )
         edits.before(at, begin.replace(region=at.region, source=at.source, provenance=again))
         edits.before(at, end.replace(region=at.region, source=at.source))
         for v, eqns in reading.items():
