@@ -7,7 +7,6 @@ time (see `stages`).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -30,7 +29,6 @@ from .ir.ambient import refuse_inside
 from .ir.graph import Layout
 from .ir.layout import AbstractMesh
 from .ir.source import user_source
-from .lift.lifted_state import completed
 from .planning.cluster import Cluster
 from .planning.plan import OtherProgramError, Plan
 from .profiling.profile import Profile
@@ -163,10 +161,7 @@ class Step(Generic[P, R]):
         for name in functools.WRAPPER_ASSIGNMENTS:
             if hasattr(self.fn, name):
                 attributes[name] = getattr(self.fn, name)
-        with contextlib.suppress(
-            TypeError, ValueError
-        ):  # some functions written in C have no signature
-            attributes["__signature__"] = inspect.signature(self.fn)
+        attributes["__signature__"] = inspect.signature(self.fn)
         vars(self).update(attributes)
 
     @staticmethod
@@ -202,16 +197,11 @@ class Step(Generic[P, R]):
 
         Its programs live as long as the object does.
 
-        Raises: TypeError if `instance` cannot be weakly referenced, or is a class.
+        Raises: TypeError if `instance` cannot be weakly referenced.
         """
         bind = getattr(type(self.fn), "__get__", None)
         if instance is None or bind is None:
             return self
-        if isinstance(instance, type):
-            raise TypeError(
-                f"{self.__name__}: a step that is a method has programs for each object, and {instance.__name__} is a "
-                f"class.\nMake the step a staticmethod, or a function outside of {instance.__name__}."
-            )
         try:
             cache = self._of_objects.setdefault(instance, ProgramCache())
         except TypeError:
@@ -301,7 +291,6 @@ class Step(Generic[P, R]):
             return cast("R", compiled.run_guarded(call, inputs))
         of_signature = self._cache.get(Signature.of(call, self._function, surroundings))
         if of_signature is None:
-            call = call._replace(state=completed(self.fn, call.state, self.shard))
             of_signature = self._compiled(call, surroundings)
         return cast("R", of_signature.run(call, surroundings))
 

@@ -159,35 +159,19 @@ class Loss:
         self.value = value
 
 
-def test_an_object_that_holds_tensors_is_no_output():
-    step = zt.Step.of(lambda state, x: (state, {"loss": Loss(x.sum())}))
-    with pytest.raises(
-        TypeError,
-        match=r"the output\['loss'\] is a Loss, an object that holds tensors.*\n.*dataclass",
-    ):
+@pytest.mark.parametrize(
+    "value", [Loss(torch.ones(())), Path("runs/1"), np.zeros(3), object()], ids=repr
+)
+def test_an_object_is_no_output(value):
+    step = zt.Step.of(lambda state, x: (state, {"loss": value}))
+    kind = type(value).__name__
+    message = rf"the output\['loss'\] is a {kind}, an object that is neither.*\n.*dataclass"
+    with pytest.raises(TypeError, match=message):
         step(W.clone(), X)
 
 
-@pytest.mark.parametrize(
-    "value", [np.float64(0.1), np.int32(3), Path("runs/1"), dict, np.dtype("float32"), object()]
-)
+@pytest.mark.parametrize("value", [np.float64(0.1), np.int32(3), dict, torch.float32, "text"])
 def test_an_output_is_any_constant(value):
     step = zt.Step.of(lambda state, x: (state, (x.sum(), value)))
     output = step(W.clone(), X)[1][1]
     assert output == value and type(output) is type(value)
-
-
-def test_every_call_returns_an_array_of_its_own():
-    step = zt.Step.of(lambda state, x: (state, np.zeros(3)))
-    state, first = step(W.clone(), X)
-    first += 1
-    assert step(state, X)[1].tolist() == [0, 0, 0]
-
-
-def test_an_output_may_be_one_of_many_objects_that_refer_to_each_other():
-    """Each is looked at once."""
-    nodes = [Loss(0.0) for _ in range(60)]
-    for node in nodes:
-        node.value = nodes
-    step = zt.Step.of(lambda state, x: (state, (x.sum(), nodes[0])))
-    assert step(W.clone(), X)[1][1] is nodes[0]

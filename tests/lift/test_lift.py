@@ -547,7 +547,7 @@ def test_a_parameter_that_is_unfrozen_after_lift_is_refused():
     model[0].requires_grad_(True)
     with pytest.raises(
         ValueError,
-        match=r"lift: the optimizer made step, exp_avg, exp_avg_sq for 0.weight.*\n.*call the step itself.*call lift again",
+        match=r"lift: the optimizer made step, exp_avg, exp_avg_sq for 0.weight.*\n.*write the state back and lift again",
     ):
         traced()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -38,10 +37,6 @@ class ExtraInputs(abc.ABC):
         """What a program of this function is specialised on, besides arguments and reads."""
 
     @abc.abstractmethod
-    def missing_state(self, state: Any) -> dict[str, Any]:
-        """The leaves that a state lacks, such as those of unfrozen parameters, by its entries."""
-
-    @abc.abstractmethod
     def call_with(self, extra: Any, state: Any, /, *batch: Any, **named: Any) -> tuple[Any, Any]:
         """Run the step with this extra argument."""
 
@@ -57,19 +52,13 @@ class StepFunction:
         self.name = getattr(fn, "__name__", type(fn).__name__)
         self.extra = fn if isinstance(fn, ExtraInputs) else None
         self.reads = Reads(fn, self.extra.modules() if self.extra is not None else ())
-        self.signature: inspect.Signature | None = None
-        with contextlib.suppress(
-            TypeError, ValueError
-        ):  # some functions written in C have no signature
-            self.signature = inspect.signature(fn)
+        self.signature = inspect.signature(fn)
 
     def bind(self, args: tuple, kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
         """The arguments by the names of the parameters.
 
         Raises: TypeError, as Python does, if the function does not take such arguments.
         """
-        if self.signature is None:
-            raise TypeError(f"{self.name}() has no signature: pass its arguments by position.")
         try:
             return self.signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -77,9 +66,12 @@ class StepFunction:
 
     def parameters(self, count: int) -> list[str]:
         """The names of the parameters that the first `count` positional arguments belong to."""
-        declared = self.signature.parameters.values() if self.signature is not None else ()
-        named = [p.name for p in declared if p.kind is not inspect.Parameter.KEYWORD_ONLY][:count]
-        return named + [f"arg{i}" for i in range(len(named), count)]
+        names = []
+        for p in self.signature.parameters.values():
+            if p.kind is not inspect.Parameter.KEYWORD_ONLY:
+                names.append(p.name)
+        names += [f"arg{i}" for i in range(len(names), count)]  # those of `*args`
+        return names[:count]
 
 
 class BoundCall(NamedTuple):

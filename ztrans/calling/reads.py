@@ -40,7 +40,6 @@ _ABSENT = object()  # the value of a variable or an attribute that does not exis
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _OF_PYTHON = (int, float, complex, bool, str, bytes, type(None), types.CodeType)
 _CONSTANT_TYPES = frozenset([*_OF_PYTHON, *_OF_TORCH])
-_NO_ATTRIBUTES = _CONSTANT_TYPES | {torch.Tensor}
 _NUMBERS = (numbers.Number, numpy.bool_)
 _CONSTANTS = (*_NUMBERS, str, bytes, enum.Enum, range, type, types.BuiltinFunctionType)
 _CONTAINERS = (list, tuple, set, frozenset, dict)
@@ -212,11 +211,16 @@ def _constants(container: Any) -> Any:
     return frozenset(constants) if isinstance(container, set | frozenset) else tuple(constants)
 
 
+def is_constant(value: Any) -> bool:
+    """Whether a value is one that programs are specialised on, and that leads to no others."""
+    return type(value) in _CONSTANT_TYPES or isinstance(value, _CONSTANTS)
+
+
 def _leads_further(value: Any) -> bool:
     """Whether other places may be reached from a value: from a function, or an object with attributes."""
     if isinstance(value, _CONTAINERS):
         return any(map(_leads_further, _entries(value)))
-    return type(value) not in _NO_ATTRIBUTES and not isinstance(value, _CONSTANTS)
+    return type(value) is not torch.Tensor and not is_constant(value)
 
 
 def _shown(constant: Any) -> str:
@@ -298,6 +302,13 @@ class _Search:
             self.places[id(owner), key] = Place(name, source, read)
             self.visit(read(), name)
 
+    def _entry(
+        self, mapping: Any, key: str, name: str, source: Source | None = None, owner: Any = None
+    ) -> None:
+        """Add an entry of a dict. `owner` has the dict if this is made anew for each access."""
+        read = functools.partial(mapping.get, key, _ABSENT)
+        self._place(mapping if owner is None else owner, key, name, read, source)
+
     def _container(self, container: Any, name: str) -> None:
         if _entries(container):
             is_dict = isinstance(container, dict)
@@ -327,8 +338,7 @@ class _Search:
             self._place(cell, "", variable, read, names.variables.get(variable, here))
         for variable, source in names.globals.items():
             if variable in f.__globals__ or not hasattr(builtins, variable):
-                read = functools.partial(f.__globals__.get, variable, _ABSENT)
-                self._place(f.__globals__, variable, variable, read, source)
+                self._entry(f.__globals__, variable, variable, source)
         self.attributes = names.attributes | self.attributes
 
     def _object(self, value: Any, name: str) -> None:
@@ -351,10 +361,9 @@ class _Search:
         is_users = is_user_code(type(m))
         for attribute in vars(m):
             if attribute not in _OF_EVERY_MODULE and (is_users or not attribute.startswith("_")):
-                self._attribute(m, attribute, name)
+                self._entry(vars(m), attribute, f"{name}.{attribute}")
         for child in m._modules:
-            read = functools.partial(m._modules.get, child, _ABSENT)
-            self._place(m._modules, child, f"{name}.{child}", read)
+            self._entry(m._modules, child, f"{name}.{child}")
         for parameter, p in m._parameters.items():
             read = functools.partial(getattr, p, "requires_grad", None)  # None for no parameter
             self._place(p, "requires_grad", f"{name}.{parameter}.requires_grad", read)
@@ -363,21 +372,17 @@ class _Search:
         elsewhere = _INPUTS if isinstance(owner, Optimizer | LRScheduler) else ()
         for attribute in list(getattr(owner, "__dict__", ())):
             if attribute in self.attributes and attribute not in elsewhere:
-                self._attribute(owner, attribute, name)
-
-    def _attribute(self, owner: Any, attribute: str, name: str) -> None:
-        read = functools.partial(vars(owner).get, attribute, _ABSENT)
-        self._place(owner, attribute, f"{name}.{attribute}", read)
+                self._entry(vars(owner), attribute, f"{name}.{attribute}")
 
     def _class_attribute(self, owner: Any, base: type, attribute: str) -> None:
         """Add an attribute of a class, which may be a slot of its objects."""
         name = f"{base.__name__}.{attribute}"
         if isinstance(vars(base)[attribute], types.MemberDescriptorType):
-            read: Callable = functools.partial(getattr, owner, attribute, _ABSENT)
-            self._place(owner, attribute, name, read)
+            self._place(
+                owner, attribute, name, functools.partial(getattr, owner, attribute, _ABSENT)
+            )
         else:
-            read = functools.partial(vars(base).get, attribute, _ABSENT)
-            self._place(base, attribute, name, read)
+            self._entry(vars(base), attribute, name, owner=base)
 
 
 class _Names:

@@ -9,13 +9,14 @@ what they stand for.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+
+from .reads import is_constant
 
 
 @dataclass(frozen=True)
@@ -67,39 +68,19 @@ def opened(tree: Any) -> Any:
 def named_outputs(output: Any) -> list[tuple[str, Any]]:
     """The leaves of an output, each with its name.
 
-    Raises: TypeError for an object that holds tensors, because a program could not compute them.
+    Raises: TypeError for an object that is neither a tensor nor a constant, because it may hold tensors.
     """
     named = []
     for path, x in pytree.tree_leaves_with_path(opened(output)):
         name = f"the output{pytree.keystr(path)}"
-        if not isinstance(x, torch.Tensor) and _holds_tensor(x):
+        if not isinstance(x, torch.Tensor) and not is_constant(x):
             kind = type(x).__qualname__
             raise TypeError(
-                f"trace: {name} is a {kind}, an object that holds tensors.\n"
+                f"trace: {name} is a {kind}, an object that is neither a tensor nor a constant.\n"
                 f"Return its tensors in a dict or in a tuple, or make {kind} a dataclass."
             )
         named.append((name, x))
     return named
-
-
-def _holds_tensor(value: Any) -> bool:
-    """Whether a tensor is among the attributes and entries of an object, or among theirs."""
-    seen = set[int]()
-    values = [value]
-    while values:
-        x = values.pop()
-        if isinstance(x, torch.Tensor):
-            return True
-        if id(x) in seen or isinstance(x, type | ModuleType):
-            continue
-        seen.add(id(x))
-        entries: Iterable[Any] = getattr(x, "__dict__", {}).values()
-        if isinstance(x, Mapping):
-            entries = x.values()
-        elif isinstance(x, list | tuple | set):
-            entries = x
-        values.extend(entries)
-    return False
 
 
 def _is_container(x: Any) -> bool:

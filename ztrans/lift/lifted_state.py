@@ -6,7 +6,7 @@ module are among the buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from ..calling.call import ExtraInputs
 from ..calling.inputs import local_part, overlapping
 from ..calling.trees import named_leaves
 from .gradients import carried_gradients
@@ -129,26 +128,6 @@ def _laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if isinstance(value, DTensor) or not isinstance(like, DTensor):
         return value
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def completed(fn: Callable, state: Any, shard: Callable[[Any], Any]) -> Any:
-    """A state with the leaves that it lacks if `fn` is lifted and parameters have been unfrozen, in their layouts."""
-    missing: State = fn.missing_state(state) if isinstance(fn, ExtraInputs) else {}
-    if not missing:
-        return state
-    sharded = shard(missing)
-    return {**state, **{entry: {**state[entry], **sharded[entry]} for entry in sharded}}
-
-
-def missing_leaves(state: State, present: State) -> State:
-    """The leaves of optimizers and gradients that a loop has at present, and `state` has not."""
-    missing: State = {}
-    for entry in ("optimizer", "grads"):
-        if entry in state and entry in present:
-            leaves = {name: x for name, x in present[entry].items() if name not in state[entry]}
-            if leaves:
-                missing[entry] = leaves
-    return missing
 
 
 def check_lifted(state: Any, step: str) -> None:

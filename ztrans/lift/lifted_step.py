@@ -35,7 +35,7 @@ from .hyperparameters import (
     signed,
     unchanged,
 )
-from .lifted_state import State, check_lifted, missing_leaves, state_of
+from .lifted_state import State, check_lifted
 from .module_tensors import buffers_of, explain_outside, substituted, tensors_of
 from .numbers import Numbers
 from .optimizer_state import (
@@ -91,16 +91,12 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         """The settings of the optimizers and the scaler that are constants of a program."""
         return constants_of(self._optimizers), settings_of(self._scaler)
 
-    def missing_state(self, state: Any) -> State:
-        """What a state lacks for parameters that have been unfrozen, or given to an optimizer, since `lift`."""
-        check_lifted(state, self.__name__)
-        check_optimizers(self._model, self._optimizers)
-        return missing_leaves(state, state_of(self._model, self._optimizers, self._carry_grads))
-
     def call_with(
         self, extra: list[Group], state: State, /, *batch: P.args, **named: P.kwargs
     ) -> tuple[State, T]:
         """Run the loop step from `state`, with these values of the parameter groups."""
+        check_lifted(state, self.__name__)
+        check_optimizers(self._model, self._optimizers)
         module_params = dict(self._model.named_parameters())
         gradients = Gradients(
             module_params, state["params"], state.get("grads"), bool(self._optimizers)

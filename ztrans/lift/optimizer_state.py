@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -78,19 +77,12 @@ def create_state(optimizer: Optimizer) -> None:
     gradients = [p.grad for p in fresh]
     try:
         for p in fresh:
-            p.grad = _empty_gradient(p)
+            p.grad = p.detach()  # its values are not read
         for group in optimizer.param_groups:
             _create_state_of_group(optimizer, group, fresh)
     finally:
         for p, gradient in zip(fresh, gradients):
             p.grad = gradient
-
-
-def _empty_gradient(p: torch.Tensor) -> torch.Tensor:
-    """A gradient of zeros that takes no memory."""
-    if isinstance(p, DTensor):
-        return torch.zeros_like(p)
-    return torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
 
 
 def _create_state_of_group(
@@ -162,8 +154,8 @@ def check_known(
             raise TraceError(_first_step(optimizer, f"{', '.join(map(repr, new))} for {name}"))
         raise TraceError(
             f"lift: the optimizer made {', '.join(new)} for {name}, which the lifted state does not hold.\n"
-            f"A parameter that is trained from now on: call the step itself, which adds it to the state. Another "
-            f"setting of the optimizer: call lift again."
+            f"If a parameter is trained from now on, or a setting of the optimizer has changed, write the state back "
+            f"and lift again: zt.restore(model, optimizer, step.unshard(state)); step, state = zt.lift(...)."
         )
 
 

@@ -23,10 +23,12 @@ from ..ir.op_facts import CAST, op_facts
 from ..ir.printer import op_name
 from ..ir.source import Source, where
 from ..ir.structure import structure
+from .errors import TraceError
 from .regions import Fact
 
 aten = torch.ops.aten
 _SHAPES = ("view", "_unsafe_view", "squeeze", "unsqueeze")
+_SPLITS = ("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")
 _INVERSES = {  # the inverses of the views that show every element of the base
     "t": aten.t.default,
     "transpose": aten.transpose.int,
@@ -51,6 +53,14 @@ class View:
     args: tuple
     kwargs: dict
     number: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.op._schema.name.removeprefix("aten::")
+
+    def dim(self, position: int) -> int:
+        """The dim of a view that has one at this position of its arguments. By default it is the first one."""
+        return self.args[position] if len(self.args) > position else self.kwargs.get("dim", 0)
 
 
 @dataclass
@@ -84,22 +94,14 @@ class Builder:
     """The equations that have been imported so far."""
 
     names: Names
-    strides: dict[
-        Var, tuple[int, ...]
-    ]  # of each value in the trace, which the recorded views rely on
+    strides: dict[Var, tuple[int, ...]]  # of each value in the trace, on which views rely
     eqns: list[Eqn] = field(default_factory=list)
-    facts: dict[Eqn, Fact] = field(
-        default_factory=dict
-    )  # what the tracer recorded about each equation
-    scalars: dict[Hashable, Any] = field(
-        default_factory=dict
-    )  # results of arithmetic on scalars, by what computes them
-    metas: dict[Hashable, Any] = field(
-        default_factory=dict
-    )  # results on meta tensors, by the types of the arguments
-    source: Source | None = (
-        None  # the user's line of the operation that is being imported, and the facts about it
-    )
+    facts: dict[Eqn, Fact] = field(default_factory=dict)  # what the trace knows of each equation
+    # Results of arithmetic on scalars by what computes them, and results on meta tensors by the types of arguments.
+    scalars: dict[Hashable, Any] = field(default_factory=dict)
+    metas: dict[Hashable, Any] = field(default_factory=dict)
+    # The user's line of the operation that is being imported, and the facts about it.
+    source: Source | None = None
     fact: Fact = field(default_factory=Fact)
 
     def meta(self, var: Var) -> torch.Tensor:
@@ -152,25 +154,23 @@ class Builder:
         if not isinstance(x, Alias):
             return x
         if x.value is None or x.seen != x.storage.version:
-            x.value, x.seen = (
-                functools.reduce(self.view, x.views, x.storage.value),
-                x.storage.version,
-            )
+            x.value = functools.reduce(self.view, x.views, x.storage.value)
+            x.seen = x.storage.version
         return x.value
 
     def write(self, x: Alias, value: Var) -> None:
         """Give `x` a new value, and give the base of its storage the value that follows."""
-        old, new = self.read(x), value
+        old = self.read(x)
+        new = value
         bases = [*itertools.accumulate(x.views[:-1], self.view, initial=x.storage.value)]
         for base, view in zip(reversed(bases), reversed(x.views)):
             new = self.unview(base, view, new)
         x.storage.value = self.laid_out(new, bases[0])
         x.storage.version += 1
         x.storage.written_at = self.source
-        if (
-            self.strides[value] == self.strides[old]
-        ):  # otherwise the next read applies the views to the new base
-            x.value, x.seen = value if x.views else x.storage.value, x.storage.version
+        if self.strides[value] == self.strides[old]:
+            x.value = value if x.views else x.storage.value
+            x.seen = x.storage.version  # otherwise the next read applies the views to the new base
 
     def laid_out(self, value: Var, old: Var) -> Var:
         """`value` in the memory order of `old`, so that every view of `old` is also a view of it."""
@@ -190,36 +190,29 @@ class Builder:
 
     def unview(self, base: Var, view: View, new: Var) -> Var:
         """`base` with `new` in place of the elements that the view shows."""
-        op, args, kwargs = view.op, view.args, view.kwargs
-        name = op._schema.name.removeprefix("aten::")
-        if op is aten.view.dtype:
-            return self.emit(op, (new, base.dtype))
+        name = view.name
+        if view.op is aten.view.dtype:
+            return self.emit(view.op, (new, base.dtype))
         if name in _SHAPES:
             flat = new if self.meta(new).is_contiguous() else self.contiguous(new)
             return self.emit(aten.view.default, (flat, list(base.shape)))
         if name in _INVERSES:
-            return self.emit(_INVERSES[name], (new, *args))
-        if name in _SCATTERS:
-            return self.emit(_SCATTERS[name], (base, new, *args), kwargs)
+            return self.emit(_INVERSES[name], (new, *view.args))
         if name == "permute":
-            order = [d % len(base.shape) for d in args[0]]
-            return self.emit(
-                aten.permute.default, (new, [order.index(d) for d in range(len(order))])
-            )
-        if name == "unbind":
-            return self.emit(
-                aten.select_scatter.default,
-                (base, new, *(args or (kwargs.get("dim", 0),)), view.number),
-            )
-        if name.removeprefix("unsafe_") in ("split", "split_with_sizes"):
-            dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-            start = _start(args[0], view.number)
-            return self.emit(
-                aten.slice_scatter.default, (base, new, dim, start, start + new.shape[dim])
-            )
+            return self.emit(aten.permute.default, (new, inverse_order(view.args[0])))
+        if name in _SCATTERS:
+            return self.emit(_SCATTERS[name], (base, new, *view.args), view.kwargs)
         if name == "expand" and base.shape == new.shape:
             return new
-        raise ValueError(
+        if name == "unbind":
+            place = view.dim(0), view.number
+            return self.emit(aten.select_scatter.default, (base, new, *place))
+        if name in _SPLITS:
+            dim = view.dim(1)
+            start = _start(view.args[0], view.number)
+            place = dim, start, start + new.shape[dim]
+            return self.emit(aten.slice_scatter.default, (base, new, *place))
+        raise TraceError(
             f"trace: a tensor is changed in place through its view `{name}`, which has no functional form.\n"
             f"  at {where(self.source)}\nChange the tensor itself, or compute a new one."
         )
@@ -246,6 +239,16 @@ def _is_arithmetic(op: Any, args: Sequence) -> bool:
         return False
     is_number = lambda x: not x.shape if isinstance(x, Var) else type(x) in (int, float)
     return any(isinstance(x, Var) for x in args) and all(map(is_number, args))
+
+
+def inverse_order(dims: Sequence[int]) -> list[int]:
+    """The order of dims that undoes a permutation.
+
+    >>> inverse_order([1, -1, 0])
+    [2, 0, 1]
+    """
+    order = [dim % len(dims) for dim in dims]
+    return [order.index(dim) for dim in range(len(order))]
 
 
 def _start(sizes: int | Sequence[int], index: int) -> int:

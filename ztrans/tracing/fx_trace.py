@@ -129,27 +129,17 @@ def _with_named_parameters(run: Callable, names: Sequence[str]) -> Callable:
 
     Its code has the name of this file, so it counts as code of ztrans in tracebacks and in searches for a line.
     """
-    taken = {"run_": None}  # the name of the function that the code calls
+    parameters: list[str] = []
     for name in names:
         word = re.sub(r"\W", "_", name)
-        if not word.isidentifier() or keyword.iskeyword(word):
-            word = f"input_{word}"
-        taken[next(w for w in _numbered(word) if w not in taken)] = None
-    parameters = ", ".join(name for name in taken if name != "run_")
+        if not word.isidentifier() or keyword.iskeyword(word) or word in ("run_", *parameters):
+            word = f"input_{len(parameters)}_{word}"
+        parameters.append(word)
+    listed = ", ".join(parameters)
     scope: dict[str, Any] = {"run_": run}
-    exec(compile(f"def step({parameters}): return run_({parameters})", __file__, "exec"), scope)
-    return scope.pop(
-        "step"
-    )  # or the function and its scope would keep the arguments of the step until a collection
-
-
-def _numbered(word: str) -> Iterator[str]:
-    """A word, then the same word with numbers."""
-    yield word
-    number = 1
-    while True:
-        yield f"{word}_{number}"
-        number += 1
+    exec(compile(f"def step({listed}): return run_({listed})", __file__, "exec"), scope)
+    # The function must not stay in its scope: the two would keep the arguments of the step until a collection.
+    return scope.pop("step")
 
 
 @contextlib.contextmanager

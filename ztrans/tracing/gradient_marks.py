@@ -29,6 +29,7 @@ from .tensor_scalars import with_tensor_scalar
 
 _READERS = (torch.Tensor.tolist, torch.tensor)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_SET_DATA = torch.Tensor.data.__set__
 _DERIVATIVES = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 
 
@@ -95,9 +96,9 @@ class Marks(TorchFunctionMode):
             grads = func(*args, **kwargs)
             inputs = _listed(args[1] if len(args) > 1 else kwargs["inputs"])
             return tuple(g if g is None else marked(g, p) for g, p in zip(grads, inputs))
-        if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":
+        if func == _SET_DATA:
             return _renamed(func, *args)
-        if func is torch.Tensor.backward or func is torch.autograd.backward:
+        if func in _DERIVATIVES:
             return _backward(*args, **kwargs)
         if func is F.one_hot:
             return _one_hot(*args, **kwargs)

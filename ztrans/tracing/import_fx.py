@@ -32,8 +32,8 @@ from ..ir.printer import op_name
 from ..ir.source import where
 from .annotate import Origin, origin_of
 from .checkpoints import policy_of
-from .errors import no_nested, warn_of_trace, writes_batch
-from .functionalize import Alias, Builder, Storage, View
+from .errors import TraceError, no_nested, warn_of_trace, writes_batch
+from .functionalize import Alias, Builder, Storage, View, inverse_order
 from .overloads import functional, named, outs, with_defaults
 from .regions import Fact
 from .triton_kernels import import_launch
@@ -49,10 +49,8 @@ _COMPUTED = {
 _SAME = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 _BATCH_NORMS = ("aten::native_batch_norm", "aten::_native_batch_norm_legit")
 _FUSED = ("aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")
-_BROADCASTS = (
-    "aten::copy_",
-    "aten::fill_",
-)  # in-place operations whose new value may have fewer dims
+# In-place operations whose new value may have fewer dims.
+_BROADCASTS = ("aten::copy_", "aten::fill_")
 _NOWHERE = Origin(None, Fact())
 
 
@@ -140,14 +138,22 @@ def _operation(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -
         return _per_member(builder, op, args, kwargs)
     if op_facts(op).view and isinstance(args[0], Alias):
         return _view(builder, op, args, kwargs, val)
-    # A batch norm writes its statistics in training only. Only one of its two operations declares a write.
-    if name in _BATCH_NORMS and isinstance(args[3], Alias):
-        op = (aten._native_batch_norm_legit if args[5] else aten.native_batch_norm).default
+    if name in _BATCH_NORMS:
+        op = _batch_norm(op, args)
     if any(map(is_written, op._schema.arguments)):
         return _in_place(builder, op, args, kwargs, val)
-    return Alias.of(
-        builder.emit(op, builder.read(args), {k: builder.read(v) for k, v in kwargs.items()}, val)
-    )
+    return Alias.of(builder.emit(op, builder.read(args), _options(builder, kwargs), val))
+
+
+def _options(builder: Builder, kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {key: builder.read(value) for key, value in kwargs.items()}
+
+
+def _batch_norm(op: Any, args: tuple) -> Any:
+    """A batch norm that declares whether it writes its statistics, which it does in training only."""
+    if not isinstance(args[3], Alias):
+        return op
+    return aten._native_batch_norm_legit.default if args[5] else aten.native_batch_norm.default
 
 
 def _mark(builder: Builder, op: Any, x: Alias, operand: Any, val: Any) -> Alias:
@@ -164,26 +170,27 @@ def _mark(builder: Builder, op: Any, x: Alias, operand: Any, val: Any) -> Alias:
 
 
 def _view(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -> Any:
-    base, rest, op = args[0], tuple(builder.read(args[1:])), _COMPUTED.get(op, op)
+    base = args[0]
+    rest = tuple(builder.read(args[1:]))
+    op = _COMPUTED.get(op, op)
     if op is aten.view.default and tuple(rest[0]) == builder.read(base).shape:  # as `x.view_as(x)`
         return base
-    if (
-        op is aten.as_strided.default and base.views
-    ):  # it is a view of the whole storage, not of the view it is given
-        if val.dtype != base.storage.value.dtype or any(
-            view.op in _COMPUTED.values() for view in base.views
-        ):
-            raise ValueError(
+    if op is aten.as_strided.default and base.views:
+        # It is a view of the whole storage, not of the view that it is called with.
+        is_computed = any(view.op in _COMPUTED.values() for view in base.views)
+        if is_computed or val.dtype != base.storage.value.dtype:
+            raise TraceError(
                 f"trace: the step calls as_strided on a view whose values are not those in memory, such as the real "
                 f"part of a complex tensor.\n  at {where(builder.source)}\nCopy the view first: .clone()."
             )
-        base, rest = Alias(base.storage), (*rest[:2], val.storage_offset())
-    shown = builder.emit(op, (builder.read(base), *rest), kwargs, val)
-    outs = [
-        Alias(base.storage, (*base.views, View(op, rest, kwargs, i)), base.storage.version, v)
-        for i, v in enumerate(shown if isinstance(shown, tuple) else [shown])
-    ]
-    return outs if isinstance(shown, tuple) else outs[0]
+        base = Alias(base.storage)
+        rest = (*rest[:2], val.storage_offset())
+    results = builder.emit(op, (builder.read(base), *rest), kwargs, val)
+    aliases = []
+    for i, value in enumerate(results if isinstance(results, tuple) else [results]):
+        views = (*base.views, View(op, rest, kwargs, i))
+        aliases.append(Alias(base.storage, views, base.storage.version, value))
+    return aliases if isinstance(results, tuple) else aliases[0]
 
 
 def _in_place(builder: Builder, op: Any, args: Sequence, kwargs: dict, val: Any = None) -> Any:
@@ -191,27 +198,20 @@ def _in_place(builder: Builder, op: Any, args: Sequence, kwargs: dict, val: Any 
 
     Its functional form returns the new values of these arguments last.
     """
-    given = named(op, args, kwargs)
-    written = [given[a.name] for a in op._schema.arguments if is_written(a)]
-    targets = [x for each in written for x in (each if isinstance(each, list) else [each])]
+    arguments = named(op, args, kwargs)
+    written = [arguments[a.name] for a in op._schema.arguments if is_written(a)]
+    targets = pytree.tree_leaves(written)
     if _is_of_library(op):
-        results = _of_new_tensors(builder, op, given, targets, val)
+        results = _of_new_tensors(builder, op, arguments, targets, val)
     else:
         results = _functional_results(builder, op, args, kwargs, targets)
-    own, new = results[: -len(targets)], results[-len(targets) :]
+    returned = results[: -len(targets)]
     unwritten = _unwritten(op, args, kwargs)
-    for target, value in zip(targets, new):
-        if id(target) in unwritten:
-            continue
-        old = builder.read(target)
-        if value.shape != old.shape and op._schema.name not in _BROADCASTS:
-            raise ValueError(
-                f"trace: {op} makes {value.type} of {old.type}; a traced tensor keeps its shape.\n"
-                f"  at {where(builder.source)}\nGive it the shape of the result, or make a new one."
-            )
-        builder.write(target, _as_type(builder, value, old))
-    if own:
-        return pytree.tree_unflatten(Alias.of(own), pytree.tree_structure(val))
+    for target, value in zip(targets, results[-len(targets) :]):
+        if id(target) not in unwritten:
+            builder.write(target, _written_value(builder, op, value, builder.read(target)))
+    if returned:
+        return pytree.tree_unflatten(Alias.of(returned), pytree.tree_structure(val))
     return targets[0] if len(op._schema.returns) == 1 else targets
 
 
@@ -225,24 +225,34 @@ def _functional_results(
     builder: Builder, op: Any, args: Sequence, kwargs: dict, targets: list
 ) -> tuple:
     """The results of the functional form of an in-place operation: what `op` returns, then the new `targets`."""
-    name, values = op._schema.name, builder.read(args)
+    name = op._schema.name
+    values = builder.read(args)
     if name in _BROADCASTS and isinstance(values[1], Var):
         return (values[1],)
-    if name in ("aten::zero_", "aten::fill_"):
-        return (builder.emit(aten.full_like.default, (values[0], *(values[1:] or [0]))),)
+    if name == "aten::zero_":
+        return (builder.emit(aten.full_like.default, (values[0], 0)),)
+    if name == "aten::fill_":
+        return (builder.emit(aten.full_like.default, tuple(values)),)
+    form = _functional_form(builder, op, targets)
+    options = _options(builder, kwargs)
+    for key in outs(op):
+        options.pop(key, None)
+    values = with_defaults(op, form, values, kwargs)
+    if form is aten.bernoulli.p:
+        return (_drawn(builder, values, options),)
+    like = [builder.meta(builder.read(x)) for x in targets] if name.startswith(_FUSED) else None
+    results = builder.emit(form, values, options, like)
+    return results if isinstance(results, tuple) else (results,)
+
+
+def _functional_form(builder: Builder, op: Any, targets: list) -> Any:
     form = functional(op)
     if form is None or not all(isinstance(x, Alias) for x in targets):
-        raise ValueError(
+        raise TraceError(
             f"trace: the in-place operation {op} has no functional form.\n"
             f"  at {where(builder.source)}\nUse the operation that returns a new tensor."
         )
-    options = {k: builder.read(v) for k, v in kwargs.items() if k not in outs(op)}
-    given = with_defaults(op, form, values, kwargs)
-    if form is aten.bernoulli.p:
-        return (_drawn(builder, given, options),)
-    like = [builder.meta(builder.read(x)) for x in targets] if name.startswith(_FUSED) else None
-    results = builder.emit(form, given, options, like)
-    return results if isinstance(results, tuple) else (results,)
+    return form
 
 
 def _drawn(builder: Builder, values: Sequence, options: dict) -> Var:
@@ -251,15 +261,13 @@ def _drawn(builder: Builder, values: Sequence, options: dict) -> Var:
     The functional form, `bernoulli`, draws them in the order of the elements. Those of other draws keep the layout.
     """
     target, p = values
-    order = sorted(range(len(target.shape)), key=lambda dim: -builder.strides[target][dim])
-    if order == sorted(order):
+    dims = range(len(target.shape))
+    order = sorted(dims, key=lambda dim: -builder.strides[target][dim])
+    if order == list(dims):
         return builder.emit(aten.bernoulli.p, values, options)
-    drawn = builder.emit(
-        aten.bernoulli.p, (builder.emit(aten.permute.default, (target, order)), p), options
-    )
-    return builder.emit(
-        aten.permute.default, (drawn, [order.index(dim) for dim in range(len(order))])
-    )
+    in_order = builder.emit(aten.permute.default, (target, order))
+    drawn = builder.emit(aten.bernoulli.p, (in_order, p), options)
+    return builder.emit(aten.permute.default, (drawn, inverse_order(order)))
 
 
 def _is_of_library(op: Any) -> bool:
@@ -276,7 +284,7 @@ def _of_new_tensors(
 ) -> tuple:
     """Call an operator of torch.library that changes its arguments: PyTorch's `auto_functionalized` copies these."""
     if any(isinstance(returned.type, torch.ListType) for returned in op._schema.returns):
-        raise ValueError(
+        raise TraceError(
             f"trace: the operator {op} changes an argument and returns a list, which PyTorch cannot functionalize.\n"
             f"  at {where(builder.source)}\nReturn a tuple of tensors, or let it change no argument."
         )
@@ -284,8 +292,13 @@ def _of_new_tensors(
     return builder.emit(hops.auto_functionalized, (op,), pytree.tree_map(builder.read, given), like)
 
 
-def _as_type(builder: Builder, new: Any, old: Var) -> Var:
-    """`new` in the dtype and shape of `old`."""
+def _written_value(builder: Builder, op: Any, new: Any, old: Var) -> Var:
+    """What `op` writes to a tensor in place: its result, in the dtype of the tensor and broadcast to its shape."""
+    if new.shape != old.shape and op._schema.name not in _BROADCASTS:
+        raise TraceError(
+            f"trace: {op} makes {new.type} of {old.type}; a traced tensor keeps its shape.\n"
+            f"  at {where(builder.source)}\nGive it the shape of the result, or make a new one."
+        )
     if new.dtype != old.dtype:
         new = builder.emit(aten._to_copy.default, (new,), {"dtype": old.dtype})
     if new.shape != old.shape:

@@ -7,8 +7,6 @@ values that it reads is refused (see `purity`).
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -55,12 +53,9 @@ class Program:
     out_tree: pytree.TreeSpec  # the tree of the result
     signature: Signature  # of the calls that it is for
     function: StepFunction = field(compare=False, repr=False)
-    axes: tuple[
-        tuple[str, ...], ...
-    ] = ()  # for each input, the mesh axes over which transforms distribute it
-    owns: tuple[
-        UserSharding | None, ...
-    ] = ()  # how the step itself divides each input of the program
+    # For each input, the mesh axes over which transforms distribute it, and how the step itself divides it.
+    axes: tuple[tuple[str, ...], ...] = ()
+    owns: tuple[UserSharding | None, ...] = ()
 
     @property
     def paths_of_inputs(self) -> list[str]:
@@ -93,9 +88,8 @@ def _are_on_cpus(leaves: Sequence[Abstract]) -> bool:
 
     Scalars, such as the counters of an optimizer, may be on CPUs beside a GPU.
     """
-    return (
-        any(leaf.device == "cpu" and leaf.shape for leaf in leaves) and _device_of(leaves) == "cpu"
-    )
+    has_tensor_on_cpu = any(leaf.device == "cpu" and leaf.shape for leaf in leaves)
+    return has_tensor_on_cpu and _device_of(leaves) == "cpu"
 
 
 def trace(
@@ -129,131 +123,119 @@ def trace(
     name = _name(fn)
     refuse_inside(f"trace: {name}", call)
     part = call.micro_batch(function, micro) if micro > 1 else call
-    arguments = _Arguments.of(part, part.parameters(function), axes)
-    inputs = arguments.inputs()
+    leaves = _leaves_of(part, function, axes)
+    state = [leaf for leaf in leaves if leaf.is_state]
+    inputs = [leaf for leaf in leaves if isinstance(leaf.abstract, Abstract)]
+    abstract = [leaf.abstract for leaf in inputs]
+    variables = tuple(Var(leaf.name, x.dtype, x.shape) for leaf, x in zip(inputs, abstract))
+    batch = frozenset(v for v, leaf in zip(variables, inputs) if leaf.in_batch)
+    tree = pytree.tree_structure(part.tree())
 
     def make_inputs() -> list[torch.Tensor]:
-        return arguments.empty(device or _device_of(arguments.described))
+        otherwise = device or _device_of(abstract)
+        return [leaf.empty(otherwise) for leaf in inputs]
 
     def call_fn(tensors: Sequence[torch.Tensor]) -> Any:
-        result = part.of_tree(arguments.around(tensors)).run(fn)
-        _check_result(fn, result, part.state)
-        return arguments.local_results(result)
+        arguments = pytree.tree_unflatten(_seen_by_step(leaves, tensors), tree)
+        result = part.of_tree(arguments).run(fn)
+        _check_result(name, result, part.state)
+        return _local_results(state, *result)
 
     def record_program() -> Imported:
-        traced = trace_by_make_fx(call_fn, make_inputs, [v.name for v in inputs], name)
-        batch = arguments.in_batch(inputs)
+        traced = trace_by_make_fx(call_fn, make_inputs, [leaf.name for leaf in inputs], name)
         with without_autocast():
-            eqns, tensors, facts = import_fx(traced.module, inputs, batch)
+            eqns, tensors, facts = import_fx(traced.module, variables, batch)
         outputs = _with_constants(tensors, traced.constants)
-        num_state = arguments.num_state
-        shapes = tuple(map(shape_of, arguments.leaves[:num_state]))
-        graph = Graph(name, inputs, tuple(eqns), outputs, num_state, batch, leaf_shapes=shapes)
-        _check_state(graph, arguments.paths)
+        shapes = tuple(shape_of(leaf.value) for leaf in state)
+        graph = Graph(name, variables, tuple(eqns), outputs, len(state), batch, leaf_shapes=shapes)
+        _check_state(graph, state)
         graph = _annotated(graph, facts)
-        graph = with_chosen_backend(graph, _are_on_cpus(arguments.described))
+        graph = with_chosen_backend(graph, _are_on_cpus(abstract))
         return Imported(graph, traced.out_tree, traced.module)
 
     traced, reads = trace_without_side_effects(record_program, function.reads, name)
     signature = Signature.of(call, function, Surroundings.of(function)._replace(reads=reads))
-    of_inputs = arguments.of_inputs(arguments.axes), arguments.of_inputs(arguments.owns)
-    return Program(traced.graph, traced.module, traced.out_tree, signature, function, *of_inputs)
+    return Program(
+        traced.graph,
+        traced.module,
+        traced.out_tree,
+        signature,
+        function,
+        axes=tuple(leaf.axes for leaf in inputs),
+        owns=tuple(leaf.own for leaf in inputs),
+    )
 
 
-@dataclass(frozen=True)
-class _Arguments:
-    """The arguments of a call, as its trace sees them.
+class _Leaf(NamedTuple):
+    """A leaf of the arguments of a call, as its trace sees it."""
 
-    Attributes:
-        leaves, tree: the leaves of all arguments, those of the state first, and their tree.
-        names, paths: for each leaf, its short name, and its path in messages.
-        abstract: for each leaf, its properties, or the constant that it is.
-        num_state, num_extra: how many leaves belong to the state, and how many to the extra inputs, which come last.
-        axes: for each leaf, the mesh axes over which transforms distribute it.
-        owns: for each leaf, how the step itself divides it.
+    value: Any  # as the caller passes it
+    name: str  # in the program
+    path: str  # in messages
+    abstract: Any  # an `Abstract` for an input of the program, or a `Constant`
+    axes: tuple[str, ...]  # the mesh axes over which transforms distribute it
+    own: UserSharding | None  # how the step itself divides it
+    spec: Any  # the layout in which the step sees it, if the step itself divides it
+    is_state: bool
+    in_batch: bool  # whether it is a tensor of the batch, which differs from rank to rank
+
+    def empty(self, otherwise: str) -> torch.Tensor:
+        """An uninitialised tensor for an input. That of a meta leaf is on the device `otherwise`."""
+        return self.abstract.empty(otherwise, getattr(self.value, "requires_grad", False))
+
+
+def _leaves_of(
+    call: BoundCall, function: StepFunction, axes: Sequence[tuple[str, ...]]
+) -> list[_Leaf]:
+    """The leaves of a call, those of the state first, and those of the extra argument last.
+
+    Raises: TypeError or ValueError for a leaf that a program cannot have.
     """
+    values = pytree.tree_leaves(call.tree())
+    arguments = call.state, *call.batch, *call.extra
+    names, paths = leaf_names(call.parameters(function), arguments)
+    num_state = len(state_leaves(call.state))
+    end_of_batch = len(values) - len(pytree.tree_leaves(call.extra))
+    refuse_wrappers(zip(paths, values))
+    check_state(paths, values[:num_state])
+    leaves = []
+    for i, (value, name, path) in enumerate(zip(values, names, paths)):
+        over = axes[i] if axes else ()
+        own = UserSharding.of(value, over)
+        if own is not None and own.problem is not None:
+            raise no_parts(path, own.problem)
+        is_state = i < num_state
+        if not is_state and UserSharding.cut_over(value, over):
+            raise cut_batch(path)
+        in_batch = num_state <= i < end_of_batch and isinstance(value, torch.Tensor)
+        abstract = Abstract.of(value, is_state, own)
+        spec = spec_of(value, own)
+        leaves.append(_Leaf(value, name, path, abstract, over, own, spec, is_state, in_batch))
+    return leaves
 
-    leaves: Sequence[Any]
-    tree: pytree.TreeSpec
-    names: Sequence[str]
-    paths: Sequence[str]
-    abstract: Sequence[Abstract | Constant]
-    num_state: int
-    num_extra: int
-    axes: Sequence[tuple[str, ...]]
-    owns: Sequence[UserSharding | None]
 
-    @staticmethod
-    def of(
-        call: BoundCall, parameters: Sequence[str], axes: Sequence[tuple[str, ...]]
-    ) -> _Arguments:
-        """The arguments of a call.
+def _seen_by_step(leaves: Sequence[_Leaf], tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """The leaves that the step sees, with these tensors for the inputs of the program."""
+    unread = iter(tensors)
+    seen = []
+    for leaf in leaves:
+        if isinstance(leaf.abstract, Constant):
+            seen.append(leaf.abstract.value)
+        else:
+            seen.append(around(next(unread), leaf.spec))
+    return seen
 
-        Raises: TypeError or ValueError for a leaf that a program cannot have.
-        """
-        leaves, tree = pytree.tree_flatten(call.tree())
-        names, paths = leaf_names(parameters, (call.state, *call.batch, *call.extra))
-        num_state = len(state_leaves(call.state))
-        refuse_wrappers(zip(paths, leaves))
-        check_state(paths, leaves[:num_state])
-        axes = axes or [()] * len(leaves)
-        owns = _owns(leaves, paths, axes, num_state)
-        abstract = [Abstract.of(leaf, i < num_state, owns[i]) for i, leaf in enumerate(leaves)]
-        num_extra = len(pytree.tree_leaves(call.extra))
-        return _Arguments(leaves, tree, names, paths, abstract, num_state, num_extra, axes, owns)
 
-    def of_inputs(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        """Of values for all leaves, those for the inputs of the program. The other leaves are constants."""
-        return tuple(x for x, leaf in zip(values, self.abstract) if isinstance(leaf, Abstract))
+def _local_results(state: Sequence[_Leaf], new_state: Any, output: Any) -> tuple[Any, Any]:
+    """The new state and the output of a step, with local tensors for DTensors.
 
-    @property
-    def described(self) -> tuple[Abstract, ...]:
-        """The properties of the inputs."""
-        return self.of_inputs(self.abstract)
-
-    def inputs(self) -> tuple[Var, ...]:
-        """The inputs of the program."""
-        return tuple(
-            Var(name, x.dtype, x.shape)
-            for name, x in zip(self.of_inputs(self.names), self.described)
-        )
-
-    def in_batch(self, inputs: Sequence[Var]) -> frozenset[Var]:
-        """The inputs that are tensors of the batch, which differ from rank to rank."""
-        end = len(self.leaves) - self.num_extra
-        is_batch = [
-            self.num_state <= i < end and isinstance(x, torch.Tensor)
-            for i, x in enumerate(self.leaves)
-        ]
-        return frozenset(itertools.compress(inputs, self.of_inputs(is_batch)))
-
-    def empty(self, otherwise: str) -> list[torch.Tensor]:
-        """An uninitialised tensor for each input. That of a meta leaf is on the device `otherwise`."""
-        trained = self.of_inputs([getattr(leaf, "requires_grad", False) for leaf in self.leaves])
-        return [x.empty(otherwise, trains) for x, trains in zip(self.described, trained)]
-
-    @functools.cached_property
-    def _specs(self) -> list[Any]:
-        """For each leaf, the layout in which the step sees it, if it divides the leaf itself."""
-        return list(map(spec_of, self.leaves, self.owns))
-
-    def around(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The tree of the arguments with these tensors for the inputs."""
-        rest = iter(tensors)
-        full: list[Any] = []
-        for leaf, spec in zip(self.abstract, self._specs):
-            full.append(leaf.value if isinstance(leaf, Constant) else around(next(rest), spec))
-        return pytree.tree_unflatten(full, self.tree)
-
-    def local_results(self, result: tuple[Any, Any]) -> tuple[Any, Any]:
-        """The new state and the output of a step, with local tensors for DTensors.
-
-        Raises: TypeError for an output that holds tensors, and is no tree of them.
-        """
-        new, tree = pytree.tree_flatten(none_as_empty(result[0]))
-        new, output = local_results(new, self._specs, self.paths, opened(result[1]))
-        refuse_wrappers((*zip(self.paths, new), *named_outputs(output)))
-        return none_as_empty(pytree.tree_unflatten(new, tree)), opened(output)
+    Raises: TypeError for an output that holds tensors, and is no tree of them.
+    """
+    paths = [leaf.path for leaf in state]
+    new, tree = pytree.tree_flatten(none_as_empty(new_state))
+    new, output = local_results(new, [leaf.spec for leaf in state], paths, opened(output))
+    refuse_wrappers((*zip(paths, new), *named_outputs(output)))
+    return none_as_empty(pytree.tree_unflatten(new, tree)), opened(output)
 
 
 def _with_constants(tensors: Sequence[Any], constants: Mapping[int, Any]) -> tuple[Any, ...]:
@@ -261,23 +243,6 @@ def _with_constants(tensors: Sequence[Any], constants: Mapping[int, Any]) -> tup
     rest = iter(tensors)
     count = len(tensors) + len(constants)
     return tuple(constants[i] if i in constants else next(rest) for i in range(count))
-
-
-def _owns(
-    leaves: Sequence, paths: Sequence[str], axes: Sequence[Sequence[str]], num_state: int
-) -> list[UserSharding | None]:
-    """How the step itself divides each leaf, over mesh axes other than those of the leaf."""
-    owns = list(map(UserSharding.of, leaves, axes))
-    if cut := [
-        path
-        for x, path, over in [*zip(leaves, paths, axes)][num_state:]
-        if UserSharding.cut_over(x, over)
-    ]:
-        raise cut_batch(cut[0])
-    for path, own in zip(paths, owns):
-        if own is not None and own.problem is not None:
-            raise no_parts(path, own.problem)
-    return owns
 
 
 def _annotated(graph: Graph, facts: Mapping[Eqn, Fact]) -> Graph:
@@ -294,34 +259,35 @@ def _name(fn: Callable) -> str:
     return name if name.isidentifier() else "step"
 
 
-def _check_result(fn: Callable, result: Any, state: Any) -> None:
+def _check_result(name: str, result: Any, state: Any) -> None:
     if not (isinstance(result, tuple) and len(result) == 2):
         kind = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
         raise ValueError(
-            f"trace: {_name(fn)} returned {kind}; a train step returns (state, output).\n"
+            f"trace: {name} returned {kind}; a train step returns (state, output).\n"
             f"Return the new state first, in the structure of the old one, then one output."
         )
-    before, after = none_as_empty(state), none_as_empty(result[0])
-    old, new = pytree.tree_structure(before), pytree.tree_structure(after)
-    if old != new:
-        had = {pytree.keystr(p) for p, _ in pytree.tree_flatten_with_path(before)[0]}
-        has = {pytree.keystr(p) for p, _ in pytree.tree_flatten_with_path(after)[0]}
-        lost, gained = sorted(had - has), sorted(has - had)
-        changes = [f"missing: {', '.join(lost[:4])}"] * bool(lost) + [
-            f"new: {', '.join(gained[:4])}"
-        ] * bool(gained)
+    old, old_tree = pytree.tree_flatten_with_path(none_as_empty(state))
+    new, new_tree = pytree.tree_flatten_with_path(none_as_empty(result[0]))
+    if old_tree != new_tree:
+        old_keys = {pytree.keystr(keys) for keys, _ in old}
+        new_keys = {pytree.keystr(keys) for keys, _ in new}
+        changes = []
+        if old_keys - new_keys:
+            changes.append(f"missing: {', '.join(sorted(old_keys - new_keys)[:4])}")
+        if new_keys - old_keys:
+            changes.append(f"new: {', '.join(sorted(new_keys - old_keys)[:4])}")
         raise ValueError(
-            f"trace: {_name(fn)} returned a state of another structure than it was given"
-            f" ({'; '.join(changes) or f'{new} for {old}'}).\n"
+            f"trace: {name} returned a state of another structure than it was given"
+            f" ({'; '.join(changes) or f'{new_tree} for {old_tree}'}).\n"
             f"Return every leaf of the state, in the same containers; keep anything else in the output."
         )
 
 
-def _check_state(graph: Graph, paths: Sequence[str]) -> None:
-    for old, new, path in zip(graph.inputs[: graph.num_state], graph.outputs, paths):
+def _check_state(graph: Graph, state: Sequence[_Leaf]) -> None:
+    for old, new, leaf in zip(graph.inputs, graph.outputs, state):
         if not isinstance(new, Var) or (old.dtype, old.shape) != (new.dtype, new.shape):
             got = new.type if isinstance(new, Var) else repr(new)
             raise ValueError(
-                f"trace: {graph.name} was given {path}: {old.type} and returned {got} in its place.\n"
+                f"trace: {graph.name} was given {leaf.path}: {old.type} and returned {got} in its place.\n"
                 f"State keeps its shapes and dtypes from step to step; cast it back before returning it."
             )
