@@ -210,8 +210,8 @@ class Builder:
         if name in _SPLITS:
             dim = view.dim(1)
             start = _start(view.args[0], view.number)
-            place = dim, start, start + new.shape[dim]
-            return self.emit(aten.slice_scatter.default, (base, new, *place))
+            rows = dim, start, start + new.shape[dim]
+            return self.emit(aten.slice_scatter.default, (base, new, *rows))
         raise TraceError(
             f"trace: a tensor is changed in place through its view `{name}`, which has no functional form.\n"
             f"  at {where(self.source)}\nChange the tensor itself, or compute a new one."

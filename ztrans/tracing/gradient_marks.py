@@ -29,7 +29,7 @@ from .tensor_scalars import with_tensor_scalar
 
 _READERS = (torch.Tensor.tolist, torch.tensor)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_SET_DATA = torch.Tensor.data.__set__
+_SET_DATA: Callable = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _DERIVATIVES = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 
 
