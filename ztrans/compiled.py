@@ -299,9 +299,8 @@ class Compiled(Printed):
         program = self.lowered.program
         graph = self.lowered.graph
         inputs = program.local_inputs(graph, call)
-        if (
-            self._mesh is not None and self._mesh.size() > 1
-        ):  # a single rank holds all of a leaf, whatever its layout
+        # A single rank holds all of a leaf, whatever its layout.
+        if self._mesh is not None and self._mesh.size() > 1:
             layouts = [v.layout for v in graph.inputs[: graph.num_state]]
             paths = program.signature.paths
             check_laid_out(

@@ -209,9 +209,7 @@ class Lowered(Printed):
         """This program in the order of `graph`, with the plan of that order and what can be said of it."""
         history = (*self.history[:-1], ("lower", graph))
         plan = plans.weighed(plan, memory(graph).peak, graph.budget, self.cluster.device)
-        plan = dataclasses.replace(
-            plan, traffic=tuple(traffic(graph).items())
-        )  # its text begins with that
+        plan = dataclasses.replace(plan, traffic=tuple(traffic(graph).items()))
         return dataclasses.replace(self, graph=graph, plan=plan, history=history)
 
     @ends_at_user

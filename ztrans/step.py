@@ -58,9 +58,8 @@ class ProgramCache:
 
     def __init__(self) -> None:
         self._programs: dict[Signature, Compiled] = {}
-        self._after_trace: dict[
-            Signature, Signature
-        ] = {}  # by the signature of the call that was traced
+        # The signature after a trace, by that of the call that was traced.
+        self._after_trace: dict[Signature, Signature] = {}
         self._function: StepFunction | None = None
 
     def __len__(self) -> int:

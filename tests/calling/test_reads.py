@@ -164,7 +164,7 @@ CHANGES = {
         "deep"
     ].__setitem__(0, 9.0),
     "ITEMS was [1.0, 2.0] and is [5.0, 2.0]": lambda *_: ITEMS.__setitem__(0, 5.0),
-    "hyper.factor was 2.0 and is 4.0": lambda *_: setattr(hyper, "factor", 4.0),
+    "factor was 2.0 and is 4.0": lambda *_: setattr(hyper, "factor", 4.0),
     "Config.decay was 0.5 and is 0.25": lambda *_: setattr(Config, "decay", 0.25),
     "HYPER.rate was 1.0 and is 2.0": lambda *_: setattr(HYPER, "rate", 2.0),
     "Slotted.rate was 1.0 and is 2.0": lambda *_: setattr(SLOTTED, "rate", 2.0),

@@ -13,7 +13,6 @@ Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from ..ir.layout import as_tensor
 from .call import BoundCall
-from .inputs import Inputs, read_argument, span
+from .inputs import Inputs, read_argument
 from .signature import Constant, Leaf, Surroundings
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -50,7 +49,7 @@ class Guard:
     def match(self, call: BoundCall, surroundings: Surroundings) -> Inputs | None:
         """The inputs of a call of which everything is as in the last one; None for another call.
 
-        An argument that shares memory with the state makes it another call.
+        An argument in the storage of a leaf of the state makes it another call.
         """
         if call.names != self._names or surroundings != self._surroundings:
             return None
@@ -63,7 +62,7 @@ class Guard:
         for i in self._inputs:
             if isinstance(arguments[i], torch.Tensor):
                 tensor = read_argument(arguments[i])
-                if self._state.overlaps(tensor):
+                if self._state.shares_storage(tensor):
                     return None
             else:
                 tensor = self._number(i, arguments[i])
@@ -105,9 +104,7 @@ class KnownState:
         # Types, sizes, strides, dtypes and devices, in the way in which TorchDynamo compares them.
         self._guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         self._addresses = list(map(torch.Tensor.data_ptr, tensors))
-        spans = sorted(map(span, filter(torch.Tensor.numel, tensors)))
-        self._starts = [start for start, _ in spans]
-        self._ends = [end for _, end in spans]
+        self._storages = {x.untyped_storage().data_ptr() for x in tensors if x.numel()}
 
     def match(self, state: Any) -> Inputs | None:
         """The leaves of `state`, if it is the known state and has not changed; else None."""
@@ -116,10 +113,9 @@ class KnownState:
             return None
         tensors = self._local(leaves)
         try:
-            if (
-                not self._guards.check(*tensors)
-                or list(map(torch.Tensor.data_ptr, tensors)) != self._addresses
-            ):
+            if not self._guards.check(*tensors):
+                return None
+            if list(map(torch.Tensor.data_ptr, tensors)) != self._addresses:
                 return None
         except TypeError:  # a leaf is no tensor any more
             return None
@@ -127,22 +123,15 @@ class KnownState:
             tensors[i] = tensors[i].detach()
         return Inputs(leaves, tensors)
 
-    def overlaps(self, x: torch.Tensor) -> bool:
-        """Whether a tensor shares memory with a leaf."""
-        if not x.numel():
-            return False
-        first, end = span(x)
-        before = bisect_right(self._starts, first) - 1  # the leaf that begins there or earlier
-        return bisect_right(self._starts, end - 1) - 1 > before or (
-            before >= 0 and first < self._ends[before]
-        )
+    def shares_storage(self, x: torch.Tensor) -> bool:
+        """Whether a tensor is in a storage in which a leaf is too."""
+        return x.untyped_storage().data_ptr() in self._storages
 
     def _local(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors that this rank holds of the leaves."""
         tensors = list(leaves)
-        for (
-            i
-        ) in self._distributed:  # without torch.no_grad(), which an interrupt could leave behind
+        # Without `to_local` and torch.no_grad(), which an interrupt could leave behind.
+        for i in self._distributed:
             tensors[i] = tensors[i]._local_tensor  # type: ignore[attr-defined]
         return tensors
 
@@ -155,9 +144,8 @@ class KnownTree:
     """
 
     def __init__(self, tree: Any) -> None:
-        self._containers: list[
-            tuple[int, Any, Any]
-        ] = []  # the position of each among all nodes, its type and its keys
+        # For each container its position among all nodes, its type and its keys.
+        self._containers: list[tuple[int, Any, Any]] = []
         nodes = [tree]
         below: dict[int, range] = {}
         for position, node in enumerate(nodes):  # which grows meanwhile
@@ -202,9 +190,8 @@ def _children(node: Any) -> tuple[list | None, Any]:
         return [*node], len(node)
     if node is None:  # an empty subtree
         return [], None
-    itself = id(
-        node
-    )  # `tree_flatten` leaves a reference cycle behind, which must not hold the node
+    # `tree_flatten` leaves a reference cycle behind, which must not hold the node.
+    itself = id(node)
     children, structure = pytree.tree_flatten(node, is_leaf=lambda x: id(x) != itself)
     return (None, None) if structure.is_leaf() else (children, structure)
 

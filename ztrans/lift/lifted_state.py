@@ -87,10 +87,9 @@ def _write_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None
     for name, x in buffers_of(model).items():
         if name not in values:
             continue
+        # The elements of an expanded tensor share memory, so it cannot be written.
         if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
-            expanded[id(x)] = values[
-                name
-            ].clone()  # its elements share memory, so it cannot be written
+            expanded[id(x)] = values[name].clone()
         else:
             _write(x, values[name])
     replace(model, expanded)

@@ -103,10 +103,8 @@ class Annotate(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if (
-            func is DEVICE or get_proxy_mode() is None
-        ):  # without a proxy mode, PyTorch asks for its own sake
-            return func(*args, **kwargs)
+        if func is DEVICE or get_proxy_mode() is None:
+            return func(*args, **kwargs)  # without a proxy mode, PyTorch asks for its own sake
         origin = self._origin()
         line = origin.source or user_source(2)
         is_higher_order = isinstance(func, HigherOrderOperator)

@@ -27,10 +27,9 @@ from ..calling.global_state import patched
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 if hasattr(plain, f"{_GENERATOR}_impl"):
     _GENERATOR = f"{_GENERATOR}_impl"
-_MARK, _POLICY = (
-    "ztrans_checkpoint",
-    "recompute",
-)  # keys of FX's metadata; selective checkpoints write the second
+# Keys of FX's metadata. Selective checkpoints write the second one.
+_MARK = "ztrans_checkpoint"
+_POLICY = "recompute"
 
 
 class Mark(NamedTuple):

@@ -38,10 +38,9 @@ from .gradient_marks import Marks
 from .higher_order import any_operands, attention_on_every_device
 from .triton_kernels import record_launches
 
-OLDEST, BEFORE = (
-    "2.11",
-    "2.15",
-)  # the releases of torch that ztrans works with, as in pyproject.toml
+# The releases of torch that ztrans works with, as in pyproject.toml.
+OLDEST = "2.11"
+BEFORE = "2.15"
 aten = torch.ops.aten
 
 
@@ -92,9 +91,8 @@ def trace_by_make_fx(
         allow_non_fake_inputs=True, shape_env=_fixed_shapes(), static_shapes=True
     )
 
-    def run_traced(
-        *tensors: torch.Tensor,
-    ) -> list[torch.Tensor]:  # `user_source` ends its search here, by the name
+    # `user_source` ends its search at this function, by its name.
+    def run_traced(*tensors: torch.Tensor) -> list[torch.Tensor]:
         with Annotate(step, fakes), Marks(step, dict(zip(names, tensors))):
             leaves, tree = pytree.tree_flatten(call(tensors))
         results[:] = leaves, tree
@@ -150,9 +148,8 @@ def _settings() -> Iterator[None]:
     keep their step count as a tensor, which a trace can follow.
     """
     with contextlib.ExitStack() as stack:
-        if (
-            torch.is_inference_mode_enabled()
-        ):  # the step is traced as one that is called without gradients
+        # In inference mode a step is traced as one that is called without gradients.
+        if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
@@ -167,13 +164,11 @@ def _settings() -> Iterator[None]:
         stack.callback(setattr, logger, "disabled", logger.disabled)
         logger.disabled = True
         stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings(
-            "ignore", "The .grad attribute"
-        )  # make_fx looks at that of every tensor
+        # make_fx looks at that of every tensor.
+        warnings.filterwarnings("ignore", "The .grad attribute")
         stack.enter_context(fx_traceback.preserve_node_meta())
-        stack.enter_context(
-            _use_lazy_graph_module(True)
-        )  # generates no code before somebody asks for it
+        # No code is generated before somebody asks for it.
+        stack.enter_context(_use_lazy_graph_module(True))
         for context in (mark_checkpoints(), attention_on_every_device(), any_operands()):
             stack.enter_context(context)
         for context in (record_launches(), unrecorded_layouts()):
@@ -245,9 +240,8 @@ def _complete_fake_rules() -> torch.library.Library:
 
     Without one, PyTorch runs a fused optimizer on zeros as large as the model, and refuses ctc_loss.
     """
-    library = torch.library.Library(
-        "aten", "IMPL"
-    )  # returned, because its kernels go when it is freed
+    # It is returned, because its kernels go when it is freed.
+    library = torch.library.Library("aten", "IMPL")
     for name in torch._C._dispatch_get_all_op_names():
         if name.startswith("aten::_fused_") and not name.endswith("out"):
             packet, _, overload = name.removeprefix("aten::").partition(".")

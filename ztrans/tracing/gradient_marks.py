@@ -41,7 +41,8 @@ class Marks(TorchFunctionMode):
 
     def __init__(self, step: str, inputs: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
-        self.step, self._names = step, {_storage(x): name for name, x in inputs.items()}
+        self.step = step
+        self._names = {_storage(x): name for name, x in inputs.items()}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         try:
@@ -62,11 +63,8 @@ class Marks(TorchFunctionMode):
     def _described(self, x: torch.Tensor) -> str:
         """A tensor as errors show it: its type, and its name if it is an input of the step."""
         name = self._names.get(_storage(x))
-        return (
-            str(Var(name, x.dtype, tuple(x.shape)))
-            if name
-            else Var("", x.dtype, tuple(x.shape)).type
-        )
+        var = Var(name or "", x.dtype, tuple(x.shape))
+        return str(var) if name else var.type
 
     def _check_traced(self, func: Callable, args: tuple) -> None:
         """Raises: ValueError for a tensor from outside of the step, whose values no dispatch mode sees being read."""
@@ -82,9 +80,8 @@ class Marks(TorchFunctionMode):
     def _higher_order(self, func: HigherOrderOperator, args: tuple, kwargs: dict) -> Any:
         try:
             return call_closed(func, args, kwargs)
-        except (
-            KeyError
-        ) as error:  # PyTorch has no rule of the operator for a transform of torch.func
+        except KeyError as error:
+            # PyTorch has no rule of the operator for a transform of torch.func.
             if not isinstance(error.args[0], TransformType):
                 raise
             raise no_transform(
@@ -133,7 +130,8 @@ def _backward(
     loss, *, gradient=None, grad_tensors=None, inputs=None, retain_graph=None, create_graph=False
 ) -> None:
     """`loss.backward(gradient)` or `torch.autograd.backward(losses, grad_tensors)`: add the gradients to `.grad`."""
-    losses, seeds = _listed(loss), gradient if grad_tensors is None else grad_tensors
+    losses = _listed(loss)
+    seeds = gradient if grad_tensors is None else grad_tensors
     leaves = _leaves(losses) if inputs is None else _listed(inputs)
     grads = torch.autograd.grad(
         losses,
@@ -148,13 +146,20 @@ def _backward(
             # A fused optimizer pairs the elements of a leaf and its gradient by their order in memory. State is
             # contiguous, so the gradient must be too. PyTorch's own `.backward()` does the same.
             g = marked(g.contiguous() if g.layout is torch.strided else g, leaf)
-            if leaf.grad is None or create_graph:
-                leaf.grad = g if leaf.grad is None else leaf.grad + g
-            else:
-                with torch.no_grad():
-                    leaf.grad.add_(g)
-            for hook in (leaf._post_accumulate_grad_hooks or {}).values():
-                hook(leaf)
+            _accumulate(leaf, g, create_graph)
+
+
+def _accumulate(leaf: torch.Tensor, g: torch.Tensor, create_graph: bool) -> None:
+    """Add a gradient to `.grad` of a leaf, and run the hooks of that."""
+    if leaf.grad is None:
+        leaf.grad = g
+    elif create_graph:
+        leaf.grad = leaf.grad + g
+    else:
+        with torch.no_grad():
+            leaf.grad.add_(g)
+    for hook in (leaf._post_accumulate_grad_hooks or {}).values():
+        hook(leaf)
 
 
 def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
@@ -180,19 +185,22 @@ def _with_dense_gradient(func: Callable, args: tuple, kwargs: dict) -> tuple[tup
     return args, {k: False if k in ("sparse", "sparse_grad") else x for k, x in kwargs.items()}
 
 
-def _listed(x) -> list:
+def _listed(tensors: Any) -> list:
     """A tensor or several, in any form that autograd accepts, as a list."""
-    return (
-        [x] if isinstance(x, torch.Tensor) else list(x.values()) if isinstance(x, dict) else list(x)
-    )
+    if isinstance(tensors, torch.Tensor):
+        return [tensors]
+    return list(tensors.values()) if isinstance(tensors, dict) else list(tensors)
 
 
 def _leaves(losses: list[torch.Tensor]) -> list[torch.Tensor]:
     """The leaves that a backward pass would reach."""
+
+    def inputs_of(node: Any) -> list:
+        return [each for each, _ in node.next_functions if each is not None]
+
     last = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
-    nodes = reachable(
-        last, lambda node: [before for before, _ in node.next_functions if before is not None]
-    )
-    return list(
-        {id(node.variable): node.variable for node in nodes if hasattr(node, "variable")}.values()
-    )
+    leaves: dict[int, torch.Tensor] = {}
+    for node in reachable(last, inputs_of):
+        if hasattr(node, "variable"):
+            leaves[id(node.variable)] = node.variable
+    return list(leaves.values())

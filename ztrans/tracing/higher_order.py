@@ -26,15 +26,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..calling.global_state import patched
-from ..ir.relations import instances
+from ..ir.relations import tensors_in
 from ..ir.source import user_source
 from .annotate import Origin, noting
 from .regions import Fact
 
 hops = torch.ops.higher_order
-_COND = sys.modules[
-    type(hops.cond).__module__
-]  # `torch._higher_order_ops.cond` is the function, and not its module
+# `torch._higher_order_ops.cond` is the function, and not its module.
+_COND = sys.modules[type(hops.cond).__module__]
 
 
 def any_operands() -> contextlib.AbstractContextManager[None]:
@@ -71,11 +70,11 @@ def call_closed(
 def _call_cond(
     op: Any, visit: Callable, pred: Any, if_true: Callable, if_false: Callable, operands: Any = ()
 ) -> Any:
-    given, tree = pytree.tree_flatten(tuple(operands))
+    leaves, tree = pytree.tree_flatten(tuple(operands))
     branches = [_Flat(branch, tree) for branch in (if_true, if_false)]
-    free = _free(branches, given)
-    closed = [_closed(branch, free) for branch in branches]
-    results = op(*visit((pred, *closed, (*given, *free))))
+    free = _free(branches, leaves)
+    functions = [_close(branch, free) for branch in branches]
+    results = op(*visit((pred, *functions, (*leaves, *free))))
     return pytree.tree_unflatten(results, branches[0].tree)
 
 
@@ -83,7 +82,7 @@ def _call_while(
     op: Any, visit: Callable, test: Callable, body: Callable, carried: Sequence, more: Sequence = ()
 ) -> Any:
     free = _free((test, body), (*carried, *more))
-    return op(*visit((_closed(test, free), _closed(body, free), tuple(carried), (*more, *free))))
+    return op(*visit((_close(test, free), _close(body, free), tuple(carried), (*more, *free))))
 
 
 def _call_scan(
@@ -96,7 +95,7 @@ def _call_scan(
     **_: Any,
 ) -> Any:
     free = _free([combine], (*init, *(x[0] for x in xs), *more))
-    return op(*visit((_closed(combine, free), init, xs, (*more, *free))))
+    return op(*visit((_close(combine, free), init, xs, (*more, *free))))
 
 
 def _call_attention(
@@ -110,17 +109,17 @@ def _call_attention(
     *rest: Any,
     **_: Any,
 ) -> Any:
-    from torch._dynamo._trace_wrapped_higher_order_op import (
-        TransformGetItemToIndex,
-    )  # flex_attention has imported it
+    # flex_attention has imported the module.
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
-    scale, options, *_others = rest
-    score, index = q.new_empty(()), q.new_empty((), dtype=torch.int)
+    scale, options = rest[:2]
+    score = q.new_empty(())
+    index = q.new_empty((), dtype=torch.int)
     with TransformGetItemToIndex():
         of_scores = _free([score_mod], (score, *[index] * 4))
         of_mask = _free([block_mask[-1]], [index] * 4)
-    mask = (*block_mask[:-1], _closed(block_mask[-1], of_mask))
-    score_mod = _closed(score_mod, of_scores)
+    mask = (*block_mask[:-1], _close(block_mask[-1], of_mask))
+    score_mod = _close(score_mod, of_scores)
     return op(*visit((q, k, v, score_mod, mask, scale, options, tuple(of_scores), tuple(of_mask))))
 
 
@@ -136,27 +135,29 @@ class _Flat:
     """A branch that takes the leaves of its operands, and returns those of its results, whose structure is `tree`."""
 
     def __init__(self, function: Callable, operands: pytree.TreeSpec) -> None:
-        self.function, self.operands = function, operands
+        self.function = function
+        self.operands = operands
 
     def __call__(self, *leaves: Any) -> tuple:
-        results, self.tree = pytree.tree_flatten(
-            self.function(*pytree.tree_unflatten(leaves, self.operands))
-        )
+        operands = pytree.tree_unflatten(leaves, self.operands)
+        results, self.tree = pytree.tree_flatten(self.function(*operands))
         return tuple(results)
 
 
-def _closed(function: Callable, free: Sequence[torch.Tensor]) -> Callable:
+def _close(function: Callable, free: Sequence[torch.Tensor]) -> Callable:
     """`function` with the tensors `free`, which it reads besides its arguments, as its last arguments."""
 
-    def closed(*args: Any) -> Any:
-        own, values = args[: len(args) - len(free)], args[len(args) - len(free) :]
-        others = dict(zip(map(id, free), values))
-        with _Calls(
-            lambda tree: pytree.tree_map_only(torch.Tensor, lambda x: others.get(id(x), x), tree)
-        ):
-            return function(*own)
+    def with_operands(*args: Any) -> Any:
+        count = len(args) - len(free)
+        operands = dict(zip(map(id, free), args[count:]))
 
-    return closed
+        def operand_for(x: torch.Tensor) -> torch.Tensor:
+            return operands.get(id(x), x)
+
+        with _Calls(lambda tree: pytree.tree_map_only(torch.Tensor, operand_for, tree)):
+            return function(*args[:count])
+
+    return with_operands
 
 
 class _Calls(TorchFunctionMode):
@@ -178,18 +179,18 @@ class _Calls(TorchFunctionMode):
 
 def _free(functions: Sequence[Callable], args: Sequence[Any]) -> list[torch.Tensor]:
     """The tensors that `functions` read besides their arguments and what they compute from them."""
-    read: dict[int, torch.Tensor] = {}
+    arguments: dict[int, torch.Tensor] = {}  # of all operations
 
     def visit(tree: Any) -> Any:
-        read.update((id(x), x) for x in instances(tree, torch.Tensor))
+        arguments.update((id(x), x) for x in tensors_in(tree))
         return tree
 
     with disable_proxy_modes_tracing(), torch.no_grad(), _Created() as created, _Calls(visit):
         for function in functions:
             with contextlib.suppress(Exception):  # it fails again in the trace, which says where
                 function(*args)
-    known = {id(x) for x in (*pytree.tree_leaves(args), *created.tensors)}
-    return [x for x in read.values() if id(x) not in known]
+    not_free = {id(x) for x in (*pytree.tree_leaves(args), *created.tensors)}
+    return [x for key, x in arguments.items() if key not in not_free]
 
 
 class _Created(TorchDispatchMode):
@@ -203,5 +204,5 @@ class _Created(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         results = func(*args, **(kwargs or {}))
-        self.tensors += instances(results, torch.Tensor)
+        self.tensors += tensors_in(results)
         return results

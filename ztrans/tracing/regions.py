@@ -33,9 +33,8 @@ def label_regions(graph: Graph, facts: Mapping[Eqn, Fact]) -> Graph:
     """Give every equation its region."""
     evidence = _Evidence(graph, facts)
     eqns = []
-    for e in reversed(
-        graph.eqns
-    ):  # the equations that read a value come before the one that computes it
+    # The equations that read a value are labelled before the one that computes it.
+    for e in reversed(graph.eqns):
         region = evidence.region(e)
         if region != "update":
             evidence.read_early.update(e.ins)
@@ -52,9 +51,8 @@ class _Evidence:
             (i for i, e in enumerate(graph.eqns) if facts[e].backward), default=len(graph.eqns)
         )
         self.facts = facts
-        self.over = varying(
-            graph.replace(eqns=tuple(draws)), ("batch",)
-        ).keys()  # the values that depend on the batch
+        # The values that depend on the batch.
+        self.over = varying(graph.replace(eqns=tuple(draws)), ("batch",)).keys()
         self.before_last_backward = set(graph.eqns[:last])
         self.differentiated = _differentiated(graph, facts)
         gradients = (v for e in graph.eqns if e.op is GRADIENT for v in e.results)
