@@ -152,6 +152,8 @@ def distance(build: Build, world: int, stages: Sequence[int]) -> float:
 
 def _apart(state: dict[str, Tensor], truth: dict[str, Tensor], first: dict) -> Iterator[float]:
     before = {**first["params"], **first["buffers"]}
+    # A plain tensor in an attribute is in the state of a lifted loop, and nothing trains it.
+    truth = {**first["buffers"], **truth}
     moved = {name: (truth[name].double() - x.double()).norm().item() for name, x in before.items()}
     for name, x in state.items():
         off = (x.double() - truth[name].double()).norm().item()
@@ -204,15 +206,19 @@ def report(outcomes: Sequence[Outcome]) -> str:
         f"{sum(o.kind == kind for o in outcomes)} {kind}" for kind in ("equal", "refused")
     )
     rows = [f"| {o.build.title} | {o.kind} | {o.detail} |" for o in outcomes]
+    built = [name for name in LIBRARIES if any(o.build.library == name for o in outcomes)]
     versions = ", ".join(
-        f"{name} {importlib.import_module(name).__version__}" for name in ("torch", *LIBRARIES)
+        f"{name} {importlib.import_module(name).__version__}" for name in ("torch", *built)
     )
+    absent = [name for name in LIBRARIES if name not in built]
+    without = f"\nWithout {', '.join(absent)}, which could not be imported." if absent else ""
     head = [
         "# Models of other libraries, lifted", "",
         f"{len(outcomes)} builds: {counts}. Each was trained for {STEPS} steps on {WORLDS[0]} and {WORLDS[1]} ranks,",
         f"at stages {STAGES[0]} and {STAGES[1]}, in lock-step, and compared with the untouched loop (`python -m",
         f"benchmarks.models`; {date.today()}; {versions}). The last column has the distance of the worst leaf",
-        "from that of the loop, relative to how far the loop has moved it; or the first line of the error.", "",
+        "from that of the loop, relative to how far the loop has moved it; or the first line of the error.",
+        without, "",
         "| build | outcome | |", "|---|---|---|",
     ]  # fmt: skip
     return "\n".join([*head, *rows, ""])
