@@ -17,17 +17,15 @@ import functools
 import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
 import torch
 
-from ztrans.planning.solver import moves as changes
-from ztrans.planning.solver.evaluation import evaluate
-from ztrans.planning.solver.moves import MOVES, Moves
 from ztrans.planning.solver.problem import Problem
-from ztrans.planning.solver.solve import solve
+from ztrans.planning.solver.search import CHANGES, solve
+from ztrans.planning.solver.validate import evaluate
 
 from .inductor import RESULTS, processor
 from .planned import subjects
@@ -54,44 +52,25 @@ class Part:
     simulated: bool = False
 
 
-def without_change(change: changes.Change) -> Callable[[Moves], Moves]:
-    """Leave one of the random changes out."""
-    return lambda moves: replace(
-        moves, changes=tuple(each for each in moves.changes if each[0] is not change)
-    )
-
-
-WITHOUT: dict[str, Callable[[Moves], Moves]] = {
-    "begin with kept values": lambda moves: replace(moves, keep=False),
-    "begin with full buckets (without: each message alone)": lambda moves: replace(
-        moves, full=(0.0,)
-    ),
-    "begin with full buckets of a second size": lambda moves: replace(moves, full=moves.full[:1]),
-    "merge buckets of gathers": lambda moves: replace(moves, merge=(False,)),
-    "merge buckets of reductions": lambda moves: replace(moves, merge=(True,)),
-    "climb": lambda moves: replace(moves, changes=()),
-    "climb: split a bucket": without_change(changes.split),
-    "climb: join two buckets": without_change(changes.join),
-    "climb: move the border of two buckets": without_change(changes.move_border),
-    "climb: change when gathers start": without_change(changes.change_start),
-    "climb: keep more values": without_change(changes.keep_more),
-    "climb: keep fewer values": without_change(changes.keep_fewer),
-    "climb: accept slower changes at first": lambda moves: replace(moves, slower=0.0),
-    "every message alone, one ahead": lambda moves: replace(moves, one_ahead=False),
-}
+CHOICES = {f"climb: {change.__doc__}".rstrip("."): change for change, _ in CHANGES}
 
 
 def planned_step(problem: Problem, without: frozenset[str]) -> Step:
-    """A step that is planned without some of the moves."""
-    moves = functools.reduce(lambda left, name: WITHOUT[name](left), sorted(without), MOVES)
-    return lambda: evaluate(problem, solve(problem, moves=moves)).seconds
+    """A step that is planned without some of the random changes of the search."""
+    left_out = [CHOICES[name] for name in without]
+    changes = tuple(each for each in CHANGES if each[0] not in left_out)
+    return lambda: evaluate(problem, solve(problem, changes=changes)).seconds
 
 
 def search_part() -> Part:
-    """The moves of the planner's search."""
+    """The random changes of the planner's search."""
     steps = ((name, functools.partial(planned_step, problem)) for name, problem in subjects())
     return Part(
-        "The moves of the planner's search", "simulated", tuple(WITHOUT), steps, simulated=True
+        "The random changes of the planner's search",
+        "simulated",
+        tuple(CHOICES),
+        steps,
+        simulated=True,
     )
 
 

@@ -40,10 +40,10 @@ from ztrans.ir.user_collectives import is_users
 from ztrans.planning.cluster import Cluster, cluster
 from ztrans.planning.cost import memory
 from ztrans.planning.formulate import formulate
-from ztrans.planning.make_plan import SLACK
-from ztrans.planning.program_order import skeleton
+from ztrans.planning.realise import SLACK
 from ztrans.planning.simulate import simulate
-from ztrans.planning.solver.lower_bound import bound
+from ztrans.planning.skeleton import skeleton
+from ztrans.planning.solver.bound import bound
 from ztrans.stages import Lowered, Traced
 
 RESULTS = Path(__file__).parent / "results"

@@ -24,7 +24,6 @@ from .ir.printer import Printed, format_seconds
 from .ir.update_groups import Group, group_updates
 from .planning.cost import memory
 from .planning.fingerprint import update_fingerprint
-from .planning.plan_transfer import landmarks, transfer
 from .profiling.profile import Profile, profile
 from .report.progress import stage
 from .report.tracebacks import ends_at_user
@@ -382,15 +381,13 @@ def _agreed(lowered: Lowered) -> Lowered:
     plan = lowered.plan
     hinted = lowered.hinted
     contract = Contract(hinted, update_fingerprint(hinted))
-    proposal = Proposal(plan.program, (plan, landmarks(hinted, plan)))
+    proposal = Proposal(plan.program, plan)
     with stage(name, "wait for the plans of the other ranks"):
         everyone = agree_on_program(name, mesh, contract, proposal)
-    first, marks = everyone[0].plan
+    first = everyone[0].plan
     problem = ""
     try:
-        if plan.program != everyone[0].program:
-            lowered = lowered.following(transfer(first, marks, hinted))
-        elif plan.digest != first.digest:
+        if plan.digest != first.digest:
             lowered = lowered.following(first)
     except ValueError as error:
         problem = str(error)

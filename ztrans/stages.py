@@ -34,17 +34,14 @@ from .ir.marks import erase_marks
 from .ir.micro_batches import parts
 from .ir.printer import Printed, format_seconds
 from .ir.user_collectives import by_axis
-from .planning import plan as plans
 from .planning.cluster import Cluster, assumed
 from .planning.cost import Cost, Memory, cost, memory
-from .planning.fingerprint import fingerprint
 from .planning.formulate import formulate
-from .planning.make_plan import make
 from .planning.plan import Plan
-from .planning.plan_transfer import landmarks, transfer
-from .planning.program_order import skeleton
+from .planning.realise import apply_plan, follow_plan, make_plan, with_memory_notes
 from .planning.simulate import simulate
-from .planning.solver.lower_bound import bound
+from .planning.skeleton import skeleton
+from .planning.solver.bound import bound
 from .planning.timeline import Timeline
 from .profiling.profile import Profile
 from .report.progress import stage
@@ -96,7 +93,7 @@ class Traced(Printed):
             return (
                 hinted.planned(plan)
                 if plan is not None
-                else hinted._ordered(*make(hinted.graph, hinted.cluster))
+                else hinted._ordered(*make_plan(hinted.graph, hinted.cluster))
             )
 
     @no_collection()
@@ -105,11 +102,7 @@ class Traced(Printed):
 
         Raises: ValueError if the two programs do not have the same collectives.
         """
-        hinted = self._hinted(leader.cluster)
-        plan = leader.plan
-        if plan.program != fingerprint(hinted.graph):
-            plan = transfer(plan, landmarks(leader.hinted, plan), hinted.graph)
-        return hinted.following(plan)
+        return self._hinted(leader.cluster).following(leader.plan)
 
     def _hinted(self, cluster: Cluster | None) -> Lowered:
         """The program after all transforms, without marks and without unused equations, before it has an order."""
@@ -190,7 +183,7 @@ class Lowered(Printed):
         Source: DeepSpeed DeepCompile, 2025, which also plans again after some recorded steps.
         """
         cluster = profile if isinstance(profile, Cluster) else profile.cluster(self.cluster)
-        plan, graph = make(self.hinted, cluster)
+        plan, graph = make_plan(self.hinted, cluster)
         before, after = (simulate(g, cluster).seconds for g in (self.graph, graph))
         change = f"where the plan before has {format_seconds(before)} ({after / before - 1:+.1%})"
         note = f"expected {format_seconds(after)} a step, {change}"
@@ -199,16 +192,16 @@ class Lowered(Printed):
 
     def planned(self, plan: Plan) -> Lowered:
         """This program in the order of the given plan."""
-        return self._ordered(plan, plans.apply(self.hinted, plan))
+        return self._ordered(plan, apply_plan(self.hinted, plan))
 
     def following(self, plan: Plan) -> Lowered:
         """This program in the order of another rank's plan, even if that needs more memory than the budget."""
-        return self._ordered(plan, plans.ordered(self.hinted, plan))
+        return self._ordered(plan, follow_plan(self.hinted, plan))
 
     def _ordered(self, plan: Plan, graph: Graph) -> Lowered:
         """This program in the order of `graph`, with the plan of that order and what can be said of it."""
         history = (*self.history[:-1], ("lower", graph))
-        plan = plans.weighed(plan, memory(graph).peak, graph.budget, self.cluster.device)
+        plan = with_memory_notes(plan, memory(graph).peak, graph.budget, self.cluster.device)
         plan = dataclasses.replace(plan, traffic=tuple(traffic(graph).items()))
         return dataclasses.replace(self, graph=graph, plan=plan, history=history)
 

@@ -30,7 +30,8 @@ from .ir.graph import Layout
 from .ir.layout import AbstractMesh
 from .ir.source import user_source
 from .planning.cluster import Cluster
-from .planning.plan import OtherProgramError, Plan
+from .planning.plan import Plan
+from .planning.realise import OtherProgramError
 from .profiling.profile import Profile
 from .report.progress import stage
 from .report.tracebacks import ends_at_user

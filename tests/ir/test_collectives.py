@@ -35,7 +35,7 @@ from ztrans.ir.pairing import pair
 from ztrans.ir.verifier import ProgramError, check
 from ztrans.planning.cluster import cluster
 from ztrans.planning.cost import cost, memory
-from ztrans.planning.make_plan import make
+from ztrans.planning.realise import make_plan
 from ztrans.planning.simulate import COPIES, simulate
 from ztrans.runtime.codegen import EMITTERS, to_fx
 
@@ -186,8 +186,8 @@ def test_planning_places_and_costs_a_new_collective():
     assert memory(graph).peak > memory(graph).state
     bars = [event for event in simulate(graph, machines).events if event.lane == "dp gather"]
     assert [(bar.eqn.op, bar.bytes) for bar in bars] == [(BROADCAST, 128)]
-    plan, planned = make(zt.prefetch().rewrite(graph), machines)
-    assert [members for members, _ in plan.gathers] == [("first'",)]
+    plan, planned = make_plan(zt.prefetch().rewrite(graph), machines)
+    assert [members for members, _ in plan.gathers] == [("first",)]
     assert torch.equal(zt.lockstep(planned, inputs())[1][1], zt.lockstep(graph, inputs())[1][1])
 
 

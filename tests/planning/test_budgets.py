@@ -106,9 +106,12 @@ def test_a_plan_of_another_program_is_refused():
         f"or other transforms.\nLower without it, and save lowered.plan again."
     )
     with pytest.raises(ValueError) as caught:
-        lower(zt.overlap_grads(), plan=dataclasses.replace(plan, reductions=((("nobody'",), ""),)))
+        lower(
+            zt.overlap_grads(),
+            plan=dataclasses.replace(plan, reductions=((("nobody",), "the end"),)),
+        )
     assert str(caught.value) == (
-        'plan: the program has no reduction "nobody\'".\nLower without the plan, and save it again.'
+        "plan: the program has no reduction 'nobody'.\nLower without the plan, and save it again."
     )
 
 

@@ -12,8 +12,8 @@ from ztrans.ir.collectives import ALL_GATHER, REDUCE_SCATTER, reduce
 from ztrans.ir.graph import Partial, Provenance, Split, Var
 from ztrans.planning.cluster import A100, CPU, DEVICES, H100, H200, LINKS, Device, Link, assumed
 from ztrans.planning.formulate import formulate
-from ztrans.planning.program_order import skeleton
 from ztrans.planning.simulate import messages, seconds
+from ztrans.planning.skeleton import skeleton
 
 INF = float("inf")
 

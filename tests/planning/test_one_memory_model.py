@@ -12,18 +12,17 @@ import pytest
 import ztrans as zt
 from tests.support.programs import CASES
 from tests.support.worlds import on_ranks
+from ztrans.ir.relations import grouped
 from ztrans.planning.cluster import Link
 from ztrans.planning.cost import memory
 from ztrans.planning.formulate import formulate, frame
-from ztrans.planning.plan_names import resolve
-from ztrans.planning.program_order import skeleton
+from ztrans.planning.plan import schedule_of
 from ztrans.planning.realise import realise
-from ztrans.planning.solver.bucketing import by_key
-from ztrans.planning.solver.evaluation import evaluate
-from ztrans.planning.solver.list_scheduler import place_choice
-from ztrans.planning.solver.loads import Choice, Loads, kept
+from ztrans.planning.skeleton import skeleton
+from ztrans.planning.solver.place import Choice, Loads, place_choice
 from ztrans.planning.solver.problem import Problem, Schedule
-from ztrans.planning.solver.solve import needs
+from ztrans.planning.solver.search import needs
+from ztrans.planning.solver.validate import evaluate
 
 SLOW, FAST = (
     zt.cluster("cpu", dp=Link("wire", latency, bandwidth))
@@ -67,18 +66,18 @@ def test_a_plan_is_counted_as_its_program_is_analysed(name, ranks, stage):
         if plan.update == "as written":
             continue
         problem = formulate(s, cluster, float("inf"), plan.update)
-        schedule = resolve(s, frame(s, plan.update), plan.gathers, plan.reductions, plan.dropped)
+        schedule = schedule_of(plan, s, frame(s, plan.update))
         assert analysed == memory(lowered.graph).peak <= counted(problem, schedule)
         assert share is None or analysed <= int(share * peak)
 
 
 def schedules(problem: Problem, chance: Random, count: int) -> Iterator[Schedule]:
     """Some schedules by chance: buckets of neighbours, kept values, early and late gathers, in more or less memory."""
-    free, least = kept(problem, ()), needs(problem).bytes
-    repeats = [i for i, g in enumerate(problem.gathers) if g.again is not None and i not in free]
+    least = needs(problem).bytes
+    levers = [i for i in range(len(problem.levers)) if i not in problem.free_levers]
 
     def buckets(messages, among):
-        for members in by_key(messages, among).values():
+        for members in grouped((messages[i].key, i) for i in among).values():
             share, bucket = chance.choice([0.0, 0.3, 0.7, 0.95]), [members[0]]
             for i in members[1:]:
                 if chance.random() < share:
@@ -89,13 +88,15 @@ def schedules(problem: Problem, chance: Random, count: int) -> Iterator[Schedule
             yield tuple(bucket)
 
     for _ in range(count):
-        dropped = kept(problem, {*free, *chance.sample(repeats, chance.randint(0, len(repeats)))})
+        pulled = chance.sample(levers, chance.randint(0, len(levers)))
+        pulled = problem.free_levers.union(pulled)
+        dropped = problem.dropped(pulled)
         left = (i for i in range(len(problem.gathers)) if i not in dropped)
         gathers, reductions = (
             buckets(problem.gathers, left),
             buckets(problem.reductions, range(len(problem.reductions))),
         )
-        choice = Choice(tuple(gathers), tuple(reductions), dropped, chance.choice([0.0, 1.0, 1e6]))
+        choice = Choice(tuple(gathers), tuple(reductions), pulled, chance.choice([0.0, 1.0, 1e6]))
         budget = chance.choice(
             [float("inf"), *(int(share * least) for share in (1.001, 1.05, 1.3))]
         )

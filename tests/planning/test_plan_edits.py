@@ -13,6 +13,7 @@ import ztrans as zt
 from tests.support.programs import CASES
 from tests.support.worlds import batches, on_ranks, slices
 from ztrans.planning.cluster import Link
+from ztrans.planning.skeleton import skeleton
 
 SLOW = zt.cluster("cpu", dp=Link("wire", 1e-5, 1e8), host=Link("other", 1e-5, 1e8))
 RANKS = 4
@@ -35,7 +36,7 @@ def lower(name: str) -> zt.Lowered:
 
 def edits(lowered: zt.Lowered):
     """Random edits of a plan's JSON. Each is a function that changes the plan in place."""
-    places = ["", *(e.outs[0].name for e in lowered.graph.eqns if e.outs[0] is not None)]
+    places = list(skeleton(lowered.hinted).place_names)
 
     def kind(plan, chance):
         return plan[chance.choice([k for k in ("gathers", "reductions") if plan[k]])]
@@ -69,10 +70,10 @@ def edits(lowered: zt.Lowered):
         bucket(plan, chance)[0].append(chance.choice(bucket(plan, chance)[0]))
 
     def stranger(plan, chance):
-        bucket(plan, chance)[0].append(chance.choice(["nobody'", "", "loss", *places]))
+        bucket(plan, chance)[0].append(chance.choice(["nobody", "", "loss", *places]))
 
     def elsewhere(plan, chance):
-        bucket(plan, chance)[1] = chance.choice([*places, "nowhere", "#3"])
+        bucket(plan, chance)[1] = chance.choice([*places, "nowhere", "matmul 1000", "matmul 1 + x"])
 
     def next_place(plan, chance):
         b = bucket(plan, chance)

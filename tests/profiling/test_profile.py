@@ -246,12 +246,12 @@ def test_messages_are_recorded_with_their_lanes_and_bytes(pretended, tmp_path):
         )
         assert all(e.seconds >= 0 for e in bars)
         assert all(a.end <= b.start + 1e-9 for a, b in pairwise(bars)), lane
-    simulated.beside(measured.timeline).to_perfetto(tmp_path / "both.json")
+    simulated.compare(measured.timeline).to_perfetto(tmp_path / "both.json")
     assert (
         len({e["pid"] for e in json.loads((tmp_path / "both.json").read_text())["traceEvents"]})
         == 2
     )
-    rows = str(simulated.beside(measured.timeline)).splitlines()
+    rows = str(simulated.compare(measured.timeline)).splitlines()
     assert rows[0].split() == ["simulated", "measured", "ratio"] and rows[1].startswith("step")
 
 

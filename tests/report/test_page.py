@@ -16,7 +16,7 @@ SIMULATED = lower(zt.overlap_grads(), zt.prefetch()).timeline
 def test_a_timeline_shows_in_a_notebook(count):
     """The page is in a sandboxed frame. Its script runs only there, and no text of the page can close the frame."""
     timelines = [SIMULATED() for _ in range(count)]
-    cell = (timelines[0] if count == 1 else timelines[0].beside(timelines[1]))._repr_html_()
+    cell = (timelines[0] if count == 1 else timelines[0].compare(timelines[1]))._repr_html_()
     attributes = re.fullmatch(r"<iframe ([^<>]*)></iframe>", cell)[1]
     assert 'sandbox="allow-scripts"' in attributes and attributes.count('"') == 2 * 3
     html = unescape(re.search(r'srcdoc="([^"]*)"', attributes)[1])

@@ -91,11 +91,11 @@ def test_a_timeline_prints_as_a_table(simulated, golden):
 
 
 def test_two_timelines_print_side_by_side(simulated, measured, golden):
-    assert str(simulated.beside(measured)) == golden
+    assert str(simulated.compare(measured)) == golden
 
 
 def test_two_timelines_have_a_ratio_in_every_row(simulated, measured):
-    head, *rest = str(simulated.beside(measured)).splitlines()
+    head, *rest = str(simulated.compare(measured)).splitlines()
     assert head.split() == ["simulated", "measured", "ratio"]
     rows = {row.strip().split("  ")[0]: row.split() for row in rest}
     for name in ("step", "compute", "dp gather", "dp reduce", "exposed", "dp grad", "dp param"):
@@ -105,7 +105,7 @@ def test_two_timelines_have_a_ratio_in_every_row(simulated, measured):
         measured, events=tuple(e for e in measured.events if e.lane != "dp gather")
     )
     (row,) = (
-        row for row in str(simulated.beside(alone)).splitlines() if row.startswith("dp gather")
+        row for row in str(simulated.compare(alone)).splitlines() if row.startswith("dp gather")
     )
     assert row.split()[-2:] == ["-", "-"], "only one timeline has this lane"
 
@@ -116,14 +116,14 @@ def data_of(html: str) -> dict:
 
 
 def test_a_page_holds_lanes_memory_and_the_users_lines(simulated, measured, tmp_path):
-    simulated.beside(measured).save(tmp_path / "step.html")
+    simulated.compare(measured).save(tmp_path / "step.html")
     html = (tmp_path / "step.html").read_text()
     assert not re.search(r"(src|href)=|https?://|@import|fetch\(", html), (
         "the page loads nothing from elsewhere"
     )
     data = data_of(html)
     assert [t["name"] for t in data["timelines"]] == ["step, simulated", "step, measured"]
-    assert data["table"] == str(simulated.beside(measured))
+    assert data["table"] == str(simulated.compare(measured))
     for shown, t in zip(data["timelines"], (simulated, measured)):
         assert shown["lanes"] == t.lanes == [COMPUTE, "dp gather", "dp reduce"]
         assert (
@@ -155,7 +155,7 @@ def test_a_page_escapes_the_names_that_it_shows(text):
 
 
 def test_a_perfetto_trace_is_in_order(simulated, measured, tmp_path):
-    simulated.beside(measured).to_perfetto(tmp_path / "step.json")
+    simulated.compare(measured).to_perfetto(tmp_path / "step.json")
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     assert {e["ph"] for e in events} == {"M", "X", "s", "f", "C"}
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
@@ -184,7 +184,7 @@ def test_a_perfetto_trace_is_in_order(simulated, measured, tmp_path):
 @pytest.mark.parametrize("ending", [".png", ".svg", ".pdf"])
 def test_a_timeline_is_saved_as_a_picture(simulated, measured, ending, tmp_path):
     pytest.importorskip("matplotlib")
-    simulated.beside(measured).save(tmp_path / f"step{ending}")
+    simulated.compare(measured).save(tmp_path / f"step{ending}")
     drawn = (tmp_path / f"step{ending}").read_bytes()
     assert drawn.startswith({".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[ending])
     if ending == ".svg":

@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import combinations, pairwise, permutations, product
 from random import Random
 
-from ztrans.planning.event_simulator import Message
-from ztrans.planning.solver.evaluation import memory
+from ztrans.planning.buffers import AT_START, AT_WAIT, Buffer
+from ztrans.planning.simulate import Message
 from ztrans.planning.solver.problem import (
     END,
     Bucket,
@@ -18,8 +18,9 @@ from ztrans.planning.solver.problem import (
     Schedule,
     Update,
     Wire,
+    keeping_levers,
 )
-from ztrans.planning.solver.validate import validate
+from ztrans.planning.solver.validate import memory, validate
 
 INF = float("inf")
 
@@ -62,6 +63,7 @@ def problem(
         gathers_in_flight=chance.choice([INF, INF, 0, 3, 5]),
         reductions_in_flight=chance.choice([INF, INF, 0, 3, 5]),
     )
+    drawn = replace(drawn, levers=keeping_levers(drawn.gathers))
     unpacked = {
         key: wire._replace(unpack=chance.choice([0.0, 0.25])) for key, wire in wires.items() if host
     }
@@ -104,28 +106,26 @@ def rich(chance: Random) -> Problem:
     small = {key: chance.random() < 0.6 for key in p.wires}
     reductions = []
     for r in p.reductions:
-        freed = chance.choice([0, r.held])
-        results = (
-            ((1, chance.randint(2 * r.born + 2, 2 * ops + 2)),) if chance.random() < 0.5 else ()
+        copied = chance.random() < 0.5
+        buffers = []
+        if copied:
+            buffers.append(Buffer(r.bytes, AT_START, AT_WAIT))
+        if chance.random() < 0.5:  # the result is made by the wait, or lies where it was received
+            last = chance.randint(2 * r.born + 1, 2 * ops + 1)
+            buffers.append(Buffer(1, chance.choice([AT_START, AT_WAIT]), last))
+        if chance.random() < 0.3:
+            buffers.append(Buffer(1, 2 * r.born + 2, AT_WAIT))
+        temporaries = [(0, chance.choice([0, 2]))]
+        if r.born + 2 <= ops and chance.random() < 0.3:
+            temporaries.append((chance.randint(r.born + 2, ops), 2))
+        reductions.append(
+            r._replace(
+                copied=copied,
+                buffers=(*r.buffers, *buffers),
+                temporaries=tuple(temporaries),
+                small=small[r.key],
+            )
         )
-        sent = {
-            "freed": freed,
-            "sent": freed,
-            "value": chance.choice([0, 1]),
-            "small": small[r.key],
-        }
-        released = (
-            ((2, chance.randint(r.born + 2, ops)),)
-            if r.born + 2 <= ops and chance.random() < 0.3
-            else ()
-        )
-        after = {
-            "released": released,
-            "updating": chance.choice([0, 2]),
-            "results": results,
-            "waiting": chance.choice([0, 0, 1]),
-        }
-        reductions.append(r._replace(**sent, **after))
     wires = {
         key: wire._replace(
             ranks=2, pack=chance.choice([0.0, 0.25]), copy=chance.choice([0.0, 0.25])
@@ -151,35 +151,30 @@ def _gathers(
     for use in sorted(chance.randrange(ops) for _ in range(count)):
         last, wire, held = chance.randint(use, ops - 1), chance.randint(0, 6), chance.randint(0, 4)
         new = Gather(chance.choice(keys), wire, held, use, last, chance.randint(0, use))
-        repeated = {g.again for g in drawn}
+        repeated = {g.repeats for g in drawn}
         latest = [i for i, g in enumerate(drawn) if i not in repeated]
         if latest and chance.random() < repeats:
             i = chance.choice(latest)
             first = drawn[i]
-            same = {"key": first.key, "wire": first.wire, "held": first.held}
-            new = new._replace(**same, release=min(first.last + 1, use), again=i)
+            same = {"key": first.key, "wire": first.wire, "bytes": first.bytes}
+            new = new._replace(**same, release=min(first.last + 1, use), repeats=i)
         drawn.append(new)
     return tuple(drawn)
 
 
 def _reductions(chance: Random, ops: int, keys: list, count: int) -> tuple[Reduction, ...]:
-    return tuple(
-        Reduction(
-            chance.choice(keys),
-            chance.randint(0, 6),
-            chance.randint(0, 4),
-            born,
-            chance.choice([0, 0, 1]),
-            chance.choice([END, chance.randint(born + 1, ops)]),
-        )
-        for born in sorted(chance.randrange(ops) for _ in range(count))
-    )
+    reductions = []
+    for born in sorted(chance.randrange(ops) for _ in range(count)):
+        key, wire, size = chance.choice(keys), chance.randint(0, 6), chance.randint(0, 4)
+        received = Buffer(chance.choice([0, 0, 1]), AT_START, AT_WAIT)
+        need = chance.choice([END, chance.randint(born + 1, ops)])
+        reductions.append(Reduction(key, wire, size, born, need, buffers=(received,)))
+    return tuple(reductions)
 
 
 def schedules(problem: Problem) -> Iterator[Schedule]:
     """Every schedule of a problem that fits its memory."""
     n = len(problem.seconds)
-    repeats = [i for i, g in enumerate(problem.gathers) if g.again is not None]
     ends = [min(n, r.need) for r in problem.reductions]
     reductions = [
         order
@@ -190,8 +185,9 @@ def schedules(problem: Problem) -> Iterator[Schedule]:
         )
         for order in ordered([Bucket(*b) for b in zip(parts, starts, waits)])
     ]
-    for count in range(len(repeats) + 1):
-        for dropped in map(frozenset, combinations(repeats, count)):
+    for count in range(len(problem.levers) + 1):
+        for levers in map(frozenset, combinations(range(len(problem.levers)), count)):
+            dropped = problem.dropped(levers)
             for parts in grouped(
                 [i for i in range(len(problem.gathers)) if i not in dropped], problem.gathers
             ):
@@ -200,7 +196,7 @@ def schedules(problem: Problem) -> Iterator[Schedule]:
                 for starts in product(*(range(a, b + 1) for a, b in zip(release, uses))):
                     for gathers in ordered([Bucket(*b) for b in zip(parts, starts, uses)]):
                         for order in reductions:
-                            schedule = Schedule(gathers, order, dropped)
+                            schedule = Schedule(gathers, order, levers)
                             if fits(problem, schedule):
                                 yield schedule
 

@@ -6,8 +6,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 
-from ztrans.planning.solver.evaluation import evaluate
-from ztrans.planning.solver.problem import Bucket, Gather, Problem, Reduction, Schedule, Wire
+from ztrans.planning.solver.problem import (
+    Bucket,
+    Gather,
+    Problem,
+    Reduction,
+    Schedule,
+    Wire,
+    keeping_levers,
+)
+from ztrans.planning.solver.validate import evaluate
 
 
 @dataclass(frozen=True)
@@ -101,6 +109,7 @@ def llama(
             "gather": Wire(lanes[0], "link", latency, pace),
             "reduce": Wire(lanes[1], "link", latency, pace),
         },
+        levers=keeping_levers(gathers),
     )
     return Case(name, problem, tuple(gather_layers), tuple(reduction_layers), more)
 
@@ -192,7 +201,9 @@ def fsdp2(case: Case) -> Schedule:
     p = case.problem
     last = max(case.gather_layers)
     dropped = frozenset(
-        i for i, g in enumerate(p.gathers) if g.again is not None and case.gather_layers[i] == last
+        i
+        for i, g in enumerate(p.gathers)
+        if g.repeats is not None and case.gather_layers[i] == last
     )
     groups = runs(
         [i for i in range(len(p.gathers)) if i not in dropped], case.gather_layers.__getitem__
@@ -200,16 +211,23 @@ def fsdp2(case: Case) -> Schedule:
     reductions = at_birth(p, runs(range(len(p.reductions)), case.reduction_layers.__getitem__))
     needs = [*(b.start for b in reductions[1:]), p.reductions[-1].need]
     waits = tuple(replace(b, wait=need) for b, need in zip(reductions, needs))
-    return Schedule(one_ahead(p, groups), waits, dropped)
+    return Schedule(one_ahead(p, groups), waits, levers_that_drop(p, dropped))
+
+
+def levers_that_drop(problem: Problem, gathers: frozenset[int]) -> frozenset[int]:
+    """The levers that keep earlier values in place of some gathers."""
+    return frozenset(
+        i for i, lever in enumerate(problem.levers) if gathers.issuperset(lever.dropped)
+    )
 
 
 def by_size(case: Case, most: int = 25 * 10**6) -> Schedule:
     """Buckets of 25 MB in forward and in backward, and one gather ahead."""
     p = case.problem
-    forward = [i for i, g in enumerate(p.gathers) if g.again is None]
-    backward = [i for i, g in enumerate(p.gathers) if g.again is not None]
+    forward = [i for i, g in enumerate(p.gathers) if g.repeats is None]
+    backward = [i for i, g in enumerate(p.gathers) if g.repeats is not None]
     groups = [
-        b for part in (forward, backward) for b in full(part, lambda i: p.gathers[i].held, most)
+        b for part in (forward, backward) for b in full(part, lambda i: p.gathers[i].bytes, most)
     ]
-    reductions = full(range(len(p.reductions)), lambda i: p.reductions[i].held, most)
+    reductions = full(range(len(p.reductions)), lambda i: p.reductions[i].bytes, most)
     return settle(p, Schedule(one_ahead(p, groups), at_birth(p, reductions)))

@@ -46,5 +46,5 @@ def tuned(mesh, report) -> None:
         predicted=predicted,
         bandwidth=lowered.cluster.link("dp").bandwidth,
         assumed=zt.cluster("cpu", dp="ethernet-1g").link("dp").bandwidth,
-        ratios=len(str(lowered.timeline().beside(measured.timeline)).splitlines()),
+        ratios=len(str(lowered.timeline().compare(measured.timeline)).splitlines()),
     )

@@ -15,7 +15,7 @@ from ztrans.ir.graph import Graph
 from ztrans.ir.op_facts import is_matmul
 from ztrans.ir.user_collectives import is_users, is_wait
 from ztrans.planning.formulate import formulate
-from ztrans.planning.program_order import skeleton
+from ztrans.planning.skeleton import skeleton
 
 MESH = zt.AbstractMesh(dp=2, tp=2)
 SHARD = zt.shard_params(MESH, axis="dp")

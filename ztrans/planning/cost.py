@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,26 +17,24 @@ from torch.utils.flop_counter import flop_registry
 
 from ..ir.collectives import rules
 from ..ir.differences import traffic as sent_by
-from ..ir.donation import Donation, donation
-from ..ir.graph import Eqn, Graph, Primitive, Var, variables
-from ..ir.higher_order import functions, inner_work, is_attention, score_bytes
+from ..ir.donation import donation, is_constant
+from ..ir.graph import Eqn, Graph, Primitive, Var
+from ..ir.higher_order import inner_work
 from ..ir.layout import local_shape
 from ..ir.micro_batches import in_order, is_cut, parts
-from ..ir.op_facts import is_view
+from ..ir.op_facts import is_view, op_facts
 from ..ir.pairing import pair
 from ..ir.printer import format_bytes
 from ..ir.relations import cached_on_graph
-from .launches import launches
-from .solver.slots import summed
-
-hops = torch.ops.higher_order
+from ..ir.update_groups import group_updates
+from .buffers import live_bytes, local_bytes, storages
 
 
 @dataclass(frozen=True, repr=False)
 class Cost:
     """Floating-point operations, bytes read and written, and bytes received, on one rank in one step.
 
-    `calls` are those that the host makes, and `launches` the kernels that these launch (see `planning.launches`).
+    `calls` are those that the host makes, and `launches` the kernels that these launch (see `Launches`).
     """
 
     flops: int
@@ -99,12 +97,6 @@ def _si(n: float, unit: str) -> str:
     return f"{n:.2f} T{unit}"
 
 
-def local_bytes(graph: Graph) -> Callable[[Var], int]:
-    """A function from a value to its bytes on rank 0."""
-    at = dict.fromkeys(graph.axes, 0)
-    return lambda v: math.prod(local_shape(v, graph.axes, at)) * v.dtype.itemsize
-
-
 def cost(graph: Graph) -> Cost:
     """Count what one step of a program costs on one rank."""
     operations = moved = calls = kernels = 0
@@ -117,6 +109,43 @@ def cost(graph: Graph) -> Cost:
                 operations += times * flops(e, part)
     wire = tuple((axis_and_role, sent.bytes) for axis_and_role, sent in sent_by(graph).items())
     return Cost(operations, moved, wire, calls, kernels)
+
+
+class Launches(NamedTuple):
+    """The calls that the host makes for an equation, and the kernels that these launch.
+
+    A small step is as fast as its host. These are the calls of the eager backend: each operation is one, and
+    equal updates that stand together need one (see `ir.update_groups`). A collective launches its message,
+    what packs it where something is packed, and what unpacks it at the first wait where something is unpacked.
+    """
+
+    calls: int
+    kernels: int
+
+
+@cached_on_graph
+def launches(graph: Graph) -> Mapping[Eqn, Launches]:
+    """The calls and launches of every equation, on the first rank."""
+    with_others = {e for group in group_updates(graph)[1] for e in group[1:]}
+    pairs = pair(graph)
+
+    def counted(e: Eqn) -> Launches:
+        if e in with_others or is_constant(e):
+            return Launches(0, 0)
+        if e in pairs.starts:
+            return Launches(1, 1 + bool(rules(e).sent_bytes(e, graph.axes)))
+        if e in pairs.waits:
+            started, member = pairs.waits[e].start, pairs.waits[e].member
+            unpacks = bool(rules(started).unpacked_bytes(started, graph.axes))
+            return Launches(1, unpacks) if not member else Launches(0, 0)
+        if isinstance(e.op, Primitive):
+            return Launches(int(rules(e).shares(e)), 0)
+        inner = inner_work(e, lambda g: sum(not op_facts(each.op).view for each in g.eqns))
+        if inner is not None:
+            return Launches(inner, inner)
+        return Launches(1, int(not op_facts(e.op).view))
+
+    return {e: counted(e) for e in graph.eqns}
 
 
 def traffic(e: Eqn, graph: Graph) -> int:
@@ -142,121 +171,51 @@ def flops(e: Eqn, graph: Graph) -> int:
     def meta(v: Var) -> torch.Tensor:
         return torch.empty(local_shape(v, graph.axes, at), dtype=v.dtype, device="meta")
 
-    given = [meta(a) if isinstance(a, Var) else a for a in e.args]
+    arguments = [meta(a) if isinstance(a, Var) else a for a in e.args]
     # A gradient that is not needed is None. It would have the shape of the argument that it is for.
     outs = [
-        meta(o) if o is not None else next(iter(given[k + 1 :]), None) for k, o in enumerate(e.outs)
+        meta(o) if o is not None else next(iter(arguments[k + 1 :]), None)
+        for k, o in enumerate(e.outs)
     ]
-    return int(formula(*given, **e.kwargs, out_val=outs[0] if len(outs) == 1 else tuple(outs)))
-
-
-class Held(NamedTuple):
-    """A storage or a buffer, and the equations during which it is live."""
-
-    first: int  # the index of the first of these equations
-    last: int  # the index of the last, included
-    value: Var
-    bytes: int
-    line: str  # the user's line, or what the buffer is for
-
-
-def held(graph: Graph, given: Donation) -> list[Held]:
-    """Every storage and buffer of a program, from the equation that allocates it to the last one that needs it.
-
-    Inputs are live throughout, because they belong to the caller. The new state is in the storage of the old one.
-    """
-    size, n, at = local_bytes(graph), len(graph.eqns), dict.fromkeys(graph.axes, 0)
-    shape = lambda v: local_shape(v, graph.axes, at)
-    starts = pair(graph).starts
-    lines = ["state" if i < graph.num_state else "batch" for i in range(len(graph.inputs))]
-    every = [Held(0, n - 1, v, size(v), line) for v, line in zip(graph.inputs, lines)]
-    for i, e in enumerate(graph.eqns):
-        for k, out in enumerate(e.outs):
-            if out is not None and given.owner[out] is out:
-                allocated = rules(e).received_bytes(e, k, graph.axes) if out.future else size(out)
-                every.append(
-                    Held(i, min(given.last[out], n - 1), out, allocated, str(e.source or ""))
-                )
-        if computed := score_bytes(e, shape):
-            every.append(Held(i, i, e.results[0], computed, "scores of attention"))
-        if inside := _inside(e):
-            every.append(Held(i, i, e.results[0], inside, "temporaries of its functions"))
-        if e in starts:
-            every += _packing(graph, e, i, starts[e].first_wait)
-    return every
-
-
-def _inside(e: Eqn) -> int:
-    """The most bytes that a function of an equation has live at once, besides its arguments.
-
-    The results of a branch are those of its equation. A turn of a loop has results besides those of the turn before.
-    The functions of attention count as 0: they compute scores, which are counted by themselves.
-    """
-    return (
-        0
-        if is_attention(e)
-        else max((_temporaries(f.graph, e.op is hops.cond) for f in functions(e)), default=0)
-    )
-
-
-def _temporaries(graph: Graph, returned: bool) -> int:
-    """The bytes of a program at its peak, without its arguments, and without its results if it just returns them."""
-    size, outputs = local_bytes(graph), variables(graph.outputs) if returned else ()
-    nothing_in_place = donation(graph, frozenset(graph.eqns))
-    live = _live(held(graph, nothing_in_place), len(graph.eqns))
-    return max(max(live, default=0) - sum(map(size, {*graph.inputs, *outputs})), 0)
-
-
-def _packing(graph: Graph, start: Eqn, at: int, wait: int) -> list[Held]:
-    """The buffers of a collective that starts at equation `at` and is first waited for at equation `wait`.
-
-    The send buffer, into which members are packed, cast or padded, lives until the wait. The receive buffer of a
-    gather that must unpack its members is counted at the start and at the wait.
-    """
-    sent = rules(start).sent_bytes(start, graph.axes)
-    if not sent:
-        return []
-    unpacked, first = rules(start).unpacked_bytes(start, graph.axes), start.out
-    receive = [Held(i, i, first, unpacked, "receive buffer") for i in (at, wait)]
-    return [Held(at, wait, first, sent, "send buffer"), *receive]
+    return int(formula(*arguments, **e.kwargs, out_val=outs[0] if len(outs) == 1 else tuple(outs)))
 
 
 @cached_on_graph
 def memory(graph: Graph) -> Memory:
-    """Count the live bytes at every equation of a program (see `held`).
+    """Count the live bytes at every equation of a program (see `buffers.storages`).
 
     Of a program of micro-batches, they are those of the micro-batch with the highest peak.
     """
     if graph.micro > 1:
         return _highest(graph)
-    every, n = held(graph, donation(graph)), len(graph.eqns)
-    state = sum(h.bytes for h in every[: graph.num_state])
-    curve = _live(every, n)
-    peak = max(curve, default=state)
-    at = curve.index(peak) if curve else 0
-    at_peak = [(h.value, h.bytes, h.line) for h in every if h.first <= at <= h.last and h.bytes]
+    every = storages(graph, donation(graph))
+    state = sum(storage.bytes for storage in every[: graph.num_state])
+    curve = live_bytes(graph, every)
+    if not curve:
+        return Memory((), state, None, (), state)
+    peak = max(curve)
+    index = curve.index(peak)
+    at_peak = [
+        (storage.value, storage.bytes, storage.line)
+        for storage in every
+        if storage.first <= index <= storage.last and storage.bytes
+    ]
     holders = tuple(sorted(at_peak, key=lambda holder: -holder[1]))
-    return Memory(tuple(curve), peak, graph.eqns[at] if curve else None, holders, state)
-
-
-def _live(every: Sequence[Held], n: int) -> list[int]:
-    """The bytes that are live at each of the n equations of a program."""
-    return summed(((h.first, h.last + 1, h.bytes) for h in every), n).tolist()
+    return Memory(tuple(curve), peak, graph.eqns[index], holders, state)
 
 
 def _highest(graph: Graph) -> Memory:
     """The memory of the micro-batch with the highest peak, with what others hold: their batch, and what they return."""
-    programs, size = parts(graph), local_bytes(graph)
+    programs = parts(graph)
+    size = local_bytes(graph)
     batch = (graph.micro - 1) * sum(size(v) for v in graph.inputs if is_cut(graph, v))
-    returned = sum(
-        size(v) for v in programs.first.outputs[graph.num_state + programs.sums :][: programs.joins]
-    )
-    held_by_others = {programs.middle: batch + (graph.micro - 2) * returned}
+    joined = programs.first.outputs[graph.num_state + programs.sums :][: programs.joins]
+    in_the_middle = batch + (graph.micro - 2) * sum(size(v) for v in joined)
 
     def counted(part: Graph) -> Memory:
-        own, more = memory(part), held_by_others.get(part, batch)
-        return dataclasses.replace(
-            own, live=tuple(n + more for n in own.live), peak=own.peak + more
-        )
+        alone = memory(part)
+        others = in_the_middle if part is programs.middle else batch
+        live = tuple(n + others for n in alone.live)
+        return dataclasses.replace(alone, live=live, peak=alone.peak + others)
 
     return max(map(counted, programs.different), key=lambda each: each.peak)

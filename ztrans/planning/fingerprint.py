@@ -1,13 +1,7 @@
-"""fingerprint: a hash of what a program does, the same for every size of its batch.
-
-A plan names the collectives of a program and the equations between which they run. These names do not depend on the
-size of the batch, so a plan also fits a larger or smaller batch. The hash therefore covers the names, dtypes and
-numbers of dims of values that depend on the batch, and for all other values also their shapes and constants.
-"""
+"""fingerprint: a hash of the update of the state, the same for every size of the batch."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from typing import Any
 
@@ -15,10 +9,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..ir.collectives import role
-from ..ir.graph import Eqn, Graph, Var, variables
+from ..ir.graph import Eqn, Graph, Var
 from ..ir.higher_order import Function
 from ..ir.op_facts import is_random
-from ..ir.printer import equation, header, one_line, op_name
+from ..ir.printer import one_line
 from ..ir.relations import instances
 from ..ir.varying import replicated_equations
 
@@ -26,24 +20,6 @@ _BATCH_SIZED = (
     "output",
     "pmean",
 )  # roles of collectives whose members may have the shape of the batch
-
-
-@functools.lru_cache(maxsize=2)  # the same program is asked about several times in a row
-def fingerprint(graph: Graph) -> str:
-    """A hash of 16 hexadecimal digits. It does not depend on the user's line numbers, which any comment changes."""
-    digest, sized = hashlib.sha256(header(graph).encode()), _batch_sized(graph)
-    for v in graph.inputs:
-        digest.update((_outlined(v) if v in sized else repr(v)).encode())
-    for e in graph.eqns:
-        if any(out in sized for out in e.outs):
-            digest.update(_outline(e).encode())
-        else:
-            digest.update(
-                f"  {equation(e)}".encode()
-            )  # indented, as it was when the first plans were saved
-            digest.update(_constants(e))
-    digest.update(", ".join(v.name for v in variables(graph.outputs)).encode())
-    return digest.hexdigest()[:16]
 
 
 def update_fingerprint(graph: Graph) -> str:
@@ -82,17 +58,6 @@ def _literal(x: Any, numbers: dict[Var, Any]) -> Any:
     if isinstance(x, Function):
         return one_line(x)
     return numbers.setdefault(x, len(numbers)) if isinstance(x, Var) else repr(x)
-
-
-def _outlined(v: Var) -> str:
-    """The text of a value without its extents, which may depend on the batch."""
-    return f"{v.name}: {v.dtype}, {len(v.shape)} dims"
-
-
-def _outline(e: Eqn) -> str:
-    """The text of an equation without its numbers, which may depend on the batch."""
-    outs = ", ".join("_" if out is None else _outlined(out) for out in e.outs)
-    return f"{outs} = {op_name(e.op)}({', '.join(v.name for v in e.ins)})"
 
 
 def _constants(e: Eqn) -> bytes:

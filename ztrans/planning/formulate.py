@@ -1,27 +1,29 @@
 """formulate: build the scheduling `Problem` of a program for a given cluster.
 
 Durations come from the cluster, and lifetimes from the program. The bytes that a schedule has live are counted without
-the program that it makes: no such program needs more.
+the program that it makes: no such program needs more. A value that an operation at a fixed place computes is live up to
+the last operation at a fixed place that needs it, in every order. How long reduced values live, and what eager updates
+allocate, depends on where reductions are waited for. These bytes are counted from the wait on, until the last place or
+wait at which they may be needed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 
 from ..ir.collectives import bucket_key, is_small, lane, rules
-from ..ir.graph import Eqn, Graph, producers
+from ..ir.donation import donation
+from ..ir.graph import Eqn, Graph, Var, producers, variables
 from ..ir.op_facts import is_matmul
 from ..ir.printer import op_name
+from ..ir.relations import grouped
+from .buffers import AT_START, AT_WAIT, Buffer, Storage, live, local_bytes, storages
 from .cluster import Cluster
-from .cost import local_bytes
-from .eager_updates import Group, deadlines, groups
-from .event_simulator import Message
-from .program_order import Planned, Skeleton
-from .residency import residency
-from .simulate import COPIES, NO_COPIES, messages, seconds
-from .solver.problem import Gather, Problem, Reduction, Update, Wire
+from .simulate import COPIES, NO_COPIES, Message, messages, seconds
+from .skeleton import Collective, Skeleton, UpdateGroup, deadlines, update_groups
+from .solver.problem import Gather, Problem, Reduction, Update, Wire, keeping_levers
 
 
 def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None = None) -> Problem:
@@ -36,17 +38,19 @@ def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None =
     Raises:
         ValueError: the cluster has no link for one of the axes.
     """
-    graph, (problem, leaving) = s.graph, _framed(s, update)
-    floating = {e for group in leaving for e in group.eqns}
-    cost = dict(zip(graph.eqns, seconds(graph, cluster)))
-    keys = (*(g.key for g in problem.gathers), *(r.key for r in problem.reductions))
-    starts = (p.start for p in (*s.gathers, *s.reductions))
+    problem, groups = _framed(s, update)
+    floating = {e for group in groups for e in group.eqns}
+    cost = dict(zip(s.graph.eqns, seconds(s.graph, cluster)))
+    keys = [*(g.key for g in problem.gathers), *(r.key for r in problem.reductions)]
     return dataclasses.replace(
-        residency(s, problem, leaving),
+        _with_buffers(_Residents(s, groups), problem),
         seconds=tuple(0.0 if e in floating else cost[e] for e in s.ops),
-        wires={key: _wire(start, graph, cluster) for key, start in zip(keys, starts)},
+        wires={
+            key: _wire(collective.start, s.graph, cluster)
+            for key, collective in zip(keys, (*s.gathers, *s.reductions))
+        },
         memory=budget,
-        updates=tuple(Update(sum(cost[e] for e in g.eqns), g.after, g.release) for g in leaving),
+        updates=tuple(Update(sum(cost[e] for e in g.eqns), g.after, g.release) for g in groups),
         others=_others(s, cluster),
     )
 
@@ -57,11 +61,11 @@ def frame(s: Skeleton, update: str | None = None) -> Problem:
 
 
 @functools.lru_cache(maxsize=2)  # as `skeleton`
-def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[Group, ...]]:
+def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[UpdateGroup, ...]]:
     """The frame of a problem, and the equations of the update that leave their places."""
+    groups = update_groups(s) if (update or s.asked_update) == "eager" else ()
     gathers = _gathers(s)
-    leaving = groups(s) if (update or s.asked_update) == "eager" else ()
-    reductions = _reductions(s, {e for group in leaving for e in group.eqns})
+    reductions = _reductions(s, {e for group in groups for e in group.eqns})
     between = s.reductions[0].order.between if s.reductions else None
     problem = Problem(
         seconds=(0.0,) * len(s.ops),
@@ -73,38 +77,57 @@ def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[Group, ...]
         max_between=float("inf") if between is None else between,
         gathers_in_flight=_limit(s.gathers, gathers),
         reductions_in_flight=_limit(s.reductions, reductions),
-        updates=tuple(Update(0.0, group.after, group.release) for group in leaving),
-        names=s.names,
+        updates=tuple(Update(0.0, group.after, group.release) for group in groups),
+        names=s.place_names,
+        levers=keeping_levers(gathers),
     )
-    return problem, leaving
+    return problem, groups
 
 
 def _gathers(s: Skeleton) -> tuple[Gather, ...]:
-    graph, end = s.graph, len(s.ops) - 1
-    live, makers = s.live, producers(graph.eqns)
+    axes = s.graph.axes
+    end = len(s.ops) - 1
     latest: dict[tuple, int] = {}
     gathers: list[Gather] = []
-    for i, p in enumerate(s.gathers):
-        start, use = p.start, min(s.use[i], end)
-        last = max(
-            min(s.before[min(live.last[live.root[p.value]] + 1, len(graph.eqns))] - 1, end), use
-        )
-        # A gathered value may be the result of an operation, or of another planned collective.
-        sources = [makers[v] for v in start.ins if v in makers]
-        release = max((s.places[e] + 1 if e in s.places else use for e in sources), default=0)
-        identity = (start.ins[0], p.value.dtype, bucket_key(start))
+    for i, collective in enumerate(s.gathers):
+        start = collective.start
+        use = min(s.use[i], end)
+        release = _release(s, start, use)
+        identity = (start.ins[0], collective.value.dtype, bucket_key(start))
         regather = start.provenance.regather if start.provenance else None
-        earlier = latest.get(identity) if regather == "auto" else None
-        if earlier is not None:
-            release = max(release, gathers[earlier].last + 1)
+        repeats = latest.get(identity) if regather == "auto" else None
+        if repeats is not None:
+            release = max(release, gathers[repeats].last + 1)
         if regather == "always":
             release = max(release, _phase(s, start.region, use))
         latest[identity] = i
-        size = rules(start).received_bytes(start, 0, graph.axes)
-        wire, name = rules(start).wire_bytes(start, graph.axes), start.out.name
-        key, small = bucket_key(start), is_small(start, 0, graph.axes)
-        gathers.append(Gather(key, wire, size, use, last, min(release, use), earlier, small, name))
+        gathers.append(
+            Gather(
+                bucket_key(start),
+                rules(start).wire_bytes(start, axes),
+                rules(start).received_bytes(start, 0, axes),
+                use,
+                last=max(_last_reader(s, collective.value, end), use),
+                release=min(release, use),
+                repeats=repeats,
+                small=is_small(start, 0, axes),
+                name=collective.name,
+            )
+        )
     return tuple(gathers)
+
+
+def _release(s: Skeleton, start: Eqn, use: int) -> int:
+    """The place from which on what a gather sends exists: an operation's result, or that of another collective."""
+    makers = producers(s.graph.eqns)
+    sources = [makers[v] for v in start.ins if v in makers]
+    return max((s.places[e] + 1 if e in s.places else use for e in sources), default=0)
+
+
+def _last_reader(s: Skeleton, value: Var, end: int) -> int:
+    """The last operation that needs the storage of a value."""
+    after = min(s.live.last[s.live.root[value]] + 1, len(s.graph.eqns))
+    return min(s.before[after] - 1, end)
 
 
 def _phase(s: Skeleton, region: str, use: int) -> int:
@@ -115,38 +138,42 @@ def _phase(s: Skeleton, region: str, use: int) -> int:
 
 
 def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
-    open_buckets: dict[tuple, tuple[int, int]] = {}
-    planned, needs, axes, size = [], deadlines(s, floating), s.graph.axes, local_bytes(s.graph)
-    for i, p in enumerate(s.reductions):
-        start, held, cap = p.start, size(p.start.ins[0]), p.order.bucket
-        key = (*bucket_key(start), p.then is not None)
-        if cap is not None:  # the user has set the size of a bucket: fill buckets in order of birth
-            group, filled = open_buckets.get(key, (0, 0))
-            if filled and filled + held > cap:
-                group, filled = group + 1, 0
-            open_buckets[key] = group, filled + held
-            key = (*key, group)
-        reduction = Reduction(
-            key,
-            rules(start).wire_bytes(start, axes),
-            held,
-            s.born[i],
-            received=rules(start).received_bytes(start, 0, axes),
-            need=needs[i],
-            freed=0 if rules(start).sends_own(start, 0, axes) else held,
-            sent=rules(start).sent_bytes(start, axes),
-            small=is_small(start, 0, axes),
-            name=start.out.name,
+    axes = s.graph.axes
+    size = local_bytes(s.graph)
+    needs = deadlines(s, floating)
+    # If the user has set the size of a bucket, buckets fill in order of birth: by key, the last one and its bytes.
+    filling: dict[tuple, tuple[int, int]] = {}
+    reductions = []
+    for i, collective in enumerate(s.reductions):
+        start = collective.start
+        gradient = size(start.ins[0])
+        key: tuple = (*bucket_key(start), collective.second is not None)
+        most = collective.order.bucket
+        if most is not None:
+            number, filled = filling.get(key, (0, 0))
+            if filled and filled + gradient > most:
+                number += 1
+                filled = 0
+            filling[key] = number, filled + gradient
+            key = (*key, number)
+        reductions.append(
+            Reduction(
+                key,
+                rules(start).wire_bytes(start, axes),
+                gradient,
+                s.born[i],
+                need=needs[i],
+                copied=not rules(start).sends_own(start, 0, axes),
+                small=is_small(start, 0, axes),
+                name=collective.name,
+            )
         )
-        planned.append(reduction)
-    return tuple(planned)
+    return tuple(reductions)
 
 
 def _others(s: Skeleton, cluster: Cluster) -> tuple[Message, ...]:
     """The collectives that the schedule does not place, with the places at which they are issued and waited for."""
-    planned = {p.start for p in (*s.gathers, *s.reductions)} | {
-        p.then[0] for p in s.reductions if p.then
-    }
+    planned = {e for collective in (*s.gathers, *s.reductions) for e in collective.eqns}
     return tuple(
         message._replace(issue=s.before[message.issue], need=s.before[message.need])
         for e, message, _ in messages(s.graph, cluster)
@@ -155,8 +182,10 @@ def _others(s: Skeleton, cluster: Cluster) -> tuple[Message, ...]:
 
 
 def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
-    axis, device = start.kwargs["axis"], cluster.device
-    link, ranks = cluster.link(axis), graph.axes[axis]
+    axis = start.kwargs["axis"]
+    device = cluster.device
+    link = cluster.link(axis)
+    ranks = graph.axes[axis]
     kind = op_name(start.op)
     latency, pace = link.seconds(kind, cluster.weight(start, graph.axes), ranks)
     known = dict(link.unpack).get(kind)
@@ -175,7 +204,248 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
     )
 
 
-def _limit(planned: Sequence[Planned], messages: Sequence[Gather | Reduction]) -> float:
+def _limit(planned: Sequence[Collective], members: Sequence[Gather | Reduction]) -> float:
     """The limit of a transform on the bytes of collectives under way, which always allows the largest one."""
-    asked = [p.order.in_flight for p in planned if p.order.in_flight is not None]
-    return max(min(asked), *(message.held for message in messages)) if asked else float("inf")
+    asked = [c.order.in_flight for c in planned if c.order.in_flight is not None]
+    return max(min(asked), *(member.bytes for member in members)) if asked else float("inf")
+
+
+# The bytes that are live besides the planned collectives.
+
+
+class _Residents:
+    """The storages of a program, each by the first value that has it, and the parts of the program that need them."""
+
+    def __init__(self, s: Skeleton, groups: Sequence[UpdateGroup]) -> None:
+        self.s = s
+        self.groups = groups
+        self.donated = donation(s.graph)
+        self.size = local_bytes(s.graph)
+        # For each equation of an eager update, its group.
+        self.floating = {e: u for u, group in enumerate(groups) for e in group.eqns}
+        # For each result of a planned gather, the gather.
+        self.gather = {v: i for i, c in enumerate(s.gathers) for v in (c.start.out, c.wait.out)}
+        # The results of planned reductions.
+        self.planned = {e.out for c in s.reductions for e in c.eqns}
+
+    @functools.cached_property
+    def readers(self) -> dict[Var, list[int]]:
+        """For each storage that eager updates need, their groups."""
+        return grouped((v, u) for e, u in self.floating.items() for v in self.touched(e))
+
+    @functools.cached_property
+    def of_update(self) -> dict[Var, int]:
+        """For each storage that an eager update allocates after a reduction, its group."""
+        groups = [(e, u) for e, u in self.floating.items() if self.groups[u].after]
+        return {v: u for e, u in groups for v in self.allocated(e)}
+
+    @functools.cached_property
+    def of_state(self) -> set[Var]:
+        """The storages of values that eager updates need and that depend on the state only."""
+        eqns = self.floating.keys() & set(self.s.movable[1].values())
+        return {v for e in eqns for v in self.allocated(e)}
+
+    @functools.cached_property
+    def fixed(self) -> dict[Var, int]:
+        """For each storage that an operation at a fixed place needs, the place after the last one."""
+        operations = [(k, e) for k, e in enumerate(self.s.ops) if e not in self.floating]
+        return {v: k + 1 for k, e in operations for v in self.touched(e)}
+
+    @functools.cached_property
+    def sent(self) -> dict[Var, int]:
+        """For each storage that a planned gather sends, the place of the last wait for such a gather."""
+        gathers = zip(self.s.gathers, self.s.use)
+        return {self.donated.owner[c.start.ins[0]]: use for c, use in gathers}
+
+    @functools.cached_property
+    def gradient(self) -> dict[Var, int]:
+        """For each storage of gradients, the last reduction of one of them."""
+        return {self.donated.owner[c.start.ins[0]]: i for i, c in enumerate(self.s.reductions)}
+
+    @functools.cached_property
+    def outputs(self) -> set[Var]:
+        """The storages of the results of the program."""
+        return {self.donated.owner[v] for v in variables(self.s.graph.outputs)}
+
+    def touched(self, e: Eqn) -> set[Var]:
+        """The storages that an equation reads or writes."""
+        return {self.donated.owner[v] for v in (*e.ins, *e.results)}
+
+    def allocated(self, e: Eqn) -> list[Var]:
+        """The storages that an equation allocates."""
+        return [v for v in e.results if self.donated.owner[v] is v]
+
+    def is_temporary(self, storage: Var) -> bool:
+        """Whether only the group that allocates a storage needs it."""
+        elsewhere = any(storage in needed for needed in (self.outputs, self.fixed, self.sent))
+        return not elsewhere and len({*self.readers[storage]}) == 1
+
+    def last_slot(self, storage: Var) -> int:
+        """The last slot at which a place, a gather or a release needs a storage."""
+        slots = [2 * self.sent.get(storage, -1), 2 * self.fixed.get(storage, 0) - 1]
+        slots += (2 * self.groups[u].release for u in self.readers.get(storage, ()))
+        return 2 * len(self.s.ops) + 1 if storage in self.outputs else max(slots)
+
+
+def _with_buffers(residents: _Residents, problem: Problem) -> Problem:
+    """Add to a problem what is live in every schedule, and the buffers of its reductions."""
+    s = residents.s
+    buffers: list[Buffer] = []
+    of_reductions = _ReductionBuffers(residents)
+    for storage in storages(s.graph, residents.donated):
+        if storage.value in s.graph.inputs:
+            buffers.append(Buffer(storage.bytes, 0, 2 * len(s.ops)))
+        else:
+            buffers += _fixed_buffers(residents, problem, storage)
+        if storage.value in residents.gradient:
+            latest = residents.gradient[storage.value]
+            of_reductions.add_waiting(latest, _shared_bytes(problem, latest, storage))
+    slots = live(buffers, 2 * len(s.ops) + 1)
+    return dataclasses.replace(
+        problem,
+        live=tuple(slots[1::2].tolist()),
+        across=tuple(slots[::2].tolist()),
+        reductions=of_reductions.added_to(problem.reductions),
+    )
+
+
+def _fixed_buffers(residents: _Residents, problem: Problem, storage: Storage) -> Iterator[Buffer]:
+    """The slots during which a storage that the program allocates is live in every order."""
+    s = residents.s
+    v = storage.value
+    count = len(s.ops)
+
+    def between(first: int, end: int, through_place: bool = False) -> Iterator[Buffer]:
+        """From operation `first` to the one before place `end`, or through that place."""
+        if first < end:
+            last = 2 * end if through_place or end == count else 2 * end - 1
+            yield Buffer(storage.bytes, 2 * first + 1, last)
+
+    first = s.before[storage.first]
+    end = s.before[storage.last + 1]
+    if v in residents.of_state:
+        # It is computed at its place, or before that by the first group that needs it.
+        early = first if v in residents.of_update else min(first, s.born[0] + 1)
+        yield from between(early, count)
+    elif v in residents.gather:
+        i = residents.gather[v]
+        after = max(problem.gathers[i].last + 1, first)
+        # A result that overwrites the value needs memory of its own if the value is kept for a later gather.
+        apart = end > after and any(g.repeats == i for g in problem.gathers)
+        yield from between(after - apart, max(after, end))
+    elif v in residents.gradient:
+        latest = residents.gradient[v]
+        born = s.born[latest]
+        if _shared_bytes(problem, latest, storage):
+            yield from between(first, born + 1, through_place=True)
+        else:
+            yield from between(first, born, through_place=True)
+        yield from between(born + 1, residents.fixed.get(v, 0))
+    elif v not in residents.of_update and v not in residents.planned:
+        sent = residents.sent.get(v, -1)
+        last = count if v in residents.readers else max(end, sent)
+        yield from between(first, last, through_place=sent >= end)
+
+
+def _shared_bytes(problem: Problem, latest: int, storage: Storage) -> int:
+    """The bytes of other gradients in the storage of a gradient, which its reduction does not count."""
+    return max(storage.bytes - problem.reductions[latest].bytes, 0)
+
+
+class _ReductionBuffers:
+    """What reductions send and receive, their results, and what the updates after them allocate, by reduction."""
+
+    def __init__(self, residents: _Residents) -> None:
+        self.residents = residents
+        self.born = residents.s.born
+        self.collectives = residents.s.reductions
+        self.buffers: list[list[Buffer]] = [[] for _ in self.collectives]
+        self.temporaries: list[list[tuple[int, int]]] = [[] for _ in self.collectives]
+        self.second = [0 for _ in self.collectives]
+
+    def added_to(self, reductions: Sequence[Reduction]) -> tuple[Reduction, ...]:
+        """The reductions with all these bytes."""
+        residents = self.residents
+        for i in range(len(reductions)):
+            self._add_transfer(i)
+        for storage, u in residents.of_update.items():
+            if not residents.is_temporary(storage):
+                latest = max(residents.groups[u].after)
+                self._add_result(latest, storage, residents.size(storage))
+        for group in residents.groups:
+            if group.after:
+                self._add_temporaries(group)
+        return tuple(
+            reduction._replace(
+                buffers=tuple(self.buffers[i]),
+                temporaries=tuple(self.temporaries[i]),
+                second=self.second[i],
+            )
+            for i, reduction in enumerate(reductions)
+        )
+
+    def add_waiting(self, i: int, size: int) -> None:
+        """Add bytes that are live from the first place where reduction `i` can be waited for until its wait."""
+        if size:
+            self.buffers[i].append(Buffer(size, 2 * self.born[i] + 2, AT_WAIT))
+
+    def _add_transfer(self, i: int) -> None:
+        """Add what reduction `i` sends and receives, and its result, which may stay in the receive buffer."""
+        s = self.residents.s
+        axes = s.graph.axes
+        collective = self.collectives[i]
+        storage = self.residents.donated.owner[collective.value]
+        sent = rules(collective.start).sent_bytes(collective.start, axes)
+        received, result, in_buffer = self._received(collective.start, collective.wait)
+        if sent:
+            self.buffers[i].append(Buffer(sent, AT_START, AT_WAIT))
+        if collective.second is None and in_buffer:
+            self._add_result(i, storage, received, AT_START)
+            return
+        self.buffers[i].append(Buffer(received, AT_START, AT_WAIT))
+        if collective.second is not None:
+            start, wait = collective.second
+            received_again, final, _ = self._received(start, wait)
+            self.second[i] += result + rules(start).sent_bytes(start, axes) + received_again
+            result = final
+        self._add_result(i, storage, result)
+
+    def _received(self, start: Eqn, wait: Eqn) -> tuple[int, int, bool]:
+        """The bytes that a reduction receives, those of its result, and whether the result is where it was received."""
+        received = rules(start).received_bytes(start, 0, self.residents.s.graph.axes)
+        in_buffer = self.residents.s.live.root[wait.out] is not wait.out
+        return received, received if in_buffer else self.residents.size(wait.out), in_buffer
+
+    def _add_result(self, i: int, storage: Var, size: int, first: int = AT_WAIT) -> None:
+        """Add a storage that exists after the wait for reduction `i`.
+
+        An update that needs it may need later reductions too. Then the storage counts as a result up to the first place
+        where such a reduction can be waited for, and from there on with that reduction.
+        """
+        residents = self.residents
+        groups = [residents.groups[u] for u in residents.readers.get(storage, ())]
+        later = {max(group.after, default=i) for group in groups} - {i}
+        last = max([residents.last_slot(storage), *(2 * self.born[other] + 1 for other in later)])
+        self.buffers[i].append(Buffer(size, first, last))
+        for other in later:
+            self.add_waiting(other, size)
+            if self.collectives[other].second:
+                self.second[other] += size
+
+    def _add_temporaries(self, group: UpdateGroup) -> None:
+        """Add the most bytes of temporaries that the equations of a group have live at once."""
+        residents = self.residents
+        latest = max(group.after)
+        last = {storage: i for i, e in enumerate(group.eqns) for storage in residents.touched(e)}
+        total = 0
+        most = 0
+        for i, e in enumerate(group.eqns):
+            allocated = [v for v in residents.allocated(e) if residents.is_temporary(v)]
+            total += sum(map(residents.size, allocated))
+            most = max(most, total)
+            for v in residents.touched(e):
+                if v in residents.of_update and last[v] == i and residents.is_temporary(v):
+                    total -= residents.size(v)
+        self.temporaries[latest].append((group.release, most))
+        if self.collectives[latest].second:
+            self.second[latest] += most

@@ -1,9 +1,10 @@
 """plan: the decisions that give a program its order, as a value that can be printed, saved and compared.
 
 A plan names the buckets of gathers and where each starts, the buckets of reductions and where each is waited for, the
-gathers that are dropped because an earlier value is kept, and when updates run. It depends on shapes and costs only, so
-every rank makes the same plan; if ranks measured different costs, they use the plan of rank 0. A plan that was loaded
-from a file, received from another rank or passed as an argument is validated, and the program in its order is verified.
+gathers that are dropped because an earlier value is kept, and when updates run. It names places by landmarks: "matmul
+14 + 2" is two operations after the 14th matrix product. So a person can read it, and it fits every batch size. It
+depends on shapes and costs only, so every rank makes the same plan; if ranks measured different costs, they use the
+plan of rank 0.
 """
 
 from __future__ import annotations
@@ -13,55 +14,51 @@ import hashlib
 import json
 import os
 import uuid
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..ir.differences import Traffic
-from ..ir.graph import Graph
-from ..ir.printer import WIDTH, fold, format_bytes, wrap
-from ..ir.verifier import ProgramError, check
-from .cluster import Device
-from .cost import memory
-from .fingerprint import fingerprint
-from .formulate import frame
-from .plan_names import Members, Named, resolve
-from .program_order import skeleton
-from .realise import realise
-from .solver.validate import ScheduleError
+from ..ir.printer import WIDTH, fold, wrap
+from .skeleton import Collective, Skeleton
+from .solver.problem import Bucket, Problem, Schedule
+from .solver.validate import ScheduleError, validate
 
 WRITTEN = "as written"  # the program keeps its order, updates included
 _UPDATES = ("eager", "last", WRITTEN)
 _MANY = 12  # the most buckets of one kind that print; more of them fold
 
 
-class OtherProgramError(ValueError):
-    """The plan is for another program."""
+Members = tuple[str, ...]
+NamedBuckets = tuple[tuple[Members, str], ...]  # the names of members, and of a place
 
 
 @dataclass(frozen=True, repr=False)
 class Plan:
     """The buckets of a program and their places, by name.
 
-    The name of a member is that of its future. The name of a place is that of the first result of the equation behind
-    it; "" is the end of the program.
+    Attributes:
+        program: a hash of the collectives and landmarks of the program that the plan is for.
+        gathers: the members of each bucket, and the place at which they start.
+        reductions: the members of each bucket, and the place at which they are waited for.
+        dropped: gathers that do not run, because the value of an earlier gather is kept.
+        update: when updates run, "eager" or "last", or "as written" if the program keeps its order.
+        notes: which wishes the plan does not fulfil, and why.
+        file: the file that the plan was read from.
+        traffic: what the program sends by axis and role, once the plan has been applied to a program.
 
     Raises:
         ValueError: a field has a wrong type.
     """
 
-    program: str  # a hash of the program that the plan is for
-    gathers: Named = ()  # (members, the place at which they start)
-    reductions: Named = ()  # (members, the place at which they are waited for)
-    dropped: Members = ()  # gathers that do not run, because the value of an earlier gather is kept
-    update: str = "eager"  # or "last", or "as written" if the program keeps its order
-    notes: tuple[str, ...] = dataclasses.field(
-        default=(), compare=False
-    )  # which wishes the plan does not fulfil, why
-    file: str = dataclasses.field(
-        default="", compare=False, repr=False
-    )  # the file that the plan was read from
-    # What the program sends by axis and role, once the plan has been applied to a program.
+    program: str
+    gathers: NamedBuckets = ()
+    reductions: NamedBuckets = ()
+    dropped: Members = ()
+    update: str = "eager"
+    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    file: str = dataclasses.field(default="", compare=False, repr=False)
     traffic: tuple[tuple[tuple[str, str], Traffic], ...] = dataclasses.field(
         default=(), compare=False, repr=False
     )
@@ -140,25 +137,24 @@ class Plan:
 
         A long bucket folds, and so does a long list of buckets. With `full` each member has a line of its own.
         """
-        lines = [
-            f"plan {self.digest} for program {self.program}, update {self.update}",
-            *_summary(self),
-        ]
-        lines += _buckets("gather", "starts before", self.gathers, full)
-        lines += _buckets("reduce", "waited for before", self.reductions, full)
+        title = f"plan {self.digest} for program {self.program}, update {self.update}"
+        lines = [title, *_summary(self)]
+        lines += _bucket_lines("gather", "starts at", self.gathers, full)
+        lines += _bucket_lines("reduce", "waited for at", self.reductions, full)
         if self.dropped:
-            lines += _members("  kept from forward, not gathered again: ", self.dropped, "", full)
-        return "\n".join(
-            [*lines, *(line for note in self.notes for line in wrap(f"  note: {note}"))]
-        )
+            start = "  kept from forward, not gathered again: "
+            lines += _member_lines(start, self.dropped, "", full)
+        for note in self.notes:
+            lines += wrap(f"  note: {note}")
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         return self.as_text()
 
     def __repr__(self) -> str:
-        kept = f", {len(self.dropped)} kept" if self.dropped else ""
+        dropped = f", {len(self.dropped)} kept" if self.dropped else ""
         buckets = f"{len(self.gathers)} gather buckets, {len(self.reductions)} reduction buckets"
-        return f"Plan({self.digest}, {buckets}{kept}, update={self.update!r})"
+        return f"Plan({self.digest}, {buckets}{dropped}, update={self.update!r})"
 
 
 def _summary(plan: Plan) -> list[str]:
@@ -170,38 +166,30 @@ def _summary(plan: Plan) -> list[str]:
     ]
     if plan.dropped:
         counts.append(f"{len(plan.dropped)} gathers dropped")
-    sent = [f"  {axis} {role}: {total}" for (axis, role), total in plan.traffic]
-    return [f"  {', '.join(counts)}"] * bool(counts) + sent
+    lines = [f"  {', '.join(counts)}"] if counts else []
+    return [*lines, *(f"  {axis} {role}: {total}" for (axis, role), total in plan.traffic)]
 
 
-def _buckets(kind: str, verb: str, buckets: Named, full: bool) -> list[str]:
+def _bucket_lines(kind: str, verb: str, buckets: NamedBuckets, full: bool) -> list[str]:
     """The buckets of one kind, each with its place; of many, the first ones."""
-    few = buckets if full or len(buckets) <= _MANY else buckets[: _MANY // 2]
-    lines = [
-        line
-        for members, place in few
-        for line in _members(f"  {kind} [", members, f"]  {verb} {place or 'the end'}", full)
-    ]
-    return (
-        lines
-        if few is buckets
-        else [*lines, f"  ... {len(buckets) - len(few)} more, by as_text(full=True)"]
-    )
+    shown = buckets if full or len(buckets) <= _MANY else buckets[: _MANY // 2]
+    lines = []
+    for members, place in shown:
+        lines += _member_lines(f"  {kind} [", members, f"]  {verb} {place}", full)
+    if len(shown) < len(buckets):
+        lines.append(f"  ... {len(buckets) - len(shown)} more, by as_text(full=True)")
+    return lines
 
 
-def _members(before: str, members: Members, after: str, full: bool) -> list[str]:
+def _member_lines(before: str, members: Members, after: str, full: bool) -> list[str]:
     """The names of members between two texts, on one line, in which long lists fold, or with `full` on a line each."""
-    names = [name.removesuffix("'") for name in members]
-    line = f"{before}{', '.join(names)}{after}"
+    line = f"{before}{', '.join(members)}{after}"
     if len(line) <= WIDTH:
         return [line]
-    if full:
-        return [
-            before.rstrip(),
-            *(f"      {name}," for name in names),
-            *([f"  {after}"] if after else []),
-        ]
-    return wrap(f"{before}{fold(names)}{after}")
+    if not full:
+        return wrap(f"{before}{fold(members)}{after}")
+    lines = [before.rstrip(), *(f"      {name}," for name in members)]
+    return [*lines, f"  {after}"] if after else lines
 
 
 def _frozen(value: Any) -> Any:
@@ -240,70 +228,82 @@ def _is_bucket(value: object) -> bool:
     return _strings(members) and bool(members) and isinstance(place, str)
 
 
-def apply(graph: Graph, plan: Plan) -> Graph:
-    """Write a program in the order of its plan, and verify it.
+# Between names and numbers.
+
+
+def buckets_by_name(
+    s: Skeleton, problem: Problem, schedule: Schedule
+) -> tuple[NamedBuckets, NamedBuckets, Members]:
+    """A schedule by name: its gathers and where each starts, its reductions and their waits, the dropped gathers."""
+    places = s.place_names
+
+    def names(planned: Sequence[Collective], members: Iterable[int]) -> Members:
+        return tuple(planned[i].name for i in members)
+
+    gathers = [(names(s.gathers, b.members), places[b.start]) for b in schedule.gathers]
+    reductions = [(names(s.reductions, b.members), places[b.wait]) for b in schedule.reductions]
+    dropped = names(s.gathers, sorted(problem.dropped(schedule.levers)))
+    return tuple(gathers), tuple(reductions), dropped
+
+
+def schedule_of(plan: Plan, s: Skeleton, problem: Problem) -> Schedule:
+    """The schedule of a program that has the names of a plan.
+
+    A program for another batch size may have other operations between two landmarks. There a bucket moves to the next
+    place between the same landmarks where it may start, or be waited for.
 
     Raises:
-        OtherProgramError: the plan is for another program.
-        ValueError: something else is wrong with the plan, or the order needs more than the memory of `prefetch`.
+        ScheduleError: a name or a place is wrong.
     """
-    program = ordered(graph, plan)
-    if graph.budget is not None and (peak := memory(program).peak) > graph.budget:
-        raise ValueError(
-            f"{plan.title}: the program that it makes has {peak} bytes live ({format_bytes(peak)}), and prefetch was "
-            f"given memory={graph.budget} ({format_bytes(graph.budget)}).\nLower without the plan, and save it again."
-        )
-    return program
+    gather = _numbers("gather", s.gathers, plan.gathers, plan.dropped)
+    reduction = _numbers("reduction", s.reductions, plan.reductions)
+    gathers = []
+    for names, place in plan.gathers:
+        members = tuple(gather[name] for name in names)
+        use = min(problem.gathers[i].use for i in members)
+        release = max(problem.gathers[i].release for i in members)
+        gathers.append(Bucket(members, _place(s, place, names, release, use), use))
+    reductions = []
+    for names, place in plan.reductions:
+        members = tuple(reduction[name] for name in names)
+        start = max(problem.reductions[i].born for i in members) + 1
+        need = min(problem.reductions[i].need for i in members)
+        reductions.append(Bucket(members, start, _place(s, place, names, start, need)))
+    dropped = {gather[name] for name in plan.dropped}
+    levers = [i for i, lever in enumerate(problem.levers) if dropped.issuperset(lever.dropped)]
+    first = min(dropped - problem.dropped(levers), default=None)
+    if first is not None:
+        name = s.gathers[first].name
+        raise ScheduleError(f"the gather [{name}] is dropped, and no value is kept for it")
+    schedule = Schedule(tuple(gathers), tuple(reductions), frozenset(levers))
+    validate(problem, schedule)
+    return schedule
 
 
-def ordered(graph: Graph, plan: Plan) -> Graph:
-    """As `apply`, without the limit of memory: all ranks must use this order, also one that has a larger batch."""
-    if plan.program != fingerprint(graph):
-        raise OtherProgramError(
-            f"{plan.title}: it was made for program {plan.program}, and this one is {fingerprint(graph)}: another "
-            f"model, mesh, or other transforms.\nLower without it, and save lowered.plan again."
-        )
-    try:
-        if graph.writes_last and plan.update == "eager":
-            raise ScheduleError('update is "eager", and the step has overlap_grads(update="last")')
-        planned = (
-            plan.gathers
-            or plan.reductions
-            or plan.dropped
-            or any(e.order is not None for e in graph.eqns)
-        )
-        program = (
-            _scheduled(graph, plan) if planned and plan.update != WRITTEN else as_written(graph)
-        )
-        return check(program)
-    except (ScheduleError, ProgramError) as error:
-        raise ValueError(
-            f"{plan.title}: {error}.\nLower without the plan, and save it again."
-        ) from None
+def _numbers(
+    kind: str, planned: Sequence[Collective], buckets: NamedBuckets, dropped: Members = ()
+) -> dict[str, int]:
+    """The number of each collective of a kind by its name. Every one must be in one bucket, or dropped."""
+    numbers = {collective.name: i for i, collective in enumerate(planned)}
+    seen: set[str] = set()
+    for name in [*(name for members, _ in buckets for name in members), *dropped]:
+        if name not in numbers:
+            raise ScheduleError(f"the program has no {kind} {name!r}")
+        if name in seen:
+            raise ScheduleError(f"the {kind} {name!r} is there twice")
+        seen.add(name)
+    missing = next((name for name in numbers if name not in seen), None)
+    if missing is not None:
+        raise ScheduleError(f"the {kind} {missing!r} is missing")
+    return numbers
 
 
-def _scheduled(graph: Graph, plan: Plan) -> Graph:
-    """The program in the order of a plan."""
-    s = skeleton(graph)
-    problem = frame(s, plan.update)
-    schedule = resolve(s, problem, plan.gathers, plan.reductions, plan.dropped)
-    return realise(s, schedule, problem)
-
-
-def as_written(graph: Graph) -> Graph:
-    """The program in its own order, without hints."""
-    return graph.replace(
-        eqns=tuple(e.replace(order=None) if e.order is not None else e for e in graph.eqns)
-    )
-
-
-def weighed(plan: Plan, peak: int, budget: int | None, device: Device) -> Plan:
-    """Add notes to a plan if the peak of its program is above the budget or the memory of the device."""
-    notes, has = [], f"the peak is {format_bytes(peak)}"
-    if budget is not None and peak > budget:
-        notes.append(
-            f"{has}, and prefetch was given {format_bytes(budget)}: all ranks run in the same order"
-        )
-    if peak > device.memory:
-        notes.append(f"{has}, and the device ({device.name}) has {format_bytes(device.memory)}")
-    return dataclasses.replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *notes))))
+def _place(s: Skeleton, name: str, members: Members, earliest: int, latest: int) -> int:
+    """The number of a place; within its landmarks it may move so that it is neither too early nor too late."""
+    found = s.place_range(name)
+    if found is None:
+        raise ScheduleError(f"the program has no place {name!r}, where [{', '.join(members)}] is")
+    place, first, last = found
+    if first <= latest and earliest <= last:
+        return min(max(place, earliest), latest)
+    return place

@@ -1,21 +1,186 @@
-"""realise: write a program in the order that a schedule gives it.
+"""realise: make the plan of a program, and write the program in the order of a plan.
 
 The planned collectives return to the program as buckets. With eager updates, the update of a parameter may follow the
-reduction of its gradient at once. The order depends on the program and the schedule only, so it is the same on every
-rank.
+reduction of its gradient at once. The order depends on the program and the plan only, so it is the same on every rank.
+A plan that was loaded from a file, received from another rank or passed as an argument is validated, and the program in
+its order is verified.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 
 from ..ir.collectives import coalesce
-from ..ir.graph import Eqn, Graph, rename
+from ..ir.graph import Eqn, Graph, Var, rename
+from ..ir.pairing import pair
+from ..ir.printer import format_bytes
 from ..ir.relations import grouped
-from .eager_updates import groups
-from .program_order import Planned, Skeleton
-from .solver.problem import Bucket, Problem, Schedule
-from .solver.updates import Updates
+from ..ir.verifier import ProgramError, check
+from .cluster import Cluster, Device
+from .cost import Memory, memory
+from .formulate import formulate, frame
+from .plan import WRITTEN, Plan, buckets_by_name, schedule_of
+from .skeleton import Collective, Skeleton, skeleton, update_groups
+from .solver.problem import Bucket, PendingUpdates, Problem, Schedule
+from .solver.search import needs, solve
+from .solver.validate import ScheduleError, validate
+
+SLACK = 0.05  # the share by which "auto" lets the peak rise above that of the unscheduled program
+
+
+class OtherProgramError(ValueError):
+    """The plan is for another program."""
+
+
+def make_plan(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
+    """Make the plan of a program with hints, and the program in the order of that plan.
+
+    The program is verified. If no other order fits the budget of `prefetch`, or if the planned order is not valid, the
+    program keeps the order in which it was written, and the notes of the plan say why.
+
+    Raises:
+        ValueError: the memory budget is below what any order needs, or the cluster lacks a link.
+    """
+    s = skeleton(graph)
+    unscheduled = memory(graph)
+    budget = int(unscheduled.peak * (1 + SLACK)) if graph.budget is None else graph.budget
+    if not s.gathers and not s.reductions:
+        if graph.budget is not None and unscheduled.peak > budget:
+            raise _too_little(budget, unscheduled)
+        plan = Plan(s.fingerprint)
+        return _with_notes(plan, graph, unscheduled.peak, cluster), check(s.graph)
+
+    problem, update = problem_within(s, cluster, budget)
+    try:
+        schedule = solve(problem)
+        validate(problem, schedule)
+        ordered = check(realise(s, schedule, problem))
+    except (ProgramError, ScheduleError) as error:
+        return _as_written(graph, unscheduled, cluster, f"the planned one is not valid: {error}")
+    planned = memory(ordered)
+    if graph.budget is not None and planned.peak > budget:
+        if budget < unscheduled.peak:
+            raise _too_little(budget, min(planned, unscheduled, key=lambda each: each.peak))
+        reason = f"any other needs {format_bytes(planned.peak)}"
+        return _as_written(graph, unscheduled, cluster, reason)
+
+    notes = []
+    if planned.peak > budget:
+        above = format_bytes(planned.peak - budget)
+        notes.append(f"the peak is {format_bytes(planned.peak)}, {above} above the budget")
+    if update != s.asked_update:
+        notes.append(
+            "updates run at the end: in between they would not have fitted the memory budget"
+        )
+    plan = Plan(s.fingerprint, *buckets_by_name(s, problem, schedule), update, tuple(notes))
+    return _with_notes(plan, graph, planned.peak, cluster), ordered
+
+
+def problem_within(s: Skeleton, cluster: Cluster, budget: int) -> tuple[Problem, str]:
+    """The problem to solve, and when updates run in it.
+
+    Updates run as the user asked. If they were to run early and that cannot fit the budget, they run last, provided
+    that this takes less memory. If that does not fit either, the problem may take as much memory as it needs.
+    """
+    update = s.asked_update
+    problem = formulate(s, cluster, budget)
+    least = needs(problem).bytes
+    if update == "eager" and least > budget:
+        at_end = formulate(s, cluster, budget, "last")
+        least_at_end = needs(at_end).bytes
+        if least_at_end < least:
+            return dataclasses.replace(at_end, memory=max(budget, least_at_end)), "last"
+    return dataclasses.replace(problem, memory=max(budget, least)), update
+
+
+def _as_written(
+    graph: Graph, unscheduled: Memory, cluster: Cluster, reason: str
+) -> tuple[Plan, Graph]:
+    """The program in the order in which it was written, and a plan that says why."""
+    fingerprint = skeleton(graph).fingerprint
+    plan = Plan(fingerprint, update=WRITTEN, notes=(f"the order is as written: {reason}",))
+    return _with_notes(plan, graph, unscheduled.peak, cluster), check(without_hints(graph))
+
+
+def _with_notes(plan: Plan, graph: Graph, peak: int, cluster: Cluster) -> Plan:
+    """Add notes to a plan: which way its collectives go between hosts, and about memory."""
+    routes = ((e, cluster.route(e, graph.axes)) for e in pair(graph).starts)
+    lines = (f"{e.op} over {e.kwargs['axis']}: {route}" for e, route in routes if route is not None)
+    plan = dataclasses.replace(plan, notes=(*plan.notes, *dict.fromkeys(lines)))
+    return with_memory_notes(plan, peak, graph.budget, cluster.device)
+
+
+def with_memory_notes(plan: Plan, peak: int, budget: int | None, device: Device) -> Plan:
+    """Add notes to a plan if the peak of its program is above the budget or the memory of the device."""
+    notes = list(plan.notes)
+    text = f"the peak is {format_bytes(peak)}"
+    if budget is not None and peak > budget:
+        notes.append(
+            f"{text}, and prefetch was given {format_bytes(budget)}: all ranks run in the same order"
+        )
+    if peak > device.memory:
+        notes.append(f"{text}, and the device ({device.name}) has {format_bytes(device.memory)}")
+    return dataclasses.replace(plan, notes=tuple(dict.fromkeys(notes)))
+
+
+def _too_little(budget: int, least: Memory) -> ValueError:
+    lines = ""
+    for v, size, line in least.holders[:5]:
+        comment = f"  # {line}" if line else ""
+        lines += f"  {format_bytes(size):>10}  {v!r}{comment}\n"
+    where = f" at {least.at.source.where}" if least.at is not None and least.at.source else ""
+    return ValueError(
+        f"prefetch: memory={budget} ({format_bytes(budget)}) is less than the step needs in any order: "
+        f"{least.peak} bytes ({format_bytes(least.peak)}){where}.\n{lines}"
+        f"Give it that much, a smaller batch, or more ranks."
+    )
+
+
+def apply_plan(graph: Graph, plan: Plan) -> Graph:
+    """Write a program in the order of its plan, and verify it.
+
+    Raises:
+        OtherProgramError: the plan is for another program.
+        ValueError: something else is wrong with the plan, or the order needs more than the memory of `prefetch`.
+    """
+    program = follow_plan(graph, plan)
+    peak = memory(program).peak if graph.budget is not None else 0
+    if graph.budget is not None and peak > graph.budget:
+        raise ValueError(
+            f"{plan.title}: the program that it makes has {peak} bytes live ({format_bytes(peak)}), and prefetch was "
+            f"given memory={graph.budget} ({format_bytes(graph.budget)}).\nLower without the plan, and save it again."
+        )
+    return program
+
+
+def follow_plan(graph: Graph, plan: Plan) -> Graph:
+    """As `apply_plan`, without the limit of memory: all ranks must use this order, also one with a larger batch."""
+    s = skeleton(graph)
+    if plan.program != s.fingerprint:
+        raise OtherProgramError(
+            f"{plan.title}: it was made for program {plan.program}, and this one is {s.fingerprint}: another "
+            f"model, mesh, or other transforms.\nLower without it, and save lowered.plan again."
+        )
+    try:
+        if graph.writes_last and plan.update == "eager":
+            raise ScheduleError('update is "eager", and the step has overlap_grads(update="last")')
+        decides = plan.gathers or plan.reductions or plan.dropped
+        if plan.update == WRITTEN or not (decides or any(e.order for e in graph.eqns)):
+            return check(without_hints(graph))
+        problem = frame(s, plan.update)
+        return check(realise(s, schedule_of(plan, s, problem), problem))
+    except (ScheduleError, ProgramError) as error:
+        raise ValueError(
+            f"{plan.title}: {error}.\nLower without the plan, and save it again."
+        ) from None
+
+
+def without_hints(graph: Graph) -> Graph:
+    """The program in its own order, without hints."""
+    return graph.replace(
+        eqns=tuple(e.replace(order=None) if e.order is not None else e for e in graph.eqns)
+    )
 
 
 def realise(s: Skeleton, schedule: Schedule, problem: Problem) -> Graph:
@@ -56,21 +221,27 @@ def realise(s: Skeleton, schedule: Schedule, problem: Problem) -> Graph:
             emit.wait(bucket, k)
         emit.second(k)
         emit.write(*starts, *gather_waits.get(k, ()), *s.ops[k : k + 1])
-    replaced = {
-        s.gathers[i].value: s.gathers[keeper].value
-        for i, keeper in problem.keepers(schedule.dropped).items()
-    }
-    return rename(s.graph.replace(eqns=tuple(emit.eqns)), replaced)
+    return rename(s.graph.replace(eqns=tuple(emit.eqns)), _kept_values(s, schedule, problem))
+
+
+def _kept_values(s: Skeleton, schedule: Schedule, problem: Problem) -> dict[Var, Var]:
+    """For the value of each dropped gather, the value that is kept for it. `rename` follows them to the first."""
+    kept = {}
+    for i in problem.dropped(schedule.levers):
+        earlier = problem.gathers[i].repeats
+        if earlier is not None:
+            kept[s.gathers[i].value] = s.gathers[earlier].value
+    return kept
 
 
 class _Emission:
-    """The equations that have been written so far, and the reductions that are under way behind them."""
+    """The equations that have been written so far, and the reductions that are under way after them."""
 
     def __init__(self, s: Skeleton, problem: Problem) -> None:
         self.s, self.problem = s, problem
         self.eqns: dict[Eqn, None] = {}
-        self.groups = groups(s) if problem.updates else ()
-        self.updates = Updates(problem)
+        self.groups = update_groups(s) if problem.updates else ()
+        self.updates = PendingUpdates(problem)
         self.under_way = 0  # the bytes of gradients whose reduction is under way
         self.second_buckets: list[Bucket] = []  # the buckets whose second reduction is under way
 
@@ -78,31 +249,31 @@ class _Emission:
         """Write equations, except those that have been written already."""
         self.eqns.update(dict.fromkeys(eqns))
 
-    def planned(self, bucket: Bucket) -> list[Planned]:
+    def planned(self, bucket: Bucket) -> list[Collective]:
         """The members of a bucket of reductions."""
         return [self.s.reductions[i] for i in bucket.members]
 
-    def _held(self, bucket: Bucket) -> int:
-        return sum(self.problem.reductions[i].held for i in bucket.members)
+    def _gradients(self, bucket: Bucket) -> int:
+        return sum(self.problem.reductions[i].bytes for i in bucket.members)
 
     def fits(self, bucket: Bucket) -> bool:
         """Whether a bucket of gradients may start while those under way still are."""
-        return self.under_way + self._held(bucket) <= self.problem.reductions_in_flight
+        return self.under_way + self._gradients(bucket) <= self.problem.reductions_in_flight
 
     def reduce(self, bucket: Bucket) -> None:
         """Start a bucket of reductions."""
         self.write(coalesce([p.start for p in self.planned(bucket)]))
-        self.under_way += self._held(bucket)
+        self.under_way += self._gradients(bucket)
 
     def wait(self, bucket: Bucket, place: int) -> None:
         """Wait for a bucket of reductions, start its second reduction if it has one, and write updates that can run."""
         members = self.planned(bucket)
         self.write(*(p.wait for p in members))
-        self.under_way -= self._held(bucket)
-        if members[0].then is None:
-            self.updates.meet(bucket.members)
+        self.under_way -= self._gradients(bucket)
+        if members[0].second is None:
+            self.updates.complete(bucket.members)
         else:
-            self.write(coalesce([p.then[0] for p in members if p.then]))
+            self.write(coalesce([p.second[0] for p in members if p.second]))
             self.second_buckets.append(bucket)
         if len(self.second_buckets) > 1:
             self._wait_second()
@@ -118,8 +289,8 @@ class _Emission:
 
     def _wait_second(self) -> None:
         bucket = self.second_buckets.pop(0)
-        self.write(*(p.then[1] for p in self.planned(bucket) if p.then))
-        self.updates.meet(bucket.members)
+        self.write(*(p.second[1] for p in self.planned(bucket) if p.second))
+        self.updates.complete(bucket.members)
 
     def update(self, place: int) -> None:
         """Write the updates that can run at a place, one after the other, so that few of their temporaries live."""

@@ -120,9 +120,9 @@ class Timeline(_Shown):
                 stalls[e.lane, "user"] += e.stall
         return dict(sorted(stalls.items()))
 
-    def beside(self, second: Timeline) -> Beside:
+    def compare(self, second: Timeline) -> Comparison:
         """Compare this timeline with another one of the same program, as one simulated and one measured."""
-        return Beside(self, second)
+        return Comparison(self, second)
 
     @property
     def _timelines(self) -> tuple[Timeline, ...]:
@@ -148,7 +148,7 @@ def one_by_one(name: str, timelines: Sequence[Timeline]) -> Timeline:
 
 
 @dataclass(frozen=True, repr=False)
-class Beside(_Shown):
+class Comparison(_Shown):
     """Two timelines of one program, which print row by row with ratios, and are drawn one beneath the other."""
 
     first: Timeline
@@ -164,4 +164,4 @@ class Beside(_Shown):
         return compared(self.first, self.second)
 
     def __repr__(self) -> str:
-        return f"Beside({self.first!r}, {self.second!r})"
+        return f"Comparison({self.first!r}, {self.second!r})"

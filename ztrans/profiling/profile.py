@@ -30,8 +30,7 @@ from ..ir.printer import format_seconds, op_name
 from ..ir.relations import grouped
 from ..planning.cluster import Cluster, assumed
 from ..planning.cost import memory
-from ..planning.event_simulator import Message
-from ..planning.simulate import messages, signature
+from ..planning.simulate import Message, messages, signature
 from ..planning.timeline import COMPUTE, Event, Timeline
 from ..runtime.agreement import everywhere
 from ..runtime.collectives import Member, Work

@@ -1,9 +1,9 @@
 """problem: what a schedule of collectives decides, without the program that it belongs to.
 
-Operations 0..n-1 run in a fixed order. A gather must have arrived before the operation that first uses it. Its value
-takes memory from its start to its last use. A gather that repeats an earlier one may be dropped, and the earlier
-value kept. A gradient takes memory from the operation that makes it until its reduction has been waited for. Place k
-is before operation k, and place n is the end.
+Operations 0..n-1 run in a fixed order. Place k is before operation k, and place n is the end. A gather must have
+arrived before the operation that first uses it. Its value is live from its start to its last use. A gradient is live
+from the operation that makes it until its reduction has been waited for. A lever changes which messages are sent and
+which bytes are live: a gather that repeats an earlier one need not run if the earlier value stays live.
 
 The equations of an eager update have no place of their own: they run as soon as the reductions that they need have
 been waited for. Collectives that no schedule places, as the step's own, are issued and waited for at fixed places.
@@ -14,13 +14,19 @@ from __future__ import annotations
 import functools
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 from ...ir.relations import grouped
-from ..event_simulator import Message, play
+from ..buffers import AT_START, AT_WAIT, Buffer
+from ..simulate import Message, play
+
+END = sys.maxsize  # a place that is not before the end of any problem
+UNKNOWN = -(2**52)  # the bytes at a place of which nothing is known: no limit is reached there
 
 
 class Wire(NamedTuple):
@@ -39,46 +45,39 @@ class Wire(NamedTuple):
 
 
 class Gather(NamedTuple):
+    """A gather, whose value is live from its start to operation `last`.
+
+    Small members of a bucket share a buffer.
+    """
+
     key: Hashable  # members of a bucket share it; `Problem.wires` says how it travels
     wire: int  # bytes that this rank receives
-    held: int  # bytes live from the place of its start until after operation `last`
+    bytes: int  # of the value
     use: int  # the operation that first uses it
     last: int  # the last one that does
     release: int = 0  # the earliest place at which it may start
-    again: int | None = None  # the earlier gather of the same value, if it may be kept instead
-    small: bool = False  # it shares a buffer with other small members of its bucket
+    repeats: int | None = None  # the earlier gather of the same value, if that value may be kept
+    small: bool = False
     name: str = ""  # its name in a plan
 
 
-END = sys.maxsize  # a place that is not before the end of any problem
-
-
 class Reduction(NamedTuple):
+    """A reduction, whose gradient is live from operation `born` until its wait.
+
+    A gradient that is `copied` to be sent is freed where the reduction starts. Further buffers are what is sent and
+    received, from AT_START to AT_WAIT or beyond, and what the wait and the updates after it allocate, from AT_WAIT on.
+    """
+
     key: Hashable
     wire: int
-    held: int  # bytes of the gradient, live from operation `born` on, until the wait
+    bytes: int  # of the gradient
     born: int  # the operation that makes the gradient
-    received: int = (
-        0  # bytes of the buffer in which it is received, live from the start until the wait
-    )
     need: int = END  # the place that needs the result at the latest
-    freed: int = 0  # the part of `held` that is not live after the start, because a copy is sent
-    sent: int = 0  # bytes of that copy, live from the start until its bucket's first wait
-    value: int = 0  # bytes that the wait makes for the reduced value; 0 if it lies in the buffer that was received
-    updated: int = 0  # bytes that the updates which follow it make, and that stay
-    updating: int = (
-        0  # bytes of temporaries that one of them has at once, if it may run at every wait
-    )
-    released: tuple[
-        tuple[int, int], ...
-    ] = ()  # and those of the others, each with the first place where it may run
-    results: tuple[
-        tuple[int, int], ...
-    ] = ()  # bytes that stay after the wait, each up to a slot (see `slots`)
-    waiting: int = (
-        0  # bytes of results that wait for it, live from the place after its birth until its wait
-    )
-    second: int = 0  # bytes of a second reduction, live from its wait until that of the next bucket that has one
+    copied: bool = False
+    buffers: tuple[Buffer, ...] = ()
+    # For each update that follows: the first place where it may run, and the bytes that it has for itself then.
+    temporaries: tuple[tuple[int, int], ...] = ()
+    second: int = 0  # bytes of a second reduction, which is under way until the next bucket's wait
     small: bool = False
     name: str = ""
 
@@ -91,71 +90,77 @@ class Update(NamedTuple):
     release: int = 0  # the earliest place at which it may run
 
 
+class Lever(NamedTuple):
+    """A choice between memory and time: what changes in a schedule that pulls it."""
+
+    name: str
+    dropped: tuple[int, ...] = ()  # gathers that are not sent
+    buffers: tuple[Buffer, ...] = ()  # bytes that are live in addition; negative bytes are not
+    seconds: tuple[tuple[int, float], ...] = ()  # of compute in addition, by operation
+
+
+Levers = frozenset[int]  # the levers that a schedule pulls, by index
+NO_LEVERS: Levers = frozenset()
+
+
 @dataclass(frozen=True)
 class Problem:
     """Operations, gathers and reductions, and the limits that a schedule of them must keep.
 
     An operation whose compute is among the `updates` takes no seconds.
+
+    Attributes:
+        seconds, matmul: by operation, its seconds, and whether it is a matrix product, or takes as long as one.
+        live, across: bytes that are live in every schedule: by operation, and by place, if they are known.
+        gathers, reductions: in order of use, and in order of birth.
+        memory: bytes that may be live.
+        max_between: matmuls between two starts of reductions; the first birth counts as a start.
+        gathers_in_flight, reductions_in_flight: bytes that are started and not yet waited for, at most.
+        others: messages at places that no schedule changes.
+        names: of the places, for errors.
+        levers: what a schedule may pull, the best first.
     """
 
-    seconds: tuple[float, ...]  # by operation
-    live: tuple[
-        int, ...
-    ]  # by operation: bytes live while it runs, without gathered values and gradients
-    matmul: tuple[
-        bool, ...
-    ]  # by operation: whether it is a matrix product, or takes as long as one
-    gathers: tuple[Gather, ...]  # in order of use
-    reductions: tuple[Reduction, ...]  # in order of birth
+    seconds: tuple[float, ...]
+    live: tuple[int, ...]
+    matmul: tuple[bool, ...]
+    gathers: tuple[Gather, ...]
+    reductions: tuple[Reduction, ...]
     wires: Mapping[Hashable, Wire] = field(hash=False)
-    memory: float = float("inf")  # bytes that may be live
-    max_between: float = float(
-        "inf"
-    )  # matmuls between two starts of reductions; the first birth counts as one
-    gathers_in_flight: float = float(
-        "inf"
-    )  # bytes of gathers started and not yet waited for, at most
-    reductions_in_flight: float = float(
-        "inf"
-    )  # bytes of gradients started and not yet waited for, at most
-    across: tuple[int, ...] = ()  # by place: bytes live there, if they are known
+    memory: float = float("inf")
+    max_between: float = float("inf")
+    gathers_in_flight: float = float("inf")
+    reductions_in_flight: float = float("inf")
+    across: tuple[int, ...] = ()
     updates: tuple[Update, ...] = ()
-    others: tuple[Message, ...] = ()  # messages at places that no schedule changes
-    names: tuple[str, ...] = ()  # of the places, for errors; "" is the end
+    others: tuple[Message, ...] = ()
+    names: tuple[str, ...] = ()
+    levers: tuple[Lever, ...] = ()
 
     def place(self, k: int) -> str:
         """The text of a place in errors."""
-        if not self.names:
-            return f"at place {k}"
-        return f"before {self.names[k]}" if self.names[k] else "at the end"
+        return f"at {self.names[k]}" if self.names else f"at place {k}"
 
-    def keepers(self, dropped: Iterable[int]) -> dict[int, int]:
-        """For each dropped gather, the earlier gather whose value is kept for it."""
-        keeper: dict[int, int] = {}
-        for i in sorted(dropped):
-            earlier = self.gathers[i].again
-            if earlier is not None:
-                keeper[i] = keeper.get(earlier, earlier)
-        return keeper
+    def dropped(self, levers: Iterable[int]) -> frozenset[int]:
+        """The gathers that are not sent if these levers are pulled."""
+        return frozenset(i for lever in levers for i in self.levers[lever].dropped)
 
-    def last_uses(self, dropped: Iterable[int]) -> list[int]:
-        """By gather: the last operation that reads its value, in place of a dropped gather too."""
-        last = [gather.last for gather in self.gathers]
-        for i, keeper in self.keepers(dropped).items():
-            last[keeper] = max(last[keeper], self.gathers[i].last)
-        return last
+    def compute(self, levers: Iterable[int]) -> Sequence[float]:
+        """By operation, its seconds if these levers are pulled."""
+        added = [each for lever in levers for each in self.levers[lever].seconds]
+        if not added:
+            return self.seconds
+        seconds = list(self.seconds)
+        for operation, more in added:
+            seconds[operation] += more
+        return seconds
 
     @functools.cached_property
-    def repeats(self) -> tuple[int, ...]:
-        """The gathers that may be dropped. Those whose value is kept for a short time come first."""
-        return tuple(
-            sorted((i for i, g in enumerate(self.gathers) if g.again is not None), key=self.idle)
+    def free_levers(self) -> Levers:
+        """The levers that cost nothing: neither bytes nor seconds."""
+        return frozenset(
+            i for i, lever in enumerate(self.levers) if not lever.buffers and not lever.seconds
         )
-
-    def idle(self, i: int) -> int:
-        """The operations from the last use of the earlier value to the first use of a gather that repeats it."""
-        earlier = self.gathers[i].again
-        return self.gathers[i].use - self.gathers[i if earlier is None else earlier].last
 
     @functools.cached_property
     def before(self) -> tuple[float, ...]:
@@ -168,14 +173,28 @@ class Problem:
         return play(self.seconds, self.others).start if self.others else self.before
 
     @functools.cached_property
-    def updated(self) -> Mapping[int, list[int]]:
+    def updates_after(self) -> Mapping[int, list[int]]:
         """The updates that need each reduction, by index."""
         return grouped((r, u) for u, update in enumerate(self.updates) for r in update.after)
 
     @functools.cached_property
     def births(self) -> tuple[int, ...]:
-        """The places right behind the births of gradients."""
+        """The places right after the births of gradients."""
         return tuple(sorted({r.born + 1 for r in self.reductions}))
+
+    @functools.cached_property
+    def matmuls(self) -> tuple[int, ...]:
+        """How many matmuls come before each place."""
+        return tuple(accumulate(self.matmul, initial=0))
+
+    @functools.cached_property
+    def fixed(self) -> np.ndarray:
+        """By slot: the bytes that are live in every schedule."""
+        slots = np.full(2 * len(self.live) + 1, UNKNOWN, dtype=np.int64)
+        slots[1::2] = self.live
+        if self.across:
+            slots[::2] = self.across
+        return slots
 
     def without_start(self, starts: Iterable[int]) -> tuple[int, int] | None:
         """Two places between which reductions must start and do not, given all their starts; None if there are none."""
@@ -185,10 +204,20 @@ class Problem:
                 return a, b
         return None
 
-    @functools.cached_property
-    def matmuls(self) -> tuple[int, ...]:
-        """How many matmuls come before each place."""
-        return tuple(accumulate(self.matmul, initial=0))
+
+def keeping_levers(gathers: Sequence[Gather]) -> tuple[Lever, ...]:
+    """For each gather that repeats an earlier one, the lever that keeps the earlier value instead.
+
+    Its bytes are then live from the last use of the earlier value on. Those for the shortest time come first.
+    """
+    levers = []
+    for i, gather in enumerate(gathers):
+        if gather.repeats is not None:
+            after = gathers[gather.repeats].last + 1
+            idle = Buffer(gather.bytes, 2 * after, 2 * gather.use - 1)
+            buffers = (idle,) if gather.use > after else ()
+            levers.append((gather.use - after, Lever(gather.name, (i,), buffers)))
+    return tuple(lever for _, lever in sorted(levers, key=lambda each: each[0]))
 
 
 @dataclass(frozen=True)
@@ -203,8 +232,206 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A solution: buckets in the order of their start, and the gathers that are dropped."""
+    """A solution: buckets in the order of their start, and the levers that are pulled."""
 
     gathers: tuple[Bucket, ...]
     reductions: tuple[Bucket, ...]
-    dropped: frozenset[int] = frozenset()
+    levers: Levers = NO_LEVERS
+
+
+# A bucket as a message.
+
+Members = Sequence[Gather] | Sequence[Reduction]
+
+
+def message_of(problem: Problem, members: Members, start: int, wait: int) -> Message:
+    """A bucket as a message that is sent at place `start` and waited for at place `wait`.
+
+    A gather copies this rank's part into the buffer in which it receives. Small members share a buffer, and their
+    values are copied out of it. A reduction copies gradients that it cannot send from their own storage, and sums up
+    the parts that it has received.
+    """
+    wire = problem.wires[members[0].key]
+    moved = sum(member.wire for member in members)
+    host = wire.call + wire.host * moved + wire.pack * packed_gradients(members)
+    unpack = wire.unpack * moved + wire.copy * packed_values(members)
+    for member in members:
+        packing, unpacking = copy_seconds(wire, member)
+        host += packing
+        unpack += unpacking
+    return Message(start, wait, wire.lane, wire.link, wire.latency, wire.pace * moved, host, unpack)
+
+
+def copy_seconds(wire: Wire, member: Gather | Reduction) -> tuple[float, float]:
+    """The seconds of copies and sums that a member takes in any bucket: to send it, and to unpack it."""
+    if isinstance(member, Gather):
+        return wire.pack * member.bytes / wire.ranks, 0.0
+    packing = wire.pack * member.bytes if member.copied else 0.0
+    return packing, wire.copy * (member.bytes + member.bytes // wire.ranks)
+
+
+def sharing(members: Members) -> list[Gather | Reduction]:
+    """The members of a bucket that share a buffer: the small ones, if there are several."""
+    small = [member for member in members if member.small]
+    return small if len(small) > 1 else []
+
+
+def packed_values(members: Members) -> int:
+    """The bytes of values that are copied out of the buffer of a bucket of gathers."""
+    return sum(member.bytes for member in sharing(members) if isinstance(member, Gather))
+
+
+def packed_gradients(members: Members) -> int:
+    """The bytes of gradients that are copied because their bucket has several small ones."""
+    small = [member for member in sharing(members) if isinstance(member, Reduction)]
+    return sum(reduction.bytes for reduction in small if not reduction.copied)
+
+
+# The bytes of a bucket.
+
+
+def gather_buffers(
+    problem: Problem, members: Sequence[Gather], start: int, wait: int
+) -> Iterator[Buffer]:
+    """What a bucket of gathers has live from its start to its wait, besides the values themselves.
+
+    Where it starts and where it is waited for, that is the whole buffer which small members share, and this rank's
+    part of it in between.
+    """
+    packed = packed_values(members)
+    part = packed // problem.wires[members[0].key].ranks
+    if packed:
+        yield Buffer(packed + part, 2 * wait, 2 * wait)
+        if start < wait:
+            yield Buffer(packed, 2 * start, 2 * start)
+            yield Buffer(part, 2 * start, 2 * wait - 1)
+
+
+class ReductionBytes:
+    """The bytes of a bucket of reductions.
+
+    Attributes:
+        sent, allocated: what begins at its start, and at its wait.
+        awaiting: results of other reductions, which are live until its wait.
+        staying: what is live after its wait, besides temporaries.
+        temporaries: of the updates after its wait, as in `Reduction`.
+    """
+
+    def __init__(self, members: Sequence[Reduction]) -> None:
+        buffers = [buffer for r in members for buffer in r.buffers]
+        self.members = members
+        self.sent = [buffer for buffer in buffers if buffer.first == AT_START]
+        self.allocated = [buffer for buffer in buffers if buffer.first == AT_WAIT]
+        self.awaiting = [buffer for buffer in buffers if buffer.first >= 0]
+        self.staying = [
+            *(buffer for buffer in self.sent if buffer.last != AT_WAIT),
+            *self.allocated,
+        ]
+        self.temporaries = [each for r in members for each in r.temporaries]
+
+    @functools.cached_property
+    def gradients(self) -> int:
+        """The bytes of the gradients of all members."""
+        return _total(self.members)
+
+    @functools.cached_property
+    def starting(self) -> int:
+        """The bytes where it starts."""
+        return self.gradients + _total(self.sent) + packed_gradients(self.members)
+
+    @functools.cached_property
+    def under_way(self) -> int:
+        """The bytes between its start and its wait."""
+        return _total(self.sent) + _total(r for r in self.members if not r.copied)
+
+    @functools.cached_property
+    def waiting(self) -> int:
+        """The bytes of `awaiting`."""
+        return _total(self.awaiting)
+
+    def waited(self, wait: int) -> int:
+        """The most bytes at a wait: while results are allocated, or while the updates run that may, one by one."""
+        largest = max((buffer.bytes for buffer in self.allocated), default=0)
+        running = max((size for release, size in self.temporaries if release <= wait), default=0)
+        second = sum(r.second for r in self.members)
+        return max(self.under_way + largest, _total(self.staying) + second + running)
+
+    def buffers(self, start: int, wait: int) -> Iterator[Buffer]:
+        """All that is live for the bucket, if it starts and is waited for at these places."""
+        for r in self.members:
+            yield Buffer(r.bytes, 2 * r.born + 1, 2 * start - 1)
+        for buffer in self.awaiting:
+            yield Buffer(buffer.bytes, buffer.first, 2 * wait)
+        for buffer in self.staying:
+            if buffer.last > 2 * wait:
+                yield Buffer(buffer.bytes, 2 * wait + 1, buffer.last)
+        for release, size in self.temporaries:
+            if release > wait:
+                yield Buffer(size, 2 * release, 2 * release)
+        if start == wait:
+            yield Buffer(max(self.starting, self.waited(wait)), 2 * start, 2 * start)
+        else:
+            yield Buffer(self.starting, 2 * start, 2 * start)
+            yield Buffer(self.under_way, 2 * start + 1, 2 * wait - 1)
+            yield Buffer(self.waited(wait), 2 * wait, 2 * wait)
+
+
+def _total(sized: Iterable[Buffer | Reduction]) -> int:
+    return sum(each.bytes for each in sized)
+
+
+def lever_buffers(problem: Problem, levers: Iterable[int]) -> Iterator[Buffer]:
+    """What is live in addition if levers are pulled."""
+    for lever in levers:
+        yield from problem.levers[lever].buffers
+
+
+def second_buffer(problem: Problem, size: int) -> Buffer:
+    """The buffer of second reductions, from the first birth on."""
+    return Buffer(size, 2 * problem.births[0], 2 * len(problem.seconds))
+
+
+def reserved_for_second(reductions: Iterable[Sequence[Reduction]]) -> int:
+    """The bytes of the largest second reduction of some buckets: between two waits, one of them is under way."""
+    return max((sum(r.second for r in members) for members in reductions), default=0)
+
+
+class PendingUpdates:
+    """The updates of a problem that have not run yet.
+
+    An update runs when the last reduction that it needs has been waited for. It may not run before its release, because
+    until then something else reads the state that it writes; then it runs at that place.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.updates = problem.updates
+        self.updates_after = problem.updates_after
+        self.missing = [len(update.after) for update in self.updates]
+        self.ready = [u for u, count in enumerate(self.missing) if not count]
+        self.pending = set(range(len(self.updates)))
+
+    def complete(self, reductions: Iterable[int]) -> None:
+        """Note that reductions have been waited for."""
+        for r in reductions:
+            for u in self.updates_after.get(r, ()):
+                self.missing[u] -= 1
+                if not self.missing[u]:
+                    self.ready.append(u)
+
+    def run(self, place: int) -> list[int]:
+        """Take the updates that can run at a place. Those that need no reduction run with the first that does."""
+        runnable = [u for u in self.ready if self.updates[u].release <= place]
+        if not any(self.updates[u].after for u in runnable):
+            return []
+        self.ready = [u for u in self.ready if self.updates[u].release > place]
+        self.pending.difference_update(runnable)
+        return runnable
+
+    def seconds(self, place: int) -> float:
+        """Run the updates that can run at a place, and return their seconds."""
+        return sum(self.updates[u].seconds for u in self.run(place))
+
+    @property
+    def seconds_left(self) -> float:
+        """The seconds of the updates that have not run: they run at the end."""
+        return sum(self.updates[u].seconds for u in sorted(self.pending))

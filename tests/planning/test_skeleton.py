@@ -23,8 +23,8 @@ from ztrans.ir.collectives import (
 )
 from ztrans.ir.graph import Eqn, Graph, Order, Provenance, Split, Var
 from ztrans.planning.formulate import frame
-from ztrans.planning.program_order import hoist, skeleton
 from ztrans.planning.realise import realise
+from ztrans.planning.skeleton import hoist, skeleton
 from ztrans.planning.solver.problem import Bucket, Schedule
 
 aten = torch.ops.aten
@@ -117,10 +117,8 @@ def test_readers_of_a_dropped_gather_read_the_kept_value():
     s = skeleton(forward(2, twice=True))
     buckets = (Bucket((0,), 0, 0), Bucket((1,), 0, 1), Bucket((3,), 2, 3))
     problem = frame(s, "last")
-    gathers = (*problem.gathers[:2], problem.gathers[2]._replace(again=0), problem.gathers[3])
-    ordered = realise(
-        s, Schedule(buckets, (), frozenset({2})), dataclasses.replace(problem, gathers=gathers)
-    )
+    (lever,) = [i for i, lever in enumerate(problem.levers) if lever.dropped == (2,)]
+    ordered = realise(s, Schedule(buckets, (), frozenset([lever])), problem)
     assert names(ordered) == [
         "w0'",
         "w1'",

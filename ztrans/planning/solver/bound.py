@@ -1,4 +1,4 @@
-"""lower_bound: the least time that any schedule of a problem can take, whatever its buckets and its order.
+"""bound: the least time that any schedule of a problem can take, whatever its buckets and its order.
 
 A recursion over places finds the earliest time at which each operation can start: everything before it has run, and
 everything that it needs has arrived. The latter takes a link at least as long as
@@ -17,16 +17,15 @@ so it has no place; it follows its reductions, and counts to the sum of all comp
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
 from ...ir.relations import grouped
-from .problem import Gather, Problem, Reduction
-from .sending import copying
-from .slots import summed
+from ..buffers import Buffer, live
+from .problem import Gather, Problem, Reduction, copy_seconds
 
 # Bytes for which there is no room need a message with its latency. A share this small is the rounding of floats.
 ROUNDING = 1e-9
@@ -59,11 +58,17 @@ def bound(problem: Problem) -> Bound:
     wire = _earliest(problem, jobs)
     memory = _earliest(problem, jobs, room=_room(problem))
     binds: Literal["compute", "wire", "memory"]
-    binds = "compute" if compute > 0.99 * memory else "wire" if wire > 0.99 * memory else "memory"
+    if compute > 0.99 * memory:
+        binds = "compute"
+    elif wire > 0.99 * memory:
+        binds = "wire"
+    else:
+        binds = "memory"
     return Bound(memory, compute, wire, memory, binds)
 
 
-class _Job(NamedTuple):
+@dataclass(frozen=True)
+class _Job:
     """A message that is sent from place `release` on and has arrived by place `need`.
 
     A gather that is not the `first` of its value is not needed if the value is live at each place in between.
@@ -78,7 +83,7 @@ class _Job(NamedTuple):
     unpack: float = 0.0  # of compute, to make values of it
     follows: float = 0.0  # of compute, which no schedule runs before it has arrived
     first: bool = True
-    gathered: int = 0  # the bytes that a gather holds; other messages have none
+    value_bytes: int = 0  # of a gather
     key: Hashable = None  # of a gather
 
     @property
@@ -87,48 +92,49 @@ class _Job(NamedTuple):
         return self.host + self.latency + self.seconds + self.unpack
 
 
+def _job(problem: Problem, member: Gather | Reduction, release: int, need: int) -> _Job:
+    """A member as a message of its own. A bucket saves its latency, and nothing else."""
+    wire = problem.wires[member.key]
+    pack, copy = copy_seconds(wire, member)
+    host = wire.host * member.wire + pack
+    unpack = wire.unpack * member.wire + copy
+    return _Job(wire.link, wire.latency, release, need, wire.pace * member.wire, host, unpack)
+
+
 def _jobs(problem: Problem) -> list[_Job]:
     """In order of need."""
-    n, jobs = (
-        len(problem.seconds),
-        [_Job(m.link, m.latency, m.issue, m.need, m.seconds) for m in problem.others],
-    )
-
-    def job(x: Gather | Reduction, release: int, need: int, **more: Any) -> _Job:
-        wire = problem.wires[x.key]
-        pack, copy = copying(wire, x)
-        host, unpack = wire.host * x.wire + pack, wire.unpack * x.wire + copy
-        return _Job(
-            wire.link, wire.latency, release, need, wire.pace * x.wire, host, unpack, **more
-        )
-
+    jobs = [_Job(m.link, m.latency, m.issue, m.need, m.seconds) for m in problem.others]
+    end = len(problem.seconds)
     for i, r in enumerate(problem.reductions):
-        follows = sum(problem.updates[u].seconds for u in problem.updated.get(i, ()))
-        jobs.append(job(r, r.born + 1, min(n, r.need), follows=follows))
-    for g, after, held in _values(problem):
-        if after is None or held:  # a value that takes no room is kept
-            release = g.release if after is None else after
-            jobs.append(job(g, release, g.use, first=after is None, gathered=held, key=g.key))
+        follows = sum(problem.updates[u].seconds for u in problem.updates_after.get(i, ()))
+        job = _job(problem, r, r.born + 1, min(end, r.need))
+        jobs.append(replace(job, follows=follows))
+    for g, after, size in _values(problem):
+        if after is None or size:  # a value that takes no room is kept
+            job = _job(problem, g, g.release if after is None else after, g.use)
+            jobs.append(replace(job, first=after is None, value_bytes=size, key=g.key))
     return sorted(jobs, key=lambda job: job.need)
 
 
 def _values(problem: Problem) -> Iterator[tuple[Gather, int | None, int]]:
-    """Every gather, the place after the last use of its value before, and the least that holding it takes."""
-    first = problem.keepers(problem.repeats)
+    """Every gather, the place after the last use of its value before, and the least bytes that its value takes."""
+    first: list[int] = []  # for each gather, the first one of its value
     after: dict[int, int] = {}
-    held: dict[int, int] = {}
+    least: dict[int, int] = {}
     for i, g in enumerate(problem.gathers):
-        v = first.get(i, i)
-        held[v] = min(held.get(v, g.held), g.held)
-        yield g, after.get(v), held[v]
+        v = i if g.repeats is None else first[g.repeats]
+        first.append(v)
+        least[v] = min(least.get(v, g.bytes), g.bytes)
+        yield g, after.get(v), least[v]
         after[v] = max(after.get(v, 0), g.last + 1)
 
 
 def _room(problem: Problem) -> np.ndarray:
     """By operation: the bytes that are left besides those that every schedule has live there."""
-    spans = [(max(g.use, after or 0), g.last + 1, held) for g, after, held in _values(problem)]
-    spans += [(r.born, r.born + 1, r.held) for r in problem.reductions]
-    used = problem.live + summed((span for span in spans if span[0] < span[1]), len(problem.live))
+    buffers = [Buffer(size, max(g.use, after or 0), g.last) for g, after, size in _values(problem)]
+    buffers += [Buffer(r.bytes, r.born, r.born) for r in problem.reductions]
+    some = [buffer for buffer in buffers if buffer.first <= buffer.last]
+    used = problem.live + live(some, len(problem.live))
     return np.maximum(problem.memory - used, 0.0)
 
 
@@ -137,86 +143,94 @@ def _earliest(
 ) -> float:
     """The earliest end: by single messages, with `wire` by all that a link carries, with `room` by memory too."""
     before = np.array(problem.before)
-    arrive, delay, at = before.copy(), 0.0, 0
+    arrive = before.copy()  # by place: the earliest time at which compute reaches it
+    delay = 0.0  # of the last place that was considered, `now`
+    now = 0
     by_link = grouped((job.link, job) for job in jobs) if wire else {}
     links = {name: _Link(problem, carried, arrive, room) for name, carried in by_link.items()}
-    left = _left(problem, jobs)
+    left = _seconds_left(problem, jobs)
     end = before[-1] + left[0]
     for need, group in groupby(jobs, key=lambda job: job.need):
-        arrive[at + 1 : need + 1] += delay
+        arrive[now + 1 : need + 1] += delay
         start = before[need] + delay
         for job in group:
             if job.first:
                 arrival = arrive[job.release] + job.takes
-                start, end = max(start, arrival), max(end, arrival + job.follows)
+                start = max(start, arrival)
+                end = max(end, arrival + job.follows)
             if wire:
                 links[job.link].add(job)
-        delay, at = (
-            max([start, *(link.clear(need) for link in links.values())]) - before[need],
-            need,
-        )
+        delay = max([start, *(link.clear(need) for link in links.values())]) - before[need]
+        now = need
         end = max(end, before[-1] + delay + left[need + 1])
     return float(end)
 
 
-def _left(problem: Problem, jobs: list[_Job]) -> np.ndarray:
+def _seconds_left(problem: Problem, jobs: list[_Job]) -> np.ndarray:
     """By place: the compute of sending, unpacking and updating that no schedule can do before it."""
     spent = np.zeros(len(problem.seconds) + 2)
     for job in jobs:
         if job.first:
             spent[job.release] += job.host + job.unpack
     for update in problem.updates:
-        spent[max([update.release, *(problem.reductions[r].born + 1 for r in update.after)])] += (
-            update.seconds
-        )
+        births = (problem.reductions[r].born + 1 for r in update.after)
+        spent[max([update.release, *births])] += update.seconds
     return spent[::-1].cumsum()[::-1]
 
 
 class _Link:
-    """One link, and the seconds that it must carry from each place on, of messages that are needed by now."""
+    """One link, and the seconds that it must carry from each place on, of messages that are needed by now.
+
+    Attributes:
+        first: seconds of all messages that no value in memory replaces.
+        reductions: seconds of all messages that are no gathers.
+        without_room: by key and operation, the seconds of gathers after it, if no value stays live across it.
+        saved: by key, the seconds that a byte of room saves, at most.
+    """
 
     def __init__(
         self, problem: Problem, jobs: list[_Job], arrive: np.ndarray, room: np.ndarray | None
     ) -> None:
-        self.arrive, self.room, self.latency = arrive, room, min(job.latency for job in jobs)
         n = len(problem.seconds)
-        self.sent, self.reduced = np.zeros(n + 1), np.zeros(n + 1)
-        spares: dict[
-            Hashable, float
-        ] = {}  # by key: the seconds that a byte of room spares, at most
+        self.arrive = arrive
+        self.room = room
+        self.latency = min(job.latency for job in jobs)
+        self.first = np.zeros(n + 1)
+        self.reductions = np.zeros(n + 1)
+        saved: dict[Hashable, float] = {}
         for job in jobs:
-            if job.gathered and job.seconds:
-                spares[job.key] = max(spares.get(job.key, 0.0), job.seconds / job.gathered)
-        self.spares = dict(sorted(spares.items(), key=lambda item: -item[1]))
-        self.later = {
-            key: np.zeros(n) for key in spares
-        }  # by operation: gathers after it, without any room
+            if job.value_bytes and job.seconds:
+                saved[job.key] = max(saved.get(job.key, 0.0), job.seconds / job.value_bytes)
+        self.saved = dict(sorted(saved.items(), key=lambda item: -item[1]))
+        self.without_room = {key: np.zeros(n) for key in saved}
 
     def add(self, job: _Job) -> None:
         """Count a message that is needed by now."""
         if job.first:
-            self.sent[: job.release + 1] += job.seconds
-        if not job.gathered:
-            self.reduced[: job.release + 1] += job.seconds
+            self.first[: job.release + 1] += job.seconds
+        if not job.value_bytes:
+            self.reductions[: job.release + 1] += job.seconds
         elif job.seconds:
-            self.later[job.key][0 if job.first else job.release : job.need] += job.seconds
+            since = 0 if job.first else job.release
+            self.without_room[job.key][since : job.need] += job.seconds
 
     def clear(self, place: int) -> float:
         """The earliest time at which the link has carried everything that is needed at `place`."""
-        carried = self._last(self.arrive[: place + 1], self.sent[: place + 1])
-        if self.room is not None:
-            seconds, room = self.reduced[1 : place + 1].copy(), self.room[:place].copy()
-            for key, spares in self.spares.items():
-                later = self.later[key][:place]
-                spared = np.minimum(later, room * spares)
-                left = later - spared
-                seconds += np.where(left > ROUNDING * later, left, 0.0)
-                room = np.maximum(room - spared / spares, 0.0)
-            carried = max(carried, self._last(self.arrive[1 : place + 1], seconds))
-        return carried
+        carried = self._last(self.arrive[: place + 1], self.first[: place + 1])
+        if self.room is None:
+            return carried
+        seconds = self.reductions[1 : place + 1].copy()
+        room = self.room[:place].copy()
+        for key, saved in self.saved.items():
+            gathers = self.without_room[key][:place]
+            spared = np.minimum(gathers, room * saved)
+            left = gathers - spared
+            seconds += np.where(left > ROUNDING * gathers, left, 0.0)
+            room = np.maximum(room - spared / saved, 0.0)
+        return max(carried, self._last(self.arrive[1 : place + 1], seconds))
 
     def _last(self, arrive: np.ndarray, seconds: np.ndarray) -> float:
         some = seconds > 0
-        return (
-            float((arrive + seconds)[some].max(initial=0.0)) + self.latency if some.any() else 0.0
-        )
+        if not some.any():
+            return 0.0
+        return float((arrive + seconds)[some].max(initial=0.0)) + self.latency

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ztrans.planning.event_simulator import Message, Network, play
+from ztrans.planning.simulate import Message, Network, play
 
 
 @st.composite
@@ -275,4 +275,4 @@ def test_a_message_that_is_issued_later_does_not_change_the_past():
     network.run(3.0)
     assert network.begin[a] == 0.0 and network.end[a] == float("inf")
     b = network.issue(Message(0, 9, "b", "x", 0.0, 1.0), 3.0)
-    assert [network.come(i) for i in (a, b)] == [6.0, 5.0]
+    assert [network.arrival(i) for i in (a, b)] == [6.0, 5.0]

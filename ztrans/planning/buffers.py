@@ -1,0 +1,153 @@
+"""buffers: which bytes are live, and when.
+
+A buffer is live from one event to another. Memory analysis, formulation and solver count with the same buffers. The
+events of a program are its equations, by number. Those of a scheduling problem are numbered slots: slot 2k is place k,
+before operation k, where messages start and are waited for, and slot 2k + 1 is operation k. A buffer of a message may
+also begin or end where that message starts or is waited for, which a schedule decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..ir.collectives import rules
+from ..ir.donation import Donation, donation
+from ..ir.graph import Eqn, Graph, Var, variables
+from ..ir.higher_order import functions, is_attention, score_bytes
+from ..ir.layout import local_shape
+from ..ir.pairing import pair
+
+# Events of a message, whose slots a schedule decides. All other events are slots.
+AT_START, AT_WAIT = -1, -2
+
+
+class Buffer(NamedTuple):
+    """Bytes that are live from the event `first` to the event `last`, both included.
+
+    What begins with the wait for a message is allocated after what ends with it is freed.
+    """
+
+    bytes: int
+    first: int
+    last: int
+
+
+def changes(buffers: Iterable[Buffer]) -> np.ndarray:
+    """Two rows: slots, and how many more bytes are live there than at the slot before. All events are slots."""
+    size, first, last = np.array([*buffers, (0, 0, 0)], dtype=np.int64).T
+    return np.concatenate([[first, size], [last + 1, -size]], axis=1)
+
+
+def added_up(several: Sequence[np.ndarray], count: int) -> np.ndarray:
+    """By slot, the live bytes after several `changes`."""
+    slots, sizes = np.concatenate([*several, changes(())], axis=1)
+    change = np.bincount(np.minimum(slots, count), sizes, count + 1)
+    return change.cumsum()[:count].astype(np.int64)  # sums of bytes are exact as floats
+
+
+def live(buffers: Iterable[Buffer], count: int) -> np.ndarray:
+    """By slot, of `count` slots, the bytes of all buffers that are live there."""
+    return added_up([changes(buffers)], count)
+
+
+def by_operation(slots: np.ndarray) -> np.ndarray:
+    """By operation: the most bytes live while it runs or at the place before it. The end counts with the last one."""
+    most = np.maximum(slots[1::2], slots[:-1:2])
+    if len(most):
+        most[-1] = max(most[-1], slots[-1])
+    return most
+
+
+class Storage(NamedTuple):
+    """A storage or a buffer of a program, and the equations during which it is live, by number."""
+
+    value: Var
+    bytes: int
+    line: str  # the user's line, or what the buffer is for
+    first: int
+    last: int
+
+    @property
+    def buffer(self) -> Buffer:
+        return Buffer(self.bytes, self.first, self.last)
+
+
+def local_bytes(graph: Graph) -> Callable[[Var], int]:
+    """A function from a value to its bytes on rank 0."""
+    first_rank = dict.fromkeys(graph.axes, 0)
+    return lambda v: math.prod(local_shape(v, graph.axes, first_rank)) * v.dtype.itemsize
+
+
+def storages(graph: Graph, donated: Donation) -> list[Storage]:
+    """Every storage and buffer of a program, from the equation that allocates it to the last one that needs it.
+
+    Inputs are live throughout, because they belong to the caller. The new state is in the storage of the old one.
+    """
+    size = local_bytes(graph)
+    end = len(graph.eqns) - 1
+    first_rank = dict.fromkeys(graph.axes, 0)
+    starts = pair(graph).starts
+    every = [
+        Storage(v, size(v), "state" if i < graph.num_state else "batch", 0, end)
+        for i, v in enumerate(graph.inputs)
+    ]
+    for i, e in enumerate(graph.eqns):
+        for k, out in enumerate(e.outs):
+            if out is not None and donated.owner[out] is out:
+                allocated = rules(e).received_bytes(e, k, graph.axes) if out.future else size(out)
+                last = min(donated.last[out], end)
+                every.append(Storage(out, allocated, str(e.source or ""), i, last))
+        computed = score_bytes(e, lambda v: local_shape(v, graph.axes, first_rank))
+        if computed:
+            every.append(Storage(e.results[0], computed, "scores of attention", i, i))
+        inside = _inside(e)
+        if inside:
+            every.append(Storage(e.results[0], inside, "temporaries of its functions", i, i))
+        if e in starts:
+            every += _packing(graph, e, i, starts[e].first_wait)
+    return every
+
+
+def live_bytes(graph: Graph, every: Iterable[Storage]) -> list[int]:
+    """The bytes of storages that are live at each equation of a program."""
+    return live((storage.buffer for storage in every), len(graph.eqns)).tolist()
+
+
+def _packing(graph: Graph, start: Eqn, index: int, wait: int) -> list[Storage]:
+    """The buffers of a collective that starts at equation `index` and is first waited for at equation `wait`.
+
+    The send buffer, into which members are packed, cast or padded, lives until the wait. The receive buffer of a
+    gather that must unpack its members is counted at the start and at the wait.
+    """
+    sent = rules(start).sent_bytes(start, graph.axes)
+    if not sent:
+        return []
+    unpacked = rules(start).unpacked_bytes(start, graph.axes)
+    receive = [Storage(start.out, unpacked, "receive buffer", i, i) for i in (index, wait)]
+    return [Storage(start.out, sent, "send buffer", index, wait), *receive]
+
+
+def _inside(e: Eqn) -> int:
+    """The most bytes that a function of an equation has live at once, besides its arguments.
+
+    The results of a branch are those of its equation. A turn of a loop has results besides those of the turn before.
+    The functions of attention count as 0: they compute scores, which are counted by themselves.
+    """
+    if is_attention(e):
+        return 0
+    is_branch = e.op is torch.ops.higher_order.cond
+    return max((_temporaries(f.graph, is_branch) for f in functions(e)), default=0)
+
+
+def _temporaries(graph: Graph, returned: bool) -> int:
+    """The bytes of a program at its peak, without its arguments, and without its results if it just returns them."""
+    size = local_bytes(graph)
+    outputs = variables(graph.outputs) if returned else ()
+    nothing_in_place = donation(graph, frozenset(graph.eqns))
+    peak = max(live_bytes(graph, storages(graph, nothing_in_place)), default=0)
+    return max(peak - sum(map(size, {*graph.inputs, *outputs})), 0)

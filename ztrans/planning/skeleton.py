@@ -1,0 +1,391 @@
+"""skeleton: a program without the collectives that a plan will place.
+
+Transforms that schedule only write hints on equations. Planning follows all hints at once, so the order in which the
+transforms were applied does not matter. `hoist` moves equations marked `birth` up to the last of their inputs.
+`skeleton` then takes the planned collectives out; the remaining equations are the operations, and keep their order. A
+gather must start before the first operation that reads its value, and a reduction after the one that computes its
+gradient. With eager updates, `update_groups` takes equations of the update from their places too: each of them runs as
+soon as the reductions that it needs have been waited for.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from itertools import accumulate
+
+from ..ir.collectives import bucket_key, is_start, role, rules
+from ..ir.donation import donation, first_write
+from ..ir.graph import Eqn, Graph, Order, Var, producers, users, variables
+from ..ir.liveness import Liveness, liveness
+from ..ir.op_facts import is_matmul, is_random
+from ..ir.pairing import pair
+from ..ir.printer import header
+from ..ir.relations import grouped, needed, sorted_by
+from ..ir.user_collectives import is_users
+
+THE_START = "the start"
+THE_END = "the end"
+
+
+def hoist(graph: Graph) -> Graph:
+    """Move every equation marked `birth`, and every planned reduction, right behind the last of its inputs."""
+    moved = {e for e in graph.eqns if e.order is not None and e.order.place in ("birth", "reduce")}
+    if not moved:
+        return graph
+    makers = producers(graph.eqns)
+    # The position of an equation, 0 for that equation itself or 1 for one moved behind it, and the former position.
+    keys: dict[Eqn, tuple[int, int, int]] = {}
+    for i, e in enumerate(graph.eqns):
+        born = max((keys[makers[v]][0] for v in e.ins if v in makers), default=-1)
+        keys[e] = (born, 1, i) if e in moved else (i, 0, i)
+    needs = {e: {makers[v] for v in e.ins if v in makers} for e in graph.eqns}
+    return graph.replace(eqns=tuple(map(_at_its_birth, sorted_by(keys.__getitem__, needs))))
+
+
+def _at_its_birth(e: Eqn) -> Eqn:
+    """An equation that `hoist` has moved needs its hint no longer."""
+    return e.replace(order=None) if e.order is not None and e.order.place == "birth" else e
+
+
+@dataclass(frozen=True, eq=False)
+class Collective:
+    """A collective of one member that a plan places."""
+
+    start: Eqn
+    wait: Eqn
+    order: Order  # the hint on its start
+    second: tuple[Eqn, Eqn] | None = None  # start and wait of a reduction of its result
+
+    @property
+    def value(self) -> Var:
+        """The value that it returns."""
+        return (self.second[1] if self.second else self.wait).out
+
+    @property
+    def name(self) -> str:
+        """Its name in a plan."""
+        return self.start.out.name.removesuffix("'")
+
+    @property
+    def eqns(self) -> tuple[Eqn, ...]:
+        return (self.start, self.wait, *(self.second or ()))
+
+
+@dataclass(frozen=True, eq=False)
+class Skeleton:
+    """A program without its planned collectives: `ops[k]` is operation k, right after place k.
+
+    Attributes:
+        graph: the program after `hoist`, collectives included.
+        gathers, use: in order of first use; for each, the first operation that reads it.
+        reductions, born, need: in order of birth; for each, the operation that computes the gradient, and the first
+            operation that reads the result.
+    """
+
+    graph: Graph
+    ops: tuple[Eqn, ...]
+    gathers: tuple[Collective, ...]
+    reductions: tuple[Collective, ...]
+    use: tuple[int, ...]
+    born: tuple[int, ...]
+    need: tuple[int, ...]
+
+    @functools.cached_property
+    def places(self) -> dict[Eqn, int]:
+        return {e: k for k, e in enumerate(self.ops)}
+
+    @functools.cached_property
+    def live(self) -> Liveness:
+        return liveness(self.graph)
+
+    @functools.cached_property
+    def before(self) -> tuple[int, ...]:
+        """The number of operations before each equation, and before the end."""
+        return tuple(accumulate((e in self.places for e in self.graph.eqns), initial=0))
+
+    @functools.cached_property
+    def landmarks(self) -> tuple[tuple[int, str], ...]:
+        """The operations by which a plan names places, in order, each with its name.
+
+        They are matrix products, the operations that compute gradients, and the collectives that no plan places. All
+        batch sizes have the same ones. Between them, a batch of another size may need another copy or view.
+        """
+        births = set(self.born)
+        counts: Counter[str] = Counter()
+        landmarks = []
+        for k, e in enumerate(self.ops):
+            if is_matmul(e):
+                kind = "matmul"
+            elif k in births:
+                kind = "gradient"
+            elif is_start(e) or is_users(e):
+                kind = "collective"
+            else:
+                continue
+            counts[kind] += 1
+            landmarks.append((k, f"{kind} {counts[kind]}"))
+        return tuple(landmarks)
+
+    @functools.cached_property
+    def place_names(self) -> tuple[str, ...]:
+        """The name of each place: "matmul 14 + 2" is two operations after the 14th matrix product."""
+        names: list[str] = []
+        for first, last, name in self._stretches():
+            names += (
+                name if k == first else f"{name} + {k - first}" for k in range(first, last + 1)
+            )
+        return (*names[:-1], THE_END)
+
+    def place_range(self, name: str) -> tuple[int, int, int] | None:
+        """The place with a name, and the first and the last place between the same landmarks; None if there is none.
+
+        A program for another batch size may have fewer operations before the next landmark. Then it is the last place.
+        """
+        if name == THE_END:
+            return (len(self.ops),) * 3
+        landmark, _, offset = name.partition(" + ")
+        for first, last, known in self._stretches():
+            if known == landmark and (offset.isdecimal() or landmark == name):
+                return min(first + int(offset or 0), last), first, last
+        return None
+
+    def _stretches(self) -> Iterator[tuple[int, int, str]]:
+        """The first and the last place after each landmark and before the next, with its name."""
+        first, name = 0, THE_START
+        for k, landmark in self.landmarks:
+            yield first, k, name
+            first, name = k + 1, landmark
+        yield first, len(self.ops), name
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A hash of what a plan depends on, the same for every batch size: the collectives and the landmarks."""
+        digest = hashlib.sha256(header(self.graph).encode())
+        for collective in (*self.gathers, *self.reductions):
+            start = collective.start
+            digest.update(f"{collective.name} {bucket_key(start)}".encode())
+            if role(start) not in ("output", "pmean"):  # these may have the shape of the batch
+                digest.update(repr(start.ins[0].type).encode())
+        digest.update(" ".join(name for _, name in self.landmarks).encode())
+        return digest.hexdigest()[:16]
+
+    @functools.cached_property
+    def asked_update(self) -> str:
+        """When updates run according to `overlap_grads`: "eager" or "last"."""
+        return self.reductions[0].order.update if self.reductions else "last"
+
+    @functools.cached_property
+    def movable(self) -> tuple[list[Eqn], dict[Var, Eqn]]:
+        """The equations that an eager update may take from their places.
+
+        The first part has, in order, the equations that depend on a planned reduction. The second has the equations
+        that depend on the state only, by the values that they compute. Random draws and the step's own collectives
+        stay at their places, and so does everything that depends on them.
+        """
+        state = set(self.graph.inputs)
+        reduced = {collective.value for collective in self.reductions}
+        after_reductions: list[Eqn] = []
+        of_state: dict[Var, Eqn] = {}
+        for e in self.ops:
+            if e.region != "update" or rules(e).remote or is_random(e.op):
+                continue
+            if any(v in reduced for v in e.ins):
+                after_reductions.append(e)
+                reduced.update(e.results)
+            elif all(v in state or v in of_state for v in e.ins):
+                of_state.update((out, e) for out in e.results)
+        return after_reductions, of_state
+
+    @functools.cached_property
+    def awaited_values(self) -> dict[Eqn, set[Var]]:
+        """For each movable equation, the values that other equations must have read before it runs.
+
+        These are the leaves of the state that it reads, and other values whose storage it takes, because it may
+        overwrite them. An equation that computes a temporary from values that are live anyway also waits for the values
+        that all its readers wait for: if it ran earlier, its result would only take memory.
+        """
+        root = self.live.root
+        owner = donation(self.graph).owner
+        readers = users(self.graph)
+        state = set(self.graph.inputs[: self.graph.num_state])
+        outputs = set(variables(self.graph.outputs))
+        available = self._available(outputs)
+        awaited: dict[Eqn, set[Var]] = {}
+        for e in reversed(self.movable[0]):
+            taken = {owner[out] for out in e.results}
+            awaited[e] = {root[v] for v in e.ins if root[v] in state or owner[v] in taken}
+            of_readers = [
+                awaited.get(reader, set()) for out in e.results for reader in readers.get(out, ())
+            ]
+            if of_readers and all(out in available and out not in outputs for out in e.results):
+                awaited[e] |= set.intersection(*of_readers)
+        return awaited
+
+    def _available(self, outputs: set[Var]) -> set[Var]:
+        """Values that are live anyway while updates run, or are computed from such values and scalars only."""
+        after_reductions, of_state = self.movable
+        available = {*self.graph.inputs, *outputs, *of_state}
+        for e in after_reductions:
+            if all(v in available or v.numel == 1 for v in e.ins):
+                available.update(e.results)
+        return available
+
+
+@functools.lru_cache(maxsize=2)  # the same program is asked about several times in a row
+def skeleton(graph: Graph) -> Skeleton:
+    """Take the planned collectives out of a program."""
+    graph = hoist(graph)
+    readers = users(graph)
+    makers = producers(graph.eqns)
+    planned = _collectives(graph, makers)
+    taken = {e for collective in planned for e in collective.eqns}
+    ops = tuple(e for e in graph.eqns if e not in taken)
+    places = {e: k for k, e in enumerate(ops)}
+    end = len(ops)
+
+    def first_reader(collective: Collective) -> int:
+        return min((places.get(e, end) for e in readers.get(collective.value, ())), default=end)
+
+    def birth(collective: Collective) -> int:
+        return max(places.get(makers[v], -1) if v in makers else -1 for v in collective.start.ins)
+
+    # If writes come last, every reduction must have been waited for before the first write.
+    latest = end
+    if graph.writes_last:
+        latest = sum(e not in taken for e in graph.eqns[: first_write(graph)])
+    gathers = sorted((c for c in planned if c.order.place == "gather"), key=first_reader)
+    reductions = sorted((c for c in planned if c.order.place == "reduce"), key=birth)
+    return Skeleton(
+        graph,
+        ops,
+        tuple(gathers),
+        tuple(reductions),
+        use=tuple(map(first_reader, gathers)),
+        born=tuple(map(birth, reductions)),
+        need=tuple(min(first_reader(c), latest) for c in reductions),
+    )
+
+
+def _collectives(graph: Graph, makers: Mapping[Var, Eqn]) -> list[Collective]:
+    """The collectives that a plan places, in order.
+
+    The result of a reduction may be reduced again, over the replicated axis: that reduction follows the first one. A
+    hinted gather of such a result cannot move, and stays where it is.
+    """
+    pairs = pair(graph)
+    hinted = [(e, e.order) for e in pairs.starts if e.order is not None]
+    first_wait = {e: graph.eqns[pairs.starts[e].first_wait] for e, _ in hinted}
+    made_by_wait = {e for e, _ in hinted if makers.get(e.ins[0]) in pairs.waits}
+    second = {
+        makers[e.ins[0]]: (e, first_wait[e])
+        for e, order in hinted
+        if e in made_by_wait and order.place == "reduce"
+    }
+    return [
+        Collective(e, first_wait[e], order, second.get(first_wait[e]))
+        for e, order in hinted
+        if e not in made_by_wait
+    ]
+
+
+@dataclass(frozen=True)
+class UpdateGroup:
+    """Equations of the update that need the same reductions and may run from the same place on."""
+
+    after: tuple[int, ...]  # the indices of these reductions
+    release: int  # the first place at which they may run
+    eqns: tuple[Eqn, ...]  # in program order
+
+
+_GroupKey = tuple[frozenset[int], int]  # the reductions that a group needs, and its release
+
+
+def update_groups(s: Skeleton) -> tuple[UpdateGroup, ...]:
+    """The equations of the update that leave their places, in groups.
+
+    An equation may need a value that an operation at a fixed place computes after the last reduction was waited for,
+    such as the scale of a global norm. No reduction is waited for after that, so the equation stays at its place.
+    """
+    after_reductions, of_state = s.movable
+    leaving = set(after_reductions)
+    while True:
+        groups = _by_need(s, leaving)
+        grouped_eqns = {e for eqns in groups.values() for e in eqns}
+        if leaving <= grouped_eqns:
+            break
+        # What stays reads the state at its place, so more equations may have to stay.
+        leaving = grouped_eqns
+    for key, eqns in _state_computations(of_state, groups).items():
+        groups.setdefault(key, []).extend(eqns)
+    return tuple(
+        UpdateGroup(
+            tuple(sorted(reductions)), release, tuple(sorted(eqns, key=s.places.__getitem__))
+        )
+        for (reductions, release), eqns in groups.items()
+    )
+
+
+def _by_need(s: Skeleton, leaving: set[Eqn]) -> dict[_GroupKey, list[Eqn]]:
+    """The equations among `leaving` that can leave their places, by what they need."""
+    after_reductions, of_state = s.movable
+    exists, read = _places(s, needed(leaving, of_state))
+    latest = max(s.need, default=0)
+    after = {c.value: frozenset([i]) for i, c in enumerate(s.reductions)}
+    groups: dict[_GroupKey, list[Eqn]] = {}
+    for e in after_reductions:
+        if e not in leaving:
+            continue
+        reductions = frozenset[int]().union(*(after.get(v, ()) for v in e.ins))
+        places = [exists.get(v, 0) for v in e.ins]
+        place = max([*places, *(read.get(v, 0) for v in s.awaited_values[e])])
+        if place > latest:
+            place = s.places[e] + 1
+        else:
+            groups.setdefault((reductions, place), []).append(e)
+        for out in e.results:
+            after[out] = reductions
+            exists[out] = place
+    return groups
+
+
+def _state_computations(
+    of_state: Mapping[Var, Eqn], groups: Mapping[_GroupKey, Sequence[Eqn]]
+) -> dict[_GroupKey, list[Eqn]]:
+    """The equations that depend on the state only, by the group that needs them.
+
+    An equation that several groups need is in a group without reductions. One that no group needs stays at its place.
+    """
+    keys = grouped(
+        (e, key) for key, eqns in groups.items() for e in needed(eqns, of_state) - {*eqns}
+    )
+    shared = (frozenset[int](), 0)
+    return grouped((needing[0] if len(needing) == 1 else shared, e) for e, needing in keys.items())
+
+
+def _places(s: Skeleton, floating: set[Eqn]) -> tuple[dict[Var, int], dict[Var, int]]:
+    """For each value, the first place at which it exists, and the place after its last reader at a fixed place."""
+    root = s.live.root
+    exists: dict[Var, int] = {}
+    read: dict[Var, int] = {}
+    for k, e in enumerate(s.ops):
+        if e not in floating:
+            exists.update((out, k + 1) for out in e.results)
+            read.update((root[v], k + 1) for v in e.ins)
+    for c, use in zip(s.gathers, s.use):
+        after = min(use + 1, len(s.ops))
+        exists[c.value] = after
+        for v in c.start.ins:
+            read[root[v]] = max(read.get(root[v], 0), after)
+    return exists, read
+
+
+def deadlines(s: Skeleton, floating: Set[Eqn]) -> list[int]:
+    """The last place to wait for each reduction: before what needs it, and before the floating equations there."""
+    starts = [0]  # for each place, the first of the floating equations right before it
+    for k, e in enumerate(s.ops):
+        starts.append(starts[k] if e in floating else k + 1)
+    return [max(starts[need], min(born + 1, need)) for born, need in zip(s.born, s.need)]

@@ -1,0 +1,477 @@
+"""search: find a schedule of collectives for a problem.
+
+Memory is a hard limit. Live bytes are counted by slot (see `buffers`), and the program in the order of a schedule never
+has more of them live than its schedule counts.
+
+A choice of buckets and levers is as good as the time that its placement takes. Times below `enough` count as equal;
+then fewer live bytes are better, then fewer buckets. The search begins with full buckets, once with no levers pulled
+and once with as many as fit. It merges buckets, many at once where that is no loss. Then it makes random changes, and
+keeps those that are not slower. Of the choices that take nearly as little time as the best one, the result is the one
+with the fewest live bytes. The random numbers have a fixed seed, and the effort is counted in messages placed, so the
+same problem has the same result everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, pairwise
+from random import Random
+from typing import NamedTuple
+
+from ...ir.relations import grouped
+from ..buffers import by_operation
+from .bound import bound
+from .place import Choice, Loads, Members, Placed, place_choice
+from .problem import NO_LEVERS, Gather, Levers, Problem, Reduction, Schedule
+
+EFFORT = 20_000  # messages that the search places: about a second
+NEARLY = 0.0025  # schedules whose times differ by less than this share count as equal; the lower bound's is enough
+FULL = 16.0  # latencies that the transfer of a full bucket takes
+# Portions of the memory that is left where a bucket is needed, which a bucket may take.
+FIRST_GATHERS, REGATHERS, REDUCTIONS = 0.3, 0.12, 0.2
+# Without an improvement the search ends after this many messages, and this many more for each message of the problem.
+PATIENCE, PATIENCE_FOR_EACH = 500, 100
+LITTLE = 4000  # messages that the smallest problem may place; the first choices alone take hundreds
+
+
+class Infeasible(Exception):
+    """No schedule fits the memory: with every message alone, `needs` bytes are live at operation `at`."""
+
+    def __init__(self, needs: int, at: int) -> None:
+        super().__init__(
+            f"{needs} bytes are needed at operation {at}, even if every message is sent alone"
+        )
+        self.needs = needs
+        self.at = at
+
+
+class Needs(NamedTuple):
+    """The memory that a problem needs."""
+
+    bytes: int
+    at: int  # the operation at which that much is live
+
+
+def needs(problem: Problem) -> Needs:
+    """Find the least memory for which every message can be sent alone (see `place.first_waits`).
+
+    If that fits the memory of the problem, these are the bytes that are live then.
+    """
+    least = _alone(problem)
+    if least.bytes <= problem.memory:
+        return least
+    low = int(problem.memory)
+    while low + 1 < least.bytes:
+        middle = (low + least.bytes) // 2
+        within = _alone(replace(problem, memory=middle))
+        if within.bytes <= middle:
+            least = Needs(middle, within.at)
+        else:
+            low = middle
+    return least
+
+
+def _alone(problem: Problem) -> Needs:
+    """The bytes that are live if every message is sent alone, and is waited for as early as the memory allows."""
+    live = by_operation(Loads(problem).alone(NO_LEVERS))
+    return Needs(int(live.max(initial=0)), int(live.argmax()) if len(live) else 0)
+
+
+# Random changes. Each takes a source of random numbers, the problem and a choice, and returns another choice, or the
+# same where it cannot be made.
+Change = Callable[[Random, Problem, Choice], Choice]
+_LEADS = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 1e6)
+_COUNTS = (1, 2, 4, 8)  # of levers that are pulled at once
+
+
+def split(chance: Random, problem: Problem, choice: Choice) -> Choice:
+    """Split a bucket."""
+    kind, buckets, k = _pick(chance, choice)
+    cuts = _cuts(problem, buckets[k], kind)
+    if cuts:
+        cut = chance.choice(cuts)
+        buckets[k : k + 1] = [buckets[k][:cut], buckets[k][cut:]]
+    return with_buckets(choice, kind, buckets)
+
+
+def join(chance: Random, problem: Problem, choice: Choice) -> Choice:
+    """Merge a bucket with the next one."""
+    kind, buckets, k = _pick(chance, choice)
+    if can_join(problem, buckets, k, kind):
+        buckets[k : k + 2] = [buckets[k] + buckets[k + 1]]
+    return with_buckets(choice, kind, buckets)
+
+
+def move_border(chance: Random, problem: Problem, choice: Choice) -> Choice:
+    """Move members between a bucket and the next one: often a few of them, sometimes any number."""
+    kind, buckets, k = _pick(chance, choice)
+    if can_join(problem, buckets, k, kind):
+        both = buckets[k] + buckets[k + 1]
+        border = len(buckets[k])
+        cuts = [cut for cut in _cuts(problem, both, kind) if cut != border]
+        cuts.sort(key=lambda cut: abs(cut - border))
+        if cuts:
+            cut = chance.choice(cuts[:4] if chance.random() < 0.5 else cuts)
+            buckets[k : k + 2] = [both[:cut], both[cut:]]
+    return with_buckets(choice, kind, buckets)
+
+
+def change_start(chance: Random, problem: Problem, choice: Choice) -> Choice:
+    """Change when gathers start."""
+    return choice._replace(lead=chance.choice(_LEADS), reserve=chance.choice((False, True)))
+
+
+def pull_more(chance: Random, problem: Problem, choice: Choice) -> Choice:
+    """Pull a few more levers, the first ones first."""
+    more = [i for i in range(len(problem.levers)) if i not in choice.levers]
+    levers = choice.levers.union(more[: chance.choice(_COUNTS)])
+    dropped = problem.dropped(levers)
+    left = (tuple(i for i in members if i not in dropped) for members in choice.gathers)
+    return choice._replace(gathers=tuple(members for members in left if members), levers=levers)
+
+
+# Each change with its weight. `benchmarks/ablations.py` leaves each of them out, to see what it gains.
+CHANGES: tuple[tuple[Change, int], ...] = (
+    (split, 20),
+    (join, 30),
+    (move_border, 50),
+    (change_start, 6),
+    (pull_more, 8),
+)
+
+Kind = str  # "gathers" or "reductions", as the fields of a problem and of a choice
+
+
+def _pick(chance: Random, choice: Choice) -> tuple[Kind, list[Members], int]:
+    """Pick a bucket: its kind, the buckets of that kind, and its number among them."""
+    count = len(choice.gathers)
+    number = chance.randrange(count + len(choice.reductions))
+    if number < count:
+        return "gathers", list(choice.gathers), number
+    return "reductions", list(choice.reductions), number - count
+
+
+def _cuts(problem: Problem, members: Members, kind: Kind) -> list[int]:
+    """Where a bucket may be cut: members of one operation stay together."""
+    if kind == "gathers":
+        marks = [(problem.gathers[i].use, problem.gathers[i].release) for i in members]
+    else:
+        marks = [(problem.reductions[i].born, 0) for i in members]
+    return [k for k in range(1, len(members)) if marks[k] != marks[k - 1]]
+
+
+def can_join(problem: Problem, buckets: Sequence[Members], k: int, kind: Kind) -> bool:
+    """Whether a bucket has the key of the next one."""
+    messages = getattr(problem, kind)
+    return k + 1 < len(buckets) and messages[buckets[k][0]].key == messages[buckets[k + 1][0]].key
+
+
+def with_buckets(choice: Choice, kind: Kind, buckets: Iterable[Members]) -> Choice:
+    """A choice with other buckets of a kind."""
+    if kind == "gathers":
+        return choice._replace(gathers=tuple(buckets))
+    return choice._replace(reductions=tuple(buckets))
+
+
+# Full buckets, with which the search begins.
+
+
+def in_order(problem: Problem, gathers: Iterable[Members]) -> tuple[Members, ...]:
+    """Buckets of gathers in order: by key, and by use within a key."""
+    buckets = grouped((problem.gathers[members[0]].key, members) for members in sorted(gathers))
+    return tuple(chain.from_iterable(buckets.values()))
+
+
+def gather_buckets(
+    problem: Problem,
+    among: Iterable[int],
+    room: Sequence[float],
+    portion: float,
+    full: float = FULL,
+) -> list[Members]:
+    """Make full buckets of some gathers, in order of use.
+
+    Neighbours of one key share a bucket until it is full: its transfer takes some times the latency of a message, or
+    its bytes take a portion of the room at its first use.
+
+    Args:
+        problem: the gathers and their limits.
+        among: the gathers, by index.
+        room: for each operation, the bytes that are left while it runs.
+        portion: the part of them that a bucket may take.
+        full: the latencies that the transfer of a full bucket takes.
+    """
+
+    def fits(members: Sequence[int]) -> bool:
+        gathers = [problem.gathers[i] for i in members]
+        use = min(g.use for g in gathers)
+        # A small member is live twice where it is unpacked: in the buffer that it shares, and as its value.
+        size = sum(g.bytes * (1 + g.small) for g in gathers)
+        most = min(portion * room[use], problem.gathers_in_flight)
+        return max(g.release for g in gathers) <= use and size <= most
+
+    buckets: list[Members] = []
+    for indices in grouped((problem.gathers[i].key, i) for i in among).values():
+        # The last uses come first: a bucket is waited for at its first use, so its last member is the one that fits.
+        filled = _filled(problem, problem.gathers, indices[::-1], full, fits)
+        buckets += [members[::-1] for members in filled][::-1]
+    return buckets
+
+
+def reduction_buckets(
+    problem: Problem, room: Sequence[float], portion: float, full: float = FULL
+) -> list[Members]:
+    """Make full buckets of all reductions likewise; they start as often as `max_between` asks."""
+    keys = grouped((r.key, i) for i, r in enumerate(problem.reductions))
+    births = sorted({r.born for r in problem.reductions})
+    previous_birth = dict(zip(births[1:], births))
+    born_before = {  # for each reduction, the birth of the one before it with its key
+        j: problem.reductions[i].born for indices in keys.values() for i, j in pairwise(indices)
+    }
+
+    def fits(members: Sequence[int]) -> bool:
+        reductions = [problem.reductions[i] for i in members]
+        first = reductions[0].born
+        last = reductions[-1].born
+        # The latest at which the bucket before this one starts.
+        start = born_before.get(members[0], previous_birth.get(first, first))
+        matmuls = problem.matmuls[last + 1] - problem.matmuls[start + 1]
+        most = min(portion * room[last], problem.reductions_in_flight)
+        return (
+            (matmuls <= problem.max_between or first == last)
+            and all(last + 1 <= r.need for r in reductions)
+            and sum(r.bytes for r in reductions) <= most
+        )
+
+    return [
+        members
+        for indices in keys.values()
+        for members in _filled(problem, problem.reductions, indices, full, fits)
+    ]
+
+
+def _filled(
+    problem: Problem,
+    messages: Sequence[Gather | Reduction],
+    indices: Sequence[int],
+    full: float,
+    fits: Callable[[Sequence[int]], bool],
+) -> Iterator[Members]:
+    """Buckets of neighbours: each is full once its transfer takes long enough, or nothing more fits."""
+    wire = problem.wires[messages[indices[0]].key]
+    bucket: list[int] = []
+    seconds = 0.0
+    for i in indices:
+        if bucket and (seconds > full * wire.latency or not fits([*bucket, i])):
+            yield tuple(bucket)
+            bucket = []
+            seconds = 0.0
+        bucket.append(i)
+        seconds += wire.pace * messages[i].wire
+    if bucket:
+        yield tuple(bucket)
+
+
+# The search.
+
+
+class Search:
+    """The best choice so far, and the effort that is left: now, and at the last improvement."""
+
+    def __init__(self, problem: Problem, least: float, effort: int) -> None:
+        self.problem = problem
+        self.enough = least * (1 + NEARLY)
+        self.loads = Loads(problem)
+        self.chance = random.Random(0)
+        count = len(problem.gathers) + len(problem.reductions)
+        self.effort = min(effort, LITTLE + (8 * count + 16) * (count + 8)) if count else 0
+        self.improved = self.effort
+        self.patience = PATIENCE + PATIENCE_FOR_EACH * count
+        self.seen: set[Choice] = set()
+        self.granule = max(1.0, self.loads.alone(NO_LEVERS).max(initial=0.0) / 64)
+        alone = place_choice(self.loads, self._alone())
+        if alone is None:
+            raise ValueError("search: the memory is less than every schedule needs.")
+        self.best = alone
+        # The choices near the best that no other beats in both seconds and bytes.
+        self.front = [alone]
+
+    def _alone(self) -> Choice:
+        """Every message alone, every gather at its use."""
+        levers = self.problem.free_levers
+        dropped = self.problem.dropped(levers)
+        gathers = [(i,) for i in range(len(self.problem.gathers)) if i not in dropped]
+        reductions = tuple((i,) for i in range(len(self.problem.reductions)))
+        return Choice(in_order(self.problem, gathers), reductions, levers, lead=0.0)
+
+    @property
+    def done(self) -> bool:
+        """Whether the best is good enough, or the effort spent."""
+        return self.effort <= 0 or self.best.seconds <= self.enough
+
+    @property
+    def limit(self) -> float:
+        """The seconds up to which a choice takes nearly as little time as the best one."""
+        return max(self.best.seconds * (1 + NEARLY), self.enough)
+
+    @property
+    def result(self) -> Placed:
+        """Of the choices that take nearly as little time as the best one, the one with the fewest live bytes."""
+        near = [placed for placed in self.front if placed.seconds <= self.limit]
+        return min(near, key=lambda placed: placed.peak)
+
+    def rank(self, placed: Placed) -> tuple[float, int, int]:
+        """Sort key: smaller is better."""
+        buckets = len(placed.choice.gathers) + len(placed.choice.reductions)
+        return max(placed.seconds, self.enough), math.ceil(placed.peak / self.granule), buckets
+
+    def attempt(self, choice: Choice, limit: float = math.inf) -> Placed | None:
+        """Place a choice. None if it was tried before, does not fit, or takes longer than `limit` seconds."""
+        self.effort -= 8
+        if choice in self.seen:
+            return None
+        self.seen.add(choice)
+        placed = place_choice(self.loads, choice, max(limit, self.enough))
+        if placed is not None:
+            self.effort -= len(choice.gathers) + len(choice.reductions)
+            if self.rank(placed) < self.rank(self.best):
+                self.best = placed
+            self._add_to_front(placed)
+        return placed
+
+    def _add_to_front(self, placed: Placed) -> None:
+        limit = self.limit
+        if placed.seconds <= limit and not any(_beats(other, placed) for other in self.front):
+            near = [other for other in self.front if other.seconds <= limit]
+            self.front = [*(other for other in near if not _beats(placed, other)), placed]
+            self.improved = self.effort
+
+    def begin(self) -> None:
+        """Try full buckets: with no levers pulled, and with as many as fit."""
+        for levers in (self.problem.free_levers, self._levers_that_fit()):
+            if not self.done:
+                self.attempt(self._full(levers))
+
+    def _levers_that_fit(self) -> Levers:
+        """As many levers as fit the memory, the first ones first."""
+        room = self.loads.memory - self.loads.alone(NO_LEVERS)
+        levers = set(self.problem.free_levers)
+        for i, lever in enumerate(self.problem.levers):
+            spans = [(room[b.first : b.last + 1], b.bytes) for b in lever.buffers]
+            if all(span.min() >= size for span, size in spans):
+                levers.add(i)
+                for span, size in spans:
+                    span -= size
+        return frozenset(levers)
+
+    def _full(self, levers: Levers) -> Choice:
+        """Full buckets of everything that is not dropped."""
+        problem = self.problem
+        room = (self.loads.memory - by_operation(self.loads.alone(levers))).tolist()
+        dropped = problem.dropped(levers)
+        gathers = [(i, g) for i, g in enumerate(problem.gathers) if i not in dropped]
+        first = [i for i, g in gathers if g.repeats is None]
+        regathers = [i for i, g in gathers if g.repeats is not None]
+        buckets = [
+            *gather_buckets(problem, first, room, FIRST_GATHERS),
+            *gather_buckets(problem, regathers, room, REGATHERS),
+        ]
+        reductions = reduction_buckets(problem, room, REDUCTIONS)
+        return Choice(in_order(problem, buckets), tuple(reductions), levers, lead=2.0)
+
+    def merge(self, kind: Kind) -> None:
+        """Merge neighbouring buckets of a kind: all pairs at once, then halves of them where that is a loss."""
+        improved = True
+        while improved and not self.done:
+            improved = False
+            parts = [self._pairs(kind)]
+            while parts and self.effort > 0:
+                part = parts.pop(0)
+                before = self.best
+                merged = _merged(getattr(before.choice, kind), set(part))
+                self.attempt(with_buckets(before.choice, kind, merged), before.seconds)
+                if self.best is not before:
+                    improved = True
+                elif len(part) > 1:
+                    parts += [part[: len(part) // 2], part[len(part) // 2 :]]
+
+    def _pairs(self, kind: Kind) -> list[int]:
+        """The first members of buckets that can be merged with the next one."""
+        buckets = getattr(self.best.choice, kind)
+        pairs: list[int] = []
+        joins = False
+        for k, members in enumerate(buckets):
+            joins = not joins and can_join(self.problem, buckets, k, kind)
+            if joins:
+                pairs.append(members[0])
+        return pairs
+
+    def climb(self, changes: Sequence[tuple[Change, int]] = CHANGES) -> None:
+        """Change the best choice at random, while effort is left and an improvement can be expected.
+
+        After a time without one the search ends. That time is longer in a large problem, and if the last came late.
+        """
+        current = self.best
+        total = self.effort
+        self.improved = total
+        while changes and not self.done:
+            if self.improved - self.effort > self.patience + 3 * (total - self.improved):
+                break
+            placed = self.attempt(self._neighbour(current.choice, changes), current.seconds)
+            if placed is not None and placed.seconds <= current.seconds:
+                current = placed
+
+    def _neighbour(self, choice: Choice, changes: Sequence[tuple[Change, int]]) -> Choice:
+        """A choice with one to three random changes."""
+        kinds, weights = zip(*changes)
+        for change in self.chance.choices(kinds, weights, k=self.chance.choice((1, 1, 2, 3))):
+            choice = change(self.chance, self.problem, choice)
+        return choice
+
+
+def _beats(a: Placed, b: Placed) -> bool:
+    return a.seconds <= b.seconds and a.peak <= b.peak
+
+
+def _merged(buckets: Sequence[Members], firsts: set[int]) -> list[Members]:
+    """Buckets, of which the ones with these first members are merged with the next one."""
+    merged: list[Members] = []
+    for members in buckets:
+        if merged and merged[-1][0] in firsts:
+            firsts.remove(merged[-1][0])
+            merged[-1] += members
+        else:
+            merged.append(members)
+    return merged
+
+
+@functools.lru_cache(maxsize=32)
+def solve(
+    problem: Problem, effort: int = EFFORT, changes: tuple[tuple[Change, int], ...] = CHANGES
+) -> Schedule:
+    """Find the fastest schedule whose peak fits the memory.
+
+    The same problem has the same schedule on every rank, because effort is counted and not timed. The schedules of the
+    last problems are kept, for a step that is decorated again, as in a notebook.
+
+    Args:
+        problem: the operations, the messages and the limits.
+        effort: messages that the search may place.
+        changes: the random changes that the search makes, with their weights.
+
+    Raises:
+        Infeasible: no schedule fits the memory.
+    """
+    least = needs(problem)
+    if least.bytes > problem.memory:
+        raise Infeasible(*least)
+    search = Search(problem, bound(problem).seconds, effort)
+    search.begin()
+    search.merge("gathers")
+    search.merge("reductions")
+    search.climb(changes)
+    return search.result.schedule
