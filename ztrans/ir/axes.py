@@ -3,12 +3,11 @@
 A joint axis is named by its members in the order of the mesh. On a mesh of dp=2 and cp=4, `dp*cp` has 8 ranks, and the
 rank at dp=1, cp=2 has index 6 along it. On a DeviceMesh it is the flattened mesh of its members.
 
-Private torch APIs live here; checked on torch 2.13.
+Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -60,10 +59,13 @@ def with_joint_indices(
     >>> with_joint_indices({"dp": 1, "cp": 2}, {"dp": 2, "cp": 4}, ["dp*cp"])
     {'dp': 1, 'cp': 2, 'dp*cp': 6}
     """
-    index = lambda axis: functools.reduce(
-        lambda k, member: k * sizes[member] + at[member], members(axis), 0
-    )
-    return {**at, **{axis: index(axis) for axis in joint}}
+    indices = dict(at)
+    for axis in joint:
+        index = 0
+        for member in members(axis):
+            index = index * sizes[member] + at[member]
+        indices[axis] = index
+    return indices
 
 
 def submesh(mesh: DeviceMesh, axes: Iterable[str]) -> DeviceMesh:
@@ -73,19 +75,19 @@ def submesh(mesh: DeviceMesh, axes: Iterable[str]) -> DeviceMesh:
     """
     order = mesh.mesh_dim_names or ()
     names = tuple(sorted(set(axes), key=lambda axis: order.index(members(axis)[0])))
-    if all(axis in order for axis in names):
+    if set(names) <= set(order):
         return mesh if names == order else mesh[names]
-    # A mesh that was flattened before under the same name is returned again.
-    meshes = [
-        mesh[members(axis)]._flatten(axis) if axis not in order else mesh[axis] for axis in names
-    ]
-    apart = next((axis for axis in names if f"*{axis}*" not in f"*{_JOINT.join(order)}*"), None)
-    if apart and len(names) > 1:
-        raise ValueError(
-            f"shard_params: DTensor cannot divide a leaf over {' and '.join(map(repr, names))} of a mesh of the axes "
-            f"{', '.join(order)}.\nPut {' and '.join(members(apart))} next to each other in the mesh."
-        )
-    return meshes[0] if len(names) == 1 else DeviceMesh._concatenate(meshes)
+    # `_flatten` returns the mesh that it made before under the same name.
+    meshes = [mesh[axis] if axis in order else mesh[members(axis)]._flatten(axis) for axis in names]
+    if len(meshes) == 1:
+        return meshes[0]
+    for axis in names:
+        if f"*{axis}*" not in f"*{_JOINT.join(order)}*":
+            raise ValueError(
+                f"shard_params: DTensor cannot divide a leaf over {' and '.join(map(repr, names))} of a mesh of the "
+                f"axes {', '.join(order)}.\nPut {' and '.join(members(axis))} next to each other in the mesh."
+            )
+    return DeviceMesh._concatenate(meshes)
 
 
 def unflattened(mesh: Any, name: str) -> tuple[str, ...]:
@@ -113,13 +115,14 @@ def axis_of_ranks(mesh: DeviceMesh, ranks: Sequence[int]) -> str | None:
     >>> axis_of_ranks(mesh, [2, 3]), axis_of_ranks(mesh, [0, 1, 4, 5]), axis_of_ranks(mesh, [1, 2])
     ('cp', 'dp*cp', None)
     """
-    places = [tuple((mesh.mesh == rank).nonzero().flatten().tolist()) for rank in ranks]
-    if not all(places) or len(ranks) < 2:
-        return None
     order = mesh.mesh_dim_names or ()
-    along = [k for k in range(mesh.ndim) if len({place[k] for place in places}) > 1]
-    is_row = len(ranks) == math.prod(mesh.size(k) for k in along) and places == sorted(places)
-    return joint_axis([order[k] for k in along], order) if is_row else None
+    places = [(mesh.mesh == rank).nonzero().flatten().tolist() for rank in ranks]
+    if len(ranks) < 2 or not all(places) or places != sorted(places):
+        return None
+    along = [k for k, indices in enumerate(zip(*places)) if len(set(indices)) > 1]
+    if len(ranks) != math.prod(mesh.size(k) for k in along):
+        return None
+    return joint_axis([order[k] for k in along], order)
 
 
 def rows(ranks: torch.Tensor, order: Sequence[str], axes: Collection[str]) -> list[list[int]]:
@@ -135,8 +138,5 @@ def rows(ranks: torch.Tensor, order: Sequence[str], axes: Collection[str]) -> li
     """
     along = [k for k, axis in enumerate(order) if axis in members_of(axes)]
     others = [k for k in range(ranks.ndim) if k not in along]
-    return (
-        ranks.permute(*others, *along)
-        .reshape(-1, math.prod(ranks.shape[k] for k in along))
-        .tolist()
-    )
+    size = math.prod(ranks.shape[k] for k in along)
+    return ranks.permute(*others, *along).reshape(-1, size).tolist()

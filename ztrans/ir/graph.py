@@ -75,12 +75,15 @@ class Var:
         >>> Var("w", torch.float32, (32, 16), (Split("dp"),)).type
         'f32[32@dp,16]'
         """
-        split = {s.dim: s.axis for s in self.layout if isinstance(s, Split)}
-        dims = ",".join(
-            f"{n}@{split[d]}" if d in split else str(n) for d, n in enumerate(self.shape)
-        )
-        partial = "".join(f"{{{p.op}@{p.axis}}}" for p in self.layout if isinstance(p, Partial))
-        return f"{DTYPES.get(self.dtype, str(self.dtype))}[{dims}]{partial}{'!' if self.future else ''}"
+        dims = [str(n) for n in self.shape]
+        terms = ""
+        for p in self.layout:
+            if isinstance(p, Split):
+                dims[p.dim] = f"{self.shape[p.dim]}@{p.axis}"
+            else:
+                terms += f"{{{p.op}@{p.axis}}}"
+        dtype = DTYPES.get(self.dtype, str(self.dtype))
+        return f"{dtype}[{','.join(dims)}]{terms}{'!' if self.future else ''}"
 
     @property
     def numel(self) -> int:
@@ -259,17 +262,15 @@ def variables(tree: Any) -> Iterator[Var]:
 
 def substitute(tree: Any, read: Callable[[Var], Any]) -> Any:
     """`tree` with every `Var` replaced by `read(var)`."""
-    if type(tree) is Var:
+    if isinstance(tree, Var):
         return read(tree)
-    if isinstance(
-        tree, (tuple, list)
-    ):  # most members are variables or constants, for which no call is needed
-        members = [
-            read(x) if type(x) is Var else x if type(x) in ATOMS else substitute(x, read)
-            for x in tree
-        ]
-        return type(tree)(members)
-    return {k: substitute(x, read) for k, x in tree.items()} if isinstance(tree, Mapping) else tree
+    if type(tree) in ATOMS:
+        return tree
+    if isinstance(tree, (tuple, list)):
+        return type(tree)([substitute(x, read) for x in tree])
+    if isinstance(tree, Mapping):
+        return {key: substitute(x, read) for key, x in tree.items()}
+    return tree
 
 
 def producers(eqns: Iterable[Eqn]) -> dict[Var, Eqn]:
@@ -286,12 +287,12 @@ def users(graph: Graph) -> dict[Var, list[Eqn]]:
 def dce(graph: Graph, has_effect: Callable[[Eqn], bool] = lambda e: is_random(e.op)) -> Graph:
     """Drop the equations whose results are never read. Those with an effect stay: by default, random draws."""
     live = set(variables(graph.outputs))
-    kept = []
+    eqns = []
     for eqn in reversed(graph.eqns):
         if has_effect(eqn) or any(out in live for out in eqn.outs):
-            kept.append(eqn)
+            eqns.append(eqn)
             live.update(eqn.ins)
-    return graph.replace(eqns=tuple(reversed(kept)))
+    return graph.replace(eqns=tuple(reversed(eqns)))
 
 
 def rename(graph: Graph, alias: Mapping[Var, Any]) -> Graph:

@@ -20,18 +20,8 @@ G = TypeVar("G")
 P = ParamSpec("P")
 # The types of most constants among the arguments of operations. They contain nothing.
 ATOMS = frozenset(
-    {
-        int,
-        float,
-        complex,
-        bool,
-        str,
-        type(None),
-        torch.dtype,
-        torch.device,
-        torch.layout,
-        torch.memory_format,
-    }
+    {int, float, complex, bool, str, type(None)}
+    | {torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
 
 
@@ -84,13 +74,16 @@ def sorted_by(key: Callable[[T], Any], needs: Mapping[T, Iterable[T]]) -> list[T
     >>> sorted_by(lambda n: n, {1: [3], 2: [], 3: [4], 4: []})
     [2, 4, 3, 1]
     """
-    sorter, ready, order = TopologicalSorter(needs), list[tuple[Any, T]](), list[T]()
+    sorter = TopologicalSorter(needs)
     sorter.prepare()
+    ready: list[tuple[Any, T]] = []
+    order: list[T] = []
     while sorter.is_active():
         for x in sorter.get_ready():
             heapq.heappush(ready, (key(x), x))
-        order.append(heapq.heappop(ready)[1])
-        sorter.done(order[-1])
+        _, first = heapq.heappop(ready)
+        sorter.done(first)
+        order.append(first)
     return order
 
 
@@ -102,11 +95,11 @@ def instances(tree: Any, kind: type[V]) -> Iterator[V]:
     """
     if isinstance(tree, kind):
         yield tree
-    elif isinstance(tree, (list, tuple, dict, Mapping)):
-        for item in tree if isinstance(tree, (list, tuple)) else tree.values():
+    elif isinstance(tree, (list, tuple, Mapping)):
+        for item in tree.values() if isinstance(tree, Mapping) else tree:
             if isinstance(item, kind):
                 yield item
-            elif type(item) not in ATOMS:
+            elif type(item) not in ATOMS:  # most items need no generator of their own
                 yield from instances(item, kind)
 
 
@@ -134,11 +127,11 @@ def cached_on_graph(analysis: Callable[Concatenate[G, P], V]) -> Callable[Concat
     """
 
     @functools.wraps(analysis)
-    def looked_up(subject: G, *args: P.args, **kwargs: P.kwargs) -> V:
+    def cached(subject: G, *args: P.args, **kwargs: P.kwargs) -> V:
         results = vars(subject).setdefault("_results", {})
         key = analysis, args, tuple(kwargs.items())
         if key not in results:
             results[key] = analysis(subject, *args, **kwargs)
         return results[key]
 
-    return looked_up
+    return cached

@@ -22,22 +22,18 @@ from typing import Any
 
 import torch
 
-_PACKAGE = os.path.dirname(
-    os.path.dirname(os.path.realpath(__file__))
-)  # ztrans; ops is its sibling, linked into it
-_OURS = (_PACKAGE + os.sep, os.path.join(os.path.dirname(_PACKAGE), "ops") + os.sep)
-_TORCH, _STANDARD = (
-    os.path.realpath(path) + os.sep
-    for path in (os.path.dirname(torch.__file__), sysconfig.get_path("stdlib"))
-)
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+_OPS = os.path.join(os.path.dirname(_PACKAGE), "ops")  # a sibling of ztrans, linked into it
+_OURS = (_PACKAGE + os.sep, _OPS + os.sep)
+_TORCH = os.path.realpath(os.path.dirname(torch.__file__)) + os.sep
+_STANDARD = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
 
 TRACED = "run_traced"  # the function in ztrans.tracing.fx_trace that calls a step to trace it
 
 # File names of code typed at the prompts of Python, IPython, IDLE and `code.interact`, and of code in a doctest.
 _TYPED = re.compile(r"<(stdin|console|input|python-input|ipython-input|pyshell|doctest)\b")
-_TERMINAL_CELL = re.compile(
-    r"<ipython-input-(\d+)-"
-)  # in a terminal, IPython names a cell by its number
+# In a terminal, IPython names a cell by its number.
+_TERMINAL_CELL = re.compile(r"<ipython-input-(\d+)-")
 
 
 @dataclass(frozen=True)
@@ -59,11 +55,9 @@ class Source:
     def of(function: Callable) -> Source | None:
         """The line on which the definition of a function begins; None for a function that Python did not compile."""
         code = getattr(inspect.unwrap(function), "__code__", None)
-        return (
-            Source(code.co_filename, code.co_firstlineno, code.co_qualname)
-            if code is not None
-            else None
-        )
+        if code is None:
+            return None
+        return Source(code.co_filename, code.co_firstlineno, code.co_qualname)
 
     @property
     def where(self) -> str:
@@ -79,10 +73,10 @@ def where(source: Source | None, otherwise: str = "an unknown line") -> str:
 @functools.cache
 def is_library(file: str) -> bool:
     """Whether a file of code belongs to torch, the standard library, ztrans or an installed package."""
-    ours = not file.startswith("<") and os.path.realpath(file).startswith(
-        (_TORCH, _STANDARD, *_OURS)
-    )
-    return ours or _is_installed(file)
+    if _is_installed(file):
+        return True
+    libraries = (_TORCH, _STANDARD, *_OURS)
+    return not file.startswith("<") and os.path.realpath(file).startswith(libraries)
 
 
 def _is_installed(file: str) -> bool:
@@ -97,9 +91,8 @@ def is_ztrans(file: str) -> bool:
 def is_user_code(owner: Any) -> bool:
     """Whether a class, or a Python module, is the user's."""
     if isinstance(owner, ModuleType):
-        is_plain = (
-            type(owner) is ModuleType
-        )  # namespaces of operators, such as torch.ops.aten, are not
+        # Namespaces of operators, such as torch.ops.aten, are of a subclass.
+        is_plain = type(owner) is ModuleType
         return is_plain and not is_library(getattr(owner, "__file__", None) or sys.executable)
     if owner.__module__ == "__main__":
         return True
@@ -108,13 +101,13 @@ def is_user_code(owner: Any) -> bool:
 
 
 def is_plumbing(frame: FrameType) -> bool:
-    """Whether the code of a frame only leads to that of others: torch, the standard library, ztrans, generated code.
+    """Whether a frame runs code of torch, the standard library or ztrans, or generated code.
 
-    The code of other installed packages, such as a library of models, is none.
+    Such code only leads to the code of the user, or of other installed packages, such as a library of models.
     """
     file = frame.f_code.co_filename
-    of_others = _is_installed(file) and not os.path.realpath(file).startswith((_TORCH, *_OURS))
-    return not is_users(frame) and not of_others
+    is_models = _is_installed(file) and not os.path.realpath(file).startswith((_TORCH, *_OURS))
+    return not is_users(frame) and not is_models
 
 
 def is_users(frame: FrameType) -> bool:
@@ -131,7 +124,7 @@ def is_users(frame: FrameType) -> bool:
 def user_source(depth: int = 1) -> Source | None:
     """The innermost line of the user's code, at least `depth` frames up the stack, or None.
 
-    While a step is traced, that is a line of the step: the line that had it traced is not asked for.
+    While a step is traced, that is a line of the step, and not the line that started the trace.
     """
     for frame in _user_frames(depth + 1):
         code = frame.f_code
@@ -149,12 +142,10 @@ def library_line() -> str:
         frame = frame.f_back
     if frame is None or is_users(frame):
         return ""
-    file, code = (
-        frame.f_code.co_filename,
-        linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip(),
-    )
-    path = re.split(r"(?:site|dist)-packages.", file)[-1]
-    return f"{path}:{frame.f_lineno} in {frame.f_code.co_qualname}: {code}"
+    code = frame.f_code
+    path = re.split(r"(?:site|dist)-packages.", code.co_filename)[-1]
+    text = linecache.getline(code.co_filename, frame.f_lineno).strip()
+    return f"{path}:{frame.f_lineno} in {code.co_qualname}: {text}"
 
 
 def user_names() -> set[str]:
@@ -163,7 +154,7 @@ def user_names() -> set[str]:
 
 
 def _user_frames(depth: int) -> Iterator[FrameType]:
-    """The frames of the user's code from the innermost one on; while a step is traced, those of the step."""
+    """The frames of the user's code from the innermost one on; while a step is traced, the frames of the step."""
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
         if frame.f_code.co_name == TRACED and is_library(frame.f_code.co_filename):
@@ -178,11 +169,10 @@ def _is_executed(frame: FrameType) -> bool:
 
     It was not if `dataclasses` or `namedtuple` generated it, or if a library runs it with its own global variables.
     """
-    of_dataclass = frame.f_code.co_qualname.startswith("__create_fn__")
-    of_namedtuple = frame.f_globals.get("__name__", "").startswith("namedtuple_")
-    return not (
-        of_dataclass or of_namedtuple or is_library(frame.f_globals.get("__file__") or "<string>")
-    )
+    is_dataclass = frame.f_code.co_qualname.startswith("__create_fn__")
+    is_namedtuple = frame.f_globals.get("__name__", "").startswith("namedtuple_")
+    runner = frame.f_globals.get("__file__") or "<string>"
+    return not (is_dataclass or is_namedtuple or is_library(runner))
 
 
 def _cell(file: str) -> str:
@@ -191,6 +181,8 @@ def _cell(file: str) -> str:
     A notebook names each cell after a temporary file; only the running shell of IPython knows the number of the cell.
     """
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    named = shell.compile.format_code_name(file) if shell is not None else None
-    typed = _TERMINAL_CELL.match(file)
-    return named[1] if named else f"In[{typed[1]}]" if typed else ""
+    name = shell.compile.format_code_name(file) if shell is not None else None
+    if name:
+        return name[1]
+    in_terminal = _TERMINAL_CELL.match(file)
+    return f"In[{in_terminal[1]}]" if in_terminal else ""

@@ -42,7 +42,13 @@ def group_updates(
     Returns the program in the new order, and its groups of several equations.
     """
     passed_once = _passed_once(graph)
-    parts = [part for run in _runs(graph) for part in _regrouped(run, passed_once, may_move)]
+    parts: list[list[Eqn]] = []
+    for movable, run in groupby(graph.eqns, _may_change_places):
+        eqns = list(run)
+        if movable and len(eqns) > 1:
+            parts += _regrouped(eqns, passed_once, may_move)
+        else:
+            parts += [[e] for e in eqns]
     groups = tuple(tuple(part) for part in parts if len(part) > 1)
     return graph.replace(eqns=tuple(e for part in parts for e in part)), groups
 
@@ -63,17 +69,10 @@ def has_list_form(e: Eqn) -> bool:
     return hasattr(aten, f"_foreach_{facts.name}")
 
 
-def _runs(graph: Graph) -> Iterator[list[Eqn]]:
-    """The equations of a program, cut into runs of updates that may change places, and single other equations."""
-
-    def may_change_places(e: Eqn) -> bool:
-        return e.region == "update" and not (
-            isinstance(e.op, Primitive) or rules(e).remote or is_random(e.op)
-        )
-
-    for movable, run in groupby(graph.eqns, may_change_places):
-        eqns = list(run)
-        yield from [eqns] if movable else [[e] for e in eqns]
+def _may_change_places(e: Eqn) -> bool:
+    """Whether an equation is an update that may change places with the updates next to it."""
+    is_ordered = isinstance(e.op, Primitive) or rules(e).remote or is_random(e.op)
+    return e.region == "update" and not is_ordered
 
 
 class _Numbering:
@@ -119,27 +118,20 @@ def _regrouped(
     run: list[Eqn], passed_once: Collection[Var], may_move: Callable[[Eqn], bool]
 ) -> list[list[Eqn]]:
     """The equations of a run as parts of equal ones: each part stands where the last of its equations stood."""
-    if len(run) == 1:
-        return [run]
     numbering = _Numbering(passed_once)
     parts: dict[Hashable, list[Eqn]] = {}
     for e in run:
         number = numbering.number(e)
         joins = may_move(e) and (is_fused_update(e) or has_list_form(e))
         parts.setdefault(number if joins else e, []).append(e)
-    return _ordered(run, list(parts.values())) if len(parts) < len(run) else [[e] for e in run]
-
-
-def _ordered(run: Sequence[Eqn], parts: Sequence[list[Eqn]]) -> list[list[Eqn]]:
-    """The parts in an order in which every value is computed before it is read, and otherwise as in the run."""
+    part_of = {e: k for k, part in enumerate(parts.values()) for e in part}
+    last_place = {part_of[e]: place for place, e in enumerate(run)}
     maker = producers(run)
-    part_of = {e: k for k, part in enumerate(parts) for e in part}
-    needs = {
-        k: {part_of[maker[v]] for e in part for v in e.ins if v in maker}
-        for k, part in enumerate(parts)
-    }
-    place = {part_of[e]: i for i, e in enumerate(run)}  # of the last equation of each part
-    return [parts[k] for k in sorted_by(place.__getitem__, needs)]
+    needs: dict[int, set[int]] = {k: set() for k in range(len(parts))}
+    for e in run:
+        needs[part_of[e]].update(part_of[maker[v]] for v in e.ins if v in maker)
+    in_order = list(parts.values())
+    return [in_order[k] for k in sorted_by(last_place.__getitem__, needs)]
 
 
 def list_call(eqns: Sequence[Eqn], in_place: bool) -> ListCall | None:
@@ -152,46 +144,49 @@ def list_call(eqns: Sequence[Eqn], in_place: bool) -> ListCall | None:
     >>> list_call([Eqn(aten.add.Scalar, (v, 1), (v,)) for v in (x, y)], in_place=True)
     (<OpOverload(op='aten._foreach_add_', overload='Scalar')>, ([x: f32[2], y: f32[3]], 1), {})
     """
-    first, op = eqns[0], eqns[0].op
-    if not isinstance(op, torch._ops.OpOverload) or (
-        in_place and not isinstance(first.args[0], Var)
-    ):
+    first = eqns[0]
+    if not isinstance(first.op, torch._ops.OpOverload):
         return None
-    packet = getattr(aten, f"_foreach_{op_facts(op).name}{'_' * in_place}")
-    kwargs = {k: v for k, v in first.kwargs.items() if k != "value"}
-    for args in _arguments(eqns):
-        overload = next((o for o in overloads(packet) if _accepts(o, args, kwargs)), None)
-        if overload is not None:
-            return overload, tuple(args), kwargs
+    if in_place and not isinstance(first.args[0], Var):
+        return None
+    packet = getattr(aten, f"_foreach_{op_facts(first.op).name}{'_' if in_place else ''}")
+    # `value` is a keyword of operations on one tensor alone.
+    kwargs = dict(first.kwargs)
+    value = [kwargs.pop("value")] if "value" in kwargs else []
+    for shared_once in (True, False):
+        args = [*_list_arguments(eqns, shared_once), *value]
+        for overload in overloads(packet):
+            if _accepts(overload, args, kwargs):
+                return overload, tuple(args), kwargs
     return None
 
 
-def _arguments(eqns: Sequence[Eqn]) -> Iterator[list[Any]]:
-    """The arguments of an operation over lists: first with scalars that all equations share passed once, then in lists.
+def _list_arguments(eqns: Sequence[Eqn], shared_once: bool) -> Iterator[Any]:
+    """The arguments of an operation over lists: literals once, and tensors in lists.
 
-    Those of the first argument are always in a list. `value` is a keyword of operations on one tensor alone.
+    With `shared_once` a scalar that all equations share is passed once too, unless it is the first argument.
     """
-    first, *columns = zip(*(e.args for e in eqns))
-    value = [v for k, v in eqns[0].kwargs.items() if k == "value"]
-    is_literal = lambda column: not isinstance(column[0], Var)
-    is_shared = lambda column: is_literal(column) or (not column[0].shape and len(set(column)) == 1)
-    for is_passed_once in (is_shared, is_literal):
-        rest = (column[0] if is_passed_once(column) else list(column) for column in columns)
-        yield [first[0] if is_literal(first) else list(first), *rest, *value]
+    for place, column in enumerate(zip(*(e.args for e in eqns))):
+        passed_once = not isinstance(column[0], Var)
+        if not passed_once and shared_once and place > 0:
+            passed_once = not column[0].shape and len(set(column)) == 1
+        yield column[0] if passed_once else list(column)
 
 
 def _accepts(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether the arguments have the types of an overload over lists."""
-    arguments = overload._schema.arguments
-    kinds = [
-        "List[Tensor]" if isinstance(x, list) else "Tensor" if isinstance(x, Var) else "number"
-        for x in args
-    ]
-    positional = [str(a.type) for a in arguments if not a.kwarg_only]
-    rest = [a for a in arguments if not a.kwarg_only][len(args) :]
-    named = {a.name for a in arguments if a.kwarg_only}
+    positional = [a for a in overload._schema.arguments if not a.kwarg_only]
+    named = {a.name for a in overload._schema.arguments if a.kwarg_only}
+    kinds = [str(a.type) for a in positional[: len(args)]]
+    rest = positional[len(args) :]
     return (
-        kinds == positional[: len(args)]
+        kinds == list(map(_kind, args))
         and kwargs.keys() <= named
         and all(a.has_default_value() for a in rest)
     )
+
+
+def _kind(x: Any) -> str:
+    if isinstance(x, list):
+        return "List[Tensor]"
+    return "Tensor" if isinstance(x, Var) else "number"
