@@ -38,17 +38,23 @@ def reference(pads: torch.Tensor, error: torch.Tensor, rank: int, spins: int) ->
     ranks = len(pads)
     signals = [row.view(torch.int32) for row in at_addresses(pads, 4 * ranks)]
     others = [r for r in range(ranks) if r != rank]
-    for before, after in ((0, 1), (1, 0)):
-        for r in others:
-            signal = signals[r][rank : rank + 1] if after else signals[rank][r : r + 1]
-            for tries in range(spins):
-                if int(signal) == before:
-                    break
-                time.sleep(0 if tries < 1000 else 1e-4)
-            else:
-                error.fill_(1 + r)
-                check(error, rank)
-            signal.fill_(after)
+    for r in others:
+        _replace(signals[r][rank : rank + 1], 0, 1, r, error, rank, spins)
+    for r in others:
+        _replace(signals[rank][r : r + 1], 1, 0, r, error, rank, spins)
+
+
+def _replace(
+    signal: torch.Tensor, old: int, new: int, peer: int, error: torch.Tensor, rank: int, spins: int
+) -> None:
+    """Wait until a signal is `old`, and set it to `new`; fail if `peer` does not do its part."""
+    for tries in range(spins):
+        if int(signal) == old:
+            signal.fill_(new)
+            return
+        time.sleep(0 if tries < 1000 else 1e-4)
+    error.fill_(1 + peer)
+    check(error, rank)
 
 
 @kernel

@@ -30,28 +30,25 @@ class Kernel:
     __name__: str
 
     def __init__(self, function: Callable, numbers: str = "") -> None:
-        self.function, self.numbers = function, numbers.split()
-        self.__name__, self.__module__, self.__doc__ = (
-            function.__name__,
-            function.__module__,
-            function.__doc__,
-        )
+        self.function = function
+        self.numbers = numbers.split()
+        self.__name__ = function.__name__
+        self.__module__ = function.__module__
+        self.__doc__ = function.__doc__
 
     @functools.cached_property
     def jit(self) -> Any:
         """The function as Triton's own object."""
         triton = _triton(f"the kernel {self.__name__.lstrip('_')}")
-        function, code = self.function, self.function.__code__
+        function = self.function
+        code = function.__code__
         # The kernel gets its own globals, with `tl` and the names that it uses, so that the module's do not change.
-        used = {
-            name: function.__globals__[name]
-            for name in code.co_names
-            if name in function.__globals__
-        }
-        scope = {
-            name: value.jit if isinstance(value, Kernel) else value for name, value in used.items()
-        }
-        scope |= {"__name__": function.__module__, "tl": triton.language}
+        scope: dict[str, Any] = {}
+        for name in code.co_names:
+            if name in function.__globals__:
+                value = function.__globals__[name]
+                scope[name] = value.jit if isinstance(value, Kernel) else value
+        scope.update(__name__=function.__module__, tl=triton.language)
         copy = types.FunctionType(code, scope, function.__name__, function.__defaults__)
         return triton.jit(
             functools.update_wrapper(copy, function, updated=()), do_not_specialize=self.numbers

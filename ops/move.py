@@ -42,9 +42,8 @@ Piece = tuple[int, int, int, int, int, int]
 
 def plan(pieces: Sequence[Piece], device: torch.device) -> torch.Tensor:
     """The rows of some pieces, on `device`. A piece is (source, start, target, start, elements to read, to write)."""
-    return on_device(
-        blocks(pieces, [piece[5] for piece in pieces], BLOCK, moving=(1, 3, ~4, ~5)), device
-    )
+    lengths = [piece[5] for piece in pieces]
+    return on_device(blocks(pieces, lengths, BLOCK, moving=(1, 3, ~4, ~5)), device)
 
 
 def is_movable(src: torch.dtype, dst: torch.dtype) -> bool:
@@ -58,9 +57,8 @@ def move(
     """Move the pieces that `rows` describe, from tensors of dtype `src` to tensors of dtype `dst`."""
     if not len(rows):
         return
-    same = src == dst
+    as_bits = src == dst
+    types = {"SRC": element(src, as_bits), "DST": element(dst, as_bits)}
     with torch.cuda.device_of(rows):
         bases = addresses(tensors, rows.device)
-        _move[(len(rows),)](
-            rows, bases, SRC=element(src, same), DST=element(dst, same), BLOCK=BLOCK, num_warps=8
-        )
+        _move[(len(rows),)](rows, bases, **types, BLOCK=BLOCK, num_warps=8)

@@ -69,7 +69,8 @@ def reference(buffers, pads, error, outs, sizes, op, dtype, rank, channels, spin
     total = sum(sizes)
     whole = at_addresses(buffers, len(buffers) * total * dtype.itemsize)
     rows = [bytes_.view(dtype).view(len(buffers), total)[rank] for bytes_ in whole]
-    for out, *terms in zip(outs, *(row.split(list(sizes)) for row in rows), strict=True):
+    parts = [row.split(list(sizes)) for row in rows]
+    for out, *terms in zip(outs, *parts, strict=True):
         out.view(-1).copy_(reduce([term[: out.numel()] for term in terms], op, out.dtype))
     wait_for_all(pads, error, rank, spins)
 

@@ -82,10 +82,9 @@ def in_one_process(ranks: int, nbytes: int, device: torch.device | str = "cpu") 
     ((0, 1), torch.Size([64]), True)
     """
     device = torch.device(device)
-    whole = [
-        torch.zeros(room(nbytes, ranks), dtype=torch.uint8, device=device) for _ in range(ranks)
-    ]
-    starts = [t.data_ptr() for t in whole]
+    size = room(nbytes, ranks)
+    whole = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(ranks)]
+    starts = [memory.data_ptr() for memory in whole]
     return [view(rank, whole[rank], nbytes, starts, whole) for rank in range(ranks)]
 
 
@@ -106,10 +105,8 @@ def rendezvous(nbytes: int, group: dist.ProcessGroup | None = None) -> Symmetric
     whole = symm_mem.empty(room(nbytes, group.size()), dtype=torch.uint8, device=device)
     whole.zero_()
     handle = symm_mem.rendezvous(whole, group)
-    shift = (
-        whole.data_ptr() - handle.buffer_ptrs[group.rank()]
-    )  # the offset of a buffer in the mapped allocation
-    starts = [pointer + shift for pointer in handle.buffer_ptrs]
+    offset = whole.data_ptr() - handle.buffer_ptrs[group.rank()]  # in the mapped allocation
+    starts = [pointer + offset for pointer in handle.buffer_ptrs]
     torch.cuda.synchronize(device)
     dist.barrier(group)  # the signals of all ranks must be zero before any rank sets one
     return view(group.rank(), whole, nbytes, starts, (whole, handle))
@@ -117,12 +114,10 @@ def rendezvous(nbytes: int, group: dist.ProcessGroup | None = None) -> Symmetric
 
 def at_addresses(table: torch.Tensor, nbytes: int) -> list[torch.Tensor]:
     """The bytes at each address of `table`, which is on the CPU."""
-    return [
-        torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(start), dtype=torch.uint8)
-        if nbytes
-        else torch.empty(0, dtype=torch.uint8)
-        for start in table.tolist()
-    ]
+    if not nbytes:
+        return [torch.empty(0, dtype=torch.uint8) for _ in table]
+    memories = [(ctypes.c_uint8 * nbytes).from_address(start) for start in table.tolist()]
+    return [torch.frombuffer(memory, dtype=torch.uint8) for memory in memories]
 
 
 def room(nbytes: int, ranks: int) -> int:
@@ -134,13 +129,8 @@ def view(
     rank: int, whole: torch.Tensor, nbytes: int, starts: Sequence[int], held: Any
 ) -> Symmetric:
     """One rank's view of memory of `room` bytes, where those of all ranks start at `starts`. `held` keeps it mapped."""
-    device, pads = whole.device, -(-nbytes // ALIGNMENT) * ALIGNMENT
-    return Symmetric(
-        rank,
-        len(starts),
-        whole[:nbytes],
-        torch.tensor(starts, dtype=torch.int64, device=device),
-        torch.tensor([start + pads for start in starts], dtype=torch.int64, device=device),
-        torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda"),
-        held,
-    )
+    device = whole.device
+    offset = -(-nbytes // ALIGNMENT) * ALIGNMENT
+    buffers = torch.tensor(starts, dtype=torch.int64, device=device)
+    error = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return Symmetric(rank, len(starts), whole[:nbytes], buffers, buffers + offset, error, held)

@@ -20,34 +20,32 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-_MOST = 1 << 14  # the number of tuples of addresses that are kept
-_kept: OrderedDict[tuple, dict[int, torch.Tensor]] = (
-    OrderedDict()
-)  # addresses and device -> a table for each stream
-_captured: list[torch.Tensor] = []
+_MOST = 1 << 14  # tuples of addresses that are kept
 _ROOM = 1 << 18  # integers for the tables of a capture
 _ALIGNED = 2  # tables are aligned to this number of integers, which is 16 bytes
-_unfilled: list[
-    tuple[torch.Tensor, list[torch.Tensor]]
-] = []  # for each capture in progress: the room, and its tables
+# A table for each stream, by addresses and device.
+_by_addresses: OrderedDict[tuple, dict[int, torch.Tensor]] = OrderedDict()
+_captured: list[torch.Tensor] = []
+# For each capture in progress: the room, and its tables.
+_unfilled: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
 
 
 def addresses(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """int64[len(tensors)]: the address of each tensor, on `device`."""
     key = tuple(t.data_ptr() for t in tensors), device
-    by_stream = _kept.setdefault(key, {})
-    _kept.move_to_end(key)
-    if len(_kept) > _MOST:
-        _kept.popitem(last=False)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if (
-        captured
-    ):  # all work launched before a capture has ended, so the table of any stream can be used
+    by_stream = _by_addresses.setdefault(key, {})
+    _by_addresses.move_to_end(key)
+    if len(_by_addresses) > _MOST:
+        _by_addresses.popitem(last=False)
+    is_cuda = device.type == "cuda"
+    stream = torch.cuda.current_stream(device).cuda_stream if is_cuda else 0
+    is_captured = is_cuda and torch.cuda.is_current_stream_capturing()
+    if is_captured:
+        # All work launched before a capture has ended, so the table of any stream can be used.
         stream = next(iter(by_stream), stream)
     if stream not in by_stream:
         by_stream[stream] = on_device(torch.tensor(key[0], dtype=torch.int64), device, shared=False)
-    if captured:
+    if is_captured:
         _captured.append(by_stream[stream])
     return by_stream[stream]
 
@@ -81,15 +79,15 @@ def on_device(rows: torch.Tensor, device: torch.device, shared: bool = True) -> 
             "ztrans.ops.filled_after_capture()."
         )
     memory, tables = _unfilled[-1]
-    at = sum(map(len, tables))
+    start = sum(map(len, tables))
     flat = torch.nn.functional.pad(rows.reshape(-1), (0, -rows.numel() % _ALIGNED))
-    if at + len(flat) > len(memory):
+    if start + len(flat) > len(memory):
         raise RuntimeError(
             f"The tables of this capture take more than {len(memory)} integers: run the step once before, or give them "
             f"more, ztrans.ops.filled_after_capture(room=...)."
         )
     tables.append(flat)
-    return memory.narrow(0, at, rows.numel()).view(rows.shape)
+    return memory.narrow(0, start, rows.numel()).view(rows.shape)
 
 
 def blocks(

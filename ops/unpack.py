@@ -34,10 +34,8 @@ def unpack(
     numels = [math.prod(shape) for shape in shapes]
     if len(sizes) == 1 or ranks == 1:
         _check(buffer, sizes, numels, ranks)
-        flat = [
-            buffer.view(-1)[start : start + n]
-            for start, n in zip(accumulate(sizes, initial=0), numels)
-        ]
+        starts = accumulate(sizes, initial=0)
+        flat = [buffer.view(-1)[start : start + n] for start, n in zip(starts, numels)]
     else:
         flat = [buffer.new_empty(n) for n in numels]
         torch.ops.ztrans.unpack.default(buffer, sizes, ranks, flat)
@@ -96,11 +94,8 @@ def _check_outs(
 ) -> None:
     _check(buffer, sizes, [v.numel() for v in outs], ranks)
     for k, value in enumerate(outs):
-        if (
-            value.dtype != buffer.dtype
-            or value.device != buffer.device
-            or not value.is_contiguous()
-        ):
+        is_like = value.dtype == buffer.dtype and value.device == buffer.device
+        if not is_like or not value.is_contiguous():
             raise ValueError(
                 f"unpack: value {k} must be contiguous, {buffer.dtype} and on {buffer.device}."
             )

@@ -1,7 +1,7 @@
 """Gradient marks: while a step is traced, each gradient is marked with the value that it is the gradient of.
 
 A torch-function mode intercepts `torch.autograd.grad`, which `torch.func.grad` calls too, and marks the gradients that
-it returns (see `ops.gradient`). The mode also expresses `.backward()` by `torch.autograd.grad`, and an operation whose
+it returns (see `ops.marks`). The mode also expresses `.backward()` by `torch.autograd.grad`, and an operation whose
 scalar is a tensor (`add(x, y, alpha=tensor)`) by arithmetic on tensors.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.

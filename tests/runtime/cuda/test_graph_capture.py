@@ -418,7 +418,7 @@ def test_tables_of_addresses_are_cached_for_each_stream(monkeypatch):
     of(y)
     of(x)
     of(z)  # drops the table of y, the least recently used one
-    assert [key[0] for key in tables._kept] == [(x.data_ptr(),), (z.data_ptr(),)]
+    assert [key[0] for key in tables._by_addresses] == [(x.data_ptr(),), (z.data_ptr(),)]
 
 
 def test_ranks_compare_the_run_and_the_capture_and_no_replay(monkeypatch):

@@ -1,10 +1,16 @@
-"""pmean(x, axis), psum(x, axis): ask for the mean or the sum of `x` over a mesh axis.
+"""marks: operations that say what a value is, and compute nothing. A traced program keeps them.
 
-    x: any tensor, axis: the name of a mesh axis, or "*" for all axes of the sharding.  ->  a tensor like x
+    gradient(g, p)   marks `g` as the gradient for `p`, a tensor of the same shape.  ->  g
+    pmean(x, axis)   asks for the mean of `x` over a mesh axis; "*" means all axes of the sharding.  ->  a tensor like x
+    psum(x, axis)    asks for the sum
 
-In a plain program, which has no axes, both are the identity. A transform that knows the axis replaces them by a
-reduction. Each is its own transpose: the loss is averaged over the axis, so a cotangent that differs from rank to rank
-is reduced in the same way.
+With `gradient` no transform has to guess which values are gradients. The derivative of the mark marks the cotangent: a
+transform that averages `g` over ranks must average the cotangent too, because averaging is its own transpose. Under
+`vmap` the mark vanishes, because the user reduces per-sample gradients.
+
+In a plain program, which has no axes, `pmean` and `psum` are the identity. A transform that knows the axis replaces
+them by a reduction. Each is its own transpose: the loss is averaged over the axis, so a cotangent that differs from
+rank to rank is reduced in the same way.
 """
 
 from __future__ import annotations
@@ -17,10 +23,43 @@ from torch.utils import _pytree as pytree
 EVERY_AXIS = "*"
 
 _lib = torch.library.Library("ztrans", "FRAGMENT")
-for _name in ("pmean", "psum"):
-    _lib.define(f"{_name}(Tensor x, str axis) -> Tensor", tags=(torch.Tag.flexible_layout,))
-    _lib.impl(_name, lambda x, axis: x.clone(), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"ztrans::{_name}", lambda x, axis: torch.empty_like(x), lib=_lib)
+
+
+def _define(name: str, arguments: str) -> None:
+    """Define the mark `name`. Its value is a copy of the first argument."""
+    # Without the tag, PyTorch would keep a copy of the arguments with each call in a trace, for their strides.
+    _lib.define(f"{name}({arguments}) -> Tensor", tags=(torch.Tag.flexible_layout,))
+    _lib.impl(name, lambda x, _: x.clone(), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ztrans::{name}", lambda x, _: torch.empty_like(x), lib=_lib)
+
+
+_define("gradient", "Tensor g, Tensor p")
+_define("pmean", "Tensor x, str axis")
+_define("psum", "Tensor x, str axis")
+
+
+class _Gradient(torch.autograd.Function):
+    @staticmethod
+    def forward(g, p):
+        return torch.ops.ztrans.gradient.default(g, p)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[1])
+        ctx.save_for_forward(inputs[1])
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return _Gradient.apply(cotangent, ctx.saved_tensors[0]), None
+
+    @staticmethod
+    def jvp(ctx, tangent, _):
+        return _Gradient.apply(tangent, ctx.saved_tensors[0])
+
+    @staticmethod
+    def vmap(info, dims, g, p):
+        # Not `g` itself: autograd would cut it off from what it was computed from.
+        return g.view_as(g), dims[0]
 
 
 class _Reduce(torch.autograd.Function):
@@ -30,7 +69,7 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.name, ctx.axis = inputs[1:]
+        _, ctx.name, ctx.axis = inputs
 
     @staticmethod
     def backward(ctx, cotangent):
@@ -45,16 +84,24 @@ class _Reduce(torch.autograd.Function):
         return _Reduce.apply(x, name, axis), dims[0]
 
 
-def _over(name: str, tree: Any, axis: str | tuple[str, ...] | None) -> Any:
+def gradient(g: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """Mark `g` as the gradient for `p`.
+
+    >>> gradient(torch.ones(2), torch.zeros(2))
+    tensor([1., 1.])
+    """
+    return _Gradient.apply(g, p)
+
+
+def _reduced(name: str, tree: Any, axis: str | tuple[str, ...] | None) -> Any:
     if isinstance(axis, tuple) and axis and all(isinstance(a, str) for a in axis):
         axis = "*".join(axis)  # as a program names several axes that act as one
     if axis is not None and not isinstance(axis, str):
         raise TypeError(
             f"{name}: axis must be the name of a mesh axis or a tuple of names, got {axis!r}."
         )
-    return pytree.tree_map_only(
-        torch.Tensor, lambda x: _Reduce.apply(x, name, axis or EVERY_AXIS), tree
-    )
+    mark = lambda x: _Reduce.apply(x, name, axis or EVERY_AXIS)
+    return pytree.tree_map_only(torch.Tensor, mark, tree)
 
 
 def pmean(tree: Any, axis: str | tuple[str, ...] | None = None) -> Any:
@@ -65,7 +112,7 @@ def pmean(tree: Any, axis: str | tuple[str, ...] | None = None) -> Any:
     >>> pmean({"loss": torch.ones(2)}, "dp")
     {'loss': tensor([1., 1.])}
     """
-    return _over("pmean", tree, axis)
+    return _reduced("pmean", tree, axis)
 
 
 def psum(tree: Any, axis: str | tuple[str, ...] | None = None) -> Any:
@@ -76,7 +123,7 @@ def psum(tree: Any, axis: str | tuple[str, ...] | None = None) -> Any:
     >>> psum(torch.ones(2), "dp")
     tensor([1., 1.])
     """
-    return _over("psum", tree, axis)
+    return _reduced("psum", tree, axis)
 
 
 def global_mean(
