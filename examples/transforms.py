@@ -45,7 +45,7 @@ class _GradientNorms(zt.Transform):
     cuts the norms as it cuts any other equation of the update.
     """
 
-    turn: ClassVar[int] = 1
+    phase: ClassVar[int] = 1
 
     def rewrite(self, graph: ir.Graph) -> ir.Graph:
         gradients = [e for e in graph.eqns if e.op is ir.GRADIENT]

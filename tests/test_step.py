@@ -345,7 +345,7 @@ class DataParallel(zt.Transform):
 
     mesh: zt.AbstractMesh = field(repr=False)
     axis: str = "dp"
-    turn = 2
+    phase = 2
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -376,6 +376,11 @@ def test_a_users_transform_may_distribute_the_step():
         own.shard(state)
 
 
+def test_the_old_name_of_the_phase_is_refused():
+    with pytest.raises(TypeError, match="Early: `turn` is called `phase`"):
+        type("Early", (zt.Transform,), {"turn": 0})
+
+
 def test_a_transform_with_a_mesh_comes_first_and_all_share_the_mesh():
     with pytest.raises(
         ValueError,
@@ -384,7 +389,7 @@ def test_a_transform_with_a_mesh_comes_first_and_all_share_the_mesh():
         zt.chain(zt.prefetch(), DataParallel(MESH))(step_of_mean)
     with pytest.raises(
         ValueError,
-        match=r"data_parallel: its mesh is AbstractMesh\(dp=4\), and that of the transforms",
+        match=r"data_parallel: its mesh is AbstractMesh\(dp=4\), and the transforms",
     ):
         zt.chain(zt.shard_params(MESH), DataParallel(zt.AbstractMesh(dp=4)))(step_of_mean)
     assert zt.chain(zt.remat(), DataParallel(MESH))(step_of_mean).mesh == MESH, (

@@ -109,7 +109,7 @@ class Traced(Printed):
         mesh = mesh_of(self.transforms)
         graph = by_axis(self.graph, mesh) if isinstance(mesh, DeviceMesh) else self.graph
         history: list[tuple[str, Graph | fx.GraphModule]] = [("make_fx", self.fx), ("trace", graph)]
-        for transform in sorted(self.transforms, key=lambda t: t.turn):
+        for transform in sorted(self.transforms, key=lambda t: t.phase):
             with stage(graph.name, transform.name, logging.DEBUG):
                 graph = rewritten(graph, transform)
             history.append((transform.name, graph))

@@ -58,7 +58,7 @@ class Options:
         first = [t for t in as_written if chance.random() < 0.5]
         overlap = zt.overlap_grads(
             bucket=chance.choice(["auto", "auto", 0, 64, 1 << 20]),
-            max_compute_between=chance.choice([8, None, 1, 2]),
+            max_matmuls_between=chance.choice([8, None, 1, 2]),
             max_in_flight=chance.choice([None, None, 0, 256]),
             update=chance.choice(["eager", "eager", "last"]),
         )

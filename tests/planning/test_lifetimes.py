@@ -209,7 +209,7 @@ def test_the_buffer_of_a_bucket_is_freed_before_the_update_starts(stage):
     """All five gradients are one message: 5 P bytes are packed, 15 p are received, and 5 p remain after the wait."""
     much = (zt.prefetch(memory=1 << 30),)
     lowered = lower(
-        plain, stage, LATE, more=much, bucket=5 * P, update="last", max_compute_between=None
+        plain, stage, LATE, more=much, bucket=5 * P, update="last", max_matmuls_between=None
     )
     lines, memory = read(lowered), lowered.memory_analysis()
     (start,) = (i for i, line in enumerate(lines) if line.op == "reduce_scatter")

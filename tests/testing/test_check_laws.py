@@ -126,7 +126,7 @@ def test_a_transform_that_depends_on_its_place_is_found():
 class _Adds(zt.Transform):
     """Adds an output."""
 
-    turn: ClassVar[int] = 1
+    phase: ClassVar[int] = 1
     label: str = "twice"
     named: bool = True
 

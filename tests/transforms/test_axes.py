@@ -41,7 +41,7 @@ def schedules(draw) -> tuple[zt.Transform, ...]:
     bucket = draw(st.one_of(st.just("auto"), SIZES))
     between = draw(st.sampled_from([None, 1, 2, 8]))
     flight = st.one_of(st.none(), SIZES)
-    overlap = zt.overlap_grads(bucket=bucket, max_compute_between=between, max_in_flight=draw(flight),
+    overlap = zt.overlap_grads(bucket=bucket, max_matmuls_between=between, max_in_flight=draw(flight),
                                update=draw(st.sampled_from(["eager", "last"])))  # fmt: skip
     memory = draw(st.sampled_from(["auto", 1 << 30]))
     ahead = zt.prefetch(memory=memory, max_in_flight=draw(flight))
@@ -176,8 +176,8 @@ def within_what_was_asked(graph: Graph, transforms: tuple) -> None:
             )
         if t.name == "overlap_grads" and t.bucket != "auto":
             assert all(len(e.ins) == 1 or size(e.ins) <= t.bucket for e in reductions)
-        if t.name == "overlap_grads" and t.max_compute_between is not None:
-            assert matmuls_between(graph, reductions) <= t.max_compute_between
+        if t.name == "overlap_grads" and t.max_matmuls_between is not None:
+            assert matmuls_between(graph, reductions) <= t.max_matmuls_between
 
 
 def size(values) -> int:

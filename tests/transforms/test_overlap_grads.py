@@ -113,7 +113,7 @@ def gaps(lowered) -> list[int]:
 def test_at_most_the_given_number_of_matmuls_is_between_two_reductions(most, fewest, bucket):
     """There are 36 gradients, two matmuls apart. Without the limit, one message for all would be the cheapest."""
     step, state = deep(36)
-    options = {"bucket": bucket} if most == 8 else {"bucket": bucket, "max_compute_between": most}
+    options = {"bucket": bucket} if most == 8 else {"bucket": bucket, "max_matmuls_between": most}
     transform = zt.chain(
         zt.shard_params(zt.AbstractMesh(dp=4)),
         zt.overlap_grads(**options),
@@ -128,7 +128,7 @@ def test_at_most_the_given_number_of_matmuls_is_between_two_reductions(most, few
 
 def test_without_a_limit_on_matmuls_one_message_is_the_cheapest():
     step, state = deep(36)
-    overlap = zt.overlap_grads(max_compute_between=None)
+    overlap = zt.overlap_grads(max_matmuls_between=None)
     transform = zt.chain(
         zt.shard_params(zt.AbstractMesh(dp=4)), overlap, zt.prefetch(memory=1 << 30)
     )
@@ -148,7 +148,7 @@ def test_the_limit_on_matmuls_does_not_apply_where_nothing_is_reduced():
 
 @pytest.mark.parametrize("most", [1, 2, 8])
 def test_the_limit_on_matmuls_holds_in_a_gpt(most):
-    overlap = zt.overlap_grads(bucket=1 << 30, max_compute_between=most)
+    overlap = zt.overlap_grads(bucket=1 << 30, max_matmuls_between=most)
     shard, ahead = zt.shard_params(zt.AbstractMesh(dp=4)), zt.prefetch(memory=1 << 30)
     lowered = on_ranks(CASES["gpt_adam"], 4, shard, overlap, ahead, cluster=SLOW_TO_START)
     assert max(gaps(lowered)) <= max(most, 2), (
@@ -193,8 +193,8 @@ def test_an_invalid_order_is_replaced_by_the_order_as_written(broken, monkeypatc
     ({"bucket": 2.5}, "overlap_grads: bucket=2.5; it is a number of bytes, or 'auto'."),
     ({"bucket": None}, "overlap_grads: bucket=None; it is a number of bytes, or 'auto'."),
     ({"max_in_flight": -1}, "overlap_grads: max_in_flight=-1; it is a number of bytes, or None."),
-    ({"max_compute_between": 0}, "overlap_grads: max_compute_between=0; it is a number of matmuls, at least 1, or None."),
-    ({"max_compute_between": True}, "overlap_grads: max_compute_between=True; it is a number of matmuls, at least 1, or None."),
+    ({"max_matmuls_between": 0}, "overlap_grads: max_matmuls_between=0; it is a number of matmuls, at least 1, or None."),
+    ({"max_matmuls_between": True}, "overlap_grads: max_matmuls_between=True; it is a number of matmuls, at least 1, or None."),
     ({"update": "soon"}, "overlap_grads: update='soon'; use 'eager' or 'last'."),
 ])  # fmt: skip
 def test_wrong_options_are_refused(options, message):
@@ -225,3 +225,8 @@ def test_new_statistics_of_batch_norms_share_messages():
         return [len(e.ins) for e in graph.eqns if e.op is REDUCE_SCATTER]
 
     assert messages() == [1] * 5 and max(messages(zt.overlap_grads())) >= 4
+
+
+def test_the_old_name_of_an_option_is_refused_with_the_new_one():
+    with pytest.raises(TypeError, match="option max_compute_between is called max_matmuls_between"):
+        zt.overlap_grads(max_compute_between=4)

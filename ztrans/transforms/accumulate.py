@@ -65,7 +65,7 @@ def accumulate(micro: int, *, keep: Literal["whole", "shard", "auto"] = "auto") 
 
 @dataclass(frozen=True, repr=False)
 class _Accumulate(Transform):
-    turn: ClassVar[int] = 3
+    phase: ClassVar[int] = 3
 
     micro: int
     keep: Literal["whole", "shard", "auto"] = "auto"

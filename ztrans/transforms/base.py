@@ -43,12 +43,19 @@ class Transform:
     in the order in which they were applied.
     """
 
-    turn: ClassVar[int] = 2
+    phase: ClassVar[int] = 2
 
     # The mesh that the program runs on, if this transform distributes it.
     mesh: DeviceMesh | AbstractMesh | None = dataclasses.field(
         default=None, repr=False, kw_only=True
     )
+
+    def __init_subclass__(cls) -> None:
+        """Raises: TypeError if the class has the old name of `phase`."""
+        if "turn" in vars(cls):
+            raise TypeError(
+                f"{cls.__name__}: `turn` is called `phase`. Write phase: ClassVar[int]."
+            )
 
     def __new__(cls, *args: Any, **options: Any) -> Transform:
         """Raises: TypeError if the class takes options and is no dataclass."""
@@ -88,10 +95,6 @@ class Transform:
         """
         return self.axes
 
-    def joined(self, other: Transform) -> Transform | None:
-        """This transform and another of its kind for other leaves, as one; None if they cannot be combined."""
-        return None
-
     @property
     def micro_batches(self) -> int:
         """How many equal parts the batch is cut into; the step is traced for one of them."""
@@ -121,8 +124,11 @@ def _shown(option: object) -> str:
     return option.__name__ if inspect.isfunction(option) else repr(option)
 
 
+_RENAMED_OPTIONS = {"max_compute_between": "max_matmuls_between"}
+
+
 def constructor(build: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that returns a transform, so that `@build` above a step, without a call, is an error."""
+    """Decorate a function that returns a transform, with errors for `@build` without a call and for old options."""
 
     @functools.wraps(build)
     def checked(*args: P.args, **options: P.kwargs) -> R:
@@ -137,6 +143,9 @@ def constructor(build: Callable[P, R]) -> Callable[P, R]:
                 f"Write @zt.{build.__name__}({', '.join(needed)}): the call takes the options, and returns the "
                 f"transform."
             )
+        for old, new in _RENAMED_OPTIONS.items():
+            if old in options:
+                raise TypeError(f"{build.__name__}: the option {old} is called {new}.")
         return build(*args, **options)
 
     return checked
@@ -202,36 +211,37 @@ def appended(transforms: tuple[Transform, ...], transform: Transform) -> tuple[T
         return functools.reduce(appended, transform.transforms, transforms)
     if transform in transforms:
         return transforms
-    same_kind = next((t for t in transforms if type(t) is type(transform)), None)
-    if same_kind is not None:
-        joined = _joined(same_kind, transform)
-        return tuple(joined if t is same_kind else t for t in transforms)
-    before = [t.name for t in transforms if t.turn == Transform.turn and t.mesh is None]
-    if transform.mesh is not None and before:
-        raise ValueError(
-            f"{transform.name}: applied after {', '.join(before)}, but it makes the program that these transforms "
-            f"change.\nApply it first: as the innermost decorator, or first in zt.chain(...)."
-        )
-    mesh = mesh_of(transforms)
-    if None not in (mesh, transform.mesh) and mesh != transform.mesh:
-        raise ValueError(
-            f"{transform.name}: its mesh is {transform.mesh!r}, and that of the transforms before it is {mesh!r}.\n"
-            f"Give them one mesh, with an axis for each."
-        )
+    _check_kind(transforms, transform)
+    if transform.mesh is not None:
+        _check_mesh(transforms, transform)
     return (*transforms, transform)
 
 
-def _joined(first: Transform, second: Transform) -> Transform:
-    """Two transforms of one kind as one.
+def _check_kind(transforms: tuple[Transform, ...], new: Transform) -> None:
+    """Raises: ValueError if the step has a transform of this kind already."""
+    for t in transforms:
+        if type(t) is type(new):
+            raise ValueError(
+                f"{new.name}: applied twice with different options, {t!r} and {new!r}.\nKeep one of them. "
+                f"An option that differs from leaf to leaf is a function, as in "
+                f"shard_params(axis=lambda path, leaf: ...)."
+            )
 
-    Raises: ValueError if there is no such transform.
-    """
-    joined = first.joined(second)
-    if joined is None:
+
+def _check_mesh(transforms: tuple[Transform, ...], new: Transform) -> None:
+    """Raises: ValueError if a transform that distributes the step comes too late, or has a mesh of its own."""
+    before = [t.name for t in transforms if t.phase == Transform.phase and t.mesh is None]
+    if before:
         raise ValueError(
-            f"{second.name}: applied twice with different options, {first!r} and {second!r}.\nKeep one of them."
+            f"{new.name}: applied after {', '.join(before)}, but it makes the program that these transforms change.\n"
+            f"Apply it first: as the innermost decorator, or first in zt.chain(...)."
         )
-    return joined
+    mesh = mesh_of(transforms)
+    if mesh is not None and mesh != new.mesh:
+        raise ValueError(
+            f"{new.name}: its mesh is {new.mesh!r}, and the transforms before it have {mesh!r}.\n"
+            f"Give them one mesh, with an axis for each."
+        )
 
 
 def mesh_of(transforms: Iterable[Transform]) -> DeviceMesh | AbstractMesh | None:

@@ -49,7 +49,7 @@ def delay_weight_grads(*, most: int = 4) -> Transform:
 class _DelayWeightGrads(Transform):
     most: int = 4
 
-    turn: ClassVar[int] = 1
+    phase: ClassVar[int] = 1
 
     def rewrite(self, graph: Graph) -> Graph:
         used = users(graph)

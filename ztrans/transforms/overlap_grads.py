@@ -20,7 +20,7 @@ _REDUCED = ("grad", "pmean", "state")
 def overlap_grads(
     *,
     bucket: int | Literal["auto"] = "auto",
-    max_compute_between: int | None = 8,
+    max_matmuls_between: int | None = 8,
     max_in_flight: int | None = None,
     update: Literal["eager", "last"] = "eager",
 ) -> Transform:
@@ -44,7 +44,7 @@ def overlap_grads(
     Args:
         bucket: the greatest size of a bucket in bytes. "auto" weighs the link's latency against the time lost by
             waiting for the last member. 0 reduces each gradient alone.
-        max_compute_between: the greatest number of matmuls between the starts of two reductions, or between the first
+        max_matmuls_between: the greatest number of matmuls between the starts of two reductions, or between the first
             gradient and the first start, while a gradient is ready to be sent. None sets no limit.
         max_in_flight: the greatest size in bytes of the gradients whose reduction was started and not yet waited for;
             by default twice the largest gradient. One bucket is always allowed. An unreduced gradient is freed at its
@@ -65,17 +65,17 @@ def overlap_grads(
     """
     check_number("overlap_grads: max_in_flight", max_in_flight, "a number of bytes", 0, None)
     check_number("overlap_grads: bucket", bucket, "a number of bytes", 0, "auto")
-    between = "overlap_grads: max_compute_between"
-    check_number(between, max_compute_between, "a number of matmuls, at least 1", 1, None)
+    between = "overlap_grads: max_matmuls_between"
+    check_number(between, max_matmuls_between, "a number of matmuls, at least 1", 1, None)
     if update not in ("eager", "last"):
         raise ValueError(f"overlap_grads: update={update!r}; use 'eager' or 'last'.")
-    return _OverlapGrads(bucket, max_compute_between, max_in_flight, update)
+    return _OverlapGrads(bucket, max_matmuls_between, max_in_flight, update)
 
 
 @dataclass(frozen=True, repr=False)
 class _OverlapGrads(Transform):
     bucket: int | str = "auto"
-    max_compute_between: int | None = 8
+    max_matmuls_between: int | None = 8
     max_in_flight: int | None = None
     update: Literal["eager", "last"] = "eager"
 
@@ -88,7 +88,7 @@ class _OverlapGrads(Transform):
                 "Apply shard_params first: it must be the innermost decorator, or the first in zt.chain."
             )
         size = self.bucket if isinstance(self.bucket, int) else None
-        hint = Order("reduce", self.max_in_flight, size, self.max_compute_between, self.update)
+        hint = Order("reduce", self.max_in_flight, size, self.max_matmuls_between, self.update)
         outputs = set(variables(graph.outputs))
         hints: dict[Eqn, Order] = {}
         for start in starts:

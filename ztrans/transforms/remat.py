@@ -48,7 +48,7 @@ def remat(*, at_least: int = 1 << 16) -> Transform:
 class _Remat(Transform):
     at_least: int = 1 << 16
 
-    turn: ClassVar[int] = 0
+    phase: ClassVar[int] = 0
 
     def rewrite(self, graph: Graph) -> Graph:
         return recompute(graph, _recomputed(graph, self.at_least))

@@ -1,29 +1,33 @@
 """shard_params: turn a plain step into the program of one rank of many (ZeRO stages 0 to 3, HSDP).
 
 State is sharded between steps. Forward and backward run on whole parameters, which are gathered where they are used.
-Gradients are reduced where autograd returns them. The update runs on shards: DTensor's sharding rules tell, for each
-equation, which layouts it can run on.
+Gradients are reduced where autograd returns them. The update runs on shards as far as a table of rules knows how; other
+equations of the update run on whole values (see `sharding.rules`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..ir.axes import joint_axis, members, members_of, unflattened
-from ..ir.graph import Graph, Layout, Split, dce
+from ..ir.axes import joint_axis, members, unflattened
+from ..ir.graph import Eqn, Graph, Layout, Split, Var, dce, producers, users
 from ..ir.layout import AbstractMesh, is_worth_cutting, mesh_axes
+from ..ir.op_facts import is_view_or_cast, op_facts
+from ..ir.relations import reachable
+from ..ir.source import where
+from ..ir.varying import varying
 from .base import Transform, constructor
-from .psum_quotients import warn_of_psum_quotients
 from .reduce_once import reduce_once
 from .sharding.leaf_axes import LeafAxes
-from .sharding.walk import Sharding, gathered_early
+from .sharding.walk import REDUCTIONS, sharded
 
 Axis = str | tuple[str, ...]
 AxisOf = Callable[[str, torch.Tensor], Axis]
@@ -73,8 +77,7 @@ def shard_params(
         outputs: "mean" averages the float scalars that depend on the batch, such as a loss, over the axis. Each rank
             returns its own values of other outputs, such as logits. "local" averages none.
 
-    The functions get the path of a leaf, and a meta tensor of its shape before the step itself divides it. Two
-    `shard_params` with a `where` may differ in `axis` and `dim`; together they are one step.
+    The functions get the path of a leaf, and a meta tensor of its shape before the step itself divides it.
 
     Raises: ValueError if the mesh has no such axis, or an option is unknown. When the step is lowered, ValueError if a
         leaf does not have the dim along which it is to be cut, if a value that depends on the batch enters the state
@@ -122,7 +125,7 @@ def _checked(
 
 @dataclass(frozen=True, repr=False)
 class ShardParams(Transform):
-    """The transform that `shard_params` returns. With `parts`, it stands for several, each for other leaves."""
+    """The transform that `shard_params` returns."""
 
     mesh: DeviceMesh | AbstractMesh = dataclasses.field(repr=False)
     axis: Axis | AxisOf
@@ -133,13 +136,10 @@ class ShardParams(Transform):
     replicate_axis: str | None = None
     reduce_dtype: torch.dtype | None = None
     outputs: str = "mean"
-    parts: tuple[ShardParams, ...] = dataclasses.field(default=(), repr=False)
 
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes that are known without the leaves."""
-        if self.parts:
-            return members_of(axis for part in self.parts for axis in part.axes)
         return () if callable(self.axis) else self._with_replicas(self.axis)
 
     def _with_replicas(self, axis: Axis) -> tuple[str, ...]:
@@ -148,69 +148,28 @@ class ShardParams(Transform):
         return (joint, self.replicate_axis) if self.replicate_axis else (joint,)
 
     def leaf_axes(self, path: str, leaf: torch.Tensor) -> tuple[str, ...]:
-        part = self._part(path, leaf)
-        if part is None:
-            return self._with_replicas(
-                tuple(axis for axis in self.axes if axis != self.replicate_axis)
-            )
-        if not callable(part.axis):
-            return part.axes
-        axis = part.axis(path, leaf)
-        return self._with_replicas(
-            _checked(self.mesh, f"axis({path!r}, leaf)", axis, self.replicate_axis)
-        )
+        if not callable(self.axis):
+            return self.axes
+        axis = self.axis(path, leaf)
+        option = f"axis({path!r}, leaf)"
+        return self._with_replicas(_checked(self.mesh, option, axis, self.replicate_axis))
 
     def layout(self, path: str, shape: tuple[int, ...], leaf: torch.Tensor) -> Layout:
-        part = self._part(path, leaf)
-        if (
-            self.stage == 0
-            or not shape
-            or part is None
-            or (part.where is not None and not part.where(path, leaf))
-        ):
+        is_replicated = self.where is not None and not self.where(path, leaf)
+        if self.stage == 0 or not shape or is_replicated:
             return ()
-        dim, axis = part._dim(path, leaf), self.leaf_axes(path, leaf)[0]
-        ranks = math.prod(dict(mesh_axes(self.mesh))[member] for member in members(axis))
+        dim = self._dim(path, leaf)
+        axis = self.leaf_axes(path, leaf)[0]
+        sizes = dict(mesh_axes(self.mesh))
+        ranks = math.prod(sizes[member] for member in members(axis))
         return (Split(axis, dim),) if is_worth_cutting(shape[dim], ranks) else ()
-
-    def _part(self, path: str, leaf: torch.Tensor) -> ShardParams | None:
-        """The part that shards a leaf, or None if none of several does.
-
-        Raises: ValueError if two of them would.
-        """
-        if not self.parts:
-            return self
-        parts = [part for part in self.parts if part.where is not None and part.where(path, leaf)]
-        if len(parts) > 1:
-            raise ValueError(
-                f"shard_params: {path} is in the `where` of two, {parts[0]!r} and {parts[1]!r}.\n"
-                f"Let a leaf be in one of them."
-            )
-        return parts[0] if parts else None
-
-    def joined(self, other: Transform) -> Transform | None:
-        """This transform and another `shard_params` for other leaves, as one; None if they do not fit together."""
-        if not isinstance(other, ShardParams) or self.where is None or other.where is None:
-            return None
-        parts = self.parts or (self,)
-        if (
-            dataclasses.replace(
-                other, axis=self.axis, where=self.where, dim=self.dim, parts=self.parts
-            )
-            != self
-        ):
-            return None
-        return self if other in parts else dataclasses.replace(self, parts=(*parts, other))
-
-    def __repr__(self) -> str:
-        return " + ".join(map(repr, self.parts)) if self.parts else super().__repr__()
 
     def _dim(self, path: str, leaf: torch.Tensor) -> int:
         """The dim along which a leaf is cut, counted from the front.
 
         Raises: ValueError if the leaf does not have it.
         """
-        dim = self.dim(path, leaf) if self.dim is not None else 0
+        dim = self.dim(path, leaf) if self.dim is not None else None
         if dim is None:
             return 0
         if not -leaf.ndim <= dim < leaf.ndim:
@@ -222,16 +181,85 @@ class ShardParams(Transform):
 
     def rewrite(self, graph: Graph) -> Graph:
         axes = LeafAxes.of_program(graph, self)
-        joint = tuple(dict.fromkeys((*graph.joint, *axes.joint)))
         plain = graph.replace(
-            mesh=mesh_axes(self.mesh), stage=self.stage, reshard=self.reshard, joint=joint
+            mesh=mesh_axes(self.mesh),
+            stage=self.stage,
+            reshard=self.reshard,
+            joint=tuple(dict.fromkeys((*graph.joint, *axes.joint))),
         )
         if self.stage <= 1:
             plain = reduce_once(plain)
         warn_of_psum_quotients(plain, axes.all)
-        walk = Sharding(plain, self)
-        graph = walk.run()
-        on_every_rank = gathered_early(plain, walk.gathering, walk.layout_of)
-        if on_every_rank:
-            graph = Sharding(plain, self, on_every_rank).run()
-        return dce(graph)
+        return dce(sharded(plain, self))
+
+
+def warn_of_psum_quotients(graph: Graph, axes: Sequence[str]) -> None:
+    """Warn of a loss that is divided by a `psum`: its mean over n ranks is 1/n of the mean over all samples.
+
+        loss = loss_sum / zt.psum(count)     -->     loss = zt.global_mean(loss_sum, count)
+
+    Gradients and scalar outputs are averaged over the ranks. So the quotient is right only if it is summed afterwards,
+    or multiplied by the number of ranks.
+    """
+    ranks = math.prod(graph.axes[axis] for axis in axes)
+    if ranks == 1:
+        return
+    uses = _Uses(graph, axes)
+    outputs = graph.outputs[graph.num_state :]
+    averaged = {v for v in outputs if v in uses.varying and not v.shape}
+    for e in graph.eqns:
+        if not uses.divides_by_psum(e) or _is_scaled([uses.makers.get(e.args[0])], ranks):
+            continue
+        multiples = list(uses.multiples(e))
+        is_averaged = any(
+            REDUCTIONS.get(m.op) == "mean" or not averaged.isdisjoint(m.results) for m in multiples
+        )
+        if is_averaged and not _is_scaled(multiples, ranks):
+            warnings.warn(
+                f"shard_params: {graph.name} divides a value of this rank, {e.args[0]}, by a psum. Gradients and "
+                f"scalar outputs are averaged over the ranks, so this is 1/{ranks} of the mean over all samples.\n"
+                f"  at {where(e.source)}\n"
+                f"Use zt.global_mean(sum, count), which is the mean over the samples of all ranks.",
+                stacklevel=2,
+            )
+            return
+
+
+class _Uses:
+    """A plain program, with the equations that compute and read each value, and the values that vary."""
+
+    def __init__(self, graph: Graph, axes: Sequence[str]) -> None:
+        self.varying = varying(graph, axes)
+        self.makers = producers(graph.eqns)
+        self.readers = users(graph)
+
+    def divides_by_psum(self, e: Eqn) -> bool:
+        """Whether an equation divides a value that varies by one that was computed from a `psum` alone."""
+        if e.op is not torch.ops.aten.div.Tensor or not isinstance(e.args[1], Var):
+            return False
+        value, divisor = e.args
+        if value not in self.varying or divisor in self.varying or divisor.shape:
+            return False
+        makers = [self.makers[divisor]] if divisor in self.makers else []
+        return any(REDUCTIONS.get(x.op) == "sum" for x in reachable(makers, self._inputs))
+
+    def _inputs(self, e: Eqn) -> list[Eqn]:
+        return [self.makers[v] for v in e.ins if v in self.makers and v not in self.varying]
+
+    def multiples(self, e: Eqn) -> Iterator[Eqn]:
+        """The equations of forward whose results are multiples of those of `e`."""
+        return reachable([e], self._linear_readers)
+
+    def _linear_readers(self, e: Eqn) -> list[Eqn]:
+        readers = (r for v in e.results for r in self.readers.get(v, ()))
+        return [r for r in readers if r.region != "backward" and _is_linear(r)]
+
+
+def _is_linear(e: Eqn) -> bool:
+    return REDUCTIONS.get(e.op) == "mean" or op_facts(e.op).linear or is_view_or_cast(e)
+
+
+def _is_scaled(eqns: Iterable[Eqn | None], ranks: int) -> bool:
+    """Whether one of the equations multiplies by the number of ranks."""
+    multiply = torch.ops.aten.mul.Tensor
+    return any(e is not None and e.op is multiply and ranks in e.args for e in eqns)
