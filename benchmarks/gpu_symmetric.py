@@ -11,9 +11,7 @@ import ztrans as zt
 from ztrans.calling.call import BoundCall
 from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.cuda.streams import Streams
-from ztrans.runtime.cuda.symmetric_memory import SymmetricMemory
-from ztrans.runtime.cuda.symmetric_start import SymmetricStart
-from ztrans.runtime.cuda.transport import Times
+from ztrans.runtime.cuda.symmetric import SymmetricMemory, SymmetricStart, Times
 from ztrans.runtime.executable import bind
 
 STEPS = 3

@@ -37,7 +37,7 @@ from .runtime.agreement import (
     everywhere,
 )
 from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rates
-from .runtime.cuda.symmetric_start import check
+from .runtime.cuda.symmetric import check
 from .runtime.executable import Executable, MicroBatches, executable, micro_batches
 from .runtime.failure import Writes, check_whole, marker, one_thread, running, steps_of
 from .runtime.inductor import backend as inductor

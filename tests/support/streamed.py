@@ -27,7 +27,7 @@ from ztrans.calling.call import BoundCall
 from ztrans.ir.collectives import ALL_GATHER, REDUCE_SCATTER
 from ztrans.ops.symmetric import Symmetric
 from ztrans.runtime.codegen import to_fx
-from ztrans.runtime.cuda import symmetric_memory
+from ztrans.runtime.cuda import symmetric as transports
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.executable import bind
 
@@ -85,21 +85,21 @@ def contest(group: dist.ProcessGroup, files: Files) -> None:
 
     The clock differs between the ranks, but the choice must not. If symmetric memory gives other bits, it is not used.
     """
-    symmetric_memory._seconds = lambda run: (run(), 1.0 + RANK)[1]
+    transports._seconds = lambda run: (run(), 1.0 + RANK)[1]
     for kind, wire in ((ALL_GATHER, torch.float32), (REDUCE_SCATTER, torch.bfloat16)):
         report(
             contest=kind.name,
-            times=symmetric_memory.SymmetricMemory(files).times(group, kind, wire, 1000),
+            times=transports.SymmetricMemory(files).times(group, kind, wire, 1000),
         )
-    true, symmetric_memory.gather = (
-        symmetric_memory.gather,
+    true, transports.gather = (
+        transports.gather,
         lambda memory, sent, outs, sizes: outs[0].zero_(),
     )
     report(
         contest="zeros",
-        times=symmetric_memory.SymmetricMemory(files).times(group, ALL_GATHER, torch.float64, 1000),
+        times=transports.SymmetricMemory(files).times(group, ALL_GATHER, torch.float64, 1000),
     )
-    symmetric_memory.gather = true
+    transports.gather = true
 
 
 def main() -> None:

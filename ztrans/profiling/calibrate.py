@@ -23,7 +23,7 @@ from ..planning.cluster import Cluster, Device, Link
 from ..runtime.agreement import agree_on_call, everywhere
 from ..runtime.collectives import Future, channel
 from ..runtime.cuda.streams import back_to_back_seconds
-from ..runtime.cuda.symmetric_start import side_streams, start
+from ..runtime.cuda.symmetric import side_streams, start
 from ..runtime.mesh import check_runs
 from ..runtime.process_groups import Channel, host_name
 from .link_fit import Sample, fit

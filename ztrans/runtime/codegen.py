@@ -36,7 +36,7 @@ from ..ir.user_collectives import by_group
 from .call_forms import call_form
 from .collectives import channel, wait
 from .cuda.streams import Streams
-from .cuda.symmetric_start import side_streams, start
+from .cuda.symmetric import side_streams, start
 from .inductor import attention
 
 

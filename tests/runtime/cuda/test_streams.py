@@ -38,8 +38,7 @@ from ztrans.planning.cluster import Link
 from ztrans.profiling.profile import Record, recorded
 from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.cuda.streams import Done, Streams, back_to_back_seconds
-from ztrans.runtime.cuda.symmetric_memory import MOST, SymmetricMemory
-from ztrans.runtime.cuda.transport import Times, transport
+from ztrans.runtime.cuda.symmetric import MOST, SymmetricMemory, Times, transport
 from ztrans.runtime.executable import bind
 from ztrans.runtime.process_groups import Channel
 

@@ -2,8 +2,8 @@
 
 One call sends all messages of an equation, and one launch packs each of them. A gather of a single member is received
 in the memory of its value. NCCL would round terms of half precision at every hop, so these are exchanged, and summed in
-fp32 and in rank order: between hosts in two levels, if that sends fewer bytes (see `ir.routes`). NCCL reduces all
-other terms. A mean is a sum that is then scaled.
+fp32 and in rank order: between hosts in two levels, if that sends fewer bytes (see `ir.routes`). NCCL reduces all other
+terms. A mean is a sum that is then scaled.
 
 The calls are not asynchronous to torch, so they run on the current stream, which here is the lane of the
 communicator. Torch then holds no tensors for them and uses no stream of its own, and a CUDA graph captures them like
@@ -31,22 +31,40 @@ from ...ir.graph import Eqn
 from ..collectives import REDUCE_OPS, Future, Member, Start
 from ..process_groups import Channel
 from .streams import Done, Streams
-from .transport import BY_HOST, Transport
 
+EXCHANGE = "nccl all_to_all"
+BY_HOST = "nccl all_to_all in two levels"
 _ALIGNED = 16  # a value inside a larger buffer starts at a multiple of this many elements
+
+
+@dataclass(frozen=True)
+class Transport:
+    """The call that carries a collective, and the reason for the choice, which printed programs show."""
+
+    call: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.call} ({self.reason})"
 
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """One message. `sent` and `values` are allocated already. Each function is called on the stream that it runs on."""
+    """One message of a collective. Each function is called on the stream that it runs on.
+
+    Attributes:
+        sent: the send buffer.
+        values: the values that the message brings.
+        pack: fills `sent`.
+        receive_buffer: returns the tensor that the collective fills; maybe a value, or `sent`.
+        finish: fills `values` from that tensor.
+    """
 
     sent: torch.Tensor
     values: Sequence[torch.Tensor]
-    pack: Callable[[], object]  # fills `sent`
-    receive_buffer: Callable[
-        [], torch.Tensor
-    ]  # the tensor that the collective fills; maybe a value, or `sent`
-    finish: Callable[[torch.Tensor], object]  # fills `values` from that tensor
+    pack: Callable[[], object]
+    receive_buffer: Callable[[], torch.Tensor]
+    finish: Callable[[torch.Tensor], object]
 
 
 class StreamedStart(Start):
@@ -56,139 +74,151 @@ class StreamedStart(Start):
         self,
         eqn: Eqn,
         sizes: Mapping[str, int],
-        at: Mapping[str, int],
+        coordinates: Mapping[str, int],
         channel: Channel,
         streams: Streams,
-        by: Transport,
+        transport: Transport,
     ) -> None:
-        super().__init__(eqn, sizes, at, channel)
-        self.streams, self.lane = streams, streams.lane(channel)
-        self.carrier, self.is_by_host, self.hosts = by, by.call == BY_HOST, channel.hosts
-        self.is_exchanged = self.is_by_host or by.call == "nccl all_to_all"
-        messages = {
+        super().__init__(eqn, sizes, coordinates, channel)
+        self.streams = streams
+        self.lane = streams.lane(channel)
+        self.hosts = channel.hosts
+        self.carrier = transport
+        self.is_by_host = transport.call == BY_HOST
+        self.is_exchanged = transport.call in (BY_HOST, EXCHANGE)
+        self.message = {
             ALL_GATHER: self._gathered,
             REDUCE_SCATTER: self._scattered,
             ALL_REDUCE: self._reduced,
-        }
-        self.message = messages[self.kind]
+        }[self.kind]
 
     def forward(self, *members: torch.Tensor) -> tuple[Member, ...]:
         streams = self.streams
         streams.release()
         messages = [self.message(ks, [members[k] for k in ks]) for ks in self.groups]
         with streams.pack(members):
-            for m in messages:
-                m.pack()
+            for message in messages:
+                message.pack()
         with streams.communicate(self.lane):
-            received = [m.receive_buffer() for m in messages]
-            self._call(received, [m.sent for m in messages])
-            for m, buffer in zip(messages, received):
-                m.finish(buffer)
+            received = [message.receive_buffer() for message in messages]
+            self._call(received, [message.sent for message in messages])
+            for message, buffer in zip(messages, received):
+                message.finish(buffer)
         done = Done(streams, self.lane, self.lane.record_event(), [m.sent for m in messages])
-        values = dict(
-            zip((k for ks in self.groups for k in ks), (v for m in messages for v in m.values))
-        )
+        values: dict[int, torch.Tensor] = {}
+        for ks, message in zip(self.groups, messages):
+            values.update(zip(ks, message.values))
         future = Future(done, lambda: values)
         return tuple(Member(future, k) for k in range(len(members)))
 
     def _call(self, received: list[torch.Tensor], sent: list[torch.Tensor]) -> None:
         """Launch the collective on the current stream, for all messages at once."""
         if self.wire.is_complex:  # NCCL has no complex dtypes; it adds real and imaginary parts
-            received, sent = (
-                [torch.view_as_real(x).view(-1) for x in buffers] for buffers in (received, sent)
-            )
+            received = [torch.view_as_real(x).view(-1) for x in received]
+            sent = [torch.view_as_real(x).view(-1) for x in sent]
         work: Any = None
         if self.kind is ALL_GATHER:
-            options = AllgatherOptions()
-            options.asyncOp = False
-            pairs = [x.view(torch.uint8) for x in received], [x.view(torch.uint8) for x in sent]
-            call = _method(
-                self.group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced"
-            )
-            work = call(*pairs, options)
+            work = self._call_gather(received, sent)
         elif self.kind is ALL_REDUCE:
             work = self.group.allreduce_coalesced(sent, self._options(AllreduceCoalescedOptions()))
-        elif self.is_by_host:
-            for into, out in zip(received, sent):
-                self._exchange_sums(into, out)
         elif self.is_exchanged:
-            for into, out in zip(received, sent):
-                dist.all_to_all_single(
-                    into.view(torch.uint8), out.view(torch.uint8), group=self.group
-                )
+            exchange = self._exchange_sums if self.is_by_host else self._exchange
+            for into, terms in zip(received, sent):
+                exchange(into, terms)
         else:
-            call = _method(
-                self.group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
-            )
-            work = call(received, sent, self._options(ReduceScatterOptions()))
-        if (
-            work is not None
-        ):  # NCCL runs on this stream and returns none; the work of another backend is waited for
+            names = "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
+            options = self._options(ReduceScatterOptions())
+            work = _method(self.group, *names)(received, sent, options)
+        if work is not None:  # NCCL returns none; the work of another backend is waited for
             work.wait()
+
+    def _call_gather(self, received: list[torch.Tensor], sent: list[torch.Tensor]) -> Any:
+        options = AllgatherOptions()
+        options.asyncOp = False
+        call = _method(self.group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+        as_bytes = [[x.view(torch.uint8) for x in buffers] for buffers in (received, sent)]
+        return call(*as_bytes, options)
+
+    def _options(self, options: Any) -> Any:
+        options.reduceOp = REDUCE_OPS[self.op]
+        options.asyncOp = False
+        return options
 
     def _exchange_sums(self, into: torch.Tensor, terms: torch.Tensor) -> None:
         """Sum the terms of this host, and receive in `into` the sums of all hosts for this rank."""
-        count, local = self.hosts.count, self.hosts.local
+        local = self.hosts.local
         host, place = divmod(self.rank, local)
-        by_rank = (
-            terms.view(count, local, -1).transpose(0, 1).contiguous()
-        )  # for each rank of this host, and its peers
+        # For each rank of this host, the terms for it and for its peers on the other hosts.
+        by_rank = terms.view(self.hosts.count, local, -1).transpose(0, 1).contiguous()
         received = torch.empty_like(by_rank)
         self._exchange(received, by_rank, range(host * local, (host + 1) * local))
         del by_rank
         sums = ops.reduce(list(received), "sum", self.partial)
         self._exchange(into, sums, range(place, self.size, local))
 
-    def _exchange(self, into: torch.Tensor, sent: torch.Tensor, ranks: range) -> None:
+    def _exchange(self, into: torch.Tensor, sent: torch.Tensor, ranks: range | None = None) -> None:
         """Send equal parts of `sent` to some ranks of the group, and receive parts from them; the others get none."""
-        splits = [sent.nbytes // len(ranks) if rank in ranks else 0 for rank in range(self.size)]
-        incoming, outgoing = (x.view(-1).view(torch.uint8) for x in (into, sent))
+        splits = None
+        if ranks is not None:
+            part = sent.nbytes // len(ranks)
+            splits = [part if rank in ranks else 0 for rank in range(self.size)]
+        incoming = into.view(-1).view(torch.uint8)
+        outgoing = sent.view(-1).view(torch.uint8)
         dist.all_to_all_single(incoming, outgoing, splits, splits, group=self.group)
 
-    def _options(self, options: Any) -> Any:
-        options.reduceOp, options.asyncOp = REDUCE_OPS[self.op], False
-        return options
-
     def _gathered(self, ks: list[int], shards: Sequence[torch.Tensor]) -> Message:
-        n, sizes, new = self.size, [self.parts[k] for k in ks], shards[0].new_empty
-        rows = [s.movedim(self.dim, 0) for s in shards]
-        packed = lambda out: ops.cast_pack(rows, sizes, self.wire, out=out)
-        if len(ks) == 1 and self.dim == 0:
-            shape = self.shapes[ks[0]]
-            whole = new(n * sizes[0], dtype=self.wire)
-            mine = whole[self.rank * sizes[0] : (self.rank + 1) * sizes[0]]
-            value = whole[: math.prod(shape)].view(shape)
-            return Message(mine, [value], lambda: packed(mine), lambda: whole, lambda _: None)
+        sizes = [self.parts[k] for k in ks]
         shapes = [self.shapes[k] for k in ks]
+        rows = [shard.movedim(self.dim, 0) for shard in shards]
+        new = shards[0].new_empty
+
+        def pack() -> None:
+            ops.cast_pack(rows, sizes, self.wire, out=sent)
+
+        if len(ks) == 1 and self.dim == 0:
+            whole = new(self.size * sizes[0], dtype=self.wire)
+            sent = whole[self.rank * sizes[0] : (self.rank + 1) * sizes[0]]
+            value = whole[: math.prod(shapes[0])].view(shapes[0])
+            return Message(sent, [value], pack, lambda: whole, lambda received: None)
         sent = new(sum(sizes), dtype=self.wire)
         values = [new(moved_back(shape, self.dim), dtype=self.wire) for shape in shapes]
-        buffer = lambda: new(n * sent.numel(), dtype=self.wire)
-        deliver = lambda received: self._deliver(received, n, sizes, shapes, values)
-        return Message(sent, values, lambda: packed(sent), buffer, deliver)
+        return Message(
+            sent,
+            values,
+            pack,
+            lambda: new(self.size * sent.numel(), dtype=self.wire),
+            lambda received: self._deliver(received, self.size, sizes, shapes, values),
+        )
 
     def _scattered(self, ks: list[int], terms: Sequence[torch.Tensor]) -> Message:
-        n, sizes, new = self.size, [self.parts[k] for k in ks], terms[0].new_empty
+        sizes = [self.parts[k] for k in ks]
         shapes = [self.part_shape(k) for k in ks]
-        dtype, total = self.outs[ks[0]].dtype, sum(sizes)
+        dtype = self.outs[ks[0]].dtype
+        total = sum(sizes)
+        new = terms[0].new_empty
         sent, pack = self._terms(sizes, terms)
         if len(ks) == 1 and self.dim == 0 and dtype == self.wire and not self.is_exchanged:
             mine = new(total, dtype=dtype)
             value = mine[: math.prod(shapes[0])].view(shapes[0])
             return Message(sent, [value], pack, lambda: mine, self._scale)
         values = [new(moved_back(shape, self.dim), dtype=dtype) for shape in shapes]
-        rows = self.hosts.count if self.is_by_host else n if self.is_exchanged else 1
-        incoming = self.partial if self.is_by_host else self.wire
+        if self.is_by_host:
+            buffer = (self.hosts.count, total), self.partial
+        else:
+            buffer = (self.size if self.is_exchanged else 1, total), self.wire
 
         def finish(received: torch.Tensor) -> None:
             if self.is_exchanged:
-                received = ops.reduce(
-                    list(received.view(rows, total)), self.op, torch.float32, count=n
-                )
+                rows = list(received.view(buffer[0]))
+                received = ops.reduce(rows, self.op, torch.float32, count=self.size)
             else:
                 self._scale(received)
             self._deliver(received, 1, sizes, shapes, values)
 
-        return Message(sent, values, pack, lambda: new(rows * total, dtype=incoming), finish)
+        def receive_buffer() -> torch.Tensor:
+            return new(math.prod(buffer[0]), dtype=buffer[1])
+
+        return Message(sent, values, pack, receive_buffer, finish)
 
     def _terms(
         self, sizes: list[int], terms: Sequence[torch.Tensor]
@@ -197,34 +227,36 @@ class StreamedStart(Start):
 
         A single term that needs no cast, no padding and no transposition is its own send buffer.
         """
-        term, numel = terms[0], self.size * sum(sizes)
+        term = terms[0]
+        numel = self.size * sum(sizes)
         is_ready = term.dtype == self.wire and term.is_contiguous() and term.numel() == numel
         if len(terms) == 1 and self.dim == 0 and is_ready:
             return term.view(-1), lambda: None
-        sent, rows = term.new_empty(numel, dtype=self.wire), [t.movedim(self.dim, 0) for t in terms]
+        sent = term.new_empty(numel, dtype=self.wire)
+        rows = [each.movedim(self.dim, 0) for each in terms]
         return sent, lambda: ops.cast_pack(rows, sizes, self.wire, ranks=self.size, out=sent)
 
     def _reduced(self, ks: list[int], terms: Sequence[torch.Tensor]) -> Message:
-        new, shapes, dtype = (
-            terms[0].new_empty,
-            [self.shapes[k] for k in ks],
-            self.outs[ks[0]].dtype,
-        )
+        new = terms[0].new_empty
+        shapes = [self.shapes[k] for k in ks]
+        dtype = self.outs[ks[0]].dtype
         numels = [math.prod(shape) for shape in shapes]
         sizes = numels if len(ks) == 1 else [-(-n // _ALIGNED) * _ALIGNED for n in numels]
         sent = new(sum(sizes), dtype=self.wire)
-        pack = lambda: ops.cast_pack(terms, sizes, self.wire, out=sent)
         sums = [x[:n].view(shape) for x, n, shape in zip(sent.split(sizes), numels, shapes)]
-        if dtype == self.wire:
-            return Message(sent, sums, pack, lambda: sent, self._scale)
-        values = [new(shape, dtype=dtype) for shape in shapes]
+        is_cast = dtype != self.wire
+        values = [new(shape, dtype=dtype) for shape in shapes] if is_cast else sums
 
-        def scaled(received: torch.Tensor) -> None:
+        def pack() -> None:
+            ops.cast_pack(terms, sizes, self.wire, out=sent)
+
+        def finish(received: torch.Tensor) -> None:
             self._scale(received)
-            for value, x in zip(values, sums):
-                value.copy_(x)
+            if is_cast:
+                for value, x in zip(values, sums):
+                    value.copy_(x)
 
-        return Message(sent, values, pack, lambda: sent, scaled)
+        return Message(sent, values, pack, lambda: sent, finish)
 
     def _scale(self, total: torch.Tensor) -> None:
         if self.op == "mean":
@@ -241,12 +273,10 @@ class StreamedStart(Start):
         """Copy several values out of a buffer, each to its own memory, with the split dim back at its position."""
         if self.dim == 0 and flat.dtype == values[0].dtype:
             torch.ops.ztrans.unpack.default(flat, sizes, ranks, [v.view(-1) for v in values])
-        else:
-            numels = [math.prod(shape) for shape in shapes]
-            for x, value, shape in zip(
-                ops.unpack(flat, sizes, [[n] for n in numels], ranks), values, shapes
-            ):
-                value.copy_(x.view(shape).movedim(0, self.dim) if shape else x.view(()))
+            return
+        unpacked = ops.unpack(flat, sizes, [[math.prod(shape)] for shape in shapes], ranks)
+        for x, value, shape in zip(unpacked, values, shapes):
+            value.copy_(x.view(shape).movedim(0, self.dim) if shape else x.view(()))
 
 
 def _method(group: dist.ProcessGroup, *names: str) -> Callable:

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from .symmetric_memory import SymmetricMemory
+    from .symmetric import SymmetricMemory
 
 HIGH = -1  # the priority of short work that compute waits for
 _AHEAD = 8  # the number of products of 4096 x 4096 in fp32 that keep a GPU busy, for some milliseconds each
