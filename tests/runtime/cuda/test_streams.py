@@ -342,13 +342,13 @@ def test_the_checker_reports_a_wait_without_an_event(mesh, monkeypatch):
 
 @pytest.mark.slow
 def test_the_checker_reports_a_buffer_that_is_freed_too_early(mesh, monkeypatch):
-    kept = Done.__init__
-    monkeypatch.setattr(
-        Done,
-        "__init__",
-        lambda self, streams, lane, event, held: kept(self, streams, lane, event, ()),
-    )
-    assert play(*lowered(mesh, "cast_inside", 3), mesh).races
+    init = Done.__init__
+
+    def without_buffers(self, streams, lane, event, held):
+        init(self, streams, lane, event, ())
+
+    monkeypatch.setattr(Done, "__init__", without_buffers)
+    assert play(*lowered(mesh, "autocast", 3), mesh).races
 
 
 def test_the_checker_raises_if_the_host_waits():
