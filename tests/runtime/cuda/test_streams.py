@@ -372,7 +372,7 @@ def test_a_value_is_not_overwritten_while_a_collective_sends_it(mesh, monkeypatc
     new = program.graph.eqns[1]
     assert new not in donation.donation(program.graph).twins
     assert play(program, [torch.ones(2), torch.ones(8)], mesh).races == []
-    monkeypatch.setattr(donation, "_let_go", lambda graph: {})
+    monkeypatch.setattr(donation, "_released", lambda graph: {})
     program.graph = program.graph.replace()  # a program keeps its analyses
     assert new in donation.donation(program.graph).twins
     assert play(program, [torch.ones(2), torch.ones(8)], mesh).races
