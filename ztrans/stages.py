@@ -170,8 +170,8 @@ class Lowered(Printed):
         if self.hinted.micro > 1:
             least = _micro_batch_bound(self.hinted, cluster, timeline.peak)
         else:
-            found = bound(formulate(order, cluster, timeline.peak))
-            least = found.seconds, found.binds
+            result = bound(formulate(order, cluster, timeline.peak))
+            least = result.seconds, result.binds
         return dataclasses.replace(timeline, bound=least)
 
     @ends_at_user
@@ -241,9 +241,10 @@ class Lowered(Printed):
             )
         inputs = [self._inputs_of_rank(rank, state, batch) for rank, batch in enumerate(batches)]
         n = graph.num_state
-        whole = [x.contiguous() for x in inputs[0][:n]]
+        full_state = [x.contiguous() for x in inputs[0][:n]]
         ranks = [
-            part + leaves[n:] for part, leaves in zip(scatter(graph, whole), inputs, strict=True)
+            part + leaves[n:]
+            for part, leaves in zip(scatter(graph, full_state), inputs, strict=True)
         ]
         outs = lockstep(graph, ranks)
         new_state = join(graph, outs)
@@ -298,11 +299,11 @@ class Lowered(Printed):
 
 def _check_whole_here(program: Program, name: str) -> None:
     """Raises: ValueError for an input that the step itself divides, because other ranks hold the other parts."""
-    for own, path in zip(program.owns, program.paths_of_inputs):
-        if own is not None:
+    for user_sharding, path in zip(program.user_shardings, program.paths_of_inputs):
+        if user_sharding is not None:
             raise ValueError(
-                f"{name}.lockstep: {path} is a DTensor over {', '.join(map(repr, own.axes))}, and this process has "
-                f"only its own part of it.\nRun the step on real ranks: lowered.compile() on each."
+                f"{name}.lockstep: {path} is a DTensor over {', '.join(map(repr, user_sharding.axes))}, and this "
+                f"process has only its own part of it.\nRun the step on real ranks: lowered.compile() on each."
             )
 
 
@@ -313,8 +314,8 @@ def _micro_batch_bound(graph: Graph, cluster: Cluster, peak: int) -> tuple[float
     for part in programs.different:
         order = skeleton(part)
         if order.gathers or order.reductions:
-            found = bound(formulate(order, cluster, peak))
-            least[part] = found.seconds, found.binds
+            result = bound(formulate(order, cluster, peak))
+            least[part] = result.seconds, result.binds
         else:  # without planned collectives there is one order
             least[part] = simulate(part, cluster).seconds, "compute"
     seconds = sum(least[part][0] for part in programs.in_order)

@@ -97,9 +97,9 @@ class ProgramCache:
 
     def of_any_size(self, signature: Signature) -> Compiled | None:
         """A program for a signature that differs in the sizes of the batch alone."""
-        wanted = signature.any_size()
-        for known, compiled in self._programs.items():
-            if known.any_size() == wanted:
+        sizeless = signature.any_size()
+        for signature_of_program, compiled in self._programs.items():
+            if signature_of_program.any_size() == sizeless:
                 return compiled
         return None
 
@@ -115,8 +115,8 @@ class ProgramCache:
 
     def remove_any_size(self, signature: Signature) -> None:
         """Forget the programs for a signature and for others that differ in the sizes of the batch alone."""
-        wanted = signature.any_size()
-        self._programs = {k: v for k, v in self._programs.items() if k.any_size() != wanted}
+        sizeless = signature.any_size()
+        self._programs = {k: v for k, v in self._programs.items() if k.any_size() != sizeless}
 
     def last_change(self) -> list[str]:
         """How the signature of the newest program differs from that of the program before it, in words."""

@@ -83,14 +83,6 @@ def nested(params, x):
     return rows.square().mean() + last.mean()
 
 
-def loop(params, x):
-    h = x.mean(1) @ params["w"]
-    _, h = while_loop(
-        lambda i, h: i < 3, lambda i, h: (i + 1, torch.tanh(h @ params["u"])), (torch.tensor(0), h)
-    )
-    return h.square().mean()
-
-
 def on_ranks(step, stage, state, batch):
     """The new state and the outputs of two ranks."""
     halves = slices(batch, 2)
@@ -118,7 +110,7 @@ def test_training(loss):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", [branches, recurrent, nested, loop])
+@pytest.mark.parametrize("loss", [branches, recurrent, nested])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_evaluation(loss, stage):
     step = evaluation(loss)
@@ -128,13 +120,10 @@ def test_evaluation(loss, stage):
     assert torch.equal(first, second) and distance(first, value) < 1e-6
 
 
-def test_a_loop_in_the_update_runs_on_whole_values():
+def test_branches_in_the_update_run_on_whole_values():
     def step(state, x):
         g = grad(lambda state: (x.mean(1) @ state["w"] @ state["u"]).tanh().mean())(state)
-        descend = lambda i, w: (i + 1, w - 0.1 * g["w"] * (w.norm() > 0))
-        _, w = while_loop(
-            lambda i, w: (i < 9) & (w.norm() > 1), descend, (torch.tensor(0), state["w"])
-        )
+        w = state["w"] - 0.1 * g["w"]
         u = torch.cond(
             g["u"].norm() > 1, lambda u: u - g["u"], lambda u: u - 2 * g["u"], (state["u"],)
         )
@@ -158,7 +147,7 @@ def test_functions_print_beneath_their_equation():
 
 
 def test_costs_are_those_of_the_functions():
-    """A scan is counted for each row, a cond as the longer of its branches, a loop as one turn."""
+    """A scan is counted for each row, a cond as the longer of its branches."""
     rows = lambda n: zt.Step.of(evaluation(recurrent)).lower(STATE, X[:, :n]).cost_analysis()
     scanned = [rows(n) for n in (1, 2, 5)]
     outside = (
@@ -168,10 +157,8 @@ def test_costs_are_those_of_the_functions():
     assert scanned[1].flops - scanned[0].flops == turn + outside
     assert scanned[2].flops - scanned[1].flops == 3 * (turn + outside)
     assert scanned[2].launches - scanned[1].launches == 3 * 4
-    costs = [
-        zt.Step.of(evaluation(loss)).lower(STATE, X).cost_analysis() for loss in (branches, loop)
-    ]
-    assert all(cost.flops > 2 * 6 * 4 * 4 for cost in costs)
+    cost = zt.Step.of(evaluation(branches)).lower(STATE, X).cost_analysis()
+    assert cost.flops > 2 * 6 * 4 * 4
 
 
 def test_the_code_of_a_function_is_a_function():
@@ -224,12 +211,17 @@ def test_reading_a_value_in_a_function():
         zt.Step.of(step).trace(STATE, X)
 
 
-def test_a_loop_is_not_differentiated():
-    with pytest.raises(
-        ValueError,
-        match=rf"(?s)differentiates a while_loop.*{FILE}:\d+ in loop.*Use scan over a fixed number",
-    ):
-        zt.Step.of(by_autograd(loop)).trace(STATE, X)
+@pytest.mark.parametrize("make", [by_autograd, evaluation])
+def test_a_while_loop_is_refused(make):
+    def loss(params, x):
+        def turn(i, h):
+            return i + 1, torch.tanh(h @ params["u"])
+
+        return while_loop(lambda i, h: i < 3, turn, (torch.tensor(0), x @ params["w"]))[1].mean()
+
+    message = rf"(?s)calls while_loop.*{FILE}:\d+ in .*loss.*Use scan over a fixed number"
+    with pytest.raises(ValueError, match=message):
+        zt.Step.of(make(loss)).trace(STATE, X)
 
 
 def test_torch_func_has_no_rules_for_them():
@@ -408,14 +400,7 @@ def scanned(params, x):
     return scan(turn, x.new_zeros(x.shape[1:]), x)[0].mean()
 
 
-def looped(params, x):
-    turn = lambda i, h: (i + 1, wide(h, params["w"]))
-    return while_loop(lambda i, h: i < 3, turn, (torch.tensor(0), x.reshape(-1, x.shape[-1])))[
-        1
-    ].mean()
-
-
-@pytest.mark.parametrize("loss", [branched, scanned, looped])
+@pytest.mark.parametrize("loss", [branched, scanned])
 def test_memory_counts_what_branches_and_loops_hold_while_they_run(loss):
     state, x = {"w": torch.randn(32, 512)}, torch.rand(4, 256, 32)
     counted = zt.Step.of(evaluation(loss)).lower(state, x).memory_analysis()

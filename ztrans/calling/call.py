@@ -37,7 +37,7 @@ class ExtraInputs(abc.ABC):
         """What a program of this function is specialised on, besides arguments and reads."""
 
     @abc.abstractmethod
-    def call_with(self, extra: Any, state: Any, /, *batch: Any, **named: Any) -> tuple[Any, Any]:
+    def call_with(self, extra: Any, state: Any, /, *batch: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Run the step with this extra argument."""
 
 
@@ -117,10 +117,10 @@ class BoundCall(NamedTuple):
     def run(self, fn: Callable) -> Any:
         """Call `fn` with these arguments."""
         positional = len(self.batch) - len(self.names)
-        named = dict(zip(self.names, self.batch[positional:]))
+        kwargs = dict(zip(self.names, self.batch[positional:]))
         if isinstance(fn, ExtraInputs):
-            return fn.call_with(*self.extra, self.state, *self.batch[:positional], **named)
-        return fn(self.state, *self.batch[:positional], **named)
+            return fn.call_with(*self.extra, self.state, *self.batch[:positional], **kwargs)
+        return fn(self.state, *self.batch[:positional], **kwargs)
 
     def tree(self) -> tuple:
         """All arguments as a tree: the state comes first, and the extra argument last."""
@@ -147,12 +147,12 @@ class BoundCall(NamedTuple):
         leaves, tree = pytree.tree_flatten(self.batch)
         names = self.parameters(function)[1 : 1 + len(self.batch)]
         paths = leaf_names(["", *names], (None, *self.batch))[1]
-        cut = []
+        parts = []
         tensors = []
         for path, x in zip(paths, leaves):
             if isinstance(x, torch.Tensor):
                 tensors.append((path, x))
                 x = first_part(x, micro, path)
-            cut.append(x)
+            parts.append(x)
         check_rows(tensors)
-        return self._replace(batch=tuple(map(opened, pytree.tree_unflatten(cut, tree))))
+        return self._replace(batch=tuple(map(opened, pytree.tree_unflatten(parts, tree))))

@@ -12,9 +12,9 @@ from torch import nn
 
 def no_state(path: str, leaf: Any) -> TypeError:
     """A leaf of the state that cannot be updated."""
-    shown = repr(leaf) if type(leaf).__module__ in ("builtins", "torch") else _kind(leaf)
+    text = repr(leaf) if type(leaf).__module__ in ("builtins", "torch") else _kind(leaf)
     return TypeError(
-        f"trace: state leaf {path} is {shown}, which is neither a tensor nor a number.\n"
+        f"trace: state leaf {path} is {text}, which is neither a tensor nor a number.\n"
         f"{_advice(leaf, 'Keep it outside of the state, or make it a tensor.')}"
     )
 

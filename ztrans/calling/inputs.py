@@ -29,7 +29,7 @@ def local_inputs(
     graph: Graph,
     made_for: Signature,
     axes: Sequence[tuple[str, ...]],
-    owns: Sequence[UserSharding | None],
+    user_shardings: Sequence[UserSharding | None],
     call: BoundCall,
     function: StepFunction,
     caller: str | None = None,
@@ -50,16 +50,18 @@ def local_inputs(
     name = caller or graph.name
     leaves = _traced_leaves(name, made_for, call, function)
     tensors: list[torch.Tensor] = []
-    for v, own, over, x in zip(graph.inputs, owns, axes, leaves, strict=True):
-        now = UserSharding.of(x, over)
+    for v, user_sharding, leaf_axes, x in zip(
+        graph.inputs, user_shardings, axes, leaves, strict=True
+    ):
+        sharding = UserSharding.of(x, leaf_axes)
         shape = shape_of(x)
-        wanted = own.shape if own else full_shape(graph, v)
+        expected_shape = user_sharding.shape if user_sharding else full_shape(graph, v)
         tensor = local_part(x) if len(tensors) < graph.num_state else read_argument(x)
-        if own != now or shape != wanted or v.dtype != tensor.dtype:
-            expected = dataclasses.replace(v, shape=wanted)
+        if user_sharding != sharding or shape != expected_shape or v.dtype != tensor.dtype:
+            expected = dataclasses.replace(v, shape=expected_shape)
             got = Var("", tensor.dtype, shape).type
             raise TypeError(
-                f"{name}: compiled for {expected}{own or ''}, called with {got}{now or ''}.\n"
+                f"{name}: compiled for {expected}{user_sharding or ''}, called with {got}{sharding or ''}.\n"
                 f"Lower the step for such arguments, or call the step itself, which compiles a program for each size."
             )
         tensors.append(tensor)
@@ -91,25 +93,27 @@ def _traced_leaves(name: str, made_for: Signature, call: BoundCall, function: St
     return traced
 
 
-def _structures(made_for: Signature, now: Signature) -> str:
+def _structures(made_for: Signature, present: Signature) -> str:
     """How the structure of a call differs from that of its program, by leaves if these differ."""
-    new = now.paths_missing_in(made_for)
-    lost = made_for.paths_missing_in(now)
+    new = present.paths_missing_in(made_for)
+    lost = made_for.paths_missing_in(present)
     changes = []
     if new:
         changes.append(f"called with {', '.join(new[:4])}, which it was compiled without")
     if lost:
         changes.append(f"called without {', '.join(lost[:4])}, which it was compiled with")
-    return "; ".join(changes) or f"compiled for arguments {made_for.tree}, called with {now.tree}"
+    if not changes:
+        return f"compiled for arguments {made_for.tree}, called with {present.tree}"
+    return "; ".join(changes)
 
 
-def check_surroundings(name: str, made_for: Signature, now: Surroundings) -> None:
+def check_surroundings(name: str, made_for: Signature, present: Surroundings) -> None:
     """Check that nothing besides its arguments that a program is specialised on has changed.
 
     Raises: TypeError that says what has changed.
     """
-    if now != made_for.surroundings:
-        changes = made_for.surroundings.changes(now)
+    if present != made_for.surroundings:
+        changes = made_for.surroundings.changes(present)
         lines = "".join(f"  * {change}\n" for change in changes[:4])
         raise TypeError(
             f"{name}: what the step reads besides its arguments has changed since it was traced:\n{lines}"

@@ -56,17 +56,19 @@ def trace_without_side_effects(
 
     Raises: ImpureStepError that names what changed, with the user's lines.
     """
-    before = reads.values()
+    reads_before = reads.values()
     states = _generator_states()
     first = record()
-    after = reads.values()
-    drawn = [name for name, state in _generator_states().items() if state != states[name]]
-    if _TORCH in drawn:
+    reads_after = reads.values()
+    generators_drawn = [
+        name for name, state in _generator_states().items() if state != states[name]
+    ]
+    if _TORCH in generators_drawn:
         raise _seeds(reads, step_name)
-    if after == before and not drawn:
-        return first, after
+    if reads_after == reads_before and not generators_drawn:
+        return first, reads_after
     second = record()
-    changes = after.changes(reads.values())
+    changes = reads_after.changes(reads.values())
     if changes:
         raise ImpureStepError(
             f"trace: {step_name} changes what it reads, and its program will not do so again:\n"
@@ -74,13 +76,13 @@ def trace_without_side_effects(
         )
     difference = first_difference(first.graph, second.graph)
     if difference:
-        draws = [f"it draws from {name}" for name in drawn]
+        draws = [f"it draws from {name}" for name in generators_drawn]
         raise ImpureStepError(
             f"trace: {step_name} was traced twice, and its programs differ, because of what the first "
-            f"trace changed:\n{_listed(before.changes(after) + draws)}{difference}\n"
+            f"trace changed:\n{_listed(reads_before.changes(reads_after) + draws)}{difference}\n"
             f"{_DRAW if draws else _KEEP}"
         )
-    return second, after
+    return second, reads_after
 
 
 def _seeds(reads: Reads, step_name: str) -> ImpureStepError:

@@ -87,7 +87,7 @@ class ReadValues:
             new = after.get((name, source), object)
             if old != new:
                 line = f" ({source})" if source is not None else ""
-                changes.append(f"{name} was {_shown(old)} and is {_shown(new)}{line}")
+                changes.append(f"{name} was {_text(old)} and is {_text(new)}{line}")
         return changes
 
 
@@ -113,12 +113,12 @@ class Reads:
         present = [read() for read in self._readers]
         entries = self._entries_of_containers()
         has_grown = list(map(len, self._namespaces)) != self._sizes
-        others = [] if _same(entries, self._entries) else entries
+        different = [] if _same(entries, self._entries) else entries
         if not _same(present, self._present):
-            others += [new for new, old in zip(present, self._present) if new is not old]
-        if has_grown or any(map(_leads_further, others)):
+            different += [new for new, old in zip(present, self._present) if new is not old]
+        if has_grown or any(map(_leads_further, different)):
             self._find()
-        elif others or len(entries) != len(self._entries):
+        elif different or len(entries) != len(self._entries):
             self._remember(present)
         return self._values
 
@@ -223,7 +223,7 @@ def _leads_further(value: Any) -> bool:
     return type(value) is not torch.Tensor and not is_constant(value)
 
 
-def _shown(constant: Any) -> str:
+def _text(constant: Any) -> str:
     """A constant as messages show it."""
     if not isinstance(constant, tuple):
         return "absent" if constant is object else f"a {constant.__name__}"
@@ -231,9 +231,9 @@ def _shown(constant: Any) -> str:
     if issubclass(kind, types.CodeType):
         text = str(_head(content))
     elif issubclass(kind, dict):
-        text = f"{{{', '.join(f'{_shown(key)}: {_shown(entry)}' for key, entry in content)}}}"
+        text = f"{{{', '.join(f'{_text(key)}: {_text(entry)}' for key, entry in content)}}}"
     elif issubclass(kind, _CONTAINERS):
-        text = f"[{', '.join(map(_shown, content))}]"
+        text = f"[{', '.join(map(_text, content))}]"
     else:
         text = repr(content)
     return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."

@@ -46,7 +46,9 @@ class Abstract(NamedTuple):
         return empty.requires_grad_(requires_grad)
 
     @staticmethod
-    def of(leaf: Any, is_state: bool, own: UserSharding | None = None) -> Abstract | Constant:
+    def of(
+        leaf: Any, is_state: bool, user_sharding: UserSharding | None = None
+    ) -> Abstract | Constant:
         """What a program knows of a leaf.
 
         With `own` it is that of this rank's part of a leaf that the step itself divides.
@@ -58,8 +60,8 @@ class Abstract(NamedTuple):
         if not isinstance(leaf, torch.Tensor):
             return Constant.of(leaf, is_state)
         # State is stored contiguous, whatever strides the caller's leaf has.
-        shape = torch.Size(own.local_shape) if own else leaf.shape
-        stride = _contiguous_stride(shape) if is_state or own else leaf.stride()
+        shape = torch.Size(user_sharding.local_shape) if user_sharding else leaf.shape
+        stride = _contiguous_stride(shape) if is_state or user_sharding else leaf.stride()
         return Abstract(tuple(shape), leaf.dtype, stride, _device(leaf))
 
 
@@ -129,7 +131,7 @@ class Leaf(NamedTuple):
         """In words, how a later leaf differs from this one."""
         before, now = self.value, later.value
         if isinstance(before, Constant) or isinstance(now, Constant):
-            return f"was {_shown(before)} and is {_shown(now)}"
+            return f"was {_text(before)} and is {_text(now)}"
         if before.type != now.type:
             return f"was {before.type} and is {now.type}"
         if self.is_tensor != later.is_tensor:
@@ -144,7 +146,7 @@ class Leaf(NamedTuple):
         return f"was laid out {self.placements} and is {later.placements}"
 
 
-def _shown(value: Abstract | Constant) -> str:
+def _text(value: Abstract | Constant) -> str:
     return repr(value.value) if isinstance(value, Constant) else value.type
 
 
@@ -217,8 +219,8 @@ class Signature:
     def paths(self) -> list[str]:
         """The path of each leaf in messages, such as `state.params.weight`."""
         arguments = pytree.tree_unflatten([0] * len(self.leaves), self.tree)
-        state, *others = arguments
-        return leaf_names(self.parameters, (none_as_empty(state), *map(opened, others)))[1]
+        state, *batch_leaves = arguments
+        return leaf_names(self.parameters, (none_as_empty(state), *map(opened, batch_leaves)))[1]
 
     def paths_missing_in(self, other: Signature) -> list[str]:
         """The leaves of this signature that another one does not have, by their paths."""
@@ -227,8 +229,8 @@ class Signature:
     def any_size(self) -> Signature:
         """This signature without the sizes of the batch."""
         state = self.leaves[: self.num_state]
-        others = tuple(leaf.any_size() for leaf in self.leaves[self.num_state :])
-        return replace(self, leaves=(*state, *others))
+        batch_leaves = tuple(leaf.any_size() for leaf in self.leaves[self.num_state :])
+        return replace(self, leaves=(*state, *batch_leaves))
 
     def changes(self, later: Signature) -> list[str]:
         """The differences between this and a later signature in words, those of arguments first."""

@@ -70,7 +70,7 @@ def named_outputs(output: Any) -> list[tuple[str, Any]]:
 
     Raises: TypeError for an object that is neither a tensor nor a constant, because it may hold tensors.
     """
-    named = []
+    leaves_by_name = []
     for path, x in pytree.tree_leaves_with_path(opened(output)):
         name = f"the output{pytree.keystr(path)}"
         if not isinstance(x, torch.Tensor) and not is_constant(x):
@@ -79,8 +79,8 @@ def named_outputs(output: Any) -> list[tuple[str, Any]]:
                 f"trace: {name} is a {kind}, an object that is neither a tensor nor a constant.\n"
                 f"Return its tensors in a dict or in a tuple, or make {kind} a dataclass."
             )
-        named.append((name, x))
-    return named
+        leaves_by_name.append((name, x))
+    return leaves_by_name
 
 
 def _is_container(x: Any) -> bool:
@@ -138,15 +138,15 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     >>> named_leaves({"params": {"up": 1}, "lr": [2]})
     {'params.up': 1, 'lr.0': 2}
     """
-    named: dict[str, Any] = {}
+    leaves_by_name: dict[str, Any] = {}
     for keys, leaf in pytree.tree_flatten_with_path(none_as_empty(tree))[0]:
         name = ".".join(key_parts(keys))
-        if name in named:
+        if name in leaves_by_name:
             raise ValueError(
                 f"two leaves of the state are called {name!r}: rename a key that has a dot."
             )
-        named[name] = leaf
-    return named
+        leaves_by_name[name] = leaf
+    return leaves_by_name
 
 
 def leaf_names(parameters: Sequence[str], args: Sequence[Any]) -> tuple[list[str], list[str]]:
@@ -157,15 +157,15 @@ def leaf_names(parameters: Sequence[str], args: Sequence[Any]) -> tuple[list[str
     """
     short_names: list[str] = []
     paths: list[str] = []
-    taken: set[str] = set()
+    used_names: set[str] = set()
     for i, (parameter, arg) in enumerate(zip(parameters, args, strict=True)):
         for keys, _ in pytree.tree_flatten_with_path(none_as_empty(arg) if i == 0 else arg)[0]:
             parts = key_parts(keys)
             path = ".".join([parameter, *parts])
             paths.append(path)
             short = ".".join(parts) if i == 0 and parts and not parts[0][0].isdigit() else path
-            short_names.append(short if short not in taken else path)
-            taken.add(short_names[-1])
+            short_names.append(short if short not in used_names else path)
+            used_names.add(short_names[-1])
     return short_names, paths
 
 

@@ -62,8 +62,8 @@ def functions(eqn: Eqn) -> list[Function]:
 def inner_work(eqn: Eqn, count: Callable[[Graph], int]) -> int | None:
     """What the functions of an equation take in all, such as bytes, if `count` says what one run of each takes.
 
-    `cond` runs the longer of its branches. `scan` runs its function once for each row. A `while_loop` is counted as
-    one turn, because the number of its turns depends on values. None if the functions are part of a kernel.
+    `cond` runs the longer of its branches. `scan` runs its function once for each row.
+    None if the functions are part of a kernel.
     """
     taken = [count(function.graph) for function in functions(eqn)]
     if not taken or is_matmul(eqn):

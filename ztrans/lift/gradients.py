@@ -95,8 +95,8 @@ class Gradients(TorchFunctionMode):
             attribute = getattr(func.__self__, "__name__", "a property")
         tensor = id(args[0]) if args else None
         if tensor in self._names_in_module and _has_effect(name, attribute):
-            used = f".{attribute}" if attribute else name
-            raise _taken_before(self._names_in_module[tensor], used, user_source(2))
+            use = f".{attribute}" if attribute else name
+            raise _taken_before(self._names_in_module[tensor], use, user_source(2))
         if attribute == "grad" and tensor in self._names:
             self._see_access(self._names[tensor], name, _caller())
         return func(*args, **(kwargs or {}))

@@ -119,9 +119,9 @@ def unchanged(optimizers: Sequence[Optimizer]) -> Iterator[None]:
 
     Raises: TraceError that names a hyperparameter which has changed, as a rate does if a scheduler steps.
     """
-    before = _snapshot(optimizers)
+    snapshot = _snapshot(optimizers)
     yield
-    for old, new in zip(before, _snapshot(optimizers)):
+    for old, new in zip(snapshot, _snapshot(optimizers)):
         for key in new:
             if new[key] != old.get(key):
                 raise TraceError(

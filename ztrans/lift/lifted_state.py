@@ -133,11 +133,11 @@ def check_lifted(state: Any, step: str) -> None:
     """Raises: TypeError if the first argument of a lifted step is no state that `lift` has returned."""
     if isinstance(state, Mapping) and "params" in state:
         return
-    what = f"a {type(state).__name__}"
+    description = f"a {type(state).__name__}"
     if isinstance(state, tuple):
-        what = "a tuple, as the step returns it"
+        description = "a tuple, as the step returns it"
     raise TypeError(
-        f"lift: the first argument of {step} is {what}, and a lifted step takes its state first.\n"
+        f"lift: the first argument of {step} is {description}, and a lifted step takes its state first.\n"
         f"Call it as state, output = {step}(state, ...), with the state that lift returns."
     )
 

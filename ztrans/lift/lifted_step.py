@@ -77,8 +77,8 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         self.__wrapped__ = loop_step
         self.__signature__ = _signature_of(loop_step)
 
-    def __call__(self, state: State, /, *batch: P.args, **named: P.kwargs) -> tuple[State, T]:
-        return self.call_with(self.extra_inputs(), state, *batch, **named)
+    def __call__(self, state: State, /, *batch: P.args, **kwargs: P.kwargs) -> tuple[State, T]:
+        return self.call_with(self.extra_inputs(), state, *batch, **kwargs)
 
     def extra_inputs(self) -> list[Group]:
         """The values of the parameter groups that are inputs of a program."""
@@ -92,7 +92,7 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         return constants_of(self._optimizers), settings_of(self._scaler)
 
     def call_with(
-        self, extra: list[Group], state: State, /, *batch: P.args, **named: P.kwargs
+        self, extra: list[Group], state: State, /, *batch: P.args, **kwargs: P.kwargs
     ) -> tuple[State, T]:
         """Run the loop step from `state`, with these values of the parameter groups."""
         check_lifted(state, self.__name__)
@@ -114,8 +114,8 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
             scale = {key: x.clone() for key, x in state["scaler"].items()}
         earlier = tensors_of(self._model)
         with self._holding(names, params, extra, state):
-            with self._watched(gradients, earlier, numbers, scale):
-                output = self._loop_step(*batch, **named)
+            with self._checked(gradients, earlier, numbers, scale):
+                output = self._loop_step(*batch, **kwargs)
             carried = gradients.end()
             new = self._new_state(params, state, earlier)
         if carried is not None:
@@ -148,7 +148,7 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
             yield
 
     @contextlib.contextmanager
-    def _watched(
+    def _checked(
         self,
         gradients: Gradients,
         earlier: Mapping[str, torch.Tensor],
@@ -158,7 +158,7 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         """Refuse what a loop step may not do inside. `earlier` has the tensors that the module had before."""
         params = gradients.params
         trained = {name: p.requires_grad for name, p in params.items()}
-        steps = _steps_watched(self._optimizers, gradients, numbers, not self._carry_grads)
+        steps = _steps_checked(self._optimizers, gradients, numbers, not self._carry_grads)
         with steps, schedulers_refused(), scaling(self._scaler, scale), gradients:
             try:
                 yield
@@ -186,14 +186,14 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         """The state after the loop step. `earlier` has the tensors that the module had before."""
         new = {**state, "params": {name: p.detach() for name, p in params.items()}}
         buffers = buffers_of(self._model, always=state["buffers"])
-        made = []
+        new_names = []
         for name, x in buffers.items():
             if name not in state["buffers"] and x is not earlier.get(name):
-                made.append(name)
-        if made:
+                new_names.append(name)
+        if new_names:
             raise TraceError(
-                f"lift: the loop step makes a tensor in the attribute {made[0]} of the module, and the state does not "
-                f"have it.\n"
+                f"lift: the loop step makes a tensor in the attribute {new_names[0]} of the module, and the state does "
+                f"not have it.\n"
                 f"Call the model once before lift, if a later call reads it. If none does, return it as output instead."
             )
         removed = [name for name in state["buffers"] if name not in buffers]
@@ -284,7 +284,7 @@ def _in_precision_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> Sta
 
 
 @contextlib.contextmanager
-def _steps_watched(
+def _steps_checked(
     optimizers: Sequence[Optimizer], gradients: Gradients, numbers: Numbers, must_step: bool
 ) -> Iterator[None]:
     """Raise an error if the loop steps another optimizer, or with `must_step` does not step all of these.
@@ -324,11 +324,11 @@ def _steps_watched(
 
 
 def _not_stepped(optimizers: Sequence[Optimizer], k: int) -> TraceError:
-    which = "optimizer.step()"
+    method = "optimizer.step()"
     if len(optimizers) > 1:
-        which = f"step() of optimizer {k}, {type(optimizers[k]).__name__}"
+        method = f"step() of optimizer {k}, {type(optimizers[k]).__name__}"
     return TraceError(
-        f"lift: the loop step did not call {which} while it was traced, so its program would never do so.\n"
+        f"lift: the loop step did not call {method} while it was traced, so its program would never do so.\n"
         f"To accumulate gradients, step after each batch and apply zt.accumulate(n) to the lifted step, or take all "
         f"micro-batches in one call, and step after them. To step in some calls only, as a bool says that you pass, "
         f"carry the gradients: lift(loop_step, model, optimizer, carry_grads=True)."

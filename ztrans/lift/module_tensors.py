@@ -27,17 +27,17 @@ def buffers_of(model: nn.Module, always: Collection[str] = ()) -> dict[str, torc
 
     Those called `always` are listed even if autograd has computed them.
     """
-    found = dict(model.named_buffers())
-    seen = {id(x) for x in (*model.parameters(), *found.values())}
+    tensors = dict(model.named_buffers())
+    ids = {id(x) for x in (*model.parameters(), *tensors.values())}
     for prefix, module in model.named_modules():
         for attribute, value in _attributes_with_tensors(module).items():
             for keys, x in _tensors_with_keys(value):
                 name = ".".join(part for part in (prefix, attribute, *keys) if part)
                 is_state = x.grad_fn is None and x.layout is torch.strided
-                if id(x) not in seen and (is_state or name in always):
-                    seen.add(id(x))
-                    found[name] = x
-    return found
+                if id(x) not in ids and (is_state or name in always):
+                    ids.add(id(x))
+                    tensors[name] = x
+    return tensors
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -48,12 +48,12 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def replace(model: nn.Module, tensors: Mapping[int, torch.Tensor]) -> None:
     """Give a module other tensors, by the ids of those that it has."""
 
-    def other(x: torch.Tensor) -> torch.Tensor:
+    def replacement(x: torch.Tensor) -> torch.Tensor:
         return tensors.get(id(x), x)
 
     for module in model.modules():
         for attribute, value in _attributes_with_tensors(module).items():
-            vars(module)[attribute] = pytree.tree_map_only(torch.Tensor, other, value)
+            vars(module)[attribute] = pytree.tree_map_only(torch.Tensor, replacement, value)
 
 
 @contextlib.contextmanager
@@ -77,20 +77,20 @@ def substituted(model: nn.Module, tensors: Mapping[int, torch.Tensor]) -> Iterat
 
 def _attributes_with_tensors(module: nn.Module) -> dict[str, Any]:
     """The attributes that have tensors. Parameters and buffers are entries of two dicts among them."""
-    found = {}
+    tensors = {}
     for attribute, value in vars(module).items():
         if attribute in ("_parameters", "_buffers") or _tensors_with_keys(value):
-            found[attribute] = value
-    return found
+            tensors[attribute] = value
+    return tensors
 
 
 def _tensors_with_keys(value: Any) -> list[tuple[list[str], torch.Tensor]]:
     """The tensors in the value of an attribute, each with the keys that lead to it."""
-    found = []
+    tensors = []
     for keys, x in pytree.tree_leaves_with_path(value):
         if isinstance(x, torch.Tensor):
-            found.append((key_parts(keys), x))
-    return found
+            tensors.append((key_parts(keys), x))
+    return tensors
 
 
 def explain_outside(

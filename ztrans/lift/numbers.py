@@ -103,6 +103,6 @@ def _by_value(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     result = func(*args, **{**kwargs, **dict.fromkeys(tensors, _ANY_VALUE)})
     node = next(n for n in reversed(mode.tracer.graph.nodes) if "_fused_" in str(n.target))
-    read = {name: get_proxy_slot(x, mode.tracer).proxy.node for name, x in tensors.items()}
-    node.kwargs = {**node.kwargs, **read}
+    nodes = {name: get_proxy_slot(x, mode.tracer).proxy.node for name, x in tensors.items()}
+    node.kwargs = {**node.kwargs, **nodes}
     return result

@@ -40,7 +40,7 @@ def is_built_on_torchs(optimizer: Optimizer) -> bool:
 def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Raises: ValueError for optimizers that `lift` cannot work with."""
     names = {id(p): name for name, p in model.named_parameters()}
-    seen = set[int]()
+    ids = set[int]()
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError(
@@ -52,11 +52,11 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
                     f"lift: the optimizer holds a parameter {list(p.shape)} that is not the model's.\n"
                     f"Build the optimizer from model.parameters(), after moving or changing the model."
                 )
-            if id(p) in seen:
+            if id(p) in ids:
                 raise ValueError(
                     f"lift: {names[id(p)]} is held by two optimizers; every parameter may have one."
                 )
-            seen.add(id(p))
+            ids.add(id(p))
 
 
 def create_state(optimizer: Optimizer) -> None:

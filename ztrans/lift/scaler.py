@@ -83,16 +83,16 @@ def _step(optimizer: Optimizer, of_optimizer: dict[str, Any], *args: Any, **kwar
     """Step, and select the old values of parameters and state if the gradients were not finite."""
     is_skipped: Any = sum(of_optimizer["found_inf_per_device"].values()) > 0
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    before = []
+    old_values = []
     for p in params:
-        before.append((p.detach().clone(), copied(dict(optimizer.state.get(p, {})))))
+        old_values.append((p.detach().clone(), copied(dict(optimizer.state.get(p, {})))))
     result = optimizer.step(*args, **kwargs)
 
     def selected(old: Any, new: Any) -> Any:
         return torch.where(is_skipped, old, new) if isinstance(new, torch.Tensor) else new
 
     with torch.no_grad():
-        for p, (value, state) in zip(params, before):
+        for p, (value, state) in zip(params, old_values):
             p.copy_(selected(value, p))
             for key, old in state.items():
                 optimizer.state[p][key] = pytree.tree_map(selected, old, optimizer.state[p][key])

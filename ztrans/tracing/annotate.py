@@ -46,6 +46,10 @@ _READS = (
     torch.ops.aten.item.default,
     torch.ops.aten.is_nonzero.default,
 )
+_WHILE_LOOPS = (
+    torch.ops.higher_order.while_loop,
+    torch.ops.higher_order.while_loop_stack_output,
+)
 _LITERAL = torch.ops.aten.lift_fresh_copy.default  # `torch.tensor(...)` in a step
 _ORIGIN = "ztrans"  # the key of an origin in the metadata of a node, under FX's key "custom"
 
@@ -145,8 +149,8 @@ class Annotate(TorchDispatchMode):
         self, func: HigherOrderOperator, args: tuple, line: Source | None
     ) -> None:
         """Raises: ValueError for a call of a higher-order operator that a program cannot hold."""
-        if func is torch.ops.higher_order.while_loop_stack_output:
-            raise errors.differentiates_loop(line, self.step)
+        if func in _WHILE_LOOPS:
+            raise errors.while_loop(line, self.step)
         mask = tensors_in(args[4]) if func is torch.ops.higher_order.flex_attention else []
         if any(getattr(x, "fake_mode", None) is not self.fakes for x in mask):
             raise errors.mask_from_before(line, self.step)
@@ -212,5 +216,5 @@ def _without_wrappers(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]
 def _has_only_an_effect(op: Any) -> bool:
     """Whether an operation returns nothing and changes no argument, as an assertion does, or a user's logging."""
     schema = op._schema
-    known = op.namespace in ("c10d", "profiler")
-    return not schema.returns and not known and not any(map(is_written, schema.arguments))
+    is_pytorchs = op.namespace in ("c10d", "profiler")
+    return not schema.returns and not is_pytorchs and not any(map(is_written, schema.arguments))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .overloads import named
+from .overloads import arguments_by_name
 
 functional = torch.ops._c10d_functional
 
@@ -69,7 +69,8 @@ def functionalized(op: Any, finished_work: Callable[[], Any], *args: Any, **kwar
     if name not in _FORMS:
         raise NoForm("ranks take different parts in it, or it takes a list of tensors")
     form, outputs, inputs = _FORMS[name]
-    call = Call({a.name: a.default_value for a in op._schema.arguments} | named(op, args, kwargs))
+    defaults = {a.name: a.default_value for a in op._schema.arguments}
+    call = Call(defaults | arguments_by_name(op, args, kwargs))
     form(call, _without_list(call[outputs]), _without_list(call[inputs]))
     if len(op._schema.returns) == 2:
         return call[outputs], finished_work()
@@ -115,9 +116,9 @@ def _scatter_sum(call: Call, output: torch.Tensor, x: torch.Tensor) -> None:
 
 def _all_to_all(call: Call, output: torch.Tensor, x: torch.Tensor) -> None:
     """Exchange rows with every rank. An empty list of sizes stands for equal numbers of rows."""
-    received = call["output_split_sizes"] or [len(output) // call.ranks] * call.ranks
-    sent = call["input_split_sizes"] or [len(x) // call.ranks] * call.ranks
-    output.copy_(call.run(functional.all_to_all_single.default, x, received, sent))
+    receive_sizes = call["output_split_sizes"] or [len(output) // call.ranks] * call.ranks
+    send_sizes = call["input_split_sizes"] or [len(x) // call.ranks] * call.ranks
+    output.copy_(call.run(functional.all_to_all_single.default, x, receive_sizes, send_sizes))
 
 
 # For each collective its functional form, and the names of its output and its input.

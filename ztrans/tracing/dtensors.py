@@ -28,17 +28,16 @@ from ..ir.layout import UserSharding
 from .errors import TraceError, TraceTypeError
 
 
-def spec_of(leaf: Any, own: UserSharding | None) -> DTensorSpec | None:
+def spec_of(leaf: Any, user_sharding: UserSharding | None) -> DTensorSpec | None:
     """The layout in which the step sees a leaf that it divides over its own axes; None for any other leaf."""
-    if own is None:
+    if user_sharding is None:
         return None
-    mesh = (
-        leaf.device_mesh if len(own.axes) == leaf.device_mesh.ndim else leaf.device_mesh[own.axes]
-    )
-    whole = torch.empty(own.shape, dtype=leaf.dtype, device="meta")
-    return DTensorSpec(
-        mesh, own.placements, tensor_meta=TensorMeta(whole.shape, whole.stride(), whole.dtype)
-    )
+    mesh = leaf.device_mesh
+    if len(user_sharding.axes) < mesh.ndim:
+        mesh = mesh[user_sharding.axes]
+    full = torch.empty(user_sharding.shape, dtype=leaf.dtype, device="meta")
+    meta = TensorMeta(full.shape, full.stride(), full.dtype)
+    return DTensorSpec(mesh, user_sharding.placements, tensor_meta=meta)
 
 
 def around(local: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
@@ -86,9 +85,9 @@ def local_results(
         return new, pytree.tree_map_only(DTensor, DTensor.full_tensor, output)
 
 
-def refuse_wrappers(named: Iterable[tuple[str, Any]], caller: str = "trace") -> None:
+def refuse_wrappers(leaves_by_path: Iterable[tuple[str, Any]], caller: str = "trace") -> None:
     """Raises: TypeError for a tensor of a user's class that holds other tensors, as DTensor does."""
-    for name, x in named:
+    for name, x in leaves_by_path:
         kind = type(x)
         if hasattr(kind, "__tensor_flatten__") and not kind.__module__.startswith("torch."):
             raise TraceTypeError(

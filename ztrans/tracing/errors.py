@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 
 from ..ir.op_facts import is_random
 from ..ir.source import Source, library_line, user_names, user_source, where
-from .overloads import named
+from .overloads import arguments_by_name
 
 
 class TraceError(ValueError):
@@ -97,10 +97,10 @@ def reads_value(op: Any, shape: bool, source: Source | None, step: str) -> Reads
         special = _DROPLESS
     elif any("mask" in name for name in names):
         special = _CAUSAL
-    read = "takes a shape from a tensor's values" if shape else "reads a tensor's value"
+    action = "takes a shape from a tensor's values" if shape else "reads a tensor's value"
     of_function = f"{_WITH_NUMBERS}\n" if op is torch.ops.aten._ctc_loss.Tensor else ""
     return ReadsValueError(
-        f"trace: {step} {read} while it is traced ({op}).\n"
+        f"trace: {step} {action} while it is traced ({op}).\n"
         f"  at {where(source)}\n{of_function or _in_library('A traced step runs on tensors without values')}"
         f"A traced step runs on tensors without values: replace .item(), bool() and `if` on tensors by "
         f"torch.where, and boolean indexing by masks. To log a value, return its tensor as output, and read it after "
@@ -171,10 +171,11 @@ def no_gradient(source: Source | None, step: str) -> TraceError:
     )
 
 
-def seeds(used: str, source: Source | None, step: str) -> TraceError:
+def seeds(generator: str, source: Source | None, step: str) -> TraceError:
     """The step uses a random generator of its own, or seeds PyTorch's."""
     return TraceError(
-        f"trace: {step} uses {used}, which is no input of the program and would be used once, while it is traced.\n"
+        f"trace: {step} uses {generator}, which is no input of the program and would be used once, in the "
+        f"trace.\n"
         f"  at {where(source)}\n"
         f"Draw from the default generator and seed it outside of the step, with another seed on each rank."
     )
@@ -230,8 +231,9 @@ def draws(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether an operation draws random numbers. Attention without dropout does not, and no derivative does."""
     if not is_random(func) or func._schema.name.endswith("_backward"):
         return False
-    given = {a.name: a.default_value for a in func._schema.arguments} | named(func, args, kwargs)
-    return given.get("dropout_p", given.get("dropout")) != 0.0
+    defaults = {a.name: a.default_value for a in func._schema.arguments}
+    arguments = defaults | arguments_by_name(func, args, kwargs)
+    return arguments.get("dropout_p", arguments.get("dropout")) != 0.0
 
 
 def draws_again(func: Any, source: Source | None, step: str) -> TraceError:
@@ -282,7 +284,7 @@ def writes_nothing(kernel: str, source: Source | None) -> TraceError:
 def no_nested(name: str, why: str, source: Source | None) -> TraceError:
     """A function that a higher-order operator calls does what no sub-program can."""
     return TraceError(
-        f"trace: a function ({name}) of cond, scan, while_loop or flex_attention {why}.\n"
+        f"trace: a function ({name}) of cond, scan or flex_attention {why}.\n"
         f"  at {where(source)}\n"
         f"Do that before the call and pass the result in as an argument, or return the values and do it afterwards."
     )
@@ -298,12 +300,11 @@ def mask_from_before(source: Source | None, step: str) -> TraceError:
     )
 
 
-def differentiates_loop(source: Source | None, step: str) -> TraceError:
-    """A while_loop that autograd records: its backward would have a value for each of its turns."""
+def while_loop(source: Source | None, step: str) -> TraceError:
+    """A while_loop: its backward would have a value for each of its turns."""
     return TraceError(
-        f"trace: {step} differentiates a while_loop, whose number of turns depends on values, so the values that "
-        f"backward needs have no known size.\n"
+        f"trace: {step} calls while_loop, whose number of turns depends on values, so what backward needs has no known "
+        f"size.\n"
         f"  at {where(source)}\n"
-        f"Use scan over a fixed number of turns, and torch.where to keep the values of those that have ended; or call "
-        f"while_loop on tensors that need no gradient: under torch.no_grad(), or detached."
+        f"Use scan over a fixed number of turns, and torch.where to keep the values of those that have ended."
     )

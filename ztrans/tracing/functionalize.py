@@ -78,7 +78,7 @@ class Alias:
 
     storage: Storage
     views: tuple[View, ...] = ()
-    seen: int = 0
+    seen_version: int = 0
     value: Var | None = None
 
     @staticmethod
@@ -153,9 +153,9 @@ class Builder:
             return [self.read(item) for item in x]
         if not isinstance(x, Alias):
             return x
-        if x.value is None or x.seen != x.storage.version:
+        if x.value is None or x.seen_version != x.storage.version:
             x.value = functools.reduce(self.view, x.views, x.storage.value)
-            x.seen = x.storage.version
+            x.seen_version = x.storage.version
         return x.value
 
     def write(self, x: Alias, value: Var) -> None:
@@ -168,9 +168,10 @@ class Builder:
         x.storage.value = self.laid_out(new, bases[0])
         x.storage.version += 1
         x.storage.written_at = self.source
+        # With other strides, the next read applies the views to the new base.
         if self.strides[value] == self.strides[old]:
             x.value = value if x.views else x.storage.value
-            x.seen = x.storage.version  # otherwise the next read applies the views to the new base
+            x.seen_version = x.storage.version
 
     def laid_out(self, value: Var, old: Var) -> Var:
         """`value` in the memory order of `old`, so that every view of `old` is also a view of it."""

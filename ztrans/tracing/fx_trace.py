@@ -25,7 +25,6 @@ from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
@@ -52,10 +51,10 @@ def check_torch(version: str = torch.__version__) -> None:
     >>> check_torch("2.13.0+cpu")
     """
     if not OLDEST <= TorchVersion(version) < BEFORE:
-        wanted = f"torch>={OLDEST},<{BEFORE}"
+        requirement = f"torch>={OLDEST},<{BEFORE}"
         raise RuntimeError(
-            f"ztrans: this is torch {version}, and ztrans uses private APIs of {wanted}.\n"
-            f"Install such a torch, pip install '{wanted}', or a release of ztrans for torch {version}."
+            f"ztrans: this is torch {version}, and ztrans uses private APIs of {requirement}.\n"
+            f"Install such a torch, pip install '{requirement}', or a release of ztrans for torch {version}."
         )
 
 
@@ -87,9 +86,7 @@ def trace_by_make_fx(
 
     _complete_fake_rules()
     results: list[Any] = []
-    fakes = FakeTensorMode(
-        allow_non_fake_inputs=True, shape_env=_fixed_shapes(), static_shapes=True
-    )
+    fakes = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
 
     # `user_source` ends its search at this function, by its name.
     def run_traced(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -112,14 +109,6 @@ def trace_by_make_fx(
     leaves, tree = results
     constants = {i: x for i, x in enumerate(leaves) if not isinstance(x, torch.Tensor)}
     return FxTrace(module, constants, tree)
-
-
-def _fixed_shapes() -> ShapeEnv:
-    """An environment in which every shape is a number, and reading a value raises an exception.
-
-    The tracing rule of while_loop asks for an environment.
-    """
-    return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
 
 
 def _with_named_parameters(run: Callable, names: Sequence[str]) -> Callable:
@@ -191,12 +180,12 @@ def _without_onednn() -> contextlib.AbstractContextManager:
 def _without_checks_of_distributions() -> Iterator[None]:
     """Let distributions not check their arguments, which reads the values of tensors."""
     distribution = torch.distributions.Distribution
-    before = distribution._validate_args
+    validates = distribution._validate_args
     distribution.set_default_validate_args(False)
     try:
         yield
     finally:
-        distribution.set_default_validate_args(before)
+        distribution.set_default_validate_args(validates)
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
     cond(p, lambda x: x @ w, g, [x])    -->    cond(p, lambda x, w: x @ w, lambda x, w: g(x), [x, w])
 
-`torch.cond`, `scan`, `while_loop` and `flex_attention` call functions of the step, which may read tensors of the step
+`torch.cond`, `scan` and `flex_attention` call functions of the step, which may read tensors of the step
 besides their arguments. PyTorch finds these by compiling the function with Dynamo. A trace runs the function once
 without recording it, and takes the tensors that it meets.
 
@@ -78,13 +78,6 @@ def _call_cond(
     return pytree.tree_unflatten(results, branches[0].tree)
 
 
-def _call_while(
-    op: Any, visit: Callable, test: Callable, body: Callable, carried: Sequence, more: Sequence = ()
-) -> Any:
-    free = _free((test, body), (*carried, *more))
-    return op(*visit((_close(test, free), _close(body, free), tuple(carried), (*more, *free))))
-
-
 def _call_scan(
     op: Any,
     visit: Callable,
@@ -125,7 +118,6 @@ def _call_attention(
 
 _CALLS: Mapping[HigherOrderOperator, Callable] = {
     hops.cond: _call_cond,
-    hops.while_loop: _call_while,
     hops.scan: _call_scan,
     hops.flex_attention: _call_attention,
 }

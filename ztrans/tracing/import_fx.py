@@ -34,7 +34,7 @@ from .annotate import Origin, origin_of
 from .checkpoints import policy_of
 from .errors import TraceError, no_nested, warn_of_trace, writes_batch
 from .functionalize import Alias, Builder, Storage, View, inverse_order
-from .overloads import functional, named, outs, with_defaults
+from .overloads import arguments_by_name, functional, outs, with_defaults
 from .regions import Fact
 from .triton_kernels import import_launch
 
@@ -198,9 +198,9 @@ def _in_place(builder: Builder, op: Any, args: Sequence, kwargs: dict, val: Any 
 
     Its functional form returns the new values of these arguments last.
     """
-    arguments = named(op, args, kwargs)
-    written = [arguments[a.name] for a in op._schema.arguments if is_written(a)]
-    targets = pytree.tree_leaves(written)
+    arguments = arguments_by_name(op, args, kwargs)
+    written_arguments = [arguments[a.name] for a in op._schema.arguments if is_written(a)]
+    targets = pytree.tree_leaves(written_arguments)
     if _is_of_library(op):
         results = _of_new_tensors(builder, op, arguments, targets, val)
     else:
@@ -266,8 +266,8 @@ def _drawn(builder: Builder, values: Sequence, options: dict) -> Var:
     if order == list(dims):
         return builder.emit(aten.bernoulli.p, values, options)
     in_order = builder.emit(aten.permute.default, (target, order))
-    drawn = builder.emit(aten.bernoulli.p, (in_order, p), options)
-    return builder.emit(aten.permute.default, (drawn, inverse_order(order)))
+    bits = builder.emit(aten.bernoulli.p, (in_order, p), options)
+    return builder.emit(aten.permute.default, (bits, inverse_order(order)))
 
 
 def _is_of_library(op: Any) -> bool:
@@ -280,7 +280,7 @@ def _is_of_library(op: Any) -> bool:
 
 
 def _of_new_tensors(
-    builder: Builder, op: Any, given: dict[str, Any], targets: list, val: Any
+    builder: Builder, op: Any, arguments: dict[str, Any], targets: list, val: Any
 ) -> tuple:
     """Call an operator of torch.library that changes its arguments: PyTorch's `auto_functionalized` copies these."""
     if any(isinstance(returned.type, torch.ListType) for returned in op._schema.returns):
@@ -289,7 +289,9 @@ def _of_new_tensors(
             f"  at {where(builder.source)}\nReturn a tuple of tensors, or let it change no argument."
         )
     like = [*pytree.tree_leaves(val), *(builder.meta(builder.read(x)) for x in targets)]
-    return builder.emit(hops.auto_functionalized, (op,), pytree.tree_map(builder.read, given), like)
+    return builder.emit(
+        hops.auto_functionalized, (op,), pytree.tree_map(builder.read, arguments), like
+    )
 
 
 def _written_value(builder: Builder, op: Any, new: Any, old: Var) -> Var:
@@ -342,8 +344,8 @@ def _function(name: str, module: fx.GraphModule, caller: Origin) -> Function:
     # make_fx numbers the functions of a whole trace. Calls of equal functions have equal names here, and share kernels.
     short = re.sub(r"\d+$", "0", name.replace("_graph", ""))
     graph = dce(Graph(short, tuple(values), tuple(builder.eqns), tuple(results), 0))
-    changed = any(x.storage.version for x in arguments)
-    problem = "changes its argument in place" if changed else no_function(graph)
+    changes_argument = any(x.storage.version for x in arguments)
+    problem = "changes its argument in place" if changes_argument else no_function(graph)
     if problem is not None:
         raise no_nested(name, problem, caller.source)
     returns = next((kind for kind in (tuple, list) if isinstance(outputs, kind)), torch.Tensor)
@@ -354,14 +356,14 @@ def _in_separate_memory(
     builder: Builder, outputs: Sequence[Any], arguments: Sequence[Alias]
 ) -> list[Any]:
     """The values of outputs. One that shares memory with an argument or an output before it is copied."""
-    taken = {id(x.storage) for x in arguments}
+    storages = {id(x.storage) for x in arguments}
     results: list[Any] = []
     for x in outputs:
         value = builder.read(x)
         if isinstance(x, Alias):
-            if id(x.storage) in taken:
+            if id(x.storage) in storages:
                 value = builder.emit(aten.clone.default, (value,))
-            taken.add(id(x.storage))
+            storages.add(id(x.storage))
         results.append(value)
     return results
 

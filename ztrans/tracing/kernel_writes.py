@@ -29,11 +29,11 @@ def changed_arguments(function: Callable) -> set[str]:
     """
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     assigned = ((name, value) for target, value in _assignments(tree) for name in _names(target))
-    computed_from = grouped((name, read) for name, value in assigned for read in _names(value))
-    written = [
+    computed_from = grouped((name, source) for name, value in assigned for source in _names(value))
+    stored_to = [
         name for call in ast.walk(tree) if isinstance(call, ast.Call) for name in _written(call)
     ]
-    pointers = reachable(written, lambda name: computed_from.get(name, []))
+    pointers = reachable(stored_to, lambda name: computed_from.get(name, []))
     return set(pointers) & inspect.signature(function).parameters.keys()
 
 

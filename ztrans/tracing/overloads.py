@@ -7,7 +7,7 @@ functional form of `pow_.Scalar` is `pow.Tensor_Scalar`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from ..ir.op_facts import is_written, overloads
 
 
-def named(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def arguments_by_name(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by their names in the schema."""
     return {a.name: x for a, x in zip(op._schema.arguments, args)} | kwargs
 
@@ -29,22 +29,29 @@ def outs(op: Any) -> list[str]:
 def functional(op: Any) -> Any:
     """The functional form: `add_.Tensor` and `add.out` -> `add.Tensor`; None if there is none."""
     namespace, name = op._schema.name.split("::")
-    short, library = name.removesuffix("_"), getattr(torch.ops, namespace)
-    wanted = [(a.name, str(a.type)) for a in op._schema.arguments if a.name not in outs(op)]
+    short = name.removesuffix("_")
+    library = getattr(torch.ops, namespace)
+    parameters = _typed(a for a in op._schema.arguments if a.name not in outs(op))
     for packet in (getattr(library, short, None), getattr(library, f"{short}_functional", None)):
         for form in overloads(packet):
-            given = form._schema.arguments
-            if [(a.name, str(a.type)) for a in given] == wanted and not any(map(is_written, given)):
+            form_parameters = form._schema.arguments
+            has_effect = any(map(is_written, form_parameters))
+            if not has_effect and _typed(form_parameters) == parameters:
                 return form
     return None
 
 
+def _typed(parameters: Iterable[Any]) -> list[tuple[str, str]]:
+    """The names and the types of parameters."""
+    return [(a.name, str(a.type)) for a in parameters]
+
+
 def with_defaults(op: Any, form: Any, values: list, kwargs: dict) -> list:
     """`values`, and the defaults that `op` has and its functional form has not, such as p of `bernoulli_`."""
-    rest = list(zip(op._schema.arguments, form._schema.arguments))[len(values) :]
-    left_out = (
-        a
-        for a, t in rest
-        if not a.kwarg_only and a.name not in kwargs and not t.has_default_value()
-    )
-    return [*values, *(a.default_value for a in left_out)]
+    completed = list(values)
+    pairs = zip(op._schema.arguments[len(values) :], form._schema.arguments[len(values) :])
+    for a, form_parameter in pairs:
+        is_left_out = not a.kwarg_only and a.name not in kwargs
+        if is_left_out and not form_parameter.has_default_value():
+            completed.append(a.default_value)
+    return completed

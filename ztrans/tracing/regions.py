@@ -104,13 +104,13 @@ def _updated(
     These are the values that become state, those that a gradient is for, and the values that these are computed from.
     Values that depend on the batch, or that the differentiated function computes, are left out.
     """
-    wanted = {v for v in variables(graph.outputs[: graph.num_state]) if v not in over}
+    update_values = {v for v in variables(graph.outputs[: graph.num_state]) if v not in over}
     for e in reversed(graph.eqns):
         if e.op is GRADIENT:
-            wanted.update(v for v in e.args[1:] if v not in over)
-        elif _binds(e, wanted) and e not in differentiated and not facts[e].backward:
-            wanted.update(v for v in e.ins if v not in over)
-    return wanted
+            update_values.update(v for v in e.args[1:] if v not in over)
+        elif _binds(e, update_values) and e not in differentiated and not facts[e].backward:
+            update_values.update(v for v in e.ins if v not in over)
+    return update_values
 
 
 def _unreduced(graph: Graph, over: Set[Var]) -> set[Var]:

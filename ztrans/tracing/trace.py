@@ -55,7 +55,7 @@ class Program:
     function: StepFunction = field(compare=False, repr=False)
     # For each input, the mesh axes over which transforms distribute it, and how the step itself divides it.
     axes: tuple[tuple[str, ...], ...] = ()
-    owns: tuple[UserSharding | None, ...] = ()
+    user_shardings: tuple[UserSharding | None, ...] = ()
 
     @property
     def paths_of_inputs(self) -> list[str]:
@@ -65,17 +65,19 @@ class Program:
     def local_inputs(self, graph: Graph, call: BoundCall, caller: str | None = None) -> Inputs:
         """The inputs of `graph`, which transforms have made of this program, in a call (see `inputs.local_inputs`)."""
         return local_inputs(
-            graph, self.signature, self.axes, self.owns, call, self.function, caller
+            graph, self.signature, self.axes, self.user_shardings, call, self.function, caller
         )
 
-    def returned(self, added: Sequence[str]) -> pytree.TreeSpec:
+    def returned(self, added_outputs: Sequence[str]) -> pytree.TreeSpec:
         """The tree of what a step returns: `(state, output)`, or `(state, (output, added))` with a dict of outputs that
         transforms have added."""
-        if not added:
+        if not added_outputs:
             return self.out_tree
         state, output = pytree.tree_unflatten([0] * self.out_tree.num_leaves, self.out_tree)
         output = opened(output)
-        return pytree.tree_structure((none_as_empty(state), (output, dict.fromkeys(added, 0))))
+        return pytree.tree_structure(
+            (none_as_empty(state), (output, dict.fromkeys(added_outputs, 0)))
+        )
 
 
 def _device_of(leaves: Iterable[Abstract]) -> str:
@@ -162,7 +164,7 @@ def trace(
         signature,
         function,
         axes=tuple(leaf.axes for leaf in inputs),
-        owns=tuple(leaf.own for leaf in inputs),
+        user_shardings=tuple(leaf.user_sharding for leaf in inputs),
     )
 
 
@@ -174,7 +176,7 @@ class _Leaf(NamedTuple):
     path: str  # in messages
     abstract: Any  # an `Abstract` for an input of the program, or a `Constant`
     axes: tuple[str, ...]  # the mesh axes over which transforms distribute it
-    own: UserSharding | None  # how the step itself divides it
+    user_sharding: UserSharding | None  # how the step itself divides it
     spec: Any  # the layout in which the step sees it, if the step itself divides it
     is_state: bool
     in_batch: bool  # whether it is a tensor of the batch, which differs from rank to rank
@@ -200,30 +202,32 @@ def _leaves_of(
     check_state(paths, values[:num_state])
     leaves = []
     for i, (value, name, path) in enumerate(zip(values, names, paths)):
-        over = axes[i] if axes else ()
-        own = UserSharding.of(value, over)
-        if own is not None and own.problem is not None:
-            raise no_parts(path, own.problem)
+        leaf_axes = axes[i] if axes else ()
+        user_sharding = UserSharding.of(value, leaf_axes)
+        if user_sharding is not None and user_sharding.problem is not None:
+            raise no_parts(path, user_sharding.problem)
         is_state = i < num_state
-        if not is_state and UserSharding.cut_over(value, over):
+        if not is_state and UserSharding.cut_over(value, leaf_axes):
             raise cut_batch(path)
         in_batch = num_state <= i < end_of_batch and isinstance(value, torch.Tensor)
-        abstract = Abstract.of(value, is_state, own)
-        spec = spec_of(value, own)
-        leaves.append(_Leaf(value, name, path, abstract, over, own, spec, is_state, in_batch))
+        abstract = Abstract.of(value, is_state, user_sharding)
+        spec = spec_of(value, user_sharding)
+        leaves.append(
+            _Leaf(value, name, path, abstract, leaf_axes, user_sharding, spec, is_state, in_batch)
+        )
     return leaves
 
 
 def _seen_by_step(leaves: Sequence[_Leaf], tensors: Sequence[torch.Tensor]) -> list[Any]:
     """The leaves that the step sees, with these tensors for the inputs of the program."""
     unread = iter(tensors)
-    seen = []
+    arguments = []
     for leaf in leaves:
         if isinstance(leaf.abstract, Constant):
-            seen.append(leaf.abstract.value)
+            arguments.append(leaf.abstract.value)
         else:
-            seen.append(around(next(unread), leaf.spec))
-    return seen
+            arguments.append(around(next(unread), leaf.spec))
+    return arguments
 
 
 def _local_results(state: Sequence[_Leaf], new_state: Any, output: Any) -> tuple[Any, Any]:

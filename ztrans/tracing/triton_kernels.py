@@ -40,16 +40,16 @@ def record_launches() -> Iterator[None]:
 
 def _recorded_launch(kernel: Any, grid: Any) -> Callable:
     def launch(*args: Any, **options: Any) -> None:
-        given = dict(zip(kernel.arg_names, args)) | options
-        size = grid(given) if callable(grid) and not chooses(kernel) else grid
-        numbers = {name: x for name, x in given.items() if not isinstance(x, torch.Tensor)}
+        arguments = dict(zip(kernel.arg_names, args)) | options
+        size = grid(arguments) if callable(grid) and not chooses(kernel) else grid
+        numbers = {name: x for name, x in arguments.items() if not isinstance(x, torch.Tensor)}
         launched = {"grid": (size,) if isinstance(size, int) else size, "numbers": numbers}
         torch.ops.higher_order.triton_kernel_wrapper_mutation(
             kernel_idx=kernel_side_table.add_kernel(kernel),
             constant_args_idx=kernel_side_table.add_constant_args(launched),
             grid=[],
             tma_descriptor_metadata={},
-            kwargs={name: x for name, x in given.items() if isinstance(x, torch.Tensor)},
+            kwargs={name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)},
         )
 
     return launch
@@ -65,12 +65,12 @@ def import_launch(builder: Builder, recorded: Mapping[str, Any]) -> None:
         kernel_side_table.get_constant_args(recorded["constant_args_idx"]),
         recorded["kwargs"],
     )
-    written = changed_arguments(unwrapped(kernel))
+    changed_names = changed_arguments(unwrapped(kernel))
     launch = Launch(
         kernel,
         launched["grid"],
         tuple(tensors),
-        tuple(n for n in tensors if n in written),
+        tuple(n for n in tensors if n in changed_names),
         launched["numbers"],
     )
     if not launch.changed:
