@@ -64,15 +64,13 @@ def checkpointed(graph: Graph, checkpoint: Mapping[Var, int | None], drops: Set[
         drops: the values that the checkpoints do not store.
     """
     root = liveness(graph).root
-    dropped: set[Var] = set()
-    for e in graph.eqns:
-        if e.region == "forward" and not is_random(e.op):
-            dropped.update(v for v in e.results if root[v] is v and v in drops)
+    makers = {v: e for v, e in producers(graph.eqns).items() if root[v] is v and v in drops}
+    dropped = {v for v, e in makers.items() if e.region == "forward" and not is_random(e.op)}
+    needed = {root[v] for v in variables(graph.outputs)}
     for e in graph.eqns:
         number = checkpoint.get(e.out) if e.results else None
-        for v in e.ins:
-            is_outside = checkpoint.get(root[v]) != number
-            if e.region == "update" or (e.region == "forward" and is_outside):
-                dropped.discard(root[v])
-    dropped.difference_update(root[v] for v in variables(graph.outputs))
-    return recompute(graph, dropped) if dropped else graph
+        if e.region == "update":
+            needed.update(root[v] for v in e.ins)
+        elif e.region == "forward":
+            needed.update(root[v] for v in e.ins if checkpoint.get(root[v]) != number)
+    return recompute(graph, dropped - needed)

@@ -124,14 +124,18 @@ def _regrouped(
         number = numbering.number(e)
         joins = may_move(e) and (is_fused_update(e) or has_list_form(e))
         parts.setdefault(number if joins else e, []).append(e)
-    part_of = {e: k for k, part in enumerate(parts.values()) for e in part}
+    return _ordered(run, list(parts.values()))
+
+
+def _ordered(run: Sequence[Eqn], parts: Sequence[list[Eqn]]) -> list[list[Eqn]]:
+    """The parts in an order in which every value is computed before it is read, and otherwise as in the run."""
+    part_of = {e: k for k, part in enumerate(parts) for e in part}
     last_place = {part_of[e]: place for place, e in enumerate(run)}
     maker = producers(run)
-    needs: dict[int, set[int]] = {k: set() for k in range(len(parts))}
+    needs: dict[int, set[int]] = {k: set() for k in part_of.values()}
     for e in run:
         needs[part_of[e]].update(part_of[maker[v]] for v in e.ins if v in maker)
-    in_order = list(parts.values())
-    return [in_order[k] for k in sorted_by(last_place.__getitem__, needs)]
+    return [parts[k] for k in sorted_by(last_place.__getitem__, needs)]
 
 
 def list_call(eqns: Sequence[Eqn], in_place: bool) -> ListCall | None:

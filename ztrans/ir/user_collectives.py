@@ -70,20 +70,19 @@ class UserStart(Memberwise):
         return axes - {*members(self.axis(eqn))} if same else axes
 
     def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        options, ranks = eqn.args[1:-1], range(len(terms))
+        options, ranks = eqn.args[1:-1], len(terms)
         match collective_name(eqn.op):
             case "all_reduce":
-                whole = _total(options[0], terms)
-                return [whole for _ in ranks]
+                return [_total(options[0], terms)] * ranks
             case "reduce_scatter_tensor":
-                return [part.clone() for part in _total(options[0], terms).chunk(len(ranks))]
+                return [part.clone() for part in _total(options[0], terms).chunk(ranks)]
             case "all_gather_into_tensor":
-                return [torch.cat(list(terms)) for _ in ranks]
+                return [torch.cat(list(terms))] * ranks
             case "broadcast":
-                return [terms[options[0]] for _ in ranks]
+                return [terms[options[0]]] * ranks
             case "all_to_all_single":
                 sent = [term.split(options[1]) for term in terms]
-                return [torch.cat([parts[rank] for parts in sent]) for rank in ranks]
+                return [torch.cat(parts) for parts in zip(*sent)]
             case kind:
                 raise ValueError(
                     f"lockstep: the step's own {kind} goes from one rank to another, and here all ranks run one "

@@ -48,7 +48,6 @@ _COMPUTED = {
 }
 _SAME = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 _BATCH_NORMS = ("aten::native_batch_norm", "aten::_native_batch_norm_legit")
-_FUSED = ("aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")
 # In-place operations whose new value may have fewer dims.
 _BROADCASTS = ("aten::copy_", "aten::fill_")
 _NOWHERE = Origin(None, Fact())
@@ -134,7 +133,7 @@ def _operation(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -
         return args[1]
     if name in _OURS:
         return _mark(builder, _OURS[name], args[0], args[1], val)
-    if name.startswith(_FUSED):
+    if op_facts(op).fused_update:
         return _per_member(builder, op, args, kwargs)
     if op_facts(op).view and isinstance(args[0], Alias):
         return _view(builder, op, args, kwargs, val)
@@ -217,7 +216,7 @@ def _in_place(builder: Builder, op: Any, args: Sequence, kwargs: dict, val: Any 
 
 def _unwritten(op: Any, args: Sequence, kwargs: dict) -> set[int]:
     """The ids of the gradients of a fused optimizer, which it writes only to unscale them."""
-    is_fused = op._schema.name.startswith(_FUSED)
+    is_fused = op_facts(op).fused_update
     return set(map(id, args[1])) if is_fused and kwargs.get("grad_scale") is None else set()
 
 
@@ -240,7 +239,7 @@ def _functional_results(
     values = with_defaults(op, form, values, kwargs)
     if form is aten.bernoulli.p:
         return (_drawn(builder, values, options),)
-    like = [builder.meta(builder.read(x)) for x in targets] if name.startswith(_FUSED) else None
+    like = [builder.meta(builder.read(x)) for x in targets] if op_facts(op).fused_update else None
     results = builder.emit(form, values, options, like)
     return results if isinstance(results, tuple) else (results,)
 
