@@ -52,18 +52,18 @@ def with_joint_sizes(sizes: Mapping[str, int], joint: Iterable[str]) -> dict[str
 
 
 def with_joint_indices(
-    at: Mapping[str, int], sizes: Mapping[str, int], joint: Iterable[str]
+    place: Mapping[str, int], sizes: Mapping[str, int], joint: Iterable[str]
 ) -> dict[str, int]:
     """The index of a rank along the axes of a mesh, and along some joint axes.
 
     >>> with_joint_indices({"dp": 1, "cp": 2}, {"dp": 2, "cp": 4}, ["dp*cp"])
     {'dp': 1, 'cp': 2, 'dp*cp': 6}
     """
-    indices = dict(at)
+    indices = dict(place)
     for axis in joint:
         index = 0
         for member in members(axis):
-            index = index * sizes[member] + at[member]
+            index = index * sizes[member] + place[member]
         indices[axis] = index
     return indices
 
@@ -137,6 +137,6 @@ def rows(ranks: torch.Tensor, order: Sequence[str], axes: Collection[str]) -> li
     [[0, 1, 4, 5], [2, 3, 6, 7]]
     """
     along = [k for k, axis in enumerate(order) if axis in members_of(axes)]
-    others = [k for k in range(ranks.ndim) if k not in along]
+    rest = [k for k in range(ranks.ndim) if k not in along]
     size = math.prod(ranks.shape[k] for k in along)
-    return ranks.permute(*others, *along).reshape(-1, size).tolist()
+    return ranks.permute(*rest, *along).reshape(-1, size).tolist()

@@ -47,9 +47,9 @@ def partial_dtype(eqn: Eqn, member: Var) -> torch.dtype:
 
 def buffer_bytes(eqn: Eqn, index: int, sizes: Sizes) -> int:
     """The bytes of a member as it is sent: the padded parts of all ranks together."""
-    member, future = eqn.ins[index], eqn.results[index]
-    splits = (s for v in (member, future) for s in v.layout if isinstance(s, Split))
-    cut_by = {split.dim: split.axis for split in splits}
+    member = eqn.ins[index]
+    layout = (*member.layout, *eqn.results[index].layout)
+    cut_by = {split.dim: split.axis for split in layout if isinstance(split, Split)}
     total = wire_dtype(eqn, member).itemsize
     for dim, rows in enumerate(member.shape):
         if dim in cut_by:
@@ -72,8 +72,8 @@ def is_alone(eqn: Eqn, index: int, sizes: Sizes) -> bool:
     there is no other to pack it with.
     """
     # `any` ends at the first other small member, so asking for every member of a bucket takes linear time.
-    others = (k for k in range(len(eqn.outs)) if k != index)
-    return not is_small(eqn, index, sizes) or not any(is_small(eqn, k, sizes) for k in others)
+    small = (k != index and is_small(eqn, k, sizes) for k in range(len(eqn.outs)))
+    return not is_small(eqn, index, sizes) or not any(small)
 
 
 class Start(Memberwise):
@@ -100,7 +100,7 @@ class Start(Memberwise):
     def axis(self, eqn: Eqn) -> str:
         return eqn.kwargs["axis"]
 
-    def sent(self, eqn: Eqn, term: torch.Tensor) -> torch.Tensor:
+    def as_sent(self, eqn: Eqn, term: torch.Tensor) -> torch.Tensor:
         return term.to(eqn.kwargs["dtype"] or term.dtype)
 
     def shares_buffer(self, eqn: Eqn, index: int) -> bool:
@@ -130,8 +130,8 @@ class Gather(Start):
     lane = "gather"
 
     def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        whole = torch.cat(list(terms), cut_over(eqn.ins[index], self.axis(eqn)).dim)
-        return [whole for _ in terms]
+        split = cut_over(eqn.ins[index], self.axis(eqn))
+        return [torch.cat(list(terms), split.dim)] * len(terms)
 
     def is_exchanged(self, eqn: Eqn, ranks: int, gloo: bool) -> bool:
         return gloo and ranks <= DIRECT
@@ -149,8 +149,8 @@ class Reduction(Start):
 
     lane = "reduce"
 
-    def varies(self, eqn: Eqn, over: Mapping[Var, Axes]) -> Axes:
-        return super().varies(eqn, over) - {*members(self.axis(eqn))}
+    def varies(self, eqn: Eqn, axes_of: Mapping[Var, Axes]) -> Axes:
+        return super().varies(eqn, axes_of) - {*members(self.axis(eqn))}
 
     def total(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> torch.Tensor:
         """The sum, mean, maximum or minimum of the terms, in the dtype of the result."""
@@ -167,10 +167,10 @@ class ReduceScatter(Reduction):
     """Rules of reduce_scatter. A rank receives its shard of the term of every other rank, and reduces these."""
 
     def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        whole = self.total(eqn, index, terms)
+        total = self.total(eqn, index, terms)
         split = cut_over(eqn.results[index], self.axis(eqn))
-        # Cloned, because a view would keep the whole value alive.
-        return [cut(whole, split, len(terms), rank).clone() for rank in range(len(terms))]
+        # Cloned, because a view would keep the total alive.
+        return [cut(total, split, len(terms), rank).clone() for rank in range(len(terms))]
 
     def is_exchanged(self, eqn: Eqn, ranks: int, gloo: bool) -> bool:
         """NCCL would round half precision at every hop of a ring."""
@@ -194,8 +194,7 @@ class AllReduce(Reduction):
     crossings = 2
 
     def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        whole = self.total(eqn, index, terms)
-        return [whole for _ in terms]
+        return [self.total(eqn, index, terms)] * len(terms)
 
     def sends_own(self, eqn: Eqn, index: int, sizes: Sizes) -> bool:
         return sizes[self.axis(eqn)] == 2 and super().sends_own(eqn, index, sizes)
@@ -227,7 +226,7 @@ class Shard(Memberwise):
 
     def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         split = Split(self.axis(eqn), eqn.args[1])
-        return [cut(whole, split, len(terms), rank) for rank, whole in enumerate(terms)]
+        return [cut(value, split, len(terms), rank) for rank, value in enumerate(terms)]
 
     def shares(self, eqn: Eqn) -> bool:
         return True
@@ -325,8 +324,9 @@ def bucket_key(start: Eqn) -> tuple:
     (all_gather, 'dp', 'param')
     """
     member, future = start.ins[0], start.results[0]
-    axis, op = start.kwargs["axis"], start.kwargs.get("op")
-    along = [p for v in (member, future) for p in v.layout if p.axis == axis]
+    axis = start.kwargs["axis"]
+    op = start.kwargs.get("op")
+    along = [p for p in (*member.layout, *future.layout) if p.axis == axis]
     return (
         start.op,
         axis,
@@ -404,14 +404,13 @@ def _casts(member: Var, out: Var, start: Eqn) -> list[Eqn]:
 
 def _without_axes(graph: Graph, axes: set[str]) -> Graph:
     """The program without `axes`, of one rank each, in the layouts of its values."""
-    whole: dict[Var, Var] = {}
+    new_values: dict[Var, Var] = {}
     for v in (*graph.inputs, *producers(graph.eqns)):
         layout = tuple(part for part in v.layout if part.axis not in axes)
-        whole[v] = dataclasses.replace(v, layout=layout) if layout != v.layout else v
+        new_values[v] = dataclasses.replace(v, layout=layout) if layout != v.layout else v
     graph = graph.replace(
-        inputs=tuple(whole[v] for v in graph.inputs),
-        batch=frozenset(whole[v] for v in graph.batch),
-        eqns=tuple(e.replace(outs=substitute(e.outs, whole.__getitem__)) for e in graph.eqns),
+        inputs=tuple(new_values[v] for v in graph.inputs),
+        batch=frozenset(new_values[v] for v in graph.batch),
+        eqns=tuple(e.replace(outs=substitute(e.outs, new_values.__getitem__)) for e in graph.eqns),
     )
-    changed = {v: new for v, new in whole.items() if new is not v}
-    return dce(rename(graph, changed))
+    return dce(rename(graph, {v: new for v, new in new_values.items() if new is not v}))

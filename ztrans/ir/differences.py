@@ -71,8 +71,10 @@ def diff(
     +  y: f32[4] = neg(x)
        return y
     """
-    old_graph, new_graph = _graph(before), _graph(after)
-    old, new = _parts(old_graph, full), _parts(new_graph, full)
+    old_graph = _graph(before)
+    new_graph = _graph(after)
+    old = _parts(old_graph, full)
+    new = _parts(new_graph, full)
     matcher = SequenceMatcher(None, [part.text for part in old], [part.text for part in new])
     places = list(matcher.get_grouped_opcodes(context))
     if not places:
@@ -86,11 +88,11 @@ def diff(
                 added += new[j:j_end]
     lines = [*_summary(removed, added), *_traffic_lines(traffic(old_graph), traffic(new_graph))]
     ambiguous = _ambiguous([*removed, *added])
-    shown = places if full else places[:_MOST_PLACES]
-    for place in shown:
+    most = len(places) if full else _MOST_PLACES
+    for place in places[:most]:
         lines += _place(place, old, new, ambiguous, full)
-    if len(shown) < len(places):
-        lines.append(f"... {len(places) - len(shown)} more places, with full=True")
+    if len(places) > most:
+        lines.append(f"... {len(places) - most} more places, with full=True")
     return "\n".join(lines)
 
 
@@ -179,7 +181,8 @@ def _summary(removed: list[_Part], added: list[_Part]) -> list[str]:
     """How many equations were moved, rewritten, added and removed."""
     old_texts = Counter(part.text for part in removed if part.eqn)
     new_texts = Counter(part.text for part in added if part.eqn)
-    old, new = _results(removed, new_texts), _results(added, old_texts)
+    old = _results(removed, new_texts)
+    new = _results(added, old_texts)
     counts = {
         "moved": (old_texts & new_texts).total(),
         "rewritten": (old & new).total(),
@@ -190,19 +193,20 @@ def _summary(removed: list[_Part], added: list[_Part]) -> list[str]:
     return [f"# equations: {', '.join(verbs)}"] if verbs else []
 
 
-def _results(parts: Iterable[_Part], others: Counter[str]) -> Counter[tuple[str, ...]]:
-    """The names of the results of equations that are not among `others`."""
-    eqns = (part.eqn for part in parts if part.eqn and part.text not in others)
+def _results(parts: Iterable[_Part], known_texts: Counter[str]) -> Counter[tuple[str, ...]]:
+    """The names of the results of equations whose texts are not known."""
+    eqns = (part.eqn for part in parts if part.eqn and part.text not in known_texts)
     return Counter(tuple(out.name for out in eqn.results) for eqn in eqns)
 
 
 def _traffic_lines(
-    before: dict[tuple[str, str], Traffic], after: dict[tuple[str, str], Traffic]
+    old_traffic: dict[tuple[str, str], Traffic], new_traffic: dict[tuple[str, str], Traffic]
 ) -> list[str]:
     """A line for the traffic of each mesh axis and role, with an arrow if the two programs differ in it."""
     lines = []
-    for key in sorted({*before, *after}):
-        old, new = before.get(key, Traffic()), after.get(key, Traffic())
+    for key in sorted({*old_traffic, *new_traffic}):
+        old = old_traffic.get(key, Traffic())
+        new = new_traffic.get(key, Traffic())
         lines.append(f"#   {' '.join(key)}: {new if old == new else f'{old} -> {new}'}")
     return lines
 

@@ -137,7 +137,7 @@ class _StorageOwners:
         owners = [self.owner(v) for v, _ in overwritten]
         if len(set(owners)) < len(owners):
             return False
-        if any(self.owner(v) in owners for v in _others(e, overwritten)):
+        if any(self.owner(v) in owners for v in _unwritten(e, overwritten)):
             return False
         fill = all(v in self.filling for v, _ in overwritten)
         return fill and all(self._is_free(index, storage) for storage in owners)
@@ -189,10 +189,10 @@ def _fits(e: Eqn, overwritten: Overwritten) -> bool:
     if not overwritten or any(out is None or not v.is_like(out) for v, out in overwritten):
         return False
     is_scalar = len(overwritten) == 1 and not overwritten[0][0].shape
-    return not (is_scalar and _others(e, overwritten))
+    return not (is_scalar and _unwritten(e, overwritten))
 
 
-def _others(e: Eqn, overwritten: Overwritten) -> list[Var]:
+def _unwritten(e: Eqn, overwritten: Overwritten) -> list[Var]:
     """The arguments of an equation that are not overwritten."""
     return [v for v in e.ins if all(v is not target for target, _ in overwritten)]
 
@@ -272,17 +272,17 @@ def onto(op: Any, place: int) -> Callable:
     *arguments, out = form._schema.arguments
     is_tensor = [not a.kwarg_only and str(a.type) == "Tensor" for a in arguments]
 
-    def over(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def overwrite(*args: Any, **kwargs: Any) -> torch.Tensor:
         target = args[place]
         fits = op_facts(op).arithmetic and _keeps_strides(target, args[1 - place])
         if fits or all(x.is_contiguous() for x, tensor in zip(args, is_tensor) if tensor):
             return form(*args, **kwargs, **{out.name: target})
         return op(*args, **kwargs)
 
-    over.__name__ = f"{op_facts(op).name}_over"
-    return over
+    overwrite.__name__ = f"{op_facts(op).name}_over"
+    return overwrite
 
 
-def _keeps_strides(x: torch.Tensor, other: torch.Tensor) -> bool:
+def _keeps_strides(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether the sum of two tensors has the strides of `x`."""
-    return x.stride() == other.stride() or not other.dim()
+    return x.stride() == y.stride() or not y.dim()

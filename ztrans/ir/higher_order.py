@@ -65,13 +65,13 @@ def inner_work(eqn: Eqn, count: Callable[[Graph], int]) -> int | None:
     `cond` runs the longer of its branches. `scan` runs its function once for each row.
     None if the functions are part of a kernel.
     """
-    taken = [count(function.graph) for function in functions(eqn)]
-    if not taken or is_matmul(eqn):
+    counts = [count(function.graph) for function in functions(eqn)]
+    if not counts or is_matmul(eqn):
         return None
     if eqn.op is hops.cond:
-        return max(taken)
+        return max(counts)
     rows = eqn.args[2][0].shape[0] if eqn.op is hops.scan else 1
-    return sum(taken) * rows
+    return sum(counts) * rows
 
 
 def is_attention(eqn: Eqn) -> bool:
@@ -91,11 +91,11 @@ def is_dense(options: Any) -> bool:
 
 def with_chosen_backend(graph: Graph, on_cpus: bool) -> Graph:
     """Choose a kernel or dense attention for a traced program, and let it bind only the results that are read."""
-    read = {v for e in graph.eqns for v in e.ins} | set(variables(graph.outputs))
+    needed = {v for e in graph.eqns for v in e.ins} | set(variables(graph.outputs))
     eqns = []
     for e in graph.eqns:
         if is_attention(e):
-            e = e.replace(outs=tuple(out if out in read else None for out in e.outs))
+            e = e.replace(outs=tuple(out if out in needed else None for out in e.outs))
             if on_cpus or not has_kernel(e.args[0].dtype):
                 e = e.replace(args=tuple(map(_dense, e.args)))
         eqns.append(e)

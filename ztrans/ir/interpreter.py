@@ -106,12 +106,12 @@ def _run(
 def scatter(graph: Graph, state: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Every rank's part of a full flat state."""
     ranks = []
-    for at in coordinates(graph.mesh, graph.joint):
+    for place in coordinates(graph.mesh, graph.joint):
         parts = []
         for v, leaf in zip(graph.inputs, state):
             split = v.split
             parts.append(
-                cut(leaf, split, graph.axes[split.axis], at[split.axis]) if split else leaf
+                cut(leaf, split, graph.axes[split.axis], place[split.axis]) if split else leaf
             )
         ranks.append(parts)
     return ranks
@@ -137,7 +137,7 @@ def _groups(places: Sequence[Coordinates], axis: str | None) -> list[list[int]]:
         raise ValueError(f"lockstep: {axis!r} is no axis of the mesh, which has {axes}.")
     along = set(members(axis))
     groups: dict[tuple, list[int]] = {}
-    for rank, at in enumerate(places):
-        others = tuple(index for a, index in at.items() if along.isdisjoint(members(a)))
-        groups.setdefault(others, []).append(rank)
+    for rank, place in enumerate(places):
+        fixed = tuple(index for a, index in place.items() if along.isdisjoint(members(a)))
+        groups.setdefault(fixed, []).append(rank)
     return list(groups.values())

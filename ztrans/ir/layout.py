@@ -115,12 +115,12 @@ def cut_over(var: Var, axis: str) -> Split:
     return split
 
 
-def local_shape(var: Var, sizes: Mapping[str, int], at: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of `var` on the rank at coordinates `at`."""
+def local_shape(var: Var, sizes: Mapping[str, int], place: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of `var` on the rank at coordinates `place`."""
     shape = list(var.shape)
     for split in var.layout:
         if isinstance(split, Split):
-            shape[split.dim] = part(shape[split.dim], sizes[split.axis], at[split.axis])[1]
+            shape[split.dim] = part(shape[split.dim], sizes[split.axis], place[split.axis])[1]
     return tuple(shape)
 
 
@@ -129,7 +129,7 @@ def cut(x: torch.Tensor, split: Split, size: int, rank: int) -> torch.Tensor:
     return x.narrow(split.dim, *part(x.shape[split.dim], size, rank))
 
 
-def localize(eqn: Eqn, sizes: Mapping[str, int], at: Mapping[str, int]) -> Eqn:
+def localize(eqn: Eqn, sizes: Mapping[str, int], place: Mapping[str, int]) -> Eqn:
     """`eqn` with the sizes of this rank's parts as arguments, in place of the global sizes that a program has.
 
     `squeeze` gets the dims that it removes from the whole value: a part may have a single row of a dim that has more.
@@ -142,7 +142,7 @@ def localize(eqn: Eqn, sizes: Mapping[str, int], at: Mapping[str, int]) -> Eqn:
     args = list(eqn.args)
     for k in _shape_arguments(eqn.op):
         if k < len(args) and isinstance(args[k], (list, tuple)):
-            args[k] = list(local_shape(out, sizes, at))
+            args[k] = list(local_shape(out, sizes, place))
     return eqn.replace(args=tuple(args))
 
 
@@ -195,10 +195,10 @@ class UserSharding:
     shape: tuple[int, ...]
 
     @staticmethod
-    def of(leaf: Any, others: Collection[str]) -> UserSharding | None:
-        """How the step divides a leaf over the axes of its mesh that are not in `others`; None if it does not."""
-        taken = set(members_of(others))
-        rest = [x for x in _placed(leaf) if taken.isdisjoint(members(x[0]))]
+    def of(leaf: Any, other_axes: Collection[str]) -> UserSharding | None:
+        """How the step divides a leaf over the axes of its mesh that are not in `other_axes`; None if it does not."""
+        excluded = set(members_of(other_axes))
+        rest = [x for x in _placements(leaf) if excluded.isdisjoint(members(x[0]))]
         if not rest:
             return None
         axes, sizes, placements = zip(*rest)
@@ -207,9 +207,13 @@ class UserSharding:
     @staticmethod
     def cut_over(leaf: Any, axes: Collection[str]) -> list[str]:
         """The axes of the mesh of a leaf, among `axes`, over which the leaf is not whole."""
-        wanted = set(members_of(axes))
-        cut = [axis for axis, n, p in _placed(leaf) if n > 1 and not isinstance(p, Replicate)]
-        return [axis for axis in cut if wanted.intersection(members(axis))]
+        members_of_axes = set(members_of(axes))
+        result = []
+        for axis, size, placement in _placements(leaf):
+            is_whole = size == 1 or isinstance(placement, Replicate)
+            if not is_whole and members_of_axes.intersection(members(axis)):
+                result.append(axis)
+        return result
 
     @property
     def problem(self) -> str | None:
@@ -239,7 +243,7 @@ class UserSharding:
         return count
 
 
-def _placed(leaf: Any) -> list[tuple[str, int, Placement]]:
+def _placements(leaf: Any) -> list[tuple[str, int, Placement]]:
     """Each axis of the mesh of a DTensor, with its size and the placement; empty for any other leaf."""
     if not isinstance(leaf, DTensor) or not leaf.device_mesh.mesh_dim_names:
         return []

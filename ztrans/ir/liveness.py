@@ -33,7 +33,8 @@ def liveness(graph: Graph) -> Liveness:
         needed = [*e.ins, *e.results]
         shares = rules(e).shares(e)
         if e in waits:
-            start, member = waits[e].start, waits[e].member
+            start = waits[e].start
+            member = waits[e].member
             shares = rules(start).shares_buffer(start, member)
             if rules(start).sends_own(start, member, graph.axes):
                 needed.append(start.ins[member])

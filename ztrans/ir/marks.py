@@ -31,17 +31,17 @@ class Mark(Memberwise):
 class Gradient(Mark):
     """Rules of gradient: it varies only over axes that its value varies over, because it is reduced over the others."""
 
-    def varies(self, eqn: Eqn, over: Mapping[Var, Axes]) -> Axes:
+    def varies(self, eqn: Eqn, axes_of: Mapping[Var, Axes]) -> Axes:
         gradient, value = eqn.args
-        return over.get(gradient, INVARIANT) & over.get(value, INVARIANT)
+        return axes_of.get(gradient, INVARIANT) & axes_of.get(value, INVARIANT)
 
 
 class Reduced(Mark):
     """Rules of pmean and psum: the mean, or the sum, over an axis, which is the same on all ranks of that axis."""
 
-    def varies(self, eqn: Eqn, over: Mapping[Var, Axes]) -> Axes:
+    def varies(self, eqn: Eqn, axes_of: Mapping[Var, Axes]) -> Axes:
         value, axis = eqn.args
-        return INVARIANT if axis == EVERY_AXIS else over.get(value, INVARIANT) - {*members(axis)}
+        return INVARIANT if axis == EVERY_AXIS else axes_of.get(value, INVARIANT) - {*members(axis)}
 
 
 class Accumulate(Memberwise):

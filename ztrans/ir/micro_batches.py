@@ -97,7 +97,7 @@ class _Marks(NamedTuple):
 
     sums: dict[Eqn, Var]
     joins: dict[Eqn, Var]
-    kept: list[Var]
+    kept_values: list[Var]
 
 
 def parts(graph: Graph) -> Parts:
@@ -106,14 +106,14 @@ def parts(graph: Graph) -> Parts:
     marks = _Marks({}, {}, [])
     for e in graph.eqns:
         if e.op is ACCUMULATE:
-            marks.sums[e] = _before(e, e.out.shape)
+            marks.sums[e] = _earlier_input(e, e.out.shape)
         elif e.op is JOIN:
             rows = e.out.shape[0] - e.args[0].shape[0]
-            marks.joins[e] = _before(e, (rows, *e.out.shape[1:]))
+            marks.joins[e] = _earlier_input(e, (rows, *e.out.shape[1:]))
         elif e.op is KEEP:
-            marks.kept.append(e.out)
-    first, middle, last = _first(graph, marks), _middle(graph, marks), _last(graph, marks)
-    return Parts(first, middle, last, graph.micro, len(marks.sums), len(marks.joins))
+            marks.kept_values.append(e.out)
+    programs = _first(graph, marks), _middle(graph, marks), _last(graph, marks)
+    return Parts(*programs, graph.micro, len(marks.sums), len(marks.joins))
 
 
 def _first(graph: Graph, marks: _Marks) -> Graph:
@@ -121,13 +121,13 @@ def _first(graph: Graph, marks: _Marks) -> Graph:
     kwargs = {"memory_format": torch.contiguous_format}
     clones = {e: e.replace(op=aten.clone.default, kwargs=kwargs) for e in copied}
     terms = [e.out if e in copied else e.args[0] for e in marks.sums]
-    outputs = (*_state(graph), *terms, *(e.args[0] for e in marks.joins), *marks.kept)
-    kept = {e.out: e.args[0] for e in graph.eqns if e.op is KEEP}
-    return _without_update(rename(_with(graph, clones, (), outputs), kept))
+    outputs = (*_state(graph), *terms, *(e.args[0] for e in marks.joins), *marks.kept_values)
+    values = {e.out: e.args[0] for e in graph.eqns if e.op is KEEP}
+    return _without_update(rename(_with(graph, clones, (), outputs), values))
 
 
 def _middle(graph: Graph, marks: _Marks) -> Graph:
-    inputs = (*marks.sums.values(), *marks.kept)
+    inputs = (*marks.sums.values(), *marks.kept_values)
     sums = (e.out for e in marks.sums)
     outputs = (*_state(graph), *sums, *(e.args[0] for e in marks.joins))
     return _without_update(_with(graph, _adds(marks), inputs, outputs))
@@ -135,16 +135,16 @@ def _middle(graph: Graph, marks: _Marks) -> Graph:
 
 def _last(graph: Graph, marks: _Marks) -> Graph:
     joins = {}
-    for e, before in marks.joins.items():
-        joins[e] = e.replace(op=aten.cat.default, args=([before, *e.args],))
-    inputs = (*marks.sums.values(), *marks.joins.values(), *marks.kept)
+    for e, earlier in marks.joins.items():
+        joins[e] = e.replace(op=aten.cat.default, args=([earlier, *e.args],))
+    inputs = (*marks.sums.values(), *marks.joins.values(), *marks.kept_values)
     return dce(_with(graph, {**_adds(marks), **joins}, inputs, graph.outputs))
 
 
 def _adds(marks: _Marks) -> dict[Eqn, Eqn]:
     """For each sum, the equation that adds this micro-batch to the ones before it."""
     add = aten.add.Tensor
-    return {e: e.replace(op=add, args=(before, *e.args)) for e, before in marks.sums.items()}
+    return {e: e.replace(op=add, args=(earlier, *e.args)) for e, earlier in marks.sums.items()}
 
 
 def _state(graph: Graph) -> list[Var]:
@@ -167,12 +167,12 @@ def in_order(graph: Graph) -> list[Graph]:
 def _without_kept_inputs(graph: Graph) -> Graph:
     """The program in which no input, nor a view of one, is kept: every micro-batch has the inputs."""
     root = liveness(graph).root
-    shown = {e.out: e.args[0] for e in graph.eqns if e.op is KEEP and root[e.out] in graph.inputs}
-    eqns = tuple(e for e in graph.eqns if not any(v in shown for v in e.results))
-    return rename(graph.replace(eqns=eqns), shown)
+    inputs = {e.out: e.args[0] for e in graph.eqns if e.op is KEEP and root[e.out] in graph.inputs}
+    eqns = tuple(e for e in graph.eqns if not any(v in inputs for v in e.results))
+    return rename(graph.replace(eqns=eqns), inputs)
 
 
-def _before(mark: Eqn, shape: tuple[int, ...]) -> Var:
+def _earlier_input(mark: Eqn, shape: tuple[int, ...]) -> Var:
     """The input for what the earlier micro-batches contribute to the value of a mark."""
     return dataclasses.replace(mark.out, name=f"{mark.out.name}.before", shape=shape)
 
@@ -264,12 +264,12 @@ class Carry:
 
     def inputs(self) -> list[torch.Tensor]:
         """The inputs of the next micro-batch."""
-        joined: list[torch.Tensor] = []
-        if self.done == self.parts.micro - 1:
-            joined = [torch.cat(earlier) for earlier in self.joins]
-            self.joins = []
         rows = [micro_batches[self.done] for micro_batches in self.batches]
-        return [*self.state, *rows, *self.sums, *joined, *self.kept]
+        joins: list[torch.Tensor] = []
+        if self.done == self.parts.micro - 1:
+            joins = [torch.cat(earlier) for earlier in self.joins]
+            self.joins = []
+        return [*self.state, *rows, *self.sums, *joins, *self.kept]
 
     def take(self, outputs: Sequence[Any]) -> None:
         """Take the outputs of a micro-batch that is not the last."""

@@ -111,9 +111,9 @@ def call_operator(
     if args and isinstance(args[0], Launch):
         return args[0](*args[1:])
     if op is torch.ops.higher_order.flex_attention_backward:
-        *before, captured, of_mask = args
+        *rest, captured, of_mask = args
         tracked = [x.detach().requires_grad_(is_bound) for x, is_bound in zip(captured, binds[3:])]
-        args = (*before, tuple(tracked), of_mask)
+        args = (*rest, tuple(tracked), of_mask)
     return pytree.tree_leaves(op(*args, **kwargs))
 
 

@@ -119,8 +119,8 @@ def equation(eqn: Eqn) -> str:
     >>> equation(Eqn(torch.ops.aten.relu.default, (x,), (y,)))
     'y: f32[4] = relu(x)'
     """
-    called = "".join(map(one_line, functions(eqn)))
-    return f"{', '.join(_results(eqn))} = {_call(eqn, value)}{called}"
+    bodies = "".join(map(one_line, functions(eqn)))
+    return f"{', '.join(_results(eqn))} = {_call(eqn, value)}{bodies}"
 
 
 def one_line(function: Function) -> str:
@@ -253,16 +253,17 @@ def lines(eqn: Eqn, full: bool = False, column: int = _MARGIN, width: int = WIDT
 def _layouts(eqn: Eqn, full: bool) -> Iterator[list[str]]:
     """The ways to print an equation in lines, the preferred one first; the last is the shortest, or the `full` one."""
     results = _results(eqn)
-    whole, call = ", ".join(results), _call(eqn, value)
-    yield [f"  {whole} = {call}"]
+    all_results = ", ".join(results)
+    call = _call(eqn, value)
+    yield [f"  {all_results} = {call}"]
     if full:
         *first, last = (f"  {result}" for result in results)
         members = f"    = {_call(eqn, _one_a_line)}".split("\n")
         yield [*(f"{line}," for line in first), last, *members]
         return
-    yield [f"  {whole}", f"    = {call}"]
+    yield [f"  {all_results}", f"    = {call}"]
     in_lists = any(_is_bucket(x) for _, x in _arguments(eqn))
-    few = fold(results) if in_lists or len(results) > _MANY else whole
+    few = fold(results) if in_lists or len(results) > _MANY else all_results
     call = _call(eqn, partial(_folded, wire=eqn.kwargs.get("dtype")))
     yield [f"  {few}", f"    = {call}"]
 

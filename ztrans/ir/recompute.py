@@ -26,7 +26,8 @@ def recompute(graph: Graph, chosen: Set[Var]) -> Graph:
         chosen: values of forward, each the owner of its storage. Their views are recomputed with them. If a chosen
             value is computed from another one, its copy is computed from the copy of the other.
     """
-    makers, root = producers(graph.eqns), liveness(graph).root
+    makers = producers(graph.eqns)
+    root = liveness(graph).root
     position = {e: i for i, e in enumerate(graph.eqns)}
     names = Names(v.name for v in (*graph.inputs, *makers))
     eqns: list[Eqn] = []
@@ -65,7 +66,7 @@ def checkpointed(graph: Graph, checkpoint: Mapping[Var, int | None], drops: Set[
     """
     root = liveness(graph).root
     makers = {v: e for v, e in producers(graph.eqns).items() if root[v] is v and v in drops}
-    dropped = {v for v, e in makers.items() if e.region == "forward" and not is_random(e.op)}
+    recomputed = {v for v, e in makers.items() if e.region == "forward" and not is_random(e.op)}
     needed = {root[v] for v in variables(graph.outputs)}
     for e in graph.eqns:
         number = checkpoint.get(e.out) if e.results else None
@@ -73,4 +74,4 @@ def checkpointed(graph: Graph, checkpoint: Mapping[Var, int | None], drops: Set[
             needed.update(root[v] for v in e.ins)
         elif e.region == "forward":
             needed.update(root[v] for v in e.ins if checkpoint.get(root[v]) != number)
-    return recompute(graph, dropped - needed)
+    return recompute(graph, recomputed - needed)

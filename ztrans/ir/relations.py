@@ -44,13 +44,13 @@ def reachable(starts: Iterable[T], following: Callable[[T], Iterable[T]]) -> Ite
     [12, 4, 1, 2, 6, 3]
     """
     stack = list(dict.fromkeys(starts))
-    seen = set(stack)
+    visited = set(stack)
     while stack:
         x = stack.pop()
         yield x
         for y in following(x):
-            if y not in seen:
-                seen.add(y)
+            if y not in visited:
+                visited.add(y)
                 stack.append(y)
 
 
@@ -76,12 +76,12 @@ def sorted_by(key: Callable[[T], Any], needs: Mapping[T, Iterable[T]]) -> list[T
     """
     sorter = TopologicalSorter(needs)
     sorter.prepare()
-    ready: list[tuple[Any, T]] = []
+    available: list[tuple[Any, T]] = []
     order: list[T] = []
     while sorter.is_active():
         for x in sorter.get_ready():
-            heapq.heappush(ready, (key(x), x))
-        _, first = heapq.heappop(ready)
+            heapq.heappush(available, (key(x), x))
+        _, first = heapq.heappop(available)
         sorter.done(first)
         order.append(first)
     return order

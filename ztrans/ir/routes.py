@@ -21,7 +21,9 @@ from .collectives import partial_dtype, rules, wire_dtype
 from .graph import DTYPES, Eqn
 from .rules import Sizes
 
-EXCHANGE, RING, TWO_LEVELS = "exchange", "ring", "exchange in two levels"
+EXCHANGE = "exchange"
+RING = "ring"
+TWO_LEVELS = "exchange in two levels"
 
 
 @dataclass(frozen=True)
@@ -105,22 +107,22 @@ def route_of(eqn: Eqn, sizes: Sizes, hosts: Hosts, gloo: bool) -> Route:
         between = received / local if spans_hosts else 0.0
         work = f"reduces {DTYPES[wire]} on the way" if reduces else "gathers"
         return Route(RING, f"{'gloo' if gloo else 'NCCL'} {work}", received - between, between)
-    whole = received * ranks / max(ranks - 1, 1)
+    all_bytes = received * ranks / max(ranks - 1, 1)
     partial = partial_dtype(eqn, eqn.ins[0])
-    # The shares of the whole that come from other hosts: as terms of ranks, or as sums of hosts.
+    # The shares of all bytes that come from other hosts: as terms of ranks, or as sums of hosts.
     terms = (ranks - local) / ranks if spans_hosts else 0.0
     sums = (hosts.count - 1) / ranks * partial.itemsize / wire.itemsize
     reason = "a gather has nothing to sum"
     if reduces:
         reason = _why_one_level(hosts, wire, partial, sums < terms)
     if reason:
-        return Route(EXCHANGE, reason, received - terms * whole, terms * whole)
-    sent = f", sent in {DTYPES[partial]}" if partial != wire else ""
+        return Route(EXCHANGE, reason, received - terms * all_bytes, terms * all_bytes)
+    precision = f", sent in {DTYPES[partial]}" if partial != wire else ""
     reason = (
-        f"sums inside each of {hosts.count} hosts first{sent}: {sums:.0%} of the bytes come from other hosts, "
+        f"sums inside each of {hosts.count} hosts first{precision}: {sums:.0%} of the bytes come from other hosts, "
         f"not {terms:.0%}"
     )
-    return Route(TWO_LEVELS, reason, whole * (local - 1) / local, whole * sums)
+    return Route(TWO_LEVELS, reason, all_bytes * (local - 1) / local, all_bytes * sums)
 
 
 def _why_one_level(hosts: Hosts, wire: torch.dtype, partial: torch.dtype, fewer: bool) -> str:

@@ -69,9 +69,9 @@ class Rules:
         """
         return [compute(eqn, env) for eqn, env in zip(eqns, values)]
 
-    def varies(self, eqn: Eqn, over: Mapping[Var, Axes]) -> Axes:
-        """The axes over which the results differ from rank to rank; `over` has those of the arguments."""
-        return INVARIANT.union(*(over.get(v, ()) for v in eqn.ins))
+    def varies(self, eqn: Eqn, axes_of: Mapping[Var, Axes]) -> Axes:
+        """The axes over which the results differ from rank to rank; `axes_of` has the axes of the arguments."""
+        return INVARIANT.union(*(axes_of.get(v, ()) for v in eqn.ins))
 
     def shares(self, eqn: Eqn) -> bool:
         """Whether the results share the storage of the first argument."""
@@ -120,11 +120,11 @@ class Memberwise(Rules):
         eqn = eqns[0]
         results = []
         for index in range(len(eqn.outs)):
-            terms = [self.sent(eqn, env[eqn.ins[index]]) for env in values]
+            terms = [self.as_sent(eqn, env[eqn.ins[index]]) for env in values]
             results.append(self.member(eqn, index, terms))
         return list(zip(*results))
 
-    def sent(self, eqn: Eqn, term: torch.Tensor) -> torch.Tensor:
+    def as_sent(self, eqn: Eqn, term: torch.Tensor) -> torch.Tensor:
         """The value of one argument on one rank, in the dtype in which it is sent."""
         return term
 

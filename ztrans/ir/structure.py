@@ -53,8 +53,8 @@ def structures(
         bodies.append(structure(eqn, place.__getitem__))
         for out in eqn.results:
             place[out] = len(place)
-    read = tuple(place[v] for v in inputs)
-    return types, read, tuple(bodies), argument(tuple(outputs), place.__getitem__)
+    passed = tuple(place[v] for v in inputs)
+    return types, passed, tuple(bodies), argument(tuple(outputs), place.__getitem__)
 
 
 def argument(x: Any, of_var: OfVar) -> Hashable:

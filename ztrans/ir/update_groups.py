@@ -102,16 +102,16 @@ def _passed_once(graph: Graph) -> set[Var]:
     These are keyword arguments, and scalars that several equations read in one place, if they have the same operation
     and the same literals.
     """
-    named: set[Var] = set()
+    of_keywords: set[Var] = set()
     readers: Counter[tuple[Hashable, int, Var]] = Counter()
     for e in graph.eqns:
         if e.region == "update":
-            named.update(variables(e.kwargs))
+            of_keywords.update(variables(e.kwargs))
             literals = structure(e, lambda v: None)
             for place, v in enumerate(e.args):
                 if isinstance(v, Var) and not v.shape:
                     readers[literals, place, v] += 1
-    return named | {v for (_, _, v), count in readers.items() if count > 1}
+    return of_keywords | {v for (_, _, v), count in readers.items() if count > 1}
 
 
 def _regrouped(
@@ -180,12 +180,12 @@ def _list_arguments(eqns: Sequence[Eqn], shared_once: bool) -> Iterator[Any]:
 def _accepts(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether the arguments have the types of an overload over lists."""
     positional = [a for a in overload._schema.arguments if not a.kwarg_only]
-    named = {a.name for a in overload._schema.arguments if a.kwarg_only}
+    keywords = {a.name for a in overload._schema.arguments if a.kwarg_only}
     kinds = [str(a.type) for a in positional[: len(args)]]
     rest = positional[len(args) :]
     return (
         kinds == list(map(_kind, args))
-        and kwargs.keys() <= named
+        and kwargs.keys() <= keywords
         and all(a.has_default_value() for a in rest)
     )
 

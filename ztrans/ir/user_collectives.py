@@ -63,14 +63,15 @@ class UserStart(Memberwise):
     def axis(self, eqn: Eqn) -> str:
         return eqn.args[-1]
 
-    def varies(self, eqn: Eqn, over: Mapping[Var, Axes]) -> Axes:
+    def varies(self, eqn: Eqn, axes_of: Mapping[Var, Axes]) -> Axes:
         """What every rank of a group gets the same of does not vary over its axis."""
-        axes = super().varies(eqn, over)
+        axes = super().varies(eqn, axes_of)
         same = collective_name(eqn.op) in _SAME_EVERYWHERE
         return axes - {*members(self.axis(eqn))} if same else axes
 
     def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        options, ranks = eqn.args[1:-1], len(terms)
+        options = eqn.args[1:-1]
+        ranks = len(terms)
         match collective_name(eqn.op):
             case "all_reduce":
                 return [_total(options[0], terms)] * ranks
@@ -81,8 +82,8 @@ class UserStart(Memberwise):
             case "broadcast":
                 return [terms[options[0]]] * ranks
             case "all_to_all_single":
-                sent = [term.split(options[1]) for term in terms]
-                return [torch.cat(parts) for parts in zip(*sent)]
+                parts = [term.split(options[1]) for term in terms]
+                return [torch.cat(received) for received in zip(*parts)]
             case kind:
                 raise ValueError(
                     f"lockstep: the step's own {kind} goes from one rank to another, and here all ranks run one "
@@ -119,8 +120,8 @@ def on_parts(eqn: Eqn, layouts: Sequence[Layout]) -> list[Layout]:
     """
     if collective_name(eqn.op) not in _ELEMENTWISE:
         return [() for _ in layouts]
-    over = set(members(eqn.args[-1])) if _names_group(eqn) else set()
-    stays = lambda p: isinstance(p, Split) and over.isdisjoint(members(p.axis))
+    axes = set(members(eqn.args[-1])) if _names_group(eqn) else set()
+    stays = lambda p: isinstance(p, Split) and axes.isdisjoint(members(p.axis))
     return [tuple(filter(stays, layout)) for layout in layouts]
 
 

@@ -22,13 +22,13 @@ Varying = dict[Var, Axes]
 
 def varying(graph: Graph, axes: Sequence[str]) -> Varying:
     """For each varying value, the axes over which it differs. A value that is not in the result is invariant."""
-    over: Varying = {v: frozenset(axes) for v in graph.batch}
+    axes_of: Varying = {v: frozenset(axes) for v in graph.batch}
     for eqn in graph.eqns:
-        draws = is_random(eqn.op) and not _draws_on_shards(eqn, over)
-        differs = frozenset(axes) if draws else rules(eqn).varies(eqn, over)
+        draws = is_random(eqn.op) and not _draws_on_shards(eqn, axes_of)
+        differs = frozenset(axes) if draws else rules(eqn).varies(eqn, axes_of)
         if differs:
-            over.update(dict.fromkeys(eqn.results, differs))
-    return over
+            axes_of.update(dict.fromkeys(eqn.results, differs))
+    return axes_of
 
 
 def differing(graph: Graph, leaves: Mapping[Var, Axes], axes: Sequence[str]) -> Varying:
@@ -39,14 +39,14 @@ def differing(graph: Graph, leaves: Mapping[Var, Axes], axes: Sequence[str]) -> 
         leaves: the axes over which each leaf differs: over those of expert parallelism, ranks hold other experts.
         axes: all axes over which a value may differ.
     """
-    over: Varying = {leaf: differs for leaf, differs in leaves.items() if differs}
+    axes_of: Varying = {leaf: differs for leaf, differs in leaves.items() if differs}
     for eqn in graph.eqns:
-        differs = rules(eqn).varies(eqn, over)
+        differs = rules(eqn).varies(eqn, axes_of)
         if scatters(eqn):
             differs |= {*members(rules(eqn).axis(eqn) or "")} & {*axes}
         if differs:
-            over.update(dict.fromkeys(eqn.results, differs))
-    return over
+            axes_of.update(dict.fromkeys(eqn.results, differs))
+    return axes_of
 
 
 def replicated_equations(graph: Graph) -> set[Eqn]:
@@ -63,10 +63,10 @@ def replicated_equations(graph: Graph) -> set[Eqn]:
     return needed((makers[v] for v in new_state if v in makers), makers)
 
 
-def _draws_on_shards(eqn: Eqn, over: Varying) -> bool:
+def _draws_on_shards(eqn: Eqn, axes_of: Varying) -> bool:
     """Whether an equation of the update draws in the shape of an invariant value.
 
     Each rank then draws for its own part of that value, so the draws together are one invariant value.
     """
-    invariant = all(v not in over for v in eqn.ins)
+    invariant = all(v not in axes_of for v in eqn.ins)
     return eqn.region == "update" and invariant and any(v.shape for v in eqn.ins)

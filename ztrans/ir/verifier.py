@@ -110,9 +110,9 @@ def check_interface(before: Graph, after: Graph) -> None:
             f"the added outputs are {after.added}, and they were {before.added}: add others behind them"
         )
     if len(after.outputs) != len(before.outputs) + len(more):
-        named = f", and {len(more)} names in graph.added for more" if more else ""
+        extra = f", and {len(more)} names in graph.added for more" if more else ""
         raise ProgramError(
-            f"there are {len(after.outputs)} outputs, and there were {len(before.outputs)}{named}. Add outputs behind "
+            f"there are {len(after.outputs)} outputs, and there were {len(before.outputs)}{extra}. Add outputs behind "
             f"the others, with a name for each: graph.replace(outputs=(*graph.outputs, y), added=(*graph.added, 'y'))"
         )
     if not after.batch <= set(after.inputs):
