@@ -158,7 +158,7 @@ class Lowered(Printed):
         return memory(self.graph)
 
     def timeline(self, cluster: Cluster | None = None) -> Timeline:
-        """Simulate the step on a cluster, by default that of its plan; the result prints, and saves as a picture.
+        """Simulate the step on a cluster, by default the one of its plan. The result prints, and saves as a picture.
 
         It includes a lower bound: in no order of the same collectives, within the same memory, is the step faster.
         """
@@ -219,8 +219,8 @@ class Lowered(Printed):
 
         Returns: The full new state, and the output of each rank.
 
-        Raises: TypeError if the arguments, or the values that the step reads besides them, are not those that it was
-            traced for. The error names the rank and the argument. ValueError if there is not one batch for each rank,
+        Raises: TypeError if the step was traced for other arguments, or for other values of what it reads besides them.
+            The error names the rank and the argument. ValueError if there is not one batch for each rank,
             or the step itself divides an argument, as `parallelize_module` does.
         """
         graph = self.graph
@@ -282,7 +282,7 @@ class Lowered(Printed):
             cuda_graph: capture the whole step as a CUDA graph in the second call; that call and all later ones replay
                 it. See `Compiled.close`.
 
-        Raises: ValueError if there is no such backend, no compiler for "inductor", or no GPU for a CUDA graph.
+        Raises: ValueError for an unknown backend, without a compiler for "inductor", or without a GPU for a CUDA graph.
         """
         if backend not in ("eager", "inductor"):
             raise ValueError(

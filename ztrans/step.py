@@ -77,7 +77,7 @@ class ProgramCache:
         return self._function
 
     def match(self, call: BoundCall, surroundings: Surroundings) -> tuple[Compiled, Inputs] | None:
-        """The program whose last call is like this one, and the inputs of this call; None if there is no such program.
+        """The program whose last call is like this one, and the inputs of this call; None if no program matches.
 
         The program that ran last is asked first.
         """
@@ -104,7 +104,7 @@ class ProgramCache:
         return None
 
     def add(self, compiled: Compiled, signature: Signature | None = None) -> None:
-        """Keep a program for calls like those after its trace, and like the one with `signature` that was traced.
+        """Keep a program for calls like the one with `signature` that was traced, and for calls after the trace.
 
         The trace may have changed what the step reads. The program is the same before and after (see `purity`).
         """
@@ -119,7 +119,7 @@ class ProgramCache:
         self._programs = {k: v for k, v in self._programs.items() if k.any_size() != sizeless}
 
     def last_change(self) -> list[str]:
-        """How the signature of the newest program differs from that of the program before it, in words."""
+        """How the signatures of the two newest programs differ, in words."""
         *_, before, newest = self._programs
         return before.changes(newest)
 
@@ -138,8 +138,8 @@ class Step(Generic[P, R]):
     the name, docstring, signature and types of its function. Two steps are equal if their functions and transforms are.
 
     A method of a class may be a step. Numbers, strings and bools that it reads from `self` are constants of the
-    program, as those of a closure are; if one changes, the step is traced again. A tensor in `self` is an error: pass
-    it as state or with the batch.
+    program, as in a closure. If one changes, the step is traced again. A tensor in `self` is an error: pass it as state
+    or with the batch.
     """
 
     fn: Callable[P, R]
@@ -237,7 +237,7 @@ class Step(Generic[P, R]):
     def lower(
         self, *args: Any, cluster: Cluster | None = None, plan: Plan | None = None, **kwargs: Any
     ) -> Lowered:
-        """`trace(state, *batch).lower(cluster=..., plan=...)`; the plan is by default that of `planned`, if it fits.
+        """`trace(state, *batch).lower(cluster=..., plan=...)`; the default plan comes from `planned`, if it fits.
 
         Pass an argument of the step that is called `cluster` or `plan` by position.
         """
@@ -257,7 +257,7 @@ class Step(Generic[P, R]):
     def planned(self, plan: Plan) -> Step[P, R]:
         """This step with an existing plan, so that it starts without planning: `step.planned(zt.Plan.load(path))`.
 
-        A program that the plan does not fit, such as that of another batch shape, gets a new plan, with a warning.
+        A program that the plan does not fit, for instance for another batch shape, gets a new plan, with a warning.
         """
         return Step(self.fn, self.transforms, plan)
 
@@ -370,7 +370,7 @@ class Step(Generic[P, R]):
                 holds the whole state.
             source: the rank whose tensors are used, and sent to the others leaf by leaf. These may hold meta tensors.
                 On a mesh of several axes it is 0: the first rank along the axes that transforms use for the leaf.
-            device: the device of the parts; by default that of the mesh for a meta leaf, otherwise that of the leaf.
+            device: the device of the parts; by default the device of the leaf, or of the mesh for a meta leaf.
 
         Raises: TypeError if a leaf is neither a tensor nor a number. ValueError if the ranks hold different leaves, or
             `source` is not 0 on a mesh of several axes. RuntimeError if the state is half updated.

@@ -70,7 +70,7 @@ class StepFunction:
         for p in self.signature.parameters.values():
             if p.kind is not inspect.Parameter.KEYWORD_ONLY:
                 names.append(p.name)
-        names += [f"arg{i}" for i in range(len(names), count)]  # those of `*args`
+        names += [f"arg{i}" for i in range(len(names), count)]  # of `*args`
         return names[:count]
 
 

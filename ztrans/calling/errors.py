@@ -33,7 +33,7 @@ def _kind(leaf: Any) -> str:
 
 
 def _advice(leaf: Any, otherwise: str) -> str:
-    """What to do with an object that is no leaf of a tree, and no tree that PyTorch knows."""
+    """What to do with an object that is neither a leaf nor a container that PyTorch knows."""
     name = type(leaf).__name__
     if isinstance(leaf, Iterator):
         return "Call next(...) outside of the step, and pass the value in."

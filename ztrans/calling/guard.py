@@ -94,7 +94,7 @@ class KnownState:
     def __init__(self, state: Any) -> None:
         self._tree = KnownTree(state)
         leaves = self._tree.leaves(state) or []
-        # The layout of a DTensor is no property of its local tensor.
+        # The local tensor of a DTensor does not tell its layout.
         self._references = [
             (i, weakref.ref(x)) for i, x in enumerate(leaves) if type(x) not in _PLAIN
         ]
@@ -117,7 +117,7 @@ class KnownState:
                 return None
             if list(map(torch.Tensor.data_ptr, tensors)) != self._addresses:
                 return None
-        except TypeError:  # a leaf is no tensor any more
+        except TypeError:  # a leaf is not a tensor now
             return None
         for i in self._trained:
             tensors[i] = tensors[i].detach()
@@ -130,7 +130,7 @@ class KnownState:
     def _local(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors that this rank holds of the leaves."""
         tensors = list(leaves)
-        # Without `to_local` and torch.no_grad(), which an interrupt could leave behind.
+        # Without `to_local` and torch.no_grad(), whose effect an interrupt could leave on.
         for i in self._distributed:
             tensors[i] = tensors[i]._local_tensor  # type: ignore[attr-defined]
         return tensors
@@ -190,7 +190,7 @@ def _children(node: Any) -> tuple[list | None, Any]:
         return [*node], len(node)
     if node is None:  # an empty subtree
         return [], None
-    # `tree_flatten` leaves a reference cycle behind, which must not hold the node.
+    # `tree_flatten` makes a reference cycle, which must not hold the node.
     itself = id(node)
     children, structure = pytree.tree_flatten(node, is_leaf=lambda x: id(x) != itself)
     return (None, None) if structure.is_leaf() else (children, structure)

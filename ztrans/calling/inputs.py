@@ -21,7 +21,7 @@ from .signature import Constant, Leaf, Signature, Surroundings, is_number
 class Inputs(NamedTuple):
     """The inputs of a program in a call."""
 
-    leaves: Sequence[Any]  # as the caller passed them, at least those of the state
+    leaves: Sequence[Any]  # as the caller passed them; at least the state
     tensors: list[torch.Tensor]  # what this rank holds of each
 
 
@@ -42,7 +42,7 @@ def local_inputs(
         axes: for each input, the mesh axes over which transforms distribute it.
         owns: for each input, how the step itself divides it.
         call, function: the call, and its step function.
-        caller: the name of the call in errors, by default that of the program.
+        caller: the name of the call in errors, by default the name of the program.
 
     Raises: TypeError for arguments of another structure, shape or dtype, for other constants, and
         for an input that the step divides in another way.
@@ -71,8 +71,7 @@ def local_inputs(
 def _traced_leaves(name: str, made_for: Signature, call: BoundCall, function: StepFunction) -> list:
     """The leaves of a call that are inputs of the program.
 
-    Raises: TypeError if the other leaves, or the tree, differ from those that the program was
-    traced for.
+    Raises: TypeError if the tree or a constant is another one than in the trace.
     """
     leaves, tree = pytree.tree_flatten(call.tree())
     if (tree, call.names) != (made_for.tree, made_for.names):
@@ -94,7 +93,7 @@ def _traced_leaves(name: str, made_for: Signature, call: BoundCall, function: St
 
 
 def _structures(made_for: Signature, present: Signature) -> str:
-    """How the structure of a call differs from that of its program, by leaves if these differ."""
+    """How the structure of a call differs from the structure that its program was traced for."""
     new = present.paths_missing_in(made_for)
     lost = made_for.paths_missing_in(present)
     changes = []

@@ -31,7 +31,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..ir.source import Source, is_library, is_user_code
 
-# The most entries of a container that is read, together with those of the containers in it.
+# The most entries of a container that is read, with the entries of containers in it.
 LONGEST = 100
 
 _LONGEST_TEXT = 80  # characters of a value in a message
@@ -169,14 +169,14 @@ def _same(first: Sequence, second: Sequence) -> bool:
 
 
 def _is_mutable(value: Any) -> bool:
-    """Whether a value is a container whose entries may change, or that of others may."""
+    """Whether a value is a container whose entries may change, or has such a container in it."""
     if isinstance(value, tuple):
         return any(map(_is_mutable, value))
     return isinstance(value, list | set | dict)
 
 
 def _entries(container: Any) -> list:
-    """The entries of a short container, and of the containers in it. A long one is data, and has none here."""
+    """The entries of a short container, and of the containers in it. A long one is data, and is not read."""
     entries: list[Any] = [container]
     for entry in entries:  # the list grows meanwhile
         if isinstance(entry, _CONTAINERS):
@@ -305,7 +305,7 @@ class _Search:
     def _entry(
         self, mapping: Any, key: str, name: str, source: Source | None = None, owner: Any = None
     ) -> None:
-        """Add an entry of a dict. `owner` has the dict if this is made anew for each access."""
+        """Add an entry of a dict. `owner` has the dict, if each access makes a new view of it."""
         read = functools.partial(mapping.get, key, _ABSENT)
         self._place(mapping if owner is None else owner, key, name, read, source)
 
@@ -442,7 +442,7 @@ def _function_in(value: Any) -> Any:
 
 
 def _user_bases(owner: Any) -> list[type]:
-    """The classes of the user among those of an object, or among the bases of a class."""
+    """The user's classes among the bases of an object's class, or of a class."""
     kind = owner if isinstance(owner, type) else type(owner)
     return [base for base in kind.__mro__ if is_user_code(base)]
 

@@ -51,7 +51,7 @@ class Abstract(NamedTuple):
     ) -> Abstract | Constant:
         """What a program knows of a leaf.
 
-        With `own` it is that of this rank's part of a leaf that the step itself divides.
+        If the step itself divides the leaf, it is the part of this rank.
 
         Raises: TypeError for a leaf that can be neither an input nor a constant.
         """
@@ -77,7 +77,7 @@ class Constant(NamedTuple):
 
     @staticmethod
     def of(leaf: Any, is_state: bool) -> Constant:
-        """Raises: TypeError for a value that cannot be compared with that of another call."""
+        """Raises: TypeError for a value that cannot be compared with the value in another call."""
         if not isinstance(leaf, Hashable) or isinstance(leaf, Iterator):
             raise not_comparable(leaf, is_state)
         return Constant(type(leaf), leaf)
@@ -155,7 +155,7 @@ class Surroundings(NamedTuple):
 
     modes: tuple  # PyTorch's global state (see `ambient`)
     reads: ReadValues
-    constants: Hashable  # those of an `ExtraInputs`
+    constants: Hashable  # of an `ExtraInputs`
 
     @staticmethod
     def of(function: StepFunction) -> Surroundings:
@@ -233,7 +233,7 @@ class Signature:
         return replace(self, leaves=(*state, *batch_leaves))
 
     def changes(self, later: Signature) -> list[str]:
-        """The differences between this and a later signature in words, those of arguments first."""
+        """The differences between this and a later signature in words, arguments first."""
         changes = []
         if (self.tree, self.names) == (later.tree, later.names):
             for path, before, now in zip(self.paths, self.leaves, later.leaves):

@@ -104,11 +104,8 @@ def _flatten(node: Opened) -> tuple[list[Any], tuple]:
 
 
 def _flatten_with_keys(node: Opened) -> tuple[list[tuple[Any, Any]], tuple]:
-    fields = _fields(node)
-    return [(pytree.MappingKey(key), value) for key, value in fields.items()], (
-        type(node.container),
-        tuple(fields),
-    )
+    values, context = _flatten(node)
+    return list(zip(map(pytree.MappingKey, context[1]), values)), context
 
 
 def _unflatten(values: Any, context: tuple) -> Any:

@@ -1,9 +1,9 @@
 """Gradients: whether a loop step resets the gradients of its parameters, or carries them in its state.
 
 In an ordinary loop `.backward()` adds to the gradients of earlier calls, and `zero_grad` resets them. A lifted step
-starts from its state alone. So its parameters start each call without gradients, or with those of the state if these
-are carried, which begin with zeros. Without gradients is right if the loop resets a gradient before it uses it, or
-leaves none for the next call. Otherwise this is an error.
+starts from its state alone. If the state carries gradients, its parameters start each call with these, and the first
+call with zeros. Otherwise they start without gradients. This is right if the loop resets a gradient before it uses it,
+or leaves none for the next call. Any other loop is an error.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Gradients(TorchFunctionMode):
         module_params: the parameters that the module itself has, by name.
         values: their values in the state.
         carried: the gradients of the state; None if they are not carried.
-        has_optimizer: whether the loop step steps an optimizer. If it has none, the gradients are what it is for.
+        has_optimizer: whether the loop step steps an optimizer. Without one, its purpose is the gradients.
 
     Attributes:
         params: the tensors that stand for the parameters. They have the hooks of these.
@@ -60,7 +60,7 @@ class Gradients(TorchFunctionMode):
         self._has_optimizer = has_optimizer
         self._from_before_lift = {name for name, p in module_params.items() if p.grad is not None}
         self._reset: set[str] = set()
-        self._zeroed: set[str] = set()  # those that `zero_grad(set_to_none=False)` has reset
+        self._zeroed: set[str] = set()  # by `zero_grad(set_to_none=False)`
         self._reached: set[str] = set()  # by backward
         self._first_step: Source | None = None  # if it precedes every backward
         # The lines of backward, and of other uses, before a gradient is reset.
@@ -185,7 +185,7 @@ def _caller() -> FrameType:
 
 
 def _has_effect(name: str, attribute: str) -> bool:
-    """Whether a function changes a tensor, or reads its gradient, by its name or that of the attribute."""
+    """Whether a function changes a tensor or reads its gradient. `attribute` is what a property gets or sets."""
     in_place = name.endswith("_") and not name.endswith("__")
     return attribute == "grad" or name == "__set__" or in_place or name.startswith("register_")
 

@@ -148,7 +148,7 @@ def _snapshot(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def schedulers_refused() -> Iterator[None]:
-    """Refuse every use of a scheduler inside: a program would have the rate of its trace for ever."""
+    """Refuse every use of a scheduler inside: a program would always have the rate of its trace."""
 
     def refuse(scheduler: LRScheduler, name: str) -> Any:
         if name.startswith("__") and name != "__dict__":

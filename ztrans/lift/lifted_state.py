@@ -32,7 +32,7 @@ def several(optimizer: Optimizer | Sequence[Optimizer] | None) -> tuple[Optimize
 
 
 def state_of(model: nn.Module, optimizers: Sequence[Optimizer], carry_grads: bool) -> State:
-    """The present state of a loop. An optimizer of torch.optim that has none gets that before its first step."""
+    """The present state of a loop. An optimizer of torch.optim without state gets its state before the first step."""
     params = dict(model.named_parameters())
     names = {id(p): name for name, p in params.items()}
     of_optimizers: dict[str, State] = {}
@@ -130,7 +130,7 @@ def _laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def check_lifted(state: Any, step: str) -> None:
-    """Raises: TypeError if the first argument of a lifted step is no state that `lift` has returned."""
+    """Raises: TypeError if the first argument of a lifted step is not a state, as `lift` returns it."""
     if isinstance(state, Mapping) and "params" in state:
         return
     description = f"a {type(state).__name__}"

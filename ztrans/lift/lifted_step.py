@@ -7,6 +7,7 @@ after the loop step are the new state.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -66,15 +67,13 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         carry_grads: bool,
         scaler: GradScaler | None,
     ) -> None:
+        functools.update_wrapper(self, loop_step)
+        self.__name__ = getattr(loop_step, "__name__", "step")
         self._loop_step = loop_step
         self._model = model
         self._optimizers = optimizers
         self._carry_grads = carry_grads
         self._scaler = scaler
-        self.__name__ = self.__qualname__ = getattr(loop_step, "__name__", "step")
-        self.__module__ = getattr(loop_step, "__module__", __name__)
-        self.__doc__ = loop_step.__doc__
-        self.__wrapped__ = loop_step
         self.__signature__ = _signature_of(loop_step)
 
     def __call__(self, state: State, /, *batch: P.args, **kwargs: P.kwargs) -> tuple[State, T]:
@@ -215,9 +214,12 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
             for p, entries in optimizer.state.items():
                 after[names[id(p)]] = entries
         check_known(self._optimizers, after, before)
-        new = {}
+        new: dict[str, State] = {}
         for name, entries in before.items():
-            new[name] = _in_precision_of(entries, after[name])
+            new[name] = {}
+            for key, old in entries.items():
+                if key in after[name]:
+                    new[name][key] = pytree.tree_map(_in_precision_of, old, after[name][key])
         return new
 
 
@@ -269,18 +271,11 @@ def _entries_with(
     return entries
 
 
-def _in_precision_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> State:
-    """The new state of a parameter in the precision of the old one."""
-
-    def narrowed(old: Any, new: Any) -> Any:
-        are_tensors = isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)
-        return new.to(old.dtype) if are_tensors and new.is_floating_point() else new
-
-    return {
-        key: pytree.tree_map(narrowed, old, after[key])
-        for key, old in before.items()
-        if key in after
-    }
+def _in_precision_of(old: Any, new: Any) -> Any:
+    """A new value of an optimizer's state in the precision of the old one."""
+    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+        return new.to(old.dtype) if new.is_floating_point() else new
+    return new
 
 
 @contextlib.contextmanager
@@ -340,8 +335,8 @@ def _reads_value(optimizer: Optimizer, error: ReadsValueError) -> TraceError:
     where_it_reads = "\n".join(str(error).splitlines()[:2])
     return TraceError(
         f"{where_it_reads}\n"
-        f"{type(optimizer).__name__}.step() reads it as a Python number, and a program would have the number of its "
-        f"trace for ever. Compute with the tensor itself: torch.as_tensor(step), not torch.tensor(float(step)); "
+        f"{type(optimizer).__name__}.step() reads it as a Python number, and a program would always have the "
+        f"number of its trace. Compute with the tensor itself: torch.as_tensor(step), not torch.tensor(float(step)); "
         f"torch.sqrt, not math.sqrt; torch.where, not if; or write the update in the loop step. Or use an optimizer "
         f"that does so, such as AdamW."
     )

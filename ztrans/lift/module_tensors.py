@@ -3,8 +3,8 @@
 A plain tensor is not registered as a buffer: a mask, a rotary table, a noise schedule. It stands in an attribute, or in
 a list, tuple or dict that is one. Nothing trains it, so a state has it among the buffers.
 
-A tensor that autograd has computed, such as the last loss, is what a forward has left behind. It is not a part of the
-state.
+A tensor that autograd has computed, such as the last loss, is a result that a forward has stored. It is not a part of
+the state.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def replace(model: nn.Module, tensors: Mapping[int, torch.Tensor]) -> None:
-    """Give a module other tensors, by the ids of those that it has."""
+    """Replace tensors of a module. `tensors` has the new ones by the ids of the old ones."""
 
     def replacement(x: torch.Tensor) -> torch.Tensor:
         return tensors.get(id(x), x)
@@ -58,7 +58,7 @@ def replace(model: nn.Module, tensors: Mapping[int, torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def substituted(model: nn.Module, tensors: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Let a module have other tensors inside, by the ids of those that it has.
+    """Let a module have other tensors inside. `tensors` has them by the ids of its own tensors.
 
     Afterwards it has its own again, in all attributes that have tensors.
     """

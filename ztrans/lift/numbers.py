@@ -1,8 +1,8 @@
 """Numbers: tensors that stand for the Python numbers of a loop, so that their values are inputs of its program.
 
-They are the floats of parameter groups, and the counts that an optimizer keeps as Python numbers. They are tensors in
-fp64 and int64, and their arithmetic is that of PyTorch, with what a Python number has besides: `x += 1` gives another
-number, a cast leaves it as it is, and a comparison with zero is known.
+They are the floats of parameter groups, and the counts that an optimizer keeps as Python numbers. As tensors they have
+fp64 and int64, and PyTorch's arithmetic. But they behave as Python numbers: `x += 1` gives another number, a cast
+leaves a number as it is, and the result of a comparison with zero is known.
 
 A fused kernel takes a learning rate as a tensor, and all other numbers by value: PyTorch reads such a tensor when it
 calls the kernel. In a trace there is no value to read. So the call is traced with other values, and the tensors are

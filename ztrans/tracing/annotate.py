@@ -38,7 +38,7 @@ from . import c10d, errors
 from .checkpoints import Mark, forget_policy, mark_of_operation
 from .regions import Fact
 
-DEVICE = torch.ops.prim.device.default  # the operation behind `x.device`
+DEVICE = torch.ops.prim.device.default  # the operation of `x.device`
 # The operations that read elements, which a traced tensor does not have.
 _READS = (
     torch.ops.aten._local_scalar_dense.default,

@@ -1,9 +1,9 @@
 """Checkpoints: while a step is traced, a checkpoint runs its function once, and marks its operations.
 
 PyTorch's own checkpoints run their function again in backward. They do so by hooks on saved tensors, which `torch.func`
-does not support, or by a nested `.backward()`, which a trace cannot follow; and behind a `functional_call` they would
-read the module's own parameters. In a program, backward recomputes the results of the marked operations instead (see
-`ir.recompute`). So all forms of checkpoints are one: reentrant or not, selective, nested, and composable.
+does not support, or by a nested `.backward()`, which a trace cannot follow. After a `functional_call` they
+would read the module's own parameters. In a program, backward recomputes the results of the marked operations instead
+(see `ir.recompute`). So all forms of checkpoints are one: reentrant or not, selective, nested, and composable.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """

@@ -122,7 +122,7 @@ class Builder:
         """Add the equation of `op`, and return its results.
 
         The results have the types of the tensors `like`; without `like`, `op` runs on meta tensors to find them.
-        Arithmetic on scalars alone, as an optimizer repeats it for every parameter, is computed once, and so are the
+        Arithmetic on scalars alone, as an optimizer repeats it for every parameter, is computed once. So are
         literal scalars.
         """
         kwargs = kwargs or {}
@@ -148,7 +148,7 @@ class Builder:
         return tuple(outs) if many else outs[0]
 
     def read(self, x: Any) -> Any:
-        """The current value of a traced tensor; its views are applied anew if the storage has changed."""
+        """The current value of a traced tensor; its views are applied again if the storage has changed."""
         if isinstance(x, (list, tuple)):
             return [self.read(item) for item in x]
         if not isinstance(x, Alias):

@@ -63,7 +63,7 @@ class FxTrace(NamedTuple):
 
     Attributes:
         module: the FX graph. It takes the tensors of the inputs, and returns the tensors among the results.
-        constants: by position among the leaves of the result, those that are no tensors.
+        constants: the leaves of the result that are not tensors, by their positions.
         out_tree: the tree of the result.
     """
 
@@ -148,12 +148,12 @@ def _settings() -> Iterator[None]:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_without_onednn())
         stack.enter_context(_without_checks_of_distributions())
-        # Where shapes do not fit, this logger would write a traceback besides that of the error.
+        # Where shapes do not fit, this logger would write a second traceback.
         logger = logging.getLogger("torch._subclasses.fake_tensor")
         stack.callback(setattr, logger, "disabled", logger.disabled)
         logger.disabled = True
         stack.enter_context(warnings.catch_warnings())
-        # make_fx looks at that of every tensor.
+        # make_fx looks at this attribute of every tensor.
         warnings.filterwarnings("ignore", "The .grad attribute")
         stack.enter_context(fx_traceback.preserve_node_meta())
         # No code is generated before somebody asks for it.
@@ -193,7 +193,7 @@ def decompositions() -> dict[Any, Callable]:
     """Operations that a program has by others, which make_fx then records in their place.
 
     - operations over lists, which PyTorch defines by an operation on each member;
-    - collectives that change their arguments, and those of one rank (see `c10d`);
+    - collectives that change their arguments, or that one rank alone calls (see `c10d`);
     - cuDNN's batch norm, whose schema does not declare that it writes the running statistics.
     """
     table: dict[Any, Callable] = dict(

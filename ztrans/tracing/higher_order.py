@@ -124,7 +124,7 @@ _CALLS: Mapping[HigherOrderOperator, Callable] = {
 
 
 class _Flat:
-    """A branch that takes the leaves of its operands, and returns those of its results, whose structure is `tree`."""
+    """A branch between flat lists. After a call, `tree` is the structure of its results."""
 
     def __init__(self, function: Callable, operands: pytree.TreeSpec) -> None:
         self.function = function

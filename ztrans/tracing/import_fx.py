@@ -77,7 +77,7 @@ def _import_nodes(
 ) -> Any:
     """Add the equations of an FX graph, and return its outputs as traced tensors.
 
-    A node without an origin, such as those in the functions of an operator, has that of its `caller`.
+    A node without an origin, as in the functions of an operator, has the origin of its `caller`.
     """
     values: dict[fx.Node, Any] = {}
     unread = iter(inputs)

@@ -1,8 +1,9 @@
 """Kernel writes: which arguments of a Triton kernel it changes, according to its source.
 
 A kernel writes by `tl.store(pointer, ...)`, an atomic operation, or the `store` of a descriptor. The pointer is
-computed from arguments: those in its expression, and those from which the names in it were computed. What `tl.load`
-returns is a value, and no pointer. An argument that is passed on to another kernel function counts as changed.
+computed from the arguments in its expression, and from the arguments that the names in it were computed from. What
+`tl.load` returns is a value and not a pointer. An argument that is passed on to another kernel function counts as
+changed.
 """
 
 from __future__ import annotations

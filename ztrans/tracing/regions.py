@@ -60,8 +60,8 @@ class _Evidence:
             graph.eqns, gradients
         )
         self.unreduced = _unreduced(graph, self.over) if last == len(graph.eqns) else set[Var]()
-        # The values that forward and backward read: those read by equations that depend on the batch, and, as
-        # `label_regions` proceeds, those read by the equations that it has labelled forward or backward.
+        # What forward and backward read. At first this is what equations that depend on the batch read;
+        # `label_regions` adds what the equations read that it labels forward or backward.
         self.read_early = {v for e in graph.eqns if _binds(e, self.over) for v in e.ins}
 
     def region(self, e: Eqn) -> Region:
@@ -101,7 +101,7 @@ def _updated(
 ) -> set[Var]:
     """The values that the update computes, as far as they follow from its results.
 
-    These are the values that become state, those that a gradient is for, and the values that these are computed from.
+    They become state, or a gradient is for them, or such a value is computed from them.
     Values that depend on the batch, or that the differentiated function computes, are left out.
     """
     update_values = {v for v in variables(graph.outputs[: graph.num_state]) if v not in over}

@@ -111,7 +111,7 @@ def trace(
             constants.
         function: what is known of `fn`.
         micro: the number of equal parts of the batch; the program is for one of them.
-        device: the device on which meta leaves are traced; by default that of the other leaves.
+        device: the device on which meta leaves are traced; by default the device of the other leaves.
         axes: for each leaf, the mesh axes over which transforms distribute it; by default none. On these a DTensor is
             traced whole. Along other axes the step sees a DTensor, and the program has its local part.
 
@@ -189,7 +189,7 @@ class _Leaf(NamedTuple):
 def _leaves_of(
     call: BoundCall, function: StepFunction, axes: Sequence[tuple[str, ...]]
 ) -> list[_Leaf]:
-    """The leaves of a call, those of the state first, and those of the extra argument last.
+    """The leaves of a call: first the state, then the batch, then the extra argument.
 
     Raises: TypeError or ValueError for a leaf that a program cannot have.
     """
@@ -233,7 +233,7 @@ def _seen_by_step(leaves: Sequence[_Leaf], tensors: Sequence[torch.Tensor]) -> l
 def _local_results(state: Sequence[_Leaf], new_state: Any, output: Any) -> tuple[Any, Any]:
     """The new state and the output of a step, with local tensors for DTensors.
 
-    Raises: TypeError for an output that holds tensors, and is no tree of them.
+    Raises: TypeError for an object among the outputs that is neither a tensor nor a constant.
     """
     paths = [leaf.path for leaf in state]
     new, tree = pytree.tree_flatten(none_as_empty(new_state))

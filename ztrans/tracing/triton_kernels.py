@@ -28,7 +28,7 @@ from .kernel_writes import changed_arguments
 
 @contextlib.contextmanager
 def record_launches() -> Iterator[None]:
-    """Record launches of Triton kernels instead of running them, also of those that `wrap_triton` has not wrapped."""
+    """Record launches of Triton kernels instead of running them, whether `wrap_triton` has wrapped a kernel or not."""
     if "triton" not in sys.modules:  # then no kernel exists
         yield
         return
