@@ -7,22 +7,24 @@ The program is written for one micro-batch. Marks say which of its values are su
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
-from ..ir.collectives import role, rules
-from ..ir.graph import Eqn, Graph, Names, Order, Var, substitute, users, variables
-from ..ir.marks import ACCUMULATE, JOIN, KEEP
+from ..ir.collectives import SHARD, role, rules
+from ..ir.graph import Eqn, Graph, Names, Order, Var, producers, substitute, users, variables
+from ..ir.marks import ACCUMULATE, GRADIENT, JOIN, KEEP, PMEAN
+from ..ir.micro_batches import changing
+from ..ir.op_facts import CAST
 from ..ir.pairing import pair
+from ..ir.relations import depending, needed
 from ..ir.source import Source, where
+from ..ir.varying import varying
 from .base import Transform, check_number, constructor
-from .edits import Edits, widened
-from .micro_roles import Gradient, Roles
-
-aten = torch.ops.aten
-_COUNT = "Return a mean, such as an accuracy, as a float; or the values of the samples, to be summed after the step."
+from .edits import Edits
 
 
 @constructor
@@ -78,90 +80,234 @@ class _Accumulate(Transform):
         if self.micro == 1:
             return graph
         stage = graph.stage or 0
-        keep = ("whole" if stage <= 1 else "shard") if self.keep == "auto" else self.keep
-        marking = _Marking(graph.replace(micro=self.micro), keep == "whole")
-        return marking.run(kept=stage in (1, 2))
+        keeps_whole = self.keep == "whole" or (self.keep == "auto" and stage <= 1)
+        marking = _Marking(graph.replace(micro=self.micro), keeps_whole)
+        return marking.run(gathers_once=stage in (1, 2))
+
+
+class Average(NamedTuple):
+    """A value that is averaged over micro-batches: a gradient, or a mean that the user asked for.
+
+    Attributes:
+        term: the value before its reductions.
+        end: the last wait, or a mark.
+        start: the first reduction, or None if there is none.
+        is_planned: whether a plan places that reduction.
+        paths: the leaves of the state that it is the gradient of.
+    """
+
+    term: Var
+    end: Eqn
+    start: Eqn | None = None
+    is_planned: bool = False
+    paths: tuple[str, ...] = ()
+
+
+def averages(graph: Graph) -> dict[Var, Average]:
+    """The values of a program that are averaged over micro-batches."""
+    found: dict[Var, Average] = {}
+    depends_on_batch = varying(graph, ("batch",))
+    for e in graph.eqns:
+        leaves = e.ins[1:]
+        if e.op in (GRADIENT, PMEAN) and depends_on_batch.keys().isdisjoint(leaves):
+            found[e.out] = Average(e.args[0], e, paths=tuple(leaf.name for leaf in leaves))
+    for e, waited in pair(graph).waits.items():
+        start = waited.start
+        is_gradient = role(start) == "grad"
+        if is_gradient or (role(start) == "pmean" and start.kwargs["op"] == "mean"):
+            term = start.ins[waited.member]
+            if term in found:  # the reduction over the replicated axis, after that over the other
+                found[e.out] = found.pop(term)._replace(end=e)
+            else:
+                is_planned = start.order is not None and graph.axes[start.kwargs["axis"]] > 1
+                paths = start.provenance.paths if start.provenance and is_gradient else ()
+                found[e.out] = Average(term, e, start, is_planned, paths)
+    return found
+
+
+class Roles:
+    """Which equations run in each micro-batch and which once a step, and which values enter the update.
+
+    Forward and backward run in each micro-batch, with everything that they need. The update runs once: the equations
+    that reach the state or depend on a gradient, and that neither forward nor backward needs. What is left, such as an
+    accuracy that is computed after backward, runs in each micro-batch too.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.makers = producers(graph.eqns)
+        self.averages = averages(graph)
+
+    def _repeated(self) -> set[Eqn]:
+        """The equations that every micro-batch runs: forward and backward, and what they need."""
+        independent = self._independent()
+        eqns = [e for e in self.graph.eqns if e.region != "update" or e in independent]
+        return needed(eqns, self.makers)
+
+    def _independent(self) -> set[Eqn]:
+        """The equations of the update that every micro-batch runs, because they depend on no gradient.
+
+        These are the means that the user asked for, and what brings values of forward into the new state or the output.
+        """
+        gradients = [v for v, average in self.averages.items() if average.paths]
+        from_gradients = depending(self.graph.eqns, gradients)
+        candidates = {average.end for average in self.averages.values() if not average.paths}
+        for e, waited in pair(self.graph).waits.items():
+            if _brings_values(waited.start):
+                candidates.add(e)
+        of_forward: set[Var] = set()
+        for e in self.graph.eqns:
+            if e.region != "update":
+                of_forward.update(e.results)
+            elif e.op is SHARD and e.args[0] in of_forward:
+                candidates.add(e)
+        return {e for e in candidates if from_gradients.isdisjoint(e.ins)}
+
+    @functools.cached_property
+    def _once(self) -> set[Eqn]:
+        """The equations of the update."""
+        state = self.graph.outputs[: self.graph.num_state]
+        reaching = needed([self.makers[v] for v in state if v in self.makers], self.makers)
+        repeated = self._repeated()
+        results = {v for v, average in self.averages.items() if average.paths}
+        once: set[Eqn] = set()
+        for e in self.graph.eqns:
+            if e.region != "update" or e in repeated:
+                continue
+            if e in reaching or role(e) == "output" or not results.isdisjoint(e.ins):
+                once.add(e)
+                results.update(e.results)
+        return once
+
+    @functools.cached_property
+    def changes(self) -> set[Var]:
+        """The values that differ from micro-batch to micro-batch."""
+        repeated = tuple(e for e in self.graph.eqns if e not in self._once)
+        return changing(self.graph.replace(eqns=repeated))
+
+    @functools.cached_property
+    def entering(self) -> Mapping[Var, list[Eqn]]:
+        """The values of micro-batches that the update reads, each with the equations that read it."""
+        readers: dict[Var, list[Eqn]] = {}
+        for e in self.graph.eqns:
+            if e in self._once:
+                for v in dict.fromkeys(e.ins):
+                    if v in self.changes:
+                        readers.setdefault(v, []).append(e)
+        return readers
+
+    def check_state(self) -> None:
+        """Check that no parameter is updated in the middle of a micro-batch.
+
+        Raises: ValueError that names the leaf.
+        """
+        trained = {path for average in self.averages.values() for path in average.paths}
+        updated = depending(self.graph.eqns, self.averages) & self.changes
+        for old, new in zip(self.graph.inputs, self.graph.outputs[: self.graph.num_state]):
+            if old.name in trained and new in updated:
+                maker = self.makers.get(new)
+                raise ValueError(
+                    f"accumulate: state {old} is updated before the last backward of the step, so every micro-batch "
+                    f"would update it.\n  at {where(maker.source if maker else None)}\n"
+                    f"Compute all gradients first, or make each update a step of its own, with its own zt.accumulate."
+                )
+
+
+def _brings_values(start: Eqn) -> bool:
+    """Whether a reduction is of state, or of outputs that have dims."""
+    return role(start) == "state" or (role(start) == "output" and any(v.shape for v in start.ins))
 
 
 class _Marking:
-    """Write the marks of a program: `edits` holds the new equations, and what others then read."""
+    """Write the marks of a program: `edits` has the new equations, and who reads their results."""
 
-    def __init__(self, graph: Graph, whole: bool) -> None:
-        self.graph, self.whole, self.roles, self.edits = graph, whole, Roles(graph), Edits(graph)
+    def __init__(self, graph: Graph, keeps_whole: bool) -> None:
+        self.graph = graph
+        self.keeps_whole = keeps_whole
+        self.roles = Roles(graph)
+        self.edits = Edits(graph)
         self.names = Names(v.name for v in (*graph.inputs, *self.roles.makers))
         self.readers = users(graph)
 
-    def run(self, kept: bool) -> Graph:
-        """The program with marks; with `kept`, parameters are gathered once for all micro-batches."""
+    def run(self, gathers_once: bool) -> Graph:
+        """The program with marks; with `gathers_once`, parameters are gathered once for all micro-batches."""
         self.roles.check_state()
         n = self.graph.num_state
         returned = [v for v in variables(self.graph.outputs[n:]) if v in self.roles.changes]
         over_all = {v: self.over_all(v) for v in dict.fromkeys((*self.roles.entering, *returned))}
-        self.keep_gathered(kept)
+        self.keep_gathered(gathers_once)
         results = substitute(self.graph.outputs[n:], lambda v: over_all.get(v, v))
         return self.edits.applied().replace(outputs=(*self.graph.outputs[:n], *results))
 
     def over_all(self, v: Var) -> Var:
-        """The value over all micro-batches that the update reads, or the step returns, in place of `v`."""
+        """The value over all micro-batches that the update reads, or the step returns, for `v`."""
         readers = self.roles.entering.get(v, [])
-        at = readers[0] if readers else None
+        reader = readers[0] if readers else None
         is_float = v.dtype.is_floating_point or v.dtype.is_complex
-        if v in self.roles.gradients:
-            total = self.sum_of_gradient(v, self.roles.gradients[v], at)
+        if v in self.roles.averages:
+            total = self.sum_of_gradient(v, self.roles.averages[v], reader)
         elif not v.shape and is_float:
-            total = self.new(v, "sum")
-            self.edits.before(at, self.eqn(ACCUMULATE, (v,), total, at))
+            total = self.fresh(v, "sum")
+            self.edits.before(reader, self.eqn(ACCUMULATE, (v,), total, reader))
         elif not v.shape or readers:
-            raise self.not_averaged(v, at)
+            raise self.not_averaged(v, reader)
         else:
-            joined = self.new(v, "joined", shape=(v.shape[0] * self.graph.micro, *v.shape[1:]))
-            self.edits.before(at, self.eqn(JOIN, (v,), joined, at))
+            joined = self.fresh(v, "joined", shape=(v.shape[0] * self.graph.micro, *v.shape[1:]))
+            self.edits.before(reader, self.eqn(JOIN, (v,), joined, reader))
             return joined
-        mean = self.new(v, "mean")
-        self.edits.before(at, self.eqn(aten.div.Tensor, (total, self.graph.micro), mean, at))
+        mean = self.fresh(v, "mean")
+        divide = self.eqn(torch.ops.aten.div.Tensor, (total, self.graph.micro), mean, reader)
+        self.edits.before(reader, divide)
         self.edits.read(readers, v, mean)
         return mean
 
-    def sum_of_gradient(self, v: Var, gradient: Gradient, at: Eqn | None) -> Var:
-        """Sum a gradient over micro-batches, before its reduction or behind it, and return the reduced sum."""
-        start, after = gradient.start, self.roles.entering.get(v, [])
-        if start is not None and self.whole and len(self.readers.get(v, ())) == len(after):
-            self.sum_whole(v, gradient.term, start, gradient.planned)
+    def sum_of_gradient(self, v: Var, average: Average, reader: Eqn | None) -> Var:
+        """Sum a gradient over micro-batches, before its reduction or after it, and return the reduced sum."""
+        start = average.start
+        only_update_reads = len(self.readers.get(v, ())) == len(self.roles.entering.get(v, ()))
+        if start is not None and self.keeps_whole and only_update_reads:
+            self.sum_whole(v, average.term, start, average.is_planned)
             return v
-        term, total = gradient.term if start is None else v, self.new(v, "sum")
-        maker, add = self.roles.makers.get(term), self.eqn(ACCUMULATE, (term,), total, at)
-        if gradient.planned or maker is None:  # a plan moves it behind the wait
-            self.edits.before(at, add)
+        term, total = average.term if start is None else v, self.fresh(v, "sum")
+        maker = self.roles.makers.get(term)
+        add = self.eqn(ACCUMULATE, (term,), total, reader)
+        if average.is_planned or maker is None:  # a plan moves it after the wait
+            self.edits.before(reader, add)
         else:
             self.edits.after(maker, add.replace(region=maker.region))
         return total
 
-    def sum_whole(self, v: Var, term: Var, start: Eqn, planned: bool) -> None:
+    def sum_whole(self, v: Var, term: Var, start: Eqn, is_planned: bool) -> None:
         """Sum a gradient before its reduction, in the dtype of the result: only the sum is rounded when it is sent."""
-        there = start.replace(kwargs={}, provenance=None, order=Order("birth") if planned else None)
+        order = Order("birth") if is_planned else None
+        template = start.replace(kwargs={}, provenance=None, order=order)
         total = dataclasses.replace(term, name=self.names.fresh(f"{v.name}.sum"), dtype=v.dtype)
         self.edits.read([start], term, total)
-        cast, term = widened(term, v.dtype, self.names.fresh(f"{term.name}.wide"), there)
-        self.edits.before(start, *cast, there.replace(op=ACCUMULATE, args=(term,), outs=(total,)))
+        if term.dtype != v.dtype:
+            name = self.names.fresh(f"{term.name}.wide")
+            wide = dataclasses.replace(term, name=name, dtype=v.dtype)
+            cast = template.replace(op=CAST, args=(term,), outs=(wide,), kwargs={"dtype": v.dtype})
+            self.edits.before(start, cast)
+            term = wide
+        self.edits.before(start, template.replace(op=ACCUMULATE, args=(term,), outs=(total,)))
 
-    def keep_gathered(self, whole: bool) -> None:
-        """Mark what only the first micro-batch computes: maxima of parameters, and if `whole`, gathered parameters."""
+    def keep_gathered(self, gathers_once: bool) -> None:
+        """Mark what only the first micro-batch computes: maxima of parameters and, if asked, gathered parameters."""
         for e, waited in pair(self.graph).waits.items():
             of_param = role(waited.start) == "param" and e.out not in self.roles.changes
-            if of_param and (whole or not rules(waited.start).moves):
-                value = self.new(e.out, "kept")
+            if of_param and (gathers_once or not rules(waited.start).moves):
+                value = self.fresh(e.out, "kept")
                 self.edits.after(e, e.replace(op=KEEP, args=(e.out,), outs=(value,)))
                 self.edits.read(self.readers.get(e.out, ()), e.out, value)
 
-    def new(self, v: Var, kind: str, **changes: Any) -> Var:
+    def fresh(self, v: Var, kind: str, **changes: Any) -> Var:
         """A value like `v`, with a name that says its kind."""
         return dataclasses.replace(v, name=self.names.fresh(f"{v.name}.{kind}"), **changes)
 
-    def eqn(self, op: Any, args: tuple, out: Var, at: Eqn | None) -> Eqn:
+    def eqn(self, op: Any, args: tuple, out: Var, reader: Eqn | None) -> Eqn:
         """An equation of the update, with the line of the equation that reads its result."""
-        return Eqn(
-            op, args, (out,), region="update", source=at.source if at else self.source(args[0])
-        )
+        source = reader.source if reader else self.source(args[0])
+        return Eqn(op, args, (out,), region="update", source=source)
 
     def source(self, v: Var) -> Source | None:
         maker = self.roles.makers.get(v)
@@ -169,13 +315,18 @@ class _Marking:
 
     def not_averaged(self, v: Var, reader: Eqn | None) -> ValueError:
         reads = "the update reads" if reader else "the step returns"
-        kind = "no gradient" if v.shape else "a scalar that is no float"
-        correct = (
-            "Compute what the update needs of it before the last backward." if v.shape else _COUNT
-        )
+        if v.shape:
+            kind = "no gradient"
+            advice = "Compute what the update needs of it before the last backward."
+        else:
+            kind = "a scalar that is no float"
+            advice = (
+                "Return a mean, such as an accuracy, as a float; or the values of the samples, to be summed after "
+                "the step."
+            )
         return ValueError(
             f"accumulate: {reads} {v}, which differs from micro-batch to micro-batch and is {kind}: it has no mean.\n"
             f"  at {where(reader.source if reader else self.source(v), 'the step arguments')}\n"
             f"Gradients, values of zt.pmean and float scalars are averaged, other outputs are joined along dim 0. "
-            f"{correct}"
+            f"{advice}"
         )

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 
-import torch
-
 from ..ir.graph import Eqn, Graph, Var
-from ..ir.op_facts import CAST
 
 
 class Edits:
@@ -36,11 +32,11 @@ class Edits:
         self._before.setdefault(eqn, []).extend(new)
 
     def after(self, eqn: Eqn, *new: Eqn) -> None:
-        """Insert equations behind another one."""
+        """Insert equations after another one."""
         self._after.setdefault(eqn, []).extend(new)
 
     def read(self, readers: Iterable[Eqn], old: Var, new: Var) -> None:
-        """Let equations of the program read `new` in place of `old`."""
+        """Let equations of the program read `new` instead of `old`."""
         for eqn in readers:
             self._read.setdefault(eqn, {})[old] = new
 
@@ -54,13 +50,3 @@ class Edits:
     def _edited(self, e: Eqn) -> Eqn:
         instead = self._read.get(e)
         return e.reading(lambda v: instead.get(v, v)) if instead is not None else e
-
-
-def widened(v: Var, dtype: torch.dtype, name: str, like: Eqn) -> tuple[list[Eqn], Var]:
-    """A cast of a value, with the place and the line of `like`, and its result; no cast if the value has that dtype."""
-    if v.dtype == dtype:
-        return [], v
-    wide = dataclasses.replace(v, name=name, dtype=dtype)
-    return [
-        like.replace(op=CAST, args=(v,), outs=(wide,), kwargs={"dtype": dtype}, provenance=None)
-    ], wide
