@@ -362,11 +362,11 @@ def test_a_note_says_why_a_leaf_is_gathered_wide(use):
     assert fnmatch.fnmatch(
         note.replace("[", "(").replace("]", ")"),
         (
-            f"w is cast to f8e4m3 behind its gather, because {STAY[use]}: fuse_cast_gather needs a scale that is one "
+            f"w is cast to f8e4m3 after its gather, because {STAY[use]}: fuse_cast_gather needs a scale that is one "
             f"number, from a maximum of the whole tensor, of which every rank has a part"
         ),
     ), note
-    assert "# note: w is cast to f8e4m3 behind its gather" in str(fused)
+    assert "# note: w is cast to f8e4m3 after its gather" in str(fused)
 
 
 def test_constants_that_print_alike_are_not_the_same():

@@ -13,7 +13,7 @@ from ..ir.graph import Eqn, Graph, Var, rename, users, variables
 from ..ir.op_facts import CAST, rearranges
 from ..ir.operations import compute
 from .base import Transform, constructor
-from .scaled_casts.gathers import cast_on_shards
+from .scaled_casts import cast_on_shards
 
 
 @constructor
@@ -32,7 +32,7 @@ def fuse_cast_gather() -> Transform:
     A cast of a scaled parameter moves too, if the scale is one number for the whole tensor, as in fp8 training. The
     scale may follow from a maximum of the parameter: the maxima of all parameters take one small all_reduce, at the
     start of the step. At stage 3 backward gathers the fp8 value again. A note of the program names each parameter that
-    is cast to fp8 behind its gather, and says why.
+    is cast to fp8 after its gather, and says why.
 
     Rewrites:
         a = wait(all_gather(w))                 m = wait(all_reduce(max(abs(w)), max))
