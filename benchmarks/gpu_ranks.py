@@ -115,7 +115,7 @@ def barriers(ranks: int, device: torch.device) -> dict:
 def clean(memories: list[symmetric.Symmetric]) -> None:
     """Raise an error unless all signals are zero again."""
     for memory in memories:
-        whole = memory.held[memory.rank]
+        whole = memory.mapping[memory.rank]
         if whole[memory.mine.numel() :].any():
             raise AssertionError(f"signals of rank {memory.rank} are left set")
 

@@ -55,8 +55,9 @@ def all_gather(
 def reference(buffers, pads, error, outs, sizes, rank, channels, spins) -> None:
     """all_gather in plain torch: the reference, and the implementation for processes that share memory."""
     wait_for_all(pads, error, rank, spins)
-    dtype, total = outs[0].dtype, sum(sizes)
-    parts = [bytes_.view(dtype) for bytes_ in at_addresses(buffers, total * dtype.itemsize)]
+    dtype = outs[0].dtype
+    memories = at_addresses(buffers, sum(sizes) * dtype.itemsize)
+    parts = [memory.view(dtype) for memory in memories]
     unpacked(torch.cat(parts), sizes, len(parts), outs)
     wait_for_all(pads, error, rank, spins)
 
@@ -106,7 +107,8 @@ def launch(
 ) -> None:
     """all_gather by the kernel. A launch may run `together` ranks; `outs` then has the values of one after another."""
     check(error, rank)
-    world, values = len(buffers), len(outs) // together
+    world = len(buffers)
+    values = len(outs) // together
     item = outs[0].itemsize
     rows = _rows(
         tuple(sizes), tuple(v.numel() for v in outs[:values]), _BYTES // item, buffers.device

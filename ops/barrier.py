@@ -37,10 +37,10 @@ def reference(pads: torch.Tensor, error: torch.Tensor, rank: int, spins: int) ->
     check(error, rank)
     ranks = len(pads)
     signals = [row.view(torch.int32) for row in at_addresses(pads, 4 * ranks)]
-    others = [r for r in range(ranks) if r != rank]
-    for r in others:
+    peers = [r for r in range(ranks) if r != rank]
+    for r in peers:
         _replace(signals[r][rank : rank + 1], 0, 1, r, error, rank, spins)
-    for r in others:
+    for r in peers:
         _replace(signals[rank][r : r + 1], 1, 0, r, error, rank, spins)
 
 
@@ -58,13 +58,13 @@ def _replace(
 
 
 @kernel
-def _patience(error, looks, left):
+def _patience(error, looks, patience):
     # The error word is in the host's memory, which is slow to read, so it is read only every 1024th time. Threads may
     # see it change at different times but must leave together, so an error that one thread sees counts for all.
     if looks % 1024 == 0:
-        seen = tl.load(error + tl.zeros([256], tl.int32), volatile=True)
-        left = tl.where(tl.max(seen, 0) == 0, left, 0)
-    return left
+        errors = tl.load(error + tl.zeros([256], tl.int32), volatile=True)
+        patience = tl.where(tl.max(errors, 0) == 0, patience, 0)
+    return patience
 
 
 @kernel
@@ -83,18 +83,19 @@ def meet(pads, error, rank, channel, spins, WORLD: tl.constexpr):
     theirs = theirs.to(tl.pointer_type(tl.int32))
     ours = (mine + (channel * LANES + lane) * 4).to(tl.pointer_type(tl.int32))
     tl.debug_barrier()
-    looks, left = 0, spins
+    looks = 0
+    patience = spins
     wrong = tl.atomic_add(theirs, 0, sem="acquire", scope="sys") != 0
-    while (tl.max(wrong.to(tl.int32), 0) != 0) & (looks < left):
+    while (tl.max(wrong.to(tl.int32), 0) != 0) & (looks < patience):
         wrong = tl.atomic_add(theirs, 0, sem="acquire", scope="sys") != 0
         looks += 1
-        left = _patience(error, looks, left)
+        patience = _patience(error, looks, patience)
     tl.atomic_xchg(theirs, 1, sem="release", scope="sys")
     missing = tl.atomic_add(ours, 0, sem="acquire", scope="sys") != 1
-    while (tl.max(missing.to(tl.int32), 0) != 0) & (looks < left):
+    while (tl.max(missing.to(tl.int32), 0) != 0) & (looks < patience):
         missing = tl.atomic_add(ours, 0, sem="acquire", scope="sys") != 1
         looks += 1
-        left = _patience(error, looks, left)
+        patience = _patience(error, looks, patience)
     tl.atomic_xchg(ours, 0, sem="release", scope="sys")
     late = tl.max(tl.where(wrong | missing, lane + 1, 0), 0)
     if late > 0:

@@ -92,7 +92,8 @@ def launch(
 def _rows(
     sizes: tuple[int, ...], numels: tuple[int, ...], chosen: tuple[bool, ...], ranks: int, device
 ):
-    pieces, total = [], sum(sizes)
+    pieces = []
+    total = sum(sizes)
     for k, (offset, size, numel) in enumerate(zip(accumulate(sizes, initial=0), sizes, numels)):
         for r in range(ranks) if chosen[k] else ():
             have = min(size, max(0, numel - r * size))

@@ -2,7 +2,7 @@
 
     terms   one tensor for each rank, of equal shapes and dtypes
     op      sum, mean, max or min
-    over    one of the first two terms, whose memory the result may overwrite
+    out     one of the first two terms, whose memory the result may overwrite
     count   the divisor of a mean, if the terms are sums of several terms each
     ->      one tensor
 
@@ -12,12 +12,12 @@ nor the transport. Bytes moved at least: one read of each term and one write of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 _HALF = (torch.bfloat16, torch.float16)
-_COMBINE: dict[str, Callable[..., torch.Tensor]] = {
+_COMBINE: Mapping[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
     "mean": torch.add,
     "max": torch.maximum,
@@ -29,7 +29,7 @@ def reduce(
     terms: Sequence[torch.Tensor],
     op: str,
     dtype: torch.dtype,
-    over: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
     count: int | None = None,
 ) -> torch.Tensor:
     """Combine `terms` by `op`, as `dtype`.
@@ -42,8 +42,8 @@ def reduce(
     combine = _COMBINE[op]
     first, *rest = terms
     if first.dtype in _HALF:
-        first = over = first.to(torch.float32)
-    total = combine(first, rest[0], out=over) if rest else first.clone()
+        first = out = first.to(torch.float32)
+    total = combine(first, rest[0], out=out) if rest else first.clone()
     for term in rest[1:]:
         combine(total, term, out=total)
     return (mean(total, count or len(terms)) if op == "mean" else total).to(dtype)

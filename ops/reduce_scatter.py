@@ -67,8 +67,8 @@ def reference(buffers, pads, error, outs, sizes, op, dtype, rank, channels, spin
     """reduce_scatter in plain torch: the reference, and the implementation for processes that share memory."""
     wait_for_all(pads, error, rank, spins)
     total = sum(sizes)
-    whole = at_addresses(buffers, len(buffers) * total * dtype.itemsize)
-    rows = [bytes_.view(dtype).view(len(buffers), total)[rank] for bytes_ in whole]
+    memories = at_addresses(buffers, len(buffers) * total * dtype.itemsize)
+    rows = [memory.view(dtype).view(len(buffers), total)[rank] for memory in memories]
     parts = [row.split(list(sizes)) for row in rows]
     for out, *terms in zip(outs, *parts, strict=True):
         out.view(-1).copy_(reduce([term[: out.numel()] for term in terms], op, out.dtype))
@@ -87,7 +87,7 @@ def _finished(total, WORLD: tl.constexpr, MEAN: tl.constexpr):
 @kernel
 def _sum(
     buffers,
-    at,
+    offset,
     i,
     n,
     TERM: tl.constexpr,
@@ -97,13 +97,13 @@ def _sum(
 ):
     # In rank order, starting with the first term: from zero, a sum of negative zeros would be positive.
     full = i < n
-    total = tl.load((tl.load(buffers) + at).to(tl.pointer_type(TERM)) + i, mask=full, other=0).to(
-        tl.float32
-    )
+    total = tl.load(
+        (tl.load(buffers) + offset).to(tl.pointer_type(TERM)) + i, mask=full, other=0
+    ).to(tl.float32)
     p = 1
     while p < WORLD:  # not unrolled, as only a few blocks take this path
         term = tl.load(
-            (tl.load(buffers + p) + at).to(tl.pointer_type(TERM)) + i, mask=full, other=0
+            (tl.load(buffers + p) + offset).to(tl.pointer_type(TERM)) + i, mask=full, other=0
         )
         total += term.to(tl.float32)
         p += 1
@@ -112,14 +112,20 @@ def _sum(
 
 @kernel
 def _sum_whole(
-    buffers, at, i, TERM: tl.constexpr, OUT: tl.constexpr, WORLD: tl.constexpr, MEAN: tl.constexpr
+    buffers,
+    offset,
+    i,
+    TERM: tl.constexpr,
+    OUT: tl.constexpr,
+    WORLD: tl.constexpr,
+    MEAN: tl.constexpr,
 ):
-    total = tl.load(tl.multiple_of((tl.load(buffers) + at).to(tl.pointer_type(TERM)), 16) + i).to(
-        tl.float32
-    )
+    total = tl.load(
+        tl.multiple_of((tl.load(buffers) + offset).to(tl.pointer_type(TERM)), 16) + i
+    ).to(tl.float32)
     for p in tl.static_range(1, WORLD):
         term = tl.load(
-            tl.multiple_of((tl.load(buffers + p) + at).to(tl.pointer_type(TERM)), 16) + i
+            tl.multiple_of((tl.load(buffers + p) + offset).to(tl.pointer_type(TERM)), 16) + i
         )
         total += term.to(tl.float32)
     return _finished(total, WORLD, MEAN).to(OUT)
@@ -141,15 +147,15 @@ def _scatter(
     while k < count:
         row = rows + (tl.program_id(1) * count + k).to(tl.int64) * 4
         start, n = tl.load(row + 1), tl.load(row + 3).to(tl.int32)
-        at = (rank * total + tl.load(row + 2) + start) * (TERM.primitive_bitwidth // 8)
+        offset = (rank * total + tl.load(row + 2) + start) * (TERM.primitive_bitwidth // 8)
         dst = tl.load(bases + tl.program_id(1) * values + tl.load(row)) + start * (
             OUT.primitive_bitwidth // 8
         )
-        if (n >= BLOCK) & (((at | dst) & 15) == 0):  # buffers are aligned to more than 16 bytes
-            x = _sum_whole(buffers, at, i, TERM, OUT, WORLD, MEAN)
+        if (n >= BLOCK) & (((offset | dst) & 15) == 0):  # buffers are aligned to more than 16 bytes
+            x = _sum_whole(buffers, offset, i, TERM, OUT, WORLD, MEAN)
             tl.store(tl.multiple_of(dst.to(tl.pointer_type(OUT)), 16) + i, x)
         else:
-            x = _sum(buffers, at, i, n, TERM, OUT, WORLD, MEAN)
+            x = _sum(buffers, offset, i, n, TERM, OUT, WORLD, MEAN)
             tl.store(dst.to(tl.pointer_type(OUT)) + i, x, mask=i < n)
         k += blocks
     if SYNC:
@@ -173,7 +179,9 @@ def launch(
 ) -> None:
     """reduce_scatter by the kernel. A launch may run `together` ranks, with their `outs` one after another."""
     check(error, rank)
-    world, values, device = len(buffers), len(outs) // together, buffers.device
+    world = len(buffers)
+    values = len(outs) // together
+    device = buffers.device
     rows = _rows(tuple(sizes), tuple(v.numel() for v in outs), together, device)
     with torch.cuda.device_of(buffers):
         _scatter[(channels, together)](

@@ -2,7 +2,7 @@
 
     memory = rendezvous(nbytes, group)                    ranks of one node, each with its GPU: torch's own
     memories = in_one_process(ranks, nbytes, device)      all ranks in this process, for tests and benchmarks
-    memory = view(rank, whole, nbytes, starts, held)      any memory that all ranks have mapped
+    memory = view(rank, bytes, nbytes, starts, mapping)   any memory that all ranks have mapped
 
 `mine` is this rank's buffer of bytes. `buffers` and `pads`, int64[ranks] on its device, are the addresses of every
 rank's buffer and signals, as this rank sees them. The signals of one rank are int32[CHANNELS, ranks], each row padded
@@ -37,7 +37,7 @@ class Symmetric:
     buffers: torch.Tensor
     pads: torch.Tensor
     error: torch.Tensor
-    held: Any = None  # keeps the memory of all ranks mapped
+    mapping: Any = None  # keeps the memory of all ranks mapped
 
     def check(self) -> None:
         """Raise if an earlier barrier has waited in vain. On a GPU this covers the work that has run so far."""
@@ -83,9 +83,9 @@ def in_one_process(ranks: int, nbytes: int, device: torch.device | str = "cpu") 
     """
     device = torch.device(device)
     size = room(nbytes, ranks)
-    whole = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(ranks)]
-    starts = [memory.data_ptr() for memory in whole]
-    return [view(rank, whole[rank], nbytes, starts, whole) for rank in range(ranks)]
+    memories = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(ranks)]
+    starts = [memory.data_ptr() for memory in memories]
+    return [view(rank, memories[rank], nbytes, starts, memories) for rank in range(ranks)]
 
 
 def rendezvous(nbytes: int, group: dist.ProcessGroup | None = None) -> Symmetric:
@@ -102,14 +102,14 @@ def rendezvous(nbytes: int, group: dist.ProcessGroup | None = None) -> Symmetric
             "Symmetric memory needs a process group: call torch.distributed.init_process_group first."
         )
     device = torch.device("cuda", torch.cuda.current_device())
-    whole = symm_mem.empty(room(nbytes, group.size()), dtype=torch.uint8, device=device)
-    whole.zero_()
-    handle = symm_mem.rendezvous(whole, group)
-    offset = whole.data_ptr() - handle.buffer_ptrs[group.rank()]  # in the mapped allocation
+    memory = symm_mem.empty(room(nbytes, group.size()), dtype=torch.uint8, device=device)
+    memory.zero_()
+    handle = symm_mem.rendezvous(memory, group)
+    offset = memory.data_ptr() - handle.buffer_ptrs[group.rank()]  # in the mapped allocation
     starts = [pointer + offset for pointer in handle.buffer_ptrs]
     torch.cuda.synchronize(device)
     dist.barrier(group)  # the signals of all ranks must be zero before any rank sets one
-    return view(group.rank(), whole, nbytes, starts, (whole, handle))
+    return view(group.rank(), memory, nbytes, starts, (memory, handle))
 
 
 def at_addresses(table: torch.Tensor, nbytes: int) -> list[torch.Tensor]:
@@ -126,11 +126,11 @@ def room(nbytes: int, ranks: int) -> int:
 
 
 def view(
-    rank: int, whole: torch.Tensor, nbytes: int, starts: Sequence[int], held: Any
+    rank: int, memory: torch.Tensor, nbytes: int, starts: Sequence[int], mapping: Any
 ) -> Symmetric:
-    """One rank's view of memory of `room` bytes, where those of all ranks start at `starts`. `held` keeps it mapped."""
-    device = whole.device
+    """One rank's view of `room` bytes. The memories of all ranks start at `starts`; `mapping` keeps them mapped."""
+    device = memory.device
     offset = -(-nbytes // ALIGNMENT) * ALIGNMENT
     buffers = torch.tensor(starts, dtype=torch.int64, device=device)
     error = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
-    return Symmetric(rank, len(starts), whole[:nbytes], buffers, buffers + offset, error, held)
+    return Symmetric(rank, len(starts), memory[:nbytes], buffers, buffers + offset, error, mapping)

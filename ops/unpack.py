@@ -67,7 +67,8 @@ def launch(
 def _rows(
     sizes: tuple[int, ...], numels: tuple[int, ...], ranks: int, device: torch.device
 ) -> torch.Tensor:
-    pieces, total = [], sum(sizes)
+    pieces = []
+    total = sum(sizes)
     for k, (offset, size, numel) in enumerate(zip(accumulate(sizes, initial=0), sizes, numels)):
         for r in range(ranks):
             n = min(size, max(0, numel - r * size))

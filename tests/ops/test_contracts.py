@@ -140,7 +140,7 @@ def test_files_of_slower_ranks_do_not_write_over_data(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "from_file", late)
     over_files(tmp_path, 0, 2, 100).mine.fill_(7)
-    assert over_files(tmp_path, 1, 2, 100).held[0][:100].eq(7).all()
+    assert over_files(tmp_path, 1, 2, 100).mapping[0][:100].eq(7).all()
     assert len(seen) == 4 and all(size >= wanted for size, wanted in seen)
 
 

@@ -24,7 +24,6 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from .collectives import rules
 from .donation import is_constant
@@ -209,39 +208,6 @@ def is_cut(graph: Graph, v: Var) -> bool:
 def full_shape(graph: Graph, v: Var) -> tuple[int, ...]:
     """The shape of an argument of the whole step that has the shape of input `v` in each micro-batch."""
     return (v.shape[0] * graph.micro, *v.shape[1:]) if is_cut(graph, v) else v.shape
-
-
-def first_part(x: torch.Tensor, micro: int, path: str) -> torch.Tensor:
-    """The first of `micro` equal parts of a leaf of the batch; a scalar belongs to all of them.
-
-    Raises: ValueError that names the leaf if it cannot be cut.
-    """
-    if not x.ndim:
-        return x
-    if isinstance(x, DTensor) or x.shape[0] % micro:
-        why = "is a DTensor" if isinstance(x, DTensor) else f"has {x.shape[0]} rows"
-        raise ValueError(
-            f"accumulate: {path} {why}, which cannot be cut into {micro} equal parts.\n"
-            f"Pad the batch or drop its last rows, or take a number of micro-batches that divides it."
-        )
-    return x[: x.shape[0] // micro]
-
-
-def check_rows(leaves: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Check that all leaves of a batch, given with their paths, can have the rows of the same samples.
-
-    Raises: ValueError that names a leaf, such as a table, whose rows are no multiple of those of the smallest leaf.
-    """
-    rows = {path: x.shape[0] for path, x in leaves if x.ndim and x.shape[0]}
-    smallest = min(rows, key=rows.__getitem__, default="")
-    for path, count in rows.items():
-        if count % rows[smallest]:
-            raise ValueError(
-                f"accumulate: {path} has {count} rows and {smallest} has {rows[smallest]}, and every leaf of the batch "
-                f"is cut along dim 0.\n"
-                f"If one of them belongs to all samples, as a table does, make it a leaf of the state. In a lifted "
-                f"loop that is a buffer of the module: model.register_buffer(name, tensor)."
-            )
 
 
 class Carry:

@@ -65,13 +65,26 @@ def checkpointed(graph: Graph, checkpoint: Mapping[Var, int | None], drops: Set[
         drops: the values that the checkpoints do not store.
     """
     root = liveness(graph).root
-    makers = {v: e for v, e in producers(graph.eqns).items() if root[v] is v and v in drops}
-    recomputed = {v for v, e in makers.items() if e.region == "forward" and not is_random(e.op)}
     needed = {root[v] for v in variables(graph.outputs)}
     for e in graph.eqns:
-        number = checkpoint.get(e.out) if e.results else None
-        if e.region == "update":
-            needed.update(root[v] for v in e.ins)
-        elif e.region == "forward":
-            needed.update(root[v] for v in e.ins if checkpoint.get(root[v]) != number)
-    return recompute(graph, recomputed - needed)
+        needed.update(_read_elsewhere(e, root, checkpoint))
+    makers = producers(graph.eqns)
+    candidates = {v for v in drops if v in makers and root[v] is v and v not in needed}
+    return recompute(graph, {v for v in candidates if _can_run_again(makers[v])})
+
+
+def _can_run_again(e: Eqn) -> bool:
+    return e.region == "forward" and not is_random(e.op)
+
+
+def _read_elsewhere(
+    e: Eqn, root: Mapping[Var, Var], checkpoint: Mapping[Var, int | None]
+) -> list[Var]:
+    """The storages that an equation reads outside of the checkpoint that computes them; none if it is backward."""
+    if e.region == "backward":
+        return []
+    storages = [root[v] for v in e.ins]
+    if e.region == "update":
+        return storages
+    number = checkpoint.get(e.out) if e.results else None
+    return [v for v in storages if checkpoint.get(v) != number]

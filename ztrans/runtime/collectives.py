@@ -34,8 +34,7 @@ from ..ir.collectives import (
     wire_dtype,
 )
 from ..ir.graph import Eqn, Primitive, Split
-from ..ir.layout import chunk, local_shape, part, without
-from ..ir.reshard import on_axis
+from ..ir.layout import chunk, local_shape, on_axis, part, without
 from ..ir.routes import TWO_LEVELS, Hosts, Route, route_of
 from ..ops.cast_pack import reference as pack
 from .process_groups import Channel, Work, process_groups
