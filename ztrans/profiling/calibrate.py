@@ -77,16 +77,22 @@ def calibrate(
     measured = []
     joint_axes = [joint_axis(each, axes) for each in joint]
     for axis, size in with_joint_sizes(dict(zip(axes, mesh.shape)), joint_axes).items():
-        groups = rows(mesh.mesh, axes, [axis])
-        is_far = any(len({hosts[rank] for rank in group}) > 1 for group in groups)
-        name = next((names[each] for each in members(axis) if each in names), None)
         if size > 1:
-            name = name or ("network" if is_far else "local")
+            of_axis = [names[each] for each in members(axis) if each in names]
+            name = of_axis[0] if of_axis else _link_name(axis, mesh, hosts)
             measured.append((axis, _measure_link(name, axis, mesh, device)))
         else:  # a joint axis may have members of one rank, whose link costs nothing
             measured.append((axis, Link("local", 0.0, math.inf)))
     mine = Cluster(_measure_device(device, neighbours), tuple(measured))
     return everywhere(mine, mesh)[0]
+
+
+def _link_name(axis: str, mesh: DeviceMesh, hosts: Mapping[int, tuple[str, ...]]) -> str:
+    """The name of the link of an axis, by whether a group of it spans several hosts."""
+    for group in rows(mesh.mesh, mesh.mesh_dim_names or (), [axis]):
+        if len({hosts[rank] for rank in group}) > 1:
+            return "network"
+    return "local"
 
 
 def _measure_device(device: torch.device, neighbours: int) -> Device:

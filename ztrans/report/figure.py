@@ -16,7 +16,10 @@ from .palette import COLOURS, stands_for
 
 ENDINGS = (".png", ".svg", ".pdf")
 _MANY = 150  # with this many bars in a lane or more, gaps between them would hide too much
-_INK, _FAINT, _STALL, _GROUND = "#33363b", "#8b8f96", "#b5b8bd", "#fcfbf9"
+_INK = "#33363b"
+_FAINT = "#8b8f96"
+_STALL = "#b5b8bd"
+_GROUND = "#fcfbf9"
 
 
 def save(timelines: Sequence[Timeline], path: Any) -> None:
@@ -61,9 +64,9 @@ def _scale(seconds: float) -> tuple[float, str]:
 def _lanes(ax: Any, timeline: Timeline, scale: float) -> None:
     """The bars of every lane, and the stalls of compute."""
     rows = {lane: -k for k, lane in enumerate(timeline.lanes)}
-    bars = (
-        ((e.lane, stands_for(e)), (e.start * scale, e.seconds * scale)) for e in timeline.events
-    )
+    bars = []
+    for event in timeline.events:
+        bars.append(((event.lane, stands_for(event)), (event.start * scale, event.seconds * scale)))
     for (lane, kind), spans in grouped(bars).items():
         gap = 0.25 if lane != COMPUTE and len(spans) < _MANY else 0.0
         ax.broken_barh(

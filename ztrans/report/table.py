@@ -8,56 +8,64 @@ from __future__ import annotations
 
 from ..ir.graph import Eqn
 from ..ir.printer import format_bytes, format_seconds, op_name
-from ..planning.timeline import COMPUTE, Timeline
+from ..planning.timeline import COMPUTE, Event, Timeline
 
 _STALLS = 5  # the number of the longest stalls that are listed
 
 
 def table(timeline: Timeline) -> str:
     """One timeline as text."""
-    step, rows = timeline.seconds, list[list[str]]()
+    step = timeline.seconds
 
     def row(name: str, seconds: float, note: str = "") -> list[str]:
-        return [name, format_seconds(seconds), f"{seconds / step:.1%}" if step else "", note]
+        share = f"{seconds / step:.1%}" if step else ""
+        return [name, format_seconds(seconds), share, note]
 
+    rows = []
     for lane in timeline.lanes:
-        bars = [e for e in timeline.events if e.lane == lane]
-        received = format_bytes(sum(e.bytes for e in bars))
+        bars = [event for event in timeline.events if event.lane == lane]
+        received = format_bytes(sum(event.bytes for event in bars))
         work = f"{len(bars)} operations" if lane == COMPUTE else f"{len(bars)} messages, {received}"
         rows.append(row(lane, timeline.busy(lane), work))
     rows.append(row("exposed", timeline.stalled))
-    rows += [row(f"  {axis} {role}", seconds) for (axis, role), seconds in timeline.exposed.items()]
+    for (axis, role), seconds in timeline.exposed.items():
+        rows.append(row(f"  {axis} {role}", seconds))
     if timeline.bound is not None:
         least, cause = timeline.bound
         rows.append(row("bound", least, f"{cause} binds: {step / least:.2f}x"))
-    peak_time = next((at for at, live in timeline.memory if live == timeline.peak), 0.0)
+    peak_time = next((time for time, live in timeline.memory if live == timeline.peak), 0.0)
     rows.append(["peak memory", format_bytes(timeline.peak), "", f"at {format_seconds(peak_time)}"])
-    text = f"{timeline.name}: {format_seconds(step)}\n" + _columns(rows)
-    worst = sorted((e for e in timeline.events if e.stall > 0), key=lambda e: -e.stall)[:_STALLS]
+    text = f"{timeline.name}: {format_seconds(step)}\n{_columns(rows)}"
+    worst = _worst_stalls(timeline)
+    if not worst:
+        return text
     stalls = [row(f"  {title(e.eqn)}", e.stall, source_line(e.eqn)) for e in worst]
-    return f"{text}\nworst stalls\n{_columns(stalls)}" if worst else text
+    return f"{text}\nworst stalls\n{_columns(stalls)}"
+
+
+def _worst_stalls(timeline: Timeline) -> list[Event]:
+    stalled = [event for event in timeline.events if event.stall > 0]
+    return sorted(stalled, key=lambda event: -event.stall)[:_STALLS]
 
 
 def compared(first: Timeline, second: Timeline) -> str:
     """Two timelines as text, row by row, with the ratio of the second to the first."""
-    rows, figures = (
-        [["", *map(label, (first, second)), "ratio"]],
-        [_figures(first), _figures(second)],
-    )
-    order = {"step": 0, COMPUTE: 1, "exposed": 3, "peak memory": 5}
-    for name in sorted(
-        {**figures[0], **figures[1]}, key=lambda name: order.get(name, 4 if name[0] == " " else 2)
-    ):
+    of_first = _figures(first)
+    of_second = _figures(second)
+    rows = [["", label(first), label(second), "ratio"]]
+    for name in sorted({**of_first, **of_second}, key=_place):
         show = format_bytes if name == "peak memory" else format_seconds
-        a, b = (each.get(name) for each in figures)  # None where a timeline has no such row
-        rows.append(
-            [
-                name,
-                *("-" if x is None else show(x) for x in (a, b)),
-                f"{b / a:.2f}" if a and b else "-",
-            ]
-        )
+        a = of_first.get(name)  # None where a timeline has no such row
+        b = of_second.get(name)
+        shown = ["-" if x is None else show(x) for x in (a, b)]
+        rows.append([name, *shown, f"{b / a:.2f}" if a and b else "-"])
     return _columns(rows, left=(0,))
+
+
+def _place(row: str) -> int:
+    """The place of a row: lanes come before `exposed`, and its parts, which are indented, after it."""
+    places = {"step": 0, COMPUTE: 1, "exposed": 3, "peak memory": 5}
+    return places.get(row, 4 if row.startswith(" ") else 2)
 
 
 def label(timeline: Timeline) -> str:
@@ -93,7 +101,10 @@ def _figures(timeline: Timeline) -> dict[str, float]:
 def _columns(rows: list[list[str]], left: tuple[int, ...] = (0, 3)) -> str:
     """Rows in columns. The columns in `left` hold words and are aligned to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
-    cells = lambda row: (
-        c.ljust(w) if k in left else c.rjust(w) for k, (c, w) in enumerate(zip(row, widths))
-    )
-    return "\n".join("  ".join(cells(row)).rstrip() for row in rows)
+    lines = []
+    for row in rows:
+        cells = []
+        for k, (cell, width) in enumerate(zip(row, widths)):
+            cells.append(cell.ljust(width) if k in left else cell.rjust(width))
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

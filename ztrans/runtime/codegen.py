@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -191,9 +191,8 @@ def to_fx(
     if mesh is not None:
         graph = by_group(graph, mesh)
         streams = streams or side_streams(mesh.device_type)
-    donated = Donation({}, {}, {}, {})
-    if donate:
-        donated = donation(graph, frozenset(eqn for group in kernels for eqn in group))
+    in_kernels = frozenset(chain.from_iterable(kernels))
+    donated = donation(graph, in_kernels) if donate else Donation({}, {}, {}, {})
     units = list(_units(graph, groups, kernels, donated))
     first_write = _first_write(units, kernels, donated, graph.inputs[: graph.num_state])
     out = fx.Graph()

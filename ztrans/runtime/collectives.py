@@ -134,24 +134,34 @@ class Start(torch.nn.Module):
     """
 
     def __init__(
-        self, eqn: Eqn, sizes: Mapping[str, int], at: Mapping[str, int], channel: Channel | None
+        self,
+        eqn: Eqn,
+        sizes: Mapping[str, int],
+        coordinates: Mapping[str, int],
+        channel: Channel | None,
     ) -> None:
         super().__init__()
         _let_gloo_free_its_buffers()
         axis = eqn.kwargs["axis"]
-        self.kind, self.op = cast(Primitive, eqn.op), str(eqn.kwargs.get("op", ""))
-        self.size, self.rank = sizes[axis], at[axis]
+        self.kind = cast(Primitive, eqn.op)
+        self.op = str(eqn.kwargs.get("op", ""))
+        self.size = sizes[axis]
+        self.rank = coordinates[axis]
         self._channel = channel
         self.direct = channel is not None and channel.is_direct
         self.outs = eqn.results
         self.dim = _split_dim(eqn, axis)
-        self.wire, self.partial = wire_dtype(eqn, eqn.ins[0]), partial_dtype(eqn, eqn.ins[0])
+        self.wire = wire_dtype(eqn, eqn.ins[0])
+        self.partial = partial_dtype(eqn, eqn.ins[0])
         self.carrier: Any = _gloo_route(eqn, sizes, channel)  # the program prints it
         self.is_by_host = self.carrier is not None and self.carrier.way == TWO_LEVELS
-        # The shapes of the values, whole over this axis, with the split dim first; the elements of a padded part.
-        whole = [dataclasses.replace(v, layout=without(v.layout, axis)) for v in self.outs]
-        self.shapes = [_dim_first(local_shape(v, sizes, at), self.dim) for v in whole]
-        self.parts = [chunk(s[0], self.size) * math.prod(s[1:]) if s else 1 for s in self.shapes]
+        self.shapes = []  # of the values, whole over this axis, with the split dim first
+        self.parts = []  # the elements of a padded part of each
+        for v in self.outs:
+            whole = dataclasses.replace(v, layout=without(v.layout, axis))
+            shape = _dim_first(local_shape(whole, sizes, coordinates), self.dim)
+            self.shapes.append(shape)
+            self.parts.append(chunk(shape[0], self.size) * math.prod(shape[1:]) if shape else 1)
         self.groups = _message_groups(eqn, sizes)
         self.start = {
             ALL_GATHER: self._gather,
@@ -192,51 +202,50 @@ class Start(torch.nn.Module):
             started.clear()  # this releases the send and receive buffers
             return values
 
-        future = Future(
-            Works([work for works, _ in started for work in works], self.channel), finish
-        )
+        works = [work for each, _ in started for work in each]
+        future = Future(Works(works, self.channel), finish)
         self.channel.futures.add(future)
         return tuple(Member(future, k) for k in range(len(members)))
 
     def _gather(self, ks: list[int], shards: Sequence[torch.Tensor]) -> Started:
-        dim, sizes = self.dim, [self.parts[k] for k in ks]
+        sizes = [self.parts[k] for k in ks]
         received = shards[0].new_empty(self.size, sum(sizes), dtype=self.wire)
         mine = received[self.rank]
-        pack([s.movedim(dim, 0) for s in shards], sizes, 1, mine)
+        pack([shard.movedim(self.dim, 0) for shard in shards], sizes, 1, mine)
         works: Sequence[Work]
         if self.direct:
             works = self.channel.exchange([mine] * self.size, list(received))
         else:
+            buffers = _bytes(received), _bytes(mine)
             with self.channel.errors():
-                works = [
-                    all_gather(_bytes(received), _bytes(mine), group=self.group, async_op=True)
-                ]
+                works = [all_gather(*buffers, group=self.group, async_op=True)]
 
         def finish() -> list[torch.Tensor]:
-            whole = ops.unpack(received, sizes, [self.shapes[k] for k in ks], self.size)
-            # A value that is split along another dim arrives with that dim first. Its strides must be as in the trace.
-            return [w if dim == 0 else w.movedim(0, dim).contiguous() for w in whole]
+            shapes = [self.shapes[k] for k in ks]
+            return [self._dim_back(x) for x in ops.unpack(received, sizes, shapes, self.size)]
 
         return works, finish
 
+    def _dim_back(self, value: torch.Tensor) -> torch.Tensor:
+        """A value that arrived with the split dim first, with the strides that it has in the trace."""
+        return value if self.dim == 0 else value.movedim(0, self.dim).contiguous()
+
     def _scatter(self, ks: list[int], terms: Sequence[torch.Tensor]) -> Started:
-        dim = self.dim
-        rows = [self._by_rank(t.movedim(dim, 0), self.parts[k]) for k, t in zip(ks, terms)]
+        rows = [self._by_rank(t.movedim(self.dim, 0), self.parts[k]) for k, t in zip(ks, terms)]
         send = torch.cat(rows, 1) if len(rows) > 1 else rows[0]
         pieces, works = self._all_to_all(send)
 
         def finish() -> list[torch.Tensor]:
             over = self._sum_buffer(pieces)
-            values, offset = [], 0
+            values = []
+            offset = 0
             for k in ks:
-                mine = self.part_shape(k)
-                here = slice(offset, offset + math.prod(mine))
+                shape = self.part_shape(k)
+                here = slice(offset, offset + math.prod(shape))
+                parts = [piece[here] for piece in pieces]
                 result = None if over is None else over[here]
-                value = ops.reduce(
-                    [p[here] for p in pieces], self.op, self.outs[k].dtype, result, self.size
-                )
-                value = value.view(mine)
-                values.append(value if dim == 0 else value.movedim(0, dim).contiguous())
+                value = ops.reduce(parts, self.op, self.outs[k].dtype, result, self.size)
+                values.append(self._dim_back(value.view(shape)))
                 offset += self.parts[k]
             return values
 
@@ -263,8 +272,11 @@ class Start(torch.nn.Module):
 
         Over a piece of such a buffer, the sum would keep the whole buffer alive.
         """
-        own = (self.direct and self.size > 1) or self.is_by_host
-        return pieces[0 if self.rank or self.is_by_host else 1] if own else None
+        if self.is_by_host:
+            return pieces[0]
+        if not self.direct or self.size == 1:
+            return None
+        return pieces[0 if self.rank else 1]
 
     def part_shape(self, k: int) -> tuple[int, ...]:
         """The shape of this rank's part of a member, with the split dim first."""
@@ -275,48 +287,54 @@ class Start(torch.nn.Module):
         """A whole term as one row for each rank, padded with zeros."""
         flat = term.to(self.wire).contiguous().view(-1)
         missing = self.size * size - flat.numel()
-        return (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(
-            self.size, size
-        )
+        if missing:
+            flat = torch.nn.functional.pad(flat, (0, missing))
+        return flat.view(self.size, size)
 
     def _reduce(self, ks: list[int], terms: Sequence[torch.Tensor]) -> Started:
-        flat = [t.to(self.wire).reshape(-1) for t in terms]
+        flat = [term.to(self.wire).reshape(-1) for term in terms]
         send = torch.cat(flat) if len(flat) > 1 else flat[0].contiguous()
-        few = self.size == 2 or send.numel() * send.itemsize <= ALONE
         dtype = self.outs[ks[0]].dtype
         works: Sequence[Work]
-        if self.direct and few:
+        if self.direct and (self.size == 2 or send.numel() * send.itemsize <= ALONE):
             # Every rank receives all terms, and adds them in rank order. Between two ranks a ring sends as much.
             pieces = [send if r == self.rank else torch.empty_like(send) for r in range(self.size)]
             works = self.channel.exchange([send] * self.size, pieces)
-            reduced = lambda: ops.reduce(pieces, self.op, dtype, self._sum_buffer(pieces))
+
+            def reduced() -> torch.Tensor:
+                return ops.reduce(pieces, self.op, dtype, self._sum_buffer(pieces))
         else:
             total = send.clone() if len(flat) == 1 else send  # the all_reduce overwrites it
+            op = REDUCE_OPS[self.op]
             with self.channel.errors():
-                works = [
-                    dist.all_reduce(total, REDUCE_OPS[self.op], group=self.group, async_op=True)
-                ]
-            reduced = lambda: (ops.mean(total, self.size) if self.op == "mean" else total).to(dtype)
+                works = [dist.all_reduce(total, op, group=self.group, async_op=True)]
+
+            def reduced() -> torch.Tensor:
+                return (ops.mean(total, self.size) if self.op == "mean" else total).to(dtype)
 
         def finish() -> list[torch.Tensor]:
             shapes = [self.shapes[k] for k in ks]
-            whole = reduced().split([math.prod(s) for s in shapes])
-            return [w.view(s) for w, s in zip(whole, shapes)]
+            parts = reduced().split([math.prod(shape) for shape in shapes])
+            return [part.view(shape) for part, shape in zip(parts, shapes)]
 
         return works, finish
 
 
 def _message_groups(eqn: Eqn, sizes: Mapping[str, int]) -> list[list[int]]:
     """The members of each message: first those with a message of their own, then those that are packed together."""
-    alone = [is_alone(eqn, k, sizes) for k in range(len(eqn.outs))]
-    packed = [k for k, is_large in enumerate(alone) if not is_large]
-    return [[k] for k, is_large in enumerate(alone) if is_large] + ([packed] if packed else [])
+    large = [k for k in range(len(eqn.outs)) if is_alone(eqn, k, sizes)]
+    packed = [k for k in range(len(eqn.outs)) if k not in large]
+    groups = [[k] for k in large]
+    return [*groups, packed] if packed else groups
 
 
 def _split_dim(eqn: Eqn, axis: str) -> int:
     """The dim along which the members, or the results, are split over the axis; 0 if none is split."""
-    splits = (on_axis(v.layout, axis) for v in (*eqn.ins, *eqn.outs) if v is not None)
-    return next((s.dim for s in splits if isinstance(s, Split)), 0)
+    for v in (*eqn.ins, *eqn.results):
+        split = on_axis(v.layout, axis)
+        if isinstance(split, Split):
+            return split.dim
+    return 0
 
 
 def _dim_first(shape: Sequence[int], dim: int) -> tuple[int, ...]:

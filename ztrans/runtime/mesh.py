@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import math
 import os
-import socket
 import sys
 from collections.abc import Mapping
 
@@ -26,42 +25,25 @@ def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:
     Raises:
         TypeError: the device is no name, or the size of an axis is no number of ranks.
         ValueError: there are no axes, or two sizes are -1.
-        RuntimeError: the axes do not fit the number of ranks, the device is missing, the process has a WORLD_SIZE and
-            no RANK, or GLOO_SOCKET_IFNAME names no network interface.
+        RuntimeError: the axes do not fit the number of ranks, the device is missing, or the process has a WORLD_SIZE
+            and no RANK.
     """
     _check_axes(device, sizes)
     device = _own_device(device)
     if not dist.is_initialized():
         _begin("nccl" if device == "cuda" else "gloo")
-    world, known = dist.get_world_size(), math.prod(size for size in sizes.values() if size != -1)
+    world = dist.get_world_size()
+    known = math.prod(size for size in sizes.values() if size != -1)
     shape = tuple(world // known if size == -1 else size for size in sizes.values())
     if math.prod(shape) != world:
-        want = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+        axes = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+        ranks = "1 rank" if world == 1 else f"{world} ranks"
         instead = "" if -1 in sizes.values() else ", or use -1 for one axis"
         raise RuntimeError(
-            f"make_mesh: {want} does not fit {world} rank{'s' * (world > 1)}.\n"
+            f"make_mesh: {axes} does not fit {ranks}.\n"
             f"Start the script with torchrun --nproc-per-node {max(known, 1)}{instead}."
         )
     return init_device_mesh(device, shape, mesh_dim_names=tuple(sizes))
-
-
-def _own_device(device: str | None) -> str:
-    """The device of the mesh, by default that of the machine. This rank uses the GPU of its local rank."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError(
-            "make_mesh: 'cuda' needs a CUDA device and a PyTorch built for it, and torch sees none here.\n"
-            "Make the mesh of CPUs, zt.make_mesh('cpu', ...), or look at programs with zt.AbstractMesh(...)."
-        )
-    if (
-        device == "cuda" and "LOCAL_RANK" in os.environ
-    ):  # even if every rank has used GPU 0 until now
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    elif (
-        device == "cuda" and "RANK" not in os.environ
-    ):  # init_device_mesh warns unless a process has chosen its GPU
-        torch.cuda.set_device(torch.cuda.current_device())
-    return device
 
 
 def _check_axes(device: object, sizes: Mapping[str, object]) -> None:
@@ -85,27 +67,33 @@ def _check_axes(device: object, sizes: Mapping[str, object]) -> None:
         )
 
 
+def _own_device(device: str | None) -> str:
+    """The device of the mesh, by default that of the machine. This rank uses the GPU of its local rank."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            "make_mesh: 'cuda' needs a CUDA device and a PyTorch built for it, and torch sees none here.\n"
+            "Make the mesh of CPUs, zt.make_mesh('cpu', ...), or look at programs with zt.AbstractMesh(...)."
+        )
+    if "LOCAL_RANK" in os.environ:  # even if every rank has used GPU 0 until now
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    elif "RANK" not in os.environ:  # init_device_mesh warns unless a process has chosen its GPU
+        torch.cuda.set_device(torch.cuda.current_device())
+    return device
+
+
 def _begin(backend: str) -> None:
     """Start torch.distributed, with a world of one rank unless torchrun has started this process."""
     world = os.environ.get("WORLD_SIZE", "1")
-    if "RANK" not in os.environ and world != "1":
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    elif world != "1":
         raise RuntimeError(
             f"make_mesh: WORLD_SIZE is {world}, and RANK is not set, so this process does not know which rank it is.\n"
             f"Start the script with torchrun, which sets both; for a mesh of one rank, unset WORLD_SIZE."
         )
-    wanted, there = (
-        os.environ.get("GLOO_SOCKET_IFNAME", ""),
-        [name for _, name in socket.if_nameindex()],
-    )
-    missing = [name for name in wanted.split(",") if name and name not in there]
-    if missing and backend == "gloo":
-        raise RuntimeError(
-            f"make_mesh: GLOO_SOCKET_IFNAME={wanted}, and this host, {socket.gethostname()}, has no network interface "
-            f"{missing[0]}; it has {', '.join(there)}.\n"
-            f"Set it to the one that leads to the other hosts, or unset it."
-        )
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     atexit.register(_end, os.getpid())
@@ -113,14 +101,12 @@ def _begin(backend: str) -> None:
 
 def _end(process: int) -> None:
     """End torch.distributed, at the exit of the process that started it."""
-    if (
-        process != os.getpid()
-    ):  # a forked child has the groups of its parent, but none of their threads
-        return
+    if process != os.getpid():
+        return  # a forked child has the groups of its parent, but none of their threads
     # Destroying a NCCL communicator waits for all of its ranks. If the program failed on this rank, the others may
     # still be inside a collective, so the wait would not end. They must see this process end instead.
-    failed = hasattr(sys, "last_type")
-    if dist.is_initialized() and not failed:
+    has_failed = hasattr(sys, "last_type")
+    if dist.is_initialized() and not has_failed:
         dist.destroy_process_group()
 
 

@@ -402,7 +402,7 @@ def test_tables_of_addresses_are_cached_for_each_stream(monkeypatch):
     monkeypatch.setattr("torch.cuda.current_stream", cuda.current_stream)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", cuda.is_current_stream_capturing)
     monkeypatch.setattr(tables, "on_device", lambda rows, device, shared: rows)
-    monkeypatch.setattr(tables, "_kept", OrderedDict())
+    monkeypatch.setattr(tables, "_by_addresses", OrderedDict())
     monkeypatch.setattr(tables, "_captured", [])
     monkeypatch.setattr(tables, "_MOST", 2)
     x, y, z = (torch.empty(k + 1) for k in range(3))

@@ -32,6 +32,7 @@ import torch
 from ... import ops
 from ...calling.global_state import no_collection
 from ...ir.graph import Eqn, Graph, Var
+from ...ir.op_facts import CAST
 from ...ir.update_groups import is_fused_update
 from ..executable import Executable
 
@@ -62,13 +63,14 @@ def copied_inputs(graph: Graph, inputs: Sequence[torch.Tensor], device: str = "c
     Raises: ValueError that names a leaf of the state that is not on the GPU and changes.
     """
     copied = []
-    values = taken_by_value(graph)
+    by_value = taken_by_value(graph)
     for i, (v, x) in enumerate(zip(graph.inputs, inputs)):
-        if i in values:
+        if i in by_value:
             continue
-        if i >= graph.num_state or (x.device.type != device and graph.outputs[i] is v):
+        is_elsewhere = x.device.type != device
+        if i >= graph.num_state or (is_elsewhere and graph.outputs[i] is v):
             copied.append(i)
-        elif x.device.type != device:
+        elif is_elsewhere:
             raise ValueError(
                 f"{graph.name}: state leaf {v.name} is on {x.device}, and a CUDA graph would not see it change.\n"
                 f"All that a captured step changes is on the GPU: move it there. An optimizer of PyTorch keeps its "
@@ -90,32 +92,24 @@ def with_rates(graph: Graph) -> Graph:
     """The program with learning rates in fp32: on a GPU, fused optimizers read no other dtype."""
     narrow: dict[Var, Var] = {}
     eqns: list[Eqn] = []
-    for e in graph.eqns:
-        rate = e.kwargs.get("lr")
-        if is_fused_update(e) and isinstance(rate, Var) and rate.dtype != torch.float32:
+    for eqn in graph.eqns:
+        rate = eqn.kwargs.get("lr")
+        if is_fused_update(eqn) and isinstance(rate, Var) and rate.dtype != torch.float32:
             if rate not in narrow:
-                narrow[rate] = Var(f"{rate.name}.f32", torch.float32, rate.shape, rate.layout)
-                cast = {"dtype": torch.float32}
-                eqns.append(
-                    Eqn(
-                        torch.ops.aten._to_copy.default,
-                        (rate,),
-                        (narrow[rate],),
-                        cast,
-                        e.region,
-                        e.source,
-                    )
-                )
-            e = e.replace(kwargs={**e.kwargs, "lr": narrow[rate]})
-        eqns.append(e)
+                cast = Var(f"{rate.name}.f32", torch.float32, rate.shape, rate.layout)
+                kwargs = {"dtype": torch.float32}
+                eqns.append(Eqn(CAST, (rate,), (cast,), kwargs, eqn.region, eqn.source))
+                narrow[rate] = cast
+            eqn = eqn.replace(kwargs={**eqn.kwargs, "lr": narrow[rate]})
+        eqns.append(eqn)
     return graph.replace(eqns=tuple(eqns))
 
 
 def _by_value(graph: Graph) -> Iterator[tuple[str, Var]]:
     """The arguments that kernels of fused optimizers take by value: their names, and their values in the program."""
-    for e in graph.eqns:
-        if is_fused_update(e):
-            for key, x in e.kwargs.items():
+    for eqn in graph.eqns:
+        if is_fused_update(eqn):
+            for key, x in eqn.kwargs.items():
                 if isinstance(x, Var) and key not in ("lr", "grad_scale", "found_inf"):
                     yield key, x
 
@@ -155,7 +149,11 @@ class Capture:
         device: str = "cuda",
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self.run, self.graph, self.cuda, self.device, self.check = run, graph, cuda, device, check
+        self.run = run
+        self.graph = graph
+        self.cuda = cuda
+        self.device = device
+        self.check = check
         self.stream: Any = None
         self.buffers: dict[int, torch.Tensor] = {}  # the copied inputs, by position
         self.captured: Any = None
@@ -187,18 +185,19 @@ class Capture:
             self.captured.replay()
             outputs = self.outputs
         n = self.graph.num_state
-        return [
-            *inputs[:n],
-            *(x.clone() if isinstance(x, torch.Tensor) else x for x in outputs[n:]),
-        ]
+        copies = [x.clone() if isinstance(x, torch.Tensor) else x for x in outputs[n:]]
+        return [*inputs[:n], *copies]
 
     def close(self) -> None:
         """Release the graph and its memory. A later call starts again from the beginning, with any state."""
         if self.captured is not None:
             self.cuda.synchronize()
             self.captured.reset()
-        self.captured = self.stream = None
-        self.buffers, self.inputs, self.outputs = {}, [], []
+        self.captured = None
+        self.stream = None
+        self.buffers = {}
+        self.inputs = []
+        self.outputs = []
 
     def _allocate(self, inputs: Sequence[torch.Tensor]) -> None:
         on_device = placed(self.graph, inputs, self.device)
@@ -220,11 +219,10 @@ class Capture:
         captured = self.cuda.CUDAGraph()
         gc.collect()  # memory, or a module of kernels, that is freed during a capture would end it
         try:
-            # Only this thread is captured, so threads that load data or watch NCCL may continue.
+            # The first context restores the current stream if the capture fails. Only this thread is captured, so
+            # threads that load data or watch NCCL may continue.
             with (
-                self.cuda.stream(
-                    self.cuda.current_stream()
-                ),  # restores this stream if the capture fails
+                self.cuda.stream(self.cuda.current_stream()),
                 ops.filled_after_capture(self.device),
                 no_collection(),
                 own_workspaces(),
@@ -241,12 +239,14 @@ class Capture:
                 f"A graph holds launches alone: nothing that waits for the device, reads a value, or copies from "
                 f"pageable memory. Without cuda_graph the step runs as it did before."
             ) from error
-        self.captured, self.inputs = captured, inputs
+        self.captured = captured
+        self.inputs = inputs
         atexit.register(_close, weakref.ref(self))
 
     def _check_same_values(self, inputs: Sequence[torch.Tensor]) -> None:
         for i in self.taken_by_value:
-            before, now = self.inputs[i].item(), inputs[i].item()
+            before = self.inputs[i].item()
+            now = inputs[i].item()
             if before != now:
                 name = self.graph.inputs[i].name
                 raise ValueError(
@@ -259,11 +259,9 @@ class Capture:
 
     def _check_same_state(self, inputs: Sequence[torch.Tensor]) -> None:
         for i, (v, old, x) in enumerate(zip(self.graph.inputs, self.inputs, inputs)):
-            if (
-                i not in self.buffers
-                and i not in self.taken_by_value
-                and old.data_ptr() != x.data_ptr()
-            ):
+            if i in self.buffers or i in self.taken_by_value:
+                continue
+            if old.data_ptr() != x.data_ptr():
                 raise ValueError(
                     f"{self.graph.name}: state leaf {v.name} is not where it was when the step was captured, and a "
                     f"CUDA graph reads and writes that memory.\n"
@@ -293,9 +291,8 @@ def own_workspaces() -> Iterator[None]:
 def _fill(buffer: torch.Tensor, x: torch.Tensor) -> None:
     """Copy an input into its buffer."""
     if x.ndim == 0 and x.device.type == "cpu":
-        buffer.fill_(
-            x.item()
-        )  # the launch carries the number, so nothing waits for a copy from the host
+        # The launch carries the number, so nothing waits for a copy from the host.
+        buffer.fill_(x.item())
     else:
         buffer.copy_(x, non_blocking=True)
 

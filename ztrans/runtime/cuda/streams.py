@@ -45,11 +45,11 @@ class Streams:
     """
 
     def __init__(self, cuda: Any = torch.cuda, symmetric: SymmetricMemory | None = None) -> None:
+        self.cuda = cuda
         self.symmetric = symmetric
-        self.cuda, self.packing = cuda, _stream(cuda, cuda.current_device(), "packing")
-        self.packed: tuple[Any, Sequence[torch.Tensor]] | None = (
-            None  # the event of the last packing, and its members
-        )
+        self.packing = _stream(cuda, cuda.current_device(), "packing")
+        # The event of the last packing, and its members.
+        self.packed: tuple[Any, Sequence[torch.Tensor]] | None = None
 
     def lane(self, communicator: Hashable) -> Any:
         """The stream of a communicator. All programs share it, so that the collectives of all of them are in order."""
@@ -76,7 +76,8 @@ class Streams:
     def release(self) -> None:
         """Let compute wait for the last packing, so that the memory of its members may be reused."""
         if self.packed is not None:
-            event, self.packed = self.packed[0], None
+            event, _ = self.packed
+            self.packed = None
             self.cuda.current_stream().wait_event(event)
 
 
