@@ -16,7 +16,6 @@ from itertools import chain, pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
@@ -101,9 +100,7 @@ class Emission:
             return x
         name = f"object_{len(self.out.nodes)}"
         setattr(self.module, name, x)
-        attribute = self.out.get_attr(name)
-        is_array = isinstance(x, numpy.ndarray)  # which the caller may write over
-        return self.out.call_method("copy", (attribute,)) if is_array else attribute
+        return self.out.get_attr(name)
 
     def function(self, function: Function) -> fx.Node:
         """A function that an operation calls, as a submodule with code of its own."""
