@@ -120,10 +120,10 @@ def rows(models: Iterable[str] = tuple(MODELS), places: int | None = None) -> It
             yield from _at(model, traced, ranks, device, link)
 
 
-def _at(model: str, traced: zt.Traced, ranks: int, device: str, link: str) -> Iterator[Row]:
+def _at(model: str, traced: zt.stages.Traced, ranks: int, device: str, link: str) -> Iterator[Row]:
     cluster, mesh = zt.cluster(device, dp=link), zt.AbstractMesh(dp=ranks)
 
-    def lower(*transforms: zt.Transform) -> zt.Lowered:
+    def lower(*transforms: zt.Transform) -> zt.stages.Lowered:
         chosen = (*transforms, zt.fuse_cast_gather())
         return dataclasses.replace(traced, transforms=chosen).lower(cluster=cluster)
 

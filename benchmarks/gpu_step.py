@@ -156,7 +156,7 @@ class Ours:
         return loss
 
 
-def _plain(step: Callable, task: Task, state: dict, batch: tuple) -> zt.Lowered:
+def _plain(step: Callable, task: Task, state: dict, batch: tuple) -> zt.stages.Lowered:
     return zt.Step.of(step).lower(state, *batch)
 
 
@@ -166,7 +166,7 @@ def _stage3(mesh: DeviceMesh | zt.AbstractMesh) -> zt.Transform:
     )
 
 
-def _sent(step: Callable, task: Task, state: dict, batch: tuple) -> zt.Lowered:
+def _sent(step: Callable, task: Task, state: dict, batch: tuple) -> zt.stages.Lowered:
     # A program that is lowered for one rank has no collectives. Shapes in a program are global, so a program that is
     # planned for several ranks can run on a mesh of one rank, and keeps its collectives.
     several = _stage3(zt.AbstractMesh(dp=RANKS))(step).lower(state, *batch)

@@ -40,7 +40,7 @@ FUSED = "torch.compile(model), torch.optim.AdamW(fused=True)"
 
 def lifted(
     config: Config, ranks: int = 1, bf16: bool = False, fused: bool = True
-) -> tuple[zt.Lowered, object, tuple]:
+) -> tuple[zt.stages.Lowered, object, tuple]:
     """The plain loop, lifted and lowered. With several ranks it is stage 3 on a fake process group: nothing is sent.
 
     Returns the lowered step, its state, and its batch.

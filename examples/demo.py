@@ -105,7 +105,7 @@ def train(
     return losses
 
 
-def head(program: zt.Lowered, inputs: int = 3, equations: int = 18) -> str:
+def head(program: zt.stages.Lowered, inputs: int = 3, equations: int = 18) -> str:
     """The first lines of a program, with only the first `inputs` of its inputs."""
     lines = str(program).splitlines()
     body = lines.index("):")
@@ -121,7 +121,7 @@ def size(n: int) -> str:
     return f"{n / 2**20:.2f} MiB" if n >= 2**16 else f"{n} B"
 
 
-def wire_table(separate: zt.Lowered, fused: zt.Lowered) -> Table:
+def wire_table(separate: zt.stages.Lowered, fused: zt.stages.Lowered) -> Table:
     table = Table("role", title="bytes on the wire of one rank in one step in bf16")
     for column in ("without fuse_cast_gather", "with it", "ratio"):
         table.add_column(column, justify="right")
@@ -133,7 +133,7 @@ def wire_table(separate: zt.Lowered, fused: zt.Lowered) -> Table:
     return table
 
 
-def memory_table(stages: dict[int, zt.Lowered]) -> Table:
+def memory_table(stages: dict[int, zt.stages.Lowered]) -> Table:
     table = Table("stage", title="live bytes of one rank, by ZeRO stage")
     for column in ("state between steps", "peak in a step", "where the peak is"):
         table.add_column(column, justify="right")

@@ -47,7 +47,7 @@ class ShardedTrainer(Trainer):
         self.step = fsdp(step)
         self.sharded = self.step.shard(state)
         if self.resumed:
-            self.sharded = zt.load(f"{self.resumed}/state", self.step, self.sharded)
+            self.sharded = zt.load(f"{self.resumed}/state", self.sharded, self.step)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         if self.step is None:

@@ -24,7 +24,7 @@ def head(program: object, lines: int, start: str = "  # forward") -> str:
 
 def changes(before: object, after: object, of: str, most: int) -> str:
     """The changed lines that name the parameter `of`, at most `most` of them, and the number of all others."""
-    lines = zt.diff(before, after, context=0, full=True).splitlines()
+    lines = zt.ir.diff(before, after, context=0, full=True).splitlines()
     changed = [line for line in lines if line.startswith(("+ ", "- "))]
     about = [line for line in changed if of in line][:most]
     if not changed:
@@ -39,7 +39,7 @@ def main(config: Config = BIG, *, batch: int = 1, ranks: int = 8, lines: int = 1
         tokens = torch.zeros(batch, config.sequence + 1, dtype=torch.int64)
     state, plain = init(model, lr=1e-3), make_step(model, bf16=True)
 
-    def lower(stage: int) -> zt.Lowered:
+    def lower(stage: int) -> zt.stages.Lowered:
         fsdp = zt.chain(
             zt.shard_params(mesh, stage=stage),
             zt.overlap_grads(),

@@ -1,26 +1,18 @@
 """ztrans: composable function transforms of PyTorch train steps."""
 
-from . import ir, testing
-from .compiled import Compiled
-from .ir.differences import diff
-from .ir.graph import Eqn, Graph, Var
-from .ir.interpreter import evaluate, lockstep
+from . import ir, stages, testing
 from .ir.layout import AbstractMesh
-from .ir.verifier import ProgramError, check
 from .lift.lift import lift
-from .lift.lifted_state import restore
+from .lift.lifted_state import write_back
 from .ops import global_mean, pmean, psum
 from .planning.cluster import Cluster, Device, Link, by_host, cluster
-from .planning.cost import Cost, Memory
 from .planning.plan import Plan
 from .planning.timeline import Timeline
 from .profiling.calibrate import calibrate
 from .profiling.profile import Profile
 from .runtime.checkpoints.load import load
 from .runtime.checkpoints.save import save
-from .runtime.codegen import to_fx
 from .runtime.mesh import make_mesh
-from .stages import Lowered, Traced
 from .step import Step
 from .transforms.accumulate import accumulate
 from .transforms.base import Transform, chain
@@ -34,12 +26,28 @@ from .transforms.shard_params import shard_params
 __version__ = "0.1.0"
 
 __all__ = [
-    "AbstractMesh", "Cluster", "Compiled", "Cost", "Device", "Eqn", "Graph", "Link", "Lowered", "Memory", "Plan",
-    "Profile", "ProgramError", "Step", "Timeline", "Traced", "Transform", "Var",
-    "accumulate", "by_host", "calibrate", "chain", "check", "cluster", "delay_weight_grads", "diff", "evaluate",
-    "fuse_cast_gather", "global_mean", "ir", "lift", "load", "lockstep", "make_mesh", "ops", "overlap_grads", "pmean",
-    "prefetch", "psum", "remat", "restore", "save", "shard_params", "testing", "to_fx",
+    "AbstractMesh", "Cluster", "Device", "Link", "Plan", "Profile", "Step", "Timeline", "Transform",
+    "accumulate", "by_host", "calibrate", "chain", "cluster", "delay_weight_grads", "fuse_cast_gather", "global_mean",
+    "ir", "lift", "load", "make_mesh", "ops", "overlap_grads", "pmean", "prefetch", "psum", "remat", "save",
+    "shard_params", "stages", "testing", "write_back",
 ]  # fmt: skip
+
+# Names of before the first release. Each raises an error that says the new one.
+_MOVED = {
+    **dict.fromkeys(
+        ("Eqn", "Graph", "ProgramError", "Var", "check", "diff", "evaluate", "lockstep"),
+        "zt.ir.{name}",
+    ),
+    **dict.fromkeys(("Compiled", "Cost", "Lowered", "Memory", "Traced"), "zt.stages.{name}"),
+    "restore": "zt.write_back",
+    "to_fx": "the method `Lowered.to_fx`",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _MOVED:
+        raise AttributeError(f"zt.{name} is now {_MOVED[name].format(name=name)}.")
+    raise AttributeError(f"module 'ztrans' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -46,6 +46,7 @@ from .planning.timeline import Timeline
 from .profiling.profile import Profile
 from .report.progress import stage
 from .report.tracebacks import ends_at_user
+from .runtime.codegen import to_fx
 from .runtime.cuda.graph_capture import check_device
 from .runtime.inductor.compiler import check_compiler
 from .runtime.mesh import check_runs
@@ -91,7 +92,7 @@ class Traced(Printed):
         hinted = self._hinted(cluster)
         with stage(self.graph.name, "plan"):
             return (
-                hinted.planned(plan)
+                hinted.with_plan(plan)
                 if plan is not None
                 else hinted._ordered(*make_plan(hinted.graph, hinted.cluster))
             )
@@ -188,11 +189,15 @@ class Lowered(Printed):
         change = f"where the plan before has {format_seconds(before)} ({after / before - 1:+.1%})"
         note = f"expected {format_seconds(after)} a step, {change}"
         plan = dataclasses.replace(plan, notes=(*plan.notes, note))
-        return dataclasses.replace(self, cluster=cluster).planned(plan)
+        return dataclasses.replace(self, cluster=cluster).with_plan(plan)
 
-    def planned(self, plan: Plan) -> Lowered:
+    def with_plan(self, plan: Plan) -> Lowered:
         """This program in the order of the given plan."""
         return self._ordered(plan, apply_plan(self.hinted, plan))
+
+    def to_fx(self) -> fx.GraphModule:
+        """The program of one rank as an FX module, with flat inputs and outputs, for tools that read FX."""
+        return to_fx(self.graph)
 
     def following(self, plan: Plan) -> Lowered:
         """This program in the order of another rank's plan, even if that needs more memory than the budget."""

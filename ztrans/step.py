@@ -254,12 +254,16 @@ class Step(Generic[P, R]):
                 warn(f"{error}\nThis program is planned again.", user_source())
         return traced.lower(cluster=cluster, plan=plan)
 
-    def planned(self, plan: Plan) -> Step[P, R]:
-        """This step with an existing plan, so that it starts without planning: `step.planned(zt.Plan.load(path))`.
+    def with_plan(self, plan: Plan) -> Step[P, R]:
+        """This step with an existing plan, so that it starts without planning: `step.with_plan(zt.Plan.load(path))`.
 
         A program that the plan does not fit, for instance for another batch shape, gets a new plan, with a warning.
         """
         return Step(self.fn, self.transforms, plan)
+
+    def planned(self, plan: Plan) -> Step[P, R]:
+        """The name of `with_plan` before the first release."""
+        raise AttributeError("Step.planned is now Step.with_plan.")
 
     @ends_at_user
     def tune(self, *args: Any, steps: int = 3, **kwargs: Any) -> Profile:

@@ -21,7 +21,7 @@ class Lifted:
     """A step of ztrans, planned for the calibrated cluster, and again from recorded steps. The faster plan stays."""
 
     def __init__(
-        self, lowered: zt.Lowered, shard: Callable[[], object], batch: tuple, backend: str
+        self, lowered: zt.stages.Lowered, shard: Callable[[], object], batch: tuple, backend: str
     ) -> None:
         self.batch = batch
         self.compiled, profile = lowered.compile(backend=backend).tune(

@@ -154,12 +154,12 @@ def test_shard_unshard_save_and_load(mesh, tmp_path):
     zt.save(tmp_path / "a", state).result()
     meta = {"params": {"w": torch.empty(3, 2, device="meta").requires_grad_(), "bias": None}}
     meta["momentum"] = (torch.empty(3, 2, device="meta"), None)
-    loaded = zt.load(tmp_path / "a", run, meta)
+    loaded = zt.load(tmp_path / "a", meta, run)
     state, output = run(loaded, X)
     assert_same((run.unshard(state), output), truth(2))
     meta["params"]["bias"] = torch.empty(2, device="meta")
     with pytest.raises(ValueError, match=r"The checkpoint does not have params.bias\."):
-        zt.load(tmp_path / "a", run, meta)
+        zt.load(tmp_path / "a", meta, run)
     state["params"]["bias"] = torch.ones(2)
     with pytest.raises(TypeError, match=r"state.params.bias: expected a DTensor \[2\] laid out"):
         run(state, X)

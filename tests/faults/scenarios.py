@@ -459,7 +459,7 @@ def killed_while_saving() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         error = failed(zt.save(path, state).result)
-    report("save", whole=same(zt.load(path, train_step, first_state()), before), **error)
+    report("save", whole=same(zt.load(path, first_state(), train_step), before), **error)
     shutil.rmtree(folder[0])
 
 

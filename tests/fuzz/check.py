@@ -82,7 +82,7 @@ def check(case: Case) -> None:
     plain = _through(traced, options.sharding).lower()
     lowered = _lowered(options, traced, plain)
     for each in (plain, lowered):
-        zt.check(each.graph)
+        zt.ir.check(each.graph)
     sharded, outputs = _steps(plain, program.state(), batches)
     far = max(distance(sharded, true_state), distance(_means(outputs), true_outputs))
     if not far <= NEAR:
@@ -102,14 +102,16 @@ def check(case: Case) -> None:
         _check_alone(program, traced, batches)
 
 
-def _through(traced: zt.Traced, *transforms: zt.Transform) -> zt.Traced:
+def _through(traced: zt.stages.Traced, *transforms: zt.Transform) -> zt.stages.Traced:
     """The traced step with these transforms."""
     return dataclasses.replace(
         traced, transforms=zt.chain(*transforms)(lambda state: state).transforms
     )
 
 
-def _lowered(options: Options, traced: zt.Traced, plain: zt.Lowered) -> zt.Lowered:
+def _lowered(
+    options: Options, traced: zt.stages.Traced, plain: zt.stages.Lowered
+) -> zt.stages.Lowered:
     """The step through all transforms; a budget that no order meets is an error that says what one needs."""
     axes = dict.fromkeys(dict(plain.graph.mesh), options.cluster[1])
     cluster = zt.cluster(options.cluster[0], **axes)
@@ -122,7 +124,7 @@ def _lowered(options: Options, traced: zt.Traced, plain: zt.Lowered) -> zt.Lower
         return _through(traced, *options.transforms(4 * peak)).lower(cluster=cluster)
 
 
-def _check_alone(program: Program, traced: zt.Traced, batches: list) -> None:
+def _check_alone(program: Program, traced: zt.stages.Traced, batches: list) -> None:
     """On one rank, compiled: code that updates in place computes what the step does."""
     step = step_of(program)
     compiled, state, truth = (
@@ -138,7 +140,7 @@ def _check_alone(program: Program, traced: zt.Traced, batches: list) -> None:
         raise Wrong(f"compiled on one rank it is {far:.3g} from the truth")
 
 
-def _steps(lowered: zt.Lowered, state: Any, batches: list) -> tuple[Any, list[list]]:
+def _steps(lowered: zt.stages.Lowered, state: Any, batches: list) -> tuple[Any, list[list]]:
     """Some steps of all ranks in lock-step."""
     outputs = []
     for parts in batches:

@@ -38,7 +38,7 @@ def test_a_program_is_cast_once(backend):
             lowered = zt.Step.of(step).lower(W, X)
             assert torch.equal(lowered.compile(backend=backend)(W.clone(), X)[1], want)
             assert torch.equal(lowered.lockstep(W, [(X,)])[1][0], want)
-            assert torch.equal(zt.evaluate(lowered.graph, W, X)[1], want)
+            assert torch.equal(zt.ir.evaluate(lowered.graph, W, X)[1], want)
 
 
 def test_a_change_of_autocast_or_default_dtype_is_traced_anew():
@@ -79,7 +79,7 @@ def test_a_program_inside_of_torch_func_is_refused(kind):
         "plain": lambda x: run(W.clone(), x)[1],
         "plain ": lambda x: lowered.compile()(W.clone(), x)[1],
         "plain.lockstep": lambda x: lowered.lockstep(W, [(x,)])[1][0],
-        "lockstep": lambda x: zt.evaluate(lowered.graph, W, x)[1],
+        "lockstep": lambda x: zt.ir.evaluate(lowered.graph, W, x)[1],
         "trace: plain": lambda x: run.trace(W, x),
     }
     for name, call in calls.items():

@@ -120,7 +120,7 @@ def test_a_new_collective_is_verified_and_printed():
 
 
 def test_the_interpreter_runs_a_new_collective_by_its_rules():
-    for rank, (_, y) in enumerate(zt.lockstep(program(), inputs())):
+    for rank, (_, y) in enumerate(zt.ir.lockstep(program(), inputs())):
         first = torch.full((8, 4), 0.1) * 2
         assert torch.equal(y, (torch.full((8, 4), rank + 0.1) * 2 + 1) + first.bfloat16())
 
@@ -166,7 +166,7 @@ def test_on_an_axis_of_one_rank_a_new_collective_vanishes():
     alone = erase_trivial(program(ranks=1))
     assert not pair(alone).starts
     assert torch.equal(
-        zt.lockstep(alone, inputs(1))[0][1], zt.lockstep(program(ranks=1), inputs(1))[0][1]
+        zt.ir.lockstep(alone, inputs(1))[0][1], zt.ir.lockstep(program(ranks=1), inputs(1))[0][1]
     )
 
 
@@ -175,7 +175,7 @@ def test_fuse_cast_gather_applies_to_a_new_collective():
     fused = zt.fuse_cast_gather().rewrite(graph)
     (start,) = pair(check(fused)).starts
     assert start.kwargs["dtype"] is torch.bfloat16 and rules(start).wire_bytes(start, AXES) == 64
-    for before, after in zip(zt.lockstep(graph, inputs()), zt.lockstep(fused, inputs())):
+    for before, after in zip(zt.ir.lockstep(graph, inputs()), zt.ir.lockstep(fused, inputs())):
         assert torch.equal(before[1], after[1])
 
 
@@ -188,7 +188,9 @@ def test_planning_places_and_costs_a_new_collective():
     assert [(bar.eqn.op, bar.bytes) for bar in bars] == [(BROADCAST, 128)]
     plan, planned = make_plan(zt.prefetch().rewrite(graph), machines)
     assert [members for members, _ in plan.gathers] == [("first",)]
-    assert torch.equal(zt.lockstep(planned, inputs())[1][1], zt.lockstep(graph, inputs())[1][1])
+    assert torch.equal(
+        zt.ir.lockstep(planned, inputs())[1][1], zt.ir.lockstep(graph, inputs())[1][1]
+    )
 
 
 def test_code_for_a_new_collective_is_a_row_in_a_table():
@@ -197,7 +199,7 @@ def test_code_for_a_new_collective_is_a_row_in_a_table():
         to_fx(graph)
     ends = {**EMITTERS, BROADCAST: copied, graph.eqns[3].op: copied}
     run = to_fx(graph, emitters=ends)
-    assert torch.equal(run(*mine)[1], zt.lockstep(graph, inputs())[0][1])
+    assert torch.equal(run(*mine)[1], zt.ir.lockstep(graph, inputs())[0][1])
 
 
 def test_every_primitive_has_rows_in_the_tables():

@@ -39,15 +39,17 @@ WHY = Provenance("param", ("w",), "dp")
 
 
 def var(name, *shape, dtype=F32, layout=(), future=False):
-    return zt.Var(name, dtype, shape, layout, future)
+    return zt.ir.Var(name, dtype, shape, layout, future)
 
 
 def graph(inputs, eqns, outputs, num_state=0, mesh=(("dp", 2),), **rest):
-    return zt.Graph("f", tuple(inputs), tuple(eqns), tuple(outputs), num_state, mesh=mesh, **rest)
+    return zt.ir.Graph(
+        "f", tuple(inputs), tuple(eqns), tuple(outputs), num_state, mesh=mesh, **rest
+    )
 
 
 def add(x, y, out):
-    return zt.Eqn(aten.add.Tensor, (x, y), (out,))
+    return zt.ir.Eqn(aten.add.Tensor, (x, y), (out,))
 
 
 W, X = var("w", 4, 2, layout=DP), var("x", 4, 2)
@@ -61,11 +63,11 @@ USE = add(FULL, X, OUT)
 
 def test_check_returns_a_well_formed_program():
     good = graph([W, X], [START, END, USE], [W, OUT], num_state=1)
-    assert zt.check(good) is good
+    assert zt.ir.check(good) is good
     assert (FUTURE.name, FULL.name) == ("w.full'", "w.full")
 
 
-WRONG_WAIT = zt.Eqn(WAIT, (FUTURE,), (var("w.full", 4, 2, dtype=torch.bfloat16),))
+WRONG_WAIT = zt.ir.Eqn(WAIT, (FUTURE,), (var("w.full", 4, 2, dtype=torch.bfloat16),))
 BUCKET = all_gather([W, var("v", 6, layout=DP)], ["a", "b"], "dp", provenance=WHY)
 MALFORMED = {
     "out: f32.4,2. is bound twice": graph([W, X], [add(X, X, OUT), add(X, OUT, OUT)], [OUT]),
@@ -79,7 +81,7 @@ MALFORMED = {
     "is a future and is read before its wait": graph(
         [W, X], [START, add(FUTURE, X, OUT), END], [OUT]
     ),
-    "is waited for but is not a future": graph([X], [zt.Eqn(WAIT, (X,), (OUT,))], [OUT]),
+    "is waited for but is not a future": graph([X], [zt.ir.Eqn(WAIT, (X,), (OUT,))], [OUT]),
     "wait changes the type of": graph([W], [START, WRONG_WAIT], [WRONG_WAIT.outs[0]]),
     "has no provenance": graph([W], [START.replace(provenance=None), END], [FULL]),
     "no such mesh axis": graph([W], [START, END], [FULL], mesh=(("tp", 2),)),
@@ -104,13 +106,13 @@ def test_the_error_of_check_names_the_defect(message):
         y = broken.eqns[0].outs[0]
         broken = broken.replace(outputs=(y,))
     with pytest.raises(ProgramError, match=message):
-        zt.check(broken)
+        zt.ir.check(broken)
 
 
 def test_the_error_of_check_names_the_equation_and_its_line():
     at = Source("/home/me/train.py", 7, "step")
     with pytest.raises(ProgramError, match=r"at y: f32\[2\] = aten.add.Tensor \[train.py:7 step\]"):
-        zt.check(graph([], [add(X, X, var("y", 2)).replace(source=at)], []))
+        zt.ir.check(graph([], [add(X, X, var("y", 2)).replace(source=at)], []))
 
 
 def test_dce_drops_equations_whose_results_are_not_read():
@@ -132,23 +134,23 @@ def test_dce_keeps_a_bucket_if_one_member_is_read():
 
 def test_dce_keeps_random_draws_in_order():
     rand = [
-        zt.Eqn(aten.rand.default, ([2],), (var("a", 2),)),
-        zt.Eqn(aten.bernoulli.p, (X, 0.5), (var("b", 4, 2),)),
+        zt.ir.Eqn(aten.rand.default, ([2],), (var("a", 2),)),
+        zt.ir.Eqn(aten.bernoulli.p, (X, 0.5), (var("b", 4, 2),)),
     ]
     shape = add(X, X, X2 := var("x2", 4, 2))
-    third = zt.Eqn(aten.bernoulli.p, (X2, 0.5), (var("c", 4, 2),))
+    third = zt.ir.Eqn(aten.bernoulli.p, (X2, 0.5), (var("c", 4, 2),))
     assert dce(graph([X], [*rand, shape, third], [X])).eqns == (*rand, shape, third)
 
 
 def test_dce_keeps_an_equation_if_only_its_second_result_is_read():
-    pair = zt.Eqn(aten.var_mean.correction, (X,), (None, mean := var("mean")))
+    pair = zt.ir.Eqn(aten.var_mean.correction, (X,), (None, mean := var("mean")))
     assert dce(graph([X], [pair], [mean])).eqns == (pair,)
 
 
 def test_dce_follows_arguments_in_lists_and_keywords():
     eqns = [add(X, X, a := var("a", 4, 2)), add(X, X, b := var("b", 4, 2))]
-    cat = zt.Eqn(aten.cat.default, ([a, X],), (var("c", 8, 2),))
-    where = zt.Eqn(aten.clamp.Tensor, (X,), (d := var("d", 4, 2),), {"min": b})
+    cat = zt.ir.Eqn(aten.cat.default, ([a, X],), (var("c", 8, 2),))
+    where = zt.ir.Eqn(aten.clamp.Tensor, (X,), (d := var("d", 4, 2),), {"min": b})
     kept = [*eqns, cat, where]
     assert dce(graph([X], kept, [cat.outs[0], d])).eqns == tuple(kept)
     assert cat.ins == (a, X) and where.ins == (X, b)
@@ -164,7 +166,7 @@ def test_substitute_and_variables_visit_every_argument():
 
 def test_rename_follows_chains_in_arguments_keywords_and_outputs():
     a, b, c = (var(n, 4, 2) for n in "abc")
-    clamp = zt.Eqn(aten.clamp.Tensor, ([a],), (OUT,), {"min": b})
+    clamp = zt.ir.Eqn(aten.clamp.Tensor, ([a],), (OUT,), {"min": b})
     renamed = rename(graph([c], [clamp], [a, 1]), {a: b, b: c})
     assert renamed.eqns[0].ins == (c, c)
     assert renamed.outputs == (c, 1)
@@ -201,17 +203,18 @@ def test_a_type_prints(v, text):
 
 
 def test_views_casts_and_random_draws_are_recognised():
-    view = zt.Eqn(aten.t.default, (X,), (OUT,))
-    cast = zt.Eqn(aten._to_copy.default, (X,), (OUT,), {"dtype": torch.bfloat16})
+    view = zt.ir.Eqn(aten.t.default, (X,), (OUT,))
+    cast = zt.ir.Eqn(aten._to_copy.default, (X,), (OUT,), {"dtype": torch.bfloat16})
     assert is_view(view) and not is_view(cast) and is_view_or_cast(cast) and is_view_or_cast(view)
-    assert not is_view(zt.Eqn(aten.add_.Tensor, (X, X), (OUT,))) and not is_view_or_cast(USE)
+    assert not is_view(zt.ir.Eqn(aten.add_.Tensor, (X, X), (OUT,))) and not is_view_or_cast(USE)
     assert not is_view(START) and is_random(aten.bernoulli.p) and not is_random(aten.add.Tensor)
 
 
 def test_users_and_producers_of_a_variable():
     assert users(graph([X], [twice := add(X, X, OUT)], [OUT])) == {X: [twice]}
     assert (
-        producers([twice, zt.Eqn(aten.var_mean.correction, (X,), (None, OUT))])[OUT].outs[0] is None
+        producers([twice, zt.ir.Eqn(aten.var_mean.correction, (X,), (None, OUT))])[OUT].outs[0]
+        is None
     )
 
 
@@ -219,7 +222,7 @@ def test_the_text_of_a_program():
     scatter = reduce(
         [FULL], ["g"], "dp", "mean", Split("dp"), torch.bfloat16, provenance=WHY, region="backward"
     )
-    norm = zt.Eqn(aten.linalg_vector_norm.default, (X,), (n := var("n"),), region="update")
+    norm = zt.ir.Eqn(aten.linalg_vector_norm.default, (X,), (n := var("n"),), region="update")
     sums = reduce([n], ["s"], "dp", "sum", None, provenance=WHY, region="update")
     eqns = [
         START,
@@ -254,7 +257,7 @@ def test_the_text_of_a_program():
 
 def test_the_text_of_an_equation():
     line = Source("/home/me/train.py", 12, "loss")
-    cast = zt.Eqn(
+    cast = zt.ir.Eqn(
         aten._to_copy.default,
         (X,),
         (var("y", 4, 2, dtype=torch.bfloat16),),
@@ -263,7 +266,7 @@ def test_the_text_of_an_equation():
     assert equation(cast) == "y: bf16[4,2] = cast(x, bf16)"
     (shown,) = lines(cast.replace(source=line))
     assert shown == f"{'  y: bf16[4,2] = cast(x, bf16)':<90}# train.py:12 loss"
-    mixed = zt.Eqn(
+    mixed = zt.ir.Eqn(
         aten.full.default,
         ([2], torch.tensor([1.0, 2.0])),
         (None, OUT),
@@ -271,7 +274,7 @@ def test_the_text_of_an_equation():
     )
     assert equation(mixed) == "_, out: f32[4,2] = full([2], tensor([1.0, 2.0]))"
     assert (
-        equation(zt.Eqn(SHARD, (X, 0), (OUT,), {"axis": "dp"}))
+        equation(zt.ir.Eqn(SHARD, (X, 0), (OUT,), {"axis": "dp"}))
         == "out: f32[4,2] = shard(x, 0, axis=dp)"
     )
     assert [op_name(op) for op in (aten.linalg_vector_norm.default, GRADIENT, ALL_REDUCE)] == [
@@ -282,7 +285,7 @@ def test_the_text_of_an_equation():
 
 def test_diff_shows_what_changed():
     before, after = graph([W, X], [START, END, USE], [OUT]), graph([W, X], [START, END], [FULL])
-    assert zt.diff(before, after).splitlines() == [
+    assert zt.ir.diff(before, after).splitlines() == [
         "# equations: 1 removed",
         "#   dp param: 1 collective of 1 value, 16 B",
         "@@ -8,3 +8,2 @@",
@@ -291,7 +294,7 @@ def test_diff_shows_what_changed():
         "-  return out",
         "+  return w.full",
     ]
-    assert zt.diff(before, before) == ""
+    assert zt.ir.diff(before, before) == ""
 
 
 def test_user_source_is_this_line():

@@ -21,7 +21,7 @@ def program(op, *args) -> Graph:
 
 
 def exchanged(op, *args) -> list[list]:
-    outs = zt.lockstep(program(op, *args), [[x, -x] for x in RANKS])
+    outs = zt.ir.lockstep(program(op, *args), [[x, -x] for x in RANKS])
     return [[o.tolist() for o in each] for each in outs]
 
 

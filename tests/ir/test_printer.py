@@ -162,7 +162,7 @@ def numbered(count: int, op=aten.relu.default) -> list[Eqn]:
 def test_a_difference_starts_with_a_summary():
     eqns = numbered(6)
     negated = eqns[3].replace(op=aten.neg.default)
-    text = zt.diff(
+    text = zt.ir.diff(
         of(*eqns[:4], gathers(2)), of(eqns[2], eqns[0], eqns[1], negated, eqns[4], gathers(1))
     )
     assert text.splitlines()[:2] == [
@@ -174,8 +174,8 @@ def test_a_difference_starts_with_a_summary():
 def test_long_differences_fold():
     before, after = of(*numbered(100)), of(*numbered(100, aten.neg.default))
     short, full = (
-        zt.diff(before, after).splitlines(),
-        zt.diff(before, after, full=True).splitlines(),
+        zt.ir.diff(before, after).splitlines(),
+        zt.ir.diff(before, after, full=True).splitlines(),
     )
     assert len([line for line in full if line.startswith("-")]) == 100 and len(short) < 30
     assert "-  ... 92 more" in short and "+  ... 92 more" in short
@@ -183,7 +183,7 @@ def test_long_differences_fold():
         *(e.replace(op=aten.neg.default) if i % 4 == 0 else e for i, e in enumerate(numbered(200)))
     )
     short, full = (
-        zt.diff(of(*numbered(200)), every, full=full).splitlines() for full in (False, True)
+        zt.ir.diff(of(*numbered(200)), every, full=full).splitlines() for full in (False, True)
     )
     assert (
         short[-1] == "... 26 more places, with full=True"
@@ -197,13 +197,13 @@ def test_buckets_that_fold_to_one_text_differ_in_a_difference():
     last = Var("params.other", torch.float32, (16, 16), (Split("dp"),))
     second = first.replace(args=([*first.args[0][:-1], last],))
     assert lines(first) == lines(second) and equation(first) != equation(second)
-    text = zt.diff(of(first), of(second))
+    text = zt.ir.diff(of(first), of(second))
     assert "-        params.blocks.0.w8," in text and "+        params.other," in text
 
 
 def test_equal_programs_have_no_difference():
     lowered = lower(zt.overlap_grads())
-    assert zt.diff(lowered, lowered.graph) == "" == zt.diff(lowered, lowered, full=True)
+    assert zt.ir.diff(lowered, lowered.graph) == "" == zt.ir.diff(lowered, lowered, full=True)
 
 
 def test_diff_refuses_arguments_that_are_no_programs():
@@ -213,7 +213,7 @@ def test_diff_refuses_arguments_that_are_no_programs():
             TypeError,
             match=f"diff: got a {type(wrong).__name__}; it compares programs: Graph, Traced",
         ):
-            zt.diff(graph, wrong)
+            zt.ir.diff(graph, wrong)
 
 
 def test_traffic_and_cost_analysis_count_the_same_bytes():

@@ -100,7 +100,7 @@ def test_a_checkpoint_changes_no_bit(kind, stage):
         lowered = zt.chain(shard, *ALL, zt.remat(at_least=0))(step).lower(
             state, *slices((X, Y), 2)[0]
         )
-        zt.check(lowered.graph)
+        zt.ir.check(lowered.graph)
         results.append(lowered.lockstep(state, slices((X, Y), 2)))
     assert distance(*results) == 0
     assert distance(results[0][0], make("none")[0](state, X, Y)[0]) < 1e-6

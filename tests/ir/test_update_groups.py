@@ -119,7 +119,7 @@ def test_other_optimizers_are_calls_over_lists():
 def test_only_updates_move_and_values_stay(name, ranks):
     lowered = on_ranks(CASES[name], ranks, zt.shard_params(zt.AbstractMesh(dp=ranks)), *ALL)
     grouped, groups = group_updates(lowered.graph)
-    zt.check(grouped)
+    zt.ir.check(grouped)
     assert {*grouped.eqns} == {*lowered.graph.eqns}
     fixed = lambda graph: [
         e for e in graph.eqns if e.region != "update" or is_start(e) or rules(e).waits

@@ -31,7 +31,7 @@ class Rewrite(zt.Transform):
     def name(self) -> str:
         return "mine"
 
-    def rewrite(self, graph: zt.Graph) -> zt.Graph:
+    def rewrite(self, graph: zt.ir.Graph) -> zt.ir.Graph:
         return HOW[self.how](graph)
 
 
@@ -52,7 +52,7 @@ def narrower(graph):
     """The state comes back in half precision."""
     new = graph.outputs[0]
     half = Var("half", torch.float16, new.shape, new.layout)
-    cast = zt.Eqn(aten._to_copy.default, (new,), (half,), {"dtype": torch.float16}, "update")
+    cast = zt.ir.Eqn(aten._to_copy.default, (new,), (half,), {"dtype": torch.float16}, "update")
     return graph.replace(eqns=(*graph.eqns, cast), outputs=(half, *graph.outputs[1:]))
 
 
@@ -84,7 +84,9 @@ def test_the_error_names_the_transform_that_broke_the_program(how, message):
     first, advice = str(error.value).splitlines()
     assert first.startswith(f"mine(how={how!r}) made a program that is not well formed: ")
     assert re.search(message, first), first
-    assert advice == "Correct its rewrite: the program that it returns must pass zt.check(graph)."
+    assert (
+        advice == "Correct its rewrite: the program that it returns must pass zt.ir.check(graph)."
+    )
 
 
 def test_the_error_names_a_transform_that_returns_no_program():
@@ -117,10 +119,10 @@ def test_a_transform_must_keep_the_inputs_of_the_program():
 OPTIMISED = """
 import torch, ztrans as zt
 assert False, "python -O drops this"
-x, y = zt.Var("x", torch.float32, (2,)), zt.Var("y", torch.float32, (2,))
-add = zt.Eqn(torch.ops.aten.add.Tensor, (x, y), (zt.Var("z", torch.float32, (2,)),))
+x, y = zt.ir.Var("x", torch.float32, (2,)), zt.ir.Var("y", torch.float32, (2,))
+add = zt.ir.Eqn(torch.ops.aten.add.Tensor, (x, y), (zt.ir.Var("z", torch.float32, (2,)),))
 try:
-    zt.check(zt.Graph("f", (x,), (add,), add.outs, 0))
+    zt.ir.check(zt.ir.Graph("f", (x,), (add,), add.outs, 0))
 except ValueError as error:
     print("refused:", error)
 """

@@ -42,7 +42,7 @@ def stepped(update, shape, ranks, stage=3):
         lowered = zt.chain(zt.shard_params(zt.AbstractMesh(dp=ranks), stage=stage), *ALL)(
             step
         ).lower(state, x[:2])
-        zt.check(lowered.graph)
+        zt.ir.check(lowered.graph)
         got, _ = lowered.lockstep(state, slices((x,), ranks))
     return distance(got, wanted), lowered.graph
 

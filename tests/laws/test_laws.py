@@ -153,9 +153,9 @@ def test_history_holds_every_stage_and_diff_shows_what_changed():
         "make_fx", "trace", "shard_params", "overlap_grads", "prefetch", "fuse_cast_gather", "lower",
     ]  # fmt: skip
     for _, graph in lowered.history[1:]:
-        zt.check(graph)
+        zt.ir.check(graph)
     stages = dict(lowered.history)
-    changed = zt.diff(stages["prefetch"], stages["fuse_cast_gather"])
+    changed = zt.ir.diff(stages["prefetch"], stages["fuse_cast_gather"])
     assert re.search(
         r"^-.*= all_gather\(\[params\.blocks\.0\.qkv\.weight\], axis=dp\)", changed, re.M
     )

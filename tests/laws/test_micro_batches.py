@@ -52,7 +52,7 @@ def test_micro_batches_equal_the_whole_batch(case):
         truth, outputs = plain(case, 1)
         for ranks, stage, keep in WORLDS:
             state, each, lowered = accumulated(case, ranks, stage, keep, steps=1)
-            zt.check(lowered.graph)
+            zt.ir.check(lowered.graph)
             assert distance(state, truth) <= 1e-10, f"{ranks} ranks, stage {stage}"
             assert distance(each, outputs) <= 1e-8, f"outputs, {ranks} ranks, stage {stage}"
 

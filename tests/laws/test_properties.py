@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 
-def lowered(seed: int, *transforms: zt.Transform) -> zt.Graph:
+def lowered(seed: int, *transforms: zt.Transform) -> zt.ir.Graph:
     """The program of the random step with this seed, on four ranks at stage 3."""
     program = Case.of(seed).program
     with doubles():
@@ -76,7 +76,7 @@ def test_cutting_and_joining_are_inverse(shape, ranks):
 
     x = torch.arange(float(torch.Size(shape).numel())).view(shape)
     v = Var("x", x.dtype, tuple(shape), (Split("dp", 0),))
-    graph = zt.Graph("f", (v,), (), (v,), 1, mesh=(("dp", ranks),))
+    graph = zt.ir.Graph("f", (v,), (), (v,), 1, mesh=(("dp", ranks),))
     parts = scatter(graph, [x])
     chunks = torch.chunk(x, ranks)
     for r, (part,) in enumerate(parts):

@@ -96,7 +96,7 @@ def compare(make_loop, make=make_model, make_optimizer=ADAMW, ranks=1, stage=3, 
     if ranks > 1:
         run = zt.chain(zt.shard_params(zt.AbstractMesh(dp=ranks), stage=stage), *ALL)(step)
         lowered = run.lower(state, *slices(data()[0], ranks)[0])
-        zt.check(lowered.graph)
+        zt.ir.check(lowered.graph)
     state, worst = run.shard(state) if ranks == 1 else clone(state), 0.0
     for x, y in data():
         want = plain(x, y).detach()
@@ -104,7 +104,7 @@ def compare(make_loop, make=make_model, make_optimizer=ADAMW, ranks=1, stage=3, 
             run(state, x, y) if ranks == 1 else lowered.lockstep(state, slices((x, y), ranks))
         )
         worst = max(worst, distance(torch.stack(got).mean() if ranks > 1 else got, want))
-    zt.restore(lifted_model, lifted_optimizer, state)
+    zt.write_back(lifted_model, lifted_optimizer, state)
     mine, theirs = everything(lifted_model, lifted_optimizer), everything(model, optimizer)
     worst = max(worst, distance({k: mine[k] for k in theirs}, theirs))
     assert not any(mine[k].any() for k in mine.keys() - theirs.keys()), (

@@ -69,7 +69,7 @@ def compare(make, make_optimizer, tolerance=1e-5, transforms=(), ranks=1, rates=
     run = zt.chain(*transforms)(step) if transforms else zt.Step(step)
     if ranks > 1:
         lowered = run.lower(state, *slices(data()[0], ranks)[0])
-        zt.check(lowered.graph)
+        zt.ir.check(lowered.graph)
     state = run.shard(state) if ranks == 1 else clone(state)
     for i, (x, y) in enumerate(data()):
         if rates:
@@ -79,7 +79,7 @@ def compare(make, make_optimizer, tolerance=1e-5, transforms=(), ranks=1, rates=
             run(state, x, y) if ranks == 1 else lowered.lockstep(state, slices((x, y), ranks))
         )
         assert all(distance(output, want) <= tolerance for output in (got if ranks > 1 else [got]))
-    zt.restore(lifted_model, lifted_optimizer, run.unshard(state))
+    zt.write_back(lifted_model, lifted_optimizer, run.unshard(state))
     assert everything(lifted_model, lifted_optimizer).keys() == everything(model, optimizer).keys()
     assert (
         distance(everything(lifted_model, lifted_optimizer), everything(model, optimizer))
@@ -194,7 +194,7 @@ def test_settings_that_change_between_steps_are_traced_anew():
         assert distance(got, want.detach()) < 1e-6
         change(k, model, optimizer), change(k, lifted_model, lifted_optimizer)
     assert len(run._cache) == 4
-    zt.restore(lifted_model, lifted_optimizer, state)
+    zt.write_back(lifted_model, lifted_optimizer, state)
     assert distance(everything(lifted_model, lifted_optimizer), everything(model, optimizer)) < 1e-6
 
 
@@ -483,7 +483,7 @@ def test_a_loop_may_have_several_optimizers(stage, doubles):
     for part, losses in zip(parts, wanted):
         state, outputs = lowered.lockstep(state, part)
         assert distance(torch.stack([torch.stack(o) for o in outputs]).mean(0), losses) <= 1e-9
-    zt.restore(nets, optimizers, state)
+    zt.write_back(nets, optimizers, state)
     assert distance(dict(nets.state_dict()), dict(plain.state_dict())) <= 1e-9
     for mine, theirs in zip(optimizers, plain_optimizers):
         assert distance(mine.state_dict()["state"], theirs.state_dict()["state"]) <= 1e-9
@@ -577,7 +577,7 @@ def test_a_state_without_an_entry_for_buffers_is_restored():
     optimizer = of("SGD", lr=0.1)(model)
     _, state = zt.lift(loop(model, optimizer), model, optimizer)
     zeros = {name: torch.zeros_like(p) for name, p in state["params"].items()}
-    zt.restore(model, optimizer, {"params": zeros, "optimizer": state["optimizer"]})
+    zt.write_back(model, optimizer, {"params": zeros, "optimizer": state["optimizer"]})
     assert all(not p.any() for p in model.parameters())
 
 
@@ -602,7 +602,7 @@ def test_an_optimizer_without_a_state_gets_a_copy_of_the_restored_one():
     lifted, model = make_model(), make_model()
     lifted_optimizer, optimizer = of("AdamW", lr=0.1)(lifted), of("AdamW", lr=0.1)(model)
     _, state = zt.lift(loop(lifted, lifted_optimizer), lifted, lifted_optimizer)
-    zt.restore(model, optimizer, state)
+    zt.write_back(model, optimizer, state)
     loop(model, optimizer)(*data()[0])
     assert not any(x.any() for entries in state["optimizer"].values() for x in entries.values())
 

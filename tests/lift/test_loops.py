@@ -86,7 +86,7 @@ def test_a_scaler_skips_steps_and_changes_its_scale(make_optimizer, unscale):
             state["scaler"]["scale"] == scaler._scale
             and state["scaler"]["growth"] == scaler._growth_tracker
         )
-    zt.restore(lifted, lifted_optimizer, run.unshard(state), scaler=lifted_scaler)
+    zt.write_back(lifted, lifted_optimizer, run.unshard(state), scaler=lifted_scaler)
     mine, theirs = everything(lifted, lifted_optimizer), everything(model, optimizer)
     assert distance(mine, theirs) <= 1e-6
     if optimizer.param_groups[0]["fused"]:
@@ -110,7 +110,7 @@ def test_a_scaler_works_on_every_rank(name):
             for rank, part in enumerate(slices(batch, RANKS))
         ]
         state, _ = lowered.lockstep(state, parts)
-    zt.restore(lifted, lifted_optimizer, state, scaler=lifted_scaler)
+    zt.write_back(lifted, lifted_optimizer, state, scaler=lifted_scaler)
     assert lifted_scaler.state_dict() == scaler.state_dict()
     assert distance(everything(lifted, lifted_optimizer), everything(model, optimizer)) <= 1e-5
 
@@ -135,7 +135,7 @@ def test_a_scaler_that_is_not_given_to_lift_is_refused():
     step, state = zt.lift(loop_step, model, optimizer)
     with pytest.raises(
         ValueError,
-        match=r"a GradScaler whose scale is not part(?s:.)*test_loops.py:\d+(?s:.)*scaler=scaler\), and to restore",
+        match=r"a GradScaler whose scale is not part(?s:.)*test_loops.py:\d+(?s:.)*scaler=scaler\), and to write_back",
     ):
         zt.Step(step).trace(state, *data()[0], torch.tensor(1.0))
 
@@ -177,7 +177,7 @@ def test_hooks_of_modules_tensors_and_optimizers_run():
         wanted = plain_loop(*batch).detach()
         state, got = run(state, *batch)
         assert torch.equal(got, wanted)
-    zt.restore(lifted, lifted_optimizer, run.unshard(state))
+    zt.write_back(lifted, lifted_optimizer, run.unshard(state))
     assert differing(everything(lifted, lifted_optimizer), everything(model, optimizer)) == []
 
 
@@ -243,7 +243,7 @@ def test_a_loop_is_lifted_again_when_a_layer_is_unfrozen(given):
             unfreeze(given, model, optimizer), unfreeze(given, lifted, lifted_optimizer)
             with pytest.raises(ValueError, match=r"write the state back and lift again"):
                 run(state, *batch)
-            zt.restore(lifted, lifted_optimizer, run.unshard(state))
+            zt.write_back(lifted, lifted_optimizer, run.unshard(state))
             step, state = zt.lift(loop_step, lifted, lifted_optimizer)
             run = zt.Step(step)
             state = run.shard(state)
@@ -255,7 +255,7 @@ def test_a_loop_is_lifted_again_when_a_layer_is_unfrozen(given):
         for parameter in (*model.parameters(), *lifted.parameters()):
             parameter.grad = None
     assert len(run._cache) == 2 and state["optimizer"]["0.weight"]["step"] == 2
-    zt.restore(lifted, lifted_optimizer, run.unshard(state))
+    zt.write_back(lifted, lifted_optimizer, run.unshard(state))
     assert differing(everything(lifted, lifted_optimizer), everything(model, optimizer)) == []
 
 

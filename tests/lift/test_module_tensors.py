@@ -49,7 +49,7 @@ def test_plain_tensors_in_attributes_are_leaves_of_the_state():
         assert torch.equal(loss, loop(plain, optimizers[0])(*batch))
     assert len(run._cache) == 1 and state["buffers"]["count"] == 5
     assert lifted.count == 0 and lifted.tables is tables and type(lifted.mask) is torch.Tensor
-    zt.restore(lifted, optimizers[1], state)
+    zt.write_back(lifted, optimizers[1], state)
     assert lifted.count == 5 and distance(dict(lifted.state_dict()), dict(plain.state_dict())) == 0
 
 
@@ -296,5 +296,5 @@ def test_an_expanded_tensor_is_restored():
     step, state = zt.lift(loop_of(model, sgd), model, sgd)
     run = zt.Step(step)
     state, _ = run(run.shard(state), torch.ones(4, 3))
-    zt.restore(model, sgd, state)
+    zt.write_back(model, sgd, state)
     assert torch.equal(model.mask, torch.ones(2, 3))

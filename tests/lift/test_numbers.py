@@ -56,7 +56,7 @@ def compare(make, make_optimizer, dtype, steps=8):
     for batch in batches(dtype, steps):
         plain(*batch)
         state, _ = run(state, *batch)
-    zt.restore(lifted_model, lifted_optimizer, state)
+    zt.write_back(lifted_model, lifted_optimizer, state)
     mine, theirs = everything(lifted_model, lifted_optimizer), everything(model, optimizer)
     differ = [
         k for k in theirs if not torch.equal(torch.as_tensor(mine[k]), torch.as_tensor(theirs[k]))
@@ -125,7 +125,7 @@ def test_scalars_stay_fp64_on_several_ranks(name, stage):
     for batch in data:
         plain(*batch)
         state, _ = lowered.lockstep(state, slices(batch, 3))
-    zt.restore(lifted_model, lifted_optimizer, state)
+    zt.write_back(lifted_model, lifted_optimizer, state)
     assert distance(everything(lifted_model, lifted_optimizer), everything(model, optimizer)) <= (
         1e-12 if name == "adamw" else 1e-7
     )

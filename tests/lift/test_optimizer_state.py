@@ -222,7 +222,7 @@ def follow_the_advice() -> None:
         state = step.shard(state, source=0)
         for batch in batches:
             state, _ = step(state, *(x.chunk(2)[rank] for x in batch))
-        zt.restore(model, optimizer, step.unshard(state))
+        zt.write_back(model, optimizer, step.unshard(state))
         trained = nn.utils.parameters_to_vector(model.parameters()).detach()
         truth = make_model()
         reference = written.Adopt(truth.parameters(), lr=0.1)

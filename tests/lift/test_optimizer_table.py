@@ -72,7 +72,7 @@ def train_both(plain, lifted) -> None:
     for batch in data():
         loop_step(*batch)
         state, _ = run(state, *batch)
-    zt.restore(*lifted, run.unshard(state))
+    zt.write_back(*lifted, run.unshard(state))
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_an_optimizer_from_a_paper_trains_equally_on_ranks(name):
     for batch in data()[:5]:
         loop(model, optimizer)(*batch)
         state, _ = lowered.lockstep(state, slices(batch, 4))
-    zt.restore(lifted, lifted_optimizer, state)
+    zt.write_back(lifted, lifted_optimizer, state)
     assert distance(everything(lifted, lifted_optimizer), everything(model, optimizer)) <= 1e-5
 
 

@@ -85,8 +85,8 @@ def test_a_scheduler_steps_after_the_lifted_step(scheduler, optimizer):
         assert torch.equal(got, wanted) or (not is_exact and distance(got, wanted) <= 1e-6), k
         plain.advance(wanted), lifted.advance(got)
         if k == 7:
-            zt.restore(lifted.model, lifted.optimizer, run.unshard(state))
-    zt.restore(lifted.model, lifted.optimizer, run.unshard(state))
+            zt.write_back(lifted.model, lifted.optimizer, run.unshard(state))
+    zt.write_back(lifted.model, lifted.optimizer, run.unshard(state))
     mine, theirs = (
         everything(lifted.model, lifted.optimizer),
         everything(plain.model, plain.optimizer),
@@ -124,7 +124,7 @@ def test_every_rank_reads_its_scheduler(scheduler, optimizer, stage):
         plain.advance(plain.loop_step(*batch).detach())
         state, outputs = lowered.lockstep(state, slices(batch, 3))
         lifted.advance(outputs[0])
-    zt.restore(lifted.model, lifted.optimizer, state)
+    zt.write_back(lifted.model, lifted.optimizer, state)
     mine, theirs = (
         everything(lifted.model, lifted.optimizer),
         everything(plain.model, plain.optimizer),

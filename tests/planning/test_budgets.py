@@ -58,7 +58,7 @@ def test_the_error_of_a_small_budget_says_how_much_is_needed_where_and_for_what(
 def test_the_budget_that_the_error_names_is_enough_and_a_byte_less_is_not(stage, rows):
     needs = int(refused(1, stage=stage, rows=rows)[0].split("any order: ")[1].split()[0])
     fits = lower(zt.overlap_grads(), zt.prefetch(memory=needs), stage=stage, rows=rows)
-    assert fits.memory_analysis().peak <= needs and zt.check(fits.graph)
+    assert fits.memory_analysis().peak <= needs and zt.ir.check(fits.graph)
     assert refused(needs - 1, stage=stage, rows=rows)[0].split("any order: ")[1].split()[0] == str(
         needs
     )
@@ -89,7 +89,7 @@ def test_the_order_stays_as_written_if_no_other_order_fits(tmp_path):
     )
     assert [str(e.outs) for e in lowered.graph.eqns] == [str(e.outs) for e in plain.graph.eqns]
     lowered.plan.save(tmp_path / "plan")
-    assert str(lowered.planned(zt.Plan.load(tmp_path / "plan"))) == str(lowered)
+    assert str(lowered.with_plan(zt.Plan.load(tmp_path / "plan"))) == str(lowered)
     with pytest.raises(ValueError, match=f"less than the step needs in any order: {peak} bytes"):
         within(peak - 1).lower(*arguments)
     assert within(2 * peak).lower(*arguments).plan.update == "eager"

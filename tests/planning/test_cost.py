@@ -21,7 +21,7 @@ def step(state, batch):
     return {k: p - 0.1 * grads[k] for k, p in state.items()}, value
 
 
-def lowered(mesh=zt.AbstractMesh(dp=4), **options) -> zt.Lowered:  # noqa: B008
+def lowered(mesh=zt.AbstractMesh(dp=4), **options) -> zt.stages.Lowered:  # noqa: B008
     state = {"a": torch.zeros(64, 128), "b": torch.zeros(128, 32)}
     batch = (torch.zeros(16, 64), torch.zeros(16, 32))
     return zt.chain(zt.shard_params(mesh, **options), zt.overlap_grads())(step).lower(state, batch)
@@ -151,15 +151,15 @@ def test_a_reduction_in_half_precision_returns_a_new_storage():
 
 
 def test_the_analyses_of_an_empty_program_print():
-    nothing = zt.Graph("f", (), (), (), 0)
+    nothing = zt.ir.Graph("f", (), (), (), 0)
     assert str(memory_of(nothing)) == "peak 0 B\nstate 0 B"
     host = "host                    0 calls, 0 kernel launches"
     assert (
         str(cost_of(nothing))
         == f"compute                 0.00 FLOP\nmemory traffic          0 B\n{host}"
     )
-    x, y = zt.Var("x", torch.float32, (1024, 1024)), zt.Var("y", torch.float32, (1024, 1024))
-    relu = zt.Graph("f", (x,), (zt.Eqn(torch.ops.aten.relu.default, (x,), (y,)),), (y,), 0)
+    x, y = zt.ir.Var("x", torch.float32, (1024, 1024)), zt.ir.Var("y", torch.float32, (1024, 1024))
+    relu = zt.ir.Graph("f", (x,), (zt.ir.Eqn(torch.ops.aten.relu.default, (x,), (y,)),), (y,), 0)
     assert str(memory_of(relu)).splitlines()[:2] == ["peak 8.00 MiB at y", "state 0 B"]
     lines = ["compute                 1.05 MFLOP", "memory traffic          8.00 MiB"]
     assert str(cost_of(relu)).splitlines() == [

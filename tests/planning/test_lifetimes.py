@@ -95,7 +95,7 @@ class Line:
     args: list[str]
 
 
-def read(lowered: zt.Lowered) -> list[Line]:
+def read(lowered: zt.stages.Lowered) -> list[Line]:
     """The equations of a program, read off their text."""
     lines = []
     for e in lowered.graph.eqns:
@@ -141,12 +141,12 @@ def at_once(spans: dict[str, tuple[int, int]], at: range) -> int:
 @functools.cache
 def lower(
     step: Callable, stage: int, cluster: zt.Cluster, rows: int = ROWS, more: tuple = (), **how
-) -> zt.Lowered:
+) -> zt.stages.Lowered:
     shard = zt.shard_params(zt.AbstractMesh(dp=RANKS), stage=stage, outputs="local")
     lowered = zt.chain(shard, zt.overlap_grads(**how), *more)(step).lower(
         state(), torch.zeros(rows, W), torch.zeros(rows, W), cluster=cluster
     )
-    zt.check(lowered.graph)
+    zt.ir.check(lowered.graph)
     return lowered
 
 

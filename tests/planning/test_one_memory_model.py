@@ -32,7 +32,9 @@ SLOW, FAST = (
 PROGRAMS = ["mlp_momentum", "clipped", "uneven", "cast_inside", "lora"]
 
 
-def lower(name: str, ranks: int, stage: int, budget: int | None, cluster: zt.Cluster) -> zt.Lowered:
+def lower(
+    name: str, ranks: int, stage: int, budget: int | None, cluster: zt.Cluster
+) -> zt.stages.Lowered:
     shard = zt.shard_params(zt.AbstractMesh(dp=ranks), stage=stage)
     prefetch = zt.prefetch() if budget is None else zt.prefetch(memory=budget)
     return on_ranks(
@@ -119,7 +121,10 @@ def both(name: str, count: int) -> Iterator[tuple[int, int]]:
         s = skeleton(lower(name, ranks, stage, None, cluster).hinted)
         problem = formulate(s, cluster, float("inf"), update)
         for schedule in schedules(problem, chance, count):
-            yield memory(zt.check(realise(s, schedule, problem))).peak, counted(problem, schedule)
+            yield (
+                memory(zt.ir.check(realise(s, schedule, problem))).peak,
+                counted(problem, schedule),
+            )
 
 
 @pytest.mark.slow

@@ -40,9 +40,9 @@ def test_a_saved_plan_gives_the_same_program(stage, tmp_path):
 def test_a_step_takes_a_plan(tmp_path):
     """A step that is given a plan follows it, and plans nothing itself."""
     lowered = lower()
-    step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=4)), *ALL)(CASE.step).planned(lowered.plan)
+    step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=4)), *ALL)(CASE.step).with_plan(lowered.plan)
     assert str(step.lower(CASE.state(), *slices(batches(CASE, 1)[0], 4)[0])) == str(lowered)
-    assert step == zt.chain(zt.shard_params(step.mesh), *ALL)(CASE.step).planned(lowered.plan)
+    assert step == zt.chain(zt.shard_params(step.mesh), *ALL)(CASE.step).with_plan(lowered.plan)
 
 
 def messages_of(lowered) -> list[str]:
@@ -52,10 +52,10 @@ def messages_of(lowered) -> list[str]:
 def test_a_plan_holds_for_a_batch_of_another_size():
     """So ranks may have batches of different sizes: all send the same messages in the same order."""
     step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=4)), *ALL)(CASE.step)
-    planned, small = step.planned(lower().plan), slices(CASE.batch(4), 4)[0]
+    planned, small = step.with_plan(lower().plan), slices(CASE.batch(4), 4)[0]
     followed = planned.lower(CASE.state(), *small)
     assert followed.plan == lower().plan and messages_of(followed) == messages_of(lower())
-    zt.check(followed.graph)
+    zt.ir.check(followed.graph)
 
 
 def test_a_plan_fits_programs_with_the_same_collectives_between_the_same_matmuls():
@@ -146,7 +146,7 @@ def test_replan_notes_the_seconds_that_it_expects():
     assert replanned.plan.notes[-1].startswith("expected ") and "the plan before has" in str(
         replanned.plan
     )
-    zt.check(replanned.graph)
+    zt.ir.check(replanned.graph)
 
 
 @pytest.mark.slow

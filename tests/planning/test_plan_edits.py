@@ -30,11 +30,11 @@ PROGRAMS = {
 ODD = (None, 3, 0.5, True, "", "nobody", [], {}, [[]], ["nobody", ""], {"a": 1})
 
 
-def lower(name: str) -> zt.Lowered:
+def lower(name: str) -> zt.stages.Lowered:
     return on_ranks(CASES[name], RANKS, *PROGRAMS[name], cluster=SLOW)
 
 
-def edits(lowered: zt.Lowered):
+def edits(lowered: zt.stages.Lowered):
     """Random edits of a plan's JSON. Each is a function that changes the plan in place."""
     places = list(skeleton(lowered.hinted).place_names)
 
@@ -157,7 +157,7 @@ def test_an_edited_plan_is_applied_or_refused(name):
             except (TypeError, IndexError, AttributeError, KeyError, ValueError):
                 break  # an earlier edit has removed what this one changes
         try:
-            followed = lowered.planned(zt.Plan.of(edited))
+            followed = lowered.with_plan(zt.Plan.of(edited))
         except ValueError as error:
             first = str(error).splitlines()[0]
             assert first.startswith("plan: "), first
@@ -168,6 +168,6 @@ def test_an_edited_plan_is_applied_or_refused(name):
             seen["refused"] += 1
             continue
         seen["applied"] += 1
-        zt.check(followed.graph)
+        zt.ir.check(followed.graph)
         assert equal(followed.lockstep(case.state(), rank_batches), wanted), edited
     assert seen["refused"] > 100 and seen["applied"] > 15, seen

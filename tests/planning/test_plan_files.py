@@ -14,7 +14,7 @@ CASE, SHARD = CASES["mlp_momentum"], zt.shard_params(zt.AbstractMesh(dp=4))
 OLD, NEW = zt.Plan("old"), zt.Plan("new", notes=("a note " * 1000,))
 
 
-def lower(**how) -> zt.Lowered:
+def lower(**how) -> zt.stages.Lowered:
     return on_ranks(CASE, 4, SHARD, *ALL, **how)
 
 
@@ -66,15 +66,15 @@ def test_a_file_without_a_json_object_is_refused(tmp_path):
 
 
 def test_the_error_of_an_edited_plan_names_the_file_and_the_member(tmp_path):
-    """In `lower(plan=)`, in `Lowered.planned`, and in a step with a plan."""
+    """In `lower(plan=)`, in `Lowered.with_plan`, and in a step with a plan."""
     path = saved(tmp_path, dropped=["params.0.weight.full"])
     plan, lowered = zt.Plan.load(path), lower()
     message = f"""plan {path}: the gather 'params.0.weight.full' is there twice.\nLower without the plan, and save it again."""
-    step = zt.chain(SHARD, *ALL)(CASE.step).planned(plan)
+    step = zt.chain(SHARD, *ALL)(CASE.step).with_plan(plan)
     arguments = CASE.state(), *slices(batches(CASE, 1)[0], 4)[0]
     for take in (
         lambda: lower(plan=plan),
-        lambda: lowered.planned(plan),
+        lambda: lowered.with_plan(plan),
         lambda: step.lower(*arguments),
     ):
         with pytest.raises(ValueError) as error:
@@ -90,7 +90,7 @@ def test_a_plan_with_a_gather_that_starts_after_its_use_is_refused(tmp_path):
         ValueError,
         match=r"plan: the gather \[params.0.weight.full.*\] starts at the end, and is waited for at the start[ +\d]*: out of order",
     ):
-        lowered.planned(wrong)
+        lowered.with_plan(wrong)
 
 
 def test_a_plan_that_drops_the_first_gather_of_a_value_is_refused():
@@ -108,7 +108,7 @@ def test_a_plan_that_drops_the_first_gather_of_a_value_is_refused():
         ValueError,
         match=r"plan: the gather \[params.0.weight.full\] is dropped, and no value is kept for it",
     ):
-        lowered.planned(wrong)
+        lowered.with_plan(wrong)
 
 
 def test_a_plan_that_does_not_fit_the_budget_is_refused():
@@ -123,4 +123,4 @@ def test_a_plan_that_does_not_fit_the_budget_is_refused():
         ValueError,
         match=r"plan: the program that it makes has \d+ bytes live .*, and prefetch was given memory=\d+",
     ):
-        tight.planned(lowered.plan)
+        tight.with_plan(lowered.plan)

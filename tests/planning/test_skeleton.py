@@ -40,7 +40,7 @@ def var(name: str, n: int = 8, **how) -> Var:
 
 
 def names(graph: Graph) -> list[str]:
-    return [e.outs[0].name for e in zt.check(graph).eqns]
+    return [e.outs[0].name for e in zt.ir.check(graph).eqns]
 
 
 def forward(layers: int = 3, twice: bool = False) -> Graph:

@@ -54,7 +54,7 @@ def loaded(folder: Path, mesh: DeviceMesh, before, **options) -> None:
     if ranks > RANK:
         step = zt.shard_params(mesh, axis="data", **options)(lifted()[2])
         like = pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), lifted(seed=1)[3])
-        state = zt.load(folder, step, like)
+        state = zt.load(folder, like, step)
         placed = [x.placements for x in pytree.tree_leaves(state)]
         wanted = [x.placements for x in pytree.tree_leaves(step.shard(lifted()[3]))]
         same = equal(step.unshard(state), before)

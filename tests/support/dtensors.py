@@ -108,7 +108,9 @@ def _others(at: dict[str, int], axis: str | None) -> tuple:
     return tuple((a, i) for a, i in at.items() if a not in own and len(members(a)) == 1)
 
 
-def joined(program: zt.Lowered, ranks: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+def joined(
+    program: zt.stages.Lowered, ranks: Sequence[Sequence[torch.Tensor]]
+) -> list[torch.Tensor]:
     """The whole leaves of the state, from the local tensors of all ranks."""
     places, leaves = coordinates(program.graph.mesh), []
     for i, v in enumerate(program.graph.inputs[: program.graph.num_state]):
@@ -206,7 +208,7 @@ def lifted(mesh: DeviceMesh, report: Callable[..., None]) -> None:
     state = step.shard(state)
     for x in data:
         state, loss = step(state, x.chunk(2)[mesh.get_local_rank("dp")])
-    zt.restore(model, optimizer, step.unshard(state))
+    zt.write_back(model, optimizer, step.unshard(state))
     full = [p.full_tensor() for p in model.parameters()]
     report(
         "lifted", state=distance(full, list(plain.parameters())), loss=distance(loss, losses[-1])

@@ -62,7 +62,7 @@ def trains_equally(
     mesh: zt.AbstractMesh,
     dtype: torch.dtype = torch.float64,
     bound: float = 1e-9,
-) -> zt.Lowered:
+) -> zt.stages.Lowered:
     """Assert that lifted, transformed loops, which take turns, have the losses and final state of the untouched loops."""
     ranks = math.prod(dict(mesh.axes).values())
     models = [model_of(make, dtype) for _ in range(2)]
@@ -71,12 +71,12 @@ def trains_equally(
     state, part = pairs[0][1], slices(data[0], ranks)[0]
     programs = [zt.chain(*transforms)(step).lower(state, *part) for step, _ in pairs]
     for lowered in programs:
-        zt.check(lowered.graph)
+        zt.ir.check(lowered.graph)
     for batch in data:
         for lowered, loss_of in zip(programs, losses):
             wanted = loop(*plain, loss_of)(*batch)
             state, values = lowered.lockstep(state, slices(batch, ranks))
             assert distance(values, [wanted] * ranks) <= bound
-    zt.restore(*lifted, state)
+    zt.write_back(*lifted, state)
     assert is_near(lifted, plain, bound)
     return programs[0]

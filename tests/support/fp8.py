@@ -125,7 +125,7 @@ def batch_of(rows: int = 4, inner: int = 8, out: int = 10) -> tuple[torch.Tensor
 
 def lower(
     step: Callable, *transforms: zt.Transform, state=None, mesh=None, **options
-) -> zt.Lowered:
+) -> zt.stages.Lowered:
     """A step lowered over `mesh`, by default for two ranks."""
     shard = zt.shard_params(mesh or zt.AbstractMesh(dp=2), **options)
     return zt.chain(shard, *transforms)(step).lower(state or state_of(), batch_of())

@@ -53,7 +53,7 @@ def trial(first: Path, operation: int) -> tuple[bool, str]:
 
 def loaded_from(folder: Path) -> str:
     """The value of a whole checkpoint, or "torn"."""
-    like = zt.load(folder, lambda state: state, state(0.0))
+    like = zt.load(folder, state(0.0), lambda state: state)
     value = like["lr"]
     whole = like["w"].eq(value).all() and like["m"]["w"].eq(-value).all()
     return f"{value:g}" if whole else "torn"

@@ -423,7 +423,7 @@ def mixture_of_experts(mesh) -> None:
             anew = zt.shard_params(init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",)))(
                 experts.make_step()
             )
-            loaded = anew.unshard(zt.load(f"{folder[0]}/saved", anew, anew.shard(experts.state())))
+            loaded = anew.unshard(zt.load(f"{folder[0]}/saved", anew.shard(experts.state()), anew))
             report("mixture saved", distance=distance(loaded, full))
 
 

@@ -51,12 +51,12 @@ def plain(case: Case, steps: int = 5, step: Callable | None = None) -> tuple[Any
 
 
 @functools.cache
-def _traced(case: Case, ranks: int, dtype: torch.dtype) -> zt.Traced:
+def _traced(case: Case, ranks: int, dtype: torch.dtype) -> zt.stages.Traced:
     """What a rank traces, which is the same whatever the transforms; kept, for it takes most of the time."""
     return zt.Step.of(case.step).trace(case.state(), *slices(batches(case, 1)[0], ranks)[0])
 
 
-def on_ranks(case: Case, ranks: int, *transforms: zt.Transform, **how: Any) -> zt.Lowered:
+def on_ranks(case: Case, ranks: int, *transforms: zt.Transform, **how: Any) -> zt.stages.Lowered:
     """The step through `transforms`, for a batch cut into as many slices as there are ranks."""
     return _lowered(case, ranks, torch.get_default_dtype(), transforms, tuple(how.items()))
 
@@ -64,18 +64,18 @@ def on_ranks(case: Case, ranks: int, *transforms: zt.Transform, **how: Any) -> z
 @functools.cache
 def _lowered(
     case: Case, ranks: int, dtype: torch.dtype, transforms: tuple, how: tuple
-) -> zt.Lowered:
+) -> zt.stages.Lowered:
     traced = _traced(case, ranks, dtype)
     lowered = dataclasses.replace(
         traced, transforms=zt.chain(*transforms)(case.step).transforms
     ).lower(**dict(how))
-    zt.check(lowered.graph)
+    zt.ir.check(lowered.graph)
     return lowered
 
 
 def sharded(
     case: Case, ranks: int, stage: int = 3, steps: int = 5, transforms=ALL, **options: Any
-) -> tuple[Any, list, zt.Lowered]:
+) -> tuple[Any, list, zt.stages.Lowered]:
     """The sharded step on every rank's slice."""
     mesh = options.pop("mesh", None) or zt.AbstractMesh(dp=ranks)
     lowered = on_ranks(case, ranks, zt.shard_params(mesh, stage=stage, **options), *transforms)

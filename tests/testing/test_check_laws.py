@@ -157,7 +157,7 @@ def test_an_added_output_is_returned_behind_that_of_the_step():
 def test_an_added_output_needs_a_name():
     params, batch = arguments()
     with pytest.raises(
-        zt.ProgramError,
+        zt.ir.ProgramError,
         match=r"there are 4 outputs, and there were 3. Add outputs behind the others, with a name",
     ):
         _Adds(named=False)(train).lower(params, *batch)

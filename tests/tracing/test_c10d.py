@@ -52,7 +52,7 @@ def test_in_place_collectives_become_functional(mesh, name):
     """Also on a view and on a list of outputs, and with an explicit wait in the step."""
     step = zt.shard_params(mesh, stage=0, outputs="local")(lambda s, x: (s, CALLS[name](x.clone())))
     lowered = step.lower(torch.zeros(1), A)
-    assert not any(e.op._schema.is_mutable for e in zt.check(lowered.graph).eqns)
+    assert not any(e.op._schema.is_mutable for e in zt.ir.check(lowered.graph).eqns)
     _, outputs = lowered.lockstep(torch.zeros(1), [(A,), (B,)])
     assert pytree.tree_structure(outputs[0]) == pytree.tree_structure(WANTED[name][0])
     assert all(map(torch.equal, pytree.tree_leaves(outputs), pytree.tree_leaves(WANTED[name])))

@@ -34,7 +34,7 @@ STEPS = 3
 CASES = [(stage, transforms) for stage in range(4) for transforms in ((), ALL)]
 
 
-def lowered(mesh: DeviceMesh) -> tuple[list[zt.Lowered], list[torch.Tensor]]:
+def lowered(mesh: DeviceMesh) -> tuple[list[zt.stages.Lowered], list[torch.Tensor]]:
     """The programs of a rank of tp for the small Llama, and its parts of the state, whole over dp."""
     model = llama_dtensor.parallel(llama(), mesh["tp"])
     step, state = llama_dtensor.make_step(model, torch.float32), llama_dtensor.init(model)

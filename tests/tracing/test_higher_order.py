@@ -18,6 +18,7 @@ import ztrans as zt
 from tests.support.versions import NEW, OLD
 from tests.support.worlds import ALL, clone, distance, slices
 from ztrans.ir.higher_order import functions
+from ztrans.runtime.codegen import to_fx
 
 pytestmark = [
     pytest.mark.filterwarnings(
@@ -97,7 +98,7 @@ def on_ranks(step, stage, state, batch):
 def test_training(loss):
     step = by_autograd(loss)
     lowered = zt.Step.of(step).lower(STATE, X)
-    zt.check(lowered.graph)
+    zt.ir.check(lowered.graph)
     want = step(clone(STATE), X)
     assert distance(lowered.compile()(clone(STATE), X), want) < 1e-6
     assert distance(lowered.lockstep(clone(STATE), [(X,)])[0], want[0]) < 1e-6
@@ -163,7 +164,7 @@ def test_costs_are_those_of_the_functions():
 
 def test_the_code_of_a_function_is_a_function():
     lowered = zt.Step.of(by_autograd(nested)).lower(STATE, X)
-    module = zt.to_fx(lowered.graph)
+    module = to_fx(lowered.graph)
     inner = [name for name, _ in module.named_modules()]
     assert any(name.startswith("scan_combine_0") and ".true_0" in name for name in inner)
 

@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 import ztrans as zt
 from tests.support.worlds import clone
+from ztrans.runtime.codegen import to_fx
 
 HERE = Path(__file__).name
 T = torch.randn
@@ -23,7 +24,7 @@ def alike(want, got) -> bool:
     )
 
 
-def agrees(change, *inputs) -> zt.Graph:
+def agrees(change, *inputs) -> zt.ir.Graph:
     """Check that the program of `change` changes and returns the same as `change(*inputs)`.
 
     The program runs in the interpreter, as FX code, and compiled with donation. Returns the program.
@@ -39,13 +40,13 @@ def agrees(change, *inputs) -> zt.Graph:
     torch.manual_seed(3)
     want = step(*clone(inputs))
     lowered = zt.Step.of(step).lower(*clone(inputs))
-    graph = zt.check(lowered.graph)
+    graph = zt.ir.check(lowered.graph)
     assert not any(e.op._schema.is_mutable for e in graph.eqns)
-    for run in (zt.evaluate, lambda graph, *flat: zt.to_fx(graph)(*flat)):
+    for run in (zt.ir.evaluate, lambda graph, *flat: to_fx(graph)(*flat)):
         flat = pytree.tree_leaves(clone(inputs))
         torch.manual_seed(3)
         assert alike(want, run(graph, *flat)), graph
-        assert run is not zt.evaluate or alike(flat, inputs), "evaluate changed its inputs"
+        assert run is not zt.ir.evaluate or alike(flat, inputs), "evaluate changed its inputs"
     torch.manual_seed(3)
     assert alike(want, lowered.compile()(*clone(inputs))), graph
     return graph

@@ -22,6 +22,7 @@ from tests.support.traced import trace
 from tests.support.worlds import clone, distance
 from ztrans.calling.signature import Abstract, Constant
 from ztrans.ir.op_facts import is_random
+from ztrans.runtime.codegen import to_fx
 
 W, B = torch.linspace(-1, 1, 8).view(4, 2), torch.tensor([0.5, -0.5])
 X, Y = torch.linspace(0, 2, 12).view(3, 4).cos(), torch.linspace(0, 1, 6).view(3, 2)
@@ -41,7 +42,7 @@ def flat(*args):
 
 def evaluated(program, *args):
     """The results of the traced graph, as the pytree that the step returns."""
-    return pytree.tree_unflatten(zt.evaluate(program.graph, *flat(*args)), program.out_tree)
+    return pytree.tree_unflatten(zt.ir.evaluate(program.graph, *flat(*args)), program.out_tree)
 
 
 def loss(w, b, x, y):
@@ -86,7 +87,7 @@ def test_state_and_batch_may_be_any_pytree(kind):
     state, batch = make(W, B), make(X, Y)
     program = trace(step, state, batch)
     assert [v.name for v in program.graph.inputs] == names
-    assert zt.check(program.graph).batch == set(program.graph.inputs[2:])
+    assert zt.ir.check(program.graph).batch == set(program.graph.inputs[2:])
     got, want = evaluated(program, state, batch), step(state, batch)
     assert pytree.tree_structure(got) == pytree.tree_structure(want)
     assert distance(got, want) < 1e-6
@@ -129,7 +130,7 @@ def test_flags_and_literals_are_constants():
         ] == [given["double"], "fast"]
         want = flagged(STATE, given)[1]
         assert torch.equal(evaluated(program, STATE, given)[1], want)
-        assert torch.equal(zt.to_fx(program.graph)(*flat(STATE, given))[-1], want)
+        assert torch.equal(to_fx(program.graph)(*flat(STATE, given))[-1], want)
 
 
 LAYOUTS = {
@@ -166,8 +167,8 @@ def test_equations_have_lines_and_regions_and_gradients_are_marked():
     assert f"# test_trace.py:{tanh} loss" in str(graph)
     marks = {e.outs[0].name: e.args[1].name for e in graph.eqns if str(e.op) == "gradient"}
     assert marks == {"params.w.grad": "params.w", "params.b.grad": "params.b"}
-    module = zt.to_fx(graph)
-    assert all(map(torch.equal, module(*given), zt.evaluate(graph, *given)))
+    module = to_fx(graph)
+    assert all(map(torch.equal, module(*given), zt.ir.evaluate(graph, *given)))
     nodes = [n for n in module.graph.nodes if n.op == "call_function"]
     assert all(
         (n.meta["region"], n.meta["source"]) == (n.meta["eqn"].region, str(n.meta["eqn"].source))
@@ -211,7 +212,7 @@ def test_every_way_to_take_gradients_gives_the_same_regions(way, times, updates)
         return {k: p.detach() - 0.1 * g[k] for k, p in params.items()}, None
 
     program = trace(descends, STATE["params"], X, Y)
-    graph = zt.check(program.graph)
+    graph = zt.ir.check(program.graph)
     counts = Counter((e.region, str(e.op)) for e in graph.eqns)
     assert counts["forward", "aten.mm.default"] == counts["forward", "aten.tanh.default"] == times
     assert (
@@ -256,7 +257,7 @@ def traced(*layers, wrap=lambda f, x: f(x)):
     got = evaluated(program, state, X, Y)
     torch.manual_seed(7)
     assert distance(got, pytree.tree_map(torch.detach, step(state, X, Y))) < 1e-6
-    return step, state, zt.check(program.graph), got[0]
+    return step, state, zt.ir.check(program.graph), got[0]
 
 
 def test_casts_of_autocast_are_in_the_program():
@@ -506,7 +507,7 @@ def test_gradients_of_lookups_are_dense(name, way):
 
     state, ids = {"w": W}, torch.tensor([[0, 2], [3, 2], [1, 0]])
     lowered = zt.shard_params(zt.AbstractMesh(dp=2))(step).lower(state, ids)
-    assert not any("sparse_coo" in str(e.op) for e in zt.check(lowered.graph).eqns)
+    assert not any("sparse_coo" in str(e.op) for e in zt.ir.check(lowered.graph).eqns)
     want = step(state, ids, way="autograd")[0]
     assert distance(lowered.lockstep(state, [(ids,), (ids,)])[0], want) < 1e-6
 
@@ -527,7 +528,7 @@ def forward_mode(state, x):
 def test_a_step_without_autograd_has_a_forward(stage):
     state, x = {"w": W}, torch.cat([X, X + 1])
     lowered = zt.shard_params(zt.AbstractMesh(dp=2), stage=stage)(forward_mode).lower(state, X)
-    regions = {str(e.op): e.region for e in zt.check(lowered.graph).eqns}
+    regions = {str(e.op): e.region for e in zt.ir.check(lowered.graph).eqns}
     assert [regions[f"aten.{op}"] for op in ("renorm.default", "tanh.default", "mean.default")] == [
         "forward"
     ] * 3

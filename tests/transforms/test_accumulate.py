@@ -18,6 +18,7 @@ from benchmarks.peers.memory import Peak, lent
 from tests.support.lifted import loop_of
 from ztrans.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, is_start
 from ztrans.ir.donation import first_write
+from ztrans.runtime.codegen import to_fx
 
 SIZES = (8, 16, 16, 4)
 
@@ -291,7 +292,7 @@ def test_a_lifted_loop_has_the_bits_of_the_loop_over_micro_batches(optimizer):
     step = zt.accumulate(4)(lifted)
     for _ in range(3):
         state, _ = step(state, *batch())
-    zt.restore(model, opt, state)
+    zt.write_back(model, opt, state)
 
     wanted, opt = build()
     for _ in range(3):
@@ -325,7 +326,7 @@ def test_a_leaf_that_cannot_be_cut_is_named():
         ValueError,
         match=re.escape("x has 12 rows, and the program is for 4 micro-batches of 6 rows"),
     ):
-        zt.evaluate(compiled.graph, *pytree.tree_leaves(new_state()), x[:12], y[:12])
+        zt.ir.evaluate(compiled.graph, *pytree.tree_leaves(new_state()), x[:12], y[:12])
 
 
 def test_options_are_checked():
@@ -340,7 +341,7 @@ def test_options_are_checked():
     with pytest.raises(ValueError, match=r"accumulate: applied twice with different options"):
         zt.chain(zt.accumulate(2), zt.accumulate(4))(train)
     with pytest.raises(ValueError, match=r"to_fx: train runs for 3 micro-batches"):
-        zt.to_fx(lower(3).graph)
+        to_fx(lower(3).graph)
 
 
 def test_a_value_of_one_micro_batch_in_the_update_is_an_error():
@@ -421,7 +422,7 @@ def test_a_plan_is_saved_and_used_again(tmp_path):
     )
     first = step.lower(new_state(), *batch(12))
     first.plan.save(tmp_path / "plan.json")
-    again = step.planned(zt.Plan.load(tmp_path / "plan.json")).lower(new_state(), *batch(12))
+    again = step.with_plan(zt.Plan.load(tmp_path / "plan.json")).lower(new_state(), *batch(12))
     assert str(again.graph) == str(first.graph)
 
 

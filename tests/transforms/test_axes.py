@@ -57,15 +57,15 @@ def shard(mesh: dict[str, int], **options) -> zt.Transform:
     return zt.shard_params(zt.AbstractMesh(**mesh), **hosts, **options)
 
 
-def trace(step: Parallel) -> zt.Traced:
+def trace(step: Parallel) -> zt.stages.Traced:
     return zt.Step.of(step.step).trace(step.state(0), step.batch(0))
 
 
-def lower(traced: zt.Traced, *transforms: zt.Transform) -> zt.Lowered:
+def lower(traced: zt.stages.Traced, *transforms: zt.Transform) -> zt.stages.Lowered:
     return dataclasses.replace(traced, transforms=transforms).lower()
 
 
-def results(step: Parallel, lowered: zt.Lowered) -> list[list[torch.Tensor]]:
+def results(step: Parallel, lowered: zt.stages.Lowered) -> list[list[torch.Tensor]]:
     """The outputs of every rank. Each rank of tp has its own weights, each rank of host and dp its own batch."""
     places = coordinates(lowered.graph.mesh)
     parts = [scatter(lowered.graph, pytree.tree_leaves(step.state(tp))) for tp in range(TP)]
@@ -96,7 +96,7 @@ def test_schedules_change_no_bit_and_leave_the_steps_own_collectives_alone(
     if stage == 0 and not any(isinstance(t, type(zt.overlap_grads())) for t in transforms):
         return  # nothing to gather
     plain, planned = lower(traced, first), lower(traced, first, *transforms)
-    graph = zt.check(planned.graph)
+    graph = zt.ir.check(planned.graph)
     assert own(graph) == own(plain.graph)
     each_future_is_waited_for_once(graph)
     within_what_was_asked(graph, transforms)
@@ -114,7 +114,7 @@ def test_a_limit_on_gathers_holds_while_eager_updates_run(norms):
     step = parallel(("column_row",) * 5 + ("linear",), frozenset(), micro=1, norms=norms)
     transforms = (zt.overlap_grads(max_in_flight=0), zt.prefetch(memory=1 << 30, max_in_flight=200))
     planned = lower(trace(step), shard(MESHES[0], reshard="always"), *transforms)
-    within_what_was_asked(zt.check(planned.graph), transforms)
+    within_what_was_asked(zt.ir.check(planned.graph), transforms)
 
 
 @pytest.mark.slow
@@ -128,7 +128,7 @@ def test_delayed_weight_gradients_change_no_bit(step, stage, most):
     planned = lower(
         traced, zt.delay_weight_grads(most=most), first, zt.overlap_grads(), zt.prefetch()
     )
-    assert own(zt.check(planned.graph)) == own(plain.graph)
+    assert own(zt.ir.check(planned.graph)) == own(plain.graph)
     for a, b in zip(results(step, plain), results(step, planned), strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
@@ -238,7 +238,7 @@ def test_the_steps_own_collectives_in_the_update_keep_their_order(stage):
     traced = zt.Step.of(step).trace({k: torch.ones(4, 4) for k in "abc"}, torch.ones(2, 4))
     first = shard({"dp": 2, "tp": 2}, stage=stage)
     plain, planned = lower(traced, first), lower(traced, first, zt.overlap_grads(bucket=0))
-    assert own(zt.check(planned.graph)) == own(plain.graph) and len(own(plain.graph)) == 6
+    assert own(zt.ir.check(planned.graph)) == own(plain.graph) and len(own(plain.graph)) == 6
     sums = [e for e in planned.graph.eqns if is_users(e)]
     assert all(
         v.split == e.outs[0].split and bool(v.split) == (stage > 0) for e in sums for v in e.ins

@@ -55,7 +55,7 @@ def matmuls_during_collectives(graph: Graph) -> list[int]:
 
 
 def test_the_difference_prints(golden):
-    assert zt.diff(lower(SHARD), lower(SHARD, zt.delay_weight_grads())) == golden
+    assert zt.ir.diff(lower(SHARD), lower(SHARD, zt.delay_weight_grads())) == golden
 
 
 def test_at_most_the_given_number_of_matmuls_runs_during_each_collective():
@@ -67,7 +67,7 @@ def test_at_most_the_given_number_of_matmuls_runs_during_each_collective():
 
 
 def test_only_the_order_of_equations_changes():
-    before, after = lower(SHARD).graph, zt.check(lower(SHARD, zt.delay_weight_grads()).graph)
+    before, after = lower(SHARD).graph, zt.ir.check(lower(SHARD, zt.delay_weight_grads()).graph)
     text = [Counter(str((e.op, e.args, e.outs)) for e in g.eqns) for g in (before, after)]
     assert text[0] == text[1] and str(before) != str(after)
 

@@ -56,7 +56,7 @@ def tokens(tensors: int = 1) -> list[tuple]:
 
 def trains_equally(
     make, transforms=SHARDED, losses=(square,), data=None, mesh=MESH, **options
-) -> zt.Lowered:
+) -> zt.stages.Lowered:
     return equal_loops.trains_equally(make, transforms, losses, data or rows(), mesh, **options)
 
 

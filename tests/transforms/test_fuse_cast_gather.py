@@ -16,7 +16,7 @@ def test_the_program_prints(golden):
 
 
 def test_the_difference_prints(golden):
-    assert zt.diff(lower(), lower(zt.fuse_cast_gather())) == golden
+    assert zt.ir.diff(lower(), lower(zt.fuse_cast_gather())) == golden
 
 
 def test_the_program_of_all_four_transforms_prints(golden):
@@ -183,7 +183,7 @@ def test_a_cast_moves_only_before_views_that_keep_elements_and_dtype(name):
     )
     dtypes = {
         e.outs[0].dtype
-        for e in zt.check(lowered.graph).eqns
+        for e in zt.ir.check(lowered.graph).eqns
         if e.op is ALL_GATHER and "w" in e.provenance.paths
     }
     assert dtypes == {PAIRS if crosses else leaf.dtype}

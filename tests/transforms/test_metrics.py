@@ -254,5 +254,5 @@ def test_an_evaluation_between_steps_needs_no_new_trace():
         state, (_, logits) = testing(state, *batch)
         assert state["params"]["0.weight"] is known and not logits.requires_grad
     assert len(training._cache) == len(testing._cache) == 1
-    zt.restore(model, optimizer, state)
+    zt.write_back(model, optimizer, state)
     assert torch.equal(model(batch[0]), logits)

@@ -23,7 +23,7 @@ def test_the_program_prints(golden):
 
 
 def test_the_difference_prints(golden):
-    assert zt.diff(lower(), lower(zt.overlap_grads())) == golden
+    assert zt.ir.diff(lower(), lower(zt.overlap_grads())) == golden
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ SLOW_TO_START = zt.cluster(
 def gaps(lowered) -> list[int]:
     """The matmuls from the first gradient's birth to the first reduction, and then between the following ones."""
     passed, births, starts = 0, {}, []
-    for e in zt.check(lowered.graph).eqns:
+    for e in zt.ir.check(lowered.graph).eqns:
         passed += is_matmul(e)
         births.update(dict.fromkeys(e.outs, passed))
         if e.op is REDUCE_SCATTER and e.provenance.role == "grad":
@@ -175,7 +175,7 @@ def test_an_invalid_order_is_replaced_by_the_order_as_written(broken, monkeypatc
             lambda *a: (_ for _ in ()).throw(ScheduleError("out of order: Bucket")),
         )
     lowered = on_ranks(case, 4, shard, zt.overlap_grads(), zt.prefetch())
-    assert [str(e.outs) for e in zt.check(lowered.graph).eqns] == [
+    assert [str(e.outs) for e in zt.ir.check(lowered.graph).eqns] == [
         str(e.outs) for e in plain.graph.eqns
     ]
     (note,) = lowered.plan.notes
@@ -183,7 +183,7 @@ def test_an_invalid_order_is_replaced_by_the_order_as_written(broken, monkeypatc
     assert note.startswith("the order is as written: the planned one is not valid: ")
     assert reason in note and note in " ".join(str(lowered.plan).split())
     monkeypatch.undo()
-    assert str(lowered.planned(lowered.plan)) == str(lowered)
+    assert str(lowered.with_plan(lowered.plan)) == str(lowered)
 
 
 @pytest.mark.parametrize("options, message", [

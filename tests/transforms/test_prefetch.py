@@ -15,7 +15,7 @@ def test_the_program_prints(golden):
 
 
 def test_the_difference_prints(golden):
-    assert zt.diff(lower(), lower(zt.prefetch())) == golden
+    assert zt.ir.diff(lower(), lower(zt.prefetch())) == golden
 
 
 def ahead(lowered) -> int:

@@ -35,7 +35,7 @@ def lower(*transforms):
 
 
 def test_the_difference_prints(golden):
-    assert zt.diff(lower(), lower(EVERY)) == golden
+    assert zt.ir.diff(lower(), lower(EVERY)) == golden
 
 
 def recomputed(graph) -> list[str]:

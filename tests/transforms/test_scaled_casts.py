@@ -55,7 +55,7 @@ def both(step, state, *transforms, ranks=2, **options):
     plain, fused = (
         lower(step, *transforms, *more, state=state, **options) for more in ((), (FUSE,))
     )
-    zt.check(fused.graph)
+    zt.ir.check(fused.graph)
     assert equal(run(plain, state, ranks), run(fused, state, ranks))
     return fused
 
@@ -168,7 +168,7 @@ def test_a_scale_over_the_ranks_of_tensor_parallelism_too(transforms):
         places = coordinates(lowered.graph.mesh)
         parts = [scatter(lowered.graph, state) for state in states]
         ranks = [[*parts[at["tp"]][r], *batches[at["dp"]]] for r, at in enumerate(places)]
-        results.append(lockstep(zt.check(lowered.graph), ranks))
+        results.append(lockstep(zt.ir.check(lowered.graph), ranks))
     assert equal(*results)
     assert {dtype for dtypes in gathers(lowered).values() for dtype in dtypes} == {E4M3}
     assert (

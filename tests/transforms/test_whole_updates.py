@@ -55,7 +55,7 @@ def trained(ranks, stage, **how):
     step, state = zt.lift(*muon(**how))
     sharded = zt.chain(zt.shard_params(zt.AbstractMesh(dp=ranks), stage=stage), *ALL)(step)
     lowered, state = sharded.lower(state, *slices(batches()[0], ranks)[0]), clone(state)
-    zt.check(lowered.graph)
+    zt.ir.check(lowered.graph)
     for batch in batches():
         state, _ = lowered.lockstep(state, slices(batch, ranks))
     return state["params"], lowered
@@ -144,7 +144,7 @@ def test_a_gradient_is_gathered_once_for_all_products_over_its_cut_dim(
         torch.manual_seed(0)
         state, x = {"w": torch.randn(shape)}, torch.rand(2 * ranks, 3)
         lowered = zt.shard_params(zt.AbstractMesh(dp=ranks), stage=2)(step).lower(state, x[:2])
-        zt.check(lowered.graph)
+        zt.ir.check(lowered.graph)
         wanted, _ = step(state, x)
         got, _ = lowered.lockstep(state, slices((x,), ranks))
     assert distance(got, wanted) <= 1e-12

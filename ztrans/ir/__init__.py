@@ -37,6 +37,7 @@ from .graph import (
     users,
     variables,
 )
+from .interpreter import evaluate, lockstep
 from .marks import ACCUMULATE, GRADIENT, JOIN, KEEP, PMEAN, PSUM
 from .micro_batches import Parts, parts
 from .op_facts import is_matmul, is_random, is_view
@@ -50,7 +51,7 @@ __all__ = [
     "WAIT",
     "Eqn", "Graph", "Layout", "Names", "Order", "Partial", "Parts", "Primitive", "ProgramError",
     "Provenance", "Rules", "Split", "Start", "Var",
-    "all_gather", "check", "dce", "diff", "equation", "is_matmul", "is_random", "is_start", "is_view", "lane",
-    "op_name", "pair", "parts", "producers", "program", "reduce", "rename", "rules", "substitute", "users",
-    "variables", "wait",
+    "all_gather", "check", "dce", "diff", "equation", "evaluate", "is_matmul", "is_random", "is_start", "is_view",
+    "lane", "lockstep", "op_name", "pair", "parts", "producers", "program", "reduce", "rename", "rules", "substitute",
+    "users", "variables", "wait",
 ]  # fmt: skip

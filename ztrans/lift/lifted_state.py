@@ -1,7 +1,7 @@
 """The state of a lifted loop: parameters, buffers, optimizer state, and with `carry_grads` gradients.
 
-`state_of` reads it from a module and its optimizers, and `restore` writes it back. Plain tensors in attributes of the
-module are among the buffers.
+`state_of` reads it from a module and its optimizers, and `write_back` writes it into them. Plain tensors in attributes
+of the module are among the buffers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def state_of(model: nn.Module, optimizers: Sequence[Optimizer], carry_grads: boo
     return state
 
 
-def restore(
+def write_back(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
     state: State,
@@ -114,8 +114,8 @@ def _write(present: Any, value: Any) -> Any:
         return None
     if isinstance(value, DTensor) and not isinstance(present, DTensor):
         raise TypeError(
-            "restore: the state has the parts of this rank, and the module has whole tensors.\n"
-            "Gather it first: zt.restore(model, optimizer, step.unshard(state))."
+            "write_back: the state has the parts of this rank, and the module has whole tensors.\n"
+            "Gather it first: zt.write_back(model, optimizer, step.unshard(state))."
         )
     if isinstance(present, torch.Tensor):
         return present.copy_(_laid_out(value, present))

@@ -155,7 +155,7 @@ def check_known(
         raise TraceError(
             f"lift: the optimizer made {', '.join(new)} for {name}, which the lifted state does not hold.\n"
             f"If a parameter is trained from now on, or a setting of the optimizer has changed, write the state back "
-            f"and lift again: zt.restore(model, optimizer, step.unshard(state)); step, state = zt.lift(...)."
+            f"and lift again: zt.write_back(model, optimizer, step.unshard(state)); step, state = zt.lift(...)."
         )
 
 

@@ -74,7 +74,7 @@ def _refuse_scale(scaler: GradScaler, outputs: Any) -> Any:
     raise TraceError(
         f"lift: the loop step uses a GradScaler whose scale is not part of the state.\n"
         f"  at {where(user_source())}\n"
-        f"Give it to lift: lift(loop_step, model, optimizer, scaler=scaler), and to restore. Training in bfloat16 "
+        f"Give it to lift: lift(loop_step, model, optimizer, scaler=scaler), and to write_back. Training in bfloat16 "
         f"needs no scaler."
     )
 

@@ -178,7 +178,7 @@ class Start(torch.nn.Module):
         if self._channel is None:
             raise RuntimeError(
                 "ztrans: this program was made without a mesh, so its collectives have no process group.\n"
-                "Make it for one: zt.to_fx(graph, mesh)."
+                "Make it for one: to_fx(graph, mesh)."
             )
         return self._channel
 

@@ -191,7 +191,7 @@ def _check_same(
             )
             raise LawError(
                 f"the transform changes {name}{pytree.keystr(path[1:])} by {far:.1e} {world}: {asked}.\n"
-                f"Compare the programs: zt.diff(step.lower(...), transform(step).lower(...))."
+                f"Compare the programs: zt.ir.diff(step.lower(...), transform(step).lower(...))."
             )
 
 

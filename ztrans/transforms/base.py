@@ -170,7 +170,7 @@ def rewritten(graph: Graph, transform: Transform) -> Graph:
     except ProgramError as error:
         raise ProgramError(
             f"{transform!r} made a program that is not well formed: {error}.\n"
-            f"Correct its rewrite: the program that it returns must pass zt.check(graph)."
+            f"Correct its rewrite: the program that it returns must pass zt.ir.check(graph)."
         ) from None
     return new.replace(history=(*graph.history, repr(transform)))
 

@@ -114,7 +114,7 @@ def sharded(step, stage):
     lowered = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2), stage=stage), *ALL)(step).lower(
         STATE, *halves[0]
     )
-    zt.check(lowered.graph)
+    zt.ir.check(lowered.graph)
     return lowered, lowered.lockstep(clone(STATE), halves)[0]
 
 

@@ -42,8 +42,8 @@ def test_what_is_saved_is_loaded(trained, tmp_path, blank):
     step, state = trained
     assert zt.save(tmp_path / "a", state).result() == tmp_path / "a"
     like = blank(state)
-    assert same(zt.load(tmp_path / "a", step, like), state)
-    assert same(zt.load(str(tmp_path / "a"), zt.remat()(step), like), state)
+    assert same(zt.load(tmp_path / "a", like, step), state)
+    assert same(zt.load(str(tmp_path / "a"), like, zt.remat()(step)), state)
     assert [file.name for file in tmp_path.iterdir()] == ["a"]
 
 
@@ -61,7 +61,7 @@ def test_numbers_stay_numbers_without_a_mesh(tmp_path):
         "count": 0,
         "nested": [(torch.zeros(2, 2), 0.0)],
     }
-    assert same(zt.load(tmp_path / "a", lambda state: state, like), state)
+    assert same(zt.load(tmp_path / "a", like, lambda state: state), state)
     assert like["lr"] == 0.0 and not like["w"].any(), "`like` does not change"
 
 
@@ -69,7 +69,7 @@ def test_a_part_of_a_checkpoint_can_be_loaded_in_another_dtype(trained, tmp_path
     step, state = trained
     zt.save(tmp_path / "a", state).result()
     like = {"params": pytree.tree_map(lambda x: x.bfloat16(), state["params"])}
-    half = zt.load(tmp_path / "a", step, like)
+    half = zt.load(tmp_path / "a", like, step)
     assert same(half, {"params": pytree.tree_map(lambda x: x.bfloat16(), state["params"])})
 
 
@@ -79,7 +79,7 @@ def test_a_checkpoint_of_dcp_itself_can_be_loaded(trained, tmp_path):
     sharded = zt.shard_params(mesh)(step)
     dcp.save(sharded.shard(state), checkpoint_id=tmp_path / "a")
     assert same(
-        sharded.unshard(zt.load(tmp_path / "a", sharded, state)),
+        sharded.unshard(zt.load(tmp_path / "a", state, sharded)),
         sharded.unshard(sharded.shard(state)),
     )
 
@@ -102,7 +102,7 @@ def test_steps_that_go_on_do_not_tear_a_save(trained, tmp_path, monkeypatch, on_
     assert not future.done()
     overwritten.set()
     future.result()
-    loaded = zt.load(tmp_path / "a", step, as_meta(before))
+    loaded = zt.load(tmp_path / "a", as_meta(before), step)
     assert same(step.unshard(loaded) if on_mesh else loaded, before)
 
 
@@ -114,7 +114,7 @@ def test_a_save_replaces_the_one_before_and_waits_for_it(trained, tmp_path):
         futures.append(zt.save(tmp_path / "a", state))
         assert all(future.done() for future in futures[:-1])
     futures[-1].result()
-    assert zt.load(tmp_path / "a", step, state)["buffers"]["scale"].tolist() == [2.0] * 3
+    assert zt.load(tmp_path / "a", state, step)["buffers"]["scale"].tolist() == [2.0] * 3
     assert [file.name for file in tmp_path.iterdir()] == ["a"]
 
 
@@ -135,7 +135,7 @@ def test_a_failed_save_says_so_at_once_and_leaves_the_checkpoint_whole(
         with pytest.raises(RuntimeError, match=r"A checkpoint that it had before is whole."):
             future.result()
     assert len(told) == 1
-    assert same(zt.load(tmp_path / "a", step, as_meta(state)), state)
+    assert same(zt.load(tmp_path / "a", as_meta(state), step), state)
     assert [file.name for file in tmp_path.iterdir()] == ["a"]
 
 
@@ -161,12 +161,12 @@ def test_a_missing_checkpoint_is_an_error(tmp_path):
     with pytest.raises(
         FileNotFoundError, match=r"load: .*a is no checkpoint.\nzt.save writes one."
     ):
-        zt.load(tmp_path / "a", lambda state: state, {})
+        zt.load(tmp_path / "a", {}, lambda state: state)
     (tmp_path / "a.partial").mkdir()
     with pytest.raises(
         FileNotFoundError, match=r"The first save to it is not complete: call .result\(\)"
     ):
-        zt.load(tmp_path / "a", lambda state: state, {})
+        zt.load(tmp_path / "a", {}, lambda state: state)
 
 
 def test_a_state_that_does_not_fit_is_an_error(trained, tmp_path):
@@ -177,11 +177,11 @@ def test_a_state_that_does_not_fit_is_an_error(trained, tmp_path):
         ValueError,
         match=r"load: .*a does not fit.*\n  The checkpoint does not have ema.first.weight.",
     ):
-        zt.load(tmp_path / "a", step, more)
+        zt.load(tmp_path / "a", more, step)
     state["params"]["first.weight"] = torch.zeros(8, 7)
     message = "load: params.first.weight has shape [7, 7] in "
     with pytest.raises(ValueError, match=re.escape(message) + r".*a, and \[8, 7\] in the state"):
-        zt.load(tmp_path / "a", step, state)
+        zt.load(tmp_path / "a", state, step)
 
 
 @pytest.mark.parametrize("blank", [lambda state: state, as_meta])
@@ -192,17 +192,17 @@ def test_a_state_that_is_sharded_may_say_what_is_read(tmp_path, blank):
     state, _ = step(step.shard(state), batch(0))
     zt.save(tmp_path / "a", state).result()
     saved = step.unshard(state)
-    loaded = zt.load(tmp_path / "a", step, blank(step.shard(lifted(seed=1)[-1])))
+    loaded = zt.load(tmp_path / "a", blank(step.shard(lifted(seed=1)[-1])), step)
     assert all(isinstance(x, DTensor) and not x.is_meta for x in pytree.tree_leaves(loaded))
     assert same(step.unshard(loaded), saved)
     loaded, _ = step(loaded, batch(1))
 
 
 def test_a_resumed_optimizer_passes_both_ways(tmp_path):
-    """A checkpoint of model and optimizer is loaded into these before `lift`, and written from them after `restore`."""
+    """A checkpoint of model and optimizer is loaded into these before `lift`, and written from them after `write_back`."""
     model, optimizer, step, state = lifted(seed=1)
     state, _ = step(state, batch(0))
-    zt.restore(model, optimizer, state)
+    zt.write_back(model, optimizer, state)
     torch.save(
         {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "all.pt"
     )
@@ -223,4 +223,4 @@ def test_the_file_of_an_ordinary_model_is_refused(tmp_path, name):
     ):
         zt.save(tmp_path / name, state)
     with pytest.raises(ValueError, match=r"(?s)load: .*model.load_state_dict\(\.\.\.\).*source=0"):
-        zt.load(tmp_path / name, step, state)
+        zt.load(tmp_path / name, state, step)

@@ -48,7 +48,7 @@ def test_a_state_is_loaded_by_other_worlds_stages_and_axes(four):
 def test_one_process_loads_what_four_have_saved(four, folder):
     *_, step, state = lifted()
     whole = torch.load(folder / "whole.pt")
-    loaded = zt.load(folder / "three", step, state)
+    loaded = zt.load(folder / "three", state, step)
     assert same(loaded, whole)
 
 

@@ -116,7 +116,7 @@ def lifted(*args, backend="eager", cuda_graph=False, transform=lambda step: step
         state, loss = call(state, *batch)
     if cuda_graph:
         call.close()
-    zt.restore(model, optimizer, state)
+    zt.write_back(model, optimizer, state)
     return model.state_dict(), loss
 
 
@@ -247,7 +247,7 @@ def test_a_scaler_skips_steps_and_changes_its_scale():
     for factor, batch in zip(factors, batches()):
         plain_step(*batch, factor)
         state, _ = run(state, *batch, factor)
-    zt.restore(model, optimizer, state, scaler=lifted_scaler)
+    zt.write_back(model, optimizer, state, scaler=lifted_scaler)
     assert [
         k for k, v in plain.state_dict().items() if not torch.equal(v, model.state_dict()[k])
     ] == []

@@ -10,7 +10,7 @@ import ztrans as zt
 from tests.support.worlds import clone, distance
 from ztrans.ir.higher_order import is_attention
 from ztrans.ir.operations import compute
-from ztrans.runtime.codegen import nested
+from ztrans.runtime.codegen import nested, to_fx
 from ztrans.runtime.inductor.attention import Attention
 
 torch.manual_seed(0)
@@ -71,7 +71,7 @@ def test_the_kernel_computes_what_the_dense_meaning_does():
 def test_equal_layers_share_a_kernel():
     step = lambda state, *batch: evaluate(state, *batch, layers=3)
     lowered = zt.Step.of(step).lower(STATE, *BATCH)
-    program = zt.to_fx(lowered.graph)
+    program = to_fx(lowered.graph)
     assert len(attentions(lowered.graph)) == 3
     assert sum(isinstance(m, Attention) for m in program.modules()) == 1
     _, value = lowered.compile()(clone(STATE), *BATCH)
@@ -138,5 +138,5 @@ def test_layers_with_other_literals_have_kernels_of_their_own():
 
     q, state = torch.randn(1, heads, 4, 8, dtype=torch.float64), {"w": torch.ones(1)}
     lowered = zt.Step.of(step).lower(state, q)
-    assert sum(isinstance(m, Attention) for m in zt.to_fx(lowered.graph).modules()) == 2
+    assert sum(isinstance(m, Attention) for m in to_fx(lowered.graph).modules()) == 2
     assert distance(lowered.compile()(clone(state), q), step(state, q)) < 1e-12

@@ -20,7 +20,7 @@ from .save import committed, is_model_file, partial
 State = TypeVar("State")
 
 
-def load(path: str | os.PathLike[str], step: Callable, like: State) -> State:
+def load(path: str | os.PathLike[str], like: State, step: Callable) -> State:
     """Read a state, in the layouts that `step` needs. All ranks must call it.
 
     The number of ranks, the mesh, the axis and the stage may differ from those with which it was saved. Each rank reads
@@ -28,9 +28,9 @@ def load(path: str | os.PathLike[str], step: Callable, like: State) -> State:
 
     Args:
         path: what `zt.save` or `torch.distributed.checkpoint` has written.
-        step: the step that will use the state.
         like: a state with the structure, shapes and dtypes to read, such as that of `zt.lift`. It does not change. Its
             tensors may be on meta.
+        step: the step that will use the state.
 
     Returns: The state, a new one, as `step.shard` returns it.
 
@@ -40,9 +40,11 @@ def load(path: str | os.PathLike[str], step: Callable, like: State) -> State:
     >>> import tempfile, ztrans as zt
     >>> folder = Path(tempfile.mkdtemp()) / "checkpoint"
     >>> _ = zt.save(folder, {"params": {"w": torch.ones(2)}, "lr": 0.1}).result()
-    >>> zt.load(folder, lambda state: state, {"params": {"w": torch.empty(2, device="meta")}, "lr": 0.0})
+    >>> zt.load(folder, {"params": {"w": torch.empty(2, device="meta")}, "lr": 0.0}, lambda state: state)
     {'params': {'w': tensor([1., 1.])}, 'lr': 0.1}
     """
+    if callable(like) and not callable(step):
+        raise TypeError("load: the state comes before the step: zt.load(path, like, step).")
     checkpoint = _Folder(_folder(Path(path)))
     named = named_leaves(like)
     _check_fits(checkpoint.shapes, path, named)
