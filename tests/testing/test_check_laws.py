@@ -161,21 +161,3 @@ def test_an_added_output_needs_a_name():
         match=r"there are 4 outputs, and there were 3. Add outputs behind the others, with a name",
     ):
         _Adds(named=False)(train).lower(params, *batch)
-
-
-@dataclass(frozen=True, repr=False)
-class _Grown(zt.Transform):
-    """Two of them are one with the sum of their sizes."""
-
-    size: int = 1
-
-    def rewrite(self, graph):
-        return graph
-
-    def joined(self, other):
-        return _Grown(self.size + other.size) if isinstance(other, _Grown) else None
-
-
-def test_a_chain_that_grows_when_it_is_applied_again_is_found():
-    with pytest.raises(zt.testing.LawError, match=r"applied twice is not .* applied once"):
-        check(zt.chain(_Grown(1), _Grown(2)))

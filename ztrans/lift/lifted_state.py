@@ -134,7 +134,9 @@ def check_lifted(state: Any, step: str) -> None:
     if isinstance(state, Mapping) and "params" in state:
         return
     description = f"a {type(state).__name__}"
-    if isinstance(state, tuple):
+    if isinstance(state, torch.Tensor):
+        description = "a Tensor"  # a fake one, while the step is traced
+    elif isinstance(state, tuple):
         description = "a tuple, as the step returns it"
     raise TypeError(
         f"lift: the first argument of {step} is {description}, and a lifted step takes its state first.\n"
