@@ -115,7 +115,7 @@ class Traced(Printed):
                 graph = rewritten(graph, transform)
             history.append((transform.name, graph))
         hinted = dce(erase_trivial(erase_marks(graph)))
-        hinted = writes_last(hinted) if hinted.writes_last else hinted
+        hinted = writes_last(hinted) if hinted.hints.update == "last" else hinted
         cluster = cluster or assumed(getattr(mesh, "device_type", "cuda"), hinted.axes)
         of_state = [
             axes_of(self.transforms, v.name, leaf)
@@ -206,7 +206,7 @@ class Lowered(Printed):
     def _ordered(self, plan: Plan, graph: Graph) -> Lowered:
         """This program in the order of `graph`, with the plan of that order and what can be said of it."""
         history = (*self.history[:-1], ("lower", graph))
-        plan = with_memory_notes(plan, memory(graph).peak, graph.budget, self.cluster.device)
+        plan = with_memory_notes(plan, memory(graph).peak, graph.hints.memory, self.cluster.device)
         plan = dataclasses.replace(plan, traffic=tuple(traffic(graph).items()))
         return dataclasses.replace(self, graph=graph, plan=plan, history=history)
 

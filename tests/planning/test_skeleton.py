@@ -21,14 +21,13 @@ from ztrans.ir.collectives import (
     reduce,
     wait,
 )
-from ztrans.ir.graph import Eqn, Graph, Order, Provenance, Split, Var
+from ztrans.ir.graph import Eqn, Graph, Provenance, Split, Var
 from ztrans.planning.formulate import frame
 from ztrans.planning.realise import realise
 from ztrans.planning.skeleton import hoist, skeleton
 from ztrans.planning.solver.problem import Bucket, Schedule
 
 aten = torch.ops.aten
-GATHER, REDUCE, BIRTH = Order("gather"), Order("reduce"), Order("birth")
 
 
 def why(role: str, regather: str | None = None) -> Provenance:
@@ -56,7 +55,7 @@ def forward(layers: int = 3, twice: bool = False) -> Graph:
             )
             w = wait(start.outs[0])
             eqns += [
-                start.replace(order=GATHER),
+                start.replace(order="gather"),
                 w,
                 Eqn(aten.add.Tensor, (h, w.outs[0]), (out := var(f"h{i}{suffix}"),)),
             ]
@@ -74,9 +73,9 @@ def backward(layers: int = 3) -> Graph:
         born.append(
             Eqn(aten.add.Tensor, (born[-1].outs[0] if born else dy, dy), (g,), region="backward")
         )
-        casts.append(Eqn(aten._to_copy.default, (g,), (c,), region="backward", order=BIRTH))
+        casts.append(Eqn(aten._to_copy.default, (g,), (c,), region="backward", order="birth"))
         start = reduce([c], [f"r{i}"], "dp", "mean", Split("dp"), provenance=why("grad"))
-        ends += [start.replace(order=REDUCE), wait(start.outs[0])]
+        ends += [start.replace(order="reduce"), wait(start.outs[0])]
         uses.append(Eqn(aten.sub.Tensor, (p, ends[-1].outs[0]), (new,), region="update"))
     eqns = [*born, *casts, *ends, *uses]
     return Graph(

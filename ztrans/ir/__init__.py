@@ -22,9 +22,9 @@ from .differences import diff
 from .graph import (
     Eqn,
     Graph,
+    Hints,
     Layout,
     Names,
-    Order,
     Partial,
     Primitive,
     Provenance,
@@ -49,7 +49,7 @@ from .verifier import ProgramError, check
 __all__ = [
     "ACCUMULATE", "ALL_GATHER", "ALL_REDUCE", "GRADIENT", "JOIN", "KEEP", "PMEAN", "PSUM", "REDUCE_SCATTER", "SHARD",
     "WAIT",
-    "Eqn", "Graph", "Layout", "Names", "Order", "Partial", "Parts", "Primitive", "ProgramError",
+    "Eqn", "Graph", "Hints", "Layout", "Names", "Partial", "Parts", "Primitive", "ProgramError",
     "Provenance", "Rules", "Split", "Start", "Var",
     "all_gather", "check", "dce", "diff", "equation", "evaluate", "is_matmul", "is_random", "is_start", "is_view",
     "lane", "lockstep", "op_name", "pair", "parts", "producers", "program", "reduce", "rename", "rules", "substitute",

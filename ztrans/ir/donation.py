@@ -4,9 +4,9 @@ The caller of a step gives the storage of the state away, so an elementwise upda
 operation on a temporary also runs in place if the argument fills its storage, the equation is the last to read it, and
 no collective that is under way reads it.
 
-Updates run in place, so the state of a rank that fails between two of them is half updated. In a program with
-`writes_last`, the equations that write the state run after everything that can fail because of another rank: every
-collective, forward and backward. A step that fails before the first write leaves the old state unchanged.
+Updates run in place, so the state of a rank that fails between two of them is half updated. In a program that
+`writes_last` has reordered, the equations that write the state run after everything that can fail because of another
+rank: every collective, forward and backward. A step that fails before the first write leaves the old state unchanged.
 
     m1 = mul(m, 0.9)                 n = norm(g)
     n = norm(g)               -->    s = wait(all_reduce(n))
@@ -45,12 +45,12 @@ def writes_last(graph: Graph) -> Graph:
     fixed = (e for e in graph.eqns if _can_fail(e) or is_random(e.op))
     first = needed(fixed, producers(graph.eqns))
     eqns = sorted(graph.eqns, key=lambda e: e not in first)
-    return graph.replace(eqns=tuple(eqns), writes_last=True)
+    return graph.replace(eqns=tuple(eqns)).with_hints(update="last")
 
 
 def first_write(graph: Graph) -> int:
     """The index of the first equation that may write over the state; 0 unless the program writes its state last."""
-    if not graph.writes_last:
+    if graph.hints.update != "last":
         return 0
     return 1 + max((i for i, e in enumerate(graph.eqns) if _can_fail(e)), default=-1)
 

@@ -127,23 +127,32 @@ class Provenance:
     regather: Literal["auto", "always"] | None = None
 
 
+# Where a plan moves an equation: "birth" moves it up to its last argument, "gather" moves the start of a gather up, and
+# "reduce" moves the wait for a reduction down.
+Move = Literal["birth", "gather", "reduce"]
+
+
 @dataclass(frozen=True)
-class Order:
-    """A hint for the scheduler. A transform sets it; planning follows it.
+class Hints:
+    """What transforms ask of the plan. Each sets fields of its own, so their order does not matter.
 
     Attributes:
-        place: "birth" moves an equation up to its last argument. "gather" moves a start up, "reduce" a wait down.
-        in_flight: the greatest number of bytes that are started and not yet waited for.
-        bucket: the greatest number of bytes in a bucket.
-        between: the greatest number of matmuls between two starts.
-        update: "eager" runs updates as soon as they can run; "last" runs them at the end.
+        memory: bytes that may be live on a rank.
+        gathers_in_flight, reductions_in_flight: bytes that are started and not yet waited for, at most.
+        bucket: bytes in a bucket of reductions, at most.
+        matmuls_between: matmuls between the starts of two reductions, at most.
+        update: "eager" runs updates as soon as they can run. With "last" the program writes its state only after every
+            collective, forward and backward.
+        regather: whether a plan may keep a value that is gathered again ("auto"), or not ("always").
     """
 
-    place: Literal["birth", "gather", "reduce"]
-    in_flight: int | None = None
+    memory: int | None = None
+    gathers_in_flight: int | None = None
+    reductions_in_flight: int | None = None
     bucket: int | None = None
-    between: int | None = None
-    update: Literal["eager", "last"] = "eager"
+    matmuls_between: int | None = None
+    update: Literal["eager", "last"] | None = None
+    regather: Literal["auto", "always"] = "auto"
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +165,7 @@ class Eqn:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     region: Region = "forward"
     source: Source | None = None
-    order: Order | None = None
+    order: Move | None = None
     provenance: Provenance | None = None
 
     @functools.cached_property
@@ -191,9 +200,8 @@ class Graph:
         batch: the inputs that differ from rank to rank.
         mesh, joint: the axes of the mesh and their sizes; the joint axes, each several of these as one.
         leaf_shapes: the shapes of the state leaves before the step itself divides them.
-        writes_last: whether the program writes its state only after every collective, forward and backward.
-        budget: the greatest number of bytes that may be live on a rank, if `prefetch(memory=...)` has set it.
-        stage, reshard: the ZeRO stage, if there is one; whether a plan may keep what stage 3 gathers again.
+        hints: what transforms ask of the plan.
+        stage: the ZeRO stage, if there is one.
         micro: the number of `micro_batches`, for one of which it is written.
         donated: inputs besides the state that the program may overwrite, each with the result that replaces it.
         history, added: the transforms that were applied, in order; the names of the outputs that they have added.
@@ -210,16 +218,18 @@ class Graph:
     joint: tuple[str, ...] = ()
     leaf_shapes: tuple[tuple[int, ...], ...] = ()
     history: tuple[str, ...] = ()
-    writes_last: bool = False
-    budget: int | None = None
+    hints: Hints = Hints()
     stage: int | None = None
-    reshard: Literal["auto", "always"] = "auto"
     micro: int = 1
     donated: tuple[tuple[Var, Var], ...] = ()
     added: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     replace = dataclasses.replace
+
+    def with_hints(self, **changes: Any) -> Graph:
+        """This program with other hints."""
+        return self.replace(hints=dataclasses.replace(self.hints, **changes))
 
     @functools.cached_property
     def axes(self) -> dict[str, int]:

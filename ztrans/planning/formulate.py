@@ -22,7 +22,7 @@ from ..ir.relations import grouped
 from .buffers import AT_START, AT_WAIT, Buffer, Storage, live, local_bytes, storages
 from .cluster import Cluster
 from .simulate import COPIES, NO_COPIES, Message, messages, seconds
-from .skeleton import Collective, Skeleton, UpdateGroup, deadlines, update_groups
+from .skeleton import Skeleton, UpdateGroup, deadlines, update_groups
 from .solver.problem import Gather, Problem, Reduction, Update, Wire, keeping_levers
 
 
@@ -66,7 +66,7 @@ def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[UpdateGroup
     groups = update_groups(s) if (update or s.asked_update) == "eager" else ()
     gathers = _gathers(s)
     reductions = _reductions(s, {e for group in groups for e in group.eqns})
-    between = s.reductions[0].order.between if s.reductions else None
+    hints = s.graph.hints
     problem = Problem(
         seconds=(0.0,) * len(s.ops),
         live=(0,) * len(s.ops),
@@ -74,9 +74,9 @@ def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[UpdateGroup
         gathers=gathers,
         reductions=reductions,
         wires={},
-        max_between=float("inf") if between is None else between,
-        gathers_in_flight=_limit(s.gathers, gathers),
-        reductions_in_flight=_limit(s.reductions, reductions),
+        max_between=float("inf") if hints.matmuls_between is None else hints.matmuls_between,
+        gathers_in_flight=_limit(hints.gathers_in_flight, gathers),
+        reductions_in_flight=_limit(hints.reductions_in_flight, reductions),
         updates=tuple(Update(0.0, group.after, group.release) for group in groups),
         names=s.place_names,
         levers=keeping_levers(gathers),
@@ -141,6 +141,7 @@ def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
     axes = s.graph.axes
     size = local_bytes(s.graph)
     needs = deadlines(s, floating)
+    most = s.graph.hints.bucket
     # If the user has set the size of a bucket, buckets fill in order of birth: by key, the last one and its bytes.
     filling: dict[tuple, tuple[int, int]] = {}
     reductions = []
@@ -148,7 +149,6 @@ def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
         start = collective.start
         gradient = size(start.ins[0])
         key: tuple = (*bucket_key(start), collective.second is not None)
-        most = collective.order.bucket
         if most is not None:
             number, filled = filling.get(key, (0, 0))
             if filled and filled + gradient > most:
@@ -204,10 +204,9 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
     )
 
 
-def _limit(planned: Sequence[Collective], members: Sequence[Gather | Reduction]) -> float:
+def _limit(hint: int | None, members: Sequence[Gather | Reduction]) -> float:
     """The limit of a transform on the bytes of collectives under way, which always allows the largest one."""
-    asked = [c.order.in_flight for c in planned if c.order.in_flight is not None]
-    return max(min(asked), *(member.bytes for member in members)) if asked else float("inf")
+    return float("inf") if hint is None else max([hint, *(member.bytes for member in members)])
 
 
 # The bytes that are live besides the planned collectives.

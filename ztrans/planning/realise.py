@@ -44,9 +44,11 @@ def make_plan(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
     """
     s = skeleton(graph)
     unscheduled = memory(graph)
-    budget = int(unscheduled.peak * (1 + SLACK)) if graph.budget is None else graph.budget
+    budget = (
+        int(unscheduled.peak * (1 + SLACK)) if graph.hints.memory is None else graph.hints.memory
+    )
     if not s.gathers and not s.reductions:
-        if graph.budget is not None and unscheduled.peak > budget:
+        if graph.hints.memory is not None and unscheduled.peak > budget:
             raise _too_little(budget, unscheduled)
         plan = Plan(s.fingerprint)
         return _with_notes(plan, graph, unscheduled.peak, cluster), check(s.graph)
@@ -59,7 +61,7 @@ def make_plan(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
     except (ProgramError, ScheduleError) as error:
         return _as_written(graph, unscheduled, cluster, f"the planned one is not valid: {error}")
     planned = memory(ordered)
-    if graph.budget is not None and planned.peak > budget:
+    if graph.hints.memory is not None and planned.peak > budget:
         if budget < unscheduled.peak:
             raise _too_little(budget, min(planned, unscheduled, key=lambda each: each.peak))
         reason = f"any other needs {format_bytes(planned.peak)}"
@@ -108,7 +110,7 @@ def _with_notes(plan: Plan, graph: Graph, peak: int, cluster: Cluster) -> Plan:
     routes = ((e, cluster.route(e, graph.axes)) for e in pair(graph).starts)
     lines = (f"{e.op} over {e.kwargs['axis']}: {route}" for e, route in routes if route is not None)
     plan = dataclasses.replace(plan, notes=(*plan.notes, *dict.fromkeys(lines)))
-    return with_memory_notes(plan, peak, graph.budget, cluster.device)
+    return with_memory_notes(plan, peak, graph.hints.memory, cluster.device)
 
 
 def with_memory_notes(plan: Plan, peak: int, budget: int | None, device: Device) -> Plan:
@@ -145,11 +147,12 @@ def apply_plan(graph: Graph, plan: Plan) -> Graph:
         ValueError: something else is wrong with the plan, or the order needs more than the memory of `prefetch`.
     """
     program = follow_plan(graph, plan)
-    peak = memory(program).peak if graph.budget is not None else 0
-    if graph.budget is not None and peak > graph.budget:
+    limit = graph.hints.memory
+    peak = memory(program).peak if limit is not None else 0
+    if limit is not None and peak > limit:
         raise ValueError(
             f"{plan.title}: the program that it makes has {peak} bytes live ({format_bytes(peak)}), and prefetch was "
-            f"given memory={graph.budget} ({format_bytes(graph.budget)}).\nLower without the plan, and save it again."
+            f"given memory={limit} ({format_bytes(limit)}).\nLower without the plan, and save it again."
         )
     return program
 
@@ -163,7 +166,7 @@ def follow_plan(graph: Graph, plan: Plan) -> Graph:
             f"model, mesh, or other transforms.\nLower without it, and save lowered.plan again."
         )
     try:
-        if graph.writes_last and plan.update == "eager":
+        if graph.hints.update == "last" and plan.update == "eager":
             raise ScheduleError('update is "eager", and the step has overlap_grads(update="last")')
         decides = plan.gathers or plan.reductions or plan.dropped
         if plan.update == WRITTEN or not (decides or any(e.order for e in graph.eqns)):

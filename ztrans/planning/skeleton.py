@@ -19,7 +19,7 @@ from itertools import accumulate
 
 from ..ir.collectives import bucket_key, is_start, role, rules
 from ..ir.donation import donation, first_write
-from ..ir.graph import Eqn, Graph, Order, Var, producers, users, variables
+from ..ir.graph import Eqn, Graph, Var, producers, users, variables
 from ..ir.liveness import Liveness, liveness
 from ..ir.op_facts import is_matmul, is_random
 from ..ir.pairing import pair
@@ -33,7 +33,7 @@ THE_END = "the end"
 
 def hoist(graph: Graph) -> Graph:
     """Move every equation marked `birth`, and every planned reduction, right behind the last of its inputs."""
-    moved = {e for e in graph.eqns if e.order is not None and e.order.place in ("birth", "reduce")}
+    moved = {e for e in graph.eqns if e.order in ("birth", "reduce")}
     if not moved:
         return graph
     makers = producers(graph.eqns)
@@ -48,7 +48,7 @@ def hoist(graph: Graph) -> Graph:
 
 def _at_its_birth(e: Eqn) -> Eqn:
     """An equation that `hoist` has moved needs its hint no longer."""
-    return e.replace(order=None) if e.order is not None and e.order.place == "birth" else e
+    return e.replace(order=None) if e.order == "birth" else e
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,6 @@ class Collective:
 
     start: Eqn
     wait: Eqn
-    order: Order  # the hint on its start
     second: tuple[Eqn, Eqn] | None = None  # start and wait of a reduction of its result
 
     @property
@@ -176,7 +175,7 @@ class Skeleton:
     @functools.cached_property
     def asked_update(self) -> str:
         """When updates run according to `overlap_grads`: "eager" or "last"."""
-        return self.reductions[0].order.update if self.reductions else "last"
+        return (self.graph.hints.update or "last") if self.reductions else "last"
 
     @functools.cached_property
     def movable(self) -> tuple[list[Eqn], dict[Var, Eqn]]:
@@ -255,10 +254,10 @@ def skeleton(graph: Graph) -> Skeleton:
 
     # If writes come last, every reduction must have been waited for before the first write.
     latest = end
-    if graph.writes_last:
+    if graph.hints.update == "last":
         latest = sum(e not in taken for e in graph.eqns[: first_write(graph)])
-    gathers = sorted((c for c in planned if c.order.place == "gather"), key=first_reader)
-    reductions = sorted((c for c in planned if c.order.place == "reduce"), key=birth)
+    gathers = sorted((c for c in planned if c.start.order == "gather"), key=first_reader)
+    reductions = sorted((c for c in planned if c.start.order == "reduce"), key=birth)
     return Skeleton(
         graph,
         ops,
@@ -277,18 +276,14 @@ def _collectives(graph: Graph, makers: Mapping[Var, Eqn]) -> list[Collective]:
     hinted gather of such a result cannot move, and stays where it is.
     """
     pairs = pair(graph)
-    hinted = [(e, e.order) for e in pairs.starts if e.order is not None]
-    first_wait = {e: graph.eqns[pairs.starts[e].first_wait] for e, _ in hinted}
-    made_by_wait = {e for e, _ in hinted if makers.get(e.ins[0]) in pairs.waits}
-    second = {
-        makers[e.ins[0]]: (e, first_wait[e])
-        for e, order in hinted
-        if e in made_by_wait and order.place == "reduce"
-    }
+    hinted = [e for e in pairs.starts if e.order is not None]
+    first_wait = {e: graph.eqns[pairs.starts[e].first_wait] for e in hinted}
+    of_result = {e for e in hinted if makers.get(e.ins[0]) in pairs.waits}
+    second = {makers[e.ins[0]]: (e, first_wait[e]) for e in of_result if e.order == "reduce"}
     return [
-        Collective(e, first_wait[e], order, second.get(first_wait[e]))
-        for e, order in hinted
-        if e not in made_by_wait
+        Collective(e, first_wait[e], second.get(first_wait[e]))
+        for e in hinted
+        if e not in of_result
     ]
 
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 
 from ..ir.collectives import SHARD, role, rules
-from ..ir.graph import Eqn, Graph, Names, Order, Var, producers, substitute, users, variables
+from ..ir.graph import Eqn, Graph, Move, Names, Var, producers, substitute, users, variables
 from ..ir.marks import ACCUMULATE, GRADIENT, JOIN, KEEP, PMEAN
 from ..ir.micro_batches import changing
 from ..ir.op_facts import CAST
@@ -279,7 +279,7 @@ class _Marking:
 
     def sum_whole(self, v: Var, term: Var, start: Eqn, is_planned: bool) -> None:
         """Sum a gradient before its reduction, in the dtype of the result: only the sum is rounded when it is sent."""
-        order = Order("birth") if is_planned else None
+        order: Move | None = "birth" if is_planned else None
         template = start.replace(kwargs={}, provenance=None, order=order)
         total = dataclasses.replace(term, name=self.names.fresh(f"{v.name}.sum"), dtype=v.dtype)
         self.edits.read([start], term, total)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..ir.collectives import role
-from ..ir.graph import Eqn, Graph, Order, Var, producers, users, variables
+from ..ir.graph import Eqn, Graph, Move, Var, producers, users, variables
 from ..ir.op_facts import is_view_or_cast
 from .base import Transform, check_number, constructor
 from .reduce_once import SCALES, SUMS
@@ -87,16 +87,19 @@ class _OverlapGrads(Transform):
                 "overlap_grads: the program is not sharded, so it has no gradient reductions to overlap.\n"
                 "Apply shard_params first: it must be the innermost decorator, or the first in zt.chain."
             )
-        size = self.bucket if isinstance(self.bucket, int) else None
-        hint = Order("reduce", self.max_in_flight, size, self.max_matmuls_between, self.update)
         outputs = set(variables(graph.outputs))
-        hints: dict[Eqn, Order] = {}
+        moves: dict[Eqn, Move] = {}
         for start in starts:
-            hints[start] = hint
+            moves[start] = "reduce"
             for v in start.ins:
-                hints.update((e, Order("birth")) for e in _chain(v, makers, used, outputs))
-        eqns = tuple(e.replace(order=hints[e]) if e in hints else e for e in graph.eqns)
-        return graph.replace(eqns=eqns, writes_last=self.update == "last")
+                moves.update((e, "birth") for e in _chain(v, makers, used, outputs))
+        eqns = tuple(e.replace(order=moves[e]) if e in moves else e for e in graph.eqns)
+        return graph.replace(eqns=eqns).with_hints(
+            reductions_in_flight=self.max_in_flight,
+            bucket=self.bucket if isinstance(self.bucket, int) else None,
+            matmuls_between=self.max_matmuls_between,
+            update=self.update,
+        )
 
 
 def _chain(

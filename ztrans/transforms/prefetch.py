@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..ir.collectives import role, rules
-from ..ir.graph import Graph, Order
+from ..ir.graph import Graph
 from .base import Transform, check_number, constructor
 
 
@@ -50,9 +50,11 @@ class _Prefetch(Transform):
     max_in_flight: int | None = None
 
     def rewrite(self, graph: Graph) -> Graph:
-        hint, budget = (
-            Order("gather", self.max_in_flight),
-            self.memory if isinstance(self.memory, int) else None,
+        eqns = [
+            e.replace(order="gather") if role(e) == "param" and rules(e).moves else e
+            for e in graph.eqns
+        ]
+        memory = self.memory if isinstance(self.memory, int) else None
+        return graph.replace(eqns=tuple(eqns)).with_hints(
+            memory=memory, gathers_in_flight=self.max_in_flight
         )
-        hinted = lambda e: e.replace(order=hint) if role(e) == "param" and rules(e).moves else e
-        return graph.replace(eqns=tuple(map(hinted, graph.eqns)), budget=budget)

@@ -432,7 +432,7 @@ class _Rewriting:
         name = self.names.fresh(self.waits[start].out.name)
         begin, end = self.gather(start, values[0], name)
         provenance = start.provenance and dataclasses.replace(
-            start.provenance, regather=self.graph.reshard
+            start.provenance, regather=self.graph.hints.regather
         )
         site = {"region": first.region, "source": first.source}
         edits.before(first, begin.replace(provenance=provenance, **site), end.replace(**site))

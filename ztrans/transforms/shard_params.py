@@ -184,9 +184,8 @@ class ShardParams(Transform):
         plain = graph.replace(
             mesh=mesh_axes(self.mesh),
             stage=self.stage,
-            reshard=self.reshard,
             joint=tuple(dict.fromkeys((*graph.joint, *axes.joint))),
-        )
+        ).with_hints(regather=self.reshard)
         if self.stage <= 1:
             plain = reduce_once(plain)
         warn_of_psum_quotients(plain, axes.all)
