@@ -34,6 +34,7 @@ class OpFacts:
     Attributes:
         name: its name without the overload, such as `add`; of an operation that is not PyTorch's, with its namespace.
         pointwise: each element of the result is computed from the elements of the arguments at the same place.
+        elementwise: it is pointwise, or a copy, a constructor or a draw of random numbers that works in the same way.
         reduction: each element of the result is computed from the elements along some dims.
         random: it draws random numbers.
         view: its results are new tensors that share memory with an argument.
@@ -51,6 +52,7 @@ class OpFacts:
 
     name: str
     pointwise: bool = False
+    elementwise: bool = False
     reduction: bool = False
     random: bool = False
     view: bool = False
@@ -94,15 +96,27 @@ _ROWS: Mapping[str, tuple[str, ...]] = {
     "trunc": ("exact",),
     "where": ("exact", "linear"),
     # Copies and constructors.
-    "_to_copy": ("cheap", "fuses"),
+    "_to_copy": ("elementwise", "cheap", "fuses"),
     "cat": ("fuses",),
     "clone": ("cheap", "linear"),
     "constant_pad_nd": ("fuses",),
-    "copy": ("fuses",),
-    "full_like": ("fuses",),
-    "ones_like": ("fuses",),
+    "copy": ("elementwise", "fuses"),
+    "empty_like": ("elementwise",),
+    "fill": ("elementwise",),
+    "full_like": ("elementwise", "fuses"),
+    "ones_like": ("elementwise", "fuses"),
     "stack": ("fuses",),
-    "zeros_like": ("fuses",),
+    "zeros_like": ("elementwise", "fuses"),
+    # Draws of a random number for each element.
+    "bernoulli": ("elementwise",),
+    "exponential": ("elementwise",),
+    "native_dropout": ("elementwise",),
+    "normal_functional": ("elementwise",),
+    "rand_like": ("elementwise",),
+    "randint_like": ("elementwise",),
+    "randn_like": ("elementwise",),
+    "random": ("elementwise",),
+    "uniform": ("elementwise",),
     # Views. The schema of the last two does not say that their results share memory with the argument.
     "_conj": ("lazy",),
     "_neg_view": ("lazy",),
@@ -155,9 +169,11 @@ def op_facts(op: Any) -> OpFacts:
     if not isinstance(op, torch._ops.OpOverload):
         return OpFacts(str(op), matmul=matmul)
     name = op._schema.name.removeprefix("aten::")
+    pointwise = torch.Tag.pointwise in op.tags
     facts = OpFacts(
         name,
-        pointwise=torch.Tag.pointwise in op.tags,
+        pointwise=pointwise,
+        elementwise=pointwise,
         reduction=torch.Tag.reduction in op.tags,
         random=torch.Tag.nondeterministic_seeded in op.tags,
         view=any(_shares_memory(returned) for returned in op._schema.returns),

@@ -14,6 +14,7 @@ from ..ir.higher_order import Function
 from ..ir.op_facts import is_random
 from ..ir.printer import one_line
 from ..ir.relations import instances
+from ..ir.structure import elements
 from ..ir.varying import replicated_equations
 
 _BATCH_SIZED = (
@@ -62,7 +63,4 @@ def _literal(x: Any, numbers: dict[Var, Any]) -> Any:
 
 def _constants(e: Eqn) -> bytes:
     """The contents of the constant tensors of an equation, such as those of torch.tensor(...) in the step."""
-    tensors = instances((e.args, e.kwargs), torch.Tensor)
-    return b"".join(
-        x.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for x in tensors
-    )
+    return b"".join(map(elements, instances((e.args, e.kwargs), torch.Tensor)))
