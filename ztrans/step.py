@@ -108,10 +108,10 @@ class ProgramCache:
 
         The trace may have changed what the step reads. The program is the same before and after (see `purity`).
         """
-        after = compiled.lowered.program.signature
-        self._programs[after] = compiled
-        if signature is not None and signature != after:
-            self._after_trace[signature] = after
+        key = compiled.lowered.program.signature
+        self._programs[key] = compiled
+        if signature is not None and signature != key:
+            self._after_trace[signature] = key
 
     def remove_any_size(self, signature: Signature) -> None:
         """Forget the programs for a signature and for others that differ in the sizes of the batch alone."""
@@ -227,8 +227,8 @@ class Step(Generic[P, R]):
         micro = max((t.micro_batches for t in self.transforms), default=1)
         device = self.mesh.device_type if isinstance(self.mesh, DeviceMesh) else None
         of_state = self._chosen(axes_of, call.state)
-        others = pytree.tree_leaves((call.batch, call.extra))
-        axes = [*of_state, *[all_axes(self.transforms, of_state)] * len(others)]
+        other_leaves = pytree.tree_leaves((call.batch, call.extra))
+        axes = [*of_state, *[all_axes(self.transforms, of_state)] * len(other_leaves)]
         with stage(self.__name__, "trace"):
             program = trace(self.fn, call, self._function, micro=micro, device=device, axes=axes)
         return Traced(program, self.transforms)

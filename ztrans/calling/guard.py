@@ -109,7 +109,7 @@ class KnownState:
     def match(self, state: Any) -> Inputs | None:
         """The leaves of `state`, if it is the known state and has not changed; else None."""
         leaves = self._tree.leaves(state)
-        if leaves is None or any(known() is not leaves[i] for i, known in self._references):
+        if leaves is None or any(reference() is not leaves[i] for i, reference in self._references):
             return None
         tensors = self._local(leaves)
         try:

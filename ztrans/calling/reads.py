@@ -59,7 +59,7 @@ class Place(NamedTuple):
 
     name: str
     source: Source | None  # the user's line that writes it, or else the first line that reads it
-    read: Callable[[], Any]
+    reader: Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Reads:
 
     def values(self) -> ReadValues:
         """The present values: the same object as last time if they are equal."""
-        present = [read() for read in self._readers]
+        present = [reader() for reader in self._readers]
         entries = self._entries_of_containers()
         has_grown = list(map(len, self._namespaces)) != self._sizes
         different = [] if _same(entries, self._entries) else entries
@@ -124,8 +124,8 @@ class Reads:
 
     def present(self) -> Iterator[tuple[str, Any]]:
         """What is in the places now, by their names."""
-        for name, read in zip(self._names, self._readers):
-            yield name, read()
+        for name, reader in zip(self._names, self._readers):
+            yield name, reader()
 
     def _find(self) -> None:
         search = _Search()
@@ -136,12 +136,12 @@ class Reads:
         search.follow_attributes()
         places = search.places.values()
         self.attributes = search.attributes
-        self._readers = [place.read for place in places]
+        self._readers = [place.reader for place in places]
         self._names = tuple(place.name for place in places)
         self._sources = tuple(place.source for place in places)
         self._namespaces = search.namespaces
         self._sizes = list(map(len, self._namespaces))
-        self._remember([read() for read in self._readers])
+        self._remember([reader() for reader in self._readers])
 
     def _remember(self, present: list) -> None:
         self._present = present
@@ -296,18 +296,18 @@ class _Search:
             self.places[key] = place._replace(source=place.source or self.attributes.get(key[1]))
 
     def _place(
-        self, owner: Any, key: str, name: str, read: Callable, source: Source | None = None
+        self, owner: Any, key: str, name: str, reader: Callable, source: Source | None = None
     ) -> None:
         if (id(owner), key) not in self.places:
-            self.places[id(owner), key] = Place(name, source, read)
-            self.visit(read(), name)
+            self.places[id(owner), key] = Place(name, source, reader)
+            self.visit(reader(), name)
 
     def _entry(
         self, mapping: Any, key: str, name: str, source: Source | None = None, owner: Any = None
     ) -> None:
         """Add an entry of a dict. `owner` has the dict, if each access makes a new view of it."""
-        read = functools.partial(mapping.get, key, _ABSENT)
-        self._place(mapping if owner is None else owner, key, name, read, source)
+        reader = functools.partial(mapping.get, key, _ABSENT)
+        self._place(mapping if owner is None else owner, key, name, reader, source)
 
     def _container(self, container: Any, name: str) -> None:
         if _entries(container):
@@ -330,12 +330,12 @@ class _Search:
         self._owners.append((f.__name__, f))
         for attribute, kind in _DEFAULTS.items():
             if getattr(f, attribute):
-                read = functools.partial(getattr, f, attribute)
-                self._place(f, attribute, f"{kind} of {f.__name__}", read, here)
+                reader = functools.partial(getattr, f, attribute)
+                self._place(f, attribute, f"{kind} of {f.__name__}", reader, here)
         names = _Names(code)
         for variable, cell in _cells(f):
-            read = functools.partial(_contents, cell)
-            self._place(cell, "", variable, read, names.variables.get(variable, here))
+            reader = functools.partial(_contents, cell)
+            self._place(cell, "", variable, reader, names.variables.get(variable, here))
         for variable, source in names.globals.items():
             if variable in f.__globals__ or not hasattr(builtins, variable):
                 self._entry(f.__globals__, variable, variable, source)
@@ -365,8 +365,8 @@ class _Search:
         for child in m._modules:
             self._entry(m._modules, child, f"{name}.{child}")
         for parameter, p in m._parameters.items():
-            read = functools.partial(getattr, p, "requires_grad", None)  # None for no parameter
-            self._place(p, "requires_grad", f"{name}.{parameter}.requires_grad", read)
+            reader = functools.partial(getattr, p, "requires_grad", None)  # None for no parameter
+            self._place(p, "requires_grad", f"{name}.{parameter}.requires_grad", reader)
 
     def _named_attributes(self, owner: Any, name: str) -> None:
         elsewhere = _INPUTS if isinstance(owner, Optimizer | LRScheduler) else ()

@@ -129,20 +129,20 @@ class Leaf(NamedTuple):
 
     def change(self, later: Leaf) -> str:
         """In words, how a later leaf differs from this one."""
-        before, now = self.value, later.value
-        if isinstance(before, Constant) or isinstance(now, Constant):
-            return f"was {_text(before)} and is {_text(now)}"
-        if before.type != now.type:
-            return f"was {before.type} and is {now.type}"
+        old, new = self.value, later.value
+        if isinstance(old, Constant) or isinstance(new, Constant):
+            return f"was {_text(old)} and is {_text(new)}"
+        if old.type != new.type:
+            return f"was {old.type} and is {new.type}"
         if self.is_tensor != later.is_tensor:
             kinds = {True: "a tensor", False: "a number"}
             return f"was {kinds[self.is_tensor]} and is {kinds[later.is_tensor]}"
         if self.requires_grad != later.requires_grad:
             return f"had requires_grad={self.requires_grad} and has {later.requires_grad}"
-        if before.device != now.device:
-            return f"was on {before.device} and is on {now.device}"
-        if before.stride != now.stride:
-            return f"had the strides {before.stride} and has {now.stride}"
+        if old.device != new.device:
+            return f"was on {old.device} and is on {new.device}"
+        if old.stride != new.stride:
+            return f"had the strides {old.stride} and has {new.stride}"
         return f"was laid out {self.placements} and is {later.placements}"
 
 
@@ -236,9 +236,9 @@ class Signature:
         """The differences between this and a later signature in words, arguments first."""
         changes = []
         if (self.tree, self.names) == (later.tree, later.names):
-            for path, before, now in zip(self.paths, self.leaves, later.leaves):
-                if before != now:
-                    changes.append(f"{path} {before.change(now)}")
+            for path, old, new in zip(self.paths, self.leaves, later.leaves):
+                if old != new:
+                    changes.append(f"{path} {old.change(new)}")
         else:
             changes += [f"{path} is new" for path in later.paths_missing_in(self)]
             changes += [f"{path} is missing" for path in self.paths_missing_in(later)]

@@ -111,12 +111,12 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         scale = None
         if "scaler" in state:
             scale = {key: x.clone() for key, x in state["scaler"].items()}
-        earlier = tensors_of(self._model)
+        module_tensors = tensors_of(self._model)
         with self._holding(names, params, extra, state):
-            with self._checked(gradients, earlier, numbers, scale):
+            with self._checked(gradients, module_tensors, numbers, scale):
                 output = self._loop_step(*batch, **kwargs)
             carried = gradients.end()
-            new = self._new_state(params, state, earlier)
+            new = self._new_state(params, state, module_tensors)
         if carried is not None:
             new["grads"] = carried
         if scale is not None:
@@ -150,7 +150,7 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
     def _checked(
         self,
         gradients: Gradients,
-        earlier: Mapping[str, torch.Tensor],
+        module_tensors: Mapping[str, torch.Tensor],
         numbers: Numbers,
         scale: State | None,
     ) -> Iterator[None]:
@@ -162,7 +162,7 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
             try:
                 yield
             except OutsideTensorError as error:
-                raise explain_outside(error, self._loop_step, earlier) from None
+                raise explain_outside(error, self._loop_step, module_tensors) from None
             except KeyError as error:
                 for name, p in params.items():
                     if error.args and error.args[0] is p:
@@ -180,14 +180,14 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         self,
         params: Mapping[str, torch.Tensor],
         state: State,
-        earlier: Mapping[str, torch.Tensor],
+        module_tensors: Mapping[str, torch.Tensor],
     ) -> State:
         """The state after the loop step. `earlier` has the tensors that the module had before."""
         new = {**state, "params": {name: p.detach() for name, p in params.items()}}
         buffers = buffers_of(self._model, always=state["buffers"])
         new_names = []
         for name, x in buffers.items():
-            if name not in state["buffers"] and x is not earlier.get(name):
+            if name not in state["buffers"] and x is not module_tensors.get(name):
                 new_names.append(name)
         if new_names:
             raise TraceError(
@@ -206,20 +206,20 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
             new["optimizer"] = self._new_optimizer_state(params, state["optimizer"])
         return new
 
-    def _new_optimizer_state(self, params: Mapping[str, torch.Tensor], before: State) -> State:
+    def _new_optimizer_state(self, params: Mapping[str, torch.Tensor], old_state: State) -> State:
         # The state of a parameter that no optimizer has any more stays as it is.
-        after: dict[str, State] = dict(before)
+        new_state: dict[str, State] = dict(old_state)
         names = {id(p): name for name, p in params.items()}
         for optimizer in self._optimizers:
             for p, entries in optimizer.state.items():
-                after[names[id(p)]] = entries
-        check_known(self._optimizers, after, before)
+                new_state[names[id(p)]] = entries
+        check_known(self._optimizers, new_state, old_state)
         new: dict[str, State] = {}
-        for name, entries in before.items():
+        for name, entries in old_state.items():
             new[name] = {}
             for key, old in entries.items():
-                if key in after[name]:
-                    new[name][key] = pytree.tree_map(_in_precision_of, old, after[name][key])
+                if key in new_state[name]:
+                    new[name][key] = pytree.tree_map(_in_precision_of, old, new_state[name][key])
         return new
 
 

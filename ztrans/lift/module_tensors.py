@@ -62,12 +62,12 @@ def substituted(model: nn.Module, tensors: Mapping[int, torch.Tensor]) -> Iterat
 
     Afterwards it has its own again, in all attributes that have tensors.
     """
-    before = [(module, dict(vars(module))) for module in model.modules()]
+    attributes_before = [(module, dict(vars(module))) for module in model.modules()]
     try:
         replace(model, tensors)
         yield
     finally:
-        for module, attributes in before:
+        for module, attributes in attributes_before:
             for attribute in _attributes_with_tensors(module):
                 if attribute in attributes:
                     vars(module)[attribute] = attributes[attribute]

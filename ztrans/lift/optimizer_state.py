@@ -142,11 +142,11 @@ def counts(
 
 
 def check_known(
-    optimizers: Sequence[Optimizer], after: Mapping[str, dict], known: Mapping[str, dict]
+    optimizers: Sequence[Optimizer], new_state: Mapping[str, dict], known_state: Mapping[str, dict]
 ) -> None:
     """Raises: TraceError for state that the traced step has created, as every later step would create it again."""
-    for name, state in after.items():
-        new = [key for key in state_entries(state) if key not in known.get(name, {})]
+    for name, state in new_state.items():
+        new = [key for key in state_entries(state) if key not in known_state.get(name, {})]
         if not new:
             continue
         if not all(map(is_torchs, optimizers)):

@@ -42,9 +42,9 @@ def spec_of(leaf: Any, user_sharding: UserSharding | None) -> DTensorSpec | None
 
 def around(local: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
     """What the step sees of a leaf of the trace."""
-    return (
-        local if spec is None else DTensor(local.detach(), spec, requires_grad=local.requires_grad)
-    )
+    if spec is None:
+        return local
+    return DTensor(local.detach(), spec, requires_grad=local.requires_grad)
 
 
 @contextlib.contextmanager
@@ -54,7 +54,8 @@ def unrecorded_layouts() -> Iterator[None]:
     PyTorch computes both with tensors. Torch 2.13 hides these from the trace itself, and torch 2.11 does not.
     """
     propagator = DTensor._op_dispatcher.sharding_propagator
-    shapes, sliced = propagator._propagate_tensor_meta_non_cached, DeviceMesh.__getitem__
+    shapes = propagator._propagate_tensor_meta_non_cached
+    sliced = DeviceMesh.__getitem__
 
     def hidden_shapes(schema: Any) -> Any:
         with disable_proxy_modes_tracing():
@@ -110,11 +111,10 @@ def _in_layout(new: Any, spec: DTensorSpec | None, path: str) -> Any:
     if isinstance(new, DTensor) and spec is not None:
         return new.redistribute(spec.mesh, spec.placements).to_local()
     if isinstance(new, DTensor) or spec is not None:
-        was, now = (
-            ("a full tensor", "a DTensor") if spec is None else ("a DTensor", "a full tensor")
-        )
+        kinds = ("a full tensor", "a DTensor")
+        old, now = kinds if spec is None else reversed(kinds)
         raise TraceError(
-            f"trace: {path} was {was}, and the step returned {now} in its place.\n"
+            f"trace: {path} was {old}, and the step returned {now} in its place.\n"
             f"Keep a leaf as it is from step to step: DTensor.from_local(...) or x.to_local() before it is returned."
         )
     return new

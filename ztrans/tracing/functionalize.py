@@ -238,8 +238,11 @@ def _is_arithmetic(op: Any, args: Sequence) -> bool:
     facts = op_facts(op)
     if facts.random or not (facts.pointwise or op is CAST):
         return False
-    is_number = lambda x: not x.shape if isinstance(x, Var) else type(x) in (int, float)
-    return any(isinstance(x, Var) for x in args) and all(map(is_number, args))
+    return any(isinstance(x, Var) for x in args) and all(map(_is_scalar, args))
+
+
+def _is_scalar(x: Any) -> bool:
+    return not x.shape if isinstance(x, Var) else type(x) in (int, float)
 
 
 def inverse_order(dims: Sequence[int]) -> list[int]:

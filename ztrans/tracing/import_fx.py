@@ -38,7 +38,8 @@ from .overloads import arguments_by_name, functional, outs, with_defaults
 from .regions import Fact
 from .triton_kernels import import_launch
 
-aten, hops = torch.ops.aten, torch.ops.higher_order
+aten = torch.ops.aten
+hops = torch.ops.higher_order
 _OURS = {"ztrans::gradient": GRADIENT, "ztrans::pmean": PMEAN, "ztrans::psum": PSUM}
 # PyTorch computes the values of a lazy view when an operation reads it. A collective and a copy of its memory do not,
 # so a program computes them where the step takes the view.
@@ -161,7 +162,8 @@ def _mark(builder: Builder, op: Any, x: Alias, operand: Any, val: Any) -> Alias:
     The operand is the value that a gradient is for, or the axes of a pmean or psum. Nested levels of torch.func may
     mark a gradient twice; the first mark counts.
     """
-    value, operand = builder.read(x), builder.read(operand)
+    value = builder.read(x)
+    operand = builder.read(operand)
     if op is GRADIENT and any(e.op is GRADIENT and value in e.outs for e in builder.eqns[-1:]):
         return x
     name = f"{operand.name}.grad" if isinstance(operand, Var) else ""

@@ -2,16 +2,23 @@
 
     add_kernel[grid](x, y, out, n, BLOCK=16)    -->    out1 = triton(add_kernel[(2,)](n=24, BLOCK=16), x, y, out)
 
-While a step is traced, a launch runs nothing. The source of a kernel tells which arguments it changes (see
-`kernel_writes`). Kernels of an operator of `torch.library` (`triton_op`, `custom_op`) are a part of this operator.
+While a step is traced, a launch runs nothing. The source of a kernel tells which arguments it changes. It writes by
+`tl.store(pointer, ...)`, an atomic operation, or the `store` of a descriptor. The pointer is computed from the
+arguments in its expression, and from the arguments that the names in it were computed from. What `tl.load` returns is a
+value and not a pointer. An argument that is passed on to another kernel function counts as changed.
+
+Kernels of an operator of `torch.library` (`triton_op`, `custom_op`) are a part of this operator.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14, with triton 3.6 to 3.8.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import inspect
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,9 +28,12 @@ from torch._library.triton import set_wrap_triton_enabled
 
 from ..calling.global_state import patched
 from ..ir.launch import Launch, chooses, unwrapped
+from ..ir.relations import grouped, reachable
 from .errors import writes_nothing
 from .functionalize import Builder
-from .kernel_writes import changed_arguments
+
+_WRITES = ("store", "atomic_")  # how the names of operations that write begin
+_LANGUAGE = ("tl", "triton", "language", "libdevice", "range", "min", "max", "len", "float", "int")
 
 
 @contextlib.contextmanager
@@ -61,24 +71,77 @@ def import_launch(builder: Builder, recorded: Mapping[str, Any]) -> None:
     Raises: ValueError if its source writes into none of them.
     """
     kernel: Any = kernel_side_table.get_kernel(recorded["kernel_idx"])
-    launched, tensors = (
-        kernel_side_table.get_constant_args(recorded["constant_args_idx"]),
-        recorded["kwargs"],
-    )
-    changed_names = changed_arguments(unwrapped(kernel))
-    launch = Launch(
-        kernel,
-        launched["grid"],
-        tuple(tensors),
-        tuple(n for n in tensors if n in changed_names),
-        launched["numbers"],
-    )
+    constants = kernel_side_table.get_constant_args(recorded["constant_args_idx"])
+    tensors = recorded["kwargs"]
+    may_change = changed_arguments(unwrapped(kernel))
+    changed_names = tuple(name for name in tensors if name in may_change)
+    launch = Launch(kernel, constants["grid"], tuple(tensors), changed_names, constants["numbers"])
     if not launch.changed:
         raise writes_nothing(launch.name, builder.source)
     values = {name: builder.read(x) for name, x in tensors.items()}
     like = [builder.meta(values[name]) for name in launch.changed]
     op = torch.ops.higher_order.triton_kernel_wrapper_functional
-    for name, value in zip(
-        launch.changed, builder.emit(op, (launch, *values.values()), like=like, name="triton")
-    ):
+    results = builder.emit(op, (launch, *values.values()), like=like, name="triton")
+    for name, value in zip(launch.changed, results):
         builder.write(tensors[name], value)
+
+
+def changed_arguments(function: Callable) -> set[str]:
+    """The names of the arguments into which the source of a kernel may write.
+
+    >>> def kernel(x, out):
+    ...     pointer = out + tl.arange(0, 16)
+    ...     tl.store(pointer, tl.load(x + tl.arange(0, 16)))
+    >>> changed_arguments(kernel)
+    {'out'}
+    """
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    assigned = ((name, value) for target, value in _assignments(tree) for name in _names(target))
+    computed_from = grouped((name, source) for name, value in assigned for source in _names(value))
+    stored_to = [
+        name for call in ast.walk(tree) if isinstance(call, ast.Call) for name in _stored_to(call)
+    ]
+    pointers = reachable(stored_to, lambda name: computed_from.get(name, []))
+    return set(pointers) & inspect.signature(function).parameters.keys()
+
+
+def _assignments(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    yield from zip(target.elts, node.value.elts)
+                else:
+                    yield target, node.value
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign) and node.value is not None:
+            yield node.target, node.value
+
+
+def _names(tree: ast.expr) -> Iterator[str]:
+    """The names in an expression from which its value is computed. What a load reads is not among them."""
+    if isinstance(tree, ast.Call) and _called_name(tree).startswith("load"):
+        return
+    if isinstance(tree, ast.Name):
+        yield tree.id
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.expr | ast.keyword):
+            yield from _names(child.value if isinstance(child, ast.keyword) else child)
+
+
+def _stored_to(call: ast.Call) -> Iterator[str]:
+    """The names of the pointers through which a call writes."""
+    name = _called_name(call)
+    arguments = [*call.args, *(k.value for k in call.keywords)]
+    if isinstance(call.func, ast.Attribute):
+        if name.startswith(_WRITES):
+            yield from _names(call.func.value)  # a descriptor
+            yield from _names(
+                next((k.value for k in call.keywords if k.arg == "pointer"), arguments[0])
+            )
+    elif name not in _LANGUAGE:  # another kernel function
+        for argument in arguments:
+            yield from _names(argument)
+
+
+def _called_name(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")

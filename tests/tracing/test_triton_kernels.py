@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ztrans as zt
-from ztrans.tracing.kernel_writes import changed_arguments
+from ztrans.tracing.triton_kernels import changed_arguments
 
 triton = pytest.importorskip("triton", reason="kernels need Triton")
 tl = triton.language
