@@ -30,18 +30,16 @@ def with_tensor_scalar(func: Callable, args: tuple, kwargs: dict) -> Any:
     count = _OPERANDS.get(operation)
     if count is None or len(args) < count or "out" in kwargs:
         return NotImplemented
-    over_lists = name.startswith("_foreach_")
     in_place = name.endswith("_")
-    operands = args[:count]
     scalar = _scalar_argument(args[count:], kwargs)
-    if over_lists and count == 2 and scalar is None and isinstance(args[-1], torch.Tensor):
-        # `_foreach_add_(xs, step)` adds a number that is a tensor.
-        return _per_member(operation, operands, None, in_place)
-    if not isinstance(scalar, torch.Tensor) or (operation == "lerp" and scalar.ndim):
+    if not isinstance(scalar, torch.Tensor) or scalar.ndim:
         return NotImplemented
-    if over_lists:
-        return _per_member(operation, operands, scalar, in_place)
-    return _computed(operation, operands, scalar, in_place)
+    operands = args[:count]
+    if not name.startswith("_foreach_"):
+        return _computed(operation, operands, scalar, in_place)
+    if any(isinstance(x, torch.Tensor) for x in operands):
+        return NotImplemented
+    return [_computed(operation, members, scalar, in_place) for members in zip(*operands)]
 
 
 def _scalar_argument(rest: tuple, kwargs: dict) -> Any:
@@ -54,22 +52,8 @@ def _scalar_argument(rest: tuple, kwargs: dict) -> Any:
     return None
 
 
-def _per_member(
-    operation: str, operands: tuple, scalar: torch.Tensor | None, in_place: bool
-) -> list[torch.Tensor]:
-    """An operation over lists, member by member. `scalar` has one dim if each member has its own scalar."""
-    length = len(operands[0])
-    columns = [x if isinstance(x, list | tuple) else [x] * length for x in operands]
-    per_member = scalar is not None and scalar.ndim > 0
-    results = []
-    for k, row in enumerate(zip(*columns)):
-        of_member = scalar[k] if scalar is not None and per_member else scalar
-        results.append(_computed(operation, row, of_member, in_place))
-    return results
-
-
 def _computed(
-    operation: str, operands: tuple, scalar: torch.Tensor | None, in_place: bool
+    operation: str, operands: tuple, scalar: torch.Tensor, in_place: bool
 ) -> torch.Tensor:
     """The result for one tensor."""
     x, y = operands[:2]
@@ -87,8 +71,6 @@ def _computed(
 def _scaled(operation: str, x: torch.Tensor, y: Any, *rest: Any) -> torch.Tensor:
     """`x + scalar * y`, `x + scalar * y * z` or `x + scalar * y / z`, in the order in which PyTorch computes them."""
     *z, scalar = rest
-    if scalar is None:
-        return x - y if operation == "sub" else x + y
     if operation == "sub":
         scalar = -scalar
     if operation == "lerp":
