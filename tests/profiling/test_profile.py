@@ -53,10 +53,10 @@ def test_a_profile_runs_real_steps_and_has_a_bar_for_each_equation(alone):
     assert t.name.endswith(", measured") and t.lanes == [COMPUTE] and t.stalled == 0
     assert [e.eqn for e in t.events] == list(graph.eqns), "a bar for each equation, in order"
     assert all(a.end <= b.start + 1e-9 for a, b in pairwise(t.events))
-    assert 0 < t.compute <= t.seconds < 10 and 0 < measured.overhead < t.seconds
+    assert 0 < t.compute <= t.seconds < 10
     assert set(measured.seconds_by_signature) == {signature(e, graph) for e in graph.eqns}
     assert measured.messages == ((), ()) and measured.agreed(alone) is measured
-    assert str(measured).startswith(str(t)) and "recording took" in str(measured)
+    assert str(measured) == str(t)
 
 
 def test_a_replanned_step_is_simulated_with_the_measured_seconds(alone):
@@ -148,7 +148,7 @@ def test_replan_starts_gathers_earlier_when_the_wire_was_slow():
     lowered = on_ranks(CASE, 4, shard, *CHAIN, cluster=cluster)
     slow = tuple(Observed("dp", 4, kind, n, f"dp {kind}", k, k + 1e-3 + n / 1e6)
                  for k, (kind, n) in enumerate([("all_gather", 10**4), ("reduce_scatter", 10**5), ("all_gather", 10**6)]))  # fmt: skip
-    replanned = lowered.replan(zt.Profile(lowered.timeline(), {}, (slow,), 0.0))
+    replanned = lowered.replan(zt.Profile(lowered.timeline(), {}, (slow,)))
     assert replanned.cluster.link("dp").bandwidth == pytest.approx(1e6, rel=0.1)
     assert replanned.plan.program == lowered.plan.program and replanned.plan != lowered.plan
     note = replanned.plan.notes[-1]
@@ -164,7 +164,7 @@ def test_the_link_of_a_joint_axis_is_fitted_to_its_own_messages():
         for k, n in enumerate((10**4, 10**6))
     ]
     own = Observed("tp", 2, "all_reduce", 10**6, "tp", 5.0, 5.1)
-    profiled = zt.Profile(zt.Timeline("f", 1.0, (), ()), {}, ((*slow, own),), 0.0)
+    profiled = zt.Profile(zt.Timeline("f", 1.0, (), ()), {}, ((*slow, own),))
     fitted = profiled.cluster(base)
     assert [axis for axis, _ in fitted.links] == ["dp", "cp", "dp*cp"]
     assert fitted.link("dp*cp").bandwidth == pytest.approx(1e6, rel=0.1)
@@ -188,7 +188,7 @@ def test_the_time_of_a_message_is_counted_from_the_rank_that_starts_it_last(pret
         "ztrans.profiling.profile.everywhere",
         lambda *_: [(1.0, {"f": 1.0}, (here,)), (2.0, {"f": 0.5}, (there,))],
     )
-    agreed = zt.Profile(timeline, {"f": 1.0}, (tuple(here),), 0.0).agreed(pretended)
+    agreed = zt.Profile(timeline, {"f": 1.0}, (tuple(here),)).agreed(pretended)
     assert agreed.seconds_by_signature == {"f": 0.5} and agreed.timeline is timeline, (
         "operations are those of the rank that computes longest"
     )

@@ -74,16 +74,16 @@ def calibrate(
     agree_on_call(mesh, "zt.calibrate")
     hosts = dict(zip(mesh.mesh.flatten().tolist(), everywhere(host_name(), mesh)))
     neighbours = list(hosts.values()).count(hosts[dist.get_rank()])
-    measured = []
+    axis_links = []
     joint_axes = [joint_axis(each, axes) for each in joint]
     for axis, size in with_joint_sizes(dict(zip(axes, mesh.shape)), joint_axes).items():
         if size > 1:
             of_axis = [names[each] for each in members(axis) if each in names]
             name = of_axis[0] if of_axis else _link_name(axis, mesh, hosts)
-            measured.append((axis, _measure_link(name, axis, mesh, device)))
+            axis_links.append((axis, _measure_link(name, axis, mesh, device)))
         else:  # a joint axis may have members of one rank, whose link costs nothing
-            measured.append((axis, Link("local", 0.0, math.inf)))
-    mine = Cluster(_measure_device(device, neighbours), tuple(measured))
+            axis_links.append((axis, Link("local", 0.0, math.inf)))
+    mine = Cluster(_measure_device(device, neighbours), tuple(axis_links))
     return everywhere(mine, mesh)[0]
 
 
@@ -138,10 +138,10 @@ def _matmul(n: int, dtype: torch.dtype, device: torch.device) -> Callable[[], ob
 def _median_seconds(run: Callable[[], object], device: torch.device) -> float:
     """The median duration of a call, after a warm-up, over at most seven calls in about `_BURST` seconds."""
     _seconds(run, device)
-    taken = [_seconds(run, device)]
-    while len(taken) < 7 and sum(taken) < _BURST:
-        taken.append(_seconds(run, device))
-    return median(taken)
+    durations = [_seconds(run, device)]
+    while len(durations) < 7 and sum(durations) < _BURST:
+        durations.append(_seconds(run, device))
+    return median(durations)
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
@@ -168,8 +168,8 @@ def _measure_link(name: str, axis: str, mesh: DeviceMesh, device: torch.device) 
             # The slowest of all ranks, so that all of them take the same decisions.
             slowest = max(everywhere(time_message(), mesh))
             # Each collective waits for all ranks, so they need no other synchronisation.
-            taken = [time_message() for _ in range(max(3, min(15, int(_BURST / slowest))))]
-            samples.append(Sample(kind, received, median(taken)))
+            durations = [time_message() for _ in range(max(3, min(15, int(_BURST / slowest))))]
+            samples.append(Sample(kind, received, median(durations)))
             if kind == "all_gather":
                 per_byte = slowest / size
             if slowest > _ENOUGH:

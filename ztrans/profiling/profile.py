@@ -26,7 +26,7 @@ from ..ir.axes import members
 from ..ir.collectives import WAIT, is_start, lane
 from ..ir.graph import Eqn, Graph
 from ..ir.pairing import pair
-from ..ir.printer import format_seconds, op_name
+from ..ir.printer import op_name
 from ..ir.relations import grouped
 from ..planning.cluster import Cluster, assumed
 from ..planning.cost import memory
@@ -48,16 +48,14 @@ class Profile:
         seconds_by_signature: the duration of each kind of operation, by its `simulate.signature`. That of a collective
             is the time to pack and start it; with " wait" behind it, the time to turn the received bytes into values.
         messages: the messages of each recorded step.
-        overhead: the seconds of a step that the recording took.
     """
 
     timeline: Timeline
     seconds_by_signature: Mapping[str, float]
     messages: tuple[tuple[Observed, ...], ...]
-    overhead: float
 
     def __str__(self) -> str:
-        return f"{self.timeline}\nrecording took {format_seconds(self.overhead)}"
+        return str(self.timeline)
 
     def __repr__(self) -> str:
         return f"Profile({self.timeline!r})"
@@ -65,17 +63,17 @@ class Profile:
     def cluster(self, base: Cluster) -> Cluster:
         """`base` with the measured durations of operations, and with links fitted to the measured messages."""
         axes = {axis for axis, _ in base.links}
-        known = dict(base.links)
+        axis_links = dict(base.links)
         usual = []
         for same in zip(*self.messages):
             axis = same[0].axis
             if axis in axes or axes.issuperset(members(axis)):
                 usual.append(_combined(same, median))
-                known[axis] = base.link(
+                axis_links[axis] = base.link(
                     axis
                 )  # of a joint axis, that of its slowest member at first
         links = []
-        for axis, link in explain(tuple(known.items()), usual):
+        for axis, link in explain(tuple(axis_links.items()), usual):
             on_axis = [m for m in usual if m.axis == axis]
             link = dataclasses.replace(link, inside=None)  # the figures are those of whole messages
             link = sending(link, [(m.received, m.spent) for m in on_axis])
@@ -156,7 +154,6 @@ def profile(
         _timeline(graph, _medians(runs)),
         _seconds_by_signature(graph, runs),
         tuple(tuple(_observed(graph, times)) for times in runs),
-        _overhead(graph, runs, device),
     )
 
 
@@ -204,12 +201,12 @@ class Record:
     def mark(self, weights: tuple[int, ...] = (1,)) -> None:
         """Note that equations have ended, which ran as a single call and share its time by their weights."""
         now = self.read()
-        before = self.marks[-1] if self.marks else now
+        last_mark = self.marks[-1] if self.marks else now
         for passed in itertools.accumulate(weights[:-1]):
             if self.device == "cpu":
-                self.marks.append(before + (now - before) * passed / sum(weights))
+                self.marks.append(last_mark + (now - last_mark) * passed / sum(weights))
             else:  # events cannot be interpolated
-                self.marks.append(now if passed else before)
+                self.marks.append(now if passed else last_mark)
         self.marks.append(now)
 
     def watch(self, members: tuple[Member, ...], lane: str) -> None:
@@ -221,8 +218,8 @@ class Record:
             self.done[k] = self.read(future.work.lane)
         elif future.work is not None:
             # Work can be waited for only once: the watcher does, and the program waits for the watcher.
-            watched = self.watchers[lane].submit(self._wait, future.work, k)
-            future.work = SimpleNamespace(wait=watched.result)
+            watching = self.watchers[lane].submit(self._wait, future.work, k)
+            future.work = SimpleNamespace(wait=watching.result)
 
     def _wait(self, work: Work, k: int) -> None:
         """Wait for a collective, in the thread of its lane, because sends and receives have no callbacks."""
@@ -314,14 +311,14 @@ class _Sent(NamedTuple):
 def _messages(graph: Graph, times: Times) -> list[_Sent]:
     """The messages of a program with their readings."""
     # The durations that the cluster gives to messages are not used here, so it may be any cluster.
-    sent = messages(graph, assumed("cpu", graph.axes))
+    all_messages = messages(graph, assumed("cpu", graph.axes))
     starts = pair(graph).starts
-    timed = [k for k, (eqn, _, _) in enumerate(sent) if eqn in starts]
-    arrived = dict(zip(sorted(timed, key=lambda k: sent[k][1].need), times.arrived))
+    timed = [k for k, (eqn, _, _) in enumerate(all_messages) if eqn in starts]
+    arrived = dict(zip(sorted(timed, key=lambda k: all_messages[k][1].need), times.arrived))
     readings = {}
     for k, started, done in zip(timed, times.started, times.done):
         readings[k] = started, done, arrived[k]
-    return [_Sent(*message, readings.get(k)) for k, message in enumerate(sent)]
+    return [_Sent(*message, readings.get(k)) for k, message in enumerate(all_messages)]
 
 
 def _observed(graph: Graph, times: Times) -> Iterator[Observed]:
@@ -413,17 +410,3 @@ def _seconds_by_signature(graph: Graph, runs: Sequence[Times]) -> dict[str, floa
         whole_steps = map(sum, zip(*(seconds for _, seconds in durations)))
         scale = median(whole_steps) / total
     return {key: fmean(seconds) * scale for key, seconds in sorted(medians.items())}
-
-
-def _overhead(graph: Graph, runs: Sequence[Times], device: str) -> float:
-    """The seconds that a step spent on readings of the clock, after equations and for collectives."""
-    record = Record(device, {})
-    for _ in range(1000):
-        record.mark()
-    reading = record.times().end / 1000
-    starts = [started.index for started in pair(graph).starts.values()]
-    watching = []
-    for times in runs:
-        issued = zip(starts, times.started)
-        watching.append(sum(times.marks[i + 1] - started for i, started in issued))
-    return reading * (len(graph.eqns) + len(starts)) + median(watching)

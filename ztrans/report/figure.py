@@ -98,12 +98,12 @@ def _memory(ax: Any, timeline: Timeline, scale: float) -> None:
         ax.fill_between(times, live, step="post", color=_FAINT, alpha=0.25, linewidth=0)
         ax.step(times, live, where="post", color=_FAINT, linewidth=0.8)
     if timeline.peak:
-        at = next(t for t, b in timeline.memory if b == timeline.peak)
-        ax.plot([at * scale], [timeline.peak], "o", color=_INK, markersize=3, clip_on=False)
-        late = at > 0.8 * timeline.seconds
+        peak_time = next(t for t, b in timeline.memory if b == timeline.peak)
+        ax.plot([peak_time * scale], [timeline.peak], "o", color=_INK, markersize=3, clip_on=False)
+        late = peak_time > 0.8 * timeline.seconds
         offset, side = ((-6, 2), "right") if late else ((6, 2), "left")
         ax.annotate(
-            f"peak {format_bytes(timeline.peak)}", (at * scale, timeline.peak), offset,
+            f"peak {format_bytes(timeline.peak)}", (peak_time * scale, timeline.peak), offset,
             textcoords="offset points", ha=side, color=_INK,
         )  # fmt: skip
     ax.set_ylim(0, 1.25 * (timeline.peak or 1))
@@ -124,9 +124,11 @@ def _legend(figure: Any, timelines: Sequence[Timeline]) -> None:
     """The kinds of bars that the timelines have, with their colours."""
     from matplotlib.patches import Patch
 
-    used = {stands_for(e) for t in timelines for e in t.events}
+    used_kinds = {stands_for(e) for t in timelines for e in t.events}
     patches = [
-        Patch(facecolor=light, label=kind) for kind, (light, _) in COLOURS.items() if kind in used
+        Patch(facecolor=light, label=kind)
+        for kind, (light, _) in COLOURS.items()
+        if kind in used_kinds
     ]
     patches.append(
         Patch(

@@ -46,7 +46,7 @@ def _data(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """The data that the script of the page draws."""
     texts: dict[str, int] = {}
     kinds = list(COLOURS)
-    used = {stands_for(e) for t in timelines for e in t.events}
+    used_kinds = {stands_for(e) for t in timelines for e in t.events}
 
     def bar(event: Event, lanes: Sequence[str]) -> list[float]:
         words = title(event.eqn), equation(event.eqn)[:_LONGEST], source_line(event.eqn)
@@ -58,7 +58,7 @@ def _data(timelines: Sequence[Timeline]) -> dict[str, Any]:
             *(texts.setdefault(text, len(texts)) for text in words),
         ]
 
-    def drawn(timeline: Timeline) -> dict[str, Any]:
+    def timeline_data(timeline: Timeline) -> dict[str, Any]:
         lanes = timeline.lanes
         events = sorted(timeline.events, key=lambda e: (e.lane != COMPUTE, e.start))
         return {
@@ -67,15 +67,15 @@ def _data(timelines: Sequence[Timeline]) -> dict[str, Any]:
             "seconds": _microseconds(timeline.seconds)[0],
             "lanes": lanes,
             "bars": [bar(event, lanes) for event in events],
-            "memory": [[*_microseconds(at), live] for at, live in timeline.memory],
+            "memory": [[*_microseconds(time), live] for time, live in timeline.memory],
             "peak": timeline.peak,
             "table": table(timeline),
         }
 
     return {
-        "timelines": [drawn(timeline) for timeline in timelines],
+        "timelines": [timeline_data(timeline) for timeline in timelines],
         "texts": list(texts),
-        "kinds": [[kind, *COLOURS[kind], kind in used] for kind in kinds],
+        "kinds": [[kind, *COLOURS[kind], kind in used_kinds] for kind in kinds],
         "table": compared(*timelines) if len(timelines) == 2 else table(timelines[0]),
     }
 

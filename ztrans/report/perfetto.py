@@ -77,11 +77,11 @@ def _events(process: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
             }
             yield {**arrow, "ph": "s", "tid": thread[COMPUTE], "ts": starts[e.eqn] * 1e6}
             yield {**arrow, "ph": "f", "bp": "e", "tid": thread[e.lane], "ts": e.start * 1e6}
-    for at, live in timeline.memory:
+    for time, live in timeline.memory:
         yield {
             "ph": "C",
             "pid": process,
             "name": "live bytes",
-            "ts": at * 1e6,
+            "ts": time * 1e6,
             "args": {"bytes": live},
         }

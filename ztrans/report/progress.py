@@ -50,16 +50,18 @@ def _prepare() -> None:
 
     Raises: ValueError if ZTRANS_LOG is neither "info" nor "debug".
     """
-    wanted = os.environ.get("ZTRANS_LOG", "").lower()
-    if wanted and wanted not in _LEVELS:
-        raise ValueError(f"ZTRANS_LOG={wanted}: it is info or debug.")
-    handler = logging.StreamHandler() if wanted else _Terminal() if sys.stderr.isatty() else None
+    asked_level = os.environ.get("ZTRANS_LOG", "").lower()
+    if asked_level and asked_level not in _LEVELS:
+        raise ValueError(f"ZTRANS_LOG={asked_level}: it is info or debug.")
+    handler = (
+        logging.StreamHandler() if asked_level else _Terminal() if sys.stderr.isatty() else None
+    )
     if handler is not None and not log.hasHandlers():
         handler.setFormatter(logging.Formatter("ztrans: %(message)s"))
         log.addHandler(handler)
-        log.setLevel(_LEVELS.get(wanted, logging.DEBUG))
-    elif wanted:
-        log.setLevel(_LEVELS[wanted])
+        log.setLevel(_LEVELS.get(asked_level, logging.DEBUG))
+    elif asked_level:
+        log.setLevel(_LEVELS[asked_level])
 
 
 class _Terminal(logging.StreamHandler):

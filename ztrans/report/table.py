@@ -57,9 +57,9 @@ def compared(first: Timeline, second: Timeline) -> str:
         show = format_bytes if name == "peak memory" else format_seconds
         a = of_first.get(name)  # None where a timeline has no such row
         b = of_second.get(name)
-        shown = ["-" if x is None else show(x) for x in (a, b)]
-        rows.append([name, *shown, f"{b / a:.2f}" if a and b else "-"])
-    return _columns(rows, left=(0,))
+        figures = ["-" if x is None else show(x) for x in (a, b)]
+        rows.append([name, *figures, f"{b / a:.2f}" if a and b else "-"])
+    return _columns(rows, left_aligned=(0,))
 
 
 def _place(row: str) -> int:
@@ -98,13 +98,13 @@ def _figures(timeline: Timeline) -> dict[str, float]:
     }
 
 
-def _columns(rows: list[list[str]], left: tuple[int, ...] = (0, 3)) -> str:
+def _columns(rows: list[list[str]], left_aligned: tuple[int, ...] = (0, 3)) -> str:
     """Rows in columns. The columns in `left` hold words and are aligned to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for row in rows:
         cells = []
         for k, (cell, width) in enumerate(zip(row, widths)):
-            cells.append(cell.ljust(width) if k in left else cell.rjust(width))
+            cells.append(cell.ljust(width) if k in left_aligned else cell.rjust(width))
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)

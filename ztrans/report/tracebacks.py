@@ -31,7 +31,7 @@ def ends_at_user(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a function that users call, so that the tracebacks of its errors have no frames of libraries."""
 
     @functools.wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return function(*args, **kwargs)
         except Exception as error:
@@ -42,7 +42,7 @@ def ends_at_user(function: Callable[P, T]) -> Callable[P, T]:
                     error.add_note(_NOTE)
             raise  # a bare raise keeps this frame out of the traceback as well
 
-    return called
+    return wrapper
 
 
 def _is_defect(error: BaseException) -> bool:
@@ -61,7 +61,7 @@ def _chained(error: BaseException) -> list[BaseException]:
     chain = [error]
     for each in chain:  # which grows meanwhile
         for earlier in (each.__cause__, each.__context__):
-            if earlier is not None and not any(earlier is known for known in chain):
+            if earlier is not None and not any(earlier is seen for seen in chain):
                 chain.append(earlier)
     return chain
 
@@ -74,8 +74,8 @@ def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
 
 def _shortened(traceback: TracebackType | None) -> TracebackType | None:
     """A traceback without the frames of libraries. The code of other packages, such as models, is kept."""
-    kept: TracebackType | None = None
+    shortened: TracebackType | None = None
     for tb in reversed(list(_entries(traceback))):
         if not is_plumbing(tb.tb_frame):
-            kept = TracebackType(kept, tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
-    return kept
+            shortened = TracebackType(shortened, tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
+    return shortened

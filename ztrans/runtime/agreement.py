@@ -31,7 +31,7 @@ from ..ir.printer import op_name
 from ..ir.relations import grouped
 from ..ir.user_collectives import is_users, is_wait
 from ..ir.varying import replicated_equations
-from .failure import STOP_TOGETHER, lost, named
+from .failure import STOP_TOGETHER, lost, rank_names
 from .process_groups import LostRank, ProcessGroups, Work, process_groups
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ _SAME_PROGRAM = (
 
 def agree(
     mesh: DeviceMesh,
-    what: str,
+    call: str,
     mine: Any,
     explain: Explain,
     if_late: Callable[[str], None] | None = None,
@@ -61,7 +61,7 @@ def agree(
 
     Args:
         mesh: the mesh.
-        what: the name of the call.
+        call: the name of the call.
         mine: what must be the same on all ranks, a value of numbers and texts.
         explain: returns what the error says about the values of all ranks, by rank, if they differ; an empty text if
             they may differ in this way. All ranks call it, so it may ask them for more.
@@ -74,18 +74,18 @@ def agree(
     if groups.is_alone:
         return
     settle(mesh)
-    question = _Question.ask(mesh, groups, what, mine, explain)
+    question = _Question.ask(mesh, groups, call, mine, explain)
     if if_late is not None:
         groups.pending = question, if_late
         return
     problem = question.answer(mesh)
     if problem:
-        raise RuntimeError(f"{question.what}: {_IN_TIME}{problem}")
+        raise RuntimeError(f"{question.call}: {_IN_TIME}{problem}")
 
 
-def agree_on_call(mesh: DeviceMesh, what: str) -> None:
+def agree_on_call(mesh: DeviceMesh, call: str) -> None:
     """Check that all ranks of a mesh make this call."""
-    agree(mesh, what, None, lambda by_rank: "")
+    agree(mesh, call, None, lambda by_rank: "")
 
 
 def answers_late(mesh: DeviceMesh) -> bool:
@@ -105,15 +105,15 @@ def settle(mesh: DeviceMesh) -> None:
     groups.pending = None
     problem = question.answer(mesh)
     if problem:
-        if_late(f"the ranks did not do the same in {question.what}")
-        raise RuntimeError(f"{question.what}: {_LATE}{problem}")
+        if_late(f"the ranks did not do the same in {question.call}")
+        raise RuntimeError(f"{question.call}: {_LATE}{problem}")
 
 
 @dataclass(frozen=True, eq=False)
 class _Question:
     """A comparison that has begun: `works` fill the records of all ranks."""
 
-    what: str
+    call: str
     mine: Any
     explain: Explain
     records: torch.Tensor
@@ -121,11 +121,11 @@ class _Question:
 
     @staticmethod
     def ask(
-        mesh: DeviceMesh, groups: ProcessGroups, what: str, mine: Any, explain: Explain
+        mesh: DeviceMesh, groups: ProcessGroups, call: str, mine: Any, explain: Explain
     ) -> _Question:
         """Send this rank's record, and begin to receive those of the others."""
         digest = hashlib.sha256(repr(mine).encode()).digest()[:16]
-        record = bytearray(_RECORD.pack(digest, what.encode()[:112]))
+        record = bytearray(_RECORD.pack(digest, call.encode()[:112]))
         records = torch.frombuffer(record, dtype=torch.uint8).repeat(len(groups.ranks), 1)
         works: Sequence[Work]
         try:
@@ -138,8 +138,8 @@ class _Question:
                 else:
                     works = [dist.all_gather(list(records), this_rank, channel.group, True)]
         except LostRank as error:
-            raise lost(mesh, what, error) from error
-        return _Question(what, mine, explain, records, works)
+            raise lost(mesh, call, error) from error
+        return _Question(call, mine, explain, records, works)
 
     def answer(self, mesh: DeviceMesh) -> str:
         """Wait for all records. Returns what differs, for an error; empty if the ranks agree."""
@@ -149,7 +149,7 @@ class _Question:
                 for work in self.works:
                     work.wait()
         except LostRank as error:
-            raise lost(mesh, self.what, error) from error
+            raise lost(mesh, self.call, error) from error
         records = list(_RECORD.iter_unpack(self.records.numpy().tobytes()))
         if len(set(records)) == 1:
             return ""
@@ -180,7 +180,7 @@ def everywhere(value: T, mesh: DeviceMesh) -> list[T]:
 
 def _different_calls(ranks: Sequence[int], names: Sequence[str]) -> str:
     by_name = grouped(zip(names, ranks))
-    lines = "".join(f"  {named(same)}: {name}\n" for name, same in by_name.items())
+    lines = "".join(f"  {rank_names(same)}: {name}\n" for name, same in by_name.items())
     return (
         f"{lines}Every rank must make the same calls in the same order. If the data of some ranks has ended, "
         f"{STOP_TOGETHER}"
@@ -190,7 +190,7 @@ def _different_calls(ranks: Sequence[int], names: Sequence[str]) -> str:
 def different_steps(steps: Mapping[int, int]) -> str:
     """What an error says about states that have taken different numbers of steps, by rank."""
     by_steps = grouped((count, rank) for rank, count in steps.items())
-    lines = "".join(f"  {named(ranks)}: {count} steps\n" for count, ranks in by_steps.items())
+    lines = "".join(f"  {rank_names(ranks)}: {count} steps\n" for count, ranks in by_steps.items())
     return (
         f"  The states have taken different numbers of steps since they were sharded:\n{lines}"
         f"Load the same checkpoint on all ranks, state = step.shard(loaded), and go on from there."
@@ -223,8 +223,8 @@ class Contract:
 
     def explain(self, mesh: DeviceMesh, terms: Mapping[int, tuple]) -> str:
         """What an error says about terms that differ, by rank. All ranks of the mesh must call it."""
-        (digest, numbers, _), *others = terms.values()
-        if all(other[:2] == (digest, numbers) for other in others):
+        (digest, numbers, _), *rest = terms.values()
+        if all(lines_there[:2] == (digest, numbers) for lines_there in rest):
             return different_steps({rank: steps for rank, (*_, steps) in terms.items()})
         mine = [*self.lines, *terms[dist.get_rank()][1]]
         return _first_difference(list(terms), everywhere(mine, mesh))
@@ -258,11 +258,11 @@ def _member_name(start: Eqn, out: Var) -> str:
 
 def _shared_numbers(graph: Graph) -> dict[int, str]:
     """The numbers that the new state depends on, other than through a reduction over the ranks: places and names."""
-    read = set(variables(graph.outputs[: graph.num_state]))
+    in_state = set(variables(graph.outputs[: graph.num_state]))
     for eqn in replicated_equations(graph):
-        read.update(eqn.ins)
+        in_state.update(eqn.ins)
     arguments = list(enumerate(graph.inputs))[graph.num_state :]
-    return {i: v.name for i, v in arguments if v in read and v not in graph.batch}
+    return {i: v.name for i, v in arguments if v in in_state and v not in graph.batch}
 
 
 def _first_difference(ranks: Sequence[int], lines: Sequence[Sequence[str]]) -> str:
@@ -270,14 +270,14 @@ def _first_difference(ranks: Sequence[int], lines: Sequence[Sequence[str]]) -> s
 
     Behind `_NO_MORE`, the lines say how a rank updates its state.
     """
-    k = next(k for k, other in enumerate(lines) if list(other) != list(lines[0]))
+    k = next(k for k, lines_there in enumerate(lines) if list(lines_there) != list(lines[0]))
     pairs = list(zip(lines[0], lines[k]))
     position = next(i for i, (here, there) in enumerate(pairs) if here != there)
-    what = f"Message {position} of the step is"
+    place = f"Message {position} of the step is"
     if _NO_MORE in lines[0][:position]:
-        what = "They send the same messages, but would update the state in another way or with other numbers."
+        place = "They send the same messages, but would update the state in another way or with other numbers."
     here, there = pairs[position]
-    return f"  {what}\n    on rank {ranks[0]}: {here}\n    on rank {ranks[k]}: {there}\n{_SAME_PROGRAM}"
+    return f"  {place}\n    on rank {ranks[0]}: {here}\n    on rank {ranks[k]}: {there}\n{_SAME_PROGRAM}"
 
 
 class Proposal(NamedTuple):
@@ -353,13 +353,13 @@ def agree_on_state(
     mine = [_described(path, x, source is None) for path, x in zip(paths, leaves)]
 
     def explain(described: Mapping[int, Sequence[Leaf]]) -> str:
-        (first, wanted), *others = described.items()
-        for rank, theirs in others:
-            if [leaf.path for leaf in theirs] != [leaf.path for leaf in wanted]:
+        (first, first_leaves), *rest = described.items()
+        for rank, theirs in rest:
+            if [leaf.path for leaf in theirs] != [leaf.path for leaf in first_leaves]:
                 return (
-                    f"  Rank {rank} has {len(theirs)} leaves and rank {first} has {len(wanted)}, or they have other "
-                    f"names.\nBuild the same model and optimizer on every rank. Of an optimizer that divides its state "
-                    f"over ranks itself, use its single-device class."
+                    f"  Rank {rank} has {len(theirs)} leaves and rank {first} has {len(first_leaves)}, or they "
+                    f"have other names.\nBuild the same model and optimizer on every rank. Of an optimizer that "
+                    f"divides its state over ranks itself, use its single-device class."
                 )
         different = different_leaf(mesh, axes, described)
         return _leaf_difference(described, *different) if different is not None else ""
@@ -374,8 +374,8 @@ def different_leaf(
     names = mesh.mesh_dim_names or ()
     groups = {of_leaf: rows(mesh.mesh, names, of_leaf) for of_leaf in set(map(tuple, axes))}
     for k, of_leaf in enumerate(axes):
-        for first, *others in groups[tuple(of_leaf)]:
-            for rank in others:
+        for first, *rest in groups[tuple(of_leaf)]:
+            for rank in rest:
                 if by_rank[rank][k] != by_rank[first][k]:
                     return k, first, rank
     return None
@@ -413,15 +413,16 @@ def _described(path: str, x: Any, compare_values: bool) -> Leaf:
 
 
 def _leaf_difference(described: Mapping[int, Sequence[Leaf]], k: int, first: int, rank: int) -> str:
-    one, other = described[first][k], described[rank][k]
-    if one.kind != other.kind:
+    there = described[first][k]
+    here = described[rank][k]
+    if there.kind != here.kind:
         return (
-            f"  {one.path} is {one.kind} on rank {first} and {other.kind} on rank {rank}.\n"
+            f"  {here.path} is {there.kind} on rank {first} and {here.kind} on rank {rank}.\n"
             f"Build the same state on every rank, or let one rank's count: step.shard(state, source=0), where the "
             f"others hold tensors of the same shapes, which may be on meta."
         )
     return (
-        f"  {one.path} has other values on rank {rank} than on rank {first}, so the ranks would train different "
+        f"  {here.path} has other values on rank {rank} than on rank {first}, so the ranks would train different "
         f"replicas.\nLet the values of rank 0 count, step.shard(state, source=0), or seed all ranks alike before the "
         f"model is built, and load the same checkpoint."
     )

@@ -158,8 +158,8 @@ class Start(torch.nn.Module):
         self.shapes = []  # of the values, whole over this axis, with the split dim first
         self.parts = []  # the elements of a padded part of each
         for v in self.outs:
-            whole = dataclasses.replace(v, layout=without(v.layout, axis))
-            shape = _dim_first(local_shape(whole, sizes, coordinates), self.dim)
+            unsplit = dataclasses.replace(v, layout=without(v.layout, axis))
+            shape = _dim_first(local_shape(unsplit, sizes, coordinates), self.dim)
             self.shapes.append(shape)
             self.parts.append(chunk(shape[0], self.size) * math.prod(shape[1:]) if shape else 1)
         self.groups = _message_groups(eqn, sizes)
@@ -236,14 +236,14 @@ class Start(torch.nn.Module):
         pieces, works = self._all_to_all(send)
 
         def finish() -> list[torch.Tensor]:
-            over = self._sum_buffer(pieces)
+            sum_buffer = self._sum_buffer(pieces)
             values = []
             offset = 0
             for k in ks:
                 shape = self.part_shape(k)
                 here = slice(offset, offset + math.prod(shape))
                 parts = [piece[here] for piece in pieces]
-                result = None if over is None else over[here]
+                result = None if sum_buffer is None else sum_buffer[here]
                 value = ops.reduce(parts, self.op, self.outs[k].dtype, result, self.size)
                 values.append(self._dim_back(value.view(shape)))
                 offset += self.parts[k]
@@ -280,8 +280,8 @@ class Start(torch.nn.Module):
 
     def part_shape(self, k: int) -> tuple[int, ...]:
         """The shape of this rank's part of a member, with the split dim first."""
-        rows, *others = self.shapes[k]
-        return part(rows, self.size, self.rank)[1], *others
+        rows, *last_dims = self.shapes[k]
+        return part(rows, self.size, self.rank)[1], *last_dims
 
     def _by_rank(self, term: torch.Tensor, size: int) -> torch.Tensor:
         """A whole term as one row for each rank, padded with zeros."""

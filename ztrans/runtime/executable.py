@@ -114,16 +114,16 @@ def _write_back(state: Sequence[torch.Tensor], outputs: list[Any]) -> None:
     """Put each new state into the storage of the old one, where the program did not do so already."""
     if all(map(operator.is_, state, outputs)):  # as in most steps
         return
-    moved = {}
+    new_values = {}
     for i, old in enumerate(state):
         new = outputs[i]
         if new is not old and (new.data_ptr() != old.data_ptr() or new.stride() != old.stride()):
-            moved[i] = new
+            new_values[i] = new
     storages = {x.untyped_storage().data_ptr() for x in state if x.numel()}
-    for i, new in moved.items():
+    for i, new in new_values.items():
         if new.numel() and new.untyped_storage().data_ptr() in storages:
-            moved[i] = new.clone()  # the state is written before this value of it is read
-    for i, new in moved.items():
+            new_values[i] = new.clone()  # the state is written before this value of it is read
+    for i, new in new_values.items():
         state[i].copy_(new)
     outputs[: len(state)] = state
 

@@ -155,14 +155,14 @@ def explain_loss(notes: Mapping[int, str], silent: Sequence[int]) -> list[str]:
     causes = [f"Rank {rank} {note}." for rank, note in sorted(notes.items()) if note]
     if silent and not causes:
         causes = [
-            f"{named(silent).capitalize()} said nothing: its program has ended, or it was killed, is out of memory, "
-            f"stopped, or busy with something else. See the log there.",
+            f"{rank_names(silent).capitalize()} said nothing: its program has ended, or it was killed, is out of "
+            f"memory, stopped, or busy with something else. See the log there.",
             f"Every rank must take the same number of steps. If data ends earlier on some ranks, {STOP_TOGETHER}",
         ]
     return causes
 
 
-def named(ranks: Sequence[int]) -> str:
+def rank_names(ranks: Sequence[int]) -> str:
     """Ranks as text, such as `ranks 0, 2`."""
     return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}"
 
@@ -188,18 +188,18 @@ def _leave(mesh: DeviceMesh, note: str) -> None:
 def _notes(groups: ProcessGroups) -> dict[int, str]:
     """The notes of the other ranks."""
     notes: dict[int, str] = {}
-    others = [rank for rank in groups.ranks if rank != dist.get_rank()]
+    peers = [rank for rank in groups.ranks if rank != dist.get_rank()]
 
-    def read() -> None:
+    def read_notes() -> None:
         store = groups.store()
         end = time.monotonic() + _PATIENCE
-        while len(notes) < len(others) and time.monotonic() < end:
-            for rank in others:
+        while len(notes) < len(peers) and time.monotonic() < end:
+            for rank in peers:
                 if rank not in notes and store.check([f"note/{rank}"]):
                     notes[rank] = store.get(f"note/{rank}").decode()
             time.sleep(0.02)
 
-    _in_time(read)
+    _in_time(read_notes)
     return dict(notes)
 
 

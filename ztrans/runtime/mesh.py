@@ -33,15 +33,15 @@ def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:
     if not dist.is_initialized():
         _begin("nccl" if device == "cuda" else "gloo")
     world = dist.get_world_size()
-    known = math.prod(size for size in sizes.values() if size != -1)
-    shape = tuple(world // known if size == -1 else size for size in sizes.values())
+    known_ranks = math.prod(size for size in sizes.values() if size != -1)
+    shape = tuple(world // known_ranks if size == -1 else size for size in sizes.values())
     if math.prod(shape) != world:
         axes = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         ranks = "1 rank" if world == 1 else f"{world} ranks"
         instead = "" if -1 in sizes.values() else ", or use -1 for one axis"
         raise RuntimeError(
             f"make_mesh: {axes} does not fit {ranks}.\n"
-            f"Start the script with torchrun --nproc-per-node {max(known, 1)}{instead}."
+            f"Start the script with torchrun --nproc-per-node {max(known_ranks, 1)}{instead}."
         )
     return init_device_mesh(device, shape, mesh_dim_names=tuple(sizes))
 

@@ -193,15 +193,15 @@ class ProcessGroups:
 
         Raises: RuntimeError if the process group of the mesh has been destroyed.
         """
-        closed = []
+        closed_channels = []
         for channel in self._channels.values():
             if channel.is_closed:
-                closed.append(channel)
+                closed_channels.append(channel)
             else:
                 _alive(channel._group)
-        if closed:
+        if closed_channels:
             self.epoch += 1
-        for channel in closed:
+        for channel in closed_channels:
             with channel.errors():
                 self._open(channel)
 

@@ -67,8 +67,8 @@ def shard_state(
     agree_on_state(mesh, axes, paths, leaves, source)
     device = torch.device(device) if device is not None else None
     parts = []
-    for leaf, layout, over in zip(leaves, layouts, axes):
-        part = _part(leaf, layout, mesh, over, source, device)
+    for leaf, layout, leaf_axes in zip(leaves, layouts, axes):
+        part = _part(leaf, layout, mesh, leaf_axes, source, device)
         _meshes[part] = mesh
         parts.append(part)
     return pytree.tree_unflatten(parts, tree)
@@ -86,8 +86,8 @@ def unshard_state(
         agree_on_call(mesh, "unshard")
     leaves, tree = pytree.tree_flatten(none_as_empty(state))
     full = [
-        full_tensor(x, over).clone() if isinstance(x, DTensor) else x
-        for x, over in zip(leaves, axes)
+        full_tensor(x, leaf_axes).clone() if isinstance(x, DTensor) else x
+        for x, leaf_axes in zip(leaves, axes)
     ]
     return pytree.tree_unflatten(full, tree)
 
@@ -100,12 +100,14 @@ def copied(leaf: torch.Tensor) -> torch.Tensor:
 
 def full_tensor(leaf: DTensor, axes: Sequence[str]) -> torch.Tensor:
     """A leaf whole on every rank; `axes` are those of its transform. Every rank must call it."""
-    own = UserSharding.of(leaf, axes)
-    if own is None:
+    user_sharding = UserSharding.of(leaf, axes)
+    if user_sharding is None:
         return leaf.full_tensor()
     mesh = leaf.device_mesh
-    mesh = mesh if mesh.ndim == len(own.axes) else mesh[own.axes]
-    return _dtensor(_gathered(leaf, own), mesh, own.placements, own.shape).full_tensor()
+    mesh = mesh if mesh.ndim == len(user_sharding.axes) else mesh[user_sharding.axes]
+    return _dtensor(
+        _gathered(leaf, user_sharding), mesh, user_sharding.placements, user_sharding.shape
+    ).full_tensor()
 
 
 def _part(
@@ -121,18 +123,20 @@ def _part(
     A full tensor may be the same on every rank, or valid only on rank `source`, which sends it, or a meta tensor, for
     which uninitialised memory is allocated.
     """
-    own = UserSharding.of(leaf, axes)
-    if own is not None and not set(zip(own.axes, own.sizes)) <= set(mesh_axes(mesh)):
-        own = None  # it comes from another mesh
-    mesh = _leaf_mesh(mesh, axes, own)
+    user_sharding = UserSharding.of(leaf, axes)
+    if user_sharding is not None and not set(zip(user_sharding.axes, user_sharding.sizes)) <= set(
+        mesh_axes(mesh)
+    ):
+        user_sharding = None  # it comes from another mesh
+    mesh = _leaf_mesh(mesh, axes, user_sharding)
     if isinstance(leaf, DTensor):
-        return _in_layout(leaf, layout, mesh, own, device)
+        return _in_layout(leaf, layout, mesh, user_sharding, device)
     leaf = as_tensor(leaf)
     requires_grad = leaf.requires_grad
     leaf = leaf.detach()
     part: torch.Tensor
     if source is None:
-        part = _cut(leaf, layout, mesh, None, device)
+        part = _own_part(leaf, layout, mesh, None, device)
     else:
         full = _own_memory(leaf, mesh, device)
         part = distribute_tensor(full, mesh, _placements(layout, mesh), src_data_rank=source)
@@ -143,7 +147,7 @@ def _in_layout(
     leaf: DTensor,
     layout: Layout,
     mesh: DeviceMesh,
-    own: UserSharding | None,
+    user_sharding: UserSharding | None,
     device: torch.device | None,
 ) -> torch.Tensor:
     """A copy of a DTensor of this or another mesh, in the given layout on `mesh`.
@@ -151,42 +155,48 @@ def _in_layout(
     If mesh or layout differ it communicates, so every rank must call it. The parts of a meta leaf are
     uninitialised, on `device`.
     """
-    placements = _placements(layout, mesh, own)
+    placements = _placements(layout, mesh, user_sharding)
     part: torch.Tensor
     with torch.no_grad():
         if leaf.is_meta:
-            shape = own.local_shape if own else leaf.shape
+            shape = user_sharding.local_shape if user_sharding else leaf.shape
             full = torch.empty(shape, dtype=leaf.dtype, device="meta")
-            part = _cut(full, layout, mesh, own, device)
+            part = _own_part(full, layout, mesh, user_sharding, device)
         elif leaf.device_mesh == mesh and list(leaf.placements) == placements:
             return copied(leaf)
-        elif leaf.device_mesh == mesh and own is None:
+        elif leaf.device_mesh == mesh and user_sharding is None:
             part = copied(leaf.redistribute(mesh, placements))
         else:
-            full = leaf.full_tensor() if own is None else _gathered(leaf, own)
-            part = _cut(full, layout, mesh, own)
+            full = leaf.full_tensor() if user_sharding is None else _gathered(leaf, user_sharding)
+            part = _own_part(full, layout, mesh, user_sharding)
     return part.requires_grad_(leaf.requires_grad)
 
 
-def _leaf_mesh(mesh: DeviceMesh, axes: Sequence[str], own: UserSharding | None) -> DeviceMesh:
+def _leaf_mesh(
+    mesh: DeviceMesh, axes: Sequence[str], user_sharding: UserSharding | None
+) -> DeviceMesh:
     """The part of a mesh that a leaf lives on: the axes of its transform, and the step's own."""
     of_mesh = {axis for axis, _ in mesh_axes(mesh)}
-    names = {*axes, *(own.axes if own else ())}
+    names = {*axes, *(user_sharding.axes if user_sharding else ())}
     of_leaf = {axis for axis in names if of_mesh.issuperset(members(axis))}
     return submesh(mesh, of_leaf) if of_leaf else mesh
 
 
 def _placements(
-    layout: Layout, mesh: DeviceMesh, own: UserSharding | None = None
+    layout: Layout, mesh: DeviceMesh, user_sharding: UserSharding | None = None
 ) -> list[Placement]:
     """The placements of a leaf on the mesh that it lives on, from its layout and the step's own division."""
     names = [axis for axis, _ in mesh_axes(mesh)]
     by_axis: dict[str, Placement] = dict.fromkeys(names, Replicate())
-    if own is not None:
-        by_axis.update(zip(own.axes, own.placements))
+    if user_sharding is not None:
+        by_axis.update(zip(user_sharding.axes, user_sharding.placements))
     for split in layout:
         if isinstance(split, Split):
-            inner = own.cuts(split.dim, names[names.index(split.axis) :]) if own else 1
+            inner = (
+                user_sharding.cuts(split.dim, names[names.index(split.axis) :])
+                if user_sharding
+                else 1
+            )
             is_first_cut = inner == 1
             by_axis[split.axis] = (
                 Shard(split.dim) if is_first_cut else _StridedShard(split.dim, split_factor=inner)
@@ -204,11 +214,11 @@ def _own_memory(x: torch.Tensor, mesh: DeviceMesh, device: torch.device | None) 
     return x.to(device or x.device, copy=True, memory_format=torch.contiguous_format)
 
 
-def _cut(
+def _own_part(
     full: torch.Tensor,
     layout: Layout,
     mesh: DeviceMesh,
-    own: UserSharding | None,
+    user_sharding: UserSharding | None,
     device: torch.device | None = None,
 ) -> DTensor:
     """A copy of this rank's part of a tensor that is the same on all ranks, up to the step's own division."""
@@ -218,24 +228,28 @@ def _cut(
         if isinstance(split, Split):
             axis = names.index(split.axis)
             local = cut(local, split, mesh.size(axis), mesh.get_local_rank(axis))
-    shape = own.shape if own else full.shape
-    return _dtensor(_own_memory(local, mesh, device), mesh, _placements(layout, mesh, own), shape)
+    shape = user_sharding.shape if user_sharding else full.shape
+    return _dtensor(
+        _own_memory(local, mesh, device), mesh, _placements(layout, mesh, user_sharding), shape
+    )
 
 
-def _gathered(leaf: DTensor, own: UserSharding) -> torch.Tensor:
+def _gathered(leaf: DTensor, user_sharding: UserSharding) -> torch.Tensor:
     """The part of a leaf that the step itself sees on this rank, gathered over all other axes of its mesh."""
     mesh = leaf.device_mesh
     # The step's own cut came first, so along the other axes its part is cut as any tensor is.
-    others: dict[str, Placement] = {}
+    other_axes: dict[str, Placement] = {}
     for (axis, _), placement in zip(mesh_axes(mesh), leaf.placements):
-        if axis not in own.axes:
+        if axis not in user_sharding.axes:
             if isinstance(placement, _StridedShard):
                 placement = Shard(placement.dim)
-            others[axis] = placement
+            other_axes[axis] = placement
     local = leaf.to_local()
-    if not others:
+    if not other_axes:
         return local
-    return _dtensor(local, mesh[tuple(others)], [*others.values()], own.local_shape).full_tensor()
+    return _dtensor(
+        local, mesh[tuple(other_axes)], [*other_axes.values()], user_sharding.local_shape
+    ).full_tensor()
 
 
 def _dtensor(
@@ -270,14 +284,14 @@ def check_laid_out(
     """
     expected: dict[tuple, tuple[DeviceMesh, list[Placement]]] = {}
     problems = []
-    for path, leaf, layout, over in zip(paths, leaves, layouts, axes):
+    for path, leaf, layout, leaf_axes in zip(paths, leaves, layouts, axes):
         if not isinstance(leaf, torch.Tensor) or not (leaf.ndim or isinstance(leaf, DTensor)):
             continue
-        own = UserSharding.of(leaf, over)
-        key = layout, own, over
+        user_sharding = UserSharding.of(leaf, leaf_axes)
+        key = layout, user_sharding, leaf_axes
         if key not in expected:
-            of_leaf = _leaf_mesh(mesh, over, own)
-            expected[key] = of_leaf, _placements(layout, of_leaf, own)
+            of_leaf = _leaf_mesh(mesh, leaf_axes, user_sharding)
+            expected[key] = of_leaf, _placements(layout, of_leaf, user_sharding)
         problem = _layout_problem(leaf, *expected[key], lowered)
         if problem:
             problems.append(f"  * {path}: {problem}\n")
@@ -298,7 +312,7 @@ def _layout_problem(
         return f"expected a DTensor {list(leaf.shape)} laid out {placements}, got a full tensor"
     if leaf.device_mesh != mesh:
         return f"is on another mesh, {leaf.device_mesh}"
-    for size, placement, wanted in zip(mesh.shape, leaf.placements, placements):
-        if placement != wanted and (size > 1 or not lowered):
+    for size, placement, expected_placement in zip(mesh.shape, leaf.placements, placements):
+        if placement != expected_placement and (size > 1 or not lowered):
             return f"expected the layout {placements}, got {list(leaf.placements)}"
     return ""

@@ -46,14 +46,14 @@ def load(path: str | os.PathLike[str], like: State, step: Callable) -> State:
     if callable(like) and not callable(step):
         raise TypeError("load: the state comes before the step: zt.load(path, like, step).")
     checkpoint = _Folder(_folder(Path(path)))
-    named = named_leaves(like)
-    _check_fits(checkpoint.shapes, path, named)
+    leaves_by_name = named_leaves(like)
+    _check_fits(checkpoint.shapes, path, leaves_by_name)
     leaves, tree = pytree.tree_flatten(none_as_empty(like))
-    blank = pytree.tree_unflatten([_blank(leaf) for leaf in named.values()], tree)
+    blank = pytree.tree_unflatten([_blank(leaf) for leaf in leaves_by_name.values()], tree)
     shard = getattr(step, "shard", None)
     sharded = state_leaves(blank if shard is None else shard(blank))
     parts = [_allocated(part, leaf) for part, leaf in zip(sharded, leaves)]
-    checkpoint.fill({name: part.detach() for name, part in zip(named, parts)})
+    checkpoint.fill({name: part.detach() for name, part in zip(leaves_by_name, parts)})
     return pytree.tree_unflatten([_as_like(x, leaf) for x, leaf in zip(parts, leaves)], tree)
 
 
@@ -93,8 +93,10 @@ def _folder(path: Path) -> Path:
     )
 
 
-def _check_fits(shapes: Mapping[str, tuple[int, ...]], path: Any, named: Mapping[str, Any]) -> None:
-    missing = [name for name in named if name not in shapes]
+def _check_fits(
+    shapes: Mapping[str, tuple[int, ...]], path: Any, leaves_by_name: Mapping[str, Any]
+) -> None:
+    missing = [name for name in leaves_by_name if name not in shapes]
     if missing:
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         raise ValueError(
@@ -102,7 +104,7 @@ def _check_fits(shapes: Mapping[str, tuple[int, ...]], path: Any, named: Mapping
             f"  The checkpoint does not have {', '.join(missing[:4])}{more}.\n"
             f"`like` lists the leaves to read: give it those that the checkpoint has."
         )
-    for name, leaf in named.items():
+    for name, leaf in leaves_by_name.items():
         shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else ()
         if shapes[name] != shape:
             raise ValueError(

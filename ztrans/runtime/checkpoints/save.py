@@ -67,9 +67,9 @@ def save(path: str | os.PathLike[str], state: Any) -> Future[Path]:
             f"Write such a file yourself, on one rank: params = step.unshard(state)['params'], on all ranks, then "
             f"model.save_pretrained(folder, state_dict=params), torch.save or safetensors."
         )
-    named = named_leaves(state)
-    leaves = list(named.values())
-    tensors = {name: _tensor(name, leaf) for name, leaf in named.items()}
+    leaves_by_name = named_leaves(state)
+    leaves = list(leaves_by_name.values())
+    tensors = {name: _tensor(name, leaf) for name, leaf in leaves_by_name.items()}
     check_whole(leaves, "save")
     mesh = mesh_of_state(leaves)
     if mesh is not None:
@@ -120,12 +120,12 @@ def _agree_on_save(
 
 def _copied_axes(x: torch.Tensor, mesh: DeviceMesh) -> list[str]:
     """The axes of the mesh over which ranks have copies of a leaf. The leaf may live on some of them only."""
-    cut: list[str] = []
+    cut_axes: list[str] = []
     if isinstance(x, DTensor):
         for (axis, _), placement in zip(mesh_axes(x.device_mesh), x.placements):
             if not isinstance(placement, Replicate):
-                cut.append(axis)
-    return [axis for axis, size in mesh_axes(mesh) if size > 1 and axis not in members_of(cut)]
+                cut_axes.append(axis)
+    return [axis for axis, size in mesh_axes(mesh) if size > 1 and axis not in members_of(cut_axes)]
 
 
 def _group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:

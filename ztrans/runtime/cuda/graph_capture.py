@@ -175,12 +175,12 @@ class Capture:
             self._check_same_state(inputs)
         for i, buffer in self.buffers.items():
             _fill(buffer, inputs[i])
-        read = [self.buffers.get(i, x) for i, x in enumerate(inputs)]
+        run_inputs = [self.buffers.get(i, x) for i, x in enumerate(inputs)]
         if is_first:
-            outputs = self._run_on_side_stream(read)
+            outputs = self._run_on_side_stream(run_inputs)
         else:
             if self.captured is None:
-                self._capture(read)
+                self._capture(run_inputs)
             self.check()
             self.captured.replay()
             outputs = self.outputs
@@ -245,13 +245,13 @@ class Capture:
 
     def _check_same_values(self, inputs: Sequence[torch.Tensor]) -> None:
         for i in self.taken_by_value:
-            before = self.inputs[i].item()
+            captured_value = self.inputs[i].item()
             now = inputs[i].item()
-            if before != now:
+            if captured_value != now:
                 name = self.graph.inputs[i].name
                 raise ValueError(
-                    f"{self.graph.name}: {name} was {before} when the step was captured, and is {now}. The kernel of a "
-                    f"fused optimizer takes it by value, so the CUDA graph has the old one.\n"
+                    f"{self.graph.name}: {name} was {captured_value} when the step was captured, and is {now}. The "
+                    f"kernel of a fused optimizer takes it by value, so the CUDA graph has the old one.\n"
                     f"Keep it constant, as a scheduler does with cycle_momentum=False; or call close() on the compiled "
                     f"step, which is then captured again; or use the optimizer with capturable=True in place of "
                     f"fused=True, or compile without cuda_graph."

@@ -60,7 +60,7 @@ class Message:
         finish: fills `values` from that tensor.
     """
 
-    sent: torch.Tensor
+    send_buffer: torch.Tensor
     values: Sequence[torch.Tensor]
     pack: Callable[[], object]
     receive_buffer: Callable[[], torch.Tensor]
@@ -101,42 +101,44 @@ class StreamedStart(Start):
                 message.pack()
         with streams.communicate(self.lane):
             received = [message.receive_buffer() for message in messages]
-            self._call(received, [message.sent for message in messages])
+            self._call(received, [message.send_buffer for message in messages])
             for message, buffer in zip(messages, received):
                 message.finish(buffer)
-        done = Done(streams, self.lane, self.lane.record_event(), [m.sent for m in messages])
+        done = Done(streams, self.lane, self.lane.record_event(), [m.send_buffer for m in messages])
         values: dict[int, torch.Tensor] = {}
         for ks, message in zip(self.groups, messages):
             values.update(zip(ks, message.values))
         future = Future(done, lambda: values)
         return tuple(Member(future, k) for k in range(len(members)))
 
-    def _call(self, received: list[torch.Tensor], sent: list[torch.Tensor]) -> None:
+    def _call(self, received: list[torch.Tensor], send_buffer: list[torch.Tensor]) -> None:
         """Launch the collective on the current stream, for all messages at once."""
         if self.wire.is_complex:  # NCCL has no complex dtypes; it adds real and imaginary parts
             received = [torch.view_as_real(x).view(-1) for x in received]
-            sent = [torch.view_as_real(x).view(-1) for x in sent]
+            send_buffer = [torch.view_as_real(x).view(-1) for x in send_buffer]
         work: Any = None
         if self.kind is ALL_GATHER:
-            work = self._call_gather(received, sent)
+            work = self._call_gather(received, send_buffer)
         elif self.kind is ALL_REDUCE:
-            work = self.group.allreduce_coalesced(sent, self._options(AllreduceCoalescedOptions()))
+            work = self.group.allreduce_coalesced(
+                send_buffer, self._options(AllreduceCoalescedOptions())
+            )
         elif self.is_exchanged:
             exchange = self._exchange_sums if self.is_by_host else self._exchange
-            for into, terms in zip(received, sent):
+            for into, terms in zip(received, send_buffer):
                 exchange(into, terms)
         else:
             names = "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
             options = self._options(ReduceScatterOptions())
-            work = _method(self.group, *names)(received, sent, options)
+            work = _method(self.group, *names)(received, send_buffer, options)
         if work is not None:  # NCCL returns none; the work of another backend is waited for
             work.wait()
 
-    def _call_gather(self, received: list[torch.Tensor], sent: list[torch.Tensor]) -> Any:
+    def _call_gather(self, received: list[torch.Tensor], send_buffer: list[torch.Tensor]) -> Any:
         options = AllgatherOptions()
         options.asyncOp = False
         call = _method(self.group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
-        as_bytes = [[x.view(torch.uint8) for x in buffers] for buffers in (received, sent)]
+        as_bytes = [[x.view(torch.uint8) for x in buffers] for buffers in (received, send_buffer)]
         return call(*as_bytes, options)
 
     def _options(self, options: Any) -> Any:
@@ -156,14 +158,16 @@ class StreamedStart(Start):
         sums = ops.reduce(list(received), "sum", self.partial)
         self._exchange(into, sums, range(place, self.size, local))
 
-    def _exchange(self, into: torch.Tensor, sent: torch.Tensor, ranks: range | None = None) -> None:
+    def _exchange(
+        self, into: torch.Tensor, send_buffer: torch.Tensor, ranks: range | None = None
+    ) -> None:
         """Send equal parts of `sent` to some ranks of the group, and receive parts from them; the others get none."""
         splits = None
         if ranks is not None:
-            part = sent.nbytes // len(ranks)
+            part = send_buffer.nbytes // len(ranks)
             splits = [part if rank in ranks else 0 for rank in range(self.size)]
         incoming = into.view(-1).view(torch.uint8)
-        outgoing = sent.view(-1).view(torch.uint8)
+        outgoing = send_buffer.view(-1).view(torch.uint8)
         dist.all_to_all_single(incoming, outgoing, splits, splits, group=self.group)
 
     def _gathered(self, ks: list[int], shards: Sequence[torch.Tensor]) -> Message:
@@ -173,20 +177,20 @@ class StreamedStart(Start):
         new = shards[0].new_empty
 
         def pack() -> None:
-            ops.cast_pack(rows, sizes, self.wire, out=sent)
+            ops.cast_pack(rows, sizes, self.wire, out=send_buffer)
 
         if len(ks) == 1 and self.dim == 0:
-            whole = new(self.size * sizes[0], dtype=self.wire)
-            sent = whole[self.rank * sizes[0] : (self.rank + 1) * sizes[0]]
-            value = whole[: math.prod(shapes[0])].view(shapes[0])
-            return Message(sent, [value], pack, lambda: whole, lambda received: None)
-        sent = new(sum(sizes), dtype=self.wire)
+            gathered = new(self.size * sizes[0], dtype=self.wire)
+            send_buffer = gathered[self.rank * sizes[0] : (self.rank + 1) * sizes[0]]
+            value = gathered[: math.prod(shapes[0])].view(shapes[0])
+            return Message(send_buffer, [value], pack, lambda: gathered, lambda received: None)
+        send_buffer = new(sum(sizes), dtype=self.wire)
         values = [new(moved_back(shape, self.dim), dtype=self.wire) for shape in shapes]
         return Message(
-            sent,
+            send_buffer,
             values,
             pack,
-            lambda: new(self.size * sent.numel(), dtype=self.wire),
+            lambda: new(self.size * send_buffer.numel(), dtype=self.wire),
             lambda received: self._deliver(received, self.size, sizes, shapes, values),
         )
 
@@ -196,11 +200,11 @@ class StreamedStart(Start):
         dtype = self.outs[ks[0]].dtype
         total = sum(sizes)
         new = terms[0].new_empty
-        sent, pack = self._terms(sizes, terms)
+        send_buffer, pack = self._terms(sizes, terms)
         if len(ks) == 1 and self.dim == 0 and dtype == self.wire and not self.is_exchanged:
             mine = new(total, dtype=dtype)
             value = mine[: math.prod(shapes[0])].view(shapes[0])
-            return Message(sent, [value], pack, lambda: mine, self._scale)
+            return Message(send_buffer, [value], pack, lambda: mine, self._scale)
         values = [new(moved_back(shape, self.dim), dtype=dtype) for shape in shapes]
         if self.is_by_host:
             buffer = (self.hosts.count, total), self.partial
@@ -218,7 +222,7 @@ class StreamedStart(Start):
         def receive_buffer() -> torch.Tensor:
             return new(math.prod(buffer[0]), dtype=buffer[1])
 
-        return Message(sent, values, pack, receive_buffer, finish)
+        return Message(send_buffer, values, pack, receive_buffer, finish)
 
     def _terms(
         self, sizes: list[int], terms: Sequence[torch.Tensor]
@@ -232,9 +236,11 @@ class StreamedStart(Start):
         is_ready = term.dtype == self.wire and term.is_contiguous() and term.numel() == numel
         if len(terms) == 1 and self.dim == 0 and is_ready:
             return term.view(-1), lambda: None
-        sent = term.new_empty(numel, dtype=self.wire)
+        send_buffer = term.new_empty(numel, dtype=self.wire)
         rows = [each.movedim(self.dim, 0) for each in terms]
-        return sent, lambda: ops.cast_pack(rows, sizes, self.wire, ranks=self.size, out=sent)
+        return send_buffer, lambda: ops.cast_pack(
+            rows, sizes, self.wire, ranks=self.size, out=send_buffer
+        )
 
     def _reduced(self, ks: list[int], terms: Sequence[torch.Tensor]) -> Message:
         new = terms[0].new_empty
@@ -242,13 +248,13 @@ class StreamedStart(Start):
         dtype = self.outs[ks[0]].dtype
         numels = [math.prod(shape) for shape in shapes]
         sizes = numels if len(ks) == 1 else [-(-n // _ALIGNED) * _ALIGNED for n in numels]
-        sent = new(sum(sizes), dtype=self.wire)
-        sums = [x[:n].view(shape) for x, n, shape in zip(sent.split(sizes), numels, shapes)]
+        send_buffer = new(sum(sizes), dtype=self.wire)
+        sums = [x[:n].view(shape) for x, n, shape in zip(send_buffer.split(sizes), numels, shapes)]
         is_cast = dtype != self.wire
         values = [new(shape, dtype=dtype) for shape in shapes] if is_cast else sums
 
         def pack() -> None:
-            ops.cast_pack(terms, sizes, self.wire, out=sent)
+            ops.cast_pack(terms, sizes, self.wire, out=send_buffer)
 
         def finish(received: torch.Tensor) -> None:
             self._scale(received)
@@ -256,7 +262,7 @@ class StreamedStart(Start):
                 for value, x in zip(values, sums):
                     value.copy_(x)
 
-        return Message(sent, values, pack, lambda: sent, finish)
+        return Message(send_buffer, values, pack, lambda: send_buffer, finish)
 
     def _scale(self, total: torch.Tensor) -> None:
         if self.op == "mean":

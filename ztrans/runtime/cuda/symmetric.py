@@ -118,13 +118,13 @@ def transport(
         return Transport(BY_HOST, f"{work}; {route.reason}")
     work = "sums half precision in fp32 and in rank order" if is_half else "moves bytes"
     nccl_call = EXCHANGE if is_half else f"nccl {kind.name}"
-    measured = times()
-    if isinstance(measured, str):
-        return Transport(nccl_call, f"{work}; no symmetric memory: {measured}")
-    size = format_bytes(measured.nbytes)
-    symmetric = format_seconds(measured.symmetric)
-    nccl = format_seconds(measured.nccl)
-    if measured.symmetric < measured.nccl:
+    seconds = times()
+    if isinstance(seconds, str):
+        return Transport(nccl_call, f"{work}; no symmetric memory: {seconds}")
+    size = format_bytes(seconds.nbytes)
+    symmetric = format_seconds(seconds.symmetric)
+    nccl = format_seconds(seconds.nccl)
+    if seconds.symmetric < seconds.nccl:
         return Transport(f"symmetric {kind.name}", f"{work}; {symmetric} for {size}, NCCL {nccl}")
     return Transport(nccl_call, f"{work}; {nccl} for {size}, symmetric memory {symmetric}")
 
@@ -140,7 +140,7 @@ class SymmetricStart(StreamedStart):
         elements = max(rows * sum(self.parts[k] for k in ks) for ks in self.groups)
         symmetric.reserve(self.group, elements * self.wire.itemsize)
 
-    def _call(self, received: list[torch.Tensor], sent: list[torch.Tensor]) -> None:
+    def _call(self, received: list[torch.Tensor], send_buffer: list[torch.Tensor]) -> None:
         """Do nothing: the kernel that finishes a message also communicates."""
 
     def _gathered(self, ks: list[int], shards: Sequence[torch.Tensor]) -> Message:
@@ -168,45 +168,47 @@ class SymmetricStart(StreamedStart):
         """
         sizes = [self.parts[k] for k in ks]
         rows = [member.movedim(self.dim, 0) for member in members]
-        sent = members[0].new_empty(ranks * sum(sizes), dtype=self.wire)
-        values = [sent.new_empty(moved_back(shape, self.dim), dtype=dtype) for shape in shapes]
+        send_buffer = members[0].new_empty(ranks * sum(sizes), dtype=self.wire)
+        values = [
+            send_buffer.new_empty(moved_back(shape, self.dim), dtype=dtype) for shape in shapes
+        ]
         # The kernel returns fp32 or half precision; values of other dtypes are then cast.
         read_dtype = dtype if ranks == 1 or dtype in FLOATS else torch.float32
 
         def pack() -> None:
-            ops.cast_pack(rows, sizes, self.wire, ranks=ranks, out=sent)
+            ops.cast_pack(rows, sizes, self.wire, ranks=ranks, out=send_buffer)
 
         def finish(received: torch.Tensor) -> None:
             memory = self.symmetric.buffer(self.group)
             if self.dim == 0 and read_dtype == dtype:
-                read(memory, sent, [value.view(-1) for value in values], sizes)
+                read(memory, send_buffer, [value.view(-1) for value in values], sizes)
                 return
-            flat = [sent.new_empty(math.prod(shape), dtype=read_dtype) for shape in shapes]
-            read(memory, sent, flat, sizes)
+            flat = [send_buffer.new_empty(math.prod(shape), dtype=read_dtype) for shape in shapes]
+            read(memory, send_buffer, flat, sizes)
             for x, value, shape in zip(flat, values, shapes):
                 value.copy_(x.view(shape).movedim(0, self.dim))
 
-        return Message(sent, values, pack, lambda: sent, finish)
+        return Message(send_buffer, values, pack, lambda: send_buffer, finish)
 
 
 def gather(
-    memory: ops.Symmetric, sent: torch.Tensor, outs: list[torch.Tensor], sizes: Sequence[int]
+    memory: ops.Symmetric, send_buffer: torch.Tensor, outs: list[torch.Tensor], sizes: Sequence[int]
 ) -> None:
     """Copy this rank's parts to where the other ranks read them, and read the parts of all ranks into `outs`."""
-    memory.mine[: sent.nbytes].view(sent.dtype).copy_(sent)
+    memory.mine[: send_buffer.nbytes].view(send_buffer.dtype).copy_(send_buffer)
     ops.all_gather(memory, outs, sizes, spins=_SPINS)
 
 
 def scatter(
     memory: ops.Symmetric,
-    sent: torch.Tensor,
+    send_buffer: torch.Tensor,
     outs: list[torch.Tensor],
     sizes: Sequence[int],
     op: str,
 ) -> None:
     """Copy this rank's terms to where the other ranks read them, and sum the terms for this rank into `outs`."""
-    memory.mine[: sent.nbytes].view(sent.dtype).copy_(sent)
-    ops.reduce_scatter(memory, outs, sizes, op, sent.dtype, spins=_SPINS)
+    memory.mine[: send_buffer.nbytes].view(send_buffer.dtype).copy_(send_buffer)
+    ops.reduce_scatter(memory, outs, sizes, op, send_buffer.dtype, spins=_SPINS)
 
 
 class SymmetricMemory:
@@ -290,24 +292,26 @@ def _times(
     memory = allocate(n * count * wire.itemsize, group)
     generator = torch.Generator().manual_seed(group.rank())  # so the user's does not change
     if kind is ALL_GATHER:
-        sent = torch.randn(count, generator=generator).to(memory.mine.device, wire)
-        ours, theirs = (sent.new_empty(n * count) for _ in range(2))
+        send_buffer = torch.randn(count, generator=generator).to(memory.mine.device, wire)
+        ours, theirs = (send_buffer.new_empty(n * count) for _ in range(2))
 
         def by_symmetric_memory() -> None:
-            gather(memory, sent, [ours], [count])
+            gather(memory, send_buffer, [ours], [count])
 
         def by_nccl() -> None:
-            all_gather(theirs.view(torch.uint8), sent.view(torch.uint8), group=group)
+            all_gather(theirs.view(torch.uint8), send_buffer.view(torch.uint8), group=group)
     else:
-        sent = torch.randn(n * count, generator=generator).to(memory.mine.device, wire)
-        ours, theirs = (sent.new_empty(count, dtype=torch.float32) for _ in range(2))
-        terms = torch.empty_like(sent)
+        send_buffer = torch.randn(n * count, generator=generator).to(memory.mine.device, wire)
+        ours, theirs = (send_buffer.new_empty(count, dtype=torch.float32) for _ in range(2))
+        terms = torch.empty_like(send_buffer)
 
         def by_symmetric_memory() -> None:
-            scatter(memory, sent, [ours], [count], "mean")
+            scatter(memory, send_buffer, [ours], [count], "mean")
 
         def by_nccl() -> None:
-            dist.all_to_all_single(terms.view(torch.uint8), sent.view(torch.uint8), group=group)
+            dist.all_to_all_single(
+                terms.view(torch.uint8), send_buffer.view(torch.uint8), group=group
+            )
             theirs.copy_(ops.reduce(list(terms.view(n, count)), "mean", torch.float32))
 
     seconds = [_seconds(by_symmetric_memory), _seconds(by_nccl)]

@@ -84,7 +84,7 @@ def infer_layouts(
     An equation with an in-place operation writes its result over an argument, whose layout it keeps.
     """
     layouts = {v: Strided.of(x) for v, x in zip(graph.inputs, inputs, strict=True)}
-    known: dict[Hashable, list[Strided | None]] = {}
+    by_structure: dict[Hashable, list[Strided | None]] = {}
     for eqn in graph.eqns:
         shapes = [local_shape(v, graph.axes, coordinates) for v in eqn.results]
         results: Sequence[Strided | None]
@@ -94,7 +94,7 @@ def infer_layouts(
             op = in_place_ops.get(eqn)
             if isinstance(op, torch._ops.OpOverload) and op._schema.returns:
                 eqn = eqn.replace(op=op)  # what runs in the end
-            results = _run_fake(localize(eqn, graph.axes, coordinates), layouts, known)
+            results = _run_fake(localize(eqn, graph.axes, coordinates), layouts, by_structure)
         layouts.update((v, layout) for v, layout in zip(eqn.outs, results) if v and layout)
     return layouts
 
@@ -114,23 +114,25 @@ def _of_primitive(
 
 
 def _run_fake(
-    eqn: Eqn, layouts: Mapping[Var, Strided], known: dict[Hashable, list[Strided | None]]
+    eqn: Eqn, layouts: Mapping[Var, Strided], by_structure: dict[Hashable, list[Strided | None]]
 ) -> list[Strided | None]:
     """Run an equation on fake tensors, unless one of its kind is `known`."""
     if is_fused_update(eqn):  # fake tensors would compute these for real
-        written = updated(eqn, in_place(eqn.op))
-        if written:
-            return [layouts[v] for v, _ in written]
+        overwritten = updated(eqn, in_place(eqn.op))
+        if overwritten:
+            return [layouts[v] for v, _ in overwritten]
     launch = eqn.args[0] if eqn.args else None
     if isinstance(launch, Launch):  # a kernel does not run on them
         tensors = zip(launch.tensors, eqn.args[1:])
         return [layouts[v] for name, v in tensors if name in launch.changed]
     key = structure(eqn, layouts.__getitem__)
-    if key not in known:
+    if key not in by_structure:
         with fake():
             results = compute(eqn, {v: layouts[v].empty() for v in eqn.ins})
-        known[key] = [Strided.of(x) if isinstance(x, torch.Tensor) else None for x in results]
-    return known[key]
+        by_structure[key] = [
+            Strided.of(x) if isinstance(x, torch.Tensor) else None for x in results
+        ]
+    return by_structure[key]
 
 
 def fused(

@@ -159,8 +159,8 @@ class _Items:
             self.append(eqn, latest)
         elif _is_fusible(eqn) and len(update) == 1:
             # A scalar is cheap at any position. It is computed early, so that it does not separate updates.
-            after = latest if _is_small(eqn) else None
-            item = latest if self.may_join(eqn, latest) else self.new_item(eqn, after)
+            neighbour = latest if _is_small(eqn) else None
+            item = latest if self.may_join(eqn, latest) else self.new_item(eqn, neighbour)
             for each in (*self.take_deferred(eqn), eqn):
                 self.append(each, item)
         elif eqn is update[0]:
@@ -187,10 +187,12 @@ class _Items:
         item.eqns.append(eqn)
         self.item_of.update((out, item) for out in eqn.results)
 
-    def new_item(self, eqn: Eqn, after: _Item | None = None, fusible: bool | None = None) -> _Item:
+    def new_item(
+        self, eqn: Eqn, neighbour: _Item | None = None, fusible: bool | None = None
+    ) -> _Item:
         """A new item for an equation, at the end, or next to `after`."""
         count = len(self.items)
-        position = after.position[0] if after is not None else count
+        position = neighbour.position[0] if neighbour is not None else count
         item = _Item((position, count), _is_fusible(eqn) if fusible is None else fusible)
         self.items.append(item)
         return item
@@ -253,9 +255,9 @@ def _grouped(item: _Item) -> set[Eqn]:
     grouped = {eqn for eqn in item.eqns if not _is_real_view(eqn)}
     if item.fusible and sum(map(_is_fusible, grouped)) < 2:
         return set()
-    read = {v for eqn in grouped for v in eqn.ins}
+    group_reads = {v for eqn in grouped for v in eqn.ins}
     for eqn in reversed(item.eqns):
-        if eqn not in grouped and not read.isdisjoint(eqn.outs):
-            read.update(eqn.ins)
+        if eqn not in grouped and not group_reads.isdisjoint(eqn.outs):
+            group_reads.update(eqn.ins)
             grouped.add(eqn)
     return grouped
