@@ -112,17 +112,24 @@ def averages(graph: Graph) -> dict[Var, Average]:
         if e.op in (GRADIENT, PMEAN) and depends_on_batch.keys().isdisjoint(leaves):
             found[e.out] = Average(e.args[0], e, paths=tuple(leaf.name for leaf in leaves))
     for e, waited in pair(graph).waits.items():
-        start = waited.start
-        is_gradient = role(start) == "grad"
-        if is_gradient or (role(start) == "pmean" and start.kwargs["op"] == "mean"):
-            term = start.ins[waited.member]
+        if _averages(waited.start):
+            term = waited.start.ins[waited.member]
             if term in found:  # the reduction over the replicated axis, after that over the other
                 found[e.out] = found.pop(term)._replace(end=e)
             else:
-                is_planned = start.order is not None and graph.axes[start.kwargs["axis"]] > 1
-                paths = start.provenance.paths if start.provenance and is_gradient else ()
-                found[e.out] = Average(term, e, start, is_planned, paths)
+                found[e.out] = _reduced_average(graph, waited.start, term, e)
     return found
+
+
+def _averages(start: Eqn) -> bool:
+    """Whether a collective reduces gradients, or means that the user asked for."""
+    return role(start) == "grad" or (role(start) == "pmean" and start.kwargs["op"] == "mean")
+
+
+def _reduced_average(graph: Graph, start: Eqn, term: Var, end: Eqn) -> Average:
+    is_planned = start.order is not None and graph.axes[start.kwargs["axis"]] > 1
+    paths = start.provenance.paths if start.provenance and role(start) == "grad" else ()
+    return Average(term, end, start, is_planned, paths)
 
 
 class Roles:
@@ -155,13 +162,14 @@ class Roles:
         for e, waited in pair(self.graph).waits.items():
             if _brings_values(waited.start):
                 candidates.add(e)
-        of_forward: set[Var] = set()
-        for e in self.graph.eqns:
-            if e.region != "update":
-                of_forward.update(e.results)
-            elif e.op is SHARD and e.args[0] in of_forward:
-                candidates.add(e)
+        candidates |= self._shards_of_forward()
         return {e for e in candidates if from_gradients.isdisjoint(e.ins)}
+
+    def _shards_of_forward(self) -> set[Eqn]:
+        """The equations of the update that cut a value of forward."""
+        eqns = [e for e in self.graph.eqns if e.op is SHARD]
+        maker = lambda e: self.makers.get(e.args[0])
+        return {e for e in eqns if (made := maker(e)) is not None and made.region != "update"}
 
     @functools.cached_property
     def _once(self) -> set[Eqn]:

@@ -31,7 +31,7 @@ def delay_weight_grads(*, most: int = 4) -> Transform:
         y = wait_tensor(s)                      y = wait_tensor(s)
 
     Args:
-        most: the greatest number of matmuls that move behind the start of one collective.
+        most: the greatest number of matmuls that move after the start of one collective.
 
     Raises: ValueError if `most` is below 1.
 
@@ -52,39 +52,54 @@ class _DelayWeightGrads(Transform):
     phase: ClassVar[int] = 1
 
     def rewrite(self, graph: Graph) -> Graph:
-        used = users(graph)
+        readers = users(graph)
         eqns: list[Eqn] = []
         since: list[Eqn] = []  # the equations after the last collective of the user
         for e in graph.eqns:
             if not is_users(e):
                 since.append(e)
                 continue
-            later = self._later(e, since, used) if e.region == "backward" and not is_wait(e) else ()
-            eqns += [*(x for x in since if x not in later), e, *(x for x in since if x in later)]
+            delayed: set[Eqn] = set()
+            if e.region == "backward" and not is_wait(e):
+                delayed = self._movable_after(e, since, readers)
+            eqns += [x for x in since if x not in delayed]
+            eqns.append(e)
+            eqns += [x for x in since if x in delayed]
             since = []
         return graph.replace(eqns=(*eqns, *since))
 
-    def _later(self, collective: Eqn, since: Sequence[Eqn], used: dict[Var, list[Eqn]]) -> set[Eqn]:
-        """The equations that move behind a collective, of those between it and the one before it, `since`."""
-        among, before = set(since), needed([collective], producers(since))
-        delayed, matmuls = set[Eqn](), 0
-        for e in reversed(since):
-            if e in before or e.region != "backward" or is_random(e.op):
-                continue
-            if not is_matmul(e):
-                readers = {x for v in e.results for x in used.get(v, ())}
-                delayed |= {e} if readers and readers <= delayed else set()
-            elif matmuls < self.most and all(map(_prepares, after := _after(e, among, used))):
-                delayed |= {e, *after}
-                matmuls += 1
+    def _movable_after(
+        self, collective: Eqn, since: Sequence[Eqn], readers: dict[Var, list[Eqn]]
+    ) -> set[Eqn]:
+        """Which of `since`, the equations after the previous collective, may run after `collective`."""
+        computing = needed([collective], producers(since))
+        is_free = lambda e: e.region == "backward" and e not in computing and not is_random(e.op)
+        delayed: set[Eqn] = set()
+        matmuls = 0
+        for e in filter(is_free, reversed(since)):
+            if is_matmul(e):
+                dependent = _dependent(e, since, readers)
+                if matmuls < self.most and all(map(_prepares, dependent)):
+                    delayed |= {e, *dependent}
+                    matmuls += 1
+            else:
+                own_readers = set(_readers(e, readers))
+                if own_readers and own_readers <= delayed:
+                    delayed.add(e)
         return delayed
 
 
+def _readers(e: Eqn, readers: dict[Var, list[Eqn]]) -> list[Eqn]:
+    return [reader for v in e.results for reader in readers.get(v, ())]
+
+
+def _dependent(e: Eqn, eqns: Sequence[Eqn], readers: dict[Var, list[Eqn]]) -> set[Eqn]:
+    """The equations among `eqns` that depend on `e`."""
+    among = set(eqns)
+    following = lambda x: [reader for reader in _readers(x, readers) if reader in among]
+    return set(reachable(following(e), following))
+
+
 def _prepares(e: Eqn) -> bool:
+    """Whether an equation only prepares a gradient for its reduction."""
     return is_view_or_cast(e) or e.op is GRADIENT
-
-
-def _after(e: Eqn, among: set[Eqn], used: dict[Var, list[Eqn]]) -> set[Eqn]:
-    """The equations of `among` that depend on `e`."""
-    readers = lambda e: [x for v in e.results for x in used.get(v, ()) if x in among]
-    return set(reachable(readers(e), readers))

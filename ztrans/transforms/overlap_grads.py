@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..ir.collectives import role
-from ..ir.graph import Eqn, Graph, Move, Var, producers, users, variables
+from ..ir.graph import Eqn, Graph, Move, Var
 from ..ir.op_facts import is_view_or_cast
 from .base import Transform, check_number, constructor
-from .reduce_once import SCALES, SUMS
+from .reduce_once import SCALES, SUMS, Uses
 
 # Gradients, the user's means of them, and new state that varies over the ranks, such as the statistics of a batch norm.
 _REDUCED = ("grad", "pmean", "state")
@@ -80,19 +80,17 @@ class _OverlapGrads(Transform):
     update: Literal["eager", "last"] = "eager"
 
     def rewrite(self, graph: Graph) -> Graph:
-        makers, used = producers(graph.eqns), users(graph)
         starts = [e for e in graph.eqns if role(e) in _REDUCED]
         if not starts and not graph.mesh:
             raise ValueError(
                 "overlap_grads: the program is not sharded, so it has no gradient reductions to overlap.\n"
                 "Apply shard_params first: it must be the innermost decorator, or the first in zt.chain."
             )
-        outputs = set(variables(graph.outputs))
-        moves: dict[Eqn, Move] = {}
+        uses = Uses(graph)
+        moves: dict[Eqn, Move] = dict.fromkeys(starts, "reduce")
         for start in starts:
-            moves[start] = "reduce"
             for v in start.ins:
-                moves.update((e, "birth") for e in _chain(v, makers, used, outputs))
+                moves.update(dict.fromkeys(_preparing(v, uses), "birth"))
         eqns = tuple(e.replace(order=moves[e]) if e in moves else e for e in graph.eqns)
         return graph.replace(eqns=eqns).with_hints(
             reductions_in_flight=self.max_in_flight,
@@ -102,16 +100,10 @@ class _OverlapGrads(Transform):
         )
 
 
-def _chain(
-    v: Var, makers: dict[Var, Eqn], used: dict[Var, list[Eqn]], outputs: set[Var]
-) -> Iterator[Eqn]:
-    """The views, casts and sums from the matmul of a gradient to `v`, each of which has no other reader."""
-    if v in makers and v not in outputs and len(used[v]) == 1 and _prepares(makers[v]):
-        yield makers[v]
-        for before in makers[v].ins:
-            yield from _chain(before, makers, used, outputs)
-
-
-def _prepares(e: Eqn) -> bool:
-    """Whether an equation only prepares a gradient for its reduction: a view, a cast, a sum or a scale."""
-    return is_view_or_cast(e) or e.op in (*SUMS, *SCALES)
+def _preparing(v: Var, uses: Uses) -> Iterator[Eqn]:
+    """The views, casts, sums and scales from the matmul of a gradient to `v`, each of which has no other reader."""
+    maker = uses.only_maker(v)
+    if maker is not None and (is_view_or_cast(maker) or maker.op in (*SUMS, *SCALES)):
+        yield maker
+        for x in maker.ins:
+            yield from _preparing(x, uses)

@@ -41,22 +41,25 @@ def reduce_once(graph: Graph) -> Graph:
 
 def _rewritten(graph: Graph) -> Graph | None:
     """The program with a pattern applied at the first equation at which one matches."""
-    uses = _Uses(graph)
-    sums = (e for e in graph.eqns if e.op in SUMS and not e.kwargs)
-    return next(
-        (new for e in sums for new in (_from_zero(uses, e), _of_two(uses, e)) if new is not None),
-        None,
-    )
+    uses = Uses(graph)
+    for e in graph.eqns:
+        if e.op in SUMS and not e.kwargs:
+            new = _from_zero(uses, e) or _of_two(uses, e)
+            if new is not None:
+                return new
+    return None
 
 
-class _Uses:
+class Uses:
     """A program, with the equation that computes each value and those that read it."""
 
     def __init__(self, graph: Graph) -> None:
-        self.graph, self.makers, self.readers = graph, producers(graph.eqns), users(graph)
+        self.graph = graph
+        self.makers = producers(graph.eqns)
+        self.readers = users(graph)
         self.outputs = set(variables(graph.outputs))
 
-    def maker(self, v: object) -> Eqn | None:
+    def only_maker(self, v: object) -> Eqn | None:
         """The equation that computes `v`, if `v` has one reader and is no output."""
         if not isinstance(v, Var) or len(self.readers.get(v, ())) != 1 or v in self.outputs:
             return None
@@ -64,7 +67,7 @@ class _Uses:
 
     def term(self, v: object) -> _Term | None:
         """The gradient that `v` is, or is a multiple of."""
-        e = self.maker(v)
+        e = self.only_maker(v)
         if e is not None and e.op in SCALES and not isinstance(e.args[1], Var):
             gradient = self.term(e.args[0])
             return gradient and _Term(gradient.mark, (*gradient.factors, e))
@@ -72,12 +75,13 @@ class _Uses:
 
     def splits(self, v: object) -> list[tuple[Var | None, object]]:
         """The ways to take `v` as a sum of a rest and a term; without a rest, the term is `v` itself."""
-        e = self.maker(v)
-        sides = e.args if e is not None and e.op in SUMS and not e.kwargs else ()
-        return [
-            (None, v),
-            *((rest, term) for rest, term in permutations(sides, 2) if isinstance(rest, Var)),
-        ]
+        splits: list[tuple[Var | None, object]] = [(None, v)]
+        maker = self.only_maker(v)
+        if maker is not None and maker.op in SUMS and not maker.kwargs:
+            for rest, term in permutations(maker.args, 2):
+                if isinstance(rest, Var):
+                    splits.append((rest, term))
+        return splits
 
 
 def adds_zero(e: Eqn) -> bool:
@@ -85,13 +89,13 @@ def adds_zero(e: Eqn) -> bool:
     return e.op in SUMS and type(e.args[1]) in (int, float) and e.args[1] == 0
 
 
-def _from_zero(uses: _Uses, e: Eqn) -> Graph | None:
+def _from_zero(uses: Uses, e: Eqn) -> Graph | None:
     if not adds_zero(e) or uses.term(e.args[0]) is None:
         return None
     return rename(uses.graph, {e.out: e.args[0]})
 
 
-def _of_two(uses: _Uses, e: Eqn) -> Graph | None:
+def _of_two(uses: Uses, e: Eqn) -> Graph | None:
     for left, right in permutations(e.args):
         for rest, v in uses.splits(left):
             a, b = uses.term(v), uses.term(right)
@@ -103,19 +107,21 @@ def _of_two(uses: _Uses, e: Eqn) -> Graph | None:
 def _merge(graph: Graph, add: Eqn, a: _Term, b: _Term, rest: Var | None) -> Graph:
     """The program with `a + b` marked at the later of the two marks; `rest` is added to the result."""
     a, b = sorted((a, b), key=lambda term: graph.eqns.index(term.mark))
-    mark, before, values = b.mark, list[Eqn](), list[Var]()
+    mark = b.mark
+    eqns: list[Eqn] = []
+    values: list[Var] = []
     for term in (a, b):
         value = term.mark.args[0]
         for factor in term.factors:
             scaled = dataclasses.replace(value, name=f"{value.name}.scaled")
-            before.append(
-                factor.replace(args=(value, *factor.args[1:]), outs=(scaled,), region=mark.region)
-            )
+            args = (value, *factor.args[1:])
+            eqns.append(factor.replace(args=args, outs=(scaled,), region=mark.region))
             value = scaled
         values.append(value)
     total = dataclasses.replace(values[1], name=f"{values[1].name}.acc")
-    before.append(mark.replace(op=aten.add.Tensor, args=tuple(values), outs=(total,)))
-    changes = {mark: [*before, mark.replace(args=(total, mark.args[1]))]}
+    eqns.append(mark.replace(op=aten.add.Tensor, args=tuple(values), outs=(total,)))
+    eqns.append(mark.replace(args=(total, mark.args[1])))
+    changes = {mark: eqns}
     if rest is not None:
         changes[add] = [add.replace(args=(rest, mark.out))]
     new = graph.replace(eqns=tuple(x for e in graph.eqns for x in changes.get(e, (e,))))

@@ -12,7 +12,7 @@ from ..ir.recompute import recompute
 from ..ir.varying import varying
 from .base import Transform, check_number, constructor
 
-_DEPTH = 4  # the most equations in a row that are repeated for one value
+_DEPTH = 5  # the most equations in a row that are repeated for one value
 
 
 @constructor
@@ -56,40 +56,52 @@ class _Remat(Transform):
 
 def _recomputed(graph: Graph, at_least: int) -> set[Var]:
     """The values that backward recomputes, each the owner of its storage."""
-    makers, live, over = producers(graph.eqns), liveness(graph), varying(graph, ("batch",))
-    wanted: dict[
-        Var, int
-    ] = {}  # for each storage, the index of the first equation of backward that reads it
-    kept = {live.root[v] for v in variables(graph.outputs)}
-    for i, e in enumerate(graph.eqns):
+    live = liveness(graph)
+    first_reader: dict[Var, int] = {}  # by storage, the number of the first equation of backward
+    needed_later = {live.root[v] for v in variables(graph.outputs)}
+    for number, e in enumerate(graph.eqns):
         for v in e.ins:
             if e.region == "backward":
-                wanted.setdefault(live.root[v], i)
+                first_reader.setdefault(live.root[v], number)
             elif e.region == "update":
-                kept.add(live.root[v])
-    recomputed: set[Var] = set()
+                needed_later.add(live.root[v])
+    choice = _Choice(graph)
+    for v in choice.makers:
+        is_large = v.numel * v.dtype.itemsize >= at_least
+        is_owner = live.root[v] is v and v not in needed_later
+        if is_large and is_owner and v in first_reader:
+            choice.values |= choice.with_inputs(v, first_reader[v], _DEPTH) or set()
+    return choice.values
 
-    def needed(v: Var, at: int, depth: int) -> set[Var] | None:
-        """The values to recompute so that equation `at` can read `v`, or None if that is not cheap."""
-        v = live.root[v]
-        if v in recomputed or v not in makers or live.last[v] >= at:
-            return set()
-        return with_inputs(v, at, depth - 1)
 
-    def with_inputs(v: Var, at: int, depth: int) -> set[Var] | None:
-        """`v` and the inputs that must be recomputed with it, or None if that is not cheap."""
-        e = makers[v]
-        if depth < 0 or v not in over or e.region != "forward" or not _is_cheap(e):
+class _Choice:
+    """The values to recompute, chosen one after the other; each relies on those before it."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.values: set[Var] = set()
+        self.makers = producers(graph.eqns)
+        self.live = liveness(graph)
+        self.depends_on_batch = varying(graph, ("batch",))
+
+    def with_inputs(self, v: Var, reader: int, depth: int) -> set[Var] | None:
+        """`v`, and what must be recomputed with it for equation number `reader`; None if that is not cheap."""
+        maker = self.makers[v]
+        is_cheap = maker.region == "forward" and _is_cheap(maker)
+        if depth == 0 or v not in self.depends_on_batch or not is_cheap:
             return None
-        inputs = [needed(x, at, depth) for x in e.ins]
-        return None if None in inputs else {v}.union(*filter(None, inputs))
+        values = {v}
+        for x in maker.ins:
+            storage = self.live.root[x]
+            if storage in self.makers and not self._is_there(storage, reader):
+                inputs = self.with_inputs(storage, reader, depth - 1)
+                if inputs is None:
+                    return None
+                values |= inputs
+        return values
 
-    for e in graph.eqns:
-        for v in e.results:
-            large = v.numel * v.dtype.itemsize >= at_least
-            if large and v in wanted and v not in kept and live.root[v] is v:
-                recomputed |= with_inputs(v, wanted[v], _DEPTH) or set()
-    return recomputed
+    def _is_there(self, storage: Var, reader: int) -> bool:
+        """Whether equation number `reader` can read a storage anyway."""
+        return storage in self.values or self.live.last[storage] >= reader
 
 
 def _is_cheap(e: Eqn) -> bool:

@@ -44,6 +44,7 @@ from ..ir.user_collectives import is_users
 from .edits import Edits
 
 aten = torch.ops.aten
+_EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 _NORM = aten.linalg_vector_norm.default
 _EXTREMES: Mapping[object, str] = {
     aten.max.default: "max",
@@ -339,12 +340,11 @@ class OnShards:
         """The float dtype of eight bits to which a gathered value is cast, scaled in any way, or None."""
         scaled = {v for v, value in self.gathered.items() if value.start is start}
         for e in self.graph.eqns:
-            if not any(v in scaled and v.numel == e.out.numel for v in e.ins):
-                continue
-            if e.op is CAST and e.out.dtype.is_floating_point and e.out.dtype.itemsize == 1:
-                return e.out.dtype
-            if e.op is CAST or op_facts(e.op).pointwise or _is_bijection(e):
-                scaled.add(e.out)
+            if any(v in scaled and v.numel == e.out.numel for v in e.ins):
+                if e.op is CAST and e.out.dtype in _EIGHT_BITS:
+                    return e.out.dtype
+                if e.op is CAST or op_facts(e.op).pointwise or _is_bijection(e):
+                    scaled.add(e.out)
         return None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -210,9 +210,7 @@ def warn_of_psum_quotients(graph: Graph, axes: Sequence[str]) -> None:
         if not uses.divides_by_psum(e) or _is_scaled([uses.makers.get(e.args[0])], ranks):
             continue
         multiples = list(uses.multiples(e))
-        is_averaged = any(
-            REDUCTIONS.get(m.op) == "mean" or not averaged.isdisjoint(m.results) for m in multiples
-        )
+        is_averaged = any(_is_averaged(multiple, averaged) for multiple in multiples)
         if is_averaged and not _is_scaled(multiples, ranks):
             warnings.warn(
                 f"shard_params: {graph.name} divides a value of this rank, {e.args[0]}, by a psum. Gradients and "
@@ -252,6 +250,10 @@ class _Uses:
     def _linear_readers(self, e: Eqn) -> list[Eqn]:
         readers = (r for v in e.results for r in self.readers.get(v, ()))
         return [r for r in readers if r.region != "backward" and _is_linear(r)]
+
+
+def _is_averaged(e: Eqn, averaged: Set[Var]) -> bool:
+    return REDUCTIONS.get(e.op) == "mean" or not averaged.isdisjoint(e.results)
 
 
 def _is_linear(e: Eqn) -> bool:

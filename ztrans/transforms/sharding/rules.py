@@ -31,25 +31,6 @@ from ...ir.relations import tensors_in
 from ..reduce_once import SCALES, SUMS, adds_zero
 from .registered_rules import NoRule, Placement, registered_rule
 
-# Elementwise operations without PyTorch's tag: copies, constructors, and draws of a number for each element.
-_ELEMENTWISE = {
-    "_to_copy",
-    "copy",
-    "fill",
-    "empty_like",
-    "full_like",
-    "ones_like",
-    "zeros_like",
-    "bernoulli",
-    "exponential",
-    "native_dropout",
-    "normal_functional",
-    "rand_like",
-    "randint_like",
-    "randn_like",
-    "random",
-    "uniform",
-}
 # Reductions, and what combines their results on parts. Norms are combined by their order.
 _REDUCTIONS: Mapping[str, str] = {
     "all": "min",
@@ -97,9 +78,14 @@ def rule(eqn: Eqn, placements: Sequence[Placement], axis: str, size: int) -> Rul
         raise NoRule("an operator that calls other code")
     if eqn.op.namespace != "aten":
         return Rule(*registered_rule(eqn, placements, axis, size))
+    return _of_torch(eqn, placements, axis, size) or whole_values
+
+
+def _of_torch(eqn: Eqn, placements: Sequence[Placement], axis: str, size: int) -> Rule | None:
+    """The rule of an operation of PyTorch, or None if it runs on whole values."""
     cuts = [p if isinstance(p, Split) else None for p in placements]
     if not any(cuts):
-        return _on_terms(eqn, placements) or whole_values
+        return _on_terms(eqn, placements)
     kinds = [_elementwise, _fused_optimizer]
     if all(v.numel for v in eqn.ins):
         kinds += [_view, _reduction, _product, _list]
@@ -107,16 +93,13 @@ def rule(eqn: Eqn, placements: Sequence[Placement], axis: str, size: int) -> Rul
         found = rule_of_kind(eqn, cuts, axis, size)
         if found is not None:
             return found
-    return whole_values
+    return None
 
 
 def _elementwise(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
     """The result is cut as the largest of the arguments that are cut."""
-    facts = op_facts(eqn.op)
-    has_constant = any(x.ndim for x in tensors_in((eqn.args, eqn.kwargs)))
     shape = eqn.out.shape
-    is_alike = all(out.shape == shape for out in eqn.results)
-    if not (facts.pointwise or facts.name in _ELEMENTWISE) or has_constant or not is_alike:
+    if not _is_elementwise(eqn):
         return None
     dims: dict[int, int] = {}  # by the number of elements of the argument
     for v, cut in zip(eqn.ins, cuts):
@@ -133,6 +116,12 @@ def _elementwise(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
         is_broadcast = own_dim < 0 or v.shape[own_dim] != shape[dim]
         ins.append(None if is_broadcast else Split(axis, own_dim))
     return Rule(ins, [Split(axis, dim)] * len(eqn.outs))
+
+
+def _is_elementwise(eqn: Eqn) -> bool:
+    has_constant = any(x.ndim for x in tensors_in((eqn.args, eqn.kwargs)))
+    has_one_shape = all(out.shape == eqn.out.shape for out in eqn.results)
+    return op_facts(eqn.op).elementwise and has_one_shape and not has_constant
 
 
 def _fused_optimizer(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
@@ -265,14 +254,16 @@ def _list(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
 def _on_terms(eqn: Eqn, placements: Sequence[Placement]) -> Rule | None:
     """The rule of an operation that may run before its arguments are reduced. They are terms, or whole."""
     terms = [p for p in placements if isinstance(p, Partial)]
-    are_alike = len(terms) == len(placements) and len(set(terms)) == 1
-    scales_terms = len(terms) == 1 and placements[0] is not None and eqn.op in SCALES
-    is_linear = terms[0].op in ("sum", "mean") and _keeps_kind(eqn)
-    if is_linear and (scales_terms or (are_alike and _is_sum_or_cast(eqn))):
-        return Rule(placements, terms[:1] * len(eqn.outs))
+    found = Rule(placements, terms[:1] * len(eqn.outs))
+    are_alike = set(placements) == {terms[0]}
     if are_alike and _moves_elements(eqn):
-        return Rule(placements, terms[:1] * len(eqn.outs))
-    return None
+        return found
+    if terms[0].op not in ("sum", "mean") or not _keeps_kind(eqn):
+        return None
+    if are_alike and _is_sum_or_cast(eqn):
+        return found
+    is_scaled = len(terms) == 1 and placements[0] is not None and eqn.op in SCALES
+    return found if is_scaled else None
 
 
 def _is_sum_or_cast(eqn: Eqn) -> bool:
