@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 log = logging.getLogger("ztrans")
 _LEVELS = {"info": logging.INFO, "debug": logging.DEBUG}
+_CLEAR = "\r\x1b[K"  # erases the line
 _LONG = 1.0  # seconds; a shorter stage leaves no line on a terminal
 
 
@@ -30,7 +31,8 @@ def stage(step: str, name: str, level: int = logging.INFO) -> Iterator[None]:
     if log.level == logging.NOTSET or not log.isEnabledFor(level) or not _is_first_rank():
         yield
         return
-    begin, text = time.monotonic(), "%s: %s failed after %.1f s"
+    begin = time.monotonic()
+    text = "%s: %s failed after %.1f s"
     log.log(level, "%s: %s", step, name, extra={"seconds": None})
     try:
         yield
@@ -71,5 +73,7 @@ class _Terminal(logging.StreamHandler):
 
     def format(self, record: logging.LogRecord) -> str:
         seconds = getattr(record, "seconds", None)
-        clear, text = "\r\x1b[K", super().format(record)
-        return clear + (text if seconds is None else f"{text}\n" if seconds >= _LONG else "")
+        text = super().format(record)
+        if seconds is not None:
+            text = f"{text}\n" if seconds >= _LONG else ""
+        return f"{_CLEAR}{text}"

@@ -78,9 +78,9 @@ def agree(
     if if_late is not None:
         groups.pending = question, if_late
         return
-    problem = question.answer(mesh)
+    calls, problem = question.answer(mesh)
     if problem:
-        raise RuntimeError(f"{question.call}: {_IN_TIME}{problem}")
+        raise RuntimeError(f"{calls}: {_IN_TIME}{problem}")
 
 
 def agree_on_call(mesh: DeviceMesh, call: str) -> None:
@@ -103,10 +103,10 @@ def settle(mesh: DeviceMesh) -> None:
         return
     question, if_late = groups.pending
     groups.pending = None
-    problem = question.answer(mesh)
+    calls, problem = question.answer(mesh)
     if problem:
-        if_late(f"the ranks did not do the same in {question.call}")
-        raise RuntimeError(f"{question.call}: {_LATE}{problem}")
+        if_late(f"the ranks did not do the same in {calls}")
+        raise RuntimeError(f"{calls}: {_LATE}{problem}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,8 +141,8 @@ class _Question:
             raise lost(mesh, call, error) from error
         return _Question(call, mine, explain, records, works)
 
-    def answer(self, mesh: DeviceMesh) -> str:
-        """Wait for all records. Returns what differs, for an error; empty if the ranks agree."""
+    def answer(self, mesh: DeviceMesh) -> tuple[str, str]:
+        """Wait for all records. Returns the calls of the ranks, and what differs; that is empty if they agree."""
         groups = process_groups(mesh)
         try:
             with groups.channel(None, "ranks").errors():
@@ -152,11 +152,11 @@ class _Question:
             raise lost(mesh, self.call, error) from error
         records = list(_RECORD.iter_unpack(self.records.numpy().tobytes()))
         if len(set(records)) == 1:
-            return ""
+            return self.call, ""
         names = [name.rstrip(b"\0").decode(errors="replace") for _, name in records]
         if len(set(names)) > 1:
-            return _different_calls(groups.ranks, names)
-        return self.explain(dict(zip(groups.ranks, everywhere(self.mine, mesh))))
+            return " and ".join(dict.fromkeys(names)), _different_calls(groups.ranks, names)
+        return self.call, self.explain(dict(zip(groups.ranks, everywhere(self.mine, mesh))))
 
 
 def everywhere(value: T, mesh: DeviceMesh) -> list[T]:
