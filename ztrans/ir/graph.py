@@ -104,7 +104,7 @@ class Var:
 
 @dataclass(frozen=True, eq=False)
 class Primitive:
-    """An operation of ztrans, which PyTorch does not have, and its rules (see `collectives`)."""
+    """An operation of ztrans, which PyTorch does not have, and its rules (see `rules`)."""
 
     name: str
     rules: Rules

@@ -9,7 +9,9 @@ split, no elements -> whole             new_empty
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -18,10 +20,15 @@ from .graph import Eqn, Partial, Provenance, Region, Split, Var
 from .layout import on_axis, without
 from .source import Source
 
+aten = torch.ops.aten
+
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """What the new equations have in common: their region, the user's line, a provenance, and a source of names."""
+    """What the new equations have in common: their region, the user's line, a source of names, and a provenance.
+
+    The layout changes over the axis of the provenance.
+    """
 
     region: Region
     source: Source | None
@@ -29,65 +36,72 @@ class Site:
     provenance: Provenance
 
     @property
-    def eqn(self) -> dict:
-        return {"region": self.region, "source": self.source}
+    def axis(self) -> str:
+        return self.provenance.axis
+
+    def equation(self, op: Any, args: tuple, out: Var, **kwargs: Any) -> Eqn:
+        return Eqn(op, args, (out,), kwargs, self.region, self.source)
+
+    def waited(self, start: Eqn) -> list[Eqn]:
+        """The start of a collective here, and the wait for it."""
+        start = start.replace(region=self.region, source=self.source, provenance=self.provenance)
+        return [start, wait(start.out, region=self.region, source=self.source)]
 
 
 def redistribute(
-    v: Var, to: Split | Partial | None, axis: str, site: Site, name: str
+    v: Var, to: Split | Partial | None, site: Site, name: str
 ) -> tuple[list[Eqn], Var]:
-    """The equations that lay `v` out as `to` over `axis`, and their result, which is called `name`."""
-    have = on_axis(v.layout, axis)
-    if have == to:
+    """The equations that lay `v` out as `to`, and their result, which is called `name`."""
+    placement = on_axis(v.layout, site.axis)
+    if placement == to:
         return [], v
     split = to if isinstance(to, Split) else None
-    if isinstance(have, Partial) and have.op.startswith("norm"):
-        return _norm(v, float(have.op.removeprefix("norm")), split, axis, site, name)
-    if isinstance(have, Partial):
-        return reduced(v, have.op, split, axis, site, name)
-    if isinstance(have, Split):
-        eqns = _gathered(v, axis, site, name)
-        more, out = redistribute(eqns[-1].out, to, axis, site, name)
+    if isinstance(placement, Partial) and placement.op.startswith("norm"):
+        return _norm(v, float(placement.op.removeprefix("norm")), split, site, name)
+    if isinstance(placement, Partial):
+        return reduced(v, placement.op, split, site, name)
+    if isinstance(placement, Split):
+        eqns = _gathered(v, site, name)
+        more, out = redistribute(eqns[-1].out, to, site, name)
         return [*eqns, *more], out
     if not isinstance(to, Split):
         raise ValueError(f"redistribute: {v!r} to {to}: a whole value is not spread into terms.")
     out = dataclasses.replace(v, name=site.fresh(name), layout=(*v.layout, to))
-    return [Eqn(SHARD, (v, to.dim), (out,), {"axis": axis}, **site.eqn)], out
+    return [site.equation(SHARD, (v, to.dim), out, axis=site.axis)], out
 
 
-def _gathered(v: Var, axis: str, site: Site, name: str) -> list[Eqn]:
+def _gathered(v: Var, site: Site, name: str) -> list[Eqn]:
     """The equations that gather `v`; if it has no elements, nothing moves."""
-    if v.numel == 0:
-        whole = Var(site.fresh(name), v.dtype, v.shape, without(v.layout, axis))
-        return [Eqn(torch.ops.aten.new_empty.default, (v, list(v.shape)), (whole,), **site.eqn)]
-    start = all_gather([v], [site.fresh(name)], axis, provenance=site.provenance, **site.eqn)
-    return [start, wait(start.out, **site.eqn)]
+    if v.numel:
+        return site.waited(all_gather([v], [site.fresh(name)], site.axis))
+    out = Var(site.fresh(name), v.dtype, v.shape, without(v.layout, site.axis))
+    return [site.equation(aten.new_empty.default, (v, list(v.shape)), out)]
 
 
 def reduced(
-    v: Var, op: str, to: Split | None, axis: str, site: Site, name: str, dtype=None, result=None
+    v: Var,
+    op: str,
+    to: Split | None,
+    site: Site,
+    name: str,
+    dtype: torch.dtype | None = None,
+    result: torch.dtype | None = None,
 ) -> tuple[list[Eqn], Var]:
-    """The equations that reduce `v`, of which each rank of `axis` has a term, to a whole value or to shards."""
+    """The equations that reduce `v`, of which each rank of the axis has a term, to a whole value or to shards."""
     if to is not None and to.dim >= len(v.shape):
         to = None
-    start = reduce(
-        [v], [site.fresh(name)], axis, op, to, dtype, result, provenance=site.provenance, **site.eqn
-    )
-    end = wait(start.out, **site.eqn)
-    return [start, end], end.out
+    eqns = site.waited(reduce([v], [site.fresh(name)], site.axis, op, to, dtype, result))
+    return eqns, eqns[-1].out
 
 
-def _norm(
-    v: Var, p: float, to: Split | None, axis: str, site: Site, name: str
-) -> tuple[list[Eqn], Var]:
+def _norm(v: Var, p: float, to: Split | None, site: Site, name: str) -> tuple[list[Eqn], Var]:
     """Combine the p-norms of parts: the p-th root of the sum of their p-th powers, or their max or min if p = inf."""
-    aten = torch.ops.aten
-    if p in (float("inf"), float("-inf")):
-        return reduced(v, "max" if p > 0 else "min", to, axis, site, name)
-    power = dataclasses.replace(
-        v, name=site.fresh(f"{v.name}.pow"), layout=(*without(v.layout, axis), Partial(axis, "sum"))
-    )
-    eqns, total = reduced(power, "sum", to, axis, site, f"{name}.pow")
+    if math.isinf(p):
+        return reduced(v, "max" if p > 0 else "min", to, site, name)
+    layout = (*without(v.layout, site.axis), Partial(site.axis, "sum"))
+    power = dataclasses.replace(v, name=site.fresh(f"{v.name}.pow"), layout=layout)
+    eqns, total = reduced(power, "sum", to, site, f"{name}.pow")
     root = dataclasses.replace(total, name=site.fresh(name))
-    first = Eqn(aten.pow.Tensor_Scalar, (v, p), (power,), **site.eqn)
-    return [first, *eqns, Eqn(aten.pow.Tensor_Scalar, (total, 1 / p), (root,), **site.eqn)], root
+    first = site.equation(aten.pow.Tensor_Scalar, (v, p), power)
+    last = site.equation(aten.pow.Tensor_Scalar, (total, 1 / p), root)
+    return [first, *eqns, last], root

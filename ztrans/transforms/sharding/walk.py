@@ -451,7 +451,7 @@ class RankValues:
         if (value, to) not in self._converted:
             name = f"{value.name}.{'full' if to is None else 'shard'}"
             site = self._site(eqn, "update", value.name, axis)
-            eqns, self._converted[value, to] = redistribute(value, to, axis, site, name)
+            eqns, self._converted[value, to] = redistribute(value, to, site, name)
             self.eqns.extend(eqns)
         return self._converted[value, to]
 
@@ -478,7 +478,7 @@ class RankValues:
             axis = self.placed[v].layout[0].axis
             regather = self.options.reshard if by_phase else None
             site = self._site(eqn, "param", v.name, axis, regather=regather)
-            eqns, by_phase[phase] = redistribute(self.placed[v], None, axis, site, f"{v.name}.full")
+            eqns, by_phase[phase] = redistribute(self.placed[v], None, site, f"{v.name}.full")
             self.eqns.extend(eqns)
         return by_phase[phase]
 
@@ -514,7 +514,7 @@ class RankValues:
             split = to if to is not None and axis == to.axis else None
             name = out.name if axis == axes[-1] else f"{out.name}.{axis}"
             site = self._site(eqn, role, path, axis, fixed_name=out.name)
-            eqns, value = reduced(value, op, split, axis, site, name, dtype, x.dtype)
+            eqns, value = reduced(value, op, split, site, name, dtype, x.dtype)
             self.eqns.extend(eqns)
         self.bind(out, value)
 
