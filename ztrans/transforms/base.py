@@ -38,9 +38,9 @@ class Transform:
     To write a transform, subclass this as a frozen dataclass with a `rewrite`. A transform that distributes the step
     over ranks, as `shard_params` does, also has a `mesh`, the `axes` that it uses, and the `layout` of each state leaf.
 
-    `turn` orders the rewrites. Transforms of turns 0 and 1 rewrite the program as it was traced. Those of turn 2
-    rewrite the program of one rank, and those of turn 3 the program that all others have made. Within a turn they run
-    in the order in which they were applied.
+    `phase` orders the rewrites. Transforms of phases 0 and 1 rewrite the program as it was traced, those of phase 2 the
+    program of one rank, and those of phase 3 the program that all others have made. Within a phase they run in the
+    order in which they were applied.
     """
 
     phase: ClassVar[int] = 2
@@ -111,15 +111,16 @@ class Transform:
         return Step.of(fn).then(self)
 
     def __repr__(self) -> str:
-        shown = [
-            f"{f.name}={_shown(getattr(self, f.name))}"
-            for f in dataclasses.fields(self)
-            if f.repr and (f.default is dataclasses.MISSING or getattr(self, f.name) != f.default)
-        ]
-        return f"{self.name}({', '.join(shown)})"
+        options = []
+        for field in dataclasses.fields(self):
+            option = getattr(self, field.name)
+            is_default = field.default is not dataclasses.MISSING and option == field.default
+            if field.repr and not is_default:
+                options.append(f"{field.name}={_as_text(option)}")
+        return f"{self.name}({', '.join(options)})"
 
 
-def _shown(option: object) -> str:
+def _as_text(option: object) -> str:
     """An option as text; a function by its name, because its address differs from rank to rank."""
     return option.__name__ if inspect.isfunction(option) else repr(option)
 
@@ -258,31 +259,31 @@ def axes_of(transforms: Iterable[Transform], name: str, leaf: object) -> tuple[s
 def all_axes(
     transforms: Iterable[Transform], of_leaves: Iterable[Iterable[str]]
 ) -> tuple[str, ...]:
-    """The axes of the mesh over which a step is distributed, given those of each leaf of its state."""
-    return members_of(
-        [
-            *(axis for t in transforms for axis in t.axes),
-            *(axis for axes in of_leaves for axis in axes),
-        ]
-    )
+    """The axes of the mesh over which a step is distributed, from those of each leaf of its state."""
+    axes = [axis for t in transforms for axis in t.axes]
+    for axes_of_leaf in of_leaves:
+        axes += axes_of_leaf
+    return members_of(axes)
 
 
 def layout_of(transforms: Sequence[Transform], name: str, leaf: object) -> Layout:
-    """The layout of a state leaf: that of the first transform that chooses one. A number is whole on every rank.
+    """The layout of a state leaf, from the first transform that chooses one. A number is whole on every rank.
 
     Of a leaf that the step itself divides over other axes, it is the layout of this rank's part.
     """
     if not isinstance(leaf, torch.Tensor):
         return ()
-    own, whole = UserSharding.of(leaf, axes_of(transforms, name, leaf)), _meta(leaf)
-    layouts = (
-        t.layout(name, own.local_shape if own else tuple(leaf.shape), whole) for t in transforms
-    )
-    return next((layout for layout in layouts if layout is not None), ())
+    user_sharding = UserSharding.of(leaf, axes_of(transforms, name, leaf))
+    shape = user_sharding.local_shape if user_sharding else tuple(leaf.shape)
+    for t in transforms:
+        layout = t.layout(name, shape, _meta(leaf))
+        if layout is not None:
+            return layout
+    return ()
 
 
 def _meta(leaf: object) -> torch.Tensor:
-    """A meta tensor of the shape and dtype of a state leaf; of a leaf that is no tensor, a scalar."""
+    """A meta tensor of the shape and dtype of a state leaf. A number is a scalar."""
     whole = leaf if isinstance(leaf, torch.Tensor) else torch.empty(())
     return torch.empty(whole.shape, dtype=whole.dtype, device="meta")
 
@@ -296,15 +297,14 @@ def meta_leaves(graph: Graph) -> list[torch.Tensor]:
 
 def check_number(option: str, value: object, kind: str, least: int, *instead: object) -> None:
     """Raises: ValueError unless an option of a transform is `kind`, a number from `least` on, or one of `instead`."""
-    if value not in instead and (
-        not isinstance(value, int) or isinstance(value, bool) or value < least
-    ):
+    is_number = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    if value not in instead and not is_number:
         others = "".join(f", or {alternative!r}" for alternative in instead)
         raise ValueError(f"{option}={value!r}; it is {kind}{others}.")
 
 
 def no_step(fn: object) -> TypeError:
-    """A transform is applied to what is no function."""
+    """The error for a transform that is applied to something else than a function."""
     advice = (
         "\nUnpack what lift returns: step, state = zt.lift(...)." if isinstance(fn, tuple) else ""
     )

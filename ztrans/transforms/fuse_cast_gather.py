@@ -51,58 +51,63 @@ def fuse_cast_gather() -> Transform:
 class _FuseCastGather(Transform):
     def rewrite(self, graph: Graph) -> Graph:
         graph = cast_on_shards(graph)
-        used, outputs = users(graph), set(variables(graph.outputs))
-        new: dict[Var, Var] = {}  # values that become narrower
-        alias: dict[Var, Var] = {}  # results of casts that disappear
+        readers = users(graph)
+        outputs = set(variables(graph.outputs))
+        narrow: dict[Var, Var] = {}  # the values that become narrower
+        alias: dict[Var, Var] = {}  # the results of casts that disappear
         for e in graph.eqns:
             if rules(e).moves and e.kwargs["dtype"] is None and len(e.outs) == 1:
-                views, casts = _narrowed(e, used, outputs)
-                new.update(
-                    (v, dataclasses.replace(v, dtype=casts[0].kwargs["dtype"])) for v in views
-                )
-                alias.update((c.out, c.args[0]) for c in casts)
-        eqns = (_retyped(e, new) for e in graph.eqns if not (e.op is CAST and e.outs[0] in alias))
-        return rename(graph.replace(eqns=tuple(eqns)), {**alias, **new})
+                values, casts = _narrowed(e, readers, outputs)
+                for v in values:
+                    narrow[v] = dataclasses.replace(v, dtype=casts[0].kwargs["dtype"])
+                for cast in casts:
+                    alias[cast.out] = cast.args[0]
+        eqns = []
+        for e in graph.eqns:
+            if not (e.op is CAST and e.out in alias):
+                eqns.append(_retyped(e, narrow))
+        return rename(graph.replace(eqns=tuple(eqns)), {**alias, **narrow})
 
 
 def _narrowed(
-    gather: Eqn, used: dict[Var, list[Eqn]], outputs: set[Var]
+    gather: Eqn, readers: dict[Var, list[Eqn]], outputs: set[Var]
 ) -> tuple[list[Var], list[Eqn]]:
     """The values that become narrower with a gather, its future first, and the casts that are then superfluous."""
     future = gather.out
-    (end,) = used[future]
+    (end,) = readers[future]
     whole = torch.empty(end.out.shape, dtype=end.out.dtype, device="meta")
-    reading = list(_reading(end.out, whole, used, outputs))
-    casts = [x for x in reading if isinstance(x, Eqn)]
-    dtypes = {c.kwargs["dtype"] for c in casts}
-    if None in reading or len(dtypes) != 1 or dtypes.pop().itemsize >= future.dtype.itemsize:
+    read = list(_reading(end.out, whole, readers, outputs))
+    casts = [x for x in read if isinstance(x, Eqn)]
+    dtypes = {cast.kwargs["dtype"] for cast in casts}
+    if None in read or len(dtypes) != 1 or dtypes.pop().itemsize >= future.dtype.itemsize:
         return [], []
-    return [future, *(x for x in reading if isinstance(x, Var))], casts
+    return [future, *(x for x in read if isinstance(x, Var))], casts
 
 
-def _retyped(e: Eqn, new: dict[Var, Var]) -> Eqn:
+def _retyped(e: Eqn, narrow: dict[Var, Var]) -> Eqn:
     """The equation with its results in their narrower dtype; the same equation if none of them is narrower."""
-    if not any(out in new for out in e.outs):
+    if not any(out in narrow for out in e.results):
         return e
-    e = e.replace(outs=tuple(out and new.get(out, out) for out in e.outs))
+    e = e.replace(outs=tuple(out and narrow.get(out, out) for out in e.outs))
     return e.replace(kwargs={**e.kwargs, "dtype": e.out.dtype}) if rules(e).moves else e
 
 
 def _reading(
-    v: Var, x: torch.Tensor, used: dict[Var, list[Eqn]], outputs: set[Var]
+    v: Var, x: torch.Tensor, readers: dict[Var, list[Eqn]], outputs: set[Var]
 ) -> Iterator[Var | Eqn | None]:
     """`v`, which has the strides of `x`, its views, and the casts that read them.
 
-    None stands for a reader of another kind, and for a cast that also moves elements, as that of rows with gaps does.
+    None stands for a reader of another kind, and for a cast that also moves elements, as a cast of rows with gaps does.
     """
     yield None if v in outputs else v
-    for e in used.get(v, ()):
+    for e in readers.get(v, ()):
         if e.op is CAST and e.kwargs.get("dtype") is not None and not e.kwargs.get("device"):
-            keep = e.kwargs.get("memory_format") or torch.preserve_format
-            yield e if torch.empty_like(x, memory_format=keep).stride() == x.stride() else None
+            memory_format = e.kwargs.get("memory_format") or torch.preserve_format
+            strides = torch.empty_like(x, memory_format=memory_format).stride()
+            yield e if strides == x.stride() else None
         elif rearranges(e):
             for out, y in zip(e.outs, compute(e, {v: x})):
                 if out is not None:
-                    yield from _reading(out, y, used, outputs)
+                    yield from _reading(out, y, readers, outputs)
         else:
             yield None

@@ -31,7 +31,7 @@ def prefetch(
         max_in_flight: the greatest number of bytes in gathers that were started and not yet waited for. One bucket is
             always allowed.
 
-    Raises: ValueError if an option is no number of bytes. When the program is lowered, ValueError if it needs more
+    Raises: ValueError if an option is not a number of bytes. When the program is lowered, ValueError if it needs more
         memory than the limit in every order.
 
     Source: FSDP2's forward and backward prefetch; DeepCompile's prefetch and selective gather, 2025.

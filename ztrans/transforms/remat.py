@@ -32,7 +32,7 @@ def remat(*, at_least: int = 1 << 16) -> Transform:
     Args:
         at_least: the least size of a value that is recomputed, in bytes.
 
-    Raises: ValueError if `at_least` is no number of bytes.
+    Raises: ValueError if `at_least` is not a number of bytes.
 
     Source: PyTorch's min-cut partitioner, limited to recomputation that keeps nothing else alive; Chen et al.,
     "Training deep nets with sublinear memory cost", 2016.

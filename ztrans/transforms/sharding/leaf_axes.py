@@ -38,33 +38,30 @@ class LeafAxes:
     @staticmethod
     def of_program(graph: Graph, options: ShardParams) -> LeafAxes:
         """The axes of the leaves of a plain program, as the options of `shard_params` say."""
-        by_leaf = {
-            v: options.leaf_axes(v.name, leaf) for v, leaf in zip(graph.inputs, meta_leaves(graph))
-        }
+        by_leaf = {}
+        for v, leaf in zip(graph.inputs, meta_leaves(graph)):
+            by_leaf[v] = options.leaf_axes(v.name, leaf)
         every = all_axes([options], by_leaf.values())
-        first = [axes[0] for axes in by_leaf.values()] or [*options.axes, ""]
         others = {v: frozenset(every) - {*members_of(axes)} for v, axes in by_leaf.items()}
-        return LeafAxes(every, max(dict.fromkeys(first), key=first.count), by_leaf, others)
+        firsts = [axes[0] for axes in by_leaf.values()] or [*options.axes, ""]
+        main = max(dict.fromkeys(firsts), key=firsts.count)
+        return LeafAxes(every, main, by_leaf, others)
 
     @functools.cached_property
     def joint(self) -> tuple[str, ...]:
         """The joint axes among those of the leaves."""
-        return tuple(
-            dict.fromkeys(a for axes in self.by_leaf.values() for a in axes if len(members(a)) > 1)
-        )
+        axes = dict.fromkeys(axis for axes in self.by_leaf.values() for axis in axes)
+        return tuple(axis for axis in axes if len(members(axis)) > 1)
 
-    def cover(self, over: Set[str], leaf: Var | None = None) -> list[str]:
-        """The axes, joint ones where possible, over which to reduce a value that differs over `over`.
+    def cover(self, varies: Set[str], leaf: Var | None = None) -> list[str]:
+        """The axes, joint ones where possible, over which to reduce a value that differs over `varies`.
 
-        That of the gradient of a `leaf` is a mean over the axes of the leaf. If the gradient is the same along one of
-        the members of a joint axis, the mean is the same too.
+        The gradient of a `leaf` is a mean over the axes of the leaf. If the gradient is the same along one of the
+        members of a joint axis, the mean is the same too.
         """
-        axes = (
-            []
-            if leaf is None
-            else [a for a in self.by_leaf.get(leaf, ()) if not over.isdisjoint(members(a))]
-        )
-        rest = over - {*members_of(axes)}
+        of_leaf = self.by_leaf.get(leaf, ()) if leaf is not None else ()
+        axes = [axis for axis in of_leaf if not varies.isdisjoint(members(axis))]
+        rest = varies - {*members_of(axes)}
         for axis in (*self.joint, *self.all):
             if rest >= {*members(axis)}:
                 axes.append(axis)
