@@ -51,3 +51,25 @@ def test_a_transformer_is_told_whether_its_mask_is_causal():
     step, (state, *batch) = transformed(tgt_is_causal=True)
     run = zt.Step.of(step)
     assert torch.equal(run(run.shard(state), *batch)[1], step(state, *batch)[1])
+
+
+RUNS: list[int] = []
+
+
+@torch.library.custom_op("ztrans_tests::counted", mutates_args=())
+def counted(x: torch.Tensor) -> torch.Tensor:
+    RUNS.append(1)
+    return x.clone()
+
+
+@counted.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def test_an_operation_of_a_literal_does_not_run_in_a_trace():
+    """PyTorch would run it on the value of the literal. A collective would then wait for other ranks."""
+    step = zt.Step.of(lambda state, x: (state, x * counted(torch.tensor(2.0))))
+    step.trace(STATE, X)
+    assert not RUNS
+    assert torch.equal(step(STATE, X)[1], 2 * X) and len(RUNS) == 1

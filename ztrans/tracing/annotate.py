@@ -50,7 +50,8 @@ _WHILE_LOOPS = (
     torch.ops.higher_order.while_loop,
     torch.ops.higher_order.while_loop_stack_output,
 )
-_LITERAL = torch.ops.aten.lift_fresh_copy.default  # `torch.tensor(...)` in a step
+# `torch.tensor(...)` in a step.
+_LITERALS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 _ORIGIN = "ztrans"  # the key of an origin in the metadata of a node, under FX's key "custom"
 
 
@@ -122,7 +123,7 @@ class Annotate(TorchDispatchMode):
                 result = func(*args, **kwargs)
             finally:
                 forget_policy()
-        if func is _LITERAL:
+        if func in _LITERALS:
             _forget_value(result)
         return result
 
