@@ -367,3 +367,13 @@ def test_a_compiled_step_is_frozen_and_its_runs_change_the_bound_program():
     assert compiled.bound.runnable is None and compiled.bound.guard is None
     compiled(fresh(), X)
     assert compiled.bound.runnable is not None and compiled.bound.guard is not None
+
+
+def test_an_output_that_is_a_number_of_the_call_may_be_written():
+    """The guard keeps the tensor of a number, and the caller may have got that as an output."""
+    run = zt.Step.of(lambda state, x, rate: (state, (x.sum() * rate, rate)))
+    state = run.shard({"w": torch.ones(2)})
+    for _ in range(3):
+        state, (output, rate) = run(state, torch.ones(3), 0.5)
+        assert output == 1.5 and rate == 0.5
+        rate += 1

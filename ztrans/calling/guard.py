@@ -44,7 +44,7 @@ class Guard:
         self._inputs = [
             i for i, leaf in enumerate(self._batch) if not isinstance(leaf.value, Constant)
         ]
-        self._numbers: dict[int, tuple[Any, torch.Tensor]] = {}  # the last ones by position
+        self._numbers: dict[int, torch.Tensor] = {}  # of the last call, by position
 
     def match(self, call: BoundCall, surroundings: Surroundings) -> Inputs | None:
         """The inputs of a call of which everything is as in the last one; None for another call.
@@ -70,11 +70,11 @@ class Guard:
         return state
 
     def _number(self, i: int, number: Any) -> torch.Tensor:
-        """A number as a tensor. That of the last call is used again for the same object, such as a learning rate."""
-        last, tensor = self._numbers.get(i, (None, None))
-        if tensor is None or last is not number:
+        """A number as a tensor. The tensor of the last call serves again, unless the caller has written to it."""
+        tensor = self._numbers.get(i)
+        if tensor is None or type(number) is not float or tensor.item() != number:
             tensor = as_tensor(number)
-            self._numbers[i] = number, tensor
+            self._numbers[i] = tensor
         return tensor
 
     def _is_like(self, arguments: list) -> bool:

@@ -32,14 +32,23 @@ def with_tensor_scalar(func: Callable, args: tuple, kwargs: dict) -> Any:
         return NotImplemented
     in_place = name.endswith("_")
     scalar = _scalar_argument(args[count:], kwargs)
-    if not isinstance(scalar, torch.Tensor) or scalar.ndim:
+    if not isinstance(scalar, torch.Tensor):
         return NotImplemented
     operands = args[:count]
-    if not name.startswith("_foreach_"):
-        return _computed(operation, operands, scalar, in_place)
+    if name.startswith("_foreach_"):
+        return _over_lists(operation, operands, scalar, in_place)
+    return NotImplemented if scalar.ndim else _computed(operation, operands, scalar, in_place)
+
+
+def _over_lists(operation: str, operands: tuple, scalar: torch.Tensor, in_place: bool) -> Any:
+    """An operation over lists, member by member. `scalar` has one dim if each member has its own scalar."""
     if any(isinstance(x, torch.Tensor) for x in operands):
         return NotImplemented
-    return [_computed(operation, members, scalar, in_place) for members in zip(*operands)]
+    results = []
+    for k, members in enumerate(zip(*operands)):
+        of_member = scalar[k] if scalar.ndim else scalar
+        results.append(_computed(operation, members, of_member, in_place))
+    return results
 
 
 def _scalar_argument(rest: tuple, kwargs: dict) -> Any:
