@@ -74,15 +74,15 @@ class _KeepEverySecond(zt.Transform):
 
     def rewrite(self, graph: ir.Graph) -> ir.Graph:
         whole: dict[ir.Var, ir.Var] = {}  # for each shard, its value in forward
-        again: dict[ir.Var, ir.Var] = {}  # for each value of backward, that of forward
+        regathers: dict[ir.Var, ir.Var] = {}  # for each value of backward, the value of forward
         for wait, waited in ir.pair(graph).waits.items():
             provenance, shard = waited.start.provenance, waited.start.ins[waited.member]
             if provenance is not None and provenance.role == "param":
-                if provenance.again and shard in whole:
-                    again[wait.out] = whole[shard]
+                if provenance.regather and shard in whole:
+                    regathers[wait.out] = whole[shard]
                 else:
                     whole[shard] = wait.out
-        kept = dict(list(again.items())[::2])
+        kept = dict(list(regathers.items())[::2])
         return ir.dce(ir.rename(graph, kept))
 
 

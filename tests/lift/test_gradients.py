@@ -464,6 +464,25 @@ def test_a_disabled_grad_scaler_is_allowed():
     assert compare(scaled) == 0
 
 
+def test_a_disabled_grad_scaler_may_be_given_to_lift():
+    model = nn.Linear(6, 1)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+
+    def loop_step(x, y):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    step, state = zt.lift(loop_step, model, optimizer, scaler=scaler)
+    state, _ = zt.Step(step)(state, torch.ones(2, 6), torch.ones(2, 1))
+    zt.write_back(model, optimizer, state, scaler=scaler)
+    assert model.weight.equal(state["params"]["weight"])
+
+
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
 def test_one_loop_accumulates_and_another_one_steps(kind):
     """Both carry the gradients, in one state."""

@@ -163,3 +163,12 @@ def test_the_peak_stays_within_the_budget(name, stage):
         v.numel * v.dtype.itemsize for e in plain.graph.eqns if is_start(e) for v in e.outs
     )
     assert over <= 2 * largest, "one message takes at most its bytes twice, sent and received"
+
+
+def test_the_plan_of_a_program_without_collectives_can_be_used_again():
+    """Also one that asks for updates at the end, as the evaluation of a training step does."""
+    chain = zt.chain(zt.shard_params(zt.AbstractMesh(dp=1)), zt.overlap_grads(update="last"))
+    step = chain(lambda state, x: (state, (x @ state["w"]).sum()))
+    arguments = {"w": torch.ones(4, 2)}, torch.ones(3, 4)
+    lowered = step.lower(*arguments)
+    assert str(step.with_plan(lowered.plan).lower(*arguments)) == str(lowered)

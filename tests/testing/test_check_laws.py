@@ -11,6 +11,7 @@ import torch
 
 import ztrans as zt
 from ztrans import ir
+from ztrans.testing import laws
 
 LAWS = {"worlds": (2,), "stages": (2,)}
 
@@ -161,3 +162,25 @@ def test_an_added_output_needs_a_name():
         match=r"there are 4 outputs, and there were 3. Add outputs behind the others, with a name",
     ):
         _Adds(named=False)(train).lower(params, *batch)
+
+
+@dataclass(frozen=True, repr=False)
+class _NotANumber(zt.Transform):
+    """Multiplies the loss by NaN."""
+
+    def rewrite(self, graph):
+        loss = graph.outputs[-1]
+        wrong = ir.Var("wrong", loss.dtype, loss.shape)
+        e = ir.Eqn(torch.ops.aten.mul.Tensor, (loss, float("nan")), (wrong,), region="update")
+        return graph.replace(eqns=(*graph.eqns, e), outputs=(*graph.outputs[:-1], wrong))
+
+
+def test_a_transform_that_gives_nan_is_found():
+    with pytest.raises(zt.testing.LawError, match=r"changes the output.* by nan"):
+        check(_NotANumber())
+
+
+def test_equal_values_that_are_not_finite_have_no_distance():
+    x = torch.tensor([float("nan"), float("inf"), 2.0])
+    assert laws._distance(x, x.clone()) == 0
+    assert laws._distance(x + torch.tensor([0, 0, 2.0]), x) == 1

@@ -218,3 +218,18 @@ def test_the_sum_of_gradients_is_rounded_for_the_wire_and_not_the_terms(stage):
     assert len(sums) == 4 and all(e.outs[0].dtype == torch.float32 for e in sums)
     (wire,) = {e.kwargs["dtype"] for e in graph.eqns if e.op in (REDUCE_SCATTER, ALL_REDUCE)}
     assert wire == torch.bfloat16
+
+
+def test_a_gradient_that_two_leaves_share_is_merged_for_each_of_them():
+    """The values that the rewrite adds have names of their own."""
+
+    def loss(params, x):
+        return (x @ (params["a"] + params["b"])).square().mean()
+
+    def step(params, x):
+        grads = [grad(loss)(params, part) for part in x.chunk(2)]
+        return {k: p - 0.1 * (grads[0][k] + grads[1][k]) for k, p in params.items()}, 0.0
+
+    params = {"a": torch.randn(8, 4), "b": torch.randn(8, 4)}
+    lowered = zt.shard_params(zt.AbstractMesh(dp=2), stage=1)(step).lower(params, torch.randn(4, 8))
+    zt.ir.check(lowered.graph)

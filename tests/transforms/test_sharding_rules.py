@@ -198,6 +198,7 @@ def test_a_product_keeps_rows_and_columns_that_it_does_not_sum_over():
     assert ask(aten.mv.default, W, var(6)) == ([CUT, None], [CUT])
     assert ask(aten.addmm.default, var(12), W, other) == ([None, CUT, None], [CUT])
     assert ask(aten.addmm.default, var(12, 12), W, other) == ([CUT, CUT, None], [CUT])
+    assert ask(aten.addmm.default, var(), W, other) == ([None, CUT, None], [CUT])
     batch = var(4, 2, 3, placement=CUT)
     assert ask(aten.bmm.default, batch, var(4, 3, 5)) == ([CUT, CUT], [CUT])
 

@@ -44,6 +44,7 @@ from .op_facts import is_matmul, is_random, is_view
 from .pairing import pair
 from .printer import equation, op_name, program
 from .rules import Rules
+from .structure import structure
 from .verifier import ProgramError, check
 
 __all__ = [
@@ -52,6 +53,6 @@ __all__ = [
     "Eqn", "Graph", "Hints", "Layout", "Names", "Partial", "Parts", "Primitive", "ProgramError",
     "Provenance", "Rules", "Split", "Start", "Var",
     "all_gather", "check", "dce", "diff", "equation", "evaluate", "is_matmul", "is_random", "is_start", "is_view",
-    "lane", "lockstep", "op_name", "pair", "parts", "producers", "program", "reduce", "rename", "rules", "substitute",
-    "users", "variables", "wait",
+    "lane", "lockstep", "op_name", "pair", "parts", "producers", "program", "reduce", "rename", "rules", "structure",
+    "substitute", "users", "variables", "wait",
 ]  # fmt: skip

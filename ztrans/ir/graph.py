@@ -25,7 +25,7 @@ import torch
 
 from .axes import with_joint_sizes
 from .op_facts import is_random
-from .relations import ATOMS, grouped, instances
+from .relations import ATOMS, cached_on_graph, grouped, instances
 from .source import Source
 
 if TYPE_CHECKING:  # the module of the rules imports this one, because rules take equations
@@ -293,7 +293,7 @@ def users(graph: Graph) -> dict[Var, list[Eqn]]:
     return grouped((var, eqn) for eqn in graph.eqns for var in dict.fromkeys(eqn.ins))
 
 
-@functools.cache
+@cached_on_graph
 def dce(graph: Graph, has_effect: Callable[[Eqn], bool] = lambda e: is_random(e.op)) -> Graph:
     """Drop the equations whose results are never read. Those with an effect stay: by default, random draws."""
     live = set(variables(graph.outputs))

@@ -155,7 +155,7 @@ def _state(graph: Graph) -> list[Var]:
 
 def _without_update(graph: Graph) -> Graph:
     """The program without the update, and without the random draws of the update."""
-    return dce(graph, lambda e: is_random(e.op) and e.region != "update")
+    return dce(graph, _draws_before_the_update)
 
 
 def in_order(graph: Graph) -> list[Graph]:
@@ -259,3 +259,7 @@ def _rows(graph: Graph, v: Var, x: torch.Tensor) -> Sequence[torch.Tensor]:
             f"{graph.name}: {v.name} has {x.shape[0]} rows, and the program is for {rows}."
         )
     return x.chunk(graph.micro)
+
+
+def _draws_before_the_update(e: Eqn) -> bool:
+    return is_random(e.op) and e.region != "update"

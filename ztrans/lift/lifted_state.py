@@ -78,7 +78,8 @@ def write_back(
             if p.grad is not None or gradient.any():  # zeros may stand for a gradient that is None
                 p.grad = _laid_out(gradient, p).clone()
         if scaler is not None:
-            for key, value in scale_of(scaler, state["scaler"]["scale"].device).items():
+            device = next(iter(state["scaler"].values()), torch.empty(())).device
+            for key, value in scale_of(scaler, device).items():
                 value.copy_(state["scaler"][key])
 
 

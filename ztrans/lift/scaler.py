@@ -30,6 +30,8 @@ State = dict[str, torch.Tensor]
 
 def scale_of(scaler: GradScaler, device: torch.device) -> State:
     """The state of a scaler: its scale, and its count of steps since the scale last changed."""
+    if not scaler.is_enabled():
+        return {}
     if scaler._scale is None:
         scaler._lazy_init_scale_growth_tracker(device)
     state = {}
@@ -49,7 +51,7 @@ def settings_of(scaler: GradScaler | None) -> tuple:
 @contextlib.contextmanager
 def scaling(scaler: GradScaler | None, state: State | None) -> Iterator[None]:
     """While this is active, `scaler` uses and changes the tensors of `state`. Any other scaler is refused."""
-    if scaler is None or state is None:
+    if scaler is None or not state:  # a disabled scaler has no state
         with patched(GradScaler, scale=_refuse_scale):
             yield
         return

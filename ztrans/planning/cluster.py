@@ -144,8 +144,8 @@ class Cluster:
         known = ", ".join(map(repr, links)) or "none"
         raise ValueError(
             f"cluster: no link for mesh axis {axis!r}; it knows {known}.\n"
-            f"Say what it crosses: zt.cluster({self.device.name.lower()!r}, {axis}='infiniband'), or measure it "
-            f"with zt.calibrate(mesh)."
+            f"Say what it crosses, as in zt.cluster('h100', {axis}='infiniband'), or measure it with "
+            f"zt.calibrate(mesh)."
         )
 
     def route(self, eqn: Eqn, sizes: Mapping[str, int]) -> Route | None:

@@ -151,7 +151,9 @@ def launches(graph: Graph) -> Mapping[Eqn, Launches]:
 def traffic(e: Eqn, graph: Graph) -> int:
     """Count the bytes that an equation, or the functions that it calls, reads and writes on the first rank."""
     inner = inner_work(e, lambda g: sum(traffic(each, g) for each in g.eqns if not is_view(each)))
-    return inner or sum(map(local_bytes(graph), (*e.ins, *e.results)))
+    if inner is not None:
+        return inner
+    return sum(map(local_bytes(graph), (*e.ins, *e.results)))
 
 
 def flops(e: Eqn, graph: Graph) -> int:

@@ -270,7 +270,11 @@ def schedule_of(plan: Plan, s: Skeleton, problem: Problem) -> Schedule:
         need = min(problem.reductions[i].need for i in members)
         reductions.append(Bucket(members, start, _place(s, place, names, start, need)))
     dropped = {gather[name] for name in plan.dropped}
-    levers = [i for i, lever in enumerate(problem.levers) if dropped.issuperset(lever.dropped)]
+    levers = [
+        i
+        for i, lever in enumerate(problem.levers)
+        if lever.dropped and dropped.issuperset(lever.dropped)
+    ]
     first = min(dropped - problem.dropped(levers), default=None)
     if first is not None:
         name = s.gathers[first].name

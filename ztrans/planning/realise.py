@@ -50,7 +50,7 @@ def make_plan(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
     if not s.gathers and not s.reductions:
         if graph.hints.memory is not None and unscheduled.peak > budget:
             raise _too_little(budget, unscheduled)
-        plan = Plan(s.fingerprint)
+        plan = Plan(s.fingerprint, update=s.asked_update)
         return _with_notes(plan, graph, unscheduled.peak, cluster), check(s.graph)
 
     problem, update = problem_within(s, cluster, budget)

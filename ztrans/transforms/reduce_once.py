@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..ir.graph import Eqn, Graph, Var, dce, producers, rename, users, variables
+from ..ir.graph import Eqn, Graph, Names, Var, dce, producers, rename, users, variables
 from ..ir.marks import GRADIENT
 
 aten = torch.ops.aten
@@ -106,6 +106,7 @@ def _of_two(uses: Uses, e: Eqn) -> Graph | None:
 
 def _merge(graph: Graph, add: Eqn, a: _Term, b: _Term, rest: Var | None) -> Graph:
     """The program with `a + b` marked at the later of the two marks; `rest` is added to the result."""
+    names = Names(v.name for v in (*graph.inputs, *producers(graph.eqns)))
     a, b = sorted((a, b), key=lambda term: graph.eqns.index(term.mark))
     mark = b.mark
     eqns: list[Eqn] = []
@@ -113,12 +114,12 @@ def _merge(graph: Graph, add: Eqn, a: _Term, b: _Term, rest: Var | None) -> Grap
     for term in (a, b):
         value = term.mark.args[0]
         for factor in term.factors:
-            scaled = dataclasses.replace(value, name=f"{value.name}.scaled")
+            scaled = dataclasses.replace(value, name=names.fresh(f"{value.name}.scaled"))
             args = (value, *factor.args[1:])
             eqns.append(factor.replace(args=args, outs=(scaled,), region=mark.region))
             value = scaled
         values.append(value)
-    total = dataclasses.replace(values[1], name=f"{values[1].name}.acc")
+    total = dataclasses.replace(values[1], name=names.fresh(f"{values[1].name}.acc"))
     eqns.append(mark.replace(op=aten.add.Tensor, args=tuple(values), outs=(total,)))
     eqns.append(mark.replace(args=(total, mark.args[1])))
     changes = {mark: eqns}

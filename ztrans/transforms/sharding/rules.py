@@ -216,7 +216,7 @@ def _product(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
     if name not in _PRODUCTS:
         return None
     factors, result = _PRODUCTS[name]
-    indices = [factor[-len(v.shape) :] for factor, v in zip(factors, eqn.ins)]
+    indices = [factor[len(factor) - len(v.shape) :] for factor, v in zip(factors, eqn.ins)]
     index = _only_cut_index(eqn, indices, cuts)
     if index is None:
         return None
