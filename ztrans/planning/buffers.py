@@ -23,7 +23,8 @@ from ..ir.layout import local_shape
 from ..ir.pairing import pair
 
 # Events of a message, whose slots a schedule decides. All other events are slots.
-AT_START, AT_WAIT = -1, -2
+AT_START = -1
+AT_WAIT = -2
 
 
 class Buffer(NamedTuple):

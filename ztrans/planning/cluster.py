@@ -150,29 +150,24 @@ class Cluster:
 
     def route(self, eqn: Eqn, sizes: Mapping[str, int]) -> Route | None:
         """The way of a collective equation between hosts, and the bytes that it sends; None without `by_host`."""
-        link, ranks = self.link(eqn.kwargs["axis"]), sizes[eqn.kwargs["axis"]]
+        link = self.link(eqn.kwargs["axis"])
         if link.inside is None:
             return None
-        return route_of(
-            eqn,
-            sizes,
-            Hosts(ranks, -(-ranks // link.local), ranks % link.local == 0),
-            self.device.gloo,
-        )
+        ranks = sizes[eqn.kwargs["axis"]]
+        hosts = Hosts(ranks, -(-ranks // link.local), ranks % link.local == 0)
+        return route_of(eqn, sizes, hosts, self.device.gloo)
 
     def weight(self, eqn: Eqn, sizes: Mapping[str, int]) -> float:
         """The bytes of its link that a collective takes, for each byte that a rank receives by `rules`.
 
         Of an axis with `by_host` only bytes between hosts take the link. Those inside a host count by their seconds.
         """
-        by, link, received = (
-            self.route(eqn, sizes),
-            self.link(eqn.kwargs["axis"]),
-            rules(eqn).wire_bytes(eqn, sizes),
-        )
-        if by is None or link.inside is None or not received:
+        route = self.route(eqn, sizes)
+        link = self.link(eqn.kwargs["axis"])
+        received = rules(eqn).wire_bytes(eqn, sizes)
+        if route is None or link.inside is None or not received:
             return 1.0
-        return (by.between + by.inside * link.bandwidth / link.inside.bandwidth) / received
+        return (route.between + route.inside * link.bandwidth / link.inside.bandwidth) / received
 
     def with_measured(self, seconds: Mapping[str, float]) -> Cluster:
         """This cluster with measured durations of operations in seconds, by type."""
@@ -206,7 +201,7 @@ def cluster(device: str | Device, **links: str | Link) -> Cluster:
 
 
 def by_host(local: int, inside: str | Link, between: str | Link) -> Link:
-    """The link of a mesh axis over several hosts, each of which has `local` of its ranks, one behind the other.
+    """The link of a mesh axis over several hosts, each of which has `local` of its ranks, one after the other.
 
     Args:
         local: the ranks of one host.
@@ -221,10 +216,8 @@ def by_host(local: int, inside: str | Link, between: str | Link) -> Link:
     """
     if local < 1:
         raise ValueError(f"by_host: a host has at least one rank, not {local}.")
-    wire, bus = (
-        _profile(between, "by_host", "between hosts"),
-        _profile(inside, "by_host", "inside a host"),
-    )
+    wire = _profile(between, "by_host", "between hosts")
+    bus = _profile(inside, "by_host", "inside a host")
     return dataclasses.replace(wire, inside=bus, local=local)
 
 

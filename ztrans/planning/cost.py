@@ -126,18 +126,18 @@ class Launches(NamedTuple):
 @cached_on_graph
 def launches(graph: Graph) -> Mapping[Eqn, Launches]:
     """The calls and launches of every equation, on the first rank."""
-    with_others = {e for group in group_updates(graph)[1] for e in group[1:]}
+    grouped_eqns = {e for group in group_updates(graph)[1] for e in group[1:]}
     pairs = pair(graph)
 
     def counted(e: Eqn) -> Launches:
-        if e in with_others or is_constant(e):
+        if e in grouped_eqns or is_constant(e):
             return Launches(0, 0)
         if e in pairs.starts:
             return Launches(1, 1 + bool(rules(e).sent_bytes(e, graph.axes)))
         if e in pairs.waits:
-            started, member = pairs.waits[e].start, pairs.waits[e].member
-            unpacks = bool(rules(started).unpacked_bytes(started, graph.axes))
-            return Launches(1, unpacks) if not member else Launches(0, 0)
+            start = pairs.waits[e].start
+            unpacks = bool(rules(start).unpacked_bytes(start, graph.axes))
+            return Launches(0, 0) if pairs.waits[e].member else Launches(1, unpacks)
         if isinstance(e.op, Primitive):
             return Launches(int(rules(e).shares(e)), 0)
         inner = inner_work(e, lambda g: sum(not op_facts(each.op).view for each in g.eqns))

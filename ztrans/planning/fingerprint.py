@@ -17,10 +17,8 @@ from ..ir.relations import instances
 from ..ir.structure import elements
 from ..ir.varying import replicated_equations
 
-_BATCH_SIZED = (
-    "output",
-    "pmean",
-)  # roles of collectives whose members may have the shape of the batch
+# Roles of collectives whose members may have the shape of the batch.
+_BATCH_SIZED = ("output", "pmean")
 
 
 def update_fingerprint(graph: Graph) -> str:
@@ -28,10 +26,14 @@ def update_fingerprint(graph: Graph) -> str:
 
     Values are numbered in order, because a batch of another size may give them other names.
     """
-    digest, sized = hashlib.sha256(), _batch_sized(graph)
+    digest = hashlib.sha256()
+    sized = _batch_sized(graph)
     numbers: dict[Var, Any] = {v: v.name for v in graph.inputs}
-    of_state, reduces = replicated_equations(graph), any(role(e) == "grad" for e in graph.eqns)
-    for e in (e for e in graph.eqns if e in of_state and e.provenance is None):
+    of_state = replicated_equations(graph)
+    reduces = any(role(e) == "grad" for e in graph.eqns)
+    for e in graph.eqns:
+        if e not in of_state or e.provenance is not None:
+            continue
         # Without reductions of gradients all of forward is of the state. It may differ along the step's own axes.
         if (reduces or e.region == "update") and not any(out in sized for out in e.outs):
             leaves, tree = pytree.tree_flatten((e.args, dict(e.kwargs)))

@@ -241,7 +241,8 @@ class _Emission:
     """The equations that have been written so far, and the reductions that are under way after them."""
 
     def __init__(self, s: Skeleton, problem: Problem) -> None:
-        self.s, self.problem = s, problem
+        self.s = s
+        self.problem = problem
         self.eqns: dict[Eqn, None] = {}
         self.groups = update_groups(s) if problem.updates else ()
         self.updates = PendingUpdates(problem)

@@ -120,7 +120,8 @@ class Network:
             self.next = moves
 
     def _step(self) -> None:
-        now, starting = self.next, self.starting
+        now = self.next
+        starting = self.starting
         if starting and starting[0][0] <= now:
             i = heapq.heappop(starting)[1]
             message = self.messages[i]
@@ -152,10 +153,10 @@ class _Link:
     __slots__ = ("active", "next", "served", "since")
 
     def __init__(self) -> None:
-        self.active: list[
-            tuple[float, int]
-        ] = []  # (`served` at which it is done, message), in order
-        self.served = self.since = 0.0
+        # In order: the value of `served` at which a message is done, and its number.
+        self.active: list[tuple[float, int]] = []
+        self.served = 0.0
+        self.since = 0.0
         self.next = NEVER  # the time at which the first of them is done
 
     def join(self, i: int, seconds: float, now: float) -> None:
@@ -201,12 +202,16 @@ def play(
         places = range(len(before))
     issued = grouped((m.issue, i) for i, m in enumerate(messages))
     needed = grouped((m.need, i) for i, m in enumerate(messages))
-    network, number, stall = Network(), [0] * len(messages), [0.0] * len(messages)
-    clock, at = 0.0, 0
-    arrive, start = [], []
+    network = Network()
+    number = [0] * len(messages)
+    stall = [0.0] * len(messages)
+    clock = 0.0
+    now = 0
+    arrive: list[float] = []
+    start: list[float] = []
     for k in places:
-        clock += before[k] - before[at]
-        at = k
+        clock += before[k] - before[now]
+        now = k
         arrive.append(clock)
         for i in issued.get(k, ()):
             clock += messages[i].host
@@ -229,34 +234,37 @@ def play(
 
 def seconds(graph: Graph, cluster: Cluster) -> list[float]:
     """The time that each equation takes of the compute queue: collectives only what packing and unpacking need."""
-    measured, waits, launched = dict(cluster.measured), pair(graph).waits, launches(graph)
+    durations = dict(cluster.measured)
+    waits = pair(graph).waits
+    launched = launches(graph)
+    device = cluster.device
 
     def duration(e: Eqn) -> float:
-        waited = waits.get(e)
-        if waited and waited.member:
+        wait = waits.get(e)
+        if wait and wait.member:
             return 0.0  # the wait for the first member unpacks the whole bucket
-        timed, part = (waited.start, " wait") if waited else (e, "")
-        known = measured.get(signature(timed, graph) + part) if measured else None
-        if known is not None:
-            return known
-        if waited:
-            return _unpacking(timed, graph, cluster)
+        if durations:
+            name = signature(wait.start, graph) + " wait" if wait else signature(e, graph)
+            if name in durations:
+                return durations[name]
+        if wait:
+            return _unpacking(wait.start, graph, cluster)
         if rules(e).packs:
             return _packing(e, graph, cluster)
         if rules(e).shares(e):
-            return cluster.device.call * launched[e].calls
-        return cluster.device.launch * launched[e].kernels + _roofline(e, graph, cluster.device)
+            return device.call * launched[e].calls
+        return device.launch * launched[e].kernels + _roofline(e, graph, device)
 
     return list(map(duration, graph.eqns))
 
 
 def signature(eqn: Eqn, graph: Graph) -> str:
     """Everything that the duration of an operation depends on, as text: its name, local types and literals."""
-    at = dict.fromkeys(graph.axes, 0)
+    first_rank = dict.fromkeys(graph.axes, 0)
 
     def show(x: Any) -> str:
         if isinstance(x, Var):
-            return f"{DTYPES.get(x.dtype, x.dtype)}{list(local_shape(x, graph.axes, at))}"
+            return f"{DTYPES.get(x.dtype, x.dtype)}{list(local_shape(x, graph.axes, first_rank))}"
         if isinstance(x, torch.Tensor):
             return f"constant{list(x.shape)}"
         if isinstance(x, (list, tuple)):
@@ -333,37 +341,33 @@ COPIES: Mapping[Any, Copies] = {
 
 def messages(graph: Graph, cluster: Cluster) -> list[tuple[Eqn, Message, int]]:
     """Every started collective as a message, with the bytes that it moves. Its operations are all equations."""
-    sent = []
+    every = []
     for e, started in pair(graph, include_user=True).starts.items():
         axis = rules(e).axis(e)
         if axis not in graph.axes:
             continue  # over a group that is no axis of the mesh, so its link is unknown
-        link, ranks = cluster.link(axis), graph.axes[axis]
-        kind, moved = _moved(e, graph, ranks)
+        link = cluster.link(axis)
+        ranks = graph.axes[axis]
+        kind, size = _kind_and_bytes(e, graph, ranks)
         weight = cluster.weight(e, graph.axes) if isinstance(e.op, Primitive) else 1.0
-        latency, moving = link.seconds(kind, moved * weight, ranks)
+        latency, transfer = link.seconds(kind, size * weight, ranks)
         message = Message(
-            started.index + 1, started.first_wait, lane(e), link.name, latency, moving
+            started.index + 1, started.first_wait, lane(e), link.name, latency, transfer
         )
-        sent.append((e, message, moved))
-    return sent
+        every.append((e, message, size))
+    return every
 
 
-def _moved(e: Eqn, graph: Graph, ranks: int) -> tuple[str, int]:
+def _kind_and_bytes(e: Eqn, graph: Graph, ranks: int) -> tuple[str, int]:
     """The kind of a collective, planned or the step's own, and the bytes that a rank receives."""
     if isinstance(e.op, Primitive):
         return e.op.name, rules(e).wire_bytes(e, graph.axes)
-    size, name = local_bytes(graph), op_name(e.op)
-    whole = max(sum(map(size, e.ins)), sum(map(size, e.results)))
-    kind = next(
-        (
-            k
-            for k in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-            if name.startswith(k)
-        ),
-        name,
-    )
-    return kind, whole * (ranks - 1) * (2 if kind == "all_reduce" else 1) // ranks
+    size = local_bytes(graph)
+    largest = max(sum(map(size, e.ins)), sum(map(size, e.results)))
+    name = op_name(e.op)
+    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+    kind = next((kind for kind in kinds if name.startswith(kind)), name)
+    return kind, largest * (ranks - 1) * (2 if kind == "all_reduce" else 1) // ranks
 
 
 def simulate(graph: Graph, cluster: Cluster) -> Timeline:
@@ -373,23 +377,21 @@ def simulate(graph: Graph, cluster: Cluster) -> Timeline:
         ValueError: the cluster has no link for an axis that the program communicates over.
     """
     if graph.micro > 1:
-        return _in_turn(graph, cluster)
-    cost, sent, live = seconds(graph, cluster), messages(graph, cluster), memory(graph)
-    played = play(cost, [m for _, m, _ in sent])
+        programs = parts(graph)
+        timelines = {part: simulate(part, cluster) for part in programs.different}
+        return one_by_one(
+            f"{graph.name}, simulated", [timelines[part] for part in programs.in_order]
+        )
+    durations = seconds(graph, cluster)
+    every = messages(graph, cluster)
+    played = play(durations, [message for _, message, _ in every])
     events = [
-        Event(COMPUTE, played.start[i], s, e)
-        for i, (e, s) in enumerate(zip(graph.eqns, cost))
-        if s > 0
+        Event(COMPUTE, start, duration, e)
+        for e, start, duration in zip(graph.eqns, played.start, durations)
+        if duration > 0
     ]
-    for k, (e, m, moved) in enumerate(sent):
-        begin, end = played.begin[k], played.end[k]
-        events.append(Event(m.lane, begin, end - begin, e, played.stall[k], moved))
-    curve = tuple(zip(played.start, live.live))
+    for k, (e, message, size) in enumerate(every):
+        begin = played.begin[k]
+        events.append(Event(message.lane, begin, played.end[k] - begin, e, played.stall[k], size))
+    curve = tuple(zip(played.start, memory(graph).live))
     return Timeline(f"{graph.name}, simulated", played.seconds, tuple(events), curve)
-
-
-def _in_turn(graph: Graph, cluster: Cluster) -> Timeline:
-    """The timelines of all micro-batches, one behind the other."""
-    programs = parts(graph)
-    simulated = {part: simulate(part, cluster) for part in programs.different}
-    return one_by_one(f"{graph.name}, simulated", [simulated[part] for part in programs.in_order])

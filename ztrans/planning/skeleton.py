@@ -32,12 +32,12 @@ THE_END = "the end"
 
 
 def hoist(graph: Graph) -> Graph:
-    """Move every equation marked `birth`, and every planned reduction, right behind the last of its inputs."""
+    """Move every equation marked `birth`, and every planned reduction, right after the last of its inputs."""
     moved = {e for e in graph.eqns if e.order in ("birth", "reduce")}
     if not moved:
         return graph
     makers = producers(graph.eqns)
-    # The position of an equation, 0 for that equation itself or 1 for one moved behind it, and the former position.
+    # The position of an equation, 0 for that equation itself or 1 for one moved after it, and the former position.
     keys: dict[Eqn, tuple[int, int, int]] = {}
     for i, e in enumerate(graph.eqns):
         born = max((keys[makers[v]][0] for v in e.ins if v in makers), default=-1)
@@ -154,10 +154,12 @@ class Skeleton:
 
     def _stretches(self) -> Iterator[tuple[int, int, str]]:
         """The first and the last place after each landmark and before the next, with its name."""
-        first, name = 0, THE_START
+        first = 0
+        name = THE_START
         for k, landmark in self.landmarks:
             yield first, k, name
-            first, name = k + 1, landmark
+            first = k + 1
+            name = landmark
         yield first, len(self.ops), name
 
     @functools.cached_property

@@ -138,8 +138,10 @@ class Timeline(_Shown):
 
 
 def one_by_one(name: str, timelines: Sequence[Timeline]) -> Timeline:
-    """The timelines of programs that run one behind the other, as one timeline."""
-    begin, events, memory = 0.0, list[Event](), list[tuple[float, int]]()
+    """The timelines of programs that run one after the other, as one timeline."""
+    begin = 0.0
+    events: list[Event] = []
+    memory: list[tuple[float, int]] = []
     for each in timelines:
         events += (dataclasses.replace(e, start=e.start + begin) for e in each.events)
         memory += ((time + begin, live) for time, live in each.memory)

@@ -318,7 +318,7 @@ def test_the_search_ends_when_it_has_not_improved_for_a_while():
     for seed in range(40):
         p = replace(problem(Random(seed)), memory=INF)
         search = Search(p, bound(p).seconds, 20_000)
-        search.climb()
+        search.climb(search.best)
         left += [search.effort] if search.best.seconds > search.enough else []
     assert len(left) > 5 and min(left) > 0
 

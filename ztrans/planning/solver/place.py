@@ -13,10 +13,10 @@ import functools
 import heapq
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,6 +40,10 @@ from .problem import (
 ENDLESS = 2**52  # bytes: more than there are, and exact as a float
 NEVER = float("inf")
 Members = tuple[int, ...]
+
+
+class Rejected(Exception):
+    """A bucket is not possible, or a choice does not fit the memory or takes longer than its limit."""
 
 
 class Choice(NamedTuple):
@@ -96,16 +100,13 @@ class ReductionLoad(NamedTuple):
         return needs
 
 
-Load = TypeVar("Load", GatherLoad, ReductionLoad)
-
-
-def gather_load(problem: Problem, members: Members) -> GatherLoad | None:
-    """The load of a bucket of gathers; None if one of them may not start before another is used."""
+def gather_load(problem: Problem, members: Members) -> GatherLoad:
+    """The load of a bucket of gathers, of which each may start before any is used."""
     gathers = [problem.gathers[i] for i in members]
     use = min(g.use for g in gathers)
     release = max(g.release for g in gathers)
     if release > use:
-        return None
+        raise Rejected
     size = sum(g.bytes for g in gathers)
     packed = packed_values(gathers)
     part = packed // problem.wires[gathers[0].key].ranks
@@ -115,17 +116,15 @@ def gather_load(problem: Problem, members: Members) -> GatherLoad | None:
     return GatherLoad(members, use, release, size, size + part, packed, message, added)
 
 
-def reduction_load(
-    problem: Problem, first_waits: Sequence[int], members: Members
-) -> ReductionLoad | None:
-    """The load of a bucket of reductions, given the first wait of each; None if a result is needed before that."""
+def reduction_load(problem: Problem, first_waits: Sequence[int], members: Members) -> ReductionLoad:
+    """The load of a bucket of reductions, given the first wait of each, before which no result is needed."""
     reductions = [problem.reductions[i] for i in members]
     start = max(r.born for r in reductions) + 1
     first_wait = max(start, *(first_waits[i] for i in members))
     end = len(problem.seconds)
     deadline = min(end, *(r.need for r in reductions))
     if first_wait > deadline:
-        return None
+        raise Rejected
     total = ReductionBytes(reductions)
     before = total.starting if first_wait == start else total.under_way
     staying = [b for b in total.staying if b.last > 2 * first_wait]
@@ -186,42 +185,25 @@ class Loads:
             lever_buffers(self.problem, levers), len(self.problem.fixed)
         )
 
-    def of(self, choice: Choice) -> Loaded | None:
-        """The loads of a choice; None if a bucket is not possible, or if there is too little room."""
+    def of(self, choice: Choice) -> Loaded:
+        """The loads of a choice, in which every bucket is possible, and for which there is room."""
         problem = self.problem
-        gathers = _complete(map(self._gather, choice.gathers))
-        reductions = _complete(map(self._reduction, choice.reductions))
-        if gathers is None or reductions is None:
-            return None
+        gathers = [self._gather(members) for members in choice.gathers]
+        reductions = [self._reduction(members) for members in choice.reductions]
         if problem.without_start(load.start for load in reductions):
-            return None
-        shared = [*_changes_of_several(gathers), *_changes_of_several(reductions)]
+            raise Rejected
+        # A bucket of one member changes nothing.
+        shared = [load.changes for load in gathers if len(load.members) > 1]
+        shared += [load.changes for load in reductions if len(load.members) > 1]
         room = self.memory - self.alone(choice.levers) - added_up(shared, len(problem.fixed))
         second = reserved_for_second(load.bytes.members for load in reductions)
         if second > self.second:
             room[2 * problem.births[0] :] -= second - self.second
         if room.min(initial=0) < 0:
-            return None
+            raise Rejected
         gathers.sort(key=lambda load: (load.use, load.release))
         reductions.sort(key=lambda load: (load.start, load.deadline))
         return Loaded(gathers, reductions, room)
-
-
-def _complete(loads: Iterable[Load | None]) -> list[Load] | None:
-    """All loads; None if one is not possible."""
-    possible = []
-    for load in loads:
-        if load is None:
-            return None
-        possible.append(load)
-    return possible
-
-
-def _changes_of_several(
-    loads: Iterable[GatherLoad] | Iterable[ReductionLoad],
-) -> Iterator[np.ndarray]:
-    """The changes of the buckets with several members. With one member there are none."""
-    return (load.changes for load in loads if len(load.members) > 1)
 
 
 class Loaded(NamedTuple):
@@ -334,15 +316,10 @@ class Placed(NamedTuple):
     schedule: Schedule
 
 
-class Rejected(Exception):
-    """A choice does not fit the memory, or takes longer than its limit."""
-
-
 def place_choice(loads: Loads, choice: Choice, limit: float = NEVER) -> Placed | None:
     """Place the buckets of a choice; None if they do not fit, or are seen to take longer than `limit` seconds."""
-    loaded = loads.of(choice)
     try:
-        return None if loaded is None else _Simulation(loads, choice, loaded, limit).placed()
+        return _Simulation(loads, choice, loads.of(choice), limit).placed()
     except Rejected:
         return None
 

@@ -5,10 +5,10 @@ has more of them live than its schedule counts.
 
 A choice of buckets and levers is as good as the time that its placement takes. Times below `enough` count as equal;
 then fewer live bytes are better, then fewer buckets. The search begins with full buckets, once with no levers pulled
-and once with as many as fit. It merges buckets, many at once where that is no loss. Then it makes random changes, and
-keeps those that are not slower. Of the choices that take nearly as little time as the best one, the result is the one
-with the fewest live bytes. The random numbers have a fixed seed, and the effort is counted in messages placed, so the
-same problem has the same result everywhere.
+and once with as many as fit. It merges buckets, many at once where that is no loss. Then it climbs: it makes random
+changes, and keeps a change that is not slower. Of the choices that take nearly as little time as the best one, the
+result is the one with the fewest live bytes. The random numbers have a fixed seed, and the effort is counted in
+messages placed, so the same problem has the same result everywhere.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ EFFORT = 20_000  # messages that the search places: about a second
 NEARLY = 0.0025  # schedules whose times differ by less than this share count as equal; the lower bound's is enough
 FULL = 16.0  # latencies that the transfer of a full bucket takes
 # Portions of the memory that is left where a bucket is needed, which a bucket may take.
-FIRST_GATHERS, REGATHERS, REDUCTIONS = 0.3, 0.12, 0.2
+FIRST_GATHERS = 0.3
+REGATHERS = 0.12
+REDUCTIONS = 0.2
 # Without an improvement the search ends after this many messages, and this many more for each message of the problem.
-PATIENCE, PATIENCE_FOR_EACH = 500, 100
+PATIENCE = 500
+PATIENCE_FOR_EACH = 100
 LITTLE = 4000  # messages that the smallest problem may place; the first choices alone take hundreds
 
 
@@ -297,6 +300,7 @@ class Search:
         if alone is None:
             raise ValueError("search: the memory is less than every schedule needs.")
         self.best = alone
+        self.first = alone  # the choice with which the search began
         # The choices near the best that no other beats in both seconds and bytes.
         self.front = [alone]
 
@@ -354,7 +358,7 @@ class Search:
         """Try full buckets: with no levers pulled, and with as many as fit."""
         for levers in (self.problem.free_levers, self._levers_that_fit()):
             if not self.done:
-                self.attempt(self._full(levers))
+                self.first = self.attempt(self._full(levers)) or self.first
 
     def _levers_that_fit(self) -> Levers:
         """As many levers as fit the memory, the first ones first."""
@@ -410,12 +414,11 @@ class Search:
                 pairs.append(members[0])
         return pairs
 
-    def climb(self, changes: Sequence[tuple[Change, int]] = CHANGES) -> None:
-        """Change the best choice at random, while effort is left and an improvement can be expected.
+    def climb(self, current: Placed, changes: Sequence[tuple[Change, int]] = CHANGES) -> None:
+        """Change a choice at random, while effort is left and an improvement can be expected.
 
-        After a time without one the search ends. That time is longer in a large problem, and if the last came late.
+        After a time without one the climb ends. That time is longer in a large problem, and if the last came late.
         """
-        current = self.best
         total = self.effort
         self.improved = total
         while changes and not self.done:
@@ -473,5 +476,8 @@ def solve(
     search.begin()
     search.merge("gathers")
     search.merge("reductions")
-    search.climb(changes)
+    search.climb(search.best, changes)
+    search.climb(
+        search.first, changes
+    )  # with the effort that is left, in case the first climb got stuck
     return search.result.schedule

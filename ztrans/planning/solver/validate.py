@@ -75,34 +75,36 @@ def _check_buckets(
         if len({messages[i].key for i in bucket.members}) != 1:
             raise ScheduleError(f"{kind}s of several kinds share the bucket {names}")
         if not 0 <= bucket.start <= bucket.wait <= len(problem.seconds):
-            start, wait = map(problem.place, (bucket.start, bucket.wait))
             raise ScheduleError(
-                f"the {kind} {names} starts {start}, and is waited for {wait}: out of order"
+                f"the {kind} {names} starts {problem.place(bucket.start)}, and is waited for "
+                f"{problem.place(bucket.wait)}: out of order"
             )
     for a, b in pairwise(buckets):
         if a.start > b.start:
-            first, second = _names(messages, a.members), _names(messages, b.members)
+            first = _names(messages, a.members)
+            second = _names(messages, b.members)
             raise ScheduleError(f"the {kind} {second} stands after {first} and starts before it")
 
 
 def _check_gather(problem: Problem, bucket: Bucket) -> None:
     members = [problem.gathers[i] for i in bucket.members]
-    names, start = _names(problem.gathers, bucket.members), problem.place(bucket.start)
-    first, released = min(g.use for g in members), max(g.release for g in members)
-    if bucket.wait != first:
+    names = _names(problem.gathers, bucket.members)
+    use = min(g.use for g in members)
+    release = max(g.release for g in members)
+    if bucket.wait != use:
         raise ScheduleError(
-            f"the gather {names} is first used {problem.place(first)}, and not waited for there"
+            f"the gather {names} is first used {problem.place(use)}, and not waited for there"
         )
-    if bucket.start < released:
-        earliest = problem.place(released)
+    if bucket.start < release:
         raise ScheduleError(
-            f"the gather {names} starts {start}, and may start {earliest} at the earliest"
+            f"the gather {names} starts {problem.place(bucket.start)}, and may start "
+            f"{problem.place(release)} at the earliest"
         )
 
 
 def _check_reduction(problem: Problem, bucket: Bucket) -> None:
     members = [problem.reductions[i] for i in bucket.members]
-    names, wait = _names(problem.reductions, bucket.members), problem.place(bucket.wait)
+    names = _names(problem.reductions, bucket.members)
     born = max(r.born for r in members) + 1
     need = min(len(problem.seconds), *(r.need for r in members))
     if bucket.start != born:
@@ -112,7 +114,8 @@ def _check_reduction(problem: Problem, bucket: Bucket) -> None:
         )
     if bucket.wait > need:
         raise ScheduleError(
-            f"the reduction {names} is waited for {wait}, and needed {problem.place(need)}"
+            f"the reduction {names} is waited for {problem.place(bucket.wait)}, and needed "
+            f"{problem.place(need)}"
         )
 
 
