@@ -243,6 +243,8 @@ class Compiled(Printed):
             runnable = self.bound.runnable
             if mesh is not None:
                 self._agree(mesh, runnable, local, state)
+            if isinstance(runnable.run, Capture):
+                runnable.run.check_inputs(local)
             with running(name, state, mesh, runnable.writes):
                 if self.cuda_graph:
                     runnable.writes.begin()

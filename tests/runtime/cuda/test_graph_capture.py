@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 from collections import OrderedDict
 
@@ -18,6 +19,7 @@ from tests.support.fake_cuda import FakeCuda
 from tests.support.programs import CASES
 from tests.support.worlds import batches
 from ztrans import ops
+from ztrans.calling.trees import state_leaves
 from ztrans.compiled import Runnable
 from ztrans.ops import tables
 from ztrans.ops.tables import on_device
@@ -31,7 +33,7 @@ from ztrans.runtime.cuda.graph_capture import (
     with_rates,
 )
 from ztrans.runtime.executable import executable
-from ztrans.runtime.failure import Writes
+from ztrans.runtime.failure import Writes, check_whole
 
 
 def step(state, batch):
@@ -296,11 +298,15 @@ def test_a_number_that_a_kernel_takes_by_value_stays_what_it_was():
         optimizer.param_groups[0]["lr"] = rate
         state, _ = compiled(state, x)
     optimizer.param_groups[0]["betas"] = (0.5, 0.999)
+    compiled = dataclasses.replace(compiled, cuda_graph=True)
     with pytest.raises(
         ValueError,
         match=r"param_groups.0.betas.0 was 0.9 when the step was captured, and is 0.5(?s:.)*cycle_momentum=False",
     ):
         compiled(state, x)
+    check_whole(
+        state_leaves(state), "the refused call"
+    )  # nothing was launched, so the state is whole
     capture.close()
     for _ in range(3):
         state, _ = compiled(state, x)

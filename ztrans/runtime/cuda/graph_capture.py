@@ -159,6 +159,7 @@ class Capture:
         self.captured: Any = None
         self.inputs: list[torch.Tensor] = []
         self.outputs: list[Any] = []
+        self.captured_values: dict[int, float] = {}  # the numbers that kernels took by value
         self.taken_by_value = taken_by_value(graph)
 
     @property
@@ -170,9 +171,6 @@ class Capture:
         is_first = self.stream is None
         if is_first:
             self._allocate(inputs)
-        elif self.captured is not None:
-            self._check_same_values(inputs)
-            self._check_same_state(inputs)
         for i, buffer in self.buffers.items():
             _fill(buffer, inputs[i])
         run_inputs = [self.buffers.get(i, x) for i, x in enumerate(inputs)]
@@ -187,6 +185,16 @@ class Capture:
         n = self.graph.num_state
         copies = [x.clone() if isinstance(x, torch.Tensor) else x for x in outputs[n:]]
         return [*inputs[:n], *copies]
+
+    def check_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Check that a replay would compute what the step computes, before anything is launched.
+
+        Raises: ValueError if the state is not where it was when the step was captured, or if a number that a kernel
+            takes by value has changed.
+        """
+        if self.captured is not None:
+            self._check_same_values(inputs)
+            self._check_same_state(inputs)
 
     def close(self) -> None:
         """Release the graph and its memory. A later call starts again from the beginning, with any state."""
@@ -241,11 +249,11 @@ class Capture:
             ) from error
         self.captured = captured
         self.inputs = inputs
+        self.captured_values = {i: inputs[i].item() for i in self.taken_by_value}
         atexit.register(_close, weakref.ref(self))
 
     def _check_same_values(self, inputs: Sequence[torch.Tensor]) -> None:
-        for i in self.taken_by_value:
-            captured_value = self.inputs[i].item()
+        for i, captured_value in self.captured_values.items():
             now = inputs[i].item()
             if captured_value != now:
                 name = self.graph.inputs[i].name
