@@ -98,6 +98,7 @@ class Traced(Printed):
             )
 
     @no_collection()
+    @without_autocast()
     def follow(self, leader: Lowered) -> Lowered:
         """The program of one rank, in the order of `leader`: a program of the same step for other batch sizes.
 

@@ -365,3 +365,27 @@ def test_a_lifted_loop_that_counts_is_refused():
     step, state = zt.lift(loop_of(model, sgd), model, sgd)
     with pytest.raises(ImpureStepError, match=r"model\.1\.calls was 1 and is 2"):
         zt.Step.of(step).trace(state, X)
+
+
+def test_two_closures_of_one_function_are_told_apart():
+    """They have the same names and lines. Here the first one counts, and the second one does not run."""
+
+    def counter():
+        calls = 0
+
+        def count(x):
+            nonlocal calls
+            calls += 1
+            return x
+
+        return count
+
+    first, second = counter(), counter()
+
+    def step(state, x):
+        return state, (first(x) if x.ndim else second(x)).sum()
+
+    with pytest.raises(
+        ImpureStepError, match=r"step changes what it reads(?s:.)*calls was 1 and is 2"
+    ):
+        zt.Step(step).trace({}, torch.ones(2))

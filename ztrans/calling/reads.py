@@ -19,6 +19,7 @@ import numbers
 import operator
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -79,16 +80,27 @@ class ReadValues:
 
     def changes(self, later: ReadValues) -> list[str]:
         """The differences between these values and later ones, each in words."""
-        before = dict(zip(zip(self.names, self.sources), self.values))
-        after = dict(zip(zip(later.names, later.sources), later.values))
+        before = self._by_place()
+        after = later._by_place()
         changes = []
-        for name, source in before | after:
-            old = before.get((name, source), object)
-            new = after.get((name, source), object)
+        for place in before | after:
+            name, source, _ = place
+            old = before.get(place, object)
+            new = after.get(place, object)
             if old != new:
                 line = f" ({source})" if source is not None else ""
                 changes.append(f"{name} was {_text(old)} and is {_text(new)}{line}")
         return changes
+
+    def _by_place(self) -> dict[tuple[Any, ...], Any]:
+        """The values by name and line. Closures that one function made share both, so these are numbered."""
+        counts: Counter[tuple[Any, ...]] = Counter()
+        by_place = {}
+        for *place, value in zip(self.names, self.sources, self.values):
+            number = counts[tuple(place)]
+            counts[tuple(place)] += 1
+            by_place[*place, number] = value
+        return by_place
 
 
 class Reads:
