@@ -197,11 +197,16 @@ class Step(Generic[P, R]):
 
         Its programs live as long as the object does.
 
-        Raises: TypeError if `instance` cannot be weakly referenced.
+        Raises: TypeError if `instance` cannot be weakly referenced, or is a class.
         """
         bind = getattr(type(self.fn), "__get__", None)
         if instance is None or bind is None:
             return self
+        if isinstance(instance, type):
+            raise TypeError(
+                f"{self.__name__}: a step that is a method has programs for each object, and {instance.__name__} is a "
+                f"class.\nMake the step a staticmethod, or a function outside of {instance.__name__}."
+            )
         try:
             cache = self._of_objects.setdefault(instance, ProgramCache())
         except TypeError:

@@ -141,7 +141,7 @@ MINE = Device("mine", (("f32", 1.0),), 1.0, 1.0)
      "Say what it crosses: zt.cluster('h100', dp='infiniband'), or measure it with zt.calibrate(mesh)."),
     (lambda: zt.cluster(MINE).link("dp"),
      "cluster: no link for mesh axis 'dp'; it knows none.\n"
-     "Say what it crosses: zt.cluster('mine', dp='infiniband'), or measure it with zt.calibrate(mesh)."),
+     "Say what it crosses: zt.cluster(device, dp='infiniband'), or measure it with zt.calibrate(mesh)."),
 ])  # fmt: skip
 def test_wrong_clusters_are_refused(make, message):
     with pytest.raises(ValueError) as caught:

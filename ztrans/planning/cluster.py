@@ -142,10 +142,11 @@ class Cluster:
             slowest = min(map(self.link, members(axis)), key=lambda link: link.bandwidth)
             return dataclasses.replace(slowest, inside=None)
         known = ", ".join(map(repr, links)) or "none"
+        shipped = [repr(name) for name, device in DEVICES.items() if device == self.device]
+        device = shipped[0] if shipped else "device"
         raise ValueError(
             f"cluster: no link for mesh axis {axis!r}; it knows {known}.\n"
-            f"Say what it crosses, as in zt.cluster('h100', {axis}='infiniband'), or measure it with "
-            f"zt.calibrate(mesh)."
+            f"Say what it crosses: zt.cluster({device}, {axis}='infiniband'), or measure it with zt.calibrate(mesh)."
         )
 
     def route(self, eqn: Eqn, sizes: Mapping[str, int]) -> Route | None:

@@ -22,7 +22,7 @@ from typing import Any
 from ..ir.differences import Traffic
 from ..ir.printer import WIDTH, fold, wrap
 from .skeleton import Collective, Skeleton
-from .solver.problem import Bucket, Problem, Schedule
+from .solver.problem import Bucket, Levers, Problem, Schedule
 from .solver.validate import ScheduleError, validate
 
 WRITTEN = "as written"  # the program keeps its order, updates included
@@ -198,12 +198,11 @@ def _frozen(value: Any) -> Any:
 
 def _wrong_field(plan: Plan) -> str:
     """Say which field of a plan has a wrong type; "" if none has."""
-    for name, buckets in (("gathers", plan.gathers), ("reductions", plan.reductions)):
-        if not isinstance(buckets, tuple):
-            return f"{name} is {buckets!r}; it is a list of pairs, of the names of members and of a place"
-        wrong = [bucket for bucket in buckets if not _is_bucket(bucket)]
-        if wrong:
-            return f"{name} holds {wrong[0]!r}, which is no pair of the names of members and of a place"
+    wrong_buckets = _wrong_buckets("gathers", plan.gathers) or _wrong_buckets(
+        "reductions", plan.reductions
+    )
+    if wrong_buckets:
+        return wrong_buckets
     for name, value in (("dropped", plan.dropped), ("notes", plan.notes)):
         if not _strings(value):
             return f"{name} is {value!r}; it is a list of strings"
@@ -213,6 +212,20 @@ def _wrong_field(plan: Plan) -> str:
         return f"update is {plan.update!r}; it is one of {', '.join(map(repr, _UPDATES))}"
     if plan.update == WRITTEN and (plan.gathers or plan.reductions or plan.dropped):
         return f"update is {WRITTEN!r}, and a program as written has no buckets"
+    return ""
+
+
+def _wrong_buckets(field: str, buckets: object) -> str:
+    """Say what is wrong with the buckets of a field; "" if nothing is."""
+    if not isinstance(buckets, tuple):
+        return (
+            f"{field} is {buckets!r}; it is a list of pairs, of the names of members and of a place"
+        )
+    for bucket in buckets:
+        if not _is_bucket(bucket):
+            return (
+                f"{field} holds {bucket!r}, which is no pair of the names of members and of a place"
+            )
     return ""
 
 
@@ -269,19 +282,23 @@ def schedule_of(plan: Plan, s: Skeleton, problem: Problem) -> Schedule:
         start = max(problem.reductions[i].born for i in members) + 1
         need = min(problem.reductions[i].need for i in members)
         reductions.append(Bucket(members, start, _place(s, place, names, start, need)))
-    dropped = {gather[name] for name in plan.dropped}
-    levers = [
-        i
-        for i, lever in enumerate(problem.levers)
-        if lever.dropped and dropped.issuperset(lever.dropped)
-    ]
+    levers = _levers(s, problem, {gather[name] for name in plan.dropped})
+    schedule = Schedule(tuple(gathers), tuple(reductions), levers)
+    validate(problem, schedule)
+    return schedule
+
+
+def _levers(s: Skeleton, problem: Problem, dropped: set[int]) -> Levers:
+    """The levers that drop these gathers."""
+    levers = []
+    for i, lever in enumerate(problem.levers):
+        if lever.dropped and dropped.issuperset(lever.dropped):
+            levers.append(i)
     first = min(dropped - problem.dropped(levers), default=None)
     if first is not None:
         name = s.gathers[first].name
         raise ScheduleError(f"the gather [{name}] is dropped, and no value is kept for it")
-    schedule = Schedule(tuple(gathers), tuple(reductions), frozenset(levers))
-    validate(problem, schedule)
-    return schedule
+    return frozenset(levers)
 
 
 def _numbers(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from collections.abc import Iterable
 
 from ..ir.collectives import coalesce
 from ..ir.graph import Eqn, Graph, Var, rename
@@ -211,11 +212,7 @@ def realise(s: Skeleton, schedule: Schedule, problem: Problem) -> Graph:
     # after the updates.
     limited = problem.gathers_in_flight < float("inf")
     for k in range(len(s.ops) + 1):
-        waits = deque(reduction_waits.get(k, ()))
-        for bucket in reduction_starts.get(k, ()):
-            while waits and waits[0] is not bucket and not emit.fits(bucket):
-                emit.wait(waits.popleft(), k)
-            emit.reduce(bucket)
+        waits = emit.start_reductions(reduction_starts.get(k, ()), reduction_waits.get(k, ()), k)
         starts = gather_starts.get(k, ())
         if not limited:
             emit.write(*starts)
@@ -252,6 +249,17 @@ class _Emission:
     def write(self, *eqns: Eqn) -> None:
         """Write equations, except those that have been written already."""
         self.eqns.update(dict.fromkeys(eqns))
+
+    def start_reductions(
+        self, starts: Iterable[Bucket], waits: Iterable[Bucket], k: int
+    ) -> deque[Bucket]:
+        """Start reductions at place k. If too many are under way, wait for some of `waits` first; return the others."""
+        remaining = deque(waits)
+        for bucket in starts:
+            while remaining and remaining[0] is not bucket and not self.fits(bucket):
+                self.wait(remaining.popleft(), k)
+            self.reduce(bucket)
+        return remaining
 
     def planned(self, bucket: Bucket) -> list[Collective]:
         """The members of a bucket of reductions."""

@@ -254,10 +254,7 @@ def skeleton(graph: Graph) -> Skeleton:
     def birth(collective: Collective) -> int:
         return max(places.get(makers[v], -1) if v in makers else -1 for v in collective.start.ins)
 
-    # If writes come last, every reduction must have been waited for before the first write.
-    latest = end
-    if graph.hints.update == "last":
-        latest = sum(e not in taken for e in graph.eqns[: first_write(graph)])
+    latest = _last_wait(graph, taken, end)
     gathers = sorted((c for c in planned if c.start.order == "gather"), key=first_reader)
     reductions = sorted((c for c in planned if c.start.order == "reduce"), key=birth)
     return Skeleton(
@@ -269,6 +266,13 @@ def skeleton(graph: Graph) -> Skeleton:
         born=tuple(map(birth, reductions)),
         need=tuple(min(first_reader(c), latest) for c in reductions),
     )
+
+
+def _last_wait(graph: Graph, taken: Set[Eqn], end: int) -> int:
+    """The last place for waits. If writes come last, all reductions are waited for before the first write."""
+    if graph.hints.update != "last":
+        return end
+    return sum(e not in taken for e in graph.eqns[: first_write(graph)])
 
 
 def _collectives(graph: Graph, makers: Mapping[Var, Eqn]) -> list[Collective]:

@@ -27,6 +27,7 @@ from .problem import (
     Levers,
     PendingUpdates,
     Problem,
+    Reduction,
     ReductionBytes,
     Schedule,
     gather_buffers,
@@ -128,11 +129,7 @@ def reduction_load(problem: Problem, first_waits: Sequence[int], members: Member
     total = ReductionBytes(reductions)
     before = total.starting if first_wait == start else total.under_way
     staying = [b for b in total.staying if b.last > 2 * first_wait]
-    alone = [
-        b._replace(bytes=-b.bytes)
-        for i, r in zip(members, reductions)
-        for b in ReductionBytes([r]).buffers(r.born + 1, first_waits[i])
-    ]
+    buffers = [*total.buffers(start, first_wait), *_unbucketed(members, reductions, first_waits)]
     return ReductionLoad(
         members,
         start,
@@ -145,8 +142,17 @@ def reduction_load(problem: Problem, first_waits: Sequence[int], members: Member
         until=min((b.last for b in staying), default=0),
         spare=max(total.waited(first_wait) - before, 0),
         message=message_of(problem, reductions, start, first_wait),
-        changes=changes([*total.buffers(start, first_wait), *alone]),
+        changes=changes(buffers),
     )
+
+
+def _unbucketed(
+    members: Members, reductions: Sequence[Reduction], first_waits: Sequence[int]
+) -> Iterator[Buffer]:
+    """The negative of what the members of a bucket have live if each is a bucket of its own."""
+    for i, r in zip(members, reductions):
+        for b in ReductionBytes([r]).buffers(r.born + 1, first_waits[i]):
+            yield b._replace(bytes=-b.bytes)
 
 
 class Loads:
@@ -367,12 +373,7 @@ class _Simulation:
         self.gathers_under_way: list[GatherInFlight] = []
         self.reductions_under_way: list[ReductionInFlight] = []
         self.lanes: dict[str, Lane] = {}
-        for each in (*self.gathers, *self.reductions, *self.fixed):
-            message = each.message
-            lane = self.lanes.setdefault(message.lane, Lane(message.lane))
-            lane.work = lane.work + message.latency + message.seconds
-        for gather in self.gathers:
-            self.lanes[gather.message.lane].queue.append(gather)
+        self._fill_lanes()
         self.queued = [lane for lane in self.lanes.values() if lane.queue]
         for lane in self.queued:
             self._set_due(lane)
@@ -380,6 +381,15 @@ class _Simulation:
             lane.next = max(first.due, first.load.release)
         self.agenda = list(self._known_items())
         heapq.heapify(self.agenda)
+
+    def _fill_lanes(self) -> None:
+        """Add up the work of each lane, and queue its gathers."""
+        for each in (*self.gathers, *self.reductions, *self.fixed):
+            message = each.message
+            lane = self.lanes.setdefault(message.lane, Lane(message.lane))
+            lane.work = lane.work + message.latency + message.seconds
+        for gather in self.gathers:
+            self.lanes[gather.message.lane].queue.append(gather)
 
     def _known_items(self) -> Iterator[_Item]:
         """Everything that is known to happen."""

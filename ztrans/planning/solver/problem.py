@@ -16,7 +16,7 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -318,16 +318,13 @@ class ReductionBytes:
     """
 
     def __init__(self, members: Sequence[Reduction]) -> None:
-        buffers = [buffer for r in members for buffer in r.buffers]
+        buffers = list(chain.from_iterable(r.buffers for r in members))
         self.members = members
         self.sent = [buffer for buffer in buffers if buffer.first == AT_START]
         self.allocated = [buffer for buffer in buffers if buffer.first == AT_WAIT]
         self.awaiting = [buffer for buffer in buffers if buffer.first >= 0]
-        self.staying = [
-            *(buffer for buffer in self.sent if buffer.last != AT_WAIT),
-            *self.allocated,
-        ]
-        self.temporaries = [each for r in members for each in r.temporaries]
+        self.staying = [b for b in self.sent if b.last != AT_WAIT] + self.allocated
+        self.temporaries = list(chain.from_iterable(r.temporaries for r in members))
 
     @functools.cached_property
     def gradients(self) -> int:

@@ -79,6 +79,12 @@ def _check_buckets(
                 f"the {kind} {names} starts {problem.place(bucket.start)}, and is waited for "
                 f"{problem.place(bucket.wait)}: out of order"
             )
+    _check_order(kind, buckets, messages)
+
+
+def _check_order(
+    kind: str, buckets: Sequence[Bucket], messages: Sequence[Gather] | Sequence[Reduction]
+) -> None:
     for a, b in pairwise(buckets):
         if a.start > b.start:
             first = _names(messages, a.members)
