@@ -1,7 +1,8 @@
-"""Kernels and collective operations, one per file. They import torch and triton, and know nothing of programs.
+"""Kernels and collective operations. They import torch and triton, and know nothing of programs.
 
-Each file holds one operation: its contract, its reference in plain torch, its kernels, and its
-registration under `torch.ops.ztrans`. `marks` has the operations that mark a trace.
+The file of an operation has its contract, its reference in plain torch, its kernels, and its registration under
+`torch.ops.ztrans`. `marks` has the operations that mark a trace. `kernel`, `operation`, `move`, `tables` and
+`symmetric` are what operations are made of.
 """
 
 from .all_gather import all_gather

@@ -1,8 +1,8 @@
 """Step: a train step and the transforms applied to it.
 
 Decorating a step appends to its tuple of transforms; steps never nest. The first call with arguments of some type
-traces, lowers and compiles a program for them; every call runs it. `trace`, `lower` and `compile` do one of these at a
-time (see `stages`).
+traces, lowers and compiles a program for them; every call runs it. `trace`, `lower` and `compiled` do one of these
+at a time (see `stages`).
 """
 
 from __future__ import annotations

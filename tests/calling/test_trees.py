@@ -160,7 +160,9 @@ class Loss:
 
 
 @pytest.mark.parametrize(
-    "value", [Loss(torch.ones(())), Path("runs/1"), np.zeros(3), object()], ids=repr
+    "value",
+    [Loss(torch.ones(())), Path("runs/1"), np.zeros(3), object()],
+    ids=lambda x: type(x).__name__,
 )
 def test_an_object_is_no_output(value):
     step = zt.Step.of(lambda state, x: (state, {"loss": value}))

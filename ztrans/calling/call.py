@@ -44,8 +44,7 @@ class ExtraInputs(abc.ABC):
 class StepFunction:
     """What calls need to know of a step function: its parameters, what it reads, and what it adds.
 
-    It does not hold the function, which may be a method: programs must not keep the object alive
-    whose method it is.
+    If the function is a method, nothing here holds its object: programs must not keep it alive.
     """
 
     def __init__(self, fn: Callable) -> None:

@@ -110,7 +110,7 @@ class _StorageOwners:
         root, last: as in `Liveness`, before and after results have taken over storages.
         state: the leaves of the state.
         writes_from: the index of the first equation that may write over the state.
-        filling: the values that fill a storage which the program may write.
+        filling: the values that have a whole storage, which the program may write.
         taken: for each result that took a storage over, the owner of that storage.
         read: for each storage, the index of the last equation during which a collective still reads it.
     """

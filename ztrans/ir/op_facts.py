@@ -41,7 +41,7 @@ class OpFacts:
         matmul: it is a matrix product, a convolution or attention: an operation whose FLOPs PyTorch counts.
         fused_update: it is the update of a fused optimizer.
         exact: IEEE 754 rounds it correctly, so a part of the arguments gives the same bits as the whole.
-        linear: a multiple of an argument gives the same multiple of the result.
+        linear: scaling its terms together, or a factor or a numerator alone, scales the result.
         permutes: it is a view that shows every element of its argument once.
         lazy: it is a view that negates or conjugates the elements when they are read.
         by_row: each row of the result is computed from the same row of the arguments, and written after it was read.

@@ -1,4 +1,4 @@
-"""relations: values by a key, all that is reached from some values, an order of them; results that a program keeps."""
+"""relations: group, reach, sort and search values, and keep the results of an analysis on a program."""
 
 from __future__ import annotations
 

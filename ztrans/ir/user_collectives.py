@@ -64,7 +64,7 @@ class UserStart(Memberwise):
         return eqn.args[-1]
 
     def varies(self, eqn: Eqn, axes_of: Mapping[Var, Axes]) -> Axes:
-        """What every rank of a group gets the same of does not vary over its axis."""
+        """A result that is the same on all ranks of an axis does not vary over it."""
         axes = super().varies(eqn, axes_of)
         same = collective_name(eqn.op) in _SAME_EVERYWHERE
         return axes - {*members(self.axis(eqn))} if same else axes

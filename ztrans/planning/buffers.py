@@ -30,7 +30,7 @@ AT_WAIT = -2
 class Buffer(NamedTuple):
     """Bytes that are live from the event `first` to the event `last`, both included.
 
-    What begins with the wait for a message is allocated after what ends with it is freed.
+    At a wait, buffers that end there are freed before buffers that begin there are allocated.
     """
 
     bytes: int

@@ -1,4 +1,4 @@
-"""fingerprint: a hash of the update of the state, the same for every size of the batch."""
+"""fingerprint: a hash of the update of the state, which ranks compare. It is the same for every size of the batch."""
 
 from __future__ import annotations
 

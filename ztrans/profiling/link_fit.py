@@ -83,7 +83,7 @@ def fit(link: Link, samples: Sequence[Sample], ranks: int) -> Link:
 def explain(
     links: Sequence[tuple[str, Link]], observed: Sequence[Observed]
 ) -> tuple[tuple[str, Link], ...]:
-    """`links` with the latency, bandwidth and efficiencies that explain best when the messages `observed` ended.
+    """`links` with the latency, bandwidth and efficiencies with which simulated messages end closest to `observed`.
 
     Figures that the messages do not determine stay as they were, and so do `hop`, `host`, `call` and `unpack`.
 

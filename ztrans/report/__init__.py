@@ -1,1 +1,1 @@
-"""Show timelines: as text, as a picture, as a page of HTML, as a trace for Perfetto."""
+"""What users see: timelines as text, pictures, pages and traces; the progress of a step; and errors."""

@@ -71,7 +71,7 @@ class Future:
     values: dict[int, torch.Tensor] | None = None
 
     def value(self, member: int) -> torch.Tensor:
-        """Wait, then return the value of one member of the bucket, to which only the program then refers."""
+        """Wait, then return the value of one member of the bucket. The future keeps no reference to it."""
         if self.values is None:
             if self.work is None or self.finish is None:
                 raise RuntimeError(
@@ -261,7 +261,7 @@ class Start(torch.nn.Module):
                 work = dist.all_to_all_single(
                     _bytes(received), _bytes(send), group=self.group, async_op=True
                 )
-            return list(received), [work]  # which holds what is sent, until it is done
+            return list(received), [work]  # the work keeps `send` alive until it is done
         pieces = [
             send[r] if r == self.rank else torch.empty_like(send[r]) for r in range(self.size)
         ]

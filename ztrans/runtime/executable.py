@@ -79,8 +79,8 @@ def bind(
 def aliased_outputs(graph: Graph) -> tuple[int, ...]:
     """The positions of the outputs, other than the state, that share memory with an argument or a constant.
 
-    Later steps write over the state, and read the constants again. The caller may write over a batch. Inputs that are
-    given away, such as sums over micro-batches, belong to the outputs.
+    Later steps write over the state, and read the constants again. The caller may write over a batch. Donated
+    inputs, such as sums over micro-batches, may be returned without a copy.
     """
     owner = donation(graph).owner
     given_away = {v for v, _ in graph.donated}

@@ -150,7 +150,7 @@ def lost(mesh: DeviceMesh, name: str, error: BaseException) -> LostRank:
 def explain_loss(notes: Mapping[int, str], silent: Sequence[int]) -> list[str]:
     """Sentences that say why ranks are lost, from their notes; `silent` ranks left none.
 
-    The note of a rank that has lost others itself is empty: those say the cause.
+    A rank that failed because it had lost others leaves an empty note. The ranks that it lost say why.
     """
     causes = [f"Rank {rank} {note}." for rank, note in sorted(notes.items()) if note]
     if silent and not causes:

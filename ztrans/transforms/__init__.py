@@ -1,1 +1,1 @@
-"""The transforms, one file each, and in `base` the class of all transforms."""
+"""The transforms, a file for each. `base` has their class; `edits`, `reduce_once`, `scaled_casts` serve several."""

@@ -11,7 +11,7 @@ everything that it needs has arrived. The latter takes a link at least as long a
 
 Each line includes those above it. Sending, unpacking and eager updates take compute too: for a message that cannot be
 sent before an operation, they come after that operation. An update may run inside any stall that its reduction ends,
-so it has no place; it follows its reductions, and counts to the sum of all compute.
+so it has no place; it follows its reductions, and is added to the sum of all compute.
 """
 
 from __future__ import annotations

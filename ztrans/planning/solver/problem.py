@@ -72,7 +72,7 @@ class Reduction(NamedTuple):
     wire: int
     bytes: int  # of the gradient
     born: int  # the operation that makes the gradient
-    need: int = END  # the place that needs the result at the latest
+    need: int = END  # the last place at which it may be waited for
     copied: bool = False
     buffers: tuple[Buffer, ...] = ()
     # For each update that follows: the first place where it may run, and the bytes that it has for itself then.
@@ -95,7 +95,9 @@ class Lever(NamedTuple):
 
     name: str
     dropped: tuple[int, ...] = ()  # gathers that are not sent
-    buffers: tuple[Buffer, ...] = ()  # bytes that are live in addition; negative bytes are not
+    buffers: tuple[
+        Buffer, ...
+    ] = ()  # bytes that are live in addition; a negative size removes bytes
     seconds: tuple[tuple[int, float], ...] = ()  # of compute in addition, by operation
 
 

@@ -90,7 +90,7 @@ def executable(
 ) -> tuple[Graph, InductorExecutable]:
     """Compile the program of this rank of `mesh`, for inputs with the layouts of `inputs`.
 
-    Returns the program in the order in which it runs, and a function of flat inputs (see `codegen.Executable`).
+    Returns the program in the order in which it runs, and a function of flat inputs (see `executable.Executable`).
     """
     program = _lay_out(*fuse(graph), mesh, inputs)
     kernels, compiled = _compile(program)

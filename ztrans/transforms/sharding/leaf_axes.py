@@ -56,8 +56,8 @@ class LeafAxes:
     def cover(self, varies: Set[str], leaf: Var | None = None) -> list[str]:
         """The axes, joint ones where possible, over which to reduce a value that differs over `varies`.
 
-        The gradient of a `leaf` is a mean over the axes of the leaf. If the gradient is the same along one of the
-        members of a joint axis, the mean is the same too.
+        A gradient is reduced over the joint axes of its `leaf`, even if it is the same along one of their members:
+        the mean does not change.
         """
         of_leaf = self.by_leaf.get(leaf, ()) if leaf is not None else ()
         axes = [axis for axis in of_leaf if not varies.isdisjoint(members(axis))]

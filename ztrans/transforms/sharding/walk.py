@@ -32,7 +32,7 @@ from .leaf_axes import LeafAxes
 from .registered_rules import NoRule, Placement
 from .rules import Rule, rule
 
-if TYPE_CHECKING:  # it walks over programs by means of this module
+if TYPE_CHECKING:  # `shard_params` imports this module
     from ..shard_params import ShardParams
 
 aten = torch.ops.aten
@@ -221,8 +221,9 @@ class Walk:
     def add_gradient(self, eqn: Eqn) -> None:
         """Add the mark of a gradient: that of an invariant value is reduced here, that of a varying value is not.
 
-        A leaf that differs over an axis gets the terms of all ranks of that axis: collectives of backward bring them.
-        The loss is the mean over that axis too, so its gradient is their sum, divided by the number of these ranks.
+        A leaf that differs over an axis, such as the experts of a rank, already has the terms of all ranks of that
+        axis: collectives of backward bring them. The loss is a mean over that axis too, so its gradient is divided by
+        the number of these ranks, and not reduced over them.
         """
         g, p = eqn.args
         out = eqn.out
