@@ -53,6 +53,8 @@ from .runtime.mesh import check_runs
 from .tracing.trace import Program
 from .transforms.base import Transform, all_axes, axes_of, mesh_of, meta_leaves, rewritten
 
+__all__ = ["Compiled", "Cost", "Lowered", "Memory", "Traced"]
+
 
 @dataclass(frozen=True, repr=False)
 class Traced(Printed):

@@ -33,7 +33,7 @@ def calls(make_optimizer, samples=64):
     compiled(state, torch.ones(samples, 4))
     nodes = compiled.bound.runnable.run.program.graph.nodes
     names = [
-        n.target.__name__
+        n.target.__name__.partition(".")[0]
         for n in nodes
         if n.op == "call_function" and n.meta.get("region") == "update"
     ]

@@ -120,7 +120,7 @@ def test_the_steps_own_collectives_are_left_where_they_are(four):
 @pytest.mark.distributed
 def test_in_place_collectives_have_the_same_results_inside_a_step(two):
     figures = of(two, "in_place")
-    assert len(figures) == 2 * 10 and all(f["bitwise"] for f in figures), figures
+    assert len(figures) == 2 * 9 and all(f["bitwise"] for f in figures), figures
 
 
 @pytest.mark.distributed

@@ -32,6 +32,8 @@ def with_tensor_scalar(func: Callable, args: tuple, kwargs: dict) -> Any:
         return NotImplemented
     in_place = name.endswith("_")
     scalar = _scalar_argument(args[count:], kwargs)
+    if name.startswith("_foreach_add") and scalar is None and isinstance(args[1], torch.Tensor):
+        return [x.add_(args[1]) if in_place else x.add(args[1]) for x in args[0]]
     if not isinstance(scalar, torch.Tensor):
         return NotImplemented
     operands = args[:count]
