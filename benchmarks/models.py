@@ -15,6 +15,7 @@ equal nor refused.
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 import time
 import traceback
@@ -145,6 +146,8 @@ def distance(build: Build, world: int, stages: Sequence[int]) -> float:
         state = pytree.tree_map_only(Tensor, torch.clone, first)
         for row, loss in zip(rows, losses):
             state, outputs = lowered.lockstep(state, row)
+            if not all(x.isfinite() for x in outputs):
+                return math.inf
             worst = max(worst, abs(sum(x.item() for x in outputs) / world - loss) / abs(loss))
         worst = max(worst, *_apart({**state["params"], **state["buffers"]}, truth, first))
     return worst
@@ -157,6 +160,8 @@ def _apart(state: dict[str, Tensor], truth: dict[str, Tensor], first: dict) -> I
     moved = {name: (truth[name].double() - x.double()).norm().item() for name, x in before.items()}
     for name, x in state.items():
         off = (x.double() - truth[name].double()).norm().item()
+        if math.isnan(off):
+            yield math.inf  # `max` would drop a NaN
         yield off / max(moved[name], 1e-2 * max(moved.values()))
 
 

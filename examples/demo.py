@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 examples/demo.py      # needs the extra `examples`
 
-It trains in bf16, and then for 20 steps in fp32. On a processor that has no instructions for bf16 it trains in fp32
-alone, and says so. It measures a step first, and trains for as many steps as fit into four minutes together with
+It trains in bf16, and then for 20 steps in fp32. On a processor that is slow in bf16 it trains in fp32 alone, and
+says so. It measures a step first, and trains for as many steps as fit into four minutes together with
 everything else, at most 130.
 
 At the end rank 0 prints the program that ran, the bytes that it sends in bf16, its memory at each ZeRO stage, and how
@@ -38,16 +38,6 @@ def seconds_of(run: Callable[[], object]) -> float:
         run()
         times.append(time.perf_counter() - start)
     return min(times)
-
-
-def has_fast_bf16() -> bool:
-    """Whether this processor multiplies matrices in bf16 about as fast as in fp32.
-
-    Without instructions for bf16 a product takes ten times as long or more, so the first two runs decide.
-    """
-    matrix = torch.randn(512, 512)
-    half = matrix.bfloat16()
-    return seconds_of(lambda: half @ half) < 3 * seconds_of(lambda: matrix @ matrix)
 
 
 def steps_that_fit(seconds: float, most: int) -> int:
@@ -184,6 +174,12 @@ def main(
     def global_batch(index: int) -> torch.Tensor:
         return draw(text, index, batch * ranks, config.sequence)
 
+    def plain_seconds(name: str, tokens: torch.Tensor) -> float:
+        """The seconds of a plain step in bf16 or fp32."""
+        step = make_step(model, bf16=name == "bf16")
+        state = init(model, lr)
+        return seconds_of(lambda: step(state, tokens))
+
     def compare(name: str, count: int) -> tuple[zt.Step, list[float], list[float]]:
         """Train sharded on all ranks, then the plain step on rank 0, on the same global batches."""
         plain = make_step(model, bf16=name == "bf16")
@@ -199,16 +195,17 @@ def main(
         count = sum(p.numel() for p in model.parameters())
         console.print(f"{ranks} ranks, {count:,} parameters, {len(text):,} bytes of text")
     if dtype == "auto":
-        dtype = "bf16" if from_first_rank(has_fast_bf16()) else "fp32"
+        sequence = global_batch(0)[:1]
+        slowdown = plain_seconds("bf16", sequence) / plain_seconds("fp32", sequence)
+        # With instructions for bf16 a step takes no longer than in fp32; without them, two to fifteen times as long.
+        dtype = "bf16" if from_first_rank(slowdown < 1.5) else "fp32"
         if dtype == "fp32" and rank == 0:
             console.print(
-                "This processor has no fast instructions for bf16, so the demo trains in fp32. "
-                "`--dtype bf16` trains in bf16 anyway, for ten times as long."
+                f"A step in bf16 takes {slowdown:.1f} times as long as in fp32 on this processor, so the demo trains "
+                f"in fp32. `--dtype bf16` trains in bf16 anyway."
             )
     if steps is None:
-        plain_step = make_step(model, bf16=dtype == "bf16")
-        state = init(model, lr)
-        seconds = seconds_of(lambda: plain_step(state, global_batch(0)))
+        seconds = plain_seconds(dtype, global_batch(0))
         steps = from_first_rank(steps_that_fit(seconds, most=130))
         if rank == 0:
             console.print(f"A plain step takes {seconds:.2f} s: {steps} steps")
@@ -230,7 +227,7 @@ def main(
         for name, losses in {f"{ranks} ranks": sharded, "plain": plain}.items():
             console.print(f"{name:<10} loss {losses[0]:.3f} -> {losses[-1]:.3f}")
         for name, (left, right) in pairs.items():
-            apart = max(abs(a - b) / b for a, b in zip(left, right))
+            apart = torch.tensor([abs(a - b) / b for a, b in zip(left, right)]).max().item()
             console.print(
                 f"{name}: the losses differ by at most {apart:.1e}, relative to the loss, "
                 f"in {len(left)} steps"

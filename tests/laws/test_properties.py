@@ -11,7 +11,7 @@ import ztrans as zt
 from tests.fuzz.check import Case
 from tests.fuzz.steps import step_of
 from tests.fuzz.truth import doubles
-from tests.support.worlds import slices
+from tests.support.worlds import distance, slices
 from ztrans.ir.collectives import ALL_GATHER, WAIT, is_start, rules
 
 pytestmark = [
@@ -85,3 +85,9 @@ def test_cutting_and_joining_are_inverse(shape, ranks):
         )  # as torch.chunk and DTensor cut
     assert torch.equal(join(graph, parts)[0], x)
     assert [s[0].shape for s in slices((x,), 1)] == [x.shape]
+
+
+def test_the_distance_of_the_tests_sees_what_is_not_finite():
+    nan, one = torch.tensor([float("nan"), 2.0]), torch.tensor([1.0, 2.0])
+    assert distance(nan, one) == distance(one, nan) == float("inf")
+    assert distance(nan, nan) == distance(one, one) == 0

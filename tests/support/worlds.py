@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -87,7 +88,10 @@ def sharded(
 
 
 def distance(a: Any, b: Any, floor: float = 0.0) -> float:
-    """Norm-wise relative distance of the worst leaf; leaves smaller than `floor` are measured against it."""
+    """Norm-wise relative distance of the worst leaf; leaves smaller than `floor` are measured against it.
+
+    Infinite if one side has a number that is not finite where the other side has another number.
+    """
     worst = 0.0
     for x, y in zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True):
         is_complex = any(isinstance(t, torch.Tensor) and t.is_complex() for t in (x, y))
@@ -95,6 +99,10 @@ def distance(a: Any, b: Any, floor: float = 0.0) -> float:
             torch.as_tensor(t, dtype=torch.complex128 if is_complex else torch.float64)
             for t in (x, y)
         )
+        is_same = (x == y) | (x.isnan() & y.isnan())
+        if not (is_same | (x.isfinite() & y.isfinite())).all():
+            return math.inf  # `max` would drop a NaN
+        x, y = (t.where(t.isfinite(), 0) for t in (x, y))
         if x.numel():
             scale = max(y.norm().item(), floor)
             worst = max(worst, (x - y).norm().item() / scale if scale else x.norm().item())
