@@ -447,10 +447,10 @@ def test_a_grad_scaler_is_refused_and_not_changed(fused):
     assert not isinstance(scaler._scale, torch._subclasses.FakeTensor)
 
 
-def test_a_disabled_grad_scaler_is_allowed():
-    def scaled(model, optimizer):
-        scaler = torch.amp.GradScaler("cpu", enabled=False)
+def loop_with(scaler):
+    """A loop that scales its loss, as a function of a model and an optimizer."""
 
+    def make(model, optimizer):
         def loop_step(x, y):
             optimizer.zero_grad()
             loss = F.mse_loss(model(x), y)
@@ -461,23 +461,18 @@ def test_a_disabled_grad_scaler_is_allowed():
 
         return loop_step
 
-    assert compare(scaled) == 0
+    return make
+
+
+def test_a_disabled_grad_scaler_is_allowed():
+    assert compare(loop_with(torch.amp.GradScaler("cpu", enabled=False))) == 0
 
 
 def test_a_disabled_grad_scaler_may_be_given_to_lift():
     model = nn.Linear(6, 1)
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-
-    def loop_step(x, y):
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x), y)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        return loss
-
-    step, state = zt.lift(loop_step, model, optimizer, scaler=scaler)
+    step, state = zt.lift(loop_with(scaler)(model, optimizer), model, optimizer, scaler=scaler)
     state, _ = zt.Step(step)(state, torch.ones(2, 6), torch.ones(2, 1))
     zt.write_back(model, optimizer, state, scaler=scaler)
     assert model.weight.equal(state["params"]["weight"])
