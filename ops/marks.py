@@ -107,7 +107,8 @@ def _reduced(name: str, tree: Any, axis: str | tuple[str, ...] | None) -> Any:
 def pmean(tree: Any, axis: str | tuple[str, ...] | None = None) -> Any:
     """The mean of every tensor of `tree` over a mesh axis or several, as `jax.lax.pmean`; in a plain step the identity.
 
-    Without `axis` it is the mean over all axes that the step is sharded over.
+    Without `axis` it is the mean over all axes that the step is sharded over. A mean of integers is rounded towards
+    zero; that of bools is whether any of them is true.
 
     >>> pmean({"loss": torch.ones(2)}, "dp")
     {'loss': tensor([1., 1.])}

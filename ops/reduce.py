@@ -50,15 +50,21 @@ def reduce(
 
 
 def mean(total: torch.Tensor, count: int) -> torch.Tensor:
-    """A sum divided by `count` and rounded once. The sum is overwritten, if its dtype can hold the result.
+    """A sum, divided by `count` in its own memory: floats are rounded once, integers towards zero.
+
+    The sum of bools is whether any of them is true, and so is their mean.
 
     The divisor is a tensor. To divide by a Python number, a GPU would multiply by the reciprocal, which rounds twice:
     for 3, 5, 6 or 7 ranks the bits would differ from those of a CPU.
 
     >>> mean(torch.tensor([3.0, 1.0]), 2)
     tensor([1.5000, 0.5000])
+    >>> mean(torch.tensor([3, -3]), 2)
+    tensor([ 1, -1])
     """
+    if total.dtype == torch.bool:
+        return total
     if total.is_complex():  # the real and imaginary parts are divided separately
         return torch.view_as_complex(mean(torch.view_as_real(total), count))
     divisor = torch.full((), count, device=total.device)
-    return total.div_(divisor) if total.is_floating_point() else total / divisor
+    return total.div_(divisor, rounding_mode=None if total.is_floating_point() else "trunc")

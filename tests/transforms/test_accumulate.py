@@ -368,6 +368,16 @@ def test_a_value_of_one_micro_batch_in_the_update_is_an_error():
     ):
         zt.accumulate(2)(count).lower(new_state(), *batch())
 
+    def averaged_count(state, x, y):
+        new, loss = train(state, x, y)
+        return new, (loss, zt.pmean((x > 0).sum()))
+
+    with pytest.raises(
+        ValueError,
+        match=r"the step returns pmean.*is no float: it has no mean(.|\n)*zt.pmean\(x.float\(\)\)",
+    ):
+        zt.accumulate(2)(averaged_count).lower(new_state(), *batch())
+
 
 def test_a_scalar_of_the_forward_enters_the_update_as_its_mean():
     def step(state, x, y):

@@ -115,6 +115,13 @@ def test_a_mean_over_numbers_of_samples_that_are_no_tensors(stage):
     assert str(lowered).count("all_reduce") == 3, "a rank may have a batch of another size"
 
 
+def test_a_sum_of_equal_bools_is_a_bool():
+    """A multiple of it would be an integer, which the program calls a bool."""
+    step = lambda state, x, y: (state, zt.psum((state["w"] > 0).any()))
+    state = {"w": torch.ones(6, 4)}
+    assert run(step, state, batches((2, 2, 2)))[1] == [torch.tensor(True)] * 3
+
+
 def test_a_global_mean_over_both_axes_of_a_mesh():
     mesh = zt.AbstractMesh(host=2, dp=2)
     parts = batches((4, 4, 4, 4))

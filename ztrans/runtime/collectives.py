@@ -305,7 +305,8 @@ class Start(torch.nn.Module):
                 return ops.reduce(pieces, self.op, dtype, self._sum_buffer(pieces))
         else:
             total = send.clone() if len(flat) == 1 else send  # the all_reduce overwrites it
-            op = REDUCE_OPS[self.op]
+            # The sum of bools is their maximum: gloo would add their bytes, to bools that hold 2.
+            op = REDUCE_OPS["max" if self.wire == torch.bool else self.op]
             with self.channel.errors():
                 works = [dist.all_reduce(total, op, group=self.group, async_op=True)]
 

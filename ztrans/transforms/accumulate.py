@@ -252,12 +252,12 @@ class _Marking:
         readers = self.roles.entering.get(v, [])
         reader = readers[0] if readers else None
         is_float = v.dtype.is_floating_point or v.dtype.is_complex
-        if v in self.roles.averages:
+        if v in self.roles.averages and is_float:
             total = self.sum_of_gradient(v, self.roles.averages[v], reader)
         elif not v.shape and is_float:
             total = self.fresh(v, "sum")
             self.edits.before(reader, self.eqn(ACCUMULATE, (v,), total, reader))
-        elif not v.shape or readers:
+        elif v in self.roles.averages or not v.shape or readers:
             raise self.not_averaged(v, reader)
         else:
             joined = self.fresh(v, "joined", shape=(v.shape[0] * self.graph.micro, *v.shape[1:]))
@@ -323,7 +323,10 @@ class _Marking:
 
     def not_averaged(self, v: Var, reader: Eqn | None) -> ValueError:
         reads = "the update reads" if reader else "the step returns"
-        if v.shape:
+        if v in self.roles.averages:
+            kind = "no float"
+            advice = "Average it as a float, zt.pmean(x.float())."
+        elif v.shape:
             kind = "no gradient"
             advice = "Compute what the update needs of it before the last backward."
         else:

@@ -251,12 +251,13 @@ class Walk:
         """Add a pmean or psum of the user.
 
         Over an axis on which the value does not vary, the mean is the value itself, and the sum is a multiple of it.
+        A sum of bools is whether any of them is true.
         """
         x, out, axes = eqn.args[0], eqn.out, self.axes_of(eqn)
         how = REDUCTIONS[eqn.op]
         varies = self.may_vary_over(x) & set(axes)
         equal_ranks = math.prod(self.graph.axes[axis] for axis in axes if axis not in varies)
-        if how == "sum" and equal_ranks > 1:
+        if how == "sum" and equal_ranks > 1 and x.dtype != torch.bool:
             multiple = out
             if varies:
                 multiple = dataclasses.replace(x, name=self.values.names.fresh(x.name))
