@@ -207,6 +207,12 @@ class Start(torch.nn.Module):
         self.channel.futures.add(future)
         return tuple(Member(future, k) for k in range(len(members)))
 
+    def join(self) -> None:
+        """Let compute wait for all work of this collective, so that the memory of its messages may be reused.
+
+        Between CPUs there is nothing to do: the operations in progress hold their buffers.
+        """
+
     def _gather(self, ks: list[int], shards: Sequence[torch.Tensor]) -> Started:
         sizes = [self.parts[k] for k in ks]
         received = shards[0].new_empty(self.size, sum(sizes), dtype=self.wire)

@@ -22,6 +22,7 @@ from ..ir.micro_batches import Carry, Parts, parts
 from ..ir.source import Source, where
 from ..ir.update_groups import Group
 from .codegen import coordinates, to_fx
+from .collectives import Start
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +48,9 @@ class Executable:
         with torch.no_grad(), without_autocast(), without_function_modes():
             try:
                 outputs = self.program.forward(*inputs)
-            except Exception as error:
+            except BaseException as error:
+                # The traceback still holds the values of the program. They may go when it does.
+                self._join()
                 if (line := _line_of(error, self.program)) is not None:
                     error.add_note(f"  at {where(line)}")
                 raise
@@ -57,6 +60,12 @@ class Executable:
                 outputs[i] = outputs[i].clone()
             _write_back(inputs[: self.num_state], outputs)
         return outputs
+
+    def _join(self) -> None:
+        """Let compute wait for all messages in progress."""
+        for module in self.program.modules():
+            if isinstance(module, Start):
+                module.join()
 
 
 def executable(
@@ -95,7 +104,7 @@ def aliased_outputs(graph: Graph) -> tuple[int, ...]:
     return tuple(i for i, v in outputs if isinstance(v, Var) and owner[v] in lasting)
 
 
-def _line_of(error: Exception, program: fx.GraphModule) -> Source | None:
+def _line_of(error: BaseException, program: fx.GraphModule) -> Source | None:
     """The user's line of the operation that has failed in generated code, if it is known."""
     code = type(program).forward.__code__
     traceback = error.__traceback__

@@ -191,6 +191,25 @@ def test_a_failed_capture_says_why_and_leaves_the_state_unchanged():
 
 
 @pytest.mark.slow
+def test_a_first_run_that_fails_is_repeated_and_the_caller_is_behind_what_it_launched():
+    compiled, cuda, calls = captured(step, state_of(), (batch_of(0),))
+    capture = compiled.bound.runnable.run
+    run = capture.run
+
+    def failing(inputs):
+        cuda.now.tick()
+        raise KeyError("half way")
+
+    capture.run = failing
+    with pytest.raises(KeyError):
+        compiled(state_of(), batch_of(0))
+    (side,) = cuda.entered
+    assert cuda.compute.clock[side] == side.clock[side] == 1
+    capture.run = run
+    trained(compiled, state_of(), [(batch_of(k),) for k in range(2)])
+    assert len(calls) == 2 and len(cuda.graphs) == 1, "a run, then a capture"
+
+
 def test_the_graph_is_closed_when_the_process_ends(monkeypatch):
     ends = []
     monkeypatch.setattr("atexit.register", lambda f, *args: ends.append((f, args)))

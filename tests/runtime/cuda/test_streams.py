@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -37,6 +38,7 @@ from ztrans.ops.symmetric import in_one_process
 from ztrans.planning.cluster import Link
 from ztrans.profiling.profile import Record, recorded
 from ztrans.runtime.codegen import to_fx
+from ztrans.runtime.cuda.nccl import StreamedStart
 from ztrans.runtime.cuda.streams import Done, Streams, back_to_back_seconds
 from ztrans.runtime.cuda.symmetric import MOST, SymmetricMemory, Times, transport
 from ztrans.runtime.executable import bind
@@ -349,6 +351,52 @@ def test_the_checker_reports_a_buffer_that_is_freed_too_early(mesh, monkeypatch)
 
     monkeypatch.setattr(Done, "__init__", without_buffers)
     assert play(*lowered(mesh, "autocast", 3), mesh).races
+
+
+class OutOfMemory(Exception):
+    """The error of a step."""
+
+
+def raise_at(call, function):
+    """A function that calls `function`, and raises after one of its calls."""
+    count = 0
+
+    def raising(*args, **kwargs):
+        nonlocal count
+        count += 1
+        result = function(*args, **kwargs)
+        if count == call:
+            raise OutOfMemory
+        return result
+
+    return raising
+
+
+def races_after_a_failure(low, local, mesh) -> list[str]:
+    """Run a step that fails, then allocate and write tensors, as a caller who goes on with a smaller batch."""
+    with Races() as cuda:
+        run = bind(low.graph, to_fx(low.graph, mesh, True, streams=Streams(cuda)))
+        with pytest.raises(OutOfMemory):
+            run(local)
+        assert cuda.races == [], "the step itself has no race"
+        gc.collect()
+        kept = []
+        for size in (64, 256, 1024, 4096, 8192, 16384):
+            for _ in range(6):
+                kept.append(torch.empty(size).fill_(1.0))
+    return cuda.races
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_step_that_fails_frees_no_memory_of_messages_in_flight(mesh, monkeypatch, call):
+    monkeypatch.setattr(StreamedStart, "forward", raise_at(call, StreamedStart.forward))
+    assert races_after_a_failure(*lowered(mesh, "mlp_momentum", 3), mesh) == []
+
+
+@pytest.mark.parametrize("call", [2, 3])
+def test_a_step_that_fails_while_it_packs_frees_no_memory_in_use(mesh, monkeypatch, call):
+    monkeypatch.setattr(ops, "cast_pack", raise_at(call, ops.cast_pack))
+    assert races_after_a_failure(*lowered(mesh, "mlp_momentum", 3), mesh) == []
 
 
 def test_the_checker_raises_if_the_host_waits():

@@ -216,12 +216,17 @@ class Capture:
         self.stream = self.cuda.Stream()
 
     def _run_on_side_stream(self, inputs: list[torch.Tensor]) -> list[Any]:
+        stream = self.stream
         current = self.cuda.current_stream()
-        self.stream.wait_stream(current)
-        with self.cuda.stream(self.stream):
-            outputs = self.run(inputs)
-        current.wait_stream(self.stream)
-        return outputs
+        stream.wait_stream(current)
+        try:
+            with self.cuda.stream(stream):
+                return self.run(inputs)
+        except BaseException:
+            self.close()  # the next call is the first one again
+            raise
+        finally:
+            current.wait_stream(stream)
 
     def _capture(self, inputs: list[torch.Tensor]) -> None:
         captured = self.cuda.CUDAGraph()

@@ -111,6 +111,9 @@ class StreamedStart(Start):
         future = Future(done, lambda: values)
         return tuple(Member(future, k) for k in range(len(members)))
 
+    def join(self) -> None:
+        self.streams.join(self.lane)
+
     def _call(self, received: list[torch.Tensor], send_buffer: list[torch.Tensor]) -> None:
         """Launch the collective on the current stream, for all messages at once."""
         if self.wire.is_complex:  # NCCL has no complex dtypes; it adds real and imaginary parts

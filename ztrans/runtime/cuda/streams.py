@@ -17,6 +17,7 @@ No block of memory is reused while a stream may still touch it, and nothing call
   in order.
 - Members are held until compute has waited for their packing. It does so at the next start or wait, by which time the
   packing has usually ended.
+- A step that fails lets go of all of these at once. Before it does, compute waits for packing and all lanes.
 
 So the host never waits. The choices of the allocator depend on the program only, and every step has the same addresses.
 """
@@ -79,6 +80,19 @@ class Streams:
             event, _ = self.packed
             self.packed = None
             self.cuda.current_stream().wait_event(event)
+
+    def join(self, lane: Any) -> None:
+        """Let compute wait for all packing, and for all work of a lane. The host does not wait.
+
+        A capture that fails has launched nothing, and could not wait for work outside of it.
+        """
+        self.packed = None
+        if self.cuda.is_current_stream_capturing():
+            return
+        compute = self.cuda.current_stream()
+        with contextlib.suppress(RuntimeError):  # a device that has failed runs nothing any more
+            compute.wait_stream(self.packing)
+            compute.wait_stream(lane)
 
 
 @dataclass(eq=False)
