@@ -1,7 +1,7 @@
 """Kernels, collectives and a training step on one GPU: checked for correctness, then timed beside their peers.
 
     python benchmarks/gpu.py                  # under 8 minutes; results/gpu.json and results/gpu.md
-    python benchmarks/gpu.py --only kernels   # of: numerics kernels ranks processes collectives step host
+    python benchmarks/gpu.py --only kernels   # of: numerics kernels ranks processes collectives jitter nccl step host
 
 If ztrans is not installed, run it from the root of the sources: PYTHONPATH=. python benchmarks/gpu.py
 
@@ -37,11 +37,13 @@ def sections() -> dict[str, Callable[[torch.device, Callable[[], float]], Iterat
     whenever that has grown. Its docstring is printed above its table in the report.
     """
     import gpu_host
+    import gpu_jitter
     import gpu_kernels
     import gpu_nccl
     import gpu_numerics
     import gpu_ranks
     import gpu_rounds
+    import gpu_two_ranks
 
     return {
         "numerics": gpu_rounds.apart(gpu_numerics.checks),
@@ -49,6 +51,8 @@ def sections() -> dict[str, Callable[[torch.device, Callable[[], float]], Iterat
         "ranks": gpu_rounds.apart(gpu_ranks.one_launch),
         "processes": gpu_ranks.processes,
         "collectives": gpu_nccl.collectives,
+        "jitter": gpu_jitter.jitter,
+        "nccl": gpu_two_ranks.two_ranks,
         "step": gpu_rounds.steps,
         "host": gpu_rounds.apart(gpu_host.table),
     }

@@ -131,6 +131,7 @@ class Ours:
         collectives: bool = False,
         remat: bool = False,
         sharded: bool = False,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         model = task.model()
         self.batch, optimizer = task.batch(), task.optimizer(model)
@@ -147,7 +148,10 @@ class Ours:
         if sharded:
             step = _stage3(zt.make_mesh(task.device.type, dp=1))(step)
             self.state = step.shard(self.state)
-        self.lowered = (_sent if collectives else _plain)(step, task, self.state, self.batch)
+        if collectives:
+            self.lowered = _sent(step, task, self.state, self.batch, reduce_dtype)
+        else:
+            self.lowered = _plain(step, self.state, self.batch)
         options = {"cuda_graph": True} if cuda_graph else {}
         self.compiled = self.lowered.compile(backend=backend, **options)
 
@@ -156,20 +160,23 @@ class Ours:
         return loss
 
 
-def _plain(step: Callable, task: Task, state: dict, batch: tuple) -> zt.stages.Lowered:
+def _plain(step: Callable, state: dict, batch: tuple) -> zt.stages.Lowered:
     return zt.Step.of(step).lower(state, *batch)
 
 
-def _stage3(mesh: DeviceMesh | zt.AbstractMesh) -> zt.Transform:
-    return zt.chain(
-        zt.shard_params(mesh, axis="dp"), zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather()
-    )
+def _stage3(
+    mesh: DeviceMesh | zt.AbstractMesh, reduce_dtype: torch.dtype | None = None
+) -> zt.Transform:
+    shard = zt.shard_params(mesh, axis="dp", reduce_dtype=reduce_dtype)
+    return zt.chain(shard, zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather())
 
 
-def _sent(step: Callable, task: Task, state: dict, batch: tuple) -> zt.stages.Lowered:
+def _sent(
+    step: Callable, task: Task, state: dict, batch: tuple, reduce_dtype: torch.dtype | None
+) -> zt.stages.Lowered:
     # A program that is lowered for one rank has no collectives. Shapes in a program are global, so a program that is
     # planned for several ranks can run on a mesh of one rank, and keeps its collectives.
-    several = _stage3(zt.AbstractMesh(dp=RANKS))(step).lower(state, *batch)
+    several = _stage3(zt.AbstractMesh(dp=RANKS), reduce_dtype)(step).lower(state, *batch)
     mesh = zt.make_mesh(task.device.type, dp=1)
     return dataclasses.replace(
         several, graph=several.graph.replace(mesh=mesh_axes(mesh)), mesh=mesh

@@ -1,0 +1,488 @@
+"""Several NCCL ranks on one GPU: sharded steps are compared with lockstep, with FSDP2, and after failures.
+
+    PYTHONPATH=.:benchmarks python benchmarks/gpu_two_ranks.py                   # every scenario
+    PYTHONPATH=.:benchmarks python benchmarks/gpu_two_ranks.py --device cpu      # the same over gloo
+
+NCCL refuses two ranks on one GPU if they are on the same host, which it recognises by NCCL_HOSTID. Here each rank has
+another NCCL_HOSTID, so the ranks are hosts that share a card and talk over sockets. The kernels of NCCL, several
+communicators, graph capture, and the end of groups are the real ones. Processes take turns on the card, so the times
+mean nothing.
+
+A scenario has a process for each rank. Rank 0 prints its results, one line of JSON for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+SECONDS = 80.0  # the most that one scenario may take
+STEPS = 3
+REPLAYS = 60
+TIMEOUT = 20  # seconds: the time-out of the process group where a rank is killed
+ENVIRONMENT = {
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "2",
+    "NCCL_DEBUG": "WARN",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
+
+
+# ---- the parent: it starts the ranks of a scenario, and collects what rank 0 prints
+
+
+def two_ranks(
+    device: Any, left: Callable[[], float] = lambda: 300.0, only: tuple[str, ...] = ()
+) -> Iterator[list[dict]]:
+    """Real NCCL with 2 and 4 ranks on one card, over sockets. Stages 0 to 3 are compared with lockstep on the same
+    card, bit for bit in fp32 and in bf16 (on 4 ranks NCCL adds in another order than lockstep, so the figure is the
+    relative distance). FSDP2 runs beside them. Then batches of another size on one rank, accumulation, CUDA graphs,
+    an exception on one rank, and a rank that is killed.
+    """
+    lines: list[dict] = []
+    for name, ranks in SCENARIOS.items():
+        if only and name not in only:
+            continue
+        if left() < 15:
+            lines.append({"scenario": name, "failed": "not run: the time was over"})
+        else:
+            lines += outcome(name, ranks, str(device).split(":")[0], min(SECONDS, left()))
+        yield lines
+
+
+def outcome(name: str, ranks: int, device: str, seconds: float) -> list[dict]:
+    """The results of one scenario."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(ranks):
+        variables = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "NCCL_HOSTID": f"host{rank}",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, __file__, "--scenario", name, "--device", device]
+        environment = {**os.environ, **ENVIRONMENT, **variables}
+        processes.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        )
+    end = time.monotonic() + seconds
+    lines = []
+    endings = []
+    for rank, process in enumerate(processes):
+        try:
+            output, _ = process.communicate(timeout=max(end - time.monotonic(), 0.1))
+            ending = f"rank {rank} ended with code {process.returncode}"
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()
+            ending = f"rank {rank} was still running after {seconds:.0f} s"
+        if rank == 0:
+            lines = [
+                {"scenario": name, "ranks": ranks} | json.loads(line)
+                for line in output.splitlines()
+                if line.startswith("{")
+            ]
+        expected = -signal.SIGKILL if name == "a rank is killed" and rank == ranks - 1 else 0
+        if process.returncode != expected:
+            endings.append(ending)
+    if endings:
+        lines.append({"scenario": name, "ranks": ranks, "failed": "; ".join(endings)})
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)
+    return lines
+
+
+# ---- the ranks
+
+
+def report(what: str, result: str, **figures: Any) -> None:
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        print(json.dumps({"what": what, "result": result} | figures), flush=True)
+
+
+class World:
+    """A mesh of all ranks, a small GPT, its batches, and a loop that trains it."""
+
+    def __init__(self, device: str, **sizes: int) -> None:
+        import torch
+        import torch.distributed as dist
+        from peers.model import GPT, Config
+
+        import ztrans as zt
+
+        torch.manual_seed(0)
+        self.device = device
+        self.mesh = zt.make_mesh(device, **(sizes or {"dp": -1}))
+        self.rank = dist.get_rank()
+        self.ranks = dist.get_world_size()
+        self.config = Config(layers=2, width=64, heads=4, vocab=256, sequence=32, batch=4)
+        self.new_model = lambda: GPT(self.config)
+
+    def model(self) -> Any:
+        import torch
+
+        torch.manual_seed(0)
+        return self.new_model().to(self.device)
+
+    def batches(self, step: int, samples: int | None = None) -> list[tuple]:
+        """The batch of each rank in one step."""
+        import torch
+
+        source = torch.Generator().manual_seed(100 + step)
+        shape = samples or self.config.batch, self.config.sequence + 1
+        batches = []
+        for _ in range(self.ranks):
+            tokens = torch.randint(self.config.vocab, shape, generator=source).to(self.device)
+            batches.append((tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
+        return batches
+
+    def loop(self, model: Any, optimizer: Any, autocast: bool = False) -> Callable:
+        import torch
+        from peers.model import loss_of
+
+        def loop_step(x: Any, y: Any) -> Any:
+            optimizer.zero_grad()
+            with torch.autocast(self.device, torch.bfloat16, enabled=autocast):
+                logits = model(x)
+            loss = loss_of(logits, y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return loop_step
+
+    def lifted(self, autocast: bool = False) -> tuple[Callable, Any]:
+        import torch
+
+        import ztrans as zt
+
+        model = self.model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6, fused=True)
+        return zt.lift(self.loop(model, optimizer, autocast), model, optimizer)
+
+    def step(self, *transforms: Any, autocast: bool = False, **options: Any) -> tuple[Any, Any]:
+        """The sharded step, and the whole state."""
+        import ztrans as zt
+
+        step, state = self.lifted(autocast)
+        passes = (zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather())
+        return zt.chain(*transforms, zt.shard_params(self.mesh, **options), *passes)(step), state
+
+
+def compared(world: World, what: str, passes: tuple = (), steps: int = STEPS, **how: Any) -> None:
+    """Run steps on all ranks, and the same steps in lockstep on rank 0's GPU. Report how far the states differ."""
+    options = {key: how.pop(key) for key in ("backend", "cuda_graph") if key in how}
+    pause = how.pop("pause", False)
+    step, state = world.step(*passes, **how)
+    whole = clone(state)
+    local = step.shard(state)
+    lowered = step.lower(local, *world.batches(0)[world.rank])
+    compiled = lowered.compile(**options)
+    losses = []
+    for k in range(steps):
+        if pause:
+            time.sleep(random.Random(k * 16 + world.rank).random() * 0.01)
+        local, loss = compiled(local, *world.batches(k)[world.rank])
+        losses.append(loss.detach().clone())
+        whole, _ = lowered.lockstep(whole, world.batches(k))
+    got = step.unshard(local)
+    apart = distance(got, whole)
+    result = "bits of lockstep" if apart == 0 else f"differs by {apart:.1e}"
+    report(what, result, steps=steps, loss=losses[-1].item())
+    compiled.close()
+
+
+def clone(state: Any) -> Any:
+    import torch
+    from torch.utils import _pytree as pytree
+
+    return pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone(), state)
+
+
+def distance(first: Any, second: Any) -> float:
+    """The largest relative distance of a leaf; infinite if one side alone has a number that is not finite."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    worst = 0.0
+    for a, b in zip(pytree.tree_leaves(first), pytree.tree_leaves(second), strict=True):
+        a, b = torch.as_tensor(a).double().cpu(), torch.as_tensor(b).double().cpu()
+        if torch.equal(a, b):
+            continue
+        apart = ((a - b).norm() / b.norm().clamp_min(1e-12)).item()
+        worst = max(worst, apart) if apart == apart else float("inf")
+    return worst
+
+
+def stages(device: str) -> None:
+    world = World(device)
+    for stage in range(4):
+        compared(world, f"stage {stage}, fp32", stage=stage)
+    transports(world)
+
+
+def half_precision(device: str) -> None:
+    import torch
+
+    world = World(device)
+    for stage in (1, 3):
+        compared(
+            world,
+            f"stage {stage}, autocast, reductions in bf16",
+            stage=stage,
+            autocast=True,
+            reduce_dtype=torch.bfloat16,
+        )
+    compared(world, "stage 3, autocast", stage=3, autocast=True)
+
+
+def compiled_by_inductor(device: str) -> None:
+    compared(World(device), "stage 3, inductor", stage=3, backend="inductor")
+
+
+def captured(device: str) -> None:
+    """The step is replayed while the hosts of the ranks sleep at random."""
+    world = World(device)
+    for stage in (1, 3):
+        compared(
+            world,
+            f"stage {stage}, CUDA graph, {REPLAYS} steps with random pauses",
+            stage=stage,
+            steps=REPLAYS,
+            pause=True,
+            cuda_graph=True,
+        )
+
+
+def transports(world: World) -> None:
+    """What carries the collectives of stage 3, as the program prints it."""
+    from ztrans.runtime.codegen import to_fx
+
+    step, state = world.step(stage=3)
+    local = step.shard(state)
+    lowered = step.lower(local, *world.batches(0)[world.rank])
+    text = str(to_fx(lowered.graph, world.mesh))
+    ways = sorted({part.split("]")[0][:90] for part in text.split("by=")[1:]})
+    report("transports of stage 3", "; ".join(ways)[:600])
+
+
+def four(device: str) -> None:
+    world = World(device)
+    for stage in (1, 3):
+        compared(world, f"stage {stage}, fp32", stage=stage)
+
+
+def hybrid(device: str) -> None:
+    world = World(device, replica=2, dp=2)
+    compared(world, "stage 3 inside 2 x 2", stage=3, axis="dp", replicate_axis="replica")
+
+
+def other_sizes(device: str) -> None:
+    """Rank 0 has a smaller batch in the second step. Losses are local, so each rank has its own."""
+    world = World(device)
+    step, state = world.step(stage=3, outputs="local")
+    local = step.shard(state)
+    losses = []
+    for k in range(4):
+        samples = 2 if k == 1 and world.rank == 0 else None
+        local, loss = step(local, *world.batches(k, samples)[world.rank])
+        losses.append(loss.item())
+    report(
+        "4 steps, the second with 2 samples on rank 0 and 4 on rank 1", "went on", loss=losses[-1]
+    )
+
+
+def micro_batches(device: str) -> None:
+    import ztrans as zt
+
+    world = World(device)
+    compared(world, "stage 2, accumulate(2)", (zt.accumulate(2),), stage=2)
+
+
+def beside_fsdp2(device: str) -> None:
+    """FSDP2 with the same model, batches and optimizer: the losses of all steps are compared."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    world = World(device)
+    step, state = world.step(stage=3)
+    local = step.shard(state)
+    compiled = step.lower(local, *world.batches(0)[world.rank]).compile()
+    model = world.model()
+    for block in model.blocks:
+        fully_shard(block, mesh=world.mesh)
+    fully_shard(model, mesh=world.mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6, fused=True)
+    loop_step = world.loop(model, optimizer)
+    worst = 0.0
+    for k in range(6):
+        batch = world.batches(k)[world.rank]
+        local, loss = compiled(local, *batch)
+        theirs = loop_step(*batch).detach()
+        dist.all_reduce(theirs)
+        theirs /= world.ranks
+        worst = max(worst, abs(loss.item() / theirs.item() - 1))
+    report("losses of 6 steps beside FSDP2", f"largest relative difference {worst:.1e}")
+    compiled.close()
+
+
+def an_exception(device: str) -> None:
+    """Rank 1 raises in the middle of a step. All ranks then make a new state and go on."""
+    import torch.distributed as dist
+
+    from ztrans.runtime import collectives
+
+    world = World(device)
+    step, state = world.step(stage=3)
+    whole = clone(state)
+    local = step.shard(clone(whole))
+    lowered = step.lower(local, *world.batches(0)[world.rank])
+    compiled = lowered.compile()
+    local, _ = compiled(local, *world.batches(0)[world.rank])
+    begin = time.monotonic()
+    forward = collectives.Start.__call__
+    error = "none"
+    calls = []
+
+    def fails(self: Any, *members: Any) -> Any:
+        calls.append(1)
+        if world.rank == 1 and len(calls) == 3:
+            raise ValueError("planted")
+        return forward(self, *members)
+
+    collectives.Start.__call__ = fails
+    try:
+        local, loss = compiled(local, *world.batches(1)[world.rank])
+        loss.item()
+    except Exception as caught:
+        error = f"{type(caught).__name__}: {str(caught).splitlines()[0][:120]}"
+    finally:
+        collectives.Start.__call__ = forward
+    took = time.monotonic() - begin
+    errors: list = [None] * world.ranks
+    report("the step of rank 0 while rank 1 raises", error, seconds=round(took, 1))
+    local = step.shard(clone(whole))
+    for k in range(STEPS):
+        local, _ = compiled(local, *world.batches(k)[world.rank])
+        whole, _ = lowered.lockstep(whole, world.batches(k))
+    dist.all_gather_object(errors, error)
+    apart = distance(step.unshard(local), whole)
+    result = "bits of lockstep" if apart == 0 else f"differs by {apart:.1e}"
+    report(f"{STEPS} steps after it, with a new state", result, errors=errors)
+    compiled.close()
+
+
+def a_kill(device: str) -> None:
+    """The last rank is killed before its second step. How long do the others take to raise?"""
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=TIMEOUT)
+    )
+    world = World(device)
+    step, state = world.step(stage=3)
+    local = step.shard(state)
+    compiled = step.lower(local, *world.batches(0)[world.rank]).compile()
+    local, loss = compiled(local, *world.batches(0)[world.rank])
+    loss.item()
+    if world.rank == world.ranks - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    error = "none"
+    try:
+        for k in range(1, 4):
+            local, loss = compiled(local, *world.batches(k)[world.rank])
+            loss.item()
+    except Exception as caught:
+        error = f"{type(caught).__name__}: {str(caught).splitlines()[0][:160]}"
+    took = time.monotonic() - begin
+    report("rank 0 after the other rank was killed", error, seconds=round(took, 1))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+RUNS: dict[str, Callable[[str], None]] = {
+    "stages": stages,
+    "half precision": half_precision,
+    "CUDA graphs": captured,
+    "FSDP2": beside_fsdp2,
+    "batches of other sizes": other_sizes,
+    "accumulation": micro_batches,
+    "inductor": compiled_by_inductor,
+    "four ranks": four,
+    "hybrid": hybrid,
+    "an exception": an_exception,
+    "a rank is killed": a_kill,
+}
+SCENARIOS = {name: 4 if name in ("four ranks", "hybrid") else 2 for name in RUNS}
+
+
+def run_rank(name: str, device: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    try:
+        RUNS[name](device)
+    except BaseException as error:
+        traceback.print_exc()
+        if os.environ["RANK"] == "0":
+            first = str(error).strip().splitlines()
+            text = f"{type(error).__name__}: {first[0] if first else ''}"
+            print(json.dumps({"failed": text[:300]}), flush=True)
+        os._exit(1)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--scenario", choices=list(RUNS), help=argparse.SUPPRESS)
+    parser.add_argument("--only", nargs="+", choices=list(RUNS), default=[])
+    parser.add_argument("--seconds", type=float, default=300.0)
+    args = parser.parse_args()
+    if args.scenario:
+        run_rank(args.scenario, args.device)
+        return
+    end = time.monotonic() + args.seconds
+    *_, lines = two_ranks(args.device, lambda: end - time.monotonic(), tuple(args.only))
+    Path(os.environ.get("OUT", ".")).joinpath("gpu_two_ranks.json").write_text(
+        json.dumps(lines, indent=1)
+    )
+    sys.exit(any("failed" in line for line in lines))
+
+
+if __name__ == "__main__":
+    main()
