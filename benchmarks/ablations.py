@@ -23,9 +23,9 @@ from pathlib import Path
 
 import torch
 
+from ztrans.planning.solver.evaluate import evaluate
 from ztrans.planning.solver.problem import Problem
 from ztrans.planning.solver.search import CHANGES, solve
-from ztrans.planning.solver.validate import evaluate
 
 from .inductor import RESULTS, processor
 from .planned import subjects

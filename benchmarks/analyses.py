@@ -33,7 +33,7 @@ import torch
 import ztrans as zt
 from benchmarks.analysis_models import MODELS
 from ztrans.ir.printer import format_bytes, format_seconds
-from ztrans.planning.realise import SLACK
+from ztrans.planning.make_plan import SLACK
 
 RESULTS = Path(__file__).parent / "results"
 NVLINK, NIC, SLOW = ("h100", "nvlink4"), ("h100", "infiniband"), ("cpu", "ethernet-1g")

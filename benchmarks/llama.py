@@ -40,7 +40,7 @@ from ztrans.ir.user_collectives import is_users
 from ztrans.planning.cluster import Cluster, cluster
 from ztrans.planning.cost import memory
 from ztrans.planning.formulate import formulate
-from ztrans.planning.realise import SLACK
+from ztrans.planning.make_plan import SLACK
 from ztrans.planning.simulate import simulate
 from ztrans.planning.skeleton import skeleton
 from ztrans.planning.solver.bound import bound

@@ -20,9 +20,10 @@ from pathlib import Path
 
 from tests.support.synthetic import Case, by_size, fsdp2, seven
 from ztrans.planning.solver.bound import Bound, bound
+from ztrans.planning.solver.evaluate import Outcome, evaluate
 from ztrans.planning.solver.problem import Problem
 from ztrans.planning.solver.search import solve
-from ztrans.planning.solver.validate import Outcome, evaluate, validate
+from ztrans.planning.solver.validate import validate
 
 RESULTS = Path(__file__).parent / "results"
 LANES = {

@@ -20,10 +20,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import ztrans as zt
 from tests.support.synthetic import fsdp2, seven
 from ztrans.planning.cost import memory
-from ztrans.planning.realise import SLACK, problem_within
+from ztrans.planning.make_plan import SLACK, problem_within
 from ztrans.planning.skeleton import skeleton
+from ztrans.planning.solver.evaluate import evaluate
 from ztrans.planning.solver.problem import Problem
-from ztrans.planning.solver.validate import evaluate
 
 from .analysis_models import MODELS
 from .inductor import lifted

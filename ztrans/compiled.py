@@ -23,7 +23,7 @@ from .ir.graph import Eqn, Graph
 from .ir.printer import Printed, format_seconds
 from .ir.update_groups import Group, group_updates
 from .planning.cost import memory
-from .planning.fingerprint import update_fingerprint
+from .planning.update_hash import update_hash
 from .profiling.profile import Profile, profile
 from .report.progress import stage
 from .report.tracebacks import ends_at_user
@@ -334,7 +334,7 @@ class Compiled(Printed):
             run = Capture(run, lowered.graph, check=functools.partial(check, run.modules))
         contract = None
         if self._mesh is not None:
-            contract = Contract(lowered.graph, update_fingerprint(lowered.hinted))
+            contract = Contract(lowered.graph, update_hash(lowered.hinted))
         return Runnable(lowered, run, writes, contract)
 
     def _executable(
@@ -382,7 +382,7 @@ def _agreed(lowered: Lowered) -> Lowered:
         return lowered
     plan = lowered.plan
     hinted = lowered.hinted
-    contract = Contract(hinted, update_fingerprint(hinted))
+    contract = Contract(hinted, update_hash(hinted))
     proposal = Proposal(plan.program, plan)
     with stage(name, "wait for the plans of the other ranks"):
         everyone = agree_on_program(name, mesh, contract, proposal)

@@ -34,11 +34,12 @@ from .ir.marks import erase_marks
 from .ir.micro_batches import parts
 from .ir.printer import Printed, format_seconds
 from .ir.user_collectives import by_axis
-from .planning.cluster import Cluster, assumed
+from .planning.cluster import Cluster, default_cluster
 from .planning.cost import Cost, Memory, cost, memory
 from .planning.formulate import formulate
+from .planning.make_plan import make_plan, with_memory_notes
 from .planning.plan import Plan
-from .planning.realise import apply_plan, follow_plan, make_plan, with_memory_notes
+from .planning.realise import apply_plan, follow_plan
 from .planning.simulate import simulate
 from .planning.skeleton import skeleton
 from .planning.solver.bound import bound
@@ -119,7 +120,7 @@ class Traced(Printed):
             history.append((transform.name, graph))
         hinted = dce(erase_trivial(erase_marks(graph)))
         hinted = writes_last(hinted) if hinted.hints.update == "last" else hinted
-        cluster = cluster or assumed(getattr(mesh, "device_type", "cuda"), hinted.axes)
+        cluster = cluster or default_cluster(getattr(mesh, "device_type", "cuda"), hinted.axes)
         of_state = [
             axes_of(self.transforms, v.name, leaf)
             for v, leaf in zip(graph.inputs, meta_leaves(graph))

@@ -35,7 +35,7 @@ from ztrans.ir.pairing import pair
 from ztrans.ir.verifier import ProgramError, check
 from ztrans.planning.cluster import cluster
 from ztrans.planning.cost import cost, memory
-from ztrans.planning.realise import make_plan
+from ztrans.planning.make_plan import make_plan
 from ztrans.planning.simulate import COPIES, simulate
 from ztrans.runtime.codegen import EMITTERS, to_fx
 

@@ -10,7 +10,17 @@ from tests.support.programs import CASES
 from tests.support.worlds import on_ranks
 from ztrans.ir.collectives import ALL_GATHER, REDUCE_SCATTER, reduce
 from ztrans.ir.graph import Partial, Provenance, Split, Var
-from ztrans.planning.cluster import A100, CPU, DEVICES, H100, H200, LINKS, Device, Link, assumed
+from ztrans.planning.cluster import (
+    A100,
+    CPU,
+    DEVICES,
+    H100,
+    H200,
+    LINKS,
+    Device,
+    Link,
+    default_cluster,
+)
 from ztrans.planning.formulate import formulate
 from ztrans.planning.simulate import messages, seconds
 from ztrans.planning.skeleton import skeleton
@@ -116,8 +126,8 @@ def test_measured_seconds_are_replaced_by_newer_ones():
 
 
 def test_without_a_cluster_one_is_assumed():
-    assert assumed("cpu", {"dp": 2}) == zt.cluster("cpu", dp="ethernet-1g")
-    assert assumed("cuda", {"dp": 2, "tp": 4}) == zt.cluster(
+    assert default_cluster("cpu", {"dp": 2}) == zt.cluster("cpu", dp="ethernet-1g")
+    assert default_cluster("cuda", {"dp": 2, "tp": 4}) == zt.cluster(
         "h100", dp="infiniband", tp="infiniband"
     )
 

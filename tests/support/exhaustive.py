@@ -9,6 +9,7 @@ from random import Random
 
 from ztrans.planning.buffers import AT_START, AT_WAIT, Buffer
 from ztrans.planning.simulate import Message
+from ztrans.planning.solver.evaluate import memory
 from ztrans.planning.solver.problem import (
     END,
     Bucket,
@@ -18,9 +19,8 @@ from ztrans.planning.solver.problem import (
     Schedule,
     Update,
     Wire,
-    keeping_levers,
 )
-from ztrans.planning.solver.validate import memory, validate
+from ztrans.planning.solver.validate import validate
 
 INF = float("inf")
 
@@ -63,7 +63,6 @@ def problem(
         gathers_in_flight=chance.choice([INF, INF, 0, 3, 5]),
         reductions_in_flight=chance.choice([INF, INF, 0, 3, 5]),
     )
-    drawn = replace(drawn, levers=keeping_levers(drawn.gathers))
     unpacked = {
         key: wire._replace(unpack=chance.choice([0.0, 0.25])) for key, wire in wires.items() if host
     }
@@ -138,9 +137,9 @@ def rich(chance: Random) -> Problem:
         reductions=tuple(reductions),
         wires=wires,
         memory=p.memory + chance.choice([0, 4]),
-        across=tuple(min(chance.randint(0, 3), *p.live) for _ in range(ops + 1)),
+        live_at_places=tuple(min(chance.randint(0, 3), *p.live) for _ in range(ops + 1)),
         updates=updates,
-        others=tuple(others),
+        fixed_messages=tuple(others),
     )
 
 
@@ -185,9 +184,8 @@ def schedules(problem: Problem) -> Iterator[Schedule]:
         )
         for order in ordered([Bucket(*b) for b in zip(parts, starts, waits)])
     ]
-    for count in range(len(problem.levers) + 1):
-        for levers in map(frozenset, combinations(range(len(problem.levers)), count)):
-            dropped = problem.dropped(levers)
+    for count in range(len(problem.idle_values) + 1):
+        for dropped in map(frozenset, combinations(problem.idle_values, count)):
             for parts in grouped(
                 [i for i in range(len(problem.gathers)) if i not in dropped], problem.gathers
             ):
@@ -196,7 +194,7 @@ def schedules(problem: Problem) -> Iterator[Schedule]:
                 for starts in product(*(range(a, b + 1) for a, b in zip(release, uses))):
                     for gathers in ordered([Bucket(*b) for b in zip(parts, starts, uses)]):
                         for order in reductions:
-                            schedule = Schedule(gathers, order, levers)
+                            schedule = Schedule(gathers, order, dropped)
                             if fits(problem, schedule):
                                 yield schedule
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 
+from ztrans.planning.solver.evaluate import evaluate
 from ztrans.planning.solver.problem import (
     Bucket,
     Gather,
@@ -13,9 +14,7 @@ from ztrans.planning.solver.problem import (
     Reduction,
     Schedule,
     Wire,
-    keeping_levers,
 )
-from ztrans.planning.solver.validate import evaluate
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,6 @@ def llama(
             "gather": Wire(lanes[0], "link", latency, pace),
             "reduce": Wire(lanes[1], "link", latency, pace),
         },
-        levers=keeping_levers(gathers),
     )
     return Case(name, problem, tuple(gather_layers), tuple(reduction_layers), more)
 
@@ -211,14 +209,7 @@ def fsdp2(case: Case) -> Schedule:
     reductions = at_birth(p, runs(range(len(p.reductions)), case.reduction_layers.__getitem__))
     needs = [*(b.start for b in reductions[1:]), p.reductions[-1].need]
     waits = tuple(replace(b, wait=need) for b, need in zip(reductions, needs))
-    return Schedule(one_ahead(p, groups), waits, levers_that_drop(p, dropped))
-
-
-def levers_that_drop(problem: Problem, gathers: frozenset[int]) -> frozenset[int]:
-    """The levers that keep earlier values in place of some gathers."""
-    return frozenset(
-        i for i, lever in enumerate(problem.levers) if gathers.issuperset(lever.dropped)
-    )
+    return Schedule(one_ahead(p, groups), waits, dropped)
 
 
 def by_size(case: Case, most: int = 25 * 10**6) -> Schedule:

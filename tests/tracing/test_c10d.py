@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 import ztrans as zt
 from tests.support.in_place import CALLS, own
 from tests.support.worlds import distance
-from ztrans.planning.fingerprint import update_fingerprint
+from ztrans.planning.update_hash import update_hash
 
 HERE = Path(__file__).name
 # torch 2.13 deprecates some of them in favour of new names.
@@ -73,9 +73,7 @@ def test_a_collective_of_a_constant_does_not_run_in_a_trace(mesh):
         ValueError, match=r"reads a tensor's value while it is traced(?s:.)*test_c10d.py:\d+"
     ):
         shard(step).lower(state, torch.zeros(2), True)
-    programs = [
-        update_fingerprint(shard(step).lower(state, torch.zeros(n), False).hinted) for n in (1, 2)
-    ]
+    programs = [update_hash(shard(step).lower(state, torch.zeros(n), False).hinted) for n in (1, 2)]
     assert programs[0] == programs[1], "the sizes of two batches may differ"
 
 

@@ -129,9 +129,9 @@ def test_the_plan_counts_matmuls_that_hide_a_collective_only_once():
     before, after = lower(SHARD, *ALL), lower(SHARD, *ALL, zt.delay_weight_grads())
     posed = [formulate(skeleton(x.hinted), x.cluster, 1 << 40) for x in (before, after)]
     assert posed[1].clock[-1] < posed[0].clock[-1] and len(posed[1].clock) == len(posed[0].clock)
-    assert [len(p.others) for p in posed] == [
+    assert [len(p.fixed_messages) for p in posed] == [
         len(matmuls_during_collectives(before.graph))
-    ] * 2 or all(p.others for p in posed)
+    ] * 2 or all(p.fixed_messages for p in posed)
     for lowered in (before, after):
         least, _ = lowered.timeline().bound
         assert least <= lowered.timeline().seconds

@@ -12,7 +12,7 @@ from tests.support.programs import CASES, mlp_momentum
 from tests.support.worlds import on_ranks, sharded
 from ztrans.ir.collectives import REDUCE_SCATTER, WAIT
 from ztrans.ir.op_facts import is_matmul, is_view_or_cast
-from ztrans.planning import realise as plans
+from ztrans.planning import make_plan as plans
 from ztrans.planning.cluster import Link
 from ztrans.planning.solver.validate import ScheduleError
 

@@ -44,16 +44,16 @@ def changes(buffers: Iterable[Buffer]) -> np.ndarray:
     return np.concatenate([[first, size], [last + 1, -size]], axis=1)
 
 
-def added_up(several: Sequence[np.ndarray], count: int) -> np.ndarray:
+def sum_changes(several: Sequence[np.ndarray], count: int) -> np.ndarray:
     """By slot, the live bytes after several `changes`."""
     slots, sizes = np.concatenate([*several, changes(())], axis=1)
     change = np.bincount(np.minimum(slots, count), sizes, count + 1)
     return change.cumsum()[:count].astype(np.int64)  # sums of bytes are exact as floats
 
 
-def live(buffers: Iterable[Buffer], count: int) -> np.ndarray:
+def live_by_slot(buffers: Iterable[Buffer], count: int) -> np.ndarray:
     """By slot, of `count` slots, the bytes of all buffers that are live there."""
-    return added_up([changes(buffers)], count)
+    return sum_changes([changes(buffers)], count)
 
 
 def by_operation(slots: np.ndarray) -> np.ndarray:
@@ -116,7 +116,7 @@ def storages(graph: Graph, donated: Donation) -> list[Storage]:
 
 def live_bytes(graph: Graph, every: Iterable[Storage]) -> list[int]:
     """The bytes of storages that are live at each equation of a program."""
-    return live((storage.buffer for storage in every), len(graph.eqns)).tolist()
+    return live_by_slot((storage.buffer for storage in every), len(graph.eqns)).tolist()
 
 
 def _packing(graph: Graph, start: Eqn, index: int, wait: int) -> list[Storage]:
@@ -125,12 +125,12 @@ def _packing(graph: Graph, start: Eqn, index: int, wait: int) -> list[Storage]:
     The send buffer, into which members are packed, cast or padded, lives until the wait. The receive buffer of a
     gather that must unpack its members is counted at the start and at the wait.
     """
-    sent = rules(start).sent_bytes(start, graph.axes)
-    if not sent:
+    sent_bytes = rules(start).sent_bytes(start, graph.axes)
+    if not sent_bytes:
         return []
     unpacked = rules(start).unpacked_bytes(start, graph.axes)
     receive = [Storage(start.out, unpacked, "receive buffer", i, i) for i in (index, wait)]
-    return [Storage(start.out, sent, "send buffer", index, wait), *receive]
+    return [Storage(start.out, sent_bytes, "send buffer", index, wait), *receive]
 
 
 def _inside(e: Eqn) -> int:

@@ -141,11 +141,11 @@ class Cluster:
         ):  # a message to all ranks of a joint axis also crosses its slowest link
             slowest = min(map(self.link, members(axis)), key=lambda link: link.bandwidth)
             return dataclasses.replace(slowest, inside=None)
-        known = ", ".join(map(repr, links)) or "none"
+        known_axes = ", ".join(map(repr, links)) or "none"
         shipped = [repr(name) for name, device in DEVICES.items() if device == self.device]
         device = shipped[0] if shipped else "device"
         raise ValueError(
-            f"cluster: no link for mesh axis {axis!r}; it knows {known}.\n"
+            f"cluster: no link for mesh axis {axis!r}; it knows {known_axes}.\n"
             f"Say what it crosses: zt.cluster({device}, {axis}='infiniband'), or measure it with zt.calibrate(mesh)."
         )
 
@@ -235,7 +235,7 @@ def _profile(link: str | Link, caller: str, where: str) -> Link:
     return link
 
 
-def assumed(device_type: str, axes: Mapping[str, int]) -> Cluster:
+def default_cluster(device_type: str, axes: Mapping[str, int]) -> Cluster:
     """The cluster to plan with if none is named: H100s on InfiniBand, or CPUs on Ethernet."""
     device, link = ("cpu", "ethernet-1g") if device_type == "cpu" else ("h100", "infiniband")
     return cluster(device, **dict.fromkeys(axes, link))

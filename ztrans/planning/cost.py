@@ -61,8 +61,8 @@ class Cost:
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        moved = f"{format_bytes(self.bytes)} of memory traffic, {format_bytes(self.wire_bytes)} received"
-        return f"Cost({_si(self.flops, 'FLOP')}, {moved}, {self.launches:,} launches)"
+        bytes_text = f"{format_bytes(self.bytes)} of memory traffic, {format_bytes(self.wire_bytes)} received"
+        return f"Cost({_si(self.flops, 'FLOP')}, {bytes_text}, {self.launches:,} launches)"
 
 
 @dataclass(frozen=True, repr=False)
@@ -99,16 +99,19 @@ def _si(n: float, unit: str) -> str:
 
 def cost(graph: Graph) -> Cost:
     """Count what one step of a program costs on one rank."""
-    operations = moved = calls = kernels = 0
+    operations = 0
+    bytes_moved = 0
+    calls = 0
+    kernels = 0
     for part, times in Counter(in_order(graph)).items():
         for e, launched in launches(part).items():
             calls += times * launched.calls
             kernels += times * launched.kernels
             if not isinstance(e.op, Primitive) and not is_view(e):
-                moved += times * traffic(e, part)
+                bytes_moved += times * traffic(e, part)
                 operations += times * flops(e, part)
-    wire = tuple((axis_and_role, sent.bytes) for axis_and_role, sent in sent_by(graph).items())
-    return Cost(operations, moved, wire, calls, kernels)
+    wire = tuple((axis_and_role, total.bytes) for axis_and_role, total in sent_by(graph).items())
+    return Cost(operations, bytes_moved, wire, calls, kernels)
 
 
 class Launches(NamedTuple):
@@ -129,7 +132,7 @@ def launches(graph: Graph) -> Mapping[Eqn, Launches]:
     grouped_eqns = {e for group in group_updates(graph)[1] for e in group[1:]}
     pairs = pair(graph)
 
-    def counted(e: Eqn) -> Launches:
+    def launches_of(e: Eqn) -> Launches:
         if e in grouped_eqns or is_constant(e):
             return Launches(0, 0)
         if e in pairs.starts:
@@ -145,7 +148,7 @@ def launches(graph: Graph) -> Mapping[Eqn, Launches]:
             return Launches(inner, inner)
         return Launches(1, int(not op_facts(e.op).view))
 
-    return {e: counted(e) for e in graph.eqns}
+    return {e: launches_of(e) for e in graph.eqns}
 
 
 def traffic(e: Eqn, graph: Graph) -> int:
@@ -161,17 +164,16 @@ def flops(e: Eqn, graph: Graph) -> int:
     inner = inner_work(e, lambda g: sum(flops(each, g) for each in g.eqns if not is_view(each)))
     if inner is not None:
         return inner
-    at = dict.fromkeys(graph.axes, 0)
+    first_rank = dict.fromkeys(graph.axes, 0)
     formula = flop_registry.get(getattr(e.op, "overloadpacket", e.op))
     if formula is None:
-        return (
-            0
-            if isinstance(e.op, Primitive)
-            else sum(math.prod(local_shape(o, graph.axes, at)) for o in e.results)
-        )
+        if isinstance(e.op, Primitive):
+            return 0
+        # Without a formula, one operation for each element of the results.
+        return sum(math.prod(local_shape(o, graph.axes, first_rank)) for o in e.results)
 
     def meta(v: Var) -> torch.Tensor:
-        return torch.empty(local_shape(v, graph.axes, at), dtype=v.dtype, device="meta")
+        return torch.empty(local_shape(v, graph.axes, first_rank), dtype=v.dtype, device="meta")
 
     arguments = [meta(a) if isinstance(a, Var) else a for a in e.args]
     # A gradient that is not needed is None. It would have the shape of the argument that it is for.
@@ -190,16 +192,16 @@ def memory(graph: Graph) -> Memory:
     """
     if graph.micro > 1:
         return _highest(graph)
-    every = storages(graph, donation(graph))
-    state = sum(storage.bytes for storage in every[: graph.num_state])
-    curve = live_bytes(graph, every)
+    all_storages = storages(graph, donation(graph))
+    state = sum(storage.bytes for storage in all_storages[: graph.num_state])
+    curve = live_bytes(graph, all_storages)
     if not curve:
         return Memory((), state, None, (), state)
     peak = max(curve)
     index = curve.index(peak)
     at_peak = [
         (storage.value, storage.bytes, storage.line)
-        for storage in every
+        for storage in all_storages
         if storage.first <= index <= storage.last and storage.bytes
     ]
     holders = tuple(sorted(at_peak, key=lambda holder: -holder[1]))
@@ -211,13 +213,13 @@ def _highest(graph: Graph) -> Memory:
     programs = parts(graph)
     size = local_bytes(graph)
     batch = (graph.micro - 1) * sum(size(v) for v in graph.inputs if is_cut(graph, v))
-    joined = programs.first.outputs[graph.num_state + programs.sums :][: programs.joins]
-    in_the_middle = batch + (graph.micro - 2) * sum(size(v) for v in joined)
+    joined_outputs = programs.first.outputs[graph.num_state + programs.sums :][: programs.joins]
+    in_the_middle = batch + (graph.micro - 2) * sum(size(v) for v in joined_outputs)
 
-    def counted(part: Graph) -> Memory:
-        alone = memory(part)
-        others = in_the_middle if part is programs.middle else batch
-        live = tuple(n + others for n in alone.live)
-        return dataclasses.replace(alone, live=live, peak=alone.peak + others)
+    def memory_of(part: Graph) -> Memory:
+        by_itself = memory(part)
+        more = in_the_middle if part is programs.middle else batch
+        live = tuple(n + more for n in by_itself.live)
+        return dataclasses.replace(by_itself, live=live, peak=by_itself.peak + more)
 
-    return max(map(counted, programs.different), key=lambda each: each.peak)
+    return max(map(memory_of, programs.different), key=lambda each: each.peak)

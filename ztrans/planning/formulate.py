@@ -19,11 +19,11 @@ from ..ir.graph import Eqn, Graph, Var, producers, variables
 from ..ir.op_facts import is_matmul
 from ..ir.printer import op_name
 from ..ir.relations import grouped
-from .buffers import AT_START, AT_WAIT, Buffer, Storage, live, local_bytes, storages
+from .buffers import AT_START, AT_WAIT, Buffer, Storage, live_by_slot, local_bytes, storages
 from .cluster import Cluster
 from .simulate import COPIES, NO_COPIES, Message, messages, seconds
 from .skeleton import Skeleton, UpdateGroup, deadlines, update_groups
-from .solver.problem import Gather, Problem, Reduction, Update, Wire, keeping_levers
+from .solver.problem import Gather, Problem, Reduction, Update, Wire
 
 
 def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None = None) -> Problem:
@@ -51,7 +51,7 @@ def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None =
         },
         memory=budget,
         updates=tuple(Update(sum(cost[e] for e in g.eqns), g.after, g.release) for g in groups),
-        others=_others(s, cluster),
+        fixed_messages=_fixed_messages(s, cluster),
     )
 
 
@@ -79,7 +79,6 @@ def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[UpdateGroup
         reductions_in_flight=_limit(hints.reductions_in_flight, reductions),
         updates=tuple(Update(0.0, group.after, group.release) for group in groups),
         names=s.place_names,
-        levers=keeping_levers(gathers),
     )
     return problem, groups
 
@@ -126,8 +125,8 @@ def _release(s: Skeleton, start: Eqn, use: int) -> int:
 
 def _last_reader(s: Skeleton, value: Var, end: int) -> int:
     """The last operation that needs the storage of a value."""
-    after = min(s.live.last[s.live.root[value]] + 1, len(s.graph.eqns))
-    return min(s.before[after] - 1, end)
+    equation_after = min(s.lifetimes.last[s.lifetimes.root[value]] + 1, len(s.graph.eqns))
+    return min(s.ops_before[equation_after] - 1, end)
 
 
 def _phase(s: Skeleton, region: str, use: int) -> int:
@@ -171,13 +170,13 @@ def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
     return tuple(reductions)
 
 
-def _others(s: Skeleton, cluster: Cluster) -> tuple[Message, ...]:
+def _fixed_messages(s: Skeleton, cluster: Cluster) -> tuple[Message, ...]:
     """The collectives that the schedule does not place, with the places at which they are issued and waited for."""
-    planned = {e for collective in (*s.gathers, *s.reductions) for e in collective.eqns}
+    planned_eqns = {e for collective in (*s.gathers, *s.reductions) for e in collective.eqns}
     return tuple(
-        message._replace(issue=s.before[message.issue], need=s.before[message.need])
+        message._replace(issue=s.ops_before[message.issue], need=s.ops_before[message.need])
         for e, message, _ in messages(s.graph, cluster)
-        if e not in planned
+        if e not in planned_eqns
     )
 
 
@@ -188,8 +187,8 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
     ranks = graph.axes[axis]
     kind = op_name(start.op)
     latency, pace = link.seconds(kind, cluster.weight(start, graph.axes), ranks)
-    known = dict(link.unpack).get(kind)
-    copies = COPIES.get(start.op, NO_COPIES).times if known is None else 0
+    measured_unpack = dict(link.unpack).get(kind)
+    copies = COPIES.get(start.op, NO_COPIES).times if measured_unpack is None else 0
     return Wire(
         lane(start),
         link.name,
@@ -197,7 +196,7 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
         pace,
         call=2 * device.launch + link.call,
         host=link.host,
-        unpack=known or 0.0,
+        unpack=measured_unpack or 0.0,
         ranks=ranks,
         pack=2 / device.bandwidth,
         copy=copies / device.bandwidth,
@@ -251,7 +250,7 @@ class _Residents:
         return {v: k + 1 for k, e in operations for v in self.touched(e)}
 
     @functools.cached_property
-    def sent(self) -> dict[Var, int]:
+    def sent_until(self) -> dict[Var, int]:
         """For each storage that a planned gather sends, the place of the last wait for such a gather."""
         gathers = zip(self.s.gathers, self.s.use)
         return {self.donated.owner[c.start.ins[0]]: use for c, use in gathers}
@@ -276,12 +275,12 @@ class _Residents:
 
     def is_temporary(self, storage: Var) -> bool:
         """Whether only the group that allocates a storage needs it."""
-        elsewhere = any(storage in needed for needed in (self.outputs, self.fixed, self.sent))
+        elsewhere = any(storage in needed for needed in (self.outputs, self.fixed, self.sent_until))
         return not elsewhere and len({*self.readers[storage]}) == 1
 
     def last_slot(self, storage: Var) -> int:
         """The last slot at which a place, a gather or a release needs a storage."""
-        slots = [2 * self.sent.get(storage, -1), 2 * self.fixed.get(storage, 0) - 1]
+        slots = [2 * self.sent_until.get(storage, -1), 2 * self.fixed.get(storage, 0) - 1]
         slots += (2 * self.groups[u].release for u in self.readers.get(storage, ()))
         return 2 * len(self.s.ops) + 1 if storage in self.outputs else max(slots)
 
@@ -299,11 +298,11 @@ def _with_buffers(residents: _Residents, problem: Problem) -> Problem:
         if storage.value in residents.gradient:
             latest = residents.gradient[storage.value]
             of_reductions.add_waiting(latest, _shared_bytes(problem, latest, storage))
-    slots = live(buffers, 2 * len(s.ops) + 1)
+    slots = live_by_slot(buffers, 2 * len(s.ops) + 1)
     return dataclasses.replace(
         problem,
         live=tuple(slots[1::2].tolist()),
-        across=tuple(slots[::2].tolist()),
+        live_at_places=tuple(slots[::2].tolist()),
         reductions=of_reductions.added_to(problem.reductions),
     )
 
@@ -320,18 +319,18 @@ def _fixed_buffers(residents: _Residents, problem: Problem, storage: Storage) ->
             last = 2 * end if through_place or end == count else 2 * end - 1
             yield Buffer(storage.bytes, 2 * first + 1, last)
 
-    first = s.before[storage.first]
-    end = s.before[storage.last + 1]
+    first = s.ops_before[storage.first]
+    end = s.ops_before[storage.last + 1]
     if v in residents.of_state:
         # It is computed at its place, or before that by the first group that needs it.
         early = first if v in residents.of_update else min(first, s.born[0] + 1)
         yield from between(early, count)
     elif v in residents.gather:
         i = residents.gather[v]
-        after = max(problem.gathers[i].last + 1, first)
+        freed = max(problem.gathers[i].last + 1, first)
         # A result that overwrites the value needs memory of its own if the value is kept for a later gather.
-        apart = end > after and any(g.repeats == i for g in problem.gathers)
-        yield from between(after - apart, max(after, end))
+        apart = end > freed and any(g.repeats == i for g in problem.gathers)
+        yield from between(freed - apart, max(freed, end))
     elif v in residents.gradient:
         latest = residents.gradient[v]
         born = s.born[latest]
@@ -341,9 +340,9 @@ def _fixed_buffers(residents: _Residents, problem: Problem, storage: Storage) ->
             yield from between(first, born, through_place=True)
         yield from between(born + 1, residents.fixed.get(v, 0))
     elif v not in residents.of_update and v not in residents.planned:
-        sent = residents.sent.get(v, -1)
-        last = count if v in residents.readers else max(end, sent)
-        yield from between(first, last, through_place=sent >= end)
+        last_send = residents.sent_until.get(v, -1)
+        last = count if v in residents.readers else max(end, last_send)
+        yield from between(first, last, through_place=last_send >= end)
 
 
 def _shared_bytes(problem: Problem, latest: int, storage: Storage) -> int:
@@ -394,10 +393,10 @@ class _ReductionBuffers:
         axes = s.graph.axes
         collective = self.collectives[i]
         storage = self.residents.donated.owner[collective.value]
-        sent = rules(collective.start).sent_bytes(collective.start, axes)
+        sent_bytes = rules(collective.start).sent_bytes(collective.start, axes)
         received, result, in_buffer = self._received(collective.start, collective.wait)
-        if sent:
-            self.buffers[i].append(Buffer(sent, AT_START, AT_WAIT))
+        if sent_bytes:
+            self.buffers[i].append(Buffer(sent_bytes, AT_START, AT_WAIT))
         if collective.second is None and in_buffer:
             self._add_result(i, storage, received, AT_START)
             return
@@ -412,7 +411,7 @@ class _ReductionBuffers:
     def _received(self, start: Eqn, wait: Eqn) -> tuple[int, int, bool]:
         """The bytes that a reduction receives, those of its result, and whether the result is where it was received."""
         received = rules(start).received_bytes(start, 0, self.residents.s.graph.axes)
-        in_buffer = self.residents.s.live.root[wait.out] is not wait.out
+        in_buffer = self.residents.s.lifetimes.root[wait.out] is not wait.out
         return received, received if in_buffer else self.residents.size(wait.out), in_buffer
 
     def _add_result(self, i: int, storage: Var, size: int, first: int = AT_WAIT) -> None:
@@ -423,13 +422,14 @@ class _ReductionBuffers:
         """
         residents = self.residents
         groups = [residents.groups[u] for u in residents.readers.get(storage, ())]
-        later = {max(group.after, default=i) for group in groups} - {i}
-        last = max([residents.last_slot(storage), *(2 * self.born[other] + 1 for other in later)])
+        later_reductions = {max(group.after, default=i) for group in groups} - {i}
+        last = residents.last_slot(storage)
+        for later in later_reductions:
+            last = max(last, 2 * self.born[later] + 1)
+            self.add_waiting(later, size)
+            if self.collectives[later].second:
+                self.second[later] += size
         self.buffers[i].append(Buffer(size, first, last))
-        for other in later:
-            self.add_waiting(other, size)
-            if self.collectives[other].second:
-                self.second[other] += size
 
     def _add_temporaries(self, group: UpdateGroup) -> None:
         """Add the most bytes of temporaries that the equations of a group have live at once."""

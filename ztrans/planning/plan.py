@@ -22,7 +22,7 @@ from typing import Any
 from ..ir.differences import Traffic
 from ..ir.printer import WIDTH, fold, wrap
 from .skeleton import Collective, Skeleton
-from .solver.problem import Bucket, Levers, Problem, Schedule
+from .solver.problem import Bucket, Problem, Schedule
 from .solver.validate import ScheduleError, validate
 
 WRITTEN = "as written"  # the program keeps its order, updates included
@@ -30,8 +30,8 @@ _UPDATES = ("eager", "last", WRITTEN)
 _MANY = 12  # the most buckets of one kind that print; more of them fold
 
 
-Members = tuple[str, ...]
-NamedBuckets = tuple[tuple[Members, str], ...]  # the names of members, and of a place
+MemberNames = tuple[str, ...]
+NamedBuckets = tuple[tuple[MemberNames, str], ...]  # the names of members, and of a place
 
 
 @dataclass(frozen=True, repr=False)
@@ -55,7 +55,7 @@ class Plan:
     program: str
     gathers: NamedBuckets = ()
     reductions: NamedBuckets = ()
-    dropped: Members = ()
+    dropped: MemberNames = ()
     update: str = "eager"
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     file: str = dataclasses.field(default="", compare=False, repr=False)
@@ -172,24 +172,24 @@ def _summary(plan: Plan) -> list[str]:
 
 def _bucket_lines(kind: str, verb: str, buckets: NamedBuckets, full: bool) -> list[str]:
     """The buckets of one kind, each with its place; of many, the first ones."""
-    shown = buckets if full or len(buckets) <= _MANY else buckets[: _MANY // 2]
+    first_buckets = buckets if full or len(buckets) <= _MANY else buckets[: _MANY // 2]
     lines = []
-    for members, place in shown:
+    for members, place in first_buckets:
         lines += _member_lines(f"  {kind} [", members, f"]  {verb} {place}", full)
-    if len(shown) < len(buckets):
-        lines.append(f"  ... {len(buckets) - len(shown)} more, by as_text(full=True)")
+    if len(first_buckets) < len(buckets):
+        lines.append(f"  ... {len(buckets) - len(first_buckets)} more, by as_text(full=True)")
     return lines
 
 
-def _member_lines(before: str, members: Members, after: str, full: bool) -> list[str]:
+def _member_lines(prefix: str, members: MemberNames, suffix: str, full: bool) -> list[str]:
     """The names of members between two texts, on one line, in which long lists fold, or with `full` on a line each."""
-    line = f"{before}{', '.join(members)}{after}"
+    line = f"{prefix}{', '.join(members)}{suffix}"
     if len(line) <= WIDTH:
         return [line]
     if not full:
-        return wrap(f"{before}{fold(members)}{after}")
-    lines = [before.rstrip(), *(f"      {name}," for name in members)]
-    return [*lines, f"  {after}"] if after else lines
+        return wrap(f"{prefix}{fold(members)}{suffix}")
+    lines = [prefix.rstrip(), *(f"      {name}," for name in members)]
+    return [*lines, f"  {suffix}"] if suffix else lines
 
 
 def _frozen(value: Any) -> Any:
@@ -245,18 +245,17 @@ def _is_bucket(value: object) -> bool:
 
 
 def buckets_by_name(
-    s: Skeleton, problem: Problem, schedule: Schedule
-) -> tuple[NamedBuckets, NamedBuckets, Members]:
+    s: Skeleton, schedule: Schedule
+) -> tuple[NamedBuckets, NamedBuckets, MemberNames]:
     """A schedule by name: its gathers and where each starts, its reductions and their waits, the dropped gathers."""
     places = s.place_names
 
-    def names(planned: Sequence[Collective], members: Iterable[int]) -> Members:
-        return tuple(planned[i].name for i in members)
+    def names(collectives: Sequence[Collective], members: Iterable[int]) -> MemberNames:
+        return tuple(collectives[i].name for i in members)
 
     gathers = [(names(s.gathers, b.members), places[b.start]) for b in schedule.gathers]
     reductions = [(names(s.reductions, b.members), places[b.wait]) for b in schedule.reductions]
-    dropped = names(s.gathers, sorted(problem.dropped(schedule.levers)))
-    return tuple(gathers), tuple(reductions), dropped
+    return tuple(gathers), tuple(reductions), names(s.gathers, sorted(schedule.dropped))
 
 
 def schedule_of(plan: Plan, s: Skeleton, problem: Problem) -> Schedule:
@@ -282,49 +281,36 @@ def schedule_of(plan: Plan, s: Skeleton, problem: Problem) -> Schedule:
         start = max(problem.reductions[i].born for i in members) + 1
         need = min(problem.reductions[i].need for i in members)
         reductions.append(Bucket(members, start, _place(s, place, names, start, need)))
-    levers = _levers(s, problem, {gather[name] for name in plan.dropped})
-    schedule = Schedule(tuple(gathers), tuple(reductions), levers)
+    dropped = frozenset(gather[name] for name in plan.dropped)
+    schedule = Schedule(tuple(gathers), tuple(reductions), dropped)
     validate(problem, schedule)
     return schedule
 
 
-def _levers(s: Skeleton, problem: Problem, dropped: set[int]) -> Levers:
-    """The levers that drop these gathers."""
-    levers = []
-    for i, lever in enumerate(problem.levers):
-        if lever.dropped and dropped.issuperset(lever.dropped):
-            levers.append(i)
-    first = min(dropped - problem.dropped(levers), default=None)
-    if first is not None:
-        name = s.gathers[first].name
-        raise ScheduleError(f"the gather [{name}] is dropped, and no value is kept for it")
-    return frozenset(levers)
-
-
 def _numbers(
-    kind: str, planned: Sequence[Collective], buckets: NamedBuckets, dropped: Members = ()
+    kind: str, collectives: Sequence[Collective], buckets: NamedBuckets, dropped: MemberNames = ()
 ) -> dict[str, int]:
     """The number of each collective of a kind by its name. Every one must be in one bucket, or dropped."""
-    numbers = {collective.name: i for i, collective in enumerate(planned)}
-    seen: set[str] = set()
+    numbers = {collective.name: i for i, collective in enumerate(collectives)}
+    placed_names: set[str] = set()
     for name in [*(name for members, _ in buckets for name in members), *dropped]:
         if name not in numbers:
             raise ScheduleError(f"the program has no {kind} {name!r}")
-        if name in seen:
+        if name in placed_names:
             raise ScheduleError(f"the {kind} {name!r} is there twice")
-        seen.add(name)
-    missing = next((name for name in numbers if name not in seen), None)
+        placed_names.add(name)
+    missing = next((name for name in numbers if name not in placed_names), None)
     if missing is not None:
         raise ScheduleError(f"the {kind} {missing!r} is missing")
     return numbers
 
 
-def _place(s: Skeleton, name: str, members: Members, earliest: int, latest: int) -> int:
+def _place(s: Skeleton, name: str, members: MemberNames, earliest: int, latest: int) -> int:
     """The number of a place; within its landmarks it may move so that it is neither too early nor too late."""
-    found = s.place_range(name)
-    if found is None:
+    place_range = s.place_range(name)
+    if place_range is None:
         raise ScheduleError(f"the program has no place {name!r}, where [{', '.join(members)}] is")
-    place, first, last = found
+    place, first, last = place_range
     if first <= latest and earliest <= last:
         return min(max(place, earliest), latest)
     return place

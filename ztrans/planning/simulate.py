@@ -197,9 +197,9 @@ def play(
     >>> played.seconds, played.stall
     (4.0, (2.0,))
     """
-    before = [0.0, *accumulate(compute)]
+    compute_before = [0.0, *accumulate(compute)]
     if places is None:
-        places = range(len(before))
+        places = range(len(compute_before))
     issued = grouped((m.issue, i) for i, m in enumerate(messages))
     needed = grouped((m.need, i) for i, m in enumerate(messages))
     network = Network()
@@ -210,7 +210,7 @@ def play(
     arrive: list[float] = []
     start: list[float] = []
     for k in places:
-        clock += before[k] - before[now]
+        clock += compute_before[k] - compute_before[now]
         now = k
         arrive.append(clock)
         for i in issued.get(k, ()):
@@ -311,9 +311,9 @@ def _unpacking(e: Eqn, graph: Graph, cluster: Cluster) -> float:
     They were measured for this kind of collective, or follow from the bytes that are copied: the members of a packed
     gather are copied out of its buffer, and the terms of a reduce_scatter are added up.
     """
-    known = dict(cluster.link(e.kwargs["axis"]).unpack).get(op_name(e.op))
-    if known is not None:
-        return cluster.device.launch + known * rules(e).wire_bytes(e, graph.axes)
+    measured_unpack = dict(cluster.link(e.kwargs["axis"]).unpack).get(op_name(e.op))
+    if measured_unpack is not None:
+        return cluster.device.launch + measured_unpack * rules(e).wire_bytes(e, graph.axes)
     copied = COPIES.get(e.op, NO_COPIES).exact(e, graph)
     return cluster.device.launch + copied / cluster.device.bandwidth
 

@@ -33,15 +33,15 @@ THE_END = "the end"
 
 def hoist(graph: Graph) -> Graph:
     """Move every equation marked `birth`, and every planned reduction, right after the last of its inputs."""
-    moved = {e for e in graph.eqns if e.order in ("birth", "reduce")}
-    if not moved:
+    hoisted = {e for e in graph.eqns if e.order in ("birth", "reduce")}
+    if not hoisted:
         return graph
     makers = producers(graph.eqns)
     # The position of an equation, 0 for that equation itself or 1 for one moved after it, and the former position.
     keys: dict[Eqn, tuple[int, int, int]] = {}
     for i, e in enumerate(graph.eqns):
         born = max((keys[makers[v]][0] for v in e.ins if v in makers), default=-1)
-        keys[e] = (born, 1, i) if e in moved else (i, 0, i)
+        keys[e] = (born, 1, i) if e in hoisted else (i, 0, i)
     needs = {e: {makers[v] for v in e.ins if v in makers} for e in graph.eqns}
     return graph.replace(eqns=tuple(map(_at_its_birth, sorted_by(keys.__getitem__, needs))))
 
@@ -98,11 +98,11 @@ class Skeleton:
         return {e: k for k, e in enumerate(self.ops)}
 
     @functools.cached_property
-    def live(self) -> Liveness:
+    def lifetimes(self) -> Liveness:
         return liveness(self.graph)
 
     @functools.cached_property
-    def before(self) -> tuple[int, ...]:
+    def ops_before(self) -> tuple[int, ...]:
         """The number of operations before each equation, and before the end."""
         return tuple(accumulate((e in self.places for e in self.graph.eqns), initial=0))
 
@@ -147,8 +147,8 @@ class Skeleton:
         if name == THE_END:
             return (len(self.ops),) * 3
         landmark, _, offset = name.partition(" + ")
-        for first, last, known in self._stretches():
-            if known == landmark and (offset.isdecimal() or landmark == name):
+        for first, last, stretch_name in self._stretches():
+            if stretch_name == landmark and (offset.isdecimal() or landmark == name):
                 return min(first + int(offset or 0), last), first, last
         return None
 
@@ -209,7 +209,7 @@ class Skeleton:
         overwrite them. An equation that computes a temporary from values that are live anyway also waits for the values
         that all its readers wait for: if it ran earlier, its result would only take memory.
         """
-        root = self.live.root
+        root = self.lifetimes.root
         owner = donation(self.graph).owner
         readers = users(self.graph)
         state = set(self.graph.inputs[: self.graph.num_state])
@@ -217,8 +217,8 @@ class Skeleton:
         available = self._available(outputs)
         awaited: dict[Eqn, set[Var]] = {}
         for e in reversed(self.movable[0]):
-            taken = {owner[out] for out in e.results}
-            awaited[e] = {root[v] for v in e.ins if root[v] in state or owner[v] in taken}
+            overwritten = {owner[out] for out in e.results}
+            awaited[e] = {root[v] for v in e.ins if root[v] in state or owner[v] in overwritten}
             of_readers = [
                 awaited.get(reader, set()) for out in e.results for reader in readers.get(out, ())
             ]
@@ -242,9 +242,9 @@ def skeleton(graph: Graph) -> Skeleton:
     graph = hoist(graph)
     readers = users(graph)
     makers = producers(graph.eqns)
-    planned = _collectives(graph, makers)
-    taken = {e for collective in planned for e in collective.eqns}
-    ops = tuple(e for e in graph.eqns if e not in taken)
+    collectives = _collectives(graph, makers)
+    planned_eqns = {e for collective in collectives for e in collective.eqns}
+    ops = tuple(e for e in graph.eqns if e not in planned_eqns)
     places = {e: k for k, e in enumerate(ops)}
     end = len(ops)
 
@@ -254,9 +254,9 @@ def skeleton(graph: Graph) -> Skeleton:
     def birth(collective: Collective) -> int:
         return max(places.get(makers[v], -1) if v in makers else -1 for v in collective.start.ins)
 
-    latest = _last_wait(graph, taken, end)
-    gathers = sorted((c for c in planned if c.start.order == "gather"), key=first_reader)
-    reductions = sorted((c for c in planned if c.start.order == "reduce"), key=birth)
+    latest = _last_wait(graph, planned_eqns, end)
+    gathers = sorted((c for c in collectives if c.start.order == "gather"), key=first_reader)
+    reductions = sorted((c for c in collectives if c.start.order == "reduce"), key=birth)
     return Skeleton(
         graph,
         ops,
@@ -268,11 +268,11 @@ def skeleton(graph: Graph) -> Skeleton:
     )
 
 
-def _last_wait(graph: Graph, taken: Set[Eqn], end: int) -> int:
+def _last_wait(graph: Graph, planned_eqns: Set[Eqn], end: int) -> int:
     """The last place for waits. If writes come last, all reductions are waited for before the first write."""
     if graph.hints.update != "last":
         return end
-    return sum(e not in taken for e in graph.eqns[: first_write(graph)])
+    return sum(e not in planned_eqns for e in graph.eqns[: first_write(graph)])
 
 
 def _collectives(graph: Graph, makers: Mapping[Var, Eqn]) -> list[Collective]:
@@ -282,13 +282,13 @@ def _collectives(graph: Graph, makers: Mapping[Var, Eqn]) -> list[Collective]:
     hinted gather of such a result cannot move, and stays where it is.
     """
     pairs = pair(graph)
-    hinted = [e for e in pairs.starts if e.order is not None]
-    first_wait = {e: graph.eqns[pairs.starts[e].first_wait] for e in hinted}
-    of_result = {e for e in hinted if makers.get(e.ins[0]) in pairs.waits}
+    hinted_starts = [e for e in pairs.starts if e.order is not None]
+    first_wait = {e: graph.eqns[pairs.starts[e].first_wait] for e in hinted_starts}
+    of_result = {e for e in hinted_starts if makers.get(e.ins[0]) in pairs.waits}
     second = {makers[e.ins[0]]: (e, first_wait[e]) for e in of_result if e.order == "reduce"}
     return [
         Collective(e, first_wait[e], second.get(first_wait[e]))
-        for e in hinted
+        for e in hinted_starts
         if e not in of_result
     ]
 
@@ -333,22 +333,22 @@ def update_groups(s: Skeleton) -> tuple[UpdateGroup, ...]:
 def _by_need(s: Skeleton, leaving: set[Eqn]) -> dict[_GroupKey, list[Eqn]]:
     """The equations among `leaving` that can leave their places, by what they need."""
     after_reductions, of_state = s.movable
-    exists, read = _places(s, needed(leaving, of_state))
+    exists, last_read = _places(s, needed(leaving, of_state))
     latest = max(s.need, default=0)
-    after = {c.value: frozenset([i]) for i, c in enumerate(s.reductions)}
+    needed_reductions = {c.value: frozenset([i]) for i, c in enumerate(s.reductions)}
     groups: dict[_GroupKey, list[Eqn]] = {}
     for e in after_reductions:
         if e not in leaving:
             continue
-        reductions = frozenset[int]().union(*(after.get(v, ()) for v in e.ins))
+        reductions = frozenset[int]().union(*(needed_reductions.get(v, ()) for v in e.ins))
         places = [exists.get(v, 0) for v in e.ins]
-        place = max([*places, *(read.get(v, 0) for v in s.awaited_values[e])])
+        place = max([*places, *(last_read.get(v, 0) for v in s.awaited_values[e])])
         if place > latest:
             place = s.places[e] + 1
         else:
             groups.setdefault((reductions, place), []).append(e)
         for out in e.results:
-            after[out] = reductions
+            needed_reductions[out] = reductions
             exists[out] = place
     return groups
 
@@ -369,19 +369,19 @@ def _state_computations(
 
 def _places(s: Skeleton, floating: set[Eqn]) -> tuple[dict[Var, int], dict[Var, int]]:
     """For each value, the first place at which it exists, and the place after its last reader at a fixed place."""
-    root = s.live.root
+    root = s.lifetimes.root
     exists: dict[Var, int] = {}
-    read: dict[Var, int] = {}
+    last_read: dict[Var, int] = {}
     for k, e in enumerate(s.ops):
         if e not in floating:
             exists.update((out, k + 1) for out in e.results)
-            read.update((root[v], k + 1) for v in e.ins)
+            last_read.update((root[v], k + 1) for v in e.ins)
     for c, use in zip(s.gathers, s.use):
-        after = min(use + 1, len(s.ops))
-        exists[c.value] = after
+        place_after = min(use + 1, len(s.ops))
+        exists[c.value] = place_after
         for v in c.start.ins:
-            read[root[v]] = max(read.get(root[v], 0), after)
-    return exists, read
+            last_read[root[v]] = max(last_read.get(root[v], 0), place_after)
+    return exists, last_read
 
 
 def deadlines(s: Skeleton, floating: Set[Eqn]) -> list[int]:

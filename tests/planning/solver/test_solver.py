@@ -16,21 +16,19 @@ from hypothesis import strategies as st
 
 from tests.support.exhaustive import problem, rich, schedules
 from tests.support.synthetic import by_size, fsdp2, seven
-from ztrans.planning.buffers import Buffer
 from ztrans.planning.simulate import Message
 from ztrans.planning.solver.bound import bound
+from ztrans.planning.solver.evaluate import evaluate, memory
 from ztrans.planning.solver.place import Choice, Loads, place_choice
 from ztrans.planning.solver.problem import (
     END,
     Bucket,
     Gather,
-    Lever,
     Problem,
     Reduction,
     Schedule,
     Update,
     Wire,
-    keeping_levers,
 )
 from ztrans.planning.solver.search import (
     Infeasible,
@@ -40,7 +38,7 @@ from ztrans.planning.solver.search import (
     reduction_buckets,
     solve,
 )
-from ztrans.planning.solver.validate import ScheduleError, evaluate, memory, validate
+from ztrans.planning.solver.validate import ScheduleError, validate
 
 INF = float("inf")
 SMALL = settings(max_examples=200)
@@ -54,7 +52,7 @@ def least(p: Problem) -> tuple[int, int]:
     try:
         solve(replace(p, memory=-1))
     except Infeasible as error:
-        return error.needs, error.at
+        return error.needs, error.operation
     raise AssertionError("-1 bytes are enough")
 
 
@@ -181,8 +179,7 @@ def test_the_bound_counts_packing_that_no_transfer_can_hide():
 
 def test_a_gathered_value_without_bytes_is_kept_and_not_sent_twice():
     gathers = Gather("w", 4, 0, 0, 0), Gather("w", 4, 0, 1, 1, 1, repeats=0)
-    levers = keeping_levers(gathers)
-    p = Problem((1.0, 1.0), (3, 3), (True, True), gathers, (), WIRES, memory=3, levers=levers)
+    p = Problem((1.0, 1.0), (3, 3), (True, True), gathers, (), WIRES, memory=3)
     assert bound(p).seconds == 6.0 == evaluate(p, solve(p)).seconds
 
 
@@ -192,7 +189,9 @@ def test_a_gathered_value_without_bytes_is_kept_and_not_sent_twice():
 def test_an_update_runs_where_its_temporaries_fit(release, temporary, first_wait, peak):
     """A gradient of 2 bytes is reduced at place 1. Most bytes are live up to place 2, and few after that."""
     r = Reduction("w", 1, 2, 0, temporaries=((release, temporary),))
-    p = Problem((1.0,) * 3, (5, 5, 1), (True,) * 3, (), (r,), WIRES, memory=8, across=(5, 5, 5, 1))
+    p = Problem(
+        (1.0,) * 3, (5, 5, 1), (True,) * 3, (), (r,), WIRES, memory=8, live_at_places=(5, 5, 5, 1)
+    )
     assert needs(p).bytes == evaluate(p, Schedule((), (Bucket((0,), 1, first_wait),))).peak == peak
     schedule = solve(p)
     assert schedule.reductions[0].wait >= first_wait and evaluate(p, schedule).peak <= 8
@@ -227,7 +226,7 @@ def test_plans_are_valid_and_keep_every_limit(p):
         # What a reduction makes at its start and its wait may fit at a later place, where a bucket of several starts.
         makes = any(r.temporaries or any(b.bytes for b in r.buffers) for r in p.reductions)
         at_once = lambda s: all(b.start == b.wait and len(b.members) == 1 for b in s.reductions)
-        assert not any(not (p.across and makes) or at_once(s) for s in schedules(p))
+        assert not any(not (p.live_at_places and makes) or at_once(s) for s in schedules(p))
         return
     validate(p, schedule)
     outcome = evaluate(p, schedule)
@@ -267,7 +266,7 @@ def test_infeasible_says_the_least_bytes_that_are_needed_and_where(p):
     assert evaluate(enough, schedule).peak == needs
     with pytest.raises(Infeasible) as error:
         solve(replace(p, memory=needs - 1))
-    assert (error.value.needs, error.value.at) == (needs, at)
+    assert (error.value.needs, error.value.operation) == (needs, at)
     assert (
         str(error.value)
         == f"{needs} bytes are needed at operation {at}, even if every message is sent alone"
@@ -292,9 +291,9 @@ def test_plans_of_small_problems_are_near_the_best():
 @SMALL
 @given(problems | costly | riches, st.sampled_from([0.0, 0.5, 1.0, 4.0]), st.booleans())
 def test_a_placement_predicts_its_own_seconds_and_peak(p, lead, reserve):
-    levers = p.free_levers
-    gathers = tuple((i,) for i in range(len(p.gathers)) if i not in p.dropped(levers))
-    choice = Choice(gathers, tuple((i,) for i in range(len(p.reductions))), levers, lead, reserve)
+    gathers = tuple((i,) for i in range(len(p.gathers)) if i not in p.free_drops)
+    reductions = tuple((i,) for i in range(len(p.reductions)))
+    choice = Choice(gathers, reductions, p.free_drops, lead, reserve)
     placed = place_choice(Loads(p), choice)
     assume(placed is not None)
     validate(p, placed.schedule)
@@ -323,30 +322,28 @@ def test_the_search_ends_when_it_has_not_improved_for_a_while():
     assert len(left) > 5 and min(left) > 0
 
 
-def test_a_lever_changes_what_is_sent_what_is_live_and_how_long_compute_takes():
-    """This one computes a value of 5 bytes a second time at operation 2, in 2 seconds, and does not gather another."""
-    lever = Lever("v", (1,), (Buffer(-5, 2, 4), Buffer(3, 4, 4)), ((2, 2.0),))
-    gathers = Gather("w", 4, 4, 0, 0), Gather("w", 4, 4, 2, 2)
-    p = Problem((1.0,) * 3, (9, 9, 9), (True,) * 3, gathers, (), WIRES, across=(9,) * 4)
-    p = replace(p, levers=(lever,))
-    plain = Schedule((Bucket((0,), 0, 0), Bucket((1,), 2, 2)), ())
-    pulled = Schedule((Bucket((0,), 0, 0),), (), frozenset([0]))
-    for schedule in (plain, pulled):
+def test_a_dropped_gather_is_not_sent_and_the_earlier_value_stays_live():
+    gathers = Gather("w", 4, 4, 0, 0), Gather("w", 4, 4, 2, 2, 1, repeats=0)
+    p = Problem((1.0,) * 3, (9, 9, 9), (True,) * 3, gathers, (), WIRES, live_at_places=(9,) * 4)
+    sent = Schedule((Bucket((0,), 0, 0), Bucket((1,), 2, 2)), ())
+    kept = Schedule((Bucket((0,), 0, 0),), (), frozenset([1]))
+    for schedule in (sent, kept):
         validate(p, schedule)
-    assert memory(p, plain).tolist() == [13, 9, 13]
-    assert memory(p, pulled).tolist() == [13, 4, 13]
-    assert evaluate(p, plain).seconds == 11.0 and evaluate(p, pulled).seconds == 9.0
-    placed = place_choice(Loads(p), Choice(((0,),), (), frozenset([0])))
-    assert placed.schedule == pulled and placed.seconds == 9.0
+    assert memory(p, sent).tolist() == [13, 9, 13]
+    assert memory(p, kept).tolist() == [13, 13, 13]
+    assert evaluate(p, sent).seconds == 11.0 and evaluate(p, kept).seconds == 7.0
+    placed = place_choice(Loads(p), Choice(((0,),), (), frozenset([1])))
+    assert placed.schedule == kept and placed.seconds == 7.0
+    with pytest.raises(ScheduleError, match="is dropped, and no value is kept for it"):
+        validate(p, Schedule((Bucket((1,), 2, 2),), (), frozenset([0])))
 
 
 def test_more_memory_buys_time():
     """A second gather is dropped only if there is memory to keep the value of the first."""
     gathers = Gather("w", 8, 8, 0, 0), Gather("w", 8, 8, 2, 2, 1, repeats=0)
     p = Problem((1.0, 1.0, 1.0), (0, 8, 0), (True,) * 3, gathers, (Reduction("w", 1, 1, 2),), WIRES)
-    p = replace(p, levers=keeping_levers(gathers))
     tight, wide = solve(replace(p, memory=9)), solve(replace(p, memory=16))
-    assert not tight.levers and p.dropped(wide.levers) == {1}
+    assert not tight.dropped and wide.dropped == {1}
     assert evaluate(p, wide).seconds < evaluate(p, tight).seconds
 
 
@@ -406,10 +403,9 @@ def test_a_rounding_error_does_not_count_as_a_message(bandwidth):
         ]
         seconds = tuple(chance.random() * 1e-5 for _ in range(9))
         every = (*gathers, *regathers)
-        levers = keeping_levers(every)
         memory = sum(sizes)
-        p = Problem(seconds, (0,) * 9, (True,) * 9, every, (), wires, memory=memory, levers=levers)
-        keeps = Schedule(tuple(Bucket((k,), 0, k) for k in range(3)), (), frozenset(range(3)))
+        p = Problem(seconds, (0,) * 9, (True,) * 9, every, (), wires, memory=memory)
+        keeps = Schedule(tuple(Bucket((k,), 0, k) for k in range(3)), (), frozenset(range(3, 6)))
         validate(p, keeps)
         assert evaluate(p, keeps).peak <= p.memory
         assert bound(p).memory == bound(p).wire <= evaluate(p, keeps).seconds
@@ -437,11 +433,17 @@ def test_a_message_that_the_plan_cannot_move_takes_its_share_of_the_link():
     wires = {"w": Wire("gather", "link", 0.0, 1.0)}
     fixed = Message(0, 1, "tp (step)", "link", 0.0, 2.0)
     p = Problem(
-        (1.0, 1.0), (0, 0), (False,) * 2, (Gather("w", 2, 1, 1, 1),), (), wires, others=(fixed,)
+        (1.0, 1.0),
+        (0, 0),
+        (False,) * 2,
+        (Gather("w", 2, 1, 1, 1),),
+        (),
+        wires,
+        fixed_messages=(fixed,),
     )
     assert bound(p).seconds == 5.0
     assert evaluate(p, solve(p)).seconds == 5.0 == min(evaluate(p, s).seconds for s in schedules(p))
-    elsewhere = replace(p, others=(fixed._replace(link="another"),))
+    elsewhere = replace(p, fixed_messages=(fixed._replace(link="another"),))
     assert evaluate(elsewhere, solve(elsewhere)).seconds == 3.0 == bound(elsewhere).seconds
 
 
@@ -452,7 +454,7 @@ def test_small_members_share_a_buffer():
     """
     wires = {"w": Wire("gather", "link", 0.0, 1.0, ranks=2)}
     gathers = Gather("w", 2, 4, 2, 2, small=True), Gather("w", 2, 4, 3, 3, small=True)
-    p = Problem((1.0,) * 4, (0,) * 4, (False,) * 4, gathers, (), wires, across=(0,) * 5)
+    p = Problem((1.0,) * 4, (0,) * 4, (False,) * 4, gathers, (), wires, live_at_places=(0,) * 5)
     alone, both = (
         Schedule((Bucket((0,), 0, 2), Bucket((1,), 0, 3)), ()),
         Schedule((Bucket((0, 1), 0, 2),), ()),

@@ -24,7 +24,7 @@ from typing import Literal
 import numpy as np
 
 from ...ir.relations import grouped
-from ..buffers import Buffer, live
+from ..buffers import Buffer, live_by_slot
 from .problem import Gather, Problem, Reduction, copy_seconds
 
 # Bytes for which there is no room need a message with its latency. A share this small is the rounding of floats.
@@ -103,56 +103,59 @@ def _job(problem: Problem, member: Gather | Reduction, release: int, need: int) 
 
 def _jobs(problem: Problem) -> list[_Job]:
     """In order of need."""
-    jobs = [_Job(m.link, m.latency, m.issue, m.need, m.seconds) for m in problem.others]
+    jobs = [_Job(m.link, m.latency, m.issue, m.need, m.seconds) for m in problem.fixed_messages]
     end = len(problem.seconds)
     for i, r in enumerate(problem.reductions):
         follows = sum(problem.updates[u].seconds for u in problem.updates_after.get(i, ()))
         job = _job(problem, r, r.born + 1, min(end, r.need))
         jobs.append(replace(job, follows=follows))
-    for g, after, size in _values(problem):
-        if after is None or size:  # a value that takes no room is kept
-            job = _job(problem, g, g.release if after is None else after, g.use)
-            jobs.append(replace(job, first=after is None, value_bytes=size, key=g.key))
+    for g, idle_since, size in _values(problem):
+        if idle_since is None or size:  # a value that takes no room is kept
+            job = _job(problem, g, g.release if idle_since is None else idle_since, g.use)
+            jobs.append(replace(job, first=idle_since is None, value_bytes=size, key=g.key))
     return sorted(jobs, key=lambda job: job.need)
 
 
 def _values(problem: Problem) -> Iterator[tuple[Gather, int | None, int]]:
     """Every gather, the place after the last use of its value before, and the least bytes that its value takes."""
     first: list[int] = []  # for each gather, the first one of its value
-    after: dict[int, int] = {}
+    idle_since: dict[int, int] = {}
     least: dict[int, int] = {}
     for i, g in enumerate(problem.gathers):
         v = i if g.repeats is None else first[g.repeats]
         first.append(v)
         least[v] = min(least.get(v, g.bytes), g.bytes)
-        yield g, after.get(v), least[v]
-        after[v] = max(after.get(v, 0), g.last + 1)
+        yield g, idle_since.get(v), least[v]
+        idle_since[v] = max(idle_since.get(v, 0), g.last + 1)
 
 
 def _room(problem: Problem) -> np.ndarray:
     """By operation: the bytes that are left besides those that every schedule has live there."""
-    buffers = [Buffer(size, max(g.use, after or 0), g.last) for g, after, size in _values(problem)]
+    buffers = [
+        Buffer(size, max(g.use, idle_since or 0), g.last)
+        for g, idle_since, size in _values(problem)
+    ]
     buffers += [Buffer(r.bytes, r.born, r.born) for r in problem.reductions]
     some = [buffer for buffer in buffers if buffer.first <= buffer.last]
-    used = problem.live + live(some, len(problem.live))
-    return np.maximum(problem.memory - used, 0.0)
+    used_bytes = problem.live + live_by_slot(some, len(problem.live))
+    return np.maximum(problem.memory - used_bytes, 0.0)
 
 
 def _earliest(
     problem: Problem, jobs: list[_Job], wire: bool = True, room: np.ndarray | None = None
 ) -> float:
     """The earliest end: by single messages, with `wire` by all that a link carries, with `room` by memory too."""
-    before = np.array(problem.before)
-    arrive = before.copy()  # by place: the earliest time at which compute reaches it
+    seconds_before = np.array(problem.seconds_before)
+    arrive = seconds_before.copy()  # by place: the earliest time at which compute reaches it
     delay = 0.0  # of the last place that was considered, `now`
     now = 0
     by_link = grouped((job.link, job) for job in jobs) if wire else {}
     links = {name: _Link(problem, carried, arrive, room) for name, carried in by_link.items()}
-    left = _seconds_left(problem, jobs)
-    end = before[-1] + left[0]
+    seconds_left = _seconds_left(problem, jobs)
+    end = seconds_before[-1] + seconds_left[0]
     for need, group in groupby(jobs, key=lambda job: job.need):
         arrive[now + 1 : need + 1] += delay
-        start = before[need] + delay
+        start = seconds_before[need] + delay
         for job in group:
             if job.first:
                 arrival = arrive[job.release] + job.takes
@@ -160,9 +163,9 @@ def _earliest(
                 end = max(end, arrival + job.follows)
             if wire:
                 links[job.link].add(job)
-        delay = max([start, *(link.clear(need) for link in links.values())]) - before[need]
+        delay = max([start, *(link.clear(need) for link in links.values())]) - seconds_before[need]
         now = need
-        end = max(end, before[-1] + delay + left[need + 1])
+        end = max(end, seconds_before[-1] + delay + seconds_left[need + 1])
     return float(end)
 
 
@@ -224,8 +227,8 @@ class _Link:
         for key, saved in self.saved.items():
             gathers = self.without_room[key][:place]
             spared = np.minimum(gathers, room * saved)
-            left = gathers - spared
-            seconds += np.where(left > ROUNDING * gathers, left, 0.0)
+            not_kept = gathers - spared
+            seconds += np.where(not_kept > ROUNDING * gathers, not_kept, 0.0)
             room = np.maximum(room - spared / saved, 0.0)
         return max(carried, self._last(self.arrive[1 : place + 1], seconds))
 

@@ -15,23 +15,22 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..buffers import Buffer, added_up, changes, live
+from ..buffers import Buffer, changes, live_by_slot, sum_changes
 from ..simulate import Message, Network
 from .problem import (
     Bucket,
-    Levers,
+    Dropped,
     PendingUpdates,
     Problem,
     Reduction,
     ReductionBytes,
     Schedule,
     gather_buffers,
-    lever_buffers,
+    idle_buffers,
     message_of,
     packed_values,
     reserved_for_second,
@@ -40,7 +39,7 @@ from .problem import (
 
 ENDLESS = 2**52  # bytes: more than there are, and exact as a float
 NEVER = float("inf")
-Members = tuple[int, ...]
+MemberIndices = tuple[int, ...]
 
 
 class Rejected(Exception):
@@ -48,15 +47,15 @@ class Rejected(Exception):
 
 
 class Choice(NamedTuple):
-    """Buckets by index, in order of use and of birth within a key; the levers that are pulled; when gathers start.
+    """Buckets by index, in order of use and of birth within a key; the dropped gathers; when gathers start.
 
     A gather is due `lead` times its transfer before its use. If `reserve`, a gather that is used after the first
     gradient starts only where it leaves room for the largest reduction.
     """
 
-    gathers: tuple[Members, ...]
-    reductions: tuple[Members, ...]
-    levers: Levers
+    gathers: tuple[MemberIndices, ...]
+    reductions: tuple[MemberIndices, ...]
+    dropped: Dropped
     lead: float = 1.0
     reserve: bool = True
 
@@ -64,7 +63,7 @@ class Choice(NamedTuple):
 class GatherLoad(NamedTuple):
     """A bucket of gathers as a message, and the bytes that it takes."""
 
-    members: Members
+    members: MemberIndices
     use: int
     release: int  # the first place at which it may start
     bytes: int  # of its values
@@ -77,7 +76,7 @@ class GatherLoad(NamedTuple):
 class ReductionLoad(NamedTuple):
     """A bucket of reductions as a message, and the bytes that it takes."""
 
-    members: Members
+    members: MemberIndices
     start: int
     first_wait: int
     deadline: int
@@ -101,7 +100,7 @@ class ReductionLoad(NamedTuple):
         return needs
 
 
-def gather_load(problem: Problem, members: Members) -> GatherLoad:
+def gather_load(problem: Problem, members: MemberIndices) -> GatherLoad:
     """The load of a bucket of gathers, of which each may start before any is used."""
     gathers = [problem.gathers[i] for i in members]
     use = min(g.use for g in gathers)
@@ -112,12 +111,14 @@ def gather_load(problem: Problem, members: Members) -> GatherLoad:
     packed = packed_values(gathers)
     part = packed // problem.wires[gathers[0].key].ranks
     early = [Buffer(g.bytes, 2 * use, 2 * g.use - 1) for g in gathers]
-    added = changes([*early, *gather_buffers(problem, gathers, use, use)])
+    load_changes = changes([*early, *gather_buffers(problem, gathers, use, use)])
     message = message_of(problem, gathers, use, use)
-    return GatherLoad(members, use, release, size, size + part, packed, message, added)
+    return GatherLoad(members, use, release, size, size + part, packed, message, load_changes)
 
 
-def reduction_load(problem: Problem, first_waits: Sequence[int], members: Members) -> ReductionLoad:
+def reduction_load(
+    problem: Problem, first_waits: Sequence[int], members: MemberIndices
+) -> ReductionLoad:
     """The load of a bucket of reductions, given the first wait of each, before which no result is needed."""
     reductions = [problem.reductions[i] for i in members]
     start = max(r.born for r in reductions) + 1
@@ -127,9 +128,12 @@ def reduction_load(problem: Problem, first_waits: Sequence[int], members: Member
     if first_wait > deadline:
         raise Rejected
     total = ReductionBytes(reductions)
-    before = total.starting if first_wait == start else total.under_way
+    bytes_before = total.starting if first_wait == start else total.under_way
     staying = [b for b in total.staying if b.last > 2 * first_wait]
-    buffers = [*total.buffers(start, first_wait), *_unbucketed(members, reductions, first_waits)]
+    buffers = [
+        *total.buffers(start, first_wait),
+        *_minus_unbucketed(members, reductions, first_waits),
+    ]
     return ReductionLoad(
         members,
         start,
@@ -137,17 +141,17 @@ def reduction_load(problem: Problem, first_waits: Sequence[int], members: Member
         deadline,
         total,
         size=total.under_way + total.waiting,
-        burst=total.waited(end) - total.under_way,
+        burst=total.at_wait(end) - total.under_way,
         staying=sum(b.bytes for b in staying),
         until=min((b.last for b in staying), default=0),
-        spare=max(total.waited(first_wait) - before, 0),
+        spare=max(total.at_wait(first_wait) - bytes_before, 0),
         message=message_of(problem, reductions, start, first_wait),
         changes=changes(buffers),
     )
 
 
-def _unbucketed(
-    members: Members, reductions: Sequence[Reduction], first_waits: Sequence[int]
+def _minus_unbucketed(
+    members: MemberIndices, reductions: Sequence[Reduction], first_waits: Sequence[int]
 ) -> Iterator[Buffer]:
     """The negative of what the members of a bucket have live if each is a bucket of its own."""
     for i, r in zip(members, reductions):
@@ -167,29 +171,28 @@ class Loads:
         self.memory = int(min(problem.memory, ENDLESS))
         self.second = reserved_for_second([r] for r in problem.reductions)
         starts = [r.born + 1 for r in problem.reductions]
-        self.first_waits = first_waits(problem, self._alone(starts))
-        self._without_levers = self._alone(self.first_waits)
+        self.first_waits = first_waits(problem, self._bytes_unbucketed(starts))
+        self._nothing_dropped = self._bytes_unbucketed(self.first_waits)
         self._gather = functools.cache(functools.partial(gather_load, problem))
         self._reduction = functools.cache(
             functools.partial(reduction_load, problem, self.first_waits)
         )
 
-    def _alone(self, waits: Sequence[int]) -> np.ndarray:
-        """By slot, what is live if every message is a bucket of its own, gathers start at their use, and no lever is
-        pulled."""
+    def _bytes_unbucketed(self, waits: Sequence[int]) -> np.ndarray:
+        """By slot, what is live if every message is a bucket of its own, gathers start at their use, and none is
+        dropped."""
         problem = self.problem
         buffers = [Buffer(g.bytes, 2 * g.use, 2 * g.last + 1) for g in problem.gathers]
         for r, wait in zip(problem.reductions, waits):
             buffers += ReductionBytes([r]).buffers(r.born + 1, wait)
         if self.second:
             buffers.append(second_buffer(problem, self.second))
-        return problem.fixed + live(buffers, len(problem.fixed))
+        return problem.fixed_bytes + live_by_slot(buffers, len(problem.fixed_bytes))
 
-    def alone(self, levers: Levers) -> np.ndarray:
-        """By slot, what is live if every message is a bucket of its own, and these levers are pulled."""
-        return self._without_levers + live(
-            lever_buffers(self.problem, levers), len(self.problem.fixed)
-        )
+    def bytes_unbucketed(self, dropped: Dropped) -> np.ndarray:
+        """By slot, what is live if every message is a bucket of its own, and these gathers are dropped."""
+        idle = idle_buffers(self.problem, dropped)
+        return self._nothing_dropped + live_by_slot(idle, len(self.problem.fixed_bytes))
 
     def of(self, choice: Choice) -> Loaded:
         """The loads of a choice, in which every bucket is possible, and for which there is room."""
@@ -201,7 +204,8 @@ class Loads:
         # A bucket of one member changes nothing.
         shared = [load.changes for load in gathers if len(load.members) > 1]
         shared += [load.changes for load in reductions if len(load.members) > 1]
-        room = self.memory - self.alone(choice.levers) - added_up(shared, len(problem.fixed))
+        used = self.bytes_unbucketed(choice.dropped) + sum_changes(shared, len(problem.fixed_bytes))
+        room = self.memory - used
         second = reserved_for_second(load.bytes.members for load in reductions)
         if second > self.second:
             room[2 * problem.births[0] :] -= second - self.second
@@ -221,7 +225,7 @@ class Loaded(NamedTuple):
     room: np.ndarray
 
 
-def first_waits(problem: Problem, alone: np.ndarray) -> list[int]:
+def first_waits(problem: Problem, live_bytes: np.ndarray) -> list[int]:
     """The first place at which each reduction can be waited for, so that none is waited for before an earlier one.
 
     It is the place at which the reduction starts, unless the bytes of the wait and of the updates after it do not fit
@@ -230,12 +234,12 @@ def first_waits(problem: Problem, alone: np.ndarray) -> list[int]:
 
     Args:
         problem: the reductions, and the memory.
-        alone: live bytes by slot, if every message is alone and every reduction is waited for where it starts.
+        live_bytes: by slot, if every message is a bucket of its own and every reduction is waited for where it starts.
     """
     starts = [r.born + 1 for r in problem.reductions]
-    if problem.reductions_in_flight < NEVER or alone.max(initial=0) <= problem.memory:
+    if problem.reductions_in_flight < NEVER or live_bytes.max(initial=0) <= problem.memory:
         return starts
-    room = problem.memory - alone
+    room = problem.memory - live_bytes
     waits = list(starts)
     earliest = 0
     for i, (r, start) in enumerate(zip(problem.reductions, starts)):
@@ -243,11 +247,11 @@ def first_waits(problem: Problem, alone: np.ndarray) -> list[int]:
         if earliest > need:
             return starts
         total = ReductionBytes([r])
-        at_once = live(total.buffers(start, start), len(room))
+        at_once = live_by_slot(total.buffers(start, start), len(room))
         if earliest > start or room[at_once > 0].min(initial=0) < 0:
             room += at_once
             waits[i] = _first_wait(total, room, start, max(earliest, start), need)
-            room -= live(total.buffers(start, waits[i]), len(room))
+            room -= live_by_slot(total.buffers(start, waits[i]), len(room))
         earliest = waits[i]
     return waits
 
@@ -261,7 +265,7 @@ def _first_wait(
     places = np.arange(earliest, max(latest, earliest) + 1)
     until = max((b.last + 1 for b in total.staying), default=0)
     too_full = np.flatnonzero(room[:until] < sum(b.bytes for b in total.staying))
-    waits_fit = room[2 * places] >= total.waited(need) + total.waiting
+    waits_fit = room[2 * places] >= total.at_wait(need) + total.waiting
     fits = waits_fit & (2 * places + 1 > too_full.max(initial=-1))
     return int(places[fits.argmax()]) if fits.any() else earliest
 
@@ -345,13 +349,10 @@ class _Simulation:
         self.room = loaded.room
         self.choice = choice
         self.limit = limit
-        compute = problem.compute(choice.levers)
-        self.before = (
-            problem.before
-            if compute is problem.seconds
-            else tuple(accumulate(compute, initial=0.0))
+        self.seconds_before = problem.seconds_before
+        self.first_gradient = min(
+            (r.born for r in problem.reductions), default=len(self.seconds_before)
         )
-        self.first_gradient = min((r.born for r in problem.reductions), default=len(self.before))
         largest = max((load.size for load in loaded.reductions), default=0)
         self.reserve = largest if choice.reserve else 0
         self.network = Network()
@@ -368,7 +369,8 @@ class _Simulation:
             GatherInFlight(g, load.message, load) for g, load in enumerate(loaded.gathers)
         ]
         self.fixed = [
-            InFlight(o, message) for o, message in enumerate(problem.others, len(self.gathers))
+            InFlight(o, message)
+            for o, message in enumerate(problem.fixed_messages, len(self.gathers))
         ]
         self.gathers_under_way: list[GatherInFlight] = []
         self.reductions_under_way: list[ReductionInFlight] = []
@@ -428,23 +430,24 @@ class _Simulation:
         )
         while self.agenda:
             place, kind, _, subject = heapq.heappop(self.agenda)
-            self.clock += self.before[place] - self.before[self.now]
+            self.clock += self.seconds_before[place] - self.seconds_before[self.now]
             self.now = place
             self.network.run(self.clock)
             happen[kind](subject, place)
-        seconds = self.clock + self.before[-1] - self.before[self.now] + self.updates.seconds_left
+        end = self.clock + self.seconds_before[-1] - self.seconds_before[self.now]
+        seconds = end + self.updates.seconds_left
         issued = sorted(self.gathers, key=lambda gather: gather.number)
         schedule = Schedule(
             tuple(Bucket(g.load.members, g.start, g.load.use) for g in issued),
             tuple(Bucket(r.load.members, r.load.start, r.wait) for r in self.reductions),
-            self.choice.levers,
+            self.choice.dropped,
         )
         peak = int(self.memory - self.room.min(initial=self.memory))
         return Placed(seconds, peak, self.choice, schedule)
 
-    def _send(self, sent: InFlight, place: int) -> None:
+    def _send(self, in_flight: InFlight, place: int) -> None:
         """Send a message."""
-        message = sent.message
+        message = in_flight.message
         lane = self.lanes[message.lane]
         self.clock += message.host
         self.network.run(self.clock)
@@ -453,8 +456,8 @@ class _Simulation:
         if lane.work > self.limit:
             raise Rejected
         lane.clear = max(lane.clear, self.clock) + message.latency + message.seconds
-        sent.number = self.network.issue(message, self.clock)
-        lane.last = sent.number
+        in_flight.number = self.network.issue(message, self.clock)
+        lane.last = in_flight.number
 
     def _send_gathers(self, lane: Lane, place: int) -> None:
         """Start the gathers of a lane whose time has come."""
@@ -562,7 +565,7 @@ class _Simulation:
             self.room[2 * load.first_wait] += load.spare
             self.room[2 * load.first_wait + 2 : 2 * place : 2] += load.burst
             end = len(self.problem.seconds)
-            self.room[2 * place] += load.bytes.waited(end) - load.bytes.waited(place)
+            self.room[2 * place] += load.bytes.at_wait(end) - load.bytes.at_wait(place)
         self.room[2 * place + 1 : 2 * until + 1] += load.needs(place, until)
         if until > place:
             for queued in self.queued:
@@ -606,5 +609,5 @@ class _Simulation:
             elif isinstance(arrived, ReductionInFlight):
                 self.updates.complete(arrived.load.members)
                 self.clock += self.updates.seconds(place)
-        if self.clock + self.before[-1] - self.before[place] > self.limit:
+        if self.clock + self.seconds_before[-1] - self.seconds_before[place] > self.limit:
             raise Rejected

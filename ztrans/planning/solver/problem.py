@@ -2,8 +2,8 @@
 
 Operations 0..n-1 run in a fixed order. Place k is before operation k, and place n is the end. A gather must have
 arrived before the operation that first uses it. Its value is live from its start to its last use. A gradient is live
-from the operation that makes it until its reduction has been waited for. A lever changes which messages are sent and
-which bytes are live: a gather that repeats an earlier one need not run if the earlier value stays live.
+from the operation that makes it until its reduction has been waited for. A gather that repeats an earlier one may be
+dropped: then it is not sent, and the earlier value stays live.
 
 The equations of an eager update have no place of their own: they run as soon as the reductions that they need have
 been waited for. Collectives that no schedule places, as the step's own, are issued and waited for at fixed places.
@@ -90,19 +90,8 @@ class Update(NamedTuple):
     release: int = 0  # the earliest place at which it may run
 
 
-class Lever(NamedTuple):
-    """A choice between memory and time: what changes in a schedule that pulls it."""
-
-    name: str
-    dropped: tuple[int, ...] = ()  # gathers that are not sent
-    buffers: tuple[
-        Buffer, ...
-    ] = ()  # bytes that are live in addition; a negative size removes bytes
-    seconds: tuple[tuple[int, float], ...] = ()  # of compute in addition, by operation
-
-
-Levers = frozenset[int]  # the levers that a schedule pulls, by index
-NO_LEVERS: Levers = frozenset()
+Dropped = frozenset[int]  # the gathers that a schedule does not send, by index
+NOTHING_DROPPED: Dropped = frozenset()
 
 
 @dataclass(frozen=True)
@@ -113,14 +102,13 @@ class Problem:
 
     Attributes:
         seconds, matmul: by operation, its seconds, and whether it is a matrix product, or takes as long as one.
-        live, across: bytes that are live in every schedule: by operation, and by place, if they are known.
+        live, live_at_places: bytes that are live in every schedule: by operation, and by place, if they are known.
         gathers, reductions: in order of use, and in order of birth.
         memory: bytes that may be live.
         max_between: matmuls between two starts of reductions; the first birth counts as a start.
         gathers_in_flight, reductions_in_flight: bytes that are started and not yet waited for, at most.
-        others: messages at places that no schedule changes.
+        fixed_messages: messages at places that no schedule changes.
         names: of the places, for errors.
-        levers: what a schedule may pull, the best first.
     """
 
     seconds: tuple[float, ...]
@@ -133,46 +121,44 @@ class Problem:
     max_between: float = float("inf")
     gathers_in_flight: float = float("inf")
     reductions_in_flight: float = float("inf")
-    across: tuple[int, ...] = ()
+    live_at_places: tuple[int, ...] = ()
     updates: tuple[Update, ...] = ()
-    others: tuple[Message, ...] = ()
+    fixed_messages: tuple[Message, ...] = ()
     names: tuple[str, ...] = ()
-    levers: tuple[Lever, ...] = ()
 
     def place(self, k: int) -> str:
         """The text of a place in errors."""
         return f"at {self.names[k]}" if self.names else f"at place {k}"
 
-    def dropped(self, levers: Iterable[int]) -> frozenset[int]:
-        """The gathers that are not sent if these levers are pulled."""
-        return frozenset(i for lever in levers for i in self.levers[lever].dropped)
+    @functools.cached_property
+    def idle_values(self) -> Mapping[int, Buffer]:
+        """For each gather that may be dropped, what is live instead: the earlier value from its last use to this one.
 
-    def compute(self, levers: Iterable[int]) -> Sequence[float]:
-        """By operation, its seconds if these levers are pulled."""
-        added = [each for lever in levers for each in self.levers[lever].seconds]
-        if not added:
-            return self.seconds
-        seconds = list(self.seconds)
-        for operation, more in added:
-            seconds[operation] += more
-        return seconds
+        The values that are idle for the shortest time come first. A buffer of no slots costs nothing.
+        """
+        idle = {}
+        for i, gather in enumerate(self.gathers):
+            if gather.repeats is not None:
+                after = self.gathers[gather.repeats].last + 1
+                idle[i] = Buffer(gather.bytes, 2 * after, 2 * gather.use - 1)
+        return dict(sorted(idle.items(), key=lambda item: item[1].last - item[1].first))
 
     @functools.cached_property
-    def free_levers(self) -> Levers:
-        """The levers that cost nothing: neither bytes nor seconds."""
-        return frozenset(
-            i for i, lever in enumerate(self.levers) if not lever.buffers and not lever.seconds
-        )
+    def free_drops(self) -> Dropped:
+        """The gathers that cost nothing if they are dropped, because the earlier value is live anyway."""
+        return frozenset(i for i, idle in self.idle_values.items() if idle.last < idle.first)
 
     @functools.cached_property
-    def before(self) -> tuple[float, ...]:
+    def seconds_before(self) -> tuple[float, ...]:
         """The seconds of compute before each place."""
         return tuple(accumulate(self.seconds, initial=0.0))
 
     @functools.cached_property
     def clock(self) -> tuple[float, ...]:
         """The seconds before each place, if compute waits only for the messages that no schedule places."""
-        return play(self.seconds, self.others).start if self.others else self.before
+        if not self.fixed_messages:
+            return self.seconds_before
+        return play(self.seconds, self.fixed_messages).start
 
     @functools.cached_property
     def updates_after(self) -> Mapping[int, list[int]]:
@@ -190,12 +176,12 @@ class Problem:
         return tuple(accumulate(self.matmul, initial=0))
 
     @functools.cached_property
-    def fixed(self) -> np.ndarray:
+    def fixed_bytes(self) -> np.ndarray:
         """By slot: the bytes that are live in every schedule."""
         slots = np.full(2 * len(self.live) + 1, UNKNOWN, dtype=np.int64)
         slots[1::2] = self.live
-        if self.across:
-            slots[::2] = self.across
+        if self.live_at_places:
+            slots[::2] = self.live_at_places
         return slots
 
     def without_start(self, starts: Iterable[int]) -> tuple[int, int] | None:
@@ -205,21 +191,6 @@ class Problem:
             if ready and self.matmuls[b] - self.matmuls[a] > self.max_between:
                 return a, b
         return None
-
-
-def keeping_levers(gathers: Sequence[Gather]) -> tuple[Lever, ...]:
-    """For each gather that repeats an earlier one, the lever that keeps the earlier value instead.
-
-    Its bytes are then live from the last use of the earlier value on. Those for the shortest time come first.
-    """
-    levers = []
-    for i, gather in enumerate(gathers):
-        if gather.repeats is not None:
-            after = gathers[gather.repeats].last + 1
-            idle = Buffer(gather.bytes, 2 * after, 2 * gather.use - 1)
-            buffers = (idle,) if gather.use > after else ()
-            levers.append((gather.use - after, Lever(gather.name, (i,), buffers)))
-    return tuple(lever for _, lever in sorted(levers, key=lambda each: each[0]))
 
 
 @dataclass(frozen=True)
@@ -234,19 +205,19 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A solution: buckets in the order of their start, and the levers that are pulled."""
+    """A solution: buckets in the order of their start, and the gathers that are dropped."""
 
     gathers: tuple[Bucket, ...]
     reductions: tuple[Bucket, ...]
-    levers: Levers = NO_LEVERS
+    dropped: Dropped = NOTHING_DROPPED
 
 
 # A bucket as a message.
 
-Members = Sequence[Gather] | Sequence[Reduction]
+BucketMembers = Sequence[Gather] | Sequence[Reduction]
 
 
-def message_of(problem: Problem, members: Members, start: int, wait: int) -> Message:
+def message_of(problem: Problem, members: BucketMembers, start: int, wait: int) -> Message:
     """A bucket as a message that is sent at place `start` and waited for at place `wait`.
 
     A gather copies this rank's part into the buffer in which it receives. Small members share a buffer, and their
@@ -254,14 +225,16 @@ def message_of(problem: Problem, members: Members, start: int, wait: int) -> Mes
     the parts that it has received.
     """
     wire = problem.wires[members[0].key]
-    moved = sum(member.wire for member in members)
-    host = wire.call + wire.host * moved + wire.pack * packed_gradients(members)
-    unpack = wire.unpack * moved + wire.copy * packed_values(members)
+    wire_bytes = sum(member.wire for member in members)
+    host = wire.call + wire.host * wire_bytes + wire.pack * packed_gradients(members)
+    unpack = wire.unpack * wire_bytes + wire.copy * packed_values(members)
     for member in members:
         packing, unpacking = copy_seconds(wire, member)
         host += packing
         unpack += unpacking
-    return Message(start, wait, wire.lane, wire.link, wire.latency, wire.pace * moved, host, unpack)
+    return Message(
+        start, wait, wire.lane, wire.link, wire.latency, wire.pace * wire_bytes, host, unpack
+    )
 
 
 def copy_seconds(wire: Wire, member: Gather | Reduction) -> tuple[float, float]:
@@ -272,18 +245,18 @@ def copy_seconds(wire: Wire, member: Gather | Reduction) -> tuple[float, float]:
     return packing, wire.copy * (member.bytes + member.bytes // wire.ranks)
 
 
-def sharing(members: Members) -> list[Gather | Reduction]:
+def sharing(members: BucketMembers) -> list[Gather | Reduction]:
     """The members of a bucket that share a buffer: the small ones, if there are several."""
     small = [member for member in members if member.small]
     return small if len(small) > 1 else []
 
 
-def packed_values(members: Members) -> int:
+def packed_values(members: BucketMembers) -> int:
     """The bytes of values that are copied out of the buffer of a bucket of gathers."""
     return sum(member.bytes for member in sharing(members) if isinstance(member, Gather))
 
 
-def packed_gradients(members: Members) -> int:
+def packed_gradients(members: BucketMembers) -> int:
     """The bytes of gradients that are copied because their bucket has several small ones."""
     small = [member for member in sharing(members) if isinstance(member, Reduction)]
     return sum(reduction.bytes for reduction in small if not reduction.copied)
@@ -348,7 +321,7 @@ class ReductionBytes:
         """The bytes of `awaiting`."""
         return _total(self.awaiting)
 
-    def waited(self, wait: int) -> int:
+    def at_wait(self, wait: int) -> int:
         """The most bytes at a wait: while results are allocated, or while the updates run that may, one by one."""
         largest = max((buffer.bytes for buffer in self.allocated), default=0)
         running = max((size for release, size in self.temporaries if release <= wait), default=0)
@@ -368,21 +341,20 @@ class ReductionBytes:
             if release > wait:
                 yield Buffer(size, 2 * release, 2 * release)
         if start == wait:
-            yield Buffer(max(self.starting, self.waited(wait)), 2 * start, 2 * start)
+            yield Buffer(max(self.starting, self.at_wait(wait)), 2 * start, 2 * start)
         else:
             yield Buffer(self.starting, 2 * start, 2 * start)
             yield Buffer(self.under_way, 2 * start + 1, 2 * wait - 1)
-            yield Buffer(self.waited(wait), 2 * wait, 2 * wait)
+            yield Buffer(self.at_wait(wait), 2 * wait, 2 * wait)
 
 
 def _total(sized: Iterable[Buffer | Reduction]) -> int:
     return sum(each.bytes for each in sized)
 
 
-def lever_buffers(problem: Problem, levers: Iterable[int]) -> Iterator[Buffer]:
-    """What is live in addition if levers are pulled."""
-    for lever in levers:
-        yield from problem.levers[lever].buffers
+def idle_buffers(problem: Problem, dropped: Dropped) -> list[Buffer]:
+    """What is live in addition if gathers are dropped."""
+    return [problem.idle_values[i] for i in dropped - problem.free_drops]
 
 
 def second_buffer(problem: Problem, size: int) -> Buffer:
@@ -406,7 +378,7 @@ class PendingUpdates:
         self.updates = problem.updates
         self.updates_after = problem.updates_after
         self.missing = [len(update.after) for update in self.updates]
-        self.ready = [u for u, count in enumerate(self.missing) if not count]
+        self.ready_updates = [u for u, count in enumerate(self.missing) if not count]
         self.pending = set(range(len(self.updates)))
 
     def complete(self, reductions: Iterable[int]) -> None:
@@ -415,14 +387,14 @@ class PendingUpdates:
             for u in self.updates_after.get(r, ()):
                 self.missing[u] -= 1
                 if not self.missing[u]:
-                    self.ready.append(u)
+                    self.ready_updates.append(u)
 
     def run(self, place: int) -> list[int]:
         """Take the updates that can run at a place. Those that need no reduction run with the first that does."""
-        runnable = [u for u in self.ready if self.updates[u].release <= place]
+        runnable = [u for u in self.ready_updates if self.updates[u].release <= place]
         if not any(self.updates[u].after for u in runnable):
             return []
-        self.ready = [u for u in self.ready if self.updates[u].release > place]
+        self.ready_updates = [u for u in self.ready_updates if self.updates[u].release > place]
         self.pending.difference_update(runnable)
         return runnable
 

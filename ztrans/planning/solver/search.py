@@ -3,12 +3,14 @@
 Memory is a hard limit. Live bytes are counted by slot (see `buffers`), and the program in the order of a schedule never
 has more of them live than its schedule counts.
 
-A choice of buckets and levers is as good as the time that its placement takes. Times below `enough` count as equal;
-then fewer live bytes are better, then fewer buckets. The search begins with full buckets, once with no levers pulled
-and once with as many as fit. It merges buckets, many at once where that is no loss. Then it climbs: it makes random
-changes, and keeps a change that is not slower. Of the choices that take nearly as little time as the best one, the
-result is the one with the fewest live bytes. The random numbers have a fixed seed, and the effort is counted in
-messages placed, so the same problem has the same result everywhere.
+A choice of buckets and of dropped gathers is as good as the time that its placement takes. Times below `enough` count
+as equal; then fewer live bytes are better, then fewer buckets.
+
+The search begins with full buckets, once with no gather dropped and once with as many as fit. It merges buckets, many
+at once where that is no loss. Then it climbs: it makes random changes, and keeps a change that is not slower. Of the
+choices that take nearly as little time as the best one, the result is the one with the fewest live bytes. The random
+numbers have a fixed seed, and the effort is counted in messages placed, so the same problem has the same result
+everywhere.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from typing import NamedTuple
 from ...ir.relations import grouped
 from ..buffers import by_operation
 from .bound import bound
-from .place import Choice, Loads, Members, Placed, place_choice
-from .problem import NO_LEVERS, Gather, Levers, Problem, Reduction, Schedule
+from .place import Choice, Loads, MemberIndices, Placed, place_choice
+from .problem import NOTHING_DROPPED, Dropped, Gather, Problem, Reduction, Schedule
 
 EFFORT = 20_000  # messages that the search places: about a second
 NEARLY = 0.0025  # schedules whose times differ by less than this share count as equal; the lower bound's is enough
@@ -42,21 +44,21 @@ LITTLE = 4000  # messages that the smallest problem may place; the first choices
 
 
 class Infeasible(Exception):
-    """No schedule fits the memory: with every message alone, `needs` bytes are live at operation `at`."""
+    """No schedule fits the memory: with every message alone, `needs` bytes are live at `operation`."""
 
-    def __init__(self, needs: int, at: int) -> None:
+    def __init__(self, needs: int, operation: int) -> None:
         super().__init__(
-            f"{needs} bytes are needed at operation {at}, even if every message is sent alone"
+            f"{needs} bytes are needed at operation {operation}, even if every message is sent alone"
         )
         self.needs = needs
-        self.at = at
+        self.operation = operation
 
 
 class Needs(NamedTuple):
     """The memory that a problem needs."""
 
     bytes: int
-    at: int  # the operation at which that much is live
+    operation: int  # the operation at which that much is live
 
 
 def needs(problem: Problem) -> Needs:
@@ -64,23 +66,23 @@ def needs(problem: Problem) -> Needs:
 
     If that fits the memory of the problem, these are the bytes that are live then.
     """
-    least = _alone(problem)
+    least = _unbucketed_needs(problem)
     if least.bytes <= problem.memory:
         return least
     low = int(problem.memory)
     while low + 1 < least.bytes:
         middle = (low + least.bytes) // 2
-        within = _alone(replace(problem, memory=middle))
-        if within.bytes <= middle:
-            least = Needs(middle, within.at)
+        needed = _unbucketed_needs(replace(problem, memory=middle))
+        if needed.bytes <= middle:
+            least = Needs(middle, needed.operation)
         else:
             low = middle
     return least
 
 
-def _alone(problem: Problem) -> Needs:
+def _unbucketed_needs(problem: Problem) -> Needs:
     """The bytes that are live if every message is sent alone, and is waited for as early as the memory allows."""
-    live = by_operation(Loads(problem).alone(NO_LEVERS))
+    live = by_operation(Loads(problem).bytes_unbucketed(NOTHING_DROPPED))
     return Needs(int(live.max(initial=0)), int(live.argmax()) if len(live) else 0)
 
 
@@ -88,7 +90,7 @@ def _alone(problem: Problem) -> Needs:
 # same where it cannot be made.
 Change = Callable[[Random, Problem, Choice], Choice]
 _LEADS = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 1e6)
-_COUNTS = (1, 2, 4, 8)  # of levers that are pulled at once
+_COUNTS = (1, 2, 4, 8)  # of gathers that are dropped at once
 
 
 def split(chance: Random, problem: Problem, choice: Choice) -> Choice:
@@ -113,13 +115,15 @@ def move_border(chance: Random, problem: Problem, choice: Choice) -> Choice:
     """Move members between a bucket and the next one: often a few of them, sometimes any number."""
     kind, buckets, k = _pick(chance, choice)
     if can_join(problem, buckets, k, kind):
-        both = buckets[k] + buckets[k + 1]
+        pair_members = buckets[k] + buckets[k + 1]
         border = len(buckets[k])
-        cuts = [cut for cut in _cuts(problem, both, kind) if cut != border]
-        cuts.sort(key=lambda cut: abs(cut - border))
+        cuts = [
+            new_border for new_border in _cuts(problem, pair_members, kind) if new_border != border
+        ]
+        cuts.sort(key=lambda new_border: abs(new_border - border))
         if cuts:
-            cut = chance.choice(cuts[:4] if chance.random() < 0.5 else cuts)
-            buckets[k : k + 2] = [both[:cut], both[cut:]]
+            new_border = chance.choice(cuts[:4] if chance.random() < 0.5 else cuts)
+            buckets[k : k + 2] = [pair_members[:new_border], pair_members[new_border:]]
     return with_buckets(choice, kind, buckets)
 
 
@@ -128,13 +132,14 @@ def change_start(chance: Random, problem: Problem, choice: Choice) -> Choice:
     return choice._replace(lead=chance.choice(_LEADS), reserve=chance.choice((False, True)))
 
 
-def pull_more(chance: Random, problem: Problem, choice: Choice) -> Choice:
-    """Pull a few more levers, the first ones first."""
-    more = [i for i in range(len(problem.levers)) if i not in choice.levers]
-    levers = choice.levers.union(more[: chance.choice(_COUNTS)])
-    dropped = problem.dropped(levers)
-    left = (tuple(i for i in members if i not in dropped) for members in choice.gathers)
-    return choice._replace(gathers=tuple(members for members in left if members), levers=levers)
+def drop_more(chance: Random, problem: Problem, choice: Choice) -> Choice:
+    """Drop a few more gathers, those whose values are idle for the shortest time first."""
+    more = [i for i in problem.idle_values if i not in choice.dropped]
+    dropped = choice.dropped.union(more[: chance.choice(_COUNTS)])
+    remaining = (tuple(i for i in members if i not in dropped) for members in choice.gathers)
+    return choice._replace(
+        gathers=tuple(members for members in remaining if members), dropped=dropped
+    )
 
 
 # Each change with its weight. `benchmarks/ablations.py` leaves each of them out, to see what it gains.
@@ -143,13 +148,13 @@ CHANGES: tuple[tuple[Change, int], ...] = (
     (join, 30),
     (move_border, 50),
     (change_start, 6),
-    (pull_more, 8),
+    (drop_more, 8),
 )
 
 Kind = str  # "gathers" or "reductions", as the fields of a problem and of a choice
 
 
-def _pick(chance: Random, choice: Choice) -> tuple[Kind, list[Members], int]:
+def _pick(chance: Random, choice: Choice) -> tuple[Kind, list[MemberIndices], int]:
     """Pick a bucket: its kind, the buckets of that kind, and its number among them."""
     count = len(choice.gathers)
     number = chance.randrange(count + len(choice.reductions))
@@ -158,7 +163,7 @@ def _pick(chance: Random, choice: Choice) -> tuple[Kind, list[Members], int]:
     return "reductions", list(choice.reductions), number - count
 
 
-def _cuts(problem: Problem, members: Members, kind: Kind) -> list[int]:
+def _cuts(problem: Problem, members: MemberIndices, kind: Kind) -> list[int]:
     """Where a bucket may be cut: members of one operation stay together."""
     if kind == "gathers":
         marks = [(problem.gathers[i].use, problem.gathers[i].release) for i in members]
@@ -167,13 +172,13 @@ def _cuts(problem: Problem, members: Members, kind: Kind) -> list[int]:
     return [k for k in range(1, len(members)) if marks[k] != marks[k - 1]]
 
 
-def can_join(problem: Problem, buckets: Sequence[Members], k: int, kind: Kind) -> bool:
+def can_join(problem: Problem, buckets: Sequence[MemberIndices], k: int, kind: Kind) -> bool:
     """Whether a bucket has the key of the next one."""
     messages = getattr(problem, kind)
     return k + 1 < len(buckets) and messages[buckets[k][0]].key == messages[buckets[k + 1][0]].key
 
 
-def with_buckets(choice: Choice, kind: Kind, buckets: Iterable[Members]) -> Choice:
+def with_buckets(choice: Choice, kind: Kind, buckets: Iterable[MemberIndices]) -> Choice:
     """A choice with other buckets of a kind."""
     if kind == "gathers":
         return choice._replace(gathers=tuple(buckets))
@@ -183,7 +188,7 @@ def with_buckets(choice: Choice, kind: Kind, buckets: Iterable[Members]) -> Choi
 # Full buckets, with which the search begins.
 
 
-def in_order(problem: Problem, gathers: Iterable[Members]) -> tuple[Members, ...]:
+def in_order(problem: Problem, gathers: Iterable[MemberIndices]) -> tuple[MemberIndices, ...]:
     """Buckets of gathers in order: by key, and by use within a key."""
     buckets = grouped((problem.gathers[members[0]].key, members) for members in sorted(gathers))
     return tuple(chain.from_iterable(buckets.values()))
@@ -195,7 +200,7 @@ def gather_buckets(
     room: Sequence[float],
     portion: float,
     full: float = FULL,
-) -> list[Members]:
+) -> list[MemberIndices]:
     """Make full buckets of some gathers, in order of use.
 
     Neighbours of one key share a bucket until it is full: its transfer takes some times the latency of a message, or
@@ -217,7 +222,7 @@ def gather_buckets(
         most = min(portion * room[use], problem.gathers_in_flight)
         return max(g.release for g in gathers) <= use and size <= most
 
-    buckets: list[Members] = []
+    buckets: list[MemberIndices] = []
     for indices in grouped((problem.gathers[i].key, i) for i in among).values():
         # The last uses come first: a bucket is waited for at its first use, so its last member is the one that fits.
         filled = _filled(problem, problem.gathers, indices[::-1], full, fits)
@@ -227,7 +232,7 @@ def gather_buckets(
 
 def reduction_buckets(
     problem: Problem, room: Sequence[float], portion: float, full: float = FULL
-) -> list[Members]:
+) -> list[MemberIndices]:
     """Make full buckets of all reductions likewise; they start as often as `max_between` asks."""
     keys = grouped((r.key, i) for i, r in enumerate(problem.reductions))
     births = sorted({r.born for r in problem.reductions})
@@ -263,7 +268,7 @@ def _filled(
     indices: Sequence[int],
     full: float,
     fits: Callable[[Sequence[int]], bool],
-) -> Iterator[Members]:
+) -> Iterator[MemberIndices]:
     """Buckets of neighbours: each is full once its transfer takes long enough, or nothing more fits."""
     wire = problem.wires[messages[indices[0]].key]
     bucket: list[int] = []
@@ -295,25 +300,24 @@ class Search:
         self.improved = self.effort
         self.patience = PATIENCE + PATIENCE_FOR_EACH * count
         self.seen: set[Choice] = set()
-        self.granule = max(1.0, self.loads.alone(NO_LEVERS).max(initial=0.0) / 64)
-        alone = place_choice(self.loads, self._alone())
-        if alone is None:
+        self.granule = max(1.0, self.loads.bytes_unbucketed(NOTHING_DROPPED).max(initial=0.0) / 64)
+        unbucketed = place_choice(self.loads, self._unbucketed_choice())
+        if unbucketed is None:
             raise ValueError("search: the memory is less than every schedule needs.")
-        self.best = alone
-        self.first = alone  # the choice with which the search began
+        self.best = unbucketed
+        self.first = unbucketed  # the choice with which the search began
         # The choices near the best that no other beats in both seconds and bytes.
-        self.front = [alone]
+        self.front = [unbucketed]
 
-    def _alone(self) -> Choice:
+    def _unbucketed_choice(self) -> Choice:
         """Every message alone, every gather at its use."""
-        levers = self.problem.free_levers
-        dropped = self.problem.dropped(levers)
+        dropped = self.problem.free_drops
         gathers = [(i,) for i in range(len(self.problem.gathers)) if i not in dropped]
         reductions = tuple((i,) for i in range(len(self.problem.reductions)))
-        return Choice(in_order(self.problem, gathers), reductions, levers, lead=0.0)
+        return Choice(in_order(self.problem, gathers), reductions, dropped, lead=0.0)
 
     @property
-    def done(self) -> bool:
+    def finished(self) -> bool:
         """Whether the best is good enough, or the effort spent."""
         return self.effort <= 0 or self.best.seconds <= self.enough
 
@@ -325,8 +329,8 @@ class Search:
     @property
     def result(self) -> Placed:
         """Of the choices that take nearly as little time as the best one, the one with the fewest live bytes."""
-        near = [placed for placed in self.front if placed.seconds <= self.limit]
-        return min(near, key=lambda placed: placed.peak)
+        near_best = [placed for placed in self.front if placed.seconds <= self.limit]
+        return min(near_best, key=lambda placed: placed.peak)
 
     def rank(self, placed: Placed) -> tuple[float, int, int]:
         """Sort key: smaller is better."""
@@ -349,34 +353,32 @@ class Search:
 
     def _add_to_front(self, placed: Placed) -> None:
         limit = self.limit
-        if placed.seconds <= limit and not any(_beats(other, placed) for other in self.front):
-            near = [other for other in self.front if other.seconds <= limit]
-            self.front = [*(other for other in near if not _beats(placed, other)), placed]
+        if placed.seconds <= limit and not any(_beats(rival, placed) for rival in self.front):
+            near_best = [rival for rival in self.front if rival.seconds <= limit]
+            self.front = [*(rival for rival in near_best if not _beats(placed, rival)), placed]
             self.improved = self.effort
 
     def begin(self) -> None:
-        """Try full buckets: with no levers pulled, and with as many as fit."""
-        for levers in (self.problem.free_levers, self._levers_that_fit()):
-            if not self.done:
-                self.first = self.attempt(self._full(levers)) or self.first
+        """Try full buckets: with no gather dropped at a cost, and with as many dropped as fit."""
+        for dropped in (self.problem.free_drops, self._drops_that_fit()):
+            if not self.finished:
+                self.first = self.attempt(self._full(dropped)) or self.first
 
-    def _levers_that_fit(self) -> Levers:
-        """As many levers as fit the memory, the first ones first."""
-        room = self.loads.memory - self.loads.alone(NO_LEVERS)
-        levers = set(self.problem.free_levers)
-        for i, lever in enumerate(self.problem.levers):
-            spans = [(room[b.first : b.last + 1], b.bytes) for b in lever.buffers]
-            if all(span.min() >= size for span, size in spans):
-                levers.add(i)
-                for span, size in spans:
-                    span -= size
-        return frozenset(levers)
+    def _drops_that_fit(self) -> Dropped:
+        """As many gathers as can be dropped, those whose values are idle for the shortest time first."""
+        room = self.loads.memory - self.loads.bytes_unbucketed(NOTHING_DROPPED)
+        dropped = set(self.problem.free_drops)
+        for i, idle in self.problem.idle_values.items():
+            span = room[idle.first : idle.last + 1]
+            if i not in dropped and span.min() >= idle.bytes:
+                dropped.add(i)
+                span -= idle.bytes
+        return frozenset(dropped)
 
-    def _full(self, levers: Levers) -> Choice:
+    def _full(self, dropped: Dropped) -> Choice:
         """Full buckets of everything that is not dropped."""
         problem = self.problem
-        room = (self.loads.memory - by_operation(self.loads.alone(levers))).tolist()
-        dropped = problem.dropped(levers)
+        room = (self.loads.memory - by_operation(self.loads.bytes_unbucketed(dropped))).tolist()
         gathers = [(i, g) for i, g in enumerate(problem.gathers) if i not in dropped]
         first = [i for i, g in gathers if g.repeats is None]
         regathers = [i for i, g in gathers if g.repeats is not None]
@@ -385,20 +387,22 @@ class Search:
             *gather_buckets(problem, regathers, room, REGATHERS),
         ]
         reductions = reduction_buckets(problem, room, REDUCTIONS)
-        return Choice(in_order(problem, buckets), tuple(reductions), levers, lead=2.0)
+        return Choice(in_order(problem, buckets), tuple(reductions), dropped, lead=2.0)
 
     def merge(self, kind: Kind) -> None:
         """Merge neighbouring buckets of a kind: all pairs at once, then halves of them where that is a loss."""
         improved = True
-        while improved and not self.done:
+        while improved and not self.finished:
             improved = False
             parts = [self._pairs(kind)]
             while parts and self.effort > 0:
                 part = parts.pop(0)
-                before = self.best
-                merged = _merged(getattr(before.choice, kind), set(part))
-                self.attempt(with_buckets(before.choice, kind, merged), before.seconds)
-                if self.best is not before:
+                previous_best = self.best
+                merged = _merged(getattr(previous_best.choice, kind), set(part))
+                self.attempt(
+                    with_buckets(previous_best.choice, kind, merged), previous_best.seconds
+                )
+                if self.best is not previous_best:
                     improved = True
                 elif len(part) > 1:
                     parts += [part[: len(part) // 2], part[len(part) // 2 :]]
@@ -421,7 +425,7 @@ class Search:
         """
         total = self.effort
         self.improved = total
-        while changes and not self.done:
+        while changes and not self.finished:
             if self.improved - self.effort > self.patience + 3 * (total - self.improved):
                 break
             placed = self.attempt(self._neighbour(current.choice, changes), current.seconds)
@@ -440,9 +444,9 @@ def _beats(a: Placed, b: Placed) -> bool:
     return a.seconds <= b.seconds and a.peak <= b.peak
 
 
-def _merged(buckets: Sequence[Members], firsts: set[int]) -> list[Members]:
+def _merged(buckets: Sequence[MemberIndices], firsts: set[int]) -> list[MemberIndices]:
     """Buckets, of which the ones with these first members are merged with the next one."""
-    merged: list[Members] = []
+    merged: list[MemberIndices] = []
     for members in buckets:
         if merged and merged[-1][0] in firsts:
             firsts.remove(merged[-1][0])

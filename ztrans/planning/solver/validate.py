@@ -1,30 +1,13 @@
-"""validate: whether a schedule keeps every limit of its problem, the seconds that it takes, and its live bytes."""
+"""validate: whether a schedule keeps every limit of its problem."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
-
-from ..buffers import Buffer, by_operation, live
-from ..simulate import Message, Played, play
-from .problem import (
-    Bucket,
-    Gather,
-    PendingUpdates,
-    Problem,
-    Reduction,
-    ReductionBytes,
-    Schedule,
-    gather_buffers,
-    lever_buffers,
-    message_of,
-    reserved_for_second,
-    second_buffer,
-)
+from ..buffers import Buffer, live_by_slot
+from .problem import Bucket, Gather, Problem, Reduction, Schedule
 
 
 class ScheduleError(ValueError):
@@ -37,8 +20,11 @@ def validate(problem: Problem, schedule: Schedule) -> None:
     Raises:
         ScheduleError: a limit is not kept; the message names members and places.
     """
-    dropped = problem.dropped(schedule.levers)
-    _check_buckets(problem, "gather", schedule.gathers, problem.gathers, dropped)
+    for i in sorted(schedule.dropped):
+        if problem.gathers[i].repeats is None:
+            names = _names(problem.gathers, [i])
+            raise ScheduleError(f"the gather {names} is dropped, and no value is kept for it")
+    _check_buckets(problem, "gather", schedule.gathers, problem.gathers, schedule.dropped)
     _check_buckets(problem, "reduction", schedule.reductions, problem.reductions, frozenset())
     for bucket in schedule.gathers:
         _check_gather(problem, bucket)
@@ -137,7 +123,7 @@ def _check_in_flight(
         Buffer(sum(messages[i].bytes for i in bucket.members), bucket.start, bucket.wait - 1)
         for bucket in buckets
     ]
-    flight = live(under_way, len(problem.seconds) + 1)
+    flight = live_by_slot(under_way, len(problem.seconds) + 1)
     if flight.max() > limit:
         where = problem.place(int(flight.argmax()))
         raise ScheduleError(
@@ -154,65 +140,3 @@ def _check_between(problem: Problem, schedule: Schedule) -> None:
             f"no reduction starts between the places {first} and {second}, which more than "
             f"{problem.max_between} matmuls part"
         )
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The result of simulating a schedule."""
-
-    seconds: float
-    peak: int  # the most of `memory`
-    messages: tuple[Message, ...]  # in the order of their issue
-    played: Played  # at the places where one of them is issued or waited for
-    memory: np.ndarray  # by operation: live bytes
-
-
-def evaluate(problem: Problem, schedule: Schedule) -> Outcome:
-    """Simulate a schedule."""
-    issued = _issued(problem, schedule)
-    messages = tuple(message for message, _ in issued)
-    updates = PendingUpdates(problem)
-
-    def follows(i: int, place: int) -> float:
-        updates.complete(issued[i][1])
-        return updates.seconds(place)
-
-    compute = problem.compute(schedule.levers)
-    places = {0, len(compute)}
-    places.update(update.release for update in problem.updates)
-    for message in messages:
-        places.update((message.issue, message.need))
-    played = play(compute, messages, sorted(places), follows, updates.seconds)
-    seconds = max(played.start[-1] + updates.seconds_left, *played.end, 0.0)
-    bytes_live = memory(problem, schedule)
-    return Outcome(seconds, int(bytes_live.max(initial=0)), messages, played, bytes_live)
-
-
-def _issued(problem: Problem, schedule: Schedule) -> list[tuple[Message, tuple[int, ...]]]:
-    """Every message in the order of issue, with the reductions that are its members."""
-    issued: list[tuple[Message, tuple[int, ...]]] = [(message, ()) for message in problem.others]
-    for bucket in schedule.gathers:
-        gathers = [problem.gathers[i] for i in bucket.members]
-        issued.append((message_of(problem, gathers, bucket.start, bucket.wait), ()))
-    for bucket in schedule.reductions:
-        reductions = [problem.reductions[i] for i in bucket.members]
-        message = message_of(problem, reductions, bucket.start, bucket.wait)
-        issued.append((message, bucket.members))
-    return sorted(issued, key=lambda each: each[0].issue)
-
-
-def memory(problem: Problem, schedule: Schedule) -> np.ndarray:
-    """The bytes live while each operation runs, or at the place before it."""
-    buffers = [Buffer(g.bytes, 2 * g.use, 2 * g.last + 1) for g in problem.gathers]
-    buffers += lever_buffers(problem, schedule.levers)
-    for bucket in schedule.gathers:
-        gathers = [problem.gathers[i] for i in bucket.members]
-        buffers += [Buffer(g.bytes, 2 * bucket.start, 2 * g.use - 1) for g in gathers]
-        buffers += gather_buffers(problem, gathers, bucket.start, bucket.wait)
-    reductions = [[problem.reductions[i] for i in b.members] for b in schedule.reductions]
-    for bucket, members in zip(schedule.reductions, reductions):
-        buffers += ReductionBytes(members).buffers(bucket.start, bucket.wait)
-    second = reserved_for_second(reductions)
-    if second:
-        buffers.append(second_buffer(problem, second))
-    return by_operation(problem.fixed + live(buffers, len(problem.fixed)))

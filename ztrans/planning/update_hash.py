@@ -1,4 +1,4 @@
-"""fingerprint: a hash of the update of the state, which ranks compare. It is the same for every size of the batch."""
+"""update_hash: a hash of the update of the state, which ranks compare. It is the same for every size of the batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..ir.varying import replicated_equations
 _BATCH_SIZED = ("output", "pmean")
 
 
-def update_fingerprint(graph: Graph) -> str:
+def update_hash(graph: Graph) -> str:
     """A hash of the update of the state, with its constants. It must be equal on all ranks, or states would diverge.
 
     Values are numbered in order, because a batch of another size may give them other names.

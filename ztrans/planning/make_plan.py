@@ -1,0 +1,131 @@
+"""make_plan: choose the order of a program with hints, and say in a plan what was chosen and why.
+
+The solver may use the memory that the program would need as written and a little more, or the budget of `prefetch`.
+If no schedule fits, updates run last; if that does not help, the program keeps its order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..ir.graph import Graph
+from ..ir.pairing import pair
+from ..ir.printer import format_bytes
+from ..ir.verifier import ProgramError, check
+from .cluster import Cluster, Device
+from .cost import Memory, memory
+from .formulate import formulate
+from .plan import WRITTEN, Plan, buckets_by_name
+from .realise import realise, without_hints
+from .skeleton import Skeleton, skeleton
+from .solver.problem import Problem
+from .solver.search import needs, solve
+from .solver.validate import ScheduleError, validate
+
+SLACK = 0.05  # the share by which "auto" lets the peak rise above that of the unscheduled program
+
+
+def make_plan(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
+    """Make the plan of a program with hints, and the program in the order of that plan.
+
+    The program is verified. If no other order fits the budget of `prefetch`, or if the planned order is not valid, the
+    program keeps the order in which it was written, and the notes of the plan say why.
+
+    Raises:
+        ValueError: the memory budget is below what any order needs, or the cluster lacks a link.
+    """
+    s = skeleton(graph)
+    unscheduled = memory(graph)
+    budget = (
+        int(unscheduled.peak * (1 + SLACK)) if graph.hints.memory is None else graph.hints.memory
+    )
+    if not s.gathers and not s.reductions:
+        if graph.hints.memory is not None and unscheduled.peak > budget:
+            raise _too_little(budget, unscheduled)
+        plan = Plan(s.fingerprint, update=s.asked_update)
+        return _with_notes(plan, graph, unscheduled.peak, cluster), check(s.graph)
+
+    problem, update = problem_within(s, cluster, budget)
+    try:
+        schedule = solve(problem)
+        validate(problem, schedule)
+        ordered = check(realise(s, schedule, problem))
+    except (ProgramError, ScheduleError) as error:
+        return _as_written(graph, unscheduled, cluster, f"the planned one is not valid: {error}")
+    planned_memory = memory(ordered)
+    if graph.hints.memory is not None and planned_memory.peak > budget:
+        if budget < unscheduled.peak:
+            raise _too_little(budget, min(planned_memory, unscheduled, key=lambda each: each.peak))
+        reason = f"any other needs {format_bytes(planned_memory.peak)}"
+        return _as_written(graph, unscheduled, cluster, reason)
+
+    notes = []
+    if planned_memory.peak > budget:
+        above = format_bytes(planned_memory.peak - budget)
+        notes.append(f"the peak is {format_bytes(planned_memory.peak)}, {above} above the budget")
+    if update != s.asked_update:
+        notes.append(
+            "updates run at the end: in between they would not have fitted the memory budget"
+        )
+    plan = Plan(s.fingerprint, *buckets_by_name(s, schedule), update, tuple(notes))
+    return _with_notes(plan, graph, planned_memory.peak, cluster), ordered
+
+
+def problem_within(s: Skeleton, cluster: Cluster, budget: int) -> tuple[Problem, str]:
+    """The problem to solve, and when updates run in it.
+
+    Updates run as the user asked. If they were to run early and that cannot fit the budget, they run last, provided
+    that this takes less memory. If that does not fit either, the problem may take as much memory as it needs.
+    """
+    update = s.asked_update
+    problem = formulate(s, cluster, budget)
+    least = needs(problem).bytes
+    if update == "eager" and least > budget:
+        at_end = formulate(s, cluster, budget, "last")
+        least_at_end = needs(at_end).bytes
+        if least_at_end < least:
+            return dataclasses.replace(at_end, memory=max(budget, least_at_end)), "last"
+    return dataclasses.replace(problem, memory=max(budget, least)), update
+
+
+def _as_written(
+    graph: Graph, unscheduled: Memory, cluster: Cluster, reason: str
+) -> tuple[Plan, Graph]:
+    """The program in the order in which it was written, and a plan that says why."""
+    fingerprint = skeleton(graph).fingerprint
+    plan = Plan(fingerprint, update=WRITTEN, notes=(f"the order is as written: {reason}",))
+    return _with_notes(plan, graph, unscheduled.peak, cluster), check(without_hints(graph))
+
+
+def _with_notes(plan: Plan, graph: Graph, peak: int, cluster: Cluster) -> Plan:
+    """Add notes to a plan: which way its collectives go between hosts, and about memory."""
+    routes = ((e, cluster.route(e, graph.axes)) for e in pair(graph).starts)
+    lines = (f"{e.op} over {e.kwargs['axis']}: {route}" for e, route in routes if route is not None)
+    plan = dataclasses.replace(plan, notes=(*plan.notes, *dict.fromkeys(lines)))
+    return with_memory_notes(plan, peak, graph.hints.memory, cluster.device)
+
+
+def with_memory_notes(plan: Plan, peak: int, budget: int | None, device: Device) -> Plan:
+    """Add notes to a plan if the peak of its program is above the budget or the memory of the device."""
+    notes = list(plan.notes)
+    text = f"the peak is {format_bytes(peak)}"
+    if budget is not None and peak > budget:
+        notes.append(
+            f"{text}, and prefetch was given {format_bytes(budget)}: all ranks run in the same order"
+        )
+    if peak > device.memory:
+        notes.append(f"{text}, and the device ({device.name}) has {format_bytes(device.memory)}")
+    return dataclasses.replace(plan, notes=tuple(dict.fromkeys(notes)))
+
+
+def _too_little(budget: int, least: Memory) -> ValueError:
+    lines = ""
+    for v, size, line in least.holders[:5]:
+        comment = f"  # {line}" if line else ""
+        lines += f"  {format_bytes(size):>10}  {v!r}{comment}\n"
+    where = f" at {least.at.source.where}" if least.at is not None and least.at.source else ""
+    return ValueError(
+        f"prefetch: memory={budget} ({format_bytes(budget)}) is less than the step needs in any order: "
+        f"{least.peak} bytes ({format_bytes(least.peak)}){where}.\n{lines}"
+        f"Give it that much, a smaller batch, or more ranks."
+    )

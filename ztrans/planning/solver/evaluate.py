@@ -1,0 +1,84 @@
+"""evaluate: the seconds that a schedule takes, and the bytes that it has live."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..buffers import Buffer, by_operation, live_by_slot
+from ..simulate import Message, Played, play
+from .problem import (
+    PendingUpdates,
+    Problem,
+    ReductionBytes,
+    Schedule,
+    gather_buffers,
+    idle_buffers,
+    message_of,
+    reserved_for_second,
+    second_buffer,
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of simulating a schedule."""
+
+    seconds: float
+    peak: int  # the most of `memory`
+    messages: tuple[Message, ...]  # in the order of their issue
+    played: Played  # at the places where one of them is issued or waited for
+    memory: np.ndarray  # by operation: live bytes
+
+
+def evaluate(problem: Problem, schedule: Schedule) -> Outcome:
+    """Simulate a schedule."""
+    issued = _issued(problem, schedule)
+    messages = tuple(message for message, _ in issued)
+    updates = PendingUpdates(problem)
+
+    def follows(i: int, place: int) -> float:
+        updates.complete(issued[i][1])
+        return updates.seconds(place)
+
+    places = {0, len(problem.seconds)}
+    places.update(update.release for update in problem.updates)
+    for message in messages:
+        places.update((message.issue, message.need))
+    played = play(problem.seconds, messages, sorted(places), follows, updates.seconds)
+    seconds = max(played.start[-1] + updates.seconds_left, *played.end, 0.0)
+    bytes_live = memory(problem, schedule)
+    return Outcome(seconds, int(bytes_live.max(initial=0)), messages, played, bytes_live)
+
+
+def _issued(problem: Problem, schedule: Schedule) -> list[tuple[Message, tuple[int, ...]]]:
+    """Every message in the order of issue, with the reductions that are its members."""
+    issued: list[tuple[Message, tuple[int, ...]]] = [
+        (message, ()) for message in problem.fixed_messages
+    ]
+    for bucket in schedule.gathers:
+        gathers = [problem.gathers[i] for i in bucket.members]
+        issued.append((message_of(problem, gathers, bucket.start, bucket.wait), ()))
+    for bucket in schedule.reductions:
+        reductions = [problem.reductions[i] for i in bucket.members]
+        message = message_of(problem, reductions, bucket.start, bucket.wait)
+        issued.append((message, bucket.members))
+    return sorted(issued, key=lambda each: each[0].issue)
+
+
+def memory(problem: Problem, schedule: Schedule) -> np.ndarray:
+    """The bytes live while each operation runs, or at the place before it."""
+    buffers = [Buffer(g.bytes, 2 * g.use, 2 * g.last + 1) for g in problem.gathers]
+    buffers += idle_buffers(problem, schedule.dropped)
+    for bucket in schedule.gathers:
+        gathers = [problem.gathers[i] for i in bucket.members]
+        buffers += [Buffer(g.bytes, 2 * bucket.start, 2 * g.use - 1) for g in gathers]
+        buffers += gather_buffers(problem, gathers, bucket.start, bucket.wait)
+    reductions = [[problem.reductions[i] for i in b.members] for b in schedule.reductions]
+    for bucket, members in zip(schedule.reductions, reductions):
+        buffers += ReductionBytes(members).buffers(bucket.start, bucket.wait)
+    second = reserved_for_second(reductions)
+    if second:
+        buffers.append(second_buffer(problem, second))
+    return by_operation(problem.fixed_bytes + live_by_slot(buffers, len(problem.fixed_bytes)))
