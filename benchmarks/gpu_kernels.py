@@ -27,7 +27,7 @@ def table(
     the speed at which these bytes moved, as a share of that of a plain copy of as many bytes, timed just before.
     """
     lines = []
-    for make in (copying, packing, scattering, unpacking):
+    for make in (copying, packing, scattering, unpacking, summing):
         for size in sizes:
             if left() > 10:
                 lines += compared(make, size, device)
@@ -152,4 +152,25 @@ def unpacking(numels: list[int], device: torch.device) -> tuple[int, list[Work]]
     return 4 * buffer.numel(), [
         ("ztrans unpack", lambda: torch.ops.ztrans.unpack(buffer, sizes, RANKS, outs)),
         ("FSDP2's split_with_sizes_copy", split),
+    ]
+
+
+def summing(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
+    """The bf16 terms of 8 ranks to this rank's parts of their mean in fp32."""
+    sizes = [n // RANKS for n in numels]
+    terms = torch.randn(RANKS, sum(sizes), device=device).bfloat16()
+    outs = [torch.empty(n, device=device) for n in sizes]
+
+    def one_by_one() -> None:
+        total = ops.reduce(list(terms), "mean", torch.float32)
+        torch.ops.ztrans.unpack(total, sizes, 1, outs)
+
+    def by_torch() -> None:
+        total = torch.mean(terms, 0, dtype=torch.float32)
+        torch.split_with_sizes_copy(total, sizes, out=outs)
+
+    return (2 * RANKS + 4) * sum(sizes), [
+        ("ztrans sum_terms", lambda: ops.sum_terms(terms, outs, sizes, "mean", RANKS)),
+        ("an addition for each rank", one_by_one),
+        ("torch.mean, in an order of its own", by_torch),
     ]

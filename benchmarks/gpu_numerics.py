@@ -17,7 +17,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 def checks(device: torch.device, left: Callable[[], float] = lambda: 60.0) -> Iterator[list[dict]]:
     """Compare the kernels with their references on the CPU."""
     lines = []
-    for check in (moves, casts, collectives, late):
+    for check in (moves, casts, sums, collectives, late):
         try:
             outcome = (
                 {"result": check(device)}
@@ -80,6 +80,23 @@ def casts(device: torch.device) -> str:
                 true,
                 f"cast_pack {src} to {dst}",
             )
+    return "bit for bit"
+
+
+def sums(device: torch.device) -> str:
+    """sum_terms of 1, 2, 3 and 8 ranks: all bit patterns, subnormal numbers among them, add up as on the CPU."""
+    for ranks in (1, 2, 3, 8):
+        sizes = [n + k for k, n in enumerate(NUMELS)]
+        for src in FLOATS:
+            terms = bits(ranks * sum(sizes), src, ranks).view(ranks, -1)
+            for dst in FLOATS:
+                for op in ("sum", "mean"):
+                    true = [torch.empty(n, dtype=dst) for n in NUMELS]
+                    ops.sum_terms(terms, true, sizes, op, ranks)
+                    outs = [torch.empty_like(x, device=device) for x in true]
+                    ops.sum_terms(terms.to(device), outs, sizes, op, ranks)
+                    for out, x in zip(outs, true):
+                        same(out, x, f"sum_terms {op} {src} to {dst}")
     return "bit for bit"
 
 

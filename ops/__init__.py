@@ -11,6 +11,7 @@ from .cast_pack import cast_pack
 from .marks import EVERY_AXIS, global_mean, gradient, pmean, psum
 from .reduce import mean, reduce
 from .reduce_scatter import reduce_scatter
+from .sum_terms import sum_terms
 from .symmetric import Symmetric, rendezvous
 from .tables import filled_after_capture
 from .unpack import unpack

@@ -27,7 +27,7 @@ from .reduce import reduce
 from .symmetric import Symmetric, at_addresses, check, check_arguments
 from .tables import addresses, blocks, on_device
 
-_BLOCK = 2048
+BLOCK = 2048
 
 
 def reduce_scatter(
@@ -76,11 +76,11 @@ def reference(buffers, pads, error, outs, sizes, op, dtype, rank, channels, spin
 
 
 @kernel
-def _finished(total, WORLD: tl.constexpr, MEAN: tl.constexpr):
-    if MEAN and WORLD & (WORLD - 1) == 0:  # the reciprocal of a power of two is exact
-        total *= 1.0 / WORLD
-    elif MEAN:
-        total = tl.div_rn(total, WORLD * 1.0)
+def _finished(total, DIVISOR: tl.constexpr):
+    if DIVISOR & (DIVISOR - 1):
+        total = tl.div_rn(total, DIVISOR * 1.0)
+    elif DIVISOR > 1:  # the reciprocal of a power of two is exact
+        total *= 1.0 / DIVISOR
     return total
 
 
@@ -93,7 +93,7 @@ def _sum(
     TERM: tl.constexpr,
     OUT: tl.constexpr,
     WORLD: tl.constexpr,
-    MEAN: tl.constexpr,
+    DIVISOR: tl.constexpr,
 ):
     # In rank order, starting with the first term: from zero, a sum of negative zeros would be positive.
     full = i < n
@@ -107,7 +107,7 @@ def _sum(
         )
         total += term.to(tl.float32)
         p += 1
-    return _finished(total, WORLD, MEAN).to(OUT)
+    return _finished(total, DIVISOR).to(OUT)
 
 
 @kernel
@@ -118,7 +118,7 @@ def _sum_whole(
     TERM: tl.constexpr,
     OUT: tl.constexpr,
     WORLD: tl.constexpr,
-    MEAN: tl.constexpr,
+    DIVISOR: tl.constexpr,
 ):
     total = tl.load(
         tl.multiple_of((tl.load(buffers) + offset).to(tl.pointer_type(TERM)), 16) + i
@@ -128,16 +128,16 @@ def _sum_whole(
             tl.multiple_of((tl.load(buffers + p) + offset).to(tl.pointer_type(TERM)), 16) + i
         )
         total += term.to(tl.float32)
-    return _finished(total, WORLD, MEAN).to(OUT)
+    return _finished(total, DIVISOR).to(OUT)
 
 
 @kernel(numbers="count values first total spins")
-def _scatter(
+def sum_rows(
     buffers, pads, error, rows, count, bases, values, first, total, spins,
-    TERM: tl.constexpr, OUT: tl.constexpr, MEAN: tl.constexpr,
-    WORLD: tl.constexpr, SYNC: tl.constexpr, BLOCK: tl.constexpr,
+    TERM: tl.constexpr, OUT: tl.constexpr, DIVISOR: tl.constexpr,
+    WORLD: tl.constexpr, ALIGNED: tl.constexpr, SYNC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # One launch may run several ranks, along the second axis of the grid.
+    # One launch may run several ranks, along the second axis of the grid. The buffers are ALIGNED to 16 bytes, or not.
     block, blocks = tl.program_id(0), tl.num_programs(0)
     rank = (first + tl.program_id(1)).to(tl.int64)
     if SYNC:
@@ -151,11 +151,11 @@ def _scatter(
         dst = tl.load(bases + tl.program_id(1) * values + tl.load(row)) + start * (
             OUT.primitive_bitwidth // 8
         )
-        if (n >= BLOCK) & (((offset | dst) & 15) == 0):  # buffers are aligned to more than 16 bytes
-            x = _sum_whole(buffers, offset, i, TERM, OUT, WORLD, MEAN)
+        if ALIGNED & (n >= BLOCK) & (((offset | dst) & 15) == 0):
+            x = _sum_whole(buffers, offset, i, TERM, OUT, WORLD, DIVISOR)
             tl.store(tl.multiple_of(dst.to(tl.pointer_type(OUT)), 16) + i, x)
         else:
-            x = _sum(buffers, offset, i, n, TERM, OUT, WORLD, MEAN)
+            x = _sum(buffers, offset, i, n, TERM, OUT, WORLD, DIVISOR)
             tl.store(dst.to(tl.pointer_type(OUT)) + i, x, mask=i < n)
         k += blocks
     if SYNC:
@@ -182,38 +182,41 @@ def launch(
     world = len(buffers)
     values = len(outs) // together
     device = buffers.device
-    rows = _rows(tuple(sizes), tuple(v.numel() for v in outs), together, device)
+    rows = pieces_of(tuple(sizes), tuple(v.numel() for v in outs), together, device)
     with torch.cuda.device_of(buffers):
-        _scatter[(channels, together)](
+        sum_rows[(channels, together)](
             buffers, pads, error, rows, len(rows) // together, addresses(outs, device), values,
             rank, sum(sizes), spins,
-            TERM=element(dtype), OUT=element(outs[0].dtype), MEAN=op == "mean",
-            WORLD=world, SYNC=sync and world > 1, BLOCK=_BLOCK, launch_cooperative_grid=together > 1,
+            TERM=element(dtype), OUT=element(outs[0].dtype), DIVISOR=world if op == "mean" else 1,
+            WORLD=world, ALIGNED=True, SYNC=sync and world > 1, BLOCK=BLOCK, launch_cooperative_grid=together > 1,
             num_warps=8, maxnreg=128,  # otherwise ptxas spills registers, to fit more blocks on an SM than it gets
         )  # fmt: skip
 
 
 @functools.cache
-def _rows(
+def pieces_of(
     sizes: tuple[int, ...], numels: tuple[int, ...], together: int, device: torch.device
 ) -> torch.Tensor:
     # A row: the value, the start in it, its offset in a row of the buffer, the elements left. A list for each rank.
     values = len(sizes)
     pieces = [(k % values, 0, sum(sizes[: k % values]), numel) for k, numel in enumerate(numels)]
-    return on_device(blocks(pieces, sizes * together, _BLOCK, moving=(1, ~3)), device)
+    return on_device(blocks(pieces, sizes * together, BLOCK, moving=(1, ~3)), device)
 
 
 def _check(buffers, pads, error, outs, sizes, op, dtype, rank, channels, spins) -> None:
     check_arguments("reduce_scatter", "part", buffers, outs, sizes, rank, channels)
+    check_sum("reduce_scatter", "part", outs, sizes, op, dtype)
+
+
+def check_sum(name: str, kind: str, outs, sizes, op: str, dtype: torch.dtype) -> None:
+    """Raise for sums that the kernel cannot compute. `kind` is what an error calls each of `outs`."""
     if op not in ("sum", "mean"):
-        raise ValueError(f"reduce_scatter: unknown operation {op!r}; use sum or mean.")
+        raise ValueError(f"{name}: unknown operation {op!r}; use sum or mean.")
     if dtype not in FLOATS or outs[0].dtype not in FLOATS:
-        raise TypeError(f"reduce_scatter: {dtype} to {outs[0].dtype} cannot be summed.")
+        raise TypeError(f"{name}: {dtype} to {outs[0].dtype} cannot be summed.")
     for k, (out, size) in enumerate(zip(outs, sizes)):
         if out.numel() > size:
-            raise ValueError(
-                f"reduce_scatter: part {k} has {out.numel()} elements, room is for {size}."
-            )
+            raise ValueError(f"{name}: {kind} {k} has {out.numel()} elements, room is for {size}.")
 
 
 define(

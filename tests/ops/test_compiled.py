@@ -81,11 +81,12 @@ def test_all_gather(capability, tmp_path, world):
 def test_reduce_scatter(capability, tmp_path, world, mean):
     types = TABLES | RANKS | {"values": "i32", "total": "i32"}
     constants = {
-        "TERM": element(torch.bfloat16), "OUT": element(torch.float32), "MEAN": mean, "WORLD": world, "SYNC": True, "BLOCK": 2048,
+        "TERM": element(torch.bfloat16), "OUT": element(torch.float32), "DIVISOR": world if mean else 1, "WORLD": world,
+        "ALIGNED": True, "SYNC": True, "BLOCK": 2048,
     }  # fmt: skip
     options = {"num_warps": 8, "maxnreg": 128}
     kernel = compiled(
-        module["reduce_scatter"]._scatter, capability, tmp_path, types, constants, **options
+        module["reduce_scatter"].sum_rows, capability, tmp_path, types, constants, **options
     )
     check(kernel, world, 2, 128)
     synchronises(kernel)
@@ -93,6 +94,24 @@ def test_reduce_scatter(capability, tmp_path, world, mean):
         assert kernel.count(r"\bdiv\.rn\.f32") >= 8 and not kernel.count(
             r"\bdiv\.\S*(approx|full|ftz)"
         )
+
+
+@pytest.mark.parametrize("world", [1, 3, 8, 64])
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
+def test_sum_terms(capability, tmp_path, world, aligned):
+    """Without a barrier; subnormal numbers are kept, and no product is fused with a sum."""
+    types = TABLES | RANKS | {"error": "*i64", "values": "i32", "total": "i32"}
+    constants = {
+        "TERM": element(torch.bfloat16), "OUT": element(torch.float32), "DIVISOR": world, "WORLD": world,
+        "ALIGNED": aligned, "SYNC": False, "BLOCK": 2048,
+    }  # fmt: skip
+    options = {"num_warps": 8, "maxnreg": 128}
+    kernel = compiled(
+        module["reduce_scatter"].sum_rows, capability, tmp_path, types, constants, **options
+    )
+    check(kernel, world if aligned else 0, 2 if aligned else 0, 128)
+    assert aligned or not kernel.count(LOAD)
+    assert not kernel.count(r"\batom\.|\bfma\.|\.ftz")
 
 
 def test_barrier(capability, tmp_path):

@@ -55,6 +55,12 @@ def reduce_scatter(device):
     )
 
 
+def sum_terms(device):
+    outs = [torch.zeros(3, device=device), torch.zeros(4, device=device)]
+    terms = torch.randn(2, 7, device=device).bfloat16()
+    return T.sum_terms.default, (terms, outs, [3, 4], "mean", 2), {}
+
+
 MEMORY = symmetric.in_one_process(1, 1024)[0]
 
 
@@ -65,7 +71,7 @@ def tables(device):
     return (pads, torch.zeros(1, dtype=torch.int32)), buffers
 
 
-SAMPLES = [cast_pack, unpack, barrier, all_gather, reduce_scatter]
+SAMPLES = [cast_pack, unpack, barrier, all_gather, reduce_scatter, sum_terms]
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: s.__name__)
@@ -224,6 +230,23 @@ WRONG = {
     "scatter size": (
         lambda: ops.reduce_scatter(MEMORY, [X], [3], "sum", BF16),
         "part 0 has 4 elements, room is for 3",
+    ),
+    "sum": (lambda: ops.sum_terms(X.view(2, 2), [X[:2]], [2], "max", 2), "use sum or mean"),
+    "sum rows": (
+        lambda: ops.sum_terms(X.view(2, 2), [X[:1]], [1], "sum", 2),
+        r"contiguous rows of 1 elements, not \(2, 2\)",
+    ),
+    "sum dtype": (
+        lambda: ops.sum_terms(X.view(2, 2).long(), [X[:2]], [2], "sum", 2),
+        "torch.int64 to torch.float32 cannot be summed",
+    ),
+    "sum size": (
+        lambda: ops.sum_terms(X.view(2, 2), [X], [2], "sum", 2),
+        "out 0 has 4 elements, room is for 2",
+    ),
+    "sum outs": (
+        lambda: ops.sum_terms(X.view(2, 2), [X[:1], X[:1].half()], [1, 1], "sum", 2),
+        "out 1 must be contiguous, torch.float32",
     ),
     "channels": (
         lambda: ops.all_gather(MEMORY, [X], [4], channels=200),

@@ -18,7 +18,7 @@ kernel = importlib.import_module("ztrans.ops.kernel")
 symmetric = importlib.import_module("ztrans.ops.symmetric")
 op = {
     name: importlib.import_module(f"ztrans.ops.{name}")
-    for name in ("all_gather", "barrier", "cast_pack", "reduce_scatter", "unpack")
+    for name in ("all_gather", "barrier", "cast_pack", "reduce_scatter", "sum_terms", "unpack")
 }
 
 
@@ -84,3 +84,13 @@ def test_collectives(kernels, together):
     assert (
         kernels[1] is kernels[3] and kernels[2] is kernels[4]
     )  # one kernel each: arguments that vary from call to call are no constants of it
+
+
+def test_sums_of_rows_that_are_not_aligned_load_single_elements(kernels):
+    """A row of 8 bf16 is 16 bytes. If rows have any other length, only the first one starts at a multiple of 16."""
+    launch = op["sum_terms"].launch
+    for count in (8, 9):
+        launch(torch.ones(2, count).bfloat16(), [torch.empty(count)], [count], "sum", 2)
+    launch(torch.ones(2, 0).bfloat16(), [torch.empty(0)], [0], "sum", 2)
+    loads = ["ld.global.v4" in k.asm["ptx"] for k in kernels]
+    assert loads == [True, False], "and nothing is launched for an empty part"

@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import (
 from ... import ops
 from ...ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ...ir.graph import Eqn
+from ...ops.kernel import FLOATS
 from ..collectives import REDUCE_OPS, Future, Member, Start
 from ..process_groups import Channel
 from .streams import Done, Streams
@@ -154,11 +155,12 @@ class StreamedStart(Start):
         local = self.hosts.local
         host, place = divmod(self.rank, local)
         # For each rank of this host, the terms for it and for its peers on the other hosts.
-        by_rank = terms.view(self.hosts.count, local, -1).transpose(0, 1).contiguous()
+        by_rank = terms.view(self.hosts.count, local, -1).transpose(0, 1).reshape(local, -1)
         received = torch.empty_like(by_rank)
         self._exchange(received, by_rank, range(host * local, (host + 1) * local))
         del by_rank
-        sums = ops.reduce(list(received), "sum", self.partial)
+        sums = torch.empty(received[0].numel(), dtype=self.partial, device=received.device)
+        ops.sum_terms(received, [sums], [len(sums)], "sum", local)
         self._exchange(into, sums, range(place, self.size, local))
 
     def _exchange(
@@ -209,23 +211,40 @@ class StreamedStart(Start):
             value = mine[: math.prod(shapes[0])].view(shapes[0])
             return Message(send_buffer, [value], pack, lambda: mine, self._scale)
         values = [new(moved_back(shape, self.dim), dtype=dtype) for shape in shapes]
-        if self.is_by_host:
-            buffer = (self.hosts.count, total), self.partial
-        else:
-            buffer = (self.size if self.is_exchanged else 1, total), self.wire
+        rows = 1  # the terms that arrive
+        if self.is_exchanged:
+            rows = self.hosts.count if self.is_by_host else self.size
+        received_dtype = self.partial if self.is_by_host else self.wire
 
         def finish(received: torch.Tensor) -> None:
-            if self.is_exchanged:
-                rows = list(received.view(buffer[0]))
-                received = ops.reduce(rows, self.op, torch.float32, count=self.size)
+            if self.op in ("sum", "mean") and received_dtype in FLOATS:
+                self._sum(received.view(rows, total), sizes, shapes, values)
             else:
                 self._scale(received)
-            self._deliver(received, 1, sizes, shapes, values)
+                self._deliver(received, 1, sizes, shapes, values)
 
         def receive_buffer() -> torch.Tensor:
-            return new(math.prod(buffer[0]), dtype=buffer[1])
+            return new(rows * total, dtype=received_dtype)
 
         return Message(send_buffer, values, pack, receive_buffer, finish)
+
+    def _sum(
+        self,
+        terms: torch.Tensor,
+        sizes: Sequence[int],
+        shapes: Sequence[tuple[int, ...]],
+        values: Sequence[torch.Tensor],
+    ) -> None:
+        """Sum the rows of `terms`, scale a mean, and write the values, in one launch if they need no transposition."""
+        is_direct = self.dim == 0 and values[0].dtype in FLOATS
+        if is_direct:
+            sums = [value.view(-1) for value in values]
+        else:
+            sums = [terms.new_empty(math.prod(s), dtype=torch.float32) for s in shapes]
+        ops.sum_terms(terms, sums, sizes, self.op, self.size)
+        if not is_direct:
+            for total, value, shape in zip(sums, values, shapes):
+                value.copy_(total.view(shape).movedim(0, self.dim))
 
     def _terms(
         self, sizes: list[int], terms: Sequence[torch.Tensor]
