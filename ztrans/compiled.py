@@ -262,7 +262,7 @@ class Compiled(Printed):
         On GPUs the answer is read one step later, unless the step captures a graph, which takes long anyway.
         """
         contract = runnable.contract
-        is_replay = isinstance(runnable.run, Capture) and runnable.run.captured is not None
+        is_replay = isinstance(runnable.run, Capture) and runnable.run.is_captured
         if contract is None or is_replay:
             return
         explain = functools.partial(contract.explain, mesh)
@@ -331,7 +331,12 @@ class Compiled(Printed):
                 graph, run = self._executable(writes, lowered.graph, local)
                 lowered = dataclasses.replace(lowered, graph=graph)
         if self.cuda_graph:
-            run = Capture(run, lowered.graph, check=functools.partial(check, run.modules))
+            run = Capture(
+                run,
+                lowered.graph,
+                check=functools.partial(check, run.modules),
+                failures=functools.partial(_failures, self._mesh),
+            )
         contract = None
         if self._mesh is not None:
             contract = Contract(lowered.graph, update_hash(lowered.hinted))
@@ -347,6 +352,11 @@ class Compiled(Printed):
             return inductor.executable(graph, self._mesh, local, on_write)
         graph, groups = _grouped(graph)
         return graph, executable(graph, self._mesh, on_write, groups)
+
+
+def _failures(mesh: DeviceMesh | None) -> int:
+    """How often a step of this mesh has failed on this rank."""
+    return process_groups(mesh).failures if mesh is not None else 0
 
 
 def _grouped(graph: Graph) -> tuple[Graph, Sequence[Group]]:

@@ -179,7 +179,6 @@ def test_a_closed_channel_gives_up_its_messages():
     _, groups, opened = channels(hosts)
     start = Start(eqn, {"dp": 4}, {"dp": 0}, opened[0])
     (member,) = start(*random_terms(eqn, 1)[0])
-    opened[0].owned = False
     opened[0].close()
     assert opened[0].first_levels == []
     with pytest.raises(RuntimeError, match="given up"):

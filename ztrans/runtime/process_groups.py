@@ -2,8 +2,11 @@
 
 Gathers and reductions have a group each, so neither queues behind the other. In one more group the ranks compare what
 they are about to do (see `agreement`). All have the time-out of the user's group. Only torch's registry owns the
-groups, so `destroy_process_group` ends them together with those of the mesh. When a step fails on one rank, that rank
-closes its groups: the other ranks lose their connections to it, and stop waiting at once.
+groups, so `destroy_process_group` ends them together with those of the mesh.
+
+When a step fails on one rank, that rank closes its groups: the other ranks lose their connections to it, and stop
+waiting at once. The next step makes new groups. So no message of it can meet one of the failed step, which some ranks
+have sent and others have not. No step uses the mesh's own groups, which nobody may close.
 """
 
 from __future__ import annotations
@@ -63,7 +66,6 @@ class Channel:
         purpose: what the messages are for, such as gathers.
         lasting: whether it stays open if a step fails, because it carries no messages of steps.
         hosts: on which hosts the ranks are.
-        owned: whether ztrans made the group.
         tags: numbers for the exchanges, equal on all ranks.
         futures: the collectives that were started on it.
         first_levels: messages whose second level has not begun.
@@ -73,7 +75,6 @@ class Channel:
     purpose: str
     lasting: bool = False
     hosts: Hosts = ONE_HOST
-    owned: bool = True
     tags: Iterator[int] = field(default_factory=itertools.count)
     futures: weakref.WeakSet[Future] = field(default_factory=weakref.WeakSet)
     first_levels: list[TwoLevels] = field(default_factory=list)
@@ -145,13 +146,13 @@ class Channel:
         self.tags = itertools.cycle(range(1 << 20))
 
     def close(self) -> None:
-        """End the group, if ztrans made it, and with it the connections to the other ranks."""
+        """End the group, and with it the connections to the other ranks."""
         for future in list(self.futures):
             future.drop()  # a message in progress would keep its connection open
         self.first_levels.clear()
         group = self._group() if self._group is not None else None
         self._group = None
-        if self.owned and group is not None:
+        if group is not None:
             # It may have been destroyed already.
             with contextlib.suppress(ValueError, AssertionError, RuntimeError):
                 dist.destroy_process_group(group)
@@ -166,6 +167,7 @@ class ProcessGroups:
         runner: the thread that runs a step (see `failure.one_thread`).
         pending: a comparison whose answer has not been read yet (see `agreement`).
         epoch: how often closed channels were reopened.
+        failures: how often a step that failed has closed the channels.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -174,6 +176,7 @@ class ProcessGroups:
         self.runner: dict[str, int] = {}
         self.pending: Any = None
         self.epoch = 0
+        self.failures = 0
         self._mesh_ranks = mesh.mesh
         # The mesh keeps its groups alive, so this object holds weak references only.
         self._bases = {
@@ -208,6 +211,7 @@ class ProcessGroups:
     def close(self) -> None:
         """Close all channels of steps, so that the other ranks do not wait for this one."""
         self.pending = None
+        self.failures += 1
         for channel in self._channels.values():
             if not channel.lasting:
                 channel.close()
@@ -235,13 +239,7 @@ class ProcessGroups:
         axes = tuple(self._bases)
         base = self._base(channel.axis or axes[0])
         groups = rows(self._mesh_ranks, axes, axes if channel.axis is None else [channel.axis])
-        is_of_mesh = channel.axis in self._bases and channel.purpose == "gathers"
-        if is_of_mesh and dist.get_backend(base) != "gloo":
-            # Use the mesh's own group: another communicator of NCCL would take GPU memory.
-            channel.owned = False
-            channel.open(base)
-        else:
-            self._open_new(channel, groups, _timeout(base))
+        self._open_new(channel, groups, _timeout(base))
         knows_hosts = channel.axis is None or channel.group.size() == channel.hosts.ranks
         if not knows_hosts and not self.is_alone:
             names = [[self._host_names[rank] for rank in sorted(row)] for row in groups]

@@ -462,3 +462,27 @@ def test_ranks_compare_the_run_and_the_capture_and_no_replay(monkeypatch):
     trained(compiled, state, data)
     assert len(compared) == 2
     assert capture.captured.replays == 4
+
+
+@pytest.mark.slow
+def test_a_graph_is_captured_again_after_a_step_has_failed(monkeypatch):
+    """Its collectives are those of communicators that the failure has closed. The ranks compare the next steps."""
+    compared = []
+    monkeypatch.setattr("ztrans.compiled.agree", lambda mesh, what, *rest: compared.append(what))
+    mesh = zt.make_mesh("cpu", dp=1)
+    case = CASES["adamw_fused"]
+    sharded = zt.shard_params(mesh)(case.step)
+    state = sharded.shard(case.state())
+    data = batches(case, 6)
+    lowered = sharded.lower(state, *data[0])
+    failures = [0]
+    cuda = FakeCuda()
+    run = executable(lowered.graph, mesh)
+    capture = Capture(run, lowered.graph, cuda, "cpu", failures=lambda: failures[0])
+    compiled = lowered.compile()
+    compiled.bound.runnable = Runnable(lowered, capture, Writes(), Contract(lowered.graph, ""))
+    trained(compiled, state, data[:3])
+    failures[0] = 1
+    trained(compiled, state, data[3:])
+    assert [graph.replays for graph in cuda.graphs] == [2, 2]
+    assert len(compared) == 4, "a run and a capture, each time"

@@ -137,8 +137,14 @@ def check_values(graph: Graph) -> None:
 class Capture:
     """A step that runs at the first call, is captured at the second, and is replayed from then on.
 
-    `run` is a function of flat inputs. `check` is called before each replay, and raises an error if the replay before
-    it failed. `cuda` is `torch.cuda` or a test double of it, and `device` the type of its device.
+    Args:
+        run: a function of flat inputs.
+        graph: its program.
+        cuda: `torch.cuda`, or a test double of it.
+        device: the type of its device.
+        check: called before each replay; raises an error if the replay before it failed.
+        failures: returns how often a failed step has closed the channels of the mesh. A graph captured before that
+            holds collectives of communicators that are gone, so the next call is a first one again.
     """
 
     def __init__(
@@ -148,12 +154,15 @@ class Capture:
         cuda: Any = torch.cuda,
         device: str = "cuda",
         check: Callable[[], None] = lambda: None,
+        failures: Callable[[], int] = lambda: 0,
     ) -> None:
         self.run = run
         self.graph = graph
         self.cuda = cuda
         self.device = device
         self.check = check
+        self.failures = failures
+        self.failures_before = 0  # the capture
         self.stream: Any = None
         self.buffers: dict[int, torch.Tensor] = {}  # the copied inputs, by position
         self.captured: Any = None
@@ -168,6 +177,8 @@ class Capture:
         return self.run.program
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        if self.failures() != self.failures_before:
+            self.close()
         is_first = self.stream is None
         if is_first:
             self._allocate(inputs)
@@ -186,13 +197,18 @@ class Capture:
         copies = [x.clone() if isinstance(x, torch.Tensor) else x for x in outputs[n:]]
         return [*inputs[:n], *copies]
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether the next call replays a graph."""
+        return self.captured is not None and self.failures() == self.failures_before
+
     def check_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
         """Check that a replay would compute what the step computes, before anything is launched.
 
         Raises: ValueError if the state is not where it was when the step was captured, or if a number that a kernel
             takes by value has changed.
         """
-        if self.captured is not None:
+        if self.is_captured:
             self._check_same_values(inputs)
             self._check_same_state(inputs)
 
@@ -208,6 +224,7 @@ class Capture:
         self.outputs = []
 
     def _allocate(self, inputs: Sequence[torch.Tensor]) -> None:
+        self.failures_before = self.failures()
         on_device = placed(self.graph, inputs, self.device)
         self.buffers = {
             i: torch.empty_like(on_device[i])

@@ -1,0 +1,33 @@
+"""The process groups of a mesh, in a world whose other ranks do not exist."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ztrans.runtime.process_groups import process_groups
+
+
+@pytest.fixture
+def mesh():
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+    yield init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("purpose", ["gathers", "reductions"])
+def test_after_a_failed_step_messages_go_through_a_new_group(mesh, purpose):
+    """Other ranks may still wait in the old one for messages that this rank has not sent."""
+    groups = process_groups(mesh)
+    channel = groups.channel("dp", purpose)
+    before = channel.group
+    assert before is not mesh.get_group(), "the user's own group cannot be closed"
+    groups.close()
+    assert channel.is_closed
+    groups.open()
+    assert groups.channel("dp", purpose) is channel
+    assert channel.group is not before and channel.group is not mesh.get_group()
