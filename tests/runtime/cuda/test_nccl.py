@@ -1,8 +1,7 @@
-"""The values of reductions over NCCL, on a double of its process group that computes what NCCL does."""
+"""The values of reductions over NCCL, on a double of its process groups that computes what NCCL does."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -11,81 +10,32 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.fake_cuda import FakeCuda
+from tests.runtime.test_two_levels import by_hosts, random_terms, scatter
+from tests.support.fabric import on_all_ranks
 from ztrans import ops
-from ztrans.ir.collectives import reduce, rules, wire_dtype
+from ztrans.ir.collectives import reduce, rules
 from ztrans.ir.graph import Eqn, Split, Var
 from ztrans.ir.routes import Hosts
 from ztrans.runtime.collectives import Start, wait
-from ztrans.runtime.cuda.nccl import StreamedStart
-from ztrans.runtime.cuda.streams import Streams
-from ztrans.runtime.cuda.symmetric import transport
 from ztrans.runtime.process_groups import Channel
 
-COMBINE = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
-
-
-class Nccl:
-    """The NCCL group of one rank. The terms of the other ranks are known to it."""
-
-    def __init__(self, rank: int, others: Sequence[torch.Tensor]) -> None:
-        self.rank = rank
-        self.others = others
-        self.hosts = Hosts(1)
-        self.is_direct = False
-        self.group = self
-
-    def allreduce_coalesced(self, tensors, options) -> None:
-        for tensor in tensors:
-            self._total(tensor, tensor.clone(), options)
-
-    def reduce_scatter_tensor_coalesced(self, received, sent, options) -> None:
-        for into, terms in zip(received, sent):
-            rows = terms.view(-1, into.numel())
-            self._total(into, rows[self.rank], options, self.rank)
-
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
-
-    def _total(self, into, own, options, row: int | None = None) -> None:
-        into.copy_(own)
-        for other in self.others:
-            term = torch.view_as_real(other) if other.is_complex() else other
-            term = term.reshape(-1)
-            if row is not None:
-                term = term.view(-1, into.numel())[row]
-            COMBINE[options.reduceOp.op](into, term, out=into)
-
-
-def term(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-    return torch.tensor(values).to(dtype)
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+DTYPES = [
+    torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
+    torch.float32, torch.float64, torch.complex64,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("to", [None, Split("dp")], ids=["all_reduce", "reduce_scatter"])
 @pytest.mark.parametrize("op", ["sum", "mean"])
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
-        torch.float32, torch.float64, torch.complex64,
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_reduction_over_nccl_has_the_values_of_the_program(dtype, op, to):
     """The mean of integers too: it is a sum that is divided after it has arrived."""
-    mine, other = term([5, 7, 0, 1], dtype), term([2, 4, 0, 6], dtype)
-    want = rules(_reduction(dtype, op, to)).total(_reduction(dtype, op, to), 0, [mine, other])
-    (member,) = _start(_reduction(dtype, op, to), Nccl(0, [other]), 2)(mine)
-    assert torch.equal(wait(member), want if to is None else want[:2])
-
-
-def _reduction(dtype: torch.dtype, op: str, to: Split | None) -> Eqn:
-    return reduce([Var("x", dtype, (4,))], ["x"], "dp", op, to)
-
-
-def _start(eqn: Eqn, group: Nccl, ranks: int) -> StreamedStart:
-    carrier = transport(eqn.op, eqn.kwargs["op"], wire_dtype(eqn, eqn.ins[0]), lambda: "one host")
-    where = {"dp": ranks}, {"dp": group.rank}
-    return StreamedStart(eqn, *where, group, Streams(FakeCuda()), carrier)
+    eqn = reduce([Var("x", dtype, (4,))], ["x"], "dp", op, to)
+    terms = [[torch.tensor([5, 7, 0, 1]).to(dtype)], [torch.tensor([2, 4, 0, 6]).to(dtype)]]
+    want = rules(eqn).member(eqn, 0, [term for (term,) in terms])
+    for rank, (value,) in enumerate(on_all_ranks(eqn, Hosts(2), terms)):
+        assert torch.equal(value, want[rank])
 
 
 def test_the_mean_of_integers_is_exact_and_cut_off():
@@ -98,63 +48,80 @@ def test_gloo_does_not_add_the_bytes_of_bools(monkeypatch):
     """A bool that holds 2 is neither true nor false to torch."""
 
     def as_gloo(tensor, op, group, async_op):
-        theirs = torch.tensor([True, True, False, False]).view(torch.uint8)
-        COMBINE[op](tensor.view(torch.uint8), theirs, out=tensor.view(torch.uint8))
+        mine = tensor.view(torch.uint8)
+        theirs = torch.tensor([1, 1, 0, 0], dtype=torch.uint8)
+        if op == dist.ReduceOp.SUM:
+            mine.add_(theirs)
+        else:
+            torch.maximum(mine, theirs, out=mine)
         return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(dist, "all_reduce", as_gloo)
-    channel = Channel("dp", "reductions")
     monkeypatch.setattr(Channel, "group", None)
     monkeypatch.setattr(Channel, "is_direct", False)
-    start = Start(_reduction(torch.bool, "sum", None), {"dp": 9}, {"dp": 0}, channel)
+    eqn = reduce([Var("x", torch.bool, (4,))], ["x"], "dp", "sum", None)
+    start = Start(eqn, {"dp": 9}, {"dp": 0}, Channel("dp", "reductions"))
     (member,) = start(torch.tensor([True, False, True, False]))
     assert wait(member).view(torch.uint8).tolist() == [1, 1, 1, 0]
 
 
 RANKS = 8
-# A member with a message of its own, and two that share one; the last rank has a part of the third, or nothing of it.
+# A member with a message of its own, and two that share one. The last ranks have less of the third, or nothing.
 SHAPES = ((1 << 18,), (24, 3), (RANKS + 3, 5))
 
 
-@pytest.mark.parametrize("rank", [0, 1, RANKS - 1])
 @pytest.mark.parametrize("op", ["sum", "mean"])
-@pytest.mark.parametrize("result", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("result", [F32, BF16, F64], ids=str)
 @pytest.mark.parametrize("dim", [0, 1])
-def test_half_precision_is_summed_in_rank_order(monkeypatch, rank, op, result, dim):
+def test_half_precision_is_summed_in_rank_order(op, result, dim):
     """Members that are transposed, and results of other dtypes, have the same bits."""
-    shapes = SHAPES if dim == 0 else [(4, 40), (3, 3, 2)]
-    eqn = _half(shapes, op, result, Split("dp", dim))
-    by_rank = _terms(eqn)
-    members = _exchanging(monkeypatch, eqn, by_rank, rank)(*by_rank[rank])
-    for k, value in enumerate(map(wait, members)):
-        want = rules(eqn).member(eqn, k, [terms[k] for terms in by_rank])[rank]
-        assert torch.equal(value, want) and value.is_contiguous()
+    shapes = SHAPES if dim == 0 else ((4, 40), (3, 3, 2))
+    eqn = scatter(shapes, op, result, BF16, dim)
+    terms = random_terms(eqn, RANKS)
+    for rank, values in enumerate(on_all_ranks(eqn, Hosts(RANKS), terms)):
+        for k, value in enumerate(values):
+            sent = [term[k].to(BF16) for term in terms]
+            assert torch.equal(value, rules(eqn).member(eqn, k, sent)[rank])
+            assert value.is_contiguous()
 
 
-def test_a_sum_of_half_precision_moves_20_bytes_an_element(monkeypatch):
+@pytest.mark.parametrize("hosts", [Hosts(6, 2), Hosts(16, 4)])
+@pytest.mark.parametrize(("dtype", "wire", "partial"), [(BF16, None, F32), (F32, BF16, BF16)])
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_between_hosts_the_bits_are_those_of_sums_by_host(hosts, op, dtype, wire, partial):
+    eqn = scatter([(6 * 2**15,), (7, 3), (hosts.ranks + 1, 2)], op, dtype, wire)
+    terms = random_terms(eqn, hosts.ranks)
+    values = on_all_ranks(eqn, hosts, terms)
+    for k in range(len(eqn.outs)):
+        whole = by_hosts([term[k] for term in terms], op, hosts, BF16, partial, dtype)
+        assert torch.equal(torch.cat([each[k] for each in values]), whole)
+
+
+def test_a_sum_of_half_precision_moves_20_bytes_an_element():
     """For 8 ranks: 16 are read, and 4 written, in one launch. A launch for each term would move 92."""
-    eqn = _half([(RANKS * 4096,)], "mean", torch.float32, Split("dp"))
-    by_rank = _terms(eqn)
-    start = _exchanging(monkeypatch, eqn, by_rank, 3)
+    eqn = scatter([(RANKS * 4096,)], "mean", F32, BF16)
+    terms = random_terms(eqn, RANKS)
+    assert moved_by_each_rank(eqn, terms)["sum_terms"] == 20 * 4096
+    rows = [term[0].to(BF16)[:4096] for term in terms]
     with Traffic() as traffic:
-        start(*by_rank[3])
-    assert traffic.moved.pop("sum_terms") == 20 * 4096
-    assert traffic.moved == {"copy_": 2 * 2 * RANKS * 4096}, "the double of the exchange"
-    terms = torch.cat([t.view(RANKS, -1)[3:4] for (t,) in by_rank])
-    with Traffic() as traffic:
-        total = ops.reduce(list(terms), "mean", torch.float32)
+        total = ops.reduce(rows, "mean", F32)
         torch.ops.ztrans.unpack(total, [4096], 1, [torch.empty(4096)])
     assert traffic.launches == 11 and sum(traffic.moved.values()) // 4096 == 92
 
 
 def test_a_mean_of_packed_floats_is_scaled_while_it_is_delivered():
-    eqn = reduce(
-        [Var(name, torch.float32, (8, 4)) for name in "ab"], ["a", "b"], "dp", "mean", Split("dp")
-    )
-    members = [torch.randn(8, 4) for _ in eqn.ins]
-    with Traffic() as traffic:
-        _start(eqn, Nccl(0, ()), 2)(*members)
-    assert "div_" not in traffic.moved and traffic.moved["sum_terms"] == 8 * 32
+    """One read and one write of each element. A mean of its own message is scaled in place."""
+    eqn = scatter([(RANKS, 4), (RANKS, 2)], "mean", F32)
+    moved = moved_by_each_rank(eqn, random_terms(eqn, RANKS))
+    assert moved["sum_terms"] == 8 * 6 and "div_" not in moved
+
+
+def moved_by_each_rank(eqn: Eqn, terms: list[list[torch.Tensor]]) -> dict[str, int]:
+    """The bytes that a rank's launches read and write, by operation."""
+    modes = [Traffic() for _ in terms]
+    on_all_ranks(eqn, Hosts(len(terms)), terms, modes)
+    assert all(mode.moved == modes[0].moved for mode in modes)
+    return modes[0].moved
 
 
 class Traffic(TorchDispatchMode):
@@ -180,34 +147,3 @@ class Traffic(TorchDispatchMode):
             nbytes = sum(x.nbytes for x in (*read, *writes) if isinstance(x, torch.Tensor))
             self.moved[name] = self.moved.get(name, 0) + nbytes
         return result
-
-
-def _half(shapes, op: str, result: torch.dtype, to: Split) -> Eqn:
-    terms = [Var(f"g{k}", torch.bfloat16, shape) for k, shape in enumerate(shapes)]
-    return reduce(terms, [v.name for v in terms], "dp", op, to, result=result)
-
-
-def _terms(eqn: Eqn) -> list[list[torch.Tensor]]:
-    """The members of each rank."""
-    draw = torch.Generator().manual_seed(0)
-    make = lambda v: torch.randn(v.shape, generator=draw).to(v.dtype)
-    return [[make(v) for v in eqn.ins] for _ in range(RANKS)]
-
-
-def _exchanging(monkeypatch, eqn: Eqn, by_rank, rank: int) -> StreamedStart:
-    """The start of a rank to which an all-to-all brings what the other ranks have packed for it."""
-    start = _start(eqn, Nccl(rank, ()), RANKS)
-    arriving = []
-    for ks in start.groups:
-        sizes = [start.parts[k] for k in ks]
-        rows = []
-        for members in by_rank:
-            parts = [members[k].movedim(start.dim, 0) for k in ks]
-            rows.append(ops.cast_pack(parts, sizes, start.wire, ranks=RANKS).view(RANKS, -1)[rank])
-        arriving.append(torch.cat(rows).view(torch.uint8))
-
-    def all_to_all(incoming, outgoing, *splits, group) -> None:
-        incoming.copy_(arriving.pop(0))
-
-    monkeypatch.setattr(dist, "all_to_all_single", all_to_all)
-    return start

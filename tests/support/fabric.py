@@ -1,0 +1,109 @@
+"""NCCL between ranks that are threads of one process: the calls of a process group that ztrans makes, and their values.
+
+values = on_all_ranks(eqn, hosts, terms)        the values of a collective equation on each rank
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from tests.support.fake_cuda import FakeCuda
+from ztrans.ir.collectives import wire_dtype
+from ztrans.ir.graph import Eqn
+from ztrans.ir.routes import Hosts, route_of
+from ztrans.runtime.collectives import wait
+from ztrans.runtime.cuda.nccl import StreamedStart
+from ztrans.runtime.cuda.streams import Streams
+from ztrans.runtime.cuda.symmetric import transport
+
+PATIENCE = 20  # seconds
+COMBINE = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
+
+
+class Fabric:
+    """What connects the ranks: each sees what the others have posted."""
+
+    def __init__(self, ranks: int) -> None:
+        self.barrier = threading.Barrier(ranks, timeout=PATIENCE)
+        self.posts: list[Any] = [None] * ranks
+
+    def posted(self, rank: int, post: Any) -> list[Any]:
+        """What all ranks post, once they have all posted."""
+        self.posts[rank] = post
+        self.barrier.wait()
+        posts = list(self.posts)
+        self.barrier.wait()
+        return posts
+
+
+class Rank:
+    """The channel of one rank, and its process group. The calls have the names of torch 2.11 and of 2.13."""
+
+    is_direct = False
+
+    def __init__(self, fabric: Fabric, rank: int, hosts: Hosts) -> None:
+        self.fabric = fabric
+        self.rank = rank
+        self.hosts = hosts
+        self.group = self
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], options: Any) -> None:
+        for tensor in tensors:
+            tensor.copy_(_total(self.fabric.posted(self.rank, tensor.clone()), options))
+
+    def reduce_scatter_tensor_coalesced(self, received, sent, options) -> None:
+        for into, terms in zip(received, sent):
+            posts = self.fabric.posted(self.rank, terms.clone())
+            rows = [post.view(-1, into.numel())[self.rank] for post in posts]
+            into.copy_(_total(rows, options))
+
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+
+def _total(terms: Sequence[torch.Tensor], options: Any) -> torch.Tensor:
+    total = terms[0].clone()
+    for term in terms[1:]:
+        COMBINE[options.reduceOp.op](total, term, out=total)
+    return total
+
+
+def _all_to_all(incoming, outgoing, into_sizes=None, from_sizes=None, *, group: Rank) -> None:
+    ranks = len(group.fabric.posts)
+    pieces = outgoing.clone().split(from_sizes or len(outgoing) // ranks)
+    posts = group.fabric.posted(group.rank, pieces)
+    incoming.copy_(torch.cat([post[group.rank] for post in posts]))
+
+
+def on_all_ranks(
+    eqn: Eqn,
+    hosts: Hosts,
+    terms: Sequence[Sequence[torch.Tensor]],
+    modes: Sequence[AbstractContextManager] | None = None,
+) -> list[list[torch.Tensor]]:
+    """The values that each rank gets over NCCL, if rank r passes `terms[r]`, and runs in the context `modes[r]`."""
+    fabric = Fabric(hosts.ranks)
+    axis = eqn.kwargs["axis"]
+    sizes = {axis: hosts.ranks}
+    route = route_of(eqn, sizes, hosts, gloo=False)
+    wire = wire_dtype(eqn, eqn.ins[0])
+    carrier = transport(eqn.op, eqn.kwargs.get("op"), wire, lambda: "a double", route)
+
+    def run(rank: int) -> list[torch.Tensor]:
+        channel = Rank(fabric, rank, hosts)
+        start = StreamedStart(eqn, sizes, {axis: rank}, channel, Streams(FakeCuda()), carrier)
+        with modes[rank] if modes else nullcontext():
+            return [wait(member) for member in start(*terms[rank])]
+
+    with (
+        mock.patch.object(dist, "all_to_all_single", _all_to_all),
+        ThreadPoolExecutor(hosts.ranks) as threads,
+    ):
+        return list(threads.map(run, range(hosts.ranks)))
