@@ -1,7 +1,8 @@
 """Lift small builds of models of transformers, timm, diffusers and peft, and compare them with the untouched loop.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.models               # from the project's root; about ten minutes
-    OMP_NUM_THREADS=1 python -m benchmarks.models Llama peft    # builds whose names contain one of these texts
+    OMP_NUM_THREADS=1 python -m benchmarks.models                  # from the project's root; about ten minutes
+    OMP_NUM_THREADS=1 python -m benchmarks.models Llama peft       # builds whose names contain one of these texts
+    OMP_NUM_THREADS=1 python -m benchmarks.models --processes 8    # the builds are divided among processes
 
 Each build trains for two steps with AdamW, in fp64, on ranks in lock-step: on 2 and 3 ranks, at stages 2 and 3, with
 four transforms. Mixtures of experts train in fp32, for which alone they have kernels. It must compute the losses and
@@ -14,8 +15,10 @@ equal nor refused.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import math
+import multiprocessing
 import sys
 import time
 import traceback
@@ -189,18 +192,33 @@ def outcome(
 _TRANSFORMS = ("lift", "trace", "shard_params", "overlap_grads", "prefetch", "fuse_cast_gather")
 
 
-def main(*texts: str) -> None:
+def titled(title: str) -> tuple[str, str, float]:
+    """The outcome of the build with this title. A build cannot be sent between processes, and its title can."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    outcomes = []
+    build = next(build for build in all_builds() if build.title == title)
+    result = outcome(build)
+    return result.kind, result.detail, result.seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("texts", nargs="*", help="parts of the titles of builds (default: all)")
+    parser.add_argument("--processes", type=int, default=1)
+    args = parser.parse_args()
+    builds = []
     for build in all_builds():
-        if not texts or any(text in build.title for text in texts):
-            outcomes.append(outcome(build))
-            last = outcomes[-1]
-            print(
-                f"{build.title:60} {last.kind:10} {last.seconds:5.1f} s  {last.detail}", flush=True
-            )
-    if not texts:
+        if not args.texts or any(text in build.title for text in args.texts):
+            builds.append(build)
+    outcomes = []
+    with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
+        results = pool.imap(titled, [build.title for build in builds])
+        for build, (kind, detail, seconds) in zip(builds, results):
+            outcomes.append(Outcome(build, kind, detail, seconds))
+            print(f"{build.title:60} {kind:10} {seconds:5.1f} s  {detail}", flush=True)
+    if not args.texts:
         RESULTS.write_text(report(outcomes))
     sys.exit(any(not each.is_good for each in outcomes))
 
@@ -230,4 +248,4 @@ def report(outcomes: Sequence[Outcome]) -> str:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
