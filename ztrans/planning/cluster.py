@@ -32,9 +32,8 @@ class Device:
     launch: float  # seconds to launch a kernel
     memory: float = float("inf")  # bytes
     call: float = 1e-6  # seconds of the host for a call that launches no kernel, such as a view
-    gloo: bool = dataclasses.field(
-        default=False, repr=False
-    )  # whether gloo carries its collectives, not NCCL
+    # Whether gloo carries its collectives, not NCCL.
+    gloo: bool = dataclasses.field(default=False, repr=False)
 
     def rate(self, dtype: str) -> float:
         """The FLOP/s of matmuls in `dtype`; for a dtype without a rate, those of f32.
@@ -57,15 +56,11 @@ class Link:
     efficiency: tuple[tuple[str, float], ...] = ()  # (kind of collective, factor of the bandwidth)
     host: float = 0.0  # seconds of compute for each byte that is sent
     call: float = 0.0  # seconds of compute for each message that is sent
-    unpack: tuple[
-        tuple[str, float], ...
-    ] = ()  # (kind, seconds of compute for each byte that has arrived)
-    inside: Link | None = dataclasses.field(
-        default=None, repr=False
-    )  # of the ranks of one host, if `by_host` says so
-    local: int = dataclasses.field(
-        default=1, repr=False
-    )  # ranks of a host, which are neighbours on the axis
+    # (kind, seconds of compute for each byte that has arrived)
+    unpack: tuple[tuple[str, float], ...] = ()
+    # With `by_host`: the link between the ranks of one host, and how many they are. They are neighbours on the axis.
+    inside: Link | None = dataclasses.field(default=None, repr=False)
+    local: int = dataclasses.field(default=1, repr=False)
 
     def seconds(self, kind: str, received: float, ranks: int) -> tuple[float, float]:
         """The latency of a collective over `ranks`, and the time in which its `received` bytes move.
@@ -104,9 +99,8 @@ LINKS = {
     "nvlink4": Link("nvlink4", 10e-6, 360e9, 2e-6),
     "nvlink3": Link("nvlink3", 10e-6, 230e9, 2e-6),
     "infiniband": Link("infiniband", 20e-6, 45e9, 3e-6),
-    "infiniband-rail": Link(
-        "infiniband-rail", 30e-6, 180e9, 2e-6
-    ),  # eight NICs a host, used by a whole ring
+    # Eight NICs a host, used by a whole ring.
+    "infiniband-rail": Link("infiniband-rail", 30e-6, 180e9, 2e-6),
     "ethernet-1g": Link("ethernet-1g", 3e-4, 0.117e9, 5e-5, host=5e-10),
     "ethernet-10g": Link("ethernet-10g", 2e-4, 1.1e9, 3e-5, host=5e-10),
     "ethernet-100g": Link("ethernet-100g", 1e-4, 9e9, 2e-5),
@@ -136,9 +130,8 @@ class Cluster:
         links = dict(self.links)
         if axis in links:
             return links[axis]
-        if (
-            len(members(axis)) > 1
-        ):  # a message to all ranks of a joint axis also crosses its slowest link
+        if len(members(axis)) > 1:
+            # A message to all ranks of a joint axis also crosses its slowest link.
             slowest = min(map(self.link, members(axis)), key=lambda link: link.bandwidth)
             return dataclasses.replace(slowest, inside=None)
         known_axes = ", ".join(map(repr, links)) or "none"
@@ -195,10 +188,10 @@ def cluster(device: str | Device, **links: str | Link) -> Cluster:
             f"cluster: no profile of device {device!r}; there are {', '.join(DEVICES)}."
         )
     chosen = DEVICES[device.lower()] if isinstance(device, str) else device
-    crossed = (
-        (axis, _profile(link, "cluster", f"for axis {axis!r}")) for axis, link in links.items()
-    )
-    return Cluster(chosen, tuple(crossed))
+    profiles = {}
+    for axis, link in links.items():
+        profiles[axis] = _profile(link, "cluster", f"for axis {axis!r}")
+    return Cluster(chosen, tuple(profiles.items()))
 
 
 def by_host(local: int, inside: str | Link, between: str | Link) -> Link:

@@ -72,9 +72,8 @@ class Memory:
     live: tuple[int, ...]  # the bytes that are live while each equation runs
     peak: int  # the greatest of these
     at: Eqn | None  # the equation at the peak
-    holders: tuple[
-        tuple[Var, int, str], ...
-    ]  # (value, bytes, user's line) at the peak, largest first
+    # (value, bytes, user's line) at the peak, largest first
+    holders: tuple[tuple[Var, int, str], ...]
     state: int  # the bytes of the state
 
     def __str__(self) -> str:

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Hashable, Iterator, Sequence, Set
 
 from ..ir.collectives import bucket_key, is_small, lane, rules
 from ..ir.donation import donation
 from ..ir.graph import Eqn, Graph, Var, producers, variables
 from ..ir.op_facts import is_matmul
 from ..ir.printer import op_name
-from ..ir.relations import grouped
 from .buffers import AT_START, AT_WAIT, Buffer, Storage, live_by_slot, local_bytes, storages
 from .cluster import Cluster
 from .simulate import COPIES, NO_COPIES, Message, messages, seconds
@@ -39,16 +38,17 @@ def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None =
         ValueError: the cluster has no link for one of the axes.
     """
     problem, groups = _framed(s, update)
-    floating = {e for group in groups for e in group.eqns}
+    all_storages = _Storages(s, groups)
     cost = dict(zip(s.graph.eqns, seconds(s.graph, cluster)))
-    keys = [*(g.key for g in problem.gathers), *(r.key for r in problem.reductions)]
+    wires: dict[Hashable, Wire] = {}
+    for gather, planned_gather in zip(problem.gathers, s.gathers):
+        wires[gather.key] = _wire(planned_gather.start, s.graph, cluster)
+    for reduction, planned_reduction in zip(problem.reductions, s.reductions):
+        wires[reduction.key] = _wire(planned_reduction.start, s.graph, cluster)
     return dataclasses.replace(
-        _with_buffers(_Residents(s, groups), problem),
-        seconds=tuple(0.0 if e in floating else cost[e] for e in s.ops),
-        wires={
-            key: _wire(collective.start, s.graph, cluster)
-            for key, collective in zip(keys, (*s.gathers, *s.reductions))
-        },
+        _with_buffers(all_storages, problem),
+        seconds=tuple(0.0 if e in all_storages.floating else cost[e] for e in s.ops),
+        wires=wires,
         memory=budget,
         updates=tuple(Update(sum(cost[e] for e in g.eqns), g.after, g.release) for g in groups),
         fixed_messages=_fixed_messages(s, cluster),
@@ -172,12 +172,13 @@ def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
 
 def _fixed_messages(s: Skeleton, cluster: Cluster) -> tuple[Message, ...]:
     """The collectives that the schedule does not place, with the places at which they are issued and waited for."""
-    planned_eqns = {e for collective in (*s.gathers, *s.reductions) for e in collective.eqns}
-    return tuple(
-        message._replace(issue=s.ops_before[message.issue], need=s.ops_before[message.need])
-        for e, message, _ in messages(s.graph, cluster)
-        if e not in planned_eqns
-    )
+    fixed = []
+    for e, message, _ in messages(s.graph, cluster):
+        if e in s.places:
+            issue = s.ops_before[message.issue]
+            need = s.ops_before[message.need]
+            fixed.append(message._replace(issue=issue, need=need))
+    return tuple(fixed)
 
 
 def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
@@ -211,59 +212,67 @@ def _limit(hint: int | None, members: Sequence[Gather | Reduction]) -> float:
 # The bytes that are live besides the planned collectives.
 
 
-class _Residents:
-    """The storages of a program, each by the first value that has it, and the parts of the program that need them."""
+class _Storages:
+    """The storages of a program, each by the first value that has it, and the parts of the program that need them.
+
+    Attributes:
+        floating: the equations of eager updates.
+        readers: for each storage that eager updates read or write, their groups.
+        group_of: for each storage that an eager update allocates after a reduction, its group.
+        of_state: the storages of values that eager updates need and that depend on the state only.
+        gather_of: for each result of a planned gather, the gather.
+        reduction_of: for each storage of gradients, the last reduction of one of them.
+        reduced: the results of planned reductions.
+        fixed_until: for each storage that an operation at a fixed place needs, the place after the last one.
+        sent_until: for each storage that a planned gather sends, the place of the last wait for such a gather.
+        outputs: the storages of the results of the program.
+    """
 
     def __init__(self, s: Skeleton, groups: Sequence[UpdateGroup]) -> None:
         self.s = s
         self.groups = groups
         self.donated = donation(s.graph)
         self.size = local_bytes(s.graph)
-        # For each equation of an eager update, its group.
-        self.floating = {e: u for u, group in enumerate(groups) for e in group.eqns}
-        # For each result of a planned gather, the gather.
-        self.gather = {v: i for i, c in enumerate(s.gathers) for v in (c.start.out, c.wait.out)}
-        # The results of planned reductions.
-        self.planned = {e.out for c in s.reductions for e in c.eqns}
+        self.outputs = {self.donated.owner[v] for v in variables(s.graph.outputs)}
+        self.floating: set[Eqn] = set()
+        self.readers: dict[Var, set[int]] = {}
+        self.group_of: dict[Var, int] = {}
+        self.of_state: set[Var] = set()
+        self.gather_of: dict[Var, int] = {}
+        self.reduction_of: dict[Var, int] = {}
+        self.reduced: set[Var] = set()
+        self.fixed_until: dict[Var, int] = {}
+        self.sent_until: dict[Var, int] = {}
+        self._add_updates()
+        self._add_operations()
+        self._add_collectives()
 
-    @functools.cached_property
-    def readers(self) -> dict[Var, list[int]]:
-        """For each storage that eager updates need, their groups."""
-        return grouped((v, u) for e, u in self.floating.items() for v in self.touched(e))
+    def _add_updates(self) -> None:
+        of_state = set(self.s.movable[1].values())
+        for u, group in enumerate(self.groups):
+            self.floating.update(group.eqns)
+            for e in group.eqns:
+                for storage in self.touched(e):
+                    self.readers.setdefault(storage, set()).add(u)
+                if group.after:
+                    self.group_of.update((storage, u) for storage in self.allocated(e))
+                if e in of_state:
+                    self.of_state.update(self.allocated(e))
 
-    @functools.cached_property
-    def of_update(self) -> dict[Var, int]:
-        """For each storage that an eager update allocates after a reduction, its group."""
-        groups = [(e, u) for e, u in self.floating.items() if self.groups[u].after]
-        return {v: u for e, u in groups for v in self.allocated(e)}
+    def _add_operations(self) -> None:
+        for k, e in enumerate(self.s.ops):
+            if e not in self.floating:
+                self.fixed_until.update((storage, k + 1) for storage in self.touched(e))
 
-    @functools.cached_property
-    def of_state(self) -> set[Var]:
-        """The storages of values that eager updates need and that depend on the state only."""
-        eqns = self.floating.keys() & set(self.s.movable[1].values())
-        return {v for e in eqns for v in self.allocated(e)}
-
-    @functools.cached_property
-    def fixed(self) -> dict[Var, int]:
-        """For each storage that an operation at a fixed place needs, the place after the last one."""
-        operations = [(k, e) for k, e in enumerate(self.s.ops) if e not in self.floating]
-        return {v: k + 1 for k, e in operations for v in self.touched(e)}
-
-    @functools.cached_property
-    def sent_until(self) -> dict[Var, int]:
-        """For each storage that a planned gather sends, the place of the last wait for such a gather."""
-        gathers = zip(self.s.gathers, self.s.use)
-        return {self.donated.owner[c.start.ins[0]]: use for c, use in gathers}
-
-    @functools.cached_property
-    def gradient(self) -> dict[Var, int]:
-        """For each storage of gradients, the last reduction of one of them."""
-        return {self.donated.owner[c.start.ins[0]]: i for i, c in enumerate(self.s.reductions)}
-
-    @functools.cached_property
-    def outputs(self) -> set[Var]:
-        """The storages of the results of the program."""
-        return {self.donated.owner[v] for v in variables(self.s.graph.outputs)}
+    def _add_collectives(self) -> None:
+        owner = self.donated.owner
+        for i, (gather, use) in enumerate(zip(self.s.gathers, self.s.use)):
+            self.sent_until[owner[gather.start.ins[0]]] = use
+            self.gather_of[gather.start.out] = i
+            self.gather_of[gather.wait.out] = i
+        for i, reduction in enumerate(self.s.reductions):
+            self.reduction_of[owner[reduction.start.ins[0]]] = i
+            self.reduced.update(e.out for e in reduction.eqns)
 
     def touched(self, e: Eqn) -> set[Var]:
         """The storages that an equation reads or writes."""
@@ -275,28 +284,32 @@ class _Residents:
 
     def is_temporary(self, storage: Var) -> bool:
         """Whether only the group that allocates a storage needs it."""
-        elsewhere = any(storage in needed for needed in (self.outputs, self.fixed, self.sent_until))
-        return not elsewhere and len({*self.readers[storage]}) == 1
+        if storage in self.outputs or storage in self.fixed_until or storage in self.sent_until:
+            return False
+        return len(self.readers[storage]) == 1
 
     def last_slot(self, storage: Var) -> int:
         """The last slot at which a place, a gather or a release needs a storage."""
-        slots = [2 * self.sent_until.get(storage, -1), 2 * self.fixed.get(storage, 0) - 1]
-        slots += (2 * self.groups[u].release for u in self.readers.get(storage, ()))
-        return 2 * len(self.s.ops) + 1 if storage in self.outputs else max(slots)
+        if storage in self.outputs:
+            return 2 * len(self.s.ops) + 1
+        last = max(2 * self.sent_until.get(storage, -1), 2 * self.fixed_until.get(storage, 0) - 1)
+        for u in self.readers.get(storage, ()):
+            last = max(last, 2 * self.groups[u].release)
+        return last
 
 
-def _with_buffers(residents: _Residents, problem: Problem) -> Problem:
+def _with_buffers(all_storages: _Storages, problem: Problem) -> Problem:
     """Add to a problem what is live in every schedule, and the buffers of its reductions."""
-    s = residents.s
+    s = all_storages.s
     buffers: list[Buffer] = []
-    of_reductions = _ReductionBuffers(residents)
-    for storage in storages(s.graph, residents.donated):
+    of_reductions = _ReductionBuffers(all_storages)
+    for storage in storages(s.graph, all_storages.donated):
         if storage.value in s.graph.inputs:
             buffers.append(Buffer(storage.bytes, 0, 2 * len(s.ops)))
         else:
-            buffers += _fixed_buffers(residents, problem, storage)
-        if storage.value in residents.gradient:
-            latest = residents.gradient[storage.value]
+            buffers += _fixed_buffers(all_storages, problem, storage)
+        if storage.value in all_storages.reduction_of:
+            latest = all_storages.reduction_of[storage.value]
             of_reductions.add_waiting(latest, _shared_bytes(problem, latest, storage))
     slots = live_by_slot(buffers, 2 * len(s.ops) + 1)
     return dataclasses.replace(
@@ -307,9 +320,9 @@ def _with_buffers(residents: _Residents, problem: Problem) -> Problem:
     )
 
 
-def _fixed_buffers(residents: _Residents, problem: Problem, storage: Storage) -> Iterator[Buffer]:
+def _fixed_buffers(all_storages: _Storages, problem: Problem, storage: Storage) -> Iterator[Buffer]:
     """The slots during which a storage that the program allocates is live in every order."""
-    s = residents.s
+    s = all_storages.s
     v = storage.value
     count = len(s.ops)
 
@@ -321,27 +334,30 @@ def _fixed_buffers(residents: _Residents, problem: Problem, storage: Storage) ->
 
     first = s.ops_before[storage.first]
     end = s.ops_before[storage.last + 1]
-    if v in residents.of_state:
+    if v in all_storages.of_state:
         # It is computed at its place, or before that by the first group that needs it.
-        early = first if v in residents.of_update else min(first, s.born[0] + 1)
+        early = first if v in all_storages.group_of else min(first, s.born[0] + 1)
         yield from between(early, count)
-    elif v in residents.gather:
-        i = residents.gather[v]
+    elif v in all_storages.gather_of:
+        # Up to its last planned use the value counts with its gather. Views and results in place may live longer.
+        i = all_storages.gather_of[v]
         freed = max(problem.gathers[i].last + 1, first)
         # A result that overwrites the value needs memory of its own if the value is kept for a later gather.
         apart = end > freed and any(g.repeats == i for g in problem.gathers)
         yield from between(freed - apart, max(freed, end))
-    elif v in residents.gradient:
-        latest = residents.gradient[v]
+    elif v in all_storages.reduction_of:
+        # From its birth to its wait a gradient counts with its reduction.
+        latest = all_storages.reduction_of[v]
         born = s.born[latest]
         if _shared_bytes(problem, latest, storage):
             yield from between(first, born + 1, through_place=True)
         else:
             yield from between(first, born, through_place=True)
-        yield from between(born + 1, residents.fixed.get(v, 0))
-    elif v not in residents.of_update and v not in residents.planned:
-        last_send = residents.sent_until.get(v, -1)
-        last = count if v in residents.readers else max(end, last_send)
+        yield from between(born + 1, all_storages.fixed_until.get(v, 0))
+    elif v not in all_storages.group_of and v not in all_storages.reduced:
+        # The others count with the reduction after which they are allocated.
+        last_send = all_storages.sent_until.get(v, -1)
+        last = count if v in all_storages.readers else max(end, last_send)
         yield from between(first, last, through_place=last_send >= end)
 
 
@@ -353,24 +369,24 @@ def _shared_bytes(problem: Problem, latest: int, storage: Storage) -> int:
 class _ReductionBuffers:
     """What reductions send and receive, their results, and what the updates after them allocate, by reduction."""
 
-    def __init__(self, residents: _Residents) -> None:
-        self.residents = residents
-        self.born = residents.s.born
-        self.collectives = residents.s.reductions
+    def __init__(self, all_storages: _Storages) -> None:
+        self.all_storages = all_storages
+        self.born = all_storages.s.born
+        self.collectives = all_storages.s.reductions
         self.buffers: list[list[Buffer]] = [[] for _ in self.collectives]
         self.temporaries: list[list[tuple[int, int]]] = [[] for _ in self.collectives]
         self.second = [0 for _ in self.collectives]
 
     def added_to(self, reductions: Sequence[Reduction]) -> tuple[Reduction, ...]:
         """The reductions with all these bytes."""
-        residents = self.residents
+        all_storages = self.all_storages
         for i in range(len(reductions)):
             self._add_transfer(i)
-        for storage, u in residents.of_update.items():
-            if not residents.is_temporary(storage):
-                latest = max(residents.groups[u].after)
-                self._add_result(latest, storage, residents.size(storage))
-        for group in residents.groups:
+        for storage, u in all_storages.group_of.items():
+            if not all_storages.is_temporary(storage):
+                latest = max(all_storages.groups[u].after)
+                self._add_result(latest, storage, all_storages.size(storage))
+        for group in all_storages.groups:
             if group.after:
                 self._add_temporaries(group)
         return tuple(
@@ -389,10 +405,10 @@ class _ReductionBuffers:
 
     def _add_transfer(self, i: int) -> None:
         """Add what reduction `i` sends and receives, and its result, which may stay in the receive buffer."""
-        s = self.residents.s
+        s = self.all_storages.s
         axes = s.graph.axes
         collective = self.collectives[i]
-        storage = self.residents.donated.owner[collective.value]
+        storage = self.all_storages.donated.owner[collective.value]
         sent_bytes = rules(collective.start).sent_bytes(collective.start, axes)
         received, result, in_buffer = self._received(collective.start, collective.wait)
         if sent_bytes:
@@ -410,9 +426,9 @@ class _ReductionBuffers:
 
     def _received(self, start: Eqn, wait: Eqn) -> tuple[int, int, bool]:
         """The bytes that a reduction receives, those of its result, and whether the result is where it was received."""
-        received = rules(start).received_bytes(start, 0, self.residents.s.graph.axes)
-        in_buffer = self.residents.s.lifetimes.root[wait.out] is not wait.out
-        return received, received if in_buffer else self.residents.size(wait.out), in_buffer
+        received = rules(start).received_bytes(start, 0, self.all_storages.s.graph.axes)
+        in_buffer = self.all_storages.s.lifetimes.root[wait.out] is not wait.out
+        return received, received if in_buffer else self.all_storages.size(wait.out), in_buffer
 
     def _add_result(self, i: int, storage: Var, size: int, first: int = AT_WAIT) -> None:
         """Add a storage that exists after the wait for reduction `i`.
@@ -420,10 +436,10 @@ class _ReductionBuffers:
         An update that needs it may need later reductions too. Then the storage counts as a result up to the first place
         where such a reduction can be waited for, and from there on with that reduction.
         """
-        residents = self.residents
-        groups = [residents.groups[u] for u in residents.readers.get(storage, ())]
+        all_storages = self.all_storages
+        groups = [all_storages.groups[u] for u in all_storages.readers.get(storage, ())]
         later_reductions = {max(group.after, default=i) for group in groups} - {i}
-        last = residents.last_slot(storage)
+        last = all_storages.last_slot(storage)
         for later in later_reductions:
             last = max(last, 2 * self.born[later] + 1)
             self.add_waiting(later, size)
@@ -433,18 +449,18 @@ class _ReductionBuffers:
 
     def _add_temporaries(self, group: UpdateGroup) -> None:
         """Add the most bytes of temporaries that the equations of a group have live at once."""
-        residents = self.residents
+        all_storages = self.all_storages
         latest = max(group.after)
-        last = {storage: i for i, e in enumerate(group.eqns) for storage in residents.touched(e)}
+        last = {storage: i for i, e in enumerate(group.eqns) for storage in all_storages.touched(e)}
         total = 0
         most = 0
         for i, e in enumerate(group.eqns):
-            allocated = [v for v in residents.allocated(e) if residents.is_temporary(v)]
-            total += sum(map(residents.size, allocated))
+            allocated = [v for v in all_storages.allocated(e) if all_storages.is_temporary(v)]
+            total += sum(map(all_storages.size, allocated))
             most = max(most, total)
-            for v in residents.touched(e):
-                if v in residents.of_update and last[v] == i and residents.is_temporary(v):
-                    total -= residents.size(v)
+            for v in all_storages.touched(e):
+                if v in all_storages.group_of and last[v] == i and all_storages.is_temporary(v):
+                    total -= all_storages.size(v)
         self.temporaries[latest].append((group.release, most))
         if self.collectives[latest].second:
             self.second[latest] += most

@@ -16,6 +16,7 @@ import os
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +125,12 @@ class Plan:
             raise ValueError(
                 f"plan: it is a {type(decoded).__name__}, and no object with {', '.join(fields)}."
             )
-        missing = next((name for name in fields if name not in decoded), None)
-        if missing is not None:
-            raise ValueError(f"plan: it has no {missing!r}.")
-        unknown = next((name for name in decoded if name not in fields), None)
-        if unknown is not None:
-            raise ValueError(f"plan: it has {unknown!r}, which is no field of a plan.")
+        for name in fields:
+            if name not in decoded:
+                raise ValueError(f"plan: it has no {name!r}.")
+        for name in decoded:
+            if name not in fields:
+                raise ValueError(f"plan: it has {name!r}, which is no field of a plan.")
         return Plan(**{name: _frozen(value) for name, value in decoded.items()})
 
     def as_text(self, *, full: bool = False) -> str:
@@ -159,11 +160,11 @@ class Plan:
 
 def _summary(plan: Plan) -> list[str]:
     """The numbers of buckets and of their members, and what the program sends by mesh axis and role."""
-    counts = [
-        f"{sum(len(members) for members, _ in buckets)} {kind} in {len(buckets)} buckets"
-        for kind, buckets in (("gathers", plan.gathers), ("reductions", plan.reductions))
-        if buckets
-    ]
+    counts = []
+    for kind, buckets in (("gathers", plan.gathers), ("reductions", plan.reductions)):
+        if buckets:
+            count = sum(len(members) for members, _ in buckets)
+            counts.append(f"{count} {kind} in {len(buckets)} buckets")
     if plan.dropped:
         counts.append(f"{len(plan.dropped)} gathers dropped")
     lines = [f"  {', '.join(counts)}"] if counts else []
@@ -293,15 +294,15 @@ def _numbers(
     """The number of each collective of a kind by its name. Every one must be in one bucket, or dropped."""
     numbers = {collective.name: i for i, collective in enumerate(collectives)}
     placed_names: set[str] = set()
-    for name in [*(name for members, _ in buckets for name in members), *dropped]:
+    for name in chain(*(members for members, _ in buckets), dropped):
         if name not in numbers:
             raise ScheduleError(f"the program has no {kind} {name!r}")
         if name in placed_names:
             raise ScheduleError(f"the {kind} {name!r} is there twice")
         placed_names.add(name)
-    missing = next((name for name in numbers if name not in placed_names), None)
-    if missing is not None:
-        raise ScheduleError(f"the {kind} {missing!r} is missing")
+    for name in numbers:
+        if name not in placed_names:
+            raise ScheduleError(f"the {kind} {name!r} is missing")
     return numbers
 
 

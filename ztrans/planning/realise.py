@@ -88,12 +88,13 @@ def realise(s: Skeleton, schedule: Schedule, problem: Problem) -> Graph:
         The program, which has no hints and is not verified.
     """
     emit = _Emission(s, problem)
-    gather_starts = grouped(
-        (b.start, coalesce([s.gathers[i].start for i in b.members])) for b in schedule.gathers
-    )
-    gather_waits = grouped(
-        (s.use[i], s.gathers[i].wait) for bucket in schedule.gathers for i in bucket.members
-    )
+    gather_starts: dict[int, list[Eqn]] = {}
+    gather_waits: dict[int, list[Eqn]] = {}
+    for bucket in schedule.gathers:
+        start = coalesce([s.gathers[i].start for i in bucket.members])
+        gather_starts.setdefault(bucket.start, []).append(start)
+        for i in bucket.members:
+            gather_waits.setdefault(s.use[i], []).append(s.gathers[i].wait)
     reduction_starts = grouped((bucket.start, bucket) for bucket in schedule.reductions)
     reduction_waits = grouped((bucket.wait, bucket) for bucket in schedule.reductions)
     # At a place, gathers start before eager updates run, so they overlap. If gathers under way are limited, they start
@@ -108,6 +109,7 @@ def realise(s: Skeleton, schedule: Schedule, problem: Problem) -> Graph:
         for bucket in waits:
             emit.wait(bucket, k)
         emit.second(k)
+        # `write` leaves out the starts that were written before the updates.
         emit.write(*starts, *gather_waits.get(k, ()), *s.ops[k : k + 1])
     return rename(s.graph.replace(eqns=tuple(emit.eqns)), _kept_values(s, schedule, problem))
 
@@ -175,6 +177,7 @@ class _Emission:
         else:
             self.write(coalesce([p.second[0] for p in members if p.second]))
             self.second_buckets.append(bucket)
+        # The memory is reserved for one second reduction at a time.
         if len(self.second_buckets) > 1:
             self._wait_second()
         self.update(place)

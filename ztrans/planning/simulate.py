@@ -59,9 +59,8 @@ class Played:
     """When everything happened."""
 
     arrive: tuple[float, ...]  # for each place, when compute reaches it
-    start: tuple[
-        float, ...
-    ]  # for each place, when all that is sent, waited for and unpacked there is done
+    # For each place, when all that is sent, waited for and unpacked there is done.
+    start: tuple[float, ...]
     begin: tuple[float, ...]  # for each message, when it is at the head of its lane
     end: tuple[float, ...]  # for each message, when it has arrived
     stall: tuple[float, ...]  # for each message, the seconds that compute waited for it
@@ -83,9 +82,8 @@ class Network:
         self.begin: list[float] = []
         self.end: list[float] = []
         self.queued: defaultdict[str, deque[int]] = defaultdict(deque)
-        self.starting: list[
-            tuple[float, int]
-        ] = []  # a heap of (time at which bytes begin to move, message)
+        # A heap of (time at which bytes begin to move, message).
+        self.starting: list[tuple[float, int]] = []
         self.links: defaultdict[str, _Link] = defaultdict(_Link)
         self.next = NEVER  # the time of the next event
 
@@ -162,6 +160,7 @@ class _Link:
     def join(self, i: int, seconds: float, now: float) -> None:
         active = self.active
         if active:
+            # Until now, each of them had an equal share of the link.
             self.served += (now - self.since) / len(active)
         insort(active, (self.served + seconds, i))
         self.since = now
@@ -218,6 +217,7 @@ def play(
             network.run(clock)
             number[i] = network.issue(messages[i], clock)
         clock += precedes(k)
+        # What has arrived first is unpacked while the others are still under way.
         for end, i in sorted((network.arrival(number[i]), i) for i in needed.get(k, ())):
             if end > clock:
                 stall[i] = end - clock
@@ -271,10 +271,9 @@ def signature(eqn: Eqn, graph: Graph) -> str:
             return f"[{' '.join(map(show, x))}]"
         return str(x)
 
-    parts = [show(a) for a in eqn.args] + [
-        f"{k}={show(v)}" for k, v in eqn.kwargs.items() if v is not None
-    ]
-    return f"{op_name(eqn.op)}({', '.join(parts)})"
+    texts = list(map(show, eqn.args))
+    texts += (f"{name}={show(x)}" for name, x in eqn.kwargs.items() if x is not None)
+    return f"{op_name(eqn.op)}({', '.join(texts)})"
 
 
 def _roofline(e: Eqn, graph: Graph, device: Device) -> float:

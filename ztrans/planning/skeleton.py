@@ -15,7 +15,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from ..ir.collectives import bucket_key, is_start, role, rules
 from ..ir.donation import donation, first_write
@@ -39,16 +39,16 @@ def hoist(graph: Graph) -> Graph:
     makers = producers(graph.eqns)
     # The position of an equation, 0 for that equation itself or 1 for one moved after it, and the former position.
     keys: dict[Eqn, tuple[int, int, int]] = {}
+    needs: dict[Eqn, set[Eqn]] = {}
     for i, e in enumerate(graph.eqns):
         born = max((keys[makers[v]][0] for v in e.ins if v in makers), default=-1)
         keys[e] = (born, 1, i) if e in hoisted else (i, 0, i)
-    needs = {e: {makers[v] for v in e.ins if v in makers} for e in graph.eqns}
-    return graph.replace(eqns=tuple(map(_at_its_birth, sorted_by(keys.__getitem__, needs))))
-
-
-def _at_its_birth(e: Eqn) -> Eqn:
-    """An equation that `hoist` has moved needs its hint no longer."""
-    return e.replace(order=None) if e.order == "birth" else e
+        needs[e] = {makers[v] for v in e.ins if v in makers}
+    eqns = []
+    for e in sorted_by(keys.__getitem__, needs):
+        # An equation at its birth needs its hint no longer.
+        eqns.append(e.replace(order=None) if e.order == "birth" else e)
+    return graph.replace(eqns=tuple(eqns))
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +104,8 @@ class Skeleton:
     @functools.cached_property
     def ops_before(self) -> tuple[int, ...]:
         """The number of operations before each equation, and before the end."""
-        return tuple(accumulate((e in self.places for e in self.graph.eqns), initial=0))
+        is_operation = [e in self.places for e in self.graph.eqns]
+        return tuple(accumulate(is_operation, initial=0))
 
     @functools.cached_property
     def landmarks(self) -> tuple[tuple[int, str], ...]:
@@ -219,9 +220,9 @@ class Skeleton:
         for e in reversed(self.movable[0]):
             overwritten = {owner[out] for out in e.results}
             awaited[e] = {root[v] for v in e.ins if root[v] in state or owner[v] in overwritten}
-            of_readers = [
-                awaited.get(reader, set()) for out in e.results for reader in readers.get(out, ())
-            ]
+            of_readers = []
+            for out in e.results:
+                of_readers += [awaited.get(reader, set()) for reader in readers.get(out, ())]
             if of_readers and all(out in available and out not in outputs for out in e.results):
                 awaited[e] |= set.intersection(*of_readers)
         return awaited
@@ -243,7 +244,7 @@ def skeleton(graph: Graph) -> Skeleton:
     readers = users(graph)
     makers = producers(graph.eqns)
     collectives = _collectives(graph, makers)
-    planned_eqns = {e for collective in collectives for e in collective.eqns}
+    planned_eqns = set(chain.from_iterable(collective.eqns for collective in collectives))
     ops = tuple(e for e in graph.eqns if e not in planned_eqns)
     places = {e: k for k, e in enumerate(ops)}
     end = len(ops)
@@ -315,19 +316,18 @@ def update_groups(s: Skeleton) -> tuple[UpdateGroup, ...]:
     leaving = set(after_reductions)
     while True:
         groups = _by_need(s, leaving)
-        grouped_eqns = {e for eqns in groups.values() for e in eqns}
+        grouped_eqns = set(chain.from_iterable(groups.values()))
         if leaving <= grouped_eqns:
             break
         # What stays reads the state at its place, so more equations may have to stay.
         leaving = grouped_eqns
     for key, eqns in _state_computations(of_state, groups).items():
         groups.setdefault(key, []).extend(eqns)
-    return tuple(
-        UpdateGroup(
-            tuple(sorted(reductions)), release, tuple(sorted(eqns, key=s.places.__getitem__))
-        )
-        for (reductions, release), eqns in groups.items()
-    )
+    update: list[UpdateGroup] = []
+    for (reductions, release), eqns in groups.items():
+        in_order = tuple(sorted(eqns, key=s.places.__getitem__))
+        update.append(UpdateGroup(tuple(sorted(reductions)), release, in_order))
+    return tuple(update)
 
 
 def _by_need(s: Skeleton, leaving: set[Eqn]) -> dict[_GroupKey, list[Eqn]]:
@@ -341,8 +341,10 @@ def _by_need(s: Skeleton, leaving: set[Eqn]) -> dict[_GroupKey, list[Eqn]]:
         if e not in leaving:
             continue
         reductions = frozenset[int]().union(*(needed_reductions.get(v, ()) for v in e.ins))
-        places = [exists.get(v, 0) for v in e.ins]
-        place = max([*places, *(last_read.get(v, 0) for v in s.awaited_values[e])])
+        # It may run once its arguments exist, and once all that must read the old state has done so.
+        place = max([exists.get(v, 0) for v in e.ins], default=0)
+        for v in s.awaited_values[e]:
+            place = max(place, last_read.get(v, 0))
         if place > latest:
             place = s.places[e] + 1
         else:
@@ -360,9 +362,10 @@ def _state_computations(
 
     An equation that several groups need is in a group without reductions. One that no group needs stays at its place.
     """
-    keys = grouped(
-        (e, key) for key, eqns in groups.items() for e in needed(eqns, of_state) - {*eqns}
-    )
+    keys: dict[Eqn, list[_GroupKey]] = {}
+    for key, eqns in groups.items():
+        for e in needed(eqns, of_state).difference(eqns):
+            keys.setdefault(e, []).append(key)
     shared = (frozenset[int](), 0)
     return grouped((needing[0] if len(needing) == 1 else shared, e) for e, needing in keys.items())
 

@@ -51,14 +51,14 @@ class _Shown:
         """
         from ..report import figure, page  # imported here, because `report` imports this module
 
-        draw = {".html": page.save, **dict.fromkeys(figure.ENDINGS, figure.save)}.get(
-            Path(path).suffix
-        )
-        if draw is None:
-            raise ValueError(
-                f"save: {str(path)!r} ends in none of .html, {', '.join(figure.ENDINGS)}."
-            )
-        draw(self._timelines, path)
+        ending = Path(path).suffix
+        if ending == ".html":
+            page.save(self._timelines, path)
+        elif ending in figure.ENDINGS:
+            figure.save(self._timelines, path)
+        else:
+            endings = ", ".join([".html", *figure.ENDINGS])
+            raise ValueError(f"save: {str(path)!r} ends in none of {endings}.")
 
     def to_perfetto(self, path: str | PathLike) -> None:
         """Save a trace, JSON in the Chrome format, for ui.perfetto.dev or chrome://tracing."""
@@ -80,16 +80,14 @@ class Timeline(_Shown):
     seconds: float
     events: tuple[Event, ...]
     memory: tuple[tuple[float, int], ...]  # (time, live bytes)
-    bound: tuple[float, str] | None = (
-        None  # the lower bound in seconds, and what causes it, if they are known
-    )
+    # The lower bound in seconds, and what causes it, if they are known.
+    bound: tuple[float, str] | None = None
 
     @property
     def lanes(self) -> list[str]:
         """Compute first, then the communicators in order of first use."""
-        return list(
-            dict.fromkeys([COMPUTE, *(e.lane for e in sorted(self.events, key=lambda e: e.start))])
-        )
+        in_time = sorted(self.events, key=lambda event: event.start)
+        return list(dict.fromkeys([COMPUTE, *(event.lane for event in in_time)]))
 
     def busy(self, lane: str) -> float:
         """The seconds in which a lane is busy."""

@@ -110,6 +110,7 @@ def _jobs(problem: Problem) -> list[_Job]:
         job = _job(problem, r, r.born + 1, min(end, r.need))
         jobs.append(replace(job, follows=follows))
     for g, idle_since, size in _values(problem):
+        # A regather may be sent once the earlier value is gone.
         if idle_since is None or size:  # a value that takes no room is kept
             job = _job(problem, g, g.release if idle_since is None else idle_since, g.use)
             jobs.append(replace(job, first=idle_since is None, value_bytes=size, key=g.key))
@@ -224,6 +225,7 @@ class _Link:
             return carried
         seconds = self.reductions[1 : place + 1].copy()
         room = self.room[:place].copy()
+        # The room is spent first where a byte of it saves the most seconds, as no schedule can do better.
         for key, saved in self.saved.items():
             gathers = self.without_room[key][:place]
             spared = np.minimum(gathers, room * saved)

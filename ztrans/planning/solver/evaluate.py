@@ -75,8 +75,10 @@ def memory(problem: Problem, schedule: Schedule) -> np.ndarray:
         gathers = [problem.gathers[i] for i in bucket.members]
         buffers += [Buffer(g.bytes, 2 * bucket.start, 2 * g.use - 1) for g in gathers]
         buffers += gather_buffers(problem, gathers, bucket.start, bucket.wait)
-    reductions = [[problem.reductions[i] for i in b.members] for b in schedule.reductions]
-    for bucket, members in zip(schedule.reductions, reductions):
+    reductions = []
+    for bucket in schedule.reductions:
+        members = [problem.reductions[i] for i in bucket.members]
+        reductions.append(members)
         buffers += ReductionBytes(members).buffers(bucket.start, bucket.wait)
     second = reserved_for_second(reductions)
     if second:

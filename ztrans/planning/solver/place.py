@@ -92,7 +92,8 @@ class ReductionLoad(NamedTuple):
     def needs(self, place: int, end: int) -> np.ndarray:
         """By slot, from after a place to an end: the room that it needs to be waited for there or later."""
         needs = np.full(2 * (end - place), self.size)
-        needs[1::2] += self.burst
+        needs[1::2] += self.burst  # at places, where it may be waited for
+        # What stays after the first wait, and the updates that run later, are counted already.
         needs[: max(self.until - 2 * place, 0)] -= self.staying
         for release, size in self.bytes.temporaries:
             if max(place, self.first_wait) < release <= end:
@@ -418,6 +419,7 @@ class _Simulation:
 
     def placed(self) -> Placed:
         """Simulate the choice; raise `Rejected` if it takes longer than the limit."""
+        # A lane needs at least the time of all its messages.
         if max((lane.work for lane in self.lanes.values()), default=0.0) > self.limit:
             raise Rejected
         happen = (
@@ -496,6 +498,7 @@ class _Simulation:
         """The first place from `start` on, and before its use, from which a gather has room until its use."""
         use = load.use
         size = load.size + (self.reserve if use >= self.first_gradient else 0)
+        # Search from the use backwards for the last slot that is too full, and start after it.
         full = (self.room[2 * start : 2 * use] < size)[::-1]
         last = int(full.argmax())  # 0 if no slot is full
         if full[last]:
@@ -511,6 +514,7 @@ class _Simulation:
         gradients = load.bytes.gradients
         most = self.problem.reductions_in_flight
         under_way = self.reductions_under_way
+        # The oldest arrive first, so they are waited for first.
         while under_way and sum(r.load.bytes.gradients for r in under_way) + gradients > most:
             self._decide_wait(under_way[0], place, stall=True)
         self._send(reduction, place)
@@ -527,6 +531,7 @@ class _Simulation:
         load = reduction.load
         begin = reduction.until
         clock = self.problem.clock
+        # The place that compute reaches when the reduction should have arrived, if nothing else stalls until then.
         end = bisect_left(clock, reduction.expected - self.clock + clock[place], place)
         end = min(end, load.deadline)
         if end > begin:
@@ -562,12 +567,14 @@ class _Simulation:
         reduction.wait = place
         until = reduction.until
         if place > load.first_wait:
+            # The room that was left was counted for a wait at the first place, and for one at every place up to here.
             self.room[2 * load.first_wait] += load.spare
             self.room[2 * load.first_wait + 2 : 2 * place : 2] += load.burst
             end = len(self.problem.seconds)
             self.room[2 * place] += load.bytes.at_wait(end) - load.bytes.at_wait(place)
         self.room[2 * place + 1 : 2 * until + 1] += load.needs(place, until)
         if until > place:
+            # The room that is free again may be enough for a gather. After a stall, it starts after the wait.
             for queued in self.queued:
                 if queued.queue and queued.next > place:
                     self._consider(queued, place + stall)

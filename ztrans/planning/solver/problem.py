@@ -341,6 +341,7 @@ class ReductionBytes:
             if release > wait:
                 yield Buffer(size, 2 * release, 2 * release)
         if start == wait:
+            # It starts before it is waited for, so the two are not live at once.
             yield Buffer(max(self.starting, self.at_wait(wait)), 2 * start, 2 * start)
         else:
             yield Buffer(self.starting, 2 * start, 2 * start)

@@ -136,10 +136,12 @@ def drop_more(chance: Random, problem: Problem, choice: Choice) -> Choice:
     """Drop a few more gathers, those whose values are idle for the shortest time first."""
     more = [i for i in problem.idle_values if i not in choice.dropped]
     dropped = choice.dropped.union(more[: chance.choice(_COUNTS)])
-    remaining = (tuple(i for i in members if i not in dropped) for members in choice.gathers)
-    return choice._replace(
-        gathers=tuple(members for members in remaining if members), dropped=dropped
-    )
+    buckets = []
+    for members in choice.gathers:
+        remaining = tuple(i for i in members if i not in dropped)
+        if remaining:
+            buckets.append(remaining)
+    return choice._replace(gathers=tuple(buckets), dropped=dropped)
 
 
 # Each change with its weight. `benchmarks/ablations.py` leaves each of them out, to see what it gains.
@@ -237,9 +239,12 @@ def reduction_buckets(
     keys = grouped((r.key, i) for i, r in enumerate(problem.reductions))
     births = sorted({r.born for r in problem.reductions})
     previous_birth = dict(zip(births[1:], births))
-    born_before = {  # for each reduction, the birth of the one before it with its key
-        j: problem.reductions[i].born for indices in keys.values() for i, j in pairwise(indices)
-    }
+    born_before: dict[
+        int, int
+    ] = {}  # for each reduction, the birth of the one before it with its key
+    for indices in keys.values():
+        for i, j in pairwise(indices):
+            born_before[j] = problem.reductions[i].born
 
     def fits(members: Sequence[int]) -> bool:
         reductions = [problem.reductions[i] for i in members]
@@ -255,11 +260,10 @@ def reduction_buckets(
             and sum(r.bytes for r in reductions) <= most
         )
 
-    return [
-        members
-        for indices in keys.values()
-        for members in _filled(problem, problem.reductions, indices, full, fits)
-    ]
+    buckets: list[MemberIndices] = []
+    for indices in keys.values():
+        buckets += _filled(problem, problem.reductions, indices, full, fits)
+    return buckets
 
 
 def _filled(
@@ -296,10 +300,12 @@ class Search:
         self.loads = Loads(problem)
         self.chance = random.Random(0)
         count = len(problem.gathers) + len(problem.reductions)
+        # A small problem has few choices, so it needs less effort.
         self.effort = min(effort, LITTLE + (8 * count + 16) * (count + 8)) if count else 0
         self.improved = self.effort
         self.patience = PATIENCE + PATIENCE_FOR_EACH * count
         self.seen: set[Choice] = set()
+        # Peaks that differ by less count as equal, so the number of buckets decides.
         self.granule = max(1.0, self.loads.bytes_unbucketed(NOTHING_DROPPED).max(initial=0.0) / 64)
         unbucketed = place_choice(self.loads, self._unbucketed_choice())
         if unbucketed is None:
@@ -339,7 +345,7 @@ class Search:
 
     def attempt(self, choice: Choice, limit: float = math.inf) -> Placed | None:
         """Place a choice. None if it was tried before, does not fit, or takes longer than `limit` seconds."""
-        self.effort -= 8
+        self.effort -= 8  # a choice by itself takes about as long as placing 8 messages
         if choice in self.seen:
             return None
         self.seen.add(choice)
@@ -435,6 +441,7 @@ class Search:
     def _neighbour(self, choice: Choice, changes: Sequence[tuple[Change, int]]) -> Choice:
         """A choice with one to three random changes."""
         kinds, weights = zip(*changes)
+        # One change is the most frequent. Several at once leave a choice that no single change improves.
         for change in self.chance.choices(kinds, weights, k=self.chance.choice((1, 1, 2, 3))):
             choice = change(self.chance, self.problem, choice)
         return choice
