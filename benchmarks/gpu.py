@@ -1,7 +1,8 @@
 """Kernels, collectives and a training step on one GPU: checked for correctness, then timed beside their peers.
 
     python benchmarks/gpu.py                  # under 8 minutes; results/gpu.json and results/gpu.md
-    python benchmarks/gpu.py --only kernels   # of: numerics kernels ranks processes collectives jitter nccl step host
+    python benchmarks/gpu.py --only kernels   # of: numerics kernels ranks processes collectives jitter
+                                              #     sanitizer nccl step host
 
 If ztrans is not installed, run it from the root of the sources: PYTHONPATH=. python benchmarks/gpu.py
 
@@ -52,6 +53,7 @@ def sections() -> dict[str, Callable[[torch.device, Callable[[], float]], Iterat
         "processes": gpu_ranks.processes,
         "collectives": gpu_nccl.collectives,
         "jitter": gpu_jitter.jitter,
+        "sanitizer": gpu_jitter.sanitizer,
         "nccl": gpu_two_ranks.two_ranks,
         "step": gpu_rounds.steps,
         "host": gpu_rounds.apart(gpu_host.table),

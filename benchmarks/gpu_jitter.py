@@ -63,6 +63,47 @@ def _compared(pipe: Connection, task: Task) -> None:
     pipe.send(None)
 
 
+def sanitizer(
+    device: torch.device, left: Callable[[], float] = lambda: 100.0, config: Config = CONFIG
+) -> Iterator[list[dict]]:
+    """PyTorch's CUDA stream sanitizer follows every kernel, event and wait of a step of stage 3, with the double of
+    NCCL. It must find nothing in two steps, and something in each program that leaves out a wait.
+    """
+    child = Child(_sanitized, Task(config, device))
+    lines = []
+    try:
+        while line := child.answer(min(LIMIT, left())):
+            lines.append(line)
+            yield lines
+    finally:
+        child.end()
+
+
+def _sanitized(pipe: Connection, task: Task) -> None:
+    # The import registers callbacks for streams, events and allocations, so it comes first.
+    from torch.cuda._sanitizer import CUDASanitizerErrors, cuda_sanitizer
+
+    torch.cuda.set_device(task.device)
+    StreamedStart._call = poisoned
+    step = Ours(task, "eager", collectives=True)
+    step()
+    subjects = {"as it is": contextlib.nullcontext, **CONTROLS}
+    del subjects["frees packed members early"]  # the sanitizer does not see that memory is reused
+    for name, wrong in subjects.items():
+        torch.cuda.synchronize()
+        found = "nothing"
+        try:
+            with wrong(), cuda_sanitizer.dispatch:
+                for _ in range(2):
+                    step()
+        except CUDASanitizerErrors as errors:
+            found = f"{len(errors.errors)} races"
+        is_right = (found == "nothing") == (name == "as it is")
+        pipe.send({"what": name, "result" if is_right else "failed": f"finds {found}"})
+    dist.destroy_process_group()
+    pipe.send(None)
+
+
 def results(task: Task) -> Iterator[dict]:
     for reduce_dtype in (None, torch.bfloat16):
         for backend in ("eager", "inductor"):
