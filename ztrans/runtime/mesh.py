@@ -30,6 +30,8 @@ def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:
     """
     _check_axes(device, sizes)
     device = _own_device(device)
+    if device == "cuda":
+        _order_launches()
     if not dist.is_initialized():
         _begin("nccl" if device == "cuda" else "gloo")
     world = dist.get_world_size()
@@ -82,6 +84,15 @@ def _own_device(device: str | None) -> str:
     elif "RANK" not in os.environ:  # init_device_mesh warns unless a process has chosen its GPU
         torch.cuda.set_device(torch.cuda.current_device())
     return device
+
+
+def _order_launches() -> None:
+    """Have NCCL start the messages of all communicators in the order in which this process launches them.
+
+    Otherwise the messages of two communicators may wait for each other, on GPUs that have no room for both. NCCL reads
+    the variable once, when it launches its first message.
+    """
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 
 def _begin(backend: str) -> None:

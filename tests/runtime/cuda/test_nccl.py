@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from ztrans import ops
 from ztrans.ir.collectives import reduce, rules
 from ztrans.ir.graph import Eqn, Split, Var
 from ztrans.ir.routes import Hosts
+from ztrans.runtime import mesh
 from ztrans.runtime.collectives import Start, wait
 from ztrans.runtime.process_groups import Channel
 
@@ -122,6 +124,25 @@ def moved_by_each_rank(eqn: Eqn, terms: list[list[torch.Tensor]]) -> dict[str, i
     on_all_ranks(eqn, Hosts(len(terms)), terms, modes)
     assert all(mode.moved == modes[0].moved for mode in modes)
     return modes[0].moved
+
+
+@pytest.mark.parametrize("of_user", [None, "0"])
+def test_nccl_orders_launches_from_the_first_communicator_on(monkeypatch, of_user):
+    """A value of the user stays."""
+    name = "NCCL_LAUNCH_ORDER_IMPLICIT"
+    monkeypatch.setenv(name, of_user or "")
+    if of_user is None:
+        monkeypatch.delenv(name)
+    began = []
+    monkeypatch.setattr(mesh, "_own_device", lambda device: device)
+    monkeypatch.setattr(mesh, "_begin", lambda backend: began.append(os.environ.get(name)))
+    monkeypatch.setattr(mesh, "init_device_mesh", lambda *shape, mesh_dim_names: None)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    mesh.make_mesh("cpu", dp=-1)
+    assert began == [of_user], "nothing is set for gloo"
+    mesh.make_mesh("cuda", dp=-1)
+    assert began == [of_user, of_user or "1"]
 
 
 class Traffic(TorchDispatchMode):
