@@ -54,8 +54,8 @@ def mean(total: torch.Tensor, count: int) -> torch.Tensor:
 
     The sum of bools is whether any of them is true, and so is their mean.
 
-    The divisor is a tensor. To divide by a Python number, a GPU would multiply by the reciprocal, which rounds twice:
-    for 3, 5, 6 or 7 ranks the bits would differ from those of a CPU.
+    The reciprocal of a power of two is exact, and one launch multiplies with it. Any other divisor is a tensor: a GPU
+    divides by a Python number with the reciprocal, which rounds twice, so the bits would differ from those of a CPU.
 
     >>> mean(torch.tensor([3.0, 1.0]), 2)
     tensor([1.5000, 0.5000])
@@ -66,5 +66,7 @@ def mean(total: torch.Tensor, count: int) -> torch.Tensor:
         return total
     if total.is_complex():  # the real and imaginary parts are divided separately
         return torch.view_as_complex(mean(torch.view_as_real(total), count))
+    if total.is_floating_point() and count & (count - 1) == 0:
+        return total.mul_(1 / count)
     divisor = torch.full((), count, device=total.device)
     return total.div_(divisor, rounding_mode=None if total.is_floating_point() else "trunc")

@@ -92,6 +92,21 @@ def test_a_mean_on_a_gpu_divides():
     assert division.args[1].meta["val"].device.type == "cuda"
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("count", [2, 8, 64])
+def test_a_mean_of_a_power_of_two_of_ranks_has_the_bits_of_a_division(dtype, count):
+    """Subnormal quotients too, which are rounded. There is one launch, and no tensor for the divisor."""
+    draw = torch.Generator().manual_seed(count)
+    total = torch.randint(0, 256, (1 << 18,), generator=draw, dtype=torch.uint8).view(dtype)
+    total = total[~total.isnan()]
+    divided = total / torch.full((), count)
+    assert torch.equal(ops.mean(total.clone(), count), divided)
+    with FakeTensorMode():
+        graph = make_fx(lambda x: ops.mean(x, count))(torch.empty(4, dtype=dtype)).graph
+    calls = [n.target for n in graph.nodes if n.op == "call_function"]
+    assert calls == [torch.ops.aten.mul_.Tensor]
+
+
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: s.__name__)
 def test_one_node_for_a_gpu_that_is_not_there(sample):
     with FakeTensorMode():

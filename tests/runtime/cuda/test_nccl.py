@@ -108,14 +108,14 @@ def test_a_sum_of_half_precision_moves_20_bytes_an_element():
     with Traffic() as traffic:
         total = ops.reduce(rows, "mean", F32)
         torch.ops.ztrans.unpack(total, [4096], 1, [torch.empty(4096)])
-    assert traffic.launches == 11 and sum(traffic.moved.values()) // 4096 == 92
+    assert traffic.launches == 10 and sum(traffic.moved.values()) // 4096 == 92
 
 
 def test_a_mean_of_packed_floats_is_scaled_while_it_is_delivered():
     """One read and one write of each element. A mean of its own message is scaled in place."""
     eqn = scatter([(RANKS, 4), (RANKS, 2)], "mean", F32)
     moved = moved_by_each_rank(eqn, random_terms(eqn, RANKS))
-    assert moved["sum_terms"] == 8 * 6 and "div_" not in moved
+    assert moved["sum_terms"] == 8 * 6 and not {"div_", "mul_"} & moved.keys()
 
 
 def moved_by_each_rank(eqn: Eqn, terms: list[list[torch.Tensor]]) -> dict[str, int]:
