@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py                  # under 8 minutes; results/gpu.json and results/gpu.md
     python benchmarks/gpu.py --only kernels   # of: numerics kernels ranks processes collectives jitter
-                                              #     sanitizer nccl step host
+                                              #     sanitizer nccl step variants host
 
 If ztrans is not installed, run it from the root of the sources: PYTHONPATH=. python benchmarks/gpu.py
 
@@ -56,6 +56,7 @@ def sections() -> dict[str, Callable[[torch.device, Callable[[], float]], Iterat
         "sanitizer": gpu_jitter.sanitizer,
         "nccl": gpu_two_ranks.two_ranks,
         "step": gpu_rounds.steps,
+        "variants": gpu_rounds.variants,
         "host": gpu_rounds.apart(gpu_host.table),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import math
@@ -15,20 +16,17 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from gpu_step import BASE, CONFIG, POOLED, SUBJECTS, Config, Task, flops, peak
+from gpu_step import BASE, CONFIG, POOLED, SUBJECTS, VARIANTS, Config, Task, flops, peak
 from torch import Tensor
 
 GIB = 2**30
-FIRST, SETTLE, TIMED = (
-    3,
-    2,
-    10,
-)  # steps: before the first round; then untimed and timed steps of each round
-LIMIT = 100  # seconds in which a subject must be ready
-LIMITS = {"torch.compile, max-autotune-no-cudagraphs": 180}
-ROOM = (
-    30 * GIB
-)  # free memory that a subject needs to start; the oldest subjects are ended until there is as much
+FIRST = 3  # steps before the first round
+SETTLE = 2  # untimed steps at the beginning of each round
+TIMED = 10  # timed steps of each round
+ROUNDS = 5  # so that each subject has 50 timed steps
+LIMIT = 100  # seconds in which all subjects of a table must be ready
+# The batches, in sequences of 1024 tokens, and whether gradients are clipped.
+TABLES = ((8, False), (2, False), (2, True), (1, False), (8, True), (4, False))
 APART = 1e-2  # the relative difference allowed between a loss and the first subject's, as the steps are in bf16
 
 
@@ -108,8 +106,7 @@ def serve(pipe: Connection, name: str, task: Task) -> None:
     start = time.perf_counter()
     if task.device.type == "cuda":
         torch.cuda.set_device(task.device)
-        torch.backends.cuda.enable_cudnn_sdp(False)  # so that all subjects use flash attention
-    step = SUBJECTS[name](task)
+    step = (SUBJECTS | VARIANTS)[name](task)
     for _ in range(FIRST):
         loss = step()
     loss.item()
@@ -158,8 +155,12 @@ class Subject:
         self.name, self.rounds, self.ready, self.wrong = name, [], None, ""
         self.child = Child(serve, name, task)  # the process does its imports, and waits
 
-    def start(self, seconds: float) -> None:
-        self.ready = self._or_wrong(self.child.ask, seconds)
+    def begin(self) -> None:
+        """Let the process build its step."""
+        self.child.pipe.send(True)
+
+    def await_start(self, seconds: float) -> None:
+        self.ready = self._or_wrong(self.child.answer, seconds)
 
     def play(self, seconds: float) -> None:
         if figures := self._or_wrong(self.child.ask, seconds):
@@ -183,45 +184,57 @@ def steps(
     device: torch.device,
     left: Callable[[], float] = lambda: 450.0,
     config: Config = CONFIG,
+    tables: Sequence[tuple[int, bool]] = TABLES,
     names: Sequence[str] = tuple(SUBJECTS),
-    rounds: int = 3,
+    rounds: int = ROUNDS,
 ) -> Iterator[list[dict]]:
-    """A step of a GPT of 436 M parameters (8 layers of width 2048), 8 sequences of 1024 tokens, one rank. All subjects
-    do the same work: parameters, gradients and moments in fp32, the model under autocast to bf16, torch's flash
-    attention, fused AdamW. torch.compile is given the model and the loss. Times are measured by CUDA events, in rounds
-    of 10 steps, with each subject in a process of its own. MFU is relative to the card's dense bf16 rate. Memory is the
-    peak that torch reports; a CUDA graph's memory is only in `reserved`. Losses are those after the same 15 steps.
-    `ready` is the time until the first step can run.
+    """A step of a GPT of 436 M parameters (8 layers of width 2048), sequences of 1024 tokens, one rank. All subjects do
+    the same work: parameters, gradients and moments in fp32, the model under autocast to bf16, torch's choice of an
+    attention kernel, fused AdamW, and in some tables gradients that are clipped by their norm. torch.compile is given
+    the model and the loss. Each subject has a process of its own. They take turns: 5 rounds of 10 steps, timed by CUDA
+    events. MFU is relative to the card's dense bf16 rate. Memory is the peak that torch reports; a CUDA graph's memory
+    is only in `reserved`. Losses are those after the first round. `ready` is the time until the first step can run,
+    while all subjects of the table get ready beside each other.
     """
-    task = Task(config, device)
-    subjects = [Subject(name, task) for name in names]
-    try:
-        for k, subject in enumerate(subjects, 1):
-            if left() > 40:
-                _make_room(subjects[: k - 1], device)
-                subject.start(min(LIMITS.get(subject.name, LIMIT), left() - 30))
-            else:
-                subject.wrong = "not run: the time was over"
-                subject.end()
-            if subject.child:
-                subject.play(min(60, left()))
-            yield table(subjects[:k], task)
-        for _ in range(rounds - 1):
+    lines: list[dict] = []
+    for batch, clip in tables:
+        task = Task(dataclasses.replace(config, batch=batch), device, clip)
+        if left() < 60:
+            lines.append(_described(task) | {"failed": "not run: the time was over"})
+            yield lines
+            continue
+        subjects = [Subject(name, task) for name in names]
+        try:
+            _play(subjects, left, rounds)
+            lines += table(subjects, task)
+        finally:
             for subject in subjects:
-                if subject.child and left() > 10:
-                    subject.play(min(60, left()))
-        yield table(subjects, task)
-    finally:
-        for subject in subjects:
-            subject.end()
+                subject.end()
+        yield lines
 
 
-def _make_room(subjects: Sequence[Subject], device: torch.device) -> None:
-    if device.type != "cuda":
-        return
+def variants(
+    device: torch.device, left: Callable[[], float] = lambda: 450.0
+) -> Iterator[list[dict]]:
+    """The same step of 8192 tokens with recomputation, and sharded over a group of one rank."""
+    yield from steps(device, left, tables=TABLES[:1], names=[BASE, *VARIANTS], rounds=3)
+
+
+def _play(subjects: Sequence[Subject], left: Callable[[], float], rounds: int) -> None:
+    """Start all subjects, and let them take turns."""
     for subject in subjects:
-        if torch.cuda.mem_get_info(device)[0] < ROOM:
-            subject.end()
+        subject.begin()
+    end = time.monotonic() + min(LIMIT, left() - 30)
+    for subject in subjects:
+        subject.await_start(end - time.monotonic())
+    for _ in range(rounds):
+        for subject in subjects:
+            if subject.child and left() > 10:
+                subject.play(min(60, left()))
+
+
+def _described(task: Task) -> dict:
+    return {"tokens": task.tokens, "clipped": "yes" if task.clip else "no"}
 
 
 def table(subjects: Sequence[Subject], task: Task) -> list[dict]:
@@ -233,7 +246,7 @@ def table(subjects: Sequence[Subject], task: Task) -> list[dict]:
     rate = peak(torch.cuda.get_device_name(task.device)) if task.device.type == "cuda" else None
     lines = []
     for s in subjects:
-        line = {"subject": s.name}
+        line = _described(task) | {"subject": s.name}
         if s.rounds:
             middle, last, loss = medians[s.name], s.rounds[-1], s.rounds[0]["loss"]
             line |= {"ms, median": middle, "ms, least": min(_times(s)), "steps": len(_times(s))}

@@ -102,11 +102,12 @@ def test_subjects_take_turns_in_processes():
 
     config = gpu_rounds.Config(**SMALL)
     *_, (timed, unknown) = gpu_rounds.steps(
-        CPU, config=config, names=["torch, eager", "nobody"], rounds=2
+        CPU, config=config, tables=[(2, True)], names=["torch, eager", "nobody"], rounds=2
     )
     assert timed["steps"] == 2 * gpu_rounds.TIMED and timed["ms, least"] <= timed["ms, median"]
     assert "failed" not in timed
-    assert unknown == {"subject": "nobody", "failed": "KeyError: 'nobody'"}
+    assert (timed["tokens"], timed["clipped"]) == (32, "yes")
+    assert unknown["subject"] == "nobody" and unknown["failed"] == "KeyError: 'nobody'"
 
 
 @pytest.mark.slow
@@ -163,6 +164,14 @@ def test_all_subjects_train_alike():
         for name in ("torch, eager", "ztrans, eager")
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_several_ranks_run_over_gloo_too():
+    import gpu_two_ranks
+
+    (line,) = gpu_two_ranks.outcome("accumulation", 2, "cpu", 120.0)
+    assert line["result"] == "bits of lockstep"
 
 
 @pytest.mark.slow
