@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from ztrans.ir.graph import Eqn, Graph, Var
 from ztrans.planning.simulate import seconds, signature
 from ztrans.planning.timeline import COMPUTE
 from ztrans.profiling.link_fit import Observed
-from ztrans.profiling.profile import profile
+from ztrans.profiling.profile import profile, recorded
 from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.executable import executable
 
@@ -95,6 +96,17 @@ def test_ranks_start_each_recorded_step_together(alone, monkeypatch):
     monkeypatch.setattr(bound, "everywhere", lambda _, mesh: met.append(mesh))
     compiled.profile(state, *batch, steps=3)
     assert met == [alone] * 3
+
+
+def test_a_recorded_program_has_all_attributes_of_the_program():
+    """A constant of two equations, and an output that code cannot write, are attributes of the module."""
+    x, y, z = (Var(name, torch.float32, (2,)) for name in ("x", "y", "z"))
+    constant = torch.tensor([1.0, 2.0])
+    eqns = [Eqn(torch.ops.aten.add.Tensor, (v, constant), (w,)) for v, w in ((x, y), (y, z))]
+    module = recorded(to_fx(Graph("f", (x,), tuple(eqns), (z, torch.float32), 0)))
+    module.record = SimpleNamespace(mark=lambda weights=(1,): None)
+    result, dtype = module(torch.zeros(2))
+    assert result.tolist() == [2.0, 4.0] and dtype is torch.float32
 
 
 def test_a_profile_of_no_steps_is_refused(alone):

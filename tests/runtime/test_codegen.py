@@ -8,9 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.programs import CASES
 from tests.support.worlds import on_ranks
-from ztrans.ir.graph import substitute
+from ztrans.ir import Eqn, Graph, Var, evaluate, substitute
 from ztrans.ir.operations import called
-from ztrans.runtime.codegen import DIRECT_FUNCTIONS
+from ztrans.runtime.codegen import DIRECT_FUNCTIONS, to_fx
 
 
 class Dispatched(Exception):
@@ -40,3 +40,15 @@ def test_a_direct_function_dispatches_what_the_operation_does(name):
             kwargs = substitute(e.kwargs, empty.__getitem__)
             function = DIRECT_FUNCTIONS[op]
             assert dispatched(function, args, kwargs) == dispatched(op, args, kwargs)
+
+
+def test_one_tensor_may_be_a_constant_of_several_equations():
+    """As the large constant of a checkpoint, which backward computes again."""
+    x, y, z, out = (Var(name, torch.float32, (2,)) for name in ("x", "y", "z", "out"))
+    first, second = torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])
+    constants = ((x, first, y), (y, first, z), (z, second, out))
+    eqns = (Eqn(torch.ops.aten.add.Tensor, (v, constant), (w,)) for v, constant, w in constants)
+    graph = Graph("f", (x,), tuple(eqns), (out,), 0)
+    (expected,) = evaluate(graph, torch.zeros(2))
+    (result,) = to_fx(graph)(torch.zeros(2))
+    assert torch.equal(result, expected)

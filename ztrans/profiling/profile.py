@@ -278,7 +278,10 @@ def recorded(program: fx.GraphModule) -> fx.GraphModule:
             out.call_method("watch", (record, copies[node], lane(eqn)))
         if eqn is not None and node.next.meta.get("eqn") is not eqn:
             out.call_method("mark", (record, node.meta["weights"]))
-    attributes = {**dict(program.named_children()), **dict(program.named_buffers()), "record": None}
+    attributes: dict[str, Any] = {"record": None}
+    for node in program.graph.nodes:
+        if node.op in ("call_module", "get_attr"):
+            attributes[node.target] = getattr(program, node.target)
     return fx.GraphModule(attributes, out, "Recorded")
 
 

@@ -105,7 +105,9 @@ class Emission:
 
     def constant(self, x: torch.Tensor) -> fx.Node:
         """A constant of the program, as an attribute of its module."""
-        name = f"constant_{len(list(self.module.buffers()))}"
+        # One tensor may be an argument of several equations. Without duplicates, two constants could have one name.
+        count = len(list(self.module.named_buffers(remove_duplicate=False)))
+        name = f"constant_{count}"
         self.module.register_buffer(name, x)
         return self.out.get_attr(name)
 
