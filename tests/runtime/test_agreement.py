@@ -6,7 +6,7 @@ from torch.func import grad_and_value
 
 import ztrans as zt
 from ztrans.planning.update_hash import update_hash
-from ztrans.runtime.agreement import Contract
+from ztrans.runtime.agreement import Contract, first_difference
 
 
 def of_matrices(state, x):
@@ -41,3 +41,9 @@ def test_a_gradient_that_no_rank_reduces_must_be_the_same_on_all(stage):
 
     assert update(1.0, alone=False) == update(2.0, alone=False)
     assert update(1.0, alone=True) != update(2.0, alone=True)
+
+
+def test_a_line_that_only_one_rank_has_is_a_difference():
+    """As a number of the step that lies on the GPU of another rank, where it is not compared."""
+    text = first_difference([0, 4], [["a", "lr = 0.1"], ["a"]])
+    assert "on rank 0: lr = 0.1\n    on rank 4: nothing\n" in text

@@ -278,11 +278,16 @@ def recorded(program: fx.GraphModule) -> fx.GraphModule:
             out.call_method("watch", (record, copies[node], lane(eqn)))
         if eqn is not None and node.next.meta.get("eqn") is not eqn:
             out.call_method("mark", (record, node.meta["weights"]))
-    attributes: dict[str, Any] = {"record": None}
+    return fx.GraphModule({**_attributes(program), "record": None}, out, "Recorded")
+
+
+def _attributes(program: fx.GraphModule) -> dict[str, Any]:
+    """The modules, constants and other objects that the code of a program reads, by name."""
+    attributes = {}
     for node in program.graph.nodes:
         if node.op in ("call_module", "get_attr"):
             attributes[node.target] = getattr(program, node.target)
-    return fx.GraphModule(attributes, out, "Recorded")
+    return attributes
 
 
 def _medians(runs: Sequence[Times]) -> Times:

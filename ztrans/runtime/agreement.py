@@ -17,6 +17,7 @@ import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -227,7 +228,7 @@ class Contract:
         if all(lines_there[:2] == (digest, numbers) for lines_there in rest):
             return different_steps({rank: steps for rank, (*_, steps) in terms.items()})
         mine = [*self.lines, *terms[dist.get_rank()][1]]
-        return _first_difference(list(terms), everywhere(mine, mesh))
+        return first_difference(list(terms), everywhere(mine, mesh))
 
 
 def messages(graph: Graph) -> list[str]:
@@ -265,13 +266,14 @@ def _shared_numbers(graph: Graph) -> dict[int, str]:
     return {i: v.name for i, v in arguments if v in in_state and v not in graph.batch}
 
 
-def _first_difference(ranks: Sequence[int], lines: Sequence[Sequence[str]]) -> str:
+def first_difference(ranks: Sequence[int], lines: Sequence[Sequence[str]]) -> str:
     """What an error says about the first line in which a rank differs from the first rank.
 
     Behind `_NO_MORE`, the lines say how a rank updates its state.
     """
     k = next(k for k, lines_there in enumerate(lines) if list(lines_there) != list(lines[0]))
-    pairs = list(zip(lines[0], lines[k]))
+    # A rank may have more lines: numbers on a GPU have none.
+    pairs = list(zip_longest(lines[0], lines[k], fillvalue="nothing"))
     position = next(i for i, (here, there) in enumerate(pairs) if here != there)
     place = f"Message {position} of the step is"
     if _NO_MORE in lines[0][:position]:
@@ -296,7 +298,7 @@ def agree_on_program(
     """
 
     def explain(lines: Mapping[int, list[str]]) -> str:
-        return _first_difference(list(lines), list(lines.values()))
+        return first_difference(list(lines), list(lines.values()))
 
     agree(mesh, f"a step of {name}, with a program that is new here", contract.lines, explain)
     return everywhere(mine, mesh)
