@@ -12,12 +12,11 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
+from typing import Any, ClassVar, Generic, ParamSpec, TypeVar, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .calling.call import BoundCall, StepFunction
 from .calling.global_state import no_collection
@@ -46,16 +45,12 @@ from .transforms.base import Transform, all_axes, appended, axes_of, layout_of, 
 _MANY_PROGRAMS = 8  # a step with more is traced too often
 
 P = ParamSpec("P")
-Q = ParamSpec("Q")
 R = TypeVar("R")
 State = TypeVar("State")
 
 
 class ProgramCache:
-    """The programs of a step by their signatures, the one that ran last at the end.
-
-    It does not hold the function of the step, which may be a method of an object that it must not keep alive.
-    """
+    """The programs of a step by their signatures, the one that ran last at the end."""
 
     def __init__(self) -> None:
         self._programs: dict[Signature, Compiled] = {}
@@ -137,9 +132,9 @@ class Step(Generic[P, R]):
     Calling it runs one step on this rank's slice of the batch. The state is donated: it is updated in place. A step has
     the name, docstring, signature and types of its function. Two steps are equal if their functions and transforms are.
 
-    A method of a class may be a step. Numbers, strings and bools that it reads from `self` are constants of the
-    program, as in a closure. If one changes, the step is traced again. A tensor in `self` is an error: pass it as state
-    or with the batch.
+    A method of an object may be a step: `self.step = zt.chain(...)(self.train)`. Numbers, strings and bools that it
+    reads from `self` are constants of the program, as in a closure. If one changes, the step is traced again. A tensor
+    in `self` is an error: pass it as state or with the batch.
     """
 
     fn: Callable[P, R]
@@ -147,10 +142,6 @@ class Step(Generic[P, R]):
     plan: Plan | None = dataclasses.field(default=None, repr=False)
     _cache: ProgramCache = dataclasses.field(
         default_factory=ProgramCache, compare=False, repr=False
-    )
-    # The programs of methods that are this step, by the objects whose methods they are.
-    _of_objects: WeakIdKeyDictionary = dataclasses.field(
-        default_factory=WeakIdKeyDictionary, compare=False, repr=False
     )
 
     __name__: ClassVar[str]  # each step has the name of its function
@@ -184,38 +175,19 @@ class Step(Generic[P, R]):
     def __repr__(self) -> str:
         return f"Step({', '.join([self.__name__, *map(repr, self.transforms)])})"
 
-    @overload
-    def __get__(self, instance: None, owner: type | None = None) -> Step[P, R]: ...
+    def __get__(self, instance: object | None, owner: type | None = None) -> Step[P, R]:
+        """The step itself, which is not bound to an object.
 
-    @overload
-    def __get__(
-        self: Step[Concatenate[Any, Q], R], instance: object, owner: type | None = None
-    ) -> Step[Q, R]: ...
-
-    def __get__(self, instance: object | None, owner: type | None = None) -> Step[..., Any]:
-        """The step as a method of `instance`: a step of the bound function.
-
-        Its programs live as long as the object does.
-
-        Raises: TypeError if `instance` cannot be weakly referenced, or is a class.
+        Raises: TypeError if it is taken from an object whose class has it as a method.
         """
-        bind = getattr(type(self.fn), "__get__", None)
-        if instance is None or bind is None:
-            return self
-        if isinstance(instance, type):
+        if instance is not None and hasattr(type(self.fn), "__get__"):
             raise TypeError(
-                f"{self.__name__}: a step that is a method has programs for each object, and {instance.__name__} is a "
-                f"class.\nMake the step a staticmethod, or a function outside of {instance.__name__}."
+                f"{self.__name__}: a step does not become a method of {type(instance).__name__}, because it has "
+                f"programs, and each object would need its own.\n"
+                f"Apply the transforms to the bound method, in __init__: self.step = zt.chain(...)(self."
+                f"{self.__name__}). Or make the step a staticmethod."
             )
-        try:
-            cache = self._of_objects.setdefault(instance, ProgramCache())
-        except TypeError:
-            raise TypeError(
-                f"{self.__name__}: a step that is a method has programs that live as long as its object, and "
-                f"{instance!r} cannot be weakly referenced.\nAdd '__weakref__' to the __slots__ of its class, or make "
-                f"the step a staticmethod."
-            ) from None
-        return Step(bind(self.fn, instance, owner), self.transforms, self.plan, cache)
+        return self
 
     @property
     def mesh(self) -> DeviceMesh | AbstractMesh | None:

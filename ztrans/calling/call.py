@@ -42,10 +42,7 @@ class ExtraInputs(abc.ABC):
 
 
 class StepFunction:
-    """What calls need to know of a step function: its parameters, what it reads, and what it adds.
-
-    If the function is a method, nothing here holds its object: programs must not keep it alive.
-    """
+    """What calls need to know of a step function: its parameters, what it reads, and what it adds."""
 
     def __init__(self, fn: Callable) -> None:
         self.name = getattr(fn, "__name__", type(fn).__name__)

@@ -18,7 +18,6 @@ import inspect
 import numbers
 import operator
 import types
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -115,7 +114,7 @@ class Reads:
     """
 
     def __init__(self, fn: Callable, modules: Sequence[nn.Module] = ()) -> None:
-        self._fn = _reference(fn)
+        self._fn = fn
         self._modules = modules
         self._values = ReadValues((), (), ())
         self._find()
@@ -141,8 +140,7 @@ class Reads:
 
     def _find(self) -> None:
         search = _Search()
-        fn = self._fn()
-        search.visit(fn, getattr(fn, "__name__", "the step"))
+        search.visit(self._fn, getattr(self._fn, "__name__", "the step"))
         for module in self._modules:
             search.visit(module, "model")
         search.follow_attributes()
@@ -165,14 +163,6 @@ class Reads:
 
     def _entries_of_containers(self) -> list:
         return [entry for container in self._containers for entry in _entries(container)]
-
-
-def _reference(fn: Callable) -> Callable[[], Callable | None]:
-    """A function that returns `fn`; it returns None if `fn` was a method of an object that is gone.
-
-    A program keeps what its step reads, and must not keep the object alive whose method the step is.
-    """
-    return weakref.WeakMethod(fn) if isinstance(fn, types.MethodType) else lambda: fn
 
 
 def _same(first: Sequence, second: Sequence) -> bool:
