@@ -532,7 +532,7 @@ def test_gradients_of_parameters_taken_before_the_loop_are_refused():
 
     with pytest.raises(
         ValueError,
-        match=r"uses 0.weight as it was taken.*\(.grad\)(?s:.)*test_lift.py:\d+(?s:.)*inside the loop step: model.parameters",
+        match=r"uses 0.weight as it was taken(?s:.)*test_lift.py:\d+(?s:.)*inside the loop step: model.parameters",
     ):
         trace_of(clipped, model, optimizer)()
     assert all(p.grad is None for p in params)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from ..ir.source import Source, user_source, where
-from ..tracing.errors import TraceError
+from ..tracing.errors import TraceError, refuse_closure
 
 _ZERO_GRAD = (inspect.unwrap(Optimizer.zero_grad).__code__, nn.Module.zero_grad.__code__)
 
@@ -60,18 +60,18 @@ class Gradients(TorchFunctionMode):
         self._has_optimizer = has_optimizer
         self._from_before_lift = {name for name, p in module_params.items() if p.grad is not None}
         self._reset: set[str] = set()
-        self._zeroed: set[str] = set()  # by `zero_grad(set_to_none=False)`
         self._reached: set[str] = set()  # by backward
-        self._first_step: Source | None = None  # if it precedes every backward
         # The lines of backward, and of other uses, before a gradient is reset.
         self._added: dict[str, Source | None] = {}
         self._used: dict[str, tuple[str, Source | None]] = {}
+        # The lines of steps of parameters that backward had not reached.
+        self._stepped_early: dict[str, Source | None] = {}
         self.params = {
             name: self._stand_in(module_params[name], x, (carried or {}).get(name))
             for name, x in values.items()
         }
         self._names = {id(p): name for name, p in self.params.items()}
-        self._names_in_module = {id(p): name for name, p in module_params.items()}
+        self._ids_in_module = set(map(id, module_params.values()))
 
     def _stand_in(
         self, p: torch.Tensor, value: torch.Tensor, gradient: torch.Tensor | None
@@ -94,9 +94,8 @@ class Gradients(TorchFunctionMode):
         if name in ("__get__", "__set__"):
             attribute = getattr(func.__self__, "__name__", "a property")
         tensor = id(args[0]) if args else None
-        if tensor in self._names_in_module and _has_effect(name, attribute):
-            use = f".{attribute}" if attribute else name
-            raise _taken_before(self._names_in_module[tensor], use, user_source(2))
+        if tensor in self._ids_in_module and _has_effect(name, attribute):
+            refuse_closure(func, args[0], user_source(2), "the loop step")
         if attribute == "grad" and tensor in self._names:
             self._see_access(self._names[tensor], name, _caller())
         return func(*args, **(kwargs or {}))
@@ -105,8 +104,8 @@ class Gradients(TorchFunctionMode):
         """Record that the loop reads or sets the gradient of a parameter."""
         if caller.f_code in _ZERO_GRAD:
             self._mark_reset(name)
-            if not caller.f_locals["set_to_none"]:
-                self._zeroed.add(name)
+            if self._carried is None and not caller.f_locals["set_to_none"]:
+                raise _of_zeros(user_source(2))
         elif access == "__set__":
             self._mark_reset(name)
         else:
@@ -128,26 +127,19 @@ class Gradients(TorchFunctionMode):
     def _see_backward(self, p: torch.Tensor) -> None:
         """Record that backward has reached a parameter, before hooks of the loop see it."""
         name = self._names[id(p)]
-        if self._first_step is not None and name not in self._from_before_lift:
-            raise _early(name, self._first_step)
         self._reached.add(name)
         if name not in self._reset:
             self._added.setdefault(name, user_source(2))
 
     def after_step(self, params: Iterable[torch.Tensor]) -> None:
-        """Record that an optimizer has stepped these parameters, maybe in a hook, where this mode sees nothing.
-
-        Raises: TraceError for a gradient of zeros that backward has not reached.
-        """
+        """Record that an optimizer has stepped these parameters, maybe in a hook, where this mode sees nothing."""
         source = user_source(2)
-        if self._carried is not None and not self._reached:
-            self._first_step = source
         for p in params:
             name = self._names[id(p)]
             if name in self._added:
                 self._mark_used(name)
-            if name in self._zeroed and p.grad is None:
-                raise _of_zeros(name, source)
+            if name not in self._reached:
+                self._stepped_early.setdefault(name, source)
 
     def end(self) -> dict[str, torch.Tensor] | None:
         """The gradients for the new state, if they are carried.
@@ -167,11 +159,13 @@ class Gradients(TorchFunctionMode):
 
     def _new_carried(self, carried: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         new = {}
-        has_gradient = self._reached | self._from_before_lift
         for name, gradient in carried.items():
             p = self.params[name]
-            if self._reached and p.requires_grad and name not in has_gradient:
-                raise _not_reached(name)
+            has_gradient = name in self._reached and name not in self._stepped_early
+            starts_without = p.requires_grad and name not in self._from_before_lift
+            # A call that only steps, without a backward, uses the gradients of earlier calls.
+            if self._reached and starts_without and not has_gradient:
+                raise _missing(name, self._stepped_early.get(name))
             new[name] = torch.zeros_like(gradient) if p.grad is None else p.grad.detach()
         return new
 
@@ -190,15 +184,6 @@ def _has_effect(name: str, attribute: str) -> bool:
     return attribute == "grad" or name == "__set__" or in_place or name.startswith("register_")
 
 
-def _taken_before(name: str, use: str, source: Source | None) -> TraceError:
-    return TraceError(
-        f"lift: the loop step uses {name} as it was taken from the module before ({use}). While the loop runs "
-        f"another tensor stands in for it, and this one has no effect.\n"
-        f"  at {where(source)}\n"
-        f"Take parameters from the module inside the loop step: model.parameters()."
-    )
-
-
 def _not_reset(name: str, use: str, source: Source | None) -> TraceError:
     return TraceError(
         f"lift: the loop step {use} the gradient that an earlier call has left for {name}: nothing resets it "
@@ -210,27 +195,20 @@ def _not_reset(name: str, use: str, source: Source | None) -> TraceError:
     )
 
 
-def _of_zeros(name: str, source: Source | None) -> TraceError:
+def _of_zeros(source: Source | None) -> TraceError:
     return TraceError(
-        f"lift: backward makes no gradient for {name}, and zero_grad(set_to_none=False) leaves the optimizer one of "
-        f"zeros if an earlier call has made one, and none otherwise.\n"
+        f"lift: the loop step calls zero_grad(set_to_none=False). The gradient of a parameter that backward does not "
+        f"reach is then zeros or None, as an earlier call has reached it or not, and a lifted step starts from its "
+        f"state alone.\n"
         f"  at {where(source)}\n"
-        f"Call zero_grad() without set_to_none=False, or keep the parameter out of the optimizer."
+        f"Call zero_grad() without set_to_none=False."
     )
 
 
-def _not_reached(name: str) -> TraceError:
+def _missing(name: str, source: Source | None) -> TraceError:
+    step = f"  step() is called before at {where(source)}\n" if source is not None else ""
     return TraceError(
-        f"lift: backward makes no gradient for {name}, and with carry_grads=True it would have one of zeros, which "
-        f"momentum and weight decay use.\n"
-        f"Freeze the parameter: requires_grad_(False)."
-    )
-
-
-def _early(name: str, source: Source | None) -> TraceError:
-    return TraceError(
-        f"lift: the loop step calls step() before backward has made a gradient for {name}; the first call has none, "
-        f"later calls have one, and a program is the same for all.\n"
-        f"  at {where(source)}\n"
-        f"Call backward before step() in the loop step."
+        f"lift: backward has made no gradient for {name}. With carry_grads=True it would have one of zeros, which "
+        f"momentum and weight decay use; the loop has none in its first call.\n{step}"
+        f"Call backward before step(). Or freeze the parameter: requires_grad_(False)."
     )
