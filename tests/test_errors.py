@@ -409,11 +409,9 @@ def test_a_compiled_step_refuses_arguments_of_other_shapes(mesh):
     step = zt.shard_params(mesh)(case.step)
     state = step.shard(case.state())
     compiled = step.lower(state, *batches(case, 1)[0]).compile()
-    with pytest.raises(TypeError, match="called with arg2, which it was compiled without"):
+    with pytest.raises(TypeError, match="arg2 is new"):
         compiled(state, *batches(case, 1)[0], 3)
-    with pytest.raises(
-        TypeError, match=re.escape("compiled for batch.0: f32[24,6], called with f32[12,6]")
-    ):
+    with pytest.raises(TypeError, match=re.escape("batch.0 was f32[24,6] and is f32[12,6]")):
         compiled(state, *slices(batches(case, 1)[0], 2)[0])
 
 

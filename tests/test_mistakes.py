@@ -398,11 +398,12 @@ def test_lockstep_refuses_other_sizes_and_other_numbers_of_batches():
     torch.testing.assert_close(state, expected)
     with pytest.raises(
         TypeError,
-        match=r"lockstep, rank 1: compiled for x: f32\[4,8\], called with f32\[3,8\].\nLower",
+        match=r"lockstep, rank 1: its program .*:\n  \* x was f32\[4,8\] and is f32\[3,8\]\nLower",
     ):
         lowered.lockstep(STATE, [(X,), (X[:3],)])
     with pytest.raises(
-        TypeError, match=r"lockstep, rank 0: compiled for w: f32\[8@dp\], called with f32\[7\]"
+        TypeError,
+        match=r"lockstep, rank 0: its program .*:\n  \* state.w was f32\[8\] and is f32\[7\]",
     ):
         lowered.lockstep({"w": torch.ones(7)}, [(X,), (X,)])
     with pytest.raises(

@@ -99,7 +99,7 @@ def test_a_compiled_step_refuses_another_flag():
 
     compiled = zt.Step.of(flagged).lower(W, {"x": X, "twice": False}).compile()
     assert torch.equal(compiled(W, {"x": X, "twice": False})[1], X)
-    with pytest.raises(TypeError, match=r"compiled for batch\.twice=False, called with True"):
+    with pytest.raises(TypeError, match=r"batch\.twice was False and is True"):
         compiled(W, {"x": X, "twice": True})
 
 
@@ -136,12 +136,19 @@ def test_numpy_scalars_are_numbers():
         run(torch.zeros(3), X.numpy(), 0.5, 2)
 
 
-@pytest.mark.parametrize("leaf", ["adam", True])
+@pytest.mark.parametrize("leaf", ["adam", True, None])
 def test_a_state_leaf_must_be_a_tensor_or_a_number(leaf):
     with pytest.raises(
         TypeError, match=rf"state leaf s.ema is {leaf!r}, which is neither a tensor nor a number"
     ):
         zt.Step.of(lambda s, x: (s, x)).shard({"ema": leaf})
+    with pytest.raises(TypeError, match="(?s)state leaf s.ema is.*Leave it out of the state"):
+        zt.Step.of(lambda s, x: (s, x))({"w": X, "ema": leaf}, X)
+
+
+def test_a_step_may_not_return_none_for_a_leaf():
+    with pytest.raises(ValueError, match=r"was given state.ema: f32\[3\] and returned None"):
+        zt.Step.of(lambda state, x: ({"ema": None}, None)).trace({"ema": X}, X)
 
 
 def differentiated(state, x):

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from .calling.call import BoundCall
 from .calling.guard import Guard
-from .calling.inputs import Inputs, check_donation, check_surroundings
+from .calling.inputs import Inputs, check_donation
 from .calling.signature import Surroundings
 from .ir.ambient import refuse_inside, without_autocast
 from .ir.donation import donation
@@ -119,7 +119,7 @@ class Compiled(Printed):
         inputs = self.bound.match(call, surroundings)
         if inputs is not None:
             return self.run_guarded(call, inputs)
-        check_surroundings(self.lowered.graph.name, program.signature, surroundings)
+        program.check_fits(call)
         return self.run(call, surroundings)
 
     def run(self, call: BoundCall, surroundings: Surroundings) -> tuple[Any, Any]:
@@ -154,11 +154,10 @@ class Compiled(Printed):
         the same on all ranks. The timeline, in the lanes of `Lowered.timeline`, is that of this rank. A step with
         `cuda_graph` is recorded without its graph, of micro-batches only the last. See `profile.Profile`.
         """
-        function = self.lowered.program.function
-        check_surroundings(
-            self.lowered.graph.name, self.lowered.program.signature, Surroundings.of(function)
-        )
-        inputs = self._inputs(BoundCall.of(function, args, kwargs))
+        program = self.lowered.program
+        call = BoundCall.of(program.function, args, kwargs)
+        program.check_fits(call)
+        inputs = self._inputs(call)
         with self._step(inputs) as run:
             self._runnable.writes.begin()
             local = (
@@ -292,14 +291,13 @@ class Compiled(Printed):
         return dataclasses.replace(self, lowered=lowered, agreed=agreed, bound=BoundProgram())
 
     def _inputs(self, call: BoundCall) -> Inputs:
-        """The inputs of a call that nothing is known of.
+        """The inputs of a call whose signature fits.
 
-        Raises: TypeError if the program was not compiled for them, if the state is not laid out for it, or if the step
-            may not overwrite the state.
+        Raises: TypeError if the state is not laid out for the program, or if the step may not overwrite the state.
         """
         program = self.lowered.program
         graph = self.lowered.graph
-        inputs = program.local_inputs(graph, call)
+        inputs = program.local_inputs(call)
         # A single rank holds all of a leaf, whatever its layout.
         if self._mesh is not None and self._mesh.size() > 1:
             layouts = [v.layout for v in graph.inputs[: graph.num_state]]

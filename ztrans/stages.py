@@ -20,8 +20,6 @@ from torch.utils import _pytree as pytree
 
 from .calling.call import BoundCall
 from .calling.global_state import no_collection
-from .calling.inputs import check_surroundings
-from .calling.signature import Surroundings
 from .compiled import Compiled
 from .ir.ambient import refuse_inside, without_autocast
 from .ir.collectives import erase_trivial
@@ -235,7 +233,6 @@ class Lowered(Printed):
         graph = self.graph
         program = self.program
         refuse_inside(f"{graph.name}.lockstep", (state, batches))
-        check_surroundings(graph.name, program.signature, Surroundings.of(program.function))
         _check_whole_here(program, graph.name)
         size = math.prod(dict(graph.mesh).values())
         if not isinstance(batches, Sequence) or len(batches) != size:
@@ -279,7 +276,8 @@ class Lowered(Printed):
                 f"{name}: the batch of rank {rank} is a {type(batch).__name__}.\n"
                 f"Pass its arguments as a tuple, (x,), or as a dict by name."
             )
-        return self.program.local_inputs(self.graph, call, f"{name}, rank {rank}").tensors
+        self.program.check_fits(call, f"{name}, rank {rank}")
+        return self.program.local_inputs(call).tensors
 
     @ends_at_user
     def compile(self, *, backend: str = "eager", cuda_graph: bool = False) -> Compiled:

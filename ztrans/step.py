@@ -22,7 +22,7 @@ from .calling.call import BoundCall, StepFunction
 from .calling.global_state import no_collection
 from .calling.inputs import Inputs, check_state
 from .calling.signature import Signature, Surroundings
-from .calling.trees import leaf_names, state_leaves
+from .calling.trees import leaf_names
 from .compiled import Compiled
 from .ir.ambient import refuse_inside
 from .ir.graph import Layout
@@ -321,7 +321,7 @@ class Step(Generic[P, R]):
             paths = self._state_names(state)[1]
             axes = self._chosen(axes_of, state)
             check_laid_out(
-                self.__name__, mesh, axes, paths, state_leaves(state), self.layouts(state)
+                self.__name__, mesh, axes, paths, pytree.tree_leaves(state), self.layouts(state)
             )
 
     def _state_names(self, state: Any) -> tuple[list[str], list[str]]:
@@ -336,7 +336,8 @@ class Step(Generic[P, R]):
         """What the transforms choose for each leaf of the state."""
         names = self._state_names(state)[0]
         return [
-            choice(self.transforms, name, leaf) for name, leaf in zip(names, state_leaves(state))
+            choice(self.transforms, name, leaf)
+            for name, leaf in zip(names, pytree.tree_leaves(state))
         ]
 
     @ends_at_user
@@ -356,7 +357,7 @@ class Step(Generic[P, R]):
         Raises: TypeError if a leaf is neither a tensor nor a number. ValueError if the ranks hold different leaves, or
             `source` is not 0 on a mesh of several axes. RuntimeError if the state is half updated.
         """
-        leaves = state_leaves(state)
+        leaves = pytree.tree_leaves(state)
         paths = self._state_names(state)[1]
         check_state(paths, leaves)
         check_whole(leaves, "shard")
@@ -379,5 +380,5 @@ class Step(Generic[P, R]):
 
         Raises: RuntimeError if the state is half updated, or not all ranks call it.
         """
-        check_whole(state_leaves(state), "unshard")
+        check_whole(pytree.tree_leaves(state), "unshard")
         return unshard_state(state, self.mesh, self._chosen(axes_of, state))

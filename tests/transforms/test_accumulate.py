@@ -318,9 +318,7 @@ def test_a_leaf_that_cannot_be_cut_is_named():
     ):
         zt.accumulate(4)(step)(new_state(), x, {"y": y[:22]})
     compiled = zt.accumulate(4)(train).lower(new_state(), x, y).compile()
-    with pytest.raises(
-        TypeError, match=re.escape("compiled for x: f32[24,8], called with f32[20,8]")
-    ):
+    with pytest.raises(TypeError, match=re.escape("x was f32[24,8] and is f32[20,8]")):
         compiled(new_state(), x[:20], y[:20])
     with pytest.raises(
         ValueError,

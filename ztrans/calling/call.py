@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from .reads import Reads
-from .trees import leaf_names, none_as_empty, opened
+from .trees import leaf_names, opened
 
 _EXTRA = "param_groups"  # how programs and messages name the extra inputs
 
@@ -120,7 +120,7 @@ class BoundCall(NamedTuple):
 
     def tree(self) -> tuple:
         """All arguments as a tree: the state comes first, and the extra argument last."""
-        return none_as_empty(self.state), *self.batch, *self.extra
+        return self.state, *self.batch, *self.extra
 
     def of_tree(self, tree: tuple) -> BoundCall:
         """This call with the arguments of another tree of the same structure."""

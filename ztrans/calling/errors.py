@@ -15,7 +15,7 @@ def no_state(path: str, leaf: Any) -> TypeError:
     text = repr(leaf) if type(leaf).__module__ in ("builtins", "torch") else _kind(leaf)
     return TypeError(
         f"trace: state leaf {path} is {text}, which is neither a tensor nor a number.\n"
-        f"{_advice(leaf, 'Keep it outside of the state, or make it a tensor.')}"
+        f"{_advice(leaf, 'Leave it out of the state, or make it a tensor.')}"
     )
 
 

@@ -139,8 +139,7 @@ class KnownState:
 class KnownTree:
     """The structure of a tree: its containers with their types and keys, and its leaves.
 
-    It finds the leaves of a tree of the same structure faster than PyTorch flattens one. None has
-    no leaf.
+    It finds the leaves of a tree of the same structure faster than PyTorch flattens one.
     """
 
     def __init__(self, tree: Any) -> None:
@@ -188,8 +187,6 @@ def _children(node: Any) -> tuple[list | None, Any]:
         return [*node.values()], [*node]
     if type(node) is list or type(node) is tuple:
         return [*node], len(node)
-    if node is None:  # an empty subtree
-        return [], None
     # `tree_flatten` makes a reference cycle, which must not hold the node.
     itself = id(node)
     children, structure = pytree.tree_flatten(node, is_leaf=lambda x: id(x) != itself)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -10,12 +9,11 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from ..ir.graph import Graph, Var
+from ..ir.graph import Graph
 from ..ir.layout import UserSharding, as_tensor
-from ..ir.micro_batches import full_shape
 from .call import BoundCall, StepFunction
 from .errors import no_state
-from .signature import Constant, Leaf, Signature, Surroundings, is_number
+from .signature import Signature, is_number
 
 
 class Inputs(NamedTuple):
@@ -26,98 +24,54 @@ class Inputs(NamedTuple):
 
 
 def local_inputs(
-    graph: Graph,
+    name: str,
     made_for: Signature,
     axes: Sequence[tuple[str, ...]],
     user_shardings: Sequence[UserSharding | None],
     call: BoundCall,
-    function: StepFunction,
-    caller: str | None = None,
 ) -> Inputs:
     """The inputs of a program in a call, and this rank's part of each as a tensor.
 
     Args:
-        graph: the program.
-        made_for: the signature that it was traced for.
+        name: the name of the program in errors.
+        made_for: the signature that it was traced for. The call fits it (see `check_fits`).
         axes: for each input, the mesh axes over which transforms distribute it.
-        owns: for each input, how the step itself divides it.
-        call, function: the call, and its step function.
-        caller: the name of the call in errors, by default the name of the program.
+        user_shardings: for each input, how the step itself divides it.
 
-    Raises: TypeError for arguments of another structure, shape or dtype, for other constants, and
-        for an input that the step divides in another way.
+    Raises: TypeError for an input that the step divides in another way.
     """
-    name = caller or graph.name
-    leaves = _traced_leaves(name, made_for, call, function)
+    leaves = pytree.tree_leaves(call.tree())
+    inputs = []
     tensors: list[torch.Tensor] = []
-    for v, user_sharding, leaf_axes, x in zip(
-        graph.inputs, user_shardings, axes, leaves, strict=True
-    ):
-        sharding = UserSharding.of(x, leaf_axes)
-        shape = shape_of(x)
-        expected_shape = user_sharding.shape if user_sharding else full_shape(graph, v)
-        tensor = local_part(x) if len(tensors) < graph.num_state else read_argument(x)
-        if user_sharding != sharding or shape != expected_shape or v.dtype != tensor.dtype:
-            expected = dataclasses.replace(v, shape=expected_shape)
-            got = Var("", tensor.dtype, shape).type
-            raise TypeError(
-                f"{name}: compiled for {expected}{user_sharding or ''}, called with {got}{sharding or ''}.\n"
-                f"Lower the step for such arguments, or call the step itself, which compiles a program for each size."
-            )
-        tensors.append(tensor)
-    return Inputs(leaves, tensors)
+    for i, user_sharding, leaf_axes in zip(made_for.inputs, user_shardings, axes, strict=True):
+        sharding = UserSharding.of(leaves[i], leaf_axes)
+        if user_sharding != sharding:
+            kinds = (str(each or "undivided") for each in (user_sharding, sharding))
+            raise misfit(name, [f"{made_for.paths[i]} was {' and is '.join(kinds)}"])
+        inputs.append(leaves[i])
+        is_state = i < made_for.num_state
+        tensors.append(local_part(leaves[i]) if is_state else read_argument(leaves[i]))
+    return Inputs(inputs, tensors)
 
 
-def _traced_leaves(name: str, made_for: Signature, call: BoundCall, function: StepFunction) -> list:
-    """The leaves of a call that are inputs of the program.
+def check_fits(name: str, made_for: Signature, call: BoundCall, function: StepFunction) -> None:
+    """Check that a call has the signature that a program was traced for, in whatever layout its leaves are.
 
-    Raises: TypeError if the tree or a constant is another one than in the trace.
+    Raises: TypeError that says what differs.
     """
-    leaves, tree = pytree.tree_flatten(call.tree())
-    if (tree, call.names) != (made_for.tree, made_for.names):
-        raise TypeError(
-            f"{name}: {_structures(made_for, Signature.of(call, function))}.\n"
-            f"Lower the step for such arguments, or call the step itself, which compiles a program for each structure."
-        )
-    traced = []
-    for i, (leaf, x) in enumerate(zip(made_for.leaves, leaves)):
-        if isinstance(leaf.value, Constant):
-            if leaf != Leaf.of(x, i < made_for.num_state):
-                path = made_for.paths[i]
-                raise TypeError(
-                    f"{name}: compiled for {path}={leaf.value.value!r}, called with {x!r}."
-                )
-        else:
-            traced.append(x)
-    return traced
+    expected = made_for.any_layout()
+    present = Signature.of(call, function).any_layout()
+    if present != expected:
+        raise misfit(name, expected.changes(present))
 
 
-def _structures(made_for: Signature, present: Signature) -> str:
-    """How the structure of a call differs from the structure that its program was traced for."""
-    new = present.paths_missing_in(made_for)
-    lost = made_for.paths_missing_in(present)
-    changes = []
-    if new:
-        changes.append(f"called with {', '.join(new[:4])}, which it was compiled without")
-    if lost:
-        changes.append(f"called without {', '.join(lost[:4])}, which it was compiled with")
-    if not changes:
-        return f"compiled for arguments {made_for.tree}, called with {present.tree}"
-    return "; ".join(changes)
-
-
-def check_surroundings(name: str, made_for: Signature, present: Surroundings) -> None:
-    """Check that nothing besides its arguments that a program is specialised on has changed.
-
-    Raises: TypeError that says what has changed.
-    """
-    if present != made_for.surroundings:
-        changes = made_for.surroundings.changes(present)
-        lines = "".join(f"  * {change}\n" for change in changes[:4])
-        raise TypeError(
-            f"{name}: what the step reads besides its arguments has changed since it was traced:\n{lines}"
-            f"Lower it again, or call the step itself, which is then traced again."
-        )
+def misfit(name: str, changes: Sequence[str]) -> TypeError:
+    """A call for which a program was not made."""
+    lines = "".join(f"  * {change}\n" for change in changes[:4])
+    return TypeError(
+        f"{name}: its program was made for another call:\n{lines}"
+        f"Lower the step for such a call, or call the step itself, which makes a program for each."
+    )
 
 
 def check_state(paths: Sequence[str], leaves: Sequence[Any]) -> None:

@@ -23,7 +23,7 @@ from ..ir.layout import UserSharding
 from .call import BoundCall, StepFunction
 from .errors import not_comparable
 from .reads import ReadValues
-from .trees import leaf_names, none_as_empty, opened
+from .trees import leaf_names, opened
 
 
 class Abstract(NamedTuple):
@@ -127,6 +127,12 @@ class Leaf(NamedTuple):
         sizes = (0,) * len(self.value.shape)
         return self._replace(value=self.value._replace(shape=sizes, stride=()))
 
+    def any_layout(self) -> Leaf:
+        """This leaf without what a program can be called with in another form: where and how it is stored."""
+        if isinstance(self.value, Constant):
+            return self
+        return Leaf(self.value._replace(stride=(), device=""), None, True, False)
+
     def change(self, later: Leaf) -> str:
         """In words, how a later leaf differs from this one."""
         old, new = self.value, later.value
@@ -220,7 +226,7 @@ class Signature:
         """The path of each leaf in messages, such as `state.params.weight`."""
         arguments = pytree.tree_unflatten([0] * len(self.leaves), self.tree)
         state, *batch_leaves = arguments
-        return leaf_names(self.parameters, (none_as_empty(state), *map(opened, batch_leaves)))[1]
+        return leaf_names(self.parameters, (state, *map(opened, batch_leaves)))[1]
 
     def paths_missing_in(self, other: Signature) -> list[str]:
         """The leaves of this signature that another one does not have, by their paths."""
@@ -231,6 +237,10 @@ class Signature:
         state = self.leaves[: self.num_state]
         batch_leaves = tuple(leaf.any_size() for leaf in self.leaves[self.num_state :])
         return replace(self, leaves=(*state, *batch_leaves))
+
+    def any_layout(self) -> Signature:
+        """This signature without the layouts of its leaves."""
+        return replace(self, leaves=tuple(leaf.any_layout() for leaf in self.leaves))
 
     def changes(self, later: Signature) -> list[str]:
         """The differences between this and a later signature in words, arguments first."""

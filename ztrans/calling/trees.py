@@ -1,9 +1,8 @@
 """Trees: the leaves of the arguments of a step, their containers and their names.
 
-These are PyTorch's pytrees, with two differences. None in a state is an empty subtree, as in JAX:
-it has no leaf. In a batch or an output, a dataclass, and a mapping that is not a dict (such as the
-BatchEncoding of transformers), is a container. Both are nodes of a type of ours that unflatten to
-what they stand for.
+These are PyTorch's pytrees, with one difference. In a batch or an output, a dataclass, and a mapping
+that is not a dict (such as the BatchEncoding of transformers), is a container. It is a node of a
+type of ours, which unflattens to the container.
 """
 
 from __future__ import annotations
@@ -20,37 +19,10 @@ from .reads import is_constant
 
 
 @dataclass(frozen=True)
-class Empty:
-    """A node without children, which stands for None."""
-
-
-@dataclass(frozen=True)
 class Opened:
     """A node whose children are the fields of a container."""
 
     container: Any
-
-
-def none_as_empty(tree: Any) -> Any:
-    """A tree in which every None is an empty subtree.
-
-    >>> leaves, structure = pytree.tree_flatten(none_as_empty({"weight": 1, "bias": None}))
-    >>> leaves, pytree.tree_unflatten(leaves, structure)
-    ([1], {'weight': 1, 'bias': None})
-    """
-    leaves, structure = pytree.tree_flatten(tree)
-    if all(x is not None for x in leaves):
-        return tree
-    return pytree.tree_unflatten([Empty() if x is None else x for x in leaves], structure)
-
-
-def state_leaves(state: Any) -> list:
-    """The leaves of a state, in the order of its tree.
-
-    >>> state_leaves({"weight": 1, "bias": None})
-    [1]
-    """
-    return pytree.tree_leaves(none_as_empty(state))
 
 
 def opened(tree: Any) -> Any:
@@ -128,7 +100,7 @@ def key_parts(keys: Sequence[Any]) -> list[str]:
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by their names. None has no leaf, and so no name.
+    """The leaves of a tree by their names.
 
     Raises: ValueError if two leaves have the same name.
 
@@ -136,7 +108,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     {'params.up': 1, 'lr.0': 2}
     """
     leaves_by_name: dict[str, Any] = {}
-    for keys, leaf in pytree.tree_flatten_with_path(none_as_empty(tree))[0]:
+    for keys, leaf in pytree.tree_flatten_with_path(tree)[0]:
         name = ".".join(key_parts(keys))
         if name in leaves_by_name:
             raise ValueError(
@@ -156,7 +128,7 @@ def leaf_names(parameters: Sequence[str], args: Sequence[Any]) -> tuple[list[str
     paths: list[str] = []
     used_names: set[str] = set()
     for i, (parameter, arg) in enumerate(zip(parameters, args, strict=True)):
-        for keys, _ in pytree.tree_flatten_with_path(none_as_empty(arg) if i == 0 else arg)[0]:
+        for keys, _ in pytree.tree_flatten_with_path(arg)[0]:
             parts = key_parts(keys)
             path = ".".join([parameter, *parts])
             paths.append(path)
@@ -166,13 +138,6 @@ def leaf_names(parameters: Sequence[str], args: Sequence[Any]) -> tuple[list[str
     return short_names, paths
 
 
-pytree.register_pytree_node(
-    Empty,
-    lambda _: ([], None),
-    lambda *_: None,
-    serialized_type_name="ztrans.Empty",
-    flatten_with_keys_fn=lambda _: ([], None),
-)
 pytree.register_pytree_node(
     Opened,
     _flatten,

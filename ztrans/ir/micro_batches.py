@@ -205,11 +205,6 @@ def is_cut(graph: Graph, v: Var) -> bool:
     return graph.micro > 1 and v in graph.batch and bool(v.shape)
 
 
-def full_shape(graph: Graph, v: Var) -> tuple[int, ...]:
-    """The shape of an argument of the whole step that has the shape of input `v` in each micro-batch."""
-    return (v.shape[0] * graph.micro, *v.shape[1:]) if is_cut(graph, v) else v.shape
-
-
 class Carry:
     """The inputs of the micro-batches of one rank, in order: `inputs` of each, then `take` its outputs.
 

@@ -111,8 +111,6 @@ def _write_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], state: 
 
 def _write(present: Any, value: Any) -> Any:
     """Write a value of a state to a tensor, and return it; for a number, return the new one."""
-    if value is None:
-        return None
     if isinstance(value, DTensor) and not isinstance(present, DTensor):
         raise TypeError(
             "write_back: the state has the parts of this rank, and the module has whole tensors.\n"

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ..calling.signature import is_number
-from ..calling.trees import state_leaves
 from ..tracing.errors import TraceError
 
 State = dict[str, Any]
@@ -104,7 +103,7 @@ def is_state(key: str, value: Any) -> bool:
 
     Raises: ValueError for a container that also has constants.
     """
-    leaves = state_leaves(value)
+    leaves = pytree.tree_leaves(value)
     constants = [x for x in leaves if not isinstance(x, torch.Tensor) and not is_number(x)]
     if constants and len(constants) < len(leaves):
         raise ValueError(

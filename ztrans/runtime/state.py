@@ -19,7 +19,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..calling.trees import none_as_empty
 from ..ir.axes import members, submesh
 from ..ir.graph import Layout, Split
 from ..ir.layout import AbstractMesh, UserSharding, as_tensor, cut, mesh_axes
@@ -59,7 +58,7 @@ def shard_state(
 
     Raises: RuntimeError if the ranks hold different leaves; ValueError if `source` is not 0 on a mesh of several axes.
     """
-    leaves, tree = pytree.tree_flatten(none_as_empty(state))
+    leaves, tree = pytree.tree_flatten(state)
     if source and mesh.ndim > 1:
         raise ValueError(
             f"shard: source={source} on a mesh of {mesh.ndim} axes; only its first rank, 0, can be."
@@ -84,7 +83,7 @@ def unshard_state(
     if isinstance(mesh, DeviceMesh) and mesh.size() > 1:
         check_runs(mesh)
         agree_on_call(mesh, "unshard")
-    leaves, tree = pytree.tree_flatten(none_as_empty(state))
+    leaves, tree = pytree.tree_flatten(state)
     full = [
         full_tensor(x, leaf_axes).clone() if isinstance(x, DTensor) else x
         for x, leaf_axes in zip(leaves, axes)

@@ -16,10 +16,10 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from ..calling.call import BoundCall, StepFunction
-from ..calling.inputs import Inputs, check_state, local_inputs, shape_of
+from ..calling.inputs import Inputs, check_fits, check_state, local_inputs, shape_of
 from ..calling.purity import trace_without_side_effects
 from ..calling.signature import Abstract, Constant, Signature, Surroundings
-from ..calling.trees import leaf_names, named_outputs, none_as_empty, opened, state_leaves
+from ..calling.trees import leaf_names, named_outputs, opened
 from ..ir.ambient import refuse_inside, without_autocast
 from ..ir.graph import Eqn, Graph, Var, dce
 from ..ir.higher_order import with_chosen_backend
@@ -62,11 +62,14 @@ class Program:
         """The paths of the leaves that are inputs of the program."""
         return [self.signature.paths[i] for i in self.signature.inputs]
 
-    def local_inputs(self, graph: Graph, call: BoundCall, caller: str | None = None) -> Inputs:
-        """The inputs of `graph`, which transforms have made of this program, in a call (see `inputs.local_inputs`)."""
-        return local_inputs(
-            graph, self.signature, self.axes, self.user_shardings, call, self.function, caller
-        )
+    def local_inputs(self, call: BoundCall, name: str = "") -> Inputs:
+        """The inputs of this program in a call that fits it (see `inputs.local_inputs`)."""
+        name = name or self.graph.name
+        return local_inputs(name, self.signature, self.axes, self.user_shardings, call)
+
+    def check_fits(self, call: BoundCall, name: str = "") -> None:
+        """Raises: TypeError for a call for which this program was not traced."""
+        check_fits(name or self.graph.name, self.signature, call, self.function)
 
     def returned(self, added_outputs: Sequence[str]) -> pytree.TreeSpec:
         """The tree of what a step returns: `(state, output)`, or `(state, (output, added))` with a dict of outputs that
@@ -75,9 +78,7 @@ class Program:
             return self.out_tree
         state, output = pytree.tree_unflatten([0] * self.out_tree.num_leaves, self.out_tree)
         output = opened(output)
-        return pytree.tree_structure(
-            (none_as_empty(state), (output, dict.fromkeys(added_outputs, 0)))
-        )
+        return pytree.tree_structure((state, (output, dict.fromkeys(added_outputs, 0))))
 
 
 def _device_of(leaves: Iterable[Abstract]) -> str:
@@ -196,7 +197,7 @@ def _leaves_of(
     values = pytree.tree_leaves(call.tree())
     arguments = call.state, *call.batch, *call.extra
     names, paths = leaf_names(call.parameters(function), arguments)
-    num_state = len(state_leaves(call.state))
+    num_state = len(pytree.tree_leaves(call.state))
     end_of_batch = len(values) - len(pytree.tree_leaves(call.extra))
     refuse_wrappers(zip(paths, values))
     check_state(paths, values[:num_state])
@@ -236,10 +237,10 @@ def _local_results(state: Sequence[_Leaf], new_state: Any, output: Any) -> tuple
     Raises: TypeError for an object among the outputs that is neither a tensor nor a constant.
     """
     paths = [leaf.path for leaf in state]
-    new, tree = pytree.tree_flatten(none_as_empty(new_state))
+    new, tree = pytree.tree_flatten(new_state)
     new, output = local_results(new, [leaf.spec for leaf in state], paths, opened(output))
     refuse_wrappers((*zip(paths, new), *named_outputs(output)))
-    return none_as_empty(pytree.tree_unflatten(new, tree)), opened(output)
+    return pytree.tree_unflatten(new, tree), opened(output)
 
 
 def _with_constants(tensors: Sequence[Any], constants: Mapping[int, Any]) -> tuple[Any, ...]:
@@ -270,8 +271,8 @@ def _check_result(name: str, result: Any, state: Any) -> None:
             f"trace: {name} returned {kind}; a train step returns (state, output).\n"
             f"Return the new state first, in the structure of the old one, then one output."
         )
-    old, old_tree = pytree.tree_flatten_with_path(none_as_empty(state))
-    new, new_tree = pytree.tree_flatten_with_path(none_as_empty(result[0]))
+    old, old_tree = pytree.tree_flatten_with_path(state)
+    new, new_tree = pytree.tree_flatten_with_path(result[0])
     if old_tree != new_tree:
         old_keys = {pytree.keystr(keys) for keys, _ in old}
         new_keys = {pytree.keystr(keys) for keys, _ in new}

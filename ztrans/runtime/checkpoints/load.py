@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from ...calling.trees import named_leaves, none_as_empty, state_leaves
+from ...calling.trees import named_leaves
 from ...ir.layout import as_tensor
 from .save import committed, is_model_file, partial
 
@@ -48,10 +48,10 @@ def load(path: str | os.PathLike[str], like: State, step: Callable) -> State:
     checkpoint = _Folder(_folder(Path(path)))
     leaves_by_name = named_leaves(like)
     _check_fits(checkpoint.shapes, path, leaves_by_name)
-    leaves, tree = pytree.tree_flatten(none_as_empty(like))
+    leaves, tree = pytree.tree_flatten(like)
     blank = pytree.tree_unflatten([_blank(leaf) for leaf in leaves_by_name.values()], tree)
     shard = getattr(step, "shard", None)
-    sharded = state_leaves(blank if shard is None else shard(blank))
+    sharded = pytree.tree_leaves(blank if shard is None else shard(blank))
     parts = [_allocated(part, leaf) for part, leaf in zip(sharded, leaves)]
     checkpoint.fill({name: part.detach() for name, part in zip(leaves_by_name, parts)})
     return pytree.tree_unflatten([_as_like(x, leaf) for x, leaf in zip(parts, leaves)], tree)
