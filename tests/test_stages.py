@@ -142,7 +142,7 @@ def test_a_state_leaf_must_be_a_tensor_or_a_number(leaf):
         TypeError, match=rf"state leaf s.ema is {leaf!r}, which is neither a tensor nor a number"
     ):
         zt.Step.of(lambda s, x: (s, x)).shard({"ema": leaf})
-    with pytest.raises(TypeError, match="(?s)state leaf s.ema is.*Leave it out of the state"):
+    with pytest.raises(TypeError, match=r"(?s)state leaf s.ema is.*Leave it out of the state"):
         zt.Step.of(lambda s, x: (s, x))({"w": X, "ema": leaf}, X)
 
 

@@ -68,8 +68,8 @@ def test_the_fx_graph_is_the_first_stage_of_the_history():
 
 def test_placeholders_have_the_names_of_the_leaves():
     traced = zt.Step.of(step).trace(STATE, X)
-    assert [node.target for node in traced.fx.graph.find_nodes(op="placeholder")] == ["w_1", "x_1"]
-    assert traced.fx.code.splitlines()[3].strip() == "def forward(self, w_1, x_1):"
+    assert [node.target for node in traced.fx.graph.find_nodes(op="placeholder")] == ["w", "x"]
+    assert traced.fx.code.splitlines()[3].strip() == "def forward(self, w, x):"
 
 
 def test_leaves_may_have_names_that_are_no_identifiers():

@@ -484,17 +484,40 @@ def test_a_scalar_argument_may_be_a_tensor():
 
 
 TABLE = nn.Embedding(4, 2, sparse=True)
-LOOKUPS = {
-    "one_hot": lambda w, ids: F.one_hot(ids, 4).float() @ w,
-    "one_hot in vmap": lambda w, ids: (
-        torch.func.vmap(lambda i: F.one_hot(i, num_classes=4))(ids).float() @ w
-    ),
+SPARSE = {
     "embedding": lambda w, ids: F.embedding(ids, w, sparse=True),
     "torch.embedding": lambda w, ids: torch.embedding(w, ids, -1, False, True),
     "embedding_bag": lambda w, ids: F.embedding_bag(ids, w, mode="sum", sparse=True),
     "module": lambda w, ids: functional_call(TABLE, {"weight": w}, (ids,)),
     "gather": lambda w, ids: torch.gather(w, 0, ids, sparse_grad=True),
 }
+LOOKUPS = {
+    "one_hot": lambda w, ids: F.one_hot(ids, 4).float() @ w,
+    "one_hot in vmap": lambda w, ids: (
+        torch.func.vmap(lambda i: F.one_hot(i, num_classes=4))(ids).float() @ w
+    ),
+    "embedding": lambda w, ids: F.embedding(ids, w),
+    "embedding_bag": lambda w, ids: F.embedding_bag(ids, w, mode="sum"),
+    "gather": lambda w, ids: torch.gather(w, 0, ids),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("way", [torch.autograd.grad, torch.autograd.backward, grad])
+def test_a_sparse_gradient_is_refused(name, way):
+    def step(state, ids):
+        if way is grad:
+            grad(lambda w: SPARSE[name](w, ids).square().sum())(state["w"].detach())
+        else:
+            inputs = () if way is torch.autograd.backward else (state["w"],)
+            way(SPARSE[name](state["w"], ids).square().sum(), *inputs)
+        return state, 0.0
+
+    state, ids = {"w": W.clone().requires_grad_()}, torch.tensor([[0, 2], [3, 2], [1, 0]])
+    with pytest.raises(
+        ValueError, match=r"a sparse gradient.*\n  at .*test_trace.*\nLeave out sparse"
+    ):
+        zt.Step.of(step).trace(state, ids)
 
 
 @pytest.mark.parametrize("name", LOOKUPS)
@@ -503,7 +526,7 @@ def test_gradients_of_lookups_are_dense(name, way):
     def step(state, ids, way=way):
         value = lambda p: LOOKUPS[name](p["w"], ids).square().sum()
         g = (grad(value) if way == "func" else partial(by_grad, value))(state)["w"]
-        return {"w": state["w"] - 0.1 * (g.to_dense() if g.is_sparse else g)}, None
+        return {"w": state["w"] - 0.1 * g}, None
 
     state, ids = {"w": W}, torch.tensor([[0, 2], [3, 2], [1, 0]])
     lowered = zt.shard_params(zt.AbstractMesh(dp=2))(step).lower(state, ids)

@@ -142,7 +142,7 @@ class BoundCall(NamedTuple):
         """
         leaves, tree = pytree.tree_flatten(self.batch)
         names = self.parameters(function)[1 : 1 + len(self.batch)]
-        paths = leaf_names(["", *names], (None, *self.batch))[1]
+        paths = leaf_names(["", *names], ((), *self.batch))[1]
         parts = []
         tensors = []
         for path, x in zip(paths, leaves):

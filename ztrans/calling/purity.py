@@ -19,7 +19,7 @@ import torch
 
 from ..ir.graph import Graph
 from ..ir.printer import program
-from .reads import Reads, ReadValues
+from .reads import Reads
 
 _MOST_CHANGES = 4  # in a message
 _TORCH = "torch's default generator"
@@ -47,10 +47,8 @@ class _Traced(Protocol):
 T = TypeVar("T", bound=_Traced)
 
 
-def trace_without_side_effects(
-    record: Callable[[], T], reads: Reads, step_name: str
-) -> tuple[T, ReadValues]:
-    """What `record()` traces, and what the step reads after the trace.
+def trace_without_side_effects(record: Callable[[], T], reads: Reads, step_name: str) -> T:
+    """What `record()` traces.
 
     The program is valid for what the step read before too: a trace from there gave the same.
 
@@ -66,7 +64,7 @@ def trace_without_side_effects(
     if _TORCH in generators_drawn:
         raise _seeds(reads, step_name)
     if reads_after == reads_before and not generators_drawn:
-        return first, reads_after
+        return first
     second = record()
     changes = reads_after.changes(reads.values())
     if changes:
@@ -82,7 +80,7 @@ def trace_without_side_effects(
             f"trace changed:\n{_listed(reads_before.changes(reads_after) + draws)}{difference}\n"
             f"{_DRAW if draws else _KEEP}"
         )
-    return second, reads_after
+    return second
 
 
 def _seeds(reads: Reads, step_name: str) -> ImpureStepError:

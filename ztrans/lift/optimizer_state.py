@@ -66,7 +66,7 @@ def create_state(optimizer: Optimizer) -> None:
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ValueError(
             "lift: SparseAdam takes sparse gradients, and all gradients of a program are dense.\n"
-            "Use torch.optim.Adam. The lookups may keep sparse=True; it has no effect in a program."
+            "Use torch.optim.Adam, and leave out sparse=True of the embeddings."
         )
     if not is_torchs(optimizer):
         return

@@ -171,6 +171,15 @@ def no_gradient(source: Source | None, step: str) -> TraceError:
     )
 
 
+def sparse_gradient(source: Source | None) -> TraceError:
+    """The gradient of a lookup with `sparse=True`."""
+    return TraceError(
+        f"trace: backward makes a sparse gradient, and the gradients of a program are dense.\n"
+        f"  at {where(source)}\n"
+        f"Leave out sparse=True of the embedding, or sparse_grad=True of gather."
+    )
+
+
 def seeds(generator: str, source: Source | None, step: str) -> TraceError:
     """The step uses a random generator of its own, or seeds PyTorch's."""
     return TraceError(

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import keyword
 import logging
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -99,34 +97,20 @@ def trace_by_make_fx(
         inputs = make_inputs()
     with _settings():
         module = make_fx(
-            _with_named_parameters(run_traced, names),
+            run_traced,
             decompositions(),
             "fake",
             _allow_non_fake_inputs=True,
             _disable_torch_fn_metadata_mode=True,
         )(*inputs)
     torch.clear_autocast_cache()  # it holds casts of fake weights, which the caller's autocast would use
+    for node, name in zip(module.graph.find_nodes(op="placeholder"), names):
+        node._rename("self_" if name == "self" else name)
+        node.target = node.name
+    module.recompile()
     leaves, tree = results
     constants = {i: x for i, x in enumerate(leaves) if not isinstance(x, torch.Tensor)}
     return FxTrace(module, constants, tree)
-
-
-def _with_named_parameters(run: Callable, names: Sequence[str]) -> Callable:
-    """A function with a parameter for each name, because FX names placeholders after parameters.
-
-    Its code has the name of this file, so it counts as code of ztrans in tracebacks and in searches for a line.
-    """
-    parameters: list[str] = []
-    for name in names:
-        word = re.sub(r"\W", "_", name)
-        if not word.isidentifier() or keyword.iskeyword(word) or word in ("run_", *parameters):
-            word = f"input_{len(parameters)}_{word}"
-        parameters.append(word)
-    listed = ", ".join(parameters)
-    scope: dict[str, Any] = {"run_": run}
-    exec(compile(f"def step({listed}): return run_({listed})", __file__, "exec"), scope)
-    # The function must not stay in its scope: the two would keep the arguments of the step until a collection.
-    return scope.pop("step")
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,14 @@ from ..ir.graph import Var
 from ..ir.relations import reachable, tensors_in
 from ..ir.source import user_source
 from .dtensors import marked
-from .errors import FAILURES, failed, no_gradient, no_transform, refuse_closure
+from .errors import (
+    FAILURES,
+    failed,
+    no_gradient,
+    no_transform,
+    refuse_closure,
+    sparse_gradient,
+)
 from .higher_order import call_closed
 from .tensor_scalars import with_tensor_scalar
 
@@ -90,7 +97,7 @@ class Marks(TorchFunctionMode):
 
     def _run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         if func is torch.autograd.grad:
-            grads = func(*args, **kwargs)
+            grads = _dense(func(*args, **kwargs))
             inputs = _listed(args[1] if len(args) > 1 else kwargs["inputs"])
             return tuple(g if g is None else marked(g, p) for g, p in zip(grads, inputs))
         if func == _SET_DATA:
@@ -99,8 +106,6 @@ class Marks(TorchFunctionMode):
             return _backward(*args, **kwargs)
         if func is F.one_hot:
             return _one_hot(*args, **kwargs)
-        if func in _SPARSE:
-            args, kwargs = _with_dense_gradient(func, args, kwargs)
         if isinstance(func, HigherOrderOperator):
             return self._higher_order(func, args, kwargs)
         result = with_tensor_scalar(func, args, kwargs)
@@ -141,12 +146,19 @@ def _backward(
         create_graph=create_graph,
         allow_unused=True,
     )
-    for leaf, g in zip(leaves, grads):
+    for leaf, g in zip(leaves, _dense(grads)):
         if g is not None:
             # A fused optimizer pairs the elements of a leaf and its gradient by their order in memory. State is
             # contiguous, so the gradient must be too. PyTorch's own `.backward()` does the same.
-            g = marked(g.contiguous() if g.layout is torch.strided else g, leaf)
+            g = marked(g.contiguous(), leaf)
             _accumulate(leaf, g, create_graph)
+
+
+def _dense(grads: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+    """These gradients. Raises: ValueError if one is sparse: its shape depends on values."""
+    if any(g is not None and g.layout is not torch.strided for g in grads):
+        raise sparse_gradient(user_source(2))
+    return grads
 
 
 def _accumulate(leaf: torch.Tensor, g: torch.Tensor, create_graph: bool) -> None:
@@ -167,22 +179,6 @@ def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     if num_classes < 0 or tensor.dtype != torch.int64:
         return F.one_hot(tensor, num_classes)
     return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).to(torch.int64)
-
-
-# Lookups, each with the position of its argument that asks for a sparse gradient.
-_SPARSE = {
-    F.embedding: 6,
-    torch.embedding: 4,
-    F.embedding_bag: 7,
-    torch.embedding_bag: 5,
-    torch.gather: 3,
-}
-
-
-def _with_dense_gradient(func: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The arguments of a lookup, changed to ask for a dense gradient: the shape of a sparse one depends on values."""
-    args = tuple(False if k == _SPARSE[func] else x for k, x in enumerate(args))
-    return args, {k: False if k in ("sparse", "sparse_grad") else x for k, x in kwargs.items()}
 
 
 def _listed(tensors: Any) -> list:

@@ -90,6 +90,6 @@ def _scaled(operation: str, x: torch.Tensor, y: Any, *rest: Any) -> torch.Tensor
         return x + y * scalar / z[0]
     if operation == "addcmul":
         return torch.addcmul(x, y * scalar, z[0])
-    if isinstance(y, torch.Tensor) and y.layout is torch.strided:
+    if isinstance(y, torch.Tensor):
         return torch.addcmul(x, y, scalar)  # rounds once, as `add` with a number for its alpha does
     return x + y * scalar

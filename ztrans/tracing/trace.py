@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from ..calling.call import BoundCall, StepFunction
 from ..calling.inputs import Inputs, check_fits, check_state, local_inputs, shape_of
 from ..calling.purity import trace_without_side_effects
-from ..calling.signature import Abstract, Constant, Signature, Surroundings
+from ..calling.signature import Abstract, Constant, Signature
 from ..calling.trees import leaf_names, named_outputs, opened
 from ..ir.ambient import refuse_inside, without_autocast
 from ..ir.graph import Eqn, Graph, Var, dce
@@ -30,14 +30,6 @@ from .errors import no_parts
 from .fx_trace import check_torch, trace_by_make_fx
 from .import_fx import import_fx
 from .regions import Fact, label_regions
-
-
-class Imported(NamedTuple):
-    """A run of a step as a program."""
-
-    graph: Graph
-    out_tree: pytree.TreeSpec  # the tree of the result
-    module: fx.GraphModule  # the FX graph of the run
 
 
 @dataclass(frozen=True)
@@ -123,7 +115,7 @@ def trace(
         TypeError: `trace` is called inside of a transform of torch.func or of another trace.
     """
     check_torch()
-    name = _name(fn)
+    name = function.name if function.name.isidentifier() else "step"
     refuse_inside(f"trace: {name}", call)
     part = call.micro_batch(function, micro) if micro > 1 else call
     leaves = _leaves_of(part, function, axes)
@@ -144,7 +136,7 @@ def trace(
         _check_result(name, result, part.state)
         return _local_results(state, *result)
 
-    def record_program() -> Imported:
+    def record_program() -> Program:
         traced = trace_by_make_fx(call_fn, make_inputs, [leaf.name for leaf in inputs], name)
         with without_autocast():
             eqns, tensors, facts = import_fx(traced.module, variables, batch)
@@ -154,19 +146,17 @@ def trace(
         _check_state(graph, state)
         graph = _annotated(graph, facts)
         graph = with_chosen_backend(graph, _are_on_cpus(abstract))
-        return Imported(graph, traced.out_tree, traced.module)
+        return Program(
+            graph,
+            traced.module,
+            traced.out_tree,
+            Signature.of(call, function),  # what the step reads after the trace
+            function,
+            axes=tuple(leaf.axes for leaf in inputs),
+            user_shardings=tuple(leaf.user_sharding for leaf in inputs),
+        )
 
-    traced, reads = trace_without_side_effects(record_program, function.reads, name)
-    signature = Signature.of(call, function, Surroundings.of(function)._replace(reads=reads))
-    return Program(
-        traced.graph,
-        traced.module,
-        traced.out_tree,
-        signature,
-        function,
-        axes=tuple(leaf.axes for leaf in inputs),
-        user_shardings=tuple(leaf.user_sharding for leaf in inputs),
-    )
+    return trace_without_side_effects(record_program, function.reads, name)
 
 
 class _Leaf(NamedTuple):
@@ -257,11 +247,6 @@ def _annotated(graph: Graph, facts: Mapping[Eqn, Fact]) -> Graph:
     checkpoint = {v: fact.checkpoint for v, fact in of_values.items()}
     drops = {v for v, fact in of_values.items() if fact.dropped}
     return checkpointed(graph, checkpoint, drops) if drops else graph
-
-
-def _name(fn: Callable) -> str:
-    name = getattr(fn, "__name__", type(fn).__name__)
-    return name if name.isidentifier() else "step"
 
 
 def _check_result(name: str, result: Any, state: Any) -> None:
