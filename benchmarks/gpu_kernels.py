@@ -12,6 +12,10 @@ from ztrans import ops
 
 MIB = 2**20
 SIZES = (16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB)  # bytes of the fp32 parameters
+UPDATED = (
+    440 * 10**6,
+    1744 * 10**6,
+)  # bytes of the fp32 parameters of a model that an optimizer updates
 RANKS = 8
 REPEATS = 20
 AHEAD = 2_000_000  # cycles that the GPU sleeps, so that the timed work does not wait for its launch
@@ -19,7 +23,10 @@ Work = tuple[str, Callable[[], object]]
 
 
 def table(
-    device: torch.device, left: Callable[[], float] = lambda: 60.0, sizes=SIZES
+    device: torch.device,
+    left: Callable[[], float] = lambda: 60.0,
+    sizes=SIZES,
+    updated=UPDATED,
 ) -> Iterator[list[dict]]:
     """Medians, with nothing in the cache.
 
@@ -27,8 +34,8 @@ def table(
     the speed at which these bytes moved, as a share of that of a plain copy of as many bytes, timed just before.
     """
     lines = []
-    for make in (copying, packing, scattering, unpacking, summing):
-        for size in sizes:
+    for make in (copying, packing, scattering, unpacking, summing, updating):
+        for size in updated if make is updating else sizes:
             if left() > 10:
                 lines += compared(make, size, device)
             else:
@@ -39,7 +46,8 @@ def table(
 
 def compared(make: Callable, size: int, device: torch.device) -> list[dict]:
     """A line for each contender, for fp32 parameters of `size` bytes."""
-    moved, contenders = make(shapes(size // 4), device)
+    numels = (parameters if make is updating else shapes)(size // 4)
+    moved, contenders = make(numels, device)
     copied, lines = copy_seconds(moved, device), []
     for name, work in contenders:
         took = seconds(work, device)
@@ -92,6 +100,12 @@ def shapes(count: int) -> list[int]:
     vectors = [3 * width, width, 4 * width, width, width, width, width]
     rest = count - sum(layer) - sum(vectors)
     return [*layer, *vectors, *([rest // 16 * 16] if rest >= 16 else [])]
+
+
+def parameters(count: int) -> list[int]:
+    """The elements of each parameter of a transformer with 100 parameters: nine layers, and the rest as one matrix."""
+    layer = shapes(count // 9)[:11]
+    return [*layer * 9, count - 9 * sum(layer)]
 
 
 def copying(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
@@ -173,4 +187,38 @@ def summing(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
         ("ztrans sum_terms", lambda: ops.sum_terms(terms, outs, sizes, "mean", RANKS)),
         ("an addition for each rank", one_by_one),
         ("torch.mean, in an order of its own", by_torch),
+    ]
+
+
+def updating(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
+    """AdamW on fp32 parameters, from bf16 gradients; PyTorch's optimizer needs them in fp32."""
+    params, exp_avgs, exp_avg_sqs, wide = (
+        [torch.rand(n, device=device) for n in numels] for _ in range(4)
+    )
+    grads = [g.bfloat16() for g in wide]
+    steps = [torch.ones((), device=device) for _ in numels]
+    rate = torch.tensor(1e-4, device=device)
+    options = {"lr": rate, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
+    ours = torch.ops.ztrans.fused_adamw_
+
+    def theirs(grads: list[torch.Tensor]) -> None:
+        torch._fused_adamw_(
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            steps,
+            **options,
+            amsgrad=False,
+            maximize=False,
+        )
+
+    return 26 * sum(numels), [
+        (
+            "ztrans fused_adamw_",
+            lambda: ours(params, grads, exp_avgs, exp_avg_sqs, steps, **options),
+        ),
+        ("casts, torch._fused_adamw_", lambda: theirs([g.float() for g in grads])),
+        ("torch._fused_adamw_, of fp32 gradients", lambda: theirs(wide)),
     ]

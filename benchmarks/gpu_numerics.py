@@ -1,4 +1,4 @@
-"""Compare the results of the kernels on a GPU with those of their references on the CPU."""
+"""Compare the results of the kernels on a GPU with those of their references on the CPU, and updates with PyTorch's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 def checks(device: torch.device, left: Callable[[], float] = lambda: 60.0) -> Iterator[list[dict]]:
     """Compare the kernels with their references on the CPU."""
     lines = []
-    for check in (moves, casts, sums, collectives, late):
+    for check in (moves, casts, sums, updates, collectives, late):
         try:
             outcome = (
                 {"result": check(device)}
@@ -98,6 +98,77 @@ def sums(device: torch.device) -> str:
                     for out, x in zip(outs, true):
                         same(out, x, f"sum_terms {op} {src} to {dst}")
     return "bit for bit"
+
+
+STEPS = 20
+DECAY = {"weight_decay": 0.1}
+ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+SGD = {"momentum": 0.9, "dampening": 0.0, "nesterov": False}
+OPTIMIZERS = (
+    ("adamw", ADAM | DECAY),
+    ("adamw", ADAM | {"beta1": 0.8, "beta2": 0.95, "weight_decay": 0.0}),
+    ("adam", ADAM | DECAY),
+    ("adam", ADAM | {"weight_decay": 0.0}),
+    ("sgd", SGD | DECAY),
+    ("sgd", SGD | DECAY | {"nesterov": True}),
+    ("sgd", SGD | {"weight_decay": 0.0, "dampening": 0.3}),
+    ("sgd", SGD | DECAY | {"momentum": 0.0}),
+)
+
+
+def updates(device: torch.device) -> str:
+    """fused_adamw_, fused_adam_ and fused_sgd_ over 20 steps: the bits of PyTorch's, given the gradients as fp32.
+
+    On a CPU PyTorch's have other roundings, so there the two are compared to 1e-3.
+    """
+    compare = same if device.type == "cuda" else close
+    for dtype in FLOATS:
+        gradients = [[g.to(dtype) for g in of_many_magnitudes(k, device)] for k in range(STEPS)]
+        for name, options in OPTIMIZERS:
+            for rate in (torch.tensor(1e-3, device=device), torch.tensor(1e-3)):
+                ours, true = trained(name, gradients, options | {"lr": rate}, device)
+                for kind, results, wanted in zip(("parameters", "moments", "squares"), ours, true):
+                    for k, (a, b) in enumerate(zip(results, wanted)):
+                        compare(
+                            a, b, f"{name}, {dtype}, {options}, lr on {rate.device}: {kind}[{k}]"
+                        )
+    return "bits of torch" if device.type == "cuda" else "close to torch"
+
+
+def of_many_magnitudes(seed: int, device: torch.device) -> list[torch.Tensor]:
+    """A random gradient for each parameter."""
+    draw = torch.Generator(device).manual_seed(seed)
+    place = {"generator": draw, "device": device}
+    return [torch.randn(n, **place) * 10.0 ** torch.randint(-9, 2, (n,), **place) for n in NUMELS]
+
+
+def trained(
+    name: str, gradients: list[list[torch.Tensor]], options: dict, device: torch.device
+) -> tuple[list, list]:
+    """The parameters and the moments after some steps from the same start: by ztrans, and by PyTorch."""
+    draw = torch.Generator(device).manual_seed(STEPS)
+    params = [torch.randn(n, generator=draw, device=device) for n in NUMELS]
+    count = int(options["momentum"] > 0) if name == "sgd" else 2
+    ours = [params, *([torch.zeros_like(p) for p in params] for _ in range(count))]
+    true = [[x.clone() for x in tensors] for tensors in ours]
+    for step, grads in enumerate(gradients, 1):
+        wide = [g.float() for g in grads]
+        if name == "sgd":
+            how = options | {"is_first_step": step == 1 and count == 1}
+            torch.ops.ztrans.fused_sgd_(params, grads, (*ours[1:], [])[0], **how)
+            torch._fused_sgd_(true[0], wide, (*true[1:], [])[0], **how, maximize=False)
+        else:
+            steps = [torch.full((), float(step), device=device) for _ in NUMELS]
+            getattr(torch.ops.ztrans, f"fused_{name}_")(params, grads, *ours[1:], steps, **options)
+            getattr(torch, f"_fused_{name}_")(
+                true[0], wide, *true[1:], [], steps, **options, maximize=False, amsgrad=False
+            )
+    return ours, true
+
+
+def close(result: torch.Tensor, true: torch.Tensor, name: str) -> None:
+    """Raise an error unless two results agree to 1e-3."""
+    torch.testing.assert_close(result, true, rtol=1e-3, atol=1e-6, msg=name)
 
 
 def collectives(device: torch.device) -> str:

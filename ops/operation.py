@@ -16,12 +16,12 @@ _LIBRARY = torch.library.Library("ztrans", "FRAGMENT")
 
 
 def define(schema: str, check: Callable, reference: Callable, launch: Callable) -> None:
-    """Define the operation of `schema`, whose arguments are all positional."""
+    """Define the operation of `schema`."""
 
     def checked(run: Callable) -> Callable:
-        def implementation(*args):
-            check(*args)
-            run(*args)
+        def implementation(*args, **kwargs):
+            check(*args, **kwargs)
+            run(*args, **kwargs)
 
         return implementation
 
@@ -29,4 +29,10 @@ def define(schema: str, check: Callable, reference: Callable, launch: Callable) 
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, checked(reference), "CPU")
     _LIBRARY.impl(name, checked(launch), "CUDA")
-    torch.library.register_fake(f"ztrans::{name}", checked(lambda *_: None), lib=_LIBRARY)
+    torch.library.register_fake(f"ztrans::{name}", checked(lambda *_, **__: None), lib=_LIBRARY)
+
+
+def define_composite(schema: str, function: Callable) -> None:
+    """Define the operation of `schema`, which `function` computes by other operations on every device."""
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")

@@ -18,7 +18,7 @@ from ztrans.ops.kernel import element
 
 module = {
     name: importlib.import_module(f"ztrans.ops.{name}")
-    for name in ("all_gather", "barrier", "move", "reduce_scatter")
+    for name in ("all_gather", "barrier", "move", "reduce_scatter", "update")
 }
 
 LOAD, STORE = r"ld\.global\S*\.v4", r"st\.global\S*\.v4"
@@ -112,6 +112,54 @@ def test_sum_terms(capability, tmp_path, world, aligned):
     check(kernel, world if aligned else 0, 2 if aligned else 0, 128)
     assert aligned or not kernel.count(LOAD)
     assert not kernel.count(r"\batom\.|\bfma\.|\.ftz")
+
+
+NUMBERS = {
+    name: "fp32" for name in ("beta1", "beta2", "weight_decay", "eps", "momentum", "dampening")
+}
+UPDATE = TABLES | NUMBERS | {"powers": "*fp32", "rate": "*fp32", "count": "i32"}
+
+
+@pytest.mark.parametrize(
+    "dtype, loads", [(torch.bfloat16, 7), (torch.float16, 7), (torch.float32, 8)], ids=str
+)
+@pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
+def test_adam(capability, tmp_path, dtype, loads, decoupled):
+    """A thread has 8 elements. Each is decayed, and has two moments, a root and two divisions, all rounded exactly."""
+    constants = {
+        "GRAD": element(dtype), "LOADS_RATE": True, "DECAYS": True, "DECOUPLED": decoupled, "BLOCK": 2048,
+    }  # fmt: skip
+    types = without(module["update"]._adam, UPDATE)
+    kernel = compiled(module["update"]._adam, capability, tmp_path, types, constants, num_warps=8)
+    check(kernel, loads, 6, 80)
+    rounds_exactly(kernel)
+    both_paths = 2 * 8
+    assert kernel.count(r"\bfma\.rn\.f32") == 5 * both_paths
+    assert kernel.count(r"\bsqrt\.rn\.f32") == both_paths + 1
+    assert kernel.count(r"\bdiv\.rn\.f32") == 2 * both_paths + 1
+
+
+@pytest.mark.parametrize("momentum", [True, False], ids=["momentum", "plain"])
+def test_sgd(capability, tmp_path, momentum):
+    constants = {
+        "GRAD": element(torch.bfloat16), "LOADS_RATE": True, "DECAYS": True, "HAS_MOMENTUM": momentum,
+        "NESTEROV": momentum, "IS_FIRST": False, "BLOCK": 2048,
+    }  # fmt: skip
+    types = without(module["update"]._sgd, UPDATE)
+    kernel = compiled(module["update"]._sgd, capability, tmp_path, types, constants, num_warps=8)
+    check(kernel, 5 if momentum else 3, 4 if momentum else 2, 64)
+    rounds_exactly(kernel)
+    assert kernel.count(r"\bfma\.rn\.f32") == 2 * 8 * (4 if momentum else 2)
+
+
+def without(kernel, types: dict) -> dict:
+    """The types of the arguments that a kernel has."""
+    return {name: type_ for name, type_ in types.items() if name in kernel.jit.arg_names}
+
+
+def rounds_exactly(kernel) -> None:
+    """Nothing is approximate, and small numbers are not taken for zero."""
+    assert not kernel.count(r"\.(approx|full|ftz)\b")
 
 
 def test_barrier(capability, tmp_path):

@@ -61,6 +61,38 @@ def sum_terms(device):
     return T.sum_terms.default, (terms, outs, [3, 4], "mean", 2), {}
 
 
+def fused_adamw(device):
+    return (
+        T.fused_adamw_.default,
+        adam_lists(device),
+        ADAM | {"lr": torch.tensor(0.1, device=device)},
+    )
+
+
+def fused_adam(device):
+    return (
+        T.fused_adam_.default,
+        adam_lists(device),
+        ADAM | {"lr": torch.tensor(0.1, device=device)},
+    )
+
+
+ADAM = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-6}
+SGD = {"weight_decay": 0.1, "momentum": 0.9, "dampening": 0.0, "nesterov": False}
+
+
+def adam_lists(device):
+    lists = [[torch.rand(5, device=device), torch.rand(2, 3, device=device)] for _ in range(4)]
+    lists[1] = [g.bfloat16() for g in lists[1]]
+    return (*lists, [torch.ones((), device=device) for _ in range(2)])
+
+
+def fused_sgd(device):
+    params, grads, buffers = adam_lists(device)[:3]
+    numbers = SGD | {"lr": torch.tensor(0.1, device=device), "is_first_step": False}
+    return T.fused_sgd_.default, (params, grads, buffers), numbers
+
+
 MEMORY = symmetric.in_one_process(1, 1024)[0]
 
 
@@ -71,7 +103,10 @@ def tables(device):
     return (pads, torch.zeros(1, dtype=torch.int32)), buffers
 
 
-SAMPLES = [cast_pack, unpack, barrier, all_gather, reduce_scatter, sum_terms]
+SAMPLES = [
+    *(cast_pack, unpack, barrier, all_gather, reduce_scatter, sum_terms),
+    *(fused_adamw, fused_adam, fused_sgd),
+]
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: s.__name__)
@@ -193,6 +228,7 @@ def test_a_value_gathered_alone_is_a_view():
 
 
 X, META = torch.ones(4), torch.ones(4, device="meta")
+ONE = torch.ones(())
 BF16 = torch.bfloat16
 WRONG = {
     "no parts": (lambda: ops.cast_pack([], [], BF16), "no parts"),
@@ -262,6 +298,34 @@ WRONG = {
     "sum outs": (
         lambda: ops.sum_terms(X.view(2, 2), [X[:1], X[:1].half()], [1, 1], "sum", 2),
         "out 1 must be contiguous, torch.float32",
+    ),
+    "moments": (
+        lambda: T.fused_adamw([X], [X], [], [X], [ONE], **ADAM, lr=ONE),
+        "update: 1 parameters, but 0 tensors in exp_avgs",
+    ),
+    "steps": (
+        lambda: T.fused_adam([X], [X], [X], [X], [], **ADAM, lr=ONE),
+        "1 parameters, but 0 numbers of steps",
+    ),
+    "step dtype": (
+        lambda: T.fused_adam([X], [X], [X], [X], [ONE.double()], **ADAM, lr=ONE),
+        r"state_steps\[0\] must be fp32 on cpu; got torch.float64 on cpu",
+    ),
+    "gradient shape": (
+        lambda: T.fused_adamw([X], [X[:2]], [X], [X], [ONE], **ADAM, lr=ONE),
+        r"grads\[0\] must have the shape \[4\] of its parameter, .*; got \[2\] on cpu",
+    ),
+    "gradient dtypes": (
+        lambda: T.fused_adamw([X, X], [X, X.half()], [X, X], [X, X], [ONE, ONE], **ADAM, lr=ONE),
+        "gradients must be all fp32, all bf16 or all fp16; got torch.float16",
+    ),
+    "parameters": (
+        lambda: T.fused_sgd([X.half()], [X], [], **SGD, lr=ONE, is_first_step=False),
+        r"self\[0\] must be fp32 and contiguous; got torch.float16",
+    ),
+    "gaps": (
+        lambda: T.fused_sgd_([torch.ones(8)[::2]], [X], [], **SGD, lr=ONE, is_first_step=False),
+        r"self\[0\] must be fp32 and contiguous; got torch.float32 with strides \(2,\)",
     ),
     "channels": (
         lambda: ops.all_gather(MEMORY, [X], [4], channels=200),

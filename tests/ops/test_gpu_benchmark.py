@@ -35,7 +35,14 @@ def test_numerics(monkeypatch):
     import gpu_numerics
 
     monkeypatch.setattr(gpu_numerics, "NUMELS", (5003, 3, 0, 4096, 1, 537))
-    for check in (gpu_numerics.moves, gpu_numerics.casts, gpu_numerics.sums, gpu_numerics.late):
+    monkeypatch.setattr(gpu_numerics, "STEPS", 2)
+    for check in (
+        gpu_numerics.moves,
+        gpu_numerics.casts,
+        gpu_numerics.sums,
+        gpu_numerics.updates,
+        gpu_numerics.late,
+    ):
         assert check(CPU)
 
 
@@ -43,9 +50,9 @@ def test_table():
     import gpu
     import gpu_kernels
 
-    *_, rows = gpu_kernels.table(CPU, sizes=(2**17,))
+    *_, rows = gpu_kernels.table(CPU, sizes=(2**17,), updated=(2**17,))
     kernels = " ".join(dict.fromkeys(row["kernel"] for row in rows))
-    assert kernels == "copying packing scattering unpacking summing"
+    assert kernels == "copying packing scattering unpacking summing updating"
     assert all(row["us"] > 0 and row["moved, MiB"] > 0 for row in rows)
     text = gpu.markdown({"card": "none"}, {"kernels": rows, "ranks": [{"failed": "so"}]})
     assert "| packing | 0 | torch._foreach_copy_ |" in text and "| failed |\n|---|\n| so |" in text

@@ -18,7 +18,15 @@ kernel = importlib.import_module("ztrans.ops.kernel")
 symmetric = importlib.import_module("ztrans.ops.symmetric")
 op = {
     name: importlib.import_module(f"ztrans.ops.{name}")
-    for name in ("all_gather", "barrier", "cast_pack", "reduce_scatter", "sum_terms", "unpack")
+    for name in (
+        "all_gather",
+        "barrier",
+        "cast_pack",
+        "reduce_scatter",
+        "sum_terms",
+        "unpack",
+        "update",
+    )
 }
 
 
@@ -94,3 +102,18 @@ def test_sums_of_rows_that_are_not_aligned_load_single_elements(kernels):
     launch(torch.ones(2, 0).bfloat16(), [torch.empty(0)], [0], "sum", 2)
     loads = ["ld.global.v4" in k.asm["ptx"] for k in kernels]
     assert loads == [True, False], "and nothing is launched for an empty part"
+
+
+def test_updates(kernels):
+    """One kernel for each dtype of gradients: numbers of tensors and of elements are no constants of it."""
+    numbers = {"weight_decay": 0.1, "lr": torch.tensor(0.1)}
+    adam = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "decoupled": True} | numbers
+    sgd = {"momentum": 0.9, "dampening": 0, "nesterov": False, "is_first_step": False} | numbers
+    for numels in ([5000, 3], [8], [16, 1, 2]):
+        lists = [[torch.ones(n) for n in numels] for _ in range(3)]
+        grads = [torch.ones(n).bfloat16() for n in numels]
+        steps = [torch.tensor(1.0) for _ in numels]
+        op["update"].launch_adam(lists[0], grads, *lists[1:], steps, **adam)
+        op["update"].launch_sgd(lists[0], grads, lists[1], **sgd)
+    assert all("cubin" in k.asm for k in kernels)
+    assert len({id(k) for k in kernels[::2]}) == len({id(k) for k in kernels[1::2]}) == 1

@@ -1,4 +1,4 @@
-"""The interpreter's casts made exact: its own cut bits off instead of rounding."""
+"""The interpreter's casts and `fma` made exact: its own cut bits off, and round a product before they add to it."""
 
 from __future__ import annotations
 
@@ -30,3 +30,15 @@ def exact_casts() -> None:
         return rounded.view(f"u{b.itemsize}").reshape(values.shape)
 
     interpreter._convert_float = cast
+
+
+def exact_fma() -> None:
+    """Have the interpreter round x * y + z of fp32 once, as GPUs do."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    update = importlib.import_module("ztrans.ops.update")
+
+    def fma(self, x, y, z):
+        arrays = (torch.from_numpy(np.asarray(each.data).copy()) for each in (x, y, z))
+        return interpreter.TensorHandle(update.fma(*arrays).numpy(), z.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_fma = fma

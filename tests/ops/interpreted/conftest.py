@@ -10,7 +10,7 @@ import os
 
 import pytest
 
-from tests.ops.interpreted.casts import exact_casts
+from tests.ops.interpreted.casts import exact_casts, exact_fma
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore_glob = [] if INTERPRETING else ["test_*.py"]
@@ -23,8 +23,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _exact_casts() -> None:
+def _exact_arithmetic() -> None:
     exact_casts()
+    exact_fma()
 
 
 @pytest.fixture(params=[0, 1], ids=["aligned", "misaligned"])

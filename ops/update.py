@@ -1,0 +1,383 @@
+"""fused_adamw, fused_adam, fused_sgd: update many parameters of fp32 from gradients in half precision, in one launch.
+
+    self         parameters, fp32 and contiguous; overwritten
+    grads        a gradient for each, fp32, bf16 or fp16, all of one dtype
+    exp_avgs, exp_avg_sqs, momentum_buffer_list
+                 the moments, like the parameters; overwritten. SGD without momentum has none.
+    state_steps  for each parameter the number of its steps, this one included: fp32 scalars
+    lr           a scalar tensor: fp32 on the device of the parameters, or of any dtype on the CPU
+    the others   as in `torch._fused_adamw_`, `torch._fused_adam_` and `torch._fused_sgd_`
+
+`fused_adamw_`, `fused_adam_` and `fused_sgd_` write in place; those without the last `_` return new tensors. They
+compute the bits that PyTorch's fused optimizers compute on a GPU from the same gradients in fp32, but need no copy of
+the gradients in fp32. Bytes moved at least, for each element besides those of its gradient: AdamW and Adam 24, SGD 8,
+SGD with momentum 16. There is one launch for all parameters, and three small ones for the powers of beta.
+
+The order of operations is that of PyTorch's `native/cuda/fused_adam_utils.cuh` and `FusedSgdKernel.cu`. From some
+products and sums nvcc makes one operation, which rounds once. The machine code of PyTorch 2.11 for sm_90 shows which:
+each is a call of `fma` here, and nothing else is fused. `torch.pow` computes the powers of beta, because each version
+of CUDA rounds powers in its own way, and `torch.pow` is compiled together with the optimizers. `maximize`, `amsgrad`
+and a scale of the gradients are left to PyTorch.
+
+Errors: other dtypes, parameters or moments that are not contiguous, and lists whose lengths or sizes do not agree.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .kernel import FLOATS, element, kernel, tl
+from .operation import define, define_composite
+from .tables import addresses, blocks, on_device
+
+BLOCK = 2048
+_ADAM = (
+    "{0} self, Tensor[] grads, {1} exp_avgs, {2} exp_avg_sqs, Tensor[] state_steps, *, "
+    "Tensor lr, float beta1, float beta2, float weight_decay, float eps"
+)
+_SGD = (
+    "{0} self, Tensor[] grads, {1} momentum_buffer_list, *, "
+    "float weight_decay, float momentum, Tensor lr, float dampening, bool nesterov, bool is_first_step"
+)
+_WRITTEN = ("Tensor(a!)[]", "Tensor(b!)[]", "Tensor(c!)[]")
+Tensors = Sequence[torch.Tensor]
+
+
+@kernel
+def _adam_block(
+    p, g, m, v, mask, step_size, correction, lr, beta1, beta2, weight_decay, eps,
+    DECAYS: tl.constexpr, DECOUPLED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.arange(0, BLOCK)
+    param = tl.load(p + i, mask=mask, other=0.0)
+    grad = tl.load(g + i, mask=mask, other=0.0).to(tl.float32)
+    exp_avg = tl.load(m + i, mask=mask, other=0.0)
+    exp_avg_sq = tl.load(v + i, mask=mask, other=0.0)
+    if DECAYS:
+        if DECOUPLED:
+            param = tl.fma(-(lr * weight_decay), param, param)
+        else:
+            grad = tl.fma(param, weight_decay, grad)
+    square = grad * grad
+    exp_avg = tl.fma(beta1, exp_avg, tl.fma(-beta1, grad, grad))
+    exp_avg_sq = tl.fma(beta2, exp_avg_sq, tl.fma(-beta2, square, square))
+    denominator = tl.div_rn(tl.sqrt_rn(exp_avg_sq), correction) + eps
+    param = param - tl.div_rn(step_size * exp_avg, denominator)
+    tl.store(p + i, param, mask=mask)
+    tl.store(m + i, exp_avg, mask=mask)
+    tl.store(v + i, exp_avg_sq, mask=mask)
+
+
+@kernel(numbers="count")
+def _adam(
+    rows, bases, powers, rate, beta1, beta2, weight_decay, eps, count,
+    GRAD: tl.constexpr, LOADS_RATE: tl.constexpr, DECAYS: tl.constexpr, DECOUPLED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = rows + tl.program_id(0).to(tl.int64) * 3
+    tensor = tl.load(row)
+    start = tl.load(row + 1)
+    left = tl.load(row + 2).to(tl.int32)
+    p = tl.load(bases + tensor) + start * 4
+    g = tl.load(bases + count + tensor) + start * (GRAD.primitive_bitwidth // 8)
+    m = tl.load(bases + 2 * count + tensor) + start * 4
+    v = tl.load(bases + 3 * count + tensor) + start * 4
+    lr = tl.load(rate) if LOADS_RATE else tl.cast(rate, tl.float32)
+    step_size = tl.div_rn(lr, 1 - tl.load(powers + tensor))
+    correction = tl.sqrt_rn(1 - tl.load(powers + count + tensor))
+    i = tl.arange(0, BLOCK)
+    if (((p | g | m | v) & 15) == 0) & (left % 8 == 0):
+        _adam_block(
+            tl.multiple_of(p.to(tl.pointer_type(tl.float32)), 16),
+            tl.multiple_of(g.to(tl.pointer_type(GRAD)), 16),
+            tl.multiple_of(m.to(tl.pointer_type(tl.float32)), 16),
+            tl.multiple_of(v.to(tl.pointer_type(tl.float32)), 16),
+            i < tl.multiple_of(left, 8),
+            step_size, correction, lr, beta1, beta2, weight_decay, eps, DECAYS, DECOUPLED, BLOCK,
+        )  # fmt: skip
+    else:
+        _adam_block(
+            p.to(tl.pointer_type(tl.float32)),
+            g.to(tl.pointer_type(GRAD)),
+            m.to(tl.pointer_type(tl.float32)),
+            v.to(tl.pointer_type(tl.float32)),
+            i < left,
+            step_size, correction, lr, beta1, beta2, weight_decay, eps, DECAYS, DECOUPLED, BLOCK,
+        )  # fmt: skip
+
+
+@kernel
+def _sgd_block(
+    p, g, b, mask, lr, weight_decay, momentum, dampening,
+    DECAYS: tl.constexpr, HAS_MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, IS_FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.arange(0, BLOCK)
+    param = tl.load(p + i, mask=mask, other=0.0)
+    grad = tl.load(g + i, mask=mask, other=0.0).to(tl.float32)
+    if DECAYS:
+        grad = tl.fma(weight_decay, param, grad)
+    if HAS_MOMENTUM:
+        buffer = grad
+        if not IS_FIRST:
+            buffer = momentum * tl.load(b + i, mask=mask, other=0.0)
+            buffer = tl.fma(1 - tl.cast(dampening, tl.float32), grad, buffer)
+        tl.store(b + i, buffer, mask=mask)
+        grad = tl.fma(momentum, buffer, grad) if NESTEROV else buffer
+    tl.store(p + i, tl.fma(-lr, grad, param), mask=mask)
+
+
+@kernel(numbers="count")
+def _sgd(
+    rows, bases, rate, weight_decay, momentum, dampening, count,
+    GRAD: tl.constexpr, LOADS_RATE: tl.constexpr, DECAYS: tl.constexpr,
+    HAS_MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, IS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = rows + tl.program_id(0).to(tl.int64) * 3
+    tensor = tl.load(row)
+    start = tl.load(row + 1)
+    left = tl.load(row + 2).to(tl.int32)
+    p = tl.load(bases + tensor) + start * 4
+    g = tl.load(bases + count + tensor) + start * (GRAD.primitive_bitwidth // 8)
+    b = p
+    if HAS_MOMENTUM:
+        b = tl.load(bases + 2 * count + tensor) + start * 4
+    lr = tl.load(rate) if LOADS_RATE else tl.cast(rate, tl.float32)
+    i = tl.arange(0, BLOCK)
+    if (((p | g | b) & 15) == 0) & (left % 8 == 0):
+        _sgd_block(
+            tl.multiple_of(p.to(tl.pointer_type(tl.float32)), 16),
+            tl.multiple_of(g.to(tl.pointer_type(GRAD)), 16),
+            tl.multiple_of(b.to(tl.pointer_type(tl.float32)), 16),
+            i < tl.multiple_of(left, 8),
+            lr, weight_decay, momentum, dampening, DECAYS, HAS_MOMENTUM, NESTEROV, IS_FIRST, BLOCK,
+        )  # fmt: skip
+    else:
+        _sgd_block(
+            p.to(tl.pointer_type(tl.float32)),
+            g.to(tl.pointer_type(GRAD)),
+            b.to(tl.pointer_type(tl.float32)),
+            i < left,
+            lr, weight_decay, momentum, dampening, DECAYS, HAS_MOMENTUM, NESTEROV, IS_FIRST, BLOCK,
+        )  # fmt: skip
+
+
+def launch_adam(
+    self: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, state_steps: Tensors,
+    *, lr: torch.Tensor, beta1: float, beta2: float, weight_decay: float, eps: float,
+    decoupled: bool,
+) -> None:  # fmt: skip
+    """fused_adamw_ (`decoupled`) and fused_adam_ by the kernel."""
+    if not self:
+        return
+    rate = _rate(lr, self[0].device)
+    _launch(
+        _adam, (self, grads, exp_avgs, exp_avg_sqs), _powers(beta1, beta2, state_steps), rate,
+        beta1, beta2, weight_decay, eps, len(self), DECAYS=weight_decay != 0, DECOUPLED=decoupled,
+        LOADS_RATE=isinstance(rate, torch.Tensor),
+    )  # fmt: skip
+
+
+def launch_sgd(
+    self: Tensors, grads: Tensors, momentum_buffer_list: Tensors,
+    *, weight_decay: float, momentum: float, lr: torch.Tensor, dampening: float, nesterov: bool,
+    is_first_step: bool,
+) -> None:  # fmt: skip
+    """fused_sgd_ by the kernel."""
+    if not self:
+        return
+    rate = _rate(lr, self[0].device)
+    _launch(
+        _sgd, (self, grads, momentum_buffer_list), rate, weight_decay, momentum, dampening,
+        len(self), DECAYS=weight_decay != 0, HAS_MOMENTUM=bool(momentum_buffer_list),
+        NESTEROV=nesterov, IS_FIRST=is_first_step, LOADS_RATE=isinstance(rate, torch.Tensor),
+    )  # fmt: skip
+
+
+def _launch(kernel: Any, lists: Sequence[Tensors], *numbers: Any, **constants: Any) -> None:
+    """Launch a kernel for all elements of the tensors in `lists`, whose second list has the gradients."""
+    params, grads, *moments = lists
+    rows = _rows(tuple(p.numel() for p in params), params[0].device)
+    if not len(rows):
+        return
+    grads = [g.contiguous() for g in grads]
+    with torch.cuda.device_of(rows):
+        bases = addresses(
+            [*params, *grads, *(x for moment in moments for x in moment)], rows.device
+        )
+        kernel[(len(rows),)](
+            rows, bases, *numbers, **constants, GRAD=element(grads[0].dtype), BLOCK=BLOCK, num_warps=8
+        )  # fmt: skip
+
+
+@functools.cache
+def _rows(numels: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """int64[blocks, 3]: for each block its tensor, its first element, and how many elements it has."""
+    pieces = [(k, 0, numel) for k, numel in enumerate(numels)]
+    return on_device(blocks(pieces, numels, BLOCK, moving=(1, ~2)), device)
+
+
+def _rate(lr: torch.Tensor, device: torch.device) -> torch.Tensor | float:
+    """The learning rate as the kernel takes it: a tensor that it can read, or a number."""
+    return lr if lr.device == device and lr.dtype == torch.float32 else lr.item()
+
+
+def _powers(beta1: float, beta2: float, state_steps: Tensors) -> torch.Tensor:
+    """fp32[2, tensors]: beta1 and beta2 to the power of each number of steps."""
+    steps = torch.stack(list(state_steps))
+    powers = steps.new_empty(2, len(steps))
+    torch.pow(beta1, steps, out=powers[0])
+    torch.pow(beta2, steps, out=powers[1])
+    return powers
+
+
+def reference_adam(
+    self: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, state_steps: Tensors,
+    *, lr: torch.Tensor, beta1: float, beta2: float, weight_decay: float, eps: float,
+    decoupled: bool,
+) -> None:  # fmt: skip
+    """fused_adamw_ (`decoupled`) and fused_adam_ in plain torch, tensor by tensor."""
+    if not self:
+        return
+    powers = _powers(beta1, beta2, state_steps)
+    rate, decay, epsilon = map(_fp32, (lr, weight_decay, eps))
+    first, second = map(_fp32, (beta1, beta2))
+    for k, (p, grad, m, v) in enumerate(zip(self, grads, exp_avgs, exp_avg_sqs)):
+        g = grad.to(torch.float32)
+        if weight_decay and decoupled:
+            p.copy_(fma(-(rate * decay), p, p))
+        elif weight_decay:
+            g = fma(p, decay, g)
+        square = g * g
+        m.copy_(fma(first, m, fma(-first, g, g)))
+        v.copy_(fma(second, v, fma(-second, square, square)))
+        step_size = rate / (1 - powers[0, k])
+        denominator = _sqrt(v) / _sqrt(1 - powers[1, k]) + epsilon
+        p.sub_(step_size * m / denominator)
+
+
+def reference_sgd(
+    self: Tensors, grads: Tensors, momentum_buffer_list: Tensors,
+    *, weight_decay: float, momentum: float, lr: torch.Tensor, dampening: float, nesterov: bool,
+    is_first_step: bool,
+) -> None:  # fmt: skip
+    """fused_sgd_ in plain torch, tensor by tensor."""
+    rate, decay = map(_fp32, (lr, weight_decay))
+    factor, damping = map(_fp32, (momentum, dampening))
+    for k, (p, grad) in enumerate(zip(self, grads)):
+        g = grad.to(torch.float32)
+        if weight_decay:
+            g = fma(decay, p, g)
+        if momentum_buffer_list:
+            buffer = momentum_buffer_list[k]
+            buffer.copy_(g if is_first_step else fma(1 - damping, g, factor * buffer))
+            g = fma(factor, buffer, g) if nesterov else buffer
+        p.copy_(fma(-rate, g, p))
+
+
+def _fp32(number: Any) -> torch.Tensor:
+    """A number as a kernel has it."""
+    return torch.as_tensor(number).to("cpu", torch.float32)
+
+
+def _sqrt(x: torch.Tensor) -> torch.Tensor:
+    """The square root of fp32, rounded correctly. That of `torch.sqrt` is not on every CPU."""
+    return x.double().sqrt().to(torch.float32)
+
+
+def fma(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """x * y + z of fp32, rounded once.
+
+    In fp64 the product is exact. The sum is rounded to odd, which makes the next rounding, to fp32, right.
+    """
+    product = x.double() * y.double()
+    total = product + z
+    shifted = total - product
+    error = (product - (total - shifted)) + (z - shifted)
+    bits = total.view(torch.int64)
+    is_inexact = error.isfinite() & (error != 0)
+    towards_error = torch.where((error > 0) == (total > 0), 1, -1)
+    odd = torch.where(is_inexact & (bits % 2 == 0), bits + towards_error, bits)
+    return odd.view(torch.float64).to(torch.float32)
+
+
+def _check(lists: dict[str, Tensors]) -> None:
+    """Check the lists of an update by their names: the parameters, the gradients, and the moments."""
+    names = list(lists)
+    params, grads = lists["self"], lists["grads"]
+    for name, tensors in lists.items():
+        if len(tensors) != len(params):
+            raise ValueError(
+                f"update: {len(params)} parameters, but {len(tensors)} tensors in {name}."
+            )
+    for k, p in enumerate(params):
+        for name in names:
+            x = lists[name][k]
+            if x.shape != p.shape or x.device != p.device:
+                raise ValueError(
+                    f"update: {name}[{k}] must have the shape {list(p.shape)} of its parameter, and its device, "
+                    f"{p.device}; got {list(x.shape)} on {x.device}."
+                )
+            if name == "grads":
+                if x.dtype not in FLOATS or x.dtype != grads[0].dtype:
+                    raise TypeError(
+                        f"update: gradients must be all fp32, all bf16 or all fp16; got {x.dtype}."
+                    )
+            elif x.dtype != torch.float32 or not x.is_contiguous():
+                raise TypeError(
+                    f"update: {name}[{k}] must be fp32 and contiguous; got {x.dtype} with strides {x.stride()}."
+                )
+
+
+def _check_adam(
+    self: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, state_steps: Tensors,
+    *, lr: torch.Tensor, **numbers: float,
+) -> None:  # fmt: skip
+    _check({"self": self, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs})
+    if len(state_steps) != len(self):
+        raise ValueError(
+            f"update: {len(self)} parameters, but {len(state_steps)} numbers of steps."
+        )
+    for k, step in enumerate(state_steps):
+        if step.dtype != torch.float32 or step.device != self[k].device:
+            raise ValueError(
+                f"update: state_steps[{k}] must be fp32 on {self[k].device}; got {step.dtype} on {step.device}."
+            )
+
+
+def _check_sgd(
+    self: Tensors, grads: Tensors, momentum_buffer_list: Tensors, *, lr: torch.Tensor, **numbers: float
+) -> None:  # fmt: skip
+    moments = {"momentum_buffer_list": momentum_buffer_list} if momentum_buffer_list else {}
+    _check({"self": self, "grads": grads} | moments)
+
+
+def _define(name: str, arguments: str, moments: Sequence[str], *functions: Any) -> None:
+    """Define `name`_, which writes in place, and `name`, which returns new tensors."""
+    define(f"{name}_({arguments.format(*_WRITTEN)}) -> ()", *functions)
+    in_place = getattr(torch.ops.ztrans, f"{name}_").default
+
+    def copied(self: Tensors, grads: Tensors, *rest: Tensors, **numbers: Any) -> tuple:
+        """The new parameters and the new moments."""
+        overwritten = [[x.clone() for x in x_list] for x_list in (self, *rest[: len(moments)])]
+        in_place(overwritten[0], grads, *overwritten[1:], *rest[len(moments) :], **numbers)
+        return tuple(overwritten)
+
+    results = ", ".join(f"Tensor[] {result}_out" for result in ("self", *moments))
+    define_composite(f"{name}({arguments.format(*['Tensor[]'] * 3)}) -> ({results})", copied)
+
+
+for _name, _decoupled in (("fused_adamw", True), ("fused_adam", False)):
+    _define(
+        _name,
+        _ADAM,
+        ("exp_avgs", "exp_avg_sqs"),
+        _check_adam,
+        functools.partial(reference_adam, decoupled=_decoupled),
+        functools.partial(launch_adam, decoupled=_decoupled),
+    )
+_define("fused_sgd", _SGD, ("momentum_buffer_list",), _check_sgd, reference_sgd, launch_sgd)
