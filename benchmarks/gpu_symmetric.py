@@ -11,7 +11,8 @@ import ztrans as zt
 from ztrans.calling.call import BoundCall
 from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.cuda.streams import Streams
-from ztrans.runtime.cuda.symmetric import SymmetricMemory, SymmetricStart, Times
+from ztrans.runtime.cuda.symmetric import SymmetricMemory, Times
+from ztrans.runtime.cuda.transport import SymmetricStart, check, reserve
 from ztrans.runtime.executable import bind
 
 STEPS = 3
@@ -20,8 +21,8 @@ STEPS = 3
 class Always(SymmetricMemory):
     """Symmetric memory that claims to be faster than NCCL for every message, so that it is always chosen."""
 
-    def times(self, group, kind, wire, nbytes) -> Times:
-        return Times(1e-6, 2e-6, nbytes)
+    def trial(self, buffer, kind, exchange) -> Times:
+        return Times(1e-6, 2e-6, kind.nbytes)
 
 
 def loss_of(params: dict, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -51,12 +52,13 @@ def stepped(mesh: DeviceMesh, streams: Streams) -> int:
     step = zt.chain(sharded, zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather())(train_step)
     mine = step.shard({k: w.clone() for k, w in state.items()})
     lowered = step.lower(mine, *(part[rank] for part in batches[0]))
+    reserve(mesh, [lowered.graph], streams)
     run = bind(lowered.graph, to_fx(lowered.graph, mesh, True, streams=streams))
     for batch in batches:
         arguments = BoundCall(mine, tuple(part[rank] for part in batch))
         run(lowered.program.local_inputs(arguments).tensors)
         state, _ = lowered.lockstep(state, list(zip(*batch)))
-    streams.symmetric.check()
+    check(run.program)
     for (
         name,
         w,

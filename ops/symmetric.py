@@ -10,7 +10,11 @@ to a power of two. They are zero between collectives; `barrier.py` describes the
 a barrier has waited in vain. The host reads it without synchronising.
 
 One memory serves one stream of collectives; collectives that run at the same time need a memory each. `rendezvous`
-uses a private torch API, `_symmetric_memory`; checked on torch 2.13.
+is `allocate`, then `connect`, then a barrier; a caller that wants to know of failures on other ranks calls the parts.
+
+Signals are set and read by atomic operations on the memory of other GPUs. NVLink carries these and PCIe does not, so
+ask `has_native_atomics` first. `allocate` and `connect` use a private torch API, `_symmetric_memory`, because torch has
+no public one for memory that GPUs of several processes share; checked on torch 2.13.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import torch.distributed as dist
 
 CHANNELS = 128  # blocks of a collective's grid, each with signals of its own
 ALIGNMENT = 128
+_NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED, in cuda.h
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,22 +99,60 @@ def rendezvous(nbytes: int, group: dist.ProcessGroup | None = None) -> Symmetric
         raise RuntimeError(
             "Symmetric memory over a process group needs CUDA devices, and torch sees none here."
         )
-    import torch.distributed._symmetric_memory as symm_mem
-
     group = group or dist.group.WORLD
     if group is None:
         raise RuntimeError(
             "Symmetric memory needs a process group: call torch.distributed.init_process_group first."
         )
-    device = torch.device("cuda", torch.cuda.current_device())
-    memory = symm_mem.empty(room(nbytes, group.size()), dtype=torch.uint8, device=device)
-    memory.zero_()
-    handle = symm_mem.rendezvous(memory, group)
-    offset = memory.data_ptr() - handle.buffer_ptrs[group.rank()]  # in the mapped allocation
-    starts = [pointer + offset for pointer in handle.buffer_ptrs]
-    torch.cuda.synchronize(device)
+    memory = connect(allocate(nbytes, group.size()), nbytes, group)
     dist.barrier(group)  # the signals of all ranks must be zero before any rank sets one
-    return view(group.rank(), memory, nbytes, starts, (memory, handle))
+    return memory
+
+
+def allocate(nbytes: int, ranks: int) -> torch.Tensor:
+    """The part of this rank, on the current CUDA device: a buffer of `nbytes`, and its signals, all zero."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    size = room(nbytes, ranks)
+    try:
+        part = symm_mem.empty(size, dtype=torch.uint8, device=device)
+    except RuntimeError:
+        # It is not taken from the blocks that torch's allocator has free, and may need their room.
+        torch.cuda.empty_cache()
+        part = symm_mem.empty(size, dtype=torch.uint8, device=device)
+    part.zero_()
+    torch.cuda.synchronize(device)
+    return part
+
+
+def connect(part: torch.Tensor, nbytes: int, group: dist.ProcessGroup) -> Symmetric:
+    """The memory whose part on this rank is `part`; every rank of `group` must call it.
+
+    The caller lets the ranks meet before the first collective. By then the signals of all ranks are zero.
+    """
+    import torch.distributed._symmetric_memory as symm_mem
+
+    handle = symm_mem.rendezvous(part, group)
+    offset = part.data_ptr() - handle.buffer_ptrs[group.rank()]  # in the mapped allocation
+    starts = [pointer + offset for pointer in handle.buffer_ptrs]
+    return view(group.rank(), part, nbytes, starts, (part, handle))
+
+
+def has_native_atomics(device: int, peer: int, driver: Any = None) -> bool:
+    """Whether a CUDA device can do atomic operations on the memory of another one, over the link between them.
+
+    Args:
+        device, peer: indices of devices of this process.
+        driver: the driver's library; by default that of this machine.
+    """
+    if device == peer:
+        return True
+    if driver is None:
+        driver = ctypes.CDLL("libcuda.so.1")
+    answer = ctypes.c_int(0)
+    status = driver.cuDeviceGetP2PAttribute(ctypes.byref(answer), _NATIVE_ATOMICS, device, peer)
+    return status == 0 and answer.value == 1
 
 
 def at_addresses(table: torch.Tensor, nbytes: int) -> list[torch.Tensor]:

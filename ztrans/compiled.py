@@ -20,6 +20,7 @@ from .calling.signature import Surroundings
 from .ir.ambient import refuse_inside, without_autocast
 from .ir.donation import donation
 from .ir.graph import Eqn, Graph
+from .ir.micro_batches import in_order
 from .ir.printer import Printed, format_seconds
 from .ir.update_groups import Group, group_updates
 from .planning.cost import memory
@@ -37,7 +38,7 @@ from .runtime.agreement import (
     everywhere,
 )
 from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rates
-from .runtime.cuda.symmetric import check
+from .runtime.cuda.transport import check, reserve
 from .runtime.executable import Executable, MicroBatches, executable, micro_batches
 from .runtime.failure import Writes, check_whole, marker, one_thread, running, steps_of
 from .runtime.inductor import backend as inductor
@@ -381,6 +382,8 @@ def _grouped(graph: Graph) -> tuple[Graph, Sequence[Group]]:
 def _agreed(lowered: Lowered) -> Lowered:
     """The program in the order of rank 0's plan. This rank's own plan may differ, if it measured other times.
 
+    The ranks also reserve symmetric memory. A program that one rank later binds alone sends the same messages.
+
     Raises: RuntimeError on every rank if the ranks have lowered different programs, or if that plan does not fit the
         program of a rank.
     """
@@ -402,4 +405,5 @@ def _agreed(lowered: Lowered) -> Lowered:
     except ValueError as error:
         problem = str(error)
     agree_on_plan(name, mesh, problem)
+    reserve(mesh, in_order(lowered.graph))
     return lowered

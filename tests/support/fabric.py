@@ -22,7 +22,7 @@ from ztrans.ir.routes import Hosts, route_of
 from ztrans.runtime.collectives import wait
 from ztrans.runtime.cuda.nccl import StreamedStart
 from ztrans.runtime.cuda.streams import Streams
-from ztrans.runtime.cuda.symmetric import transport
+from ztrans.runtime.cuda.transport import transport
 
 PATIENCE = 20  # seconds
 COMBINE = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}

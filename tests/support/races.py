@@ -12,7 +12,6 @@ they are a race. An operation that reads a value on the host, or makes the host 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +19,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from ztrans.ops.symmetric import Symmetric
 
 from .fake_cuda import FakeCuda, Stream
 
@@ -53,15 +54,10 @@ class Races(FakeCuda, TorchDispatchMode):
         ] = {}  # tables of addresses, and the memory that they point to
         self.peak = 0
 
-    def knows(self, allocate: Callable) -> Callable:
-        """`allocate`, which also records each symmetric memory: a launch that reads its addresses reads its memory."""
-
-        def known(*args):
-            memory = allocate(*args)
-            self.behind[memory.buffers] = memory.mine
-            return memory
-
-        return known
+    def knows(self, memory: Symmetric) -> Symmetric:
+        """Record a symmetric memory, and return it: a launch that reads its addresses reads its memory."""
+        self.behind[memory.buffers] = memory.mine
+        return memory
 
     def synchronize(self) -> None:
         raise AssertionError("the host waits for the device")

@@ -22,8 +22,8 @@ from ..ir.graph import DTYPES, Partial, Split, Var
 from ..planning.cluster import Cluster, Device, Link
 from ..runtime.agreement import agree_on_call, everywhere
 from ..runtime.collectives import Future, channel
-from ..runtime.cuda.streams import back_to_back_seconds
-from ..runtime.cuda.symmetric import side_streams, start
+from ..runtime.cuda.streams import Streams, back_to_back_seconds
+from ..runtime.cuda.transport import reserve_messages, side_streams, start_module
 from ..runtime.mesh import check_runs
 from ..runtime.process_groups import Channel, host_name
 from .link_fit import Sample, fit
@@ -156,13 +156,14 @@ def _measure_link(name: str, axis: str, mesh: DeviceMesh, device: torch.device) 
     """Time messages of all kinds and sizes over one axis, in all of its groups at once, as in a step."""
     gathers = channel(mesh, axis, gathers=True)
     on_cpu = device.type == "cpu"
+    streams = side_streams(mesh)
     samples: list[Sample] = []
     per_byte = 0.0  # seconds of a gather
     for kind in _KINDS:
         for size in _SIZES:
             if on_cpu and size > _LARGEST:
                 break
-            start_message, received = _collective(kind, size, gathers, device)
+            start_message, received = _collective(kind, size, gathers, mesh, streams)
             time_message = functools.partial(_message_seconds, start_message, size, device)
             time_message()
             # The slowest of all ranks, so that all of them take the same decisions.
@@ -177,9 +178,9 @@ def _measure_link(name: str, axis: str, mesh: DeviceMesh, device: torch.device) 
     guess = Link(name, 1e-4, 1e9)
     if on_cpu:  # transfers of a GPU take no time of its processor
         size = min(16 * _LARGEST, max(_SIZES[0], int(_BURST / per_byte)))
-        start_message, received = _collective("all_gather", size, gathers, device)
+        start_message, received = _collective("all_gather", size, gathers, mesh, streams)
         host = median(_compute_lost(start_message, mesh, device) for _ in range(3)) / received
-        call = median(_start_seconds(gathers, device) for _ in range(15))
+        call = median(_start_seconds(gathers, mesh) for _ in range(15))
         guess = Link(name, 1e-4, 1e9, host=host, call=call)
     return fit(guess, samples, gathers.group.size())
 
@@ -201,7 +202,7 @@ def _message_seconds(start_message: StartMessage, size: int, device: torch.devic
 
 
 def _collective(
-    kind: str, size: int, messages: Channel, device: torch.device
+    kind: str, size: int, messages: Channel, mesh: DeviceMesh, streams: Streams | None
 ) -> tuple[StartMessage, int]:
     """A function that starts a collective in which a rank receives about `size` bytes, and the exact number."""
     n = messages.group.size()
@@ -216,8 +217,10 @@ def _collective(
         into = split if kind == "reduce_scatter" else None
         eqn = collectives.reduce([x], ["y"], "axis", "sum", into)
     rank = {"axis": messages.group.rank()}
-    module: Any = start(eqn, sizes, rank, messages, side_streams(device.type))
-    member = torch.zeros(elements // n if is_gather else elements, device=device)
+    if streams is not None:
+        reserve_messages(mesh, [(messages, eqn, sizes)], streams)
+    module: Any = start_module(eqn, sizes, rank, messages, streams)
+    member = torch.zeros(elements // n if is_gather else elements, device=mesh.device_type)
     return lambda: module(member)[0].future, collectives.rules(eqn).wire_bytes(eqn, sizes)
 
 
@@ -227,9 +230,9 @@ def _wait(future: Future) -> None:
         future.work.wait()
 
 
-def _start_seconds(gathers: Channel, device: torch.device) -> float:
-    """The seconds that it takes to start the smallest message."""
-    start_message, _ = _collective("all_gather", _SIZES[0], gathers, device)
+def _start_seconds(gathers: Channel, mesh: DeviceMesh) -> float:
+    """The seconds that it takes a CPU to start the smallest message."""
+    start_message, _ = _collective("all_gather", _SIZES[0], gathers, mesh, None)
     begin = time.perf_counter()
     future = start_message()
     took = time.perf_counter() - begin

@@ -166,17 +166,12 @@ def everywhere(value: T, mesh: DeviceMesh) -> list[T]:
     Raises: LostRank if a rank has ended or does not answer.
     """
     groups = process_groups(mesh)
-    values = [value] * len(groups.ranks)
-    if groups.is_alone:
-        return values
     try:
-        groups.open()
-        channel = groups.channel(None, "ranks")
-        with channel.errors():
-            dist.all_gather_object(values, value, group=channel.group)
+        if not groups.is_alone:
+            groups.open()
+        return groups.from_all(value)
     except LostRank as error:
         raise lost(mesh, "ztrans", error) from error
-    return values
 
 
 def _different_calls(ranks: Sequence[int], names: Sequence[str]) -> str:

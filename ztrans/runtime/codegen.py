@@ -21,7 +21,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.axes import with_joint_indices
-from ..ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SHARD, WAIT, rules
+from ..ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SHARD, WAIT
 from ..ir.donation import Donation, donation, is_constant
 from ..ir.graph import Eqn, Graph, Primitive, Var, substitute
 from ..ir.higher_order import Function, is_attention
@@ -32,9 +32,9 @@ from ..ir.operations import bound, call_operator, called
 from ..ir.printer import op_name
 from ..ir.update_groups import Group, is_fused_update, list_call
 from ..ir.user_collectives import by_group
-from .collectives import channel, wait
+from .collectives import wait
+from .cuda import transport
 from .cuda.streams import Streams
-from .cuda.symmetric import side_streams, start
 from .inductor import attention
 
 aten = torch.ops.aten
@@ -144,10 +144,10 @@ Emitter = Callable[[Emission, Eqn, int], list[Any]]
 
 def started(emission: Emission, eqn: Eqn, index: int) -> list[fx.Node]:
     """Emit a submodule that starts the collective, and a future for each member."""
-    messages = None
-    if emission.mesh is not None:
-        messages = channel(emission.mesh, eqn.kwargs["axis"], rules(eqn).lane == "gather")
-    module = start(eqn, emission.sizes, emission.coordinates, messages, emission.streams)
+    channel = transport.channel_of(emission.mesh, eqn) if emission.mesh is not None else None
+    module = transport.start_module(
+        eqn, emission.sizes, emission.coordinates, channel, emission.streams
+    )
     return unpacked(emission.out, emission.call(f"{eqn.op}_{index}", module, *eqn.ins), eqn.outs)
 
 
@@ -204,7 +204,8 @@ def to_fx(
         groups: equations next to each other that become a single call, of a kernel, of a fused optimizer or of an
             operation over lists.
         kernels: the kernels of groups.
-        streams: the streams of the collectives; by default those of the mesh's devices.
+        streams: the streams of the collectives; by default those of the mesh's devices. Nothing is sent or timed
+            here: `cuda.transport.reserve` has decided what carries the messages.
         on_write: a function that the program calls before the first equation that writes over the state.
         emitters: for each primitive, the function that emits its calls.
     """
@@ -216,7 +217,7 @@ def to_fx(
     rank = coordinates(graph, mesh)
     if mesh is not None:
         graph = by_group(graph, mesh)
-        streams = streams or side_streams(mesh.device_type)
+        streams = streams or transport.side_streams(mesh)
     in_kernels = frozenset(chain.from_iterable(kernels))
     donated = donation(graph, in_kernels) if donate else Donation({}, {}, {}, {})
     units = list(_units(graph, groups, kernels, donated))

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,9 @@ from ..ir.routes import Hosts, common, hosts_of
 
 if TYPE_CHECKING:
     from .collectives import Future, TwoLevels
+    from .cuda.symmetric import SymmetricMemory
 
+T = TypeVar("T")
 ONE_HOST = Hosts(1)
 
 Axis = str | None  # an axis of the mesh or a joint one; None is the whole mesh
@@ -166,6 +168,7 @@ class ProcessGroups:
         is_alone: whether no other rank exists: a mesh of one, or one whose other ranks are fake.
         runner: the thread that runs a step (see `failure.one_thread`).
         pending: a comparison whose answer has not been read yet (see `agreement`).
+        symmetric: the symmetric memory of the mesh, if its devices have any.
         epoch: how often closed channels were reopened.
         failures: how often a step that failed has closed the channels.
     """
@@ -175,6 +178,7 @@ class ProcessGroups:
         self.is_alone = len(self.ranks) == 1 or dist.get_backend(mesh.get_group(0)) == "fake"
         self.runner: dict[str, int] = {}
         self.pending: Any = None
+        self.symmetric: SymmetricMemory | None = None
         self.epoch = 0
         self.failures = 0
         self._mesh_ranks = mesh.mesh
@@ -207,6 +211,8 @@ class ProcessGroups:
         for channel in closed_channels:
             with channel.errors():
                 self._open(channel)
+        if closed_channels and self.symmetric is not None:
+            self.symmetric.renew(closed_channels, self.from_all)
 
     def close(self) -> None:
         """Close all channels of steps, so that the other ranks do not wait for this one."""
@@ -215,6 +221,18 @@ class ProcessGroups:
         for channel in self._channels.values():
             if not channel.lasting:
                 channel.close()
+
+    def from_all(self, value: T) -> list[T]:
+        """The values that the ranks of the mesh pass, in its order. All of them must call this together.
+
+        Raises: LostRank if a rank has ended or does not answer.
+        """
+        values = [value] * len(self.ranks)
+        if not self.is_alone:
+            channel = self.channel(None, "ranks")
+            with channel.errors():
+                dist.all_gather_object(values, value, group=channel.group)
+        return values
 
     def store(self) -> dist.Store:
         """A key-value store that any rank of the mesh can write and read at any time."""

@@ -40,9 +40,9 @@ from ztrans.profiling.profile import Record, recorded
 from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.cuda.nccl import StreamedStart
 from ztrans.runtime.cuda.streams import Done, Streams, back_to_back_seconds
-from ztrans.runtime.cuda.symmetric import MOST, SymmetricMemory, Times, transport
+from ztrans.runtime.cuda.symmetric import Times
+from ztrans.runtime.cuda.transport import transport
 from ztrans.runtime.executable import bind
-from ztrans.runtime.process_groups import Channel
 
 WORLD = 4
 CHAINS = {
@@ -219,34 +219,13 @@ def test_between_hosts_half_precision_is_summed_inside_each_host_first(wire, hos
     assert str(transport(REDUCE_SCATTER, "mean", wire, lambda: "ranks on 2 hosts", by)) == text
 
 
-def test_symmetric_memory_says_why_it_cannot_be_used(mesh):
-    group = mesh.get_group()
-    assert SymmetricMemory().times(group, ALL_GATHER, torch.float32, MOST + 1) == "above 32.00 MiB"
-    assert (
-        SymmetricMemory().times(group, ALL_GATHER, torch.complex128, 64)
-        == "elements of more than 8 bytes"
-    )
-    alone = dist.new_group([1])
-    assert SymmetricMemory().times(alone, ALL_GATHER, torch.float32, 64) == "one rank"
-
-
 def test_the_checker_reports_a_race_on_memory_read_through_addresses():
     with Races() as cuda:
-        memory = cuda.knows(lambda nbytes: in_one_process(1, nbytes)[0])(8)
+        memory = cuda.knows(in_one_process(1, 8)[0])
         with cuda.stream(cuda.Stream()):
             memory.mine.fill_(1)
         ops.all_gather(memory, [torch.empty(8, dtype=torch.uint8)], [8])
     assert cuda.races
-
-
-def test_a_barrier_that_timed_out_is_an_error_at_the_next_check():
-    memory = SymmetricMemory(lambda nbytes, group: in_one_process(2, nbytes)[0])
-    group = Channel("dp", "gathers")  # any object that can be weakly referenced
-    memory.reserve(group, 8)
-    memory.check()
-    memory.buffer(group).error.fill_(2)
-    with pytest.raises(RuntimeError, match="rank 0 waited in vain for rank 1"):
-        memory.check()
 
 
 @pytest.mark.slow

@@ -44,6 +44,7 @@ class Transport:
 
     call: str
     reason: str
+    is_symmetric: bool = False
 
     def __str__(self) -> str:
         return f"{self.call} ({self.reason})"

@@ -1,87 +1,46 @@
 """Symmetric memory: collectives whose messages the other ranks of a host read out of this rank's memory.
 
-A message is packed as for NCCL, then copied on its lane to the symmetric memory of the communicator. A kernel reads the
-messages of all ranks from there, directly into the final tensors. It sums terms of half precision in fp32 and in rank
-order. The kernel starts to read when the messages of all ranks are there, and ends when all ranks have read them, so
-the next message of the lane may overwrite them.
+A message is packed as for NCCL, then copied on its lane to a buffer that the other ranks of the communicator can read.
+A kernel reads the messages of all ranks from there, directly into the final tensors. It sums terms of half precision in
+fp32 and in rank order. The kernel starts to read when the messages of all ranks are there, and ends when all ranks have
+read them, so the next message of the lane may overwrite them.
 
-A message can go through symmetric memory or by NCCL. Both are timed when a program is bound, once for each kind of
-message and power of two of its bytes, and the faster one carries it if both give the same bits. Every rank uses the
-times of the slowest rank, so all ranks choose the same.
+A message can go through symmetric memory or by NCCL. All ranks of the mesh decide together, when a program is bound:
+they allocate a buffer, and time a message of each new kind both ways. The faster way carries it if both give the same
+bits. All ranks use the times of the slowest one. If anything fails on one rank, all ranks use NCCL, and the printed
+program says why.
+
+The decisions and the buffers belong to the mesh. So all programs send a message of one kind through the same buffer,
+and a rank that binds a program alone, for a batch of another size, sends its messages as the other ranks do.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ... import ops
-from ...ir.collectives import ALL_GATHER, HALF, REDUCE_SCATTER, buffer_bytes, wire_dtype
-from ...ir.graph import Eqn, Primitive
-from ...ir.printer import format_bytes, format_seconds
-from ...ir.routes import TWO_LEVELS, Route, route_of
-from ...ops.kernel import FLOATS
-from ..collectives import Start, all_gather
-from ..process_groups import Channel, host_name
-from .nccl import BY_HOST, EXCHANGE, Message, StreamedStart, Transport, moved_back
-from .streams import Streams, back_to_back_seconds
+from ...ir.collectives import buffer_bytes, wire_dtype
+from ...ir.graph import Eqn
+from ...ir.printer import format_bytes
+from ...ir.rules import Sizes
+from ...ops.symmetric import allocate, connect, has_native_atomics, in_one_process
+from ..collectives import all_gather
+from ..process_groups import Channel
+from .streams import back_to_back_seconds
 
 T = TypeVar("T")
-Allocate = Callable[[int, dist.ProcessGroup], ops.Symmetric]
+Exchange = Callable[[Any], list]  # takes the value of this rank, returns the values of all ranks
 
 MOST = 32 * 2**20  # bytes of a whole message; for a larger one the wire is the limit either way
 _TIMES = 20  # the number of messages in a timed series
 # How often a kernel looks at a signal before it gives up. It takes tens of minutes: a rank may write a checkpoint.
-_SPINS = 1 << 30
-
-_answers: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Any]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def side_streams(device: str) -> Streams | None:
-    """Streams in addition to the compute stream if the devices are CUDA devices, or None."""
-    return Streams(symmetric=SymmetricMemory()) if device == "cuda" else None
-
-
-def start(
-    eqn: Eqn,
-    sizes: Mapping[str, int],
-    coordinates: Mapping[str, int],
-    channel: Channel | None,
-    streams: Streams | None,
-) -> Start:
-    """The module that starts a collective equation, on `streams` if there are any."""
-    if streams is None or channel is None:
-        return Start(eqn, sizes, coordinates, channel)
-    symmetric = streams.symmetric
-    kind: Any = eqn.op
-    wire = wire_dtype(eqn, eqn.ins[0])
-
-    def times() -> Times | str:
-        if symmetric is None:
-            return "none was given"
-        nbytes = sum(buffer_bytes(eqn, k, sizes) for k in range(len(eqn.outs)))
-        return symmetric.times(channel.group, kind, wire, nbytes)
-
-    route = route_of(eqn, sizes, channel.hosts, gloo=False)
-    carrier = transport(kind, eqn.kwargs.get("op"), wire, times, route)
-    if symmetric is not None and carrier.call.startswith("symmetric"):
-        return SymmetricStart(symmetric, eqn, sizes, coordinates, channel, streams, carrier)
-    return StreamedStart(eqn, sizes, coordinates, channel, streams, carrier)
-
-
-def check(program: torch.nn.Module) -> None:
-    """Raises: RuntimeError if this rank has given up waiting for another one, in the part that has run so far."""
-    starts = [module for module in program.modules() if isinstance(module, SymmetricStart)]
-    for symmetric in {id(each.symmetric): each.symmetric for each in starts}.values():
-        symmetric.check()
+SPINS = 1 << 30
+_TRIAL_SPINS = 1 << 20  # about a second: in a trial all ranks send at the same time
 
 
 class Times(NamedTuple):
@@ -91,112 +50,311 @@ class Times(NamedTuple):
     nccl: float
     nbytes: int
 
+    @property
+    def is_faster(self) -> bool:
+        """Whether symmetric memory is faster than NCCL."""
+        return self.symmetric < self.nccl
 
-def transport(
-    kind: Primitive,
-    op: str | None,
-    wire: torch.dtype,
-    times: Callable[[], Times | str],
-    route: Route | None = None,
-) -> Transport:
-    """Choose what carries a collective, given its kind, its reduction, its dtype on the wire, and its route.
 
-    `times` is called if both ways give the same bits. It returns the seconds of each, or why symmetric memory cannot be
-    used.
+class MessageKind(NamedTuple):
+    """Messages for which the ranks decide once: gathers, or terms of a sum.
 
-    >>> print(transport(ALL_GATHER, None, torch.bfloat16, lambda: Times(12e-6, 21e-6, 2**20)))
-    symmetric all_gather (moves bytes; 12.00 us for 1.00 MiB, NCCL 21.00 us)
-    >>> print(transport(ALL_GATHER, None, torch.bfloat16, lambda: "ranks on 2 hosts"))
-    nccl all_gather (moves bytes; no symmetric memory: ranks on 2 hosts)
+    The parts of all ranks have at most `nbytes`, a power of two.
     """
-    is_half = kind is REDUCE_SCATTER and op in ("sum", "mean") and wire in HALF
-    if not is_half and kind is not ALL_GATHER:
-        dtype = str(wire).removeprefix("torch.")
-        return Transport(f"nccl {kind.name}", f"reduces {dtype} on the way")
-    if route is not None and route.way == TWO_LEVELS:
-        work = "sums half precision in fp32 and in the order of hosts"
-        return Transport(BY_HOST, f"{work}; {route.reason}")
-    work = "sums half precision in fp32 and in rank order" if is_half else "moves bytes"
-    nccl_call = EXCHANGE if is_half else f"nccl {kind.name}"
-    seconds = times()
-    if isinstance(seconds, str):
-        return Transport(nccl_call, f"{work}; no symmetric memory: {seconds}")
-    size = format_bytes(seconds.nbytes)
-    symmetric = format_seconds(seconds.symmetric)
-    nccl = format_seconds(seconds.nccl)
-    if seconds.symmetric < seconds.nccl:
-        return Transport(f"symmetric {kind.name}", f"{work}; {symmetric} for {size}, NCCL {nccl}")
-    return Transport(nccl_call, f"{work}; {nccl} for {size}, symmetric memory {symmetric}")
+
+    is_gather: bool
+    wire: torch.dtype
+    nbytes: int
+
+    def part(self, ranks: int) -> int:
+        """The elements that one rank gets from another one."""
+        return max(self.nbytes // self.wire.itemsize // ranks, 1)
+
+    def rows(self, ranks: int) -> int:
+        """The number of parts that a rank sends."""
+        return 1 if self.is_gather else ranks
+
+    def room(self, ranks: int) -> int:
+        """The bytes that a rank sends."""
+        return self.rows(ranks) * self.part(ranks) * self.wire.itemsize
 
 
-class SymmetricStart(StreamedStart):
-    """Starts one collective equation, like `StreamedStart`, over symmetric memory."""
+def message_kind(eqn: Eqn, sizes: Sizes) -> MessageKind | str:
+    """The kind of the messages of a collective equation, or why symmetric memory cannot carry them."""
+    wire = wire_dtype(eqn, eqn.ins[0])
+    nbytes = sum(buffer_bytes(eqn, k, sizes) for k in range(len(eqn.outs)))
+    if wire.itemsize > 8:
+        return "elements of more than 8 bytes"
+    if nbytes > MOST:
+        return f"above {format_bytes(MOST)}"
+    return MessageKind("op" not in eqn.kwargs, wire, 1 << max(nbytes - 1, 0).bit_length())
 
-    def __init__(self, symmetric: SymmetricMemory, *common: Any) -> None:
-        """`common` are the arguments of a `StreamedStart`."""
-        super().__init__(*common)
-        self.symmetric = symmetric
-        rows = 1 if self.kind is ALL_GATHER else self.size
-        elements = max(rows * sum(self.parts[k] for k in ks) for ks in self.groups)
-        symmetric.reserve(self.group, elements * self.wire.itemsize)
 
-    def _call(self, received: list[torch.Tensor], send_buffer: list[torch.Tensor]) -> None:
-        """Do nothing: the kernel that finishes a message also communicates."""
+class Source(Protocol):
+    """Where symmetric memory comes from."""
 
-    def _gathered(self, ks: list[int], shards: Sequence[torch.Tensor]) -> Message:
-        shapes = [self.shapes[k] for k in ks]
-        return self._message(ks, shards, 1, shapes, self.wire, gather)
+    def device(self) -> Hashable:
+        """The name of this rank's device."""
 
-    def _scattered(self, ks: list[int], terms: Sequence[torch.Tensor]) -> Message:
-        shapes = [self.part_shape(k) for k in ks]
-        read = functools.partial(scatter, op=self.op)
-        return self._message(ks, terms, self.size, shapes, self.outs[ks[0]].dtype, read)
+    def check_links(self, devices: Mapping[int, Hashable]) -> None:
+        """Raises: RuntimeError if kernels of this rank cannot signal these devices, which are given by rank."""
 
-    def _message(
-        self,
-        ks: list[int],
-        members: Sequence[torch.Tensor],
-        ranks: int,
-        shapes: Sequence[tuple[int, ...]],
-        dtype: torch.dtype,
-        read: Callable[..., None],
-    ) -> Message:
-        """A message with a row for each of `ranks` ranks.
+    def allocate(self, nbytes: int, ranks: int) -> Any:
+        """This rank's part of a memory. Called by each rank alone."""
 
-        `read` takes the symmetric memory, the packed message, the flat tensors that it fills, which become the values,
-        and the number of elements that each has for a rank.
+    def connect(self, part: Any, nbytes: int, group: dist.ProcessGroup) -> ops.Symmetric:
+        """The memory whose part on this rank is `part`. All ranks of the group call it together."""
+
+
+class CudaSource:
+    """Symmetric memory of the current CUDA device."""
+
+    def device(self) -> Hashable:
+        return _uuid(torch.cuda.current_device())
+
+    def check_links(self, devices: Mapping[int, Hashable]) -> None:
+        index_of = {_uuid(index): index for index in range(torch.cuda.device_count())}
+        mine = torch.cuda.current_device()
+        for rank, device in devices.items():
+            if device not in index_of:
+                raise RuntimeError(
+                    f"CUDA_VISIBLE_DEVICES hides the GPU of rank {rank}; every rank must see all GPUs of its host"
+                )
+            if not has_native_atomics(mine, index_of[device]):
+                raise RuntimeError(
+                    f"no NVLink to the GPU of rank {rank}, and PCIe carries no atomic operations"
+                )
+
+    def allocate(self, nbytes: int, ranks: int) -> torch.Tensor:
+        return allocate(nbytes, ranks)
+
+    def connect(self, part: torch.Tensor, nbytes: int, group: dist.ProcessGroup) -> ops.Symmetric:
+        return connect(part, nbytes, group)
+
+
+@dataclasses.dataclass(eq=False)
+class Buffer:
+    """Symmetric memory of one channel.
+
+    When the channel is opened again after a failed step, the memory is allocated again, because the signals of that
+    step are left over. If this fails, `memory` is None, and `refusal` says why.
+    """
+
+    channel: Channel
+    nbytes: int
+    memory: ops.Symmetric | None = None
+    refusal: str = ""
+
+    @property
+    def ready(self) -> ops.Symmetric:
+        """The memory.
+
+        Raises: RuntimeError on all ranks if it could not be allocated again.
         """
-        sizes = [self.parts[k] for k in ks]
-        rows = [member.movedim(self.dim, 0) for member in members]
-        send_buffer = members[0].new_empty(ranks * sum(sizes), dtype=self.wire)
-        values = [
-            send_buffer.new_empty(moved_back(shape, self.dim), dtype=dtype) for shape in shapes
-        ]
-        # The kernel returns fp32 or half precision; values of other dtypes are then cast.
-        read_dtype = dtype if ranks == 1 or dtype in FLOATS else torch.float32
+        if self.memory is None:
+            raise RuntimeError(
+                f"ztrans: a step has failed, and the symmetric memory for {self.channel.purpose} over "
+                f"{self.channel.axis} could not be allocated again: {self.refusal}.\n"
+                f"Call the step again, with a smaller batch if memory is short."
+            )
+        return self.memory
 
-        def pack() -> None:
-            ops.cast_pack(rows, sizes, self.wire, ranks=ranks, out=send_buffer)
+    def check(self) -> None:
+        """Raises: RuntimeError if this rank has given up waiting for another one, in the work that has run so far."""
+        if self.memory is not None:
+            self.memory.check()
 
-        def finish(received: torch.Tensor) -> None:
-            memory = self.symmetric.buffer(self.group)
-            if self.dim == 0 and read_dtype == dtype:
-                read(memory, send_buffer, [value.view(-1) for value in values], sizes)
-                return
-            flat = [send_buffer.new_empty(math.prod(shape), dtype=read_dtype) for shape in shapes]
-            read(memory, send_buffer, flat, sizes)
-            for x, value, shape in zip(flat, values, shapes):
-                value.copy_(x.view(shape).movedim(0, self.dim))
 
-        return Message(send_buffer, values, pack, lambda: send_buffer, finish)
+class Refused(Exception):
+    """Symmetric memory cannot be used. All ranks raise it together, with the same reason."""
+
+
+class SymmetricMemory:
+    """The symmetric memory of a mesh: its buffers, and what the ranks have decided for each kind of message.
+
+    Attributes:
+        source: where the memory comes from.
+        buffers: all buffers.
+        answers: by channel and kind of message, how long it takes, or why symmetric memory cannot carry it.
+        buffer_of: by channel and kind of message, the buffer that carries it, if symmetric memory is faster.
+    """
+
+    def __init__(self, source: Source | None = None) -> None:
+        self.source: Source = source or CudaSource()
+        self.buffers: list[Buffer] = []
+        self.answers: dict[tuple[Channel, MessageKind], Times | str] = {}
+        self.buffer_of: dict[tuple[Channel, MessageKind], Buffer] = {}
+
+    def answer(self, channel: Channel, kind: MessageKind) -> Times | str:
+        """What the ranks have decided for messages of this kind."""
+        if channel.group.size() == 1:
+            return "one rank"
+        return self.answers.get(
+            (channel, kind), "not tried, because this rank alone has made the program"
+        )
+
+    def reserve(self, messages: Iterable[tuple[Channel, MessageKind]], exchange: Exchange) -> None:
+        """Decide for the kinds of messages that are new. All ranks of the mesh must call this together."""
+        new: dict[Channel, list[MessageKind]] = {}
+        for channel, kind in dict.fromkeys(messages):
+            if channel.group.size() > 1 and (channel, kind) not in self.answers:
+                new.setdefault(channel, []).append(kind)
+        for channel, kinds in new.items():
+            self._decide(channel, kinds, exchange)
+
+    def renew(self, channels: Sequence[Channel], exchange: Exchange) -> None:
+        """Allocate the buffers of channels that were opened again. All ranks of the mesh must call this together."""
+        for buffer in self.buffers:
+            if buffer.channel in channels:
+                buffer.memory = None
+                try:
+                    self._allocate(buffer, exchange)
+                except Refused as refused:
+                    buffer.refusal = str(refused)
+
+    def trial(self, buffer: Buffer, kind: MessageKind, exchange: Exchange) -> Times | str:
+        """Time a message both ways, and compare the bits that arrive. All ranks of the mesh call this together.
+
+        Raises: Refused if it fails on one of them.
+        """
+        trial = _Trial(kind, buffer.channel.group, buffer.ready)
+        on_all_ranks(trial.compile, exchange)
+        symmetric = on_all_ranks(trial.seconds_of_symmetric_memory, exchange)
+        nccl = _seconds(trial.send_by_nccl)
+        is_equal = torch.equal(trial.ours.view(torch.uint8), trial.theirs.view(torch.uint8))
+        by_rank = exchange((symmetric, nccl, is_equal))
+        if not all(equal_there for _, _, equal_there in by_rank):
+            return "tried here, it gave other bits"
+        slowest = [max(of_all_ranks) for of_all_ranks in zip(*by_rank)]
+        return Times(slowest[0], slowest[1], kind.nbytes)
+
+    def _decide(self, channel: Channel, kinds: Sequence[MessageKind], exchange: Exchange) -> None:
+        # The trials have a buffer of their own. If one fails, its signals are left over.
+        ranks = channel.group.size()
+        buffer = Buffer(channel, max(kind.room(ranks) for kind in kinds))
+        answers: list[Times | str]
+        try:
+            self._check_links(channel, exchange)
+            self._allocate(buffer, exchange)
+            answers = [self.trial(buffer, kind, exchange) for kind in kinds]
+        except Refused as refused:
+            answers = [str(refused) for _ in kinds]
+        for kind, answer in zip(kinds, answers):
+            self.answers[channel, kind] = answer
+            if isinstance(answer, Times) and answer.is_faster:
+                self.buffer_of[channel, kind] = self._shared(buffer)
+
+    def _shared(self, buffer: Buffer) -> Buffer:
+        """A buffer of the same channel that is there and large enough, or else this one."""
+        for shared in self.buffers:
+            if shared.channel is buffer.channel and shared.nbytes >= buffer.nbytes:
+                return shared
+        self.buffers.append(buffer)
+        return buffer
+
+    def _check_links(self, channel: Channel, exchange: Exchange) -> None:
+        if channel.hosts.count > 1:
+            raise Refused(f"ranks on {channel.hosts.count} hosts")
+        device_of = dict(exchange((dist.get_rank(), self.source.device())))
+        members = dist.get_process_group_ranks(channel.group)
+        devices = {rank: device_of[rank] for rank in members}
+        on_all_ranks(lambda: self.source.check_links(devices), exchange)
+
+    def _allocate(self, buffer: Buffer, exchange: Exchange) -> None:
+        group = buffer.channel.group
+        part = on_all_ranks(lambda: self.source.allocate(buffer.nbytes, group.size()), exchange)
+        buffer.memory = on_all_ranks(
+            lambda: self.source.connect(part, buffer.nbytes, group), exchange
+        )
+
+
+def on_all_ranks(run: Callable[[], T], exchange: Exchange) -> T:
+    """What `run` returns on this rank.
+
+    Raises: Refused on all ranks if it fails on one of them.
+    """
+    reason = ""
+    try:
+        result = run()
+    except Exception as error:
+        text = str(error).partition("\n")[0] or type(error).__name__
+        reason = f"rank {dist.get_rank()}: {text}"
+    reasons = [there for there in exchange(reason) if there]
+    if reasons:
+        raise Refused(reasons[0])
+    return result
+
+
+class _Trial:
+    """A message of some kind in random bits, which can be sent both ways."""
+
+    def __init__(self, kind: MessageKind, group: dist.ProcessGroup, memory: ops.Symmetric) -> None:
+        self.kind = kind
+        self.group = group
+        self.memory = memory
+        ranks = group.size()
+        part = kind.part(ranks)
+        generator = torch.Generator().manual_seed(group.rank())  # so the user's does not change
+        terms = torch.randn(kind.rows(ranks) * part, generator=generator)
+        self.send_buffer = terms.to(memory.mine.device, kind.wire)
+        if kind.is_gather:
+            self.ours = self.send_buffer.new_empty(ranks * part)
+        else:
+            self.ours = self.send_buffer.new_empty(part, dtype=torch.float32)
+        self.theirs = torch.empty_like(self.ours)
+
+    def compile(self) -> None:
+        """Compile and load the kernel, which may take some ranks longer than others wait in a trial.
+
+        It runs on signals that nobody else sees, and gives up at once.
+        """
+        device = self.memory.mine.device
+        if device.type == "cuda":
+            ranks = self.memory.ranks
+            nbytes = ranks * self.kind.wire.itemsize
+            alone = in_one_process(ranks, nbytes, device)[self.memory.rank]
+            self._send(alone, part=1, spins=0)
+            torch.cuda.synchronize(device)
+
+    def seconds_of_symmetric_memory(self) -> float:
+        """The seconds of a message through symmetric memory.
+
+        Raises: RuntimeError if this rank has given up waiting for another one.
+        """
+        part = self.kind.part(self.memory.ranks)
+        seconds = _seconds(lambda: self._send(self.memory, part, _TRIAL_SPINS))
+        self.memory.check()
+        return seconds
+
+    def send_by_nccl(self) -> None:
+        send_buffer = self.send_buffer.view(torch.uint8)
+        if self.kind.is_gather:
+            all_gather(self.theirs.view(torch.uint8), send_buffer, group=self.group)
+            return
+        terms = torch.empty_like(self.send_buffer)
+        dist.all_to_all_single(terms.view(torch.uint8), send_buffer, group=self.group)
+        rows = terms.view(self.memory.ranks, -1)
+        ops.sum_terms(rows, [self.theirs], [len(self.theirs)], "mean", self.memory.ranks)
+
+    def _send(self, memory: ops.Symmetric, part: int, spins: int) -> None:
+        """Send the first `part` elements of each part."""
+        send_buffer = self.send_buffer[: self.kind.rows(memory.ranks) * part]
+        if self.kind.is_gather:
+            gather(memory, send_buffer, [self.ours[: memory.ranks * part]], [part], spins)
+        else:
+            scatter(memory, send_buffer, [self.ours[:part]], [part], "mean", spins)
 
 
 def gather(
-    memory: ops.Symmetric, send_buffer: torch.Tensor, outs: list[torch.Tensor], sizes: Sequence[int]
+    memory: ops.Symmetric,
+    send_buffer: torch.Tensor,
+    outs: list[torch.Tensor],
+    sizes: Sequence[int],
+    spins: int,
 ) -> None:
     """Copy this rank's parts to where the other ranks read them, and read the parts of all ranks into `outs`."""
     memory.mine[: send_buffer.nbytes].view(send_buffer.dtype).copy_(send_buffer)
-    ops.all_gather(memory, outs, sizes, spins=_SPINS)
+    ops.all_gather(memory, outs, sizes, spins=spins)
 
 
 def scatter(
@@ -205,132 +363,18 @@ def scatter(
     outs: list[torch.Tensor],
     sizes: Sequence[int],
     op: str,
+    spins: int,
 ) -> None:
     """Copy this rank's terms to where the other ranks read them, and sum the terms for this rank into `outs`."""
     memory.mine[: send_buffer.nbytes].view(send_buffer.dtype).copy_(send_buffer)
-    ops.reduce_scatter(memory, outs, sizes, op, send_buffer.dtype, spins=_SPINS)
-
-
-class SymmetricMemory:
-    """The symmetric memory of a program: one buffer for each communicator, as large as its largest message.
-
-    `allocate` takes the bytes of a buffer and its group; all ranks of the group call it together.
-    """
-
-    def __init__(self, allocate: Allocate = ops.rendezvous) -> None:
-        self.allocate = allocate
-        self.reserved: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = (
-            weakref.WeakKeyDictionary()
-        )
-        self.buffers: weakref.WeakKeyDictionary[dist.ProcessGroup, ops.Symmetric] = (
-            weakref.WeakKeyDictionary()
-        )
-
-    def times(
-        self, group: dist.ProcessGroup, kind: Primitive, wire: torch.dtype, nbytes: int
-    ) -> Times | str:
-        """The seconds that a message of `nbytes`, the parts of all ranks together, takes either way.
-
-        All ranks of the group must call it together. If symmetric memory cannot carry the message, it returns why.
-        """
-        if wire.itemsize > 8:
-            return "elements of more than 8 bytes"
-        if nbytes > MOST:
-            return f"above {format_bytes(MOST)}"
-        refused = _once(group, (self.allocate,), lambda: _refusal(group, self.allocate))
-        if refused:
-            return refused
-        rounded = 1 << max(nbytes - 1, 0).bit_length()
-        key = self.allocate, kind, wire, rounded
-        return _once(group, key, lambda: _times(group, self.allocate, kind, wire, rounded))
-
-    def reserve(self, group: dist.ProcessGroup, nbytes: int) -> None:
-        """Make the buffer of a communicator at least this large. Call it before the first message is sent."""
-        self.reserved[group] = max(nbytes, self.reserved.get(group, 0))
-
-    def buffer(self, group: dist.ProcessGroup) -> ops.Symmetric:
-        """The buffer of a communicator. All of its ranks allocate it together, when they send the first message."""
-        if group not in self.buffers:
-            self.buffers[group] = self.allocate(self.reserved[group], group)
-        return self.buffers[group]
-
-    def check(self) -> None:
-        """Raises: RuntimeError if this rank has given up waiting for another one, in the work that has run so far."""
-        for buffer in self.buffers.values():
-            buffer.check()
-
-
-def _once(group: dist.ProcessGroup, question: Hashable, ask: Callable[[], T]) -> T:
-    """The answer of `ask()` to a question about a group. It is asked once, and kept as long as the group lives."""
-    answers = _answers.setdefault(group, {})
-    if question not in answers:
-        answers[question] = ask()
-    return answers[question]
-
-
-def _refusal(group: dist.ProcessGroup, allocate: Allocate) -> str:
-    """Why the ranks of a group cannot read each other's memory; empty if they can."""
-    if group.size() == 1:
-        return "one rank"
-    hosts = len(set(_from_all(host_name(), group)))
-    if hosts > 1:
-        return f"ranks on {hosts} hosts"
-    reason = ""
-    try:
-        allocate(0, group)
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-    return next(filter(None, _from_all(reason, group)), "")
-
-
-def _times(
-    group: dist.ProcessGroup, allocate: Allocate, kind: Primitive, wire: torch.dtype, nbytes: int
-) -> Times | str:
-    """Time a message both ways, and compare the bits that arrive."""
-    n = group.size()
-    count = max(nbytes // wire.itemsize // n, 1)  # elements of one rank's part
-    memory = allocate(n * count * wire.itemsize, group)
-    generator = torch.Generator().manual_seed(group.rank())  # so the user's does not change
-    if kind is ALL_GATHER:
-        send_buffer = torch.randn(count, generator=generator).to(memory.mine.device, wire)
-        ours, theirs = (send_buffer.new_empty(n * count) for _ in range(2))
-
-        def by_symmetric_memory() -> None:
-            gather(memory, send_buffer, [ours], [count])
-
-        def by_nccl() -> None:
-            all_gather(theirs.view(torch.uint8), send_buffer.view(torch.uint8), group=group)
-    else:
-        send_buffer = torch.randn(n * count, generator=generator).to(memory.mine.device, wire)
-        ours, theirs = (send_buffer.new_empty(count, dtype=torch.float32) for _ in range(2))
-        terms = torch.empty_like(send_buffer)
-
-        def by_symmetric_memory() -> None:
-            scatter(memory, send_buffer, [ours], [count], "mean")
-
-        def by_nccl() -> None:
-            dist.all_to_all_single(
-                terms.view(torch.uint8), send_buffer.view(torch.uint8), group=group
-            )
-            ops.sum_terms(terms.view(n, count), [theirs], [count], "mean", n)
-
-    seconds = [_seconds(by_symmetric_memory), _seconds(by_nccl)]
-    if not torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
-        seconds[0] = math.inf
-    symmetric, nccl = map(max, zip(*_from_all(seconds, group)))
-    if symmetric == math.inf:
-        return "tried here, it gave other bits"
-    return Times(symmetric, nccl, nbytes)
+    ops.reduce_scatter(memory, outs, sizes, op, send_buffer.dtype, spins=spins)
 
 
 def _seconds(run: Callable[[], object]) -> float:
     """Time one message out of a back-to-back series; return the best of three series."""
-    run()  # the first message sets up its connections and compiles its kernels
+    run()  # the first message sets up its connections
     return min(back_to_back_seconds(run, torch.device("cuda"), _TIMES) for _ in range(3))
 
 
-def _from_all(mine: T, group: dist.ProcessGroup) -> list[T]:
-    """The values that all ranks of a group pass, in rank order."""
-    values = [mine] * group.size()
-    dist.all_gather_object(values, mine, group=group)
-    return values
+def _uuid(device: int) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)

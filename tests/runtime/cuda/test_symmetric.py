@@ -1,0 +1,275 @@
+"""Symmetric memory: when it is used, on which GPUs, and what ranks do if one of them cannot use it."""
+
+from __future__ import annotations
+
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as torch_memory
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import ztrans as zt
+from tests.support.processes import run_ranks
+from ztrans.ir.collectives import all_gather
+from ztrans.ir.graph import Split, Var
+from ztrans.ir.routes import Hosts
+from ztrans.ops import symmetric as memories
+from ztrans.ops.symmetric import allocate, has_native_atomics, in_one_process
+from ztrans.runtime.cuda import symmetric
+from ztrans.runtime.cuda.symmetric import (
+    MOST,
+    CudaSource,
+    MessageKind,
+    Refused,
+    SymmetricMemory,
+    Times,
+    message_kind,
+    on_all_ranks,
+)
+from ztrans.runtime.process_groups import Channel
+
+KIND = MessageKind(True, torch.float32, 1024)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """A mesh of four ranks of which this process is the second. The others do not exist."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+    yield init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    dist.destroy_process_group()
+
+
+def channel_of(group, hosts=None) -> Channel:
+    return Channel("dp", "gathers", hosts=hosts or Hosts(4), _group=weakref.ref(group))
+
+
+def gathered(dtype, rows):
+    return all_gather([Var("w", dtype, (rows,), (Split("dp"),))], ["w.full"], "dp")
+
+
+def test_a_message_has_a_kind_or_a_reason_why_symmetric_memory_cannot_carry_it():
+    assert message_kind(gathered(torch.float32, 200), {"dp": 4}) == KIND
+    assert message_kind(gathered(torch.complex128, 4), {"dp": 4}) == "elements of more than 8 bytes"
+    assert message_kind(gathered(torch.uint8, MOST + 1), {"dp": 4}) == "above 32.00 MiB"
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_every_message_of_a_kind_has_room_in_its_buffer(ranks):
+    for rows in (1, 5, 100, 255, 256, 257):
+        eqn = gathered(torch.bfloat16, rows)
+        sent = 2 * -(-rows // ranks)  # this rank's padded part
+        gather = message_kind(eqn, {"dp": ranks})
+        assert sent <= gather.room(ranks)
+        assert ranks * sent <= gather._replace(is_gather=False).room(ranks)
+
+
+def test_what_carries_a_message_is_looked_up_and_never_decided_by_one_rank(mesh):
+    memory = SymmetricMemory()
+    alone = dist.new_group([1])
+    assert memory.answer(channel_of(alone), KIND) == "one rank"
+    answer = memory.answer(channel_of(mesh.get_group()), KIND)
+    assert answer == "not tried, because this rank alone has made the program"
+
+
+class Local:
+    """A source for one of two ranks, whose memories are all in this process."""
+
+    def __init__(self, refuse=""):
+        self.refuse = refuse
+        self.sizes = []
+
+    def device(self):
+        return "cpu"
+
+    def check_links(self, devices):
+        if self.refuse:
+            raise RuntimeError(self.refuse)
+
+    def allocate(self, nbytes, ranks):
+        self.sizes.append(nbytes)
+        return nbytes
+
+    def connect(self, part, nbytes, group):
+        return in_one_process(2, nbytes)[0]
+
+
+class Fast(SymmetricMemory):
+    """Every message is faster through this memory, except for those of 16 bytes."""
+
+    def trial(self, buffer, kind, exchange):
+        return Times(3e-6 if kind.nbytes == 16 else 1e-6, 2e-6, kind.nbytes)
+
+
+def alike(value):
+    """An exchange with three ranks that do what this rank does."""
+    return [value] * 4 if not isinstance(value, tuple) else [(rank, value[1]) for rank in range(4)]
+
+
+def test_programs_share_the_buffer_of_a_channel(mesh):
+    source = Local()
+    memory = Fast(source)
+    channel = channel_of(mesh.get_group())
+    small, large = (KIND._replace(nbytes=n) for n in (1 << 10, 1 << 20))
+    memory.reserve([(channel, small), (channel, large), (channel, KIND._replace(nbytes=16))], alike)
+    (buffer,) = memory.buffers
+    assert buffer.nbytes == large.room(4)
+    memory.reserve([(channel, small), (channel, large)], alike)
+    assert len(source.sizes) == 1, "what has been decided is not tried again"
+    other = KIND._replace(nbytes=1 << 12)
+    memory.reserve([(channel, other)], alike)
+    carried = {kind: found for (_, kind), found in memory.buffer_of.items()}
+    assert carried == {small: buffer, large: buffer, other: buffer}
+    # A larger message gets a larger buffer. A captured graph still has the addresses of the first one.
+    larger = KIND._replace(nbytes=1 << 22)
+    memory.reserve([(channel, larger)], alike)
+    assert memory.buffer_of[channel, small] is buffer
+    assert memory.buffer_of[channel, larger] is not buffer
+
+
+def test_ranks_on_several_hosts_do_not_try(mesh):
+    source = Local()
+    memory = Fast(source)
+    channel = channel_of(mesh.get_group(), Hosts(4, 2))
+    memory.reserve([(channel, KIND)], alike)
+    assert (memory.answer(channel, KIND), source.sizes) == ("ranks on 2 hosts", [])
+
+
+def without_room():
+    raise RuntimeError("no room\nat all")
+
+
+def test_a_failure_on_another_rank_refuses_on_this_one(mesh):
+    def reason_there(value):
+        return [value] * 3 + ["rank 3: CUDA driver error: out of memory"]
+
+    with pytest.raises(Refused, match="rank 3: CUDA driver error: out of memory"):
+        on_all_ranks(lambda: 1, reason_there)
+    with pytest.raises(Refused, match="rank 1: no room"):
+        on_all_ranks(without_room, alike)
+    assert on_all_ranks(lambda: 1, alike) == 1
+
+
+def test_a_channel_that_is_opened_again_gets_new_memory(mesh):
+    """The signals of a step that failed are left over."""
+    source = Local()
+    memory = Fast(source)
+    channel, other = channel_of(mesh.get_group()), channel_of(mesh.get_group())
+    memory.reserve([(channel, KIND), (other, KIND)], alike)
+    buffer = memory.buffer_of[channel, KIND]
+    before = buffer.ready
+    before.error.fill_(2)
+    with pytest.raises(RuntimeError, match="rank 0 waited in vain for rank 1"):
+        buffer.check()
+    memory.renew([channel], alike)
+    assert buffer.ready is not before and len(source.sizes) == 3
+    buffer.check()
+
+
+def test_a_step_without_its_memory_is_an_error_until_there_is_room(mesh):
+    memory = Fast(Local())
+    channel = channel_of(mesh.get_group())
+    memory.reserve([(channel, KIND)], alike)
+    memory.renew([channel], lambda value: ["", "", "rank 2: no room", ""])
+    with pytest.raises(RuntimeError) as raised:
+        memory.buffer_of[channel, KIND].ready  # noqa: B018
+    assert str(raised.value) == (
+        "ztrans: a step has failed, and the symmetric memory for gathers over dp could not be allocated again: "
+        "rank 2: no room.\nCall the step again, with a smaller batch if memory is short."
+    )
+    memory.renew([channel], alike)
+    assert memory.buffer_of[channel, KIND].ready.rank == 0
+
+
+class Driver:
+    """Stands in for CUDA's driver. Devices 0 and 1 are joined by NVLink, and 2 by PCIe."""
+
+    def cuDeviceGetP2PAttribute(self, value, attribute, device, peer):
+        assert attribute == 3
+        value._obj.value = {device, peer} == {0, 1}
+        return 0 if peer < 3 else 101
+
+
+def test_atomic_operations_need_nvlink():
+    links = {(0, 1): True, (1, 0): True, (0, 2): False, (2, 2): True, (0, 3): False}
+    for (device, peer), expected in links.items():
+        assert has_native_atomics(device, peer, Driver()) == expected
+
+
+def test_gpus_without_nvlink_or_hidden_ones_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"GPU-{index}")
+    )
+    monkeypatch.setattr(
+        symmetric, "has_native_atomics", lambda *pair: has_native_atomics(*pair, Driver())
+    )
+    source = CudaSource()
+    assert source.device() == "GPU-0"
+    source.check_links({0: "GPU-0", 1: "GPU-1"})
+    with pytest.raises(RuntimeError, match="no NVLink to the GPU of rank 5, and PCIe carries no"):
+        source.check_links({4: "GPU-0", 5: "GPU-2"})
+    with pytest.raises(RuntimeError, match="CUDA_VISIBLE_DEVICES hides the GPU of rank 1"):
+        source.check_links({0: "GPU-0", 1: "GPU-7"})
+
+
+@pytest.mark.parametrize("failures", [0, 1, 2])
+def test_memory_that_torch_has_cached_makes_room_once(monkeypatch, failures):
+    calls = []
+
+    def empty(size, dtype, device):
+        calls.append("allocate")
+        if calls.count("allocate") <= failures:
+            raise RuntimeError("CUDA driver error: out of memory")
+        return torch.ones(size, dtype=dtype)
+
+    monkeypatch.setattr(torch_memory, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty the cache"))
+    if failures == 2:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            allocate(100, 2)
+    else:
+        part = allocate(100, 2)
+        assert len(part) == memories.room(100, 2) and not part.any()
+    assert calls == ["allocate", "empty the cache", "allocate"][: 1 if failures == 0 else 3]
+
+
+def test_a_program_is_printed_without_a_message_to_any_rank(mesh, monkeypatch):
+    def sent(*args, **kwargs):
+        raise AssertionError("a collective")
+
+    step = zt.chain(zt.shard_params(mesh), zt.prefetch())(lambda w, x: (w, (w * x).sum()))
+    lowered = step.lower(step.shard(torch.ones(8)), torch.ones(8))
+    for name in ("all_gather_object", "new_group", "barrier", "all_gather_single"):
+        monkeypatch.setattr(dist, name, sent, raising=False)
+    assert "all_gather" in str(lowered.to_fx())
+
+
+@pytest.mark.distributed
+def test_two_ranks_decide_together_and_go_on_with_batches_of_other_sizes():
+    """The smaller batch of one rank has a program that this rank has bound alone."""
+    figures = run_ranks(2, "symmetric_ranks.py")
+    errors = [f for f in figures if "error" in f]
+    assert len(errors) == 2, "a step fails on both ranks, and both take it again"
+    figures = [f for f in figures if f not in errors]
+    assert all(f["bitwise"] for f in figures), figures
+    by_case = {f["case"]: f for f in figures}
+    assert by_case["ragged"]["buffers"] == by_case["micro-batches"]["buffers"] == 2
+    assert by_case["ragged"]["refusals"] == by_case["micro-batches"]["refusals"] == []
+    reasons = {
+        "MissingOnRank1": "rank 1: CUDA out of memory",
+        "UnlinkedOnRank1": "rank 1: no NVLink to the GPU of rank 0",
+        "LostOnRank1": "rank 1: CUDA driver error: invalid handle",
+        "trial": "rank 0: rank 0 waited in vain for rank 1",
+    }
+    for case, reason in reasons.items():
+        assert by_case[case]["buffers"] == 0
+        assert [text.startswith(reason) for text in by_case[case]["refusals"]] == [True]

@@ -1,0 +1,222 @@
+"""Transport: what carries the messages of a collective on a GPU, and the module that starts it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ... import ops
+from ...ir.collectives import ALL_GATHER, HALF, REDUCE_SCATTER, is_start, rules, wire_dtype
+from ...ir.graph import Eqn, Graph, Primitive
+from ...ir.printer import format_bytes, format_seconds
+from ...ir.routes import TWO_LEVELS, Route, route_of
+from ...ir.rules import Sizes
+from ...ops.kernel import FLOATS
+from ..agreement import everywhere
+from ..collectives import Start
+from ..collectives import channel as axis_channel
+from ..process_groups import Channel, process_groups
+from .nccl import BY_HOST, EXCHANGE, Message, StreamedStart, Transport, moved_back
+from .streams import Streams
+from .symmetric import SPINS, Buffer, SymmetricMemory, Times, gather, message_kind, scatter
+
+
+def side_streams(mesh: DeviceMesh) -> Streams | None:
+    """Streams in addition to the compute stream if the mesh is of CUDA devices, or None."""
+    if mesh.device_type != "cuda":
+        return None
+    groups = process_groups(mesh)
+    if groups.symmetric is None:
+        groups.symmetric = SymmetricMemory()
+    return Streams(symmetric=groups.symmetric)
+
+
+def channel_of(mesh: DeviceMesh, eqn: Eqn) -> Channel:
+    """The channel that carries the messages of a collective equation."""
+    return axis_channel(mesh, eqn.kwargs["axis"], rules(eqn).lane == "gather")
+
+
+def reserve(mesh: DeviceMesh, graphs: Iterable[Graph], streams: Streams | None = None) -> None:
+    """Decide what carries the messages of programs, and allocate the symmetric memory that they need.
+
+    All ranks of the mesh must call this together, for programs with the same messages, before `to_fx`.
+    """
+    streams = streams or side_streams(mesh)
+    if streams is None:
+        return
+    messages = []
+    for graph in graphs:
+        for eqn in graph.eqns:
+            if is_start(eqn):
+                messages.append((channel_of(mesh, eqn), eqn, graph.axes))
+    reserve_messages(mesh, messages, streams)
+
+
+def reserve_messages(
+    mesh: DeviceMesh, messages: Iterable[tuple[Channel, Eqn, Sizes]], streams: Streams
+) -> None:
+    """Do the same for collective equations, each with its channel and the sizes of the axes."""
+    if streams.symmetric is None:
+        return
+    kinds = []
+    for channel, eqn, sizes in messages:
+        kind = message_kind(eqn, sizes)
+        if isinstance(kind, str):
+            continue
+        route = route_of(eqn, sizes, channel.hosts, gloo=False)
+        collective: Any = eqn.op
+        if has_two_ways(collective, eqn.kwargs.get("op"), kind.wire, route):
+            kinds.append((channel, kind))
+    streams.symmetric.reserve(kinds, functools.partial(everywhere, mesh=mesh))
+
+
+def start_module(
+    eqn: Eqn,
+    sizes: Mapping[str, int],
+    coordinates: Mapping[str, int],
+    channel: Channel | None,
+    streams: Streams | None,
+) -> Start:
+    """The module that starts a collective equation, on `streams` if there are any.
+
+    It sends nothing: what carries the messages has been decided by `reserve`.
+    """
+    if streams is None or channel is None:
+        return Start(eqn, sizes, coordinates, channel)
+    symmetric = streams.symmetric
+    collective: Any = eqn.op
+    kind = message_kind(eqn, sizes)
+
+    def times() -> Times | str:
+        if symmetric is None:
+            return "none was given"
+        return kind if isinstance(kind, str) else symmetric.answer(channel, kind)
+
+    route = route_of(eqn, sizes, channel.hosts, gloo=False)
+    op = eqn.kwargs.get("op")
+    carrier = transport(collective, op, wire_dtype(eqn, eqn.ins[0]), times, route)
+    common = eqn, sizes, coordinates, channel, streams, carrier
+    if symmetric is not None and not isinstance(kind, str) and carrier.is_symmetric:
+        return SymmetricStart(symmetric.buffer_of[channel, kind], *common)
+    return StreamedStart(*common)
+
+
+def check(program: torch.nn.Module) -> None:
+    """Raises: RuntimeError if this rank has given up waiting for another one, in the part that has run so far."""
+    starts = [module for module in program.modules() if isinstance(module, SymmetricStart)]
+    for buffer in dict.fromkeys(start.buffer for start in starts):
+        buffer.check()
+
+
+def has_two_ways(
+    collective: Primitive, op: str | None, wire: torch.dtype, route: Route | None
+) -> bool:
+    """Whether a collective can go through symmetric memory or by NCCL, with the same bits."""
+    if collective is ALL_GATHER:
+        return True
+    is_half = collective is REDUCE_SCATTER and op in ("sum", "mean") and wire in HALF
+    return is_half and (route is None or route.way != TWO_LEVELS)
+
+
+def transport(
+    kind: Primitive,
+    op: str | None,
+    wire: torch.dtype,
+    times: Callable[[], Times | str],
+    route: Route | None = None,
+) -> Transport:
+    """Choose what carries a collective, given its kind, its reduction, its dtype on the wire, and its route.
+
+    `times` is called if both ways give the same bits. It returns the seconds of each, or why symmetric memory cannot be
+    used.
+
+    >>> print(transport(ALL_GATHER, None, torch.bfloat16, lambda: Times(12e-6, 21e-6, 2**20)))
+    symmetric all_gather (moves bytes; 12.00 us for 1.00 MiB, NCCL 21.00 us)
+    >>> print(transport(ALL_GATHER, None, torch.bfloat16, lambda: "ranks on 2 hosts"))
+    nccl all_gather (moves bytes; no symmetric memory: ranks on 2 hosts)
+    """
+    if route is not None and route.way == TWO_LEVELS:
+        work = "sums half precision in fp32 and in the order of hosts"
+        return Transport(BY_HOST, f"{work}; {route.reason}")
+    if not has_two_ways(kind, op, wire, route):
+        dtype = str(wire).removeprefix("torch.")
+        return Transport(f"nccl {kind.name}", f"reduces {dtype} on the way")
+    work = "moves bytes"
+    nccl_call = f"nccl {kind.name}"
+    if op is not None:
+        work = "sums half precision in fp32 and in rank order"
+        nccl_call = EXCHANGE
+    seconds = times()
+    if isinstance(seconds, str):
+        return Transport(nccl_call, f"{work}; no symmetric memory: {seconds}")
+    size = format_bytes(seconds.nbytes)
+    symmetric = format_seconds(seconds.symmetric)
+    nccl = format_seconds(seconds.nccl)
+    if seconds.is_faster:
+        reason = f"{work}; {symmetric} for {size}, NCCL {nccl}"
+        return Transport(f"symmetric {kind.name}", reason, is_symmetric=True)
+    return Transport(nccl_call, f"{work}; {nccl} for {size}, symmetric memory {symmetric}")
+
+
+class SymmetricStart(StreamedStart):
+    """Starts one collective equation, like `StreamedStart`, through symmetric memory."""
+
+    def __init__(self, buffer: Buffer, *common: Any) -> None:
+        """`common` are the arguments of a `StreamedStart`."""
+        super().__init__(*common)
+        self.buffer = buffer
+
+    def _call(self, received: list[torch.Tensor], send_buffer: list[torch.Tensor]) -> None:
+        """Do nothing: the kernel that finishes a message also communicates."""
+
+    def _gathered(self, ks: list[int], shards: Sequence[torch.Tensor]) -> Message:
+        shapes = [self.shapes[k] for k in ks]
+        return self._message(ks, shards, 1, shapes, self.wire, gather)
+
+    def _scattered(self, ks: list[int], terms: Sequence[torch.Tensor]) -> Message:
+        shapes = [self.part_shape(k) for k in ks]
+        read = functools.partial(scatter, op=self.op)
+        return self._message(ks, terms, self.size, shapes, self.outs[ks[0]].dtype, read)
+
+    def _message(
+        self,
+        ks: list[int],
+        members: Sequence[torch.Tensor],
+        ranks: int,
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype,
+        read: Callable[..., None],
+    ) -> Message:
+        """A message with a row for each of `ranks` ranks.
+
+        `read` takes the symmetric memory, the packed message, the flat tensors that it fills, which become the values,
+        and the number of elements that each has for a rank.
+        """
+        sizes = [self.parts[k] for k in ks]
+        rows = [member.movedim(self.dim, 0) for member in members]
+        send_buffer = members[0].new_empty(ranks * sum(sizes), dtype=self.wire)
+        values = [
+            send_buffer.new_empty(moved_back(shape, self.dim), dtype=dtype) for shape in shapes
+        ]
+        # The kernel returns fp32 or half precision; values of other dtypes are then cast.
+        read_dtype = dtype if ranks == 1 or dtype in FLOATS else torch.float32
+
+        def pack() -> None:
+            ops.cast_pack(rows, sizes, self.wire, ranks=ranks, out=send_buffer)
+
+        def finish(received: torch.Tensor) -> None:
+            memory = self.buffer.ready
+            if self.dim == 0 and read_dtype == dtype:
+                read(memory, send_buffer, [value.view(-1) for value in values], sizes, spins=SPINS)
+                return
+            flat = [send_buffer.new_empty(math.prod(shape), dtype=read_dtype) for shape in shapes]
+            read(memory, send_buffer, flat, sizes, spins=SPINS)
+            for x, value, shape in zip(flat, values, shapes):
+                value.copy_(x.view(shape).movedim(0, self.dim))
+
+        return Message(send_buffer, values, pack, lambda: send_buffer, finish)
