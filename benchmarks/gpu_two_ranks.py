@@ -42,6 +42,8 @@ SHARED_CARD = {  # how NCCL runs several ranks on one card
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_MAX_CTAS": "2",
     "NCCL_DEBUG": "WARN",
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+    "TORCH_SYMMMEM": "CUDA",
 }
 
 
@@ -305,6 +307,32 @@ def transports(world: World) -> None:
     report("transports of stage 3", "; ".join(ways)[:600])
 
 
+def symmetric(device: str) -> None:
+    """All messages that symmetric memory can carry go through it, although it is no faster on one card."""
+    import torch
+
+    import ztrans as zt
+    from ztrans.runtime.cuda.symmetric import CudaSource, SymmetricMemory, Times
+
+    SymmetricMemory.trial = lambda self, buffer, kind, exchange: Times(1e-6, 2e-6, kind.nbytes)
+    CudaSource.check_links = lambda self, devices: None
+    world = World(device)
+    transports(world)
+    half = {"stage": 3, "autocast": True, "reduce_dtype": torch.bfloat16}
+    compared(world, "symmetric memory, stage 3, fp32", stage=3)
+    compared(world, "symmetric memory, stage 3, reductions in bf16", **half)
+    compared(world, "symmetric memory, accumulate(2)", (zt.accumulate(2),), **half)
+    compared(
+        world,
+        f"symmetric memory, CUDA graph, {REPLAYS} steps with random pauses",
+        steps=REPLAYS,
+        pause=True,
+        cuda_graph=True,
+        **half,
+    )
+    other_sizes(device)
+
+
 def four(device: str) -> None:
     world = World(device)
     for stage in (1, 3):
@@ -489,6 +517,7 @@ RUNS: dict[str, Callable[[str], None]] = {
     "batches of other sizes": other_sizes,
     "accumulation": micro_batches,
     "inductor": compiled_by_inductor,
+    "symmetric memory": symmetric,
     "four ranks": four,
     "hybrid": hybrid,
     "an exception": an_exception,
