@@ -214,6 +214,8 @@ class World:
 def compared(world: World, what: str, passes: tuple = (), steps: int = STEPS, **how: Any) -> None:
     """Run steps on all ranks, and the same steps in lockstep on rank 0's GPU. Report how far the states differ."""
     options = {key: how.pop(key) for key in ("backend", "cuda_graph") if key in how}
+    if world.device == "cpu":
+        options.pop("cuda_graph", None)
     pause = how.pop("pause", False)
     most = how.pop("most", 0.0)
     step, state = world.step(*passes, **how)
