@@ -23,7 +23,7 @@ from .barrier import SPINS, meet
 from .barrier import reference as wait_for_all
 from .kernel import element, kernel, tl
 from .operation import define
-from .symmetric import Symmetric, at_addresses, check, check_arguments
+from .symmetric import BLOCKS, Symmetric, at_addresses, check, check_arguments
 from .tables import addresses, blocks, on_device
 from .unpack import reference as unpacked
 
@@ -35,7 +35,7 @@ def all_gather(
     outs: Sequence[torch.Tensor],
     sizes: Sequence[int],
     *,
-    channels: int = 32,
+    channels: int = BLOCKS,
     spins: int = SPINS,
 ) -> None:
     """Gather into `outs`. The docstring of this file describes the arguments.

@@ -24,7 +24,7 @@ from .barrier import reference as wait_for_all
 from .kernel import FLOATS, element, kernel, tl
 from .operation import define
 from .reduce import reduce
-from .symmetric import Symmetric, at_addresses, check, check_arguments
+from .symmetric import BLOCKS, Symmetric, at_addresses, check, check_arguments
 from .tables import addresses, blocks, on_device
 
 BLOCK = 2048
@@ -37,7 +37,7 @@ def reduce_scatter(
     op: str,
     dtype: torch.dtype,
     *,
-    channels: int = 32,
+    channels: int = BLOCKS,
     spins: int = SPINS,
 ) -> None:
     """Reduce into `outs`. The docstring of this file describes the arguments.

@@ -28,6 +28,10 @@ import torch
 import torch.distributed as dist
 
 CHANNELS = 128  # blocks of a collective's grid, each with signals of its own
+BLOCKS = 32  # of them that a collective uses, unless its caller says another number
+BLOCKS_ON_PROCESSOR = (
+    2  # that have room on a multiprocessor: each has 256 threads of at most 128 registers
+)
 ALIGNMENT = 128
 _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED, in cuda.h
 

@@ -42,6 +42,9 @@ class FileSource:
     def device(self) -> str:
         return "cpu"
 
+    def check_room(self, lanes: int) -> None:
+        """Processes need no multiprocessors."""
+
     def check_links(self, devices: Mapping[int, str]) -> None:
         """All processes can map the files."""
 

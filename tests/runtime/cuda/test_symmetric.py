@@ -14,12 +14,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ztrans as zt
 from tests.support.processes import run_ranks
-from ztrans.ir.collectives import all_gather
-from ztrans.ir.graph import Split, Var
+from ztrans.ir.collectives import all_gather, reduce
+from ztrans.ir.graph import Eqn, Graph, Split, Var
 from ztrans.ir.routes import Hosts
 from ztrans.ops import symmetric as memories
 from ztrans.ops.symmetric import allocate, has_native_atomics, in_one_process
-from ztrans.runtime.cuda import symmetric
+from ztrans.runtime.cuda import symmetric, transport
 from ztrans.runtime.cuda.symmetric import (
     MOST,
     CudaSource,
@@ -87,6 +87,10 @@ class Local:
     def device(self):
         return "cpu"
 
+    def check_room(self, lanes):
+        if lanes > 4:
+            raise RuntimeError("no room for so many lanes")
+
     def check_links(self, devices):
         if self.refuse:
             raise RuntimeError(self.refuse)
@@ -138,6 +142,45 @@ def test_ranks_on_several_hosts_do_not_try(mesh):
     channel = channel_of(mesh.get_group(), Hosts(4, 2))
     memory.reserve([(channel, KIND)], alike)
     assert (memory.answer(channel, KIND), source.sizes) == ("ranks on 2 hosts", [])
+
+
+def test_more_lanes_than_a_device_has_room_for_are_refused(mesh):
+    memory = Fast(Local())
+    channel = channel_of(mesh.get_group())
+    memory.reserve([(channel, KIND)], alike, lanes=5)
+    assert memory.answer(channel, KIND) == "rank 1: no room for so many lanes"
+
+
+@pytest.mark.parametrize(
+    "processors, most", [(132, 4), (108, 3), (58, 2), (16, 1)], ids=["h100", "a100", "l4", "1/8"]
+)
+def test_waiting_kernels_of_all_lanes_fit_on_a_device(monkeypatch, processors, most):
+    """One lane of symmetric memory, of 32 blocks in pairs, and 32 blocks of NCCL for each other lane."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda index: SimpleNamespace(multi_processor_count=processors),
+    )
+    CudaSource().check_room(most)
+    with pytest.raises(RuntimeError, match=rf"^{most + 1} lanes .* the GPU has {processors}$"):
+        CudaSource().check_room(most + 1)
+
+
+def test_the_lanes_of_a_program_are_counted(mesh, monkeypatch):
+    """Those of gathers and of reductions, and the one of collectives that the step itself calls."""
+    w = Var("w", torch.float32, (8,), (Split("dp"),))
+    own = Eqn(torch.ops._c10d_functional.all_reduce.default, (w, "sum", "dp"), (w,))
+    term = Var("g", torch.float32, (8,))
+    scatter = reduce([term], ["g"], "dp", "sum", Split("dp"))
+    eqns = (gathered(torch.float32, 8), gathered(torch.bfloat16, 8), scatter, own)
+    lanes = []
+    monkeypatch.setattr(
+        transport, "reserve_messages", lambda mesh, messages, streams, count: lanes.append(count)
+    )
+    graph = Graph("f", (w, term), eqns, (), 0, mesh=(("dp", 4),))
+    transport.reserve(mesh, [graph], SimpleNamespace(symmetric=Fast(Local())))
+    assert lanes == [3]
 
 
 def without_room():

@@ -28,7 +28,14 @@ from ...ir.collectives import buffer_bytes, wire_dtype
 from ...ir.graph import Eqn
 from ...ir.printer import format_bytes
 from ...ir.rules import Sizes
-from ...ops.symmetric import allocate, connect, has_native_atomics, in_one_process
+from ...ops.symmetric import (
+    BLOCKS,
+    BLOCKS_ON_PROCESSOR,
+    allocate,
+    connect,
+    has_native_atomics,
+    in_one_process,
+)
 from ..collectives import all_gather
 from ..process_groups import Channel
 from .streams import back_to_back_seconds
@@ -40,6 +47,8 @@ MOST = 32 * 2**20  # bytes of a whole message; for a larger one the wire is the 
 _TIMES = 20  # the number of messages in a timed series
 # How often a kernel looks at a signal before it gives up. It takes tens of minutes: a rank may write a checkpoint.
 SPINS = 1 << 30
+# Blocks of a kernel of NCCL, unless the user asks for more. Each may fill a multiprocessor.
+_NCCL_BLOCKS = 32
 _TRIAL_SPINS = 1 << 20  # about a second: in a trial all ranks send at the same time
 
 
@@ -96,6 +105,9 @@ class Source(Protocol):
     def device(self) -> Hashable:
         """The name of this rank's device."""
 
+    def check_room(self, lanes: int) -> None:
+        """Raises: RuntimeError if the kernels of so many lanes may not be on this rank's device at the same time."""
+
     def check_links(self, devices: Mapping[int, Hashable]) -> None:
         """Raises: RuntimeError if kernels of this rank cannot signal these devices, which are given by rank."""
 
@@ -111,6 +123,17 @@ class CudaSource:
 
     def device(self) -> Hashable:
         return _uuid(torch.cuda.current_device())
+
+    def check_room(self, lanes: int) -> None:
+        # A kernel that waits for another rank keeps its room. If two such kernels did not fit on the device, one of
+        # them could keep out the other, which a rank waits for that in turn keeps out the first.
+        device = torch.cuda.get_device_properties(torch.cuda.current_device())
+        processors = device.multi_processor_count
+        needed = BLOCKS // BLOCKS_ON_PROCESSOR + (lanes - 1) * _NCCL_BLOCKS
+        if needed > processors:
+            raise RuntimeError(
+                f"{lanes} lanes may need {needed} multiprocessors at once, and the GPU has {processors}"
+            )
 
     def check_links(self, devices: Mapping[int, Hashable]) -> None:
         index_of = {_uuid(index): index for index in range(torch.cuda.device_count())}
@@ -193,14 +216,25 @@ class SymmetricMemory:
             (channel, kind), "not tried, because this rank alone has made the program"
         )
 
-    def reserve(self, messages: Iterable[tuple[Channel, MessageKind]], exchange: Exchange) -> None:
-        """Decide for the kinds of messages that are new. All ranks of the mesh must call this together."""
+    def reserve(
+        self,
+        messages: Iterable[tuple[Channel, MessageKind]],
+        exchange: Exchange,
+        lanes: int = 1,
+    ) -> None:
+        """Decide for the kinds of messages that are new. All ranks of the mesh must call this together.
+
+        Args:
+            messages: the kinds of messages, each with its channel.
+            exchange: brings a value of each rank.
+            lanes: how many lanes have a kernel on a device at the same time, of symmetric memory or of NCCL.
+        """
         new: dict[Channel, list[MessageKind]] = {}
         for channel, kind in dict.fromkeys(messages):
             if channel.group.size() > 1 and (channel, kind) not in self.answers:
                 new.setdefault(channel, []).append(kind)
         for channel, kinds in new.items():
-            self._decide(channel, kinds, exchange)
+            self._decide(channel, kinds, exchange, lanes)
 
     def renew(self, channels: Sequence[Channel], exchange: Exchange) -> None:
         """Allocate the buffers of channels that were opened again. All ranks of the mesh must call this together."""
@@ -228,13 +262,16 @@ class SymmetricMemory:
         slowest = [max(of_all_ranks) for of_all_ranks in zip(*by_rank)]
         return Times(slowest[0], slowest[1], kind.nbytes)
 
-    def _decide(self, channel: Channel, kinds: Sequence[MessageKind], exchange: Exchange) -> None:
+    def _decide(
+        self, channel: Channel, kinds: Sequence[MessageKind], exchange: Exchange, lanes: int
+    ) -> None:
         # The trials have a buffer of their own. If one fails, its signals are left over.
         ranks = channel.group.size()
         buffer = Buffer(channel, max(kind.room(ranks) for kind in kinds))
         answers: list[Times | str]
         try:
             self._check_links(channel, exchange)
+            on_all_ranks(lambda: self.source.check_room(lanes), exchange)
             self._allocate(buffer, exchange)
             answers = [self.trial(buffer, kind, exchange) for kind in kinds]
         except Refused as refused:

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ... import ops
-from ...ir.collectives import ALL_GATHER, HALF, REDUCE_SCATTER, is_start, rules, wire_dtype
+from ...ir.collectives import ALL_GATHER, HALF, REDUCE_SCATTER, is_start, lane, rules, wire_dtype
 from ...ir.graph import Eqn, Graph, Primitive
 from ...ir.printer import format_bytes, format_seconds
 from ...ir.routes import TWO_LEVELS, Route, route_of
@@ -50,17 +50,26 @@ def reserve(mesh: DeviceMesh, graphs: Iterable[Graph], streams: Streams | None =
     if streams is None:
         return
     messages = []
+    lanes = set()
     for graph in graphs:
         for eqn in graph.eqns:
+            if rules(eqn).starts:
+                lanes.add(lane(eqn))
             if is_start(eqn):
                 messages.append((channel_of(mesh, eqn), eqn, graph.axes))
-    reserve_messages(mesh, messages, streams)
+    reserve_messages(mesh, messages, streams, len(lanes))
 
 
 def reserve_messages(
-    mesh: DeviceMesh, messages: Iterable[tuple[Channel, Eqn, Sizes]], streams: Streams
+    mesh: DeviceMesh,
+    messages: Iterable[tuple[Channel, Eqn, Sizes]],
+    streams: Streams,
+    lanes: int = 1,
 ) -> None:
-    """Do the same for collective equations, each with its channel and the sizes of the axes."""
+    """Do the same for collective equations, each with its channel and the sizes of the axes.
+
+    `lanes` of them are under way at the same time.
+    """
     if streams.symmetric is None:
         return
     kinds = []
@@ -72,7 +81,7 @@ def reserve_messages(
         collective: Any = eqn.op
         if has_two_ways(collective, eqn.kwargs.get("op"), kind.wire, route):
             kinds.append((channel, kind))
-    streams.symmetric.reserve(kinds, functools.partial(everywhere, mesh=mesh))
+    streams.symmetric.reserve(kinds, functools.partial(everywhere, mesh=mesh), lanes)
 
 
 def start_module(
