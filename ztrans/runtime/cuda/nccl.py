@@ -236,16 +236,29 @@ class StreamedStart(Start):
         shapes: Sequence[tuple[int, ...]],
         values: Sequence[torch.Tensor],
     ) -> None:
-        """Sum the rows of `terms`, scale a mean, and write the values, in one launch if they need no transposition."""
-        is_direct = self.dim == 0 and values[0].dtype in FLOATS
-        if is_direct:
-            sums = [value.view(-1) for value in values]
-        else:
-            sums = [terms.new_empty(math.prod(s), dtype=torch.float32) for s in shapes]
-        ops.sum_terms(terms, sums, sizes, self.op, self.size)
-        if not is_direct:
-            for total, value, shape in zip(sums, values, shapes):
-                value.copy_(total.view(shape).movedim(0, self.dim))
+        """Sum the rows of `terms`, scale a mean, and write the values."""
+        dtype = values[0].dtype if values[0].dtype in FLOATS else torch.float32
+
+        def fill(outs: list[torch.Tensor]) -> None:
+            ops.sum_terms(terms, outs, sizes, self.op, self.size)
+
+        self._filled(fill, dtype, shapes, values)
+
+    def _filled(
+        self,
+        fill: Callable[[list[torch.Tensor]], None],
+        dtype: torch.dtype,
+        shapes: Sequence[tuple[int, ...]],
+        values: Sequence[torch.Tensor],
+    ) -> None:
+        """Have `fill` write flat tensors of `dtype`: the values, if they need no transposition and no cast."""
+        if self.dim == 0 and values[0].dtype == dtype:
+            fill([value.view(-1) for value in values])
+            return
+        flat = [values[0].new_empty(math.prod(shape), dtype=dtype) for shape in shapes]
+        fill(flat)
+        for x, value, shape in zip(flat, values, shapes):
+            value.copy_(x.view(shape).movedim(0, self.dim))
 
     def _terms(
         self, sizes: list[int], terms: Sequence[torch.Tensor]

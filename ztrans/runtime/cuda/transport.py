@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -218,14 +217,10 @@ class SymmetricStart(StreamedStart):
         def pack() -> None:
             ops.cast_pack(rows, sizes, self.wire, ranks=ranks, out=send_buffer)
 
+        def fill(outs: list[torch.Tensor]) -> None:
+            read(self.buffer.ready, send_buffer, outs, sizes, spins=SPINS)
+
         def finish(received: torch.Tensor) -> None:
-            memory = self.buffer.ready
-            if self.dim == 0 and read_dtype == dtype:
-                read(memory, send_buffer, [value.view(-1) for value in values], sizes, spins=SPINS)
-                return
-            flat = [send_buffer.new_empty(math.prod(shape), dtype=read_dtype) for shape in shapes]
-            read(memory, send_buffer, flat, sizes, spins=SPINS)
-            for x, value, shape in zip(flat, values, shapes):
-                value.copy_(x.view(shape).movedim(0, self.dim))
+            self._filled(fill, read_dtype, shapes, values)
 
         return Message(send_buffer, values, pack, lambda: send_buffer, finish)
