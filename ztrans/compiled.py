@@ -363,7 +363,7 @@ def _grouped(graph: Graph) -> tuple[Graph, Sequence[Group]]:
 
     Updates that compute temporary values are left in their places where the peak of memory would rise otherwise.
     """
-    in_place = donation(graph).twins
+    in_place = donation(graph).in_place_ops
     peak = memory(graph).peak
 
     def may_move_any(eqn: Eqn) -> bool:

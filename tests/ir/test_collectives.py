@@ -133,7 +133,7 @@ def test_the_value_that_a_new_collective_sends_lives_until_its_wait():
     assert waited.started is started and waited.member == 0
     sent = graph.eqns[0].outs[0]
     assert liveness(graph).last[sent] == started.first_wait
-    assert graph.eqns[2] not in donation(graph).twins, (
+    assert graph.eqns[2] not in donation(graph).in_place_ops, (
         "it may not overwrite `twice`, which is still being sent"
     )
     assert [

@@ -95,7 +95,7 @@ def test_a_scalar_is_overwritten_only_if_it_is_the_only_tensor_argument():
         return {"lr": state["lr"]}, rate * x.sum()
 
     graph = zt.Step.of(step).lower({"lr": torch.ones(())}, torch.ones(3)).graph
-    twins = donation(graph).twins
+    twins = donation(graph).in_place_ops
     assert [e for e in graph.eqns if e.op == aten.add.Tensor and e in twins]
     (product,) = [e for e in graph.eqns if e.op == aten.mul.Tensor and len(e.ins) == 2]
     assert product not in twins
@@ -106,7 +106,7 @@ def test_programs_overwrite_arguments_of_softmax_and_tanh_in_backward():
     for name in ("accumulation", "autocast"):
         over |= {
             getattr(twin, "__name__", str(twin))
-            for twin in donation(on_ranks(CASES[name], 2).graph).twins.values()
+            for twin in donation(on_ranks(CASES[name], 2).graph).in_place_ops.values()
         }
     assert {"tanh_backward_over", "_log_softmax_over", "_log_softmax_backward_data_over"} <= over
 
@@ -120,7 +120,7 @@ def test_a_batch_norm_writes_its_statistics_in_place():
     state, x = {"mean": torch.zeros(3), "variance": torch.ones(3)}, torch.randn(4, 3)
     graph = zt.Step.of(step).trace(state, x).graph
     (norm,) = (e for e in graph.eqns if "batch_norm" in str(e.op))
-    assert donation(graph).twins[norm] is batch_norm_over
+    assert donation(graph).in_place_ops[norm] is batch_norm_over
     expected, y = step(state, x)
     addresses = [v.data_ptr() for v in state.values()]
     new, output = zt.Step.of(step)(state, x)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.programs import CASES
 from tests.support.worlds import on_ranks
 from ztrans.ir import Eqn, Graph, Var, evaluate, substitute
-from ztrans.ir.operations import called
+from ztrans.ir.operations import stride_safe
 from ztrans.runtime.codegen import DIRECT_FUNCTIONS, to_fx
 
 
@@ -33,7 +33,7 @@ def dispatched(function, args, kwargs) -> tuple:
 @pytest.mark.parametrize("name", CASES)
 def test_a_direct_function_dispatches_what_the_operation_does(name):
     for e in on_ranks(CASES[name], 1).graph.eqns:
-        op = called(e.op) if isinstance(e.op, torch._ops.OpOverload) else None
+        op = stride_safe(e.op) if isinstance(e.op, torch._ops.OpOverload) else None
         if op in DIRECT_FUNCTIONS:
             empty = {v: torch.empty(v.shape, dtype=v.dtype, device="meta") for v in e.ins}
             args = substitute(e.args, empty.__getitem__)

@@ -131,10 +131,10 @@ def test_with_update_last_the_state_is_written_after_the_last_wait(name, stage):
     given, start, state = donation(graph), first_write(graph), set(graph.inputs[: graph.num_state])
     assert all(e.op is not WAIT and e.region == "update" for e in graph.eqns[start:])
     for e in graph.eqns[:start]:
-        assert e not in given.twins or not any(
+        assert e not in given.in_place_ops or not any(
             given.owner[out] in state for out in e.outs if out is not None
         ), e
-    early = [e for e in lowered[1].graph.eqns if e in donation(lowered[1].graph).twins]
+    early = [e for e in lowered[1].graph.eqns if e in donation(lowered[1].graph).in_place_ops]
     assert early, "eager updates are in place, so the test compares the two"
     results = [x.lockstep(case.state(), slices(batches(case, 1)[0], 2)) for x in lowered]
     assert same(*results)
@@ -152,7 +152,7 @@ def test_state_that_forward_changes_is_written_at_the_end_too():
     writes = [
         i
         for i, e in enumerate(graph.eqns)
-        if e in given.twins and any(given.owner[o] in counters for o in e.outs)
+        if e in given.in_place_ops and any(given.owner[o] in counters for o in e.outs)
     ]
     assert counters and all(i >= start for i in writes)
 

@@ -28,10 +28,10 @@ from .rules import Axes, Memberwise, Rules, Sizes
 from .user_collectives import USER_START, USER_WAIT, collective_name
 
 HALF = (torch.bfloat16, torch.float16)
-DIRECT = (
-    8  # ranks; in a larger group, messages to all ranks would be more than a gather of gloo needs
-)
-ALONE = 1 << 16  # bytes; a member of which a rank holds this much is sent in a message of its own
+# Ranks. In a larger group, messages to all ranks would be more than a gather of gloo needs.
+DIRECT = 8
+# Bytes. A member of which a rank holds this much is sent in a message of its own.
+ALONE = 1 << 16
 
 
 def wire_dtype(eqn: Eqn, member: Var) -> torch.dtype:

@@ -79,15 +79,18 @@ def diff(
     places = list(matcher.get_grouped_opcodes(context))
     if not places:
         return ""
-    removed: list[_Part] = []
-    added: list[_Part] = []
+    old_parts: list[_Part] = []
+    new_parts: list[_Part] = []
     for place in places:
         for action, i, i_end, j, j_end in place:
             if action != "equal":
-                removed += old[i:i_end]
-                added += new[j:j_end]
-    lines = [*_summary(removed, added), *_traffic_lines(traffic(old_graph), traffic(new_graph))]
-    ambiguous = _ambiguous([*removed, *added])
+                old_parts += old[i:i_end]
+                new_parts += new[j:j_end]
+    lines = [
+        *_summary(old_parts, new_parts),
+        *_traffic_lines(traffic(old_graph), traffic(new_graph)),
+    ]
+    ambiguous = _ambiguous([*old_parts, *new_parts])
     most = len(places) if full else _MOST_PLACES
     for place in places[:most]:
         lines += _place(place, old, new, ambiguous, full)
@@ -177,12 +180,12 @@ def _run(sign: str, parts: list[_Part], ambiguous: set[tuple[str, ...]], full: b
     return lines
 
 
-def _summary(removed: list[_Part], added: list[_Part]) -> list[str]:
+def _summary(old_parts: list[_Part], new_parts: list[_Part]) -> list[str]:
     """How many equations were moved, rewritten, added and removed."""
-    old_texts = Counter(part.text for part in removed if part.eqn)
-    new_texts = Counter(part.text for part in added if part.eqn)
-    old = _results(removed, new_texts)
-    new = _results(added, old_texts)
+    old_texts = Counter(part.text for part in old_parts if part.eqn)
+    new_texts = Counter(part.text for part in new_parts if part.eqn)
+    old = _results(old_parts, new_texts)
+    new = _results(new_parts, old_texts)
     counts = {
         "moved": (old_texts & new_texts).total(),
         "rewritten": (old & new).total(),

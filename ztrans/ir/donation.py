@@ -73,16 +73,16 @@ class Donation:
     """Which equations write over their arguments, and how long each storage is then needed.
 
     Attributes:
-        twins: for each equation that writes in place, the operation that does so.
+        in_place_ops: for each equation that writes in place, the operation that does so.
         last: as in `Liveness`; a storage lives on in a result that took it over.
         owner: for each value, the first value that had its storage.
-        read: for each storage, the index of the last equation during which a collective still reads it.
+        read_until: for each storage, the index of the last equation during which a collective still reads it.
     """
 
-    twins: dict[Eqn, Any]
+    in_place_ops: dict[Eqn, Any]
     last: dict[Var, int]
     owner: dict[Var, Var]
-    read: dict[Var, int]
+    read_until: dict[Var, int]
 
 
 @cached_on_graph
@@ -100,7 +100,7 @@ def donation(graph: Graph, kept_out_of_place: frozenset[Eqn] = frozenset()) -> D
                     break
         storages.advance_past(eqn, released.get(eqn))
     owners = {v: storages.owner(v) for v in storages.root}
-    return Donation(in_place_ops, storages.last, owners, storages.read)
+    return Donation(in_place_ops, storages.last, owners, storages.read_until)
 
 
 class _StorageOwners:
@@ -110,26 +110,26 @@ class _StorageOwners:
         root, last: as in `Liveness`, before and after results have taken over storages.
         state: the leaves of the state.
         writes_from: the index of the first equation that may write over the state.
-        filling: the values that have a whole storage, which the program may write.
-        taken: for each result that took a storage over, the owner of that storage.
-        read: for each storage, the index of the last equation during which a collective still reads it.
+        writable: the values that fill a storage which the program may write.
+        earlier_owner: for each result that took a storage over, the value that owned it before.
+        read_until: for each storage, the index of the last equation during which a collective still reads it.
     """
 
     def __init__(self, graph: Graph) -> None:
-        live = liveness(graph)
-        self.root = live.root
-        self.last = dict(live.last)
+        lifetimes = liveness(graph)
+        self.root = lifetimes.root
+        self.last = dict(lifetimes.last)
         self.state = set(graph.inputs[: graph.num_state])
         self.writes_from = first_write(graph)
-        self.filling = self.state | {v for v, _ in graph.donated}
-        self.taken: dict[Var, Var] = {}
-        self.read: dict[Var, int] = {}
+        self.writable = self.state | {v for v, _ in graph.donated}
+        self.earlier_owner: dict[Var, Var] = {}
+        self.read_until: dict[Var, int] = {}
 
     def owner(self, v: Var) -> Var:
         """The first value that had the storage of `v`."""
         v = self.root[v]
-        while v in self.taken:
-            v = self.taken[v]
+        while v in self.earlier_owner:
+            v = self.earlier_owner[v]
         return v
 
     def may_write(self, index: int, e: Eqn, overwritten: Overwritten) -> bool:
@@ -139,12 +139,12 @@ class _StorageOwners:
             return False
         if any(self.owner(v) in owners for v in _unwritten(e, overwritten)):
             return False
-        fill = all(v in self.filling for v, _ in overwritten)
+        fill = all(v in self.writable for v, _ in overwritten)
         return fill and all(self._is_free(index, storage) for storage in owners)
 
     def _is_free(self, index: int, storage: Var) -> bool:
         """Whether equation `index` is the last that needs a storage, and no collective still reads it."""
-        if self.last[storage] != index or self.read.get(storage, -1) >= index:
+        if self.last[storage] != index or self.read_until.get(storage, -1) >= index:
             return False
         return index >= self.writes_from or storage not in self.state
 
@@ -154,15 +154,15 @@ class _StorageOwners:
             if result is not None:
                 owner = self.owner(v)
                 self.last[owner] = self.last[result]
-                self.taken[result] = owner
+                self.earlier_owner[result] = owner
 
     def advance_past(self, e: Eqn, released: int | None) -> None:
         """Note that an equation has run. If it is a collective, it reads its arguments until equation `released`."""
         if released is not None:
             for owner in map(self.owner, e.ins):
-                self.read[owner] = max(released, self.read.get(owner, -1))
+                self.read_until[owner] = max(released, self.read_until.get(owner, -1))
         if not rules(e).shares(e) and not is_constant(e):
-            self.filling.update(out for out in e.results if not out.future)
+            self.writable.update(out for out in e.results if not out.future)
 
 
 def _released(graph: Graph) -> dict[Eqn, int]:

@@ -185,11 +185,11 @@ class Eqn:
 
     replace = dataclasses.replace
 
-    def reading(self, read: Callable[[Var], Any], **changes: Any) -> Eqn:
-        """The equation with `read(v)` in place of each variable `v` that it reads, and with other changes."""
-        return self.replace(
-            args=substitute(self.args, read), kwargs=substitute(self.kwargs, read), **changes
-        )
+    def with_inputs(self, value_of: Callable[[Var], Any], **changes: Any) -> Eqn:
+        """The equation with `value_of(v)` in place of each variable `v` that it reads, and with other changes."""
+        args = substitute(self.args, value_of)
+        kwargs = substitute(self.kwargs, value_of)
+        return self.replace(args=args, kwargs=kwargs, **changes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,11 +240,6 @@ class Graph:
 
         return program(self)
 
-    def _repr_html_(self) -> str:
-        from .printer import html
-
-        return html(self)
-
     def __repr__(self) -> str:
         return f"Graph({self.name}, {len(self.inputs)} inputs, {len(self.eqns)} equations)"
 
@@ -252,16 +247,16 @@ class Graph:
 class Names:
     """Unique names: `fresh("mm")` is `mm`, then `mm_1`, `mm_2`..."""
 
-    def __init__(self, taken: Iterable[str] = ()) -> None:
-        self._taken = set(taken)
+    def __init__(self, used: Iterable[str] = ()) -> None:
+        self._used = set(used)
         self._count: dict[str, int] = {}
 
     def fresh(self, name: str) -> str:
         unique = name
-        while unique in self._taken:
+        while unique in self._used:
             self._count[name] = self._count.get(name, 0) + 1
             unique = f"{name}_{self._count[name]}"
-        self._taken.add(unique)
+        self._used.add(unique)
         return unique
 
 
@@ -270,16 +265,16 @@ def variables(tree: Any) -> Iterator[Var]:
     return instances(tree, Var)
 
 
-def substitute(tree: Any, read: Callable[[Var], Any]) -> Any:
-    """`tree` with every `Var` replaced by `read(var)`."""
+def substitute(tree: Any, value_of: Callable[[Var], Any]) -> Any:
+    """`tree` with every `Var` replaced by `value_of(var)`."""
     if isinstance(tree, Var):
-        return read(tree)
+        return value_of(tree)
     if type(tree) in ATOMS:
         return tree
     if isinstance(tree, (tuple, list)):
-        return type(tree)([substitute(x, read) for x in tree])
+        return type(tree)([substitute(x, value_of) for x in tree])
     if isinstance(tree, Mapping):
-        return {key: substitute(x, read) for key, x in tree.items()}
+        return {key: substitute(x, value_of) for key, x in tree.items()}
     return tree
 
 
@@ -308,10 +303,13 @@ def dce(graph: Graph, has_effect: Callable[[Eqn], bool] = lambda e: is_random(e.
 def rename(graph: Graph, alias: Mapping[Var, Any]) -> Graph:
     """Let the program read `alias[v]` wherever it reads `v`. An alias of an alias is followed to its end."""
 
-    def read(var: Var) -> Any:
+    def end_of_alias(var: Var) -> Any:
         while isinstance(var, Var) and var in alias:
             var = alias[var]
         return var
 
-    eqns = (e.reading(read) if any(v in alias for v in e.ins) else e for e in graph.eqns)
-    return graph.replace(eqns=tuple(eqns), outputs=substitute(graph.outputs, read))
+    eqns = []
+    for e in graph.eqns:
+        reads_alias = any(v in alias for v in e.ins)
+        eqns.append(e.with_inputs(end_of_alias) if reads_alias else e)
+    return graph.replace(eqns=tuple(eqns), outputs=substitute(graph.outputs, end_of_alias))

@@ -2,8 +2,8 @@
 
 On fake tensors PyTorch's operations do not always lay out their results as on real ones. For instance, batch norm of a
 transposed input returns a contiguous tensor, but a transposed one in a trace. A view that was possible in the trace may
-then need a copy when the program runs (see `called`). This changes no value: a program is functional, so it does not
-matter whether a view shares memory with its argument.
+then need a copy when the program runs (see `stride_safe`). This changes no value: a program is functional, so it does
+not matter whether a view shares memory with its argument.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def drawn_from(x: torch.Tensor, low: int, high: int | None, **kwargs: Any) -> to
     return _FROM(x, low, high, **kwargs)
 
 
-_CALLED: Mapping[Any, Callable] = {
+_STRIDE_SAFE: Mapping[Any, Callable] = {
     aten.view.default: aten.reshape.default,
     aten._unsafe_view.default: aten.reshape.default,
     aten.view.dtype: bits,
@@ -83,19 +83,19 @@ _CALLED: Mapping[Any, Callable] = {
 
 
 @functools.cache
-def called(op: Any) -> Callable:
+def stride_safe(op: Any) -> Callable:
     """A function that computes `op` for arguments with any strides. Collectives of torch 2.11 need contiguous ones."""
     is_collective = getattr(op, "namespace", None) == "_c10d_functional" and op is not _WAIT
     if is_collective and _NEED_CONTIGUOUS:
         return lambda x, *args, **kwargs: op(_contiguous(x), *args, **kwargs)
-    return _CALLED.get(op, op)
+    return _STRIDE_SAFE.get(op, op)
 
 
 def _contiguous(x: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
     return x.contiguous() if isinstance(x, torch.Tensor) else [each.contiguous() for each in x]
 
 
-def bound(eqn: Eqn) -> tuple[bool, ...]:
+def bound_results(eqn: Eqn) -> tuple[bool, ...]:
     """Whether the equation binds each of its results."""
     return tuple(out is not None for out in eqn.outs)
 
@@ -122,8 +122,8 @@ def compute(eqn: Eqn, values: Mapping[Var, Any]) -> list[Any]:
     args = substitute(eqn.args, values.__getitem__)
     kwargs = substitute(eqn.kwargs, values.__getitem__)
     if isinstance(eqn.op, HigherOrderOperator):
-        return call_operator(eqn.op, bound(eqn), *args, **kwargs)
-    returned = called(eqn.op)(*args, **kwargs)
+        return call_operator(eqn.op, bound_results(eqn), *args, **kwargs)
+    returned = stride_safe(eqn.op)(*args, **kwargs)
     results: list[Any] = []
     for x in returned if isinstance(returned, (tuple, list)) else (returned,):
         results += x if isinstance(x, list) else [x]

@@ -1,4 +1,4 @@
-"""Print programs: on a screen, and in a notebook.
+"""Print programs.
 
 `equation` is the complete text of an equation on a single line, which fingerprints and comparisons use. `program` is
 for people to read: every printed line has at most `WIDTH` columns, and long lists fold. A pass does not rename values,
@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import textwrap
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from html import escape
-from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -36,12 +34,6 @@ _NAMES = {
 }
 # Keywords that are the same everywhere do not print.
 _DEFAULTS = ("layout", "device", "pin_memory", "non_blocking", "memory_format")
-_MOST_IN_NOTEBOOK = 400  # the most equations of a region that a notebook shows
-_TEXT_STYLE = (
-    "font: 12px/1.5 ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace; white-space: pre"
-)
-# As in the figure of a timeline.
-_EDGES = {"forward": "#86afd9", "backward": "#3f6ba6", "update": "#4ea399"}
 
 
 def format_seconds(seconds: float) -> str:
@@ -333,46 +325,3 @@ class Printed:
 
     def __str__(self: HasGraph) -> str:
         return program(self.graph)
-
-    def _repr_html_(self: HasGraph) -> str:
-        return html(self.graph)
-
-
-def html(graph: Graph) -> str:
-    """A program as HTML, for a cell of a notebook: a block for each region, which the reader can fold.
-
-    It has no script, no picture and no style sheet. A long region ends after 400 equations; `print` shows all of them.
-
-    >>> x, y = Var("x", torch.float32, (4,)), Var("<y>", torch.float32, (4,))
-    >>> cell = html(Graph("f", (x,), (Eqn(torch.ops.aten.relu.default, (x,), (y,)),), (y,), 0))
-    >>> "&lt;y&gt;: f32[4] = relu(x)" in cell, "<y>" in cell
-    (True, False)
-    """
-    regions = groupby(entries(graph), lambda entry: entry.region)
-    blocks = "".join(_html_block(region, list(block)) for region, block in regions)
-    return f'<div style="overflow-x: auto">{blocks}</div>'
-
-
-def _html_block(region: str | None, block: list[Entry]) -> str:
-    if region is None:
-        return f'<pre style="margin: 0; {_TEXT_STYLE}">{_html_text(block)}</pre>'
-    equations = block[1:]  # after the heading
-    left_out = len(equations) - _MOST_IN_NOTEBOOK
-    more = f"\n  ... {left_out:,} more" if left_out > 0 else ""
-    edge = f"margin: 0; padding-left: 8px; border-left: 3px solid {_EDGES.get(region, 'grey')}"
-    return (
-        f'<details open style="margin: 4px 0"><summary>{escape(region)}, {len(equations):,} equations</summary>'
-        f'<pre style="{edge}; {_TEXT_STYLE}">{_html_text(equations[:_MOST_IN_NOTEBOOK])}{more}</pre></details>'
-    )
-
-
-def _html_text(block: Iterable[Entry]) -> str:
-    return "\n".join(_html_line(line, entry) for entry in block for line in entry.lines)
-
-
-def _html_line(line: str, entry: Entry) -> str:
-    """A line, with the user's line paler than the rest."""
-    text, mark, comment = line.rpartition("  # ")
-    if not mark or entry.eqn is None or entry.eqn.source is None:
-        return escape(line)
-    return f'{escape(text)}<span style="opacity: .55">{escape(mark + comment)}</span>'

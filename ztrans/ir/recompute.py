@@ -45,11 +45,11 @@ def recompute(graph: Graph, chosen: Set[Var]) -> Graph:
                 if root[out] in chosen:
                     copies[out] = dataclasses.replace(out, name=names.fresh(f"{out.name}.again"))
             outs = tuple(out and copies.get(out) for out in e.outs)
-            eqns.append(e.reading(lambda v: copies.get(v, v), outs=outs, region="backward"))
+            eqns.append(e.with_inputs(lambda v: copies.get(v, v), outs=outs, region="backward"))
         return copies.get(v, v)
 
     for e in graph.eqns:
-        eqns.append(e.reading(copy_of) if e.region == "backward" else e)
+        eqns.append(e.with_inputs(copy_of) if e.region == "backward" else e)
     return graph.replace(eqns=tuple(eqns))
 
 

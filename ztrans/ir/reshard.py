@@ -42,7 +42,7 @@ class Site:
     def equation(self, op: Any, args: tuple, out: Var, **kwargs: Any) -> Eqn:
         return Eqn(op, args, (out,), kwargs, self.region, self.source)
 
-    def waited(self, start: Eqn) -> list[Eqn]:
+    def start_and_wait(self, start: Eqn) -> list[Eqn]:
         """The start of a collective here, and the wait for it."""
         start = start.replace(region=self.region, source=self.source, provenance=self.provenance)
         return [start, wait(start.out, region=self.region, source=self.source)]
@@ -73,7 +73,7 @@ def redistribute(
 def _gathered(v: Var, site: Site, name: str) -> list[Eqn]:
     """The equations that gather `v`; if it has no elements, nothing moves."""
     if v.numel:
-        return site.waited(all_gather([v], [site.fresh(name)], site.axis))
+        return site.start_and_wait(all_gather([v], [site.fresh(name)], site.axis))
     out = Var(site.fresh(name), v.dtype, v.shape, without(v.layout, site.axis))
     return [site.equation(aten.new_empty.default, (v, list(v.shape)), out)]
 
@@ -90,7 +90,7 @@ def reduced(
     """The equations that reduce `v`, of which each rank of the axis has a term, to a whole value or to shards."""
     if to is not None and to.dim >= len(v.shape):
         to = None
-    eqns = site.waited(reduce([v], [site.fresh(name)], site.axis, op, to, dtype, result))
+    eqns = site.start_and_wait(reduce([v], [site.fresh(name)], site.axis, op, to, dtype, result))
     return eqns, eqns[-1].out
 
 

@@ -24,7 +24,7 @@ def check(graph: Graph) -> Graph:
         values.bind(var, None)
     for eqn in graph.eqns:
         for var in eqn.ins:
-            values.read(var, rules(eqn).reads_futures, eqn)
+            values.check_read(var, rules(eqn).reads_futures, eqn)
         problem = rules(eqn).problem(eqn, graph.axes)
         if problem is not None:
             raise _wrong(problem, eqn)
@@ -64,7 +64,7 @@ class _Bindings:
         if var.future:
             self.unwaited[var] = None
 
-    def read(self, var: Var, waits: bool, eqn: Eqn | None) -> None:
+    def check_read(self, var: Var, waits: bool, eqn: Eqn | None) -> None:
         if not self.is_bound(var):
             raise _wrong(f"{var} is read before it is bound", eqn)
         if var.future and not waits:

@@ -28,7 +28,7 @@ from ..ir.higher_order import Function, is_attention
 from ..ir.launch import Launch, LaunchModule
 from ..ir.layout import local_shape, localize, part
 from ..ir.marks import GRADIENT, PMEAN, PSUM
-from ..ir.operations import bound, call_operator, called
+from ..ir.operations import bound_results, call_operator, stride_safe
 from ..ir.printer import op_name
 from ..ir.update_groups import Group, is_fused_update, list_call
 from ..ir.user_collectives import by_group
@@ -98,7 +98,7 @@ class Emission:
 
     def emit(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node:
         """Emit a call of an operation of PyTorch, or of a function in its place."""
-        function = called(op)
+        function = stride_safe(op)
         function = DIRECT_FUNCTIONS.get(function, function)
         kwargs = {name: self.read(x) for name, x in kwargs.items()}
         return self.out.call_function(function, self.read(tuple(args)), kwargs)
@@ -290,12 +290,12 @@ def _is_one_call(group: Group, donated: Donation) -> bool:
     All of them write in place, or none does. What one of them writes no other may read, for one kernel may compute
     them in any order.
     """
-    in_place = [eqn in donated.twins for eqn in group]
+    in_place = [eqn in donated.in_place_ops for eqn in group]
     if is_fused_update(group[0]):
         return all(in_place)
     if not any(in_place):
         return list_call(group, in_place=False) is not None
-    twins = [donated.twins.get(eqn) for eqn in group]
+    twins = [donated.in_place_ops.get(eqn) for eqn in group]
     if not all(isinstance(twin, torch._ops.OpOverload) for twin in twins):
         return False
     written = {donated.owner[eqn.ins[0]] for eqn in group}
@@ -315,7 +315,9 @@ def _first_write(
                 return unit
             continue
         for eqn in unit.eqns:
-            if eqn in donated.twins and any(donated.owner.get(v) in of_state for v in eqn.results):
+            if eqn in donated.in_place_ops and any(
+                donated.owner.get(v) in of_state for v in eqn.results
+            ):
                 return unit
     return None
 
@@ -329,7 +331,7 @@ def _emit(
 ) -> None:
     """Emit the calls of a unit."""
     first = unit.eqns[0]
-    in_place = donated.twins.get(first)
+    in_place = donated.in_place_ops.get(first)
     if unit.eqns in kernels:
         kernel = kernels[unit.eqns]
         ins = tuple(emission.nodes[v] for v in kernel.ins)
@@ -371,7 +373,7 @@ def _higher_order(emission: Emission, eqn: Eqn) -> list:
     elif is_attention(eqn):
         leaves = emission.call(*_attention(emission, eqn), *eqn.ins)
     else:
-        args: Any = (eqn.op, bound(eqn), *emission.read(eqn.args))
+        args: Any = (eqn.op, bound_results(eqn), *emission.read(eqn.args))
         kwargs = {name: emission.read(x) for name, x in eqn.kwargs.items()}
         leaves = emission.out.call_function(call_operator, args, kwargs)
     return unpacked(emission.out, leaves, eqn.outs)

@@ -49,4 +49,4 @@ class Edits:
 
     def _edited(self, e: Eqn) -> Eqn:
         instead = self._read.get(e)
-        return e.reading(lambda v: instead.get(v, v)) if instead is not None else e
+        return e.with_inputs(lambda v: instead.get(v, v)) if instead is not None else e

@@ -20,8 +20,8 @@ def remat(*, at_least: int = 1 << 16) -> Transform:
     """Recompute a cheap activation in backward if its inputs are alive there anyway: less memory, the same bits.
 
     It recomputes elementwise results, casts, copies and layer norms of at least `at_least` bytes that backward reads.
-    No other value lives longer, so the peak does not rise. Matrix products, attention and random draws are never
-    repeated.
+    No value of forward lives longer. A recomputed value may live until another one is recomputed from it, which very
+    seldom raises the peak. Matrix products, attention and random draws are never repeated.
 
     Rewrites:
         a = gelu(h); y = mm(a, w)               a = gelu(h); y = mm(a, w)
@@ -56,19 +56,19 @@ class _Remat(Transform):
 
 def _recomputed(graph: Graph, at_least: int) -> set[Var]:
     """The values that backward recomputes, each the owner of its storage."""
-    live = liveness(graph)
+    lifetimes = liveness(graph)
     first_reader: dict[Var, int] = {}  # by storage, the number of the first equation of backward
-    needed_later = {live.root[v] for v in variables(graph.outputs)}
+    needed_later = {lifetimes.root[v] for v in variables(graph.outputs)}
     for number, e in enumerate(graph.eqns):
         for v in e.ins:
             if e.region == "backward":
-                first_reader.setdefault(live.root[v], number)
+                first_reader.setdefault(lifetimes.root[v], number)
             elif e.region == "update":
-                needed_later.add(live.root[v])
+                needed_later.add(lifetimes.root[v])
     choice = _Choice(graph)
     for v in choice.makers:
         is_large = v.numel * v.dtype.itemsize >= at_least
-        is_owner = live.root[v] is v and v not in needed_later
+        is_owner = lifetimes.root[v] is v and v not in needed_later
         if is_large and is_owner and v in first_reader:
             choice.values |= choice.with_inputs(v, first_reader[v], _DEPTH) or set()
     return choice.values
@@ -80,7 +80,7 @@ class _Choice:
     def __init__(self, graph: Graph) -> None:
         self.values: set[Var] = set()
         self.makers = producers(graph.eqns)
-        self.live = liveness(graph)
+        self.lifetimes = liveness(graph)
         self.depends_on_batch = varying(graph, ("batch",))
 
     def with_inputs(self, v: Var, reader: int, depth: int) -> set[Var] | None:
@@ -91,7 +91,7 @@ class _Choice:
             return None
         values = {v}
         for x in maker.ins:
-            storage = self.live.root[x]
+            storage = self.lifetimes.root[x]
             if storage in self.makers and not self._is_there(storage, reader):
                 inputs = self.with_inputs(storage, reader, depth - 1)
                 if inputs is None:
@@ -101,7 +101,7 @@ class _Choice:
 
     def _is_there(self, storage: Var, reader: int) -> bool:
         """Whether equation number `reader` can read a storage anyway."""
-        return storage in self.values or self.live.last[storage] >= reader
+        return storage in self.values or self.lifetimes.last[storage] >= reader
 
 
 def _is_cheap(e: Eqn) -> bool:

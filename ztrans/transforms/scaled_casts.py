@@ -142,7 +142,7 @@ class Head:
 
     def add(self, eqn: Eqn) -> Eqn:
         """Add an equation, unless the head has an equal one. Returns the equation that the head has."""
-        eqn = eqn.reading(lambda v: self.values.get(v, v), region="forward", order=None)
+        eqn = eqn.with_inputs(lambda v: self.values.get(v, v), region="forward", order=None)
         equal = self._by_structure.setdefault(structure(eqn, lambda v: v), eqn)
         if equal is eqn:
             self.eqns.append(eqn)
@@ -283,7 +283,7 @@ class OnShards:
         name = self.head.names.fresh(f"{e.out.name}.shard")
         out = dataclasses.replace(value.shards, name=name, dtype=e.out.dtype)
         read = lambda v: self.gathered[v].shards if v in self.gathered else v
-        shards = self.head.add(e.reading(read, outs=(out,))).out
+        shards = self.head.add(e.with_inputs(read, outs=(out,))).out
         return value._replace(shards=shards, is_plain=value.is_plain and e.op is CAST)
 
     def _reduce_extreme(self, e: Eqn, value: Gathered) -> None:

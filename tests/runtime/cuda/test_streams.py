@@ -397,11 +397,11 @@ def overwriting():
 def test_a_value_is_not_overwritten_while_a_collective_sends_it(mesh, monkeypatch):
     program = SimpleNamespace(graph=overwriting())
     new = program.graph.eqns[1]
-    assert new not in donation.donation(program.graph).twins
+    assert new not in donation.donation(program.graph).in_place_ops
     assert play(program, [torch.ones(2), torch.ones(8)], mesh).races == []
     monkeypatch.setattr(donation, "_released", lambda graph: {})
     program.graph = program.graph.replace()  # a program keeps its analyses
-    assert new in donation.donation(program.graph).twins
+    assert new in donation.donation(program.graph).in_place_ops
     assert play(program, [torch.ones(2), torch.ones(8)], mesh).races
 
 

@@ -16,7 +16,7 @@ import torch
 
 from ...ir.graph import Eqn, substitute
 from ...ir.higher_order import Function, has_kernel, is_dense
-from ...ir.operations import bound, call_operator
+from ...ir.operations import bound_results, call_operator
 from ...ir.structure import structures
 from .compiler import Strided, fused
 
@@ -34,7 +34,7 @@ class Attention(torch.nn.Module):
         self.computes = computes(eqn)
         self._op: Any = eqn.op
         self._ins = eqn.ins
-        self._bound = bound(eqn)
+        self._bound = bound_results(eqn)
         self._args = _with_code(eqn.args, nested)
         self._layouts: list[Strided] = []
         self._kernel: Callable[[list], Sequence] | None = None

@@ -130,7 +130,7 @@ def _lay_out(
     def laid_out(groups: Sequence[Group]) -> _LaidOut:
         in_kernels = frozenset(eqn for g in groups if not g.is_update for eqn in g.eqns)
         lifetimes = donation(graph, in_kernels)
-        layouts = infer_layouts(bound, rank, inputs, lifetimes.twins)
+        layouts = infer_layouts(bound, rank, inputs, lifetimes.in_place_ops)
         return _LaidOut(graph, groups, rank, lifetimes, layouts)
 
     def is_on_one_device(group: Group) -> bool:
@@ -272,5 +272,5 @@ def _is_free(v: Var, ins: Sequence[Var], lifetimes: Donation, end: int) -> bool:
 
     A kernel does not know that two of its arguments share memory.
     """
-    last_read = max(lifetimes.last.get(v, -1), lifetimes.read.get(v, -1))
+    last_read = max(lifetimes.last.get(v, -1), lifetimes.read_until.get(v, -1))
     return last_read <= end and not any(lifetimes.owner[x] is v for x in ins if x is not v)

@@ -147,7 +147,7 @@ class Walk:
 
     def add_whole(self, eqn: Eqn) -> None:
         """Add an equation that runs unchanged, on whole values and on values that vary."""
-        self.values.eqns.append(eqn.reading(lambda v: self.values.whole_value(v, eqn)))
+        self.values.eqns.append(eqn.with_inputs(lambda v: self.values.whole_value(v, eqn)))
         for out in eqn.results:
             self.values.bind(out, out)
 
@@ -175,7 +175,7 @@ class Walk:
         for out, placement in zip(eqn.outs, found.outs):
             layout = (placement,) if placement else ()
             outs.append(out and dataclasses.replace(out, layout=layout))
-        local = eqn.reading(
+        local = eqn.with_inputs(
             lambda v: self.values.in_layout(v, next(remaining), eqn), outs=tuple(outs)
         )
         self.values.eqns.append(local)
@@ -491,7 +491,7 @@ class RankValues:
             fresh = lambda out: dataclasses.replace(out, name=self.names.fresh(out.name))
             outs = tuple(out and fresh(out) for out in outs)
         read = lambda v: self.whole_value(v, eqn)
-        local = deferred.reading(read, outs=outs, region=eqn.region)
+        local = deferred.with_inputs(read, outs=outs, region=eqn.region)
         for plain, out in zip(deferred.results, local.results):
             self._gathered.setdefault(plain, {})[phase] = out
         self.eqns.append(local)
