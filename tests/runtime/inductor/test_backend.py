@@ -309,3 +309,28 @@ def test_two_ranks_compute_what_they_do_eagerly(two):
         assert f["distance"] < (2e-2 if f["case"] == "cast_inside" else 1e-5), f
         assert f["sent"] == f["wanted"], "the same messages in the same order"
         assert f["equal"], "replicas are equal to the bit"
+
+
+def test_statistics_of_a_layer_norm_under_autocast_are_read_in_their_own_dtype():
+    """On a CPU they are fp32, and fake tensors say bf16. Read as bf16, their bits are other numbers."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 4)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def loop_step(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    step, state = zt.lift(loop_step, model, optimizer)
+    x = torch.randn(32, 8)
+    lowered = zt.Step.of(step).lower(state, x)
+    results = [lowered.compile(backend=b)(clone(state), x)[0] for b in ("eager", "inductor")]
+    for path, before in state["params"].items():
+        changes = [result["params"][path] - before for result in results]
+        torch.testing.assert_close(*changes, rtol=0.02, atol=float(0.02 * changes[0].abs().max()))

@@ -46,14 +46,14 @@ class Strided(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
     def fits(self, x: torch.Tensor) -> bool:
-        """Whether a tensor has this shape and these strides, of which those of single rows do not count."""
-        if x.shape != self.shape:
+        """Whether a tensor has this shape, dtype and strides; those of single rows do not count."""
+        if x.shape != self.shape or x.dtype != self.dtype:
             return False
         dims = zip(self.shape, x.stride(), self.stride)
         return x.stride() == self.stride or all(n == 1 or a == b for n, a, b in dims)
 
     def conform(self, x: torch.Tensor) -> torch.Tensor:
-        """`x`, copied if it has other strides: fake tensors do not always predict the strides of a result.
+        """`x`, copied if it has other strides or another dtype: fake tensors do not always predict those of a result.
 
         Raises: RuntimeError if it has another shape.
         """
