@@ -287,7 +287,8 @@ class Lowered(Printed):
             backend: "eager" runs the program operation by operation. "inductor" compiles the operations between
                 collectives and matrix products, when the program first runs.
             cuda_graph: capture the whole step as a CUDA graph in the second call; that call and all later ones replay
-                it. See `Compiled.close`.
+                it. See `Compiled.close`. A call returns before a pinned batch has been copied to the GPU: write to it
+                only after `torch.cuda.synchronize()`.
 
         Raises: ValueError for an unknown backend, without a compiler for "inductor", or without a GPU for a CUDA graph.
         """

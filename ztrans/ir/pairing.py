@@ -1,8 +1,8 @@
 """Pairing: which waits belong to which start, and at which index of the program they are.
 
-equation 4:  f, g = all_gather([a, b], axis=dp)        Started(start, index=4, waits=(5, 9), first_wait=5)
-equation 5:  x = wait(f)                               Waited(that, member=0)
-equation 9:  y = wait(g)                               Waited(that, member=1)
+equation 4:  f, g = all_gather([a, b], axis=dp)        PairedStart(start, index=4, waits=(5, 9), first_wait=5)
+equation 5:  x = wait(f)                               PairedWait(that, member=0)
+equation 9:  y = wait(g)                               PairedWait(that, member=1)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .relations import cached_on_graph
 
 
 @dataclass(frozen=True, eq=False)
-class Started:
+class PairedStart:
     """A collective of a program.
 
     Attributes:
@@ -33,10 +33,10 @@ class Started:
 
 
 @dataclass(frozen=True, eq=False)
-class Waited:
+class PairedWait:
     """A wait of a program: the collective that it waits for, and the number of the member."""
 
-    started: Started
+    started: PairedStart
     member: int
 
     @property
@@ -49,8 +49,8 @@ class Waited:
 class Pairs:
     """The collectives of a program, and the waits for them."""
 
-    starts: Mapping[Eqn, Started]  # by the equation that starts it, in program order
-    waits: Mapping[Eqn, Waited]  # by the equation that waits
+    starts: Mapping[Eqn, PairedStart]  # by the equation that starts it, in program order
+    waits: Mapping[Eqn, PairedWait]  # by the equation that waits
 
 
 @cached_on_graph
@@ -65,15 +65,15 @@ def pair(graph: Graph, include_user: bool = False) -> Pairs:
     for index, e in enumerate(graph.eqns):
         if rules(e).waits:
             first_waits.setdefault(e.ins[0], index)
-    starts: dict[Eqn, Started] = {}
-    members: dict[Var, Waited] = {}
-    waits: dict[Eqn, Waited] = {}
+    starts: dict[Eqn, PairedStart] = {}
+    members: dict[Var, PairedWait] = {}
+    waits: dict[Eqn, PairedWait] = {}
     for index, e in enumerate(graph.eqns):
         if rules(e).waits and e.ins[0] in members:
             waits[e] = members[e.ins[0]]
         elif is_start(e) or (include_user and rules(e).starts):
             indices = tuple(first_waits[v] for v in e.results if v in first_waits)
-            starts[e] = Started(e, index, indices, min(indices, default=len(graph.eqns)))
+            starts[e] = PairedStart(e, index, indices, min(indices, default=len(graph.eqns)))
             for k, v in enumerate(e.results):
-                members[v] = Waited(starts[e], k)
+                members[v] = PairedWait(starts[e], k)
     return Pairs(starts, waits)

@@ -102,7 +102,7 @@ class Works:
 
 
 # The operations in progress of one message, and the function that computes its values when they are done.
-Started = tuple[Sequence[Work], Callable[[], list[torch.Tensor]]]
+InProgress = tuple[Sequence[Work], Callable[[], list[torch.Tensor]]]
 
 
 class Member(NamedTuple):
@@ -213,7 +213,7 @@ class Start(torch.nn.Module):
         Between CPUs there is nothing to do: the operations in progress hold their buffers.
         """
 
-    def _gather(self, ks: list[int], shards: Sequence[torch.Tensor]) -> Started:
+    def _gather(self, ks: list[int], shards: Sequence[torch.Tensor]) -> InProgress:
         sizes = [self.parts[k] for k in ks]
         received = shards[0].new_empty(self.size, sum(sizes), dtype=self.wire)
         mine = received[self.rank]
@@ -236,7 +236,7 @@ class Start(torch.nn.Module):
         """A value that arrived with the split dim first, with the strides that it has in the trace."""
         return value if self.dim == 0 else value.movedim(0, self.dim).contiguous()
 
-    def _scatter(self, ks: list[int], terms: Sequence[torch.Tensor]) -> Started:
+    def _scatter(self, ks: list[int], terms: Sequence[torch.Tensor]) -> InProgress:
         rows = [self._by_rank(t.movedim(self.dim, 0), self.parts[k]) for k, t in zip(ks, terms)]
         send = torch.cat(rows, 1) if len(rows) > 1 else rows[0]
         pieces, works = self._all_to_all(send)
@@ -297,7 +297,7 @@ class Start(torch.nn.Module):
             flat = torch.nn.functional.pad(flat, (0, missing))
         return flat.view(self.size, size)
 
-    def _reduce(self, ks: list[int], terms: Sequence[torch.Tensor]) -> Started:
+    def _reduce(self, ks: list[int], terms: Sequence[torch.Tensor]) -> InProgress:
         flat = [term.to(self.wire).reshape(-1) for term in terms]
         send = torch.cat(flat) if len(flat) > 1 else flat[0].contiguous()
         dtype = self.outs[ks[0]].dtype

@@ -1,8 +1,8 @@
 """The process groups that ztrans makes for a mesh: one for each axis and purpose, in addition to the mesh's own.
 
 Gathers and reductions have a group each, so neither queues behind the other. In one more group the ranks compare what
-they are about to do (see `agreement`). All have the time-out of the user's group. Only torch's registry owns the
-groups, so `destroy_process_group` ends them together with those of the mesh.
+they are about to do (see `agreement`). All have the time-out and the tuning of the user's group. Only torch's registry
+owns the groups, so `destroy_process_group` ends them together with those of the mesh.
 
 When a step fails on one rank, that rank closes its groups: the other ranks lose their connections to it, and stop
 waiting at once. The next step makes new groups. So no message of it can meet one of the failed step, which some ranks
@@ -257,17 +257,16 @@ class ProcessGroups:
         axes = tuple(self._bases)
         base = self._base(channel.axis or axes[0])
         groups = rows(self._mesh_ranks, axes, axes if channel.axis is None else [channel.axis])
-        self._open_new(channel, groups, _timeout(base))
+        self._open_new(channel, groups, base)
         knows_hosts = channel.axis is None or channel.group.size() == channel.hosts.ranks
         if not knows_hosts and not self.is_alone:
             names = [[self._host_names[rank] for rank in sorted(row)] for row in groups]
             channel.hosts = common([hosts_of(row) for row in names])
         return channel
 
-    def _open_new(
-        self, channel: Channel, groups: list[list[int]], timeout: timedelta | None
-    ) -> None:
-        """Make a process group for the row of `groups` that has this rank."""
+    def _open_new(self, channel: Channel, groups: list[list[int]], base: dist.ProcessGroup) -> None:
+        """Make a process group for the row of `groups` that has this rank, like the group `base` of the mesh."""
+        timeout = _timeout(base)
         backend = "gloo" if channel.axis is None else None
         description = f"ztrans {channel.purpose}"
         # If only its members make a group, torch names it by the number of groups that they have made, which may differ
@@ -280,6 +279,7 @@ class ProcessGroups:
                 row,
                 timeout,
                 backend,
+                _tuning(base, timeout) if backend is None else None,
                 use_local_synchronization=not is_world,
                 group_desc=description,
             )
@@ -345,3 +345,19 @@ def _timeout(group: dist.ProcessGroup) -> timedelta | None:
             with contextlib.suppress(AttributeError, RuntimeError):
                 timeouts.append(each._get_backend(device).options._timeout)
     return min(timeouts, default=None)
+
+
+def _tuning(group: dist.ProcessGroup, timeout: timedelta | None) -> Any:
+    """New options of NCCL with what the user has tuned in a group, such as its number of blocks.
+
+    The rest of a group's options is about that group alone. None for other backends, which cannot be tuned.
+    """
+    for device in group._device_types:
+        options: Any = getattr(group._get_backend(device), "options", None)
+        if hasattr(options, "config"):
+            tuned: Any = type(options)()
+            tuned.config = options.config
+            tuned.is_high_priority_stream = options.is_high_priority_stream
+            tuned._timeout = timeout
+            return tuned
+    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -12,14 +13,17 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.runtime.test_two_levels import by_hosts, random_terms, scatter
-from tests.support.fabric import on_all_ranks
+from tests.support.fabric import Fabric, Rank, on_all_ranks
+from tests.support.fake_cuda import FakeCuda
 from ztrans import ops
 from ztrans.ir.collectives import reduce, rules
 from ztrans.ir.graph import Eqn, Split, Var
 from ztrans.ir.routes import Hosts
 from ztrans.runtime import mesh
 from ztrans.runtime.collectives import Start, wait
-from ztrans.runtime.process_groups import Channel
+from ztrans.runtime.cuda.nccl import StreamedStart, Transport
+from ztrans.runtime.cuda.streams import Streams
+from ztrans.runtime.process_groups import Channel, _tuning
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 DTYPES = [
@@ -168,3 +172,41 @@ class Traffic(TorchDispatchMode):
             nbytes = sum(x.nbytes for x in (*read, *writes) if isinstance(x, torch.Tensor))
             self.moved[name] = self.moved.get(name, 0) + nbytes
         return result
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_term_is_sent_from_its_storage_only_if_the_program_keeps_it(monkeypatch, kept):
+    """The program may write over a term that it does not keep while the term is sent."""
+    eqn = scatter([(4, 3)], "sum", F32)
+    assert rules(eqn).sends_own(eqn, 0, {"dp": 2})
+    monkeypatch.setattr(type(rules(eqn)), "sends_own", lambda *arguments: kept)
+    channel = Rank(Fabric(2), 0, Hosts(2))
+    carrier = Transport("nccl reduce_scatter", "a double")
+    start = StreamedStart(eqn, {"dp": 2}, {"dp": 0}, channel, Streams(FakeCuda()), carrier)
+    term = torch.ones(4, 3)
+    message = start.message([0], [term])
+    assert (message.send_buffer.data_ptr() == term.data_ptr()) == kept
+
+
+class Options:
+    """Stands in for the options of a group of NCCL."""
+
+    def __init__(self) -> None:
+        self.config = "as NCCL chooses"
+        self.is_high_priority_stream = False
+        self.split_from = None
+        self._timeout = None
+
+
+def test_a_new_communicator_is_tuned_as_the_one_of_the_mesh():
+    user = Options()
+    user.config = "max_ctas=8"
+    user.is_high_priority_stream = True
+    user.split_from = "the world"
+    backend = SimpleNamespace(options=user)
+    group = SimpleNamespace(_device_types=["cuda"], _get_backend=lambda device: backend)
+    tuned = _tuning(group, timedelta(seconds=5))
+    assert vars(tuned) == vars(user) | {"split_from": None, "_timeout": timedelta(seconds=5)}
+    assert tuned is not user
+    backend.options = SimpleNamespace(_timeout=timedelta(seconds=5))
+    assert _tuning(group, None) is None, "gloo has no tuning"

@@ -372,6 +372,18 @@ def test_a_step_that_fails_frees_no_memory_of_messages_in_flight(mesh, monkeypat
     assert races_after_a_failure(*lowered(mesh, "mlp_momentum", 3), mesh) == []
 
 
+def test_a_step_that_fails_leaves_no_packing_behind(mesh, monkeypatch):
+    """A step that is captured next may not wait for work outside of its capture."""
+    monkeypatch.setattr(StreamedStart, "forward", raise_at(2, StreamedStart.forward))
+    low, local = lowered(mesh, "mlp_momentum", 3)
+    with Races() as cuda:
+        streams = Streams(cuda)
+        run = bind(low.graph, to_fx(low.graph, mesh, True, streams=streams))
+        with pytest.raises(OutOfMemory):
+            run(local)
+    assert streams.packed is None
+
+
 @pytest.mark.parametrize("call", [2, 3])
 def test_a_step_that_fails_while_it_packs_frees_no_memory_in_use(mesh, monkeypatch, call):
     monkeypatch.setattr(ops, "cast_pack", raise_at(call, ops.cast_pack))

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from ... import ops
-from ...ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from ...ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, rules
 from ...ir.graph import Eqn
 from ...ops.kernel import FLOATS
 from ..collectives import REDUCE_OPS, Future, Member, Start
@@ -88,6 +88,7 @@ class StreamedStart(Start):
         self.carrier = transport
         self.is_by_host = transport.call == BY_HOST
         self.is_exchanged = transport.call in (BY_HOST, EXCHANGE)
+        self.sends_own = [rules(eqn).sends_own(eqn, k, sizes) for k in range(len(eqn.outs))]
         self.message = {
             ALL_GATHER: self._gathered,
             REDUCE_SCATTER: self._scattered,
@@ -206,7 +207,7 @@ class StreamedStart(Start):
         dtype = self.outs[ks[0]].dtype
         total = sum(sizes)
         new = terms[0].new_empty
-        send_buffer, pack = self._terms(sizes, terms)
+        send_buffer, pack = self._terms(ks, terms)
         if len(ks) == 1 and self.dim == 0 and dtype == self.wire and not self.is_exchanged:
             mine = new(total, dtype=dtype)
             value = mine[: math.prod(shapes[0])].view(shapes[0])
@@ -261,16 +262,17 @@ class StreamedStart(Start):
             value.copy_(x.view(shape).movedim(0, self.dim))
 
     def _terms(
-        self, sizes: list[int], terms: Sequence[torch.Tensor]
+        self, ks: list[int], terms: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, Callable[[], object]]:
         """The send buffer of a reduction, and the function that fills it.
 
-        A single term that needs no cast, no padding and no transposition is its own send buffer.
+        A term is its own send buffer if the program keeps it until it has been sent, and if it is contiguous here.
         """
         term = terms[0]
+        sizes = [self.parts[k] for k in ks]
         numel = self.size * sum(sizes)
-        is_ready = term.dtype == self.wire and term.is_contiguous() and term.numel() == numel
-        if len(terms) == 1 and self.dim == 0 and is_ready:
+        is_whole = term.is_contiguous() and term.numel() == numel
+        if len(ks) == 1 and self.sends_own[ks[0]] and is_whole:
             return term.view(-1), lambda: None
         send_buffer = term.new_empty(numel, dtype=self.wire)
         rows = [each.movedim(self.dim, 0) for each in terms]
