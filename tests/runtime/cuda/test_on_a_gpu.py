@@ -123,8 +123,13 @@ def lifted(*args, backend="eager", cuda_graph=False, transform=lambda step: step
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_lifted_loop_is_the_untouched_one(model, optimizer):
-    """Bit for bit for SGD and fused AdamW; batch norm is cuDNN's in the untouched loop, and PyTorch's own in ours."""
-    wanted, loss = untouched(MODELS[model], OPTIMIZERS[optimizer])
+    """Bit for bit for SGD and fused AdamW; batch norm is cuDNN's in the untouched loop, and PyTorch's own in ours.
+
+    A capturable optimizer is compared with the one that is not. In the untouched loop PyTorch computes its bias
+    corrections in fp32, which moves parameters by 3e-6.
+    """
+    peer = "adamw" if optimizer == "adamw_capturable" else optimizer
+    wanted, loss = untouched(MODELS[model], OPTIMIZERS[peer])
     got, lifted_loss = lifted(MODELS[model], OPTIMIZERS[optimizer])
     limit = 0 if optimizer in ("sgd", "adamw_fused") and model != "convolutions" else 1e-6
     assert {k: d for k in wanted if not (d := distance(got[k], wanted[k])) <= limit} == {}
@@ -357,7 +362,7 @@ path = pathlib.Path(tempfile.mkdtemp()) / "state"
 zt.save(path, state).result()
 for _ in range(3):
     state, loss = step(state, x, y)
-again = zt.load(path, step, like=state)
+again = zt.load(path, state, step)
 for _ in range(3):
     again, same = step(again, x, y)
 assert torch.equal(loss, same), (loss, same)
