@@ -76,7 +76,7 @@ def test_a_plan_is_counted_as_its_program_is_analysed(name, ranks, stage):
 def schedules(problem: Problem, chance: Random, count: int) -> Iterator[Schedule]:
     """Some schedules by chance: buckets of neighbours, kept values, early and late gathers, in more or less memory."""
     least = needs(problem).bytes
-    costly = [i for i in problem.idle_values if i not in problem.free_drops]
+    levers = [i for i in range(len(problem.levers)) if i not in problem.free_levers]
 
     def buckets(messages, among):
         for members in grouped((messages[i].key, i) for i in among).values():
@@ -90,13 +90,15 @@ def schedules(problem: Problem, chance: Random, count: int) -> Iterator[Schedule
             yield tuple(bucket)
 
     for _ in range(count):
-        dropped = problem.free_drops.union(chance.sample(costly, chance.randint(0, len(costly))))
+        pulled = chance.sample(levers, chance.randint(0, len(levers)))
+        pulled = problem.free_levers.union(pulled)
+        dropped = problem.dropped(pulled)
         left = (i for i in range(len(problem.gathers)) if i not in dropped)
         gathers, reductions = (
             buckets(problem.gathers, left),
             buckets(problem.reductions, range(len(problem.reductions))),
         )
-        choice = Choice(tuple(gathers), tuple(reductions), dropped, chance.choice([0.0, 1.0, 1e6]))
+        choice = Choice(tuple(gathers), tuple(reductions), pulled, chance.choice([0.0, 1.0, 1e6]))
         budget = chance.choice(
             [float("inf"), *(int(share * least) for share in (1.001, 1.05, 1.3))]
         )

@@ -14,11 +14,13 @@ from ztrans.planning.solver.problem import (
     END,
     Bucket,
     Gather,
+    Lever,
     Problem,
     Reduction,
     Schedule,
     Update,
     Wire,
+    gather_levers,
 )
 from ztrans.planning.solver.validate import validate
 
@@ -63,6 +65,7 @@ def problem(
         gathers_in_flight=chance.choice([INF, INF, 0, 3, 5]),
         reductions_in_flight=chance.choice([INF, INF, 0, 3, 5]),
     )
+    drawn = replace(drawn, levers=gather_levers(drawn.gathers))
     unpacked = {
         key: wire._replace(unpack=chance.choice([0.0, 0.25])) for key, wire in wires.items() if host
     }
@@ -143,6 +146,35 @@ def rich(chance: Random) -> Problem:
     )
 
 
+def levered(chance: Random) -> Problem:
+    """A random problem with levers of every kind, some of which save bytes, seconds or first gathers."""
+    p = problem(chance, gathers=2, reductions=1, host=True)
+    ops = len(p.seconds)
+    levers = []
+    for number in range(chance.randint(1, 2)):
+        buffers = []
+        for size in chance.sample([-3, -2, 2, 4], chance.randint(0, 2)):
+            first = chance.randint(0, 2 * ops)
+            buffers.append(Buffer(size, first, chance.randint(first, 2 * ops)))
+        seconds = []
+        if chance.random() < 0.5:
+            place = chance.randrange(ops)
+            seconds.append((place, chance.choice([1.0, 2.0, -p.seconds[place]])))
+        messages = []
+        if chance.random() < 0.5:
+            issue = chance.randint(0, ops)
+            lane, link = chance.choice(["lane", "third"]), chance.choice(["link", "third"])
+            need = chance.randint(issue, ops)
+            messages.append(Message(issue, need, lane, link, 0.5, 1.0, host=0.25, unpack=0.25))
+        dropped = chance.sample(range(len(p.gathers)), chance.randint(0, len(p.gathers)))
+        levers.append(
+            Lever(
+                f"lever {number}", tuple(dropped), tuple(buffers), tuple(seconds), tuple(messages)
+            )
+        )
+    return replace(p, levers=(*p.levers, *levers))
+
+
 def _gathers(
     chance: Random, ops: int, keys: list, count: int, repeats: float
 ) -> tuple[Gather, ...]:
@@ -184,8 +216,9 @@ def schedules(problem: Problem) -> Iterator[Schedule]:
         )
         for order in ordered([Bucket(*b) for b in zip(parts, starts, waits)])
     ]
-    for count in range(len(problem.idle_values) + 1):
-        for dropped in map(frozenset, combinations(problem.idle_values, count)):
+    for count in range(len(problem.levers) + 1):
+        for levers in map(frozenset, combinations(range(len(problem.levers)), count)):
+            dropped = problem.dropped(levers)
             for parts in grouped(
                 [i for i in range(len(problem.gathers)) if i not in dropped], problem.gathers
             ):
@@ -194,7 +227,7 @@ def schedules(problem: Problem) -> Iterator[Schedule]:
                 for starts in product(*(range(a, b + 1) for a, b in zip(release, uses))):
                     for gathers in ordered([Bucket(*b) for b in zip(parts, starts, uses)]):
                         for order in reductions:
-                            schedule = Schedule(gathers, order, dropped)
+                            schedule = Schedule(gathers, order, levers)
                             if fits(problem, schedule):
                                 yield schedule
 

@@ -14,6 +14,7 @@ from ztrans.planning.solver.problem import (
     Reduction,
     Schedule,
     Wire,
+    gather_levers,
 )
 
 
@@ -108,6 +109,7 @@ def llama(
             "gather": Wire(lanes[0], "link", latency, pace),
             "reduce": Wire(lanes[1], "link", latency, pace),
         },
+        levers=gather_levers(gathers),
     )
     return Case(name, problem, tuple(gather_layers), tuple(reduction_layers), more)
 
@@ -209,7 +211,8 @@ def fsdp2(case: Case) -> Schedule:
     reductions = at_birth(p, runs(range(len(p.reductions)), case.reduction_layers.__getitem__))
     needs = [*(b.start for b in reductions[1:]), p.reductions[-1].need]
     waits = tuple(replace(b, wait=need) for b, need in zip(reductions, needs))
-    return Schedule(one_ahead(p, groups), waits, dropped)
+    levers = frozenset(i for i, lever in enumerate(p.levers) if dropped.issuperset(lever.dropped))
+    return Schedule(one_ahead(p, groups), waits, levers)
 
 
 def by_size(case: Case, most: int = 25 * 10**6) -> Schedule:

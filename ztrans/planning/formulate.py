@@ -22,7 +22,7 @@ from .buffers import AT_START, AT_WAIT, Buffer, Storage, live_by_slot, local_byt
 from .cluster import Cluster
 from .simulate import COPIES, NO_COPIES, Message, messages, seconds
 from .skeleton import Skeleton, UpdateGroup, deadlines, update_groups
-from .solver.problem import Gather, Problem, Reduction, Update, Wire
+from .solver.problem import Gather, Problem, Reduction, Update, Wire, gather_levers
 
 
 def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None = None) -> Problem:
@@ -79,6 +79,7 @@ def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[UpdateGroup
         reductions_in_flight=_limit(hints.reductions_in_flight, reductions),
         updates=tuple(Update(0.0, group.after, group.release) for group in groups),
         names=s.place_names,
+        levers=gather_levers(gathers),
     )
     return problem, groups
 

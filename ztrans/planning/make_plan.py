@@ -68,7 +68,7 @@ def make_plan(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
         notes.append(
             "updates run at the end: in between they would not have fitted the memory budget"
         )
-    plan = Plan(s.fingerprint, *buckets_by_name(s, schedule), update, tuple(notes))
+    plan = Plan(s.fingerprint, *buckets_by_name(s, problem, schedule), update, tuple(notes))
     return _with_notes(plan, graph, planned_memory.peak, cluster), ordered
 
 

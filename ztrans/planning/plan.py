@@ -23,7 +23,7 @@ from typing import Any
 from ..ir.differences import Traffic
 from ..ir.printer import WIDTH, fold, wrap
 from .skeleton import Collective, Skeleton
-from .solver.problem import Bucket, Problem, Schedule
+from .solver.problem import Bucket, Levers, Problem, Schedule
 from .solver.validate import ScheduleError, validate
 
 WRITTEN = "as written"  # the program keeps its order, updates included
@@ -246,7 +246,7 @@ def _is_bucket(value: object) -> bool:
 
 
 def buckets_by_name(
-    s: Skeleton, schedule: Schedule
+    s: Skeleton, problem: Problem, schedule: Schedule
 ) -> tuple[NamedBuckets, NamedBuckets, MemberNames]:
     """A schedule by name: its gathers and where each starts, its reductions and their waits, the dropped gathers."""
     places = s.place_names
@@ -256,7 +256,9 @@ def buckets_by_name(
 
     gathers = [(names(s.gathers, b.members), places[b.start]) for b in schedule.gathers]
     reductions = [(names(s.reductions, b.members), places[b.wait]) for b in schedule.reductions]
-    return tuple(gathers), tuple(reductions), names(s.gathers, sorted(schedule.dropped))
+    # In the order of the gathers that they drop.
+    pulled = sorted((problem.levers[i] for i in schedule.levers), key=lambda lever: lever.dropped)
+    return tuple(gathers), tuple(reductions), tuple(lever.name for lever in pulled)
 
 
 def schedule_of(plan: Plan, s: Skeleton, problem: Problem) -> Schedule:
@@ -282,10 +284,19 @@ def schedule_of(plan: Plan, s: Skeleton, problem: Problem) -> Schedule:
         start = max(problem.reductions[i].born for i in members) + 1
         need = min(problem.reductions[i].need for i in members)
         reductions.append(Bucket(members, start, _place(s, place, names, start, need)))
-    dropped = frozenset(gather[name] for name in plan.dropped)
-    schedule = Schedule(tuple(gathers), tuple(reductions), dropped)
+    levers = _levers(problem, plan.dropped)
+    schedule = Schedule(tuple(gathers), tuple(reductions), levers)
     validate(problem, schedule)
     return schedule
+
+
+def _levers(problem: Problem, names: MemberNames) -> Levers:
+    """The levers that drop the gathers of these names."""
+    numbers = {lever.name: i for i, lever in enumerate(problem.levers)}
+    for name in names:
+        if name not in numbers:
+            raise ScheduleError(f"the gather [{name}] is dropped, and no value is kept for it")
+    return frozenset(numbers[name] for name in names)
 
 
 def _numbers(

@@ -80,7 +80,7 @@ def realise(s: Skeleton, schedule: Schedule, problem: Problem) -> Graph:
 
     Args:
         s: the program without its planned collectives.
-        schedule: the buckets, their places, and the gathers that are dropped.
+        schedule: the buckets, their places, and the levers that are pulled.
         problem: the problem of the program. Its updates run as soon as the reductions that they need have been waited
             for; where it has none, all equations of the update stay at their places.
 
@@ -117,7 +117,7 @@ def realise(s: Skeleton, schedule: Schedule, problem: Problem) -> Graph:
 def _kept_values(s: Skeleton, schedule: Schedule, problem: Problem) -> dict[Var, Var]:
     """For the value of each dropped gather, the value that is kept for it. `rename` follows them to the first."""
     kept_for = {}
-    for i in schedule.dropped:
+    for i in problem.dropped(schedule.levers):
         earlier = problem.gathers[i].repeats
         if earlier is not None:
             kept_for[s.gathers[i].value] = s.gathers[earlier].value

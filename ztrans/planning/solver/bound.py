@@ -12,11 +12,14 @@ everything that it needs has arrived. The latter takes a link at least as long a
 Each line includes those above it. Sending, unpacking and eager updates take compute too: for a message that cannot be
 sent before an operation, they come after that operation. An update may run inside any stall that its reduction ends,
 so it has no place; it follows its reductions, and is added to the sum of all compute.
+
+What levers save is taken off for all of them at once, and what they cost is left out. The exception is a lever that
+keeps a value for a later gather: the line `memory` counts the bytes that it takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
@@ -25,7 +28,7 @@ import numpy as np
 
 from ...ir.relations import grouped
 from ..buffers import Buffer, live_by_slot
-from .problem import Gather, Problem, Reduction, copy_seconds
+from .problem import Gather, Lever, Problem, Reduction, copy_seconds
 
 # Bytes for which there is no room need a message with its latency. A share this small is the rounding of floats.
 ROUNDING = 1e-9
@@ -53,6 +56,7 @@ def bound(problem: Problem) -> Bound:
     >>> bound(Problem((1.0, 1.0), (0, 0), (), (Gather("w", 2, 2, 0, 0), Gather("w", 6, 6, 1, 1)), (), wires))
     Bound(seconds=10.0, compute=8.0, wire=10.0, memory=10.0, binds='wire')
     """
+    problem = _with_all_savings(problem)
     jobs = _jobs(problem)
     compute = _earliest(problem, jobs, wire=False)
     wire = _earliest(problem, jobs)
@@ -65,6 +69,21 @@ def bound(problem: Problem) -> Bound:
     else:
         binds = "memory"
     return Bound(memory, compute, wire, memory, binds)
+
+
+def _with_all_savings(problem: Problem) -> Problem:
+    """The problem without the seconds and bytes that any of its levers saves."""
+    seconds = list(problem.seconds)
+    saved_buffers = []
+    for lever in problem.levers:
+        saved_buffers += [buffer for buffer in lever.buffers if buffer.bytes < 0]
+        for place, more in lever.seconds:
+            seconds[place] += min(more, 0.0)
+    if not saved_buffers and seconds == list(problem.seconds):
+        return problem
+    saved_bytes = live_by_slot(saved_buffers, 2 * len(seconds) + 1)[1::2]
+    live = problem.live + saved_bytes
+    return replace(problem, seconds=tuple(seconds), live=tuple(live.tolist()))
 
 
 @dataclass(frozen=True)
@@ -109,12 +128,32 @@ def _jobs(problem: Problem) -> list[_Job]:
         follows = sum(problem.updates[u].seconds for u in problem.updates_after.get(i, ()))
         job = _job(problem, r, r.born + 1, min(end, r.need))
         jobs.append(replace(job, follows=follows))
-    for g, idle_since, size in _values(problem):
+    dropped_by = grouped((i, lever) for lever in problem.levers for i in lever.dropped)
+    for i, (g, idle_since, size) in enumerate(_values(problem)):
+        if idle_since is not None and not size:
+            continue  # a value that takes no room is kept
         # A regather may be sent once the earlier value is gone.
-        if idle_since is None or size:  # a value that takes no room is kept
+        if _must_send(g.use, idle_since, size, dropped_by.get(i, ())):
             job = _job(problem, g, g.release if idle_since is None else idle_since, g.use)
             jobs.append(replace(job, first=idle_since is None, value_bytes=size, key=g.key))
     return sorted(jobs, key=lambda job: job.need)
+
+
+def _must_send(use: int, idle_since: int | None, size: int, levers: Sequence[Lever]) -> bool:
+    """Whether a gather is sent with every lever, except with those that keep its value while it is idle."""
+    if idle_since is None:
+        return not levers
+    if idle_since >= use:
+        return True
+    for lever in levers:
+        if not any(
+            buffer.bytes >= size
+            and buffer.first <= 2 * idle_since + 1
+            and buffer.last >= 2 * use - 1
+            for buffer in lever.buffers
+        ):
+            return False
+    return True
 
 
 def _values(problem: Problem) -> Iterator[tuple[Gather, int | None, int]]:

@@ -14,7 +14,6 @@ from .problem import (
     ReductionBytes,
     Schedule,
     gather_buffers,
-    idle_buffers,
     message_of,
     reserved_for_second,
     second_buffer,
@@ -42,11 +41,12 @@ def evaluate(problem: Problem, schedule: Schedule) -> Outcome:
         updates.complete(issued[i][1])
         return updates.seconds(place)
 
-    places = {0, len(problem.seconds)}
+    compute = problem.compute(schedule.levers)
+    places = {0, len(compute)}
     places.update(update.release for update in problem.updates)
     for message in messages:
         places.update((message.issue, message.need))
-    played = play(problem.seconds, messages, sorted(places), follows, updates.seconds)
+    played = play(compute, messages, sorted(places), follows, updates.seconds)
     seconds = max(played.start[-1] + updates.seconds_left, *played.end, 0.0)
     bytes_live = memory(problem, schedule)
     return Outcome(seconds, int(bytes_live.max(initial=0)), messages, played, bytes_live)
@@ -55,7 +55,7 @@ def evaluate(problem: Problem, schedule: Schedule) -> Outcome:
 def _issued(problem: Problem, schedule: Schedule) -> list[tuple[Message, tuple[int, ...]]]:
     """Every message in the order of issue, with the reductions that are its members."""
     issued: list[tuple[Message, tuple[int, ...]]] = [
-        (message, ()) for message in problem.fixed_messages
+        (message, ()) for message in problem.messages(schedule.levers)
     ]
     for bucket in schedule.gathers:
         gathers = [problem.gathers[i] for i in bucket.members]
@@ -70,7 +70,7 @@ def _issued(problem: Problem, schedule: Schedule) -> list[tuple[Message, tuple[i
 def memory(problem: Problem, schedule: Schedule) -> np.ndarray:
     """The bytes live while each operation runs, or at the place before it."""
     buffers = [Buffer(g.bytes, 2 * g.use, 2 * g.last + 1) for g in problem.gathers]
-    buffers += idle_buffers(problem, schedule.dropped)
+    buffers += problem.lever_buffers(schedule.levers)
     for bucket in schedule.gathers:
         gathers = [problem.gathers[i] for i in bucket.members]
         buffers += [Buffer(g.bytes, 2 * bucket.start, 2 * g.use - 1) for g in gathers]

@@ -15,6 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,14 +24,13 @@ from ..buffers import Buffer, changes, live_by_slot, sum_changes
 from ..simulate import Message, Network
 from .problem import (
     Bucket,
-    Dropped,
+    Levers,
     PendingUpdates,
     Problem,
     Reduction,
     ReductionBytes,
     Schedule,
     gather_buffers,
-    idle_buffers,
     message_of,
     packed_values,
     reserved_for_second,
@@ -47,7 +47,7 @@ class Rejected(Exception):
 
 
 class Choice(NamedTuple):
-    """Buckets by index, in order of use and of birth within a key; the dropped gathers; when gathers start.
+    """Buckets by index, in order of use and of birth within a key; the levers that are pulled; when gathers start.
 
     A gather is due `lead` times its transfer before its use. If `reserve`, a gather that is used after the first
     gradient starts only where it leaves room for the largest reduction.
@@ -55,7 +55,7 @@ class Choice(NamedTuple):
 
     gathers: tuple[MemberIndices, ...]
     reductions: tuple[MemberIndices, ...]
-    dropped: Dropped
+    levers: Levers
     lead: float = 1.0
     reserve: bool = True
 
@@ -173,15 +173,15 @@ class Loads:
         self.second = reserved_for_second([r] for r in problem.reductions)
         starts = [r.born + 1 for r in problem.reductions]
         self.first_waits = first_waits(problem, self._bytes_unbucketed(starts))
-        self._nothing_dropped = self._bytes_unbucketed(self.first_waits)
+        self._without_levers = self._bytes_unbucketed(self.first_waits)
         self._gather = functools.cache(functools.partial(gather_load, problem))
         self._reduction = functools.cache(
             functools.partial(reduction_load, problem, self.first_waits)
         )
 
     def _bytes_unbucketed(self, waits: Sequence[int]) -> np.ndarray:
-        """By slot, what is live if every message is a bucket of its own, gathers start at their use, and none is
-        dropped."""
+        """By slot, what is live if every message is a bucket of its own, gathers start at their use, and no lever is
+        pulled."""
         problem = self.problem
         buffers = [Buffer(g.bytes, 2 * g.use, 2 * g.last + 1) for g in problem.gathers]
         for r, wait in zip(problem.reductions, waits):
@@ -190,10 +190,10 @@ class Loads:
             buffers.append(second_buffer(problem, self.second))
         return problem.fixed_bytes + live_by_slot(buffers, len(problem.fixed_bytes))
 
-    def bytes_unbucketed(self, dropped: Dropped) -> np.ndarray:
-        """By slot, what is live if every message is a bucket of its own, and these gathers are dropped."""
-        idle = idle_buffers(self.problem, dropped)
-        return self._nothing_dropped + live_by_slot(idle, len(self.problem.fixed_bytes))
+    def bytes_unbucketed(self, levers: Levers) -> np.ndarray:
+        """By slot, what is live if every message is a bucket of its own, and these levers are pulled."""
+        buffers = self.problem.lever_buffers(levers)
+        return self._without_levers + live_by_slot(buffers, len(self.problem.fixed_bytes))
 
     def of(self, choice: Choice) -> Loaded:
         """The loads of a choice, in which every bucket is possible, and for which there is room."""
@@ -205,7 +205,7 @@ class Loads:
         # A bucket of one member changes nothing.
         shared = [load.changes for load in gathers if len(load.members) > 1]
         shared += [load.changes for load in reductions if len(load.members) > 1]
-        used = self.bytes_unbucketed(choice.dropped) + sum_changes(shared, len(problem.fixed_bytes))
+        used = self.bytes_unbucketed(choice.levers) + sum_changes(shared, len(problem.fixed_bytes))
         room = self.memory - used
         second = reserved_for_second(load.bytes.members for load in reductions)
         if second > self.second:
@@ -350,7 +350,11 @@ class _Simulation:
         self.room = loaded.room
         self.choice = choice
         self.limit = limit
-        self.seconds_before = problem.seconds_before
+        compute = problem.compute(choice.levers)
+        if compute is problem.seconds:
+            self.seconds_before = problem.seconds_before
+        else:
+            self.seconds_before = tuple(accumulate(compute, initial=0.0))
         self.first_gradient = min(
             (r.born for r in problem.reductions), default=len(self.seconds_before)
         )
@@ -371,7 +375,7 @@ class _Simulation:
         ]
         self.fixed = [
             InFlight(o, message)
-            for o, message in enumerate(problem.fixed_messages, len(self.gathers))
+            for o, message in enumerate(problem.messages(choice.levers), len(self.gathers))
         ]
         self.gathers_under_way: list[GatherInFlight] = []
         self.reductions_under_way: list[ReductionInFlight] = []
@@ -442,7 +446,7 @@ class _Simulation:
         schedule = Schedule(
             tuple(Bucket(g.load.members, g.start, g.load.use) for g in issued),
             tuple(Bucket(r.load.members, r.load.start, r.wait) for r in self.reductions),
-            self.choice.dropped,
+            self.choice.levers,
         )
         peak = int(self.memory - self.room.min(initial=self.memory))
         return Placed(seconds, peak, self.choice, schedule)

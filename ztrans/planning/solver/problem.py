@@ -2,8 +2,9 @@
 
 Operations 0..n-1 run in a fixed order. Place k is before operation k, and place n is the end. A gather must have
 arrived before the operation that first uses it. Its value is live from its start to its last use. A gradient is live
-from the operation that makes it until its reduction has been waited for. A gather that repeats an earlier one may be
-dropped: then it is not sent, and the earlier value stays live.
+from the operation that makes it until its reduction has been waited for. A schedule may pull levers. Each changes
+which bytes are live, how long compute takes, and which messages are sent. A gather that repeats an earlier one has a
+lever that drops it: then it is not sent, and the earlier value stays live.
 
 The equations of an eager update have no place of their own: they run as soon as the reductions that they need have
 been waited for. Collectives that no schedule places, as the step's own, are issued and waited for at fixed places.
@@ -90,8 +91,29 @@ class Update(NamedTuple):
     release: int = 0  # the earliest place at which it may run
 
 
-Dropped = frozenset[int]  # the gathers that a schedule does not send, by index
-NOTHING_DROPPED: Dropped = frozenset()
+@dataclass(frozen=True)
+class Lever:
+    """A choice between memory and time: what changes in a schedule that pulls it.
+
+    The value of a dropped gather still counts as live from its use on. Where it is not, a buffer says so.
+
+    Attributes:
+        name: its name in a plan.
+        dropped: gathers that are not sent.
+        buffers: what is live in addition. A negative size is of bytes that are no longer live.
+        seconds: of compute in addition, by place. They run right before the operation there.
+        messages: what is sent in addition, at places that no schedule changes.
+    """
+
+    name: str
+    dropped: tuple[int, ...] = ()
+    buffers: tuple[Buffer, ...] = ()
+    seconds: tuple[tuple[int, float], ...] = ()
+    messages: tuple[Message, ...] = ()
+
+
+Levers = frozenset[int]  # the levers that a schedule pulls, by index
+NO_LEVERS: Levers = frozenset()
 
 
 @dataclass(frozen=True)
@@ -109,6 +131,7 @@ class Problem:
         gathers_in_flight, reductions_in_flight: bytes that are started and not yet waited for, at most.
         fixed_messages: messages at places that no schedule changes.
         names: of the places, for errors.
+        levers: what a schedule may pull, the best first.
     """
 
     seconds: tuple[float, ...]
@@ -125,28 +148,51 @@ class Problem:
     updates: tuple[Update, ...] = ()
     fixed_messages: tuple[Message, ...] = ()
     names: tuple[str, ...] = ()
+    levers: tuple[Lever, ...] = ()
 
     def place(self, k: int) -> str:
         """The text of a place in errors."""
         return f"at {self.names[k]}" if self.names else f"at place {k}"
 
-    @functools.cached_property
-    def idle_values(self) -> Mapping[int, Buffer]:
-        """For each gather that may be dropped, what is live instead: the earlier value from its last use to this one.
+    # What changes in a schedule that pulls some levers.
 
-        The values that are idle for the shortest time come first. A buffer of no slots costs nothing.
-        """
-        idle = {}
-        for i, gather in enumerate(self.gathers):
-            if gather.repeats is not None:
-                after = self.gathers[gather.repeats].last + 1
-                idle[i] = Buffer(gather.bytes, 2 * after, 2 * gather.use - 1)
-        return dict(sorted(idle.items(), key=lambda item: item[1].last - item[1].first))
+    def _pulled(self, levers: Iterable[int]) -> list[Lever]:
+        """Some levers, always in the same order."""
+        return [self.levers[i] for i in sorted(levers)]
+
+    def lever_buffers(self, levers: Iterable[int]) -> list[Buffer]:
+        """What is live in addition if these levers are pulled."""
+        return [buffer for lever in self._pulled(levers) for buffer in lever.buffers]
+
+    def compute(self, levers: Iterable[int]) -> Sequence[float]:
+        """By operation, its seconds if these levers are pulled."""
+        changes = [change for lever in self._pulled(levers) for change in lever.seconds]
+        if not changes:
+            return self.seconds
+        seconds = list(self.seconds)
+        for place, more in changes:
+            seconds[place] += more
+        return seconds
+
+    def dropped(self, levers: Iterable[int]) -> frozenset[int]:
+        """The gathers that are not sent if these levers are pulled."""
+        return frozenset(i for lever in levers for i in self.levers[lever].dropped)
+
+    def messages(self, levers: Iterable[int]) -> list[Message]:
+        """The messages at places that no schedule changes, if these levers are pulled."""
+        messages = list(self.fixed_messages)
+        for lever in self._pulled(levers):
+            messages += lever.messages
+        return messages
 
     @functools.cached_property
-    def free_drops(self) -> Dropped:
-        """The gathers that cost nothing if they are dropped, because the earlier value is live anyway."""
-        return frozenset(i for i, idle in self.idle_values.items() if idle.last < idle.first)
+    def free_levers(self) -> Levers:
+        """The levers that cost nothing: no bytes, no seconds, and no messages."""
+        free = set()
+        for i, lever in enumerate(self.levers):
+            if not lever.buffers and not lever.seconds and not lever.messages:
+                free.add(i)
+        return frozenset(free)
 
     @functools.cached_property
     def seconds_before(self) -> tuple[float, ...]:
@@ -155,7 +201,10 @@ class Problem:
 
     @functools.cached_property
     def clock(self) -> tuple[float, ...]:
-        """The seconds before each place, if compute waits only for the messages that no schedule places."""
+        """The seconds before each place, if compute waits only for the messages that no schedule places.
+
+        It is an estimate: no lever is pulled.
+        """
         if not self.fixed_messages:
             return self.seconds_before
         return play(self.seconds, self.fixed_messages).start
@@ -193,6 +242,22 @@ class Problem:
         return None
 
 
+def gather_levers(gathers: Sequence[Gather]) -> tuple[Lever, ...]:
+    """For each gather that repeats an earlier one, the lever that drops it and keeps the earlier value instead.
+
+    The value is then idle from its last use to the use of this gather. Those that are idle for the shortest time come
+    first. A value that is live anyway takes no bytes.
+    """
+    levers = []
+    for i, gather in enumerate(gathers):
+        if gather.repeats is not None:
+            after = gathers[gather.repeats].last + 1
+            idle = Buffer(gather.bytes, 2 * after, 2 * gather.use - 1)
+            buffers = (idle,) if gather.use > after else ()
+            levers.append((gather.use - after, Lever(gather.name, (i,), buffers)))
+    return tuple(lever for _, lever in sorted(levers, key=lambda item: item[0]))
+
+
 @dataclass(frozen=True)
 class Bucket:
     """Members by index; a gather bucket starts at place `start`, a reduction bucket at the place after
@@ -205,11 +270,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A solution: buckets in the order of their start, and the gathers that are dropped."""
+    """A solution: buckets in the order of their start, and the levers that are pulled."""
 
     gathers: tuple[Bucket, ...]
     reductions: tuple[Bucket, ...]
-    dropped: Dropped = NOTHING_DROPPED
+    levers: Levers = NO_LEVERS
 
 
 # A bucket as a message.
@@ -351,11 +416,6 @@ class ReductionBytes:
 
 def _total(sized: Iterable[Buffer | Reduction]) -> int:
     return sum(each.bytes for each in sized)
-
-
-def idle_buffers(problem: Problem, dropped: Dropped) -> list[Buffer]:
-    """What is live in addition if gathers are dropped."""
-    return [problem.idle_values[i] for i in dropped - problem.free_drops]
 
 
 def second_buffer(problem: Problem, size: int) -> Buffer:

@@ -3,10 +3,10 @@
 Memory is a hard limit. Live bytes are counted by slot (see `buffers`), and the program in the order of a schedule never
 has more of them live than its schedule counts.
 
-A choice of buckets and of dropped gathers is as good as the time that its placement takes. Times below `enough` count
+A choice of buckets and of levers is as good as the time that its placement takes. Times below `enough` count
 as equal; then fewer live bytes are better, then fewer buckets.
 
-The search begins with full buckets, once with no gather dropped and once with as many as fit. It merges buckets, many
+The search begins with full buckets, once with no levers pulled and once with as many as fit. It merges buckets, many
 at once where that is no loss. Then it climbs: it makes random changes, and keeps a change that is not slower. Of the
 choices that take nearly as little time as the best one, the result is the one with the fewest live bytes. The random
 numbers have a fixed seed, and the effort is counted in messages placed, so the same problem has the same result
@@ -28,7 +28,7 @@ from ...ir.relations import grouped
 from ..buffers import by_operation
 from .bound import bound
 from .place import Choice, Loads, MemberIndices, Placed, place_choice
-from .problem import NOTHING_DROPPED, Dropped, Gather, Problem, Reduction, Schedule
+from .problem import NO_LEVERS, Gather, Levers, Problem, Reduction, Schedule
 
 EFFORT = 20_000  # messages that the search places: about a second
 NEARLY = 0.0025  # schedules whose times differ by less than this share count as equal; the lower bound's is enough
@@ -82,7 +82,7 @@ def needs(problem: Problem) -> Needs:
 
 def _unbucketed_needs(problem: Problem) -> Needs:
     """The bytes that are live if every message is sent alone, and is waited for as early as the memory allows."""
-    live = by_operation(Loads(problem).bytes_unbucketed(NOTHING_DROPPED))
+    live = by_operation(Loads(problem).bytes_unbucketed(NO_LEVERS))
     return Needs(int(live.max(initial=0)), int(live.argmax()) if len(live) else 0)
 
 
@@ -90,7 +90,7 @@ def _unbucketed_needs(problem: Problem) -> Needs:
 # same where it cannot be made.
 Change = Callable[[Random, Problem, Choice], Choice]
 _LEADS = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 1e6)
-_COUNTS = (1, 2, 4, 8)  # of gathers that are dropped at once
+_COUNTS = (1, 2, 4, 8)  # of levers that are pulled at once
 
 
 def split(chance: Random, problem: Problem, choice: Choice) -> Choice:
@@ -132,16 +132,17 @@ def change_start(chance: Random, problem: Problem, choice: Choice) -> Choice:
     return choice._replace(lead=chance.choice(_LEADS), reserve=chance.choice((False, True)))
 
 
-def drop_more(chance: Random, problem: Problem, choice: Choice) -> Choice:
-    """Drop a few more gathers, those whose values are idle for the shortest time first."""
-    more = [i for i in problem.idle_values if i not in choice.dropped]
-    dropped = choice.dropped.union(more[: chance.choice(_COUNTS)])
+def pull_more(chance: Random, problem: Problem, choice: Choice) -> Choice:
+    """Pull a few more levers, the first ones first."""
+    more = [i for i in range(len(problem.levers)) if i not in choice.levers]
+    levers = choice.levers.union(more[: chance.choice(_COUNTS)])
+    dropped = problem.dropped(levers)
     buckets = []
     for members in choice.gathers:
         remaining = tuple(i for i in members if i not in dropped)
         if remaining:
             buckets.append(remaining)
-    return choice._replace(gathers=tuple(buckets), dropped=dropped)
+    return choice._replace(gathers=tuple(buckets), levers=levers)
 
 
 # Each change with its weight. `benchmarks/ablations.py` leaves each of them out, to see what it gains.
@@ -150,7 +151,7 @@ CHANGES: tuple[tuple[Change, int], ...] = (
     (join, 30),
     (move_border, 50),
     (change_start, 6),
-    (drop_more, 8),
+    (pull_more, 8),
 )
 
 Kind = str  # "gathers" or "reductions", as the fields of a problem and of a choice
@@ -306,7 +307,7 @@ class Search:
         self.patience = PATIENCE + PATIENCE_FOR_EACH * count
         self.seen: set[Choice] = set()
         # Peaks that differ by less count as equal, so the number of buckets decides.
-        self.granule = max(1.0, self.loads.bytes_unbucketed(NOTHING_DROPPED).max(initial=0.0) / 64)
+        self.granule = max(1.0, self.loads.bytes_unbucketed(NO_LEVERS).max(initial=0.0) / 64)
         unbucketed = place_choice(self.loads, self._unbucketed_choice())
         if unbucketed is None:
             raise ValueError("search: the memory is less than every schedule needs.")
@@ -317,10 +318,11 @@ class Search:
 
     def _unbucketed_choice(self) -> Choice:
         """Every message alone, every gather at its use."""
-        dropped = self.problem.free_drops
+        levers = self.problem.free_levers
+        dropped = self.problem.dropped(levers)
         gathers = [(i,) for i in range(len(self.problem.gathers)) if i not in dropped]
         reductions = tuple((i,) for i in range(len(self.problem.reductions)))
-        return Choice(in_order(self.problem, gathers), reductions, dropped, lead=0.0)
+        return Choice(in_order(self.problem, gathers), reductions, levers, lead=0.0)
 
     @property
     def finished(self) -> bool:
@@ -365,26 +367,30 @@ class Search:
             self.improved = self.effort
 
     def begin(self) -> None:
-        """Try full buckets: with no gather dropped at a cost, and with as many dropped as fit."""
-        for dropped in (self.problem.free_drops, self._drops_that_fit()):
+        """Try full buckets: with no levers pulled, except those that cost nothing, and with as many as fit."""
+        for levers in (self.problem.free_levers, self._levers_that_fit()):
             if not self.finished:
-                self.first = self.attempt(self._full(dropped)) or self.first
+                self.first = self.attempt(self._full(levers)) or self.first
 
-    def _drops_that_fit(self) -> Dropped:
-        """As many gathers as can be dropped, those whose values are idle for the shortest time first."""
-        room = self.loads.memory - self.loads.bytes_unbucketed(NOTHING_DROPPED)
-        dropped = set(self.problem.free_drops)
-        for i, idle in self.problem.idle_values.items():
-            span = room[idle.first : idle.last + 1]
-            if i not in dropped and span.min() >= idle.bytes:
-                dropped.add(i)
-                span -= idle.bytes
-        return frozenset(dropped)
+    def _levers_that_fit(self) -> Levers:
+        """As many levers as fit the memory, of those that cost nothing else, the first ones first."""
+        room = self.loads.memory - self.loads.bytes_unbucketed(NO_LEVERS)
+        levers = set(self.problem.free_levers)
+        for i, lever in enumerate(self.problem.levers):
+            if lever.seconds or lever.messages:
+                continue
+            spans = [(room[b.first : b.last + 1], b.bytes) for b in lever.buffers]
+            if all(span.min() >= size for span, size in spans):
+                levers.add(i)
+                for span, size in spans:
+                    span -= size
+        return frozenset(levers)
 
-    def _full(self, dropped: Dropped) -> Choice:
+    def _full(self, levers: Levers) -> Choice:
         """Full buckets of everything that is not dropped."""
         problem = self.problem
-        room = (self.loads.memory - by_operation(self.loads.bytes_unbucketed(dropped))).tolist()
+        room = (self.loads.memory - by_operation(self.loads.bytes_unbucketed(levers))).tolist()
+        dropped = problem.dropped(levers)
         gathers = [(i, g) for i, g in enumerate(problem.gathers) if i not in dropped]
         first = [i for i, g in gathers if g.repeats is None]
         regathers = [i for i, g in gathers if g.repeats is not None]
@@ -393,7 +399,7 @@ class Search:
             *gather_buckets(problem, regathers, room, REGATHERS),
         ]
         reductions = reduction_buckets(problem, room, REDUCTIONS)
-        return Choice(in_order(problem, buckets), tuple(reductions), dropped, lead=2.0)
+        return Choice(in_order(problem, buckets), tuple(reductions), levers, lead=2.0)
 
     def merge(self, kind: Kind) -> None:
         """Merge neighbouring buckets of a kind: all pairs at once, then halves of them where that is a loss."""
@@ -443,7 +449,9 @@ class Search:
         kinds, weights = zip(*changes)
         # One change is the most frequent. Several at once leave a choice that no single change improves.
         for change in self.chance.choices(kinds, weights, k=self.chance.choice((1, 1, 2, 3))):
-            choice = change(self.chance, self.problem, choice)
+            # Levers may have dropped all messages. Then there is nothing left to change.
+            if choice.gathers or choice.reductions:
+                choice = change(self.chance, self.problem, choice)
         return choice
 
 

@@ -20,11 +20,8 @@ def validate(problem: Problem, schedule: Schedule) -> None:
     Raises:
         ScheduleError: a limit is not kept; the message names members and places.
     """
-    for i in sorted(schedule.dropped):
-        if problem.gathers[i].repeats is None:
-            names = _names(problem.gathers, [i])
-            raise ScheduleError(f"the gather {names} is dropped, and no value is kept for it")
-    _check_buckets(problem, "gather", schedule.gathers, problem.gathers, schedule.dropped)
+    dropped = problem.dropped(schedule.levers)
+    _check_buckets(problem, "gather", schedule.gathers, problem.gathers, dropped)
     _check_buckets(problem, "reduction", schedule.reductions, problem.reductions, frozenset())
     for bucket in schedule.gathers:
         _check_gather(problem, bucket)
