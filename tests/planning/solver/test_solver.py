@@ -364,8 +364,8 @@ def test_a_lever_changes_what_is_sent_what_is_live_and_how_long_compute_takes():
 def test_a_lever_adds_messages_that_compute_waits_for():
     """This one moves a value of 5 bytes to the host after operation 0, and back before operation 3.
 
-    The way out is hidden. The way back takes 3 seconds, is issued at place 2, and stalls operation 3 by two. It shares
-    its link with the gather: if it is issued while the gather moves, both take longer.
+    The way out is hidden. The way back is issued at place 2 and takes 3 seconds, so operation 3 waits for two of them.
+    On the link of a gather that moves at the same time, both take longer.
     """
     out = Message(1, 2, "host out", "host out", 0.0, 1.0)
     back = Message(2, 3, "host in", "host in", 0.0, 3.0)
