@@ -90,7 +90,7 @@ def _order_launches() -> None:
     """Have NCCL start the messages of all communicators in the order in which this process launches them.
 
     Otherwise the messages of two communicators may wait for each other, on GPUs that have no room for both. NCCL reads
-    the variable once, when it launches its first message.
+    the variable once, with its first communicator or message.
     """
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
