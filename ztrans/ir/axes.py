@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def members(axis: str) -> tuple[str, ...]:
 
 def members_of(axes: Iterable[str]) -> tuple[str, ...]:
     """The axes of the mesh that some axes consist of."""
-    return tuple(dict.fromkeys(member for axis in axes for member in members(axis)))
+    return tuple(dict.fromkeys(chain.from_iterable(map(members, axes))))
 
 
 def with_joint_sizes(sizes: Mapping[str, int], joint: Iterable[str]) -> dict[str, int]:
@@ -48,7 +49,10 @@ def with_joint_sizes(sizes: Mapping[str, int], joint: Iterable[str]) -> dict[str
     >>> with_joint_sizes({"dp": 2, "cp": 4}, ["dp*cp"])
     {'dp': 2, 'cp': 4, 'dp*cp': 8}
     """
-    return {**sizes, **{axis: math.prod(sizes[a] for a in members(axis)) for axis in joint}}
+    all_sizes = dict(sizes)
+    for axis in joint:
+        all_sizes[axis] = math.prod(sizes[member] for member in members(axis))
+    return all_sizes
 
 
 def with_joint_indices(

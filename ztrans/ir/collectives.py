@@ -353,15 +353,18 @@ def coalesce(starts: Sequence[Eqn]) -> Eqn:
         if bucket_key(start) != bucket_key(first):
             names = f"{first.out.name} and {start.out.name}"
             raise ValueError(f"coalesce: {names} share a bucket, but not one key.")
-    paths = [path for e in starts if e.provenance is not None for path in e.provenance.paths]
+    members: list[Var] = []
+    outs: list[Var] = []
+    paths: dict[str, None] = {}
+    for e in starts:
+        members += e.ins
+        outs += e.results
+        if e.provenance is not None:
+            paths.update(dict.fromkeys(e.provenance.paths))
     provenance = first.provenance
     if provenance is not None:
-        provenance = dataclasses.replace(
-            provenance, paths=tuple(dict.fromkeys(paths)), regather=None
-        )
-    members = [v for e in starts for v in e.ins]
-    outs = tuple(out for e in starts for out in e.results)
-    return first.replace(args=(members,), outs=outs, provenance=provenance, order=None)
+        provenance = dataclasses.replace(provenance, paths=tuple(paths), regather=None)
+    return first.replace(args=(members,), outs=tuple(outs), provenance=provenance, order=None)
 
 
 def erase_trivial(graph: Graph) -> Graph:
@@ -390,12 +393,11 @@ def erase_trivial(graph: Graph) -> Graph:
 def _casts(member: Var, out: Var, start: Eqn) -> list[Eqn]:
     """The casts of a member to the dtype in which it would be sent, and to the dtype of its result."""
     casts: list[Eqn] = []
+    result_name = out.name.removesuffix("'")
     for dtype in (start.kwargs.get("dtype"), out.dtype):
         if dtype is not None and dtype != member.dtype:
-            short = str(dtype).removeprefix("torch.")
-            value = Var(
-                f"{out.name.removesuffix(chr(39))}.{short}", dtype, member.shape, member.layout
-            )
+            name = f"{result_name}.{str(dtype).removeprefix('torch.')}"
+            value = Var(name, dtype, member.shape, member.layout)
             kwargs = {"dtype": dtype}
             casts.append(Eqn(CAST, (member,), (value,), kwargs, start.region, start.source))
             member = value

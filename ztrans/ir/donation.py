@@ -200,6 +200,7 @@ def _unwritten(e: Eqn, overwritten: Overwritten) -> list[Var]:
 def _choices(e: Eqn) -> Iterator[tuple[Any, Overwritten]]:
     """The ways in which an equation can write over its arguments: an operation, and the arguments that it writes."""
     twin = in_place(e.op)
+    # The running mean and variance are arguments 3 and 4, and so are their new values among the results.
     if e.op is _BATCH_NORM:
         yield batch_norm_over, list(zip(e.args[3:5], e.outs[3:5]))
     elif twin is not None:
@@ -207,6 +208,7 @@ def _choices(e: Eqn) -> Iterator[tuple[Any, Overwritten]]:
         if op_facts(e.op).fused_update and e.kwargs.get("grad_scale") is None:
             del pairs[1:2]  # it writes its gradients only to unscale them
         yield twin, pairs
+    # A twin writes over its first argument only. Arithmetic may write over the second one.
     if _out_form(e.op) is not None and (twin is None or op_facts(e.op).arithmetic):
         for k, v in enumerate(e.args):
             if isinstance(v, Var) and (k or twin is None):

@@ -178,7 +178,8 @@ def _earlier_input(mark: Eqn, shape: tuple[int, ...]) -> Var:
 
 def _copied(graph: Graph, sums: Collection[Eqn]) -> set[Eqn]:
     """The sums whose first term must be copied, because it shares its storage, and later terms are added there."""
-    root, makers = liveness(graph).root, producers(graph.eqns)
+    root = liveness(graph).root
+    makers = producers(graph.eqns)
     count = Counter(root[e.args[0]] for e in sums)
     copied = set()
     for e in sums:

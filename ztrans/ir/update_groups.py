@@ -29,9 +29,8 @@ from .structure import structure
 
 aten = torch.ops.aten
 Group = tuple[Eqn, ...]  # equations that one call computes
-ListCall = tuple[
-    Any, tuple, Mapping[str, Any]
-]  # an operation over lists, its arguments and its keyword arguments
+# An operation over lists, its arguments and its keyword arguments.
+ListCall = tuple[Any, tuple, Mapping[str, Any]]
 
 
 def group_updates(

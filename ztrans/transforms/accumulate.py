@@ -103,25 +103,27 @@ class Average(NamedTuple):
     paths: tuple[str, ...] = ()
 
 
-def averages(graph: Graph) -> dict[Var, Average]:
+def find_averages(graph: Graph) -> dict[Var, Average]:
     """The values of a program that are averaged over micro-batches."""
-    found: dict[Var, Average] = {}
+    averages: dict[Var, Average] = {}
     depends_on_batch = varying(graph, ("batch",))
     for e in graph.eqns:
         leaves = e.ins[1:]
         if e.op in (GRADIENT, PMEAN) and depends_on_batch.keys().isdisjoint(leaves):
-            found[e.out] = Average(e.args[0], e, paths=tuple(leaf.name for leaf in leaves))
-    for e, waited in pair(graph).waits.items():
-        if _averages(waited.start):
-            term = waited.start.ins[waited.member]
-            if term in found:  # the reduction over the replicated axis, after that over the other
-                found[e.out] = found.pop(term)._replace(end=e)
+            averages[e.out] = Average(e.args[0], e, paths=tuple(leaf.name for leaf in leaves))
+    for e, wait in pair(graph).waits.items():
+        if _is_average(wait.start):
+            term = wait.start.ins[wait.member]
+            if (
+                term in averages
+            ):  # the reduction over the replicated axis, after that over the other
+                averages[e.out] = averages.pop(term)._replace(end=e)
             else:
-                found[e.out] = _reduced_average(graph, waited.start, term, e)
-    return found
+                averages[e.out] = _reduced_average(graph, wait.start, term, e)
+    return averages
 
 
-def _averages(start: Eqn) -> bool:
+def _is_average(start: Eqn) -> bool:
     """Whether a collective reduces gradients, or means that the user asked for."""
     return role(start) == "grad" or (role(start) == "pmean" and start.kwargs["op"] == "mean")
 
@@ -143,7 +145,7 @@ class Roles:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.makers = producers(graph.eqns)
-        self.averages = averages(graph)
+        self.averages = find_averages(graph)
 
     def _repeated(self) -> set[Eqn]:
         """The equations that every micro-batch runs: forward and backward, and what they need."""
@@ -159,17 +161,20 @@ class Roles:
         gradients = [v for v, average in self.averages.items() if average.paths]
         from_gradients = depending(self.graph.eqns, gradients)
         candidates = {average.end for average in self.averages.values() if not average.paths}
-        for e, waited in pair(self.graph).waits.items():
-            if _brings_values(waited.start):
+        for e, wait in pair(self.graph).waits.items():
+            if _brings_values(wait.start):
                 candidates.add(e)
         candidates |= self._shards_of_forward()
         return {e for e in candidates if from_gradients.isdisjoint(e.ins)}
 
     def _shards_of_forward(self) -> set[Eqn]:
         """The equations of the update that cut a value of forward."""
-        eqns = [e for e in self.graph.eqns if e.op is SHARD]
-        maker = lambda e: self.makers.get(e.args[0])
-        return {e for e in eqns if (made := maker(e)) is not None and made.region != "update"}
+        eqns = set()
+        for e in self.graph.eqns:
+            maker = self.makers.get(e.args[0]) if e.op is SHARD else None
+            if maker is not None and maker.region != "update":
+                eqns.add(e)
+        return eqns
 
     @functools.cached_property
     def _once(self) -> set[Eqn]:
@@ -256,17 +261,19 @@ class _Marking:
             total = self.sum_of_gradient(v, self.roles.averages[v], reader)
         elif not v.shape and is_float:
             total = self.fresh(v, "sum")
-            self.edits.before(reader, self.eqn(ACCUMULATE, (v,), total, reader))
+            self.edits.insert_before(reader, self.eqn(ACCUMULATE, (v,), total, reader))
         elif v in self.roles.averages or not v.shape or readers:
             raise self.not_averaged(v, reader)
         else:
-            joined = self.fresh(v, "joined", shape=(v.shape[0] * self.graph.micro, *v.shape[1:]))
-            self.edits.before(reader, self.eqn(JOIN, (v,), joined, reader))
-            return joined
+            joined_value = self.fresh(
+                v, "joined", shape=(v.shape[0] * self.graph.micro, *v.shape[1:])
+            )
+            self.edits.insert_before(reader, self.eqn(JOIN, (v,), joined_value, reader))
+            return joined_value
         mean = self.fresh(v, "mean")
         divide = self.eqn(torch.ops.aten.div.Tensor, (total, self.graph.micro), mean, reader)
-        self.edits.before(reader, divide)
-        self.edits.read(readers, v, mean)
+        self.edits.insert_before(reader, divide)
+        self.edits.replace_reads(readers, v, mean)
         return mean
 
     def sum_of_gradient(self, v: Var, average: Average, reader: Eqn | None) -> Var:
@@ -276,13 +283,14 @@ class _Marking:
         if start is not None and self.keeps_whole and only_update_reads:
             self.sum_whole(v, average.term, start, average.is_planned)
             return v
-        term, total = average.term if start is None else v, self.fresh(v, "sum")
+        term = average.term if start is None else v
+        total = self.fresh(v, "sum")
         maker = self.roles.makers.get(term)
         add = self.eqn(ACCUMULATE, (term,), total, reader)
         if average.is_planned or maker is None:  # a plan moves it after the wait
-            self.edits.before(reader, add)
+            self.edits.insert_before(reader, add)
         else:
-            self.edits.after(maker, add.replace(region=maker.region))
+            self.edits.insert_after(maker, add.replace(region=maker.region))
         return total
 
     def sum_whole(self, v: Var, term: Var, start: Eqn, is_planned: bool) -> None:
@@ -290,23 +298,25 @@ class _Marking:
         order: Move | None = "birth" if is_planned else None
         template = start.replace(kwargs={}, provenance=None, order=order)
         total = dataclasses.replace(term, name=self.names.fresh(f"{v.name}.sum"), dtype=v.dtype)
-        self.edits.read([start], term, total)
+        self.edits.replace_reads([start], term, total)
         if term.dtype != v.dtype:
             name = self.names.fresh(f"{term.name}.wide")
             wide = dataclasses.replace(term, name=name, dtype=v.dtype)
             cast = template.replace(op=CAST, args=(term,), outs=(wide,), kwargs={"dtype": v.dtype})
-            self.edits.before(start, cast)
+            self.edits.insert_before(start, cast)
             term = wide
-        self.edits.before(start, template.replace(op=ACCUMULATE, args=(term,), outs=(total,)))
+        self.edits.insert_before(
+            start, template.replace(op=ACCUMULATE, args=(term,), outs=(total,))
+        )
 
     def keep_gathered(self, gathers_once: bool) -> None:
         """Mark what only the first micro-batch computes: maxima of parameters and, if asked, gathered parameters."""
-        for e, waited in pair(self.graph).waits.items():
-            of_param = role(waited.start) == "param" and e.out not in self.roles.changes
-            if of_param and (gathers_once or not rules(waited.start).moves):
+        for e, wait in pair(self.graph).waits.items():
+            of_param = role(wait.start) == "param" and e.out not in self.roles.changes
+            if of_param and (gathers_once or not rules(wait.start).moves):
                 value = self.fresh(e.out, "kept")
-                self.edits.after(e, e.replace(op=KEEP, args=(e.out,), outs=(value,)))
-                self.edits.read(self.readers.get(e.out, ()), e.out, value)
+                self.edits.insert_after(e, e.replace(op=KEEP, args=(e.out,), outs=(value,)))
+                self.edits.replace_reads(self.readers.get(e.out, ()), e.out, value)
 
     def fresh(self, v: Var, kind: str, **changes: Any) -> Var:
         """A value like `v`, with a name that says its kind."""

@@ -13,6 +13,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain as chained
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 import torch
@@ -134,9 +135,8 @@ def constructor(build: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(build)
     def checked(*args: P.args, **options: P.kwargs) -> R:
         if len(args) == 1 and callable(args[0]) and not options:
-            needed = [
-                p.name for p in inspect.signature(build).parameters.values() if p.default is p.empty
-            ]
+            parameters = inspect.signature(build).parameters.values()
+            needed = [p.name for p in parameters if p.default is p.empty]
             step: Any = args[0]
             raise TypeError(
                 f"{build.__name__}: applied to {getattr(step, '__name__', repr(step))} without a call.\n"
@@ -231,10 +231,10 @@ def _check_kind(transforms: tuple[Transform, ...], new: Transform) -> None:
 
 def _check_mesh(transforms: tuple[Transform, ...], new: Transform) -> None:
     """Raises: ValueError if a transform that distributes the step comes too late, or has a mesh of its own."""
-    before = [t.name for t in transforms if t.phase == Transform.phase and t.mesh is None]
-    if before:
+    earlier = [t.name for t in transforms if t.phase == Transform.phase and t.mesh is None]
+    if earlier:
         raise ValueError(
-            f"{new.name}: applied after {', '.join(before)}, but it makes the program that these transforms change.\n"
+            f"{new.name}: applied after {', '.join(earlier)}, but it makes the program that these transforms change.\n"
             f"Apply it first: as the innermost decorator, or first in zt.chain(...)."
         )
     mesh = mesh_of(transforms)
@@ -252,18 +252,16 @@ def mesh_of(transforms: Iterable[Transform]) -> DeviceMesh | AbstractMesh | None
 
 def axes_of(transforms: Iterable[Transform], name: str, leaf: object) -> tuple[str, ...]:
     """The axes over which these transforms shard or replicate a state leaf."""
-    whole = _meta(leaf)
-    return tuple(dict.fromkeys(axis for t in transforms for axis in t.leaf_axes(name, whole)))
+    meta_leaf = _meta(leaf)
+    axes = chained.from_iterable(t.leaf_axes(name, meta_leaf) for t in transforms)
+    return tuple(dict.fromkeys(axes))
 
 
 def all_axes(
     transforms: Iterable[Transform], of_leaves: Iterable[Iterable[str]]
 ) -> tuple[str, ...]:
     """The axes of the mesh over which a step is distributed, from those of each leaf of its state."""
-    axes = [axis for t in transforms for axis in t.axes]
-    for axes_of_leaf in of_leaves:
-        axes += axes_of_leaf
-    return members_of(axes)
+    return members_of(chained(*(t.axes for t in transforms), *of_leaves))
 
 
 def layout_of(transforms: Sequence[Transform], name: str, leaf: object) -> Layout:
@@ -284,8 +282,8 @@ def layout_of(transforms: Sequence[Transform], name: str, leaf: object) -> Layou
 
 def _meta(leaf: object) -> torch.Tensor:
     """A meta tensor of the shape and dtype of a state leaf. A number is a scalar."""
-    whole = leaf if isinstance(leaf, torch.Tensor) else torch.empty(())
-    return torch.empty(whole.shape, dtype=whole.dtype, device="meta")
+    tensor = leaf if isinstance(leaf, torch.Tensor) else torch.empty(())
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def meta_leaves(graph: Graph) -> list[torch.Tensor]:
@@ -299,8 +297,8 @@ def check_number(option: str, value: object, kind: str, least: int, *instead: ob
     """Raises: ValueError unless an option of a transform is `kind`, a number from `least` on, or one of `instead`."""
     is_number = isinstance(value, int) and not isinstance(value, bool) and value >= least
     if value not in instead and not is_number:
-        others = "".join(f", or {alternative!r}" for alternative in instead)
-        raise ValueError(f"{option}={value!r}; it is {kind}{others}.")
+        alternatives = "".join(f", or {alternative!r}" for alternative in instead)
+        raise ValueError(f"{option}={value!r}; it is {kind}{alternatives}.")
 
 
 def no_step(fn: object) -> TypeError:

@@ -15,8 +15,8 @@ class Edits:
     >>> x, y, z = (Var(name, torch.float32, (2,)) for name in "xyz")
     >>> relu = Eqn(torch.ops.aten.relu.default, (x,), (y,))
     >>> edits = Edits(Graph("f", (x,), (relu,), (y,), 0))
-    >>> edits.before(relu, Eqn(torch.ops.aten.neg.default, (x,), (z,)))
-    >>> edits.read([relu], x, z)
+    >>> edits.insert_before(relu, Eqn(torch.ops.aten.neg.default, (x,), (z,)))
+    >>> edits.replace_reads([relu], x, z)
     >>> [ir.equation(e) for e in edits.applied().eqns]
     ['z: f32[2] = neg(x)', 'y: f32[2] = relu(z)']
     """
@@ -25,20 +25,20 @@ class Edits:
         self.graph = graph
         self._before: dict[Eqn | None, list[Eqn]] = {}
         self._after: dict[Eqn, list[Eqn]] = {}
-        self._read: dict[Eqn, dict[Var, Var]] = {}
+        self._new_reads: dict[Eqn, dict[Var, Var]] = {}
 
-    def before(self, eqn: Eqn | None, *new: Eqn) -> None:
+    def insert_before(self, eqn: Eqn | None, *new: Eqn) -> None:
         """Insert equations before another one, or at the end of the program for None."""
         self._before.setdefault(eqn, []).extend(new)
 
-    def after(self, eqn: Eqn, *new: Eqn) -> None:
+    def insert_after(self, eqn: Eqn, *new: Eqn) -> None:
         """Insert equations after another one."""
         self._after.setdefault(eqn, []).extend(new)
 
-    def read(self, readers: Iterable[Eqn], old: Var, new: Var) -> None:
+    def replace_reads(self, readers: Iterable[Eqn], old: Var, new: Var) -> None:
         """Let equations of the program read `new` instead of `old`."""
         for eqn in readers:
-            self._read.setdefault(eqn, {})[old] = new
+            self._new_reads.setdefault(eqn, {})[old] = new
 
     def applied(self) -> Graph:
         """The program with the changes; its inputs and outputs stay."""
@@ -48,5 +48,5 @@ class Edits:
         return self.graph.replace(eqns=(*eqns, *self._before.get(None, ())))
 
     def _edited(self, e: Eqn) -> Eqn:
-        instead = self._read.get(e)
+        instead = self._new_reads.get(e)
         return e.with_inputs(lambda v: instead.get(v, v)) if instead is not None else e

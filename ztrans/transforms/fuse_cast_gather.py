@@ -75,13 +75,13 @@ def _narrowed(
     """The values that become narrower with a gather, its future first, and the casts that are then superfluous."""
     future = gather.out
     (end,) = readers[future]
-    whole = torch.empty(end.out.shape, dtype=end.out.dtype, device="meta")
-    read = list(_reading(end.out, whole, readers, outputs))
-    casts = [x for x in read if isinstance(x, Eqn)]
+    meta_value = torch.empty(end.out.shape, dtype=end.out.dtype, device="meta")
+    uses = list(_uses(end.out, meta_value, readers, outputs))
+    casts = [x for x in uses if isinstance(x, Eqn)]
     dtypes = {cast.kwargs["dtype"] for cast in casts}
-    if None in read or len(dtypes) != 1 or dtypes.pop().itemsize >= future.dtype.itemsize:
+    if None in uses or len(dtypes) != 1 or dtypes.pop().itemsize >= future.dtype.itemsize:
         return [], []
-    return [future, *(x for x in read if isinstance(x, Var))], casts
+    return [future, *(x for x in uses if isinstance(x, Var))], casts
 
 
 def _retyped(e: Eqn, narrow: dict[Var, Var]) -> Eqn:
@@ -92,7 +92,7 @@ def _retyped(e: Eqn, narrow: dict[Var, Var]) -> Eqn:
     return e.replace(kwargs={**e.kwargs, "dtype": e.out.dtype}) if rules(e).moves else e
 
 
-def _reading(
+def _uses(
     v: Var, x: torch.Tensor, readers: dict[Var, list[Eqn]], outputs: set[Var]
 ) -> Iterator[Var | Eqn | None]:
     """`v`, which has the strides of `x`, its views, and the casts that read them.
@@ -108,6 +108,6 @@ def _reading(
         elif rearranges(e):
             for out, y in zip(e.outs, compute(e, {v: x})):
                 if out is not None:
-                    yield from _reading(out, y, readers, outputs)
+                    yield from _uses(out, y, readers, outputs)
         else:
             yield None

@@ -96,9 +96,9 @@ def _from_zero(uses: Uses, e: Eqn) -> Graph | None:
 
 
 def _of_two(uses: Uses, e: Eqn) -> Graph | None:
-    for left, right in permutations(e.args):
-        for rest, v in uses.splits(left):
-            a, b = uses.term(v), uses.term(right)
+    for summand, other_summand in permutations(e.args):
+        for rest, v in uses.splits(summand):
+            a, b = uses.term(v), uses.term(other_summand)
             if a and b and a.mark is not b.mark and a.mark.args[1] is b.mark.args[1]:
                 return _merge(uses.graph, e, a, b, rest)
     return None
@@ -125,5 +125,8 @@ def _merge(graph: Graph, add: Eqn, a: _Term, b: _Term, rest: Var | None) -> Grap
     changes = {mark: eqns}
     if rest is not None:
         changes[add] = [add.replace(args=(rest, mark.out))]
-    new = graph.replace(eqns=tuple(x for e in graph.eqns for x in changes.get(e, (e,))))
+    new_eqns: list[Eqn] = []
+    for e in graph.eqns:
+        new_eqns += changes.get(e, [e])
+    new = graph.replace(eqns=tuple(new_eqns))
     return new if rest is not None else rename(new, {add.out: mark.out})

@@ -69,6 +69,7 @@ def cast_on_shards(graph: Graph) -> Graph:
         if not unchanged:
             graph = _Rewriting(shards).run()
             break
+        # A gather that stays may be an obstacle for others, so they are looked at again without it.
         for start, why in unchanged.items():
             del starts[start]
             if why:
@@ -282,8 +283,8 @@ class OnShards:
     def _elementwise(self, e: Eqn, value: Gathered) -> Gathered:
         name = self.head.names.fresh(f"{e.out.name}.shard")
         out = dataclasses.replace(value.shards, name=name, dtype=e.out.dtype)
-        read = lambda v: self.gathered[v].shards if v in self.gathered else v
-        shards = self.head.add(e.with_inputs(read, outs=(out,))).out
+        on_shards = lambda v: self.gathered[v].shards if v in self.gathered else v
+        shards = self.head.add(e.with_inputs(on_shards, outs=(out,))).out
         return value._replace(shards=shards, is_plain=value.is_plain and e.op is CAST)
 
     def _reduce_extreme(self, e: Eqn, value: Gathered) -> None:
@@ -359,7 +360,7 @@ class _Rewriting:
         self.graph = shards.graph
         self.names = shards.head.names
         self.makers = producers(self.graph.eqns)
-        self.waits = {waited.start: e for e, waited in pair(self.graph).waits.items()}
+        self.waits = {of_wait.start: e for e, of_wait in pair(self.graph).waits.items()}
         self.needed = {start: values for start, values in shards.needed.items() if values}
         self.replacements: dict[Eqn, list[Eqn]] = {}
         self.alias: dict[Var, Var] = {}
@@ -385,6 +386,7 @@ class _Rewriting:
     def head(self) -> list[Eqn]:
         """The equations at the start: all that the gathers send, and the scalars that the program reads."""
         head = self.shards.head
+        # All values that follow from one gather have the same shards.
         results = [self.shards.gathered[values[0]].shards for values in self.needed.values()]
         for v, value in head.values.items():
             if head.is_reduced(v) and self.shards.is_needed(v):
@@ -424,8 +426,11 @@ class _Rewriting:
 
     def regather(self, start: Eqn, values: list[Var], edits: Edits) -> None:
         """Gather a value of forward for backward too, if that reads it, as stage 3 gathers a parameter."""
-        readers = {v: [e for e in self.shards.readers(v) if e.region == "backward"] for v in values}
-        all_readers = {e for eqns in readers.values() for e in eqns}
+        readers: dict[Var, list[Eqn]] = {}
+        all_readers: set[Eqn] = set()
+        for v in values:
+            readers[v] = [e for e in self.shards.readers(v) if e.region == "backward"]
+            all_readers.update(readers[v])
         if not all_readers or start.region == "backward":
             return
         first = next(e for e in self.graph.eqns if e in all_readers)
@@ -435,8 +440,10 @@ class _Rewriting:
             start.provenance, regather=self.graph.hints.regather
         )
         site = {"region": first.region, "source": first.source}
-        edits.before(first, begin.replace(provenance=provenance, **site), end.replace(**site))
+        edits.insert_before(
+            first, begin.replace(provenance=provenance, **site), end.replace(**site)
+        )
         for v, eqns in readers.items():
             views, copy = self.viewed(v, end.out, self.names.fresh(v.name), first)
-            edits.before(first, *views)
-            edits.read(eqns, v, copy)
+            edits.insert_before(first, *views)
+            edits.replace_reads(eqns, v, copy)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from ...ir.axes import members, members_of
@@ -27,13 +28,13 @@ class LeafAxes:
         all: the axes of the mesh over which the batch differs.
         main: the axis over which most leaves are sharded.
         by_leaf: the axes of each leaf, joint ones included; the first is that over which the leaf is sharded.
-        others: the axes of `all` that a leaf does not have. Each rank of these holds another leaf.
+        absent: the axes of `all` that a leaf does not have. Each rank of these holds another leaf.
     """
 
     all: tuple[str, ...]
     main: str
     by_leaf: Mapping[Var, tuple[str, ...]]
-    others: Mapping[Var, frozenset[str]]
+    absent: Mapping[Var, frozenset[str]]
 
     @staticmethod
     def of_program(graph: Graph, options: ShardParams) -> LeafAxes:
@@ -42,15 +43,15 @@ class LeafAxes:
         for v, leaf in zip(graph.inputs, meta_leaves(graph)):
             by_leaf[v] = options.leaf_axes(v.name, leaf)
         every = all_axes([options], by_leaf.values())
-        others = {v: frozenset(every) - {*members_of(axes)} for v, axes in by_leaf.items()}
+        absent = {v: frozenset(every) - {*members_of(axes)} for v, axes in by_leaf.items()}
         firsts = [axes[0] for axes in by_leaf.values()] or [*options.axes, ""]
         main = max(dict.fromkeys(firsts), key=firsts.count)
-        return LeafAxes(every, main, by_leaf, others)
+        return LeafAxes(every, main, by_leaf, absent)
 
     @functools.cached_property
     def joint(self) -> tuple[str, ...]:
         """The joint axes among those of the leaves."""
-        axes = dict.fromkeys(axis for axes in self.by_leaf.values() for axis in axes)
+        axes = dict.fromkeys(chain.from_iterable(self.by_leaf.values()))
         return tuple(axis for axis in axes if len(members(axis)) > 1)
 
     def cover(self, varies: Set[str], leaf: Var | None = None) -> list[str]:

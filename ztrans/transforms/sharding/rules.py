@@ -90,9 +90,9 @@ def _of_torch(eqn: Eqn, placements: Sequence[Placement], axis: str, size: int) -
     if all(v.numel for v in eqn.ins):
         kinds += [_view, _reduction, _product, _list]
     for rule_of_kind in kinds:
-        found = rule_of_kind(eqn, cuts, axis, size)
-        if found is not None:
-            return found
+        sharding_rule = rule_of_kind(eqn, cuts, axis, size)
+        if sharding_rule is not None:
+            return sharding_rule
     return None
 
 
@@ -226,15 +226,23 @@ def _product(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
         out = Partial(axis, "sum")
     else:
         return None
-    return Rule([Split(axis, own.index(index)) if index in own else None for own in indices], [out])
+    ins: list[Placement] = []
+    for of_factor in indices:
+        ins.append(Split(axis, of_factor.index(index)) if index in of_factor else None)
+    return Rule(ins, [out])
 
 
 def _only_cut_index(eqn: Eqn, indices: Sequence[str], cuts: Cuts) -> str | None:
     """The index along which factors are cut; None if there are two, or a summand is broadcast along it."""
-    cut_indices = {own[cut.dim] for own, cut in zip(indices, cuts) if cut is not None}
-    index = cut_indices.pop()
-    counts = {v.shape[own.index(index)] for own, v in zip(indices, eqn.ins) if index in own}
-    return None if cut_indices or len(counts) > 1 else index
+    cut_indices = {of_factor[c.dim] for of_factor, c in zip(indices, cuts) if c is not None}
+    if len(cut_indices) > 1:
+        return None
+    (index,) = cut_indices
+    lengths = set()
+    for of_factor, v in zip(indices, eqn.ins):
+        if index in of_factor:
+            lengths.add(v.shape[of_factor.index(index)])
+    return index if len(lengths) == 1 else None
 
 
 def _list(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
@@ -254,16 +262,16 @@ def _list(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
 def _on_terms(eqn: Eqn, placements: Sequence[Placement]) -> Rule | None:
     """The rule of an operation that may run before its arguments are reduced. They are terms, or whole."""
     terms = [p for p in placements if isinstance(p, Partial)]
-    found = Rule(placements, terms[:1] * len(eqn.outs))
+    on_terms = Rule(placements, terms[:1] * len(eqn.outs))
     are_alike = set(placements) == {terms[0]}
     if are_alike and _moves_elements(eqn):
-        return found
+        return on_terms
     if terms[0].op not in ("sum", "mean") or not _keeps_kind(eqn):
         return None
     if are_alike and _is_sum_or_cast(eqn):
-        return found
+        return on_terms
     is_scaled = len(terms) == 1 and placements[0] is not None and eqn.op in SCALES
-    return found if is_scaled else None
+    return on_terms if is_scaled else None
 
 
 def _is_sum_or_cast(eqn: Eqn) -> bool:

@@ -43,13 +43,15 @@ def sharded(graph: Graph, options: ShardParams) -> Graph:
     """The program of one rank of a plain program."""
     walk = Walk(graph, options)
     program = walk.run()
-    whole_eqns = run_whole(graph, walk.gathering, walk.layout_of)
+    whole_eqns = whole_value_eqns(graph, walk.gathering, walk.layout_of)
     if whole_eqns == walk.gathering:
         return program
     return Walk(graph, options, whole_eqns).run()
 
 
-def run_whole(graph: Graph, gathering: Set[Eqn], layout_of: Callable[[Var], Layout]) -> set[Eqn]:
+def whole_value_eqns(
+    graph: Graph, gathering: Set[Eqn], layout_of: Callable[[Var], Layout]
+) -> set[Eqn]:
     """The equations of the update that run on whole values, on every rank.
 
         x = cast(g); n = norm(x); y = div(x, n); a = mm(y, t(y))
@@ -99,7 +101,7 @@ class Walk:
         self.values = RankValues(graph, options)
         self.axes = LeafAxes.of_program(graph, options)
         self.varying = varying(graph, self.axes.all)
-        self.differing = differing(graph, self.axes.others, self.axes.all)
+        self.differing = differing(graph, self.axes.absent, self.axes.all)
         self.readers = users(graph)
         tensors = (*graph.inputs[: graph.num_state], *graph.batch)
         self.of_tensors = depending(graph.eqns, tensors)
@@ -111,7 +113,8 @@ class Walk:
         leaves = []
         for v, leaf in zip(g.inputs, meta_leaves(g)):
             layout = self.options.layout(v.name, v.shape, leaf)
-            layout = tuple(p for p in layout if g.axes[p.axis] > 1)  # one rank has the whole value
+            # The only rank of an axis has the whole value.
+            layout = tuple(p for p in layout if g.axes[p.axis] > 1)
             leaves.append(dataclasses.replace(v, layout=layout))
         inputs = (*leaves, *g.inputs[g.num_state :])
         for plain, local in zip(g.inputs, inputs):
@@ -163,16 +166,16 @@ class Walk:
     def add_on_shards(self, eqn: Eqn) -> None:
         axis = self.axis_of(eqn)
         placements = [on_axis(self.values.value(v, eqn).layout, axis) for v in eqn.ins]
-        found = self.rule(eqn, placements, axis)
+        sharding_rule = self.rule(eqn, placements, axis)
         has_cuts = any(isinstance(p, Split) for p in placements)
-        if has_cuts and not any(found.ins):
+        if has_cuts and not any(sharding_rule.ins):
             self.gathering.add(eqn)
-        if is_random(eqn.op) and any(placements) and not any(found.outs):
+        if is_random(eqn.op) and any(placements) and not any(sharding_rule.outs):
             draw = f"a random draw ({op_name(eqn.op)}) in the update, on whole values,"
             raise self.unreduced(eqn, draw)
-        remaining = iter(found.ins)
+        remaining = iter(sharding_rule.ins)
         outs = []
-        for out, placement in zip(eqn.outs, found.outs):
+        for out, placement in zip(eqn.outs, sharding_rule.outs):
             layout = (placement,) if placement else ()
             outs.append(out and dataclasses.replace(out, layout=layout))
         local = eqn.with_inputs(
@@ -200,7 +203,9 @@ class Walk:
 
     def axis_of(self, eqn: Eqn) -> str:
         """The axis over which most arguments of an equation of the update are cut, or in terms."""
-        axes = [p.axis for v in eqn.ins for p in self.values.value(v, eqn).layout]
+        axes: list[str] = []
+        for v in eqn.ins:
+            axes += (p.axis for p in self.values.value(v, eqn).layout)
         return max(dict.fromkeys(axes), key=axes.count, default=self.axes.main)
 
     def check_draw(self, eqn: Eqn) -> None:
@@ -208,10 +213,11 @@ class Walk:
 
         Raises: ValueError if they would, each its own numbers.
         """
-        cut_axes = {p.axis for v in eqn.ins for p in self.layout_of(v) if isinstance(p, Split)}
-        apart = {*members_of(cut_axes)}
+        apart: set[str] = set()  # the axes whose ranks have different elements
         for v in eqn.ins:
             apart.update(self.differing.get(v, ()))
+            cut_axes = [p.axis for p in self.layout_of(v) if isinstance(p, Split)]
+            apart.update(members_of(cut_axes))
         if any(self.graph.axes[axis] > 1 and axis not in apart for axis in self.axes.all):
             draw = f"a random draw ({op_name(eqn.op)}) in the update"
             raise self.unreduced(eqn, f"{draw}, of a value that is not sharded,")
@@ -253,7 +259,9 @@ class Walk:
         Over an axis on which the value does not vary, the mean is the value itself, and the sum is a multiple of it.
         A sum of bools is whether any of them is true.
         """
-        x, out, axes = eqn.args[0], eqn.out, self.axes_of(eqn)
+        x = eqn.args[0]
+        out = eqn.out
+        axes = self.axes_of(eqn)
         how = REDUCTIONS[eqn.op]
         varies = self.may_vary_over(x) & set(axes)
         equal_ranks = math.prod(self.graph.axes[axis] for axis in axes if axis not in varies)
@@ -308,12 +316,12 @@ class Walk:
 
     def state(self, plain: Var, local: Var, out: Var) -> Var:
         """A leaf of the new state, `out`, in the layout of the old leaf, which is `plain`, and `local` on one rank."""
-        others = self.axes.others.get(plain, INVARIANT)
-        if not self.varies_over(out) - others:
+        absent = self.axes.absent.get(plain, INVARIANT)
+        if not self.varies_over(out) - absent:
             return self.values.in_layout(out, local.split, self.end(out))
         maker = self.values.producers.get(out)
         if maker is not None and maker.region != "update":
-            return self.averaged(out, local.split, f"state {plain.name}", "state", others)
+            return self.averaged(out, local.split, f"state {plain.name}", "state", absent)
         if out in self.varying:
             subject = "a value that depends on the batch"
             raise self.unreduced(self.entry(maker), subject, plain)
@@ -490,8 +498,8 @@ class RankValues:
         if not is_first:
             fresh = lambda out: dataclasses.replace(out, name=self.names.fresh(out.name))
             outs = tuple(out and fresh(out) for out in outs)
-        read = lambda v: self.whole_value(v, eqn)
-        local = deferred.with_inputs(read, outs=outs, region=eqn.region)
+        whole = lambda v: self.whole_value(v, eqn)
+        local = deferred.with_inputs(whole, outs=outs, region=eqn.region)
         for plain, out in zip(deferred.results, local.results):
             self._gathered.setdefault(plain, {})[phase] = out
         self.eqns.append(local)
