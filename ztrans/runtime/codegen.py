@@ -199,7 +199,8 @@ def to_fx(
 
     Args:
         graph: the program.
-        mesh: the mesh whose process groups carry the collectives. Without it the module can be printed, not run.
+        mesh: the mesh whose process groups carry the collectives. All of its ranks must call this together the first
+            time, which opens the groups. Without it the module can be printed, not run.
         donate: write over values that nothing reads any more.
         groups: equations next to each other that become a single call, of a kernel, of a fused optimizer or of an
             operation over lists.

@@ -325,7 +325,7 @@ def test_the_checker_reports_a_wait_without_an_event(mesh, monkeypatch):
 def test_the_checker_reports_a_buffer_that_is_freed_too_early(mesh, monkeypatch):
     init = Done.__init__
 
-    def without_buffers(self, streams, lane, event, held):
+    def without_buffers(self, streams, lane, event, buffers):
         init(self, streams, lane, event, ())
 
     monkeypatch.setattr(Done, "__init__", without_buffers)

@@ -13,13 +13,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ztrans as zt
+from tests.support.fake_cuda import FakeCuda
 from tests.support.processes import run_ranks
 from ztrans.ir.collectives import all_gather, reduce
 from ztrans.ir.graph import Eqn, Graph, Split, Var
 from ztrans.ir.routes import Hosts
 from ztrans.ops import symmetric as memories
 from ztrans.ops.symmetric import allocate, has_native_atomics, in_one_process
+from ztrans.runtime.codegen import to_fx
+from ztrans.runtime.collectives import channel as axis_channel
 from ztrans.runtime.cuda import symmetric, transport
+from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.cuda.symmetric import (
     MOST,
     CudaSource,
@@ -286,14 +290,23 @@ def test_memory_that_torch_has_cached_makes_room_once(monkeypatch, failures):
 
 
 def test_a_program_is_printed_without_a_message_to_any_rank(mesh, monkeypatch):
+    """Nor is one timed when a rank makes a program alone."""
+
     def sent(*args, **kwargs):
         raise AssertionError("a collective")
 
     step = zt.chain(zt.shard_params(mesh), zt.prefetch())(lambda w, x: (w, (w * x).sum()))
     lowered = step.lower(step.shard(torch.ones(8)), torch.ones(8))
+    axis_channel(mesh, "dp", gathers=True)
+    axis_channel(mesh, "dp", gathers=False)
     for name in ("all_gather_object", "new_group", "barrier", "all_gather_single"):
         monkeypatch.setattr(dist, name, sent, raising=False)
     assert "all_gather" in str(lowered.to_fx())
+    source = Local()
+    streams = Streams(FakeCuda(), SymmetricMemory(source))
+    text = str(to_fx(lowered.graph, mesh, streams=streams))
+    assert "no symmetric memory: not tried, because this rank alone has made the program" in text
+    assert source.sizes == []
 
 
 @pytest.mark.distributed

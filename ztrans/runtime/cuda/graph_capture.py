@@ -255,7 +255,7 @@ class Capture:
                 self.cuda.stream(self.cuda.current_stream()),
                 ops.filled_after_capture(self.device),
                 no_collection(),
-                own_workspaces(),
+                new_workspaces(),
                 self.cuda.graph(captured, stream=self.stream, capture_error_mode="thread_local"),
             ):
                 self.outputs = self.run(inputs)
@@ -301,7 +301,7 @@ class Capture:
 
 
 @contextlib.contextmanager
-def own_workspaces() -> Iterator[None]:
+def new_workspaces() -> Iterator[None]:
     """A context in which cuBLAS allocates new workspaces, which are those of a graph that is captured in it.
 
     PyTorch keeps a workspace for each stream. Whoever captures a graph may release all of them, as

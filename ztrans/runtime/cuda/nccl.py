@@ -55,10 +55,10 @@ class Message:
     """One message of a collective. Each function is called on the stream that it runs on.
 
     Attributes:
-        sent: the send buffer.
+        send_buffer: the packed members.
         values: the values that the message brings.
-        pack: fills `sent`.
-        receive_buffer: returns the tensor that the collective fills; maybe a value, or `sent`.
+        pack: fills `send_buffer`.
+        receive_buffer: returns the tensor that the collective fills; maybe a value, or `send_buffer`.
         finish: fills `values` from that tensor.
     """
 
@@ -168,7 +168,7 @@ class StreamedStart(Start):
     def _exchange(
         self, into: torch.Tensor, send_buffer: torch.Tensor, ranks: range | None = None
     ) -> None:
-        """Send equal parts of `sent` to some ranks of the group, and receive parts from them; the others get none."""
+        """Send equal parts of a buffer to some ranks of the group, and receive parts from them; the others get none."""
         splits = None
         if ranks is not None:
             part = send_buffer.nbytes // len(ranks)

@@ -97,12 +97,12 @@ class Streams:
 
 @dataclass(eq=False)
 class Done:
-    """The end of the work launched on a lane, and the tensors that must live until compute has waited for it."""
+    """The end of the work launched on a lane, and the buffers that must live until compute has waited for it."""
 
     streams: Streams
     lane: Any
     event: Any
-    held: Sequence[torch.Tensor]
+    buffers: Sequence[torch.Tensor]
 
     def wait(self) -> None:
         """Let compute wait. The host does not wait."""
