@@ -38,6 +38,7 @@ from .runtime.agreement import (
     everywhere,
 )
 from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rates
+from .runtime.cuda.half_gradients import half_gradients, on_gpu
 from .runtime.cuda.transport import check, reserve
 from .runtime.executable import Executable, MicroBatches, executable, micro_batches
 from .runtime.failure import Writes, check_whole, marker, one_thread, running, steps_of
@@ -319,6 +320,9 @@ class Compiled(Printed):
             or self.cuda_graph
         ):
             lowered = dataclasses.replace(lowered, graph=with_rates(lowered.graph))
+        of_products = self.backend == "inductor"
+        graph = half_gradients(lowered.graph, on_gpu(lowered.graph, local), of_products)
+        lowered = dataclasses.replace(lowered, graph=graph)
         if self.cuda_graph:
             check_values(lowered.graph)
             local = placed(lowered.graph, local)

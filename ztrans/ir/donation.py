@@ -204,10 +204,7 @@ def _choices(e: Eqn) -> Iterator[tuple[Any, Overwritten]]:
     if e.op is _BATCH_NORM:
         yield batch_norm_over, list(zip(e.args[3:5], e.outs[3:5]))
     elif twin is not None:
-        pairs = updated(e, twin)
-        if op_facts(e.op).fused_update and e.kwargs.get("grad_scale") is None:
-            del pairs[1:2]  # it writes its gradients only to unscale them
-        yield twin, pairs
+        yield twin, _overwritten(e, twin)
     # A twin writes over its first argument only. Arithmetic may write over the second one.
     if _out_form(e.op) is not None and (twin is None or op_facts(e.op).arithmetic):
         for k, v in enumerate(e.args):
@@ -234,6 +231,15 @@ def updated(e: Eqn, twin: Any) -> Overwritten:
             flat += x if isinstance(x, (list, tuple)) else [x]
     is_whole = len(flat) == len(e.outs) and all(isinstance(v, Var) for v in flat)
     return list(zip(flat, e.outs)) if is_whole else []
+
+
+def _overwritten(e: Eqn, twin: Any) -> Overwritten:
+    """The arguments that the in-place twin overwrites. PyTorch's fused optimizers write gradients to unscale them."""
+    pairs = updated(e, twin)
+    is_scaled = e.kwargs.get("grad_scale") is not None
+    if op_facts(e.op).fused_update and is_written(twin._schema.arguments[1]) and not is_scaled:
+        del pairs[1:2]
+    return pairs
 
 
 def batch_norm_over(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:

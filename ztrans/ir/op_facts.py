@@ -157,6 +157,8 @@ _ROWS: Mapping[str, tuple[str, ...]] = {
     "slice_backward": ("fuses",),
 }
 
+_FUSED_UPDATES = ("_fused_ada", "_fused_sgd", "fused_adam", "fused_sgd")  # PyTorch's, and ours
+
 
 @functools.cache
 def op_facts(op: Any) -> OpFacts:
@@ -178,7 +180,7 @@ def op_facts(op: Any) -> OpFacts:
         random=torch.Tag.nondeterministic_seeded in op.tags,
         view=any(_shares_memory(returned) for returned in op._schema.returns),
         matmul=matmul,
-        fused_update=name.startswith(("_fused_ada", "_fused_sgd")),
+        fused_update=name.removeprefix("ztrans::").startswith(_FUSED_UPDATES),
     )
     more: dict[str, Any] = dict.fromkeys(_ROWS.get(name, ()), True)
     return dataclasses.replace(facts, **more)

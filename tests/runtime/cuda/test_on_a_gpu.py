@@ -136,6 +136,24 @@ def test_a_lifted_loop_is_the_untouched_one(model, optimizer):
     assert distance(lifted_loss, loss) <= limit
 
 
+FUSED = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01, weight_decay=0.1, fused=True),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
+}
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("optimizer", FUSED)
+def test_an_update_that_reads_half_gradients_has_the_bits_of_the_loop(optimizer, dtype, cuda_graph):
+    """Under autocast gradients are half, and the loop casts them to fp32 for the optimizer."""
+    wanted, loss = untouched(perceptron, FUSED[optimizer], dtype)
+    got, lifted_loss = lifted(perceptron, FUSED[optimizer], dtype, cuda_graph=cuda_graph)
+    assert {k: d for k in wanted if not (d := distance(got[k], wanted[k])) <= 0} == {}
+    assert torch.equal(lifted_loss, loss)
+
+
 @pytest.mark.parametrize("model", ["perceptron", "convolutions"])
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_a_captured_step_is_the_untouched_loop(model, backend):
