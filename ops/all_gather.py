@@ -7,9 +7,10 @@
     channels  the number of blocks of the grid, 1 to 128. Each block reads its share from every rank
 
 There are two barriers: one before reading, so that the parts of every rank are there, and one after it, so that no
-rank overwrites its parts too early. Errors: values larger than what is gathered, mixed dtypes, a buffer that is too
-small, an earlier barrier that waited in vain. Bytes moved at least: over the
-wire the whole less this rank's part; in memory that and one write of the whole. No copy follows.
+rank overwrites its parts too early. If a rank does not come to the first, every byte of `outs` becomes 255, and so
+floats are NaN. Errors: values larger than what is gathered, mixed dtypes, a small buffer, an earlier barrier that
+waited in vain. Bytes moved at least: over the wire the whole less this rank's part; in memory that and one write
+of the whole. No copy follows.
 """
 
 from __future__ import annotations
@@ -70,8 +71,9 @@ def _gather(
     # One launch may run several ranks, along the second axis of the grid.
     block, blocks = tl.program_id(0), tl.num_programs(0)
     rank = (first + tl.program_id(1)).to(tl.int64)
+    all_here = True
     if SYNC:
-        meet(pads, error, rank, block, spins, WORLD)
+        all_here = meet(pads, error, rank, block, spins, WORLD)
     width: tl.constexpr = ITEM.primitive_bitwidth // 8
     i = tl.arange(0, BLOCK)
     s = 0
@@ -92,9 +94,11 @@ def _gather(
             )
             if (n >= BLOCK) & (((src | dst) & 15) == 0):
                 x = tl.load(tl.multiple_of(src.to(tl.pointer_type(ITEM)), 16) + i)
+                x = tl.where(all_here, x, -1)
                 tl.store(tl.multiple_of(dst.to(tl.pointer_type(ITEM)), 16) + i, x)
             else:
                 x = tl.load(src.to(tl.pointer_type(ITEM)) + i, mask=i < n)
+                x = tl.where(all_here, x, -1)
                 tl.store(dst.to(tl.pointer_type(ITEM)) + i, x, mask=i < n)
             k += blocks
         s += 1

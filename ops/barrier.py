@@ -5,8 +5,10 @@ sets it to 0. So only one of them may write at a time. After a barrier all signa
 count is kept, so a captured CUDA graph may replay it. Writes before the barrier are visible after it: a signal is set
 with release semantics and read with acquire semantics, at the scope of the whole system.
 
-A rank reads a signal `spins` times before it gives up. Then `error` holds 1 + the rank that did not arrive, later
-barriers give up soon, and the host raises when it next checks `error`. On the CPU the barrier raises at once.
+A rank reads a signal `spins` times before it gives up. Then `error` holds 1 + the rank that did not arrive, and the
+host raises when it next checks `error`. This rank sets no signal any more, not even to itself, so its later barriers
+give up soon. A rank that is only late then waits in vain too: it must not take for a message what this rank, which goes
+on, has in its memory. On the CPU the barrier raises at once.
 Errors: `error` was set by an earlier barrier. Bytes moved at least: 4 to and from every other rank.
 """
 
@@ -69,7 +71,10 @@ def _patience(error, looks, patience):
 
 @kernel
 def meet(pads, error, rank, channel, spins, WORLD: tl.constexpr):
-    """The barrier between one block of the grid and the same block of every other rank."""
+    """The barrier between one block of the grid and the same block of every other rank.
+
+    Returns whether all have come. If not, what the other ranks have sent must not be used.
+    """
     # There is a lane for each rank, also for this one. Lanes beyond the number of ranks signal to themselves.
     LANES: tl.constexpr = 1 << (WORLD - 1).bit_length()
     lane = tl.arange(0, LANES)
@@ -90,17 +95,23 @@ def meet(pads, error, rank, channel, spins, WORLD: tl.constexpr):
         wrong = tl.atomic_add(theirs, 0, sem="acquire", scope="sys") != 0
         looks += 1
         patience = _patience(error, looks, patience)
-    tl.atomic_xchg(theirs, 1, sem="release", scope="sys")
+    # A rank that has given up leaves its signal to itself at 1, which is wrong at its next barrier.
+    all_right = tl.max(wrong.to(tl.int32), 0) == 0
+    tl.atomic_xchg(theirs, 1, mask=all_right | (lane == rank), sem="release", scope="sys")
     missing = tl.atomic_add(ours, 0, sem="acquire", scope="sys") != 1
-    while (tl.max(missing.to(tl.int32), 0) != 0) & (looks < patience):
+    while all_right & (tl.max(missing.to(tl.int32), 0) != 0) & (looks < patience):
         missing = tl.atomic_add(ours, 0, sem="acquire", scope="sys") != 1
         looks += 1
         patience = _patience(error, looks, patience)
-    tl.atomic_xchg(ours, 0, sem="release", scope="sys")
-    late = tl.max(tl.where(wrong | missing, lane + 1, 0), 0)
-    if late > 0:
-        tl.store(error, late)
+    in_vain = wrong | (all_right & missing)
+    all_here = tl.max(in_vain.to(tl.int32), 0) == 0
+    tl.atomic_xchg(ours, 0, mask=all_here & (lane >= 0), sem="release", scope="sys")
+    late = tl.max(tl.where(in_vain & (lane != rank), lane + 1, 0), 0)
+    # An error that is there says why.
+    is_first = tl.load(error, mask=late > 0, other=1, volatile=True) == 0
+    tl.store(error, late, mask=is_first)
     tl.debug_barrier()
+    return all_here
 
 
 @kernel(numbers="first spins")

@@ -7,7 +7,8 @@
     op      sum, or mean, which divides by the number of ranks at the end
 
 Terms are summed in float32 in rank order, whatever their dtype, and rounded once. So the result depends on neither the
-network nor its timing. There are two barriers, as in all_gather. Errors: mixed or unknown dtypes, parts larger than
+network nor its timing. There are two barriers, as in all_gather; if a rank does not come to the first, `outs` is NaN.
+Errors: mixed or unknown dtypes, parts larger than
 their sizes, a buffer that is too small. Bytes moved at least: over the wire the rows of the other ranks for this one;
 in memory those rows, this rank's own row, and one write of the parts.
 """
@@ -76,12 +77,12 @@ def reference(buffers, pads, error, outs, sizes, op, dtype, rank, channels, spin
 
 
 @kernel
-def _finished(total, DIVISOR: tl.constexpr):
+def _finished(total, all_here, DIVISOR: tl.constexpr):
     if DIVISOR & (DIVISOR - 1):
         total = tl.div_rn(total, DIVISOR * 1.0)
     elif DIVISOR > 1:  # the reciprocal of a power of two is exact
         total *= 1.0 / DIVISOR
-    return total
+    return tl.where(all_here, total, float("nan"))
 
 
 @kernel
@@ -90,6 +91,7 @@ def _sum(
     offset,
     i,
     n,
+    all_here,
     TERM: tl.constexpr,
     OUT: tl.constexpr,
     WORLD: tl.constexpr,
@@ -108,7 +110,7 @@ def _sum(
             )
             total += term.to(tl.float32)
             p += 1
-    return _finished(total, DIVISOR).to(OUT)
+    return _finished(total, all_here, DIVISOR).to(OUT)
 
 
 @kernel
@@ -116,6 +118,7 @@ def _sum_whole(
     buffers,
     offset,
     i,
+    all_here,
     TERM: tl.constexpr,
     OUT: tl.constexpr,
     WORLD: tl.constexpr,
@@ -129,7 +132,7 @@ def _sum_whole(
             tl.multiple_of((tl.load(buffers + p) + offset).to(tl.pointer_type(TERM)), 16) + i
         )
         total += term.to(tl.float32)
-    return _finished(total, DIVISOR).to(OUT)
+    return _finished(total, all_here, DIVISOR).to(OUT)
 
 
 @kernel(numbers="count values first total spins")
@@ -141,8 +144,9 @@ def sum_rows(
     # One launch may run several ranks, along the second axis of the grid. The buffers are ALIGNED to 16 bytes, or not.
     block, blocks = tl.program_id(0), tl.num_programs(0)
     rank = (first + tl.program_id(1)).to(tl.int64)
+    all_here = True
     if SYNC:
-        meet(pads, error, rank, block, spins, WORLD)
+        all_here = meet(pads, error, rank, block, spins, WORLD)
     i = tl.arange(0, BLOCK)
     k = block
     while k < count:
@@ -153,10 +157,10 @@ def sum_rows(
             OUT.primitive_bitwidth // 8
         )
         if ALIGNED & (n >= BLOCK) & (((offset | dst) & 15) == 0):
-            x = _sum_whole(buffers, offset, i, TERM, OUT, WORLD, DIVISOR)
+            x = _sum_whole(buffers, offset, i, all_here, TERM, OUT, WORLD, DIVISOR)
             tl.store(tl.multiple_of(dst.to(tl.pointer_type(OUT)), 16) + i, x)
         else:
-            x = _sum(buffers, offset, i, n, TERM, OUT, WORLD, DIVISOR)
+            x = _sum(buffers, offset, i, n, all_here, TERM, OUT, WORLD, DIVISOR)
             tl.store(dst.to(tl.pointer_type(OUT)) + i, x, mask=i < n)
         k += blocks
     if SYNC:

@@ -81,6 +81,28 @@ def test_a_rank_that_never_comes_is_an_error():
         barrier.launch(late.pads, late.error, 0, 20)
 
 
+def test_no_rank_uses_what_a_rank_that_never_came_has_sent():
+    """Nor does the rank that came late, after the first has given up: it gets no signal any more."""
+    ranks = 2
+    first, second = symmetric.in_one_process(ranks, 64)
+    for memory in (first, second):
+        memory.mine.view(torch.float32).fill_(1.0)
+    outs = [torch.zeros(16), torch.zeros(4, dtype=torch.int64)]
+    all_gather.launch(first.buffers, first.pads, first.error, outs[:1], [8], 0, 2, 20)
+    assert outs[0].isnan().all()
+    with pytest.raises(RuntimeError, match="rank 0 waited in vain for rank 1"):
+        first.check()
+    first.error.zero_()
+    all_gather.launch(first.buffers, first.pads, first.error, outs[1:], [2], 0, 2, 20)
+    assert outs[1].eq(-1).all(), "the signals of a memory that has failed stay wrong"
+    late = torch.zeros(8)
+    reduce_scatter.launch(
+        second.buffers, second.pads, second.error, [late], [8], "sum", torch.float32, 1, 2, 20
+    )
+    with pytest.raises(RuntimeError, match="rank 1 waited in vain for rank 0"):
+        second.check()
+
+
 def test_the_benchmark_checks_collectives(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
     import gpu_numerics
