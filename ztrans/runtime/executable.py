@@ -51,7 +51,8 @@ class Executable:
             except BaseException as error:
                 # The traceback still holds the values of the program. They may go when it does.
                 self._join()
-                if (line := _line_of(error, self.program)) is not None:
+                line = _line_of(error, self.program) if isinstance(error, Exception) else None
+                if line is not None:
                     error.add_note(f"  at {where(line)}")
                 raise
             if self.on_write is not None:
@@ -104,7 +105,7 @@ def aliased_outputs(graph: Graph) -> tuple[int, ...]:
     return tuple(i for i, v in outputs if isinstance(v, Var) and owner[v] in lasting)
 
 
-def _line_of(error: BaseException, program: fx.GraphModule) -> Source | None:
+def _line_of(error: Exception, program: fx.GraphModule) -> Source | None:
     """The user's line of the operation that has failed in generated code, if it is known."""
     code = type(program).forward.__code__
     traceback = error.__traceback__
