@@ -51,7 +51,7 @@ ROOMS = {
     *("tracing.checkpoints", "tracing.dtensors", "tracing.higher_order", "tracing.triton_kernels"),
     "lift.scaler",
     *("ir.ambient", "transforms.sharding.registered_rules", "ir.axes", "runtime.state"),
-    *("calling.guard", "runtime.cuda.graph_capture"),
+    *("calling.guard", "runtime.cuda.graph_capture", "runtime.cuda.abort"),
     *("runtime.inductor.compiler", "ops.symmetric"),
 }
 # Every module may use pytrees, the types of operators and dispatch modes (documented, without public names), PyTorch's

@@ -41,10 +41,19 @@ from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rate
 from .runtime.cuda.half_gradients import half_gradients, on_gpu
 from .runtime.cuda.transport import check, reserve
 from .runtime.executable import Executable, MicroBatches, executable, micro_batches
-from .runtime.failure import Writes, check_whole, marker, one_thread, running, steps_of
+from .runtime.failure import (
+    Writes,
+    check_launched,
+    check_whole,
+    marker,
+    one_thread,
+    running,
+    steps_of,
+)
 from .runtime.inductor import backend as inductor
 from .runtime.process_groups import process_groups
 from .runtime.state import check_laid_out
+from .runtime.watch import launched
 from .tracing.trace import Program
 
 if TYPE_CHECKING:
@@ -239,6 +248,8 @@ class Compiled(Printed):
         check_whole(state, name)
         runner = self.bound.runner if mesh is None else process_groups(mesh).runner
         with one_thread(runner, name):
+            if mesh is not None:
+                check_launched(mesh, name)
             if self.bound.runnable is None:
                 self.bound.runnable = self._bind(local)
             runnable = self.bound.runnable
@@ -250,6 +261,8 @@ class Compiled(Printed):
                 if self.cuda_graph:
                     runnable.writes.begin()
                 yield runnable.run
+            if mesh is not None:
+                launched(mesh, name, state)
 
     def _agree(
         self,
@@ -342,6 +355,7 @@ class Compiled(Printed):
             )
         contract = None
         if self._mesh is not None:
+            process_groups(self._mesh).carry(lowered.graph)
             contract = Contract(lowered.graph, update_hash(lowered.hinted))
         return Runnable(lowered, run, writes, contract)
 

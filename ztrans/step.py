@@ -34,7 +34,7 @@ from .planning.realise import OtherProgramError
 from .profiling.profile import Profile
 from .report.progress import stage
 from .report.tracebacks import ends_at_user
-from .runtime.failure import check_whole
+from .runtime.failure import check_ended
 from .runtime.mesh import check_runs
 from .runtime.state import check_laid_out, copied, shard_state, unshard_state
 from .stages import Lowered, Traced
@@ -360,7 +360,7 @@ class Step(Generic[P, R]):
         leaves = pytree.tree_leaves(state)
         paths = self._state_names(state)[1]
         check_state(paths, leaves)
-        check_whole(leaves, "shard")
+        check_ended(leaves, "shard")
         if (mesh := self._devices()) is None:
             return pytree.tree_map_only(torch.Tensor, copied, state)
         with stage(self.__name__, "shard"):
@@ -380,5 +380,5 @@ class Step(Generic[P, R]):
 
         Raises: RuntimeError if the state is half updated, or not all ranks call it.
         """
-        check_whole(pytree.tree_leaves(state), "unshard")
+        check_ended(pytree.tree_leaves(state), "unshard")
         return unshard_state(state, self.mesh, self._chosen(axes_of, state))

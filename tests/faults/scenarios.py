@@ -33,7 +33,9 @@ import ztrans as zt
 from ztrans import compiled
 from ztrans.runtime.agreement import agree, agree_on_call, settle
 from ztrans.runtime.checkpoints.save import FolderWriter
-from ztrans.runtime.process_groups import Channel
+from ztrans.runtime.in_flight import Launched
+from ztrans.runtime.process_groups import Channel, process_groups
+from ztrans.runtime.watch import watch_step
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 TIMEOUT = datetime.timedelta(seconds=6)  # of the user's group
@@ -445,6 +447,40 @@ def ends_early() -> None:
     report("last step", **error)
 
 
+class NeverDone:
+    """The event of a step that a GPU does not end, because a message does not come."""
+
+    def query(self) -> bool:
+        return False
+
+
+def in_flight() -> None:
+    """As on GPUs: the host of rank 0 has launched a step, and rank 1 fails in it."""
+    mesh = start()
+    compiled.answers_late = lambda mesh: True
+    step = transformed(mesh, 3)
+    state = step.shard(first_state())
+    state, _ = step(state, *batch(0, RANK))
+    settle(mesh)
+    if RANK == 1:
+        with Armed(out_of_memory, 1, "gathers"):
+            report("failed", **failed(lambda: step(state, *batch(1, RANK))))
+    else:
+        groups = process_groups(mesh)
+        leaves = pytree.tree_leaves(state)
+        watch_step(groups, Launched("step 2 of train_step", leaves, NeverDone()))
+        began = time.monotonic()
+        while not groups.in_flight.given_up and time.monotonic() < began + 30:
+            time.sleep(0.01)
+        report("given up", after=time.monotonic() - began, text=groups.in_flight.given_up)
+        report("failed", **failed(lambda: step(state, *batch(1, RANK))))
+        report("then", **failed(lambda: step.unshard(state)))
+    state = step.shard(first_state())
+    for k in range(2):
+        state, _ = step(state, *batch(k, RANK))
+    report("goes on", whole=bool(torch.isfinite(step.unshard(state)["params"]["w0"]).all()))
+
+
 def killed_while_saving() -> None:
     """Rank 1 is killed before it writes its part of a second save."""
     step = transformed(start(), 3)
@@ -477,6 +513,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "interrupted": eager(interrupt, 0),
     "interrupted_last": last(interrupt),
     "memory": eager(out_of_memory, 3),
+    "in_flight": in_flight,
     "killed_last": last(signalled(signal.SIGKILL)),
     "killed_while_saving": killed_while_saving,
 }

@@ -208,6 +208,24 @@ def test_the_other_ranks_fail_after_the_time_out_when_a_rank_is_stopped():
     check_torn(first.reports, "Rank 1 said nothing")
 
 
+def test_a_rank_whose_gpu_waits_for_a_failed_rank_gives_up_at_once():
+    first, second = ended_well(launch("in_flight", 2))
+    assert second.reports["failed"]["kind"] == "OutOfMemoryError"
+    assert first.reports["given up"]["after"] < 2, "long before the time-out"
+    assert (
+        first.reports["given up"]["text"]
+        == "another rank failed while step 2 of train_step was running"
+    )
+    assert first.reports["failed"]["kind"] == "LostRank"
+    cause = "Rank 1 failed in step 2 of train_step with OutOfMemoryError"
+    assert cause in first.reports["failed"]["text"]
+    assert (
+        f"unshard: this state is half updated, some leaves are new and some are old: {cause}"
+        in (first.reports["then"]["text"])
+    )
+    assert first.reports["goes on"]["whole"] and second.reports["goes on"]["whole"]
+
+
 def test_with_update_last_a_failure_leaves_the_old_state_whole_and_all_ranks_go_on():
     first, second = ended_well(launch("interrupted_last", 2))
     assert "The state is as it was before the step." in first.reports["failed"]["text"]

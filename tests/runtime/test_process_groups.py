@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ztrans.runtime.mesh import _end
 from ztrans.runtime.process_groups import process_groups
 
 
@@ -31,3 +34,29 @@ def test_after_a_failed_step_messages_go_through_a_new_group(mesh, purpose):
     groups.open()
     assert groups.channel("dp", purpose) is channel
     assert channel.group is not before and channel.group is not mesh.get_group()
+
+
+def test_a_process_whose_last_step_failed_destroys_no_groups_at_its_end(mesh):
+    """To destroy a communicator, NCCL waits for the messages that the other ranks have not sent."""
+    groups = process_groups(mesh)
+    groups.channel("dp", "gathers")
+    groups.close()
+    _end(os.getpid())
+    assert dist.is_initialized()
+    groups.open()
+    _end(os.getpid())
+    assert not dist.is_initialized()
+    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+
+
+def test_messages_of_the_users_own_are_aborted_with_the_mesh(mesh, monkeypatch):
+    """Their kernels would keep the device from freeing anything."""
+    aborted = []
+    monkeypatch.setattr("ztrans.runtime.process_groups.abort", aborted.append)
+    monkeypatch.setattr("ztrans.runtime.process_groups._is_nccl", lambda group: True)
+    groups = process_groups(mesh)
+    mine = groups.channel("dp", "gathers").group
+    groups.interrupt()
+    groups.carries_users = True
+    groups.interrupt()
+    assert aborted == [[mine], [mine, mesh.get_group()]]

@@ -5,7 +5,10 @@ new and some are old, and the values do not show which. So the leaves of such a 
 them raises an error. A step that fails before its first write leaves the state as it was, unmarked.
 
 A rank that fails leaves a note in the store of the process group, and closes its connections. The others read the note
-when they lose their connection to that rank, and can say why.
+when they lose their connection to that rank, and can say why. On GPUs they watch for the note (see `watch`).
+
+A GPU runs a step after its call has returned. If the step fails then, or is cut off by the failure of a later one, its
+state is marked too (see `in_flight`).
 """
 
 from __future__ import annotations
@@ -22,12 +25,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .process_groups import LostRank, ProcessGroups, process_groups
+from .process_groups import LostRank, ProcessGroups, all_process_groups, process_groups
 
 STOP_TOGETHER = (
     "stop all ranks together, or drop the last batches: DistributedSampler(..., drop_last=True)."
 )
 _PATIENCE = 0.5  # seconds to wait for the notes of other ranks
+_ANY_NOTE = "a rank has left a note"  # a key in the store
 _causes = WeakIdKeyDictionary()  # a leaf of a half updated state -> the failure that left it so
 _steps = WeakIdKeyDictionary()  # the first leaf of a state -> the steps that the state has taken
 
@@ -61,6 +65,28 @@ def check_whole(leaves: Sequence[Any], name: str) -> None:
                 f'overlap_grads(update="last") a step writes nothing until every reduction is done, so most failures '
                 f"leave the old state whole."
             )
+
+
+def check_ended(leaves: Sequence[Any], name: str) -> None:
+    """Let all steps on GPUs end, then check that a failed one has not left this state half updated.
+
+    Raises: RuntimeError if one has.
+    """
+    for groups in all_process_groups():
+        error = _end_steps(groups)
+        if error:
+            _lost(groups, name, RuntimeError(error))
+    check_whole(leaves, name)
+
+
+def check_launched(mesh: DeviceMesh, name: str) -> None:
+    """Check that no step which a GPU runs has lost another rank.
+
+    Raises: LostRank if one has. The states of all steps that have not ended are then marked.
+    """
+    error = process_groups(mesh).in_flight.error()
+    if error:
+        raise lost(mesh, name, RuntimeError(error))
 
 
 def marker(leaves: Sequence[Any]) -> Callable[[str], None]:
@@ -98,9 +124,9 @@ def running(
         if writes.begun:
             remark = "The state is half updated."
             _mark(leaves, f"{name} failed with {type(error).__name__}")
-        if mesh is None or not isinstance(error, LostRank):
+        if mesh is None or not _is_of_another_rank(error, mesh):
             if mesh is not None:
-                _leave(mesh, f"failed in {name} with {_in_one_line(error)}")
+                _fail(process_groups(mesh), name, error)
             error.add_note(f"ztrans: {name} was ended by this. {remark}")
             raise
         cause = lost(mesh, name, error)
@@ -134,16 +160,23 @@ def one_thread(runner: dict[str, int], name: str) -> Iterator[None]:
 def lost(mesh: DeviceMesh, name: str, error: BaseException) -> LostRank:
     """The error of a rank that has lost its connection to others, with the text of their notes.
 
-    This also closes the channels of this rank, so that no other rank waits for it.
+    This also closes the channels of this rank, so that no other rank waits for it, and marks the states of steps that
+    a GPU had not ended.
     """
-    _leave(mesh, "")
-    groups = process_groups(mesh)
+    return _lost(process_groups(mesh), name, error)
+
+
+def _lost(groups: ProcessGroups, name: str, error: BaseException) -> LostRank:
+    cut_off = groups.in_flight.take()
+    _leave(groups, "")
     notes = _notes(groups)
     silent = [rank for rank in groups.ranks if rank not in notes and rank != dist.get_rank()]
     causes = explain_loss(notes, silent)
     head = f"{name}: rank {dist.get_rank()} has lost other ranks of the mesh.\n"
     text = "".join(f"  {cause}\n" for cause in causes)
     reason = causes[0].rstrip(".") if causes else ""
+    for step in cut_off:
+        _mark(step.leaves, reason or f"{step.name} has lost other ranks")
     return LostRank(f"{head}{text}The backend says: {_in_one_line(error, with_type=False)}", reason)
 
 
@@ -175,14 +208,54 @@ def _in_one_line(error: BaseException, with_type: bool = True) -> str:
     return f"{kind}: {lines[0]}" if with_type else lines[0]
 
 
-def _leave(mesh: DeviceMesh, note: str) -> None:
+def _is_of_another_rank(error: BaseException, mesh: DeviceMesh) -> bool:
+    """Whether a step fails because another rank does. A GPU may have found that while the host was in the step."""
+    if isinstance(error, LostRank):
+        return True
+    return isinstance(error, Exception) and process_groups(mesh).in_flight.error() != ""
+
+
+def _fail(groups: ProcessGroups, name: str, error: BaseException) -> None:
+    """Leave the other ranks because this one has failed. The steps before may end first."""
+    _end_steps(groups)
+    for step in groups.in_flight.take():
+        _mark(
+            step.leaves, f"{name} failed with {type(error).__name__} before {step.name} had ended"
+        )
+    _leave(groups, f"failed in {name} with {_in_one_line(error)}")
+
+
+def _end_steps(groups: ProcessGroups) -> str:
+    """Let the steps end that a GPU runs. Returns why they do not end well, or an empty text."""
+    in_flight = groups.in_flight
+    return in_flight.wait(groups.timeout) if in_flight.oldest() is not None else ""
+
+
+def _leave(groups: ProcessGroups, note: str) -> None:
     """Leave a note for the other ranks of a mesh, and close the connections to them."""
-    groups = process_groups(mesh)
     if groups.is_alone:
         return
-    store = groups.store()
-    _in_time(lambda: store.set(f"note/{dist.get_rank()}", note))
+    leave_note(groups, note)
     groups.close()
+
+
+def leave_note(groups: ProcessGroups, note: str) -> None:
+    """Leave a note for the other ranks of a mesh, which may watch for one."""
+
+    def write() -> None:
+        store = groups.store()
+        store.set(f"note/{dist.get_rank()}", note)
+        store.set(_ANY_NOTE, "")
+
+    _in_time(write)
+
+
+def has_note(groups: ProcessGroups) -> bool:
+    """Whether any rank of a mesh has left a note.
+
+    Raises: RuntimeError if the store has gone.
+    """
+    return groups.store().check([_ANY_NOTE])
 
 
 def _notes(groups: ProcessGroups) -> dict[int, str]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..ir.layout import AbstractMesh
+from .process_groups import all_process_groups
 
 
 def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:
@@ -114,9 +115,9 @@ def _end(process: int) -> None:
     """End torch.distributed, at the exit of the process that started it."""
     if process != os.getpid():
         return  # a forked child has the groups of its parent, but none of their threads
-    # Destroying a NCCL communicator waits for all of its ranks. If the program failed on this rank, the others may
-    # still be inside a collective, so the wait would not end. They must see this process end instead.
-    has_failed = hasattr(sys, "last_type")
+    # Destroying a NCCL communicator waits for all of its ranks. If the program or its last step failed on this rank,
+    # the others may still be inside a collective, so the wait would not end. They must see this process end instead.
+    has_failed = hasattr(sys, "last_type") or any(x.is_closed for x in all_process_groups())
     if dist.is_initialized() and not has_failed:
         dist.destroy_process_group()
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import os
 import socket
 import weakref
@@ -29,7 +30,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.axes import members, rows
 from ..ir.collectives import DIRECT
+from ..ir.graph import Graph
 from ..ir.routes import Hosts, common, hosts_of
+from ..ir.user_collectives import is_users
+from .cuda.abort import abort, forget
+from .in_flight import InFlight
 
 if TYPE_CHECKING:
     from .collectives import Future, TwoLevels
@@ -103,6 +108,10 @@ class Channel:
     def is_gloo(self) -> bool:
         return dist.get_backend(self.group) == "gloo"
 
+    def live_group(self) -> dist.ProcessGroup | None:
+        """The process group, or None if it is closed or has been destroyed."""
+        return self._group() if self._group is not None else None
+
     def exchange(
         self,
         pieces: Sequence[torch.Tensor],
@@ -152,12 +161,15 @@ class Channel:
         for future in list(self.futures):
             future.drop()  # a message in progress would keep its connection open
         self.first_levels.clear()
-        group = self._group() if self._group is not None else None
+        group = self.live_group()
         self._group = None
         if group is not None:
             # It may have been destroyed already.
             with contextlib.suppress(ValueError, AssertionError, RuntimeError):
-                dist.destroy_process_group(group)
+                if _is_nccl(group):
+                    forget(group)
+                else:
+                    dist.destroy_process_group(group)
 
 
 class ProcessGroups:
@@ -171,6 +183,9 @@ class ProcessGroups:
         symmetric: the symmetric memory of the mesh, if its devices have any.
         epoch: how often closed channels were reopened.
         failures: how often a step that failed has closed the channels.
+        in_flight: the steps that a GPU runs.
+        carries_users: whether steps send messages of the user's own through the mesh's groups.
+        watched_by: the process in which a thread watches these steps (see `watch`).
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -181,12 +196,20 @@ class ProcessGroups:
         self.symmetric: SymmetricMemory | None = None
         self.epoch = 0
         self.failures = 0
+        self.in_flight = InFlight(self._error_of_kernels)
+        self.carries_users = False
+        self.watched_by = 0
         self._mesh_ranks = mesh.mesh
         # The mesh keeps its groups alive, so this object holds weak references only.
         self._bases = {
             axis: weakref.ref(mesh.get_group(axis)) for axis in mesh.mesh_dim_names or ()
         }
         self._channels: dict[tuple[Axis, str], Channel] = {}
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether a failed step has closed the channels, and none has opened them again."""
+        return any(channel.is_closed for channel in self._channels.values())
 
     def channel(self, axis: Axis, purpose: str, lasting: bool = False) -> Channel:
         """The channel along a mesh axis for one purpose. All ranks of the mesh must call this together."""
@@ -218,6 +241,7 @@ class ProcessGroups:
         """Close all channels of steps, so that the other ranks do not wait for this one."""
         self.pending = None
         self.failures += 1
+        self.interrupt()
         for channel in self._channels.values():
             if not channel.lasting:
                 channel.close()
@@ -234,6 +258,30 @@ class ProcessGroups:
                 dist.all_gather_object(values, value, group=channel.group)
         return values
 
+    @property
+    def timeout(self) -> float:
+        """The seconds after which a rank that does not answer is lost."""
+        timeout = _timeout(self._base(next(iter(self._bases))))
+        return math.inf if timeout is None else timeout.total_seconds()
+
+    def carry(self, graph: Graph) -> None:
+        """Note what the messages of a program need: those of the user's own go through the mesh's groups."""
+        if any(is_users(eqn) for eqn in graph.eqns):
+            self.carries_users = True
+
+    def interrupt(self) -> None:
+        """Let kernels leave that wait for messages of other ranks. Another thread may be in a step.
+
+        If steps send messages of the user's own, this ends the mesh's groups too, and the mesh is lost.
+        """
+        if self.symmetric is not None:
+            self.symmetric.interrupt()
+        groups = [channel.live_group() for channel in self._channels.values()]
+        if self.carries_users:
+            groups += [reference() for reference in self._bases.values()]
+        with contextlib.suppress(RuntimeError):  # one that has been aborted already
+            abort([group for group in groups if group is not None and _is_nccl(group)])
+
     def store(self) -> dist.Store:
         """A key-value store that any rank of the mesh can write and read at any time."""
         group = self._base(next(iter(self._bases)))
@@ -247,6 +295,9 @@ class ProcessGroups:
         group = self.channel(None, "ranks").group
         dist.all_gather_object(names, (dist.get_rank(), host_name()), group=group)
         return dict(names)
+
+    def _error_of_kernels(self) -> str:
+        return self.symmetric.error() if self.symmetric is not None else ""
 
     def _base(self, axis: str) -> dist.ProcessGroup:
         """The mesh's own group along an axis, or along the first of a joint axis."""
@@ -308,6 +359,11 @@ def process_groups(mesh: DeviceMesh) -> ProcessGroups:
     return by_ranks[key]
 
 
+def all_process_groups() -> list[ProcessGroups]:
+    """The process groups of all meshes of this process."""
+    return [groups for by_ranks in _groups.values() for groups in by_ranks.values()]
+
+
 def host_name() -> tuple[str, ...]:
     """A name of this host, which no other host has; each network namespace of a machine counts as a host."""
     boot = Path("/proc/sys/kernel/random/boot_id")
@@ -317,6 +373,13 @@ def host_name() -> tuple[str, ...]:
         boot.read_text() if boot.exists() else "",
         os.readlink(namespace) if os.path.exists(namespace) else "",
     )
+
+
+def _is_nccl(group: dist.ProcessGroup) -> bool:
+    try:
+        return dist.get_backend(group) == "nccl"
+    except ValueError:  # it has been destroyed
+        return False
 
 
 def _alive(reference: weakref.ref[dist.ProcessGroup] | None) -> dist.ProcessGroup:

@@ -28,7 +28,7 @@ from ...calling.trees import named_leaves
 from ...ir.axes import members_of
 from ...ir.layout import as_tensor, mesh_axes
 from ..agreement import agree, different_leaf, different_steps, digest
-from ..failure import check_whole, steps_of
+from ..failure import check_ended, steps_of
 from ..process_groups import process_groups
 from ..state import mesh_of_state
 
@@ -70,7 +70,7 @@ def save(path: str | os.PathLike[str], state: Any) -> Future[Path]:
     leaves_by_name = named_leaves(state)
     leaves = list(leaves_by_name.values())
     tensors = {name: _tensor(name, leaf) for name, leaf in leaves_by_name.items()}
-    check_whole(leaves, "save")
+    check_ended(leaves, "save")
     mesh = mesh_of_state(leaves)
     if mesh is not None:
         _agree_on_save(target, tensors, steps_of(leaves), mesh)

@@ -213,9 +213,14 @@ class Capture:
             self._check_same_state(inputs)
 
     def close(self) -> None:
-        """Release the graph and its memory. A later call starts again from the beginning, with any state."""
-        if self.captured is not None:
+        """Release the graph and its memory. A later call starts again from the beginning, with any state.
+
+        After a failed step nothing waits for the device, whose last replay may wait for a rank that does not come. The
+        graph's memory is its own, and nobody gets it before the device has ended all work.
+        """
+        if self.is_captured:
             self.cuda.synchronize()
+        if self.captured is not None:
             self.captured.reset()
         self.captured = None
         self.stream = None

@@ -187,6 +187,11 @@ class Buffer:
         if self.memory is not None:
             self.memory.check()
 
+    def interrupt(self) -> None:
+        """Set the error for which kernels look while they wait, unless it is set."""
+        if self.memory is not None and not int(self.memory.error):
+            self.memory.error.fill_(1 + self.memory.rank)
+
 
 class Refused(Exception):
     """Symmetric memory cannot be used. All ranks raise it together, with the same reason."""
@@ -235,6 +240,20 @@ class SymmetricMemory:
                 new.setdefault(channel, []).append(kind)
         for channel, kinds in new.items():
             self._decide(channel, kinds, exchange, lanes)
+
+    def error(self) -> str:
+        """What this rank has waited for in vain, in the work that has run so far; empty if nothing."""
+        for buffer in self.buffers:
+            try:
+                buffer.check()
+            except RuntimeError as error:
+                return str(error)
+        return ""
+
+    def interrupt(self) -> None:
+        """Let the kernels leave that wait for other ranks; the thread that calls this may be another one."""
+        for buffer in self.buffers:
+            buffer.interrupt()
 
     def renew(self, channels: Sequence[Channel], exchange: Exchange) -> None:
         """Allocate the buffers of channels that were opened again. All ranks of the mesh must call this together."""

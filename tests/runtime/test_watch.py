@@ -1,0 +1,192 @@
+"""A rank that watches the steps which its GPU runs, on doubles of events and of the other ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import ztrans as zt
+from ztrans.runtime.failure import Writes, check_launched, check_whole, leave_note, running
+from ztrans.runtime.in_flight import Launched
+from ztrans.runtime.process_groups import LostRank, process_groups
+from ztrans.runtime.watch import Watch
+
+
+class Event:
+    """An event of a GPU that is done when the test says so."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self.looks = 0
+
+    def query(self) -> bool:
+        self.looks += 1
+        return self.is_done
+
+
+class Kernels:
+    """The symmetric memory of a mesh: whether its kernels have waited in vain, and were told to leave."""
+
+    def __init__(self) -> None:
+        self.found = ""
+        self.interrupts = 0
+
+    def error(self) -> str:
+        return self.found
+
+    def interrupt(self) -> None:
+        self.interrupts += 1
+
+
+@pytest.fixture
+def mesh(monkeypatch):
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    store = dist.HashStore()
+    groups = process_groups(mesh)
+    groups.is_alone = False  # the other rank is fake, but its notes are not
+    groups.symmetric = Kernels()
+    monkeypatch.setattr(groups, "store", lambda: store)
+    monkeypatch.setattr(type(groups), "timeout", 10.0)
+    monkeypatch.setattr("ztrans.runtime.failure._PATIENCE", 0.05)
+    yield mesh
+    dist.destroy_process_group()
+
+
+def in_flight(mesh, name="step 3 of train", leaf=None) -> Launched:
+    """A step in flight, of a state of one leaf."""
+    step = Launched(name, [torch.zeros(2) if leaf is None else leaf], Event())
+    process_groups(mesh).in_flight.add(step)
+    return step
+
+
+def note_of_rank_0(mesh, text):
+    store = process_groups(mesh).store()
+    store.set("note/0", text)
+    store.set("a rank has left a note", "")
+
+
+def test_a_rank_gives_up_when_another_one_leaves_a_note(mesh):
+    groups = process_groups(mesh)
+    watch = Watch()
+    step = in_flight(mesh)
+    watch.look(groups, 0.0)
+    assert not groups.in_flight.given_up and groups.symmetric.interrupts == 0
+    note_of_rank_0(mesh, "failed in step 3 of train with KeyError")
+    watch.look(groups, 0.1)
+    assert groups.symmetric.interrupts == 1, "kernels that wait for rank 0 leave"
+    watch.look(groups, 0.2)
+    assert groups.symmetric.interrupts == 1
+    step.end.is_done = True  # what it has returned is garbage
+    with pytest.raises(LostRank) as error:
+        check_launched(mesh, "train")
+    text = str(error.value)
+    assert "Rank 0 failed in step 3 of train with KeyError." in text
+    assert text.endswith("The backend says: another rank failed while step 3 of train was running")
+    with pytest.raises(RuntimeError, match=r"save: this state is half updated.*Rank 0 failed in"):
+        check_whole(step.leaves, "save")
+    check_launched(mesh, "train")  # the next step begins afresh
+
+
+def test_a_rank_gives_up_before_the_time_out_when_a_step_does_not_end(mesh):
+    groups = process_groups(mesh)
+    watch = Watch()
+    first = in_flight(mesh)
+    second = in_flight(mesh, "step 4 of train", first.leaves[0])
+    watch.look(groups, 100.0)
+    first.end.is_done = True
+    watch.look(groups, 108.0)
+    watch.look(groups, 116.9)
+    assert not groups.in_flight.given_up, "the second step is the oldest one since 108 s"
+    watch.look(groups, 117.1)
+    assert groups.in_flight.given_up == "step 4 of train has not ended for 9 s"
+    assert groups.store().get("note/1") == b"", "the others may know why"
+    with pytest.raises(LostRank, match="Rank 0 said nothing"):
+        check_launched(mesh, "train")
+    with pytest.raises(RuntimeError, match="half updated"):
+        check_whole(second.leaves, "save")
+
+
+def test_an_error_that_is_found_after_the_end_of_a_step_counts_for_it(mesh):
+    """A kernel sets its error before the event of its step is done. So the events are looked at first."""
+    groups = process_groups(mesh)
+    well = in_flight(mesh)
+    badly = in_flight(mesh, "step 4 of train")
+    well.end.is_done = True
+    assert groups.in_flight.error() == ""
+    badly.end.is_done = True
+    groups.symmetric.found = "rank 1 waited in vain for rank 0"
+    with pytest.raises(LostRank, match="waited in vain"):
+        check_launched(mesh, "train")
+    check_whole(well.leaves, "save")
+    with pytest.raises(RuntimeError, match="half updated"):
+        check_whole(badly.leaves, "save")
+
+
+def test_a_state_is_saved_when_the_steps_that_wrote_it_have_ended_well(mesh, tmp_path):
+    step = in_flight(mesh)
+    state = {"w": step.leaves[0]}
+    query = step.end.query
+
+    def ends_later() -> bool:
+        step.end.is_done = step.end.looks > 3
+        return query()
+
+    step.end.query = ends_later
+    zt.save(tmp_path / "good", state).result()
+    assert step.end.looks > 3
+    torn = in_flight(mesh, "step 4 of train", state["w"])
+    torn.end.is_done = True
+    process_groups(mesh).symmetric.found = "rank 1 waited in vain for rank 0"
+    with pytest.raises(RuntimeError, match="save: this state is half updated"):
+        zt.save(tmp_path / "bad", state)
+    assert not (tmp_path / "bad").exists()
+
+
+def test_a_rank_that_fails_lets_earlier_steps_end_before_it_says_so(mesh, monkeypatch):
+    step = in_flight(mesh)
+    notes = []
+
+    def note(groups, text):
+        notes.append((text, step.end.is_done))
+        leave_note(groups, text)
+
+    monkeypatch.setattr("ztrans.runtime.failure.leave_note", note)
+    query = step.end.query
+
+    def ends_later() -> bool:
+        step.end.is_done = step.end.looks > 3
+        return query()
+
+    step.end.query = ends_later
+    with pytest.raises(KeyError), running("train", step.leaves, mesh, Writes()):
+        raise KeyError("x")
+    assert notes == [("failed in step 1 of train with KeyError: 'x'", True)]
+    check_whole(step.leaves, "save")
+
+
+def test_an_error_of_the_host_is_that_of_another_rank_if_the_gpu_has_lost_it(mesh):
+    """As an NCCL call on a communicator that the watching thread has aborted."""
+    step = in_flight(mesh)
+    note_of_rank_0(mesh, "failed in step 3 of train with KeyError")
+    Watch().look(process_groups(mesh), 0.0)
+    with (
+        pytest.raises(LostRank, match="Rank 0 failed in step 3"),
+        running("train", step.leaves, mesh, Writes()),
+    ):
+        raise dist.DistBackendError("NCCL communicator was aborted")
+
+
+def test_a_device_that_has_failed_ends_no_step_well(mesh):
+    step = in_flight(mesh)
+
+    def broken() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    step.end.query = broken
+    assert "illegal memory access" in process_groups(mesh).in_flight.error()

@@ -1,0 +1,98 @@
+"""In flight: the steps that a GPU has been told to run, and that have not been seen to end.
+
+The call of a step returns before a GPU has run it. If another rank fails meanwhile, kernels of this rank leave with
+results that nobody may use, and no error is raised. So every step records an event behind its work. A step has ended
+well if its event is done, and no error is found after that. The states of all other steps are marked when one is.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+_LOOK = 0.01  # seconds between two looks at an event
+
+
+class Event(Protocol):
+    """A point in the work of a GPU, as `torch.Event`."""
+
+    def query(self) -> bool:
+        """Whether the work before it is done."""
+
+
+class Launched(NamedTuple):
+    """A step, the leaves of the state that it writes, and the event behind its work."""
+
+    name: str
+    leaves: Sequence[Any]
+    end: Event
+
+
+class InFlight:
+    """The steps of a mesh that are not known to have ended well, in their order.
+
+    `find_error` returns what the kernels of this rank have found, such as a rank that did not come; an empty text if
+    nothing. `given_up` is why this rank waits for the others no longer; empty while it does.
+    """
+
+    def __init__(self, find_error: Callable[[], str]) -> None:
+        self.find_error = find_error
+        self.given_up = ""
+        self._steps: deque[Launched] = deque()
+        self._lock = threading.RLock()  # the thread that watches reads the steps too
+
+    def add(self, step: Launched) -> None:
+        """Add a step that has just been launched."""
+        with self._lock:
+            self._steps.append(step)
+
+    def oldest(self) -> Launched | None:
+        """The first step that is not known to have ended well."""
+        with self._lock:
+            self.error()
+            return self._steps[0] if self._steps else None
+
+    def error(self) -> str:
+        """Forget the steps that have ended well. Returns why the others will not, or an empty text."""
+        with self._lock:
+            ended = 0
+            try:
+                while ended < len(self._steps) and self._steps[ended].end.query():
+                    ended += 1
+            except RuntimeError as of_device:
+                return str(of_device)
+            # An error that is found now may be of a step whose event is done. So the order of the looks counts.
+            error = self.given_up or (self.find_error() if self._steps else "")
+            if not error:
+                for _ in range(ended):
+                    self._steps.popleft()
+            return error
+
+    def give_up(self, step: Launched, cause: str, leave: Callable[[], None]) -> None:
+        """Wait for the other ranks no longer, and `leave` them, unless this step is not the oldest one any more.
+
+        Other threads see the cause when this has been done: what they open next must not be left.
+        """
+        with self._lock:
+            if self._steps and self._steps[0] is step and not self.given_up:
+                self.given_up = cause
+                leave()
+
+    def wait(self, seconds: float) -> str:
+        """Let all steps end, for at most so many seconds. Returns why they did not end well, or an empty text."""
+        end = time.monotonic() + seconds
+        while not (error := self.error()) and self._steps and time.monotonic() < end:
+            time.sleep(_LOOK)
+        return error
+
+    def take(self) -> list[Launched]:
+        """Remove and return the steps that have not ended well. This rank then waits for the others again."""
+        with self._lock:
+            self.error()
+            steps = list(self._steps)
+            self._steps.clear()
+            self.given_up = ""
+            return steps

@@ -1,0 +1,97 @@
+"""Watch: a thread that sees that another rank has failed while a GPU of this rank waits for it.
+
+On CPUs the host waits for messages, and fails as soon as a connection is lost. On GPUs kernels wait, and the host may
+wait for a kernel. So while a step is in flight, a thread looks whether
+
+- another rank has left a note in the store, because it has failed;
+- the step has not ended within nine tenths of the time-out of the process group. After the whole time-out torch would
+  end the process.
+
+This rank then gives up: it leaves a note itself, and lets its kernels leave, also those of a captured graph. So the
+host goes on. What these kernels have returned is never used: the next call marks the states of all steps in flight, and
+raises LostRank.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from .failure import has_note, leave_note, steps_of
+from .in_flight import Launched
+from .process_groups import ProcessGroups, process_groups
+
+_LOOK = 0.2  # seconds between two looks
+_SHARE = 0.9  # of the time-out
+
+
+def launched(mesh: DeviceMesh, name: str, leaves: Sequence[Any]) -> None:
+    """Watch a step of the program `name`, which has been launched on a GPU and writes these leaves."""
+    groups = process_groups(mesh)
+    if groups.is_alone or mesh.device_type == "cpu":
+        return
+    end = torch.Event(mesh.device_type)
+    end.record()
+    watch_step(groups, Launched(f"step {steps_of(leaves)} of {name}", leaves, end))
+
+
+def watch_step(groups: ProcessGroups, step: Launched) -> None:
+    """Watch a step in flight, in a thread of the process."""
+    groups.in_flight.add(step)
+    if groups.watched_by != os.getpid():
+        groups.watched_by = os.getpid()
+        threading.Thread(
+            target=_watch, args=(weakref.ref(groups),), name="ztrans-watch", daemon=True
+        ).start()
+
+
+class Watch:
+    """What a thread knows of the steps in flight: the oldest one, and since when it is that."""
+
+    def __init__(self) -> None:
+        self.oldest: Launched | None = None
+        self.since = 0.0
+
+    def look(self, groups: ProcessGroups, now: float) -> None:
+        """Give up on the other ranks of a mesh if the oldest step in flight will not end."""
+        oldest = groups.in_flight.oldest()
+        if oldest is not self.oldest:
+            self.oldest = oldest
+            self.since = now
+        if oldest is None or groups.in_flight.given_up:
+            return
+        cause = _why_it_will_not_end(groups, oldest, now - self.since)
+        if cause:
+            groups.in_flight.give_up(oldest, cause, lambda: _leave(groups))
+
+
+def _leave(groups: ProcessGroups) -> None:
+    """Tell the other ranks of a mesh that this one waits for them no longer, and let its kernels leave."""
+    leave_note(groups, "")
+    groups.interrupt()
+
+
+def _why_it_will_not_end(groups: ProcessGroups, step: Launched, seconds: float) -> str:
+    try:
+        if has_note(groups):
+            return f"another rank failed while {step.name} was running"
+    except RuntimeError:
+        return "the process that holds the store of the process group has ended"
+    if seconds > _SHARE * groups.timeout:
+        return f"{step.name} has not ended for {seconds:.0f} s"
+    return groups.in_flight.error()
+
+
+def _watch(reference: weakref.ref[ProcessGroups]) -> None:
+    watch = Watch()
+    while (groups := reference()) is not None:
+        watch.look(groups, time.monotonic())
+        del groups
+        time.sleep(_LOOK)
