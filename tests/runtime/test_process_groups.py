@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ztrans.runtime.mesh import _end
-from ztrans.runtime.process_groups import process_groups
+from ztrans.runtime.process_groups import LostRank, process_groups
 
 
 @pytest.fixture
@@ -60,3 +61,36 @@ def test_messages_of_the_users_own_are_aborted_with_the_mesh(mesh, monkeypatch):
     groups.carries_users = True
     groups.interrupt()
     assert aborted == [[mine], [mine, mesh.get_group()]]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Connection closed by peer"),
+        dist.DistBackendError("NCCL communicator was aborted"),
+        dist.DistNetworkError("Connection reset by peer"),
+    ],
+)
+def test_an_error_of_a_connection_is_a_lost_rank(mesh, error):
+    with (
+        pytest.raises(LostRank, match=str(error)),
+        process_groups(mesh).channel("dp", "gathers").errors(),
+    ):
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("backend", "error"),
+    [
+        ("fake", torch.OutOfMemoryError("CUDA out of memory")),
+        ("fake", RecursionError("maximum recursion depth exceeded")),
+        ("nccl", RuntimeError("Tensors must be contiguous")),
+    ],
+)
+def test_an_error_of_this_rank_stays_what_it_is(mesh, monkeypatch, backend, error):
+    """Else the other ranks would be searched for what has happened here."""
+    channel = process_groups(mesh).channel("dp", "gathers")
+    monkeypatch.setattr(dist, "get_backend", lambda group: backend)
+    with pytest.raises(type(error)) as raised, channel.errors():
+        raise error
+    assert raised.value is error

@@ -184,3 +184,20 @@ def test_a_closed_channel_gives_up_its_messages():
     with pytest.raises(RuntimeError, match="given up"):
         wait(member)
     del groups
+
+
+def test_a_sum_for_which_this_rank_has_no_memory_is_no_lost_rank(monkeypatch):
+    """It is computed between the two levels of a message."""
+    hosts, eqn = Hosts(4, 2), scatter([(LARGE,)], "sum", F32)
+    _, groups, opened = channels(hosts)
+    for rank, channel in enumerate(opened):
+        Start(eqn, {"dp": 4}, {"dp": rank}, channel)(*random_terms(eqn, 4)[rank])
+
+    def without_memory(*args, **kwargs):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(ops, "reduce", without_memory)
+    with pytest.raises(RuntimeError, match="can't allocate memory") as error:
+        opened[0].advance()
+    assert not isinstance(error.value, LostRank)
+    del groups

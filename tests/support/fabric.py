@@ -55,6 +55,9 @@ class Rank:
         self.hosts = hosts
         self.group = self
 
+    def errors(self) -> AbstractContextManager:
+        return nullcontext()
+
     def allreduce_coalesced(self, tensors: list[torch.Tensor], options: Any) -> None:
         for tensor in tensors:
             tensor.copy_(_total(self.fabric.posted(self.rank, tensor.clone()), options))

@@ -414,8 +414,9 @@ def _exchange_sums(
     sums: list[torch.Tensor] = []
 
     def begin_second() -> Sequence[Work]:
-        for work in first:
-            work.wait()
+        with channel.errors():
+            for work in first:
+                work.wait()
         kind = "sum" if op == "mean" else op
         # The first term that was received may be overwritten; this rank's own may belong to the caller.
         mine = [ops.reduce(terms, kind, partial, terms[0 if local else 1]) for terms in received]

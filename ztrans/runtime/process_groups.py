@@ -108,6 +108,11 @@ class Channel:
     def is_gloo(self) -> bool:
         return dist.get_backend(self.group) == "gloo"
 
+    @property
+    def is_nccl(self) -> bool:
+        group = self.live_group()
+        return group is not None and _is_nccl(group)
+
     def live_group(self) -> dist.ProcessGroup | None:
         """The process group, or None if it is closed or has been destroyed."""
         return self._group() if self._group is not None else None
@@ -139,17 +144,23 @@ class Channel:
         """Begin the second level of all messages in progress, as soon as their first level is done."""
         messages = self.first_levels
         self.first_levels = []
-        with self.errors():
-            for message in messages:
-                message.advance()
+        for message in messages:
+            message.advance()
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:
-        """Turn errors of the backend, which are plain RuntimeErrors, into `LostRank`."""
+        """Turn errors of the connection to other ranks into `LostRank`. Only calls of the backend belong inside.
+
+        NCCL and the store raise torch's DistError, and gloo plain RuntimeErrors. Errors of other classes, such as one
+        about memory, are of this rank.
+        """
         try:
             yield
         except RuntimeError as error:
-            raise LostRank(str(error)) from error
+            is_of_gloo = type(error) is RuntimeError and not self.is_nccl
+            if isinstance(error, dist.DistError) or is_of_gloo:
+                raise LostRank(str(error)) from error
+            raise
 
     def open(self, group: dist.ProcessGroup) -> None:
         """Use this group from now on."""

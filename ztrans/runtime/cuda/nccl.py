@@ -104,7 +104,8 @@ class StreamedStart(Start):
                 message.pack()
         with streams.communicate(self.lane):
             received = [message.receive_buffer() for message in messages]
-            self._call(received, [message.send_buffer for message in messages])
+            with self.channel.errors():
+                self._call(received, [message.send_buffer for message in messages])
             for message, buffer in zip(messages, received):
                 message.finish(buffer)
         done = Done(streams, self.lane, self.lane.record_event(), [m.send_buffer for m in messages])
