@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
@@ -447,6 +447,25 @@ def ends_early() -> None:
     report("last step", **error)
 
 
+def in_a_part() -> None:
+    """Steps fail on a mesh that is a part of the world; the rank outside takes no part."""
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    store = dist.group.WORLD.get_group_store()
+    if RANK == WORLD - 1:
+        store.wait(["done"], datetime.timedelta(seconds=60))
+        return
+    mesh = DeviceMesh("cpu", torch.arange(WORLD - 1), mesh_dim_names=("dp",))
+    step = transformed(mesh, 3, "last")
+    state = step.shard(first_state())
+    for k in range(3):
+        state, _ = step(state, *batch(k, RANK))
+        with Armed(out_of_memory if RANK else lambda: None, 1, "gathers"):
+            report(f"failed {k}", **failed(functools.partial(step, state, *batch(k, RANK))))
+    report("goes on", **failed(lambda: step(state, *batch(3, RANK))))
+    if RANK == 0:
+        store.set("done", "")
+
+
 class NeverDone:
     """The event of a step that a GPU does not end, because a message does not come."""
 
@@ -514,6 +533,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "interrupted_last": last(interrupt),
     "memory": eager(out_of_memory, 3),
     "in_flight": in_flight,
+    "in_a_part": in_a_part,
     "killed_last": last(signalled(signal.SIGKILL)),
     "killed_while_saving": killed_while_saving,
 }

@@ -226,6 +226,16 @@ def test_a_rank_whose_gpu_waits_for_a_failed_rank_gives_up_at_once():
     assert first.reports["goes on"]["whole"] and second.reports["goes on"]["whole"]
 
 
+def test_a_part_of_the_world_goes_on_after_failures():
+    """The groups that it makes anew have other names, so no rank connects to the addresses of the closed ones."""
+    ranks = ended_well(launch("in_a_part", 3))
+    for rank in ranks[:2]:
+        kinds = [rank.reports[f"failed {k}"]["kind"] for k in range(3)]
+        assert kinds == [rank.reports["failed 0"]["kind"]] * 3
+        assert kinds[0] in ("LostRank", "OutOfMemoryError")
+        assert rank.reports["goes on"]["kind"] == ""
+
+
 def test_with_update_last_a_failure_leaves_the_old_state_whole_and_all_ranks_go_on():
     first, second = ended_well(launch("interrupted_last", 2))
     assert "The state is as it was before the step." in first.reports["failed"]["text"]

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ztrans.runtime.mesh import _end
@@ -94,3 +94,20 @@ def test_an_error_of_this_rank_stays_what_it_is(mesh, monkeypatch, backend, erro
     with pytest.raises(type(error)) as raised, channel.errors():
         raise error
     assert raised.value is error
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_part_of_a_world_that_is_bound_to_devices_is_refused(mesh, monkeypatch, ranks):
+    """Its ranks would wait for the others, which do not make the groups of the mesh."""
+    part = DeviceMesh("cpu", torch.arange(ranks), mesh_dim_names=("tp",))
+    monkeypatch.setattr("ztrans.runtime.process_groups._is_nccl", lambda group: True)
+    process_groups(mesh)
+    dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+    if ranks == 4:
+        assert process_groups(part).ranks == (0, 1, 2, 3)
+        return
+    with pytest.raises(RuntimeError) as error:
+        process_groups(part)
+    text = str(error.value)
+    assert "the mesh has 2 of the 4 ranks of the world, and init_process_group was given a" in text
+    assert text.endswith("and call init_process_group without device_id.")

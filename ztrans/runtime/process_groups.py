@@ -242,6 +242,7 @@ class ProcessGroups:
                 _alive(channel._group)
         if closed_channels:
             self.epoch += 1
+            self._skip_names(len(closed_channels))
         for channel in closed_channels:
             with channel.errors():
                 self._open(channel)
@@ -326,6 +327,20 @@ class ProcessGroups:
             channel.hosts = common([hosts_of(row) for row in names])
         return channel
 
+    def _skip_names(self, count: int) -> None:
+        """Keep torch from naming the next groups like those that were closed.
+
+        The store still has the addresses of the old ones, and a rank could take them for those of the new ones. Groups
+        of a part of the world are named by the number of groups, so this makes groups of this rank alone, which stay.
+        """
+        if not self._is_world:
+            for _ in range(count):
+                dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+
+    @property
+    def _is_world(self) -> bool:
+        return len(self.ranks) == dist.get_world_size()
+
     def _open_new(self, channel: Channel, groups: list[list[int]], base: dist.ProcessGroup) -> None:
         """Make a process group for the row of `groups` that has this rank, like the group `base` of the mesh."""
         timeout = _timeout(base)
@@ -334,15 +349,14 @@ class ProcessGroups:
         # If only its members make a group, torch names it by the number of groups that they have made, which may differ
         # between them (pytorch#189073). So all ranks make the groups of all rows. They cannot if the world has ranks
         # that are not in this mesh, because these do not take part.
-        is_world = len(self.ranks) == dist.get_world_size()
         mine = next(row for row in groups if dist.get_rank() in row)
-        for row in groups if is_world else [mine]:
+        for row in groups if self._is_world else [mine]:
             group = dist.new_group(
                 row,
                 timeout,
                 backend,
                 _tuning(base, timeout) if backend is None else None,
-                use_local_synchronization=not is_world,
+                use_local_synchronization=not self._is_world,
                 group_desc=description,
             )
             if row is mine:
@@ -357,7 +371,7 @@ _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, ProcessGroups]
 def process_groups(mesh: DeviceMesh) -> ProcessGroups:
     """The process groups of a mesh, which live as long as the mesh's own group does.
 
-    Raises: RuntimeError if the mesh's own group has been destroyed.
+    Raises: RuntimeError if the mesh's own group has been destroyed, or NCCL cannot make groups for the mesh.
     """
     try:
         base = mesh.get_group(0)
@@ -366,8 +380,26 @@ def process_groups(mesh: DeviceMesh) -> ProcessGroups:
     by_ranks = _groups.setdefault(base, {})
     key = tuple(mesh.mesh.flatten().tolist()), tuple(mesh.mesh_dim_names or ()), tuple(mesh.shape)
     if key not in by_ranks:
+        _check_splits(key[0], base)
         by_ranks[key] = ProcessGroups(mesh)
     return by_ranks[key]
+
+
+def _check_splits(ranks: Sequence[int], base: dist.ProcessGroup) -> None:
+    """Check that the ranks of a mesh can make NCCL groups without the other ranks of the world.
+
+    Raises: RuntimeError if they would wait for these forever. In a world with a `device_id`, torch splits each new
+        communicator from that of the world, which all of its ranks must do together.
+    """
+    world = dist.group.WORLD
+    is_split = world is not None and world.bound_device_id is not None and _is_nccl(base)
+    if is_split and len(ranks) < dist.get_world_size():
+        raise RuntimeError(
+            f"ztrans: the mesh has {len(ranks)} of the {dist.get_world_size()} ranks of the world, and "
+            f"init_process_group was given a device_id. All ranks of such a world must make each NCCL group together, "
+            f"and those outside of the mesh do not.\n"
+            f"Choose the device with torch.cuda.set_device(local_rank), and call init_process_group without device_id."
+        )
 
 
 def all_process_groups() -> list[ProcessGroups]:
