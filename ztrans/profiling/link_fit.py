@@ -72,8 +72,8 @@ def fit(link: Link, samples: Sequence[Sample], ranks: int) -> Link:
     figures = Figures((link,), [(0, s.kind) for s in samples])
 
     def predict(values: np.ndarray) -> list[float]:
-        (changed,) = figures.put(values.tolist())
-        return [sum(changed.seconds(s.kind, s.received, ranks)) for s in samples]
+        (new_link,) = figures.put(values.tolist())
+        return [sum(new_link.seconds(s.kind, s.received, ranks)) for s in samples]
 
     (fitted,) = figures.put(solve(predict, [s.seconds for s in samples], figures.start))
     efficiency = [(kind, share) for kind, share in fitted.efficiency if abs(share - 1) > _ALIKE]
@@ -99,8 +99,8 @@ def explain(
     slow = Figures([_slowed(link, axis, observed) for axis, link in links], kinds)
 
     def predict(values: np.ndarray) -> list[float]:
-        changed = dict(zip(axes, figures.put(values.tolist())))
-        return _simulated_seconds(changed, observed)
+        new_links = dict(zip(axes, figures.put(values.tolist())))
+        return _simulated_seconds(new_links, observed)
 
     took = [max(message.done - message.issued, 0.0) + _ISSUE for message in observed]
     fitted = solve(predict, took, figures.start, _PRIOR_IN_STEP, slow.start)
@@ -109,7 +109,8 @@ def explain(
 
 def _slowed(link: Link, axis: str, observed: Sequence[Observed]) -> Link:
     """`link` with the bandwidth at which the largest message moved, if no other message used the wire."""
-    received, seconds = 0, 0.0
+    received = 0
+    seconds = 0.0
     for message in observed:
         took = message.done - message.issued
         if message.axis == axis and took > 0:
@@ -194,7 +195,7 @@ class Figures:
     def put(self, values: Sequence[float]) -> list[Link]:
         """The links with the figures `values`."""
         rest = iter(values)
-        changed = []
+        new_links = []
         for link, kinds in zip(self.links, self.kinds):
             if kinds:
                 link = dataclasses.replace(link, latency=next(rest), bandwidth=next(rest))
@@ -202,8 +203,8 @@ class Figures:
                 for kind in kinds[1:]:
                     efficiency[kind] = next(rest)
                 link = dataclasses.replace(link, efficiency=tuple(sorted(efficiency.items())))
-            changed.append(link)
-        return changed
+            new_links.append(link)
+        return new_links
 
 
 def solve(
@@ -229,10 +230,10 @@ def solve(
     if not start:
         return []
     first = np.log(start)
-    measured = np.log(took)
+    log_took = np.log(took)
 
     def error(figures: np.ndarray) -> np.ndarray:
-        return np.log(predict(np.exp(figures))) - measured
+        return np.log(predict(np.exp(figures))) - log_took
 
     def loss(figures: np.ndarray, errors: np.ndarray) -> float:
         return _size(errors) + prior * _size(figures - first)

@@ -46,7 +46,7 @@ class Profile:
     Attributes:
         timeline: when every operation and message ran.
         seconds_by_signature: the duration of each kind of operation, by its `simulate.signature`. That of a collective
-            is the time to pack and start it; with " wait" behind it, the time to turn the received bytes into values.
+            is the time to pack and start it; with " wait" after it, the time to turn the received bytes into values.
         messages: the messages of each recorded step.
     """
 
@@ -69,9 +69,8 @@ class Profile:
             axis = same[0].axis
             if axis in axes or axes.issuperset(members(axis)):
                 usual.append(_combined(same, median))
-                axis_links[axis] = base.link(
-                    axis
-                )  # of a joint axis, that of its slowest member at first
+                # Of a joint axis, that of its slowest member at first.
+                axis_links[axis] = base.link(axis)
         links = []
         for axis, link in explain(tuple(axis_links.items()), usual):
             on_axis = [m for m in usual if m.axis == axis]
@@ -190,7 +189,7 @@ class Record:
         self.done: dict[int, Any] = {}
         self.arrived: list[Any] = []
 
-    def read(self, stream: Any = None) -> Any:
+    def now(self, stream: Any = None) -> Any:
         """A reading of the clock."""
         if self.device == "cpu":
             return time.perf_counter()
@@ -200,22 +199,22 @@ class Record:
 
     def mark(self, weights: tuple[int, ...] = (1,)) -> None:
         """Note that equations have ended, which ran as a single call and share its time by their weights."""
-        now = self.read()
-        last_mark = self.marks[-1] if self.marks else now
+        end = self.now()
+        last_mark = self.marks[-1] if self.marks else end
         for passed in itertools.accumulate(weights[:-1]):
             if self.device == "cpu":
-                self.marks.append(last_mark + (now - last_mark) * passed / sum(weights))
+                self.marks.append(last_mark + (end - last_mark) * passed / sum(weights))
             else:  # events cannot be interpolated
-                self.marks.append(now if passed else last_mark)
-        self.marks.append(now)
+                self.marks.append(end if passed else last_mark)
+        self.marks.append(end)
 
     def watch(self, members: tuple[Member, ...], lane: str) -> None:
         """Note that a collective has been started, and arrange for its end to be noted."""
         future = members[0].future
         k = len(self.started)
-        self.started.append(self.read())
+        self.started.append(self.now())
         if isinstance(future.work, Done):
-            self.done[k] = self.read(future.work.lane)
+            self.done[k] = self.now(future.work.lane)
         elif future.work is not None:
             # Work can be waited for only once: the watcher does, and the program waits for the watcher.
             watching = self.watchers[lane].submit(self._wait, future.work, k)
@@ -224,18 +223,18 @@ class Record:
     def _wait(self, work: Work, k: int) -> None:
         """Wait for a collective, in the thread of its lane, because sends and receives have no callbacks."""
         work.wait()
-        self.done[k] = self.read()
+        self.done[k] = self.now()
 
     def block(self, member: Member) -> None:
         """Wait until a collective is done, and note that, before the program turns the received bytes into values."""
         work = member.future.work
         if work is not None:  # it is None once another member of the bucket has been waited for
             work.wait()
-            self.arrived.append(self.read())
+            self.arrived.append(self.now())
 
     def times(self) -> Times:
         """The readings in seconds. Call it right after the run: it reads the clock for the end of the run."""
-        end = self.read()
+        end = self.now()
         while len(self.done) < len(self.started):  # the watchers may not have noted the last ends
             time.sleep(1e-5)
         if self.device != "cpu":
@@ -382,7 +381,7 @@ def _timeline(graph: Graph, times: Times) -> Timeline:
 
 
 def _durations(graph: Graph, runs: Sequence[Times]) -> Iterator[tuple[str, list[float]]]:
-    """The signature of each equation and its duration in each run, except for waits behind the first of their bucket.
+    """The signature of each equation and its duration in each run, except for the later waits of each bucket.
 
     That of a start ends when the collective is issued. That of a wait begins when the bytes have arrived.
     """
@@ -393,13 +392,13 @@ def _durations(graph: Graph, runs: Sequence[Times]) -> Iterator[tuple[str, list[
         key = signature(eqn, graph)
         begin: Sequence[float] = [times.marks[i] for times in runs]
         end: Sequence[float] = [times.marks[i + 1] for times in runs]
-        waited = pairs.waits.get(eqn)
+        wait = pairs.waits.get(eqn)
         if eqn in pairs.starts:
             end = next(started)
-        elif waited is not None:
-            if waited.started.first_wait != i:
+        elif wait is not None:
+            if wait.started.first_wait != i:
                 continue  # the first wait has unpacked the bucket
-            key = f"{signature(waited.start, graph)} wait"
+            key = f"{signature(wait.start, graph)} wait"
             begin = next(arrived)
         yield key, [later - earlier for earlier, later in zip(begin, end)]
 

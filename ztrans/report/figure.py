@@ -34,7 +34,9 @@ def save(timelines: Sequence[Timeline], path: Any) -> None:
         raise ImportError(
             "save: pictures need matplotlib: pip install matplotlib, or save a .html page."
         ) from error
-    heights = [h for t in timelines for h in (0.34 * len(t.lanes) + 0.5, 0.95)]
+    heights: list[float] = []  # of the lanes and the memory of each timeline, in inches
+    for timeline in timelines:
+        heights += [0.34 * len(timeline.lanes) + 0.5, 0.95]
     with rc_context(
         {
             "font.family": "sans-serif",

@@ -17,9 +17,8 @@ from ..planning.timeline import COMPUTE, Event, Timeline
 from .palette import COLOURS, stands_for
 from .table import compared, label, source_line, table, title
 
-_LONGEST = (
-    600  # the most characters of an equation that are shown; that of a large bucket fills pages
-)
+# The most characters of an equation that are shown. That of a large bucket would fill pages.
+_LONGEST = 600
 _DATA = '"data goes here"'
 _HEIGHT = 620  # pixels of the page in a notebook
 

@@ -18,11 +18,9 @@ from .table import source_line, title
 
 def save(timelines: Sequence[Timeline], path: Any) -> None:
     """Write the trace to a file: first the names, then the events in order of time, in microseconds."""
-    events = [
-        event
-        for process, timeline in enumerate(timelines, 1)
-        for event in _events(process, timeline)
-    ]
+    events: list[dict[str, Any]] = []
+    for process, timeline in enumerate(timelines, 1):
+        events += _events(process, timeline)
     in_order = sorted(events, key=lambda event: event.get("ts", -1.0))
     Path(path).write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": in_order}))
 

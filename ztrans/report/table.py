@@ -99,7 +99,7 @@ def _figures(timeline: Timeline) -> dict[str, float]:
 
 
 def _columns(rows: list[list[str]], left_aligned: tuple[int, ...] = (0, 3)) -> str:
-    """Rows in columns. The columns in `left` hold words and are aligned to the left, the others to the right."""
+    """Rows in columns, each aligned to the right, or to the left if it holds words."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for row in rows:

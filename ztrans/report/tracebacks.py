@@ -19,12 +19,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _NOTE = "ztrans: the frames of ztrans and torch are left out; ZTRANS_TRACEBACK=full shows them."
-_OURS = (
-    TypeError,
-    ValueError,
-    RuntimeError,
-    OSError,
-)  # the kinds of errors that ztrans raises for a user's mistake
+# The kinds of errors that ztrans raises for a user's mistake.
+_OURS = (TypeError, ValueError, RuntimeError, OSError)
 
 
 def ends_at_user(function: Callable[P, T]) -> Callable[P, T]:
@@ -50,10 +46,10 @@ def _is_defect(error: BaseException) -> bool:
 
     All frames of such an error are kept, for a report.
     """
-    last = list(_entries(error.__traceback__))[-1:]
-    return not isinstance(error, _OURS) and any(
-        is_ztrans(tb.tb_frame.f_code.co_filename) for tb in last
-    )
+    entries = list(_entries(error.__traceback__))
+    if isinstance(error, _OURS) or not entries:
+        return False
+    return is_ztrans(entries[-1].tb_frame.f_code.co_filename)
 
 
 def _chained(error: BaseException) -> list[BaseException]:
@@ -61,7 +57,7 @@ def _chained(error: BaseException) -> list[BaseException]:
     chain = [error]
     for each in chain:  # which grows meanwhile
         for earlier in (each.__cause__, each.__context__):
-            if earlier is not None and not any(earlier is seen for seen in chain):
+            if earlier is not None and not any(earlier is link for link in chain):
                 chain.append(earlier)
     return chain
 

@@ -100,8 +100,8 @@ class Emission:
         """Emit a call of an operation of PyTorch, or of a function in its place."""
         function = stride_safe(op)
         function = DIRECT_FUNCTIONS.get(function, function)
-        kwargs = {name: self.read(x) for name, x in kwargs.items()}
-        return self.out.call_function(function, self.read(tuple(args)), kwargs)
+        kwargs = {name: self.operand(x) for name, x in kwargs.items()}
+        return self.out.call_function(function, self.operand(tuple(args)), kwargs)
 
     def constant(self, x: torch.Tensor) -> fx.Node:
         """A constant of the program, as an attribute of its module."""
@@ -111,14 +111,14 @@ class Emission:
         self.module.register_buffer(name, x)
         return self.out.get_attr(name)
 
-    def read(self, x: Any) -> Any:
+    def operand(self, x: Any) -> Any:
         """An argument, with the nodes of its values."""
         if isinstance(x, torch.Tensor):  # a literal: torch.tensor(...) inside the step
             return self.constant(x)
         if isinstance(x, Function):
             return self.function(x)
         if isinstance(x, (list, tuple)):
-            return type(x)([self.read(item) for item in x])
+            return type(x)([self.operand(item) for item in x])
         return substitute(x, self.nodes.__getitem__)
 
     def returned(self, x: Any) -> Any:
@@ -151,7 +151,7 @@ def started(emission: Emission, eqn: Eqn, index: int) -> list[fx.Node]:
     return unpacked(emission.out, emission.call(f"{eqn.op}_{index}", module, *eqn.ins), eqn.outs)
 
 
-def waited(emission: Emission, eqn: Eqn, index: int) -> list[fx.Node]:
+def awaited(emission: Emission, eqn: Eqn, index: int) -> list[fx.Node]:
     """Emit a call of `collectives.wait`, which returns the value of a future."""
     return [emission.out.call_function(wait, (emission.nodes[eqn.args[0]],))]
 
@@ -174,7 +174,7 @@ EMITTERS: Mapping[Primitive, Emitter] = {
     ALL_GATHER: started,
     REDUCE_SCATTER: started,
     ALL_REDUCE: started,
-    WAIT: waited,
+    WAIT: awaited,
     SHARD: sharded,
     GRADIENT: unchanged,
     PMEAN: unchanged,
@@ -299,9 +299,9 @@ def _is_one_call(group: Group, donated: Donation) -> bool:
     twins = [donated.in_place_ops.get(eqn) for eqn in group]
     if not all(isinstance(twin, torch._ops.OpOverload) for twin in twins):
         return False
-    written = {donated.owner[eqn.ins[0]] for eqn in group}
-    read = {donated.owner[v] for eqn in group for v in eqn.ins[1:]}
-    is_apart = len(written) == len(group) and not written & read
+    overwritten = {donated.owner[eqn.ins[0]] for eqn in group}
+    other_inputs = {donated.owner[v] for eqn in group for v in eqn.ins[1:]}
+    is_apart = len(overwritten) == len(group) and not overwritten & other_inputs
     return is_apart and list_call(group, in_place=True) is not None
 
 
@@ -374,8 +374,8 @@ def _higher_order(emission: Emission, eqn: Eqn) -> list:
     elif is_attention(eqn):
         leaves = emission.call(*_attention(emission, eqn), *eqn.ins)
     else:
-        args: Any = (eqn.op, bound_results(eqn), *emission.read(eqn.args))
-        kwargs = {name: emission.read(x) for name, x in eqn.kwargs.items()}
+        args: Any = (eqn.op, bound_results(eqn), *emission.operand(eqn.args))
+        kwargs = {name: emission.operand(x) for name, x in eqn.kwargs.items()}
         leaves = emission.out.call_function(call_operator, args, kwargs)
     return unpacked(emission.out, leaves, eqn.outs)
 

@@ -69,10 +69,11 @@ def check_laws(
     """
     _check_value(transform, step)
     _check_traced_twice(Step.of(step), state, batch)
-    for ranks in (None, *worlds):
-        case = _Case(step, state, [_slice(batch, rank, ranks or 1) for rank in range(ranks or 1)])
+    _check_world(transform, _Case(step, state, [batch]), None, tolerance)
+    for ranks in worlds:
+        case = _Case(step, state, [_slice(batch, rank, ranks) for rank in range(ranks)])
         # On one rank all stages are the same program.
-        for stage in (None,) if ranks is None else stages[-1:] if ranks == 1 else stages:
+        for stage in stages if ranks > 1 else stages[-1:]:
             _check_world(transform, case, stage, tolerance)
 
 
@@ -80,7 +81,9 @@ class _Case:
     """A step, its state, and a slice of the batch for each rank. It is traced once."""
 
     def __init__(self, step: Any, state: Any, slices: Sequence[tuple]) -> None:
-        self.step, self.state, self.slices = Step.of(step), state, slices
+        self.step = Step.of(step)
+        self.state = state
+        self.slices = slices
         self.traces: dict[int, Traced] = {}  # by the number of micro-batches
 
     def lowered(self, *transforms: Transform) -> Lowered:
@@ -109,28 +112,28 @@ def _check_world(
     ranks = len(case.slices)
     world = "on one device" if stage is None else f"on {ranks} ranks, stage {stage}"
     shard = () if stage is None else (shard_params(AbstractMesh(dp=ranks), stage=stage),)
-    wanted = case.results(case.lowered(*shard))
-    _check_same(case.results(case.lowered(*shard, transform)), wanted, tolerance, f"{world}, alone")
+    expected = case.results(case.lowered(*shard))
+    _check_same(
+        case.results(case.lowered(*shard, transform)), expected, tolerance, f"{world}, alone"
+    )
     if stage is None:
         return
     schedules = overlap_grads(), prefetch(), fuse_cast_gather()
-    first, last = (
-        case.lowered(*shard, transform, *schedules),
-        case.lowered(*shard, *schedules, transform),
-    )
+    first = case.lowered(*shard, transform, *schedules)
+    last = case.lowered(*shard, *schedules, transform)
     if str(first) != str(last):
         raise LawError(
             f"{transform!r}: the program depends on its place among the schedules, {world}.\n"
             f"Read no hint (`Eqn.order`) in its rewrite, and write none over those of other transforms."
         )
-    _check_same(case.results(first), wanted, tolerance, f"{world}, among schedules")
+    _check_same(case.results(first), expected, tolerance, f"{world}, among schedules")
 
 
 def _check_value(transform: Transform, step: Any) -> None:
     """Check that the transform is a value, and that twice is once."""
-    again = dataclasses.replace(transform)
+    equal_transform = dataclasses.replace(transform)
     try:
-        is_value = again == transform and hash(again) == hash(transform)
+        is_value = equal_transform == transform and hash(equal_transform) == hash(transform)
     except TypeError:  # an option has no hash
         is_value = False
     if not is_value:
@@ -162,10 +165,8 @@ def _copied(arguments: tuple) -> tuple:
     """A copy of the arguments, or the arguments themselves if one cannot be copied."""
     try:
         return copy.deepcopy(arguments)
-    except (
-        RuntimeError,
-        TypeError,
-    ):  # a tensor that is no leaf of autograd; an object such as a lock
+    except (RuntimeError, TypeError):
+        # A tensor that is no leaf of autograd cannot be copied, and neither can an object such as a lock.
         return arguments
 
 
@@ -175,30 +176,31 @@ def _slice(batch: tuple, rank: int, ranks: int) -> tuple:
 
 
 def _check_same(
-    got: tuple[Any, list], wanted: tuple[Any, list], tolerance: float, world: str
+    got: tuple[Any, list], expected: tuple[Any, list], tolerance: float, world: str
 ) -> None:
     """Compare the results of two programs: the new state, and the output of each rank."""
     leaves = pytree.tree_leaves_with_path(got)
-    for (path, a), b in zip(leaves, pytree.tree_leaves(wanted), strict=True):
+    for (path, a), b in zip(leaves, pytree.tree_leaves(expected), strict=True):
         if a is None and b is None:  # an output
             continue
         far = _distance(a, b)
         if not far <= tolerance:  # a distance that is NaN is none of the allowed ones
             name = "the state" if path[0] == pytree.SequenceKey(0) else "the output"
-            asked = (
+            condition = (
                 "the same bits are asked for"
                 if not tolerance
                 else f"at most {tolerance:.1e} is allowed"
             )
             raise LawError(
-                f"the transform changes {name}{pytree.keystr(path[1:])} by {far:.1e} {world}: {asked}.\n"
+                f"the transform changes {name}{pytree.keystr(path[1:])} by {far:.1e} {world}: {condition}.\n"
                 f"Compare the programs: zt.ir.diff(step.lower(...), transform(step).lower(...))."
             )
 
 
 def _distance(a: Any, b: Any) -> float:
     """The distance of two leaves in norm, relative to the second; 0 for equal bits."""
-    a, b = torch.as_tensor(a), torch.as_tensor(b)
+    a = torch.as_tensor(a)
+    b = torch.as_tensor(b)
     if a.shape != b.shape or a.dtype != b.dtype:
         return float("inf")
     if torch.equal(a, b):

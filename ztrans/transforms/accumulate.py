@@ -114,9 +114,8 @@ def find_averages(graph: Graph) -> dict[Var, Average]:
     for e, wait in pair(graph).waits.items():
         if _is_average(wait.start):
             term = wait.start.ins[wait.member]
-            if (
-                term in averages
-            ):  # the reduction over the replicated axis, after that over the other
+            if term in averages:
+                # The reduction over the replicated axis follows the one over the sharded axis.
                 averages[e.out] = averages.pop(term)._replace(end=e)
             else:
                 averages[e.out] = _reduced_average(graph, wait.start, term, e)

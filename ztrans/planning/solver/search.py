@@ -240,9 +240,8 @@ def reduction_buckets(
     keys = grouped((r.key, i) for i, r in enumerate(problem.reductions))
     births = sorted({r.born for r in problem.reductions})
     previous_birth = dict(zip(births[1:], births))
-    born_before: dict[
-        int, int
-    ] = {}  # for each reduction, the birth of the one before it with its key
+    # For each reduction, the birth of the one before it with its key.
+    born_before: dict[int, int] = {}
     for indices in keys.values():
         for i, j in pairwise(indices):
             born_before[j] = problem.reductions[i].born
@@ -496,7 +495,6 @@ def solve(
     search.merge("gathers")
     search.merge("reductions")
     search.climb(search.best, changes)
-    search.climb(
-        search.first, changes
-    )  # with the effort that is left, in case the first climb got stuck
+    # With the effort that is left, in case the first climb got stuck.
+    search.climb(search.first, changes)
     return search.result.schedule
