@@ -218,8 +218,8 @@ def _collective(
         eqn = collectives.reduce([x], ["y"], "axis", "sum", into)
     rank = {"axis": messages.group.rank()}
     if streams is not None:
-        reserve_messages(mesh, [(messages, eqn, sizes)], streams)
-    module: Any = start_module(eqn, sizes, rank, messages, streams)
+        reserve_messages(mesh, [(messages, eqn, sizes, 1)], streams)
+    module: Any = start_module(eqn, sizes, rank, messages, streams, lanes=1)
     member = torch.zeros(elements // n if is_gather else elements, device=mesh.device_type)
     return lambda: module(member)[0].future, collectives.rules(eqn).wire_bytes(eqn, sizes)
 

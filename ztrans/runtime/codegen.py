@@ -85,6 +85,7 @@ class Emission:
     coordinates: Mapping[str, int]  # this rank's index along each of them
     mesh: DeviceMesh | None
     streams: Streams | None
+    lanes: int = 0  # of the collectives of the program
     hoists: bool = True  # make small constants once; a function returns fresh ones, to write over
 
     def bind(self, outs: Sequence[Var | None], nodes: Sequence[Any]) -> None:
@@ -146,7 +147,7 @@ def started(emission: Emission, eqn: Eqn, index: int) -> list[fx.Node]:
     """Emit a submodule that starts the collective, and a future for each member."""
     channel = transport.channel_of(emission.mesh, eqn) if emission.mesh is not None else None
     module = transport.start_module(
-        eqn, emission.sizes, emission.coordinates, channel, emission.streams
+        eqn, emission.sizes, emission.coordinates, channel, emission.streams, emission.lanes
     )
     return unpacked(emission.out, emission.call(f"{eqn.op}_{index}", module, *eqn.ins), eqn.outs)
 
@@ -216,6 +217,7 @@ def to_fx(
             f"Write each of them: to_fx(zt.ir.parts(graph).last), and so first and middle."
         )
     rank = coordinates(graph, mesh)
+    lanes = transport.lane_count(graph)
     if mesh is not None:
         graph = by_group(graph, mesh)
         streams = streams or transport.side_streams(mesh)
@@ -225,7 +227,7 @@ def to_fx(
     first_write = _first_write(units, kernels, donated, graph.inputs[: graph.num_state])
     out = fx.Graph()
     inputs: dict[Var, Any] = {v: _placeholder(out, v) for v in graph.inputs}
-    emission = Emission(out, torch.nn.Module(), inputs, graph.axes, rank, mesh, streams)
+    emission = Emission(out, torch.nn.Module(), inputs, graph.axes, rank, mesh, streams, lanes)
     ends = [len(out.nodes)]  # by unit, how many nodes there are after it
     for unit in units:
         if on_write is not None and unit is first_write:

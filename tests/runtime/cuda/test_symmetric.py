@@ -58,9 +58,11 @@ def gathered(dtype, rows):
 
 
 def test_a_message_has_a_kind_or_a_reason_why_symmetric_memory_cannot_carry_it():
-    assert message_kind(gathered(torch.float32, 200), {"dp": 4}) == KIND
-    assert message_kind(gathered(torch.complex128, 4), {"dp": 4}) == "elements of more than 8 bytes"
-    assert message_kind(gathered(torch.uint8, MOST + 1), {"dp": 4}) == "above 32.00 MiB"
+    assert message_kind(gathered(torch.float32, 200), {"dp": 4}, 1) == KIND
+    assert (
+        message_kind(gathered(torch.complex128, 4), {"dp": 4}, 1) == "elements of more than 8 bytes"
+    )
+    assert message_kind(gathered(torch.uint8, MOST + 1), {"dp": 4}, 1) == "above 32.00 MiB"
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -68,7 +70,7 @@ def test_every_message_of_a_kind_has_room_in_its_buffer(ranks):
     for rows in (1, 5, 100, 255, 256, 257):
         eqn = gathered(torch.bfloat16, rows)
         sent = 2 * -(-rows // ranks)  # this rank's padded part
-        gather = message_kind(eqn, {"dp": ranks})
+        gather = message_kind(eqn, {"dp": ranks}, 1)
         assert sent <= gather.room(ranks)
         assert ranks * sent <= gather._replace(is_gather=False).room(ranks)
 
@@ -149,10 +151,15 @@ def test_ranks_on_several_hosts_do_not_try(mesh):
 
 
 def test_more_lanes_than_a_device_has_room_for_are_refused(mesh):
+    """Even if the same message has been sent in a program with fewer lanes, which still sends it as before."""
     memory = Fast(Local())
     channel = channel_of(mesh.get_group())
-    memory.reserve([(channel, KIND)], alike, lanes=5)
-    assert memory.answer(channel, KIND) == "rank 1: no room for so many lanes"
+    crowded = KIND._replace(lanes=5)
+    memory.reserve([(channel, KIND)], alike)
+    memory.reserve([(channel, crowded)], alike)
+    assert memory.answer(channel, crowded) == "rank 1: no room for so many lanes"
+    assert memory.answer(channel, KIND).is_faster
+    assert list(memory.buffer_of) == [(channel, KIND)]
 
 
 @pytest.mark.parametrize(
@@ -171,20 +178,15 @@ def test_waiting_kernels_of_all_lanes_fit_on_a_device(monkeypatch, processors, m
         CudaSource().check_room(most + 1)
 
 
-def test_the_lanes_of_a_program_are_counted(mesh, monkeypatch):
+def test_the_lanes_of_a_program_are_counted():
     """Those of gathers and of reductions, and the one of collectives that the step itself calls."""
     w = Var("w", torch.float32, (8,), (Split("dp"),))
     own = Eqn(torch.ops._c10d_functional.all_reduce.default, (w, "sum", "dp"), (w,))
     term = Var("g", torch.float32, (8,))
     scatter = reduce([term], ["g"], "dp", "sum", Split("dp"))
     eqns = (gathered(torch.float32, 8), gathered(torch.bfloat16, 8), scatter, own)
-    lanes = []
-    monkeypatch.setattr(
-        transport, "reserve_messages", lambda mesh, messages, streams, count: lanes.append(count)
-    )
     graph = Graph("f", (w, term), eqns, (), 0, mesh=(("dp", 4),))
-    transport.reserve(mesh, [graph], SimpleNamespace(symmetric=Fast(Local())))
-    assert lanes == [3]
+    assert transport.lane_count(graph) == 3
 
 
 def without_room():

@@ -68,12 +68,14 @@ class Times(NamedTuple):
 class MessageKind(NamedTuple):
     """Messages for which the ranks decide once: gathers, or terms of a sum.
 
-    The parts of all ranks have at most `nbytes`, a power of two.
+    The parts of all ranks have at most `nbytes`, a power of two. So many `lanes` of a program have a kernel on a device
+    at the same time, of symmetric memory or of NCCL.
     """
 
     is_gather: bool
     wire: torch.dtype
     nbytes: int
+    lanes: int = 1
 
     def part(self, ranks: int) -> int:
         """The elements that one rank gets from another one."""
@@ -88,7 +90,7 @@ class MessageKind(NamedTuple):
         return self.rows(ranks) * self.part(ranks) * self.wire.itemsize
 
 
-def message_kind(eqn: Eqn, sizes: Sizes) -> MessageKind | str:
+def message_kind(eqn: Eqn, sizes: Sizes, lanes: int) -> MessageKind | str:
     """The kind of the messages of a collective equation, or why symmetric memory cannot carry them."""
     wire = wire_dtype(eqn, eqn.ins[0])
     nbytes = sum(buffer_bytes(eqn, k, sizes) for k in range(len(eqn.outs)))
@@ -96,7 +98,7 @@ def message_kind(eqn: Eqn, sizes: Sizes) -> MessageKind | str:
         return "elements of more than 8 bytes"
     if nbytes > MOST:
         return f"above {format_bytes(MOST)}"
-    return MessageKind("op" not in eqn.kwargs, wire, 1 << max(nbytes - 1, 0).bit_length())
+    return MessageKind("op" not in eqn.kwargs, wire, 1 << max(nbytes - 1, 0).bit_length(), lanes)
 
 
 class Source(Protocol):
@@ -205,6 +207,7 @@ class SymmetricMemory:
         buffers: all buffers.
         answers: by channel and kind of message, how long it takes, or why symmetric memory cannot carry it.
         buffer_of: by channel and kind of message, the buffer that carries it, if symmetric memory is faster.
+        lane_refusals: by a number of lanes, why the devices have no room for their kernels; empty if they have.
     """
 
     def __init__(self, source: Source | None = None) -> None:
@@ -212,6 +215,7 @@ class SymmetricMemory:
         self.buffers: list[Buffer] = []
         self.answers: dict[tuple[Channel, MessageKind], Times | str] = {}
         self.buffer_of: dict[tuple[Channel, MessageKind], Buffer] = {}
+        self.lane_refusals: dict[int, str] = {}
 
     def answer(self, channel: Channel, kind: MessageKind) -> Times | str:
         """What the ranks have decided for messages of this kind."""
@@ -221,25 +225,19 @@ class SymmetricMemory:
             (channel, kind), "not tried, because this rank alone has made the program"
         )
 
-    def reserve(
-        self,
-        messages: Iterable[tuple[Channel, MessageKind]],
-        exchange: Exchange,
-        lanes: int = 1,
-    ) -> None:
-        """Decide for the kinds of messages that are new. All ranks of the mesh must call this together.
-
-        Args:
-            messages: the kinds of messages, each with its channel.
-            exchange: brings a value of each rank.
-            lanes: how many lanes have a kernel on a device at the same time, of symmetric memory or of NCCL.
-        """
+    def reserve(self, messages: Iterable[tuple[Channel, MessageKind]], exchange: Exchange) -> None:
+        """Decide for the kinds of messages that are new. All ranks of the mesh must call this together."""
         new: dict[Channel, list[MessageKind]] = {}
         for channel, kind in dict.fromkeys(messages):
-            if channel.group.size() > 1 and (channel, kind) not in self.answers:
+            if channel.group.size() == 1 or (channel, kind) in self.answers:
+                continue
+            refusal = self._refusal_of_lanes(kind.lanes, exchange)
+            if refusal:
+                self.answers[channel, kind] = refusal
+            else:
                 new.setdefault(channel, []).append(kind)
         for channel, kinds in new.items():
-            self._decide(channel, kinds, exchange, lanes)
+            self._decide(channel, kinds, exchange)
 
     def error(self) -> str:
         """What this rank has waited for in vain, in the work that has run so far; empty if nothing."""
@@ -281,16 +279,23 @@ class SymmetricMemory:
         slowest = [max(of_all_ranks) for of_all_ranks in zip(*by_rank)]
         return Times(slowest[0], slowest[1], kind.nbytes)
 
-    def _decide(
-        self, channel: Channel, kinds: Sequence[MessageKind], exchange: Exchange, lanes: int
-    ) -> None:
+    def _refusal_of_lanes(self, lanes: int, exchange: Exchange) -> str:
+        """Why the devices have no room for the kernels of so many lanes; empty if they have."""
+        if lanes not in self.lane_refusals:
+            try:
+                on_all_ranks(lambda: self.source.check_room(lanes), exchange)
+                self.lane_refusals[lanes] = ""
+            except Refused as refused:
+                self.lane_refusals[lanes] = str(refused)
+        return self.lane_refusals[lanes]
+
+    def _decide(self, channel: Channel, kinds: Sequence[MessageKind], exchange: Exchange) -> None:
         # The trials have a buffer of their own. If one fails, its signals are left over.
         ranks = channel.group.size()
         buffer = Buffer(channel, max(kind.room(ranks) for kind in kinds))
         answers: list[Times | str]
         try:
             self._check_links(channel, exchange)
-            on_all_ranks(lambda: self.source.check_room(lanes), exchange)
             self._allocate(buffer, exchange)
             answers = [self.trial(buffer, kind, exchange) for kind in kinds]
         except Refused as refused:

@@ -49,38 +49,38 @@ def reserve(mesh: DeviceMesh, graphs: Iterable[Graph], streams: Streams | None =
     if streams is None:
         return
     messages = []
-    lanes = set()
     for graph in graphs:
+        lanes = lane_count(graph)
         for eqn in graph.eqns:
-            if rules(eqn).starts:
-                lanes.add(lane(eqn))
             if is_start(eqn):
-                messages.append((channel_of(mesh, eqn), eqn, graph.axes))
-    reserve_messages(mesh, messages, streams, len(lanes))
+                messages.append((channel_of(mesh, eqn), eqn, graph.axes, lanes))
+    reserve_messages(mesh, messages, streams)
+
+
+def lane_count(graph: Graph) -> int:
+    """The number of lanes of a program, with those of the collectives that the user's step calls itself."""
+    return len({lane(eqn) for eqn in graph.eqns if rules(eqn).starts})
 
 
 def reserve_messages(
-    mesh: DeviceMesh,
-    messages: Iterable[tuple[Channel, Eqn, Sizes]],
-    streams: Streams,
-    lanes: int = 1,
+    mesh: DeviceMesh, messages: Iterable[tuple[Channel, Eqn, Sizes, int]], streams: Streams
 ) -> None:
-    """Do the same for collective equations, each with its channel and the sizes of the axes.
+    """Do the same for collective equations.
 
-    `lanes` of them are under way at the same time.
+    Each has its channel, the sizes of the axes, and how many lanes are under way at the same time.
     """
     if streams.symmetric is None:
         return
     kinds = []
-    for channel, eqn, sizes in messages:
-        kind = message_kind(eqn, sizes)
+    for channel, eqn, sizes, lanes in messages:
+        kind = message_kind(eqn, sizes, lanes)
         if isinstance(kind, str):
             continue
         route = route_of(eqn, sizes, channel.hosts, gloo=False)
         collective: Any = eqn.op
         if has_two_ways(collective, eqn.kwargs.get("op"), kind.wire, route):
             kinds.append((channel, kind))
-    streams.symmetric.reserve(kinds, functools.partial(everywhere, mesh=mesh), lanes)
+    streams.symmetric.reserve(kinds, functools.partial(everywhere, mesh=mesh))
 
 
 def start_module(
@@ -89,8 +89,9 @@ def start_module(
     coordinates: Mapping[str, int],
     channel: Channel | None,
     streams: Streams | None,
+    lanes: int,
 ) -> Start:
-    """The module that starts a collective equation, on `streams` if there are any.
+    """The module that starts a collective equation of a program with so many lanes, on `streams` if there are any.
 
     It sends nothing: what carries the messages has been decided by `reserve`.
     """
@@ -98,7 +99,7 @@ def start_module(
         return Start(eqn, sizes, coordinates, channel)
     symmetric = streams.symmetric
     collective: Any = eqn.op
-    kind = message_kind(eqn, sizes)
+    kind = message_kind(eqn, sizes, lanes)
 
     def times() -> Times | str:
         if symmetric is None:
