@@ -167,12 +167,16 @@ def _user_frames(depth: int) -> Iterator[FrameType]:
 def _is_executed(frame: FrameType) -> bool:
     """Whether code named `<string>` was passed to `exec` by the user.
 
-    It was not if `dataclasses` or `namedtuple` generated it, or if a library runs it with its own global variables.
+    It was not if `dataclasses`, `namedtuple` or make_fx generated it, or if a library runs it with its own global
+    variables.
     """
+    # make_fx evaluates a lambda that calls the function `fn`, and gives it no other global variable.
+    is_lambda = frame.f_code.co_name == "<lambda>"
+    is_wrapper = is_lambda and frame.f_globals.keys() == {"fn", "__builtins__"}
     is_dataclass = frame.f_code.co_qualname.startswith("__create_fn__")
     is_namedtuple = frame.f_globals.get("__name__", "").startswith("namedtuple_")
     runner = frame.f_globals.get("__file__") or "<string>"
-    return not (is_dataclass or is_namedtuple or is_library(runner))
+    return not (is_wrapper or is_dataclass or is_namedtuple or is_library(runner))
 
 
 def _cell(file: str) -> str:
