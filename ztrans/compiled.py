@@ -53,7 +53,7 @@ from .runtime.failure import (
 from .runtime.inductor import backend as inductor
 from .runtime.process_groups import process_groups
 from .runtime.state import check_laid_out
-from .runtime.watch import launched
+from .runtime.watch import watched
 from .tracing.trace import Program
 
 if TYPE_CHECKING:
@@ -257,12 +257,10 @@ class Compiled(Printed):
                 self._agree(mesh, runnable, local, state)
             if isinstance(runnable.run, Capture):
                 runnable.run.check_inputs(local)
-            with running(name, state, mesh, runnable.writes):
+            with watched(mesh, name, state), running(name, state, mesh, runnable.writes):
                 if self.cuda_graph:
                     runnable.writes.begin()
                 yield runnable.run
-            if mesh is not None:
-                launched(mesh, name, state)
 
     def _agree(
         self,

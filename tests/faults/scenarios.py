@@ -33,7 +33,7 @@ import ztrans as zt
 from ztrans import compiled
 from ztrans.runtime.agreement import agree, agree_on_call, settle
 from ztrans.runtime.checkpoints.save import FolderWriter
-from ztrans.runtime.in_flight import Launched
+from ztrans.runtime.in_flight import StepInFlight
 from ztrans.runtime.process_groups import Channel, process_groups
 from ztrans.runtime.watch import watch_step
 
@@ -487,7 +487,7 @@ def in_flight() -> None:
     else:
         groups = process_groups(mesh)
         leaves = pytree.tree_leaves(state)
-        watch_step(groups, Launched("step 2 of train_step", leaves, NeverDone()))
+        watch_step(groups, StepInFlight("step 2 of train_step", leaves, NeverDone()))
         began = time.monotonic()
         while not groups.in_flight.given_up and time.monotonic() < began + 30:
             time.sleep(0.01)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,9 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ztrans as zt
 from ztrans.runtime.failure import Writes, check_launched, check_whole, leave_note, running
-from ztrans.runtime.in_flight import Launched
+from ztrans.runtime.in_flight import StepInFlight
 from ztrans.runtime.process_groups import LostRank, process_groups
-from ztrans.runtime.watch import Watch
+from ztrans.runtime.watch import Watch, watched
 
 
 class Event:
@@ -58,9 +61,9 @@ def mesh(monkeypatch):
     dist.destroy_process_group()
 
 
-def in_flight(mesh, name="step 3 of train", leaf=None) -> Launched:
+def in_flight(mesh, name="step 3 of train", leaf=None) -> StepInFlight:
     """A step in flight, of a state of one leaf."""
-    step = Launched(name, [torch.zeros(2) if leaf is None else leaf], Event())
+    step = StepInFlight(name, [torch.zeros(2) if leaf is None else leaf], Event())
     process_groups(mesh).in_flight.add(step)
     return step
 
@@ -190,3 +193,43 @@ def test_a_device_that_has_failed_ends_no_step_well(mesh):
 
     step.end.query = broken
     assert "illegal memory access" in process_groups(mesh).in_flight.error()
+
+
+def test_a_step_is_watched_while_the_host_launches_it(mesh, monkeypatch):
+    """The host may wait for a kernel in the middle of a step, as when the queue of launches is full."""
+    groups = process_groups(mesh)
+    leaf = torch.zeros(2)
+    on_a_gpu = SimpleNamespace(device_type="cuda", get_group=mesh.get_group)
+    monkeypatch.setattr("ztrans.runtime.watch.process_groups", lambda mesh: groups)
+    monkeypatch.setattr("torch.Event", lambda device: Recorded())
+    groups.watched_by = os.getpid()  # the test looks in place of the thread
+    with watched(on_a_gpu, "train", [leaf]), running("train", [leaf], mesh, Writes()):
+        assert groups.in_flight.oldest().name == "step 1 of train"
+    assert groups.in_flight.oldest() is None, "its event is done"
+    note_of_rank_0(mesh, "failed in step 2 of train with KeyError")
+    with (
+        pytest.raises(LostRank, match="Rank 0 failed in step 2"),
+        watched(on_a_gpu, "train", [leaf]),
+        running("train", [leaf], mesh, Writes()),
+    ):
+        Watch().look(groups, 0.0)
+        raise RuntimeError("a collective was launched on a communicator that is aborted")
+    assert groups.in_flight.oldest() is None
+    check_whole([leaf], "train")  # the step had not begun to write
+    cut_off = in_flight(mesh, leaf=leaf)
+    with (
+        pytest.raises(LostRank, match="The state is half updated"),
+        watched(on_a_gpu, "train", cut_off.leaves),
+        running("train", cut_off.leaves, mesh, Writes()),
+    ):
+        raise LostRank("while the step before was still running")
+    with pytest.raises(KeyError), watched(on_a_gpu, "train", [leaf]):
+        raise KeyError("x")
+    assert groups.in_flight.oldest() is None
+
+
+class Recorded(Event):
+    """An event that is done as soon as it is recorded."""
+
+    def record(self) -> None:
+        self.is_done = True

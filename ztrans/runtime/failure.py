@@ -120,19 +120,20 @@ def running(
         # An interrupt may arrive inside the exit of torch.no_grad().
         torch.set_grad_enabled(grad_enabled)
         name = f"step {steps_of(leaves) + 1} of {name}"
-        remark = "The state is as it was before the step."
         if writes.begun:
-            remark = "The state is half updated."
             _mark(leaves, f"{name} failed with {type(error).__name__}")
-        if mesh is None or not _is_of_another_rank(error, mesh):
-            if mesh is not None:
-                _fail(process_groups(mesh), name, error)
-            error.add_note(f"ztrans: {name} was ended by this. {remark}")
-            raise
-        cause = lost(mesh, name, error)
-        if writes.begun:
-            _mark(leaves, cause.reason)
-        raise LostRank(f"{cause}\n{remark}", cause.reason) from error
+        groups = process_groups(mesh) if mesh is not None else None
+        if groups is not None and _is_of_another_rank(error, groups):
+            groups.in_flight.drop_failed()
+            cause = _lost(groups, name, error)
+            if writes.begun:
+                _mark(leaves, cause.reason)
+            raise LostRank(f"{cause}\n{_remark(leaves)}", cause.reason) from error
+        if groups is not None:
+            groups.in_flight.drop_failed()
+            _fail(groups, name, error)
+        error.add_note(f"ztrans: {name} was ended by this. {_remark(leaves)}")
+        raise
     if first is not None:
         _steps[first] = _steps.get(first, 0) + 1
 
@@ -208,11 +209,17 @@ def _in_one_line(error: BaseException, with_type: bool = True) -> str:
     return f"{kind}: {lines[0]}" if with_type else lines[0]
 
 
-def _is_of_another_rank(error: BaseException, mesh: DeviceMesh) -> bool:
+def _remark(leaves: Sequence[Any]) -> str:
+    """What an error says of a state. A step before may have been cut off, and has then marked it."""
+    is_marked = any(isinstance(leaf, torch.Tensor) and leaf in _causes for leaf in leaves)
+    return f"The state is {'half updated' if is_marked else 'as it was before the step'}."
+
+
+def _is_of_another_rank(error: BaseException, groups: ProcessGroups) -> bool:
     """Whether a step fails because another rank does. A GPU may have found that while the host was in the step."""
     if isinstance(error, LostRank):
         return True
-    return isinstance(error, Exception) and process_groups(mesh).in_flight.error() != ""
+    return isinstance(error, Exception) and groups.in_flight.error() != ""
 
 
 def _fail(groups: ProcessGroups, name: str, error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""In flight: the steps that a GPU has been told to run, and that have not been seen to end.
+"""In flight: the steps that a GPU runs or is told to run, and that have not been seen to end.
 
 The call of a step returns before a GPU has run it. If another rank fails meanwhile, kernels of this rank leave with
 results that nobody may use, and no error is raised. So every step records an event behind its work. A step has ended
@@ -23,8 +23,18 @@ class Event(Protocol):
         """Whether the work before it is done."""
 
 
-class Launched(NamedTuple):
-    """A step, the leaves of the state that it writes, and the event behind its work."""
+class End:
+    """The end of a step on a GPU: the event behind its work. While the host launches the step there is none."""
+
+    def __init__(self) -> None:
+        self.event: Event | None = None
+
+    def query(self) -> bool:
+        return self.event is not None and self.event.query()
+
+
+class StepInFlight(NamedTuple):
+    """A step, the leaves of the state that it writes, and its end."""
 
     name: str
     leaves: Sequence[Any]
@@ -41,15 +51,15 @@ class InFlight:
     def __init__(self, find_error: Callable[[], str]) -> None:
         self.find_error = find_error
         self.given_up = ""
-        self._steps: deque[Launched] = deque()
+        self._steps: deque[StepInFlight] = deque()
         self._lock = threading.RLock()  # the thread that watches reads the steps too
 
-    def add(self, step: Launched) -> None:
-        """Add a step that has just been launched."""
+    def add(self, step: StepInFlight) -> None:
+        """Add a step that is launched now, or has been."""
         with self._lock:
             self._steps.append(step)
 
-    def oldest(self) -> Launched | None:
+    def oldest(self) -> StepInFlight | None:
         """The first step that is not known to have ended well."""
         with self._lock:
             self.error()
@@ -71,7 +81,7 @@ class InFlight:
                     self._steps.popleft()
             return error
 
-    def give_up(self, step: Launched, cause: str, leave: Callable[[], None]) -> None:
+    def give_up(self, step: StepInFlight, cause: str, leave: Callable[[], None]) -> None:
         """Wait for the other ranks no longer, and `leave` them, unless this step is not the oldest one any more.
 
         Other threads see the cause when this has been done: what they open next must not be left.
@@ -88,7 +98,14 @@ class InFlight:
             time.sleep(_LOOK)
         return error
 
-    def take(self) -> list[Launched]:
+    def drop_failed(self) -> None:
+        """Forget the step that the host is launching, because it has failed on this rank."""
+        with self._lock:
+            end = self._steps[-1].end if self._steps else None
+            if isinstance(end, End) and end.event is None:
+                self._steps.pop()
+
+    def take(self) -> list[StepInFlight]:
         """Remove and return the steps that have not ended well. This rank then waits for the others again."""
         with self._lock:
             self.error()

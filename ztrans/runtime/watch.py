@@ -1,7 +1,8 @@
 """Watch: a thread that sees that another rank has failed while a GPU of this rank waits for it.
 
 On CPUs the host waits for messages, and fails as soon as a connection is lost. On GPUs kernels wait, and the host may
-wait for a kernel. So while a step is in flight, a thread looks whether
+wait for a kernel, also while it launches the step: the queue of launches may be full. So while a step is in flight, a
+thread looks whether
 
 - another rank has left a note in the store, because it has failed;
 - the step has not ended within nine tenths of the time-out of the process group. After the whole time-out torch would
@@ -14,35 +15,45 @@ raises LostRank.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from .failure import has_note, leave_note, steps_of
-from .in_flight import Launched
+from .in_flight import End, StepInFlight
 from .process_groups import ProcessGroups, process_groups
 
 _LOOK = 0.2  # seconds between two looks
 _SHARE = 0.9  # of the time-out
 
 
-def launched(mesh: DeviceMesh, name: str, leaves: Sequence[Any]) -> None:
-    """Watch a step of the program `name`, which has been launched on a GPU and writes these leaves."""
-    groups = process_groups(mesh)
-    if groups.is_alone or mesh.device_type == "cpu":
+@contextlib.contextmanager
+def watched(mesh: DeviceMesh | None, name: str, leaves: Sequence[Any]) -> Iterator[None]:
+    """Launch a step of the program `name`, which writes these leaves. On GPUs it is watched until it ends."""
+    groups = process_groups(mesh) if mesh is not None else None
+    if mesh is None or groups is None or groups.is_alone or mesh.device_type == "cpu":
+        yield
         return
-    end = torch.Event(mesh.device_type)
-    end.record()
-    watch_step(groups, Launched(f"step {steps_of(leaves)} of {name}", leaves, end))
+    end = End()
+    watch_step(groups, StepInFlight(f"step {steps_of(leaves) + 1} of {name}", leaves, end))
+    try:
+        yield
+        event = torch.Event(mesh.device_type)
+        event.record()
+        end.event = event
+    except BaseException:
+        groups.in_flight.drop_failed()
+        raise
 
 
-def watch_step(groups: ProcessGroups, step: Launched) -> None:
+def watch_step(groups: ProcessGroups, step: StepInFlight) -> None:
     """Watch a step in flight, in a thread of the process."""
     groups.in_flight.add(step)
     if groups.watched_by != os.getpid():
@@ -56,7 +67,7 @@ class Watch:
     """What a thread knows of the steps in flight: the oldest one, and since when it is that."""
 
     def __init__(self) -> None:
-        self.oldest: Launched | None = None
+        self.oldest: StepInFlight | None = None
         self.since = 0.0
 
     def look(self, groups: ProcessGroups, now: float) -> None:
@@ -78,7 +89,7 @@ def _leave(groups: ProcessGroups) -> None:
     groups.interrupt()
 
 
-def _why_it_will_not_end(groups: ProcessGroups, step: Launched, seconds: float) -> str:
+def _why_it_will_not_end(groups: ProcessGroups, step: StepInFlight, seconds: float) -> str:
     try:
         if has_note(groups):
             return f"another rank failed while {step.name} was running"
