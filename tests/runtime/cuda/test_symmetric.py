@@ -204,6 +204,18 @@ def test_a_failure_on_another_rank_refuses_on_this_one(mesh):
     assert on_all_ranks(lambda: 1, alike) == 1
 
 
+def test_a_trial_without_room_for_its_message_is_refused_on_all_ranks(mesh, monkeypatch):
+    def no_room(*size, generator):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 MiB")
+
+    memory = SymmetricMemory(Local())
+    channel = channel_of(mesh.get_group())
+    monkeypatch.setattr(torch, "randn", no_room)
+    memory.reserve([(channel, KIND)], alike)
+    reason = "rank 1: CUDA out of memory. Tried to allocate 32.00 MiB"
+    assert (memory.answer(channel, KIND), memory.buffers) == (reason, [])
+
+
 def test_a_channel_that_is_opened_again_gets_new_memory(mesh):
     """The signals of a step that failed are left over."""
     source = Local()

@@ -191,8 +191,9 @@ class Buffer:
 
     def interrupt(self) -> None:
         """Set the error for which kernels look while they wait, unless it is set."""
-        if self.memory is not None and not int(self.memory.error):
-            self.memory.error.fill_(1 + self.memory.rank)
+        memory = self.memory  # the thread that runs steps may replace it
+        if memory is not None and not int(memory.error):
+            memory.error.fill_(1 + memory.rank)
 
 
 class Refused(Exception):
@@ -268,7 +269,8 @@ class SymmetricMemory:
 
         Raises: Refused if it fails on one of them.
         """
-        trial = _Trial(kind, buffer.channel.group, buffer.ready)
+        group = buffer.channel.group
+        trial = on_all_ranks(lambda: _Trial(kind, group, buffer.ready), exchange)
         on_all_ranks(trial.compile, exchange)
         symmetric = on_all_ranks(trial.seconds_of_symmetric_memory, exchange)
         nccl = _seconds(trial.send_by_nccl)
@@ -363,6 +365,7 @@ class _Trial:
         else:
             self.ours = self.send_buffer.new_empty(part, dtype=torch.float32)
         self.theirs = torch.empty_like(self.ours)
+        self.terms = torch.empty_like(self.send_buffer)  # that NCCL brings
 
     def compile(self) -> None:
         """Compile and load the kernel, which may take some ranks longer than others wait in a trial.
@@ -392,9 +395,8 @@ class _Trial:
         if self.kind.is_gather:
             all_gather(self.theirs.view(torch.uint8), send_buffer, group=self.group)
             return
-        terms = torch.empty_like(self.send_buffer)
-        dist.all_to_all_single(terms.view(torch.uint8), send_buffer, group=self.group)
-        rows = terms.view(self.memory.ranks, -1)
+        dist.all_to_all_single(self.terms.view(torch.uint8), send_buffer, group=self.group)
+        rows = self.terms.view(self.memory.ranks, -1)
         ops.sum_terms(rows, [self.theirs], [len(self.theirs)], "mean", self.memory.ranks)
 
     def _send(self, memory: ops.Symmetric, part: int, spins: int) -> None:
