@@ -24,6 +24,7 @@ from .ir.micro_batches import in_order
 from .ir.printer import Printed, format_seconds
 from .ir.update_groups import Group, group_updates
 from .planning.cost import memory
+from .planning.realise import PlanError
 from .planning.update_hash import update_hash
 from .profiling.profile import Profile, profile
 from .report.progress import stage
@@ -298,7 +299,7 @@ class Compiled(Printed):
         agreed = runnable is not None
         try:
             lowered = traced.follow(leader)
-        except ValueError:
+        except PlanError:
             lowered = traced.lower(cluster=leader.cluster)
             agreed = False
         return dataclasses.replace(self, lowered=lowered, agreed=agreed, bound=BoundProgram())
@@ -418,7 +419,7 @@ def _agreed(lowered: Lowered) -> Lowered:
     try:
         if plan.digest != first.digest:
             lowered = lowered.following(first)
-    except ValueError as error:
+    except PlanError as error:
         problem = str(error)
     agree_on_plan(name, mesh, problem)
     reserve(mesh, in_order(lowered.graph))

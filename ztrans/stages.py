@@ -103,7 +103,7 @@ class Traced(Printed):
     def follow(self, leader: Lowered) -> Lowered:
         """The program of one rank, in the order of `leader`: a program of the same step for other batch sizes.
 
-        Raises: ValueError if the two programs do not have the same collectives.
+        Raises: PlanError if the two programs do not have the same collectives.
         """
         return self._hinted(leader.cluster).following(leader.plan)
 

@@ -24,7 +24,11 @@ from .solver.problem import Bucket, PendingUpdates, Problem, Schedule
 from .solver.validate import ScheduleError
 
 
-class OtherProgramError(ValueError):
+class PlanError(ValueError):
+    """A program cannot be written in the order of a plan."""
+
+
+class OtherProgramError(PlanError):
     """The plan is for another program."""
 
 
@@ -33,13 +37,13 @@ def apply_plan(graph: Graph, plan: Plan) -> Graph:
 
     Raises:
         OtherProgramError: the plan is for another program.
-        ValueError: something else is wrong with the plan, or the order needs more than the memory of `prefetch`.
+        PlanError: something else is wrong with the plan, or the order needs more than the memory of `prefetch`.
     """
     program = follow_plan(graph, plan)
     limit = graph.hints.memory
     peak = memory(program).peak if limit is not None else 0
     if limit is not None and peak > limit:
-        raise ValueError(
+        raise PlanError(
             f"{plan.title}: the program that it makes has {peak} bytes live ({format_bytes(peak)}), and prefetch was "
             f"given memory={limit} ({format_bytes(limit)}).\nLower without the plan, and save it again."
         )
@@ -63,7 +67,7 @@ def follow_plan(graph: Graph, plan: Plan) -> Graph:
         problem = frame(s, plan.update)
         return check(realise(s, schedule_of(plan, s, problem), problem))
     except (ScheduleError, ProgramError) as error:
-        raise ValueError(
+        raise PlanError(
             f"{plan.title}: {error}.\nLower without the plan, and save it again."
         ) from None
 

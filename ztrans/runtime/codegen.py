@@ -106,7 +106,7 @@ class Emission:
 
     def constant(self, x: torch.Tensor) -> fx.Node:
         """A constant of the program, as an attribute of its module."""
-        # One tensor may be an argument of several equations. Without duplicates, two constants could have one name.
+        # One tensor may be an argument of several equations. Counted once, it would give the next constant its name.
         count = len(list(self.module.named_buffers(remove_duplicate=False)))
         name = f"constant_{count}"
         self.module.register_buffer(name, x)
