@@ -60,7 +60,7 @@ def test_messages_of_the_users_own_are_aborted_with_the_mesh(mesh, monkeypatch):
     groups.interrupt()
     groups.carries_users = True
     groups.interrupt()
-    assert aborted == [[mine], [mine, mesh.get_group()]]
+    assert aborted == [[mine], [mesh.get_group()]], "each of them once"
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from ..ir.collectives import DIRECT
 from ..ir.graph import Graph
 from ..ir.routes import Hosts, common, hosts_of
 from ..ir.user_collectives import is_users
-from .cuda.abort import abort, forget
+from .cuda.abort import abort
 from .in_flight import InFlight
 
 if TYPE_CHECKING:
@@ -168,19 +168,16 @@ class Channel:
         self.tags = itertools.cycle(range(1 << 20))
 
     def close(self) -> None:
-        """End the group, and with it the connections to the other ranks."""
+        """End the group, and with it the connections to the other ranks. A group over NCCL is aborted by its owner."""
         for future in list(self.futures):
             future.drop()  # a message in progress would keep its connection open
         self.first_levels.clear()
         group = self.live_group()
         self._group = None
-        if group is not None:
+        if group is not None and not _is_nccl(group):  # NCCL would wait for the messages first
             # It may have been destroyed already.
             with contextlib.suppress(ValueError, AssertionError, RuntimeError):
-                if _is_nccl(group):
-                    forget(group)
-                else:
-                    dist.destroy_process_group(group)
+                dist.destroy_process_group(group)
 
 
 class ProcessGroups:
@@ -210,6 +207,7 @@ class ProcessGroups:
         self.in_flight = InFlight(self._error_of_kernels)
         self.carries_users = False
         self.watched_by = 0
+        self._aborted: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
         self._mesh_ranks = mesh.mesh
         # The mesh keeps its groups alive, so this object holds weak references only.
         self._bases = {
@@ -291,8 +289,9 @@ class ProcessGroups:
         groups = [channel.live_group() for channel in self._channels.values()]
         if self.carries_users:
             groups += [reference() for reference in self._bases.values()]
-        with contextlib.suppress(RuntimeError):  # one that has been aborted already
-            abort([group for group in groups if group is not None and _is_nccl(group)])
+        mine = [group for group in groups if group is not None and _is_nccl(group)]
+        abort([group for group in mine if group not in self._aborted])
+        self._aborted.update(mine)
 
     def store(self) -> dist.Store:
         """A key-value store that any rank of the mesh can write and read at any time."""

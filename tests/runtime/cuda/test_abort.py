@@ -2,44 +2,66 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
+from ztrans.runtime.cuda import abort as aborts
 from ztrans.runtime.cuda.abort import abort
 
 
+class Device:
+    """A GPU that frees memory when the kernels of all communicators have left."""
+
+    def __init__(self, communicators: int) -> None:
+        self.kernels_have_left = threading.Barrier(communicators, timeout=20)
+        self.freed: list[str] = []
+
+
 class Group:
-    """A process group over NCCL, which is its own backend and writes down what it is told."""
+    """A process group over NCCL whose kernel waits for a rank that does not come."""
 
-    def __init__(self, name: str, told: list[str], fails: bool = False) -> None:
+    def __init__(self, name: str, device: Device) -> None:
         self.name = name
-        self.told = told
-        self.fails = fails
-
-    def _get_backend(self, device):
-        assert device.type == "cuda"
-        return self
-
-    def _group_start(self) -> None:
-        self.told.append("start")
-
-    def _group_end(self) -> None:
-        self.told.append("end")
+        self.device = device
 
     def abort(self) -> None:
-        self.told.append(self.name)
-        if self.fails:
-            raise RuntimeError("it cannot be aborted")
+        self.device.kernels_have_left.wait()
+        self.device.freed.append(self.name)
+
+
+class AbortedBefore:
+    """A process group that has been aborted."""
+
+    def abort(self) -> None:
+        raise RuntimeError("it has been aborted")
+
+
+class InAGraph:
+    """A process group whose communicator is freed with a CUDA graph."""
+
+    def __init__(self) -> None:
+        self.graph_is_released = threading.Event()
+
+    def abort(self) -> None:
+        self.graph_is_released.wait(20)
+
+
+@pytest.fixture(autouse=True)
+def _by_torch(monkeypatch):
+    monkeypatch.setattr(
+        aborts.distributed_c10d, "_abort_process_group", lambda group: group.abort()
+    )
 
 
 def test_all_communicators_are_told_to_stop_before_one_is_freed():
-    told: list[str] = []
-    abort([Group("gathers", told), Group("reductions", told)])
-    assert told == ["start", "gathers", "reductions", "end"]
-    abort([])
+    device = Device(2)
+    abort([Group("gathers", device), AbortedBefore(), Group("reductions", device)])
+    assert sorted(device.freed) == ["gathers", "reductions"]
 
 
-def test_a_group_call_of_nccl_ends_if_an_abort_fails():
-    told: list[str] = []
-    with pytest.raises(RuntimeError, match="cannot be aborted"):
-        abort([Group("gathers", told, fails=True), Group("reductions", told)])
-    assert told == ["start", "gathers", "end"]
+def test_nobody_waits_for_a_communicator_that_a_graph_holds(monkeypatch):
+    monkeypatch.setattr(aborts, "_PATIENCE", 0.05)
+    group = InAGraph()
+    abort([group])
+    group.graph_is_released.set()
