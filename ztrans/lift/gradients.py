@@ -66,10 +66,10 @@ class Gradients(TorchFunctionMode):
         self._used: dict[str, tuple[str, Source | None]] = {}
         # The lines of steps of parameters that backward had not reached.
         self._stepped_early: dict[str, Source | None] = {}
-        self.params = {
-            name: self._stand_in(module_params[name], x, (carried or {}).get(name))
-            for name, x in values.items()
-        }
+        self.params: dict[str, torch.Tensor] = {}
+        for name, value in values.items():
+            gradient = carried.get(name) if carried is not None else None
+            self.params[name] = self._stand_in(module_params[name], value, gradient)
         self._names = {id(p): name for name, p in self.params.items()}
         self._ids_in_module = set(map(id, module_params.values()))
 

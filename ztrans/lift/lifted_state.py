@@ -20,7 +20,7 @@ from ..calling.inputs import local_part, overlapping
 from ..calling.trees import named_leaves
 from .gradients import carried_gradients
 from .module_tensors import buffers_of, replace
-from .optimizer_state import create_state, state_entries
+from .optimizer_state import create_state, params_of, state_entries
 from .scaler import copied, scale_of
 
 State = dict[str, Any]
@@ -99,14 +99,13 @@ def _write_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None
 def _write_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], state: State) -> None:
     names = {id(p): name for name, p in model.named_parameters()}
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                for key, value in state["optimizer"].get(names[id(p)], {}).items():
-                    present = optimizer.state[p].get(key)
-                    if present is None:
-                        optimizer.state[p][key] = copied(value)
-                    else:
-                        optimizer.state[p][key] = pytree.tree_map(_write, present, value)
+        for p in params_of(optimizer):
+            for key, value in state["optimizer"].get(names[id(p)], {}).items():
+                present = optimizer.state[p].get(key)
+                if present is None:
+                    optimizer.state[p][key] = copied(value)
+                else:
+                    optimizer.state[p][key] = pytree.tree_map(_write, present, value)
 
 
 def _write(present: Any, value: Any) -> Any:

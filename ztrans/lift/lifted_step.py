@@ -45,6 +45,7 @@ from .optimizer_state import (
     constant_entries,
     counts,
     is_built_on_torchs,
+    params_of,
 )
 from .scaler import scaling, settings_of
 
@@ -260,14 +261,13 @@ def _entries_with(
 ) -> defaultdict[torch.Tensor, dict[str, Any]]:
     """The state of an optimizer with the tensors of a lifted state."""
     entries: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            name = names[id(p)]
-            if name in state:
-                entries[params[name]] = {
-                    **constant_entries(optimizer.state.get(p, {})),
-                    **state[name],
-                }
+    for p in params_of(optimizer):
+        name = names[id(p)]
+        if name in state:
+            entries[params[name]] = {
+                **constant_entries(optimizer.state.get(p, {})),
+                **state[name],
+            }
     return entries
 
 
@@ -304,7 +304,7 @@ def _steps_checked(
     def end(optimizer: Optimizer, *_: Any) -> None:
         running.pop()
         inside.close()
-        gradients.after_step(p for group in optimizer.param_groups for p in group["params"])
+        gradients.after_step(params_of(optimizer))
 
     with register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end), inside:
         try:

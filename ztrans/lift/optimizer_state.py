@@ -29,11 +29,18 @@ def is_torchs(optimizer: Optimizer) -> bool:
 
 def is_built_on_torchs(optimizer: Optimizer) -> bool:
     """Whether the class of an optimizer is one of torch.optim, or is derived from one."""
-    bases = type(optimizer).__mro__
-    return any(
-        getattr(torch.optim, base.__name__, None) is base
-        for base in bases[: bases.index(Optimizer)]
-    )
+    for base in type(optimizer).__mro__:
+        if base is not Optimizer and getattr(torch.optim, base.__name__, None) is base:
+            return True
+    return False
+
+
+def params_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The parameters of all groups."""
+    params: list[torch.Tensor] = []
+    for group in optimizer.param_groups:
+        params += group["params"]
+    return params
 
 
 def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -45,7 +52,7 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
             raise ValueError(
                 "lift: LBFGS runs the loss several times in a closure; use an optimizer whose step() takes none."
             )
-        for p in (p for group in optimizer.param_groups for p in group["params"]):
+        for p in params_of(optimizer):
             if id(p) not in names:
                 raise ValueError(
                     f"lift: the optimizer holds a parameter {list(p.shape)} that is not the model's.\n"
@@ -70,9 +77,7 @@ def create_state(optimizer: Optimizer) -> None:
         )
     if not is_torchs(optimizer):
         return
-    fresh = []
-    for group in optimizer.param_groups:
-        fresh += [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
+    fresh = [p for p in params_of(optimizer) if p.requires_grad and not optimizer.state.get(p)]
     gradients = [p.grad for p in fresh]
     try:
         for p in fresh:
@@ -91,7 +96,8 @@ def _create_state_of_group(
     lists: list[list] = [[] for _ in list(inspect.signature(init_group).parameters)[1:]]
     init_group(group, *lists)
     if isinstance(optimizer, torch.optim.SGD) and group["momentum"] != 0:
-        created = [p for p in group["params"] if any(p is x for x in fresh)]
+        fresh_ids = set(map(id, fresh))
+        created = [p for p in group["params"] if id(p) in fresh_ids]
         if created and group["dampening"] != 0:
             raise ValueError(_first_step(optimizer, "'momentum_buffer' without dampening"))
         for p in created:

@@ -24,6 +24,7 @@ from ..calling.global_state import patched
 from ..ir.collectives import HALF
 from ..ir.source import user_source, where
 from ..tracing.errors import TraceError
+from .optimizer_state import params_of
 
 State = dict[str, torch.Tensor]
 
@@ -84,7 +85,7 @@ def _refuse_scale(scaler: GradScaler, outputs: Any) -> Any:
 def _step(optimizer: Optimizer, of_optimizer: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Step, and select the old values of parameters and state if the gradients were not finite."""
     is_skipped: Any = sum(of_optimizer["found_inf_per_device"].values()) > 0
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = params_of(optimizer)
     old_values = []
     for p in params:
         old_values.append((p.detach().clone(), copied(dict(optimizer.state.get(p, {})))))

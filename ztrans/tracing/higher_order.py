@@ -61,7 +61,7 @@ def call_closed(
         op, args, kwargs: the operator and its arguments, as the step passes them.
         visit: is called with the arguments that the operator gets in the end, and returns them, or others.
     """
-    call = _CALLS.get(op)
+    call = _CLOSED_CALLS.get(op)
     if call is None:
         return op(*visit(args), **visit(kwargs))
     return call(op, visit, *args, **kwargs)
@@ -72,7 +72,7 @@ def _call_cond(
 ) -> Any:
     leaves, tree = pytree.tree_flatten(tuple(operands))
     branches = [_Flat(branch, tree) for branch in (if_true, if_false)]
-    free = _free(branches, leaves)
+    free = _tensors_read_by(branches, leaves)
     functions = [_close(branch, free) for branch in branches]
     results = op(*visit((pred, *functions, (*leaves, *free))))
     return pytree.tree_unflatten(results, branches[0].tree)
@@ -87,7 +87,7 @@ def _call_scan(
     more: Sequence = (),
     **_: Any,
 ) -> Any:
-    free = _free([combine], (*init, *(x[0] for x in xs), *more))
+    free = _tensors_read_by([combine], (*init, *(x[0] for x in xs), *more))
     return op(*visit((_close(combine, free), init, xs, (*more, *free))))
 
 
@@ -109,14 +109,14 @@ def _call_attention(
     score = q.new_empty(())
     index = q.new_empty((), dtype=torch.int)
     with TransformGetItemToIndex():
-        of_scores = _free([score_mod], (score, *[index] * 4))
-        of_mask = _free([block_mask[-1]], [index] * 4)
+        of_scores = _tensors_read_by([score_mod], (score, *[index] * 4))
+        of_mask = _tensors_read_by([block_mask[-1]], [index] * 4)
     mask = (*block_mask[:-1], _close(block_mask[-1], of_mask))
     score_mod = _close(score_mod, of_scores)
     return op(*visit((q, k, v, score_mod, mask, scale, options, tuple(of_scores), tuple(of_mask))))
 
 
-_CALLS: Mapping[HigherOrderOperator, Callable] = {
+_CLOSED_CALLS: Mapping[HigherOrderOperator, Callable] = {
     hops.cond: _call_cond,
     hops.scan: _call_scan,
     hops.flex_attention: _call_attention,
@@ -146,13 +146,13 @@ def _close(function: Callable, free: Sequence[torch.Tensor]) -> Callable:
         def operand_for(x: torch.Tensor) -> torch.Tensor:
             return operands.get(id(x), x)
 
-        with _Calls(lambda tree: pytree.tree_map_only(torch.Tensor, operand_for, tree)):
+        with _ReplaceArguments(lambda tree: pytree.tree_map_only(torch.Tensor, operand_for, tree)):
             return function(*args[:count])
 
     return with_operands
 
 
-class _Calls(TorchFunctionMode):
+class _ReplaceArguments(TorchFunctionMode):
     """Call the functions of PyTorch with the arguments that `visit` returns for theirs.
 
     The operations are recorded with their own lines.
@@ -169,7 +169,7 @@ class _Calls(TorchFunctionMode):
             return func(*self.visit(args), **self.visit(kwargs or {}))
 
 
-def _free(functions: Sequence[Callable], args: Sequence[Any]) -> list[torch.Tensor]:
+def _tensors_read_by(functions: Sequence[Callable], args: Sequence[Any]) -> list[torch.Tensor]:
     """The tensors that `functions` read besides their arguments and what they compute from them."""
     arguments: dict[int, torch.Tensor] = {}  # of all operations
 
@@ -177,7 +177,12 @@ def _free(functions: Sequence[Callable], args: Sequence[Any]) -> list[torch.Tens
         arguments.update((id(x), x) for x in tensors_in(tree))
         return tree
 
-    with disable_proxy_modes_tracing(), torch.no_grad(), _Created() as created, _Calls(visit):
+    with (
+        disable_proxy_modes_tracing(),
+        torch.no_grad(),
+        _CollectResults() as created,
+        _ReplaceArguments(visit),
+    ):
         for function in functions:
             with contextlib.suppress(Exception):  # it fails again in the trace, which says where
                 function(*args)
@@ -185,7 +190,7 @@ def _free(functions: Sequence[Callable], args: Sequence[Any]) -> list[torch.Tens
     return [x for key, x in arguments.items() if key not in not_free]
 
 
-class _Created(TorchDispatchMode):
+class _CollectResults(TorchDispatchMode):
     """Keep the results of all operations."""
 
     supports_higher_order_operators = True

@@ -55,14 +55,18 @@ class _Evidence:
         self.over = varying(graph.replace(eqns=tuple(draws)), ("batch",)).keys()
         self.before_last_backward = set(graph.eqns[:last])
         self.differentiated = _differentiated(graph, facts)
-        gradients = (v for e in graph.eqns if e.op is GRADIENT for v in e.results)
-        self.updated = _updated(graph, facts, self.over, self.differentiated) | depending(
-            graph.eqns, gradients
-        )
-        self.unreduced = _unreduced(graph, self.over) if last == len(graph.eqns) else set[Var]()
         # What forward and backward read. At first this is what equations that depend on the batch read;
         # `label_regions` adds what the equations read that it labels forward or backward.
-        self.read_early = {v for e in graph.eqns if _binds(e, self.over) for v in e.ins}
+        self.read_early: set[Var] = set()
+        gradients: set[Var] = set()
+        for e in graph.eqns:
+            if e.op is GRADIENT:
+                gradients.update(e.results)
+            if _binds(e, self.over):
+                self.read_early.update(e.ins)
+        after_gradients = depending(graph.eqns, gradients)
+        self.updated = _updated(graph, facts, self.over, self.differentiated) | after_gradients
+        self.unreduced = _unreduced(graph, self.over) if last == len(graph.eqns) else set[Var]()
 
     def region(self, e: Eqn) -> Region:
         """The region of the first rule that holds for an equation."""

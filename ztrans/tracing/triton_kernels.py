@@ -19,6 +19,7 @@ import contextlib
 import inspect
 import sys
 import textwrap
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch._library.triton import set_wrap_triton_enabled
 
 from ..calling.global_state import patched
 from ..ir.launch import Launch, chooses, unwrapped
-from ..ir.relations import grouped, reachable
+from ..ir.relations import reachable
 from .errors import writes_nothing
 from .functionalize import Builder
 
@@ -96,12 +97,15 @@ def changed_arguments(function: Callable) -> set[str]:
     {'out'}
     """
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    assigned = ((name, value) for target, value in _assignments(tree) for name in _names(target))
-    computed_from = grouped((name, source) for name, value in assigned for source in _names(value))
-    stored_to = [
-        name for call in ast.walk(tree) if isinstance(call, ast.Call) for name in _stored_to(call)
-    ]
-    pointers = reachable(stored_to, lambda name: computed_from.get(name, []))
+    computed_from: defaultdict[str, list[str]] = defaultdict(list)
+    for target, value in _assignments(tree):
+        for name in _names(target):
+            computed_from[name] += _names(value)
+    stored_to: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            stored_to += _stored_to(node)
+    pointers = reachable(stored_to, computed_from.__getitem__)
     return set(pointers) & inspect.signature(function).parameters.keys()
 
 
@@ -135,9 +139,8 @@ def _stored_to(call: ast.Call) -> Iterator[str]:
     if isinstance(call.func, ast.Attribute):
         if name.startswith(_WRITES):
             yield from _names(call.func.value)  # a descriptor
-            yield from _names(
-                next((k.value for k in call.keywords if k.arg == "pointer"), arguments[0])
-            )
+            by_name = {keyword.arg: keyword.value for keyword in call.keywords}
+            yield from _names(by_name.get("pointer", arguments[0]))
     elif name not in _LANGUAGE:  # another kernel function
         for argument in arguments:
             yield from _names(argument)
