@@ -12,7 +12,7 @@ import contextlib
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -61,12 +61,12 @@ class FxTrace(NamedTuple):
 
     Attributes:
         module: the FX graph. It takes the tensors of the inputs, and returns the tensors among the results.
-        constants: the leaves of the result that are not tensors, by their positions.
+        leaves: the leaves of the result: tensors without values, and constants.
         out_tree: the tree of the result.
     """
 
     module: fx.GraphModule
-    constants: Mapping[int, Any]
+    leaves: Sequence[Any]
     out_tree: pytree.TreeSpec
 
 
@@ -83,15 +83,15 @@ def trace_by_make_fx(
     import torch._dynamo  # make_fx imports it, which must not happen under the modes below
 
     _complete_fake_rules()
-    results: list[Any] = []
+    results: tuple[list[Any], pytree.TreeSpec] = ([], pytree.tree_structure(()))
     fakes = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
 
     # `user_source` ends its search at this function, by its name.
     def run_traced(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        nonlocal results
         with Annotate(step, fakes), Marks(step, dict(zip(names, tensors))):
-            leaves, tree = pytree.tree_flatten(call(tensors))
-        results[:] = leaves, tree
-        return [x for x in leaves if isinstance(x, torch.Tensor)]
+            results = pytree.tree_flatten(call(tensors))
+        return [x for x in results[0] if isinstance(x, torch.Tensor)]
 
     with _settings(), fakes:
         inputs = make_inputs()
@@ -108,9 +108,7 @@ def trace_by_make_fx(
         node._rename("self_" if name == "self" else name)
         node.target = node.name
     module.recompile()
-    leaves, tree = results
-    constants = {i: x for i, x in enumerate(leaves) if not isinstance(x, torch.Tensor)}
-    return FxTrace(module, constants, tree)
+    return FxTrace(module, *results)
 
 
 @contextlib.contextmanager

@@ -140,7 +140,8 @@ def trace(
         traced = trace_by_make_fx(call_fn, make_inputs, [leaf.name for leaf in inputs], name)
         with without_autocast():
             eqns, tensors, facts = import_fx(traced.module, variables, batch)
-        outputs = _with_constants(tensors, traced.constants)
+        computed = iter(tensors)
+        outputs = tuple(next(computed) if isinstance(x, torch.Tensor) else x for x in traced.leaves)
         shapes = tuple(shape_of(leaf.value) for leaf in state)
         graph = Graph(name, variables, tuple(eqns), outputs, len(state), batch, leaf_shapes=shapes)
         _check_state(graph, state)
@@ -233,19 +234,16 @@ def _local_results(state: Sequence[_Leaf], new_state: Any, output: Any) -> tuple
     return pytree.tree_unflatten(new, tree), opened(output)
 
 
-def _with_constants(tensors: Sequence[Any], constants: Mapping[int, Any]) -> tuple[Any, ...]:
-    """The leaves of a result: its tensors in order, and constants at their positions."""
-    rest = iter(tensors)
-    count = len(tensors) + len(constants)
-    return tuple(constants[i] if i in constants else next(rest) for i in range(count))
-
-
 def _annotated(graph: Graph, facts: Mapping[Eqn, Fact]) -> Graph:
     """The program with regions for its equations, and with recomputation of the results that checkpoints drop."""
     graph = dce(label_regions(graph, facts))
-    of_values = {v: fact for e, fact in facts.items() for v in e.results}
-    checkpoint = {v: fact.checkpoint for v, fact in of_values.items()}
-    drops = {v for v, fact in of_values.items() if fact.dropped}
+    checkpoint: dict[Var, int | None] = {}
+    drops: set[Var] = set()
+    for e, fact in facts.items():
+        for v in e.results:
+            checkpoint[v] = fact.checkpoint
+            if fact.dropped:
+                drops.add(v)
     return checkpointed(graph, checkpoint, drops) if drops else graph
 
 
