@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.amp import GradScaler, grad_scaler
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..calling.global_state import patched
-from ..ir.collectives import HALF
 from ..ir.source import user_source, where
 from ..tracing.errors import TraceError
 from .optimizer_state import params_of
@@ -57,15 +55,12 @@ def scaling(scaler: GradScaler | None, state: State | None) -> Iterator[None]:
             yield
         return
     per_optimizer: dict[int, Any] = defaultdict(grad_scaler._refresh_per_optimizer_state)
-    with (
-        patched(
-            scaler,
-            _scale=state["scale"],
-            _growth_tracker=state["growth"],
-            _per_optimizer_states=per_optimizer,
-            _maybe_opt_step=_step,
-        ),
-        _Kernels(),
+    with patched(
+        scaler,
+        _scale=state["scale"],
+        _growth_tracker=state["growth"],
+        _per_optimizer_states=per_optimizer,
+        _maybe_opt_step=_step,
     ):
         yield
 
@@ -105,39 +100,3 @@ def _step(optimizer: Optimizer, of_optimizer: dict[str, Any], *args: Any, **kwar
 def copied(value: Any) -> Any:
     """A tree with copies of its tensors."""
     return pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone(), value)
-
-
-class _Kernels(TorchFunctionMode):
-    """A mode that expresses the kernels of a scaler by operations that a program can shard."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        name = getattr(func, "__name__", "")
-        if name == "_amp_foreach_non_finite_check_and_unscale_":
-            return _unscale(*args)
-        if name == "_amp_update_scale_":
-            return _update(*args)
-        return func(*args, **(kwargs or {}))
-
-
-def _unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
-    not_finite: Any = sum((~torch.isfinite(g)).sum() for g in grads)
-    found_inf.copy_(torch.maximum(found_inf, (not_finite > 0).to(found_inf.dtype)))
-    for g in grads:
-        g.copy_((g.float() if g.dtype in HALF else g) * inverse)
-
-
-def _update(
-    scale: torch.Tensor,
-    growth: torch.Tensor,
-    found_inf: torch.Tensor,
-    factor: float,
-    backoff: float,
-    interval: int,
-) -> torch.Tensor:
-    """As PyTorch's kernel: back off after a step that was skipped, and grow after `interval` others in a row."""
-    is_skipped = found_inf > 0
-    grown = (scale.double() * factor).to(scale.dtype)
-    grows = growth + 1 == interval
-    larger = torch.where(grows & torch.isfinite(grown), grown, scale)
-    growth.copy_(torch.where(is_skipped | grows, 0, growth + 1))
-    return scale.copy_(torch.where(is_skipped, (scale.double() * backoff).to(scale.dtype), larger))

@@ -27,7 +27,7 @@ from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
 from ..calling.global_state import patched
-from . import c10d
+from . import c10d, loss_scaling
 from .annotate import Annotate
 from .checkpoints import mark_checkpoints
 from .dtensors import unrecorded_layouts
@@ -176,11 +176,13 @@ def decompositions() -> dict[Any, Callable]:
 
     - operations over lists, which PyTorch defines by an operation on each member;
     - collectives that change their arguments, or that one rank alone calls (see `c10d`);
-    - cuDNN's batch norm, whose schema does not declare that it writes the running statistics.
+    - cuDNN's batch norm, whose schema does not declare that it writes the running statistics;
+    - the kernels of a GradScaler, which PyTorch has for one device (see `loss_scaling`).
     """
     table: dict[Any, Callable] = dict(
         torch._decomp.get_decompositions([aten.cudnn_batch_norm, aten.cudnn_batch_norm_backward])
     )
+    table.update(loss_scaling.FORMS)
     over_lists = torch._C.DispatchKey.CompositeExplicitAutograd
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, rest = name.partition("::")

@@ -1,0 +1,42 @@
+"""The kernels of a GradScaler, expressed by operations that a program can shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..ir.collectives import HALF
+
+aten = torch.ops.aten
+
+
+def _unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
+    not_finite: Any = sum((~torch.isfinite(g)).sum() for g in grads)
+    found_inf.copy_(torch.maximum(found_inf, (not_finite > 0).to(found_inf.dtype)))
+    for g in grads:
+        g.copy_((g.float() if g.dtype in HALF else g) * inverse)
+
+
+def _update(
+    scale: torch.Tensor,
+    growth: torch.Tensor,
+    found_inf: torch.Tensor,
+    factor: float,
+    backoff: float,
+    interval: int,
+) -> torch.Tensor:
+    """As PyTorch's kernel: back off after a step that was skipped, and grow after `interval` others in a row."""
+    is_skipped = found_inf > 0
+    grown = (scale.double() * factor).to(scale.dtype)
+    grows = growth + 1 == interval
+    larger = torch.where(grows & torch.isfinite(grown), grown, scale)
+    growth.copy_(torch.where(is_skipped | grows, 0, growth + 1))
+    return scale.copy_(torch.where(is_skipped, (scale.double() * backoff).to(scale.dtype), larger))
+
+
+FORMS: dict[Any, Callable] = {
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+    aten._amp_update_scale_.default: _update,
+}
