@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from ..ir.source import Source, user_source, where
-from ..tracing.errors import TraceError, refuse_closure
+from ..tracing.errors import TraceError, outside_tensor
 
 _ZERO_GRAD = (inspect.unwrap(Optimizer.zero_grad).__code__, nn.Module.zero_grad.__code__)
 
@@ -95,7 +95,7 @@ class Gradients(TorchFunctionMode):
             attribute = getattr(func.__self__, "__name__", "a property")
         tensor = id(args[0]) if args else None
         if tensor in self._ids_in_module and _has_effect(name, attribute):
-            refuse_closure(func, args[0], user_source(2), "the loop step")
+            raise outside_tensor(args[0], user_source(2), "the loop step")
         if attribute == "grad" and tensor in self._names:
             self._see_access(self._names[tensor], name, _caller())
         return func(*args, **(kwargs or {}))

@@ -142,7 +142,8 @@ class Annotate(TorchDispatchMode):
         """Raises: ValueError for a tensor that does not belong to the trace."""
         for x in _without_wrappers(tensors):
             if not isinstance(x, FakeTensor):
-                errors.refuse_closure(func, x, line, self.step)
+                if func not in _LITERALS:
+                    raise errors.outside_tensor(x, line, self.step)
             elif x.fake_mode is not self.fakes:
                 raise errors.reads_earlier_trace(x, line, self.step)
 

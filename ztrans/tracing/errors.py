@@ -52,11 +52,9 @@ FAILURES: dict[type[Exception], type[Exception]] = {
 }
 
 
-def refuse_closure(func: Any, arg: torch.Tensor, source: Source | None, step: str) -> None:
-    """Raises: ValueError for a tensor that existed before the step and is not one of its arguments."""
-    if func in (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default):
-        return  # torch.tensor(...) written inside the step: a literal
-    raise OutsideTensorError(
+def outside_tensor(arg: torch.Tensor, source: Source | None, step: str) -> OutsideTensorError:
+    """A tensor that existed before the step and is not one of its arguments."""
+    return OutsideTensorError(
         f"trace: {step} reads a tensor {list(arg.shape)} ({arg.dtype}) that is neither its state nor its batch.\n"
         f"  at {where(source)}\n{_in_library('It is no parameter or buffer of a module')}"
         f"Pass it in: as state if it lives from step to step (parameters, buffers, masks), else with the batch.\n"

@@ -28,7 +28,7 @@ from .errors import (
     failed,
     no_gradient,
     no_transform,
-    refuse_closure,
+    outside_tensor,
     sparse_gradient,
 )
 from .higher_order import call_closed
@@ -54,7 +54,7 @@ class Marks(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         try:
             if func in _READERS:
-                self._check_traced(func, args)
+                self._check_traced(args)
             if func in _DERIVATIVES:
                 self._check_differentiable(*args[:1], **(kwargs or {}))
             return self._run(func, args, kwargs or {})
@@ -73,11 +73,11 @@ class Marks(TorchFunctionMode):
         var = Var(name or "", x.dtype, tuple(x.shape))
         return str(var) if name else var.type
 
-    def _check_traced(self, func: Callable, args: tuple) -> None:
+    def _check_traced(self, args: tuple) -> None:
         """Raises: ValueError for a tensor from outside of the step, whose values no dispatch mode sees being read."""
         for x in tensors_in(args):
             if type(x) in _PLAIN and not torch._C._functorch.is_functorch_wrapped_tensor(x):
-                refuse_closure(func, x, user_source(3), self.step)
+                raise outside_tensor(x, user_source(3), self.step)
 
     def _check_differentiable(self, outputs: Any = None, tensors: Any = None, **_: Any) -> None:
         losses = outputs if tensors is None else tensors
@@ -126,7 +126,7 @@ def _renamed(set_data: Callable, x: torch.Tensor, value: torch.Tensor) -> None:
         return set_data(x, value)
     for tensor in (x, value):
         if get_proxy_slot(tensor, mode.tracer, None) is None:
-            refuse_closure(set_data, tensor, user_source(3), "the step")
+            raise outside_tensor(tensor, user_source(3), "the step")
     set_data(x, value)
     set_proxy_slot(x, mode.tracer, get_proxy_slot(value, mode.tracer))
 
