@@ -128,7 +128,7 @@ class Leaf(NamedTuple):
         return self._replace(value=self.value._replace(shape=sizes, stride=()))
 
     def any_layout(self) -> Leaf:
-        """This leaf without what a program can be called with in another form: where and how it is stored."""
+        """This leaf without where and how it is stored: a program takes leaves that are stored in another way."""
         if isinstance(self.value, Constant):
             return self
         return Leaf(self.value._replace(stride=(), device=""), None, True, False)
