@@ -131,6 +131,7 @@ class Compiled(Printed):
         inputs = self.bound.match(call, surroundings)
         if inputs is not None:
             return self.run_guarded(call, inputs)
+        # Unlike a step, a compiled program has no other program to run instead.
         program.check_fits(call)
         return self.run(call, surroundings)
 

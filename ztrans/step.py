@@ -266,6 +266,7 @@ class Step(Generic[P, R]):
         call = BoundCall.of(self._function, args, kwargs)
         refuse_inside(self.__name__, call)
         surroundings = Surroundings.of(self._function)
+        # In a loop most calls are like the last one, and are recognised without a signature.
         match = self._cache.match(call, surroundings)
         if match is not None:
             compiled, inputs = match

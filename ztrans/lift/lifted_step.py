@@ -111,6 +111,7 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         )
         scale = None
         if "scaler" in state:
+            # A scaler writes its scale in place, and the caller's state must not change.
             scale = {key: x.clone() for key, x in state["scaler"].items()}
         module_tensors = tensors_of(self._model)
         with self._holding(names, params, extra, state):
@@ -214,6 +215,7 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         for optimizer in self._optimizers:
             for p, entries in optimizer.state.items():
                 new_state[names[id(p)]] = entries
+        # State that a step makes would be made again in each call of the program.
         check_known(self._optimizers, new_state, old_state)
         new: dict[str, State] = {}
         for name, entries in old_state.items():

@@ -100,6 +100,7 @@ def _create_state_of_group(
         created = [p for p in group["params"] if id(p) in fresh_ids]
         if created and group["dampening"] != 0:
             raise ValueError(_first_step(optimizer, "'momentum_buffer' without dampening"))
+        # SGD's first step copies the gradient to the buffer. From a buffer of zeros, the later steps do the same.
         for p in created:
             optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 

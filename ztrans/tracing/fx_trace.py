@@ -104,6 +104,7 @@ def trace_by_make_fx(
             _disable_torch_fn_metadata_mode=True,
         )(*inputs)
     torch.clear_autocast_cache()  # it holds casts of fake weights, which the caller's autocast would use
+    # FX names placeholders after parameters, and `run_traced` has none with a name. `self` is the module in FX's code.
     for node, name in zip(module.graph.find_nodes(op="placeholder"), names):
         node._rename("self_" if name == "self" else name)
         node.target = node.name

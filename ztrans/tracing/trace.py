@@ -138,6 +138,8 @@ def trace(
 
     def record_program() -> Program:
         traced = trace_by_make_fx(call_fn, make_inputs, [leaf.name for leaf in inputs], name)
+        # The FX graph has the casts of the caller's autocast. The importer runs operations on meta tensors, to find
+        # their types, and these must not be cast again.
         with without_autocast():
             eqns, tensors, facts = import_fx(traced.module, variables, batch)
         computed = iter(tensors)
