@@ -93,10 +93,10 @@ def storages(graph: Graph, donated: Donation) -> list[Storage]:
     end = len(graph.eqns) - 1
     first_rank = dict.fromkeys(graph.axes, 0)
     starts = pair(graph).starts
-    every = [
-        Storage(v, size(v), "state" if i < graph.num_state else "batch", 0, end)
-        for i, v in enumerate(graph.inputs)
-    ]
+    every = []
+    for i, v in enumerate(graph.inputs):
+        kind = "state" if i < graph.num_state else "batch"
+        every.append(Storage(v, size(v), kind, 0, end))
     for i, e in enumerate(graph.eqns):
         for k, out in enumerate(e.outs):
             if out is not None and donated.owner[out] is out:

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry
@@ -128,7 +128,10 @@ class Launches(NamedTuple):
 @cached_on_graph
 def launches(graph: Graph) -> Mapping[Eqn, Launches]:
     """The calls and launches of every equation, on the first rank."""
-    grouped_eqns = {e for group in group_updates(graph)[1] for e in group[1:]}
+    # The first equation of a group makes the call for all of them.
+    grouped_eqns: set[Eqn] = set()
+    for group in group_updates(graph)[1]:
+        grouped_eqns.update(group[1:])
     pairs = pair(graph)
 
     def launches_of(e: Eqn) -> Launches:
@@ -175,12 +178,15 @@ def flops(e: Eqn, graph: Graph) -> int:
         return torch.empty(local_shape(v, graph.axes, first_rank), dtype=v.dtype, device="meta")
 
     arguments = [meta(a) if isinstance(a, Var) else a for a in e.args]
-    # A gradient that is not needed is None. It would have the shape of the argument that it is for.
-    outs = [
-        meta(o) if o is not None else next(iter(arguments[k + 1 :]), None)
-        for k, o in enumerate(e.outs)
-    ]
-    return int(formula(*arguments, **e.kwargs, out_val=outs[0] if len(outs) == 1 else tuple(outs)))
+    outs: list[Any] = []
+    for k, out in enumerate(e.outs):
+        if out is not None:
+            outs.append(meta(out))
+        else:
+            # A gradient that is not needed is None. It would have the shape of the argument that it is for.
+            outs.append(next(iter(arguments[k + 1 :]), None))
+    out_val = outs[0] if len(outs) == 1 else tuple(outs)
+    return int(formula(*arguments, **e.kwargs, out_val=out_val))
 
 
 @cached_on_graph
@@ -198,11 +204,10 @@ def memory(graph: Graph) -> Memory:
         return Memory((), state, None, (), state)
     peak = max(curve)
     index = curve.index(peak)
-    at_peak = [
-        (storage.value, storage.bytes, storage.line)
-        for storage in all_storages
-        if storage.first <= index <= storage.last and storage.bytes
-    ]
+    at_peak = []
+    for storage in all_storages:
+        if storage.first <= index <= storage.last and storage.bytes:
+            at_peak.append((storage.value, storage.bytes, storage.line))
     holders = tuple(sorted(at_peak, key=lambda holder: -holder[1]))
     return Memory(tuple(curve), peak, graph.eqns[index], holders, state)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Hashable, Iterator, Sequence, Set
+from itertools import chain
 
 from ..ir.collectives import bucket_key, is_small, lane, rules
 from ..ir.donation import donation
@@ -65,7 +66,8 @@ def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[UpdateGroup
     """The frame of a problem, and the equations of the update that leave their places."""
     groups = update_groups(s) if (update or s.asked_update) == "eager" else ()
     gathers = _gathers(s)
-    reductions = _reductions(s, {e for group in groups for e in group.eqns})
+    floating = set(chain.from_iterable(group.eqns for group in groups))
+    reductions = _reductions(s, floating)
     hints = s.graph.hints
     problem = Problem(
         seconds=(0.0,) * len(s.ops),
@@ -390,14 +392,14 @@ class _ReductionBuffers:
         for group in all_storages.groups:
             if group.after:
                 self._add_temporaries(group)
-        return tuple(
-            reduction._replace(
-                buffers=tuple(self.buffers[i]),
-                temporaries=tuple(self.temporaries[i]),
-                second=self.second[i],
+        with_bytes = []
+        for i, reduction in enumerate(reductions):
+            buffers = tuple(self.buffers[i])
+            temporaries = tuple(self.temporaries[i])
+            with_bytes.append(
+                reduction._replace(buffers=buffers, temporaries=temporaries, second=self.second[i])
             )
-            for i, reduction in enumerate(reductions)
-        )
+        return tuple(with_bytes)
 
     def add_waiting(self, i: int, size: int) -> None:
         """Add bytes that are live from the first place where reduction `i` can be waited for until its wait."""
@@ -452,7 +454,9 @@ class _ReductionBuffers:
         """Add the most bytes of temporaries that the equations of a group have live at once."""
         all_storages = self.all_storages
         latest = max(group.after)
-        last = {storage: i for i, e in enumerate(group.eqns) for storage in all_storages.touched(e)}
+        last: dict[Var, int] = {}  # for each storage, the last equation of the group that needs it
+        for i, e in enumerate(group.eqns):
+            last.update(dict.fromkeys(all_storages.touched(e), i))
         total = 0
         most = 0
         for i, e in enumerate(group.eqns):

@@ -188,9 +188,10 @@ class _Emission:
 
     def second(self, place: int) -> None:
         """Wait for the second reductions that are needed at this place."""
-        while self.second_buckets and place >= min(
-            self.s.need[i] for i in self.second_buckets[0].members
-        ):
+        while self.second_buckets:
+            need = min(self.s.need[i] for i in self.second_buckets[0].members)
+            if place < need:
+                return
             self._wait_second()
             self.update(place)
 

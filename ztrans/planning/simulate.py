@@ -384,11 +384,10 @@ def simulate(graph: Graph, cluster: Cluster) -> Timeline:
     durations = seconds(graph, cluster)
     every = messages(graph, cluster)
     played = play(durations, [message for _, message, _ in every])
-    events = [
-        Event(COMPUTE, start, duration, e)
-        for e, start, duration in zip(graph.eqns, played.start, durations)
-        if duration > 0
-    ]
+    events = []
+    for e, start, duration in zip(graph.eqns, played.start, durations):
+        if duration > 0:
+            events.append(Event(COMPUTE, start, duration, e))
     for k, (e, message, size) in enumerate(every):
         begin = played.begin[k]
         events.append(Event(message.lane, begin, played.end[k] - begin, e, played.stall[k], size))

@@ -135,9 +135,8 @@ class Skeleton:
         """The name of each place: "matmul 14 + 2" is two operations after the 14th matrix product."""
         names: list[str] = []
         for first, last, name in self._stretches():
-            names += (
-                name if k == first else f"{name} + {k - first}" for k in range(first, last + 1)
-            )
+            names.append(name)
+            names += (f"{name} + {k - first}" for k in range(first + 1, last + 1))
         return (*names[:-1], THE_END)
 
     def place_range(self, name: str) -> tuple[int, int, int] | None:
@@ -287,11 +286,12 @@ def _collectives(graph: Graph, makers: Mapping[Var, Eqn]) -> list[Collective]:
     first_wait = {e: graph.eqns[pairs.starts[e].first_wait] for e in hinted_starts}
     of_result = {e for e in hinted_starts if makers.get(e.ins[0]) in pairs.waits}
     second = {makers[e.ins[0]]: (e, first_wait[e]) for e in of_result if e.order == "reduce"}
-    return [
-        Collective(e, first_wait[e], second.get(first_wait[e]))
-        for e in hinted_starts
-        if e not in of_result
-    ]
+    collectives = []
+    for e in hinted_starts:
+        if e not in of_result:
+            wait = first_wait[e]
+            collectives.append(Collective(e, wait, second.get(wait)))
+    return collectives
 
 
 @dataclass(frozen=True)

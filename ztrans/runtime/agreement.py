@@ -210,11 +210,10 @@ class Contract:
     def terms(self, inputs: Sequence[torch.Tensor], steps: int) -> tuple:
         """What the ranks compare in a step on these inputs, with a state that has taken so many steps."""
         # Numbers on a GPU are not compared: the host would wait for them.
-        numbers = [
-            f"{name} = {inputs[i].tolist()}"
-            for i, name in self._numbers.items()
-            if inputs[i].is_cpu
-        ]
+        numbers = []
+        for i, name in self._numbers.items():
+            if inputs[i].is_cpu:
+                numbers.append(f"{name} = {inputs[i].tolist()}")
         return self.digest, numbers, steps
 
     def explain(self, mesh: DeviceMesh, terms: Mapping[int, tuple]) -> str:
@@ -231,10 +230,10 @@ def messages(graph: Graph) -> list[str]:
     lines = [f"{graph.micro} micro-batches"] if graph.micro > 1 else []
     for eqn in graph.eqns:
         if is_start(eqn):
-            sizes = [buffer_bytes(eqn, k, graph.axes) for k in range(len(eqn.outs))]
-            members = [
-                f"{_member_name(eqn, out)} ({size} bytes)" for out, size in zip(eqn.results, sizes)
-            ]
+            members = []
+            for k, out in enumerate(eqn.results):
+                size = buffer_bytes(eqn, k, graph.axes)
+                members.append(f"{_member_name(eqn, out)} ({size} bytes)")
             kind = " ".join(filter(None, (op_name(eqn.op), eqn.kwargs.get("op"))))
             wire = DTYPES.get(wire_dtype(eqn, eqn.ins[0]), "")
             lines.append(f"{kind} over {eqn.kwargs['axis']} as {wire} of {', '.join(members)}")

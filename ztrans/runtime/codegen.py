@@ -278,10 +278,12 @@ def _units(
     graph: Graph, groups: Sequence[Group], kernels: Mapping[Group, Kernel], donated: Donation
 ) -> Iterator[_Unit]:
     """The units of a program, in order: the groups that have a kernel, or that one call computes, are one unit each."""
-    by_first = {
-        group[0]: group for group in groups if group in kernels or _is_one_call(group, donated)
-    }
-    inside = {eqn for group in by_first.values() for eqn in group[1:]}
+    by_first: dict[Eqn, Group] = {}
+    inside: set[Eqn] = set()
+    for group in groups:
+        if group in kernels or _is_one_call(group, donated):
+            by_first[group[0]] = group
+            inside.update(group[1:])
     for index, eqn in enumerate(graph.eqns):
         if eqn not in inside:
             yield _Unit(index, by_first.get(eqn, (eqn,)))
@@ -318,9 +320,8 @@ def _first_write(
                 return unit
             continue
         for eqn in unit.eqns:
-            if eqn in donated.in_place_ops and any(
-                donated.owner.get(v) in of_state for v in eqn.results
-            ):
+            overwrites = eqn in donated.in_place_ops
+            if overwrites and any(donated.owner.get(v) in of_state for v in eqn.results):
                 return unit
     return None
 
@@ -394,10 +395,10 @@ def _attention(emission: Emission, eqn: Eqn) -> tuple[str, attention.Attention]:
 
 def unpacked(out: fx.Graph, call: fx.Node, outs: Sequence[Var | None]) -> list:
     """The node of each result of a call that returns a sequence; None for those not bound."""
-    return [
-        None if v is None else out.call_function(operator.getitem, (call, k))
-        for k, v in enumerate(outs)
-    ]
+    nodes = []
+    for k, v in enumerate(outs):
+        nodes.append(None if v is None else out.call_function(operator.getitem, (call, k)))
+    return nodes
 
 
 def _results(out: fx.Graph, eqn: Eqn, call: fx.Node) -> list:
@@ -418,7 +419,9 @@ def _results(out: fx.Graph, eqn: Eqn, call: fx.Node) -> list:
 
 def _fused_update(emission: Emission, eqns: Sequence[Eqn], in_place: Any) -> list[list]:
     """Emit one call of a fused optimizer for the updates of several tensors. Returns the results of each update."""
-    args = [[v for eqn in eqns for v in eqn.args[k]] for k in range(len(eqns[0].args))]
+    # Each argument is a list of one tensor, or of none. The call has one list for all parameters.
+    columns = zip(*(eqn.args for eqn in eqns))
+    args = [list(chain.from_iterable(column)) for column in columns]
     emission.emit(in_place, args, eqns[0].kwargs)
     return [_overwritten(emission, eqn, in_place) for eqn in eqns]
 

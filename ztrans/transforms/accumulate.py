@@ -213,7 +213,9 @@ class Roles:
 
         Raises: ValueError that names the leaf.
         """
-        trained = {path for average in self.averages.values() for path in average.paths}
+        trained: set[str] = set()
+        for average in self.averages.values():
+            trained.update(average.paths)
         updated = depending(self.graph.eqns, self.averages) & self.changes
         for old, new in zip(self.graph.inputs, self.graph.outputs[: self.graph.num_state]):
             if old.name in trained and new in updated:

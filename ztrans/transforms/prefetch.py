@@ -50,10 +50,10 @@ class _Prefetch(Transform):
     max_in_flight: int | None = None
 
     def rewrite(self, graph: Graph) -> Graph:
-        eqns = [
-            e.replace(order="gather") if role(e) == "param" and rules(e).moves else e
-            for e in graph.eqns
-        ]
+        eqns = []
+        for e in graph.eqns:
+            is_gather = role(e) == "param" and rules(e).moves
+            eqns.append(e.replace(order="gather") if is_gather else e)
         memory = self.memory if isinstance(self.memory, int) else None
         return graph.replace(eqns=tuple(eqns)).with_hints(
             memory=memory, gathers_in_flight=self.max_in_flight

@@ -145,15 +145,13 @@ def _must_send(use: int, idle_since: int | None, size: int, levers: Sequence[Lev
         return not levers
     if idle_since >= use:
         return True
-    for lever in levers:
-        if not any(
-            buffer.bytes >= size
-            and buffer.first <= 2 * idle_since + 1
-            and buffer.last >= 2 * use - 1
-            for buffer in lever.buffers
-        ):
-            return False
-    return True
+    return all(_keeps(lever, size, 2 * idle_since + 1, 2 * use - 1) for lever in levers)
+
+
+def _keeps(lever: Lever, size: int, first: int, last: int) -> bool:
+    """Whether a lever counts so many bytes as live from one slot to another."""
+    spans = [buffer for buffer in lever.buffers if buffer.bytes >= size]
+    return any(buffer.first <= first and buffer.last >= last for buffer in spans)
 
 
 def _values(problem: Problem) -> Iterator[tuple[Gather, int | None, int]]:
@@ -171,10 +169,9 @@ def _values(problem: Problem) -> Iterator[tuple[Gather, int | None, int]]:
 
 def _room(problem: Problem) -> np.ndarray:
     """By operation: the bytes that are left besides those that every schedule has live there."""
-    buffers = [
-        Buffer(size, max(g.use, idle_since or 0), g.last)
-        for g, idle_since, size in _values(problem)
-    ]
+    buffers = []
+    for g, idle_since, size in _values(problem):
+        buffers.append(Buffer(size, max(g.use, idle_since or 0), g.last))
     buffers += [Buffer(r.bytes, r.born, r.born) for r in problem.reductions]
     some = [buffer for buffer in buffers if buffer.first <= buffer.last]
     used_bytes = problem.live + live_by_slot(some, len(problem.live))

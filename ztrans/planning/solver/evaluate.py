@@ -54,9 +54,9 @@ def evaluate(problem: Problem, schedule: Schedule) -> Outcome:
 
 def _issued(problem: Problem, schedule: Schedule) -> list[tuple[Message, tuple[int, ...]]]:
     """Every message in the order of issue, with the reductions that are its members."""
-    issued: list[tuple[Message, tuple[int, ...]]] = [
-        (message, ()) for message in problem.messages(schedule.levers)
-    ]
+    issued: list[tuple[Message, tuple[int, ...]]] = []
+    for message in problem.messages(schedule.levers):
+        issued.append((message, ()))
     for bucket in schedule.gathers:
         gathers = [problem.gathers[i] for i in bucket.members]
         issued.append((message_of(problem, gathers, bucket.start, bucket.wait), ()))

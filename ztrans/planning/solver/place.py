@@ -366,17 +366,15 @@ class _Simulation:
         self.now = 0  # the place
 
         # Of messages that arrive together, reductions take the first turns, and those of no schedule the last.
-        self.reductions = [
-            ReductionInFlight(-1 - r, load.message, r, load)
-            for r, load in enumerate(loaded.reductions)
-        ]
-        self.gathers = [
-            GatherInFlight(g, load.message, load) for g, load in enumerate(loaded.gathers)
-        ]
-        self.fixed = [
-            InFlight(o, message)
-            for o, message in enumerate(problem.messages(choice.levers), len(self.gathers))
-        ]
+        self.reductions = []
+        for r, reduction in enumerate(loaded.reductions):
+            self.reductions.append(ReductionInFlight(-1 - r, reduction.message, r, reduction))
+        self.gathers = []
+        for g, gather in enumerate(loaded.gathers):
+            self.gathers.append(GatherInFlight(g, gather.message, gather))
+        self.fixed = []
+        for turn, message in enumerate(problem.messages(choice.levers), len(self.gathers)):
+            self.fixed.append(InFlight(turn, message))
         self.gathers_under_way: list[GatherInFlight] = []
         self.reductions_under_way: list[ReductionInFlight] = []
         self.lanes: dict[str, Lane] = {}

@@ -116,10 +116,10 @@ def _check_in_flight(
     limit: float,
 ) -> None:
     """Bytes started and not yet waited for."""
-    under_way = [
-        Buffer(sum(messages[i].bytes for i in bucket.members), bucket.start, bucket.wait - 1)
-        for bucket in buckets
-    ]
+    under_way = []
+    for bucket in buckets:
+        size = sum(messages[i].bytes for i in bucket.members)
+        under_way.append(Buffer(size, bucket.start, bucket.wait - 1))
     flight = live_by_slot(under_way, len(problem.seconds) + 1)
     if flight.max() > limit:
         where = problem.place(int(flight.argmax()))
