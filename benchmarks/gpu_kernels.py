@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -34,8 +34,8 @@ def table(
     the speed at which these bytes moved, as a share of that of a plain copy of as many bytes, timed just before.
     """
     lines = []
-    for make in (copying, packing, scattering, unpacking, summing, updating):
-        for size in updated if make is updating else sizes:
+    for make in (copying, packing, scattering, unpacking, summing, updating, clipping):
+        for size in updated if make in OF_MODELS else sizes:
             if left() > 10:
                 lines += compared(make, size, device)
             else:
@@ -46,7 +46,7 @@ def table(
 
 def compared(make: Callable, size: int, device: torch.device) -> list[dict]:
     """A line for each contender, for fp32 parameters of `size` bytes."""
-    numels = (parameters if make is updating else shapes)(size // 4)
+    numels = (parameters if make in OF_MODELS else shapes)(size // 4)
     moved, contenders = make(numels, device)
     copied, lines = copy_seconds(moved, device), []
     for name, work in contenders:
@@ -192,33 +192,60 @@ def summing(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
 
 def updating(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
     """AdamW on fp32 parameters, from bf16 gradients; PyTorch's optimizer needs them in fp32."""
-    params, exp_avgs, exp_avg_sqs, wide = (
-        [torch.rand(n, device=device) for n in numels] for _ in range(4)
-    )
-    grads = [g.bfloat16() for g in wide]
-    steps = [torch.ones((), device=device) for _ in numels]
-    rate = torch.tensor(1e-4, device=device)
-    options = {"lr": rate, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
-    ours = torch.ops.ztrans.fused_adamw_
-
-    def theirs(grads: list[torch.Tensor]) -> None:
-        torch._fused_adamw_(
-            params,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            [],
-            steps,
-            **options,
-            amsgrad=False,
-            maximize=False,
-        )
-
+    grads, ours, theirs = adamw(numels, device)
+    wide = [g.float() for g in grads]
     return 26 * sum(numels), [
-        (
-            "ztrans fused_adamw_",
-            lambda: ours(params, grads, exp_avgs, exp_avg_sqs, steps, **options),
-        ),
+        ("ztrans fused_adamw_", lambda: ours()),
         ("casts, torch._fused_adamw_", lambda: theirs([g.float() for g in grads])),
         ("torch._fused_adamw_, of fp32 gradients", lambda: theirs(wide)),
     ]
+
+
+def clipping(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
+    """The same after clipping by the norm of all gradients."""
+    grads, ours, theirs = adamw(numels, device)
+
+    def factor(norms: Sequence[torch.Tensor]) -> torch.Tensor:
+        total = torch.linalg.vector_norm(torch.stack(list(norms)))
+        return (1 / (total + 1e-6)).clamp(max=1.0)
+
+    def by_scale() -> None:
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads]
+        ours(scale=factor(norms))
+
+    def by_products() -> None:
+        wide = [g.float() for g in grads]
+        torch._foreach_mul_(wide, factor(torch._foreach_norm(wide)))
+        theirs(wide)
+
+    return 28 * sum(numels), [
+        ("norms, ztrans fused_adamw_ with a scale", by_scale),
+        ("casts, norms, products, torch._fused_adamw_", by_products),
+    ]
+
+
+OF_MODELS = (updating, clipping)  # what is timed for all parameters of a model
+
+
+def adamw(
+    numels: list[int], device: torch.device
+) -> tuple[list[torch.Tensor], Callable[..., None], Callable[..., None]]:
+    """bf16 gradients, the update by ztrans from them, and the update by PyTorch from gradients that it is given."""
+    params, exp_avgs, exp_avg_sqs = (
+        [torch.rand(n, device=device) for n in numels] for _ in range(3)
+    )
+    grads = [torch.randn(n, device=device).bfloat16() for n in numels]
+    steps = [torch.ones((), device=device) for _ in numels]
+    rate = torch.tensor(1e-4, device=device)
+    options = {"lr": rate, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
+    others = {"amsgrad": False, "maximize": False}
+
+    def ours(scale: torch.Tensor | None = None) -> None:
+        lists = params, grads, exp_avgs, exp_avg_sqs, steps
+        torch.ops.ztrans.fused_adamw_(*lists, **options, scale=scale)
+
+    def theirs(wide: list[torch.Tensor]) -> None:
+        lists = params, wide, exp_avgs, exp_avg_sqs, [], steps
+        torch._fused_adamw_(*lists, **options, **others)
+
+    return grads, ours, theirs

@@ -107,9 +107,11 @@ SGD = {"momentum": 0.9, "dampening": 0.0, "nesterov": False}
 OPTIMIZERS = (
     ("adamw", ADAM | DECAY),
     ("adamw", ADAM | {"beta1": 0.8, "beta2": 0.95, "weight_decay": 0.0}),
+    ("adamw", ADAM | DECAY | {"scale": 0.3}),
     ("adam", ADAM | DECAY),
     ("adam", ADAM | {"weight_decay": 0.0}),
     ("sgd", SGD | DECAY),
+    ("sgd", SGD | DECAY | {"scale": 0.3}),
     ("sgd", SGD | DECAY | {"nesterov": True}),
     ("sgd", SGD | {"weight_decay": 0.0, "dampening": 0.3}),
     ("sgd", SGD | DECAY | {"momentum": 0.0}),
@@ -148,20 +150,27 @@ def trained(
     """The parameters and the moments after some steps from the same start: by ztrans, and by PyTorch."""
     draw = torch.Generator(device).manual_seed(STEPS)
     params = [torch.randn(n, generator=draw, device=device) for n in NUMELS]
+    settings = {key: x for key, x in options.items() if key != "scale"}
     count = int(options["momentum"] > 0) if name == "sgd" else 2
     ours = [params, *([torch.zeros_like(p) for p in params] for _ in range(count))]
     true = [[x.clone() for x in tensors] for tensors in ours]
     for step, grads in enumerate(gradients, 1):
         wide = [g.float() for g in grads]
+        scale = {}
+        if "scale" in options:
+            scale = {"scale": torch.tensor(options["scale"], device=device)}
+            wide = [g * scale["scale"] for g in wide]
         if name == "sgd":
-            how = options | {"is_first_step": step == 1 and count == 1}
-            torch.ops.ztrans.fused_sgd_(params, grads, (*ours[1:], [])[0], **how)
+            how = settings | {"is_first_step": step == 1 and count == 1}
+            torch.ops.ztrans.fused_sgd_(params, grads, (*ours[1:], [])[0], **how, **scale)
             torch._fused_sgd_(true[0], wide, (*true[1:], [])[0], **how, maximize=False)
         else:
             steps = [torch.full((), float(step), device=device) for _ in NUMELS]
-            getattr(torch.ops.ztrans, f"fused_{name}_")(params, grads, *ours[1:], steps, **options)
+            getattr(torch.ops.ztrans, f"fused_{name}_")(
+                params, grads, *ours[1:], steps, **settings, **scale
+            )
             getattr(torch, f"_fused_{name}_")(
-                true[0], wide, *true[1:], [], steps, **options, maximize=False, amsgrad=False
+                true[0], wide, *true[1:], [], steps, **settings, maximize=False, amsgrad=False
             )
     return ours, true
 

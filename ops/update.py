@@ -6,6 +6,7 @@
                  the moments, like the parameters; overwritten. SGD without momentum has none.
     state_steps  for each parameter the number of its steps, this one included: fp32 scalars
     lr           a scalar tensor: fp32 on the device of the parameters, or of any dtype on the CPU
+    scale        a factor of all gradients, such as that of clipping, if there is one: an fp32 scalar tensor
     the others   as in `torch._fused_adamw_`, `torch._fused_adam_` and `torch._fused_sgd_`
 
 `fused_adamw_`, `fused_adam_` and `fused_sgd_` write in place; those without the last `_` return new tensors. They
@@ -17,7 +18,7 @@ The order of operations is that of PyTorch's `native/cuda/fused_adam_utils.cuh` 
 products and sums nvcc makes one operation, which rounds once. The machine code of PyTorch 2.11 for sm_90 shows which:
 each is a call of `fma` here, and nothing else is fused. `torch.pow` computes the powers of beta, because each version
 of CUDA rounds powers in its own way, and `torch.pow` is compiled together with the optimizers. `maximize`, `amsgrad`
-and a scale of the gradients are left to PyTorch.
+and gradients that are divided by a loss scale are left to PyTorch.
 
 Errors: other dtypes, parameters or moments that are not contiguous, and lists whose lengths or sizes do not agree.
 """
@@ -37,11 +38,12 @@ from .tables import addresses, blocks, on_device
 BLOCK = 2048
 _ADAM = (
     "{0} self, Tensor[] grads, {1} exp_avgs, {2} exp_avg_sqs, Tensor[] state_steps, *, "
-    "Tensor lr, float beta1, float beta2, float weight_decay, float eps"
+    "Tensor lr, float beta1, float beta2, float weight_decay, float eps, Tensor? scale=None"
 )
 _SGD = (
     "{0} self, Tensor[] grads, {1} momentum_buffer_list, *, "
-    "float weight_decay, float momentum, Tensor lr, float dampening, bool nesterov, bool is_first_step"
+    "float weight_decay, float momentum, Tensor lr, float dampening, bool nesterov, bool is_first_step, "
+    "Tensor? scale=None"
 )
 _WRITTEN = ("Tensor(a!)[]", "Tensor(b!)[]", "Tensor(c!)[]")
 Tensors = Sequence[torch.Tensor]
@@ -49,12 +51,14 @@ Tensors = Sequence[torch.Tensor]
 
 @kernel
 def _adam_block(
-    p, g, m, v, mask, step_size, correction, lr, beta1, beta2, weight_decay, eps,
-    DECAYS: tl.constexpr, DECOUPLED: tl.constexpr, BLOCK: tl.constexpr,
+    p, g, m, v, mask, factor, step_size, correction, lr, beta1, beta2, weight_decay, eps,
+    SCALES: tl.constexpr, DECAYS: tl.constexpr, DECOUPLED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.arange(0, BLOCK)
     param = tl.load(p + i, mask=mask, other=0.0)
     grad = tl.load(g + i, mask=mask, other=0.0).to(tl.float32)
+    if SCALES:
+        grad = grad * factor
     exp_avg = tl.load(m + i, mask=mask, other=0.0)
     exp_avg_sq = tl.load(v + i, mask=mask, other=0.0)
     if DECAYS:
@@ -74,8 +78,8 @@ def _adam_block(
 
 @kernel(numbers="count")
 def _adam(
-    rows, bases, powers, rate, beta1, beta2, weight_decay, eps, count,
-    GRAD: tl.constexpr, LOADS_RATE: tl.constexpr, DECAYS: tl.constexpr, DECOUPLED: tl.constexpr,
+    rows, bases, scale, powers, rate, beta1, beta2, weight_decay, eps, count,
+    GRAD: tl.constexpr, SCALES: tl.constexpr, LOADS_RATE: tl.constexpr, DECAYS: tl.constexpr, DECOUPLED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = rows + tl.program_id(0).to(tl.int64) * 3
@@ -86,6 +90,7 @@ def _adam(
     g = tl.load(bases + count + tensor) + start * (GRAD.primitive_bitwidth // 8)
     m = tl.load(bases + 2 * count + tensor) + start * 4
     v = tl.load(bases + 3 * count + tensor) + start * 4
+    factor = tl.load(scale) if SCALES else 1.0
     lr = tl.load(rate) if LOADS_RATE else tl.cast(rate, tl.float32)
     step_size = tl.div_rn(lr, 1 - tl.load(powers + tensor))
     correction = tl.sqrt_rn(1 - tl.load(powers + count + tensor))
@@ -97,7 +102,8 @@ def _adam(
             tl.multiple_of(m.to(tl.pointer_type(tl.float32)), 16),
             tl.multiple_of(v.to(tl.pointer_type(tl.float32)), 16),
             i < tl.multiple_of(left, 8),
-            step_size, correction, lr, beta1, beta2, weight_decay, eps, DECAYS, DECOUPLED, BLOCK,
+            factor, step_size, correction, lr, beta1, beta2, weight_decay, eps,
+            SCALES, DECAYS, DECOUPLED, BLOCK,
         )  # fmt: skip
     else:
         _adam_block(
@@ -106,19 +112,22 @@ def _adam(
             m.to(tl.pointer_type(tl.float32)),
             v.to(tl.pointer_type(tl.float32)),
             i < left,
-            step_size, correction, lr, beta1, beta2, weight_decay, eps, DECAYS, DECOUPLED, BLOCK,
+            factor, step_size, correction, lr, beta1, beta2, weight_decay, eps,
+            SCALES, DECAYS, DECOUPLED, BLOCK,
         )  # fmt: skip
 
 
 @kernel
 def _sgd_block(
-    p, g, b, mask, lr, weight_decay, momentum, dampening,
-    DECAYS: tl.constexpr, HAS_MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, IS_FIRST: tl.constexpr,
-    BLOCK: tl.constexpr,
+    p, g, b, mask, factor, lr, weight_decay, momentum, dampening,
+    SCALES: tl.constexpr, DECAYS: tl.constexpr, HAS_MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr,
+    IS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.arange(0, BLOCK)
     param = tl.load(p + i, mask=mask, other=0.0)
     grad = tl.load(g + i, mask=mask, other=0.0).to(tl.float32)
+    if SCALES:
+        grad = grad * factor
     if DECAYS:
         grad = tl.fma(weight_decay, param, grad)
     if HAS_MOMENTUM:
@@ -133,8 +142,8 @@ def _sgd_block(
 
 @kernel(numbers="count")
 def _sgd(
-    rows, bases, rate, weight_decay, momentum, dampening, count,
-    GRAD: tl.constexpr, LOADS_RATE: tl.constexpr, DECAYS: tl.constexpr,
+    rows, bases, scale, rate, weight_decay, momentum, dampening, count,
+    GRAD: tl.constexpr, SCALES: tl.constexpr, LOADS_RATE: tl.constexpr, DECAYS: tl.constexpr,
     HAS_MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, IS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = rows + tl.program_id(0).to(tl.int64) * 3
@@ -146,6 +155,7 @@ def _sgd(
     b = p
     if HAS_MOMENTUM:
         b = tl.load(bases + 2 * count + tensor) + start * 4
+    factor = tl.load(scale) if SCALES else 1.0
     lr = tl.load(rate) if LOADS_RATE else tl.cast(rate, tl.float32)
     i = tl.arange(0, BLOCK)
     if (((p | g | b) & 15) == 0) & (left % 8 == 0):
@@ -154,7 +164,8 @@ def _sgd(
             tl.multiple_of(g.to(tl.pointer_type(GRAD)), 16),
             tl.multiple_of(b.to(tl.pointer_type(tl.float32)), 16),
             i < tl.multiple_of(left, 8),
-            lr, weight_decay, momentum, dampening, DECAYS, HAS_MOMENTUM, NESTEROV, IS_FIRST, BLOCK,
+            factor, lr, weight_decay, momentum, dampening,
+            SCALES, DECAYS, HAS_MOMENTUM, NESTEROV, IS_FIRST, BLOCK,
         )  # fmt: skip
     else:
         _sgd_block(
@@ -162,21 +173,22 @@ def _sgd(
             g.to(tl.pointer_type(GRAD)),
             b.to(tl.pointer_type(tl.float32)),
             i < left,
-            lr, weight_decay, momentum, dampening, DECAYS, HAS_MOMENTUM, NESTEROV, IS_FIRST, BLOCK,
+            factor, lr, weight_decay, momentum, dampening,
+            SCALES, DECAYS, HAS_MOMENTUM, NESTEROV, IS_FIRST, BLOCK,
         )  # fmt: skip
 
 
 def launch_adam(
     self: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, state_steps: Tensors,
     *, lr: torch.Tensor, beta1: float, beta2: float, weight_decay: float, eps: float,
-    decoupled: bool,
+    scale: torch.Tensor | None = None, decoupled: bool,
 ) -> None:  # fmt: skip
     """fused_adamw_ (`decoupled`) and fused_adam_ by the kernel."""
     if not self:
         return
     rate = _rate(lr, self[0].device)
     _launch(
-        _adam, (self, grads, exp_avgs, exp_avg_sqs), _powers(beta1, beta2, state_steps), rate,
+        _adam, (self, grads, exp_avgs, exp_avg_sqs), scale, _powers(beta1, beta2, state_steps), rate,
         beta1, beta2, weight_decay, eps, len(self), DECAYS=weight_decay != 0, DECOUPLED=decoupled,
         LOADS_RATE=isinstance(rate, torch.Tensor),
     )  # fmt: skip
@@ -185,20 +197,26 @@ def launch_adam(
 def launch_sgd(
     self: Tensors, grads: Tensors, momentum_buffer_list: Tensors,
     *, weight_decay: float, momentum: float, lr: torch.Tensor, dampening: float, nesterov: bool,
-    is_first_step: bool,
+    is_first_step: bool, scale: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """fused_sgd_ by the kernel."""
     if not self:
         return
     rate = _rate(lr, self[0].device)
     _launch(
-        _sgd, (self, grads, momentum_buffer_list), rate, weight_decay, momentum, dampening,
+        _sgd, (self, grads, momentum_buffer_list), scale, rate, weight_decay, momentum, dampening,
         len(self), DECAYS=weight_decay != 0, HAS_MOMENTUM=bool(momentum_buffer_list),
         NESTEROV=nesterov, IS_FIRST=is_first_step, LOADS_RATE=isinstance(rate, torch.Tensor),
     )  # fmt: skip
 
 
-def _launch(kernel: Any, lists: Sequence[Tensors], *numbers: Any, **constants: Any) -> None:
+def _launch(
+    kernel: Any,
+    lists: Sequence[Tensors],
+    scale: torch.Tensor | None,
+    *numbers: Any,
+    **constants: Any,
+) -> None:
     """Launch a kernel for all elements of the tensors in `lists`, whose second list has the gradients."""
     params, grads, *moments = lists
     rows = _rows(tuple(p.numel() for p in params), params[0].device)
@@ -210,7 +228,8 @@ def _launch(kernel: Any, lists: Sequence[Tensors], *numbers: Any, **constants: A
             [*params, *grads, *(x for moment in moments for x in moment)], rows.device
         )
         kernel[(len(rows),)](
-            rows, bases, *numbers, **constants, GRAD=element(grads[0].dtype), BLOCK=BLOCK, num_warps=8
+            rows, bases, scale, *numbers, **constants, GRAD=element(grads[0].dtype),
+            SCALES=scale is not None, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
 
 
@@ -238,7 +257,7 @@ def _powers(beta1: float, beta2: float, state_steps: Tensors) -> torch.Tensor:
 def reference_adam(
     self: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, state_steps: Tensors,
     *, lr: torch.Tensor, beta1: float, beta2: float, weight_decay: float, eps: float,
-    decoupled: bool,
+    scale: torch.Tensor | None = None, decoupled: bool,
 ) -> None:  # fmt: skip
     """fused_adamw_ (`decoupled`) and fused_adam_ in plain torch, tensor by tensor."""
     if not self:
@@ -247,7 +266,7 @@ def reference_adam(
     rate, decay, epsilon = map(_fp32, (lr, weight_decay, eps))
     first, second = map(_fp32, (beta1, beta2))
     for k, (p, grad, m, v) in enumerate(zip(self, grads, exp_avgs, exp_avg_sqs)):
-        g = grad.to(torch.float32)
+        g = _scaled(grad, scale)
         if weight_decay and decoupled:
             p.copy_(fma(-(rate * decay), p, p))
         elif weight_decay:
@@ -263,13 +282,13 @@ def reference_adam(
 def reference_sgd(
     self: Tensors, grads: Tensors, momentum_buffer_list: Tensors,
     *, weight_decay: float, momentum: float, lr: torch.Tensor, dampening: float, nesterov: bool,
-    is_first_step: bool,
+    is_first_step: bool, scale: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """fused_sgd_ in plain torch, tensor by tensor."""
     rate, decay = map(_fp32, (lr, weight_decay))
     factor, damping = map(_fp32, (momentum, dampening))
     for k, (p, grad) in enumerate(zip(self, grads)):
-        g = grad.to(torch.float32)
+        g = _scaled(grad, scale)
         if weight_decay:
             g = fma(decay, p, g)
         if momentum_buffer_list:
@@ -277,6 +296,12 @@ def reference_sgd(
             buffer.copy_(g if is_first_step else fma(1 - damping, g, factor * buffer))
             g = fma(factor, buffer, g) if nesterov else buffer
         p.copy_(fma(-rate, g, p))
+
+
+def _scaled(grad: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """A gradient in fp32, times the scale if there is one."""
+    wide = grad.to(torch.float32)
+    return wide if scale is None else wide * scale
 
 
 def _fp32(number: Any) -> torch.Tensor:
@@ -333,10 +358,21 @@ def _check(lists: dict[str, Tensors]) -> None:
                 )
 
 
+def _check_scale(params: Tensors, scale: torch.Tensor | None) -> None:
+    if scale is not None and params:
+        is_scalar = scale.numel() == 1 and scale.dtype == torch.float32
+        if not is_scalar or scale.device != params[0].device:
+            raise ValueError(
+                f"update: scale must be an fp32 scalar on {params[0].device}; got {scale.dtype}{list(scale.shape)} on "
+                f"{scale.device}."
+            )
+
+
 def _check_adam(
     self: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, state_steps: Tensors,
-    *, lr: torch.Tensor, **numbers: float,
+    *, scale: torch.Tensor | None = None, **numbers: Any,
 ) -> None:  # fmt: skip
+    _check_scale(self, scale)
     _check({"self": self, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs})
     if len(state_steps) != len(self):
         raise ValueError(
@@ -350,8 +386,10 @@ def _check_adam(
 
 
 def _check_sgd(
-    self: Tensors, grads: Tensors, momentum_buffer_list: Tensors, *, lr: torch.Tensor, **numbers: float
+    self: Tensors, grads: Tensors, momentum_buffer_list: Tensors,
+    *, scale: torch.Tensor | None = None, **numbers: Any,
 ) -> None:  # fmt: skip
+    _check_scale(self, scale)
     moments = {"momentum_buffer_list": momentum_buffer_list} if momentum_buffer_list else {}
     _check({"self": self, "grads": grads} | moments)
 

@@ -117,7 +117,8 @@ def test_sum_terms(capability, tmp_path, world, aligned):
 NUMBERS = {
     name: "fp32" for name in ("beta1", "beta2", "weight_decay", "eps", "momentum", "dampening")
 }
-UPDATE = TABLES | NUMBERS | {"powers": "*fp32", "rate": "*fp32", "count": "i32"}
+SCALARS = {"powers": "*fp32", "rate": "*fp32", "scale": "*fp32", "count": "i32"}
+UPDATE = TABLES | NUMBERS | SCALARS
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ UPDATE = TABLES | NUMBERS | {"powers": "*fp32", "rate": "*fp32", "count": "i32"}
 def test_adam(capability, tmp_path, dtype, loads, decoupled):
     """A thread has 8 elements. Each is decayed, and has two moments, a root and two divisions, all rounded exactly."""
     constants = {
-        "GRAD": element(dtype), "LOADS_RATE": True, "DECAYS": True, "DECOUPLED": decoupled, "BLOCK": 2048,
+        "GRAD": element(dtype), "SCALES": True, "LOADS_RATE": True, "DECAYS": True, "DECOUPLED": decoupled, "BLOCK": 2048,
     }  # fmt: skip
     types = without(module["update"]._adam, UPDATE)
     kernel = compiled(module["update"]._adam, capability, tmp_path, types, constants, num_warps=8)
@@ -142,7 +143,7 @@ def test_adam(capability, tmp_path, dtype, loads, decoupled):
 @pytest.mark.parametrize("momentum", [True, False], ids=["momentum", "plain"])
 def test_sgd(capability, tmp_path, momentum):
     constants = {
-        "GRAD": element(torch.bfloat16), "LOADS_RATE": True, "DECAYS": True, "HAS_MOMENTUM": momentum,
+        "GRAD": element(torch.bfloat16), "SCALES": True, "LOADS_RATE": True, "DECAYS": True, "HAS_MOMENTUM": momentum,
         "NESTEROV": momentum, "IS_FIRST": False, "BLOCK": 2048,
     }  # fmt: skip
     types = without(module["update"]._sgd, UPDATE)

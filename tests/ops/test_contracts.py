@@ -307,6 +307,10 @@ WRONG = {
         lambda: T.fused_adam([X], [X], [X], [X], [], **ADAM, lr=ONE),
         "1 parameters, but 0 numbers of steps",
     ),
+    "scale": (
+        lambda: T.fused_adam([X], [X], [X], [X], [ONE], **ADAM, lr=ONE, scale=ONE.double()),
+        r"scale must be an fp32 scalar on cpu; got torch.float64\[\] on cpu",
+    ),
     "step dtype": (
         lambda: T.fused_adam([X], [X], [X], [X], [ONE.double()], **ADAM, lr=ONE),
         r"state_steps\[0\] must be fp32 on cpu; got torch.float64 on cpu",

@@ -56,6 +56,17 @@ def test_sgd_is_that_of_pytorch(is_first, momentum, dampening, nesterov):
         torch.testing.assert_close(result, true, rtol=1e-6, atol=1e-7)
 
 
+def test_a_scale_multiplies_the_gradients():
+    params, grads, *moments = lists(4)
+    halves = [g.bfloat16() for g in grads]
+    steps = [torch.tensor(3.0) for _ in params]
+    factor = torch.tensor(0.3)
+    scaled = T.fused_adamw(params, halves, *moments, steps, **ADAM, scale=factor)
+    products = [h.float() * factor for h in halves]
+    for ours, true in zip(scaled, T.fused_adamw(params, products, *moments, steps, **ADAM)):
+        assert all(map(torch.equal, ours, true))
+
+
 def test_results_are_new_tensors_or_written_in_place():
     params, grads, exp_avgs, exp_avg_sqs = lists(4)
     steps = [torch.tensor(1.0) for _ in params]

@@ -41,6 +41,7 @@ def test_adam(dtype, decay, decoupled, rate, skew):
     lists = tensors(1, 0, skew), tensors(0, 0, skew), tensors(0, 0, skew)
     ours, true = copies(lists), copies(lists)
     options = {"lr": rate, "weight_decay": decay, "decoupled": decoupled, **ADAM}
+    options |= {"scale": torch.tensor(0.3)} if decay else {}
     for step in range(1, 4):
         grads = [g.to(dtype) for g in tensors(10.0**-step, step, skew)]
         steps = [torch.tensor(float(step + k)) for k in range(len(NUMELS))]
@@ -61,7 +62,7 @@ def test_sgd(dtype, decay, momentum, dampening, nesterov, skew):
     ours, true = copies(lists), copies(lists)
     options = {
         "lr": torch.tensor(0.01), "weight_decay": decay, "momentum": momentum, "dampening": dampening,
-        "nesterov": nesterov,
+        "nesterov": nesterov, "scale": torch.tensor(0.3) if decay else None,
     }  # fmt: skip
     for step in range(3):
         grads = [g.to(dtype) for g in tensors(1, step, skew)]

@@ -15,6 +15,7 @@ from ztrans.ir.op_facts import CAST, op_facts
 from ztrans.planning.cost import memory
 from ztrans.runtime.cuda.half_gradients import half_gradients, on_gpu
 
+MUL = torch.ops.aten.mul.Tensor
 X = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
 OPTIMIZERS = {
     "adamw": lambda params: optim.AdamW(params, lr=0.01, weight_decay=0.1, fused=True),
@@ -134,8 +135,37 @@ def test_the_interpreter_has_the_values_of_the_cast():
     assert distance(list(ours), list(true)) < 1e-4
 
 
-def norm(model):
-    return nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+def clipped(model):
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def measured(model):
+    return nn.utils.get_total_norm([p.grad for p in model.parameters()])
+
+
+@pytest.mark.parametrize("change", [clipped, measured])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_norm_reads_halves_and_an_update_scales(name, change, monkeypatch):
+    """So nothing reads the casts, and there is no scaled copy; only the norm's weight has a gradient of fp32."""
+    program, state = lowered(OPTIMIZERS[name], change=change)
+    before = program.graph
+    after = rewritten(before)
+    assert casts_to_fp32(before) - casts_to_fp32(after) == 3
+    products = [sum(e.op is MUL and e.region == "update" for e in g.eqns) for g in (before, after)]
+    assert products[0] - products[1] == (3 if change is clipped else 0)
+    ours = [e for e in after.eqns if op_facts(e.op).name.startswith("ztrans::fused")]
+    assert len(ours) == 3 and all(("scale" in e.kwargs) == (change is clipped) for e in ours)
+    results = []
+    for is_on_gpu in (False, True):
+        if is_on_gpu:
+            monkeypatch.setattr(compiled, "on_gpu", lambda graph, inputs: set(graph.inputs))
+        tensors, run = clone(state), program.compile()
+        for _ in range(3):
+            tensors, output = run(tensors, X)
+        results.append((tensors, output[:2]))
+    assert distance(*results) < 1e-4
+    calls = [n for n in run.bound.runnable.run.program.graph.nodes if "fused_" in str(n.target)]
+    assert len(calls) == 2, "one for halves, and one for fp32"
 
 
 def returned(model):
@@ -146,12 +176,19 @@ def returned_after_the_step(model):
     return None
 
 
+def halved(model):
+    """The gradient that is multiplied is returned too."""
+    grad = model[0].weight.grad
+    grad.mul_(grad.norm())
+    return grad
+
+
 def logged(model):
     return model[0].weight.grad.abs().max()
 
 
 @pytest.mark.parametrize(
-    ("change", "halves"), [(norm, 0), (returned, 0), (logged, 2), (returned_after_the_step, 2)]
+    ("change", "halves"), [(returned, 0), (logged, 2), (returned_after_the_step, 2), (halved, 2)]
 )
 def test_a_gradient_that_is_read_elsewhere_is_left_alone(change, halves):
     graph = lowered(OPTIMIZERS["adamw"], change=change)[0].graph

@@ -36,6 +36,8 @@ from ...ir.op_facts import CAST
 from ...ir.update_groups import is_fused_update
 from ..executable import Executable
 
+_TENSORS = ("lr", "scale", "grad_scale", "found_inf")  # what fused optimizers read on the device
+
 
 def check_device(device: str | None) -> None:
     """Check that there is a GPU to capture on. `device` is the type of the mesh's devices, or None without a mesh.
@@ -110,7 +112,7 @@ def _by_value(graph: Graph) -> Iterator[tuple[str, Var]]:
     for eqn in graph.eqns:
         if is_fused_update(eqn):
             for key, x in eqn.kwargs.items():
-                if isinstance(x, Var) and key not in ("lr", "grad_scale", "found_inf"):
+                if isinstance(x, Var) and key not in _TENSORS:
                     yield key, x
 
 

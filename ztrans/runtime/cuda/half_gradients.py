@@ -1,28 +1,37 @@
 """half_gradients: on a GPU, an update reads its half-precision gradient itself.
 
     g0 = mm(a, b)                                     g0 = mm(a, b)
-    g = cast(g0, f32)                          -->    p1, m1, v1 = fused_adamw([p], [g0], [m], [v], ...)
-    p1, m1, v1 = _fused_adamw([p], [g], [m], [v], ...)
+    g = cast(g0, f32)                                 n = norm(g0, dtype=f32)
+    n = norm(g)                                -->    ...
+    ...                                               p1, m1, v1 = fused_adamw([p], [g0], [m], [v], ..., scale=s)
+    c = mul(g, s)
+    p1, m1, v1 = _fused_adamw([p], [c], [m], [v], ...)
 
 PyTorch's fused optimizers take gradients of the dtype of the parameters, so backward under autocast ends with casts.
-The kernel of `ops/update.py` needs none of them: AdamW then moves 26 bytes for each parameter, not 34. No bit changes.
-A gradient that anything else reads, such as a norm for clipping, keeps its cast. So does the gradient of an update with
-options that the kernel does not have. Inductor fuses a cast with what computes its argument, without rounding that to
-half precision, unless that is a matrix product; so for Inductor only casts of products are dropped.
+The kernel of `ops/update.py` needs none of them: AdamW then moves 26 bytes for each parameter, not 34. With clipping by
+the norm it is 28, not 46, because the norm reads the gradient in half precision and the update multiplies it.
+
+No bit of an update changes; a norm may add its terms in another order. A gradient that anything else reads keeps its
+cast. So does the gradient of an update with options that the kernel does not have. Inductor fuses a cast with what
+computes its argument, without rounding that to half precision, unless that is a matrix product; so for Inductor only
+casts of products are dropped.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass
 
 import torch
 
 from ...ir.collectives import HALF
-from ...ir.graph import Eqn, Graph, Var, variables
+from ...ir.graph import Eqn, Graph, Var, producers, users, variables
 from ...ir.op_facts import CAST, is_matmul, op_facts, rearranges
+from ...ir.relations import depending
 from ...ir.verifier import check
 
+aten = torch.ops.aten
+_NORM = aten.linalg_vector_norm.default
 # The operations of `ops/update.py`, and which lists of PyTorch's operation they take.
 _UPDATES = {
     "_fused_adam": (torch.ops.ztrans.fused_adam.default, (0, 1, 2, 3, 5)),
@@ -46,42 +55,101 @@ def half_gradients(graph: Graph, on_gpu: Set[Var], of_products: bool = False) ->
     known = [eqn for eqn in graph.eqns if _is_known(eqn, on_gpu)]
     if not known or _moves(graph):
         return graph
-    readers = _readers(graph)
-    casts = _casts(graph, readers, of_products)
-    updates = {
-        eqn: _reading_half(eqn, casts)
-        for eqn in known
-        if eqn.args[1][0] in casts and not readers[eqn.outs[1]]
-    }
-    if not updates:
+    uses = _Uses.of(graph, on_gpu, of_products)
+    rewritten: dict[Eqn, Eqn | None] = {}
+    for update in known:
+        gradient = uses.half(update)
+        if gradient is not None:
+            rewritten.update(gradient.rewritten(update))
+    if not rewritten:
         return graph
-    unread = {casts[eqn.args[1][0]] for eqn in updates}
-    eqns = (updates.get(eqn, eqn) for eqn in graph.eqns if eqn not in unread)
-    return check(graph.replace(eqns=tuple(eqns)))
+    eqns = (rewritten.get(eqn, eqn) for eqn in graph.eqns)
+    return check(graph.replace(eqns=tuple(eqn for eqn in eqns if eqn is not None)))
 
 
-def _readers(graph: Graph) -> Counter[Var | None]:
-    """How many equations read each value; the outputs count as one more for each of their values."""
-    readers: Counter[Var | None] = Counter()
-    for eqn in graph.eqns:
-        readers.update(set(eqn.ins))
-    readers.update(variables(graph.outputs))
-    return readers
+@dataclass(frozen=True)
+class _Gradient:
+    """How an update gets its gradient from half precision.
+
+    Attributes:
+        cast: the cast of the half-precision gradient to fp32.
+        product: what multiplies the gradient by a scalar, or None.
+        norms: the norms that read the gradient.
+    """
+
+    cast: Eqn
+    product: Eqn | None
+    norms: tuple[Eqn, ...]
+
+    @property
+    def half(self) -> Var:
+        return self.cast.ins[0]
+
+    def rewritten(self, update: Eqn) -> dict[Eqn, Eqn | None]:
+        """The equations that change if the update reads the half-precision gradient; None for those that vanish."""
+        rewritten: dict[Eqn, Eqn | None] = {update: _reading_half(update, self), self.cast: None}
+        if self.product is not None:
+            rewritten[self.product] = None
+        for norm in self.norms:
+            args = (self.half, *norm.args[1:])
+            rewritten[norm] = norm.replace(args=args, kwargs={"dtype": torch.float32})
+        return rewritten
 
 
-def _casts(graph: Graph, readers: Counter[Var | None], of_products: bool) -> dict[Var, Eqn]:
-    """The casts of half precision to fp32 that one equation reads, by their results."""
-    products = _products(graph)
-    casts = {}
-    for eqn in graph.eqns:
-        if _widens(eqn) and readers[eqn.out] == 1 and (eqn.ins[0] in products or not of_products):
-            casts[eqn.out] = eqn
-    return casts
+@dataclass(frozen=True)
+class _Uses:
+    """Which equations make and read the values of a program, and which values are on the GPU.
 
+    None stands for the outputs among the readers. `halves` are the values of half precision that updates may read.
+    """
 
-def _widens(eqn: Eqn) -> bool:
-    """Whether an equation casts half precision to fp32."""
-    return eqn.op is CAST and eqn.ins[0].dtype in HALF and eqn.out.dtype == torch.float32
+    makers: Mapping[Var, Eqn]
+    readers: Mapping[Var | None, Sequence[Eqn | None]]
+    on_gpu: Collection[Var]
+    halves: Collection[Var]
+
+    @staticmethod
+    def of(graph: Graph, on_gpu: Set[Var], of_products: bool) -> _Uses:
+        readers: dict[Var | None, list[Eqn | None]] = {}
+        for v, eqns in users(graph).items():
+            readers[v] = [*eqns]
+        for v in variables(graph.outputs):
+            readers.setdefault(v, []).append(None)
+        makers = producers(graph.eqns)
+        candidates = _products(graph) if of_products else makers
+        halves = {v for v in candidates if v.dtype in HALF}
+        return _Uses(makers, readers, depending(graph.eqns, on_gpu), halves)
+
+    def half(self, update: Eqn) -> _Gradient | None:
+        """Where the gradient of an update comes from; None if it is not half, or if anything else reads it."""
+        gradient = update.args[1][0]
+        if update.outs[1] in self.readers:  # the gradient as the update leaves it
+            return None
+        product = self._product(gradient, update)
+        cast = self.makers.get(product.args[0] if product is not None else gradient)
+        if cast is None or not self._widens(cast):
+            return None
+        norms = self._others(cast.out, product or update)
+        if not all(eqn is not None and eqn.op is _NORM and not eqn.kwargs for eqn in norms):
+            return None
+        return _Gradient(cast, product, tuple(eqn for eqn in norms if eqn is not None))
+
+    def _widens(self, eqn: Eqn) -> bool:
+        """Whether an equation casts half precision to fp32."""
+        return eqn.op is CAST and eqn.ins[0] in self.halves and eqn.out.dtype == torch.float32
+
+    def _product(self, gradient: Var, update: Eqn) -> Eqn | None:
+        """What multiplies a gradient by an fp32 scalar on the GPU for an update alone, or None."""
+        maker = self.makers.get(gradient)
+        if maker is None or maker.op is not aten.mul.Tensor or self._others(gradient, update):
+            return None
+        factor = maker.args[1]
+        is_scalar = isinstance(factor, Var) and not factor.shape and factor.dtype == torch.float32
+        return maker if is_scalar and factor in self.on_gpu else None
+
+    def _others(self, v: Var, reader: Eqn) -> list[Eqn | None]:
+        """What reads a value besides `reader`."""
+        return [eqn for eqn in self.readers.get(v, ()) if eqn is not reader]
 
 
 def _products(graph: Graph) -> set[Var]:
@@ -111,11 +179,13 @@ def _is_known(eqn: Eqn, on_gpu: Set[Var]) -> bool:
     return is_fp32 and isinstance(eqn.kwargs["lr"], Var) and on_gpu >= set(overwritten)
 
 
-def _reading_half(eqn: Eqn, casts: Mapping[Var, Eqn]) -> Eqn:
+def _reading_half(eqn: Eqn, gradient: _Gradient) -> Eqn:
     """The update that reads what its gradient was cast from."""
     op, lists = _UPDATES[op_facts(eqn.op).name]
     args = [eqn.args[k] for k in lists]
-    args[1] = list(casts[eqn.args[1][0]].ins)
+    args[1] = [gradient.half]
     taken = {argument.name for argument in op._schema.arguments}
     kwargs = {name: x for name, x in eqn.kwargs.items() if name in taken}
+    if gradient.product is not None:
+        kwargs["scale"] = gradient.product.args[1]
     return eqn.replace(op=op, args=tuple(args), outs=(eqn.outs[0], *eqn.outs[2:]), kwargs=kwargs)
