@@ -115,6 +115,21 @@ def test_a_rank_gives_up_before_the_time_out_when_a_step_does_not_end(mesh):
         check_whole(second.leaves, "save")
 
 
+def test_a_rank_gives_up_when_the_store_has_gone(mesh, monkeypatch):
+    groups = process_groups(mesh)
+
+    def gone():
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    monkeypatch.setattr(groups, "store", gone)
+    in_flight(mesh)
+    Watch().look(groups, 0.0)
+    assert groups.in_flight.given_up == (
+        "the process group of the mesh, or the process that holds its store, has ended"
+    )
+    assert groups.symmetric.interrupts == 1
+
+
 def test_an_error_that_is_found_after_the_end_of_a_step_counts_for_it(mesh):
     """A kernel sets its error before the event of its step is done. So the events are looked at first."""
     groups = process_groups(mesh)

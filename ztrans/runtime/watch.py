@@ -30,7 +30,7 @@ from .failure import has_note, leave_note, steps_of
 from .in_flight import End, StepInFlight
 from .process_groups import ProcessGroups, process_groups
 
-_LOOK = 0.2  # seconds between two looks
+_LOOK = 0.5  # seconds between two looks; each asks the store once
 _SHARE = 0.9  # of the time-out
 
 
@@ -93,10 +93,10 @@ def _why_it_will_not_end(groups: ProcessGroups, step: StepInFlight, seconds: flo
     try:
         if has_note(groups):
             return f"another rank failed while {step.name} was running"
+        if seconds > _SHARE * groups.timeout:
+            return f"{step.name} has not ended for {seconds:.0f} s"
     except RuntimeError:
-        return "the process that holds the store of the process group has ended"
-    if seconds > _SHARE * groups.timeout:
-        return f"{step.name} has not ended for {seconds:.0f} s"
+        return "the process group of the mesh, or the process that holds its store, has ended"
     return groups.in_flight.error()
 
 
