@@ -13,7 +13,7 @@ from ztrans.ir import collectives
 from ztrans.ir.collectives import (
     ALL_GATHER,
     ALL_REDUCE,
-    ALONE,
+    OWN_MESSAGE,
     REDUCE_SCATTER,
     SHARD,
     WAIT,
@@ -21,7 +21,7 @@ from ztrans.ir.collectives import (
     bucket_key,
     coalesce,
     erase_trivial,
-    is_alone,
+    has_own_message,
     is_start,
     lane,
     rules,
@@ -252,10 +252,10 @@ def gather_of(*rows: int) -> Eqn:
 
 
 @pytest.mark.parametrize("rows, alone", [
-    ((8, ALONE), [True, True]), ((8, 8, ALONE), [False, False, True]), ((ALONE, ALONE), [True, True]), ((8,), [True]),
+    ((8, OWN_MESSAGE), [True, True]), ((8, 8, OWN_MESSAGE), [False, False, True]), ((OWN_MESSAGE, OWN_MESSAGE), [True, True]), ((8,), [True]),
 ])  # fmt: skip
 def test_small_members_are_packed_if_there_are_several(rows, alone):
-    assert [is_alone(gather_of(*rows), k, {"dp": 2}) for k in range(len(rows))] == alone
+    assert [has_own_message(gather_of(*rows), k, {"dp": 2}) for k in range(len(rows))] == alone
 
 
 def test_asking_every_member_whether_it_is_packed_takes_linear_time(monkeypatch):
@@ -263,4 +263,4 @@ def test_asking_every_member_whether_it_is_packed_takes_linear_time(monkeypatch)
     monkeypatch.setattr(
         collectives, "buffer_bytes", lambda *given: calls.append(given) or counted(*given)
     )
-    assert not any(is_alone(gather, k, {"dp": 2}) for k in range(100)) and len(calls) <= 300
+    assert not any(has_own_message(gather, k, {"dp": 2}) for k in range(100)) and len(calls) <= 300

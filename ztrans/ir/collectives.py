@@ -31,7 +31,7 @@ HALF = (torch.bfloat16, torch.float16)
 # Ranks. In a larger group, messages to all ranks would be more than a gather of gloo needs.
 DIRECT = 8
 # Bytes. A member of which a rank holds this much is sent in a message of its own.
-ALONE = 1 << 16
+OWN_MESSAGE = 1 << 16
 
 
 def wire_dtype(eqn: Eqn, member: Var) -> torch.dtype:
@@ -62,10 +62,10 @@ def buffer_bytes(eqn: Eqn, index: int, sizes: Sizes) -> int:
 
 def is_small(eqn: Eqn, index: int, sizes: Sizes) -> bool:
     """Whether a collective packs a member with the other small members of its bucket."""
-    return buffer_bytes(eqn, index, sizes) < ALONE * sizes[eqn.kwargs["axis"]]
+    return buffer_bytes(eqn, index, sizes) < OWN_MESSAGE * sizes[eqn.kwargs["axis"]]
 
 
-def is_alone(eqn: Eqn, index: int, sizes: Sizes) -> bool:
+def has_own_message(eqn: Eqn, index: int, sizes: Sizes) -> bool:
     """Whether a collective sends a member in a message of its own, instead of packed with other members.
 
     It does so for a large member, because a copy would cost more than a message, and for the only small one, because
@@ -140,7 +140,7 @@ class Gather(Start):
         return self.unpacked_bytes(eqn, sizes) // sizes[self.axis(eqn)]
 
     def unpacked_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
-        packed = (k for k in range(len(eqn.outs)) if not is_alone(eqn, k, sizes))
+        packed = (k for k in range(len(eqn.outs)) if not has_own_message(eqn, k, sizes))
         return sum(buffer_bytes(eqn, k, sizes) for k in packed)
 
 
@@ -160,7 +160,9 @@ class Reduction(Start):
         """A member is sent as it is if it has a message of its own and needs neither a cast nor padding."""
         member, split = eqn.ins[index], eqn.results[index].split
         even = split is None or (split.dim == 0 and member.shape[0] % sizes[self.axis(eqn)] == 0)
-        return even and wire_dtype(eqn, member) == member.dtype and is_alone(eqn, index, sizes)
+        return (
+            even and wire_dtype(eqn, member) == member.dtype and has_own_message(eqn, index, sizes)
+        )
 
 
 class ReduceScatter(Reduction):

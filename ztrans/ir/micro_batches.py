@@ -184,8 +184,8 @@ def _copied(graph: Graph, sums: Collection[Eqn]) -> set[Eqn]:
     copied = set()
     for e in sums:
         v = e.args[0]
-        is_alone = v in makers and root[v] is v and count[v] == 1
-        if not is_alone or is_constant(makers[v]):
+        owns_storage = v in makers and root[v] is v and count[v] == 1
+        if not owns_storage or is_constant(makers[v]):
             copied.add(e)
     return copied
 
