@@ -86,6 +86,16 @@ def _finished(total, all_here, DIVISOR: tl.constexpr):
 
 
 @kernel
+def _as_float(term):
+    if term.dtype == tl.bfloat16:
+        # By its bits: LLVM would add two bf16 numbers in fp16 if their sum is rounded to fp16, and lose large ones.
+        bits = term.to(tl.uint16, bitcast=True).to(tl.uint32)
+        return (bits << 16).to(tl.float32, bitcast=True)
+    else:
+        return term.to(tl.float32)
+
+
+@kernel
 def _sum(
     buffers,
     offset,
@@ -99,16 +109,16 @@ def _sum(
 ):
     # In rank order, starting with the first term: from zero, a sum of negative zeros would be positive.
     full = i < n
-    total = tl.load(
-        (tl.load(buffers) + offset).to(tl.pointer_type(TERM)) + i, mask=full, other=0
-    ).to(tl.float32)
+    total = _as_float(
+        tl.load((tl.load(buffers) + offset).to(tl.pointer_type(TERM)) + i, mask=full, other=0)
+    )
     if WORLD > 1:  # Triton 3.6 does not compile a loop that never runs
         p = 1
         while p < WORLD:  # not unrolled, as only a few blocks take this path
             term = tl.load(
                 (tl.load(buffers + p) + offset).to(tl.pointer_type(TERM)) + i, mask=full, other=0
             )
-            total += term.to(tl.float32)
+            total += _as_float(term)
             p += 1
     return _finished(total, all_here, DIVISOR).to(OUT)
 
@@ -124,14 +134,14 @@ def _sum_whole(
     WORLD: tl.constexpr,
     DIVISOR: tl.constexpr,
 ):
-    total = tl.load(
-        tl.multiple_of((tl.load(buffers) + offset).to(tl.pointer_type(TERM)), 16) + i
-    ).to(tl.float32)
+    total = _as_float(
+        tl.load(tl.multiple_of((tl.load(buffers) + offset).to(tl.pointer_type(TERM)), 16) + i)
+    )
     for p in tl.static_range(1, WORLD):
         term = tl.load(
             tl.multiple_of((tl.load(buffers + p) + offset).to(tl.pointer_type(TERM)), 16) + i
         )
-        total += term.to(tl.float32)
+        total += _as_float(term)
     return _finished(total, all_here, DIVISOR).to(OUT)
 
 

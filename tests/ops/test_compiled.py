@@ -114,6 +114,21 @@ def test_sum_terms(capability, tmp_path, world, aligned):
     assert not kernel.count(r"\batom\.|\bfma\.|\.ftz")
 
 
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_terms_in_bf16_are_summed_in_fp32_for_a_result_in_fp16(capability, tmp_path, world):
+    """LLVM adds two bf16 numbers in fp16 if the sum is rounded to fp16: it compares digits, and not exponents."""
+    types = TABLES | RANKS | {"error": "*i64", "values": "i32", "total": "i32"}
+    constants = {
+        "TERM": element(torch.bfloat16), "OUT": element(torch.float16), "DIVISOR": 1, "WORLD": world,
+        "ALIGNED": True, "SYNC": False, "BLOCK": 2048,
+    }  # fmt: skip
+    options = {"num_warps": 8, "maxnreg": 128}
+    kernel = compiled(
+        module["reduce_scatter"].sum_rows, capability, tmp_path, types, constants, **options
+    )
+    assert not kernel.count(r"\badd\S*\.f16")
+
+
 NUMBERS = {
     name: "fp32" for name in ("beta1", "beta2", "weight_decay", "eps", "momentum", "dampening")
 }
