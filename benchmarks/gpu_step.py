@@ -69,11 +69,13 @@ class Task:
         if self.clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
-    def optimizer(self, model: GPT) -> torch.optim.AdamW:
+    def optimizer(self, model: GPT, capturable: bool = False) -> torch.optim.AdamW:
         rate = torch.tensor(
             RATE, device=self.device
         )  # on the device, where a captured step can read it
-        return torch.optim.AdamW(model.parameters(), lr=rate, eps=EPS, fused=True)
+        return torch.optim.AdamW(
+            model.parameters(), lr=rate, eps=EPS, fused=True, capturable=capturable
+        )
 
 
 def flops(c: Config) -> float:
@@ -117,7 +119,8 @@ class Theirs:
         whole_graph: bool = False,
     ) -> None:
         model = task.model()
-        self.batch, self.optimizer = task.batch(), task.optimizer(model)
+        self.batch = task.batch()
+        self.optimizer = task.optimizer(model, capturable=whole_graph)
         self.mode = mode
 
         def loss(x: Tensor, y: Tensor) -> Tensor:
