@@ -26,7 +26,7 @@ Errors: other dtypes, parameters or moments that are not contiguous, and lists w
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -332,30 +332,40 @@ def fma(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
 
 def _check(lists: dict[str, Tensors]) -> None:
     """Check the lists of an update by their names: the parameters, the gradients, and the moments."""
-    names = list(lists)
-    params, grads = lists["self"], lists["grads"]
     for name, tensors in lists.items():
-        if len(tensors) != len(params):
+        _check_shapes(name, tensors, lists["self"])
+        if name != "grads":
+            _check_overwritten(name, tensors)
+    dtypes = {g.dtype for g in lists["grads"]}
+    if len(dtypes) > 1 or not dtypes <= FLOATS.keys():
+        raise TypeError(
+            f"update: gradients must be all fp32, all bf16 or all fp16; got {_listed(dtypes)}."
+        )
+    devices = {x.device for tensors in lists.values() for x in tensors}
+    if len(devices) > 1:
+        raise ValueError(f"update: all tensors must be on one device; got {_listed(devices)}.")
+
+
+def _check_shapes(name: str, tensors: Tensors, params: Tensors) -> None:
+    if len(tensors) != len(params):
+        raise ValueError(f"update: {len(params)} parameters, but {len(tensors)} tensors in {name}.")
+    for k, (x, p) in enumerate(zip(tensors, params)):
+        if x.shape != p.shape:
             raise ValueError(
-                f"update: {len(params)} parameters, but {len(tensors)} tensors in {name}."
+                f"update: {name}[{k}] must have the shape {list(p.shape)} of its parameter; got {list(x.shape)}."
             )
-    for k, p in enumerate(params):
-        for name in names:
-            x = lists[name][k]
-            if x.shape != p.shape or x.device != p.device:
-                raise ValueError(
-                    f"update: {name}[{k}] must have the shape {list(p.shape)} of its parameter, and its device, "
-                    f"{p.device}; got {list(x.shape)} on {x.device}."
-                )
-            if name == "grads":
-                if x.dtype not in FLOATS or x.dtype != grads[0].dtype:
-                    raise TypeError(
-                        f"update: gradients must be all fp32, all bf16 or all fp16; got {x.dtype}."
-                    )
-            elif x.dtype != torch.float32 or not x.is_contiguous():
-                raise TypeError(
-                    f"update: {name}[{k}] must be fp32 and contiguous; got {x.dtype} with strides {x.stride()}."
-                )
+
+
+def _check_overwritten(name: str, tensors: Tensors) -> None:
+    dtypes = {x.dtype for x in tensors}
+    if not dtypes <= {torch.float32}:
+        raise TypeError(f"update: {name} must be fp32; got {_listed(dtypes)}.")
+    if not all(x.is_contiguous() for x in tensors):
+        raise TypeError(f"update: {name} must be contiguous.")
+
+
+def _listed(things: Iterable[object]) -> str:
+    return ", ".join(sorted(map(str, things)))
 
 
 def _check_scale(params: Tensors, scale: torch.Tensor | None) -> None:
@@ -378,11 +388,8 @@ def _check_adam(
         raise ValueError(
             f"update: {len(self)} parameters, but {len(state_steps)} numbers of steps."
         )
-    for k, step in enumerate(state_steps):
-        if step.dtype != torch.float32 or step.device != self[k].device:
-            raise ValueError(
-                f"update: state_steps[{k}] must be fp32 on {self[k].device}; got {step.dtype} on {step.device}."
-            )
+    if not {(x.dtype, x.device) for x in state_steps} <= {(torch.float32, p.device) for p in self}:
+        raise ValueError("update: state_steps must be fp32 on the device of the parameters.")
 
 
 def _check_sgd(
