@@ -19,7 +19,7 @@ MUL = torch.ops.aten.mul.Tensor
 X = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
 OPTIMIZERS = {
     "adamw": lambda params: optim.AdamW(params, lr=0.01, weight_decay=0.1, fused=True),
-    "adam": lambda params: optim.Adam(params, lr=0.01, weight_decay=0.1, fused=True),
+    "adam": lambda params: optim.Adam(params, lr=0.01, fused=True),
     "adam, rate on the device": lambda params: optim.Adam(
         params, lr=torch.tensor(0.01), fused=True
     ),
@@ -29,6 +29,7 @@ OPTIMIZERS = {
     ),
 }
 NOT_OURS = {
+    "adam with an L2 penalty": lambda params: optim.Adam(params, weight_decay=0.1, fused=True),
     "amsgrad": lambda params: optim.Adam(params, amsgrad=True, fused=True),
     "maximize": lambda params: optim.AdamW(params, maximize=True, fused=True),
     "adagrad": lambda params: optim.Adagrad(params, fused=True),

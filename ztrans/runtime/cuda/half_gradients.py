@@ -174,6 +174,10 @@ def _is_known(eqn: Eqn, on_gpu: Set[Var]) -> bool:
     name = op_facts(eqn.op).name
     if name not in _UPDATES or any(eqn.kwargs.get(option) for option in _OFF):
         return False
+    if name == "_fused_adam" and eqn.kwargs["weight_decay"] != 0:
+        # Of the elements of a thread, PyTorch's machine code rounds `grad + weight_decay * param` once for some and
+        # twice for others.
+        return False
     overwritten = [*variables(eqn.args[0]), *variables(eqn.args[2:4])]
     is_fp32 = all(v.dtype == torch.float32 for v in overwritten)
     return is_fp32 and isinstance(eqn.kwargs["lr"], Var) and on_gpu >= set(overwritten)
