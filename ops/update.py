@@ -16,9 +16,9 @@ SGD with momentum 16. There is one launch for all parameters, and three small on
 
 The order of operations is that of PyTorch's `native/cuda/fused_adam_utils.cuh` and `FusedSgdKernel.cu`. From some
 products and sums nvcc makes one operation, which rounds once. The machine code of PyTorch 2.11 for sm_90 shows which:
-each is a call of `fma` here, and nothing else is fused. Adam with an L2 penalty is the exception: there PyTorch fuses
-the sum of gradient and penalty for some elements of a thread only, so a few last bits differ. `torch.pow` computes the
-powers of beta, because each version of CUDA rounds powers in its own way, and `torch.pow` is compiled together with the
+each is a call of `fma` here, and nothing else is fused. Adam with an L2 penalty is the exception: there PyTorch rounds
+the product of the first of every four elements by itself, so a few last bits differ. `torch.pow` computes the powers of
+beta, because each version of CUDA rounds powers in its own way, and `torch.pow` is compiled together with the
 optimizers. `maximize`, `amsgrad` and gradients that are divided by a loss scale are left to PyTorch.
 
 Errors: other dtypes, parameters or moments that are not contiguous, and lists whose lengths or sizes do not agree.
