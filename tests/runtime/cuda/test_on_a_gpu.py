@@ -138,7 +138,8 @@ def test_a_lifted_loop_is_the_untouched_one(model, optimizer):
 
 FUSED = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
-    "adam": lambda params: torch.optim.Adam(params, lr=0.01, weight_decay=0.1, fused=True),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01, fused=True),
+    "adam_l2": lambda params: torch.optim.Adam(params, lr=0.01, weight_decay=0.1, fused=True),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
 }
 
