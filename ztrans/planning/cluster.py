@@ -112,7 +112,8 @@ DEVICES = {"h100": H100, "h200": H200, "a100": A100, "cpu": CPU}
 class Cluster:
     """The device of every rank, and the link of every mesh axis.
 
-    `measured` has the durations of operations in seconds, by type; they are used instead of the roofline.
+    `measured` has the durations of operations in seconds, by `simulate.signature`; they are used instead of the
+    roofline.
 
     >>> cluster("h100", dp="infiniband", tp="nvlink4").link("dp").name
     'infiniband'
@@ -152,9 +153,10 @@ class Cluster:
         return route_of(eqn, sizes, hosts, self.device.gloo)
 
     def weight(self, eqn: Eqn, sizes: Mapping[str, int]) -> float:
-        """The bytes of its link that a collective takes, for each byte that a rank receives by `rules`.
+        """The factor from the bytes that a rank receives, by `rules`, to the bytes that its link is charged with.
 
-        Of an axis with `by_host` only bytes between hosts take the link. Those inside a host count by their seconds.
+        It is 1 unless the axis lies over several hosts (`by_host`). Then bytes between hosts take the link, and those
+        inside a host count as the bytes that the link would send in the same time.
         """
         route = self.route(eqn, sizes)
         link = self.link(eqn.kwargs["axis"])
@@ -164,7 +166,7 @@ class Cluster:
         return (route.between + route.inside * link.bandwidth / link.inside.bandwidth) / received
 
     def with_measured(self, seconds: Mapping[str, float]) -> Cluster:
-        """This cluster with measured durations of operations in seconds, by type."""
+        """This cluster with measured durations of operations in seconds, by `simulate.signature`."""
         return dataclasses.replace(
             self, measured=tuple(sorted({**dict(self.measured), **seconds}.items()))
         )

@@ -1,10 +1,10 @@
 """formulate: build the scheduling `Problem` of a program for a given cluster.
 
-Durations come from the cluster, and lifetimes from the program. The bytes that a schedule has live are counted without
-the program that it makes: no such program needs more. A value that an operation at a fixed place computes is live up to
-the last operation at a fixed place that needs it, in every order. How long reduced values live, and what eager updates
-allocate, depends on where reductions are waited for. These bytes are counted from the wait on, until the last place or
-wait at which they may be needed.
+Durations come from the cluster, and lifetimes from the program. The bytes that a schedule has live are an upper bound,
+counted before its program is written. A value that an operation at a fixed place computes is live up to the last
+operation at a fixed place that needs it, in every order. How long reduced values live, and what eager updates allocate,
+depends on where reductions are waited for. These bytes are counted from the wait on, until the last place or wait at
+which they may be needed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """make_plan: choose the order of a program with hints, and say in a plan what was chosen and why.
 
 The solver may use the memory that the program would need as written and a little more, or the budget of `prefetch`.
-If no schedule fits, updates run last; if that does not help, the program keeps its order.
+If no schedule fits, updates run last. If none fits then, a budget that the user gave is an error, or the program keeps
+its order; without one, the plan takes the least memory that it can, and its notes say so.
 """
 
 from __future__ import annotations

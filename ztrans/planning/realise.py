@@ -89,7 +89,7 @@ def realise(s: Skeleton, schedule: Schedule, problem: Problem) -> Graph:
             for; where it has none, all equations of the update stay at their places.
 
     Returns:
-        The program, which has no hints and is not verified.
+        The program in that order. It is not verified.
     """
     emit = _Emission(s, problem)
     gather_starts: dict[int, list[Eqn]] = {}

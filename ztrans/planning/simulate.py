@@ -186,8 +186,8 @@ def play(
     Args:
         compute: the seconds of each operation.
         messages: in the order in which they are issued.
-        places: the places for which times are returned, by default all. To leave out places at which nothing is issued
-            or needed is faster.
+        places: the places that are simulated, and for which times are returned; by default all. It is faster to leave
+            out those at which no message is issued or needed. A message at a place that is left out is not sent.
         follows: `follows(i, k)` is the seconds of further compute that run after message i was waited for at place k.
         precedes: `precedes(k)` is the seconds of further compute at place k, before any message is waited for there.
 
@@ -339,7 +339,7 @@ COPIES: Mapping[Any, Copies] = {
 
 
 def messages(graph: Graph, cluster: Cluster) -> list[tuple[Eqn, Message, int]]:
-    """Every started collective as a message, with the bytes that it moves. Its operations are all equations."""
+    """Every started collective as a message, with the bytes that it moves. Its places count all equations."""
     every = []
     for e, started in pair(graph, include_user=True).starts.items():
         axis = rules(e).axis(e)

@@ -111,8 +111,9 @@ class Skeleton:
     def landmarks(self) -> tuple[tuple[int, str], ...]:
         """The operations by which a plan names places, in order, each with its name.
 
-        They are matrix products, the operations that compute gradients, and the collectives that no plan places. All
-        batch sizes have the same ones. Between them, a batch of another size may need another copy or view.
+        They are matmuls (convolutions and attention among them), the operations that compute gradients, and the
+        collectives that no plan places. All batch sizes have the same ones. Between them, a batch of another size may
+        need another copy or view.
         """
         births = set(self.born)
         counts: Counter[str] = Counter()

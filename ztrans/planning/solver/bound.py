@@ -1,15 +1,16 @@
 """bound: the least time that any schedule of a problem can take, whatever its buckets and its order.
 
 A recursion over places finds the earliest time at which each operation can start: everything before it has run, and
-everything that it needs has arrived. The latter takes a link at least as long as
+everything that it needs has arrived. For these messages a link needs at least the largest of three times:
 
-    compute   any one of those messages, from the place at which it may be sent
-    wire      all of those that may be sent only from some place on, one after the other and with one
-              latency (lanes that share a link overlap their latencies, and their bytes take turns)
-    memory    the same, from after an operation k on, with all gathers for which k has no room: besides
-              the values that k itself needs, only so many bytes can be live, sent early or kept
+    compute   that of one message, from the place at which it may be sent
+    wire      that of all messages which may be sent only from some place on, one after the other and
+              with one latency (lanes that share a link overlap their latencies, and their bytes take
+              turns)
+    memory    the same, from after an operation k on, and also with the gathers for which k has no
+              room: besides the values that k needs, only so many bytes can be live, sent early or kept
 
-Each line includes those above it. Sending, unpacking and eager updates take compute too: for a message that cannot be
+Sending, unpacking and eager updates take compute too: for a message that cannot be
 sent before an operation, they come after that operation. An update may run inside any stall that its reduction ends,
 so it has no place; it follows its reductions, and is added to the sum of all compute.
 

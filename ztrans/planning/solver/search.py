@@ -6,11 +6,11 @@ has more of them live than its schedule counts.
 A choice of buckets and of levers is as good as the time that its placement takes. Times below `enough` count
 as equal; then fewer live bytes are better, then fewer buckets.
 
-The search begins with full buckets, once with no levers pulled and once with as many as fit. It merges buckets, many
-at once where that is no loss. Then it climbs: it makes random changes, and keeps a change that is not slower. Of the
-choices that take nearly as little time as the best one, the result is the one with the fewest live bytes. The random
-numbers have a fixed seed, and the effort is counted in messages placed, so the same problem has the same result
-everywhere.
+The search begins with full buckets, once with only the levers pulled that cost nothing, and once with as many as fit.
+It merges buckets, many at once where that is no loss. Then it climbs: it makes random changes, and keeps a change that
+is not slower. Of the choices that take nearly as little time as the best one, the result is the one with the fewest
+live bytes. The random numbers have a fixed seed, and the effort is counted in messages placed, so the same problem has
+the same result everywhere.
 """
 
 from __future__ import annotations
@@ -311,7 +311,7 @@ class Search:
         if unbucketed is None:
             raise ValueError("search: the memory is less than every schedule needs.")
         self.best = unbucketed
-        self.first = unbucketed  # the choice with which the search began
+        self.first = unbucketed  # the choice with which the climb begins
         # The choices near the best that no other beats in both seconds and bytes.
         self.front = [unbucketed]
 

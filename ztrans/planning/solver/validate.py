@@ -1,4 +1,4 @@
-"""validate: whether a schedule keeps every limit of its problem."""
+"""validate: whether a schedule keeps every limit of its problem but that of memory, which `evaluate` counts."""
 
 from __future__ import annotations
 
