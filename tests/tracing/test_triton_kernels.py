@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from ztrans.tracing.triton_kernels import changed_arguments
 
 triton = pytest.importorskip("triton", reason="kernels need Triton")
 tl = triton.language
+library = ModuleType("library")  # a user's module of kernels
 
 
 def offsets(x, out, n):
@@ -51,6 +53,18 @@ def helped(x, out):
     offsets(x, out, 16)
 
 
+def helped_by_a_module(x, out):
+    library.write(out, tl.load(x))
+
+
+def helped_by_a_name_like_that_of_a_store(x, out):
+    library.store_rows(tl.load(x), out)
+
+
+def computes(x, out):
+    tl.store(out, triton.language.math.exp(tl.load(x)).to(x.dtype))
+
+
 def reads(x, out):
     tl.sum(tl.load(x + out))
 
@@ -58,13 +72,16 @@ def reads(x, out):
 @pytest.mark.parametrize(
     ("kernel", "changed"),
     [
-        *[
-            (offsets, {"out", "n"}),
-            (scattered, {"out"}),
-            (counted, {"count", "total"}),
-            (blocks, {"out"}),
-        ],
-        *[(described, {"out"}), (helped, {"x", "out"}), (reads, set())],
+        (offsets, {"out", "n"}),
+        (scattered, {"out"}),
+        (counted, {"count", "total"}),
+        (blocks, {"out"}),
+        (described, {"out"}),
+        (helped, {"x", "out"}),
+        (helped_by_a_module, {"out"}),
+        (helped_by_a_name_like_that_of_a_store, {"out"}),
+        (computes, {"out"}),
+        (reads, set()),
     ],
 )
 def test_writes(kernel, changed):

@@ -10,12 +10,13 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
+from types import FunctionType
 from typing import Any
 
 import torch
 
 
-def unwrapped(kernel: Any) -> Callable:
+def unwrapped(kernel: Any) -> FunctionType:
     """The function that a kernel was made of, without Triton's wrappers, which compile, interpret or tune it."""
     while hasattr(kernel, "fn"):
         kernel = kernel.fn

@@ -21,6 +21,7 @@ import sys
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ def import_launch(builder: Builder, recorded: Mapping[str, Any]) -> None:
         builder.write(tensors[name], value)
 
 
-def changed_arguments(function: Callable) -> set[str]:
+def changed_arguments(function: FunctionType) -> set[str]:
     """The names of the arguments into which the source of a kernel may write.
 
     >>> def kernel(x, out):
@@ -101,10 +102,11 @@ def changed_arguments(function: Callable) -> set[str]:
     for target, value in _assignments(tree):
         for name in _names(target):
             computed_from[name] += _names(value)
+    scope = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
     stored_to: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            stored_to += _stored_to(node)
+            stored_to += _stored_to(node, scope)
     pointers = reachable(stored_to, computed_from.__getitem__)
     return set(pointers) & inspect.signature(function).parameters.keys()
 
@@ -132,18 +134,28 @@ def _names(tree: ast.expr) -> Iterator[str]:
             yield from _names(child.value if isinstance(child, ast.keyword) else child)
 
 
-def _stored_to(call: ast.Call) -> Iterator[str]:
-    """The names of the pointers through which a call writes."""
+def _stored_to(call: ast.Call, scope: Mapping[str, Any]) -> Iterator[str]:
+    """The names of the pointers through which a call writes. `scope` has the globals of the kernel."""
     name = _called_name(call)
     arguments = [*call.args, *(k.value for k in call.keywords)]
-    if isinstance(call.func, ast.Attribute):
-        if name.startswith(_WRITES):
-            yield from _names(call.func.value)  # a descriptor
-            by_name = {keyword.arg: keyword.value for keyword in call.keywords}
-            yield from _names(by_name.get("pointer", arguments[0]))
-    elif name not in _LANGUAGE:  # another kernel function
+    if _calls_another_kernel(call, scope):
         for argument in arguments:
             yield from _names(argument)
+    elif isinstance(call.func, ast.Attribute) and name.startswith(_WRITES):
+        yield from _names(call.func.value)  # a descriptor
+        by_name = {keyword.arg: keyword.value for keyword in call.keywords}
+        yield from _names(by_name.get("pointer", arguments[0]))
+
+
+def _calls_another_kernel(call: ast.Call, scope: Mapping[str, Any]) -> bool:
+    """Whether a call is of a kernel function that the user wrote, by its name or in a module."""
+    if not isinstance(call.func, ast.Attribute):
+        return _called_name(call) not in _LANGUAGE
+    owner = call.func.value
+    while isinstance(owner, ast.Attribute):
+        owner = owner.value
+    module = scope.get(owner.id) if isinstance(owner, ast.Name) else None
+    return isinstance(module, ModuleType) and module.__name__.split(".")[0] != "triton"
 
 
 def _called_name(call: ast.Call) -> str:
