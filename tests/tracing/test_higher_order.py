@@ -200,6 +200,26 @@ def test_what_no_function_can_do(name):
         zt.Step.of(step).trace(STATE, X)
 
 
+OTHER_RESULTS = {
+    "the order of the keys": lambda h: {"z": h.cos(), "y": h.sin()},
+    "a missing key": lambda h: {"y": h.sin()},
+    "a list": lambda h: [h.sin(), h.cos()],
+}
+
+
+@pytest.mark.parametrize("name", OTHER_RESULTS)
+def test_branches_return_the_same_container(name):
+    step = evaluation(
+        lambda state, x: torch.cond(
+            x.sum() > 0, lambda h: {"y": h.sin(), "z": h.cos()}, OTHER_RESULTS[name], (x,)
+        )
+    )
+    with pytest.raises(
+        ValueError, match=rf"(?s)cond return different containers.*{FILE}:\d+.*same order"
+    ):
+        zt.Step.of(step).trace(STATE, X)
+
+
 def test_reading_a_value_in_a_function():
     step = evaluation(
         lambda state, x: torch.cond(

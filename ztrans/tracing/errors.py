@@ -297,6 +297,16 @@ def no_nested(name: str, why: str, source: Source | None) -> TraceError:
     )
 
 
+def other_results(containers: Sequence[Any], source: Source | None) -> TraceError:
+    """The branches of a cond return different containers, or dicts whose keys are in another order."""
+    texts = [" ".join(str(container).split()) for container in containers]
+    return TraceError(
+        f"trace: the branches of cond return different containers: {' and '.join(texts)}.\n"
+        f"  at {where(source)}\n"
+        f"Return the same container from both, with the same keys in the same order."
+    )
+
+
 def mask_from_before(source: Source | None, step: str) -> TraceError:
     """A BlockMask of a closure, of the batch, or of a cache: its tensors are none of the trace."""
     return TraceError(

@@ -29,6 +29,7 @@ from ..calling.global_state import patched
 from ..ir.relations import tensors_in
 from ..ir.source import user_source
 from .annotate import Origin, noting
+from .errors import other_results
 from .regions import Fact
 
 hops = torch.ops.higher_order
@@ -73,6 +74,9 @@ def _call_cond(
     leaves, tree = pytree.tree_flatten(tuple(operands))
     branches = [_Flat(branch, tree) for branch in (if_true, if_false)]
     free = _tensors_read_by(branches, leaves)
+    trees = [branch.tree for branch in branches]
+    if None not in trees and trees[0] != trees[1]:
+        raise other_results(trees, user_source())
     functions = [_close(branch, free) for branch in branches]
     results = op(*visit((pred, *functions, (*leaves, *free))))
     return pytree.tree_unflatten(results, branches[0].tree)
@@ -124,11 +128,12 @@ _CLOSED_CALLS: Mapping[HigherOrderOperator, Callable] = {
 
 
 class _Flat:
-    """A branch between flat lists. After a call, `tree` is the structure of its results."""
+    """A branch between flat lists. After a call, `tree` is the structure of its results; before, it is None."""
 
     def __init__(self, function: Callable, operands: pytree.TreeSpec) -> None:
         self.function = function
         self.operands = operands
+        self.tree: Any = None
 
     def __call__(self, *leaves: Any) -> tuple:
         operands = pytree.tree_unflatten(leaves, self.operands)
