@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -36,17 +38,31 @@ UPDATES = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", UPDATES)
-def test_an_update_computes_what_the_plain_one_computes(name, ranks):
-    update = UPDATES[name]
+def figure(update: Callable, dtype: torch.dtype, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What an update computes on several ranks, and what it computes in one process."""
     step = lambda state, x: ({**state, "figure": update(state["p"], state["q"])}, x.mean())
     generator = torch.Generator().manual_seed(0)
     p, q = (torch.randn(rows, 3, dtype=torch.float64, generator=generator) for rows in (5, 4))
-    state, x = {"p": p, "q": q, "figure": torch.zeros((), dtype=torch.float64)}, torch.ones(2)
+    p, q = p.to(dtype), q.to(dtype)
+    state, x = {"p": p, "q": q, "figure": torch.zeros((), dtype=dtype)}, torch.ones(2)
     lowered = zt.shard_params(zt.AbstractMesh(dp=ranks))(step).lower(state, x)
     new, _ = lowered.lockstep(state, [(x,)] * ranks)
-    torch.testing.assert_close(new["figure"], update(p, q), rtol=1e-12, atol=1e-12)
+    return new["figure"], update(p, q)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", UPDATES)
+def test_an_update_computes_what_the_plain_one_computes(name, ranks):
+    found, wanted = figure(UPDATES[name], torch.float64, ranks)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+@pytest.mark.parametrize("factor", [1e3, 1e-5])
+def test_norms_in_half_precision_neither_overflow_nor_vanish(factor, order):
+    found, wanted = figure(lambda p, q: (p * factor).norm(order), torch.float16, 2)
+    torch.testing.assert_close(found, wanted, rtol=2e-3, atol=1e-7)
+    assert 0 < found < torch.inf
 
 
 @pytest.mark.parametrize("draw", [

@@ -2,7 +2,7 @@
 
 split  -> whole     all_gather          terms -> split     reduce_scatter
 terms  -> whole     all_reduce          whole -> split     shard (nothing moves)
-split  -> split     all_gather, shard   norm terms         pow, all_reduce, pow
+split  -> split     all_gather, shard   norm terms         pow, all_reduce, pow, in fp32 at least
 split, no elements -> whole             new_empty
 """
 
@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from .collectives import SHARD, all_gather, reduce, wait
+from .collectives import HALF, SHARD, all_gather, reduce, wait
 from .graph import Eqn, Partial, Provenance, Region, Split, Var
 from .layout import on_axis, without
+from .op_facts import CAST
 from .source import Source
 
 aten = torch.ops.aten
@@ -98,6 +99,12 @@ def _norm(v: Var, p: float, to: Split | None, site: Site, name: str) -> tuple[li
     """Combine the p-norms of parts: the p-th root of the sum of their p-th powers, or their max or min if p = inf."""
     if math.isinf(p):
         return reduced(v, "max" if p > 0 else "min", to, site, name)
+    if v.dtype in HALF:  # the square of a norm above 256 is no number of fp16
+        wide = dataclasses.replace(v, name=site.fresh(f"{v.name}.float32"), dtype=torch.float32)
+        eqns, root = _norm(wide, p, to, site, f"{name}.float32")
+        out = dataclasses.replace(root, name=site.fresh(name), dtype=v.dtype)
+        widen = site.equation(CAST, (v,), wide, dtype=wide.dtype)
+        return [widen, *eqns, site.equation(CAST, (root,), out, dtype=out.dtype)], out
     layout = (*without(v.layout, site.axis), Partial(site.axis, "sum"))
     power = dataclasses.replace(v, name=site.fresh(f"{v.name}.pow"), layout=layout)
     eqns, total = reduced(power, "sum", to, site, f"{name}.pow")
