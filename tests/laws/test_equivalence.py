@@ -197,6 +197,24 @@ def test_the_loss_in_bf16_keeps_the_law_bitwise_on_one_rank():
         )  # what torch.optim does with Python floats is done with tensors
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_gradient_that_the_step_rounds_is_sent_rounded(stage):
+    """A wider `reduce_dtype` changes the sum, and not the terms."""
+
+    def step(state, batch):
+        w = state["w"]
+        (gradient,) = torch.autograd.grad((batch[0] @ w.float()).square().sum(), w)
+        return {"w": gradient}, 0.0
+
+    state = {"w": torch.ones(4, 2, dtype=torch.bfloat16, requires_grad=True)}
+    batches = [(torch.randn(8, 4, generator=torch.Generator().manual_seed(k)),) for k in range(2)]
+    by_rank = [step(state, batch)[0]["w"] for batch in batches]
+    transform = zt.shard_params(zt.AbstractMesh(dp=2), stage=stage, reduce_dtype=torch.float32)
+    lowered = transform(step).lower(state, batches[0])
+    new, _ = lowered.lockstep(state, [(batch,) for batch in batches])
+    assert torch.equal(new["w"], torch.stack(by_rank).float().mean(0).bfloat16())
+
+
 def test_gradients_that_are_bf16_cross_as_they_are():
     """Widening a gradient and rounding it again for the wire changes nothing, so neither is done."""
     _, _, lowered = sharded(CASES["autocast"], 4, 2, reduce_dtype=torch.bfloat16)

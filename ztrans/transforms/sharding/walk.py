@@ -529,9 +529,9 @@ class RankValues:
         self.bind(out, value)
 
     def _before_cast(self, x: Var, dtype: torch.dtype | None, eqn: Eqn) -> Var:
-        """The value to send for `x`: that before its cast, if it would be cast back to the former dtype."""
+        """The value to send for `x`: that before its cast, if that widened it and would be undone."""
         cast = self.producers.get(x)
-        if cast is not None and cast.op is CAST and cast.args[0].dtype == dtype:
+        if cast is not None and cast.op is CAST and _has_widened(cast, dtype):
             x = cast.args[0]
         return self.local[x] if x in self.local else self.in_layout(x, None, eqn)
 
@@ -546,3 +546,9 @@ class RankValues:
     ) -> Site:
         fresh = lambda name: name if name == fixed_name else self.names.fresh(name)
         return Site(eqn.region, eqn.source, fresh, Provenance(role, (path,), axis, regather))
+
+
+def _has_widened(cast: Eqn, dtype: torch.dtype | None) -> bool:
+    """Whether a cast has widened a value of this dtype, so that a cast back gives the same value."""
+    former, wide = cast.args[0].dtype, cast.out.dtype
+    return former == dtype and torch.promote_types(former, wide) == wide
