@@ -77,6 +77,29 @@ def test_a_constant_tensor_is_not_cut():
     assert ask(aten.mul.Tensor, W, torch.ones(12, 6, device="meta")) == WHOLE
 
 
+@pytest.mark.parametrize("number", [torch.ones((), device="meta"), 2.0])
+def test_a_constant_number_is_no_tensor_that_would_be_cut(number):
+    assert ask(aten.mul.Tensor, W, number) == ([CUT], [CUT])
+
+
+def test_operations_on_shards_and_constant_tensors_run_on_whole_values():
+    constant = torch.ones(12, 6, device="meta")
+    assert ask(aten.stack.default, [W, constant]) == WHOLE
+    assert ask(aten.cat.default, [constant, W], 1) == WHOLE
+    assert ask(aten.mm.default, torch.ones(4, 12, device="meta"), W) == WHOLE
+    assert ask(aten.addmm.default, constant, W, var(6, 6)) == ([None, None], [None])
+    assert ask(aten.dot.default, torch.ones(12, device="meta"), var(12, placement=CUT)) == WHOLE
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_operations_on_terms_and_constant_tensors_run_on_whole_values(shape):
+    terms = var(*shape, placement=TERMS)
+    constant = torch.ones(shape, device="meta")
+    assert ask(aten.div.Tensor, constant, terms) == WHOLE
+    assert ask(aten.stack.default, [terms, constant]) == WHOLE
+    assert ask(aten.cat.default, [var(3, placement=TERMS), torch.ones(3, device="meta")]) == WHOLE
+
+
 def test_terms_beside_shards_are_scattered():
     assert ask(aten.add.Tensor, W, var(12, 6, placement=TERMS)) == ([CUT, CUT], [CUT])
 

@@ -83,9 +83,12 @@ def rule(eqn: Eqn, placements: Sequence[Placement], axis: str, size: int) -> Rul
 
 def _of_torch(eqn: Eqn, placements: Sequence[Placement], axis: str, size: int) -> Rule | None:
     """The rule of an operation of PyTorch, or None if it runs on whole values."""
+    constants = tensors_in((eqn.args, eqn.kwargs))  # whole on every rank, and not among `eqn.ins`
     cuts = [p if isinstance(p, Split) else None for p in placements]
     if not any(cuts):
-        return _on_terms(eqn, placements)
+        return None if constants else _on_terms(eqn, placements)
+    if any(x.ndim for x in constants):
+        return None
     kinds = [_elementwise, _fused_optimizer]
     if all(v.numel for v in eqn.ins):
         kinds += [_view, _reduction, _product, _list]
@@ -119,9 +122,8 @@ def _elementwise(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
 
 
 def _is_elementwise(eqn: Eqn) -> bool:
-    has_constant = any(x.ndim for x in tensors_in((eqn.args, eqn.kwargs)))
     has_one_shape = all(out.shape == eqn.out.shape for out in eqn.results)
-    return op_facts(eqn.op).elementwise and has_one_shape and not has_constant
+    return op_facts(eqn.op).elementwise and has_one_shape
 
 
 def _fused_optimizer(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
