@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
+import time
+import weakref
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +17,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ztrans as zt
-from ztrans.runtime.failure import Writes, check_launched, check_whole, leave_note, running
+from ztrans.runtime import watch
+from ztrans.runtime.failure import (
+    Writes,
+    check_launched,
+    check_whole,
+    has_note,
+    leave_note,
+    running,
+)
 from ztrans.runtime.in_flight import StepInFlight
-from ztrans.runtime.process_groups import LostRank, process_groups
+from ztrans.runtime.process_groups import Channel, LostRank, process_groups
 from ztrans.runtime.watch import Watch, watched
 
 
@@ -200,14 +213,159 @@ def test_an_error_of_the_host_is_that_of_another_rank_if_the_gpu_has_lost_it(mes
         raise dist.DistBackendError("NCCL communicator was aborted")
 
 
+def broken() -> bool:
+    """What an event of a GPU that has failed does."""
+    raise RuntimeError("CUDA error: an illegal memory access was encountered\nFor debugging ...")
+
+
 def test_a_device_that_has_failed_ends_no_step_well(mesh):
     step = in_flight(mesh)
-
-    def broken() -> bool:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
     step.end.query = broken
     assert "illegal memory access" in process_groups(mesh).in_flight.error()
+
+
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_the_other_ranks_learn_that_the_device_of_this_rank_has_failed(mesh, is_watched):
+    """The thread that watches, the next call, or the step that the host launches may find it first."""
+    groups = process_groups(mesh)
+    step = in_flight(mesh)
+    step.end.query = broken
+    if is_watched:
+        Watch().look(groups, 0.0)
+        note = groups.store().get("note/1").decode()
+        assert note.startswith("failed in step 3 of train with CUDA error: an illegal memory")
+    with pytest.raises(RuntimeError, match="train: the device of rank 1 has failed: CUDA") as error:
+        check_launched(mesh, "train")
+    assert not isinstance(error.value, LostRank), "no other rank is lost"
+    assert "new processes" in str(error.value)
+    assert "illegal memory access" in groups.store().get("note/1").decode()
+    with pytest.raises(RuntimeError, match="save: this state is half updated"):
+        check_whole(step.leaves, "save")
+
+
+def test_an_error_of_the_host_is_its_own_if_its_device_has_failed(mesh):
+    step = in_flight(mesh)
+    step.end.query = broken
+    with (
+        pytest.raises(RuntimeError, match="CUDA error: device-side assert") as error,
+        running("train", [torch.zeros(2)], mesh, Writes()),
+    ):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+    assert not isinstance(error.value, LostRank)
+    note = process_groups(mesh).store().get("note/1").decode()
+    assert (
+        note
+        == "failed in step 1 of train with RuntimeError: CUDA error: device-side assert triggered"
+    )
+    with pytest.raises(RuntimeError, match="half updated"):
+        check_whole(step.leaves, "save")
+
+
+def test_a_state_is_not_saved_if_the_device_of_this_rank_has_failed(mesh, tmp_path):
+    step = in_flight(mesh)
+    step.end.query = broken
+    with pytest.raises(RuntimeError, match=r"half updated.*illegal memory access"):
+        zt.save(tmp_path / "bad", {"w": step.leaves[0]})
+    assert "illegal memory access" in process_groups(mesh).store().get("note/1").decode()
+
+
+def test_a_thread_that_has_ended_is_replaced(mesh, monkeypatch):
+    groups = process_groups(mesh)
+    groups.watched_by = os.getpid()
+
+    def look(self, groups, now):
+        raise AttributeError("a defect")
+
+    monkeypatch.setattr(Watch, "look", look)
+    with pytest.raises(AttributeError):
+        watch._watch(weakref.ref(groups))
+    assert groups.watched_by == 0, "the next step starts another thread"
+
+
+def test_a_channel_may_be_opened_while_kernels_are_told_to_leave(mesh):
+    groups = process_groups(mesh)
+
+    class Opened:
+        def live_group(self):
+            groups._channels[None, "saves"] = Channel(None, "saves")
+
+    groups._channels[None, "ranks"] = Opened()
+    groups.interrupt()
+    assert groups.symmetric.interrupts == 1
+
+
+def test_a_group_is_aborted_once_if_two_threads_interrupt_it(mesh, monkeypatch):
+    groups = process_groups(mesh)
+    groups.carries_users = True
+    aborted = []
+
+    def abort(some):
+        aborted.extend(some)
+        time.sleep(0.1)
+
+    monkeypatch.setattr("ztrans.runtime.process_groups._is_nccl", lambda group: True)
+    monkeypatch.setattr("ztrans.runtime.process_groups.abort", abort)
+    thread = threading.Thread(target=groups.interrupt)
+    thread.start()
+    groups.interrupt()
+    thread.join()
+    assert aborted == [mesh.get_group(0)]
+
+
+def test_an_error_is_that_of_the_step_although_no_thread_can_write_a_note(mesh, monkeypatch):
+    def no_thread(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with pytest.raises(MemoryError), running("train", [torch.zeros(2)], mesh, Writes()):
+        raise MemoryError("none is left")
+    assert process_groups(mesh).symmetric.interrupts == 1, "other ranks do not wait"
+
+
+def test_time_counts_although_the_store_does_not_answer(mesh, monkeypatch):
+    groups = process_groups(mesh)
+
+    def silent():
+        raise AssertionError("the store is asked before the clock")
+
+    monkeypatch.setattr(groups, "store", silent)
+    monkeypatch.setattr("ztrans.runtime.watch.leave_note", lambda groups, note: None)
+    in_flight(mesh)
+    looking = Watch()
+    looking.since = 0.0
+    looking.oldest = groups.in_flight.oldest()
+    looking.look(groups, 9.1)
+    assert groups.in_flight.given_up == "step 3 of train has not ended for 9 s"
+
+
+def test_notes_are_read_while_a_group_waits_in_the_store():
+    """As while NCCL makes a communicator. A client of the store answers one call at a time."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dist.init_process_group("fake", rank=1, world_size=2, store=store)
+    try:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        groups = process_groups(mesh)
+        groups.connect_store()
+        waits = threading.Event()
+
+        def wait() -> None:
+            waits.set()
+            with contextlib.suppress(RuntimeError):
+                mesh.get_group(0).get_group_store().wait(["never"], timedelta(seconds=4))
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        waits.wait()
+        time.sleep(0.2)
+        began = time.monotonic()
+        leave_note(groups, "failed")
+        assert has_note(groups)
+        assert time.monotonic() - began < 2
+        thread.join()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_step_is_watched_while_the_host_launches_it(mesh, monkeypatch):

@@ -74,19 +74,24 @@ def check_ended(leaves: Sequence[Any], name: str) -> None:
     """
     for groups in all_process_groups():
         error = _end_steps(groups)
-        if error:
+        if groups.in_flight.device_error:
+            _broken(groups, name)
+        elif error:
             _lost(groups, name, RuntimeError(error))
     check_whole(leaves, name)
 
 
 def check_launched(mesh: DeviceMesh, name: str) -> None:
-    """Check that no step which a GPU runs has lost another rank.
+    """Check that no step which a GPU runs has failed or lost another rank. If one has, all states in flight are marked.
 
-    Raises: LostRank if one has. The states of all steps that have not ended are then marked.
+    Raises: LostRank if another rank is lost; RuntimeError if the GPU of this rank has failed.
     """
-    error = process_groups(mesh).in_flight.error()
+    groups = process_groups(mesh)
+    error = groups.in_flight.error()
+    if groups.in_flight.device_error:
+        raise _broken(groups, name)
     if error:
-        raise lost(mesh, name, RuntimeError(error))
+        raise _lost(groups, name, RuntimeError(error))
 
 
 def marker(leaves: Sequence[Any]) -> Callable[[str], None]:
@@ -181,6 +186,20 @@ def _lost(groups: ProcessGroups, name: str, error: BaseException) -> LostRank:
     return LostRank(f"{head}{text}The backend says: {_in_one_line(error, with_type=False)}", reason)
 
 
+def _broken(groups: ProcessGroups, name: str) -> RuntimeError:
+    """The error of a rank whose device has failed. The other ranks learn why."""
+    said = groups.in_flight.device_error
+    cause = f"the device of rank {dist.get_rank()} has failed: {said}"
+    for step in groups.in_flight.take():
+        _mark(step.leaves, cause)
+    _leave(groups, f"failed in {name} with {said}")
+    return RuntimeError(
+        f"{name}: {cause}\n"
+        f"It runs nothing more in this process. Start again from a checkpoint in new processes; with "
+        f"CUDA_LAUNCH_BLOCKING=1 the error names the line that launched the kernel."
+    )
+
+
 def explain_loss(notes: Mapping[int, str], silent: Sequence[int]) -> list[str]:
     """Sentences that say why ranks are lost, from their notes; `silent` ranks left none.
 
@@ -219,7 +238,8 @@ def _is_of_another_rank(error: BaseException, groups: ProcessGroups) -> bool:
     """Whether a step fails because another rank does. A GPU may have found that while the host was in the step."""
     if isinstance(error, LostRank):
         return True
-    return isinstance(error, Exception) and groups.in_flight.error() != ""
+    is_found = isinstance(error, Exception) and groups.in_flight.error() != ""
+    return is_found and not groups.in_flight.device_error
 
 
 def _fail(groups: ProcessGroups, name: str, error: BaseException) -> None:
@@ -291,8 +311,10 @@ def _in_time(talk: Callable[[], object]) -> None:
             talk()
 
     thread = threading.Thread(target=talk_quietly, name="ztrans-store", daemon=True)
-    thread.start()
-    thread.join(2 * _PATIENCE)
+    # No thread starts if memory is short, or at the end of the process. The failure itself matters more than its note.
+    with contextlib.suppress(RuntimeError):
+        thread.start()
+        thread.join(2 * _PATIENCE)
 
 
 def _mark(leaves: Sequence[Any], cause: str) -> None:

@@ -45,12 +45,14 @@ class InFlight:
     """The steps of a mesh that are not known to have ended well, in their order.
 
     `find_error` returns what the kernels of this rank have found, such as a rank that did not come; an empty text if
-    nothing. `given_up` is why this rank waits for the others no longer; empty while it does.
+    nothing. `given_up` is why this rank waits for the others no longer; empty while it does. `device_error` is what the
+    device of this rank has said when it failed, unless this rank had given up before.
     """
 
     def __init__(self, find_error: Callable[[], str]) -> None:
         self.find_error = find_error
         self.given_up = ""
+        self.device_error = ""
         self._steps: deque[StepInFlight] = deque()
         self._lock = threading.RLock()  # the thread that watches reads the steps too
 
@@ -72,8 +74,10 @@ class InFlight:
             try:
                 while ended < len(self._steps) and self._steps[ended].end.query():
                     ended += 1
-            except RuntimeError as of_device:
-                return str(of_device)
+            except RuntimeError as error_of_device:
+                if not self.given_up:
+                    self.device_error = str(error_of_device).partition("\n")[0]
+                return self.given_up or self.device_error
             # An error that is found now may be of a step whose event is done. So the order of the looks counts.
             error = self.given_up or (self.find_error() if self._steps else "")
             if not error:

@@ -17,6 +17,7 @@ import itertools
 import math
 import os
 import socket
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -208,6 +209,8 @@ class ProcessGroups:
         self.carries_users = False
         self.watched_by = 0
         self._aborted: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+        self._aborting = threading.Lock()  # torch cannot abort a group in two threads at once
+        self._client: dist.Store | None = None
         self._mesh_ranks = mesh.mesh
         # The mesh keeps its groups alive, so this object holds weak references only.
         self._bases = {
@@ -286,18 +289,28 @@ class ProcessGroups:
         """
         if self.symmetric is not None:
             self.symmetric.interrupt()
-        groups = [channel.live_group() for channel in self._channels.values()]
-        if self.carries_users:
-            groups += [reference() for reference in self._bases.values()]
-        mine = [group for group in groups if group is not None and _is_nccl(group)]
-        abort([group for group in mine if group not in self._aborted])
-        self._aborted.update(mine)
+        with self._aborting:
+            groups = [channel.live_group() for channel in list(self._channels.values())]
+            if self.carries_users:
+                groups += [reference() for reference in self._bases.values()]
+            mine = [group for group in groups if group is not None and _is_nccl(group)]
+            abort([group for group in mine if group not in self._aborted])
+            self._aborted.update(mine)
 
     def store(self) -> dist.Store:
         """A key-value store that any rank of the mesh can write and read at any time."""
-        group = self._base(next(iter(self._bases)))
+        store = self._base(next(iter(self._bases))).get_group_store()
         prefix = f"ztrans/{'-'.join(map(str, self.ranks))}/{self.epoch}"
-        return dist.PrefixStore(prefix, group.get_group_store())
+        return dist.PrefixStore(prefix, self._client or store)
+
+    def connect_store(self) -> None:
+        """Use a connection to the store that no group of torch uses: one that waits in the store locks its own."""
+        if self._client is None:
+            # A store that is written in Python has one connection only, and a group may have been destroyed.
+            with contextlib.suppress(RuntimeError):
+                store: Any = self._base(next(iter(self._bases))).get_group_store()
+                self._client = store
+                self._client = store.clone()
 
     @functools.cached_property
     def _host_names(self) -> dict[int, tuple[str, ...]]:

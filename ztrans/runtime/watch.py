@@ -80,21 +80,26 @@ class Watch:
             return
         cause = _why_it_will_not_end(groups, oldest, now - self.since)
         if cause:
-            groups.in_flight.give_up(oldest, cause, lambda: _leave(groups))
+            groups.in_flight.give_up(oldest, cause, lambda: _give_up(groups, oldest))
 
 
-def _leave(groups: ProcessGroups) -> None:
-    """Tell the other ranks of a mesh that this one waits for them no longer, and let its kernels leave."""
-    leave_note(groups, "")
+def _give_up(groups: ProcessGroups, step: StepInFlight) -> None:
+    """Tell the other ranks of a mesh that this one waits for them no longer, and let its kernels leave.
+
+    If the device of this rank has failed, the note says so. It is empty if another rank has failed.
+    """
+    of_device = groups.in_flight.device_error
+    leave_note(groups, f"failed in {step.name} with {of_device}" if of_device else "")
     groups.interrupt()
 
 
 def _why_it_will_not_end(groups: ProcessGroups, step: StepInFlight, seconds: float) -> str:
     try:
-        if has_note(groups):
-            return f"another rank failed while {step.name} was running"
+        # The store may be slow to answer, so the time comes first.
         if seconds > _SHARE * groups.timeout:
             return f"{step.name} has not ended for {seconds:.0f} s"
+        if has_note(groups):
+            return f"another rank failed while {step.name} was running"
     except RuntimeError:
         return "the process group of the mesh, or the process that holds its store, has ended"
     return groups.in_flight.error()
@@ -102,7 +107,13 @@ def _why_it_will_not_end(groups: ProcessGroups, step: StepInFlight, seconds: flo
 
 def _watch(reference: weakref.ref[ProcessGroups]) -> None:
     watch = Watch()
-    while (groups := reference()) is not None:
-        watch.look(groups, time.monotonic())
-        del groups
-        time.sleep(_LOOK)
+    try:
+        while (groups := reference()) is not None:
+            groups.connect_store()
+            watch.look(groups, time.monotonic())
+            del groups
+            time.sleep(_LOOK)
+    finally:
+        groups = reference()
+        if groups is not None:
+            groups.watched_by = 0  # so the next step starts another thread

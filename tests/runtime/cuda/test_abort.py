@@ -31,10 +31,13 @@ class Group:
 
 
 class AbortedBefore:
-    """A process group that has been aborted."""
+    """A process group that has been aborted, or that another thread destroys meanwhile."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
     def abort(self) -> None:
-        raise RuntimeError("it has been aborted")
+        raise self.error
 
 
 class InAGraph:
@@ -54,9 +57,11 @@ def _by_torch(monkeypatch):
     )
 
 
-def test_all_communicators_are_told_to_stop_before_one_is_freed():
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("error", [RuntimeError("it has been aborted"), KeyError("group")])
+def test_all_communicators_are_told_to_stop_before_one_is_freed(error):
     device = Device(2)
-    abort([Group("gathers", device), AbortedBefore(), Group("reductions", device)])
+    abort([Group("gathers", device), AbortedBefore(error), Group("reductions", device)])
     assert sorted(device.freed) == ["gathers", "reductions"]
 
 

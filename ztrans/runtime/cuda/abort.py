@@ -39,7 +39,8 @@ def abort(groups: Sequence[dist.ProcessGroup]) -> None:
 
 
 def _abort(group: dist.ProcessGroup) -> None:
-    with contextlib.suppress(RuntimeError, ValueError):  # it has been aborted or destroyed already
+    # It may have been aborted or destroyed already. KeyError is of a group that another thread destroys meanwhile.
+    with contextlib.suppress(RuntimeError, ValueError, KeyError):
         if group is dist.group.WORLD:  # torch would end all groups, one after the other
             group.abort()
         else:
