@@ -46,6 +46,7 @@ from .runtime.failure import (
     Writes,
     check_launched,
     check_whole,
+    ending_together,
     marker,
     one_thread,
     running,
@@ -252,11 +253,10 @@ class Compiled(Printed):
         with one_thread(runner, name):
             if mesh is not None:
                 check_launched(mesh, name)
-            if self.bound.runnable is None:
-                self.bound.runnable = self._bind(local)
-            runnable = self.bound.runnable
+            runnable = self.bound.runnable or self._bind(local, state)
             if mesh is not None:
                 self._agree(mesh, runnable, local, state)
+            self.bound.runnable = runnable  # so all ranks bind again if one of them could not
             if isinstance(runnable.run, Capture):
                 runnable.run.check_inputs(local)
             with watched(mesh, name, state), running(name, state, mesh, runnable.writes):
@@ -324,10 +324,17 @@ class Compiled(Printed):
         return inputs
 
     @without_autocast()
-    def _bind(self, local: Sequence[torch.Tensor]) -> Runnable:
-        run: Any
-        writes = Writes()
+    def _bind(self, local: Sequence[torch.Tensor], state: Sequence[Any]) -> Runnable:
+        """Agree with the other ranks on a program, and make what runs it."""
         lowered = self.lowered if self.agreed else _agreed(self.lowered)
+        writes = Writes()
+        with ending_together(lowered.graph.name, state, self._mesh, writes):
+            return self._runnable_of(lowered, local, writes)
+
+    def _runnable_of(
+        self, lowered: Lowered, local: Sequence[torch.Tensor], writes: Writes
+    ) -> Runnable:
+        run: Any
         if (
             any(x.is_cuda and x.dtype == torch.float64 and not x.ndim for x in local)
             or self.cuda_graph

@@ -437,6 +437,23 @@ def eager(fault: Callable[[], None], stage: int) -> Callable[[], None]:
     return run
 
 
+def cannot_compile() -> None:
+    """Rank 1 cannot compile the program of its first step. It can when both ranks try again."""
+    mesh = start()
+    step = transformed(mesh, 3)
+    state = step.shard(first_state())
+    executable = compiled.Compiled._executable
+
+    def without_compiler(*_):
+        raise RuntimeError("the kernel does not compile")
+
+    if RANK == 1:
+        compiled.Compiled._executable = without_compiler
+    report("failed", **failed(lambda: step(state, *batch(0, RANK))))
+    compiled.Compiled._executable = executable
+    report("goes on", **failed(lambda: step(state, *batch(0, RANK))))
+
+
 def ends_early() -> None:
     """Rank 1 runs out of data and ends its program normally; the other ranks take one more step."""
     mesh = start()
@@ -526,6 +543,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "threads": threads,
     "forked": forked,
     "steady": steady,
+    "cannot_compile": cannot_compile,
     "ends_early": ends_early,
     "killed": eager(signalled(signal.SIGKILL), 0),
     "stopped": eager(signalled(signal.SIGSTOP), 3),

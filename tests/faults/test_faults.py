@@ -245,6 +245,17 @@ def test_with_update_last_a_failure_leaves_the_old_state_whole_and_all_ranks_go_
         assert not rank.reports["shard"]["kind"] and not rank.reports["next"]["kind"]
 
 
+def test_the_other_ranks_learn_that_a_rank_cannot_compile():
+    first, second = ended_well(launch("cannot_compile", 2))
+    assert second.reports["failed"]["kind"] == "RuntimeError"
+    assert second.reports["failed"]["text"] == "the kernel does not compile"
+    lost = first.reports["failed"]
+    assert (lost["kind"], lost["after"] < 4) == ("LostRank", True), lost
+    cause = "Rank 1 failed in step 1 of train_step with RuntimeError: the kernel does not compile"
+    assert cause in lost["text"]
+    assert not first.reports["goes on"]["kind"] and not second.reports["goes on"]["kind"]
+
+
 def test_the_error_says_when_the_data_of_one_rank_has_ended():
     first, second = ended_well(launch("ends_early", 2))
     assert not second.reports["last step"]["kind"]

@@ -165,7 +165,7 @@ def test_a_half_updated_state_is_refused_and_another_state_is_not():
     def broken(*_):
         raise MemoryError("none is left")
 
-    bound = compiled._bind([state["a"], state["b"], x])
+    bound = compiled._bind([state["a"], state["b"], x], [state["a"], state["b"]])
     compiled.bound.runnable = bound._replace(run=lambda local: (bound.writes.begin(), broken()))
     with pytest.raises(MemoryError) as error:
         step(state, x)

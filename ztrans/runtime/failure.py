@@ -109,15 +109,26 @@ def marker(leaves: Sequence[Any]) -> Callable[[str], None]:
 def running(
     name: str, leaves: Sequence[Any], mesh: DeviceMesh | None, writes: Writes
 ) -> Iterator[None]:
-    """Run a step of the program `name`, whose state has these leaves.
+    """Run a step of the program `name`, whose state has these leaves. If it fails, it ends on all ranks."""
+    writes.begun = False
+    with ending_together(name, leaves, mesh, writes):
+        yield
+    first = _first_tensor(leaves)
+    if first is not None:
+        _steps[first] = _steps.get(first, 0) + 1
+
+
+@contextlib.contextmanager
+def ending_together(
+    name: str, leaves: Sequence[Any], mesh: DeviceMesh | None, writes: Writes
+) -> Iterator[None]:
+    """Do a part of a step of the program `name` whose failure ends the step on all ranks.
 
     If it fails after its first write, the leaves are marked. The channels to other ranks are closed on any failure,
     because this rank has sent only some of the messages that they wait for.
 
     Raises: The error of the step, with a note; but LostRank if another rank failed first.
     """
-    writes.begun = False
-    first = _first_tensor(leaves)
     grad_enabled = torch.is_grad_enabled()
     try:
         yield
@@ -139,8 +150,6 @@ def running(
             _fail(groups, name, error)
         error.add_note(f"ztrans: {name} was ended by this. {_remark(leaves)}")
         raise
-    if first is not None:
-        _steps[first] = _steps.get(first, 0) + 1
 
 
 @contextlib.contextmanager

@@ -41,20 +41,20 @@ def channel_of(mesh: DeviceMesh, eqn: Eqn) -> Channel:
 
 
 def reserve(mesh: DeviceMesh, graphs: Iterable[Graph], streams: Streams | None = None) -> None:
-    """Decide what carries the messages of programs, and allocate the symmetric memory that they need.
+    """Open the channels of programs, decide what carries their messages, and allocate the symmetric memory they need.
 
-    All ranks of the mesh must call this together, for programs with the same messages, before `to_fx`.
+    All ranks of the mesh must call this together, for programs with the same messages, before they compile: a rank that
+    then fails is not waited for.
     """
-    streams = streams or side_streams(mesh)
-    if streams is None:
-        return
     messages = []
     for graph in graphs:
         lanes = lane_count(graph)
         for eqn in graph.eqns:
             if is_start(eqn):
                 messages.append((channel_of(mesh, eqn), eqn, graph.axes, lanes))
-    reserve_messages(mesh, messages, streams)
+    streams = streams or side_streams(mesh)
+    if streams is not None:
+        reserve_messages(mesh, messages, streams)
 
 
 def lane_count(graph: Graph) -> int:
