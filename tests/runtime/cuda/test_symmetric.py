@@ -216,6 +216,26 @@ def test_a_trial_without_room_for_its_message_is_refused_on_all_ranks(mesh, monk
     assert (memory.answer(channel, KIND), memory.buffers) == (reason, [])
 
 
+@pytest.mark.parametrize("part", ["dist.all_to_all_single", "torch.equal"])
+def test_a_trial_that_fails_by_nccl_is_refused_on_all_ranks(mesh, monkeypatch, part):
+    def without_memory(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def seconds(run):
+        run()
+        return 1.0
+
+    memory = SymmetricMemory(Local())
+    channel = channel_of(mesh.get_group())
+    kind = KIND._replace(is_gather=False)
+    monkeypatch.setattr(symmetric, "_seconds", seconds)
+    monkeypatch.setattr(symmetric._Trial, "_send", lambda *_: None)
+    monkeypatch.setattr(symmetric.ops, "sum_terms", lambda *_: None)
+    monkeypatch.setattr(f"ztrans.runtime.cuda.symmetric.{part}", without_memory)
+    memory.reserve([(channel, kind)], alike)
+    assert memory.answer(channel, kind) == "rank 1: CUDA out of memory"
+
+
 def test_a_channel_that_is_opened_again_gets_new_memory(mesh):
     """The signals of a step that failed are left over."""
     source = Local()

@@ -273,8 +273,8 @@ class SymmetricMemory:
         trial = on_all_ranks(lambda: _Trial(kind, group, buffer.ready), exchange)
         on_all_ranks(trial.compile, exchange)
         symmetric = on_all_ranks(trial.seconds_of_symmetric_memory, exchange)
-        nccl = _seconds(trial.send_by_nccl)
-        is_equal = torch.equal(trial.ours.view(torch.uint8), trial.theirs.view(torch.uint8))
+        nccl = on_all_ranks(trial.seconds_of_nccl, exchange)
+        is_equal = on_all_ranks(trial.gave_equal_bits, exchange)
         by_rank = exchange((symmetric, nccl, is_equal))
         if not all(equal_there for _, _, equal_there in by_rank):
             return "tried here, it gave other bits"
@@ -390,7 +390,15 @@ class _Trial:
         self.memory.check()
         return seconds
 
-    def send_by_nccl(self) -> None:
+    def seconds_of_nccl(self) -> float:
+        """The seconds of a message by NCCL."""
+        return _seconds(self._send_by_nccl)
+
+    def gave_equal_bits(self) -> bool:
+        """Whether both ways have brought the same bits."""
+        return torch.equal(self.ours.view(torch.uint8), self.theirs.view(torch.uint8))
+
+    def _send_by_nccl(self) -> None:
         send_buffer = self.send_buffer.view(torch.uint8)
         if self.kind.is_gather:
             all_gather(self.theirs.view(torch.uint8), send_buffer, group=self.group)
