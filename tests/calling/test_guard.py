@@ -377,3 +377,11 @@ def test_an_output_that_is_a_number_of_the_call_may_be_written():
         state, (output, rate) = run(state, torch.ones(3), 0.5)
         assert output == 1.5 and rate == 0.5
         rate += 1
+
+
+def test_zeros_of_both_signs_are_numbers_of_their_own():
+    run = zt.Step.of(lambda state, x, rate: (state, x / rate))
+    state = run.shard({"w": torch.ones(2)})
+    for rate in (0.0, 0.0, -0.0, 0.0):
+        state, output = run(state, torch.ones(3), rate)
+        assert output.signbit().all() == (str(rate) == "-0.0")

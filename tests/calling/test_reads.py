@@ -247,7 +247,7 @@ def test_a_step_is_traced_again_when_a_value_changes(restored, change):
     with pytest.raises(TypeError, match=text) as e:
         compiled(torch.zeros(1), X + 1)
     assert f"* {change}" in str(e.value)
-    assert str(e.value).endswith("or call the step itself, which is then traced again.")
+    assert str(e.value).endswith("or call the step itself, which makes a program for each.")
 
 
 def programs(step, change, calls=3):
@@ -337,6 +337,46 @@ def test_modules_are_read_whoever_wrote_them():
     assert reads.values() == before and hash(reads.values()) == hash(before)
     model.append(nn.Tanh())
     assert "model.3 was absent and is a Tanh" in before.changes(reads.values())
+
+
+def test_a_parameter_that_is_replaced_is_read():
+    model = nn.Linear(2, 2, bias=False)
+    reads = Reads(lambda state, x: (state, model(x)))
+    before = reads.values()
+    model.weight = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+    model.bias = nn.Parameter(torch.ones(2))
+    after = reads.values()
+    assert before.changes(after) == [
+        "model.weight.requires_grad was True and is False",
+        "model.bias.requires_grad was None and is True",
+    ]
+    model.bias.requires_grad_(False)
+    assert after.changes(reads.values()) == ["model.bias.requires_grad was True and is False"]
+
+
+def test_an_attribute_in_a_class_pattern_is_read():
+    hyper = Hyper(1.0)
+
+    def step(state, x):
+        match hyper:
+            case Hyper(rate=rate):
+                return state, x * rate
+
+    reads = Reads(step)
+    before = reads.values()
+    hyper.rate = 2.0
+    (change,) = before.changes(reads.values())
+    assert change.startswith("hyper.rate was 1.0 and is 2.0")
+
+
+def test_floats_are_told_apart_by_their_bits():
+    space = types.SimpleNamespace(rate=0.0)
+    reads = Reads(lambda state, x: (state, x * space.rate))
+    seen = set()
+    for rate in (0.0, -0.0, complex(0.0, 0.0), complex(0.0, -0.0), float("nan"), float("nan")):
+        space.rate = rate
+        seen.add(reads.values())
+    assert len(seen) == 5
 
 
 class Table:

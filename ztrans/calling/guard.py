@@ -72,7 +72,8 @@ class Guard:
     def _number(self, i: int, number: Any) -> torch.Tensor:
         """A number as a tensor. The tensor of the last call serves again, unless the caller has written to it."""
         tensor = self._numbers.get(i)
-        if tensor is None or type(number) is not float or tensor.item() != number:
+        # 0.0 equals -0.0, and gives other results: a tensor of zero does not serve again.
+        if tensor is None or type(number) is not float or number == 0 or tensor.item() != number:
             tensor = as_tensor(number)
             self._numbers[i] = tensor
         return tensor

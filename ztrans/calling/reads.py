@@ -15,11 +15,12 @@ import dis
 import enum
 import functools
 import inspect
+import itertools
 import numbers
 import operator
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -35,7 +36,6 @@ from ..ir.source import Source, is_library, is_user_code
 LONGEST = 100
 
 _LONGEST_TEXT = 80  # characters of a value in a message
-_ABSENT = object()  # the value of a variable or an attribute that does not exist
 
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _OF_PYTHON = (int, float, complex, bool, str, bytes, type(None), types.CodeType)
@@ -52,6 +52,10 @@ _INPUTS = ("defaults", "param_groups", "state", "last_epoch", "base_lrs", "_last
 _NOT_CALLED = ("__new__", "__init_subclass__", "__repr__", "__str__")
 _BY_NAME = frozenset({"getattr", "hasattr"})  # getattr(args, "rate", 0.5)
 _DEFAULTS = {"__defaults__": "a default", "__kwdefaults__": "a keyword default"}
+
+
+class _Absent:
+    """The value of a variable or an attribute that does not exist."""
 
 
 class Place(NamedTuple):
@@ -84,8 +88,8 @@ class ReadValues:
         changes = []
         for place in before | after:
             name, source, _ = place
-            old = before.get(place, object)
-            new = after.get(place, object)
+            old = before.get(place, _Absent)
+            new = after.get(place, _Absent)
             if old != new:
                 line = f" ({source})" if source is not None else ""
                 changes.append(f"{name} was {_text(old)} and is {_text(new)}{line}")
@@ -193,6 +197,10 @@ def _entries(container: Any) -> list:
 def _constant(value: Any) -> Any:
     """What a program is specialised on in a value: its type if the value is not a constant."""
     kind = type(value)
+    if value is _Absent:
+        return _Absent
+    if isinstance(value, float | complex):
+        return kind, repr(value)  # 0.0 equals -0.0, and nan does not equal nan
     if kind in _CONSTANT_TYPES:
         return kind, value
     if isinstance(value, torch.Tensor):
@@ -228,9 +236,11 @@ def _leads_further(value: Any) -> bool:
 def _text(constant: Any) -> str:
     """A constant as messages show it."""
     if not isinstance(constant, tuple):
-        return "absent" if constant is object else f"a {constant.__name__}"
+        return "absent" if constant is _Absent else f"a {constant.__name__}"
     kind, content = constant
-    if issubclass(kind, types.CodeType):
+    if issubclass(kind, float | complex):
+        text = content
+    elif issubclass(kind, types.CodeType):
         text = str(_head(content))
     elif issubclass(kind, dict):
         text = f"{{{', '.join(f'{_text(key)}: {_text(entry)}' for key, entry in content)}}}"
@@ -308,7 +318,7 @@ class _Search:
         self, mapping: Any, key: str, name: str, source: Source | None = None, owner: Any = None
     ) -> None:
         """Add an entry of a dict. `owner` has the dict, if each access makes a new view of it."""
-        reader = functools.partial(mapping.get, key, _ABSENT)
+        reader = functools.partial(mapping.get, key, _Absent)
         self._place(mapping if owner is None else owner, key, name, reader, source)
 
     def _container(self, container: Any, name: str) -> None:
@@ -359,16 +369,16 @@ class _Search:
                     self._class_attribute(value, base, method)
 
     def _module(self, m: nn.Module, name: str) -> None:
-        self.namespaces += [vars(m), m._modules]
+        self.namespaces += [vars(m), m._modules, m._parameters]
         is_users = is_user_code(type(m))
         for attribute in vars(m):
             if attribute not in _OF_EVERY_MODULE and (is_users or not attribute.startswith("_")):
                 self._entry(vars(m), attribute, f"{name}.{attribute}")
         for child in m._modules:
             self._entry(m._modules, child, f"{name}.{child}")
-        for parameter, p in m._parameters.items():
-            reader = functools.partial(getattr, p, "requires_grad", None)  # None for no parameter
-            self._place(p, "requires_grad", f"{name}.{parameter}.requires_grad", reader)
+        for parameter in m._parameters:
+            reader = functools.partial(_requires_grad, m._parameters, parameter)
+            self._place(m._parameters, parameter, f"{name}.{parameter}.requires_grad", reader)
 
     def _named_attributes(self, owner: Any, name: str) -> None:
         elsewhere = _INPUTS if isinstance(owner, Optimizer | LRScheduler) else ()
@@ -381,7 +391,7 @@ class _Search:
         name = f"{base.__name__}.{attribute}"
         if isinstance(vars(base)[attribute], types.MemberDescriptorType):
             self._place(
-                owner, attribute, name, functools.partial(getattr, owner, attribute, _ABSENT)
+                owner, attribute, name, functools.partial(getattr, owner, attribute, _Absent)
             )
         else:
             self._entry(vars(base), attribute, name, owner=base)
@@ -397,7 +407,9 @@ class _Names:
         self._add(code)
 
     def _add(self, code: types.CodeType) -> None:
-        for instruction in dis.get_instructions(code):
+        here = _head(code)
+        instructions = list(dis.get_instructions(code))
+        for instruction in instructions:
             action, _, kind = instruction.opname.partition("_")
             names = self._of_kind(kind) if action in ("LOAD", "STORE", "DELETE") else None
             if names is not None:
@@ -405,8 +417,8 @@ class _Names:
                 source = Source(code.co_filename, line or code.co_firstlineno, code.co_qualname)
                 if action != "LOAD" or instruction.argval not in names:
                     names[instruction.argval] = source
+        self.attributes = dict.fromkeys(_in_class_patterns(instructions), here) | self.attributes
         takes_names = not _BY_NAME.isdisjoint(self.globals)
-        here = _head(code)
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):  # an inner function or a comprehension
                 self._add(constant)
@@ -421,6 +433,13 @@ class _Names:
         return self.variables if kind.endswith("DEREF") else None
 
 
+def _in_class_patterns(instructions: Sequence[dis.Instruction]) -> Iterator[str]:
+    """The attributes that class patterns name, as `case Config(rate=r)` does."""
+    for before, instruction in itertools.pairwise(instructions):
+        if instruction.opname == "MATCH_CLASS":
+            yield from before.argval
+
+
 def _cells(f: types.FunctionType) -> list[tuple[str, types.CellType]]:
     """The variables of enclosing functions that a function reads, without the class of `super()`."""
     cells = zip(f.__code__.co_freevars, f.__closure__ or ())
@@ -431,7 +450,12 @@ def _contents(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # nothing has been assigned to the variable yet
-        return _ABSENT
+        return _Absent
+
+
+def _requires_grad(parameters: Mapping[str, nn.Parameter | None], name: str) -> bool | None:
+    """Whether a parameter of a module requires a gradient; None if the module does not have it."""
+    return getattr(parameters.get(name), "requires_grad", None)
 
 
 def _function_in(value: Any) -> Any:

@@ -1,7 +1,8 @@
 """PyTorch's global state around a call: the settings that a trace depends on, and the modes that no program runs in.
 
 A step is traced under the caller's autocast, default dtype and default device, and its program is valid for these
-only. The program contains every cast that autocast inserted, and runs without autocast.
+only. The program contains every cast that autocast inserted, and runs without autocast. Other modes of PyTorch, such as
+`torch.no_grad()` or the kernel of attention that `sdpa_kernel` chooses, are fixed when a step is traced.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
