@@ -101,3 +101,12 @@ def test_a_batch_that_cannot_be_cut_is_named(rows):
     call = BoundCall({}, ({"x": torch.ones(rows, 2)},))
     with pytest.raises(ValueError, match=rf"accumulate: batch.x has {rows} rows"):
         call.micro_batch(StepFunction(lambda state, batch: None), 2)
+
+
+def test_arguments_after_the_parameters_have_names_of_their_own():
+    def step(state, *xs, **options):
+        return state, sum(xs) * options["scale"]
+
+    function = StepFunction(step)
+    call = BoundCall.of(function, ("s", 1, 2, 3), {"scale": 4})
+    assert call.parameters(function) == ["state", "xs", "arg2", "arg3", "scale"]

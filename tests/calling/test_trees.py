@@ -115,6 +115,15 @@ def test_names_in_a_program_are_those_of_the_fields():
     assert [v.name for v in graph.inputs] == ["w", "batch.x", "batch.scale", "batch.rows"]
 
 
+def test_a_key_may_be_empty():
+    def scaled(state, batch):
+        return state, {"": state[""]["w"] * batch[""]}
+
+    state = {"": {"w": W}}
+    _, output = zt.Step.of(scaled)(state, {"": 2 * W})
+    assert torch.equal(output[""], 2 * W * W)
+
+
 @pytest.mark.parametrize("make", [Data, Frozen, Named, encoding])
 def test_every_rank_has_its_own_batch(make):
     sharded = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), *ALL)(

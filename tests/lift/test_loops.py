@@ -140,6 +140,16 @@ def test_a_scaler_that_is_not_given_to_lift_is_refused():
         zt.Step(step).trace(state, *data()[0], torch.tensor(1.0))
 
 
+def test_a_scaler_beside_the_lifted_one_is_refused():
+    model, optimizer, _, loop_step = scaled(SCALED["sgd"], False)
+    lifted = torch.amp.GradScaler("cpu")
+    step, state = zt.lift(loop_step, model, optimizer, scaler=lifted)
+    with pytest.raises(
+        ValueError, match=r"a GradScaler whose scale is not part(?s:.)*test_loops.py:\d+"
+    ):
+        zt.Step(step).trace(state, *data()[0], torch.tensor(1.0))
+
+
 # ---- hooks
 
 

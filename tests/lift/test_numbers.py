@@ -258,3 +258,14 @@ def test_reading_a_value_outside_of_the_optimizer_is_refused():
     with pytest.raises(ValueError, match="reads a tensor's value"):
         zt.Step(step).trace(state, *batches(torch.float32)[0])
     assert not torch.compiler.is_compiling()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_quotient_is_rounded_down(dtype):
+    model = nn.Linear(3, 2).to(dtype)
+    with torch.no_grad():
+        model.weight.fill_(30.0)
+    optimizer = written.Floored(model.parameters())
+    step, state = zt.lift(loop(model, optimizer), model, optimizer)
+    new, _ = zt.Step(step)(clone(state), torch.ones(4, 3, dtype=dtype), torch.ones(4, 2))
+    assert torch.equal(new["params"]["weight"], torch.full((2, 3), 4.0, dtype=dtype))

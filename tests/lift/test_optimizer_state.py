@@ -160,6 +160,45 @@ def test_optimizer_state_that_is_neither_tensor_nor_number_is_refused():
         zt.lift(loop(model, optimizer), model, optimizer)
 
 
+class CountsInState(optim.SGD):
+    """The count of its steps is not in the state of a parameter."""
+
+    def step(self, closure=None):
+        self.state["all"] = {"step": self.state["all"].get("step", 0) + 1}
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_state_of_no_parameter_is_refused(steps):
+    model = make_model()
+    optimizer = CountsInState(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        loop(model, optimizer)(*data()[0])
+    with pytest.raises(
+        ValueError, match=r"CountsInState has an entry for 'all', which is not a parameter"
+    ):
+        step, state = zt.lift(loop(model, optimizer), model, optimizer)
+        zt.Step(step).trace(state, *data()[0])
+
+
+def test_of_several_optimizers_the_one_that_makes_its_state_is_named():
+    model = make_model()
+    first, *others = model.parameters()
+    optimizers = [written.Stateless([first], lr=0.1), written.Adopt(others)]
+
+    def loop_step(x, y):
+        model.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        return loss
+
+    step, state = zt.lift(loop_step, model, optimizers)
+    with pytest.raises(ValueError, match=r"lift: Adopt makes its state in its first step"):
+        zt.Step(step).trace(state, *data()[0])
+
+
 def test_an_optimizer_that_counts_in_an_attribute_is_refused():
     class Counts(optim.SGD):
         count = 0

@@ -132,3 +132,29 @@ class Unseen(Optimizer):
         for p in self.param_groups[0]["params"]:
             self.state[p].setdefault("last", torch.zeros_like(p)).copy_(p.grad)
             p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+
+
+class Stateless(Optimizer):
+    """Descent without a state."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * p.grad)
+
+
+class Floored(Optimizer):
+    """It divides by a number of its group, and rounds the quotient down."""
+
+    def __init__(self, params, by=7.0):
+        super().__init__(params, {"by": by})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.div_(group["by"], rounding_mode="floor")

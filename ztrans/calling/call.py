@@ -64,7 +64,7 @@ class StepFunction:
         """The names of the parameters that the first `count` positional arguments belong to."""
         names = []
         for p in self.signature.parameters.values():
-            if p.kind is not inspect.Parameter.KEYWORD_ONLY:
+            if p.kind not in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
                 names.append(p.name)
         names += [f"arg{i}" for i in range(len(names), count)]  # of `*args`
         return names[:count]

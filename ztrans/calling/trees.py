@@ -132,7 +132,8 @@ def leaf_names(parameters: Sequence[str], args: Sequence[Any]) -> tuple[list[str
             parts = key_parts(keys)
             path = ".".join([parameter, *parts])
             paths.append(path)
-            short = ".".join(parts) if i == 0 and parts and not parts[0][0].isdigit() else path
+            is_name = i == 0 and parts and parts[0] and not parts[0][0].isdigit()
+            short = ".".join(parts) if is_name else path
             short_names.append(short if short not in used_names else path)
             used_names.add(short_names[-1])
     return short_names, paths

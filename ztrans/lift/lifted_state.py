@@ -20,7 +20,7 @@ from ..calling.inputs import local_part, overlapping
 from ..calling.trees import named_leaves
 from .gradients import carried_gradients
 from .module_tensors import buffers_of, replace
-from .optimizer_state import create_state, params_of, state_entries
+from .optimizer_state import create_state, params_of, state_entries, states_by_name
 from .scaler import copied, scale_of
 
 State = dict[str, Any]
@@ -38,9 +38,9 @@ def state_of(model: nn.Module, optimizers: Sequence[Optimizer], carry_grads: boo
     of_optimizers: dict[str, State] = {}
     for optimizer in optimizers:
         create_state(optimizer)
-        for p, entries in optimizer.state.items():
+        for name, entries in states_by_name(optimizer, names).items():
             if entries:
-                of_optimizers[names[id(p)]] = state_entries(entries)
+                of_optimizers[name] = state_entries(entries)
     state: State = {
         "params": {name: p.detach() for name, p in params.items()},
         "buffers": {name: x.detach() for name, x in buffers_of(model).items()},

@@ -46,6 +46,7 @@ from .optimizer_state import (
     counts,
     is_built_on_torchs,
     params_of,
+    states_by_name,
 )
 from .scaler import scaling, settings_of
 
@@ -156,7 +157,7 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         numbers: Numbers,
         scale: State | None,
     ) -> Iterator[None]:
-        """Refuse what a loop step may not do inside. `earlier` has the tensors that the module had before."""
+        """Refuse what a loop step may not do inside. `module_tensors` has those that the module had before."""
         params = gradients.params
         trained = {name: p.requires_grad for name, p in params.items()}
         steps = _steps_checked(self._optimizers, gradients, numbers, not self._carry_grads)
@@ -184,7 +185,7 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         state: State,
         module_tensors: Mapping[str, torch.Tensor],
     ) -> State:
-        """The state after the loop step. `earlier` has the tensors that the module had before."""
+        """The state after the loop step. `module_tensors` has those that the module had before."""
         new = {**state, "params": {name: p.detach() for name, p in params.items()}}
         buffers = buffers_of(self._model, always=state["buffers"])
         new_names = []
@@ -213,10 +214,10 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         new_state: dict[str, State] = dict(old_state)
         names = {id(p): name for name, p in params.items()}
         for optimizer in self._optimizers:
-            for p, entries in optimizer.state.items():
-                new_state[names[id(p)]] = entries
-        # State that a step makes would be made again in each call of the program.
-        check_known(self._optimizers, new_state, old_state)
+            by_name = states_by_name(optimizer, names)
+            # State that a step makes would be made again in each call of the program.
+            check_known(optimizer, by_name, old_state)
+            new_state.update(by_name)
         new: dict[str, State] = {}
         for name, entries in old_state.items():
             new[name] = {}

@@ -60,15 +60,17 @@ def replace(model: nn.Module, tensors: Mapping[int, torch.Tensor]) -> None:
 def substituted(model: nn.Module, tensors: Mapping[int, torch.Tensor]) -> Iterator[None]:
     """Let a module have other tensors inside. `tensors` has them by the ids of its own tensors.
 
-    Afterwards it has its own again, in all attributes that have tensors.
+    Afterwards it has its own again, in all attributes that had tensors before or have them then.
     """
-    attributes_before = [(module, dict(vars(module))) for module in model.modules()]
+    attributes_before = []
+    for module in model.modules():
+        attributes_before.append((module, dict(vars(module)), _attributes_with_tensors(module)))
     try:
         replace(model, tensors)
         yield
     finally:
-        for module, attributes in attributes_before:
-            for attribute in _attributes_with_tensors(module):
+        for module, attributes, with_tensors in attributes_before:
+            for attribute in {**with_tensors, **_attributes_with_tensors(module)}:
                 if attribute in attributes:
                     vars(module)[attribute] = attributes[attribute]
                 else:  # assigned inside

@@ -57,7 +57,7 @@ class Numbers(TorchFunctionMode):
         if count == len(tensors):
             return self._of_numbers(func, name, args, kwargs)
         if name in _ROUNDED_ONCE and args[0].dtype in HALF:
-            return _rounded_once(name, *args)
+            return _rounded_once(name, *args, **kwargs)
         return func(*args, **kwargs)
 
     def _of_numbers(self, func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -86,9 +86,9 @@ class Numbers(TorchFunctionMode):
         return result
 
 
-def _rounded_once(name: str, x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+def _rounded_once(name: str, x: torch.Tensor, *number: Any, **options: Any) -> torch.Tensor:
     """A product with a number, or a quotient. A number on a GPU would be rounded to the dtype of `x` first."""
-    result = getattr(torch.Tensor, name.rstrip("_"))(x.float(), number).to(x.dtype)
+    result = getattr(torch.Tensor, name.rstrip("_"))(x.float(), *number, **options).to(x.dtype)
     return x.copy_(result) if name.endswith("_") else result
 
 

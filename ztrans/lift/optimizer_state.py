@@ -130,6 +130,24 @@ def constant_entries(state: Mapping[str, Any]) -> State:
     return {key: value for key, value in state.items() if not is_state(key, value)}
 
 
+def states_by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, State]:
+    """The state of an optimizer by the names of its parameters. `names` has them by the ids of the parameters.
+
+    Raises: TraceError for an entry that is not for a parameter of the model.
+    """
+    by_name = {}
+    for key, entries in optimizer.state.items():
+        if id(key) not in names:
+            kind = f"a tensor {list(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)
+            raise TraceError(
+                f"lift: the state of {type(optimizer).__name__} has an entry for {kind}, which is not a parameter of "
+                f"the model.\n"
+                f"Keep what changes in the state of a parameter, optimizer.state[p], and settings in its group."
+            )
+        by_name[names[id(key)]] = entries
+    return by_name
+
+
 def counts(
     optimizers: Sequence[Optimizer], names: Mapping[int, str], state: State
 ) -> Iterator[tuple[torch.Tensor, None]]:
@@ -138,8 +156,8 @@ def counts(
     Their signs are not known.
     """
     for optimizer in optimizers:
-        for p, entries in optimizer.state.items():
-            in_state = state.get(names.get(id(p), ""), {})
+        for name, entries in states_by_name(optimizer, names).items():
+            in_state = state.get(name, {})
             for key, value in entries.items():
                 leaves = pytree.tree_leaves(value)
                 for number, x in zip(leaves, pytree.tree_leaves(in_state.get(key))):
@@ -148,15 +166,14 @@ def counts(
 
 
 def check_known(
-    optimizers: Sequence[Optimizer], new_state: Mapping[str, dict], known_state: Mapping[str, dict]
+    optimizer: Optimizer, new_state: Mapping[str, dict], known_state: Mapping[str, dict]
 ) -> None:
     """Raises: TraceError for state that the traced step has created, as every later step would create it again."""
     for name, state in new_state.items():
         new = [key for key in state_entries(state) if key not in known_state.get(name, {})]
         if not new:
             continue
-        if not all(map(is_torchs, optimizers)):
-            optimizer = next(o for o in optimizers if not is_torchs(o))
+        if not is_torchs(optimizer):
             raise TraceError(_first_step(optimizer, f"{', '.join(map(repr, new))} for {name}"))
         raise TraceError(
             f"lift: the optimizer made {', '.join(new)} for {name}, which the lifted state does not hold.\n"

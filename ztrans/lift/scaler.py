@@ -50,26 +50,31 @@ def settings_of(scaler: GradScaler | None) -> tuple:
 @contextlib.contextmanager
 def scaling(scaler: GradScaler | None, state: State | None) -> Iterator[None]:
     """While this is active, `scaler` uses and changes the tensors of `state`. Any other scaler is refused."""
-    if scaler is None or not state:  # a disabled scaler has no state
-        with patched(GradScaler, scale=_refuse_scale):
-            yield
-        return
-    per_optimizer: dict[int, Any] = defaultdict(grad_scaler._refresh_per_optimizer_state)
-    with patched(
-        scaler,
-        _scale=state["scale"],
-        _growth_tracker=state["growth"],
-        _per_optimizer_states=per_optimizer,
-        _maybe_opt_step=_step,
-    ):
+    scale_outputs = GradScaler.scale
+
+    def scale(used: GradScaler, outputs: Any) -> Any:
+        # A disabled scaler has no state, and does nothing.
+        if used.is_enabled() and not (used is scaler and state):
+            raise _other_scaler()
+        return scale_outputs(used, outputs)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patched(GradScaler, scale=scale))
+        if scaler is not None and state:
+            per_optimizer: dict[int, Any] = defaultdict(grad_scaler._refresh_per_optimizer_state)
+            with_state = patched(
+                scaler,
+                _scale=state["scale"],
+                _growth_tracker=state["growth"],
+                _per_optimizer_states=per_optimizer,
+                _maybe_opt_step=_step,
+            )
+            stack.enter_context(with_state)
         yield
 
 
-def _refuse_scale(scaler: GradScaler, outputs: Any) -> Any:
-    """`GradScaler.scale` of a scaler whose scale is not part of the state."""
-    if not scaler.is_enabled():
-        return outputs
-    raise TraceError(
+def _other_scaler() -> TraceError:
+    return TraceError(
         f"lift: the loop step uses a GradScaler whose scale is not part of the state.\n"
         f"  at {where(user_source())}\n"
         f"Give it to lift: lift(loop_step, model, optimizer, scaler=scaler), and to write_back. Training in bfloat16 "
