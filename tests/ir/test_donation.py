@@ -126,3 +126,14 @@ def test_a_batch_norm_writes_its_statistics_in_place():
     new, output = zt.Step.of(step)(state, x)
     assert [v.data_ptr() for v in new.values()] == addresses
     assert torch.equal(output, y) and all(torch.equal(new[k], expected[k]) for k in expected)
+
+
+def test_a_view_that_the_schema_does_not_declare_is_not_overwritten_before_its_argument_is_read():
+    def step(state, x):
+        wave = x.sin()
+        flat = torch.ops.aten._unsafe_view(wave, [6])
+        return {"total": state["total"] + flat.exp().sum() + wave.sum()}, 0.0
+
+    state, x = {"total": torch.zeros(())}, torch.ones(2, 3)
+    wanted = step(state, x)[0]["total"]
+    assert torch.equal(zt.Step.of(step)(state, x)[0]["total"], wanted)

@@ -60,6 +60,7 @@ def test_a_view_shares_memory_with_its_argument():
     y = Var("y", torch.float32, (2, 3))
     calls = [
         (aten.view.default, ([2, 3],)),
+        (aten._unsafe_view.default, ([2, 3],)),
         (aten.unsafe_split.Tensor, (2,)),
         (aten.exp.default, ()),
     ]

@@ -94,7 +94,7 @@ def _is_fusible(eqn: Eqn) -> bool:
 
 
 def _is_real_view(eqn: Eqn) -> bool:
-    return (is_view(eqn) or op_facts(eqn.op).name == "_unsafe_view") and not _is_complex(eqn)
+    return is_view(eqn) and not _is_complex(eqn)
 
 
 def _is_complex(eqn: Eqn) -> bool:

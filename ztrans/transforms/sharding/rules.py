@@ -140,10 +140,8 @@ def _fused_optimizer(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
 
 def _view(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
     """Each result of a view is cut along the dim that runs over the same memory as the cut dim of the argument."""
-    facts = op_facts(eqn.op)
     v, cut = eqn.ins[0], cuts[0]
-    is_known = (facts.view or facts.name == "_unsafe_view") and "stride" not in _arguments(eqn)
-    if not is_known or cut is None:
+    if not op_facts(eqn.op).view or "stride" in _arguments(eqn) or cut is None:
         return None
     whole = torch.empty(v.shape, dtype=v.dtype, device="meta")
     outs: list[Placement] = []
