@@ -69,6 +69,7 @@ def test_check_returns_a_well_formed_program():
 
 WRONG_WAIT = zt.ir.Eqn(WAIT, (FUTURE,), (var("w.full", 4, 2, dtype=torch.bfloat16),))
 BUCKET = all_gather([W, var("v", 6, layout=DP)], ["a", "b"], "dp", provenance=WHY)
+ENDS = tuple(wait(future).out for future in BUCKET.outs)
 MALFORMED = {
     "out: f32.4,2. is bound twice": graph([W, X], [add(X, X, OUT), add(X, OUT, OUT)], [OUT]),
     "x: f32.4,2. is bound twice, at the inputs": graph([X, var("x", 4, 2)], [], [X]),
@@ -83,6 +84,9 @@ MALFORMED = {
     ),
     "is waited for but is not a future": graph([X], [zt.ir.Eqn(WAIT, (X,), (OUT,))], [OUT]),
     "wait changes the type of": graph([W], [START, WRONG_WAIT], [WRONG_WAIT.outs[0]]),
+    "a wait is for one future": graph(
+        BUCKET.ins, [BUCKET, zt.ir.Eqn(WAIT, (list(BUCKET.outs),), ENDS)], ENDS
+    ),
     "has no provenance": graph([W], [START.replace(provenance=None), END], [FULL]),
     "no such mesh axis": graph([W], [START, END], [FULL], mesh=(("tp", 2),)),
     "members and futures differ in number": graph(

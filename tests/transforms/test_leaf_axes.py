@@ -236,6 +236,24 @@ def test_a_joint_axis_around_another_axis_of_the_leaf_is_refused():
     dtensors.on_ranks([0], shard, dp=2, host=2, cp=2)
 
 
+def test_a_replicate_axis_is_one_axis_of_the_mesh():
+    def shard(mesh):
+        mesh["host", "dp"]._flatten("replicas")
+        mesh["host"]._flatten("machines")
+        with pytest.raises(
+            ValueError,
+            match=r"replicate_axis='replicas' stands for 'host' and 'dp', and replicas are made over one axis\.\n"
+            "Make a mesh in which these are one axis",
+        ):
+            zt.shard_params(mesh, axis="cp", replicate_axis="replicas")
+        by_host = zt.shard_params(mesh, axis="cp", replicate_axis="host")
+        assert zt.shard_params(mesh, axis="cp", replicate_axis="machines") == by_host
+        with pytest.raises(ValueError, match="replicate_axis is the sharded axis, 'host'"):
+            zt.shard_params(mesh, axis="host", replicate_axis="machines")
+
+    dtensors.on_ranks([0], shard, host=2, dp=2, cp=2)
+
+
 def test_groups_that_a_step_made_are_named_by_their_axes():
     """A flattened mesh, and a group of ranks: their names differ from rank to rank, and the program does not."""
 

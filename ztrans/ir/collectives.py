@@ -212,11 +212,11 @@ class Wait(Memberwise):
     reads_futures = True
 
     def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
-        if len(eqn.ins) != len(eqn.outs):
-            return "a wait has another number of results than of futures"
-        for future, out in zip(eqn.ins, eqn.outs):
-            if out is None or out.future or not out.is_like(future):
-                return f"wait changes the type of {future}"
+        if len(eqn.ins) != 1 or len(eqn.outs) != 1:
+            return "a wait is for one future and has one result"
+        future, out = eqn.ins[0], eqn.outs[0]
+        if out is None or out.future or not out.is_like(future):
+            return f"wait changes the type of {future}"
         return None
 
 

@@ -36,7 +36,7 @@ def traffic(graph: Graph) -> dict[tuple[str, str], Traffic]:
     totals: dict[tuple[str, str], Traffic] = {}
     for program in in_order(graph):
         for eqn in filter(is_start, program.eqns):
-            key = eqn.kwargs["axis"], role(eqn) or "user"
+            key = eqn.kwargs["axis"], role(eqn)
             old = totals.get(key, Traffic())
             received = rules(eqn).wire_bytes(eqn, graph.axes)
             totals[key] = Traffic(

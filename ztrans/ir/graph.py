@@ -121,7 +121,7 @@ class Provenance:
     value instead; with "always" the earlier value must be dropped.
     """
 
-    role: Literal["param", "grad", "pmean", "state", "output", "update", "user"]
+    role: Literal["param", "grad", "pmean", "state", "output", "update"]
     paths: tuple[str, ...]
     axis: str
     regather: Literal["auto", "always"] | None = None

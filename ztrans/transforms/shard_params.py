@@ -88,10 +88,10 @@ def shard_params(
     >>> shard_params(AbstractMesh(dp=8), axis="dp")
     shard_params(axis='dp', stage=3)
     """
+    if replicate_axis is not None:
+        replicate_axis = _one_axis(mesh, "replicate_axis", replicate_axis)
     if not callable(axis):
         axis = _checked(mesh, "axis", axis, replicate_axis)
-    if replicate_axis is not None:
-        _checked(mesh, "replicate_axis", replicate_axis)
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"shard_params: stage={stage!r}; ZeRO stages are 0, 1, 2 and 3.")
     if reshard not in ("auto", "always"):
@@ -121,6 +121,20 @@ def _checked(
             f"shard_params: replicate_axis is the sharded axis, {value!r}; name another one."
         )
     return names[0] if len(names) == 1 else tuple(axis for axis in order if axis in names)
+
+
+def _one_axis(mesh: DeviceMesh | AbstractMesh, name: str, value: str) -> str:
+    """An option that names one axis of the mesh.
+
+    Raises: ValueError if the mesh does not have it, or if it names a flattened mesh of several axes.
+    """
+    axis = _checked(mesh, name, value)
+    if isinstance(axis, str):
+        return axis
+    raise ValueError(
+        f"shard_params: {name}={value!r} stands for {' and '.join(map(repr, axis))}, and replicas are made over one "
+        f"axis.\nMake a mesh in which these are one axis, or name one of them."
+    )
 
 
 @dataclass(frozen=True, repr=False)
