@@ -49,7 +49,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Partial:
-    """Each rank of `axis` holds one term; the value is the `op` of all terms (sum, mean, max, min, norm2...)."""
+    """Each rank of `axis` holds one term; the value is the `op` of all terms: sum, mean, max, min, norm2.0, ..."""
 
     axis: str
     op: str
@@ -127,8 +127,8 @@ class Provenance:
     regather: Literal["auto", "always"] | None = None
 
 
-# Where a plan moves an equation: "birth" moves it up to its last argument, "gather" moves the start of a gather up, and
-# "reduce" moves the wait for a reduction down.
+# Where an equation moves. "birth": up, right after its last argument. "gather": the start of a gather, up.
+# "reduce": the start of a reduction, to any place after its last argument, and the wait for it, down.
 Move = Literal["birth", "gather", "reduce"]
 
 

@@ -1,4 +1,4 @@
-"""How a leaf of the state is cut over a mesh. Only this module computes it.
+"""Layouts: how values and the leaves of a state are cut over a mesh. Only this module computes the parts.
 
 A value that is split over n ranks is cut as `torch.chunk` and DTensor's `Shard` cut it: rank r holds the rows
 [r*c, (r+1)*c) with c = ceil(rows / n), so the last parts may be short or empty. Inside a collective every part is

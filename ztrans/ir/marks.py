@@ -1,4 +1,4 @@
-"""Marks: equations of a trace that say what a value is, and that compute nothing on their own.
+"""Marks: equations that say what a value is, for the transform or the loop that gives them their meaning.
 
     g = gradient(g0, w)                   g0 is the gradient of w
     y = pmean(x, axis) | psum(x, axis)    zt.pmean and zt.psum in the user's step; the axis "*" stands for all axes
@@ -7,8 +7,8 @@
     w = keep(w0)                          w0 of the first micro-batch, which all others read too
 
 A transform that shards a program replaces the marks of the first two lines by reductions. The marks of the other lines
-make up a program that runs once for each micro-batch (see `micro_batches`). A mark that nothing replaces is the
-identity.
+make up a program that runs once for each micro-batch (see `micro_batches`). A mark of the first two lines that nothing
+replaces is the identity.
 """
 
 from __future__ import annotations

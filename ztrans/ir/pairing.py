@@ -22,7 +22,7 @@ class PairedStart:
     Attributes:
         start: the equation that starts it.
         index: the index of that equation in the program.
-        waits: the index of the wait for each member. A result of the user's own collective may have no wait.
+        waits: the indices of the waits for its members. A result of the user's own collective may have none.
         first_wait: the least of these, or the number of equations of the program if there is no wait.
     """
 

@@ -1,7 +1,8 @@
 """Print programs.
 
-`equation` is the complete text of an equation on a single line, which fingerprints and comparisons use. `program` is
-for people to read: every printed line has at most `WIDTH` columns, and long lists fold. A pass does not rename values,
+`equation` is an equation on a single line, which fingerprints and comparisons use. No list folds in it, but a large
+constant is a checksum, and overloads have no text. `program` is for people to read: every printed line has at most
+`WIDTH` columns, and long lists fold. A pass does not rename values,
 so two stages of a program print differently only where a pass changed the program.
 """
 
@@ -151,7 +152,7 @@ class Entry(NamedTuple):
     """A part of a printed program: an equation, an input, a heading.
 
     Attributes:
-        text: equal for two entries if and only if they mean the same.
+        text: the whole entry on one line, which `diff` compares.
         lines: the lines that print, in which lists may be folded.
         region: the region of the last heading; None before the first equation and after the last.
         eqn: the equation, if it is one.

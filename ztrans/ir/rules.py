@@ -32,7 +32,7 @@ class Rules:
         packs: a GPU may still copy its arguments into a send buffer while the next equations run.
         moves: it moves elements without computing, so a cast before it and a cast after it give the same result.
         over_all: its results belong to all micro-batches (see `marks`), so they do not differ between these.
-        lane: the name of its queue, which it shares with the other collectives of this kind on its mesh axis.
+        lane: the kind of its queue: each mesh axis has a queue for each kind (see `collectives.lane`).
     """
 
     starts: ClassVar[bool] = False

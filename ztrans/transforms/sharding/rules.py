@@ -10,8 +10,9 @@ Parameters, their gradients and the state of their optimizers are cut along one 
     lists         cut, unless they are joined along that dim          stack, cat
 
 Linear operations also run on terms. Everything else runs on whole values, and so does a product that sums over the cut
-dim. So an operation that this table does not know costs messages, but never gives wrong numbers. An operator of a user
-has the rule that was registered for it by `torch.distributed.tensor.experimental.register_sharding`.
+dim, unless its result is a single number. So an operation that this table does not know costs messages, but never gives
+wrong numbers. An operator of a user has the rule that was registered for it by
+`torch.distributed.tensor.experimental.register_sharding`.
 """
 
 from __future__ import annotations
