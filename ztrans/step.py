@@ -1,8 +1,8 @@
 """Step: a train step and the transforms applied to it.
 
-Decorating a step appends to its tuple of transforms; steps never nest. The first call with arguments of some type
-traces, lowers and compiles a program for them; every call runs it. `trace`, `lower` and `compiled` do one of these
-at a time (see `stages`).
+Decorating a step appends to its tuple of transforms; steps never nest. The first call with some signature traces,
+lowers and compiles a program for it, and all calls with that signature run it. `trace`, `lower` and `compiled` do so up
+to the stage that they name, and run nothing (see `stages`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ State = TypeVar("State")
 
 
 class ProgramCache:
-    """The programs of a step by their signatures, the one that ran last at the end."""
+    """The programs of a step by their signatures, the one that was added or found by its signature last at the end."""
 
     def __init__(self) -> None:
         self._programs: dict[Signature, Compiled] = {}
@@ -62,7 +62,7 @@ class ProgramCache:
         return len(self._programs)
 
     def values(self) -> list[Compiled]:
-        """The programs, the one that ran last at the end."""
+        """The programs, the one that was added or found by its signature last at the end."""
         return [*self._programs.values()]
 
     def function(self, fn: Callable) -> StepFunction:
@@ -74,7 +74,7 @@ class ProgramCache:
     def match(self, call: BoundCall, surroundings: Surroundings) -> tuple[Compiled, Inputs] | None:
         """The program whose last call is like this one, and the inputs of this call; None if no program matches.
 
-        The program that ran last is asked first.
+        The program that was added or found by its signature last is asked first.
         """
         for compiled in reversed(self._programs.values()):
             inputs = compiled.bound.match(call, surroundings)
@@ -92,9 +92,9 @@ class ProgramCache:
 
     def of_any_size(self, signature: Signature) -> Compiled | None:
         """A program for a signature that differs in the sizes of the batch alone."""
-        sizeless = signature.any_size()
+        sizeless = signature.without_sizes()
         for signature_of_program, compiled in self._programs.items():
-            if signature_of_program.any_size() == sizeless:
+            if signature_of_program.without_sizes() == sizeless:
                 return compiled
         return None
 
@@ -110,11 +110,11 @@ class ProgramCache:
 
     def remove_any_size(self, signature: Signature) -> None:
         """Forget the programs for a signature and for others that differ in the sizes of the batch alone."""
-        sizeless = signature.any_size()
-        self._programs = {k: v for k, v in self._programs.items() if k.any_size() != sizeless}
+        sizeless = signature.without_sizes()
+        self._programs = {k: v for k, v in self._programs.items() if k.without_sizes() != sizeless}
 
     def last_change(self) -> list[str]:
-        """How the signatures of the two newest programs differ, in words."""
+        """How the signatures of the last two programs differ, in words. The last one has just been added."""
         *_, before, newest = self._programs
         return before.changes(newest)
 
@@ -130,7 +130,8 @@ class Step(Generic[P, R]):
     """A train step `fn(state, *batch) -> (state, output)` and the transforms applied to it.
 
     Calling it runs one step on this rank's slice of the batch. The state is donated: it is updated in place. A step has
-    the name, docstring, signature and types of its function. Two steps are equal if their functions and transforms are.
+    the name, docstring, signature and types of its function. Two steps are equal if their functions, transforms and
+    plans are.
 
     A method of an object may be a step: `self.step = zt.chain(...)(self.train)`. Numbers, strings and bools that it
     reads from `self` are constants of the program, as in a closure. If one changes, the step is traced again. A tensor
@@ -214,7 +215,7 @@ class Step(Generic[P, R]):
     def lower(
         self, *args: Any, cluster: Cluster | None = None, plan: Plan | None = None, **kwargs: Any
     ) -> Lowered:
-        """`trace(state, *batch).lower(cluster=..., plan=...)`; the default plan comes from `planned`, if it fits.
+        """`trace(state, *batch).lower(cluster=..., plan=...)`; the default plan is that of `with_plan`, if it fits.
 
         Pass an argument of the step that is called `cluster` or `plan` by position.
         """

@@ -86,7 +86,7 @@ class BoundCall(NamedTuple):
 
     @staticmethod
     def of(function: StepFunction, args: tuple, kwargs: Mapping[str, Any]) -> BoundCall:
-        """The call `fn(*args, **kwargs)` of a step function. Calls that mean the same are equal.
+        """The call `fn(*args, **kwargs)` of a step function. An argument may be passed by position or by name.
 
         Raises: TypeError, as Python does, if the function does not take such arguments.
 

@@ -1,9 +1,10 @@
 """The regions of a step: every equation belongs to forward, backward or update.
 
 - backward: autograd ran the equation.
-- forward: autograd recorded the equation; or it precedes the last backward and depends on the batch; or forward and
-  backward read its result. In a step without a backward, the equations that depend on the batch are forward if their
-  results enter the state only through `pmean` or `psum`.
+- forward: autograd recorded the equation for a backward; or it precedes the last backward and depends on the batch; or
+  it precedes the last backward, forward or backward reads its result, and the update does not compute it. In a step
+  without a backward, the equations that depend on the batch are forward if their results enter the state only through
+  `pmean` or `psum`.
 - update: every other equation. The update works on values that are the same on all ranks.
 """
 
@@ -25,7 +26,7 @@ class Fact:
 
     backward: bool = False  # autograd ran it
     recorded: bool = False  # autograd recorded it, to run its derivative later
-    checkpoint: int | None = None  # the number of the selective checkpoint that it is in
+    checkpoint: int | None = None  # the number of the checkpoint that it is in
     dropped: bool = False  # that checkpoint does not store its results: backward recomputes them
 
 

@@ -1,4 +1,4 @@
-"""trace(fn, state, *batch): record a train step as a `Graph` of its forward, backward and update.
+"""trace: record a call of a train step as a `Program`, whose graph has its forward, backward and update.
 
 make_fx traces the step into an FX graph (see `fx_trace`), in which each node has the user's line and the facts for its
 region (see `annotate`). The graph is imported as functional equations (see `import_fx`). A step that changes the Python
