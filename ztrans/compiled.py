@@ -62,11 +62,11 @@ if TYPE_CHECKING:
     from .stages import Lowered, Traced
 
 
-class Runnable(NamedTuple):
+class LocalProgram(NamedTuple):
     """A program as it runs on this rank."""
 
     lowered: Lowered
-    run: Any  # a function from flat inputs to flat outputs; its attribute `program` is the FX program that it runs
+    function: Any  # from flat inputs to flat outputs; its attribute `program` is the FX program that it runs
     writes: Writes  # in which the function notes that it begins to write the state
     contract: Contract | None = None  # what the ranks of a mesh must do alike
 
@@ -75,15 +75,15 @@ class BoundProgram:
     """What a compiled program has on this rank, and what its runs change. The first run binds it.
 
     Attributes:
-        runnable: the program as it runs; None before the first run.
+        local_program: the program as it runs on this rank; None before the first run.
         guard: recognises the next call if it is like the last one.
-        runner: the identifier of the thread that runs the program, if it has no mesh.
+        thread: the identifier of the thread that runs the program, if it has no mesh.
     """
 
-    def __init__(self, runnable: Runnable | None = None) -> None:
-        self.runnable = runnable
+    def __init__(self, local_program: LocalProgram | None = None) -> None:
+        self.local_program = local_program
         self.guard: Guard | None = None
-        self.runner: dict[str, int] = {}
+        self.thread: dict[str, int] = {}
         self._output_tree: pytree.TreeSpec | None = None
 
     def match(self, call: BoundCall, surroundings: Surroundings) -> Inputs | None:
@@ -117,8 +117,8 @@ class Compiled(Printed):
     @property
     def graph(self) -> Graph:
         """The program that runs; before the first call, the lowered program."""
-        runnable = self.bound.runnable
-        return (runnable.lowered if runnable is not None else self.lowered).graph
+        local_program = self.bound.local_program
+        return (local_program.lowered if local_program is not None else self.lowered).graph
 
     def __repr__(self) -> str:
         return f"Compiled({self.graph!r}, backend={self.backend!r}{', cuda_graph=True' if self.cuda_graph else ''})"
@@ -173,7 +173,7 @@ class Compiled(Printed):
         program.check_fits(call)
         inputs = self._inputs(call)
         with self._step(inputs) as run:
-            self._runnable.writes.begin()
+            self._local_program.writes.begin()
             local = (
                 placed(self.lowered.graph, inputs.tensors) if self.cuda_graph else inputs.tensors
             )
@@ -197,9 +197,9 @@ class Compiled(Printed):
         Call it before the process group is destroyed, or to continue with another state. The next call then runs
         without a graph, and the one after it captures a new graph.
         """
-        runnable = self.bound.runnable
-        if runnable is not None and isinstance(runnable.run, Capture):
-            runnable.run.close()
+        local_program = self.bound.local_program
+        if local_program is not None and isinstance(local_program.function, Capture):
+            local_program.function.close()
 
     @ends_at_user
     def tune(self, *args: Any, steps: int = 3, **kwargs: Any) -> tuple[Compiled, Profile]:
@@ -211,11 +211,11 @@ class Compiled(Printed):
         Returns: The program with the faster plan, and the first recording.
         """
         before = self.profile(*args, steps=steps, **kwargs)
-        lowered = self._runnable.lowered.replan(before)
+        lowered = self._local_program.lowered.replan(before)
         replanned = dataclasses.replace(self, lowered=lowered, agreed=False, bound=BoundProgram())
         after = replanned.profile(*args, steps=steps, **kwargs)
         first, second = self._slowest([before.timeline.seconds, after.timeline.seconds])
-        faster = (replanned if second < first else self)._runnable
+        faster = (replanned if second < first else self)._local_program
         note = f"measured {format_seconds(second)} a step, where the plan before took {format_seconds(first)}"
         if second >= first:
             note = f"{note} and was kept"
@@ -235,11 +235,11 @@ class Compiled(Printed):
         return [max(of_all_ranks) for of_all_ranks in zip(*by_rank)]
 
     @property
-    def _runnable(self) -> Runnable:
+    def _local_program(self) -> LocalProgram:
         """The program as it runs. A run has bound it."""
-        if self.bound.runnable is None:
+        if self.bound.local_program is None:
             raise RuntimeError(f"{self.lowered.graph.name} has not run yet.")
-        return self.bound.runnable
+        return self.bound.local_program
 
     @contextlib.contextmanager
     def _step(self, inputs: Inputs) -> Iterator[Any]:
@@ -249,25 +249,26 @@ class Compiled(Printed):
         local = inputs.tensors
         state = inputs.leaves[: self.lowered.graph.num_state]
         check_whole(state, name)
-        runner = self.bound.runner if mesh is None else process_groups(mesh).runner
-        with one_thread(runner, name):
+        thread = self.bound.thread if mesh is None else process_groups(mesh).thread
+        with one_thread(thread, name):
             if mesh is not None:
                 check_launched(mesh, name)
-            runnable = self.bound.runnable or self._bind(local, state)
+            local_program = self.bound.local_program or self._bind(local, state)
             if mesh is not None:
-                self._agree(mesh, runnable, local, state)
-            self.bound.runnable = runnable  # so all ranks bind again if one of them could not
-            if isinstance(runnable.run, Capture):
-                runnable.run.check_inputs(local)
-            with watched(mesh, name, state), running(name, state, mesh, runnable.writes):
+                self._agree(mesh, local_program, local, state)
+            # Only now, so that all ranks bind again if one of them could not.
+            self.bound.local_program = local_program
+            if isinstance(local_program.function, Capture):
+                local_program.function.check_inputs(local)
+            with watched(mesh, name, state), running(name, state, mesh, local_program.writes):
                 if self.cuda_graph:
-                    runnable.writes.begin()
-                yield runnable.run
+                    local_program.writes.begin()
+                yield local_program.function
 
     def _agree(
         self,
         mesh: DeviceMesh,
-        runnable: Runnable,
+        local_program: LocalProgram,
         local: Sequence[torch.Tensor],
         state: Sequence[Any],
     ) -> None:
@@ -275,8 +276,9 @@ class Compiled(Printed):
 
         On GPUs the answer is read one step later, unless the step captures a graph, which takes long anyway.
         """
-        contract = runnable.contract
-        is_replay = isinstance(runnable.run, Capture) and runnable.run.is_captured
+        contract = local_program.contract
+        function = local_program.function
+        is_replay = isinstance(function, Capture) and function.is_captured
         if contract is None or is_replay:
             return
         explain = functools.partial(contract.explain, mesh)
@@ -295,9 +297,9 @@ class Compiled(Printed):
         The ranks have agreed on that order, so a single rank may have a batch of such sizes. A program with other
         collectives cannot follow the order: it gets a plan of its own, on which all ranks must agree.
         """
-        runnable = self.bound.runnable
-        leader = runnable.lowered if runnable is not None else self.lowered
-        agreed = runnable is not None
+        local_program = self.bound.local_program
+        leader = local_program.lowered if local_program is not None else self.lowered
+        agreed = local_program is not None
         try:
             lowered = traced.follow(leader)
         except PlanError:
@@ -324,16 +326,16 @@ class Compiled(Printed):
         return inputs
 
     @without_autocast()
-    def _bind(self, local: Sequence[torch.Tensor], state: Sequence[Any]) -> Runnable:
+    def _bind(self, local: Sequence[torch.Tensor], state: Sequence[Any]) -> LocalProgram:
         """Agree with the other ranks on a program, and make what runs it."""
         lowered = self.lowered if self.agreed else _agreed(self.lowered)
         writes = Writes()
         with ending_together(lowered.graph.name, state, self._mesh, writes):
-            return self._runnable_of(lowered, local, writes)
+            return self._local_program_of(lowered, local, writes)
 
-    def _runnable_of(
+    def _local_program_of(
         self, lowered: Lowered, local: Sequence[torch.Tensor], writes: Writes
-    ) -> Runnable:
+    ) -> LocalProgram:
         run: Any
         if (
             any(x.is_cuda and x.dtype == torch.float64 and not x.ndim for x in local)
@@ -364,7 +366,7 @@ class Compiled(Printed):
         if self._mesh is not None:
             process_groups(self._mesh).carry(lowered.graph)
             contract = Contract(lowered.graph, update_hash(lowered.hinted))
-        return Runnable(lowered, run, writes, contract)
+        return LocalProgram(lowered, run, writes, contract)
 
     def _executable(
         self, writes: Writes, graph: Graph, local: Sequence[torch.Tensor]

@@ -59,8 +59,8 @@ def check_fits(name: str, made_for: Signature, call: BoundCall, function: StepFu
 
     Raises: TypeError that says what differs.
     """
-    expected = made_for.any_layout()
-    present = Signature.of(call, function).any_layout()
+    expected = made_for.without_layout()
+    present = Signature.of(call, function).without_layout()
     if present != expected:
         raise misfit(name, expected.changes(present))
 
@@ -87,12 +87,12 @@ def shape_of(leaf: Any) -> tuple[int, ...]:
 
 
 def read_argument(x: Any) -> torch.Tensor:
-    """This rank's part of an argument, computed if the tensor is conjugated or negated lazily."""
+    """What this rank has of an argument that a step only reads, with its values: lazy conjugates are computed."""
     return local_part(x).resolve_conj().resolve_neg()
 
 
 def local_part(x: Any) -> torch.Tensor:
-    """This rank's part of an argument: of a DTensor its local tensor, a number as a tensor."""
+    """What this rank has of an argument: the local tensor of a DTensor, a tensor for a number; without gradients."""
     x = x.to_local() if isinstance(x, DTensor) else as_tensor(x)
     return x.detach() if x.requires_grad else x
 

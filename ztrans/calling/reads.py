@@ -455,7 +455,8 @@ def _contents(cell: types.CellType) -> Any:
 
 def _requires_grad(parameters: Mapping[str, nn.Parameter | None], name: str) -> bool | None:
     """Whether a parameter of a module requires a gradient; None if the module does not have it."""
-    return getattr(parameters.get(name), "requires_grad", None)
+    parameter = parameters.get(name)
+    return None if parameter is None else parameter.requires_grad
 
 
 def _function_in(value: Any) -> Any:

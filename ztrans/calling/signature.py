@@ -120,14 +120,14 @@ class Leaf(NamedTuple):
         placements = (x.device_mesh, x.placements) if isinstance(x, DTensor) else None
         return Leaf(Abstract.of(x, is_state), placements, True, x.requires_grad)
 
-    def any_size(self) -> Leaf:
+    def without_sizes(self) -> Leaf:
         """This leaf without the sizes of its dims."""
         if isinstance(self.value, Constant):
             return self
         sizes = (0,) * len(self.value.shape)
         return self._replace(value=self.value._replace(shape=sizes, stride=()))
 
-    def any_layout(self) -> Leaf:
+    def without_layout(self) -> Leaf:
         """This leaf without where and how it is stored: a program takes leaves that are stored in another way."""
         if isinstance(self.value, Constant):
             return self
@@ -232,15 +232,15 @@ class Signature:
         """The leaves of this signature that another one does not have, by their paths."""
         return [path for path in self.paths if path not in other.paths]
 
-    def any_size(self) -> Signature:
+    def without_sizes(self) -> Signature:
         """This signature without the sizes of the batch."""
         state = self.leaves[: self.num_state]
-        batch_leaves = tuple(leaf.any_size() for leaf in self.leaves[self.num_state :])
+        batch_leaves = tuple(leaf.without_sizes() for leaf in self.leaves[self.num_state :])
         return replace(self, leaves=(*state, *batch_leaves))
 
-    def any_layout(self) -> Signature:
+    def without_layout(self) -> Signature:
         """This signature without the layouts of its leaves."""
-        return replace(self, leaves=tuple(leaf.any_layout() for leaf in self.leaves))
+        return replace(self, leaves=tuple(leaf.without_layout() for leaf in self.leaves))
 
     def changes(self, later: Signature) -> list[str]:
         """The differences between this and a later signature in words, arguments first."""

@@ -153,15 +153,15 @@ def ending_together(
 
 
 @contextlib.contextmanager
-def one_thread(runner: dict[str, int], name: str) -> Iterator[None]:
-    """Let one thread run at a time. `runner` holds the identifier of the thread that runs.
+def one_thread(thread: dict[str, int], name: str) -> Iterator[None]:
+    """Let one thread run at a time. `thread` holds the identifier of the thread that runs.
 
     If a thread finds its own identifier there, an interrupt kept it from being removed, and the thread may run. A lock
     would stay locked.
 
     Raises: RuntimeError if another thread runs.
     """
-    if runner.setdefault("thread", threading.get_ident()) != threading.get_ident():
+    if thread.setdefault("thread", threading.get_ident()) != threading.get_ident():
         raise RuntimeError(
             f"{name}: another thread runs a step of this mesh. Their messages would be taken for each other's.\n"
             f"Run the steps of one mesh from one thread."
@@ -169,7 +169,7 @@ def one_thread(runner: dict[str, int], name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        runner.clear()
+        thread.clear()
 
 
 def lost(mesh: DeviceMesh, name: str, error: BaseException) -> LostRank:

@@ -187,7 +187,7 @@ class ProcessGroups:
     Attributes:
         ranks: the ranks of the mesh.
         is_alone: whether no other rank exists: a mesh of one, or one whose other ranks are fake.
-        runner: the thread that runs a step (see `failure.one_thread`).
+        thread: the thread that runs a step (see `failure.one_thread`).
         pending: a comparison whose answer has not been read yet (see `agreement`).
         symmetric: the symmetric memory of the mesh, if its devices have any.
         epoch: how often closed channels were reopened.
@@ -200,7 +200,7 @@ class ProcessGroups:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.ranks: tuple[int, ...] = tuple(mesh.mesh.flatten().tolist())
         self.is_alone = len(self.ranks) == 1 or dist.get_backend(mesh.get_group(0)) == "fake"
-        self.runner: dict[str, int] = {}
+        self.thread: dict[str, int] = {}
         self.pending: Any = None
         self.symmetric: SymmetricMemory | None = None
         self.epoch = 0

@@ -19,7 +19,7 @@ from tests.support.fake_cuda import FakeCuda
 from tests.support.programs import CASES
 from tests.support.worlds import batches
 from ztrans import ops
-from ztrans.compiled import Runnable
+from ztrans.compiled import LocalProgram
 from ztrans.ops import tables
 from ztrans.ops.tables import on_device
 from ztrans.runtime.agreement import Contract
@@ -68,7 +68,7 @@ def captured(fn, state, batch):
         return run(inputs)
 
     compiled = lowered.compile()
-    compiled.bound.runnable = Runnable(
+    compiled.bound.local_program = LocalProgram(
         lowered, Capture(counted, lowered.graph, cuda, "cpu"), Writes()
     )
     return compiled, cuda, calls
@@ -169,7 +169,7 @@ def test_another_state_is_refused_until_the_graph_is_closed():
 def test_a_failed_capture_says_why_and_leaves_the_state_unchanged():
     data = [(batch_of(k),) for k in range(2)]
     compiled, cuda, _ = captured(step, state_of(), data[0])
-    capture = compiled.bound.runnable.run
+    capture = compiled.bound.local_program.function
     inner = capture.run
 
     def reads(inputs):
@@ -192,7 +192,7 @@ def test_a_failed_capture_says_why_and_leaves_the_state_unchanged():
 @pytest.mark.slow
 def test_a_first_run_that_fails_is_repeated_and_the_caller_is_behind_what_it_launched():
     compiled, cuda, calls = captured(step, state_of(), (batch_of(0),))
-    capture = compiled.bound.runnable.run
+    capture = compiled.bound.local_program.function
     run = capture.run
 
     def failing(inputs):
@@ -280,7 +280,7 @@ def test_a_learning_rate_of_a_lifted_loop_is_read_at_every_call(monkeypatch):
         lambda *_: [names.index("x"), names.index(rate)],
     )
     compiled = lowered.compile()
-    compiled.bound.runnable = Runnable(
+    compiled.bound.local_program = LocalProgram(
         lowered, Capture(executable(graph, None), graph, cuda, "cpu"), Writes()
     )
     state_after, losses = run(optimizer, compiled, state)
@@ -310,7 +310,7 @@ def test_a_number_that_a_kernel_takes_by_value_stays_what_it_was():
     check_values(graph)
     compiled = lowered.compile()
     capture = Capture(executable(graph, None), graph, FakeCuda(), "cpu")
-    compiled.bound.runnable = Runnable(lowered, capture, Writes())
+    compiled.bound.local_program = LocalProgram(lowered, capture, Writes())
     state = zt.Step.of(function).shard(state)
     for rate in (0.1, 0.2, 0.3):
         optimizer.param_groups[0]["lr"] = rate
@@ -457,7 +457,9 @@ def test_ranks_compare_the_run_and_the_capture_and_no_replay(monkeypatch):
     lowered = sharded.lower(state, *data[0])
     capture = Capture(executable(lowered.graph, mesh), lowered.graph, FakeCuda(), "cpu")
     compiled = lowered.compile()
-    compiled.bound.runnable = Runnable(lowered, capture, Writes(), Contract(lowered.graph, ""))
+    compiled.bound.local_program = LocalProgram(
+        lowered, capture, Writes(), Contract(lowered.graph, "")
+    )
     trained(compiled, state, data)
     assert len(compared) == 2
     assert capture.captured.replays == 4
@@ -479,7 +481,9 @@ def test_a_graph_is_captured_again_after_a_step_has_failed(monkeypatch):
     run = executable(lowered.graph, mesh)
     capture = Capture(run, lowered.graph, cuda, "cpu", failures=lambda: failures[0])
     compiled = lowered.compile()
-    compiled.bound.runnable = Runnable(lowered, capture, Writes(), Contract(lowered.graph, ""))
+    compiled.bound.local_program = LocalProgram(
+        lowered, capture, Writes(), Contract(lowered.graph, "")
+    )
     trained(compiled, state, data[:3])
     failures[0] = 1
     trained(compiled, state, data[3:])

@@ -108,7 +108,7 @@ def test_random_draws_are_equal_and_the_state_is_updated_in_place():
     homes = [x.data_ptr() for x in mine.values()]
     held, before = compiled(mine, *data[0])[1][1], mine["m"].clone()
     assert [x.data_ptr() for x in mine.values()] == homes
-    program = compiled.bound.runnable.run.program
+    program = compiled.bound.local_program.function.program
     kernels = [node.target for node in program.graph.nodes if isinstance(node.target, KernelCall)]
     written = [k for kernel in kernels for k in kernel.written if k is not None]
     assert len(written) == 2, "kernels overwrite w and v, but not m, which is an output"
@@ -154,7 +154,8 @@ def two_layers():
 
 def test_equal_layers_are_compiled_once(two_layers):
     few, more = (
-        [*compiled.bound.runnable.run.kernels] for _, compiled, *_ in (two_layers, deep(4))
+        [*compiled.bound.local_program.function.kernels]
+        for _, compiled, *_ in (two_layers, deep(4))
     )
     assert few == more
 
@@ -165,7 +166,7 @@ def test_the_program_that_runs_is_printed_and_profiled(two_layers):
     assert sum(e.seconds for e in measured.timeline.events) == pytest.approx(
         measured.timeline.seconds, rel=0.2
     )
-    run = compiled.bound.runnable.lowered.graph
+    run = compiled.bound.local_program.lowered.graph
     assert set(run.eqns) == set(lowered.graph.eqns) and str(run) == compiled.as_text() != str(
         lowered
     )
@@ -250,7 +251,7 @@ def test_an_argument_is_donated_if_nothing_else_reads_its_memory(function, donat
         pytree.tree_leaves(compiled(torch.ones(1), a)[1]), pytree.tree_leaves(function(a))
     ):
         torch.testing.assert_close(x, y)
-    first = next(iter(compiled.bound.runnable.run.kernels))
+    first = next(iter(compiled.bound.local_program.function.kernels))
     _, _, donated, _ = first
     assert donated == ((0,) if donates else ())
 
