@@ -297,13 +297,13 @@ def no_nested(name: str, why: str, source: Source | None) -> TraceError:
     )
 
 
-def other_results(containers: Sequence[Any], source: Source | None) -> TraceError:
-    """The branches of a cond return different containers, or dicts whose keys are in another order."""
+def other_containers(clause: str, containers: Sequence[Any], source: Source | None) -> TraceError:
+    """Functions of cond or scan return different containers, or dicts whose keys are in another order."""
     texts = [" ".join(str(container).split()) for container in containers]
     return TraceError(
-        f"trace: the branches of cond return different containers: {' and '.join(texts)}.\n"
+        f"trace: {clause} different containers: {' and '.join(texts)}.\n"
         f"  at {where(source)}\n"
-        f"Return the same container from both, with the same keys in the same order."
+        f"Return the same container each time, with the same keys in the same order."
     )
 
 

@@ -12,6 +12,7 @@ Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from ..calling.global_state import patched
 from ..ir.relations import tensors_in
 from ..ir.source import user_source
 from .annotate import Origin, noting
-from .errors import other_results
+from .errors import other_containers
 from .regions import Fact
 
 hops = torch.ops.higher_order
@@ -74,9 +75,7 @@ def _call_cond(
     leaves, tree = pytree.tree_flatten(tuple(operands))
     branches = [_Flat(branch, tree) for branch in (if_true, if_false)]
     free = _tensors_read_by(branches, leaves)
-    trees = [branch.tree for branch in branches]
-    if None not in trees and trees[0] != trees[1]:
-        raise other_results(trees, user_source())
+    _check_same("the branches of cond return", [branch.tree for branch in branches])
     functions = [_close(branch, free) for branch in branches]
     results = op(*visit((pred, *functions, (*leaves, *free))))
     return pytree.tree_unflatten(results, branches[0].tree)
@@ -91,8 +90,13 @@ def _call_scan(
     more: Sequence = (),
     **_: Any,
 ) -> Any:
-    free = _tensors_read_by([combine], (*init, *(x[0] for x in xs), *more))
-    return op(*visit((_close(combine, free), init, xs, (*more, *free))))
+    turn = _Flat(combine, pytree.tree_structure((*init, *xs, *more)))
+    free = _tensors_read_by([turn], (*init, *(x[0] for x in xs), *more))
+    if isinstance(combine, functools.partial) and turn.tree is not None:
+        start = combine.keywords["spec_init"]
+        _check_same("the carry of scan begins and returns as", [start, turn.tree.children()[0]])
+    results = op(*visit((_close(turn, free), init, xs, (*more, *free))))
+    return pytree.tree_unflatten(results, turn.tree)
 
 
 def _call_attention(
@@ -127,8 +131,15 @@ _CLOSED_CALLS: Mapping[HigherOrderOperator, Callable] = {
 }
 
 
+def _check_same(clause: str, containers: Sequence[pytree.TreeSpec | None]) -> None:
+    """Raises: TraceError for two containers that differ. One of a function that has failed is None."""
+    first, second = containers
+    if None not in containers and first != second:
+        raise other_containers(clause, containers, user_source())
+
+
 class _Flat:
-    """A branch between flat lists. After a call, `tree` is the structure of its results; before, it is None."""
+    """A function between flat lists. After a call, `tree` is the structure of its results; before, it is None."""
 
     def __init__(self, function: Callable, operands: pytree.TreeSpec) -> None:
         self.function = function
