@@ -59,12 +59,17 @@ class Symmetric:
 
 
 def check(error: torch.Tensor, rank: int) -> None:
-    """Raise if `error` is set."""
+    """Raise if `error` is set. The host of a rank interrupts its kernels by its own number."""
     late = int(error)
     if late:
+        cause = "was told to wait no longer, because another rank has failed or does not come"
+        if late - 1 != rank:
+            cause = (
+                f"waited in vain for rank {late - 1}: it has died, is far behind, or runs other "
+                f"collectives"
+            )
         raise RuntimeError(
-            f"rank {rank} waited in vain for rank {late - 1}: it has died, is far behind, or runs other collectives. "
-            "The symmetric memory is in no known state; make a new one."
+            f"rank {rank} {cause}. The symmetric memory is in no known state; make a new one."
         )
 
 

@@ -186,6 +186,7 @@ class Compiled(Printed):
                     inputs = micro.before_last(inputs)
                 if mesh is not None:
                     everywhere(None, mesh)
+                    process_groups(mesh).in_flight.renew()
                 return inputs
 
             measured = profile(graph, run.program, local, steps, prepared)

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ztrans as zt
+from tests.support.programs import CASES
 from ztrans.runtime import watch
 from ztrans.runtime.failure import (
     Writes,
@@ -26,7 +27,7 @@ from ztrans.runtime.failure import (
     leave_note,
     running,
 )
-from ztrans.runtime.in_flight import StepInFlight
+from ztrans.runtime.in_flight import InFlight, StepInFlight
 from ztrans.runtime.process_groups import Channel, LostRank, process_groups
 from ztrans.runtime.watch import Watch, watched
 
@@ -310,6 +311,30 @@ def test_a_group_is_aborted_once_if_two_threads_interrupt_it(mesh, monkeypatch):
     groups.interrupt()
     thread.join()
     assert aborted == [mesh.get_group(0)]
+
+
+def test_each_step_of_a_profile_has_the_whole_time(mesh, monkeypatch):
+    groups = process_groups(mesh)
+    looking = Watch()
+    in_flight(mesh)
+    looking.look(groups, 100.0)
+    groups.in_flight.renew()  # the first step of the profile has ended
+    looking.look(groups, 108.0)
+    looking.look(groups, 116.9)
+    assert not groups.in_flight.given_up
+    looking.look(groups, 117.1)
+    assert groups.in_flight.given_up == "step 3 of train has not ended for 9 s"
+
+
+def test_a_profile_says_that_a_step_of_it_has_ended(monkeypatch):
+    steps = []
+    case = CASES["mlp_momentum"]
+    step = zt.shard_params(zt.make_mesh("cpu", dp=-1))(case.step)
+    state = step.shard(case.state())
+    batch = case.batch(4)
+    monkeypatch.setattr(InFlight, "renew", lambda self: steps.append(self))
+    step.lower(state, *batch).compile().profile(state, *batch, steps=3)
+    assert len(steps) == 3
 
 
 def test_an_error_is_that_of_the_step_although_no_thread_can_write_a_note(mesh, monkeypatch):

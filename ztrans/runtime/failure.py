@@ -182,7 +182,7 @@ def lost(mesh: DeviceMesh, name: str, error: BaseException) -> LostRank:
 
 
 def _lost(groups: ProcessGroups, name: str, error: BaseException) -> LostRank:
-    cut_off = groups.in_flight.take()
+    cut_off = groups.in_flight.reset()
     _leave(groups, "")
     notes = _notes(groups)
     silent = [rank for rank in groups.ranks if rank not in notes and rank != dist.get_rank()]
@@ -199,7 +199,7 @@ def _broken(groups: ProcessGroups, name: str) -> RuntimeError:
     """The error of a rank whose device has failed. The other ranks learn why."""
     said = groups.in_flight.device_error
     cause = f"the device of rank {dist.get_rank()} has failed: {said}"
-    for step in groups.in_flight.take():
+    for step in groups.in_flight.reset():
         _mark(step.leaves, cause)
     _leave(groups, f"failed in {name} with {said}")
     return RuntimeError(
@@ -254,7 +254,7 @@ def _is_of_another_rank(error: BaseException, groups: ProcessGroups) -> bool:
 def _fail(groups: ProcessGroups, name: str, error: BaseException) -> None:
     """Leave the other ranks because this one has failed. The steps before may end first."""
     _end_steps(groups)
-    for step in groups.in_flight.take():
+    for step in groups.in_flight.reset():
         _mark(
             step.leaves, f"{name} failed with {type(error).__name__} before {step.name} had ended"
         )

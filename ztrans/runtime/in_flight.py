@@ -24,7 +24,10 @@ class Event(Protocol):
 
 
 class End:
-    """The end of a step on a GPU: the event behind its work. While the host launches the step there is none."""
+    """The end of a step on a GPU: the event behind its work. While the host launches the step there is none.
+
+    `torch.Event.query` keeps Python's lock. If the driver does not answer, no other thread of the process goes on.
+    """
 
     def __init__(self) -> None:
         self.event: Event | None = None
@@ -64,26 +67,13 @@ class InFlight:
     def oldest(self) -> StepInFlight | None:
         """The first step that is not known to have ended well."""
         with self._lock:
-            self.error()
+            self._forget_ended()
             return self._steps[0] if self._steps else None
 
     def error(self) -> str:
-        """Forget the steps that have ended well. Returns why the others will not, or an empty text."""
+        """Why the steps in flight will not end well, or an empty text."""
         with self._lock:
-            ended = 0
-            try:
-                while ended < len(self._steps) and self._steps[ended].end.query():
-                    ended += 1
-            except RuntimeError as error_of_device:
-                if not self.given_up:
-                    self.device_error = str(error_of_device).partition("\n")[0]
-                return self.given_up or self.device_error
-            # An error that is found now may be of a step whose event is done. So the order of the looks counts.
-            error = self.given_up or (self.find_error() if self._steps else "")
-            if not error:
-                for _ in range(ended):
-                    self._steps.popleft()
-            return error
+            return self._forget_ended()
 
     def give_up(self, step: StepInFlight, cause: str, leave: Callable[[], None]) -> None:
         """Wait for the other ranks no longer, and `leave` them, unless this step is not the oldest one any more.
@@ -94,6 +84,12 @@ class InFlight:
             if self._steps and self._steps[0] is step and not self.given_up:
                 self.given_up = cause
                 leave()
+
+    def renew(self) -> None:
+        """Watch the step that the host is launching as a new one: a profile runs it again."""
+        with self._lock:
+            if self._steps:
+                self._steps.append(self._steps.pop()._replace())
 
     def wait(self, seconds: float) -> str:
         """Let all steps end, for at most so many seconds. Returns why they did not end well, or an empty text."""
@@ -109,11 +105,28 @@ class InFlight:
             if isinstance(end, End) and end.event is None:
                 self._steps.pop()
 
-    def take(self) -> list[StepInFlight]:
-        """Remove and return the steps that have not ended well. This rank then waits for the others again."""
+    def reset(self) -> list[StepInFlight]:
+        """Forget all steps, and that this rank has given up. Returns the steps that have not ended well."""
         with self._lock:
-            self.error()
+            self._forget_ended()
             steps = list(self._steps)
             self._steps.clear()
             self.given_up = ""
             return steps
+
+    def _forget_ended(self) -> str:
+        """Forget the steps that have ended well. Returns why the others will not, or an empty text."""
+        ended = 0
+        try:
+            while ended < len(self._steps) and self._steps[ended].end.query():
+                ended += 1
+        except RuntimeError as error_of_device:
+            if not self.given_up:
+                self.device_error = str(error_of_device).partition("\n")[0]
+            return self.given_up or self.device_error
+        # An error that is found now may be of a step whose event is done. So the order of the looks counts.
+        error = self.given_up or (self.find_error() if self._steps else "")
+        if not error:
+            for _ in range(ended):
+                self._steps.popleft()
+        return error

@@ -169,7 +169,7 @@ class Channel:
         self.tags = itertools.cycle(range(1 << 20))
 
     def close(self) -> None:
-        """End the group, and with it the connections to the other ranks. A group over NCCL is aborted by its owner."""
+        """End the group, and with it the connections to the other ranks. `interrupt` ends a group over NCCL."""
         for future in list(self.futures):
             future.drop()  # a message in progress would keep its connection open
         self.first_levels.clear()

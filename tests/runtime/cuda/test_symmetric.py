@@ -252,6 +252,17 @@ def test_a_channel_that_is_opened_again_gets_new_memory(mesh):
     buffer.check()
 
 
+def test_an_interrupted_kernel_has_not_waited_for_its_own_rank(mesh):
+    memory = Fast(Local())
+    channel = channel_of(mesh.get_group())
+    memory.reserve([(channel, KIND)], alike)
+    memory.interrupt()
+    assert memory.error() == (
+        "rank 0 was told to wait no longer, because another rank has failed or does not come. "
+        "The symmetric memory is in no known state; make a new one."
+    )
+
+
 def test_a_step_without_its_memory_is_an_error_until_there_is_room(mesh):
     memory = Fast(Local())
     channel = channel_of(mesh.get_group())
