@@ -65,9 +65,10 @@ def lane_count(graph: Graph) -> int:
 def reserve_messages(
     mesh: DeviceMesh, messages: Iterable[tuple[Channel, Eqn, Sizes, int]], streams: Streams
 ) -> None:
-    """Do the same for collective equations.
+    """Decide what carries the messages of collective equations, and allocate the symmetric memory they need.
 
-    Each has its channel, the sizes of the axes, and how many lanes are under way at the same time.
+    All ranks of the mesh must call this together. Each equation has its channel, the sizes of the axes, and how many
+    lanes are under way at the same time.
     """
     if streams.symmetric is None:
         return

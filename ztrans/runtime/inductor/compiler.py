@@ -116,7 +116,7 @@ def _of_primitive(
 def _run_fake(
     eqn: Eqn, layouts: Mapping[Var, Strided], by_structure: dict[Hashable, list[Strided | None]]
 ) -> list[Strided | None]:
-    """Run an equation on fake tensors, unless one of its kind is `known`."""
+    """Run an equation on fake tensors, unless one of the same structure has run."""
     if is_fused_update(eqn):  # fake tensors would compute these for real
         overwritten = updated(eqn, in_place(eqn.op))
         if overwritten:

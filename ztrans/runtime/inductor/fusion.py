@@ -190,7 +190,7 @@ class _Items:
     def new_item(
         self, eqn: Eqn, neighbour: _Item | None = None, fusible: bool | None = None
     ) -> _Item:
-        """A new item for an equation, at the end, or next to `after`."""
+        """A new item for an equation, at the end, or next to `neighbour`."""
         count = len(self.items)
         position = neighbour.position[0] if neighbour is not None else count
         item = _Item((position, count), _is_fusible(eqn) if fusible is None else fusible)
