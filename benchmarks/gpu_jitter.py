@@ -11,13 +11,10 @@ import contextlib
 import gc
 import random
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from gpu_nccl import CONFIG, differing
-from gpu_rounds import Child
 from gpu_step import Config, Ours, Task
 from torch.utils import _pytree as pytree
 
@@ -28,7 +25,6 @@ SEEDS = 20
 CAPTURES = 4  # with other pauses each
 CONTROL_SEEDS = 5
 STEPS = 3
-LIMIT = 120
 MOST_CYCLES = 600_000  # of a pause: 0.3 ms at 2 GHz
 PAUSES = random.Random(0)
 
@@ -40,27 +36,15 @@ def jitter(
     it is written, and a double of NCCL that writes on the lane. The state after 3 steps is compared with that without
     pauses, for 20 seeds. Then four wrong programs, which leave out one wait each: their bits must differ.
     """
-    child = Child(_compared, Task(config, device))
-    lines = []
-    try:
-        while line := child.answer(min(LIMIT, left())):
-            lines.append(line)
-            yield lines
-    finally:
-        child.end()
-
-
-def _compared(pipe: Connection, task: Task) -> None:
-    torch.cuda.set_device(task.device)
+    torch.cuda.set_device(device)
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
-    StreamedStart._call = poisoned
-    for line in results(task):
-        pipe.send(line)
-    gc.collect()
-    dist.destroy_process_group()
-    pipe.send(None)
+    lines = []
+    with replaced(StreamedStart, _call=poisoned):
+        for line in results(Task(config, device)):
+            lines.append(line)
+            yield lines
 
 
 def sanitizer(
@@ -69,39 +53,28 @@ def sanitizer(
     """PyTorch's CUDA stream sanitizer follows every kernel, event and wait of a step of stage 3, with the double of
     NCCL. It must find nothing in two steps, and something in each program that leaves out a wait.
     """
-    child = Child(_sanitized, Task(config, device))
-    lines = []
-    try:
-        while line := child.answer(min(LIMIT, left())):
-            lines.append(line)
-            yield lines
-    finally:
-        child.end()
-
-
-def _sanitized(pipe: Connection, task: Task) -> None:
     # The import registers callbacks for streams, events and allocations, so it comes first.
     from torch.cuda._sanitizer import CUDASanitizerErrors, cuda_sanitizer
 
-    torch.cuda.set_device(task.device)
-    StreamedStart._call = poisoned
-    step = Ours(task, "eager", collectives=True)
-    step()
+    torch.cuda.set_device(device)
     subjects = {"as it is": contextlib.nullcontext, **CONTROLS}
     del subjects["frees packed members early"]  # the sanitizer does not see that memory is reused
-    for name, wrong in subjects.items():
-        torch.cuda.synchronize()
-        found = "nothing"
-        try:
-            with wrong(), cuda_sanitizer.dispatch:
-                for _ in range(2):
-                    step()
-        except CUDASanitizerErrors as errors:
-            found = f"{len(errors.errors)} races"
-        is_right = (found == "nothing") == (name == "as it is")
-        pipe.send({"what": name, "result" if is_right else "failed": f"finds {found}"})
-    dist.destroy_process_group()
-    pipe.send(None)
+    lines = []
+    with replaced(StreamedStart, _call=poisoned):
+        step = Ours(Task(config, device), "eager", collectives=True)
+        step()
+        for name, wrong in subjects.items():
+            torch.cuda.synchronize()
+            found = "nothing"
+            try:
+                with wrong(), cuda_sanitizer.dispatch:
+                    for _ in range(2):
+                        step()
+            except CUDASanitizerErrors as errors:
+                found = f"{len(errors.errors)} races"
+            is_right = (found == "nothing") == (name == "as it is")
+            lines.append({"what": name, "result" if is_right else "failed": f"finds {found}"})
+            yield lines
 
 
 def results(task: Task) -> Iterator[dict]:

@@ -1,8 +1,8 @@
 """In flight: the steps that a GPU runs or is told to run, and that have not been seen to end.
 
-The call of a step returns before a GPU has run it. If another rank fails meanwhile, kernels of this rank leave with
-results that nobody may use, and no error is raised. So every step records an event behind its work. A step has ended
-well if its event is done, and no error is found after that. The states of all other steps are marked when one is.
+The call of a step returns before a GPU has run it. If another rank fails meanwhile, kernels of this rank stop
+with results that nobody may use, and no error is raised. So every step records an event after its work. A step has
+ended well if its event is done, and no error is found after that. The states of all other steps are marked when one is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Event(Protocol):
 
 
 class End:
-    """The end of a step on a GPU: the event behind its work. While the host launches the step there is none.
+    """The end of a step on a GPU: the event after its work. While the host launches the step there is none.
 
     `torch.Event.query` keeps Python's lock. If the driver does not answer, no other thread of the process goes on.
     """
@@ -76,7 +76,7 @@ class InFlight:
             return self._forget_ended()
 
     def give_up(self, step: StepInFlight, cause: str, leave: Callable[[], None]) -> None:
-        """Wait for the other ranks no longer, and `leave` them, unless this step is not the oldest one any more.
+        """Wait for the other ranks no longer, and `leave` them, if this step is still the oldest one.
 
         Other threads see the cause when this has been done: what they open next must not be left.
         """

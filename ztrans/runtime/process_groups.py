@@ -283,7 +283,7 @@ class ProcessGroups:
             self.carries_users = True
 
     def interrupt(self) -> None:
-        """Let kernels leave that wait for messages of other ranks. Another thread may be in a step.
+        """Stop kernels that wait for messages of other ranks. Another thread may be in a step.
 
         If steps send messages of the user's own, this ends the mesh's groups too, and the mesh is lost.
         """

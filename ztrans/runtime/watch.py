@@ -8,9 +8,9 @@ thread looks whether
 - the step has not ended within nine tenths of the time-out of the process group. After the whole time-out torch would
   end the process.
 
-This rank then gives up: it leaves a note itself, and lets its kernels leave, also those of a captured graph. So the
-host goes on. What these kernels have returned is never used: the next call marks the states of all steps in flight, and
-raises LostRank.
+This rank then gives up: it leaves a note itself, and stops its kernels that wait, also those of a captured graph. So
+the host goes on. No later step starts from what these kernels have returned: the next call marks the states of all
+steps in flight, and raises LostRank. A loss that the host reads before that may be wrong.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Watch:
 
 
 def _give_up(groups: ProcessGroups, step: StepInFlight) -> None:
-    """Tell the other ranks of a mesh that this one waits for them no longer, and let its kernels leave.
+    """Tell the other ranks of a mesh that this one waits for them no longer, and stop its kernels that wait.
 
     If the device of this rank has failed, the note says so. It is empty if another rank has failed.
     """

@@ -119,25 +119,18 @@ def trace(
     refuse_inside(f"trace: {name}", call)
     part = call.micro_batch(function, micro) if micro > 1 else call
     leaves = _leaves_of(part, function, axes)
+    step = _FlatStep(fn, name, part, leaves)
     state = [leaf for leaf in leaves if leaf.is_state]
-    inputs = [leaf for leaf in leaves if isinstance(leaf.abstract, Abstract)]
+    inputs = step.inputs
     abstract = [leaf.abstract for leaf in inputs]
     variables = tuple(Var(leaf.name, x.dtype, x.shape) for leaf, x in zip(inputs, abstract))
     batch = frozenset(v for v, leaf in zip(variables, inputs) if leaf.in_batch)
-    tree = pytree.tree_structure(part.tree())
-
-    def make_inputs() -> list[torch.Tensor]:
-        otherwise = device or _device_of(abstract)
-        return [leaf.empty(otherwise) for leaf in inputs]
-
-    def call_fn(tensors: Sequence[torch.Tensor]) -> Any:
-        arguments = pytree.tree_unflatten(_seen_by_step(leaves, tensors), tree)
-        result = part.of_tree(arguments).run(fn)
-        _check_result(name, result, part.state)
-        return _local_results(state, *result)
+    device = device or _device_of(abstract)
 
     def record_program() -> Program:
-        traced = trace_by_make_fx(call_fn, make_inputs, [leaf.name for leaf in inputs], name)
+        traced = trace_by_make_fx(
+            step, lambda: step.empty_inputs(device), [leaf.name for leaf in inputs], name
+        )
         # The FX graph has the casts of the caller's autocast. The importer runs operations on meta tensors, to find
         # their types, and these must not be cast again.
         with without_autocast():
@@ -178,6 +171,32 @@ class _Leaf(NamedTuple):
     def empty(self, otherwise: str) -> torch.Tensor:
         """An uninitialised tensor for an input. That of a meta leaf is on the device `otherwise`."""
         return self.abstract.empty(otherwise, getattr(self.value, "requires_grad", False))
+
+
+@dataclass(frozen=True)
+class _FlatStep:
+    """A step as a function of flat tensors, one for each input of the program. make_fx traces it."""
+
+    fn: Callable
+    name: str
+    call: BoundCall
+    leaves: Sequence[_Leaf]
+
+    @property
+    def inputs(self) -> list[_Leaf]:
+        """The leaves that are inputs of the program. The others are constants."""
+        return [leaf for leaf in self.leaves if isinstance(leaf.abstract, Abstract)]
+
+    def empty_inputs(self, device: str) -> list[torch.Tensor]:
+        """A new tensor for each input. Those of meta leaves are on this device."""
+        return [leaf.empty(device) for leaf in self.inputs]
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
+        tree = pytree.tree_structure(self.call.tree())
+        arguments = pytree.tree_unflatten(_seen_by_step(self.leaves, tensors), tree)
+        result = self.call.of_tree(arguments).run(self.fn)
+        _check_result(self.name, result, self.call.state)
+        return _local_results([leaf for leaf in self.leaves if leaf.is_state], *result)
 
 
 def _leaves_of(

@@ -18,7 +18,7 @@ _PATIENCE = 5.0  # seconds
 
 
 def abort(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Abort the NCCL communicators of these groups. Their kernels leave, also those that a CUDA graph has launched.
+    """Abort the NCCL communicators of these groups. Their kernels stop, also those that a CUDA graph has launched.
 
     An abort tells the kernels to stop, then frees memory of the device, and for that waits for all of its kernels. Of
     two communicators that are aborted one after the other, the first would wait for a kernel of the second

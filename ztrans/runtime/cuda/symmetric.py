@@ -250,7 +250,7 @@ class SymmetricMemory:
         return ""
 
     def interrupt(self) -> None:
-        """Let the kernels leave that wait for other ranks; the thread that calls this may be another one."""
+        """Stop the kernels that wait for other ranks. A thread other than that of the steps may call this."""
         for buffer in self.buffers:
             buffer.interrupt()
 
