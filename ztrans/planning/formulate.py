@@ -89,12 +89,14 @@ def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[UpdateGroup
 def _gathers(s: Skeleton) -> tuple[Gather, ...]:
     axes = s.graph.axes
     end = len(s.ops) - 1
+    makers = producers(s.graph.eqns)
     latest: dict[tuple, int] = {}
     gathers: list[Gather] = []
     for i, collective in enumerate(s.gathers):
         start = collective.start
         use = min(s.use[i], end)
-        release = _release(s, start, use)
+        sources = [makers[v] for v in start.ins if v in makers]
+        release = _release(s, sources, use)
         identity = (start.ins[0], collective.value.dtype, bucket_key(start))
         regather = start.provenance.regather if start.provenance else None
         repeats = latest.get(identity) if regather == "auto" else None
@@ -119,10 +121,8 @@ def _gathers(s: Skeleton) -> tuple[Gather, ...]:
     return tuple(gathers)
 
 
-def _release(s: Skeleton, start: Eqn, use: int) -> int:
-    """The place from which on what a gather sends exists: an operation's result, or that of another collective."""
-    makers = producers(s.graph.eqns)
-    sources = [makers[v] for v in start.ins if v in makers]
+def _release(s: Skeleton, sources: Sequence[Eqn], use: int) -> int:
+    """The place from which on the results of `sources` exist, which a gather sends: operations or collectives."""
     return max((s.places[e] + 1 if e in s.places else use for e in sources), default=0)
 
 

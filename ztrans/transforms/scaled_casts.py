@@ -12,6 +12,7 @@ maximum of the whole value is the maximum of those of all shards.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Hashable, Iterable, Mapping
 from typing import NamedTuple
@@ -315,7 +316,7 @@ class OnShards:
         if not wide and len(casts) <= 1:
             is_plain = bool(values) and all(self.gathered[v].is_plain for v in values)
             return "" if is_plain else None
-        dtype = self._narrow_dtype(start)
+        dtype = self._narrow_dtypes.get(start)
         if dtype is None:
             return ""
         uses = f"it is used in {len(casts)} ways, {' and '.join(map(str, casts))}"
@@ -337,16 +338,31 @@ class OnShards:
             f"{op_name(reader.op)} ({where(reader.source)}) reads it in {DTYPES.get(dtype, dtype)}"
         )
 
-    def _narrow_dtype(self, start: Eqn) -> torch.dtype | None:
-        """The float dtype of eight bits to which a gathered value is cast, scaled in any way, or None."""
-        scaled = {v for v, value in self.gathered.items() if value.start is start}
+    @functools.cached_property
+    def _narrow_dtypes(self) -> dict[Eqn, torch.dtype]:
+        """For each gather whose value is cast to a float of eight bits, scaled in any way, that dtype."""
+        dtypes: dict[Eqn, torch.dtype] = {}
+        starts_of: dict[Var, set[Eqn]] = {}  # the gathers whose scaled values these are
+        for v, value in self.gathered.items():
+            starts_of.setdefault(v, set()).add(value.start)
         for e in self.graph.eqns:
-            if any(v in scaled and v.numel == e.out.numel for v in e.ins):
-                if e.op is CAST and e.out.dtype in _EIGHT_BITS:
-                    return e.out.dtype
-                if e.op is CAST or op_facts(e.op).pointwise or _is_bijection(e):
-                    scaled.add(e.out)
-        return None
+            starts = _same_size(e, starts_of)
+            if not starts:
+                continue
+            if e.op is CAST and e.out.dtype in _EIGHT_BITS:
+                dtypes = dict.fromkeys(starts, e.out.dtype) | dtypes  # the first cast counts
+            if e.op is CAST or op_facts(e.op).pointwise or _is_bijection(e):
+                starts_of.setdefault(e.out, set()).update(starts)
+        return dtypes
+
+
+def _same_size(e: Eqn, starts_of: Mapping[Var, set[Eqn]]) -> set[Eqn]:
+    """The gathers whose scaled values an equation reads, if its result has as many elements."""
+    starts: set[Eqn] = set()
+    for v in e.ins:
+        if v in starts_of and v.numel == e.out.numel:
+            starts |= starts_of[v]
+    return starts
 
 
 # ---- the new program
