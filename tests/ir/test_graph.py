@@ -211,7 +211,32 @@ def test_views_casts_and_random_draws_are_recognised():
     cast = zt.ir.Eqn(aten._to_copy.default, (X,), (OUT,), {"dtype": torch.bfloat16})
     assert is_view(view) and not is_view(cast) and is_view_or_cast(cast) and is_view_or_cast(view)
     assert not is_view(zt.ir.Eqn(aten.add_.Tensor, (X, X), (OUT,))) and not is_view_or_cast(USE)
-    assert not is_view(START) and is_random(aten.bernoulli.p) and not is_random(aten.add.Tensor)
+    assert not is_view(START) and not is_random(USE)
+    assert is_random(zt.ir.Eqn(aten.bernoulli.p, (X, 0.5), (OUT,)))
+
+
+FLASH = aten._scaled_dot_product_flash_attention.default
+EFFICIENT = aten._scaled_dot_product_efficient_attention.default
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "kwargs", "is_draw"),
+    [
+        (FLASH, (X, X, X), {}, False),
+        (FLASH, (X, X, X, 0.0, True), {}, False),
+        (FLASH, (X, X, X, 0.1), {}, True),
+        (EFFICIENT, (X, X, X, None, True), {}, False),
+        (EFFICIENT, (X, X, X, None, True), {"dropout_p": 0.5}, True),
+        (EFFICIENT, (X, X, X, None, True, X), {}, True),
+        (aten._scaled_dot_product_flash_attention_for_cpu.default, (X, X, X), {}, False),
+        (aten._scaled_dot_product_cudnn_attention.default, (X, X, X, None, True), {}, False),
+        (aten._flash_attention_forward.default, (X, X, X, X, X, 8, 8, 0.0), {}, False),
+        (aten.native_dropout.default, (X, 0.0, True), {}, True),
+    ],
+)
+def test_attention_draws_only_with_dropout(op, args, kwargs, is_draw):
+    """A probability that is not a literal zero counts as dropout."""
+    assert is_random(zt.ir.Eqn(op, args, (OUT,), kwargs)) == is_draw
 
 
 def test_users_and_producers_of_a_variable():

@@ -147,12 +147,36 @@ def test_the_result_of_each_checkpoint_is_kept():
 def test_random_draws_are_kept():
     (plain, _), (step, state) = make("none", dropout=0.5), make("nothing saved", dropout=0.5)
     lowered = zt.Step.of(step).lower(state, X, Y)
-    assert [e.region for e in lowered.graph.eqns if is_random(e.op)] == ["forward"] * 4
+    assert [e.region for e in lowered.graph.eqns if is_random(e)] == ["forward"] * 4
     torch.manual_seed(3)
     new, loss = lowered.compile()({k: p.clone() for k, p in state.items()}, X, Y)
     torch.manual_seed(3)
     want, value = plain(state, X, Y)
     assert torch.equal(loss, value) and distance(new, want) == 0
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_attention_without_dropout_is_recomputed(dropout):
+    """PyTorch's tag of random draws is on every fused attention."""
+
+    def step(state, x):
+        w = state.detach().requires_grad_()
+        q = (x @ w).view(2, 8, 4, WIDTH).transpose(1, 2)
+        attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, is_causal=True)
+        y = checkpoint(lambda q: attend(q, q, q).square(), q, use_reentrant=False)
+        (g,) = torch.autograd.grad(y.sin().mean(), [w])
+        return state - g, y.detach().mean()
+
+    w = torch.eye(WIDTH) / 2
+    lowered = zt.Step.of(step).lower(w, X)
+    torch.manual_seed(0)
+    new, value = lowered.compile()(w.clone(), X)
+    torch.manual_seed(0)
+    want, plain = step(w, X)
+    assert torch.equal(value, plain) and torch.equal(new, want)
+    lines = [line for line in str(lowered.graph).splitlines() if "attention" in line]
+    again = [line for line in lines if ".again" in line]
+    assert bool(again) == (dropout == 0.0)
 
 
 class Blocks(nn.Module):

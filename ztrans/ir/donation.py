@@ -42,7 +42,7 @@ def writes_last(graph: Graph) -> Graph:
 
     Random draws must keep their order, so they, and what they depend on, stay.
     """
-    fixed = (e for e in graph.eqns if _can_fail(e) or is_random(e.op))
+    fixed = (e for e in graph.eqns if _can_fail(e) or is_random(e))
     first = needed(fixed, producers(graph.eqns))
     eqns = sorted(graph.eqns, key=lambda e: e not in first)
     return graph.replace(eqns=tuple(eqns)).with_hints(update="last")
@@ -65,7 +65,7 @@ def is_constant(e: Eqn) -> bool:
     if e.ins or len(e.results) != 1 or not isinstance(e.op, torch._ops.OpOverload):
         return False
     is_small = e.out.numel * e.out.dtype.itemsize <= _SMALL
-    return is_small and not e.out.layout and not is_random(e.op)
+    return is_small and not e.out.layout and not is_random(e)
 
 
 @dataclass(frozen=True)

@@ -289,7 +289,7 @@ def users(graph: Graph) -> dict[Var, list[Eqn]]:
 
 
 @cached_on_graph
-def dce(graph: Graph, has_effect: Callable[[Eqn], bool] = lambda e: is_random(e.op)) -> Graph:
+def dce(graph: Graph, has_effect: Callable[[Eqn], bool] = is_random) -> Graph:
     """Drop the equations whose results are never read. Those with an effect stay: by default, random draws."""
     live = set(variables(graph.outputs))
     eqns = []

@@ -44,7 +44,7 @@ def changing(graph: Graph) -> set[Var]:
     leaves = list(zip(graph.inputs, graph.outputs[: graph.num_state]))
     while True:
         for e in graph.eqns:
-            draws = is_random(e.op) and e.region != "update"
+            draws = is_random(e) and e.region != "update"
             if draws or (not rules(e).over_all and any(v in changes for v in e.ins)):
                 changes.update(e.results)
         carried = {old for old, new in leaves if new in changes} - changes
@@ -258,4 +258,4 @@ def _rows(graph: Graph, v: Var, x: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def _draws_before_the_update(e: Eqn) -> bool:
-    return is_random(e.op) and e.region != "update"
+    return is_random(e) and e.region != "update"

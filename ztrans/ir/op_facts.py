@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ class OpFacts:
         pointwise: each element of the result is computed from the elements of the arguments at the same place.
         elementwise: it is pointwise, or a copy, a constructor or a draw of random numbers that works in the same way.
         reduction: each element of the result is computed from the elements along some dims.
-        random: it draws random numbers.
+        random: it may draw random numbers. Whether an equation does depends on its arguments too (see `draws`).
         view: its results are new tensors that share memory with an argument.
         matmul: it is a matrix product, a convolution or attention: an operation whose FLOPs PyTorch counts.
         fused_update: it is the update of a fused optimizer.
@@ -212,9 +212,28 @@ def is_matmul(eqn: Eqn) -> bool:
     return op_facts(eqn.op).matmul
 
 
-def is_random(op: Any) -> bool:
-    """Whether `op` draws random numbers. A draw is an effect: draws keep their order, and none is repeated."""
-    return op_facts(op).random
+def is_random(eqn: Eqn) -> bool:
+    """Whether an equation draws random numbers. A draw is an effect: draws keep their order, and none is repeated."""
+    return draws(eqn.op, eqn.args, eqn.kwargs)
+
+
+def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an operation draws random numbers.
+
+    PyTorch's tag is on every fused attention. One without dropout draws none. No derivative does: it has the seed.
+
+    >>> attention = torch.ops.aten._scaled_dot_product_flash_attention.default
+    >>> draws(attention, ("q", "k", "v"), {}), draws(attention, ("q", "k", "v", 0.1), {})
+    (False, True)
+    """
+    facts = op_facts(op)
+    if not facts.random or facts.name.endswith("_backward"):
+        return False
+    for i, argument in enumerate(op._schema.arguments):
+        if argument.name in ("dropout_p", "dropout"):
+            probability = args[i] if i < len(args) else argument.default_value
+            return kwargs.get(argument.name, probability) != 0.0
+    return True
 
 
 def is_view_or_cast(eqn: Eqn) -> bool:

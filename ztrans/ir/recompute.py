@@ -74,7 +74,7 @@ def checkpointed(graph: Graph, checkpoint: Mapping[Var, int | None], drops: Set[
 
 
 def _can_run_again(e: Eqn) -> bool:
-    return e.region == "forward" and not is_random(e.op)
+    return e.region == "forward" and not is_random(e)
 
 
 def _read_elsewhere(

@@ -70,7 +70,7 @@ def has_list_form(e: Eqn) -> bool:
 
 def _may_change_places(e: Eqn) -> bool:
     """Whether an equation is an update that may change places with the updates next to it."""
-    is_ordered = isinstance(e.op, Primitive) or rules(e).remote or is_random(e.op)
+    is_ordered = isinstance(e.op, Primitive) or rules(e).remote or is_random(e)
     return e.region == "update" and not is_ordered
 
 

@@ -24,7 +24,7 @@ def varying(graph: Graph, axes: Sequence[str]) -> Varying:
     """For each varying value, the axes over which it differs. A value that is not in the result is invariant."""
     axes_of: Varying = {v: frozenset(axes) for v in graph.batch}
     for eqn in graph.eqns:
-        draws = is_random(eqn.op) and not _draws_on_shards(eqn, axes_of)
+        draws = is_random(eqn) and not _draws_on_shards(eqn, axes_of)
         differs = frozenset(axes) if draws else rules(eqn).varies(eqn, axes_of)
         if differs:
             axes_of.update(dict.fromkeys(eqn.results, differs))

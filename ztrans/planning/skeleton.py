@@ -193,7 +193,7 @@ class Skeleton:
         after_reductions: list[Eqn] = []
         of_state: dict[Var, Eqn] = {}
         for e in self.ops:
-            if e.region != "update" or rules(e).remote or is_random(e.op):
+            if e.region != "update" or rules(e).remote or is_random(e):
                 continue
             if any(v in reduced for v in e.ins):
                 after_reductions.append(e)

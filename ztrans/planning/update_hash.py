@@ -46,7 +46,7 @@ def _batch_sized(graph: Graph) -> set[Var]:
     """The values whose shapes or constants may depend on the size of the batch."""
     sized = set(graph.batch)
     for e in graph.eqns:
-        depends = is_random(e.op) or any(v in sized for v in e.ins)
+        depends = is_random(e) or any(v in sized for v in e.ins)
         if e.provenance is not None:
             depends = e.provenance.role in _BATCH_SIZED
         if depends:

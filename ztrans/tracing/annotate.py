@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass_type,
 )
 
-from ..ir.op_facts import is_written
+from ..ir.op_facts import draws, is_written
 from ..ir.relations import tensors_in
 from ..ir.source import Source, user_source, where
 from . import c10d, errors
@@ -170,7 +170,7 @@ class Annotate(TorchDispatchMode):
                 raise errors.cannot_be_traced(
                     func, TypeError("an argument is a storage"), line, self.step
                 )
-        if backward and errors.draws(func, args, kwargs):
+        if backward and draws(func, args, kwargs):
             raise errors.draws_again(func, line, self.step)
         if _has_only_an_effect(func):
             errors.warn_of_trace(

@@ -10,9 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._ops import OpOverload
 
-from ..ir.op_facts import is_random
 from ..ir.source import Source, library_line, user_names, user_source, where
-from .overloads import arguments_by_name
 
 
 class TraceError(ValueError):
@@ -232,15 +230,6 @@ def writes_batch(name: str, source: Source | None) -> str:
         f"  at {where(source)}\n"
         f"Write into a copy, {name}.clone(), or make it a leaf of the state if the next step reads what is written."
     )
-
-
-def draws(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether an operation draws random numbers. Attention without dropout does not, and no derivative does."""
-    if not is_random(func) or func._schema.name.endswith("_backward"):
-        return False
-    defaults = {a.name: a.default_value for a in func._schema.arguments}
-    arguments = defaults | arguments_by_name(func, args, kwargs)
-    return arguments.get("dropout_p", arguments.get("dropout")) != 0.0
 
 
 def draws_again(func: Any, source: Source | None, step: str) -> TraceError:

@@ -372,7 +372,7 @@ def _in_separate_memory(
 def no_function(graph: Graph) -> str | None:
     """Why a program cannot be a function of an equation, or None if it can be one."""
     for e in graph.eqns:
-        if is_random(e.op):
+        if is_random(e):
             return f"draws random numbers ({op_name(e.op)})"
         if isinstance(e.op, Primitive) or rules(e).remote:
             return f"communicates ({op_name(e.op)})"

@@ -47,7 +47,7 @@ class _Evidence:
     """The facts about a program from which the region of an equation follows."""
 
     def __init__(self, graph: Graph, facts: Mapping[Eqn, Fact]) -> None:
-        draws = (e.replace(region="update") if is_random(e.op) else e for e in graph.eqns)
+        draws = (e.replace(region="update") if is_random(e) else e for e in graph.eqns)
         last = max(
             (i for i, e in enumerate(graph.eqns) if facts[e].backward), default=len(graph.eqns)
         )

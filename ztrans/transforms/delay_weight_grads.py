@@ -73,7 +73,7 @@ class _DelayWeightGrads(Transform):
     ) -> set[Eqn]:
         """Which of `since`, the equations after the previous collective, may run after `collective`."""
         computing = needed([collective], producers(since))
-        is_free = lambda e: e.region == "backward" and e not in computing and not is_random(e.op)
+        is_free = lambda e: e.region == "backward" and e not in computing and not is_random(e)
         delayed: set[Eqn] = set()
         matmuls = 0
         for e in filter(is_free, reversed(since)):

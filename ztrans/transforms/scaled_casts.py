@@ -225,7 +225,7 @@ class OnShards:
         self.gathered = {v: Gathered(start.ins[0], start) for v, start in parameters.items()}
         self.replaced: set[Eqn] = set()
         for e in graph.eqns:
-            is_torch = isinstance(e.op, torch._ops.OpOverload) and not is_random(e.op)
+            is_torch = isinstance(e.op, torch._ops.OpOverload) and not is_random(e)
             if e.region != "update" and is_torch and self._is_readable(e) and self._compute(e):
                 self.replaced.add(e)
         self.outputs = set(variables(graph.outputs))

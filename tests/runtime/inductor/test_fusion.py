@@ -24,7 +24,7 @@ def kept_in_order(graph: Graph) -> list:
     producer, seen, keys = producers(graph.eqns), set(), []
     for e in graph.eqns:
         key = ("wait", producer[e.args[0]]) if e.op is WAIT else ("start", e)
-        if (is_start(e) or e.op is WAIT or is_random(e.op)) and key not in seen:
+        if (is_start(e) or e.op is WAIT or is_random(e)) and key not in seen:
             seen.add(key)
             keys.append(key)
     return keys

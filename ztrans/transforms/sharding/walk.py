@@ -76,7 +76,7 @@ def whole_value_eqns(
 
 def _is_cheap_whole(e: Eqn, whole_values: Set[Var], layout_of: Callable[[Var], Layout]) -> bool:
     """Whether to gather what an equation reads sends no more bytes than to gather its results."""
-    if not isinstance(e.op, torch._ops.OpOverload) or is_random(e.op) or is_users(e):
+    if not isinstance(e.op, torch._ops.OpOverload) or is_random(e) or is_users(e):
         return False
     gathered = {v for v in e.ins if layout_of(v) and v not in whole_values}
     size = lambda values: sum(v.numel * v.dtype.itemsize for v in values)
@@ -156,7 +156,7 @@ class Walk:
 
     def add_update(self, eqn: Eqn) -> None:
         """Add an equation of the update, which runs on shards as far as its rule allows."""
-        if is_random(eqn.op):
+        if is_random(eqn):
             self.check_draw(eqn)
         if any(map(self.layout_of, eqn.ins)):
             self.add_on_shards(eqn)
@@ -170,7 +170,7 @@ class Walk:
         has_cuts = any(isinstance(p, Split) for p in placements)
         if has_cuts and not any(sharding_rule.ins):
             self.gathering.add(eqn)
-        if is_random(eqn.op) and any(placements) and not any(sharding_rule.outs):
+        if is_random(eqn) and any(placements) and not any(sharding_rule.outs):
             draw = f"a random draw ({op_name(eqn.op)}) in the update, on whole values,"
             raise self.unreduced(eqn, draw)
         remaining = iter(sharding_rule.ins)
