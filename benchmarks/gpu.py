@@ -3,13 +3,15 @@
     python benchmarks/gpu.py                  # under 8 minutes; results/gpu.json and results/gpu.md
     python benchmarks/gpu.py --only kernels   # of: numerics kernels ranks processes collectives jitter
                                               #     sanitizer nccl step variants host
+    python benchmarks/gpu.py --only step --tokens 1024 2048 --clipped no
 
 If ztrans is not installed, run it from the root of the sources: PYTHONPATH=. python benchmarks/gpu.py
 
 Without a GPU the command says so, and writes no file. The files are rewritten after each result. They keep the results
-of other sections if those are from the same card, with the same versions, on the same day. All sections share one time
-limit, and the report also lists sections that failed or did not run. This process launches nothing on the GPU itself:
-each section has a process of its own, so a crash or a hang does not stop the others.
+of other sections, and of other tables of steps, if those are from the same card, with the same versions, on the same
+day. All sections share one time limit, and the report also lists sections that failed or did not run. This process
+launches nothing on the GPU itself: each section has a process of its own, so a crash or a hang does not stop the
+others.
 """
 
 from __future__ import annotations
@@ -21,21 +23,24 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
 RESULTS = Path(__file__).parent / "results"
 SECONDS = 450
+Section = Callable[..., Iterator[list[dict]]]
 
 
-def sections() -> dict[str, Callable[[torch.device, Callable[[], float]], Iterator[list[dict]]]]:
+def sections() -> dict[str, Section]:
     """The sections by name, in the order in which they run.
 
-    A section is called with a device and a function that returns the seconds left. It yields the list of its results
-    whenever that has grown. Its docstring is printed above its table in the report.
+    A section is called with a device, a function that returns the seconds left, and options, if it has any. It yields
+    the list of its results whenever that has grown. Its docstring is printed above its table in the report.
     """
     import gpu_host
     import gpu_jitter
@@ -86,8 +91,12 @@ def run(
     seconds: float,
     results: dict,
     write: Callable[[dict], None],
+    options: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> bool:
-    """Run the sections `names`, and write `results` after each result. Returns whether nothing failed."""
+    """Run the sections `names` with their `options`, and write `results` after each result.
+
+    Returns whether nothing failed.
+    """
     end = time.monotonic() + seconds
     left = lambda: end - time.monotonic()
     for name, section in sections().items():
@@ -96,7 +105,7 @@ def run(
         results[name], start = [], time.monotonic()
         try:
             for lines in (
-                section(device, left)
+                section(device, left, **options.get(name, {}))
                 if left() > 5
                 else [[{"failed": "not run: the time was over"}]]
             ):
@@ -133,6 +142,13 @@ def _cell(value: object) -> str:
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
+def _chosen_tables(tokens: Sequence[int] | None, clipped: str, earlier: list[dict]) -> dict:
+    """The options of the section `step`: the tables to measure, and earlier results, of which those of others stay."""
+    import gpu_rounds
+
+    return {"tables": gpu_rounds.tables_of(tokens, clipped), "earlier": earlier}
+
+
 def main() -> None:
     """Parse the arguments, run the sections, print and write the results."""
     parser = argparse.ArgumentParser(
@@ -140,22 +156,28 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", choices=list(sections()), default=list(sections()))
     parser.add_argument("--seconds", type=float, default=SECONDS)
+    parser.add_argument("--tokens", type=int, nargs="+", help="the tables of `step` to measure")
+    parser.add_argument("--clipped", choices=("yes", "no", "both"), default="both")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of the files")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit(
             "benchmarks/gpu.py measures an NVIDIA GPU, and torch sees none here: nothing is measured or written."
         )
-    where, file = card(), RESULTS / "gpu.json"
+    where = card()
+    file = args.results / "gpu.json"
     old = json.loads(file.read_text()) if file.exists() else {}
     results = old.pop("sections", {})
 
     def write(results: dict) -> None:
-        RESULTS.mkdir(exist_ok=True)
+        args.results.mkdir(exist_ok=True)
         file.write_text(json.dumps({**where, "sections": results}, indent=1) + "\n")
-        (RESULTS / "gpu.md").write_text(markdown(where, results) + "\n")
+        (args.results / "gpu.md").write_text(markdown(where, results) + "\n")
 
     results = results if old == where else {}
-    well = run(args.only, torch.device("cuda", 0), args.seconds, results, write)
+    device = torch.device("cuda", 0)
+    options = {"step": _chosen_tables(args.tokens, args.clipped, results.get("step", []))}
+    well = run(args.only, device, args.seconds, results, write, options)
     print(markdown(where, results))
     sys.exit(not well)
 

@@ -1,10 +1,11 @@
-"""Time subjects that take turns on one GPU, round after round. Each has a process of its own."""
+"""Time subjects that take turns on one GPU, round after round. Each has a process of its own, for all tables."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 import math
 import multiprocessing
@@ -25,8 +26,19 @@ SETTLE = 2  # untimed steps at the beginning of each round
 TIMED = 10  # timed steps of each round
 ROUNDS = 5  # so that each subject has 50 timed steps
 LIMIT = 100  # seconds in which all subjects of a table must be ready
+LEFT_OVER = 2**29  # bytes that may be allocated in a process after its step is dropped
 # The batches, in sequences of 1024 tokens, and whether gradients are clipped.
-TABLES = ((8, False), (2, False), (2, True), (1, False), (8, True), (4, False))
+TABLES = (
+    (8, False),
+    (2, False),
+    (2, True),
+    (1, False),
+    (4, False),
+    (1, True),
+    (8, True),
+    (4, True),
+)
+_YES_OR_NO = {True: "yes", False: "no"}
 APART = 1e-2  # the relative difference allowed between a loss and the first subject's, as the steps are in bf16
 
 
@@ -56,11 +68,10 @@ class Child:
             raise reply
         return reply
 
-    def ask(self, seconds: float) -> Any:
-        """Tell the process to go on, and return its next answer."""
-        with contextlib.suppress(BrokenPipeError):  # `answer` then raises the reason
-            self.pipe.send(True)
-        return self.answer(seconds)
+    def tell(self, message: Any) -> None:
+        """Send a message to the process. If it has ended, `answer` raises the reason."""
+        with contextlib.suppress(BrokenPipeError):
+            self.pipe.send(message)
 
     def end(self) -> None:
         self.process.kill()
@@ -100,19 +111,44 @@ def _lines(pipe: Connection, section: Callable, device: torch.device, seconds: f
     pipe.send(None)
 
 
-def serve(pipe: Connection, name: str, task: Task) -> None:
-    """The process of a subject. At the first request it builds the step and warms up; each later one runs a round."""
-    pipe.recv()
-    start = time.perf_counter()
-    if task.device.type == "cuda":
-        torch.cuda.set_device(task.device)
+def serve(pipe: Connection, name: str) -> None:
+    """The process of a subject. It gets ready for each task that it is sent; at each other message it runs a round."""
+    step: Callable[[], Tensor] | None = None
+    while True:
+        message = pipe.recv()
+        if isinstance(message, Task):
+            task = message
+            start = time.perf_counter()
+            step = None
+            _drop(task.device)
+            step = warm(name, task)
+            pipe.send(time.perf_counter() - start)
+        else:
+            pipe.send(played(step, task.device))
+
+
+def warm(name: str, task: Task) -> Callable[[], Tensor]:
+    """The step of a subject, after its first steps."""
     step = (SUBJECTS | VARIANTS)[name](task)
     for _ in range(FIRST):
         loss = step()
     loss.item()
-    pipe.send(time.perf_counter() - start)
-    while pipe.recv():
-        pipe.send(played(step, task.device))
+    return step
+
+
+def _drop(device: torch.device) -> None:
+    """Free what the step of the table before has compiled and allocated.
+
+    Raises: RuntimeError if much of it stays. The next table then needs a new process.
+    """
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.cuda.empty_cache()
+        if torch.cuda.memory_allocated() > LEFT_OVER:
+            gib = torch.cuda.memory_allocated() / GIB
+            raise RuntimeError(f"{gib:.1f} GiB of the step before are still allocated")
 
 
 def played(step: Callable[[], Tensor], device: torch.device) -> dict:
@@ -149,21 +185,34 @@ def _now(cuda: bool) -> Any:
 
 
 class Subject:
-    """One subject: its process (None after it has ended), the results of its rounds, and its error if it failed."""
+    """One subject: its process, and of the present table the results of its rounds, and its error if it failed."""
 
-    def __init__(self, name: str, task: Task) -> None:
-        self.name, self.rounds, self.ready, self.wrong = name, [], None, ""
-        self.child = Child(serve, name, task)  # the process does its imports, and waits
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.child: Child | None = None
+        self.is_new = True
+        self.rounds: list[dict] = []
+        self.ready: float | None = None
+        self.wrong = ""
 
-    def begin(self) -> None:
-        """Let the process build its step."""
-        self.child.pipe.send(True)
+    def begin(self, task: Task) -> None:
+        """Let the process build the step of a table. If it has ended, there is a new one."""
+        self.rounds, self.ready, self.wrong = [], None, ""
+        self.is_new = self.child is None
+        self.child = self.child or Child(serve, self.name)
+        self.child.tell(task)
 
-    def await_start(self, seconds: float) -> None:
-        self.ready = self._or_wrong(self.child.answer, seconds)
+    def await_start(self, task: Task, seconds: float) -> None:
+        """Wait until the step can run. A process that served another table, and fails now, is replaced once."""
+        end = time.monotonic() + seconds
+        self.ready = self._answer(seconds)
+        if self.ready is None and not self.is_new:
+            self.begin(task)
+            self.ready = self._answer(end - time.monotonic())
 
     def play(self, seconds: float) -> None:
-        if figures := self._or_wrong(self.child.ask, seconds):
+        self.child.tell("play")
+        if figures := self._answer(seconds):
             self.rounds.append(figures)
 
     def end(self) -> None:
@@ -171,9 +220,9 @@ class Subject:
             self.child.end()
             self.child = None
 
-    def _or_wrong(self, question: Callable[[float], Any], seconds: float) -> Any:
+    def _answer(self, seconds: float) -> Any:
         try:
-            return question(seconds)
+            return self.child.answer(seconds)
         except RuntimeError as error:
             self.wrong = str(error)
             self.end()
@@ -187,6 +236,7 @@ def steps(
     tables: Sequence[tuple[int, bool]] = TABLES,
     names: Sequence[str] = tuple(SUBJECTS),
     rounds: int = ROUNDS,
+    earlier: Sequence[dict] = (),
 ) -> Iterator[list[dict]]:
     """A step of a GPT of 436 M parameters (8 layers of width 2048), sequences of 1024 tokens, one rank. All subjects do
     the same work: parameters, gradients and moments in fp32, the model under autocast to bf16, torch's choice of an
@@ -194,23 +244,24 @@ def steps(
     the model and the loss. Each subject has a process of its own. They take turns: 5 rounds of 10 steps, timed by CUDA
     events. MFU is relative to the card's dense bf16 rate. Memory is the peak that torch reports; a CUDA graph's memory
     is only in `reserved`. Losses are those after the first round. `ready` is the time until the first step can run,
-    while all subjects of the table get ready beside each other.
+    while all subjects of the table get ready beside each other; a process serves all tables, so it is longest in the
+    first.
     """
-    lines: list[dict] = []
-    for batch, clip in tables:
-        task = Task(dataclasses.replace(config, batch=batch), device, clip)
-        if left() < 60:
-            lines.append(_described(task) | {"failed": "not run: the time was over"})
+    tasks = [Task(dataclasses.replace(config, batch=b), device, clip) for b, clip in tables]
+    measured_again = [_described(task) for task in tasks]
+    lines = [line for line in earlier if _table_of(line) not in measured_again]
+    subjects = [Subject(name) for name in names]
+    try:
+        for task in tasks:
+            if left() < 60:
+                lines.append(_described(task) | {"failed": "not run: the time was over"})
+            else:
+                _play(subjects, task, left, rounds)
+                lines += table(subjects, task)
             yield lines
-            continue
-        subjects = [Subject(name, task) for name in names]
-        try:
-            _play(subjects, left, rounds)
-            lines += table(subjects, task)
-        finally:
-            for subject in subjects:
-                subject.end()
-        yield lines
+    finally:
+        for subject in subjects:
+            subject.end()
 
 
 def variants(
@@ -220,21 +271,39 @@ def variants(
     yield from steps(device, left, tables=TABLES[:1], names=[BASE, *VARIANTS], rounds=3)
 
 
-def _play(subjects: Sequence[Subject], left: Callable[[], float], rounds: int) -> None:
+def _play(subjects: Sequence[Subject], task: Task, left: Callable[[], float], rounds: int) -> None:
     """Start all subjects, and let them take turns."""
     for subject in subjects:
-        subject.begin()
+        subject.begin(task)
     end = time.monotonic() + min(LIMIT, left() - 30)
     for subject in subjects:
-        subject.await_start(end - time.monotonic())
+        subject.await_start(task, end - time.monotonic())
     for _ in range(rounds):
         for subject in subjects:
             if subject.child and left() > 10:
                 subject.play(min(60, left()))
 
 
+def tables_of(tokens: Sequence[int] | None = None, clipped: str = "both") -> list[tuple[int, bool]]:
+    """The tables of these numbers of tokens, None for all. `clipped` is "yes", "no" or "both".
+
+    >>> tables_of([1024, 2048], "no")
+    [(2, False), (1, False)]
+    """
+    chosen = []
+    for batch, clip in TABLES:
+        is_size = tokens is None or batch * CONFIG.sequence in tokens
+        if is_size and clipped in ("both", _YES_OR_NO[clip]):
+            chosen.append((batch, clip))
+    return chosen
+
+
 def _described(task: Task) -> dict:
-    return {"tokens": task.tokens, "clipped": "yes" if task.clip else "no"}
+    return {"tokens": task.tokens, "clipped": _YES_OR_NO[task.clip]}
+
+
+def _table_of(line: dict) -> dict:
+    return {key: line.get(key) for key in ("tokens", "clipped")}
 
 
 def table(subjects: Sequence[Subject], task: Task) -> list[dict]:

@@ -1,8 +1,8 @@
 """A training step of a GPT, by ztrans and by torch.compile with torch.optim. All subjects do the same work.
 
-Parameters, gradients and moments are fp32, and the model runs under autocast to bf16. Attention is torch's flash
-kernel, and the optimizer is torch's fused AdamW. torch.compile is given the model and the loss in one function, with
-which it is faster than with the model alone.
+Parameters, gradients and moments are fp32, and the model runs under autocast to bf16. Attention is the kernel that
+torch chooses, cuDNN's included, and the optimizer is torch's fused AdamW. torch.compile is given the model and the loss
+in one function, with which it is faster than with the model alone.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -108,13 +109,80 @@ def test_subjects_take_turns_in_processes():
     import gpu_rounds
 
     config = gpu_rounds.Config(**SMALL)
-    *_, (timed, unknown) = gpu_rounds.steps(
-        CPU, config=config, tables=[(2, True)], names=["torch, eager", "nobody"], rounds=2
+    tables = [(2, True), (4, False)]
+    names = ["torch, eager", "nobody"]
+    earlier = [{"tokens": 32, "clipped": "yes"}, {"tokens": 32, "clipped": "no"}]
+    results = gpu_rounds.steps(
+        CPU, config=config, tables=tables, names=names, rounds=2, earlier=earlier
     )
-    assert timed["steps"] == 2 * gpu_rounds.TIMED and timed["ms, least"] <= timed["ms, median"]
-    assert "failed" not in timed
-    assert (timed["tokens"], timed["clipped"]) == (32, "yes")
-    assert unknown["subject"] == "nobody" and unknown["failed"] == "KeyError: 'nobody'"
+    first, last = map(list, results)  # the list grows
+    assert len(first) == 3 and len(last) == 5 and first[0] == last[0] == earlier[1]
+    assert [(line["tokens"], line["clipped"]) for line in last[1:]] == 2 * [(32, "yes")] + 2 * [
+        (64, "no")
+    ]
+    for timed, unknown in (last[1:3], last[3:5]):
+        assert timed["steps"] == 2 * gpu_rounds.TIMED and timed["ms, least"] <= timed["ms, median"]
+        assert "failed" not in timed
+        assert unknown["subject"] == "nobody" and unknown["failed"] == "KeyError: 'nobody'"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["torch, eager", "ztrans, eager"])
+def test_a_step_that_is_dropped_leaves_no_parameter(name):
+    import gpu_rounds
+
+    step = gpu_rounds.warm(name, gpu_rounds.Task(gpu_rounds.Config(**SMALL), CPU))
+    if name == "torch, eager":
+        leaves = step.optimizer.param_groups[0]["params"]
+    else:
+        leaves = torch.utils._pytree.tree_leaves(step.state)
+    parameters = [weakref.ref(x) for x in leaves if isinstance(x, torch.Tensor) and x.ndim]
+    assert len(parameters) > 10
+    del step, leaves
+    gpu_rounds._drop(CPU)
+    assert not any(parameter() is not None for parameter in parameters)
+
+
+def test_a_subject_that_fails_in_an_old_process_gets_a_new_one(monkeypatch):
+    """Once, and not if the process was new."""
+    import gpu_rounds
+
+    class Scripted:
+        def __init__(self, *_):
+            self.answers = iter(processes.pop(0))
+
+        def tell(self, message):
+            pass
+
+        def answer(self, seconds):
+            reply = next(self.answers)
+            if isinstance(reply, Exception):
+                raise reply
+            return reply
+
+        def end(self):
+            pass
+
+    processes = [[1.0, RuntimeError("full")], [2.0, RuntimeError("full")], [RuntimeError("broken")]]
+    monkeypatch.setattr(gpu_rounds, "Child", Scripted)
+    subject = gpu_rounds.Subject("any")
+    outcomes = []
+    for _ in range(3):
+        subject.begin(None)
+        subject.await_start(None, 1.0)
+        outcomes.append((subject.ready, subject.wrong))
+    assert outcomes == [(1.0, ""), (2.0, ""), (None, "broken")] and not processes
+
+
+def test_tables_can_be_chosen():
+    import gpu
+    import gpu_rounds
+
+    assert len(set(gpu_rounds.tables_of())) == 8
+    assert gpu_rounds.tables_of([1024, 2048], "no") == [(2, False), (1, False)]
+    assert gpu_rounds.tables_of([8192]) == [(8, False), (8, True)]
+    options = gpu._chosen_tables([4096], "yes", [{"tokens": 8192}])
+    assert options == {"tables": [(4, True)], "earlier": [{"tokens": 8192}]}
 
 
 @pytest.mark.slow
