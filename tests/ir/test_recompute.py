@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
 import ztrans as zt
 from tests.support.worlds import ALL, distance, slices
 from ztrans.ir.op_facts import is_random
+from ztrans.ir.recompute import without_copies
 
 aten = torch.ops.aten
 PRODUCTS = [aten.mm.default, aten.bmm.default, aten.addmm.default]
@@ -153,6 +154,29 @@ def test_random_draws_are_kept():
     torch.manual_seed(3)
     want, value = plain(state, X, Y)
     assert torch.equal(loss, value) and distance(new, want) == 0
+
+
+@pytest.mark.parametrize("kind", ["whole", "products", "by policy", "nothing saved"])
+def test_a_program_knows_what_its_checkpoints_recompute(kind):
+    step, state = make(kind)
+    graph = zt.Step.of(step).trace(state, X, Y).graph
+    assert graph.copies and all(copy.is_like(v) for copy, v in graph.copies)
+    plain, state = make("none")
+    expected = [(e.op, e.region) for e in zt.Step.of(plain).trace(state, X, Y).graph.eqns]
+    computed_once = without_copies(graph)
+    zt.ir.check(computed_once)
+    assert [(e.op, e.region) for e in computed_once.eqns] == expected and not computed_once.copies
+
+
+def test_equations_have_the_demands_of_selective_checkpoints_and_not_their_preferences():
+    def demands(kind):
+        step, state = make(kind)
+        eqns = zt.Step.of(step).trace(state, X, Y).graph.eqns
+        return {(e.op in PRODUCTS, e.demand) for e in eqns if e.region == "forward" and e.demand}
+
+    assert demands("by policy") == {(True, "save"), (False, "recompute")}
+    assert demands("products") == {(True, "save")}
+    assert not demands("whole") and not demands("nothing saved") and not demands("all saved")
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])

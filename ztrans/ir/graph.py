@@ -127,6 +127,9 @@ class Provenance:
     regather: Literal["auto", "always"] | None = None
 
 
+# What a selective checkpoint of the step demands of the results of an equation. What it merely prefers is no demand.
+Demand = Literal["save", "recompute", "host"]
+
 # Where an equation moves. "birth": up, right after its last argument. "gather": the start of a gather, up.
 # "reduce": the start of a reduction, to any place after its last argument, and the wait for it, down.
 Move = Literal["birth", "gather", "reduce"]
@@ -138,6 +141,7 @@ class Hints:
 
     Attributes:
         memory: bytes that may be live on a rank.
+        memory_of: the transform that asks for this limit, with its option, as in "prefetch(memory=100)".
         gathers_in_flight, reductions_in_flight: bytes that are started and not yet waited for, at most.
         bucket: bytes in a bucket of reductions, at most.
         matmuls_between: matmuls between the starts of two reductions, at most.
@@ -147,6 +151,7 @@ class Hints:
     """
 
     memory: int | None = None
+    memory_of: str = ""
     gathers_in_flight: int | None = None
     reductions_in_flight: int | None = None
     bucket: int | None = None
@@ -157,7 +162,10 @@ class Hints:
 
 @dataclass(frozen=True, eq=False)
 class Eqn:
-    """One equation, `outs = op(*args, **kwargs)`, with its region and the user's line."""
+    """One equation, `outs = op(*args, **kwargs)`, with its region and the user's line.
+
+    `demand` is what a selective checkpoint around it demands of its results.
+    """
 
     op: torch._ops.OpOverload | Primitive
     args: tuple
@@ -167,6 +175,7 @@ class Eqn:
     source: Source | None = None
     order: Move | None = None
     provenance: Provenance | None = None
+    demand: Demand | None = None
 
     @functools.cached_property
     def ins(self) -> tuple[Var, ...]:
@@ -204,6 +213,7 @@ class Graph:
         stage: the ZeRO stage, if there is one.
         micro: the number of `micro_batches`, for one of which it is written.
         donated: inputs besides the state that the program may overwrite, each with the result that replaces it.
+        copies: values that backward recomputes, each with the value of forward of which it is a copy.
         history, added: the transforms that were applied, in order; the names of the outputs that they have added.
         notes: remarks of transforms on what they did, which print with the program.
     """
@@ -222,6 +232,7 @@ class Graph:
     stage: int | None = None
     micro: int = 1
     donated: tuple[tuple[Var, Var], ...] = ()
+    copies: tuple[tuple[Var, Var], ...] = ()
     added: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -230,6 +241,21 @@ class Graph:
     def with_hints(self, **changes: Any) -> Graph:
         """This program with other hints."""
         return self.replace(hints=dataclasses.replace(self.hints, **changes))
+
+    def with_memory(self, limit: int, transform: str) -> Graph:
+        """This program with a limit of live bytes, for which the transform of this name asks.
+
+        It is a limit of the whole step, so all transforms that ask for one must ask for the same.
+
+        Raises: ValueError if a transform before this one asks for another limit.
+        """
+        asked = f"{transform}(memory={limit})"
+        if self.hints.memory not in (None, limit):
+            raise ValueError(
+                f"{transform}: {asked} and {self.hints.memory_of} are two limits of one step.\n"
+                f"Give both the same limit, or leave one of them out."
+            )
+        return self.with_hints(memory=limit, memory_of=self.hints.memory_of or asked)
 
     @functools.cached_property
     def axes(self) -> dict[str, int]:

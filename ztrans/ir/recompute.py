@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Set
 
-from .graph import Eqn, Graph, Names, Var, producers, variables
+from .graph import Eqn, Graph, Names, Var, producers, rename, variables
 from .liveness import liveness
 from .op_facts import is_random
 from .relations import reachable
@@ -50,7 +50,19 @@ def recompute(graph: Graph, chosen: Set[Var]) -> Graph:
 
     for e in graph.eqns:
         eqns.append(e.with_inputs(copy_of) if e.region == "backward" else e)
-    return graph.replace(eqns=tuple(eqns))
+    originals = tuple((copy, v) for v, copy in copies.items())
+    return graph.replace(eqns=tuple(eqns), copies=(*graph.copies, *originals))
+
+
+def without_copies(graph: Graph) -> Graph:
+    """The program in which backward reads all values of forward themselves: the inverse of `recompute`."""
+    originals = dict(graph.copies)
+    computed_once = []
+    for e in graph.eqns:
+        is_repeated = bool(e.results) and all(v in originals for v in e.results)
+        if not is_repeated:
+            computed_once.append(e)
+    return rename(graph.replace(eqns=tuple(computed_once), copies=()), originals)
 
 
 def checkpointed(graph: Graph, checkpoint: Mapping[Var, int | None], drops: Set[Var]) -> Graph:

@@ -140,7 +140,8 @@ class Builder:
                 label = (name or op_name(op)) + (f".{i}" if len(tensors) > 1 else "")
                 outs[i] = out = Var(self.names.fresh(label), x.dtype, tuple(x.shape))
                 self.strides[out] = x.stride()
-        eqn = Eqn(op, tuple(args), tuple(outs), kwargs, source=self.source)
+        demand = self.fact.demand
+        eqn = Eqn(op, tuple(args), tuple(outs), kwargs, source=self.source, demand=demand)
         self.eqns.append(eqn)
         self.facts[eqn] = self.fact
         if key is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 import re
 import string
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..ir.collectives import rules
-from ..ir.graph import Eqn, Graph, Names, Primitive, Var, dce
+from ..ir.graph import Demand, Eqn, Graph, Names, Primitive, Var, dce
 from ..ir.higher_order import Function
 from ..ir.marks import GRADIENT, PMEAN, PSUM
 from ..ir.op_facts import is_random, is_written, op_facts
@@ -52,6 +52,12 @@ _BATCH_NORMS = ("aten::native_batch_norm", "aten::_native_batch_norm_legit")
 # In-place operations whose new value may have fewer dims.
 _BROADCASTS = ("aten::copy_", "aten::fill_")
 _NOWHERE = Origin(None, Fact())
+# What policies of selective checkpoints demand. The others are preferences. Torch 2.11 does not have the last one.
+_DEMANDS: Mapping[str, Demand] = {
+    "MUST_SAVE": "save",
+    "MUST_RECOMPUTE": "recompute",
+    "MUST_CPU_OFFLOAD": "host",
+}
 
 
 def import_fx(
@@ -118,7 +124,8 @@ def _fact(node: fx.Node, origin: Origin) -> Fact:
             origin.source,
         )
     dropped = policy in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-    return replace(origin.fact, checkpoint=mark.number, dropped=dropped)
+    demand = _DEMANDS.get(policy.name) if policy is not None and mark.is_selective else None
+    return replace(origin.fact, checkpoint=mark.number, dropped=dropped, demand=demand)
 
 
 def _operation(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
-from ..ir.graph import Eqn, Graph, Region, Var, variables
+from ..ir.graph import Demand, Eqn, Graph, Region, Var, variables
 from ..ir.marks import GRADIENT, PMEAN, PSUM
 from ..ir.op_facts import is_random
 from ..ir.relations import depending
@@ -28,6 +28,7 @@ class Fact:
     recorded: bool = False  # autograd recorded it, to run its derivative later
     checkpoint: int | None = None  # the number of the checkpoint that it is in
     dropped: bool = False  # that checkpoint does not store its results: backward recomputes them
+    demand: Demand | None = None  # what a selective checkpoint demands of its results
 
 
 def label_regions(graph: Graph, facts: Mapping[Eqn, Fact]) -> Graph:

@@ -54,7 +54,6 @@ class _Prefetch(Transform):
         for e in graph.eqns:
             is_gather = role(e) == "param" and rules(e).moves
             eqns.append(e.replace(order="gather") if is_gather else e)
-        memory = self.memory if isinstance(self.memory, int) else None
-        return graph.replace(eqns=tuple(eqns)).with_hints(
-            memory=memory, gathers_in_flight=self.max_in_flight
-        )
+        if isinstance(self.memory, int):
+            graph = graph.with_memory(self.memory, self.name)
+        return graph.replace(eqns=tuple(eqns)).with_hints(gathers_in_flight=self.max_in_flight)
