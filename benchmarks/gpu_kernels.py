@@ -192,7 +192,7 @@ def summing(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
 
 def updating(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
     """AdamW on fp32 parameters, from bf16 gradients; PyTorch's optimizer needs them in fp32."""
-    grads, ours, theirs = adamw(numels, device)
+    (_, grads), ours, theirs = adamw(numels, device)
     wide = [g.float() for g in grads]
     return 26 * sum(numels), [
         ("ztrans fused_adamw_", lambda: ours()),
@@ -203,7 +203,7 @@ def updating(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
 
 def clipping(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
     """The same after clipping by the norm of all gradients."""
-    grads, ours, theirs = adamw(numels, device)
+    (_, grads), ours, theirs = adamw(numels, device)
 
     def factor(norms: Sequence[torch.Tensor]) -> torch.Tensor:
         total = torch.linalg.vector_norm(torch.stack(list(norms)))
@@ -224,13 +224,29 @@ def clipping(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
     ]
 
 
-OF_MODELS = (updating, clipping)  # what is timed for all parameters of a model
+def casting(numels: list[int], device: torch.device) -> tuple[int, list[Work]]:
+    """The update, and copies of the new parameters in bf16."""
+    (params, _), ours, _ = adamw(numels, device)
+    halves = [p.bfloat16() for p in params]
+
+    def by_casts() -> None:
+        ours()
+        for half, p in zip(halves, params):
+            half.copy_(p)
+
+    return 28 * sum(numels), [
+        ("ztrans fused_adamw_ with halves", lambda: ours(halves)),
+        ("ztrans fused_adamw_, casts", by_casts),
+    ]
+
+
+OF_MODELS = (updating, clipping, casting)  # what is timed for all parameters of a model
 
 
 def adamw(
     numels: list[int], device: torch.device
-) -> tuple[list[torch.Tensor], Callable[..., None], Callable[..., None]]:
-    """bf16 gradients, the update by ztrans from them, and the update by PyTorch from gradients that it is given."""
+) -> tuple[tuple[list[torch.Tensor], ...], Callable[..., None], Callable[..., None]]:
+    """Parameters and bf16 gradients, the update by ztrans, and that by PyTorch from gradients that it is given."""
     params, exp_avgs, exp_avg_sqs = (
         [torch.rand(n, device=device) for n in numels] for _ in range(3)
     )
@@ -240,12 +256,12 @@ def adamw(
     options = {"lr": rate, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
     others = {"amsgrad": False, "maximize": False}
 
-    def ours(scale: torch.Tensor | None = None) -> None:
-        lists = params, grads, exp_avgs, exp_avg_sqs, steps
+    def ours(halves: list[torch.Tensor] | None = None, scale: torch.Tensor | None = None) -> None:
+        lists = params, grads, exp_avgs, exp_avg_sqs, steps, halves
         torch.ops.ztrans.fused_adamw_(*lists, **options, scale=scale)
 
     def theirs(wide: list[torch.Tensor]) -> None:
         lists = params, wide, exp_avgs, exp_avg_sqs, [], steps
         torch._fused_adamw_(*lists, **options, **others)
 
-    return grads, ours, theirs
+    return (params, grads), ours, theirs

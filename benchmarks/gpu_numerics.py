@@ -156,6 +156,7 @@ def trained(
     count = int(options["momentum"] > 0) if name == "sgd" else 2
     ours = [params, *([torch.zeros_like(p) for p in params] for _ in range(count))]
     true = [[x.clone() for x in tensors] for tensors in ours]
+    halves = [torch.empty_like(p, dtype=torch.bfloat16) for p in params]
     for step, grads in enumerate(gradients, 1):
         wide = [g.float() for g in grads]
         scale = {}
@@ -164,16 +165,18 @@ def trained(
             wide = [g * scale["scale"] for g in wide]
         if name == "sgd":
             how = settings | {"is_first_step": step == 1 and count == 1}
-            torch.ops.ztrans.fused_sgd_(params, grads, (*ours[1:], [])[0], **how, **scale)
+            torch.ops.ztrans.fused_sgd_(params, grads, (*ours[1:], [])[0], halves, **how, **scale)
             torch._fused_sgd_(true[0], wide, (*true[1:], [])[0], **how, maximize=False)
         else:
             steps = [torch.full((), float(step), device=device) for _ in NUMELS]
             getattr(torch.ops.ztrans, f"fused_{name}_")(
-                params, grads, *ours[1:], steps, **settings, **scale
+                params, grads, *ours[1:], steps, halves, **settings, **scale
             )
             getattr(torch, f"_fused_{name}_")(
                 true[0], wide, *true[1:], [], steps, **settings, maximize=False, amsgrad=False
             )
+    for k, (half, p) in enumerate(zip(halves, params)):
+        same(half, p.bfloat16(), f"{name}: halves[{k}]")
     return ours, true
 
 

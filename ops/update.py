@@ -5,6 +5,7 @@
     exp_avgs, exp_avg_sqs, momentum_buffer_list
                  the moments, like the parameters; overwritten. SGD without momentum has none.
     state_steps  for each parameter the number of its steps, this one included: fp32 scalars
+    halves       copies of the parameters in bf16 or fp16, if there are any; overwritten with the new parameters
     lr           a scalar tensor: fp32 on the device of the parameters, or of any dtype on the CPU
     scale        a factor of all gradients, such as that of clipping, if there is one: an fp32 scalar tensor
     the others   as in `torch._fused_adamw_`, `torch._fused_adam_` and `torch._fused_sgd_`
@@ -12,7 +13,8 @@
 `fused_adamw_`, `fused_adam_` and `fused_sgd_` write in place; those without the last `_` return new tensors. They
 compute the bits that PyTorch's fused optimizers compute on a GPU from the same gradients in fp32, but need no copy of
 the gradients in fp32. Bytes moved at least, for each element besides those of its gradient: AdamW and Adam 24, SGD 8,
-SGD with momentum 16. There is one launch for all parameters, and three small ones for the powers of beta.
+SGD with momentum 16, and 2 more for a copy in half precision. There is one launch for all parameters, and three small
+ones for the powers of beta.
 
 The order of operations is that of PyTorch's `native/cuda/fused_adam_utils.cuh` and `FusedSgdKernel.cu`. From some
 products and sums nvcc makes one operation, which rounds once. The machine code of PyTorch 2.11 for sm_90 shows which:
@@ -28,6 +30,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -38,22 +41,22 @@ from .tables import addresses, blocks, on_device
 
 BLOCK = 2048
 _ADAM = (
-    "{0} self, Tensor[] grads, {1} exp_avgs, {2} exp_avg_sqs, Tensor[] state_steps, *, "
+    "{0} self, Tensor[] grads, {1} exp_avgs, {2} exp_avg_sqs, Tensor[] state_steps, {3}? halves=None, *, "
     "Tensor lr, float beta1, float beta2, float weight_decay, float eps, Tensor? scale=None"
 )
 _SGD = (
-    "{0} self, Tensor[] grads, {1} momentum_buffer_list, *, "
+    "{0} self, Tensor[] grads, {1} momentum_buffer_list, {3}? halves=None, *, "
     "float weight_decay, float momentum, Tensor lr, float dampening, bool nesterov, bool is_first_step, "
     "Tensor? scale=None"
 )
-_WRITTEN = ("Tensor(a!)[]", "Tensor(b!)[]", "Tensor(c!)[]")
+_WRITTEN = ("Tensor(a!)[]", "Tensor(b!)[]", "Tensor(c!)[]", "Tensor(d!)[]")
 Tensors = Sequence[torch.Tensor]
 
 
 @kernel
 def _adam_block(
-    p, g, m, v, mask, factor, step_size, correction, lr, beta1, beta2, weight_decay, eps,
-    SCALES: tl.constexpr, DECAYS: tl.constexpr, DECOUPLED: tl.constexpr, BLOCK: tl.constexpr,
+    p, g, m, v, h, mask, factor, step_size, correction, lr, beta1, beta2, weight_decay, eps,
+    HALVES: tl.constexpr, SCALES: tl.constexpr, DECAYS: tl.constexpr, DECOUPLED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.arange(0, BLOCK)
     param = tl.load(p + i, mask=mask, other=0.0)
@@ -75,13 +78,15 @@ def _adam_block(
     tl.store(p + i, param, mask=mask)
     tl.store(m + i, exp_avg, mask=mask)
     tl.store(v + i, exp_avg_sq, mask=mask)
+    if HALVES:
+        tl.store(h + i, param.to(h.dtype.element_ty), mask=mask)
 
 
 @kernel(numbers="count")
 def _adam(
     rows, bases, scale, powers, rate, beta1, beta2, weight_decay, eps, count,
-    GRAD: tl.constexpr, SCALES: tl.constexpr, LOADS_RATE: tl.constexpr, DECAYS: tl.constexpr, DECOUPLED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    GRAD: tl.constexpr, HALF: tl.constexpr, HALVES: tl.constexpr, SCALES: tl.constexpr, LOADS_RATE: tl.constexpr,
+    DECAYS: tl.constexpr, DECOUPLED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = rows + tl.program_id(0).to(tl.int64) * 3
     tensor = tl.load(row)
@@ -91,20 +96,24 @@ def _adam(
     g = tl.load(bases + count + tensor) + start * (GRAD.primitive_bitwidth // 8)
     m = tl.load(bases + 2 * count + tensor) + start * 4
     v = tl.load(bases + 3 * count + tensor) + start * 4
+    h = p
+    if HALVES:
+        h = tl.load(bases + 4 * count + tensor) + start * 2
     factor = tl.load(scale) if SCALES else 1.0
     lr = tl.load(rate) if LOADS_RATE else tl.cast(rate, tl.float32)
     step_size = tl.div_rn(lr, 1 - tl.load(powers + tensor))
     correction = tl.sqrt_rn(1 - tl.load(powers + count + tensor))
     i = tl.arange(0, BLOCK)
-    if (((p | g | m | v) & 15) == 0) & (left % 8 == 0):
+    if (((p | g | m | v | h) & 15) == 0) & (left % 8 == 0):
         _adam_block(
             tl.multiple_of(p.to(tl.pointer_type(tl.float32)), 16),
             tl.multiple_of(g.to(tl.pointer_type(GRAD)), 16),
             tl.multiple_of(m.to(tl.pointer_type(tl.float32)), 16),
             tl.multiple_of(v.to(tl.pointer_type(tl.float32)), 16),
+            tl.multiple_of(h.to(tl.pointer_type(HALF)), 16),
             i < tl.multiple_of(left, 8),
             factor, step_size, correction, lr, beta1, beta2, weight_decay, eps,
-            SCALES, DECAYS, DECOUPLED, BLOCK,
+            HALVES, SCALES, DECAYS, DECOUPLED, BLOCK,
         )  # fmt: skip
     else:
         _adam_block(
@@ -112,17 +121,18 @@ def _adam(
             g.to(tl.pointer_type(GRAD)),
             m.to(tl.pointer_type(tl.float32)),
             v.to(tl.pointer_type(tl.float32)),
+            h.to(tl.pointer_type(HALF)),
             i < left,
             factor, step_size, correction, lr, beta1, beta2, weight_decay, eps,
-            SCALES, DECAYS, DECOUPLED, BLOCK,
+            HALVES, SCALES, DECAYS, DECOUPLED, BLOCK,
         )  # fmt: skip
 
 
 @kernel
 def _sgd_block(
-    p, g, b, mask, factor, lr, weight_decay, momentum, dampening,
-    SCALES: tl.constexpr, DECAYS: tl.constexpr, HAS_MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr,
-    IS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    p, g, b, h, mask, factor, lr, weight_decay, momentum, dampening,
+    HALVES: tl.constexpr, SCALES: tl.constexpr, DECAYS: tl.constexpr, HAS_MOMENTUM: tl.constexpr,
+    NESTEROV: tl.constexpr, IS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.arange(0, BLOCK)
     param = tl.load(p + i, mask=mask, other=0.0)
@@ -138,14 +148,18 @@ def _sgd_block(
             buffer = tl.fma(1 - tl.cast(dampening, tl.float32), grad, buffer)
         tl.store(b + i, buffer, mask=mask)
         grad = tl.fma(momentum, buffer, grad) if NESTEROV else buffer
-    tl.store(p + i, tl.fma(-lr, grad, param), mask=mask)
+    param = tl.fma(-lr, grad, param)
+    tl.store(p + i, param, mask=mask)
+    if HALVES:
+        tl.store(h + i, param.to(h.dtype.element_ty), mask=mask)
 
 
 @kernel(numbers="count")
 def _sgd(
     rows, bases, scale, rate, weight_decay, momentum, dampening, count,
-    GRAD: tl.constexpr, SCALES: tl.constexpr, LOADS_RATE: tl.constexpr, DECAYS: tl.constexpr,
-    HAS_MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, IS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    GRAD: tl.constexpr, HALF: tl.constexpr, HALVES: tl.constexpr, SCALES: tl.constexpr, LOADS_RATE: tl.constexpr,
+    DECAYS: tl.constexpr, HAS_MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, IS_FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = rows + tl.program_id(0).to(tl.int64) * 3
     tensor = tl.load(row)
@@ -156,32 +170,37 @@ def _sgd(
     b = p
     if HAS_MOMENTUM:
         b = tl.load(bases + 2 * count + tensor) + start * 4
+    h = p
+    if HALVES:
+        h = tl.load(bases + (2 + HAS_MOMENTUM) * count + tensor) + start * 2
     factor = tl.load(scale) if SCALES else 1.0
     lr = tl.load(rate) if LOADS_RATE else tl.cast(rate, tl.float32)
     i = tl.arange(0, BLOCK)
-    if (((p | g | b) & 15) == 0) & (left % 8 == 0):
+    if (((p | g | b | h) & 15) == 0) & (left % 8 == 0):
         _sgd_block(
             tl.multiple_of(p.to(tl.pointer_type(tl.float32)), 16),
             tl.multiple_of(g.to(tl.pointer_type(GRAD)), 16),
             tl.multiple_of(b.to(tl.pointer_type(tl.float32)), 16),
+            tl.multiple_of(h.to(tl.pointer_type(HALF)), 16),
             i < tl.multiple_of(left, 8),
             factor, lr, weight_decay, momentum, dampening,
-            SCALES, DECAYS, HAS_MOMENTUM, NESTEROV, IS_FIRST, BLOCK,
+            HALVES, SCALES, DECAYS, HAS_MOMENTUM, NESTEROV, IS_FIRST, BLOCK,
         )  # fmt: skip
     else:
         _sgd_block(
             p.to(tl.pointer_type(tl.float32)),
             g.to(tl.pointer_type(GRAD)),
             b.to(tl.pointer_type(tl.float32)),
+            h.to(tl.pointer_type(HALF)),
             i < left,
             factor, lr, weight_decay, momentum, dampening,
-            SCALES, DECAYS, HAS_MOMENTUM, NESTEROV, IS_FIRST, BLOCK,
+            HALVES, SCALES, DECAYS, HAS_MOMENTUM, NESTEROV, IS_FIRST, BLOCK,
         )  # fmt: skip
 
 
 def launch_adam(
     self: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, state_steps: Tensors,
-    *, lr: torch.Tensor, beta1: float, beta2: float, weight_decay: float, eps: float,
+    halves: Tensors | None = None, *, lr: torch.Tensor, beta1: float, beta2: float, weight_decay: float, eps: float,
     scale: torch.Tensor | None = None, decoupled: bool,
 ) -> None:  # fmt: skip
     """fused_adamw_ (`decoupled`) and fused_adam_ by the kernel."""
@@ -189,14 +208,14 @@ def launch_adam(
         return
     rate = _rate(lr, self[0].device)
     _launch(
-        _adam, (self, grads, exp_avgs, exp_avg_sqs), scale, _powers(beta1, beta2, state_steps), rate,
+        _adam, (self, grads, exp_avgs, exp_avg_sqs), halves or [], scale, _powers(beta1, beta2, state_steps), rate,
         beta1, beta2, weight_decay, eps, len(self), DECAYS=weight_decay != 0, DECOUPLED=decoupled,
         LOADS_RATE=isinstance(rate, torch.Tensor),
     )  # fmt: skip
 
 
 def launch_sgd(
-    self: Tensors, grads: Tensors, momentum_buffer_list: Tensors,
+    self: Tensors, grads: Tensors, momentum_buffer_list: Tensors, halves: Tensors | None = None,
     *, weight_decay: float, momentum: float, lr: torch.Tensor, dampening: float, nesterov: bool,
     is_first_step: bool, scale: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
@@ -205,7 +224,7 @@ def launch_sgd(
         return
     rate = _rate(lr, self[0].device)
     _launch(
-        _sgd, (self, grads, momentum_buffer_list), scale, rate, weight_decay, momentum, dampening,
+        _sgd, (self, grads, momentum_buffer_list), halves or [], scale, rate, weight_decay, momentum, dampening,
         len(self), DECAYS=weight_decay != 0, HAS_MOMENTUM=bool(momentum_buffer_list),
         NESTEROV=nesterov, IS_FIRST=is_first_step, LOADS_RATE=isinstance(rate, torch.Tensor),
     )  # fmt: skip
@@ -214,6 +233,7 @@ def launch_sgd(
 def _launch(
     kernel: Any,
     lists: Sequence[Tensors],
+    halves: Tensors,
     scale: torch.Tensor | None,
     *numbers: Any,
     **constants: Any,
@@ -225,11 +245,10 @@ def _launch(
         return
     grads = [g.contiguous() for g in grads]
     with torch.cuda.device_of(rows):
-        bases = addresses(
-            [*params, *grads, *(x for moment in moments for x in moment)], rows.device
-        )
+        bases = addresses([*params, *grads, *chain.from_iterable(moments), *halves], rows.device)
         kernel[(len(rows),)](
             rows, bases, scale, *numbers, **constants, GRAD=element(grads[0].dtype),
+            HALF=element((halves or grads)[0].dtype), HALVES=bool(halves),
             SCALES=scale is not None, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
 
@@ -257,7 +276,7 @@ def _powers(beta1: float, beta2: float, state_steps: Tensors) -> torch.Tensor:
 
 def reference_adam(
     self: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, state_steps: Tensors,
-    *, lr: torch.Tensor, beta1: float, beta2: float, weight_decay: float, eps: float,
+    halves: Tensors | None = None, *, lr: torch.Tensor, beta1: float, beta2: float, weight_decay: float, eps: float,
     scale: torch.Tensor | None = None, decoupled: bool,
 ) -> None:  # fmt: skip
     """fused_adamw_ (`decoupled`) and fused_adam_ in plain torch, tensor by tensor."""
@@ -278,10 +297,12 @@ def reference_adam(
         step_size = rate / (1 - powers[0, k])
         denominator = _sqrt(v) / _sqrt(1 - powers[1, k]) + epsilon
         p.sub_(step_size * m / denominator)
+    for half, p in zip(halves or [], self):
+        half.copy_(p)
 
 
 def reference_sgd(
-    self: Tensors, grads: Tensors, momentum_buffer_list: Tensors,
+    self: Tensors, grads: Tensors, momentum_buffer_list: Tensors, halves: Tensors | None = None,
     *, weight_decay: float, momentum: float, lr: torch.Tensor, dampening: float, nesterov: bool,
     is_first_step: bool, scale: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
@@ -297,6 +318,8 @@ def reference_sgd(
             buffer.copy_(g if is_first_step else fma(1 - damping, g, factor * buffer))
             g = fma(factor, buffer, g) if nesterov else buffer
         p.copy_(fma(-rate, g, p))
+    for half, p in zip(halves or [], self):
+        half.copy_(p)
 
 
 def _scaled(grad: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
@@ -335,13 +358,14 @@ def _check(lists: dict[str, Tensors]) -> None:
     """Check the lists of an update by their names: the parameters, the gradients, and the moments."""
     for name, tensors in lists.items():
         _check_shapes(name, tensors, lists["self"])
-        if name != "grads":
+        if name not in ("grads", "halves"):
             _check_overwritten(name, tensors)
     dtypes = {g.dtype for g in lists["grads"]}
     if len(dtypes) > 1 or not dtypes <= FLOATS.keys():
         raise TypeError(
             f"update: gradients must be all fp32, all bf16 or all fp16; got {_listed(dtypes)}."
         )
+    _check_halves(lists.get("halves", ()))
     devices = {x.device for tensors in lists.values() for x in tensors}
     if len(devices) > 1:
         raise ValueError(f"update: all tensors must be on one device; got {_listed(devices)}.")
@@ -365,6 +389,14 @@ def _check_overwritten(name: str, tensors: Tensors) -> None:
         raise TypeError(f"update: {name} must be contiguous.")
 
 
+def _check_halves(halves: Tensors) -> None:
+    dtypes = {x.dtype for x in halves}
+    if len(dtypes) > 1 or not dtypes <= FLOATS.keys() - {torch.float32}:
+        raise TypeError(f"update: halves must be all bf16 or all fp16; got {_listed(dtypes)}.")
+    if not all(x.is_contiguous() for x in halves):
+        raise TypeError("update: halves must be contiguous.")
+
+
 def _listed(things: Iterable[object]) -> str:
     return ", ".join(sorted(map(str, things)))
 
@@ -381,10 +413,11 @@ def _check_scale(params: Tensors, scale: torch.Tensor | None) -> None:
 
 def _check_adam(
     self: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, state_steps: Tensors,
-    *, scale: torch.Tensor | None = None, **numbers: Any,
+    halves: Tensors | None = None, *, scale: torch.Tensor | None = None, **numbers: Any,
 ) -> None:  # fmt: skip
     _check_scale(self, scale)
-    _check({"self": self, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs})
+    lists = {"self": self, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+    _check(lists | ({"halves": halves} if halves else {}))
     if len(state_steps) != len(self):
         raise ValueError(
             f"update: {len(self)} parameters, but {len(state_steps)} numbers of steps."
@@ -394,36 +427,38 @@ def _check_adam(
 
 
 def _check_sgd(
-    self: Tensors, grads: Tensors, momentum_buffer_list: Tensors,
+    self: Tensors, grads: Tensors, momentum_buffer_list: Tensors, halves: Tensors | None = None,
     *, scale: torch.Tensor | None = None, **numbers: Any,
 ) -> None:  # fmt: skip
     _check_scale(self, scale)
-    moments = {"momentum_buffer_list": momentum_buffer_list} if momentum_buffer_list else {}
-    _check({"self": self, "grads": grads} | moments)
+    lists = {"self": self, "grads": grads}
+    lists |= {"momentum_buffer_list": momentum_buffer_list} if momentum_buffer_list else {}
+    _check(lists | ({"halves": halves} if halves else {}))
 
 
-def _define(name: str, arguments: str, moments: Sequence[str], *functions: Any) -> None:
+def _define(name: str, arguments: str, *functions: Any) -> None:
     """Define `name`_, which writes in place, and `name`, which returns new tensors."""
     define(f"{name}_({arguments.format(*_WRITTEN)}) -> ()", *functions)
     in_place = getattr(torch.ops.ztrans, f"{name}_").default
+    lists = [a.name for a in in_place._schema.arguments if a.alias_info is not None]
 
-    def copied(self: Tensors, grads: Tensors, *rest: Tensors, **numbers: Any) -> tuple:
-        """The new parameters and the new moments."""
-        overwritten = [[x.clone() for x in x_list] for x_list in (self, *rest[: len(moments)])]
-        in_place(overwritten[0], grads, *overwritten[1:], *rest[len(moments) :], **numbers)
-        return tuple(overwritten)
+    def copied(*args: Tensors, **numbers: Any) -> tuple:
+        """The new parameters, the new moments, and the new copies in half precision, of which there may be none."""
+        passed = dict(zip((a.name for a in in_place._schema.arguments), args)) | numbers
+        new = {key: [x.clone() for x in passed.get(key) or ()] for key in lists}
+        in_place(**passed | new)
+        return tuple(new.values())
 
-    results = ", ".join(f"Tensor[] {result}_out" for result in ("self", *moments))
-    define_composite(f"{name}({arguments.format(*['Tensor[]'] * 3)}) -> ({results})", copied)
+    results = ", ".join(f"Tensor[] {result}_out" for result in lists)
+    define_composite(f"{name}({arguments.format(*['Tensor[]'] * 4)}) -> ({results})", copied)
 
 
 for _name, _decoupled in (("fused_adamw", True), ("fused_adam", False)):
     _define(
         _name,
         _ADAM,
-        ("exp_avgs", "exp_avg_sqs"),
         _check_adam,
         functools.partial(reference_adam, decoupled=_decoupled),
         functools.partial(launch_adam, decoupled=_decoupled),
     )
-_define("fused_sgd", _SGD, ("momentum_buffer_list",), _check_sgd, reference_sgd, launch_sgd)
+_define("fused_sgd", _SGD, _check_sgd, reference_sgd, launch_sgd)

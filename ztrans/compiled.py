@@ -40,6 +40,7 @@ from .runtime.agreement import (
 )
 from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rates
 from .runtime.cuda.half_gradients import half_gradients, on_gpu
+from .runtime.cuda.half_weights import HalfWeights, with_half_weights
 from .runtime.cuda.transport import check, reserve
 from .runtime.executable import Executable, MicroBatches, executable, micro_batches
 from .runtime.failure import (
@@ -69,6 +70,8 @@ class LocalProgram(NamedTuple):
     function: Any  # from flat inputs to flat outputs; its attribute `program` is the FX program that it runs
     writes: Writes  # in which the function notes that it begins to write the state
     contract: Contract | None = None  # what the ranks of a mesh must do alike
+    half_weights: HalfWeights | None = None  # copies of parameters, which the user does not see
+    changed: Sequence[int] = ()  # the leaves of the state that a step changes
 
 
 class BoundProgram:
@@ -111,6 +114,7 @@ class Compiled(Printed):
     lowered: Lowered
     backend: str = "eager"
     cuda_graph: bool = False
+    cast_ahead: bool = False
     agreed: bool = field(default=False, compare=False, repr=False)
     bound: BoundProgram = field(default_factory=BoundProgram, compare=False, repr=False)
 
@@ -121,7 +125,10 @@ class Compiled(Printed):
         return (local_program.lowered if local_program is not None else self.lowered).graph
 
     def __repr__(self) -> str:
-        return f"Compiled({self.graph!r}, backend={self.backend!r}{', cuda_graph=True' if self.cuda_graph else ''})"
+        options = [f"backend={self.backend!r}"]
+        options += ["cuda_graph=True"] if self.cuda_graph else []
+        options += ["cast_ahead=True"] if self.cast_ahead else []
+        return f"Compiled({self.graph!r}, {', '.join(options)})"
 
     @ends_at_user
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -140,8 +147,9 @@ class Compiled(Printed):
         """Run the program on a call in these surroundings, for which it was compiled."""
         n = self.lowered.graph.num_state
         inputs = self._inputs(call)
-        with self._step(inputs) as run:
-            outputs = run(inputs.tensors)
+        with self._step(inputs) as (run, tensors):
+            outputs = run(tensors)
+        del outputs[n : self.graph.num_state]  # what the user does not see
         for i, old in enumerate(inputs.leaves[:n]):
             if isinstance(old, torch.Tensor):  # its storage now holds the new state
                 outputs[i] = old
@@ -152,12 +160,11 @@ class Compiled(Printed):
 
     def run_guarded(self, call: BoundCall, inputs: Inputs) -> tuple[Any, Any]:
         """Run the program on a call that its guard has recognised. The tensors of its state hold the new state."""
-        with self._step(inputs) as run:
-            outputs = run(inputs.tensors)
-        output_tree = self.bound.output_tree(self.lowered.program, self.graph)
-        return call.state, pytree.tree_unflatten(
-            outputs[self.lowered.graph.num_state :], output_tree
-        )
+        with self._step(inputs) as (run, tensors):
+            outputs = run(tensors)
+        graph = self.graph
+        output_tree = self.bound.output_tree(self.lowered.program, graph)
+        return call.state, pytree.tree_unflatten(outputs[graph.num_state :], output_tree)
 
     @ends_at_user
     @without_autocast()
@@ -172,11 +179,9 @@ class Compiled(Printed):
         call = BoundCall.of(program.function, args, kwargs)
         program.check_fits(call)
         inputs = self._inputs(call)
-        with self._step(inputs) as run:
+        with self._step(inputs) as (run, tensors):
             self._local_program.writes.begin()
-            local = (
-                placed(self.lowered.graph, inputs.tensors) if self.cuda_graph else inputs.tensors
-            )
+            local = placed(self.graph, tensors) if self.cuda_graph else tensors
             mesh = self._mesh
             micro = run.run if isinstance(run, Capture) else run
             graph = micro.last if isinstance(micro, MicroBatches) else self.graph
@@ -193,14 +198,18 @@ class Compiled(Printed):
             return measured if mesh is None else measured.agreed(mesh)
 
     def close(self) -> None:
-        """Release the captured CUDA graph, if there is one.
+        """Release the captured CUDA graph, if there is one, and forget the casts of `cast_ahead`.
 
         Call it before the process group is destroyed, or to continue with another state. The next call then runs
         without a graph, and the one after it captures a new graph.
         """
         local_program = self.bound.local_program
-        if local_program is not None and isinstance(local_program.function, Capture):
+        if local_program is None:
+            return
+        if isinstance(local_program.function, Capture):
             local_program.function.close()
+        if local_program.half_weights is not None:
+            local_program.half_weights.forget()
 
     @ends_at_user
     def tune(self, *args: Any, steps: int = 3, **kwargs: Any) -> tuple[Compiled, Profile]:
@@ -243,8 +252,8 @@ class Compiled(Printed):
         return self.bound.local_program
 
     @contextlib.contextmanager
-    def _step(self, inputs: Inputs) -> Iterator[Any]:
-        """Meet the other ranks for this step, then yield the function that runs the program."""
+    def _step(self, inputs: Inputs) -> Iterator[tuple[Any, list[torch.Tensor]]]:
+        """Meet the other ranks for this step, then yield the function that runs the program, and its inputs."""
         name = self.lowered.graph.name
         mesh = self._mesh
         local = inputs.tensors
@@ -255,6 +264,9 @@ class Compiled(Printed):
             if mesh is not None:
                 check_launched(mesh, name)
             local_program = self.bound.local_program or self._bind(local, state)
+            half_weights = local_program.half_weights
+            if half_weights is not None:
+                local = half_weights.inserted(local)
             if mesh is not None:
                 self._agree(mesh, local_program, local, state)
             # Only now, so that all ranks bind again if one of them could not.
@@ -262,9 +274,16 @@ class Compiled(Printed):
             if isinstance(local_program.function, Capture):
                 local_program.function.check_inputs(local)
             with watched(mesh, name, state), running(name, state, mesh, local_program.writes):
+                if half_weights is not None:
+                    half_weights.refresh(inputs)
                 if self.cuda_graph:
                     local_program.writes.begin()
-                yield local_program.function
+                yield local_program.function, local
+            # The replay of a CUDA graph and kernels of Inductor do not count what they write.
+            changed = [inputs.tensors[i] for i in local_program.changed]
+            torch.autograd.graph.increment_version(changed)
+            if half_weights is not None:
+                half_weights.note(inputs)
 
     def _agree(
         self,
@@ -345,6 +364,10 @@ class Compiled(Printed):
             lowered = dataclasses.replace(lowered, graph=with_rates(lowered.graph))
         of_products = self.backend == "inductor"
         graph = half_gradients(lowered.graph, on_gpu(lowered.graph, local), of_products)
+        half_weights = None
+        if self.cast_ahead:
+            graph, half_weights = with_half_weights(graph, local)
+            local = half_weights.inserted(local) if half_weights is not None else local
         lowered = dataclasses.replace(lowered, graph=graph)
         if self.cuda_graph:
             check_values(lowered.graph)
@@ -367,7 +390,8 @@ class Compiled(Printed):
         if self._mesh is not None:
             process_groups(self._mesh).carry(lowered.graph)
             contract = Contract(lowered.graph, update_hash(lowered.hinted))
-        return LocalProgram(lowered, run, writes, contract)
+        changed = _changed(self.lowered.graph)
+        return LocalProgram(lowered, run, writes, contract, half_weights, changed)
 
     def _executable(
         self, writes: Writes, graph: Graph, local: Sequence[torch.Tensor]
@@ -379,6 +403,12 @@ class Compiled(Printed):
             return inductor.executable(graph, self._mesh, local, on_write)
         graph, groups = _grouped(graph)
         return graph, executable(graph, self._mesh, on_write, groups)
+
+
+def _changed(graph: Graph) -> list[int]:
+    """The positions of the leaves of the state that a program changes."""
+    leaves = zip(graph.inputs[: graph.num_state], graph.outputs)
+    return [i for i, (old, new) in enumerate(leaves) if new is not old]
 
 
 def _failures(mesh: DeviceMesh | None) -> int:

@@ -280,7 +280,9 @@ class Lowered(Printed):
         return self.program.local_inputs(call).tensors
 
     @ends_at_user
-    def compile(self, *, backend: str = "eager", cuda_graph: bool = False) -> Compiled:
+    def compile(
+        self, *, backend: str = "eager", cuda_graph: bool = False, cast_ahead: bool = False
+    ) -> Compiled:
         """Bind the program to this rank's device, so that it can be called.
 
         Args:
@@ -289,6 +291,10 @@ class Lowered(Printed):
             cuda_graph: capture the whole step as a CUDA graph in the second call; that call and all later ones replay
                 it. See `Compiled.close`. A call returns before a pinned batch has been copied to the GPU: write to it
                 only after `torch.cuda.synchronize()`.
+            cast_ahead: on a GPU, let fused updates also write the half-precision copies of parameters that the next
+                step reads, for instance under autocast. It takes 2 bytes more for each of these parameters. A parameter
+                that has changed since, by PyTorch's version counter, is cast again. The counter does not see what is
+                written through `.data`, or by a kernel of your own: call `Compiled.close` after that.
 
         Raises: ValueError for an unknown backend, without a compiler for "inductor", or without a GPU for a CUDA graph.
         """
@@ -302,7 +308,7 @@ class Lowered(Printed):
             check_runs(self.mesh)
         if cuda_graph:
             check_device(getattr(self.mesh, "device_type", None))
-        return Compiled(self, backend, cuda_graph)
+        return Compiled(self, backend, cuda_graph, cast_ahead)
 
 
 def _check_whole_here(program: Program, name: str) -> None:

@@ -139,15 +139,16 @@ UPDATE = TABLES | NUMBERS | SCALARS
 @pytest.mark.parametrize(
     "dtype, loads", [(torch.bfloat16, 7), (torch.float16, 7), (torch.float32, 8)], ids=str
 )
+@pytest.mark.parametrize("halves", [False, True], ids=["", "halves"])
 @pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
-def test_adam(capability, tmp_path, dtype, loads, decoupled):
+def test_adam(capability, tmp_path, dtype, loads, decoupled, halves):
     """A thread has 8 elements. Each is decayed, and has two moments, a root and two divisions, all rounded exactly."""
     constants = {
-        "GRAD": element(dtype), "SCALES": True, "LOADS_RATE": True, "DECAYS": True, "DECOUPLED": decoupled, "BLOCK": 2048,
+        "GRAD": element(dtype), "HALF": element(torch.bfloat16), "HALVES": halves, "SCALES": True, "LOADS_RATE": True, "DECAYS": True, "DECOUPLED": decoupled, "BLOCK": 2048,
     }  # fmt: skip
     types = without(module["update"]._adam, UPDATE)
     kernel = compiled(module["update"]._adam, capability, tmp_path, types, constants, num_warps=8)
-    check(kernel, loads, 6, 80)
+    check(kernel, loads, 7 if halves else 6, 80)
     rounds_exactly(kernel)
     both_paths = 2 * 8
     assert kernel.count(r"\bfma\.rn\.f32") == 5 * both_paths
@@ -155,15 +156,16 @@ def test_adam(capability, tmp_path, dtype, loads, decoupled):
     assert kernel.count(r"\bdiv\.rn\.f32") == 2 * both_paths + 1
 
 
+@pytest.mark.parametrize("halves", [False, True], ids=["", "halves"])
 @pytest.mark.parametrize("momentum", [True, False], ids=["momentum", "plain"])
-def test_sgd(capability, tmp_path, momentum):
+def test_sgd(capability, tmp_path, momentum, halves):
     constants = {
-        "GRAD": element(torch.bfloat16), "SCALES": True, "LOADS_RATE": True, "DECAYS": True, "HAS_MOMENTUM": momentum,
+        "GRAD": element(torch.bfloat16), "HALF": element(torch.bfloat16), "HALVES": halves, "SCALES": True, "LOADS_RATE": True, "DECAYS": True, "HAS_MOMENTUM": momentum,
         "NESTEROV": momentum, "IS_FIRST": False, "BLOCK": 2048,
     }  # fmt: skip
     types = without(module["update"]._sgd, UPDATE)
     kernel = compiled(module["update"]._sgd, capability, tmp_path, types, constants, num_warps=8)
-    check(kernel, 5 if momentum else 3, 4 if momentum else 2, 64)
+    check(kernel, 5 if momentum else 3, (4 if momentum else 2) + halves, 64)
     rounds_exactly(kernel)
     assert kernel.count(r"\bfma\.rn\.f32") == 2 * 8 * (4 if momentum else 2)
 

@@ -331,6 +331,20 @@ WRONG = {
         lambda: T.fused_sgd_([torch.ones(8)[::2]], [X], [], **SGD, lr=ONE, is_first_step=False),
         "self must be contiguous",
     ),
+    "halves": (
+        lambda: T.fused_adamw([X], [X], [X], [X], [ONE], [X], **ADAM, lr=ONE),
+        "update: halves must be all bf16 or all fp16; got torch.float32",
+    ),
+    "halves with gaps": (
+        lambda: T.fused_sgd_(
+            [X], [X], [], [torch.ones(8).half()[::2]], **SGD, lr=ONE, is_first_step=False
+        ),
+        "update: halves must be contiguous",
+    ),
+    "too few halves": (
+        lambda: T.fused_sgd([X, X], [X, X], [], [X.half()], **SGD, lr=ONE, is_first_step=False),
+        "update: 2 parameters, but 1 tensors in halves",
+    ),
     "update devices": (
         lambda: T.fused_sgd_([X], [META], [], **SGD, lr=ONE, is_first_step=False),
         "all tensors must be on one device; got cpu, meta",

@@ -53,7 +53,7 @@ def test_table():
 
     *_, rows = gpu_kernels.table(CPU, sizes=(2**17,), updated=(2**17,))
     kernels = " ".join(dict.fromkeys(row["kernel"] for row in rows))
-    assert kernels == "copying packing scattering unpacking summing updating clipping"
+    assert kernels == "copying packing scattering unpacking summing updating clipping casting"
     assert all(row["us"] > 0 and row["moved, MiB"] > 0 for row in rows)
     text = gpu.markdown({"card": "none"}, {"kernels": rows, "ranks": [{"failed": "so"}]})
     assert "| packing | 0 | torch._foreach_copy_ |" in text and "| failed |\n|---|\n| so |" in text

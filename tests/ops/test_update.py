@@ -77,6 +77,18 @@ def test_results_are_new_tensors_or_written_in_place():
     assert all(map(torch.equal, params, new))
 
 
+def test_halves_are_the_new_parameters():
+    """They are new tensors too, or written in place."""
+    params, grads, *moments = lists(4)
+    halves = [p.bfloat16() for p in params]
+    steps = [torch.tensor(1.0) for _ in params]
+    new, *_, casts = T.fused_adamw(params, grads, *moments, steps, halves, **ADAM)
+    assert all(map(torch.equal, casts, (p.bfloat16() for p in new)))
+    assert all(map(torch.equal, halves, (p.bfloat16() for p in params)))
+    T.fused_adamw_(params, grads, *moments, steps, halves, **ADAM)
+    assert all(map(torch.equal, halves, casts)) and halves[0].dtype == torch.bfloat16
+
+
 def test_fma_rounds_once():
     """In random numbers and in those where two roundings would differ from one."""
     draw = torch.Generator().manual_seed(0)

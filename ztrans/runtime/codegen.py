@@ -412,7 +412,7 @@ def _results(out: fx.Graph, eqn: Eqn, call: fx.Node) -> list:
         return unpacked(out, call, eqn.outs)
     # Lists of one tensor each, or none: an SGD may have no momenta.
     args = {declared.name: x for declared, x in zip(op._schema.arguments, eqn.args)}
-    filled = [k for k, result in enumerate(returns) if args[result.name.removesuffix("_out")]]
+    filled = [k for k, result in enumerate(returns) if args.get(result.name.removesuffix("_out"))]
     lists = [out.call_function(operator.getitem, (call, k)) for k in filled]
     return [out.call_function(operator.getitem, (each, 0)) for each in lists]
 

@@ -38,16 +38,18 @@ def assert_same(ours, true):
     "rate", [torch.tensor(1e-3), torch.tensor(1e-3).double()], ids=["read", "number"]
 )
 def test_adam(dtype, decay, decoupled, rate, skew):
-    lists = tensors(1, 0, skew), tensors(0, 0, skew), tensors(0, 0, skew)
+    lists = [tensors(1, 0, skew), tensors(0, 0, skew), tensors(0, 0, skew)]
+    lists += [] if dtype == torch.float32 else [[x.to(dtype) for x in tensors(0, 0, skew)]]
     ours, true = copies(lists), copies(lists)
     options = {"lr": rate, "weight_decay": decay, "decoupled": decoupled, **ADAM}
     options |= {"scale": torch.tensor(0.3)} if decay else {}
     for step in range(1, 4):
         grads = [g.to(dtype) for g in tensors(10.0**-step, step, skew)]
         steps = [torch.tensor(float(step + k)) for k in range(len(NUMELS))]
-        update.launch_adam(ours[0], grads, *ours[1:], steps, **options)
-        update.reference_adam(true[0], grads, *true[1:], steps, **options)
+        update.launch_adam(ours[0], grads, *ours[1:3], steps, *ours[3:], **options)
+        update.reference_adam(true[0], grads, *true[1:3], steps, *true[3:], **options)
         assert_same(ours, true)
+        assert all(map(same, ours[-1], [p.to(ours[-1][0].dtype) for p in true[0]])) or not lists[3:]
     assert not same(true[0][0], lists[0][0])
 
 
@@ -58,7 +60,8 @@ def test_adam(dtype, decay, decoupled, rate, skew):
     [(0, 0, False), (0.9, 0, False), (0.9, 0.2, False), (0.9, 0, True)],
 )
 def test_sgd(dtype, decay, momentum, dampening, nesterov, skew):
-    lists = tensors(1, 0, skew), tensors(1, 5, skew) if momentum else []
+    halves = [] if dtype == torch.float32 else [x.to(dtype) for x in tensors(0, 0, skew)]
+    lists = [tensors(1, 0, skew), tensors(1, 5, skew) if momentum else [], halves]
     ours, true = copies(lists), copies(lists)
     options = {
         "lr": torch.tensor(0.01), "weight_decay": decay, "momentum": momentum, "dampening": dampening,
@@ -66,9 +69,10 @@ def test_sgd(dtype, decay, momentum, dampening, nesterov, skew):
     }  # fmt: skip
     for step in range(3):
         grads = [g.to(dtype) for g in tensors(1, step, skew)]
-        update.launch_sgd(ours[0], grads, ours[1], is_first_step=step == 0, **options)
-        update.reference_sgd(true[0], grads, true[1], is_first_step=step == 0, **options)
+        update.launch_sgd(ours[0], grads, *ours[1:], is_first_step=step == 0, **options)
+        update.reference_sgd(true[0], grads, *true[1:], is_first_step=step == 0, **options)
         assert_same(ours, true)
+        assert all(same(h, p.to(dtype)) for h, p in zip(ours[2], true[0]))
 
 
 def test_a_gradient_with_gaps_is_copied():
@@ -86,10 +90,13 @@ def test_a_gradient_with_gaps_is_copied():
     assert_same((params, moments, squares), true)
 
 
-BYTES = {  # for each element: parameters and moments are read and written, gradients are read
+# For each element: parameters and moments are read and written, gradients are read, and halves are written.
+BYTES = {
     ("adam", torch.bfloat16): 3 * 8 + 2,
+    ("adam with halves", torch.bfloat16): 3 * 8 + 2 + 2,
     ("adam", torch.float32): 3 * 8 + 4,
     ("sgd", torch.bfloat16): 8 + 2,
+    ("sgd with halves", torch.bfloat16): 8 + 2 + 2,
     ("sgd with momentum", torch.float16): 2 * 8 + 2,
 }
 
@@ -114,14 +121,16 @@ def test_each_element_is_moved_once(name, dtype, monkeypatch):
     params, grads, moments, squares = (tensors(1, k, 0) for k in range(4))
     grads = [g.to(dtype) for g in grads]
     rate = torch.tensor(0.1)
-    if name == "adam":
+    halves = [torch.empty(n).bfloat16() for n in NUMELS] if "halves" in name else None
+    if name.startswith("adam"):
         steps = [torch.ones(()) for _ in NUMELS]
         options = {"lr": rate, "weight_decay": 0.1, "decoupled": True, **ADAM}
-        update.launch_adam(params, grads, moments, [x.square() for x in squares], steps, **options)
+        squares = [x.square() for x in squares]
+        update.launch_adam(params, grads, moments, squares, steps, halves, **options)
     else:
-        has_momentum = name != "sgd"
+        has_momentum = name == "sgd with momentum"
         options = {"weight_decay": 0.1, "momentum": 0.9, "dampening": 0.1, "nesterov": False}
         options |= {"lr": rate, "is_first_step": False}
-        update.launch_sgd(params, grads, moments if has_momentum else [], **options)
+        update.launch_sgd(params, grads, moments if has_momentum else [], halves, **options)
     count = sum(-(-n // update.BLOCK) for n in NUMELS)
     assert sum(moved) - BYTES[name, dtype] * sum(NUMELS) in range(1, 80 * count)

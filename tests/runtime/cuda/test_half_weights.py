@@ -1,0 +1,332 @@
+"""With cast_ahead, updates write the half-precision weights of the next step, which never reads an old copy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn, optim
+
+import ztrans as zt
+from tests.support.fake_cuda import FakeCuda
+from tests.support.worlds import clone
+from ztrans import compiled
+from ztrans.ir.op_facts import CAST
+from ztrans.runtime.cuda.graph_capture import Capture
+from ztrans.runtime.cuda.half_gradients import half_gradients
+from ztrans.runtime.cuda.half_weights import with_half_weights
+
+X = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+OPTIMIZERS = {
+    "adamw": lambda params: optim.AdamW(params, lr=0.01, weight_decay=0.1, fused=True),
+    "adam": lambda params: optim.Adam(params, lr=0.01, fused=True),
+    "sgd": lambda params: optim.SGD(params, lr=0.1, fused=True),
+    "sgd with momentum": lambda params: optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
+}
+
+
+def lifted(name="adamw", dtype=torch.bfloat16, change=None, by_hand=False):
+    """A step under autocast, or with casts of its own; it returns the weights' copies of its first layer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4, bias=False))
+    optimizer = OPTIMIZERS[name](model.parameters())
+
+    halves = []
+
+    def forward(x):
+        if by_hand:
+            halves.append(model[2].weight.to(dtype))
+            h = nn.functional.linear(x.to(dtype), model[0].weight.to(dtype))
+            return nn.functional.linear(h, halves.pop() if by_hand != "returned" else halves[0])
+        with torch.autocast("cpu", dtype):
+            return model(x)
+
+    def loop_step(x):
+        y = forward(x)
+        loss = y.float().square().mean()
+        loss.backward()
+        optimizer.step()
+        if change is not None:
+            change(model)
+        optimizer.zero_grad()
+        return loss, y, halves.pop() if halves else None
+
+    return zt.lift(loop_step, model, optimizer)
+
+
+def lowered(*args, **kwargs):
+    step, state = lifted(*args, **kwargs)
+    return zt.Step.of(step).lower(state, X), state
+
+
+def rewritten(graph):
+    """The program of a state on a GPU."""
+    tensors = [torch.empty(v.shape, dtype=v.dtype) for v in graph.inputs]
+    return with_half_weights(half_gradients(graph, set(graph.inputs)), tensors)
+
+
+def casts_of_weights(graph) -> int:
+    state = graph.inputs[: graph.num_state]
+    return sum(
+        e.op is CAST and e.out.dtype != torch.float32 and e.ins[0] in state for e in graph.eqns
+    )
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    monkeypatch.setattr(compiled, "on_gpu", lambda graph, inputs: set(graph.inputs))
+
+
+def copies(run) -> list[torch.Tensor]:
+    return run.bound.local_program.half_weights.copies
+
+
+def weights(state) -> list[torch.Tensor]:
+    return [state["params"][name] for name in ("0.weight", "0.bias", "2.weight")]
+
+
+def counted(run, monkeypatch) -> list[int]:
+    """The numbers of casts of each later step, while it runs."""
+    numbers = []
+    half_weights = run.bound.local_program.half_weights
+    refresh = half_weights.refresh
+
+    def counting(inputs):
+        before = [x._version for x in half_weights.copies]
+        refresh(inputs)
+        numbers.append(sum(x._version != v for x, v in zip(half_weights.copies, before)))
+
+    monkeypatch.setattr(half_weights, "refresh", counting)
+    return numbers
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["autocast", "casts"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_casts_of_weights_vanish(name, dtype, by_hand):
+    before = lowered(name, dtype, by_hand=by_hand)[0].graph
+    after, half_weights = rewritten(before)
+    count = 2 if by_hand else 3
+    assert (casts_of_weights(before), casts_of_weights(after)) == (count, 0)
+    assert (
+        after.num_state == before.num_state + count
+        and len(after.inputs) == len(before.inputs) + count
+    )
+    assert [before.inputs[i].shape for i in half_weights.places] == [
+        x.shape for x in half_weights.copies
+    ]
+    assert {x.dtype for x in half_weights.copies} == {dtype}
+    suffix = "bf16" if dtype == torch.bfloat16 else "fp16"
+    assert f"[params.0.weight.{suffix}]" in str(after)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # to compile imports Inductor
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_same_bits(name, backend, on_gpu, monkeypatch):
+    """State and outputs, step by step; after the first step nothing is cast."""
+    program, state = lowered(name)
+    subjects = [program.compile(backend=backend, cast_ahead=ahead) for ahead in (False, True)]
+    states = [clone(state), clone(state)]
+    numbers = None
+    for step in range(4):
+        results = []
+        for k, run in enumerate(subjects):
+            states[k], output = run(states[k], X)
+            results += [[*states[k]["params"].values(), *output[:2]]]
+        assert all(map(torch.equal, *results)), step
+        assert all(
+            map(torch.equal, copies(subjects[1]), (w.bfloat16() for w in weights(states[1])))
+        )
+        numbers = numbers if numbers is not None else counted(subjects[1], monkeypatch)
+    assert numbers == ([0, 0, 0] if backend == "eager" else [1, 1, 1])
+    assert "half_weights" not in repr(subjects[1]) and "cast_ahead=True" in repr(subjects[1])
+
+
+def changed_in_place(state, program):
+    with torch.no_grad():
+        state["params"]["0.weight"].mul_(0.5)
+    return state
+
+
+def changed_through_a_view(state, program):
+    state["params"]["0.weight"].detach()[2:4].zero_()
+    return state
+
+
+def replaced(state, program):
+    state["params"]["0.weight"] = state["params"]["0.weight"].detach() * 0.5
+    return state
+
+
+def other_memory(state, program):
+    state["params"]["0.weight"].data = state["params"]["0.weight"].detach() * 0.5
+    return state
+
+
+def by_another_program(state, program):
+    """Whose kernels, as those of Inductor and of a replay, do not count what they write."""
+    other = program.compile()
+    other(clone(state), X)
+    local = other.bound.local_program
+
+    def uncounted(inputs):
+        with torch.autograd._unsafe_preserve_version_counter(tuple(inputs)):
+            return local.function(inputs)
+
+    other.bound.local_program = local._replace(function=uncounted)
+    return other(state, X)[0]
+
+
+CHANGES = {
+    changed_in_place: 1,
+    changed_through_a_view: 1,
+    replaced: 1,
+    other_memory: 1,
+    by_another_program: 3,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
+def test_a_changed_weight_is_cast_again(change, on_gpu, monkeypatch):
+    program, state = lowered()
+    plain, run = program.compile(), program.compile(cast_ahead=True)
+    mine, true = clone(state), clone(state)
+    for step in range(4):
+        if step == 2:
+            numbers = counted(run, monkeypatch)
+            mine, true = change(mine, program), change(true, program)
+        mine, ours = run(mine, X)
+        true, theirs = plain(true, X)
+        assert all(map(torch.equal, ours[:2], theirs[:2]))
+        assert all(map(torch.equal, mine["params"].values(), true["params"].values()))
+    assert numbers == [CHANGES[change], 0]
+
+
+def test_two_states_in_turns(on_gpu, monkeypatch):
+    program, state = lowered()
+    plain, run = program.compile(), program.compile(cast_ahead=True)
+    mine = [clone(state), clone(state)]
+    true = [clone(state), clone(state)]
+    for step, k in enumerate([0, 1, 1, 0, 0, 1]):
+        if step == 1:
+            numbers = counted(run, monkeypatch)
+        batch = X * (k + 1)
+        mine[k], ours = run(mine[k], batch)
+        true[k], theirs = plain(true[k], batch)
+        assert all(map(torch.equal, ours[:2], theirs[:2])), step
+    assert numbers == [3, 0, 3, 0, 3]
+
+
+def test_two_programs_of_one_state(on_gpu):
+    """Programs of two batch sizes have copies of their own, and notice what the other has written."""
+    program, state = lowered()
+    small = zt.Step.of(lifted()[0]).lower(state, X[:2])
+    plain, run = program.compile(), program.compile(cast_ahead=True)
+    plain_small, run_small = small.compile(), small.compile(cast_ahead=True)
+    mine, true = clone(state), clone(state)
+    for ours, theirs, batch in [(run, plain, X), (run_small, plain_small, X[:2])] * 3:
+        mine, output = ours(mine, batch)
+        true, wanted = theirs(true, batch)
+        assert all(map(torch.equal, output[:2], wanted[:2]))
+
+
+def test_after_a_failed_step_all_weights_are_cast(on_gpu, monkeypatch):
+    program, state = lowered()
+    run = program.compile(cast_ahead=True)
+    state, _ = run(state, X)
+    numbers = counted(run, monkeypatch)
+    local = run.bound.local_program
+
+    def failing(inputs):
+        raise ValueError("no more")
+
+    run.bound.local_program = local._replace(function=failing)
+    with pytest.raises(ValueError, match="no more"):
+        run(state, X)
+    run.bound.local_program = local
+    state, _ = run(state, X)
+    state, _ = run(state, X)
+    assert numbers == [0, 3, 0]
+
+
+def test_close_forgets_the_casts(on_gpu, monkeypatch):
+    """So it makes right what the counter does not see, as a write through `.data`."""
+    program, state = lowered()
+    plain, run = program.compile(), program.compile(cast_ahead=True)
+    mine, true = clone(state), clone(state)
+    mine, _ = run(mine, X)
+    true, _ = plain(true, X)
+    numbers = counted(run, monkeypatch)
+    for each in (mine, true):
+        each["params"]["0.weight"].data.mul_(0.5)
+    run.close()
+    mine, ours = run(mine, X)
+    true, theirs = plain(true, X)
+    assert numbers == [3] and all(map(torch.equal, ours[:2], theirs[:2]))
+
+
+def test_a_replay_reads_the_copies(on_gpu):
+    """The graph holds their addresses. A changed weight is cast before the replay."""
+    program, state = lowered()
+    plain, run = program.compile(), program.compile(cast_ahead=True)
+    mine, true = clone(state), clone(state)
+    mine, _ = run(mine, X)
+    true, _ = plain(true, X)
+    local = run.bound.local_program
+    cuda = FakeCuda()
+    capture = Capture(local.function, local.lowered.graph, cuda, "cpu")
+    run.bound.local_program = local._replace(function=capture)
+    for step in range(5):
+        if step == 3:
+            mine, true = changed_in_place(mine, program), changed_in_place(true, program)
+        mine, ours = run(mine, X)
+        true, theirs = plain(true, X)
+        assert all(map(torch.equal, ours[:2], theirs[:2])), step
+        assert all(map(torch.equal, copies(run), (w.bfloat16() for w in weights(mine)))), step
+    assert cuda.graphs[0].replays == 4
+
+
+def test_a_profile_has_the_copies(on_gpu):
+    program, state = lowered()
+    run = program.compile(cast_ahead=True)
+    state, _ = run(state, X)
+    run.profile(state, X, steps=1)
+    plain = program.compile()
+    true = clone(state)
+    assert all(map(torch.equal, run(state, X)[1][:2], plain(true, X)[1][:2]))
+
+
+def clamped(model):
+    with torch.no_grad():
+        model[0].weight.clamp_(-0.01, 0.01)
+
+
+def test_only_the_last_value_of_a_weight_is_written():
+    """A weight that the step changes after its update keeps its cast."""
+    after, half_weights = rewritten(lowered(change=clamped)[0].graph)
+    assert casts_of_weights(after) == 1
+    assert [x.shape for x in half_weights.copies] == [(16,), (4, 16)]
+
+
+def test_a_cast_that_is_returned_stays():
+    """The update would write over it."""
+    after, half_weights = rewritten(lowered(by_hand="returned")[0].graph)
+    assert casts_of_weights(after) == 1 and [x.shape for x in half_weights.copies] == [(16, 8)]
+
+
+def test_what_stays_as_it_is():
+    """Programs without half precision, of micro-batches, of a mesh; and a state that is not on a GPU."""
+    program, state = lowered(dtype=torch.float32, by_hand=True)
+    assert rewritten(program.graph) == (
+        half_gradients(program.graph, set(program.graph.inputs)),
+        None,
+    )
+    step, state = lifted()
+    of_micro = zt.accumulate(5)(zt.Step.of(step)).lower(state, X).graph
+    assert rewritten(of_micro)[1] is None
+    for stage in (0, 3):
+        sharded = zt.shard_params(zt.AbstractMesh(dp=2), stage=stage)(zt.Step.of(step))
+        assert rewritten(sharded.lower(state, X[:4]).graph)[1] is None
+    run = lowered()[0].compile(cast_ahead=True)
+    run(clone(state), X)
+    assert run.bound.local_program.half_weights is None
