@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,6 +17,7 @@ import torch
 from peers.model import GPT, Config, loss_of
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ztrans as zt
 from ztrans.ir.layout import mesh_axes
@@ -108,7 +110,7 @@ class Theirs:
 
     With a `mode`, its loss is compiled by torch.compile in that mode. With `compiled_update`, clipping and the
     optimizer are compiled too. With `whole_graph`, everything from the loss to the update is captured by hand in one
-    CUDA graph, and replayed.
+    CUDA graph, and replayed. With `cudnn`, attention is cuDNN's.
     """
 
     def __init__(
@@ -117,11 +119,13 @@ class Theirs:
         mode: str | None = None,
         compiled_update: bool = False,
         whole_graph: bool = False,
+        cudnn: bool = False,
     ) -> None:
         model = task.model()
         self.batch = task.batch()
         self.optimizer = task.optimizer(model, capturable=whole_graph)
         self.mode = mode
+        self.cudnn = cudnn
 
         def loss(x: Tensor, y: Tensor) -> Tensor:
             return task.loss(model, x, y)
@@ -149,7 +153,8 @@ class Theirs:
         self.graph = graph
 
     def _step(self) -> Tensor:
-        loss = self.loss(*self.batch)
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if self.cudnn else nullcontext():
+            loss = self.loss(*self.batch)
         loss.backward()
         self.update()
         self.optimizer.zero_grad()
@@ -182,6 +187,7 @@ class Ours:
         sharded: bool = False,
         reduce_dtype: torch.dtype | None = None,
         cast_ahead: bool = False,
+        attention: str = "traced",
     ) -> None:
         model = task.model()
         self.batch, optimizer = task.batch(), task.optimizer(model)
@@ -203,7 +209,7 @@ class Ours:
             self.lowered = _sent(step, task, self.state, self.batch, reduce_dtype)
         else:
             self.lowered = _plain(step, self.state, self.batch)
-        options = {"cuda_graph": cuda_graph, "cast_ahead": cast_ahead}
+        options = {"cuda_graph": cuda_graph, "cast_ahead": cast_ahead, "attention": attention}
         self.compiled = self.lowered.compile(backend=backend, **options)
 
     def __call__(self) -> Tensor:
@@ -250,6 +256,8 @@ SUBJECTS: dict[str, Callable[[Task], Callable[[], Tensor]]] = {
 }
 # Variants, which run in the table of the largest batch.
 VARIANTS: dict[str, Callable[[Task], Callable[[], Tensor]]] = {
+    "torch.compile, cuDNN attention": partial(Theirs, mode="default", cudnn=True),
+    "ztrans, inductor, fastest attention": partial(Ours, backend="inductor", attention="fastest"),
     "ztrans, remat, inductor": partial(Ours, backend="inductor", remat=True),
     "ztrans, stage 3 over NCCL": partial(Ours, backend="eager", collectives=True),
     "ztrans, stage 3 over NCCL, CUDA graph": partial(

@@ -38,6 +38,7 @@ from .runtime.agreement import (
     answers_late,
     everywhere,
 )
+from .runtime.cuda.attention_kernels import by_events, fastest_attention
 from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rates
 from .runtime.cuda.half_gradients import half_gradients, on_gpu
 from .runtime.cuda.half_weights import HalfWeights, with_half_weights
@@ -115,6 +116,7 @@ class Compiled(Printed):
     backend: str = "eager"
     cuda_graph: bool = False
     cast_ahead: bool = False
+    attention: str = "traced"
     agreed: bool = field(default=False, compare=False, repr=False)
     bound: BoundProgram = field(default_factory=BoundProgram, compare=False, repr=False)
 
@@ -128,6 +130,7 @@ class Compiled(Printed):
         options = [f"backend={self.backend!r}"]
         options += ["cuda_graph=True"] if self.cuda_graph else []
         options += ["cast_ahead=True"] if self.cast_ahead else []
+        options += [f"attention={self.attention!r}"] if self.attention != "traced" else []
         return f"Compiled({self.graph!r}, {', '.join(options)})"
 
     @ends_at_user
@@ -362,6 +365,9 @@ class Compiled(Printed):
             or self.cuda_graph
         ):
             lowered = dataclasses.replace(lowered, graph=with_rates(lowered.graph))
+        if self.attention == "fastest":
+            graph = fastest_attention(lowered.graph, by_events)
+            lowered = dataclasses.replace(lowered, graph=graph)
         of_products = self.backend == "inductor"
         graph = half_gradients(lowered.graph, on_gpu(lowered.graph, local), of_products)
         half_weights = None

@@ -46,6 +46,7 @@ from .profiling.profile import Profile
 from .report.progress import stage
 from .report.tracebacks import ends_at_user
 from .runtime.codegen import to_fx
+from .runtime.cuda.attention_kernels import check_attention
 from .runtime.cuda.graph_capture import check_device
 from .runtime.inductor.compiler import check_compiler
 from .runtime.mesh import check_runs
@@ -281,7 +282,12 @@ class Lowered(Printed):
 
     @ends_at_user
     def compile(
-        self, *, backend: str = "eager", cuda_graph: bool = False, cast_ahead: bool = False
+        self,
+        *,
+        backend: str = "eager",
+        cuda_graph: bool = False,
+        cast_ahead: bool = False,
+        attention: str = "traced",
     ) -> Compiled:
         """Bind the program to this rank's device, so that it can be called.
 
@@ -295,8 +301,12 @@ class Lowered(Printed):
                 step reads, for instance under autocast. It takes 2 bytes more for each of these parameters. A parameter
                 that has changed since, by PyTorch's version counter, is cast again. The counter does not see what is
                 written through `.data`, or by a kernel of your own: call `Compiled.close` after that.
+            attention: "traced" runs the kernels of attention that PyTorch chose when the step was traced. "fastest"
+                times those of flash attention, cuDNN and memory-efficient attention on a GPU, for the sizes of the
+                step, when the program first runs. Each rounds in its own way, so results may differ from run to run.
 
-        Raises: ValueError for an unknown backend, without a compiler for "inductor", or without a GPU for a CUDA graph.
+        Raises: ValueError for an unknown option, without a compiler for "inductor", without a GPU for a CUDA graph or
+            for "fastest", or for "fastest" on several ranks.
         """
         if backend not in ("eager", "inductor"):
             raise ValueError(
@@ -308,7 +318,8 @@ class Lowered(Printed):
             check_runs(self.mesh)
         if cuda_graph:
             check_device(getattr(self.mesh, "device_type", None))
-        return Compiled(self, backend, cuda_graph, cast_ahead)
+        check_attention(attention, self.mesh)
+        return Compiled(self, backend, cuda_graph, cast_ahead, attention)
 
 
 def _check_whole_here(program: Program, name: str) -> None:

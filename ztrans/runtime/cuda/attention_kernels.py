@@ -1,0 +1,295 @@
+"""attention_kernels: attention on a GPU by the fastest of the kernels that PyTorch has for it.
+
+    o, l, ... = flash_attention(q, k, v)                       o, l, ... = cudnn_attention(q, k, v)
+    ...                                                 -->    ...
+    dq, dk, dv = flash_attention_backward(do, q, k, v,         dq, dk, dv = cudnn_attention_backward(do, q, k, v,
+                                          o, l, ...)                                                 o, l, ...)
+
+A trace has the kernel that PyTorch chose, by rules that do not know which one is fastest for these sizes. Here each
+kernel is timed once, forward and backward together, on random tensors of the sizes of the step. Another kernel is taken
+if it is faster by 2%. Kernels round in other places, so the bits of the step depend on this choice, which another
+machine, or another run, may make in another way.
+
+Only attention without dropout and without a bias, whose queries and keys have the same number of heads, is changed.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...ir.graph import Eqn, Graph, Names, Var, producers, users, variables
+from ...ir.printer import format_seconds
+from ...ir.relations import grouped
+from ...ir.verifier import check
+
+aten = torch.ops.aten
+INFINITY = float("inf")
+_FASTER = 0.98  # of the time of the kernel in the trace
+_WARM_UP = 3
+_TIMED = 10
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of attention: its operations, and where its results are what backward reads besides the output."""
+
+    name: str
+    forward: Any
+    backward: Any
+    seed: int
+    offset: int
+
+
+KERNELS = (
+    Kernel(
+        "flash",
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_flash_attention_backward.default,
+        seed=6,
+        offset=7,
+    ),
+    Kernel(
+        "cudnn",
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_cudnn_attention_backward.default,
+        seed=6,
+        offset=7,
+    ),
+    Kernel(
+        "efficient",
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_efficient_attention_backward.default,
+        seed=2,
+        offset=3,
+    ),
+)
+_OF_FORWARD = {kernel.forward: kernel for kernel in KERNELS}
+_OF_BACKWARD = {kernel.backward: kernel for kernel in KERNELS}
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What attention computes, by any kernel.
+
+    Attributes:
+        shape: [batch, heads, length, size of a head] of the queries.
+        keys: the same of the keys; the values have these too.
+        differentiated: whether backward is in the program.
+    """
+
+    shape: tuple[int, ...]
+    keys: tuple[int, ...]
+    dtype: torch.dtype
+    is_causal: bool
+    scale: float | None
+    differentiated: bool
+
+    def __str__(self) -> str:
+        size = "x".join(map(str, self.shape))
+        return f"{'causal ' if self.is_causal else ''}attention of {size}"
+
+
+# The seconds of a kernel for some attention; infinite if it does not compute it.
+Clock = Callable[[Kernel, Attention], float]
+
+
+def fastest_attention(graph: Graph, clock: Clock) -> Graph:
+    """The program with the fastest kernel for each attention, which its notes name."""
+    sites = _sites(graph)
+    by_attention = grouped((site.attention, site) for site in sites)
+    rewritten: dict[Eqn, Eqn] = {}
+    notes = []
+    names = Names(v.name for v in (*graph.inputs, *producers(graph.eqns)))
+    for attention, alike in by_attention.items():
+        seconds = {kernel: clock(kernel, attention) for kernel in KERNELS}
+        fastest = min(KERNELS, key=seconds.__getitem__)
+        times = ", ".join(
+            f"{k.name} {format_seconds(t)}" for k, t in seconds.items() if t < INFINITY
+        )
+        for site in alike:
+            if seconds[fastest] < _FASTER * seconds[site.kernel]:
+                rewritten.update(site.by(fastest, names))
+        notes.append(f"{attention}: {times}")
+    if not sites:
+        return graph
+    eqns = tuple(rewritten.get(e, e) for e in graph.eqns)
+    return check(graph.replace(eqns=eqns, notes=(*graph.notes, *notes)))
+
+
+@dataclass(frozen=True)
+class _Site:
+    """An equation of attention, and those of its backward."""
+
+    kernel: Kernel
+    forward: Eqn
+    backward: Sequence[Eqn]
+    attention: Attention
+
+    def by(self, kernel: Kernel, names: Names) -> dict[Eqn, Eqn]:
+        """The same equations by another kernel."""
+        out = self.forward.outs[0]
+        outs = _results(kernel, self.attention, names)
+        outs[0] = out
+        q, k, v = self.forward.args[:3]
+        values = {"query": q, "key": k, "value": v, "is_causal": self.attention.is_causal}
+        values |= {"scale": self.attention.scale}
+        forward = self.forward.replace(outs=tuple(outs), **_call(kernel.forward, values))
+        rewritten = {self.forward: forward}
+        values |= {"out": out, "logsumexp": outs[1]}
+        values |= {"philox_seed": outs[kernel.seed], "philox_offset": outs[kernel.offset]}
+        values |= {"max_q": q.shape[-2], "max_k": k.shape[-2]}
+        for eqn in self.backward:
+            gradient = {"grad_out": eqn.args[0], "grad_out_": eqn.args[0]}
+            call = _call(kernel.backward, values | gradient)
+            results = eqn.outs[:3]
+            missing = len(kernel.backward._schema.returns) - len(results)
+            outs_of_backward = (*results, *(None for _ in range(missing)))
+            rewritten[eqn] = eqn.replace(outs=outs_of_backward, **call)
+        return rewritten
+
+
+# What all kernels are given alike.
+_DEFAULTS: Mapping[str, Any] = {
+    "attn_bias": None,
+    "compute_log_sumexp": True,
+    "cum_seq_q": None,
+    "cum_seq_k": None,
+    "dropout_p": 0.0,
+    "grad_input_mask": [True, True, True, False],
+    "return_debug_mask": False,
+}
+
+
+def _call(op: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an operation, from values by name."""
+    values = _DEFAULTS | values
+    declared = op._schema.arguments
+    args = tuple(values[a.name] for a in declared if not a.kwarg_only)
+    scale = values["scale"]
+    return {"op": op, "args": args, "kwargs": {} if scale is None else {"scale": scale}}
+
+
+def _results(kernel: Kernel, attention: Attention, names: Names) -> list[Var | None]:
+    """Values for the results of a kernel; None for those that are no tensors."""
+    q, k, v = (torch.empty(s, dtype=attention.dtype, device="meta") for s in _shapes(attention))
+    values = {"query": q, "key": k, "value": v, "is_causal": attention.is_causal}
+    call = _call(kernel.forward, values | {"scale": attention.scale})
+    outs: list[Var | None] = []
+    for x in kernel.forward(*call["args"], **call["kwargs"]):
+        is_tensor = isinstance(x, torch.Tensor)
+        name = names.fresh(f"{kernel.name}_attention.{len(outs)}")
+        outs.append(Var(name, x.dtype, tuple(x.shape)) if is_tensor else None)
+    return outs
+
+
+def _shapes(attention: Attention) -> tuple[tuple[int, ...], ...]:
+    return attention.shape, attention.keys, attention.keys
+
+
+def _sites(graph: Graph) -> list[_Site]:
+    """The equations of attention that any kernel can compute."""
+    readers = users(graph)
+    outputs = set(variables(graph.outputs))
+    sites = []
+    for eqn in graph.eqns:
+        kernel = _OF_FORWARD.get(eqn.op)
+        if kernel is None or not _is_plain(eqn):
+            continue
+        private = [v for v in eqn.outs[1:] if v is not None]
+        reading = dict.fromkeys(e for v in private for e in readers.get(v, ()))
+        backward = [e for e in reading if _OF_BACKWARD.get(e.op) is kernel]
+        if len(backward) == len(reading) and outputs.isdisjoint(private):
+            sites.append(_Site(kernel, eqn, backward, _attention(eqn, bool(backward))))
+    return sites
+
+
+def _bound(eqn: Eqn) -> dict[str, Any]:
+    """The arguments of an equation by name."""
+    bound = {a.name: a.default_value for a in eqn.op._schema.arguments}
+    bound |= {a.name: x for a, x in zip(eqn.op._schema.arguments, eqn.args)}
+    return bound | dict(eqn.kwargs)
+
+
+def _is_plain(eqn: Eqn) -> bool:
+    """Whether attention has no dropout and no bias, and as many heads of keys as of queries."""
+    bound = _bound(eqn)
+    q, k, v = (bound[name] for name in ("query", "key", "value"))
+    is_plain = bound["dropout_p"] == 0.0 and bound.get("attn_bias") is None
+    is_plain = is_plain and not bound.get("return_debug_mask") and eqn.outs[0] is not None
+    return is_plain and q.shape[:2] == k.shape[:2] and k.shape == v.shape and not q.layout
+
+
+def _attention(eqn: Eqn, differentiated: bool) -> Attention:
+    bound = _bound(eqn)
+    q, k = bound["query"], bound["key"]
+    scale = bound["scale"]
+    return Attention(q.shape, k.shape, q.dtype, bound["is_causal"], scale, differentiated)
+
+
+def by_events(kernel: Kernel, attention: Attention) -> float:
+    """The median seconds of a kernel on this GPU, on tensors in the layout of projections."""
+    q, k, v = (
+        torch.randn(batch, length, heads, size, dtype=attention.dtype, device="cuda").transpose(
+            1, 2
+        )
+        for batch, heads, length, size in _shapes(attention)
+    )
+    for x in (q, k, v):
+        x.requires_grad_(attention.differentiated)
+    values = {"query": q, "key": k, "value": v, "is_causal": attention.is_causal}
+    call = _call(kernel.forward, values | {"scale": attention.scale})
+
+    def run() -> None:
+        out = kernel.forward(*call["args"], **call["kwargs"])[0]
+        if attention.differentiated:
+            torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+    try:
+        with torch.enable_grad():
+            return _median(run)
+    except RuntimeError:  # it does not compute this attention
+        return INFINITY
+
+
+def check_attention(attention: str, mesh: object) -> None:
+    """Check that `compile(attention=...)` can be done.
+
+    Raises: ValueError if it is unknown, or if there is no GPU, or if there are several ranks.
+    """
+    if attention not in ("traced", "fastest"):
+        raise ValueError(
+            f"compile: unknown attention {attention!r}; there are 'traced' and 'fastest'."
+        )
+    if attention == "traced":
+        return
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "compile: attention='fastest' times kernels on a CUDA device, and torch sees none here.\n"
+            "Compile without it."
+        )
+    if isinstance(mesh, DeviceMesh) and mesh.size() > 1:
+        raise ValueError(
+            f"compile: attention='fastest' is for a single rank, and this mesh has {mesh.size()}: each could choose "
+            f"another kernel.\nChoose one for all in the step: "
+            f"with torch.nn.attention.sdpa_kernel(SDPBackend.CUDNN_ATTENTION): ..."
+        )
+
+
+def _median(run: Callable[[], None]) -> float:
+    for _ in range(_WARM_UP):
+        run()
+    times = []
+    for _ in range(_TIMED):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)
