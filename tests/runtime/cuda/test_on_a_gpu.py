@@ -99,7 +99,14 @@ def untouched(*args, **kwargs):
     return {k: v.clone() for k, v in model.state_dict().items()}, loss
 
 
-def lifted(*args, backend="eager", cuda_graph=False, transform=lambda step: step, **kwargs):
+def lifted(
+    *args,
+    backend="eager",
+    cuda_graph=False,
+    cast_ahead=False,
+    transform=lambda step: step,
+    **kwargs,
+):
     """The same, of the lifted loop."""
     model, optimizer, loop_step = loop(*args, **kwargs)
     step, state = zt.lift(loop_step, model, optimizer)
@@ -107,8 +114,10 @@ def lifted(*args, backend="eager", cuda_graph=False, transform=lambda step: step
     state = step.shard(state)
     first = next(batches(1))
     call = (
-        step.lower(state, *first).compile(backend=backend, cuda_graph=cuda_graph)
-        if cuda_graph or backend != "eager"
+        step.lower(state, *first).compile(
+            backend=backend, cuda_graph=cuda_graph, cast_ahead=cast_ahead
+        )
+        if cuda_graph or cast_ahead or backend != "eager"
         else step
     )
     torch.manual_seed(7)
@@ -147,13 +156,20 @@ FUSED = {
 }
 
 
+@pytest.mark.parametrize("cast_ahead", [False, True])
 @pytest.mark.parametrize("cuda_graph", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("optimizer", FUSED)
-def test_an_update_that_reads_half_gradients_has_the_bits_of_the_loop(optimizer, dtype, cuda_graph):
-    """Under autocast gradients are half, and the loop casts them to fp32 for the optimizer."""
+def test_an_update_that_reads_half_gradients_has_the_bits_of_the_loop(
+    optimizer, dtype, cuda_graph, cast_ahead
+):
+    """Under autocast gradients are half, and the loop casts them to fp32 for the optimizer.
+
+    With `cast_ahead` the update writes the half-precision weights that the next step reads.
+    """
+    options = {"cuda_graph": cuda_graph, "cast_ahead": cast_ahead}
     wanted, loss = untouched(perceptron, FUSED[optimizer], dtype)
-    got, lifted_loss = lifted(perceptron, FUSED[optimizer], dtype, cuda_graph=cuda_graph)
+    got, lifted_loss = lifted(perceptron, FUSED[optimizer], dtype, **options)
     assert {k: d for k in wanted if not (d := distance(got[k], wanted[k])) <= 0} == {}
     assert torch.equal(lifted_loss, loss)
 
@@ -168,6 +184,28 @@ def test_a_captured_step_is_the_untouched_loop(model, backend):
     limit = 0 if (backend, model) == ("eager", "perceptron") else 1e-5
     assert {k: d for k in wanted if not (d := distance(got[k], wanted[k])) <= limit} == {}
     assert distance(lifted_loss, loss) <= limit
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_by_the_fastest_kernel(causal):
+    """All kernels are timed, and the result is that of the untouched step up to rounding."""
+    torch.manual_seed(0)
+    shape = 2, 512, 3, 4, 64
+    state = {"w": 0.05 * torch.randn(256, 768, device=DEVICE, dtype=torch.bfloat16)}
+    x = torch.randn(2, 512, 256, device=DEVICE, dtype=torch.bfloat16)
+
+    def step(state, x):
+        w = state["w"].detach().requires_grad_()
+        q, k, v = (x @ w).view(shape).permute(2, 0, 3, 1, 4).unbind()
+        loss = F.scaled_dot_product_attention(q, k, v, is_causal=causal).float().square().mean()
+        (gradient,) = torch.autograd.grad(loss, w)
+        return {"w": state["w"] - 0.1 * gradient}, loss
+
+    wanted, loss = step(state, x)
+    compiled = zt.Step.of(step).lower(state, x).compile(attention="fastest")
+    got, ours = compiled(state, x)
+    assert distance(got, wanted) < 1e-2 and distance(ours, loss) < 1e-2
+    assert all(name in compiled.graph.notes[-1] for name in ("flash", "cudnn", "efficient"))
 
 
 OTHER_GRAPHS = """
