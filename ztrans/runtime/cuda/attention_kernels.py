@@ -168,7 +168,7 @@ _DEFAULTS: Mapping[str, Any] = {
 
 def _call(op: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of an operation, from values by name."""
-    values = _DEFAULTS | values
+    values = {**_DEFAULTS, **values}
     declared = op._schema.arguments
     args = tuple(values[a.name] for a in declared if not a.kwarg_only)
     scale = values["scale"]
@@ -211,8 +211,9 @@ def _sites(graph: Graph) -> list[_Site]:
 
 def _bound(eqn: Eqn) -> dict[str, Any]:
     """The arguments of an equation by name."""
-    bound = {a.name: a.default_value for a in eqn.op._schema.arguments}
-    bound |= {a.name: x for a, x in zip(eqn.op._schema.arguments, eqn.args)}
+    op: Any = eqn.op
+    bound = {a.name: a.default_value for a in op._schema.arguments}
+    bound |= {a.name: x for a, x in zip(op._schema.arguments, eqn.args)}
     return bound | dict(eqn.kwargs)
 
 

@@ -100,7 +100,7 @@ def with_half_weights(
     for parameter in (graph.inputs[i] for i in places):
         dtype = casts[parameter][0].out.dtype
         before[parameter] = _copy_of(parameter, dtype, names)
-        after[parameter] = _copy_of(updates[parameter].outs[0], dtype, names)
+        after[parameter] = _copy_of(updates[parameter].out, dtype, names)
     graph = _rewritten(graph, casts, updates, before, after)
     copies = [
         torch.empty(tensors[i].shape, dtype=half.dtype, device=tensors[i].device)
