@@ -360,21 +360,9 @@ class Compiled(Printed):
         self, lowered: Lowered, local: Sequence[torch.Tensor], writes: Writes
     ) -> LocalProgram:
         run: Any
-        if (
-            any(x.is_cuda and x.dtype == torch.float64 and not x.ndim for x in local)
-            or self.cuda_graph
-        ):
-            lowered = dataclasses.replace(lowered, graph=with_rates(lowered.graph))
-        if self.attention == "fastest":
-            graph = fastest_attention(lowered.graph, by_events)
-            lowered = dataclasses.replace(lowered, graph=graph)
-        of_products = self.backend == "inductor"
-        graph = half_gradients(lowered.graph, on_gpu(lowered.graph, local), of_products)
-        half_weights = None
-        if self.cast_ahead:
-            graph, half_weights = with_half_weights(graph, local)
-            local = half_weights.inserted(local) if half_weights is not None else local
+        graph, half_weights = self._for_device(lowered.graph, local)
         lowered = dataclasses.replace(lowered, graph=graph)
+        local = half_weights.inserted(local) if half_weights is not None else local
         if self.cuda_graph:
             check_values(lowered.graph)
             local = placed(lowered.graph, local)
@@ -398,6 +386,18 @@ class Compiled(Printed):
             contract = Contract(lowered.graph, update_hash(lowered.hinted))
         changed = _changed(self.lowered.graph)
         return LocalProgram(lowered, run, writes, contract, half_weights, changed)
+
+    def _for_device(
+        self, graph: Graph, local: Sequence[torch.Tensor]
+    ) -> tuple[Graph, HalfWeights | None]:
+        """The program for the device of these inputs, and the copies of parameters that it has as hidden leaves."""
+        has_rates = any(x.is_cuda and x.dtype == torch.float64 and not x.ndim for x in local)
+        if has_rates or self.cuda_graph:
+            graph = with_rates(graph)
+        if self.attention == "fastest":
+            graph = fastest_attention(graph, by_events)
+        graph = half_gradients(graph, on_gpu(graph, local), self.backend == "inductor")
+        return with_half_weights(graph, local) if self.cast_ahead else (graph, None)
 
     def _executable(
         self, writes: Writes, graph: Graph, local: Sequence[torch.Tensor]
