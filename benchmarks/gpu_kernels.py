@@ -34,7 +34,7 @@ def table(
     the speed at which these bytes moved, as a share of that of a plain copy of as many bytes, timed just before.
     """
     lines = []
-    for make in (copying, packing, scattering, unpacking, summing, updating, clipping):
+    for make in (copying, packing, scattering, unpacking, summing, *OF_MODELS):
         for size in updated if make in OF_MODELS else sizes:
             if left() > 10:
                 lines += compared(make, size, device)
