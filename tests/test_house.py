@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from radon.visitors import ComplexityVisitor, Function
 
-from ztrans.ir import Primitive, collectives, marks
+from ztrans.ir import Primitive, collectives, copies, marks
 from ztrans.tracing import fx_trace
 
 ROOT = Path(__file__).parents[1]
@@ -321,10 +321,11 @@ def test_nothing_is_verified_with_assert():
 
 
 # The modules that say what primitives mean.
-HOMES = ("ir.collectives", "ir.marks", "ir.micro_batches", "ir.pairing")
+HOMES = ("ir.collectives", "ir.copies", "ir.marks", "ir.micro_batches", "ir.pairing")
 PRIMITIVES = {
     value.name.upper()
-    for value in (*vars(collectives).values(), *vars(marks).values())
+    for module in (collectives, copies, marks)
+    for value in vars(module).values()
     if isinstance(value, Primitive)
 }
 KINDS = {"starts", "waits", "reads_futures"}  # rules that only tell which primitive an equation has

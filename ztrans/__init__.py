@@ -18,6 +18,7 @@ from .transforms.accumulate import accumulate
 from .transforms.base import Transform, chain
 from .transforms.delay_weight_grads import delay_weight_grads
 from .transforms.fuse_cast_gather import fuse_cast_gather
+from .transforms.offload import offload
 from .transforms.overlap_grads import overlap_grads
 from .transforms.prefetch import prefetch
 from .transforms.remat import remat
@@ -28,7 +29,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AbstractMesh", "Cluster", "Device", "Link", "Plan", "Profile", "Step", "Timeline", "Transform",
     "accumulate", "by_host", "calibrate", "chain", "cluster", "delay_weight_grads", "fuse_cast_gather", "global_mean",
-    "ir", "lift", "load", "make_mesh", "ops", "overlap_grads", "pmean", "prefetch", "psum", "remat", "save",
+    "ir", "lift", "load", "make_mesh", "offload", "ops", "overlap_grads", "pmean", "prefetch", "psum", "remat", "save",
     "shard_params", "stages", "testing", "write_back",
 ]  # fmt: skip
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from .calling.call import BoundCall
 from .calling.guard import Guard
-from .calling.inputs import Inputs, check_donation
+from .calling.inputs import Inputs, check_donation, check_memory, device_of
 from .calling.signature import Surroundings
 from .ir.ambient import refuse_inside, without_autocast
 from .ir.donation import donation
@@ -346,6 +346,7 @@ class Compiled(Printed):
                 graph.name, self._mesh, program.axes, paths, inputs.leaves, layouts, lowered=True
             )
         check_donation(graph, inputs.tensors)
+        check_memory(graph, inputs.tensors)
         return inputs
 
     @without_autocast()
@@ -408,7 +409,7 @@ class Compiled(Printed):
         if self.backend == "inductor":
             return inductor.executable(graph, self._mesh, local, on_write)
         graph, groups = _grouped(graph)
-        return graph, executable(graph, self._mesh, on_write, groups)
+        return graph, executable(graph, self._mesh, on_write, groups, device_of(local))
 
 
 def _changed(graph: Graph) -> list[int]:

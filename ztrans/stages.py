@@ -32,10 +32,12 @@ from .ir.marks import erase_marks
 from .ir.micro_batches import parts
 from .ir.printer import Printed, format_seconds
 from .ir.user_collectives import by_axis
+from .ir.verifier import check
 from .planning.cluster import Cluster, default_cluster
 from .planning.cost import Cost, Memory, cost, memory
 from .planning.formulate import formulate
 from .planning.make_plan import make_plan, with_memory_notes
+from .planning.place_copies import check_host_memory, place_copies
 from .planning.plan import Plan
 from .planning.realise import apply_plan, follow_plan
 from .planning.simulate import simulate
@@ -47,7 +49,7 @@ from .report.progress import stage
 from .report.tracebacks import ends_at_user
 from .runtime.codegen import to_fx
 from .runtime.cuda.attention_kernels import check_attention
-from .runtime.cuda.graph_capture import check_device
+from .runtime.cuda.graph_capture import check_device, check_on_device
 from .runtime.inductor.compiler import check_compiler
 from .runtime.mesh import check_runs
 from .tracing.trace import Program
@@ -207,7 +209,12 @@ class Lowered(Printed):
         return self._ordered(plan, follow_plan(self.hinted, plan))
 
     def _ordered(self, plan: Plan, graph: Graph) -> Lowered:
-        """This program in the order of `graph`, with the plan of that order and what can be said of it."""
+        """This program in the order of `graph`, with the plan of that order and what can be said of it.
+
+        The copies between two memories find their places in it.
+        """
+        graph = check(place_copies(graph, self.cluster))
+        check_host_memory(graph, self.cluster)
         history = (*self.history[:-1], ("lower", graph))
         plan = with_memory_notes(plan, memory(graph).peak, graph.hints.memory, self.cluster.device)
         plan = dataclasses.replace(plan, traffic=tuple(traffic(graph).items()))
@@ -317,6 +324,7 @@ class Lowered(Printed):
         if self.mesh is not None:
             check_runs(self.mesh)
         if cuda_graph:
+            check_on_device(self.graph)
             check_device(getattr(self.mesh, "device_type", None))
         check_attention(attention, self.mesh)
         return Compiled(self, backend, cuda_graph, cast_ahead, attention)

@@ -25,7 +25,7 @@ from .calling.signature import Signature, Surroundings
 from .calling.trees import leaf_names
 from .compiled import Compiled
 from .ir.ambient import refuse_inside
-from .ir.graph import Layout
+from .ir.graph import Layout, Memory
 from .ir.layout import AbstractMesh
 from .ir.source import user_source
 from .planning.cluster import Cluster
@@ -36,11 +36,20 @@ from .report.progress import stage
 from .report.tracebacks import ends_at_user
 from .runtime.failure import check_ended
 from .runtime.mesh import check_runs
-from .runtime.state import check_laid_out, copied, shard_state, unshard_state
+from .runtime.state import check_laid_out, copied_state, shard_state, unshard_state
 from .stages import Lowered, Traced
 from .tracing.errors import warn, warn_of_many_programs
 from .tracing.trace import trace
-from .transforms.base import Transform, all_axes, appended, axes_of, layout_of, mesh_of, no_step
+from .transforms.base import (
+    Transform,
+    all_axes,
+    appended,
+    axes_of,
+    layout_of,
+    memory_of,
+    mesh_of,
+    no_step,
+)
 
 _MANY_PROGRAMS = 8  # a step with more is traced too often
 
@@ -208,7 +217,15 @@ class Step(Generic[P, R]):
         other_leaves = pytree.tree_leaves((call.batch, call.extra))
         axes = [*of_state, *[all_axes(self.transforms, of_state)] * len(other_leaves)]
         with stage(self.__name__, "trace"):
-            program = trace(self.fn, call, self._function, micro=micro, device=device, axes=axes)
+            program = trace(
+                self.fn,
+                call,
+                self._function,
+                micro=micro,
+                device=device,
+                axes=axes,
+                memories=self.memories(call.state),
+            )
         return Traced(program, self.transforms)
 
     @ends_at_user
@@ -334,6 +351,10 @@ class Step(Generic[P, R]):
         """The layout of each leaf of the state, in the order of the leaves in its tree."""
         return self._chosen(layout_of, state)
 
+    def memories(self, state: Any) -> list[Memory]:
+        """The memory in which each leaf of the state is kept, in the order of the leaves in its tree."""
+        return self._chosen(memory_of, state)
+
     def _chosen(self, choice: Callable[..., Any], state: Any) -> list[Any]:
         """What the transforms choose for each leaf of the state."""
         names = self._state_names(state)[0]
@@ -346,7 +367,7 @@ class Step(Generic[P, R]):
     def shard(
         self, state: State, *, source: int | None = None, device: torch.device | str | None = None
     ) -> State:
-        """Copy a state into DTensors in the layouts that this step needs. All ranks must call it.
+        """Copy a state into DTensors in the layouts, and the memory, that this step needs. All ranks must call it.
 
         Args:
             state: DTensors, or full tensors that are the same on every rank; the ranks compare a digest of every leaf.
@@ -364,7 +385,7 @@ class Step(Generic[P, R]):
         check_state(paths, leaves)
         check_ended(leaves, "shard")
         if (mesh := self._devices()) is None:
-            return pytree.tree_map_only(torch.Tensor, copied, state)
+            return copied_state(state, self.memories(state))
         with stage(self.__name__, "shard"):
             return shard_state(
                 state,
@@ -374,6 +395,7 @@ class Step(Generic[P, R]):
                 self._chosen(axes_of, state),
                 source,
                 device,
+                self.memories(state),
             )
 
     @ends_at_user

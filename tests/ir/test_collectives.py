@@ -27,6 +27,7 @@ from ztrans.ir.collectives import (
     rules,
     wait,
 )
+from ztrans.ir.copies import COPY_WAIT, TO_DEVICE, TO_HOST
 from ztrans.ir.donation import donation, first_write, writes_last
 from ztrans.ir.graph import Eqn, Graph, Primitive, Provenance, Var
 from ztrans.ir.liveness import liveness
@@ -44,7 +45,8 @@ RANKS = 4
 
 STARTS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
 MICRO_MARKS = (ACCUMULATE, JOIN, KEEP)
-PRIMITIVES = (*STARTS, WAIT, SHARD, GRADIENT, PMEAN, PSUM, *MICRO_MARKS)
+OF_COPIES = (TO_HOST, TO_DEVICE, COPY_WAIT)
+PRIMITIVES = (*STARTS, WAIT, SHARD, GRADIENT, PMEAN, PSUM, *MICRO_MARKS, *OF_COPIES)
 
 
 class Broadcast(Start):

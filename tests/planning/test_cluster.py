@@ -146,6 +146,8 @@ MINE = Device("mine", (("f32", 1.0),), 1.0, 1.0)
     (lambda: zt.cluster(MINE, dp=Link("w", -1.0, 1.0)),
      "cluster: Link(name='w', latency=-1.0, bandwidth=1.0, hop=0.0, efficiency=(), host=0.0, call=0.0, unpack=()) for axis 'dp': "
      "bandwidth must be positive, latency not negative."),
+    (lambda: zt.cluster("h100", host_link="string"),
+     "cluster: no profile of link 'string' to the host; there are pcie4, pcie5, c2c, memory."),
     (lambda: zt.cluster("h100", tp="nvlink4").link("dp"),
      "cluster: no link for mesh axis 'dp'; it knows 'tp'.\n"
      "Say what it crosses: zt.cluster('h100', dp='infiniband'), or measure it with zt.calibrate(mesh)."),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from ..ir.graph import Graph
 from ..ir.layout import UserSharding, as_tensor
 from .call import BoundCall, StepFunction
 from .errors import no_state
+from .host_memory import is_on_host
 from .signature import Signature, is_number
 
 
@@ -114,6 +115,25 @@ def check_donation(graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
             raise TypeError(
                 _donated(graph, f"{graph.inputs[i].name} and {graph.inputs[j].name} share memory")
             )
+
+
+def check_memory(graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
+    """Check that the leaves of the state which a step keeps on the host are there, where a GPU can copy them.
+
+    Raises: TypeError that names the leaf.
+    """
+    for v, x in zip(graph.inputs[: graph.num_state], inputs):
+        if v.memory == "host" and not is_on_host(x):
+            place = "in memory that is not pinned" if x.is_cpu else f"on {x.device}"
+            raise TypeError(
+                f"{graph.name}: {v.name} is {place}, and the step keeps it in pinned memory of the host.\n"
+                f"Call `state = step.shard(state)` once, before the loop: it copies the state to where it belongs."
+            )
+
+
+def device_of(inputs: Iterable[torch.Tensor]) -> torch.device | None:
+    """The first GPU on which an input is, or None. Others may be on the host."""
+    return next((x.device for x in inputs if x.is_cuda), None)
 
 
 def _donated(graph: Graph, reason: str) -> str:

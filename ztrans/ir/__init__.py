@@ -18,6 +18,7 @@ from .collectives import (
     rules,
     wait,
 )
+from .copies import TO_DEVICE, TO_HOST, is_copy, to_device, to_host, wait_for_copy
 from .differences import diff
 from .graph import (
     Eqn,
@@ -49,10 +50,10 @@ from .verifier import ProgramError, check
 
 __all__ = [
     "ACCUMULATE", "ALL_GATHER", "ALL_REDUCE", "GRADIENT", "JOIN", "KEEP", "PMEAN", "PSUM", "REDUCE_SCATTER", "SHARD",
-    "WAIT",
+    "TO_DEVICE", "TO_HOST", "WAIT",
     "Eqn", "Graph", "Hints", "Layout", "Names", "Partial", "Parts", "Primitive", "ProgramError",
     "Provenance", "Rules", "Split", "Start", "Var",
-    "all_gather", "check", "dce", "diff", "equation", "evaluate", "is_matmul", "is_random", "is_start", "is_view",
-    "lane", "lockstep", "op_name", "pair", "parts", "producers", "program", "reduce", "rename", "rules", "structure",
-    "substitute", "users", "variables", "wait",
+    "all_gather", "check", "dce", "diff", "equation", "evaluate", "is_copy", "is_matmul", "is_random", "is_start",
+    "is_view", "lane", "lockstep", "op_name", "pair", "parts", "producers", "program", "reduce", "rename", "rules",
+    "structure", "substitute", "to_device", "to_host", "users", "variables", "wait", "wait_for_copy",
 ]  # fmt: skip

@@ -313,8 +313,11 @@ def role(eqn: Eqn) -> str:
 
 
 def lane(eqn: Eqn) -> str:
-    """The name of the queue of a collective. Gathers and reductions of an axis have queues of their own."""
-    return f"{rules(eqn).axis(eqn)} {rules(eqn).lane}"
+    """The name of the queue of a collective. Gathers and reductions of an axis have queues of their own.
+
+    So have the copies to the host and those from it.
+    """
+    return f"{rules(eqn).axis(eqn) or 'host'} {rules(eqn).lane}"
 
 
 def bucket_key(start: Eqn) -> tuple:

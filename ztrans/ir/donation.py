@@ -172,7 +172,7 @@ def _released(graph: Graph) -> dict[Eqn, int]:
     collectives read theirs until they are waited for. Members that are sent from their own storage live until the wait
     in any case.
     """
-    collectives = pair(graph, include_user=True).starts.values()
+    collectives = pair(graph, include_user=True, include_copies=True).starts.values()
     packed = [c for c in collectives if rules(c.start).packs]
     events = sorted({c.index for c in packed} | {c.first_wait for c in packed})
     released = {c.start: c.first_wait for c in collectives}
@@ -200,6 +200,8 @@ def _unwritten(e: Eqn, overwritten: Overwritten) -> list[Var]:
 def _choices(e: Eqn) -> Iterator[tuple[Any, Overwritten]]:
     """The ways in which an equation can write over its arguments: an operation, and the arguments that it writes."""
     twin = in_place(e.op)
+    if e.kwargs.get("over") is not None and rules(e).copies:
+        yield e.op, [(e.kwargs["over"], e.out)]
     # The running mean and variance are arguments 3 and 4, and so are their new values among the results.
     if e.op is _BATCH_NORM:
         yield batch_norm_over, list(zip(e.args[3:5], e.outs[3:5]))

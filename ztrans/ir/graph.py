@@ -10,6 +10,7 @@ which part of it each rank holds:
     f32[]{sum@dp}     one term of a sum on each rank of dp
     f32[4,16]         whole on every rank
     f32[4,16]!        a future: the result of a collective that was started and not yet waited for
+    f32<host>[4,16]   in the memory of the host, where no operation can read it (see `copies`)
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ if TYPE_CHECKING:  # the module of the rules imports this one, because rules tak
     from .rules import Rules
 
 Region = Literal["forward", "backward", "update"]
+Memory = Literal["device", "host"]
 DTYPES = {
     torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16",
     torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
@@ -60,13 +62,14 @@ Layout = tuple[Split | Partial, ...]
 
 @dataclass(frozen=True, eq=False)
 class Var:
-    """A value of the program: stable name, dtype, global shape, layout over the mesh."""
+    """A value of the program: stable name, dtype, global shape, layout over the mesh, and the memory that it is in."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     layout: Layout = ()
     future: bool = False
+    memory: Memory = "device"
 
     @property
     def type(self) -> str:
@@ -83,6 +86,8 @@ class Var:
             else:
                 terms += f"{{{p.op}@{p.axis}}}"
         dtype = DTYPES.get(self.dtype, str(self.dtype))
+        if self.memory != "device":
+            dtype = f"{dtype}<{self.memory}>"
         return f"{dtype}[{','.join(dims)}]{terms}{'!' if self.future else ''}"
 
     @property
@@ -95,8 +100,9 @@ class Var:
         return next((s for s in self.layout if isinstance(s, Split)), None)
 
     def is_like(self, other: Var) -> bool:
-        """Whether another value has the same dtype, shape and layout."""
-        return (self.dtype, self.shape, self.layout) == (other.dtype, other.shape, other.layout)
+        """Whether another value has the same dtype, shape and layout, in the same memory."""
+        mine = (self.dtype, self.shape, self.layout, self.memory)
+        return mine == (other.dtype, other.shape, other.layout, other.memory)
 
     def __repr__(self) -> str:
         return f"{self.name}: {self.type}"
@@ -117,11 +123,13 @@ class Primitive:
 class Provenance:
     """Why a collective exists: its role, the leaves of the state that it is for, and its mesh axis.
 
+    A copy between two memories has the role "offload" and the axis "host".
+
     `regather` marks the gather of a value that an earlier gather has brought. With "auto" a plan may keep the earlier
     value instead; with "always" the earlier value must be dropped.
     """
 
-    role: Literal["param", "grad", "pmean", "state", "output", "update"]
+    role: Literal["param", "grad", "pmean", "state", "output", "update", "offload"]
     paths: tuple[str, ...]
     axis: str
     regather: Literal["auto", "always"] | None = None

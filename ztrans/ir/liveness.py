@@ -26,7 +26,7 @@ class Liveness:
 @cached_on_graph
 def liveness(graph: Graph) -> Liveness:
     """Storage and lifetimes of every value of a program."""
-    waits = pair(graph).waits
+    waits = pair(graph, include_copies=True).waits
     root: dict[Var, Var] = {v: v for v in graph.inputs}
     last: dict[Var, int] = {}
     for index, e in enumerate(graph.eqns):

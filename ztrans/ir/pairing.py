@@ -3,6 +3,8 @@
 equation 4:  f, g = all_gather([a, b], axis=dp)        PairedStart(start, index=4, waits=(5, 9), first_wait=5)
 equation 5:  x = wait(f)                               PairedWait(that, member=0)
 equation 9:  y = wait(g)                               PairedWait(that, member=1)
+
+A copy between two memories is paired with its wait in the same way, for those who ask for copies.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from .relations import cached_on_graph
 
 @dataclass(frozen=True, eq=False)
 class PairedStart:
-    """A collective of a program.
+    """A collective of a program, or a copy between two memories.
 
     Attributes:
         start: the equation that starts it.
@@ -54,13 +56,20 @@ class Pairs:
 
 
 @cached_on_graph
-def pair(graph: Graph, include_user: bool = False) -> Pairs:
+def pair(graph: Graph, include_user: bool = False, include_copies: bool = False) -> Pairs:
     """Pair the start of every collective of a program with the waits for its members.
 
     Args:
         graph: the program.
         include_user: include the collectives that the user's step calls itself.
+        include_copies: include the copies between the memory of the device and that of the host.
     """
+
+    def is_included(e: Eqn) -> bool:
+        if rules(e).copies:
+            return include_copies and rules(e).starts
+        return is_start(e) or (include_user and rules(e).starts)
+
     first_waits: dict[Var, int] = {}
     for index, e in enumerate(graph.eqns):
         if rules(e).waits:
@@ -71,7 +80,7 @@ def pair(graph: Graph, include_user: bool = False) -> Pairs:
     for index, e in enumerate(graph.eqns):
         if rules(e).waits and e.ins[0] in members:
             waits[e] = members[e.ins[0]]
-        elif is_start(e) or (include_user and rules(e).starts):
+        elif is_included(e):
             indices = tuple(first_waits[v] for v in e.results if v in first_waits)
             starts[e] = PairedStart(e, index, indices, min(indices, default=len(graph.eqns)))
             for k, v in enumerate(e.results):

@@ -30,6 +30,7 @@ _NAMES = {
     "_to_copy": "cast",
     "linalg_vector_norm": "norm",
     "lift_fresh_copy": "constant",
+    "wait_for_copy": "wait",
     "triton_kernel_wrapper_functional": "triton",
     "auto_functionalized": "functional",
 }

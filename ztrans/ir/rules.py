@@ -29,6 +29,8 @@ class Rules:
         starts: it starts a collective, whose results must be waited for.
         waits: it waits for a result of a collective.
         reads_futures: its argument has the type of a future. The results of the user's own collectives do not.
+        copies: it copies between the memory of the device and that of the host. Nothing else reads a value in the
+            memory of the host.
         packs: a GPU may still copy its arguments into a send buffer while the next equations run.
         moves: it moves elements without computing, so a cast before it and a cast after it give the same result.
         over_all: its results belong to all micro-batches (see `marks`), so they do not differ between these.
@@ -38,6 +40,7 @@ class Rules:
     starts: ClassVar[bool] = False
     waits: ClassVar[bool] = False
     reads_futures: ClassVar[bool] = False
+    copies: ClassVar[bool] = False
     packs: ClassVar[bool] = False
     moves: ClassVar[bool] = False
     over_all: ClassVar[bool] = False
@@ -46,7 +49,7 @@ class Rules:
     @property
     def remote(self) -> bool:
         """Whether other ranks take part, so it may block, and it fails if they fail."""
-        return self.starts or self.waits
+        return (self.starts or self.waits) and not self.copies
 
     def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
         """An error in the types of an equation, as text for the verifier, or None."""

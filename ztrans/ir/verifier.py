@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .collectives import rules
 from .graph import Eqn, Graph, Var, variables
+from .rules import Rules
 
 
 class ProgramError(ValueError):
@@ -14,8 +15,9 @@ def check(graph: Graph) -> Graph:
     """Verify that a program is well formed, and return it.
 
     Every value is bound once, and before it is read. Every future is waited for exactly once, and nothing else reads
-    it. Every collective has a provenance, and its axis is one of the mesh. Members and results of a collective agree in
-    number and shape. Every leaf of the state is returned with the type that it had.
+    it. Only a copy reads or makes a value in the memory of the host. Every collective has a provenance, and its axis is
+    one of the mesh. Members and results of a collective agree in number and shape. Every leaf of the state is returned
+    with the type that it had.
 
     Raises: ProgramError that names the equation.
     """
@@ -24,11 +26,13 @@ def check(graph: Graph) -> Graph:
         values.bind(var, None)
     for eqn in graph.eqns:
         for var in eqn.ins:
-            values.check_read(var, rules(eqn).reads_futures, eqn)
+            values.check_read(var, rules(eqn), eqn)
         problem = rules(eqn).problem(eqn, graph.axes)
         if problem is not None:
             raise _wrong(problem, eqn)
         for out in eqn.results:
+            if out.memory == "host" and not rules(eqn).copies:
+                raise _wrong(f"{out} is in the memory of the host, where nothing computes", eqn)
             values.bind(out, eqn)
     for var in variables(graph.outputs):
         if not values.is_bound(var):
@@ -64,9 +68,15 @@ class _Bindings:
         if var.future:
             self.unwaited[var] = None
 
-    def check_read(self, var: Var, waits: bool, eqn: Eqn | None) -> None:
+    def check_read(self, var: Var, of_eqn: Rules, eqn: Eqn | None) -> None:
+        waits = of_eqn.reads_futures
         if not self.is_bound(var):
             raise _wrong(f"{var} is read before it is bound", eqn)
+        if var.memory == "host" and not of_eqn.copies:
+            raise _wrong(
+                f"{var} is in the memory of the host, where nothing computes: copy it with to_device, and wait",
+                eqn,
+            )
         if var.future and not waits:
             raise _wrong(f"{var} is a future and is read before its wait", eqn)
         if waits and not var.future:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from ..calling.host_memory import let_copies_end
 from ..calling.inputs import local_part, overlapping
 from ..calling.trees import named_leaves
 from .gradients import carried_gradients
@@ -68,6 +69,7 @@ def write_back(
         state: what `Step.unshard` returns, or the state of a step without transforms.
         scaler: the GradScaler that was given to `lift`.
     """
+    let_copies_end()
     with torch.no_grad():
         for name, p in model.named_parameters():
             _write(p, state["params"][name])

@@ -77,6 +77,11 @@ class Storage(NamedTuple):
     def buffer(self) -> Buffer:
         return Buffer(self.bytes, self.first, self.last)
 
+    @property
+    def on_host(self) -> bool:
+        """Whether it is in the memory of the host. Only the others count as memory of the device."""
+        return self.value.memory == "host"
+
 
 def local_bytes(graph: Graph) -> Callable[[Var], int]:
     """A function from a value to its bytes on rank 0."""
@@ -88,6 +93,7 @@ def storages(graph: Graph, donated: Donation) -> list[Storage]:
     """Every storage and buffer of a program, from the equation that allocates it to the last one that needs it.
 
     Inputs are live throughout, because they belong to the caller. The new state is in the storage of the old one.
+    Those in the memory of the host are among them.
     """
     size = local_bytes(graph)
     end = len(graph.eqns) - 1
@@ -112,6 +118,21 @@ def storages(graph: Graph, donated: Donation) -> list[Storage]:
         if e in starts:
             every += _packing(graph, e, i, starts[e].first_wait)
     return every
+
+
+def by_memory(every: Iterable[Storage]) -> tuple[list[Storage], list[Storage]]:
+    """The storages in the memory of the device, and those in the memory of the host."""
+    on_device: list[Storage] = []
+    on_host: list[Storage] = []
+    for storage in every:
+        (on_host if storage.on_host else on_device).append(storage)
+    return on_device, on_host
+
+
+def device_bytes(graph: Graph) -> Callable[[Var], int]:
+    """A function from a value to its bytes on the device of rank 0: a value on the host has none there."""
+    size = local_bytes(graph)
+    return lambda v: 0 if v.memory == "host" else size(v)
 
 
 def live_bytes(graph: Graph, every: Iterable[Storage]) -> list[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..ir.axes import members
 from ..ir.collectives import rules
@@ -34,6 +35,7 @@ class Device:
     call: float = 1e-6  # seconds of the host for a call that launches no kernel, such as a view
     # Whether gloo carries its collectives, not NCCL.
     gloo: bool = dataclasses.field(default=False, repr=False)
+    host: str = "pcie5"  # the name of the link between its memory and that of its host
 
     def rate(self, dtype: str) -> float:
         """The FLOP/s of matmuls in `dtype`; for a dtype without a rate, those of f32.
@@ -61,6 +63,8 @@ class Link:
     # With `by_host`: the link between the ranks of one host, and how many they are. They are neighbours on the axis.
     inside: Link | None = dataclasses.field(default=None, repr=False)
     local: int = dataclasses.field(default=1, repr=False)
+    # Of a link to a host: the devices that share it, and copy at the same time.
+    shared: int = dataclasses.field(default=1, repr=False)
 
     def seconds(self, kind: str, received: float, ranks: int) -> tuple[float, float]:
         """The latency of a collective over `ranks`, and the time in which its `received` bytes move.
@@ -89,9 +93,14 @@ H100 = Device(
 )
 H200 = dataclasses.replace(H100, name="H200", bandwidth=4.1e12, memory=141e9)
 A100_RATES = (("bf16", 220e12), ("f16", 220e12), ("tf32", 110e12), ("f32", 14e12), ("f64", 14e12))
-A100 = Device("A100", A100_RATES, 1.7e12, 4e-6, 80e9)
+A100 = Device("A100", A100_RATES, 1.7e12, 4e-6, 80e9, host="pcie4")
 CPU = Device(
-    "one CPU core", (("f32", 1.0e11), ("f64", 5e10), ("bf16", 2.5e10)), 1.0e10, 5e-6, gloo=True
+    "one CPU core",
+    (("f32", 1.0e11), ("f64", 5e10), ("bf16", 2.5e10)),
+    1.0e10,
+    5e-6,
+    gloo=True,
+    host="memory",
 )
 
 # Latency and hop as in NCCL's ring with the simple protocol; bandwidth as a rank receives in a large ring.
@@ -105,6 +114,13 @@ LINKS = {
     "ethernet-10g": Link("ethernet-10g", 2e-4, 1.1e9, 3e-5, host=5e-10),
     "ethernet-100g": Link("ethernet-100g", 1e-4, 9e9, 2e-5),
 }
+# Between the memories of a device and its host, in each direction. A copy takes no time of compute.
+HOST_LINKS = {
+    "pcie4": Link("pcie4", 10e-6, 25e9),
+    "pcie5": Link("pcie5", 10e-6, 50e9),
+    "c2c": Link("c2c", 5e-6, 350e9),
+    "memory": Link("memory", 5e-6, 5e9),
+}
 DEVICES = {"h100": H100, "h200": H200, "a100": A100, "cpu": CPU}
 
 
@@ -113,7 +129,8 @@ class Cluster:
     """The device of every rank, and the link of every mesh axis.
 
     `measured` has the durations of operations in seconds, by `simulate.signature`; they are used instead of the
-    roofline.
+    roofline. `host` is the link between the memory of a device and that of its host, by default that of the device, and
+    `host_memory` is the share of a device in the memory of the host, in bytes.
 
     >>> cluster("h100", dp="infiniband", tp="nvlink4").link("dp").name
     'infiniband'
@@ -122,6 +139,23 @@ class Cluster:
     device: Device
     links: tuple[tuple[str, Link], ...]
     measured: tuple[tuple[str, float], ...] = dataclasses.field(default=(), repr=False)
+    host: Link | None = dataclasses.field(default=None, repr=False)
+    host_memory: float = dataclasses.field(default=float("inf"), repr=False)
+
+    @property
+    def host_link(self) -> Link:
+        """The link between the memory of a device and that of its host."""
+        return self.host or HOST_LINKS[self.device.host]
+
+    def copy_seconds(self, size: int) -> tuple[float, float]:
+        """The latency of a copy of `size` bytes to the host or from it, and the time in which they move.
+
+        >>> shared = dataclasses.replace(HOST_LINKS["pcie5"], shared=2)
+        >>> cluster("h100", host_link=shared).copy_seconds(50_000_000)
+        (1e-05, 0.002)
+        """
+        link = self.host_link
+        return link.latency, size * link.shared / link.bandwidth
 
     def link(self, axis: str) -> Link:
         """The link that collectives over `axis` cross.
@@ -172,11 +206,20 @@ class Cluster:
         )
 
 
-def cluster(device: str | Device, **links: str | Link) -> Cluster:
+def cluster(
+    device: str | Device,
+    *,
+    host_link: str | Link | None = None,
+    host_memory: float = float("inf"),
+    **links: str | Link,
+) -> Cluster:
     """Build a cluster from profiles that ztrans ships, or from a `Device` and `Link`s of your own.
 
     Args:
         device: h100, h200, a100 or cpu.
+        host_link: the link between the memory of a device and that of its host: pcie4, pcie5 or c2c; by default that of
+            the device. If devices share it, such as two behind one PCIe switch, it is a `Link` with `shared=2`.
+        host_memory: the bytes of the memory of a host that each of its devices may use.
         links: the link of every mesh axis: nvlink4, nvlink3, infiniband (one NIC for each GPU), infiniband-rail,
             ethernet-1g, ethernet-10g or ethernet-100g.
 
@@ -193,7 +236,8 @@ def cluster(device: str | Device, **links: str | Link) -> Cluster:
     profiles = {}
     for axis, link in links.items():
         profiles[axis] = _profile(link, "cluster", f"for axis {axis!r}")
-    return Cluster(chosen, tuple(profiles.items()))
+    host = None if host_link is None else _profile(host_link, "cluster", "to the host", HOST_LINKS)
+    return Cluster(chosen, tuple(profiles.items()), host=host, host_memory=host_memory)
 
 
 def by_host(local: int, inside: str | Link, between: str | Link) -> Link:
@@ -217,12 +261,14 @@ def by_host(local: int, inside: str | Link, between: str | Link) -> Link:
     return dataclasses.replace(wire, inside=bus, local=local)
 
 
-def _profile(link: str | Link, caller: str, where: str) -> Link:
-    if isinstance(link, str) and link not in LINKS:
+def _profile(
+    link: str | Link, caller: str, where: str, profiles: Mapping[str, Link] = LINKS
+) -> Link:
+    if isinstance(link, str) and link not in profiles:
         raise ValueError(
-            f"{caller}: no profile of link {link!r} {where}; there are {', '.join(LINKS)}."
+            f"{caller}: no profile of link {link!r} {where}; there are {', '.join(profiles)}."
         )
-    link = LINKS[link] if isinstance(link, str) else link
+    link = profiles[link] if isinstance(link, str) else link
     if not link.bandwidth > 0 or link.latency < 0:
         raise ValueError(
             f"{caller}: {link} {where}: bandwidth must be positive, latency not negative."
@@ -233,4 +279,5 @@ def _profile(link: str | Link, caller: str, where: str) -> Link:
 def default_cluster(device_type: str, axes: Mapping[str, int]) -> Cluster:
     """The cluster to plan with if none is named: H100s on InfiniBand, or CPUs on Ethernet."""
     device, link = ("cpu", "ethernet-1g") if device_type == "cpu" else ("h100", "infiniband")
-    return cluster(device, **dict.fromkeys(axes, link))
+    links: dict[str, Any] = dict.fromkeys(axes, link)
+    return cluster(device, **links)

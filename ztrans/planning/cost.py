@@ -16,6 +16,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from ..ir.collectives import rules
+from ..ir.copies import is_copy
 from ..ir.differences import traffic as sent_by
 from ..ir.donation import donation, is_constant
 from ..ir.graph import Eqn, Graph, Primitive, Var
@@ -27,7 +28,7 @@ from ..ir.pairing import pair
 from ..ir.printer import format_bytes
 from ..ir.relations import cached_on_graph
 from ..ir.update_groups import group_updates
-from .buffers import live_bytes, local_bytes, storages
+from .buffers import by_memory, device_bytes, live_bytes, local_bytes, storages
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,7 +68,10 @@ class Cost:
 
 @dataclass(frozen=True, repr=False)
 class Memory:
-    """The bytes that are live while each equation runs, and the values that are live at the peak."""
+    """The bytes that are live while each equation runs, and the values that are live at the peak.
+
+    They are those of the device. The bytes that are live in the memory of the host are counted apart.
+    """
 
     live: tuple[int, ...]  # the bytes that are live while each equation runs
     peak: int  # the greatest of these
@@ -75,12 +79,21 @@ class Memory:
     # (value, bytes, user's line) at the peak, largest first
     holders: tuple[tuple[Var, int, str], ...]
     state: int  # the bytes of the state
+    host: tuple[
+        int, ...
+    ] = ()  # the bytes that are live in the memory of the host; empty if nothing ever is
+
+    @property
+    def host_peak(self) -> int:
+        return max(self.host, default=0)
 
     def __str__(self) -> str:
         name = next((out.name for out in self.at.results), "") if self.at else ""
         line = f"  # {self.at.source}" if self.at and self.at.source else ""
         where = f" at {name}{line}" if name else ""
         lines = [f"peak {format_bytes(self.peak)}{where}", f"state {format_bytes(self.state)}"]
+        if self.host:
+            lines.append(f"host {format_bytes(self.host_peak)}")
         lines += [f"  {format_bytes(n):>10}  {v!r:<56}{line}" for v, n, line in self.holders[:12]]
         return "\n".join(lines)
 
@@ -137,6 +150,8 @@ def launches(graph: Graph) -> Mapping[Eqn, Launches]:
     def launches_of(e: Eqn) -> Launches:
         if e in grouped_eqns or is_constant(e):
             return Launches(0, 0)
+        if rules(e).copies:
+            return Launches(1, int(is_copy(e)))
         if e in pairs.starts:
             return Launches(1, 1 + bool(rules(e).sent_bytes(e, graph.axes)))
         if e in pairs.waits:
@@ -197,9 +212,10 @@ def memory(graph: Graph) -> Memory:
     """
     if graph.micro > 1:
         return _highest(graph)
-    all_storages = storages(graph, donation(graph))
-    state = sum(storage.bytes for storage in all_storages[: graph.num_state])
+    all_storages, on_host = by_memory(storages(graph, donation(graph)))
+    state = sum(map(device_bytes(graph), graph.inputs[: graph.num_state]))
     curve = live_bytes(graph, all_storages)
+    host = tuple(live_bytes(graph, on_host)) if on_host else ()
     if not curve:
         return Memory((), state, None, (), state)
     peak = max(curve)
@@ -209,7 +225,7 @@ def memory(graph: Graph) -> Memory:
         if storage.first <= index <= storage.last and storage.bytes:
             at_peak.append((storage.value, storage.bytes, storage.line))
     holders = tuple(sorted(at_peak, key=lambda holder: -holder[1]))
-    return Memory(tuple(curve), peak, graph.eqns[index], holders, state)
+    return Memory(tuple(curve), peak, graph.eqns[index], holders, state, host)
 
 
 def _highest(graph: Graph) -> Memory:

@@ -15,11 +15,21 @@ from collections.abc import Hashable, Iterator, Sequence, Set
 from itertools import chain
 
 from ..ir.collectives import bucket_key, is_small, lane, rules
+from ..ir.copies import is_copy
 from ..ir.donation import donation
 from ..ir.graph import Eqn, Graph, Var, producers, variables
 from ..ir.op_facts import is_matmul
 from ..ir.printer import op_name
-from .buffers import AT_START, AT_WAIT, Buffer, Storage, live_by_slot, local_bytes, storages
+from .buffers import (
+    AT_START,
+    AT_WAIT,
+    Buffer,
+    Storage,
+    device_bytes,
+    live_by_slot,
+    local_bytes,
+    storages,
+)
 from .cluster import Cluster
 from .simulate import COPIES, NO_COPIES, Message, messages, seconds
 from .skeleton import Skeleton, UpdateGroup, deadlines, update_groups
@@ -174,10 +184,13 @@ def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
 
 
 def _fixed_messages(s: Skeleton, cluster: Cluster) -> tuple[Message, ...]:
-    """The collectives that the schedule does not place, with the places at which they are issued and waited for."""
+    """The collectives that the schedule does not place, with the places at which they are issued and waited for.
+
+    Copies between two memories find their places after the schedule (see `place_copies`).
+    """
     fixed = []
     for e, message, _ in messages(s.graph, cluster):
-        if e in s.places:
+        if e in s.places and not is_copy(e):
             issue = s.ops_before[message.issue]
             need = s.ops_before[message.need]
             fixed.append(message._replace(issue=issue, need=need))
@@ -235,7 +248,7 @@ class _Storages:
         self.s = s
         self.groups = groups
         self.donated = donation(s.graph)
-        self.size = local_bytes(s.graph)
+        self.size = device_bytes(s.graph)
         self.outputs = {self.donated.owner[v] for v in variables(s.graph.outputs)}
         self.floating: set[Eqn] = set()
         self.readers: dict[Var, set[int]] = {}
@@ -307,6 +320,8 @@ def _with_buffers(all_storages: _Storages, problem: Problem) -> Problem:
     buffers: list[Buffer] = []
     of_reductions = _ReductionBuffers(all_storages)
     for storage in storages(s.graph, all_storages.donated):
+        if storage.on_host:
+            continue
         if storage.value in s.graph.inputs:
             buffers.append(Buffer(storage.bytes, 0, 2 * len(s.ops)))
         else:

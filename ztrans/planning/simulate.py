@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, lane, rules
+from ..ir.copies import is_copy
 from ..ir.graph import DTYPES, Eqn, Graph, Primitive, Var
 from ..ir.layout import local_shape
 from ..ir.micro_batches import parts
@@ -241,6 +242,8 @@ def seconds(graph: Graph, cluster: Cluster) -> list[float]:
 
     def duration(e: Eqn) -> float:
         wait = waits.get(e)
+        if rules(e).copies:
+            return device.launch * launched[e].kernels
         if wait and wait.member:
             return 0.0  # the wait for the first member unpacks the whole bucket
         if durations:
@@ -339,9 +342,18 @@ COPIES: Mapping[Any, Copies] = {
 
 
 def messages(graph: Graph, cluster: Cluster) -> list[tuple[Eqn, Message, int]]:
-    """Every started collective as a message, with the bytes that it moves. Its places count all equations."""
+    """Every started collective, and every copy between two memories, as a message, with the bytes that it moves.
+
+    Its places count all equations.
+    """
     every = []
-    for e, started in pair(graph, include_user=True).starts.items():
+    for e, started in pair(graph, include_user=True, include_copies=True).starts.items():
+        if is_copy(e):
+            size = rules(e).received_bytes(e, 0, graph.axes)
+            every.append(
+                (e, copy_message(e, size, started.index, started.first_wait, cluster), size)
+            )
+            continue
         axis = rules(e).axis(e)
         if axis not in graph.axes:
             continue  # over a group that is no axis of the mesh, so its link is unknown
@@ -355,6 +367,15 @@ def messages(graph: Graph, cluster: Cluster) -> list[tuple[Eqn, Message, int]]:
         )
         every.append((e, message, size))
     return every
+
+
+def copy_message(e: Eqn, size: int, index: int, wait: int, cluster: Cluster) -> Message:
+    """A copy of `size` bytes that equation `index` starts, and equation `wait` waits for.
+
+    Both directions have a link of their own.
+    """
+    latency, transfer = cluster.copy_seconds(size)
+    return Message(index + 1, wait, lane(e), lane(e), latency, transfer)
 
 
 def _kind_and_bytes(e: Eqn, graph: Graph, ranks: int) -> tuple[str, int]:
@@ -391,5 +412,8 @@ def simulate(graph: Graph, cluster: Cluster) -> Timeline:
     for k, (e, message, size) in enumerate(every):
         begin = played.begin[k]
         events.append(Event(message.lane, begin, played.end[k] - begin, e, played.stall[k], size))
-    curve = tuple(zip(played.start, memory(graph).live))
-    return Timeline(f"{graph.name}, simulated", played.seconds, tuple(events), curve)
+    both = memory(graph)
+    curve = tuple(zip(played.start, both.live))
+    host = tuple(zip(played.start, both.host))
+    name = f"{graph.name}, simulated"
+    return Timeline(name, played.seconds, tuple(events), curve, host_memory=host)

@@ -82,6 +82,8 @@ class Timeline(_Shown):
     memory: tuple[tuple[float, int], ...]  # (time, live bytes)
     # The lower bound in seconds, and what causes it, if they are known.
     bound: tuple[float, str] | None = None
+    # (time, live bytes) in the memory of the host; empty if nothing is there.
+    host_memory: tuple[tuple[float, int], ...] = ()
 
     @property
     def lanes(self) -> list[str]:
@@ -106,6 +108,10 @@ class Timeline(_Shown):
     @property
     def peak(self) -> int:
         return max((b for _, b in self.memory), default=0)
+
+    @property
+    def host_peak(self) -> int:
+        return max((b for _, b in self.host_memory), default=0)
 
     @property
     def exposed(self) -> dict[tuple[str, str], float]:
@@ -140,11 +146,13 @@ def one_by_one(name: str, timelines: Sequence[Timeline]) -> Timeline:
     begin = 0.0
     events: list[Event] = []
     memory: list[tuple[float, int]] = []
+    host: list[tuple[float, int]] = []
     for each in timelines:
         events += (dataclasses.replace(e, start=e.start + begin) for e in each.events)
         memory += ((time + begin, live) for time, live in each.memory)
+        host += ((time + begin, live) for time, live in each.host_memory)
         begin += each.seconds
-    return Timeline(name, begin, tuple(events), tuple(memory))
+    return Timeline(name, begin, tuple(events), tuple(memory), host_memory=tuple(host))
 
 
 @dataclass(frozen=True, repr=False)

@@ -93,12 +93,17 @@ def _lanes(ax: Any, timeline: Timeline, scale: float) -> None:
 
 
 def _memory(ax: Any, timeline: Timeline, scale: float) -> None:
-    """The curve of live memory, and its peak."""
+    """The curve of live memory, and its peak; dashed, that of the memory of the host."""
     if timeline.memory:
         last = (timeline.seconds, timeline.memory[-1][1])
         times, live = zip(*((t * scale, b) for t, b in (*timeline.memory, last)))
         ax.fill_between(times, live, step="post", color=_FAINT, alpha=0.25, linewidth=0)
         ax.step(times, live, where="post", color=_FAINT, linewidth=0.8)
+    if timeline.host_memory:
+        last = (timeline.seconds, timeline.host_memory[-1][1])
+        times, live = zip(*((t * scale, b) for t, b in (*timeline.host_memory, last)))
+        colour = COLOURS["offload"][0]
+        ax.step(times, live, where="post", color=colour, linewidth=0.8, linestyle="--")
     if timeline.peak:
         peak_time = next(t for t, b in timeline.memory if b == timeline.peak)
         ax.plot([peak_time * scale], [timeline.peak], "o", color=_INK, markersize=3, clip_on=False)
@@ -108,7 +113,7 @@ def _memory(ax: Any, timeline: Timeline, scale: float) -> None:
             f"peak {format_bytes(timeline.peak)}", (peak_time * scale, timeline.peak), offset,
             textcoords="offset points", ha=side, color=_INK,
         )  # fmt: skip
-    ax.set_ylim(0, 1.25 * (timeline.peak or 1))
+    ax.set_ylim(0, 1.25 * max(timeline.peak, timeline.host_peak, 1))
     ax.set_yticks([0.5 * (timeline.peak or 1)], ["memory"], color=_INK)
     _plain(ax)
 

@@ -67,6 +67,7 @@ def _data(timelines: Sequence[Timeline]) -> dict[str, Any]:
             "lanes": lanes,
             "bars": [bar(event, lanes) for event in events],
             "memory": [[*_microseconds(time), live] for time, live in timeline.memory],
+            "host": [[*_microseconds(time), live] for time, live in timeline.host_memory],
             "peak": timeline.peak,
             "table": table(timeline),
         }

@@ -18,6 +18,7 @@ COLOURS = {  # for each kind, its colours on a light and on a dark background
     "state": ("#98a1ad", "#8d97a5"),
     "update's": ("#b3a444", "#bbac4e"),
     "user": ("#6f8f5a", "#7f9f69"),
+    "offload": ("#5b6470", "#a3adb8"),
 }
 
 

@@ -1,7 +1,7 @@
 """perfetto: save timelines as a trace in the Chrome format, for ui.perfetto.dev and chrome://tracing.
 
-The trace has a process for each timeline, a thread for each lane, and a counter of live bytes. An arrow goes from the
-operation that starts a collective to its message.
+The trace has a process for each timeline, a thread for each lane, and a counter of live bytes, on the device and on the
+host. An arrow goes from the operation that starts a collective to its message.
 """
 
 from __future__ import annotations
@@ -75,11 +75,12 @@ def _events(process: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
             }
             yield {**arrow, "ph": "s", "tid": thread[COMPUTE], "ts": starts[e.eqn] * 1e6}
             yield {**arrow, "ph": "f", "bp": "e", "tid": thread[e.lane], "ts": e.start * 1e6}
-    for time, live in timeline.memory:
-        yield {
-            "ph": "C",
-            "pid": process,
-            "name": "live bytes",
-            "ts": time * 1e6,
-            "args": {"bytes": live},
-        }
+    for name, curve in (("live bytes", timeline.memory), ("on the host", timeline.host_memory)):
+        for time, live in curve:
+            yield {
+                "ph": "C",
+                "pid": process,
+                "name": name,
+                "ts": time * 1e6,
+                "args": {"bytes": live},
+            }

@@ -33,14 +33,22 @@ def table(timeline: Timeline) -> str:
     if timeline.bound is not None:
         least, cause = timeline.bound
         rows.append(row("bound", least, f"{cause} binds: {step / least:.2f}x"))
-    peak_time = next((time for time, live in timeline.memory if live == timeline.peak), 0.0)
-    rows.append(["peak memory", format_bytes(timeline.peak), "", f"at {format_seconds(peak_time)}"])
+    rows += _memory(timeline)
     text = f"{timeline.name}: {format_seconds(step)}\n{_columns(rows)}"
     worst = _worst_stalls(timeline)
     if not worst:
         return text
     stalls = [row(f"  {title(e.eqn)}", e.stall, source_line(e.eqn)) for e in worst]
     return f"{text}\nworst stalls\n{_columns(stalls)}"
+
+
+def _memory(timeline: Timeline) -> list[list[str]]:
+    """The rows of the peaks of both memories."""
+    peak_time = next((time for time, live in timeline.memory if live == timeline.peak), 0.0)
+    rows = [["peak memory", format_bytes(timeline.peak), "", f"at {format_seconds(peak_time)}"]]
+    if timeline.host_memory:
+        rows.append(["on the host", format_bytes(timeline.host_peak), "", ""])
+    return rows
 
 
 def _worst_stalls(timeline: Timeline) -> list[Event]:

@@ -10,7 +10,7 @@ To add a collective, add the function that emits its calls to `EMITTERS`, or pas
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from types import MappingProxyType
@@ -21,7 +21,8 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.axes import with_joint_indices
-from ..ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SHARD, WAIT
+from ..ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SHARD, WAIT, lane
+from ..ir.copies import COPY_WAIT, TO_DEVICE, TO_HOST, is_copy
 from ..ir.donation import Donation, donation, is_constant
 from ..ir.graph import Eqn, Graph, Primitive, Var, substitute
 from ..ir.higher_order import Function, is_attention
@@ -34,7 +35,9 @@ from ..ir.update_groups import Group, is_fused_update, list_call
 from ..ir.user_collectives import by_group
 from .collectives import wait
 from .cuda import transport
+from .cuda.host_copies import StreamedHostCopy
 from .cuda.streams import Streams
+from .host_copies import HostCopy
 from .inductor import attention
 
 aten = torch.ops.aten
@@ -86,6 +89,8 @@ class Emission:
     mesh: DeviceMesh | None
     streams: Streams | None
     lanes: int = 0  # of the collectives of the program
+    device: torch.device | None = None  # on which values from the host are computed with
+    in_place: Collection[Eqn] = ()  # the equations that write over an argument
     hoists: bool = True  # make small constants once; a function returns fresh ones, to write over
 
     def bind(self, outs: Sequence[Var | None], nodes: Sequence[Any]) -> None:
@@ -157,6 +162,24 @@ def awaited(emission: Emission, eqn: Eqn, index: int) -> list[fx.Node]:
     return [emission.out.call_function(wait, (emission.nodes[eqn.args[0]],))]
 
 
+def copied(emission: Emission, eqn: Eqn, index: int) -> list[fx.Node]:
+    """Emit a submodule that starts a copy to the other memory, and returns its future.
+
+    Raises: ValueError for a copy on a GPU that was to write over a leaf of the state which something still reads.
+    """
+    module = HostCopy()
+    if emission.streams is not None:
+        if "over" in eqn.kwargs and eqn not in emission.in_place:
+            raise ValueError(
+                f"offload: {eqn.kwargs['over'].name} is still read when its new value, {eqn.ins[0].name}, is copied to "
+                f"the host.\nLet `where` leave it out."
+            )
+        device = emission.device if eqn.out.memory == "device" else None
+        module = StreamedHostCopy(lane(eqn), emission.streams, device)
+    members = eqn.ins if eqn in emission.in_place else eqn.ins[:1]
+    return [emission.call(f"{eqn.op}_{index}", module, *members)]
+
+
 def sharded(emission: Emission, eqn: Eqn, index: int) -> list[fx.Node]:
     """Emit a call that returns this rank's part of a whole value, as a view."""
     value, dim = eqn.args
@@ -176,6 +199,9 @@ EMITTERS: Mapping[Primitive, Emitter] = {
     REDUCE_SCATTER: started,
     ALL_REDUCE: started,
     WAIT: awaited,
+    TO_HOST: copied,
+    TO_DEVICE: copied,
+    COPY_WAIT: awaited,
     SHARD: sharded,
     GRADIENT: unchanged,
     PMEAN: unchanged,
@@ -192,6 +218,7 @@ def to_fx(
     streams: Streams | None = None,
     on_write: Callable[[], None] | None = None,
     emitters: Mapping[Primitive, Emitter] = EMITTERS,
+    device: torch.device | None = None,
 ) -> fx.GraphModule:
     """The program of one rank (rank 0 without a mesh) as an FX module with flat inputs and outputs.
 
@@ -210,6 +237,7 @@ def to_fx(
             here: `cuda.transport.reserve` has decided what carries the messages.
         on_write: a function that the program calls before the first equation that writes over the state.
         emitters: for each primitive, the function that emits its calls.
+        device: the device of the program; by default a CPU, or that of the mesh.
     """
     if graph.micro > 1:
         raise ValueError(
@@ -220,14 +248,26 @@ def to_fx(
     lanes = transport.lane_count(graph)
     if mesh is not None:
         graph = by_group(graph, mesh)
-        streams = streams or transport.side_streams(mesh)
+        device = device or torch.device(mesh.device_type)
+    streams = streams or _streams(graph, mesh, device)
     in_kernels = frozenset(chain.from_iterable(kernels))
     donated = donation(graph, in_kernels) if donate else Donation({}, {}, {}, {})
     units = list(_units(graph, groups, kernels, donated))
     first_write = _first_write(units, kernels, donated, graph.inputs[: graph.num_state])
     out = fx.Graph()
     inputs: dict[Var, Any] = {v: _placeholder(out, v) for v in graph.inputs}
-    emission = Emission(out, torch.nn.Module(), inputs, graph.axes, rank, mesh, streams, lanes)
+    emission = Emission(
+        out,
+        torch.nn.Module(),
+        inputs,
+        graph.axes,
+        rank,
+        mesh,
+        streams,
+        lanes,
+        device,
+        donated.in_place_ops,
+    )
     ends = [len(out.nodes)]  # by unit, how many nodes there are after it
     for unit in units:
         if on_write is not None and unit is first_write:
@@ -238,6 +278,14 @@ def to_fx(
     out.output([emission.returned(x) for x in graph.outputs])
     _describe(units, [nodes[begin:end] for begin, end in pairwise(ends)])
     return fx.GraphModule(emission.module, out, graph.name)
+
+
+def _streams(graph: Graph, mesh: DeviceMesh | None, device: torch.device | None) -> Streams | None:
+    """The streams of a program on GPUs: for the collectives of its mesh, or for copies between GPU and host."""
+    if mesh is not None:
+        return transport.side_streams(mesh)
+    is_on_gpu = device is not None and device.type == "cuda"
+    return Streams() if is_on_gpu and any(map(is_copy, graph.eqns)) else None
 
 
 def coordinates(graph: Graph, mesh: DeviceMesh | None) -> dict[str, int]:

@@ -23,6 +23,7 @@ from ..ir.source import Source, where
 from ..ir.update_groups import Group
 from .codegen import coordinates, to_fx
 from .collectives import Start
+from .host_copies import HostCopy
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,9 +64,9 @@ class Executable:
         return outputs
 
     def _join(self) -> None:
-        """Let compute wait for all messages in progress."""
+        """Let compute wait for all messages and copies in progress."""
         for module in self.program.modules():
-            if isinstance(module, Start):
+            if isinstance(module, Start | HostCopy):
                 module.join()
 
 
@@ -74,9 +75,11 @@ def executable(
     mesh: DeviceMesh | None,
     on_write: Callable[[], None] | None = None,
     groups: Sequence[Group] = (),
+    device: torch.device | None = None,
 ) -> Executable:
     """The program of this rank of `mesh`, ready to run eagerly; equations of a group are one call."""
-    return bind(graph, to_fx(graph, mesh, donate=True, groups=groups, on_write=on_write), on_write)
+    code = to_fx(graph, mesh, donate=True, groups=groups, on_write=on_write, device=device)
+    return bind(graph, code, on_write)
 
 
 def bind(

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..calling.host_memory import let_copies_end
 from .process_groups import LostRank, ProcessGroups, all_process_groups, process_groups
 
 STOP_TOGETHER = (
@@ -68,7 +69,7 @@ def check_whole(leaves: Sequence[Any], name: str) -> None:
 
 
 def check_ended(leaves: Sequence[Any], name: str) -> None:
-    """Let all steps on GPUs end, then check that a failed one has not left this state half updated.
+    """Let all steps on GPUs, and their copies to the host, end; then check that none has left this state half updated.
 
     Raises: RuntimeError if one has.
     """
@@ -78,6 +79,7 @@ def check_ended(leaves: Sequence[Any], name: str) -> None:
             _broken(groups, name)
         elif error:
             _lost(groups, name, RuntimeError(error))
+    let_copies_end()
     check_whole(leaves, name)
 
 

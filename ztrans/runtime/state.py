@@ -19,8 +19,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..calling.host_memory import copied_to_host
 from ..ir.axes import members, submesh
-from ..ir.graph import Layout, Split
+from ..ir.graph import Layout, Memory, Split
 from ..ir.layout import AbstractMesh, UserSharding, as_tensor, cut, mesh_axes
 from .agreement import agree_on_call, agree_on_state
 from .mesh import check_runs
@@ -47,8 +48,9 @@ def shard_state(
     axes: Sequence[Sequence[str]],
     source: int | None,
     device: torch.device | str | None,
+    memories: Sequence[Memory],
 ) -> State:
-    """Copy a state into DTensors in these layouts. All ranks must call it.
+    """Copy a state into DTensors in these layouts, and into these memories. All ranks must call it.
 
     Args:
         state: the state, whose leaves have these `paths` and `layouts`, in the order of its tree.
@@ -66,8 +68,9 @@ def shard_state(
     agree_on_state(mesh, axes, paths, leaves, source)
     device = torch.device(device) if device is not None else None
     parts = []
-    for leaf, layout, leaf_axes in zip(leaves, layouts, axes):
-        part = _part(leaf, layout, mesh, leaf_axes, source, device)
+    for leaf, layout, leaf_axes, memory in zip(leaves, layouts, axes, memories):
+        part = _part(_on_device(leaf), layout, mesh, leaf_axes, source, device)
+        part = _on_host(part) if memory == "host" else part
         _meshes[part] = mesh
         parts.append(part)
     return pytree.tree_unflatten(parts, tree)
@@ -84,11 +87,44 @@ def unshard_state(
         check_runs(mesh)
         agree_on_call(mesh, "unshard")
     leaves, tree = pytree.tree_flatten(state)
-    full = [
-        full_tensor(x, leaf_axes).clone() if isinstance(x, DTensor) else x
-        for x, leaf_axes in zip(leaves, axes)
-    ]
+    full = []
+    for x, leaf_axes in zip(leaves, axes):
+        if isinstance(x, DTensor):
+            # Groups of GPUs gather what is on GPUs.
+            here = x.to_local().device
+            x = full_tensor(_on_device(x), leaf_axes).to(here, copy=True)
+        full.append(x)
     return pytree.tree_unflatten(full, tree)
+
+
+def copied_state(state: State, memories: Sequence[Memory]) -> State:
+    """A copy of a state in one process, with each tensor in its memory."""
+    leaves, tree = pytree.tree_flatten(state)
+    copies = []
+    for leaf, memory in zip(leaves, memories):
+        if isinstance(leaf, torch.Tensor):
+            leaf = copied_to_host(leaf) if memory == "host" else copied(leaf)
+        copies.append(leaf)
+    return pytree.tree_unflatten(copies, tree)
+
+
+def _on_host(part: torch.Tensor) -> torch.Tensor:
+    """A part in the memory of the host. Its mesh remains that of the devices."""
+    if not isinstance(part, DTensor):
+        return copied_to_host(part)
+    local = copied_to_host(part._local_tensor.detach())
+    return DTensor(local, part._spec, requires_grad=part.requires_grad)
+
+
+def _on_device(leaf: Any) -> Any:
+    """A leaf of a state; of a DTensor in the memory of the host, a copy on the device of its mesh."""
+    if not isinstance(leaf, DTensor) or leaf.is_meta:
+        return leaf
+    device = leaf.device_mesh.device_type
+    local = leaf._local_tensor.detach()
+    if local.device.type == device:
+        return leaf
+    return DTensor(local.to(device), leaf._spec, requires_grad=leaf.requires_grad)
 
 
 def copied(leaf: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from ..calling.purity import trace_without_side_effects
 from ..calling.signature import Abstract, Constant, Signature
 from ..calling.trees import leaf_names, named_outputs, opened
 from ..ir.ambient import refuse_inside, without_autocast
-from ..ir.graph import Eqn, Graph, Var, dce
+from ..ir.graph import Eqn, Graph, Memory, Var, dce
 from ..ir.higher_order import with_chosen_backend
 from ..ir.layout import UserSharding
 from ..ir.recompute import checkpointed
@@ -95,6 +95,7 @@ def trace(
     micro: int = 1,
     device: str | None = None,
     axes: Sequence[tuple[str, ...]] = (),
+    memories: Sequence[Memory] = (),
 ) -> Program:
     """Record a call of a train step, `fn(state, *batch) -> (state, output)`, as a `Program`.
 
@@ -107,6 +108,7 @@ def trace(
         device: the device on which meta leaves are traced; by default the device of the other leaves.
         axes: for each leaf, the mesh axes over which transforms distribute it; by default none. On these a DTensor is
             traced whole. Along other axes the step sees a DTensor, and the program has its local part.
+        memories: for each leaf of the state, the memory that transforms keep it in. The step sees all on the device.
 
     Raises:
         ValueError: the step reads a value while it is traced, closes over a tensor, changes Python values that it
@@ -118,7 +120,7 @@ def trace(
     name = function.name if function.name.isidentifier() else "step"
     refuse_inside(f"trace: {name}", call)
     part = call.micro_batch(function, micro) if micro > 1 else call
-    leaves = _leaves_of(part, function, axes)
+    leaves = _leaves_of(part, function, axes, memories)
     step = _FlatStep(fn, name, part, leaves)
     state = [leaf for leaf in leaves if leaf.is_state]
     inputs = step.inputs
@@ -200,7 +202,10 @@ class _FlatStep:
 
 
 def _leaves_of(
-    call: BoundCall, function: StepFunction, axes: Sequence[tuple[str, ...]]
+    call: BoundCall,
+    function: StepFunction,
+    axes: Sequence[tuple[str, ...]],
+    memories: Sequence[Memory],
 ) -> list[_Leaf]:
     """The leaves of a call: first the state, then the batch, then the extra argument.
 
@@ -223,7 +228,9 @@ def _leaves_of(
         if not is_state and UserSharding.cut_over(value, leaf_axes):
             raise cut_batch(path)
         in_batch = num_state <= i < end_of_batch and isinstance(value, torch.Tensor)
-        abstract = Abstract.of(value, is_state, user_sharding)
+        abstract: Any = Abstract.of(value, is_state, user_sharding)
+        if is_state and memories and memories[i] == "host":
+            abstract = abstract._replace(device="meta")
         spec = spec_of(value, user_sharding)
         leaves.append(
             _Leaf(value, name, path, abstract, leaf_axes, user_sharding, spec, is_state, in_batch)

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.axes import members_of
-from ..ir.graph import Graph, Layout
+from ..ir.graph import Graph, Layout, Memory
 from ..ir.layout import AbstractMesh, UserSharding
 from ..ir.source import Source, where
 from ..ir.verifier import ProgramError, check, check_interface
@@ -81,6 +81,15 @@ class Transform:
             leaf: a meta tensor of its shape and dtype, before the step itself divides it.
         """
         return None
+
+    def leaf_memory(self, path: str, leaf: torch.Tensor) -> Memory:
+        """The memory in which a state leaf is kept between steps, "device" or "host".
+
+        Args:
+            path: the path of the leaf in the state.
+            leaf: a meta tensor of its shape and dtype, before the step itself divides it.
+        """
+        return "device"
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -278,6 +287,15 @@ def layout_of(transforms: Sequence[Transform], name: str, leaf: object) -> Layou
         if layout is not None:
             return layout
     return ()
+
+
+def memory_of(transforms: Iterable[Transform], name: str, leaf: object) -> Memory:
+    """The memory in which these transforms keep a state leaf. A number is on the device."""
+    if not isinstance(leaf, torch.Tensor):
+        return "device"
+    meta_leaf = _meta(leaf)
+    on_host = any(t.leaf_memory(name, meta_leaf) == "host" for t in transforms)
+    return "host" if on_host else "device"
 
 
 def _meta(leaf: object) -> torch.Tensor:

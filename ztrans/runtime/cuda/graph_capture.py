@@ -31,6 +31,7 @@ import torch
 
 from ... import ops
 from ...calling.global_state import no_collection
+from ...ir.copies import is_copy
 from ...ir.graph import Eqn, Graph, Var
 from ...ir.op_facts import CAST
 from ...ir.update_groups import is_fused_update
@@ -53,6 +54,17 @@ def check_device(device: str | None) -> None:
         raise ValueError(
             "compile: cuda_graph=True needs a CUDA device and a PyTorch built for it, and torch sees none here.\n"
             "Compile without cuda_graph."
+        )
+
+
+def check_on_device(graph: Graph) -> None:
+    """Raises: ValueError if a program keeps values in the memory of the host."""
+    copies = next(filter(is_copy, graph.eqns), None)
+    if copies is not None:
+        raise ValueError(
+            f"{graph.name}: cuda_graph=True captures no copies between a GPU and its host, and this step copies "
+            f"{copies.ins[0].name} between the GPU and its host, as zt.offload says.\n"
+            f"Compile without cuda_graph, or leave out offload."
         )
 
 

@@ -27,6 +27,7 @@ import torch
 from ...ir.collectives import HALF
 from ...ir.graph import Eqn, Graph, Var, producers, users, variables
 from ...ir.op_facts import CAST, is_matmul, op_facts, rearranges
+from ...ir.pairing import pair
 from ...ir.relations import depending
 from ...ir.verifier import check
 
@@ -42,8 +43,13 @@ _OFF = ("amsgrad", "maximize", "grad_scale", "found_inf")  # what the kernel doe
 
 
 def on_gpu(graph: Graph, inputs: Sequence[torch.Tensor]) -> set[Var]:
-    """The inputs of a program that are contiguous on a GPU."""
-    return {v for v, x in zip(graph.inputs, inputs) if x.is_cuda and x.is_contiguous()}
+    """The inputs of a program that are contiguous on a GPU, and copies of those that are in the memory of its host."""
+    on_gpu = {v for v, x in zip(graph.inputs, inputs) if x.is_cuda and x.is_contiguous()}
+    if on_gpu:
+        for wait, started in pair(graph, include_copies=True).waits.items():
+            if started.start.ins[0].memory == "host" and started.start.ins[0] in graph.inputs:
+                on_gpu.add(wait.out)
+    return on_gpu
 
 
 def half_gradients(graph: Graph, on_gpu: Set[Var], of_products: bool = False) -> Graph:

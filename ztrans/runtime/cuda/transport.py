@@ -59,7 +59,7 @@ def reserve(mesh: DeviceMesh, graphs: Iterable[Graph], streams: Streams | None =
 
 def lane_count(graph: Graph) -> int:
     """The number of lanes of a program, with those of the collectives that the user's step calls itself."""
-    return len({lane(eqn) for eqn in graph.eqns if rules(eqn).starts})
+    return len({lane(eqn) for eqn in graph.eqns if rules(eqn).starts and rules(eqn).remote})
 
 
 def reserve_messages(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...calling.inputs import device_of
 from ...ir.donation import Donation, donation, first_write, is_constant
 from ...ir.graph import Eqn, Graph, Var, producers
 from ...ir.layout import localize
@@ -95,7 +96,8 @@ def executable(
     program = _lay_out(*fuse(graph), mesh, inputs)
     kernels, compiled = _compile(program)
     groups = [group.eqns for group in program.groups]
-    code = to_fx(program.graph, mesh, True, groups, kernels, on_write=on_write)
+    device = device_of(inputs)
+    code = to_fx(program.graph, mesh, True, groups, kernels, on_write=on_write, device=device)
     layouts = [program.layouts[v] for v in graph.inputs]
     outputs = aliased_outputs(program.graph)
     run = InductorExecutable(code, graph.num_state, on_write, outputs, compiled, layouts)

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from ...calling.inputs import device_of
 from ...ir.collectives import rules
 from ...ir.donation import in_place, updated
 from ...ir.graph import Eqn, Graph, Primitive, Var
@@ -84,12 +85,13 @@ def infer_layouts(
     An equation with an in-place operation writes its result over an argument, whose layout it keeps.
     """
     layouts = {v: Strided.of(x) for v, x in zip(graph.inputs, inputs, strict=True)}
+    device = device_of(inputs) or torch.device("cpu")
     by_structure: dict[Hashable, list[Strided | None]] = {}
     for eqn in graph.eqns:
         shapes = [local_shape(v, graph.axes, coordinates) for v in eqn.results]
         results: Sequence[Strided | None]
         if isinstance(eqn.op, Primitive):
-            results = _of_primitive(eqn, shapes, layouts)
+            results = _of_primitive(eqn, shapes, layouts, device)
         else:
             op = in_place_ops.get(eqn)
             if isinstance(op, torch._ops.OpOverload) and op._schema.returns:
@@ -100,9 +102,18 @@ def infer_layouts(
 
 
 def _of_primitive(
-    eqn: Eqn, shapes: Sequence[tuple[int, ...]], layouts: Mapping[Var, Strided]
+    eqn: Eqn,
+    shapes: Sequence[tuple[int, ...]],
+    layouts: Mapping[Var, Strided],
+    device: torch.device,
 ) -> list[Strided]:
-    """The layouts of the results of a primitive. Received values are contiguous, whatever was sent."""
+    """The layouts of the results of a primitive. Received values are contiguous, whatever was sent.
+
+    A copy between two memories keeps the strides. `device` is that of the program.
+    """
+    if rules(eqn).copies:
+        target = device if eqn.out.memory == "device" else torch.device("cpu")
+        return [layouts[eqn.ins[0]]._replace(device=target)]
     if rules(eqn).shares(eqn):
         return [layouts[eqn.args[0]]._replace(shape=shapes[0])]
     device = layouts[eqn.ins[0]].device

@@ -1,0 +1,155 @@
+"""Copies between two memories start early and are waited for late, and the peak of memory does not rise."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ztrans as zt
+from tests.support.programs import CASES
+from tests.support.worlds import batches
+from ztrans.ir.copies import TO_DEVICE, TO_HOST, is_copy
+from ztrans.ir.pairing import pair
+from ztrans.planning.cluster import HOST_LINKS
+from ztrans.planning.cost import memory
+from ztrans.planning.place_copies import copied_when_needed, place_copies
+
+LAYERS = 8
+WIDTH = 256
+
+
+def step(state, x):
+    """Each layer has a weight and a momentum; their updates follow backward, because they are clipped."""
+    weights = {k: w.detach().requires_grad_() for k, w in state["weights"].items()}
+    y = x
+    for w in weights.values():
+        y = torch.tanh(y @ w)
+    grads = torch.autograd.grad(y.square().mean(), list(weights.values()))
+    norm = sum(g.square().sum() for g in grads).sqrt()
+    moments = {k: 0.9 * state["moments"][k] + g / norm for k, g in zip(weights, grads)}
+    new = {k: w - moments[k] for k, w in state["weights"].items()}
+    return {"weights": new, "moments": moments}, y.mean()
+
+
+def state(layers: int = LAYERS):
+    weights = {f"w{i:02}": torch.zeros(WIDTH, WIDTH) for i in range(layers)}
+    return {"weights": weights, "moments": dict(weights)}
+
+
+def lowered(bandwidth: float = 50e9, rows: int = 4096, **changes):
+    link = dataclasses.replace(HOST_LINKS["pcie5"], bandwidth=bandwidth, **changes)
+    moved = zt.offload(where="moments.*")(step)
+    return moved.lower(
+        state(), torch.zeros(rows, WIDTH), cluster=zt.cluster("h100", host_link=link)
+    )
+
+
+def places(graph) -> dict[str, list[tuple[int, int]]]:
+    """The index of the start and of the wait of each copy, by direction."""
+    found = {"in": [], "out": []}
+    for e, started in pair(graph, include_copies=True).starts.items():
+        if is_copy(e):
+            found["in" if e.op is TO_DEVICE else "out"].append((started.index, started.first_wait))
+    return found
+
+
+def test_copies_to_the_device_are_hidden_under_backward():
+    low = lowered(5e9)
+    timeline = low.timeline()
+    first = min(start for start, _ in places(low.graph)["in"])
+    assert low.graph.eqns[first - 1].region == "backward"
+    stalls = [e.stall for e in timeline.events if e.lane == "host in"]
+    assert sum(stalls) < 0.01 * timeline.seconds
+
+
+def test_on_a_slow_link_copies_start_earlier():
+    fast, slow = (min(places(lowered(b).graph)["in"])[0] for b in (50e9, 10e9))
+    assert slow < fast
+
+
+def test_devices_that_share_a_link_copy_more_slowly():
+    alone, shared = (lowered(10e9, latency=0.0, shared=n).timeline() for n in (1, 2))
+    assert shared.busy("host in") == pytest.approx(2 * alone.busy("host in"), rel=1e-6)
+
+
+def test_both_directions_are_queues_in_the_order_of_need():
+    for waits in places(lowered(5e9).graph).values():
+        assert waits == sorted(waits), "a copy that starts first is waited for first"
+
+
+def test_the_step_ends_with_the_last_copy_to_the_host():
+    graph = lowered(5e9).graph
+    last = max(wait for _, wait in places(graph)["out"])
+    assert last == len(graph.eqns) - 1
+
+
+@pytest.mark.parametrize("bandwidth", [1e9, 5e9, 50e9, 500e9])
+def test_the_peak_does_not_rise(bandwidth):
+    graph = lowered(bandwidth).graph
+    assert memory(graph).peak <= memory(copied_when_needed(graph)).peak
+
+
+def test_the_peak_falls_by_the_bytes_moved():
+    plain = zt.Step(step).lower(state(), torch.zeros(4096, WIDTH))
+    moved = lowered()
+    size = LAYERS * WIDTH * WIDTH * 4
+    assert memory(plain.graph).peak - memory(moved.graph).peak == size
+    assert moved.memory_analysis().host_peak == size
+
+
+def test_compute_keeps_its_order():
+    plain = zt.Step(step).lower(state(), torch.zeros(64, WIDTH)).graph
+    moved = lowered(rows=64).graph
+    computed = [e.out.name for e in moved.eqns if not is_copy(e) and not e.ins[0].future]
+    assert [e.out.name for e in plain.eqns] == computed
+
+
+def test_placing_twice_is_placing_once():
+    low = lowered(5e9)
+    again = place_copies(low.graph, low.cluster)
+    assert [e.out for e in again.eqns] == [e.out for e in low.graph.eqns]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    bandwidth=st.sampled_from([1e8, 1e9, 1e10, 1e11]),
+    latency=st.sampled_from([0.0, 1e-5, 1e-3]),
+    name=st.sampled_from(["mlp_momentum", "clipped", "adamw_single"]),
+)
+def test_any_link_gives_a_valid_program_that_needs_no_more_memory(bandwidth, latency, name):
+    case = CASES[name]
+    link = zt.Link("link", latency, bandwidth)
+    low = zt.offload(where="m.*")(case.step).lower(
+        case.state(), *batches(case, 1)[0], cluster=zt.cluster("h100", host_link=link)
+    )
+    zt.ir.check(low.graph)
+    assert memory(low.graph).peak <= memory(copied_when_needed(low.graph)).peak
+
+
+def test_a_host_without_the_memory_is_an_error():
+    cluster = zt.cluster("h100", host_memory=1 << 20)
+    with pytest.raises(
+        ValueError, match=r"keeps 2.00 MiB in the memory of the host, .* has 1.00 MiB there"
+    ):
+        zt.offload(where="moments.*")(step).lower(state(), torch.zeros(8, WIDTH), cluster=cluster)
+
+
+def test_the_timeline_has_both_memories_and_both_lanes(tmp_path):
+    timeline = lowered().timeline()
+    assert {"host in", "host out"} <= set(timeline.lanes)
+    assert ("host", "offload") in timeline.exposed
+    assert timeline.host_peak == LAYERS * WIDTH * WIDTH * 4
+    assert "on the host      2.00 MiB" in str(timeline)
+    timeline.to_perfetto(tmp_path / "trace.json")
+    assert '"name": "on the host"' in (tmp_path / "trace.json").read_text()
+    timeline.save(tmp_path / "page.html")
+    assert '"host":[[0.0,2097152]' in (tmp_path / "page.html").read_text()
+
+
+def test_the_pairs_of_a_program_have_its_copies():
+    graph = lowered().graph
+    assert not pair(graph).starts, "a step on one rank has no collectives"
+    ops = [e.op for e in pair(graph, include_copies=True).starts]
+    assert ops.count(TO_DEVICE) == ops.count(TO_HOST) == LAYERS

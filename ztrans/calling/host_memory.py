@@ -1,0 +1,34 @@
+"""Host memory: tensors in the memory of the host, from which a GPU copies them while it computes.
+
+A leaf of the state that a step keeps there is an ordinary tensor on the CPU, pinned if there is a GPU. A step returns
+before its last copies have ended, so whoever reads such a leaf on the host lets them end first.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def empty_on_host(like: torch.Tensor) -> torch.Tensor:
+    """Uninitialised memory of the host, for a tensor with the shape, strides and dtype of another one."""
+    return torch.empty_like(like, device="cpu", pin_memory=torch.cuda.is_available())
+
+
+def copied_to_host(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy of a tensor in the memory of the host; uninitialised for a meta tensor."""
+    flat = torch.empty(x.shape, dtype=x.dtype, device="meta")
+    copy = empty_on_host(flat)
+    if not x.is_meta:
+        copy.copy_(x.detach())
+    return copy.requires_grad_(x.requires_grad)
+
+
+def is_on_host(x: torch.Tensor) -> bool:
+    """Whether a GPU can copy a tensor while it computes, or there is no GPU."""
+    return x.is_cpu and (not torch.cuda.is_available() or x.is_pinned())
+
+
+def let_copies_end() -> None:
+    """Let all copies between a GPU and its host end."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()

@@ -1,0 +1,136 @@
+"""Copies between the memory of the device and that of its host, as equations.
+
+    f = to_host(v)            the memory of the device -> that of the host
+    f = to_host(v, over=h)    the same, into the storage of `h`, which nothing reads any more
+    f = to_device(h)          the memory of the host -> that of the device
+    x = wait(f)               the copy has ended
+
+A copy runs beside compute, as a collective does: it is started, and waited for. It involves no other rank. Copies in
+one direction queue behind each other, and those in the other direction have a queue of their own. Until the wait, a
+copy reads its source.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from .graph import Eqn, Memory, Primitive, Provenance, Var
+from .layout import local_shape
+from .rules import Memberwise, Sizes
+
+LINK = "host"  # stands where collectives have their mesh axis
+
+
+class Copy(Memberwise):
+    """Rules of to_host and to_device: the result is a future of the same value in the other memory."""
+
+    starts = True
+    copies = True
+    source: ClassVar[Memory]
+    target: ClassVar[Memory]
+
+    def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
+        value, future = eqn.ins[0], eqn.outs[0]
+        if future is None or not future.future or eqn.provenance is None:
+            return "a copy has a provenance, and a future as its result"
+        if (value.memory, future.memory) != (self.source, self.target):
+            return f"{value} is copied from the {self.source} to the {self.target}"
+        if not dataclasses.replace(value, memory=self.target).is_like(future):
+            return f"a copy changes the type of {value}"
+        over = eqn.kwargs.get("over")
+        if over is not None and not over.is_like(future):
+            return f"a copy does not fit into the storage of {over}"
+        return None
+
+    def shares_buffer(self, eqn: Eqn, index: int) -> bool:
+        return True
+
+    def sends_own(self, eqn: Eqn, index: int, sizes: Sizes) -> bool:
+        return True
+
+    def received_bytes(self, eqn: Eqn, index: int, sizes: Sizes) -> int:
+        first_rank = dict.fromkeys(sizes, 0)
+        out = eqn.results[index]
+        return math.prod(local_shape(out, sizes, first_rank)) * out.dtype.itemsize
+
+
+class ToHost(Copy):
+    """Rules of to_host."""
+
+    lane = "out"
+    source: ClassVar[Memory] = "device"
+    target: ClassVar[Memory] = "host"
+
+
+class ToDevice(Copy):
+    """Rules of to_device."""
+
+    lane = "in"
+    source: ClassVar[Memory] = "host"
+    target: ClassVar[Memory] = "device"
+
+
+class CopyWait(Memberwise):
+    """Rules of the wait for a copy. It prints as that for a collective, but no other rank takes part."""
+
+    waits = True
+    reads_futures = True
+    copies = True
+
+    def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
+        future, out = eqn.ins[0], eqn.outs[0]
+        if out is None or out.future or not out.is_like(future):
+            return f"wait changes the type of {future}"
+        return None
+
+
+TO_HOST = Primitive("to_host", ToHost())
+TO_DEVICE = Primitive("to_device", ToDevice())
+COPY_WAIT = Primitive("wait_for_copy", CopyWait())
+
+
+def to_host(
+    value: Var, name: str, paths: tuple[str, ...] = (), over: Var | None = None, **eqn: Any
+) -> Eqn:
+    """Start a copy of `value` to the host, for these leaves of the state; into the storage of `over` if it is given.
+
+    >>> import torch
+    >>> print(to_host(Var("m", torch.float32, (4,)), "m.host").out)
+    m.host': f32<host>[4]!
+    """
+    kwargs = {} if over is None else {"over": over}
+    return _copy(TO_HOST, value, name, paths, kwargs, eqn)
+
+
+def to_device(value: Var, name: str, paths: tuple[str, ...] = (), **eqn: Any) -> Eqn:
+    """Start a copy of `value` from the host to the device, for these leaves of the state."""
+    return _copy(TO_DEVICE, value, name, paths, {}, eqn)
+
+
+def wait_for_copy(future: Var, **eqn: Any) -> Eqn:
+    """Wait for the `future` of a copy; its value has the future's name without the quote."""
+    out = dataclasses.replace(future, name=future.name.removesuffix("'"), future=False)
+    return Eqn(COPY_WAIT, (future,), (out,), **eqn)
+
+
+def is_copy(eqn: Eqn) -> bool:
+    """Whether the equation starts a copy between two memories."""
+    return isinstance(eqn.op, Primitive) and isinstance(eqn.op.rules, Copy)
+
+
+def _copy(
+    op: Primitive,
+    value: Var,
+    name: str,
+    paths: tuple[str, ...],
+    kwargs: Mapping[str, Any],
+    eqn: Mapping[str, Any],
+) -> Eqn:
+    target: Memory = "host" if op is TO_HOST else "device"
+    future = dataclasses.replace(value, name=f"{name}'", future=True, memory=target)
+    return Eqn(
+        op, (value,), (future,), kwargs, provenance=Provenance("offload", paths, LINK), **eqn
+    )

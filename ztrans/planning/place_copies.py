@@ -1,0 +1,196 @@
+"""place_copies: start the copies between two memories early, and wait for them late, so that compute hides them.
+
+A copy involves no other rank, so it is placed last, in the order that the plan has given to everything else:
+
+    m = wait(to_device(h))      f = to_device(h); ...rest of backward...
+    m1 = update(m, g)      -->  m = wait(f); m1 = update(m, g); f1 = to_host(m1, over=h)
+    h1 = wait(to_host(m1))      ...other updates...; h1 = wait(f1)
+
+Each direction is a queue. Copies to the host start where their value exists, and are waited for where they have ended.
+Copies to the device end where their value is needed: from the last one back to the first, each starts just early
+enough. A copy that would raise the peak of memory is stretched less, and compute waits for it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
+
+import numpy as np
+
+from ..ir.copies import is_copy
+from ..ir.donation import donation
+from ..ir.graph import Eqn, Graph, Var, producers, users
+from ..ir.liveness import liveness
+from ..ir.printer import format_bytes
+from .buffers import by_memory, device_bytes, live_bytes, local_bytes, storages
+from .cluster import Cluster
+from .cost import memory
+from .simulate import messages, play, seconds
+
+_TRIALS = 4  # with less and less memory: a value that is copied cannot be overwritten meanwhile
+
+# Where an equation stands: before the equation with a number, in an order among those that do, which begins with waits.
+_Position = tuple[int, int, int]
+_WAITS = 0
+_STARTS = 1
+_ITSELF = 2
+
+
+def place_copies(graph: Graph, cluster: Cluster) -> Graph:
+    """The program with its copies placed; other equations keep their order. The peak of memory does not rise."""
+    if not any(map(is_copy, graph.eqns)):
+        return graph
+    graph = copied_when_needed(graph)
+    most = max(_live_on_device(graph))
+    limit = max(most, graph.hints.memory or 0)
+    may_use = limit
+    for _ in range(_TRIALS):
+        placed = _Placing(graph, cluster, may_use).run()
+        above = max(_live_on_device(placed)) - limit
+        if above <= 0:
+            return placed
+        may_use -= above
+    return graph
+
+
+def check_host_memory(graph: Graph, cluster: Cluster) -> None:
+    """Raises: ValueError if a program keeps more on the host than a rank may use there."""
+    most = memory(graph).host_peak
+    if most > cluster.host_memory:
+        raise ValueError(
+            f"offload: {graph.name} keeps {format_bytes(most)} in the memory of the host, and a rank has "
+            f"{format_bytes(cluster.host_memory)} there: zt.cluster(..., host_memory={cluster.host_memory:.0f}).\n"
+            f"Choose fewer leaves with `where`, or shard the state over more ranks."
+        )
+
+
+def copied_when_needed(graph: Graph) -> Graph:
+    """The program in which no copy is under way beside compute, which needs the least memory.
+
+    Copies to the device start and are waited for right before their first reader, those to the host right after their
+    value is computed and what they overwrite has been read.
+    """
+    readers = users(graph)
+    makers = producers(graph.eqns)
+    keys: dict[Eqn, _Position] = {e: (i, 0, i) for i, e in enumerate(graph.eqns)}
+    to_host, to_device = _copies(graph)
+    for e in to_device:
+        (wait,) = readers[e.out]
+        first = min((keys[r] for r in readers.get(wait.out, ())), default=(len(graph.eqns), 0, 0))
+        keys[e] = (first[0], -2, keys[e][2])
+        keys[wait] = (first[0], -1, keys[e][2])
+    for e in to_host:
+        (wait,) = readers[e.out]
+        before = [makers[v] for v in e.ins if v in makers]
+        if "over" in e.kwargs:
+            before += _waits_before_writing(e, readers)
+        place = max((keys[each][0] for each in before), default=-1)
+        keys[e] = (place, 1, keys[e][2])
+        keys[wait] = (place, 2, keys[e][2])
+    return graph.replace(eqns=tuple(sorted(graph.eqns, key=keys.__getitem__)))
+
+
+def _waits_before_writing(e: Eqn, readers: Mapping[Var, list[Eqn]]) -> list[Eqn]:
+    """The waits for the copies of what a copy to the host writes over."""
+    others = [other for other in readers[e.kwargs["over"]] if other is not e]
+    return [wait for other in others for wait in readers[other.out]]
+
+
+def _copies(graph: Graph) -> tuple[list[Eqn], list[Eqn]]:
+    """The copies to the host, and those to the device, in order."""
+    copies = list(filter(is_copy, graph.eqns))
+    to_host = [e for e in copies if e.out.memory == "host"]
+    return to_host, [e for e in copies if e.out.memory == "device"]
+
+
+def _live_on_device(graph: Graph) -> list[int]:
+    return live_bytes(graph, by_memory(storages(graph, donation(graph)))[0])
+
+
+class _Placing:
+    """The places of the copies of a program in which each is copied when it is needed.
+
+    Attributes:
+        position: where each equation will stand.
+        time: for each equation and the end, when it begins if compute waits for no copy.
+        live: for each equation, the bytes that are live on the device; `limit` is the most that may be.
+    """
+
+    def __init__(self, graph: Graph, cluster: Cluster, limit: int) -> None:
+        self.graph = graph
+        self.cluster = cluster
+        self.limit = limit
+        self.index = {e: i for i, e in enumerate(graph.eqns)}
+        self.position: dict[Eqn, _Position] = {e: (i, _ITSELF, i) for e, i in self.index.items()}
+        self.readers = users(graph)
+        self.makers = producers(graph.eqns)
+        self.lifetimes = liveness(graph)
+        self.bytes_of = local_bytes(graph)
+        self.bytes_on_device = device_bytes(graph)
+        collectives = [message for e, message, _ in messages(graph, cluster) if not is_copy(e)]
+        self.time = play(seconds(graph, cluster), collectives).start
+        self.live = np.array(_live_on_device(graph), dtype=np.int64)
+
+    def run(self) -> Graph:
+        """The program in the new order."""
+        to_host, to_device = _copies(self.graph)
+        self._place_waits(to_host)
+        self._place_starts(to_device)
+        return self.graph.replace(
+            eqns=tuple(sorted(self.graph.eqns, key=self.position.__getitem__))
+        )
+
+    def _seconds(self, e: Eqn) -> float:
+        return sum(self.cluster.copy_seconds(self.bytes_of(e.out)))
+
+    def _place_waits(self, copies: list[Eqn]) -> None:
+        """Wait for copies to the host where they have ended."""
+        end = 0.0  # of the copies so far
+        for e in copies:
+            (wait,) = self.readers[e.out]
+            first = self.index[wait]
+            end = max(end, self.time[first]) + self._seconds(e)
+            latest = min(
+                (self.index[r] for r in self.readers.get(wait.out, ())), default=len(self.live)
+            )
+            place = min(bisect_left(self.time, end), latest)
+            # Other equations may need what is copied for longer anyway.
+            needed_until = self.lifetimes.last[self.lifetimes.root[e.ins[0]]] + 1
+            place = self._fitting_end(
+                max(first, needed_until), place, self.bytes_on_device(e.ins[0])
+            )
+            self.position[wait] = (max(place, first), _WAITS, first)
+
+    def _place_starts(self, copies: list[Eqn]) -> None:
+        """Start copies to the device so that they have ended where they are needed."""
+        begin = float("inf")  # of the copies so far, the last of which is needed first
+        places: dict[Eqn, int] = {}
+        for e in reversed(copies):
+            index = self.index[e]
+            begin = min(begin, self.time[index]) - self._seconds(e) - self.cluster.device.launch
+            place = max(bisect_right(self.time, begin) - 1, self._exists(e.ins[0]))
+            places[e] = self._fitting_begin(place, index, self.bytes_on_device(e.out))
+        latest = 0
+        for e in copies:  # a queue: none starts before another one that is needed earlier
+            latest = max(latest, places[e])
+            self.position[e] = (latest, _STARTS, self.index[e])
+
+    def _exists(self, host_value: Var) -> int:
+        """The first place at which a value on the host can be read."""
+        return self.position[self.makers[host_value]][0] if host_value in self.makers else 0
+
+    def _fitting_end(self, first: int, end: int, size: int) -> int:
+        """The last place up to `end` until which `size` more bytes may be live from equation `first` on."""
+        full = np.flatnonzero(self.live[first:end] + size > self.limit)
+        end = first + int(full[0]) if len(full) else max(first, end)
+        self.live[first:end] += size
+        return end
+
+    def _fitting_begin(self, begin: int, index: int, size: int) -> int:
+        """The first place from `begin` on from which `size` more bytes may be live before equation `index`."""
+        begin = min(begin, index)
+        full = np.flatnonzero(self.live[begin:index] + size > self.limit)
+        begin += int(full[-1]) + 1 if len(full) else 0
+        self.live[begin:index] += size
+        return begin

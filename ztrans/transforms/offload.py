@@ -1,0 +1,157 @@
+"""offload: keep state that only the update reads in the memory of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from dataclasses import replace as with_changes
+from fnmatch import fnmatchcase
+
+import torch
+
+from ..ir.copies import to_device, to_host, wait_for_copy
+from ..ir.graph import Eqn, Graph, Memory, Names, Var, producers, substitute, users
+from ..ir.source import where as line_of
+from .base import Transform, constructor, meta_leaves
+from .edits import Edits
+
+Where = str | Callable[[str, torch.Tensor], bool]
+_LISTED = 8  # leaves that an error lists
+
+
+@constructor
+def offload(*, where: Where) -> Transform:
+    """Keep leaves of the state that only the update reads, such as moments, in the memory of the host between steps.
+
+    A leaf is copied to the device under the end of backward, early enough for its update, and its new value is copied
+    back beside the updates that follow. No bit of a step changes. The step ends when the copies back have ended.
+
+    On CUDA devices such a leaf is a pinned tensor on the CPU: `step.shard(state)` puts it there, and `zt.load` reads it
+    there. Call `torch.cuda.synchronize()` before you read it yourself. On CPUs it is a tensor like any other, and
+    `lowered.memory_analysis()` counts it apart.
+
+    Rewrites:
+        m1 = lerp(m, g)                          m' = wait(to_device(m)); m1 = lerp(m', g)
+        w1 = sub(w, m1)                    -->   w1 = sub(w, m1)
+        return w1, m1                            m1' = wait(to_host(m1, over=m)); return w1, m1'
+
+    Args:
+        where: the leaves to move. A pattern of their paths, as `fnmatch` has them, such as "optimizer.*.exp_avg*"; or
+            `where(path, leaf)`, which gets the path and a meta tensor. Leaves without dims stay on the device.
+
+    Raises: TypeError if `where` is neither. When the step is lowered, ValueError if it matches no leaf, if forward or
+        backward reads a leaf that it matches, or if the cluster's `host_memory` is exceeded.
+
+    Source: Ren et al., ZeRO-Offload, 2021; the memory kinds of JAX.
+
+    >>> offload(where="optimizer.*.exp_avg*")
+    offload(where='optimizer.*.exp_avg*')
+    """
+    if not isinstance(where, str) and not callable(where):
+        raise TypeError(
+            f"offload: where={where!r}; it is a pattern of paths, such as 'optimizer.*.exp_avg*', or a function "
+            f"where(path, leaf) that returns a bool."
+        )
+    return _Offload(where)
+
+
+@dataclass(frozen=True, repr=False)
+class _Offload(Transform):
+    where: Where
+
+    def leaf_memory(self, path: str, leaf: torch.Tensor) -> Memory:
+        if not leaf.shape:
+            return "device"
+        matches = (
+            fnmatchcase(path, self.where) if isinstance(self.where, str) else self.where(path, leaf)
+        )
+        return "host" if matches else "device"
+
+    def rewrite(self, graph: Graph) -> Graph:
+        leaves = list(zip(graph.inputs, meta_leaves(graph)))
+        chosen = [v for v, leaf in leaves if self.leaf_memory(v.name, leaf) == "host"]
+        if not chosen:
+            raise _matches_none(self.where, graph)
+        moving = _Moving(graph)
+        for v in chosen:
+            moving.move(v)
+        return moving.applied()
+
+
+class _Moving:
+    """The edits that move leaves of a program to the host.
+
+    Attributes:
+        on_host: for each leaf, the value on the host that takes its place among the inputs.
+        on_device: for each leaf that is read, or returned as another one, its copy on the device.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.edits = Edits(graph)
+        self.readers = users(graph)
+        self.makers = producers(graph.eqns)
+        self.names = Names(v.name for v in (*graph.inputs, *self.makers))
+        self.on_host: dict[Var, Var] = {}
+        self.on_device: dict[Var, Var] = {}
+
+    def move(self, leaf: Var) -> None:
+        """Copy a leaf to the device before its first reader."""
+        readers = self.readers.get(leaf, [])
+        for e in readers:
+            if e.region != "update":
+                raise _is_read(leaf, e)
+        self.on_host[leaf] = with_changes(leaf, memory="host")
+        places = [place for place, v in enumerate(self.graph.outputs) if v is leaf]
+        own_place = self.graph.inputs.index(leaf)
+        if not readers and places in ([], [own_place]):
+            return
+        name = self.names.fresh(f"{leaf.name}.device")
+        first = readers[0] if readers else None
+        facts = {"region": "update", "source": first.source if first else None}
+        start = to_device(self.on_host[leaf], name, (leaf.name,), **facts)
+        wait = wait_for_copy(start.out, **facts)
+        self.edits.insert_before(first, start, wait)
+        self.edits.replace_reads(readers, leaf, wait.out)
+        self.on_device[leaf] = wait.out
+
+    def applied(self) -> Graph:
+        """The program, in which the new values of the leaves are copied to the host."""
+        outputs = [substitute(v, lambda v: self.on_device.get(v, v)) for v in self.graph.outputs]
+        for place, leaf in enumerate(self.graph.inputs[: self.graph.num_state]):
+            if leaf in self.on_host:
+                unchanged = self.graph.outputs[place] is leaf
+                new = self.on_host[leaf] if unchanged else self._to_host(leaf, outputs[place])
+                outputs[place] = new
+        inputs = tuple(self.on_host.get(v, v) for v in self.graph.inputs)
+        return self.edits.applied().replace(inputs=inputs, outputs=tuple(outputs))
+
+    def _to_host(self, leaf: Var, new: Var) -> Var:
+        """The new value of a leaf, on the host."""
+        maker = self.makers.get(new)
+        facts = {"region": "update", "source": maker.source if maker else None}
+        name = self.names.fresh(f"{new.name}.host")
+        start = to_host(new, name, (leaf.name,), over=self.on_host[leaf], **facts)
+        wait = wait_for_copy(start.out, **facts)
+        if maker is None:
+            self.edits.insert_before(None, start, wait)
+        else:
+            self.edits.insert_after(maker, start, wait)
+        return wait.out
+
+
+def _matches_none(where: Where, graph: Graph) -> ValueError:
+    names = [v.name for v in graph.inputs[: graph.num_state] if v.shape]
+    more = f", and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    shown = repr(where) if isinstance(where, str) else getattr(where, "__name__", repr(where))
+    return ValueError(
+        f"offload: where={shown} matches no leaf of the state of {graph.name} that has dims.\n"
+        f"These are {', '.join(names[:_LISTED]) or 'none'}{more}."
+    )
+
+
+def _is_read(leaf: Var, e: Eqn) -> ValueError:
+    return ValueError(
+        f"offload: {leaf.name} is read in {e.region}, and only state that the update alone reads can be on the host, "
+        f"such as moments.\n  at {line_of(e.source)}\nLet `where` leave it out."
+    )
