@@ -23,17 +23,21 @@ import ztrans as zt
 STEPS = 20
 MOMENTS = "[mv].*"
 COPIED = 1 << 28  # bytes of the copies that measure the link
-SIZES = (24, 4096, 16384)  # blocks, width, rows of the batch
+SIZES = (24, 4096, 49152)  # blocks, width, rows of the batch
 
 
 def initial(blocks: int, width: int, device: torch.device) -> dict:
     """Parameters, moments, and counters of steps."""
-    draw = torch.Generator().manual_seed(0)
-    params = {f"w{k:02}": torch.randn(width, width, generator=draw) for k in range(blocks)}
-    params = {k: (p / width**0.5).to(device) for k, p in params.items()}
+    params = {f"w{k:02}": drawn(k, width, width, device) / width**0.5 for k in range(blocks)}
     moments = [{k: torch.zeros_like(p) for k, p in params.items()} for _ in "mv"]
     steps = {k: torch.zeros((), device=device) for k in params}
     return {"params": params, "m": moments[0], "v": moments[1], "steps": steps}
+
+
+def drawn(seed: int, rows: int, width: int, device: torch.device) -> Tensor:
+    """Normal numbers, the same for every subject."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(rows, width, generator=generator, device=device)
 
 
 def train_step(state: dict, x: Tensor) -> tuple[dict, Tensor]:
@@ -86,10 +90,7 @@ def trained(
     """The figures of twenty steps, and the state after them on the CPU."""
     blocks, width, rows = sizes
     state = step.shard(initial(blocks, width, device))
-    batches = [
-        torch.randn(rows, width, generator=torch.Generator().manual_seed(k)).to(device)
-        for k in range(2)
-    ]
+    batches = [drawn(1000 + k, rows, width, device) for k in range(2)]
     lowered = step.lower(state, batches[0])
     memory = lowered.memory_analysis()
     seconds = []
@@ -108,7 +109,7 @@ def trained(
         "on the host, MiB": round(memory.host_peak / 2**20),
         "loss": loss.item(),
     }
-    result = [x.cpu().clone() for key in ("params", "m", "v") for x in state[key].values()]
+    result = [x.to("cpu", copy=True) for key in ("params", "m", "v") for x in state[key].values()]
     del state, batches
     free(device)
     return line, result

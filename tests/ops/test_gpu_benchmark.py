@@ -47,6 +47,15 @@ def test_numerics(monkeypatch):
         assert check(CPU)
 
 
+def test_moments_on_the_host():
+    import gpu_offload
+
+    *_, lines = gpu_offload.table(CPU, sizes=(3, 16, 8))
+    on_device, on_host = lines
+    assert on_host["bits"] == "equal" and on_device["loss"] == on_host["loss"]
+    assert "| moments on the host |" in gpu_offload.markdown(lines, CPU)
+
+
 def test_table():
     import gpu
     import gpu_kernels
