@@ -71,8 +71,9 @@ Every program is a train step with forward, backward and update, and with `overl
 `fuse_cast_gather`. Budgets are "auto", and 1 to 2 times the peak of the program in its written order. Stages are
 compared only for models whose leaves are all trained and have optimizer state. A frozen leaf takes more memory at
 stage 2, which holds its shard and the whole leaf, than at stage 0, which holds the whole leaf alone. The limit of
-"auto" is 1.05 of the peak in the written order, or the least peak of any order. Within it, a plan at a higher stage
-may have a higher peak than that at the lower one, if it is faster; such programs are listed.
+"auto" is the memory of the GPU less its reserve. On CPUs it is 1.05 of the peak in the written order, or the least peak
+of any order. Within it, a plan at a higher stage may have a higher peak than that at the lower one, if it is faster;
+such programs are listed.
 """
 
 
@@ -88,6 +89,7 @@ class Row:
     update: str
     budget: int | None
     written: int  # the peak in bytes of the program in its written order
+    auto: int  # the limit in bytes of "auto"
     seconds: float
     bound: float
     binds: str
@@ -137,6 +139,7 @@ def _at(model: str, traced: zt.stages.Traced, ranks: int, device: str, link: str
         return Row(
             *options,
             written[stage],
+            cluster.device.limit or int((1 + SLACK) * written[stage]),
             line.seconds,
             *line.bound,
             lowered.memory_analysis().peak,
@@ -170,7 +173,7 @@ def broken(programs: Sequence[Row]) -> Iterator[tuple[str, str]]:
                 f"{b}: {format_seconds(b.seconds)}, {format_seconds(a.seconds)} in {format_bytes(a.budget)}",
             )
     for a, b in _stages(programs):
-        if b.peak > a.peak and (b.peak > (1 + SLACK) * a.written or b.seconds >= a.seconds):
+        if b.peak > a.peak and (b.peak > a.auto or b.seconds >= a.seconds):
             yield "stages", _rise(a, b)
 
 

@@ -7,10 +7,11 @@ order planned. Printing a stage prints its program.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils import _pytree as pytree
 from .calling.call import BoundCall
 from .calling.global_state import no_collection
 from .compiled import Compiled
+from .fitting import variant_of_plan, ways_to_fit, with_chosen_options
 from .ir.ambient import refuse_inside, without_autocast
 from .ir.collectives import erase_trivial
 from .ir.differences import traffic
@@ -33,9 +35,10 @@ from .ir.micro_batches import parts
 from .ir.printer import Printed, format_seconds
 from .ir.user_collectives import by_axis
 from .ir.verifier import check
-from .planning.cluster import Cluster, default_cluster
+from .planning.cluster import Cluster, Device, default_cluster, default_device
 from .planning.cost import Cost, Memory, cost, memory
 from .planning.formulate import formulate
+from .planning.limit import DoesNotFit, with_device_limit
 from .planning.make_plan import make_plan, with_memory_notes
 from .planning.place_copies import check_host_memory, place_copies
 from .planning.plan import Plan
@@ -51,9 +54,18 @@ from .runtime.codegen import to_fx
 from .runtime.cuda.attention_kernels import check_attention
 from .runtime.cuda.graph_capture import check_device, check_on_device
 from .runtime.inductor.compiler import check_compiler
-from .runtime.mesh import check_runs
+from .runtime.mesh import check_runs, device_memory
 from .tracing.trace import Program
-from .transforms.base import Transform, all_axes, axes_of, mesh_of, meta_leaves, rewritten
+from .transforms.base import (
+    Transform,
+    all_axes,
+    axes_of,
+    mesh_of,
+    meta_leaves,
+    micro_batches_of,
+    rewritten,
+    with_limit,
+)
 
 __all__ = ["Compiled", "Cost", "Lowered", "Memory", "Traced"]
 
@@ -64,6 +76,8 @@ class Traced(Printed):
 
     program: Program
     transforms: tuple[Transform, ...]
+    # Traces the step again for another number of micro-batches.
+    trace_again: Callable[[int], Program] | None = field(default=None, compare=False, repr=False)
 
     @property
     def graph(self) -> Graph:
@@ -78,28 +92,56 @@ class Traced(Printed):
         """
         return self.program.fx
 
+    @property
+    def micro_batches(self) -> int:
+        """The number of micro-batches; the program is for one of them."""
+        return micro_batches_of(self.transforms)
+
+    @property
+    def variants(self) -> list[Traced]:
+        """This step with each choice of the options that its transforms leave open."""
+        choices = itertools.product(*(t.variants for t in self.transforms))
+        return [dataclasses.replace(self, transforms=transforms) for transforms in choices]
+
+    def with_transforms(self, transforms: tuple[Transform, ...]) -> Traced:
+        """This step with other transforms. It is traced again if they have another number of micro-batches.
+
+        Raises: ValueError if the batch cannot be cut into so many parts.
+        """
+        program = self.program
+        micro = micro_batches_of(transforms)
+        if micro != self.micro_batches:
+            if self.trace_again is None:
+                raise ValueError(f"{self.graph.name}: there is no call to trace again.")
+            program = self.trace_again(micro)
+        return dataclasses.replace(self, program=program, transforms=transforms)
+
     @ends_at_user
-    @no_collection()
-    @without_autocast()
     def lower(self, *, cluster: Cluster | None = None, plan: Plan | None = None) -> Lowered:
         """Apply all transforms and plan buckets and order, which gives the program of one rank.
 
         Args:
-            cluster: the devices and links to plan for; by default H100s on InfiniBand, or CPUs on gigabit Ethernet.
-                `Step.tune` plans for measured ones.
+            cluster: the devices and links to plan for; by default H100s on InfiniBand, with the memory of the GPUs
+                that the step runs on, or CPUs on gigabit Ethernet. `Step.tune` plans for measured ones.
             plan: an existing plan, which is used instead of a new one.
 
         Raises:
-            ValueError: the plan is for another program, or the program does not fit a memory budget.
+            ValueError: the plan is for another program, or the program needs more memory than its limit.
             ProgramError: a transform returned a program that is not well formed.
         """
-        hinted = self._hinted(cluster)
+        if plan is not None:
+            return self._with_plan(plan, cluster)
+        try:
+            return with_chosen_options(self, cluster)
+        except DoesNotFit as error:
+            raise error.with_ways(ways_to_fit(self, cluster, error)) from None
+
+    @no_collection()
+    @without_autocast()
+    def _with_plan(self, plan: Plan, cluster: Cluster | None) -> Lowered:
+        hinted = variant_of_plan(self, plan.program, cluster)
         with stage(self.graph.name, "plan"):
-            return (
-                hinted.with_plan(plan)
-                if plan is not None
-                else hinted._ordered(*make_plan(hinted.graph, hinted.cluster))
-            )
+            return hinted.with_plan(plan)
 
     @no_collection()
     @without_autocast()
@@ -108,12 +150,27 @@ class Traced(Printed):
 
         Raises: PlanError if the two programs do not have the same collectives.
         """
-        return self._hinted(leader.cluster).following(leader.plan)
+        return variant_of_plan(self, leader.plan.program, leader.cluster).following(leader.plan)
 
-    def _hinted(self, cluster: Cluster | None) -> Lowered:
+    @no_collection()
+    @without_autocast()
+    def planned(self, cluster: Cluster | None) -> Lowered:
+        """The program of one rank in a new order. The transforms leave no option open.
+
+        Raises: DoesNotFit if it needs more memory than its limit.
+        """
+        hinted = self.in_own_order(cluster)
+        with stage(self.graph.name, "plan"):
+            return hinted._ordered(*make_plan(hinted.graph, hinted.cluster))
+
+    @no_collection()
+    @without_autocast()
+    def in_own_order(self, cluster: Cluster | None) -> Lowered:
         """The program after all transforms, without marks and without unused equations, before it has an order."""
         mesh = mesh_of(self.transforms)
+        device = cluster.device if cluster is not None else self._default_device()
         graph = by_axis(self.graph, mesh) if isinstance(mesh, DeviceMesh) else self.graph
+        graph = with_device_limit(with_limit(graph, self.transforms), device)
         history: list[tuple[str, Graph | fx.GraphModule]] = [("make_fx", self.fx), ("trace", graph)]
         for transform in sorted(self.transforms, key=lambda t: t.phase):
             with stage(graph.name, transform.name, logging.DEBUG):
@@ -121,7 +178,7 @@ class Traced(Printed):
             history.append((transform.name, graph))
         hinted = dce(erase_trivial(erase_marks(graph)))
         hinted = writes_last(hinted) if hinted.hints.update == "last" else hinted
-        cluster = cluster or default_cluster(getattr(mesh, "device_type", "cuda"), hinted.axes)
+        cluster = cluster or default_cluster(device, hinted.axes)
         of_state = [
             axes_of(self.transforms, v.name, leaf)
             for v, leaf in zip(graph.inputs, meta_leaves(graph))
@@ -131,6 +188,23 @@ class Traced(Printed):
         return Lowered(
             hinted, (*history, ("lower", hinted)), program, mesh, Plan(""), cluster, hinted
         )
+
+    def _default_device(self) -> Device:
+        """The device to plan for if no cluster is named, with the memory of the one on which the step runs.
+
+        Without devices it is an H100. A step without a mesh is also planned for an H100 if it runs on a CPU, and then
+        no memory is known.
+        """
+        mesh = mesh_of(self.transforms)
+        if isinstance(mesh, DeviceMesh):
+            device_type = mesh.device_type
+        else:
+            device_type = self.program.device_type if mesh is None else "meta"
+        if device_type == "meta":
+            return default_device("cuda")
+        if device_type == "cpu" and mesh is None:
+            return default_device("cuda", math.inf)
+        return default_device(device_type, device_memory(device_type))
 
     def __repr__(self) -> str:
         return f"Traced({self.graph!r}, {len(self.transforms)} transforms to apply)"
@@ -189,16 +263,22 @@ class Lowered(Printed):
         Source: DeepSpeed DeepCompile, 2025, which also plans again after some recorded steps.
         """
         cluster = profile if isinstance(profile, Cluster) else profile.cluster(self.cluster)
-        plan, graph = make_plan(self.hinted, cluster)
+        hinted = with_device_limit(self.hinted, cluster.device)
+        plan, graph = make_plan(hinted, cluster)
         before, after = (simulate(g, cluster).seconds for g in (self.graph, graph))
         change = f"where the plan before has {format_seconds(before)} ({after / before - 1:+.1%})"
         note = f"expected {format_seconds(after)} a step, {change}"
         plan = dataclasses.replace(plan, notes=(*plan.notes, note))
-        return dataclasses.replace(self, cluster=cluster).with_plan(plan)
+        return dataclasses.replace(self, cluster=cluster, hinted=hinted).with_plan(plan)
 
     def with_plan(self, plan: Plan) -> Lowered:
         """This program in the order of the given plan."""
         return self._ordered(plan, apply_plan(self.hinted, plan))
+
+    def with_notes(self, notes: Sequence[str]) -> Lowered:
+        """This program with more notes in its plan, in front of the others."""
+        plan = dataclasses.replace(self.plan, notes=(*notes, *self.plan.notes))
+        return dataclasses.replace(self, plan=plan)
 
     def to_fx(self) -> fx.GraphModule:
         """The program of one rank as an FX module, with flat inputs and outputs, for tools that read FX."""
@@ -216,7 +296,7 @@ class Lowered(Printed):
         graph = check(place_copies(graph, self.cluster))
         check_host_memory(graph, self.cluster)
         history = (*self.history[:-1], ("lower", graph))
-        plan = with_memory_notes(plan, memory(graph).peak, graph.hints.memory, self.cluster.device)
+        plan = with_memory_notes(plan, memory(graph).peak, graph.hints, self.cluster.device)
         plan = dataclasses.replace(plan, traffic=tuple(traffic(graph).items()))
         return dataclasses.replace(self, graph=graph, plan=plan, history=history)
 

@@ -39,7 +39,7 @@ from .runtime.mesh import check_runs
 from .runtime.state import check_laid_out, copied_state, shard_state, unshard_state
 from .stages import Lowered, Traced
 from .tracing.errors import warn, warn_of_many_programs
-from .tracing.trace import trace
+from .tracing.trace import Program, trace
 from .transforms.base import (
     Transform,
     all_axes,
@@ -48,6 +48,7 @@ from .transforms.base import (
     layout_of,
     memory_of,
     mesh_of,
+    micro_batches_of,
     no_step,
 )
 
@@ -209,15 +210,20 @@ class Step(Generic[P, R]):
         """Record the program as written, for arguments like these: real, fake or meta tensors, DTensors, numbers."""
         return self._traced(BoundCall.of(self._function, args, kwargs))
 
-    @no_collection()
     def _traced(self, call: BoundCall) -> Traced:
-        micro = max((t.micro_batches for t in self.transforms), default=1)
+        trace_again = functools.partial(self._program, call)
+        program = trace_again(micro_batches_of(self.transforms))
+        return Traced(program, self.transforms, trace_again)
+
+    @no_collection()
+    def _program(self, call: BoundCall, micro: int) -> Program:
+        """The program of a call, for one of `micro` micro-batches."""
         device = self.mesh.device_type if isinstance(self.mesh, DeviceMesh) else None
         of_state = self._chosen(axes_of, call.state)
         other_leaves = pytree.tree_leaves((call.batch, call.extra))
         axes = [*of_state, *[all_axes(self.transforms, of_state)] * len(other_leaves)]
         with stage(self.__name__, "trace"):
-            program = trace(
+            return trace(
                 self.fn,
                 call,
                 self._function,
@@ -226,7 +232,6 @@ class Step(Generic[P, R]):
                 axes=axes,
                 memories=self.memories(call.state),
             )
-        return Traced(program, self.transforms)
 
     @ends_at_user
     def lower(

@@ -38,7 +38,7 @@ def test_the_error_of_a_small_budget_says_how_much_is_needed_where_and_for_what(
     first, *holders, last = refused(1000)
     needs = int(first.split("any order: ")[1].split()[0])
     assert first == (
-        f"prefetch: memory=1000 (1000 B) is less than the step needs in any order: {needs} bytes "
+        f"prefetch(memory=1000): 1000 B is less than the step needs in any order: {needs} bytes "
         f"({needs / 1024:.2f} KiB) at {__file__}:21 in loss."
     )
     # No order needs less than the state, one gathered layer, one gradient, and the received parts of its reduction.

@@ -20,6 +20,7 @@ from ztrans.planning.cluster import (
     Device,
     Link,
     default_cluster,
+    default_device,
 )
 from ztrans.planning.formulate import formulate
 from ztrans.planning.simulate import messages, seconds
@@ -126,8 +127,8 @@ def test_measured_seconds_are_replaced_by_newer_ones():
 
 
 def test_without_a_cluster_one_is_assumed():
-    assert default_cluster("cpu", {"dp": 2}) == zt.cluster("cpu", dp="ethernet-1g")
-    assert default_cluster("cuda", {"dp": 2, "tp": 4}) == zt.cluster(
+    assert default_cluster(default_device("cpu"), {"dp": 2}) == zt.cluster("cpu", dp="ethernet-1g")
+    assert default_cluster(default_device("cuda"), {"dp": 2, "tp": 4}) == zt.cluster(
         "h100", dp="infiniband", tp="infiniband"
     )
 

@@ -21,10 +21,14 @@ def step(state, batch):
     return {k: p - 0.1 * grads[k] for k, p in state.items()}, value
 
 
-def lowered(mesh=zt.AbstractMesh(dp=4), **options) -> zt.stages.Lowered:  # noqa: B008
+CPUS = zt.cluster("cpu", dp="ethernet-1g")
+
+
+def lowered(mesh=zt.AbstractMesh(dp=4), cluster=None, **options) -> zt.stages.Lowered:  # noqa: B008
     state = {"a": torch.zeros(64, 128), "b": torch.zeros(128, 32)}
     batch = (torch.zeros(16, 64), torch.zeros(16, 32))
-    return zt.chain(zt.shard_params(mesh, **options), zt.overlap_grads())(step).lower(state, batch)
+    chain = zt.chain(zt.shard_params(mesh, **options), zt.overlap_grads())
+    return chain(step).lower(state, batch, cluster=cluster)
 
 
 def test_flops_of_matmuls():
@@ -49,13 +53,13 @@ def test_state_and_peak_by_stage():
     whole = (64 * 128 + 128 * 32) * 4
     peaks = []
     for stage in (0, 1, 2, 3):
-        memory = lowered(stage=stage).memory_analysis()
+        memory = lowered(stage=stage, cluster=CPUS).memory_analysis()
         assert memory.state == (whole if stage == 0 else whole // 4)
         assert memory.peak == max(memory.live) and memory.peak >= memory.state
         assert sum(n for _, n, _ in memory.holders) == memory.peak
         peaks.append(memory.peak)
     assert peaks[0] > peaks[1] >= peaks[2]
-    assert peaks[3] <= 1.05 * peaks[2]  # a plan may take 5% more
+    assert peaks[3] <= 1.05 * peaks[2]  # on CPUs a plan may take 5% more
 
 
 def test_the_peak_names_its_holders_and_lines():

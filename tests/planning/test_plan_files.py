@@ -112,7 +112,7 @@ def test_a_plan_that_drops_the_first_gather_of_a_value_is_refused():
 
 
 def test_a_plan_that_does_not_fit_the_budget_is_refused():
-    """The plan is valid, but its order needs more memory than `prefetch` allows."""
+    """The plan is valid, but its order needs more memory than the limit of the step."""
     peak = on_ranks(CASE, 4, SHARD, zt.overlap_grads(), zt.prefetch()).memory_analysis().peak
     within = (zt.overlap_grads(), zt.prefetch(memory=2 * peak))
     lowered = on_ranks(CASE, 4, SHARD, *within)
@@ -121,6 +121,6 @@ def test_a_plan_that_does_not_fit_the_budget_is_refused():
     )
     with pytest.raises(
         ValueError,
-        match=r"plan: the program that it makes has \d+ bytes live .*, and prefetch was given memory=\d+",
+        match=r"plan: the program that it makes has \d+ bytes live .*, and the limit of the step is \d+",
     ):
         tight.with_plan(lowered.plan)

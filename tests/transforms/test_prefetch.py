@@ -66,7 +66,7 @@ def test_the_error_of_a_small_budget_says_what_the_step_needs():
     shard = zt.shard_params(zt.AbstractMesh(dp=4))
     with pytest.raises(
         ValueError,
-        match=r"memory=1000 \(1000 B\) is less than the step needs in any order: \d+ bytes",
+        match=r"prefetch\(memory=1000\): 1000 B is less than the step needs in any order: \d+ bytes",
     ) as caught:
         on_ranks(case, 4, shard, zt.prefetch(memory=1000))
     needs = int(str(caught.value).split("order: ")[1].split()[0])

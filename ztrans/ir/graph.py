@@ -148,8 +148,9 @@ class Hints:
     """What transforms ask of the plan. Each sets fields of its own, so their order does not matter.
 
     Attributes:
-        memory: bytes that may be live on a rank.
-        memory_of: the transform that asks for this limit, with its option, as in "prefetch(memory=100)".
+        memory: bytes that may be live on a rank, at most. None sets no limit.
+        memory_of: the transform that asks for this limit, with its option, as in "prefetch(memory=100)"; "" if it is
+            what the device has.
         gathers_in_flight, reductions_in_flight: bytes that are started and not yet waited for, at most.
         bucket: bytes in a bucket of reductions, at most.
         matmuls_between: matmuls between the starts of two reductions, at most.
@@ -258,7 +259,7 @@ class Graph:
         Raises: ValueError if a transform before this one asks for another limit.
         """
         asked = f"{transform}(memory={limit})"
-        if self.hints.memory not in (None, limit):
+        if self.hints.memory_of and self.hints.memory != limit:
             raise ValueError(
                 f"{transform}: {asked} and {self.hints.memory_of} are two limits of one step.\n"
                 f"Give both the same limit, or leave one of them out."

@@ -17,6 +17,10 @@ from ..ir.collectives import rules
 from ..ir.graph import Eqn
 from ..ir.routes import Hosts, Route, route_of
 
+# Bytes in a GPU's memory besides the live ones of a step: the CUDA context with its kernels, the workspaces of cuBLAS
+# and cuDNN, NCCL's buffers, and what PyTorch's allocator rounds up or cannot fill.
+GPU_RESERVE = 4e9
+
 
 @dataclass(frozen=True)
 class Device:
@@ -33,9 +37,23 @@ class Device:
     launch: float  # seconds to launch a kernel
     memory: float = float("inf")  # bytes
     call: float = 1e-6  # seconds of the host for a call that launches no kernel, such as a view
+    reserve: float = GPU_RESERVE  # bytes of the memory that a step may not have live
     # Whether gloo carries its collectives, not NCCL.
     gloo: bool = dataclasses.field(default=False, repr=False)
     host: str = "pcie5"  # the name of the link between its memory and that of its host
+
+    @property
+    def limit(self) -> int | None:
+        """The bytes that a step may have live, or None if that is not known.
+
+        The memory of a CPU is shared with everything else on the host, so it is no limit.
+
+        >>> H100.limit == H100.memory - GPU_RESERVE, CPU.limit
+        (True, None)
+        """
+        if self.gloo or self.memory == float("inf"):
+            return None
+        return int(self.memory - self.reserve)
 
     def rate(self, dtype: str) -> float:
         """The FLOP/s of matmuls in `dtype`; for a dtype without a rate, those of f32.
@@ -276,8 +294,14 @@ def _profile(
     return link
 
 
-def default_cluster(device_type: str, axes: Mapping[str, int]) -> Cluster:
-    """The cluster to plan with if none is named: H100s on InfiniBand, or CPUs on Ethernet."""
-    device, link = ("cpu", "ethernet-1g") if device_type == "cpu" else ("h100", "infiniband")
-    links: dict[str, Any] = dict.fromkeys(axes, link)
+def default_device(device_type: str, memory: float | None = None) -> Device:
+    """The device to plan with if none is named: an H100 with this memory, by default its own, or a CPU."""
+    if device_type == "cpu":
+        return CPU
+    return H100 if memory is None else dataclasses.replace(H100, memory=memory)
+
+
+def default_cluster(device: Device, axes: Mapping[str, int]) -> Cluster:
+    """The cluster of a device to plan with if none is named: GPUs on InfiniBand, or CPUs on Ethernet."""
+    links: dict[str, Any] = dict.fromkeys(axes, "ethernet-1g" if device.gloo else "infiniband")
     return cluster(device, **links)

@@ -1,21 +1,23 @@
 """make_plan: choose the order of a program with hints, and say in a plan what was chosen and why.
 
-The solver may use the memory that the program would need as written and a little more, or the budget of `prefetch`.
-If no schedule fits, updates run last. If none fits then, a budget that the user gave is an error, or the program keeps
-its order; without one, the plan takes the least memory that it can, and its notes say so.
+The solver may use the memory up to the limit of the step, which a transform names, or which the device has. Without a
+limit, it may use what the program would need as written and a little more. If no schedule fits, updates run last. If
+none fits then, the program keeps its order, or is refused. Without a limit, the plan takes the least memory that it
+can, and its notes say so.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from ..ir.graph import Graph
+from ..ir.graph import Graph, Hints
 from ..ir.pairing import pair
 from ..ir.printer import format_bytes
 from ..ir.verifier import ProgramError, check
 from .cluster import Cluster, Device
 from .cost import Memory, memory
 from .formulate import formulate
+from .limit import does_not_fit
 from .plan import WRITTEN, Plan, buckets_by_name
 from .realise import realise, without_hints
 from .skeleton import Skeleton, skeleton
@@ -23,26 +25,27 @@ from .solver.problem import Problem
 from .solver.search import needs, solve
 from .solver.validate import ScheduleError, validate
 
-SLACK = 0.05  # the share by which "auto" lets the peak rise above that of the unscheduled program
+# Where no limit is known: the share by which the peak may rise above that of the unscheduled program.
+SLACK = 0.05
 
 
 def make_plan(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
     """Make the plan of a program with hints, and the program in the order of that plan.
 
-    The program is verified. If no other order fits the budget of `prefetch`, or if the planned order is not valid, the
-    program keeps the order in which it was written, and the notes of the plan say why.
+    The program is verified. If no other order fits the limit, or if the planned order is not valid, the program keeps
+    the order in which it was written, and the notes of the plan say why.
 
     Raises:
-        ValueError: the memory budget is below what any order needs, or the cluster lacks a link.
+        DoesNotFit: the limit is below what any order needs.
+        ValueError: the cluster lacks a link.
     """
     s = skeleton(graph)
     unscheduled = memory(graph)
-    budget = (
-        int(unscheduled.peak * (1 + SLACK)) if graph.hints.memory is None else graph.hints.memory
-    )
+    limit = graph.hints.memory
+    budget = int(unscheduled.peak * (1 + SLACK)) if limit is None else limit
     if not s.gathers and not s.reductions:
-        if graph.hints.memory is not None and unscheduled.peak > budget:
-            raise _too_little(budget, unscheduled)
+        if limit is not None and unscheduled.peak > limit:
+            raise does_not_fit(graph, cluster.device, unscheduled)
         plan = Plan(s.fingerprint, update=s.asked_update)
         return _with_notes(plan, graph, unscheduled.peak, cluster), check(s.graph)
 
@@ -55,9 +58,10 @@ def make_plan(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
     except (ProgramError, ScheduleError) as error:
         return _as_written(graph, unscheduled, cluster, f"the planned one is not valid: {error}")
     planned_memory = memory(ordered)
-    if graph.hints.memory is not None and planned_memory.peak > budget:
-        if budget < unscheduled.peak:
-            raise _too_little(budget, min(planned_memory, unscheduled, key=lambda each: each.peak))
+    if limit is not None and planned_memory.peak > limit:
+        if limit < unscheduled.peak:
+            least = min(planned_memory, unscheduled, key=lambda each: each.peak)
+            raise does_not_fit(graph, cluster.device, least)
         reason = f"any other needs {format_bytes(planned_memory.peak)}"
         return _as_written(graph, unscheduled, cluster, reason)
 
@@ -104,30 +108,16 @@ def _with_notes(plan: Plan, graph: Graph, peak: int, cluster: Cluster) -> Plan:
     routes = ((e, cluster.route(e, graph.axes)) for e in pair(graph).starts)
     lines = (f"{e.op} over {e.kwargs['axis']}: {route}" for e, route in routes if route is not None)
     plan = dataclasses.replace(plan, notes=(*plan.notes, *dict.fromkeys(lines)))
-    return with_memory_notes(plan, peak, graph.hints.memory, cluster.device)
+    return with_memory_notes(plan, peak, graph.hints, cluster.device)
 
 
-def with_memory_notes(plan: Plan, peak: int, budget: int | None, device: Device) -> Plan:
-    """Add notes to a plan if the peak of its program is above the budget or the memory of the device."""
+def with_memory_notes(plan: Plan, peak: int, hints: Hints, device: Device) -> Plan:
+    """Add notes to a plan if the peak of its program is above the limit or the memory of the device."""
     notes = list(plan.notes)
     text = f"the peak is {format_bytes(peak)}"
-    if budget is not None and peak > budget:
-        notes.append(
-            f"{text}, and prefetch was given {format_bytes(budget)}: all ranks run in the same order"
-        )
+    if hints.memory is not None and peak > hints.memory:
+        limit = f"the limit {format_bytes(hints.memory)}"
+        notes.append(f"{text}, and {limit}: all ranks run in the same order")
     if peak > device.memory:
         notes.append(f"{text}, and the device ({device.name}) has {format_bytes(device.memory)}")
     return dataclasses.replace(plan, notes=tuple(dict.fromkeys(notes)))
-
-
-def _too_little(budget: int, least: Memory) -> ValueError:
-    lines = ""
-    for v, size, line in least.holders[:5]:
-        comment = f"  # {line}" if line else ""
-        lines += f"  {format_bytes(size):>10}  {v!r}{comment}\n"
-    where = f" at {least.at.source.where}" if least.at is not None and least.at.source else ""
-    return ValueError(
-        f"prefetch: memory={budget} ({format_bytes(budget)}) is less than the step needs in any order: "
-        f"{least.peak} bytes ({format_bytes(least.peak)}){where}.\n{lines}"
-        f"Give it that much, a smaller batch, or more ranks."
-    )

@@ -37,15 +37,15 @@ def apply_plan(graph: Graph, plan: Plan) -> Graph:
 
     Raises:
         OtherProgramError: the plan is for another program.
-        PlanError: something else is wrong with the plan, or the order needs more than the memory of `prefetch`.
+        PlanError: something else is wrong with the plan, or the order needs more than the limit of the step.
     """
     program = follow_plan(graph, plan)
     limit = graph.hints.memory
     peak = memory(program).peak if limit is not None else 0
     if limit is not None and peak > limit:
         raise PlanError(
-            f"{plan.title}: the program that it makes has {peak} bytes live ({format_bytes(peak)}), and prefetch was "
-            f"given memory={limit} ({format_bytes(limit)}).\nLower without the plan, and save it again."
+            f"{plan.title}: the program that it makes has {peak} bytes live ({format_bytes(peak)}), and the limit of "
+            f"the step is {limit} ({format_bytes(limit)}).\nLower without the plan, and save it again."
         )
     return program
 

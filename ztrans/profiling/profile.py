@@ -28,7 +28,7 @@ from ..ir.graph import Eqn, Graph
 from ..ir.pairing import pair
 from ..ir.printer import op_name
 from ..ir.relations import grouped
-from ..planning.cluster import Cluster, default_cluster
+from ..planning.cluster import CPU, Cluster, default_cluster
 from ..planning.cost import memory
 from ..planning.simulate import Message, messages, signature
 from ..planning.timeline import COMPUTE, Event, Timeline
@@ -318,7 +318,7 @@ class _Sent(NamedTuple):
 def _messages(graph: Graph, times: Times) -> list[_Sent]:
     """The messages of a program with their readings."""
     # The durations that the cluster gives to messages are not used here, so it may be any cluster.
-    all_messages = messages(graph, default_cluster("cpu", graph.axes))
+    all_messages = messages(graph, default_cluster(CPU, graph.axes))
     starts = pair(graph).starts
     timed = [k for k, (eqn, _, _) in enumerate(all_messages) if eqn in starts]
     arrived = dict(zip(sorted(timed, key=lambda k: all_messages[k][1].need), times.arrived))

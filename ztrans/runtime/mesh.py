@@ -122,6 +122,17 @@ def _end(process: int) -> None:
         dist.destroy_process_group()
 
 
+def device_memory(device_type: str) -> int | None:
+    """The bytes of memory of this process's accelerator of a type, in whole GiB. None if it has none.
+
+    GPUs of one kind may differ by a few MiB, and their ranks must plan alike.
+    """
+    if device_type == "cpu" or not torch.accelerator.is_available():
+        return None
+    _, total = torch.get_device_module(device_type).mem_get_info()
+    return total >> 30 << 30
+
+
 def check_runs(mesh: DeviceMesh | AbstractMesh) -> None:
     """Refuse a mesh on which no program can run.
 

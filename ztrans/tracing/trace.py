@@ -54,6 +54,16 @@ class Program:
         """The paths of the leaves that are inputs of the program."""
         return [self.signature.paths[i] for i in self.signature.inputs]
 
+    @property
+    def device_type(self) -> str:
+        """The device of the tensors that it was traced for: an accelerator if one is there, "cpu", or "meta"."""
+        of_leaves = [leaf.value for leaf in self.signature.leaves]
+        tensors = [x for x in of_leaves if isinstance(x, Abstract) and x.shape]
+        if _are_on_cpus(tensors):
+            return "cpu"
+        device = _device_of(tensors)
+        return "meta" if device == "cpu" else device
+
     def local_inputs(self, call: BoundCall, name: str = "") -> Inputs:
         """The inputs of this program in a call that fits it (see `inputs.local_inputs`)."""
         name = name or self.graph.name

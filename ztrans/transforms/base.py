@@ -92,6 +92,14 @@ class Transform:
         return "device"
 
     @property
+    def variants(self) -> tuple[Transform, ...]:
+        """The transforms among which a plan chooses, if an option is open: the first that fits and is fastest.
+
+        All of them have the same layouts.
+        """
+        return (self,)
+
+    @property
     def axes(self) -> tuple[str, ...]:
         """The axes of `mesh` whose ranks hold the same state, whole or in parts."""
         return ()
@@ -104,6 +112,11 @@ class Transform:
             leaf: a meta tensor of its shape and dtype, before the step itself divides it.
         """
         return self.axes
+
+    @property
+    def memory_limit(self) -> int | None:
+        """The bytes that may be live on a rank, if this transform names them. It is one limit on the whole step."""
+        return None
 
     @property
     def micro_batches(self) -> int:
@@ -254,9 +267,25 @@ def _check_mesh(transforms: tuple[Transform, ...], new: Transform) -> None:
         )
 
 
+def with_limit(graph: Graph, transforms: Iterable[Transform]) -> Graph:
+    """The program with the limit of memory that its transforms name, if they do.
+
+    Raises: ValueError if two of them name different limits.
+    """
+    for t in transforms:
+        if t.memory_limit is not None:
+            graph = graph.with_memory(t.memory_limit, t.name)
+    return graph
+
+
 def mesh_of(transforms: Iterable[Transform]) -> DeviceMesh | AbstractMesh | None:
     """The mesh that a step with these transforms runs on, or None if it runs in one process."""
     return next((t.mesh for t in transforms if t.mesh is not None), None)
+
+
+def micro_batches_of(transforms: Iterable[Transform]) -> int:
+    """The number of micro-batches of a step with these transforms."""
+    return max((t.micro_batches for t in transforms), default=1)
 
 
 def axes_of(transforms: Iterable[Transform], name: str, leaf: object) -> tuple[str, ...]:

@@ -25,9 +25,10 @@ def prefetch(
                                                        w2 = wait(b); z = g(y, w2)
 
     Args:
-        memory: the greatest number of bytes that may be live on a rank, a hard limit on the whole step. "auto" is 5%
-            more than the unscheduled program needs, or what the order with one message at a time needs, if that is
-            more.
+        memory: the greatest number of bytes that may be live on a rank, a hard limit on the whole step. "auto" is the
+            memory of the device less its reserve, `Device.limit`. On CPUs, whose memory is shared with everything
+            else on the host, it is 5% more than the unscheduled program needs, or what the order with one message at
+            a time needs, if that is more.
         max_in_flight: the greatest number of bytes in gathers that were started and not yet waited for. One bucket is
             always allowed.
 
@@ -49,11 +50,13 @@ class _Prefetch(Transform):
     memory: int | str = "auto"
     max_in_flight: int | None = None
 
+    @property
+    def memory_limit(self) -> int | None:
+        return self.memory if isinstance(self.memory, int) else None
+
     def rewrite(self, graph: Graph) -> Graph:
         eqns = []
         for e in graph.eqns:
             is_gather = role(e) == "param" and rules(e).moves
             eqns.append(e.replace(order="gather") if is_gather else e)
-        if isinstance(self.memory, int):
-            graph = graph.with_memory(self.memory, self.name)
         return graph.replace(eqns=tuple(eqns)).with_hints(gathers_in_flight=self.max_in_flight)

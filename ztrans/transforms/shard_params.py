@@ -40,7 +40,7 @@ def shard_params(
     mesh: DeviceMesh | AbstractMesh,
     *,
     axis: Axis | AxisOf = "dp",
-    stage: Literal[0, 1, 2, 3] = 3,
+    stage: Literal[0, 1, 2, 3, "auto"] = 3,
     reshard: Literal["auto", "always"] = "auto",
     where: Where | None = None,
     dim: DimOf | None = None,
@@ -63,7 +63,9 @@ def shard_params(
             of all leaves. Over those that a leaf does not have, each rank holds another leaf, such as its own experts.
         stage: 3 gathers a parameter for forward and again for backward. 2 keeps it from forward to backward. 1 also
             accumulates the gradients of micro-batches unsharded, and reduces them once. 0 replicates everything and
-            all-reduces gradients (DDP).
+            all-reduces gradients (DDP). "auto" is 1, 2 or 3, which store the same state: the lowest that fits the
+            memory, of those that are fastest. It is chosen when the step is lowered for a cluster, and the notes of the
+            plan have the time and the peak of each.
         reshard: at stage 3, "always" drops every parameter between forward and backward. "auto" lets `prefetch` keep
             those whose second gather costs time, within its memory budget.
         where: `where(path, leaf)` says whether to shard a state leaf; by default all are. The others are replicated,
@@ -92,8 +94,10 @@ def shard_params(
         replicate_axis = _one_axis(mesh, "replicate_axis", replicate_axis)
     if not callable(axis):
         axis = _checked(mesh, "axis", axis, replicate_axis)
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"shard_params: stage={stage!r}; ZeRO stages are 0, 1, 2 and 3.")
+    if stage not in (0, 1, 2, 3, "auto"):
+        raise ValueError(
+            f"shard_params: stage={stage!r}; ZeRO stages are 0, 1, 2 and 3, or 'auto'."
+        )
     if reshard not in ("auto", "always"):
         raise ValueError(f"shard_params: reshard={reshard!r}; use 'auto' or 'always'.")
     if outputs not in ("mean", "local"):
@@ -143,13 +147,19 @@ class ShardParams(Transform):
 
     mesh: DeviceMesh | AbstractMesh = dataclasses.field(repr=False)
     axis: Axis | AxisOf
-    stage: int
+    stage: int | Literal["auto"]
     reshard: Literal["auto", "always"] = "auto"
     where: Where | None = None
     dim: DimOf | None = None
     replicate_axis: str | None = None
     reduce_dtype: torch.dtype | None = None
     outputs: str = "mean"
+
+    @property
+    def variants(self) -> tuple[ShardParams, ...]:
+        if self.stage != "auto":
+            return (self,)
+        return tuple(dataclasses.replace(self, stage=stage) for stage in (1, 2, 3))
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -194,6 +204,10 @@ class ShardParams(Transform):
         return dim % leaf.ndim
 
     def rewrite(self, graph: Graph) -> Graph:
+        if not isinstance(self.stage, int):
+            raise ValueError(
+                f"{self!r}: the stage is chosen by Step.lower. Name one to rewrite a program with it."
+            )
         axes = LeafAxes.of_program(graph, self)
         plain = graph.replace(
             mesh=mesh_axes(self.mesh),

@@ -1,0 +1,241 @@
+"""What fits a limit of memory: the stage that is chosen, and the ways that an error names."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import grad
+
+import ztrans as zt
+from tests.support.worlds import clone
+from ztrans.fitting import EQUAL
+from ztrans.planning.cluster import H100
+from ztrans.planning.limit import DoesNotFit
+
+MESH = zt.AbstractMesh(dp=4)
+PLANNED = (zt.overlap_grads(), zt.prefetch())
+
+
+def loss(params, x):
+    for w in params.values():
+        x = F.gelu(x @ w)
+    return x.square().mean()
+
+
+def step(params, x):
+    grads = grad(loss)(params, x)
+    return {k: p - 0.1 * grads[k] for k, p in params.items()}, None
+
+
+def arguments(layers: int, width: int, rows: int):
+    return {f"w{i}": torch.zeros(width, width) for i in range(layers)}, torch.zeros(rows, width)
+
+
+WIDE = (5, 512, 64)  # layers, width, rows: here parameters take the memory
+ROOMY, MIDDLE, TIGHT = (
+    1 << 30,
+    8_500_000,
+    7_500_000,
+)  # all stages fit, one is tight, one does not fit
+LONG = (4, 64, 1024)  # and here activations
+
+
+def within(memory: int):
+    """A cluster of GPUs on which a step may have this much live."""
+    gpu = dataclasses.replace(H100, name="small", memory=memory, reserve=0)
+    return zt.cluster(gpu, dp="nvlink4")
+
+
+@functools.cache
+def lower(sizes, stage, memory: int, *more: zt.Transform):
+    shard = zt.shard_params(MESH, stage=stage)
+    step_on_ranks = zt.chain(shard, *PLANNED, *more)(step)
+    return step_on_ranks.lower(*arguments(*sizes), cluster=within(memory))
+
+
+@functools.cache
+def refused(sizes, stage, memory: int, *more: zt.Transform) -> DoesNotFit:
+    with pytest.raises(DoesNotFit) as caught:
+        lower(sizes, stage, memory, *more)
+    return caught.value
+
+
+# The stage.
+
+
+def test_the_lowest_of_the_fastest_stages_that_fit_is_chosen():
+    """With room for all gathered parameters the stages are equally fast. With less, stage 1 fits and is slower."""
+    for memory, expected in ((ROOMY, 1), (MIDDLE, 3)):
+        seconds = {s: lower(WIDE, s, memory).timeline().seconds for s in (1, 2, 3)}
+        fast = [s for s in seconds if seconds[s] <= min(seconds.values()) * (1 + EQUAL)]
+        assert lower(WIDE, "auto", memory).graph.stage == min(fast) == expected
+    assert lower(WIDE, "auto", TIGHT).graph.stage == 3, "the others do not fit"
+
+
+def test_the_notes_of_the_plan_have_the_time_and_the_peak_of_every_stage():
+    tight, middle = lower(WIDE, "auto", TIGHT), lower(WIDE, 1, MIDDLE)
+
+    def takes(lowered) -> str:
+        seconds, peak = lowered.timeline().seconds, lowered.memory_analysis().peak
+        return f"{seconds * 1e6:.2f} us a step, peak {peak / 2**20:.2f} MiB"
+
+    assert tight.plan.notes[:3] == (
+        "not chosen: shard_params(axis='dp', stage=1): it needs 7.50 MiB",
+        "not chosen: shard_params(axis='dp', stage=2): it needs 7.50 MiB",
+        f"chosen: shard_params(axis='dp', stage=3): {takes(tight)}",
+    )
+    assert tight.plan.notes[2] in str(tight.plan)
+    first = lower(WIDE, "auto", MIDDLE).plan.notes[0]
+    assert first == f"not chosen: shard_params(axis='dp', stage=1): {takes(middle)}"
+
+
+def test_the_program_is_that_of_the_chosen_stage():
+    tight = lower(WIDE, "auto", TIGHT)
+    assert str(tight) == str(lower(WIDE, 3, TIGHT))
+    assert "shard_params(axis='dp', stage=3)" in tight.graph.history
+    assert dict(tight.history)["shard_params"].stage == 3
+
+
+def test_an_open_stage_is_an_option_like_any_other():
+    shard = zt.shard_params(MESH, stage="auto")
+    assert repr(shard) == "shard_params(axis='dp', stage='auto')"
+    assert shard(shard(step)) == shard(step)
+    reordered = zt.chain(shard, *reversed(PLANNED))(step)
+    again = reordered.lower(*arguments(*WIDE), cluster=within(TIGHT))
+    assert str(again) == str(lower(WIDE, "auto", TIGHT))
+
+
+@pytest.mark.parametrize("memory, stage", [(ROOMY, 1), (TIGHT, 3)])
+def test_the_chosen_stage_computes_what_the_plain_step_computes(memory, stage):
+    torch.manual_seed(0)
+    state, x = arguments(*WIDE)
+    state = {k: torch.randn_like(w) / 16 for k, w in state.items()}
+    batches = [(part,) for part in torch.randn(4 * len(x), x.shape[1]).chunk(4)]
+    chosen = lower(WIDE, "auto", memory)
+    assert chosen.graph.stage == stage
+    new, _ = chosen.lockstep(clone(state), batches)
+    plain, _ = step(clone(state), torch.cat([x for (x,) in batches]))
+    torch.testing.assert_close(new, plain)
+
+
+def test_a_plan_is_for_the_stage_that_it_was_made_for(tmp_path):
+    """A step with a plan, and one for another batch size, take that stage, whatever would be chosen now."""
+    tight = lower(WIDE, "auto", TIGHT)
+    tight.plan.save(tmp_path / "plan")
+    plan = zt.Plan.load(tmp_path / "plan")
+    chain = zt.chain(zt.shard_params(MESH, stage="auto"), *PLANNED)
+    roomy = chain(step).lower(*arguments(*WIDE), cluster=within(ROOMY), plan=plan)
+    assert roomy.graph.stage == 3 and str(roomy) == str(tight)
+    assert roomy.plan.notes[:3] == tight.plan.notes[:3]
+    smaller = chain(step).trace(*arguments(5, 512, 8))
+    assert smaller.follow(tight).graph.stage == 3
+    with pytest.raises(ValueError, match="it was made for program"):
+        chain(step).lower(*arguments(4, 512, 64), plan=plan)
+
+
+def test_all_micro_batches_have_the_chosen_stage():
+    """Stages 1 and 2 gather once for all micro-batches, so they are faster where they fit."""
+    assert lower(WIDE, "auto", ROOMY, zt.accumulate(2)).graph.stage == 1
+    assert lower(WIDE, "auto", 10_000_000, zt.accumulate(2)).graph.stage == 3
+
+
+def test_stages_1_to_3_store_the_same_state():
+    shards = [zt.shard_params(MESH, stage=stage) for stage in ("auto", 1, 2, 3)]
+    layouts = [shard(step).layouts(arguments(*WIDE)[0]) for shard in shards]
+    assert all(each == layouts[0] for each in layouts)
+
+
+def test_a_program_cannot_be_rewritten_with_an_open_stage():
+    shard = zt.shard_params(MESH, stage="auto")
+    with pytest.raises(ValueError) as caught:
+        shard.rewrite(zt.Step.of(step).trace(*arguments(*LONG)).graph)
+    assert str(caught.value) == (
+        "shard_params(axis='dp', stage='auto'): the stage is chosen by Step.lower. Name one to rewrite a program with "
+        "it."
+    )
+    with pytest.raises(ValueError, match="ZeRO stages are 0, 1, 2 and 3, or 'auto'"):
+        zt.shard_params(MESH, stage="all")
+
+
+# The ways to fit.
+
+
+def test_the_error_says_what_fits_with_the_times_and_peaks_that_it_would_have():
+    memory = 2_000_000
+    error = refused(LONG, 1, memory)
+    remat = lower(LONG, 1, memory, zt.remat())
+    micro = lower(LONG, 1, memory, zt.accumulate(2))
+    lines = str(error).splitlines()
+    assert lines[0].startswith(
+        "small: 1.91 MiB, its memory without the reserve of 0 B, is less than the step needs in any order: "
+    )
+    assert lines[6:] == [
+        "It fits in one of these ways, as they were simulated:",
+        f"  zt.remat(): {remat.timeline().seconds * 1e6:.2f} us a step, peak 1.81 MiB",
+        f"  zt.accumulate(2): {micro.timeline().seconds * 1e6:.2f} us a step, peak 1.52 MiB",
+        "Or take a smaller batch, more ranks, or another device: lower(cluster=zt.cluster(...)). If you know that more "
+        "may be live, name the limit: zt.prefetch(memory=...).",
+    ]
+    peaks = [lowered.memory_analysis().peak for lowered in (remat, micro)]
+    assert [way.peak for way in error.ways] == peaks
+
+
+def test_a_higher_stage_that_fits_is_named():
+    (way,) = refused(WIDE, 1, TIGHT).ways
+    assert way.line == "zt.shard_params(..., stage=3)"
+    assert way.seconds == lower(WIDE, 3, TIGHT).timeline().seconds
+
+
+def test_more_micro_batches_than_the_step_has_are_named():
+    (way,) = refused(LONG, 3, 1_000_000, zt.accumulate(2)).ways
+    assert way.line == "zt.accumulate(4)"
+
+
+def test_several_ways_are_combined_if_none_is_enough():
+    """1023 rows cannot be cut into two micro-batches."""
+    error = refused((4, 64, 1023), 1, 1_890_000)
+    assert [way.line for way in error.ways] == ["zt.shard_params(..., stage=3) and zt.remat()"]
+
+
+@pytest.mark.parametrize("memory", [1, 40_000])
+def test_what_cannot_fit_has_no_ways(memory):
+    error = refused(LONG, 3, memory)
+    assert error.ways == () and "It fits" not in str(error)
+    last = str(error).splitlines()[-1]
+    assert last.startswith("Take a smaller batch, more ranks, or another device")
+
+
+def test_a_limit_that_a_transform_names_has_ways_too():
+    within_limit = zt.chain(
+        zt.shard_params(MESH), zt.overlap_grads(), zt.prefetch(memory=2_000_000)
+    )
+    with pytest.raises(DoesNotFit) as caught:
+        within_limit(step).lower(*arguments(*LONG))
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith(
+        "prefetch(memory=2000000): 1.91 MiB is less than the step needs in any order: "
+    )
+    assert [line.split(":")[0] for line in lines[7:9]] == ["  zt.remat()", "  zt.accumulate(2)"]
+    assert lines[-1] == "Or give it that much, a smaller batch, or more ranks."
+
+
+def test_a_step_of_one_process_has_ways():
+    state, x = arguments(*LONG)
+    meta = {k: w.to("meta") for k, w in state.items()}, x.to("meta")
+    with pytest.raises(DoesNotFit) as caught:
+        zt.chain(zt.remat())(step).lower(*meta, cluster=within(1_000_000))
+    assert [way.line for way in caught.value.ways] == ["zt.accumulate(4)"]
+
+
+def test_the_step_is_traced_again_with_the_autocast_of_the_caller():
+    memory = 1_000_000
+    with torch.autocast("cpu", torch.bfloat16):
+        error = refused(LONG, 1, memory, zt.remat())
+        micro = zt.chain(zt.shard_params(MESH, stage=1), *PLANNED, zt.remat(), zt.accumulate(2))(
+            step
+        )
+        lowered = micro.lower(*arguments(*LONG), cluster=within(memory))
+    assert "bf16" in str(lowered)
+    assert lowered.memory_analysis().peak in [way.peak for way in error.ways]

@@ -1,0 +1,232 @@
+"""fitting: which variants of a step fit its limit of memory, and how long each takes.
+
+A transform may leave an option open, such as the stage of `shard_params`. Then each value that the option may have is
+planned and simulated. A step that does not fit is tried with other transforms, so that its error can say what to write.
+What is decided here depends on the program, the transforms and the cluster alone, so all ranks decide alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
+
+from .ir.graph import Graph
+from .ir.printer import format_bytes
+from .planning.cluster import Cluster
+from .planning.cost import Memory
+from .planning.limit import DoesNotFit, Way
+from .planning.simulate import simulate
+from .planning.skeleton import skeleton
+from .transforms.accumulate import accumulate
+from .transforms.base import Transform
+from .transforms.remat import remat
+from .transforms.shard_params import ShardParams
+
+EQUAL = 0.005  # steps whose times differ by less than this share count as equally fast
+_TRIES = 3  # numbers of micro-batches that are tried, each twice the one before
+
+
+class Planned(Protocol):
+    """The program of one rank, as `stages.Lowered`: a module that imports this one."""
+
+    @property
+    def graph(self) -> Graph: ...
+    @property
+    def hinted(self) -> Graph: ...
+    @property
+    def cluster(self) -> Cluster: ...
+    def memory_analysis(self) -> Memory: ...
+    def with_notes(self, notes: Sequence[str]) -> Self: ...
+
+
+P_co = TypeVar("P_co", bound=Planned, covariant=True)
+P = TypeVar("P", bound=Planned)
+
+
+class Variant(Protocol[P_co]):
+    """A step and its transforms, as `stages.Traced`."""
+
+    @property
+    def transforms(self) -> tuple[Transform, ...]: ...
+    @property
+    def micro_batches(self) -> int: ...
+    @property
+    def variants(self) -> Sequence[Variant[P_co]]: ...
+    def with_transforms(self, transforms: tuple[Transform, ...]) -> Variant[P_co]: ...
+    def in_own_order(self, cluster: Cluster | None) -> P_co: ...
+    def planned(self, cluster: Cluster | None) -> P_co: ...
+
+
+class Trial(NamedTuple, Generic[P]):
+    """A step in its planned order, as it was simulated."""
+
+    lowered: P
+    seconds: float
+
+    @staticmethod
+    def of(traced: Variant[P], cluster: Cluster | None) -> Trial[P]:
+        """Raises: DoesNotFit if the step needs more memory than its limit."""
+        lowered = with_chosen_options(traced, cluster)
+        return Trial(lowered, simulate(lowered.graph, lowered.cluster).seconds)
+
+    def way(self, line: str) -> Way:
+        """This step as the one that a line makes."""
+        return Way(line, self.seconds, self.lowered.memory_analysis().peak)
+
+
+# Options that are left open.
+
+
+def with_chosen_options(traced: Variant[P], cluster: Cluster | None) -> P:
+    """Plan a step in the first of its variants that fits and is as fast as any other that does.
+
+    The notes of the plan say what was chosen, and what each variant takes.
+
+    Raises: DoesNotFit if no variant fits. It is the error of the one that needs least.
+    """
+    variants = traced.variants
+    if len(variants) == 1:
+        return traced.planned(cluster)
+    results = [_result(variant, cluster) for variant in variants]
+    trials = [result for result in results if isinstance(result, Trial)]
+    if not trials:
+        errors = [result for result in results if isinstance(result, DoesNotFit)]
+        raise min(errors, key=lambda error: error.least.peak)
+    chosen = _first_of_fastest(trials)
+    notes = []
+    for variant, result in zip(variants, results):
+        verb = "chosen" if result is chosen else "not chosen"
+        notes.append(f"{verb}: {_takes(_chosen_options(traced, variant), result)}")
+    return chosen.lowered.with_notes(notes)
+
+
+def _first_of_fastest(trials: Sequence[Trial[P]]) -> Trial[P]:
+    fastest = min(trial.seconds for trial in trials)
+    return next(trial for trial in trials if trial.seconds <= fastest * (1 + EQUAL))
+
+
+def _chosen_options(traced: Variant[Any], variant: Variant[Any]) -> str:
+    """The transforms of a variant that leave no option open, and do in the step."""
+    return ", ".join(repr(t) for t in variant.transforms if t not in traced.transforms)
+
+
+def _result(variant: Variant[P], cluster: Cluster | None) -> Trial[P] | DoesNotFit:
+    try:
+        return Trial.of(variant, cluster)
+    except DoesNotFit as error:
+        return error
+
+
+def _takes(options: str, result: Trial[P] | DoesNotFit) -> str:
+    """What a variant with these options takes, for a note."""
+    if isinstance(result, Trial):
+        return str(result.way(options))
+    return f"{options}: it needs {format_bytes(result.least.peak)}"
+
+
+def variant_of_plan(traced: Variant[P], program: str, cluster: Cluster | None) -> P:
+    """The variant of a step with the program of a plan, before it has an order; the first variant if none has it."""
+    variants = [variant.in_own_order(cluster) for variant in traced.variants]
+    for variant in variants:
+        if len(variants) > 1 and skeleton(variant.hinted).fingerprint == program:
+            return variant
+    return variants[0]
+
+
+# Ways to fit.
+
+# A line that may help, and the step with it; and from a step and its error to such lines.
+Line = tuple[str, Variant[Any]]
+Lever = Callable[[Variant[Any], DoesNotFit], Iterator[Line]]
+
+
+class _Attempt(NamedTuple):
+    """A step that does not fit: the lines that were added to it, and the levers that may be added to these."""
+
+    lines: tuple[str, ...]
+    traced: Variant[Any]
+    error: DoesNotFit
+    levers: tuple[Lever, ...]
+
+
+def ways_to_fit(traced: Variant[Any], cluster: Cluster | None, error: DoesNotFit) -> list[Way]:
+    """The ways in which a step fits its limit, with one more transform each; with several, if one is not enough."""
+    attempts = [_Attempt((), traced, error, _LEVERS)]
+    while attempts:
+        ways: list[Way] = []
+        failed: list[_Attempt] = []
+        for attempt in attempts:
+            for number, lever in enumerate(attempt.levers):
+                result = _tried(attempt, lever, attempt.levers[number + 1 :], cluster)
+                if isinstance(result, Way):
+                    ways.append(result)
+                elif result is not None:
+                    failed.append(result)
+        if ways:
+            return ways
+        attempts = failed
+    return []
+
+
+def _tried(
+    attempt: _Attempt, lever: Lever, next_levers: tuple[Lever, ...], cluster: Cluster | None
+) -> Way | _Attempt | None:
+    """The first way that a lever gives. If it gives none: the attempt with it that needs least, if that is less."""
+    least = attempt
+    for line, variant in lever(attempt.traced, attempt.error):
+        lines = (*attempt.lines, line)
+        try:
+            return Trial.of(variant, cluster).way(" and ".join(lines))
+        except DoesNotFit as error:
+            if error.least.peak < least.error.least.peak:
+                least = _Attempt(lines, variant, error, next_levers)
+        except ValueError:
+            continue  # the transform refuses this step
+    return least if least is not attempt else None
+
+
+def _higher_stages(traced: Variant[Any], error: DoesNotFit) -> Iterator[Line]:
+    for t in traced.transforms:
+        if isinstance(t, ShardParams) and isinstance(t.stage, int):
+            for stage in range(t.stage + 1, 4):
+                higher = dataclasses.replace(t, stage=stage)
+                yield f"zt.shard_params(..., stage={stage})", _with(traced, higher)
+
+
+def _recomputation(traced: Variant[Any], error: DoesNotFit) -> Iterator[Line]:
+    if error.room > 0 and not any(isinstance(t, type(remat())) for t in traced.transforms):
+        yield "zt.remat()", _with(traced, remat())
+
+
+def _micro_batches(traced: Variant[Any], error: DoesNotFit) -> Iterator[Line]:
+    """The smallest number of micro-batches that may be enough, and multiples of it.
+
+    More of them divide what a step has live besides its state, at most.
+    """
+    if error.room <= 0:
+        return
+    too_many_times = (error.least.peak - error.least.state) / error.room
+    first = max(1, math.ceil(math.log2(too_many_times)))
+    for doubled in range(first, first + _TRIES):
+        micro = traced.micro_batches << doubled
+        try:
+            variant = _with(traced, accumulate(micro))
+        except ValueError:
+            return  # the batch cannot be cut into so many parts
+        yield f"zt.accumulate({micro})", variant
+
+
+_LEVERS: tuple[Lever, ...] = (_higher_stages, _recomputation, _micro_batches)
+
+
+def _with(traced: Variant[Any], transform: Transform) -> Variant[Any]:
+    """A step with a transform, in place of one of the same kind if it has one."""
+    transforms = list(traced.transforms)
+    same_kind = [i for i, t in enumerate(transforms) if type(t) is type(transform)]
+    if same_kind:
+        transforms[same_kind[0]] = transform
+    else:
+        transforms.append(transform)
+    return traced.with_transforms(tuple(transforms))

@@ -1,0 +1,95 @@
+"""limit: the bytes that a step may have live on a rank, and the error of a step that needs more.
+
+A transform may name the limit. Otherwise it is the memory of the device, less a reserve, where that is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..ir.graph import Graph, Hints
+from ..ir.printer import format_bytes, format_seconds
+from .cluster import Device
+from .cost import Memory
+
+
+class Way(NamedTuple):
+    """A way in which a step fits its limit: the line to write, and the step that it makes, as it was simulated."""
+
+    line: str
+    seconds: float
+    peak: int
+
+    def __str__(self) -> str:
+        return f"{self.line}: {format_seconds(self.seconds)} a step, peak {format_bytes(self.peak)}"
+
+
+class DoesNotFit(ValueError):
+    """A step needs more memory than its limit, in every order.
+
+    Attributes:
+        problem: what the limit is, what the step needs, and where.
+        advice: what helps besides the ways.
+        limit: the bytes that may be live.
+        least: the memory of the order that needs least, of those that were tried.
+        ways: how the step fits, the fastest first.
+    """
+
+    def __init__(
+        self, problem: str, advice: str, limit: int, least: Memory, ways: Sequence[Way] = ()
+    ) -> None:
+        self.problem = problem
+        self.advice = advice
+        self.limit = limit
+        self.least = least
+        self.ways = tuple(sorted(ways, key=lambda way: (way.seconds, way.peak)))
+        lines = [problem]
+        if self.ways:
+            lines.append("It fits in one of these ways, as they were simulated:")
+            lines += [f"  {way}" for way in self.ways]
+            advice = f"Or {advice[0].lower()}{advice[1:]}"
+        super().__init__("\n".join([*lines, advice]))
+
+    def with_ways(self, ways: Sequence[Way]) -> DoesNotFit:
+        """This error with the ways in which the step fits."""
+        return DoesNotFit(self.problem, self.advice, self.limit, self.least, ways)
+
+    @property
+    def room(self) -> int:
+        """The bytes that the limit leaves besides the state of the step."""
+        return self.limit - self.least.state
+
+
+def with_device_limit(graph: Graph, device: Device) -> Graph:
+    """The program with the limit of a device, unless a transform names one."""
+    return graph if graph.hints.memory_of else graph.with_hints(memory=device.limit)
+
+
+def does_not_fit(graph: Graph, device: Device, least: Memory) -> DoesNotFit:
+    """The error of a program that needs more than its limit in every order, `least` of those that were tried."""
+    where = f" at {least.at.source.where}" if least.at is not None and least.at.source else ""
+    needs = f"{least.peak} bytes ({format_bytes(least.peak)}){where}"
+    lines = [
+        f"{limit_text(graph.hints, device)} is less than the step needs in any order: {needs}."
+    ]
+    for v, size, line in least.holders[:5]:
+        comment = f"  # {line}" if line else ""
+        lines.append(f"  {format_bytes(size):>10}  {v!r}{comment}")
+    if graph.hints.memory_of:
+        advice = "Give it that much, a smaller batch, or more ranks."
+    else:
+        advice = (
+            "Take a smaller batch, more ranks, or another device: lower(cluster=zt.cluster(...)). If you know that "
+            "more may be live, name the limit: zt.prefetch(memory=...)."
+        )
+    return DoesNotFit("\n".join(lines), advice, graph.hints.memory or 0, least)
+
+
+def limit_text(hints: Hints, device: Device) -> str:
+    """What the limit of a program is, for errors: who names it, and how many bytes it has."""
+    limit = format_bytes(hints.memory or 0)
+    if hints.memory_of:
+        return f"{hints.memory_of}: {limit}"
+    reserve = format_bytes(int(device.reserve))
+    return f"{device.name}: {limit}, its memory without the reserve of {reserve},"
