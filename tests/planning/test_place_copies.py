@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ztrans as zt
+from tests.support.pages import data_of
 from tests.support.programs import CASES
 from tests.support.worlds import batches
 from ztrans.ir.copies import TO_DEVICE, TO_HOST, is_copy
@@ -145,7 +146,8 @@ def test_the_timeline_has_both_memories_and_both_lanes(tmp_path):
     timeline.to_perfetto(tmp_path / "trace.json")
     assert '"name": "on the host"' in (tmp_path / "trace.json").read_text()
     timeline.save(tmp_path / "page.html")
-    assert '"host":[[0.0,2097152]' in (tmp_path / "page.html").read_text()
+    (shown,) = data_of((tmp_path / "page.html").read_text())["timelines"]
+    assert shown["hostMemory"][0] == [0.0, 2097152]
 
 
 def test_the_pairs_of_a_program_have_its_copies():

@@ -140,8 +140,8 @@ class Gather(Start):
         return self.unpacked_bytes(eqn, sizes) // sizes[self.axis(eqn)]
 
     def unpacked_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
-        packed = (k for k in range(len(eqn.outs)) if not has_own_message(eqn, k, sizes))
-        return sum(buffer_bytes(eqn, k, sizes) for k in packed)
+        small = [k for k in range(len(eqn.outs)) if is_small(eqn, k, sizes)]
+        return sum(buffer_bytes(eqn, k, sizes) for k in small) if len(small) > 1 else 0
 
 
 class Reduction(Start):

@@ -166,9 +166,13 @@ def in_order(graph: Graph) -> list[Graph]:
 def _without_kept_inputs(graph: Graph) -> Graph:
     """The program in which no input, nor a view of one, is kept: every micro-batch has the inputs."""
     root = liveness(graph).root
-    inputs = {e.out: e.args[0] for e in graph.eqns if e.op is KEEP and root[e.out] in graph.inputs}
-    eqns = tuple(e for e in graph.eqns if not any(v in inputs for v in e.results))
-    return rename(graph.replace(eqns=eqns), inputs)
+    inputs = set(graph.inputs)
+    kept_inputs = {}
+    for e in graph.eqns:
+        if e.op is KEEP and root[e.out] in inputs:
+            kept_inputs[e.out] = e.args[0]
+    eqns = tuple(e for e in graph.eqns if kept_inputs.keys().isdisjoint(e.results))
+    return rename(graph.replace(eqns=eqns), kept_inputs)
 
 
 def _earlier_input(mark: Eqn, shape: tuple[int, ...]) -> Var:
@@ -194,8 +198,9 @@ def _with(
     graph: Graph, instead: Mapping[Eqn, Eqn], inputs: Collection[Var], outputs: tuple
 ) -> Graph:
     """The program with other equations in place of marks, with more inputs, and with other outputs."""
-    eqns = tuple(instead.get(e, e) for e in graph.eqns if not any(v in inputs for v in e.results))
-    donated = tuple((v, e.out) for e in instead.values() for v in e.args[:1] if v in inputs)
+    new_inputs = set(inputs)
+    eqns = tuple(instead.get(e, e) for e in graph.eqns if new_inputs.isdisjoint(e.results))
+    donated = tuple((v, e.out) for e in instead.values() for v in e.args[:1] if v in new_inputs)
     return graph.replace(
         inputs=(*graph.inputs, *inputs), eqns=eqns, outputs=outputs, micro=1, donated=donated
     )

@@ -10,12 +10,17 @@ A transform chooses the values (see `transforms.remat`), or the user does, by a 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping, Set
 
 from .graph import Eqn, Graph, Names, Var, producers, rename, variables
 from .liveness import liveness
 from .op_facts import is_random
 from .relations import reachable
+
+_COPY = re.compile(
+    r"\.again(_\d+)?$"
+)  # the end of the name of a value that backward computes again
 
 
 def recompute(graph: Graph, chosen: Set[Var]) -> Graph:
@@ -100,3 +105,14 @@ def _read_elsewhere(
         return storages
     number = checkpoint.get(e.out) if e.results else None
     return [v for v in storages if checkpoint.get(v) != number]
+
+
+def is_recomputed(e: Eqn) -> bool:
+    """Whether an equation of backward computes a value of forward again.
+
+    >>> import torch
+    >>> out = Var("mm.again_1", torch.float32, (4,))
+    >>> is_recomputed(Eqn(torch.ops.aten.mm.default, (), (out,), region="backward"))
+    True
+    """
+    return e.region == "backward" and any(_COPY.search(out.name) for out in e.results)

@@ -17,7 +17,7 @@ from itertools import chain
 from ..ir.collectives import bucket_key, is_small, lane, rules
 from ..ir.copies import is_copy
 from ..ir.donation import donation
-from ..ir.graph import Eqn, Graph, Var, producers, variables
+from ..ir.graph import Eqn, Graph, Region, Var, producers, variables
 from ..ir.op_facts import is_matmul
 from ..ir.printer import op_name
 from .buffers import (
@@ -100,6 +100,7 @@ def _gathers(s: Skeleton) -> tuple[Gather, ...]:
     axes = s.graph.axes
     end = len(s.ops) - 1
     makers = producers(s.graph.eqns)
+    phases = _phases(s)
     latest: dict[tuple, int] = {}
     gathers: list[Gather] = []
     for i, collective in enumerate(s.gathers):
@@ -113,7 +114,7 @@ def _gathers(s: Skeleton) -> tuple[Gather, ...]:
         if repeats is not None:
             release = max(release, gathers[repeats].last + 1)
         if regather == "always":
-            release = max(release, _phase(s, start.region, use))
+            release = max(release, phases[start.region][use])
         latest[identity] = i
         gathers.append(
             Gather(
@@ -142,11 +143,13 @@ def _last_reader(s: Skeleton, value: Var, end: int) -> int:
     return min(s.ops_before[equation_after] - 1, end)
 
 
-def _phase(s: Skeleton, region: str, use: int) -> int:
-    """The place at which the forward or backward that contains operation `use` begins."""
-    while use and s.ops[use - 1].region in (region, "update"):
-        use -= 1
-    return use
+def _phases(s: Skeleton) -> dict[Region, list[int]]:
+    """For each region and place, where the forward or backward that contains the place begins."""
+    begins: dict[Region, list[int]] = {"forward": [0], "backward": [0], "update": [0]}
+    for k, e in enumerate(s.ops):
+        for region, places in begins.items():
+            places.append(places[-1] if e.region in (region, "update") else k + 1)
+    return begins
 
 
 def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
@@ -319,10 +322,11 @@ def _with_buffers(all_storages: _Storages, problem: Problem) -> Problem:
     s = all_storages.s
     buffers: list[Buffer] = []
     of_reductions = _ReductionBuffers(all_storages)
+    inputs = set(s.graph.inputs)
     for storage in storages(s.graph, all_storages.donated):
         if storage.on_host:
             continue
-        if storage.value in s.graph.inputs:
+        if storage.value in inputs:
             buffers.append(Buffer(storage.bytes, 0, 2 * len(s.ops)))
         else:
             buffers += _fixed_buffers(all_storages, problem, storage)

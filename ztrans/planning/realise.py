@@ -138,7 +138,8 @@ class _Emission:
         self.groups = update_groups(s) if problem.updates else ()
         self.updates = PendingUpdates(problem)
         self.under_way = 0  # the bytes of gradients whose reduction is under way
-        self.second_buckets: list[Bucket] = []  # the buckets whose second reduction is under way
+        # The buckets whose second reduction is under way, each with the place at which that is needed.
+        self.second_buckets: deque[tuple[Bucket, int]] = deque()
 
     def write(self, *eqns: Eqn) -> None:
         """Write equations, except those that have been written already."""
@@ -180,7 +181,7 @@ class _Emission:
             self.updates.complete(bucket.members)
         else:
             self.write(coalesce([p.second[0] for p in members if p.second]))
-            self.second_buckets.append(bucket)
+            self.second_buckets.append((bucket, min(self.s.need[i] for i in bucket.members)))
         # The memory is reserved for one second reduction at a time.
         if len(self.second_buckets) > 1:
             self._wait_second()
@@ -188,15 +189,12 @@ class _Emission:
 
     def second(self, place: int) -> None:
         """Wait for the second reductions that are needed at this place."""
-        while self.second_buckets:
-            need = min(self.s.need[i] for i in self.second_buckets[0].members)
-            if place < need:
-                return
+        while self.second_buckets and place >= self.second_buckets[0][1]:
             self._wait_second()
             self.update(place)
 
     def _wait_second(self) -> None:
-        bucket = self.second_buckets.pop(0)
+        bucket, _ = self.second_buckets.popleft()
         self.write(*(p.second[1] for p in self.members(bucket) if p.second))
         self.updates.complete(bucket.members)
 

@@ -416,4 +416,5 @@ def simulate(graph: Graph, cluster: Cluster) -> Timeline:
     curve = tuple(zip(played.start, both.live))
     host = tuple(zip(played.start, both.host))
     name = f"{graph.name}, simulated"
-    return Timeline(name, played.seconds, tuple(events), curve, host_memory=host)
+    limit = graph.hints.memory
+    return Timeline(name, played.seconds, tuple(events), curve, host_memory=host, limit=limit)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
@@ -135,7 +135,7 @@ class Skeleton:
     def place_names(self) -> tuple[str, ...]:
         """The name of each place: "matmul 14 + 2" is two operations after the 14th matrix product."""
         names: list[str] = []
-        for first, last, name in self._stretches():
+        for name, (first, last) in self._stretches.items():
             names.append(name)
             names += (f"{name} + {k - first}" for k in range(first + 1, last + 1))
         return (*names[:-1], THE_END)
@@ -148,20 +148,23 @@ class Skeleton:
         if name == THE_END:
             return (len(self.ops),) * 3
         landmark, _, offset = name.partition(" + ")
-        for first, last, stretch_name in self._stretches():
-            if stretch_name == landmark and (offset.isdecimal() or landmark == name):
-                return min(first + int(offset or 0), last), first, last
-        return None
+        if landmark not in self._stretches or not (offset.isdecimal() or landmark == name):
+            return None
+        first, last = self._stretches[landmark]
+        return min(first + int(offset or 0), last), first, last
 
-    def _stretches(self) -> Iterator[tuple[int, int, str]]:
-        """The first and the last place after each landmark and before the next, with its name."""
+    @functools.cached_property
+    def _stretches(self) -> dict[str, tuple[int, int]]:
+        """The first and the last place after each landmark and before the next, by its name."""
+        stretches: dict[str, tuple[int, int]] = {}
         first = 0
         name = THE_START
         for k, landmark in self.landmarks:
-            yield first, k, name
+            stretches[name] = first, k
             first = k + 1
             name = landmark
-        yield first, len(self.ops), name
+        stretches[name] = first, len(self.ops)
+        return stretches
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -341,7 +344,7 @@ def _by_need(s: Skeleton, leaving: set[Eqn]) -> dict[_GroupKey, list[Eqn]]:
     for e in after_reductions:
         if e not in leaving:
             continue
-        reductions = frozenset[int]().union(*(needed_reductions.get(v, ()) for v in e.ins))
+        reductions = _union([needed_reductions[v] for v in e.ins if v in needed_reductions])
         # It may run once its arguments exist, and once all that must read the old state has done so.
         place = max([exists.get(v, 0) for v in e.ins], default=0)
         for v in s.awaited_values[e]:
@@ -354,6 +357,17 @@ def _by_need(s: Skeleton, leaving: set[Eqn]) -> dict[_GroupKey, list[Eqn]]:
             needed_reductions[out] = reductions
             exists[out] = place
     return groups
+
+
+def _union(sets: Sequence[frozenset[int]]) -> frozenset[int]:
+    """The union of sets; one of them itself, if it has all members.
+
+    What follows from a norm of all gradients needs all reductions, and shares one set of them.
+    """
+    largest = max(sets, key=len, default=frozenset[int]())
+    if all(each <= largest for each in sets):
+        return largest
+    return largest.union(*sets)
 
 
 def _state_computations(

@@ -7,6 +7,7 @@ below the lanes shows the live memory.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from ..ir.graph import Eqn
 from ..ir.printer import format_seconds
 
 COMPUTE = "compute"
+Curve = tuple[tuple[float, int], ...]  # (time, live bytes)
 
 
 @dataclass(frozen=True)
@@ -74,16 +76,21 @@ class _Shown:
 
 @dataclass(frozen=True, repr=False)
 class Timeline(_Shown):
-    """One step as bars on lanes."""
+    """One step as bars on lanes, and the bytes that it has live.
+
+    Attributes:
+        memory, host_memory: the live bytes of the device, and those of the host, to which values are moved.
+        bound: the lower bound in seconds, and what causes it, if they are known.
+        limit: the bytes that may be live on the device, if there is a limit.
+    """
 
     name: str
     seconds: float
     events: tuple[Event, ...]
-    memory: tuple[tuple[float, int], ...]  # (time, live bytes)
-    # The lower bound in seconds, and what causes it, if they are known.
+    memory: Curve
     bound: tuple[float, str] | None = None
-    # (time, live bytes) in the memory of the host; empty if nothing is there.
-    host_memory: tuple[tuple[float, int], ...] = ()
+    host_memory: Curve = ()
+    limit: int | None = None
 
     @property
     def lanes(self) -> list[str]:
@@ -105,13 +112,20 @@ class Timeline(_Shown):
         """The seconds in which compute waits for communication."""
         return sum(e.stall for e in self.events)
 
-    @property
+    @functools.cached_property
     def peak(self) -> int:
-        return max((b for _, b in self.memory), default=0)
+        """The most bytes that are live on the device."""
+        return max((live for _, live in self.memory), default=0)
+
+    @property
+    def peak_time(self) -> float:
+        """When that many are first live."""
+        return max(self.memory, key=lambda point: point[1], default=(0.0, 0))[0]
 
     @property
     def host_peak(self) -> int:
-        return max((b for _, b in self.host_memory), default=0)
+        """The most bytes that are live on the host."""
+        return max((live for _, live in self.host_memory), default=0)
 
     @property
     def exposed(self) -> dict[tuple[str, str], float]:
@@ -146,13 +160,16 @@ def one_by_one(name: str, timelines: Sequence[Timeline]) -> Timeline:
     begin = 0.0
     events: list[Event] = []
     memory: list[tuple[float, int]] = []
-    host: list[tuple[float, int]] = []
+    host_memory: list[tuple[float, int]] = []
     for each in timelines:
         events += (dataclasses.replace(e, start=e.start + begin) for e in each.events)
         memory += ((time + begin, live) for time, live in each.memory)
-        host += ((time + begin, live) for time, live in each.host_memory)
+        host_memory += ((time + begin, live) for time, live in each.host_memory)
         begin += each.seconds
-    return Timeline(name, begin, tuple(events), tuple(memory), host_memory=tuple(host))
+    limit = next((each.limit for each in timelines), None)
+    return Timeline(
+        name, begin, tuple(events), tuple(memory), host_memory=tuple(host_memory), limit=limit
+    )
 
 
 @dataclass(frozen=True, repr=False)

@@ -377,7 +377,8 @@ def _timeline(graph: Graph, times: Times) -> Timeline:
     for eqn, began, ended in zip(graph.eqns, begin, end, strict=True):
         compute.append(Event(COMPUTE, began, ended - began, eqn))
     live = tuple(zip(times.marks, memory(graph).live))
-    return Timeline(f"{graph.name}, measured", times.end, (*compute, *bars), live)
+    name = f"{graph.name}, measured"
+    return Timeline(name, times.end, (*compute, *bars), live, limit=graph.hints.memory)
 
 
 def _durations(graph: Graph, runs: Sequence[Times]) -> Iterator[tuple[str, list[float]]]:

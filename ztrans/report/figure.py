@@ -1,7 +1,8 @@
 """figure: draw timelines as a picture, with matplotlib.
 
 The picture shows the same as the page (see `page`): the lanes with compute on top, the stalls of compute hatched, and
-the curve of live memory under the lanes. Two timelines are drawn one under the other, on the same scale of time.
+the curves of live memory under the lanes, with the limit. Two timelines are drawn one under the other, on the same
+scale of time.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ _INK = "#33363b"
 _FAINT = "#8b8f96"
 _STALL = "#b5b8bd"
 _GROUND = "#fcfbf9"
+_LIMIT = "#b4553d"
 
 
 def save(timelines: Sequence[Timeline], path: Any) -> None:
@@ -93,28 +95,40 @@ def _lanes(ax: Any, timeline: Timeline, scale: float) -> None:
 
 
 def _memory(ax: Any, timeline: Timeline, scale: float) -> None:
-    """The curve of live memory, and its peak; dashed, that of the memory of the host."""
-    if timeline.memory:
-        last = (timeline.seconds, timeline.memory[-1][1])
-        times, live = zip(*((t * scale, b) for t, b in (*timeline.memory, last)))
-        ax.fill_between(times, live, step="post", color=_FAINT, alpha=0.25, linewidth=0)
-        ax.step(times, live, where="post", color=_FAINT, linewidth=0.8)
-    if timeline.host_memory:
-        last = (timeline.seconds, timeline.host_memory[-1][1])
-        times, live = zip(*((t * scale, b) for t, b in (*timeline.host_memory, last)))
-        colour = COLOURS["offload"][0]
-        ax.step(times, live, where="post", color=colour, linewidth=0.8, linestyle="--")
-    if timeline.peak:
-        peak_time = next(t for t, b in timeline.memory if b == timeline.peak)
-        ax.plot([peak_time * scale], [timeline.peak], "o", color=_INK, markersize=3, clip_on=False)
-        late = peak_time > 0.8 * timeline.seconds
-        offset, side = ((-6, 2), "right") if late else ((6, 2), "left")
+    """The curves of live memory with their peaks, and the limit."""
+    top = max(timeline.peak, timeline.host_peak) or 1
+    # A limit that is far above the peak would make the curve flat.
+    limit = timeline.limit if timeline.limit and timeline.limit <= 2 * timeline.peak else None
+    ends = []
+    for curve, peak, colour, name in (
+        (timeline.memory, timeline.peak, _FAINT, "peak"),
+        (timeline.host_memory, timeline.host_peak, COLOURS["offload"][0], "host"),
+    ):
+        if not peak:
+            continue
+        last = (timeline.seconds, curve[-1][1])
+        times, live = zip(*((t * scale, b) for t, b in (*curve, last)))
+        ax.fill_between(times, live, step="post", color=colour, alpha=0.25, linewidth=0)
+        ax.step(times, live, where="post", color=colour, linewidth=0.8)
+        time = next(t for t, b in curve if b == peak)
+        ends.append(time)
+        late = time > 0.8 * timeline.seconds
+        under = limit is not None and peak < limit < 1.25 * peak  # the text would be on the line
+        ax.plot([time * scale], [peak], "o", color=_INK, markersize=3, clip_on=False)
         ax.annotate(
-            f"peak {format_bytes(timeline.peak)}", (peak_time * scale, timeline.peak), offset,
-            textcoords="offset points", ha=side, color=_INK,
+            f"{name} {format_bytes(peak)}", (time * scale, peak), (-6 if late else 6, -11 if under else 2),
+            textcoords="offset points", ha="right" if late else "left", color=_INK,
         )  # fmt: skip
-    ax.set_ylim(0, 1.25 * max(timeline.peak, timeline.host_peak, 1))
-    ax.set_yticks([0.5 * (timeline.peak or 1)], ["memory"], color=_INK)
+    if limit:
+        is_late = bool(ends) and ends[0] > timeline.seconds / 2
+        time, side = (0.0, "left") if is_late else (timeline.seconds, "right")
+        ax.plot([0, timeline.seconds * scale], [limit, limit], "--", color=_LIMIT, linewidth=0.9)
+        ax.annotate(
+            f"limit {format_bytes(limit)}", (time * scale, limit), (6 if is_late else -6, 2),
+            textcoords="offset points", ha=side, color=_LIMIT,
+        )  # fmt: skip
+    ax.set_ylim(0, 1.25 * max(top, limit or 0))
+    ax.set_yticks([0.5 * top], ["memory"], color=_INK)
     _plain(ax)
 
 

@@ -1,15 +1,18 @@
 """palette: the kinds of bars of a timeline, and their colours.
 
-Compute has cool colours, by region. Communication has warm ones, by the role of the collective.
+Compute has cool colours, by region; what backward computes again has one of its own. Communication has warm ones, by
+the role of the collective. So have copies between the device and the host, whose role is "offload".
 """
 
 from __future__ import annotations
 
+from ..ir.recompute import is_recomputed
 from ..planning.timeline import COMPUTE, Event
 
 COLOURS = {  # for each kind, its colours on a light and on a dark background
     "forward": ("#86afd9", "#8db4de"),
     "backward": ("#3f6ba6", "#4d7bb8"),
+    "recomputed": ("#9184d6", "#9d91e0"),
     "update": ("#4ea399", "#52a89e"),
     "param": ("#e5ab4e", "#dea64c"),
     "grad": ("#c8593e", "#d2684d"),
@@ -18,18 +21,18 @@ COLOURS = {  # for each kind, its colours on a light and on a dark background
     "state": ("#98a1ad", "#8d97a5"),
     "update's": ("#b3a444", "#bbac4e"),
     "user": ("#6f8f5a", "#7f9f69"),
-    "offload": ("#5b6470", "#a3adb8"),
+    "offload": ("#c9719b", "#d27fa6"),
 }
 
 
 def stands_for(event: Event) -> str:
-    """The kind of a bar, a key of `COLOURS`: the region of an operation, or the role of a message.
+    """The kind of a bar, a key of `COLOURS`: by the region of an operation, or by the role of a message.
 
     >>> from ztrans.ir.graph import Eqn
     >>> stands_for(Event("compute", 0.0, 1.0, Eqn(None, (), (), region="backward")))
     'backward'
     """
     if event.lane == COMPUTE:
-        return event.eqn.region
+        return "recomputed" if is_recomputed(event.eqn) else event.eqn.region
     role = event.eqn.provenance.role if event.eqn.provenance is not None else "user"
     return "update's" if role == "update" else role

@@ -11,6 +11,8 @@ from ..ir.printer import format_bytes, format_seconds, op_name
 from ..planning.timeline import COMPUTE, Event, Timeline
 
 _STALLS = 5  # the number of the longest stalls that are listed
+_PEAK = "peak memory"
+_HOST_PEAK = "on the host"
 
 
 def table(timeline: Timeline) -> str:
@@ -33,7 +35,7 @@ def table(timeline: Timeline) -> str:
     if timeline.bound is not None:
         least, cause = timeline.bound
         rows.append(row("bound", least, f"{cause} binds: {step / least:.2f}x"))
-    rows += _memory(timeline)
+    rows += _memory_rows(timeline)
     text = f"{timeline.name}: {format_seconds(step)}\n{_columns(rows)}"
     worst = _worst_stalls(timeline)
     if not worst:
@@ -42,12 +44,16 @@ def table(timeline: Timeline) -> str:
     return f"{text}\nworst stalls\n{_columns(stalls)}"
 
 
-def _memory(timeline: Timeline) -> list[list[str]]:
-    """The rows of the peaks of both memories."""
-    peak_time = next((time for time, live in timeline.memory if live == timeline.peak), 0.0)
-    rows = [["peak memory", format_bytes(timeline.peak), "", f"at {format_seconds(peak_time)}"]]
+def _memory_rows(timeline: Timeline) -> list[list[str]]:
+    """The peak of the device's memory, with its share of the limit, and that of the host's memory."""
+    share = ""
+    note = f"at {format_seconds(timeline.peak_time)}"
+    if timeline.limit:
+        share = f"{timeline.peak / timeline.limit:.1%}"
+        note = f"{note}, of {format_bytes(timeline.limit)}"
+    rows = [[_PEAK, format_bytes(timeline.peak), share, note]]
     if timeline.host_memory:
-        rows.append(["on the host", format_bytes(timeline.host_peak), "", ""])
+        rows.append([_HOST_PEAK, format_bytes(timeline.host_peak), "", ""])
     return rows
 
 
@@ -62,7 +68,7 @@ def compared(first: Timeline, second: Timeline) -> str:
     of_second = _figures(second)
     rows = [["", label(first), label(second), "ratio"]]
     for name in sorted({**of_first, **of_second}, key=_place):
-        show = format_bytes if name == "peak memory" else format_seconds
+        show = format_bytes if name in (_PEAK, _HOST_PEAK) else format_seconds
         a = of_first.get(name)  # None where a timeline has no such row
         b = of_second.get(name)
         figures = ["-" if x is None else show(x) for x in (a, b)]
@@ -72,7 +78,7 @@ def compared(first: Timeline, second: Timeline) -> str:
 
 def _place(row: str) -> int:
     """The place of a row: lanes come before `exposed`, and its parts, which are indented, after it."""
-    places = {"step": 0, COMPUTE: 1, "exposed": 3, "peak memory": 5}
+    places = {"step": 0, COMPUTE: 1, "exposed": 3, _PEAK: 5, _HOST_PEAK: 6}
     return places.get(row, 4 if row.startswith(" ") else 2)
 
 
@@ -94,15 +100,18 @@ def source_line(eqn: Eqn) -> str:
 
 
 def _figures(timeline: Timeline) -> dict[str, float]:
-    """The figures of a timeline by the name of their row, in seconds, and in bytes for `peak memory`."""
+    """The figures of a timeline by the name of their row, in seconds, and in bytes for peaks."""
     lanes = {lane: timeline.busy(lane) for lane in timeline.lanes}
     exposed = {f"  {axis} {role}": seconds for (axis, role), seconds in timeline.exposed.items()}
+    peaks = {_PEAK: timeline.peak}
+    if timeline.host_memory:
+        peaks[_HOST_PEAK] = timeline.host_peak
     return {
         "step": timeline.seconds,
         **lanes,
         "exposed": timeline.stalled,
         **exposed,
-        "peak memory": timeline.peak,
+        **peaks,
     }
 
 

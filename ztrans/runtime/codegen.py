@@ -9,9 +9,10 @@ To add a collective, add the function that emits its calls to `EMITTERS`, or pas
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -91,6 +92,8 @@ class Emission:
     lanes: int = 0  # of the collectives of the program
     device: torch.device | None = None  # on which values from the host are computed with
     in_place: Collection[Eqn] = ()  # the equations that write over an argument
+    numbers: Iterator[int] = field(default_factory=itertools.count)  # for the names of attributes
+    attentions: dict[str, attention.Attention] = field(default_factory=dict)  # submodules by name
     hoists: bool = True  # make small constants once; a function returns fresh ones, to write over
 
     def bind(self, outs: Sequence[Var | None], nodes: Sequence[Any]) -> None:
@@ -111,9 +114,7 @@ class Emission:
 
     def constant(self, x: torch.Tensor) -> fx.Node:
         """A constant of the program, as an attribute of its module."""
-        # One tensor may be an argument of several equations. Counted once, it would give the next constant its name.
-        count = len(list(self.module.named_buffers(remove_duplicate=False)))
-        name = f"constant_{count}"
+        name = f"constant_{next(self.numbers)}"
         self.module.register_buffer(name, x)
         return self.out.get_attr(name)
 
@@ -139,7 +140,7 @@ class Emission:
 
     def function(self, function: Function) -> fx.Node:
         """A function that an operation calls, as a submodule with code of its own."""
-        name = f"{function.graph.name}_{len(list(self.module.children()))}"
+        name = f"{function.graph.name}_{next(self.numbers)}"
         self.module.add_module(name, nested(function))
         return self.out.get_attr(name)
 
@@ -420,7 +421,7 @@ def _higher_order(emission: Emission, eqn: Eqn) -> list:
     """Emit the call of a higher-order operator, or the launch of a kernel. Returns the node of each result."""
     launch = eqn.args[0] if eqn.args else None
     if isinstance(launch, Launch):
-        name = f"{launch.name}_{len(list(emission.module.children()))}"
+        name = f"{launch.name}_{next(emission.numbers)}"
         leaves = emission.call(name, LaunchModule(launch), *eqn.ins)
     elif is_attention(eqn):
         leaves = emission.call(*_attention(emission, eqn), *eqn.ins)
@@ -434,11 +435,12 @@ def _higher_order(emission: Emission, eqn: Eqn) -> list:
 def _attention(emission: Emission, eqn: Eqn) -> tuple[str, attention.Attention]:
     """The submodule that computes attention, and its name. Equal layers share it, and so its kernel."""
     computed = attention.computes(eqn)
-    modules = dict(emission.module.named_children())
-    for name, module in modules.items():
-        if isinstance(module, attention.Attention) and module.computes == computed:
+    for name, module in emission.attentions.items():
+        if module.computes == computed:
             return name, module
-    return f"{op_name(eqn.op)}_{len(modules)}", attention.Attention(eqn, nested)
+    name = f"{op_name(eqn.op)}_{next(emission.numbers)}"
+    emission.attentions[name] = attention.Attention(eqn, nested)
+    return name, emission.attentions[name]
 
 
 def unpacked(out: fx.Graph, call: fx.Node, outs: Sequence[Var | None]) -> list:

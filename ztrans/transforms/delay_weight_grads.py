@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -73,13 +73,16 @@ class _DelayWeightGrads(Transform):
     ) -> set[Eqn]:
         """Which of `since`, the equations after the previous collective, may run after `collective`."""
         computing = needed([collective], producers(since))
+        among = set(since)
         is_free = lambda e: e.region == "backward" and e not in computing and not is_random(e)
         delayed: set[Eqn] = set()
         matmuls = 0
         for e in filter(is_free, reversed(since)):
             if is_matmul(e):
-                dependent = _dependent(e, since, readers)
-                if matmuls < self.most and all(map(_prepares, dependent)):
+                if matmuls == self.most:
+                    continue
+                dependent = _dependent(e, among, readers)
+                if all(map(_prepares, dependent)):
                     delayed |= {e, *dependent}
                     matmuls += 1
             else:
@@ -93,9 +96,8 @@ def _readers(e: Eqn, readers: dict[Var, list[Eqn]]) -> list[Eqn]:
     return [reader for v in e.results for reader in readers.get(v, ())]
 
 
-def _dependent(e: Eqn, eqns: Sequence[Eqn], readers: dict[Var, list[Eqn]]) -> set[Eqn]:
-    """The equations among `eqns` that depend on `e`."""
-    among = set(eqns)
+def _dependent(e: Eqn, among: Set[Eqn], readers: dict[Var, list[Eqn]]) -> set[Eqn]:
+    """The equations of `among` that depend on `e`."""
     following = lambda x: [reader for reader in _readers(x, readers) if reader in among]
     return set(reachable(following(e), following))
 

@@ -12,6 +12,7 @@ stay whole until the last micro-batch.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence, Set
 from itertools import permutations
 from typing import NamedTuple
 
@@ -32,6 +33,14 @@ class _Term(NamedTuple):
     factors: tuple[Eqn, ...] = ()
 
 
+class _Split(NamedTuple):
+    """A value as a term, or as the sum of a rest and a term, which `maker` computes."""
+
+    term: object
+    rest: Var | None = None
+    maker: Eqn | None = None
+
+
 def reduce_once(graph: Graph) -> Graph:
     """Rewrite with the patterns above until none of them matches."""
     while (rewritten := _rewritten(graph)) is not None:
@@ -39,25 +48,44 @@ def reduce_once(graph: Graph) -> Graph:
     return graph
 
 
+class _Rewrite(NamedTuple):
+    """A match of a pattern: the equations that it is about, what replaces some of them, and values that are renamed."""
+
+    eqns: set[Eqn]
+    changes: dict[Eqn, list[Eqn]]
+    alias: dict[Var, Var]
+
+
 def _rewritten(graph: Graph) -> Graph | None:
-    """The program with a pattern applied at the first equation at which one matches."""
+    """The program after every rewrite that shares no equation with one before it; None if no pattern matches."""
     uses = Uses(graph)
+    names = Names(v.name for v in (*graph.inputs, *uses.makers))
+    touched: set[Eqn] = set()
+    changes: dict[Eqn, list[Eqn]] = {}
+    alias: dict[Var, Var] = {}
     for e in graph.eqns:
         if e.op in SUMS and not e.kwargs:
-            new = _from_zero(uses, e) or _of_two(uses, e)
-            if new is not None:
-                return new
-    return None
+            rewrite = _from_zero(uses, e) or _of_two(uses, names, e, touched)
+            if rewrite is not None:
+                touched |= rewrite.eqns
+                changes.update(rewrite.changes)
+                alias.update(rewrite.alias)
+    if not touched:
+        return None
+    eqns: list[Eqn] = []
+    for e in graph.eqns:
+        eqns += changes.get(e, [e])
+    return rename(graph.replace(eqns=tuple(eqns)), alias)
 
 
 class Uses:
-    """A program, with the equation that computes each value and those that read it."""
+    """The equation of a program that computes each value, those that read it, and the position of each equation."""
 
     def __init__(self, graph: Graph) -> None:
-        self.graph = graph
         self.makers = producers(graph.eqns)
         self.readers = users(graph)
         self.outputs = set(variables(graph.outputs))
+        self.position = {e: i for i, e in enumerate(graph.eqns)}
 
     def only_maker(self, v: object) -> Eqn | None:
         """The equation that computes `v`, if `v` has one reader and is no output."""
@@ -73,14 +101,14 @@ class Uses:
             return gradient and _Term(gradient.mark, (*gradient.factors, e))
         return _Term(e) if e is not None and e.op is GRADIENT else None
 
-    def splits(self, v: object) -> list[tuple[Var | None, object]]:
+    def splits(self, v: object) -> list[_Split]:
         """The ways to take `v` as a sum of a rest and a term; without a rest, the term is `v` itself."""
-        splits: list[tuple[Var | None, object]] = [(None, v)]
+        splits = [_Split(v)]
         maker = self.only_maker(v)
         if maker is not None and maker.op in SUMS and not maker.kwargs:
             for rest, term in permutations(maker.args, 2):
                 if isinstance(rest, Var):
-                    splits.append((rest, term))
+                    splits.append(_Split(term, rest, maker))
         return splits
 
 
@@ -89,44 +117,45 @@ def adds_zero(e: Eqn) -> bool:
     return e.op in SUMS and type(e.args[1]) in (int, float) and e.args[1] == 0
 
 
-def _from_zero(uses: Uses, e: Eqn) -> Graph | None:
+def _from_zero(uses: Uses, e: Eqn) -> _Rewrite | None:
     if not adds_zero(e) or uses.term(e.args[0]) is None:
         return None
-    return rename(uses.graph, {e.out: e.args[0]})
+    return _Rewrite({e}, {}, {e.out: e.args[0]})
 
 
-def _of_two(uses: Uses, e: Eqn) -> Graph | None:
+def _of_two(uses: Uses, names: Names, e: Eqn, touched: Set[Eqn]) -> _Rewrite | None:
     for summand, other_summand in permutations(e.args):
-        for rest, v in uses.splits(summand):
-            a, b = uses.term(v), uses.term(other_summand)
+        for split in uses.splits(summand):
+            a, b = uses.term(split.term), uses.term(other_summand)
             if a and b and a.mark is not b.mark and a.mark.args[1] is b.mark.args[1]:
-                return _merge(uses.graph, e, a, b, rest)
+                eqns = {e, a.mark, b.mark, *a.factors, *b.factors}
+                if split.maker is not None:
+                    eqns.add(split.maker)
+                if touched.isdisjoint(eqns):
+                    terms = sorted((a, b), key=lambda term: uses.position[term.mark])
+                    return _merge(eqns, names, e, terms, split.rest)
+                return None
     return None
 
 
-def _merge(graph: Graph, add: Eqn, a: _Term, b: _Term, rest: Var | None) -> Graph:
-    """The program with `a + b` marked at the later of the two marks; `rest` is added to the result."""
-    names = Names(v.name for v in (*graph.inputs, *producers(graph.eqns)))
-    a, b = sorted((a, b), key=lambda term: graph.eqns.index(term.mark))
-    mark = b.mark
-    eqns: list[Eqn] = []
+def _merge(
+    eqns: set[Eqn], names: Names, add: Eqn, terms: Sequence[_Term], rest: Var | None
+) -> _Rewrite:
+    """Mark the sum of two terms at the later of their marks; `rest` is added to the result."""
+    mark = terms[1].mark
+    sum_eqns: list[Eqn] = []
     values: list[Var] = []
-    for term in (a, b):
+    for term in terms:
         value = term.mark.args[0]
         for factor in term.factors:
             scaled = dataclasses.replace(value, name=names.fresh(f"{value.name}.scaled"))
             args = (value, *factor.args[1:])
-            eqns.append(factor.replace(args=args, outs=(scaled,), region=mark.region))
+            sum_eqns.append(factor.replace(args=args, outs=(scaled,), region=mark.region))
             value = scaled
         values.append(value)
     total = dataclasses.replace(values[1], name=names.fresh(f"{values[1].name}.acc"))
-    eqns.append(mark.replace(op=aten.add.Tensor, args=tuple(values), outs=(total,)))
-    eqns.append(mark.replace(args=(total, mark.args[1])))
-    changes = {mark: eqns}
-    if rest is not None:
-        changes[add] = [add.replace(args=(rest, mark.out))]
-    new_eqns: list[Eqn] = []
-    for e in graph.eqns:
-        new_eqns += changes.get(e, [e])
-    new = graph.replace(eqns=tuple(new_eqns))
-    return new if rest is not None else rename(new, {add.out: mark.out})
+    sum_eqns.append(mark.replace(op=aten.add.Tensor, args=tuple(values), outs=(total,)))
+    sum_eqns.append(mark.replace(args=(total, mark.args[1])))
+    if rest is None:
+        return _Rewrite(eqns, {mark: sum_eqns}, {add.out: mark.out})
+    return _Rewrite(eqns, {mark: sum_eqns, add: [add.replace(args=(rest, mark.out))]}, {})

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Set
 from typing import NamedTuple
 
 import torch
@@ -61,8 +61,9 @@ def cast_on_shards(graph: Graph) -> Graph:
     """The program in which parameters are scaled and cast on shards, as far as all that reads them allows it."""
     notes: dict[Var, str] = {}  # by the leaf
     starts: dict[Eqn, Var] = {}
+    state = set(graph.inputs[: graph.num_state])
     for start, started in pair(graph).starts.items():
-        if _is_of_leaf(start, graph):
+        if _is_of_leaf(start, state):
             starts[start] = graph.eqns[started.first_wait].out
     while starts:
         shards = OnShards(graph, {value: start for start, value in starts.items()})
@@ -78,13 +79,13 @@ def cast_on_shards(graph: Graph) -> Graph:
     return graph.replace(notes=(*graph.notes, *notes.values()))
 
 
-def _is_of_leaf(start: Eqn, graph: Graph) -> bool:
-    """Whether an equation starts the gather of one leaf of the state, which is cut along one dim."""
+def _is_of_leaf(start: Eqn, state: Set[Var]) -> bool:
+    """Whether an equation starts the gather of one leaf of the `state`, which is cut along one dim."""
     if not rules(start).moves or start.kwargs["dtype"] is not None or len(start.outs) != 1:
         return False
     leaf = start.ins[0]
     is_cut = len(leaf.layout) == 1 and leaf.split is not None
-    return is_cut and leaf in graph.inputs[: graph.num_state]
+    return is_cut and leaf in state
 
 
 # ---- which operations commute with a gather
@@ -216,12 +217,14 @@ class OnShards:
         head: the equations that compute their shards, and scalars.
         replaced: the equations of the program that are then superfluous.
         needed: for each gather, the whole values that other equations read, or that the step returns.
+        position: for each equation of the program, its index.
     """
 
     def __init__(self, graph: Graph, parameters: Mapping[Var, Eqn]) -> None:
         self.graph = graph
         self.head = Head(graph)
         self.readers_of = users(graph)
+        self.position = {e: i for i, e in enumerate(graph.eqns)}
         self.gathered = {v: Gathered(start.ins[0], start) for v, start in parameters.items()}
         self.replaced: set[Eqn] = set()
         for e in graph.eqns:
@@ -330,7 +333,7 @@ class OnShards:
     def _reads(self, wide: list[Var]) -> str:
         """What reads a wide value first, as text."""
         readers = {e: v for v in wide for e in self.readers(v)}
-        reader = next((e for e in self.graph.eqns if e in readers), None)
+        reader = min(readers, key=self.position.__getitem__, default=None)
         if reader is None:
             return f"the step returns it in {DTYPES.get(wide[0].dtype, wide[0].dtype)}"
         dtype = readers[reader].dtype
@@ -449,7 +452,7 @@ class _Rewriting:
             all_readers.update(readers[v])
         if not all_readers or start.region == "backward":
             return
-        first = next(e for e in self.graph.eqns if e in all_readers)
+        first = min(all_readers, key=self.shards.position.__getitem__)
         name = self.names.fresh(self.waits[start].out.name)
         begin, end = self.gather(start, values[0], name)
         provenance = start.provenance and dataclasses.replace(

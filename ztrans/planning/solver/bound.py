@@ -126,7 +126,7 @@ def _jobs(problem: Problem) -> list[_Job]:
     jobs = [_Job(m.link, m.latency, m.issue, m.need, m.seconds) for m in problem.fixed_messages]
     end = len(problem.seconds)
     for i, r in enumerate(problem.reductions):
-        follows = sum(problem.updates[u].seconds for u in problem.updates_after.get(i, ()))
+        follows = sum(problem.needs[k].seconds for k in problem.needs_with.get(i, ()))
         job = _job(problem, r, r.born + 1, min(end, r.need))
         jobs.append(replace(job, follows=follows))
     dropped_by = grouped((i, lever) for lever in problem.levers for i in lever.dropped)
@@ -213,9 +213,10 @@ def _seconds_left(problem: Problem, jobs: list[_Job]) -> np.ndarray:
     for job in jobs:
         if job.first:
             spent[job.release] += job.host + job.unpack
-    for update in problem.updates:
-        births = (problem.reductions[r].born + 1 for r in update.after)
-        spent[max([update.release, *births])] += update.seconds
+    for need in problem.needs:
+        for u in need.updates:
+            update = problem.updates[u]
+            spent[max(update.release, need.born + 1)] += update.seconds
     return spent[::-1].cumsum()[::-1]
 
 

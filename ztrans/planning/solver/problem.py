@@ -91,6 +91,15 @@ class Update(NamedTuple):
     release: int = 0  # the earliest place at which it may run
 
 
+class Need(NamedTuple):
+    """Reductions, and all updates that need exactly these."""
+
+    after: tuple[int, ...]
+    updates: tuple[int, ...]
+    born: int  # the last operation that makes one of the gradients
+    seconds: float  # of all these updates
+
+
 @dataclass(frozen=True)
 class Lever:
     """A choice between memory and time: what changes in a schedule that pulls it.
@@ -210,9 +219,20 @@ class Problem:
         return play(self.seconds, self.fixed_messages).start
 
     @functools.cached_property
-    def updates_after(self) -> Mapping[int, list[int]]:
-        """The updates that need each reduction, by index."""
-        return grouped((r, u) for u, update in enumerate(self.updates) for r in update.after)
+    def needs(self) -> tuple[Need, ...]:
+        """The different reductions that updates need. After a norm of all gradients, all updates need the same ones."""
+        by_need = grouped((update.after, u) for u, update in enumerate(self.updates))
+        needs = []
+        for after, updates in by_need.items():
+            born = max((self.reductions[r].born for r in after), default=-1)
+            seconds = sum(self.updates[u].seconds for u in updates)
+            needs.append(Need(after, tuple(updates), born, seconds))
+        return tuple(needs)
+
+    @functools.cached_property
+    def needs_with(self) -> Mapping[int, list[int]]:
+        """The needs to which each reduction belongs, by index."""
+        return grouped((r, k) for k, need in enumerate(self.needs) for r in need.after)
 
     @functools.cached_property
     def births(self) -> tuple[int, ...]:
@@ -437,26 +457,35 @@ class PendingUpdates:
 
     def __init__(self, problem: Problem) -> None:
         self.updates = problem.updates
-        self.updates_after = problem.updates_after
-        self.missing = [len(update.after) for update in self.updates]
-        self.ready_updates = [u for u, count in enumerate(self.missing) if not count]
+        self.needs = problem.needs
+        self.needs_with = problem.needs_with
+        self.missing = [len(need.after) for need in self.needs]
+        self.ready_updates = [u for u, update in enumerate(self.updates) if not update.after]
         self.pending = set(range(len(self.updates)))
+        # The first place at which one of the ready updates that follow a reduction may run.
+        self.first_release = END
 
     def complete(self, reductions: Iterable[int]) -> None:
         """Note that reductions have been waited for."""
         for r in reductions:
-            for u in self.updates_after.get(r, ()):
-                self.missing[u] -= 1
-                if not self.missing[u]:
-                    self.ready_updates.append(u)
+            ready: list[int] = []
+            for k in self.needs_with.get(r, ()):
+                self.missing[k] -= 1
+                if not self.missing[k]:
+                    ready += self.needs[k].updates
+            for u in sorted(ready):
+                self.ready_updates.append(u)
+                self.first_release = min(self.first_release, self.updates[u].release)
 
     def run(self, place: int) -> list[int]:
         """Take the updates that can run at a place. Those that need no reduction run with the first that does."""
-        runnable = [u for u in self.ready_updates if self.updates[u].release <= place]
-        if not any(self.updates[u].after for u in runnable):
+        if place < self.first_release:
             return []
+        runnable = [u for u in self.ready_updates if self.updates[u].release <= place]
         self.ready_updates = [u for u in self.ready_updates if self.updates[u].release > place]
         self.pending.difference_update(runnable)
+        of_reductions = [self.updates[u] for u in self.ready_updates if self.updates[u].after]
+        self.first_release = min((update.release for update in of_reductions), default=END)
         return runnable
 
     def seconds(self, place: int) -> float:

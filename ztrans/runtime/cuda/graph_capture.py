@@ -139,8 +139,9 @@ def check_values(graph: Graph) -> None:
 
     Raises: ValueError that names the number, because a graph would hold the value that it had when it was captured.
     """
+    inputs = set(graph.inputs)
     for key, x in _by_value(graph):
-        if x not in graph.inputs:
+        if x not in inputs:
             raise ValueError(
                 f"{graph.name}: the kernel of a fused optimizer takes {key}={x.name} by value, and a CUDA graph would "
                 f"keep that value although the program computes it in every step.\n"

@@ -210,13 +210,16 @@ def _kernels(program: _LaidOut) -> Iterator[tuple[Group, _Kernel]]:
     writes_from = first_write(graph)
     maker = producers(graph.eqns)
     may_differ = varying(graph, ("batch",))
+    old_by_new = {new: old for old, new in graph.donated}
+    for new, old in zip(graph.outputs[: graph.num_state], graph.inputs):
+        old_by_new.setdefault(new, old)
     for group in program.groups:
         if group.is_update:
             continue
         end = position[group.eqns[-1]]
         old_state: dict[Var, Var] = {}
         if position[group.eqns[0]] >= writes_from:
-            old_state = _overwritten(program, group, end)
+            old_state = _overwritten(program, group, old_by_new, end)
         ins = tuple(dict.fromkeys((*group.ins, *old_state.values())))
         # Results that are the same on all ranks must be computed in the same way on all, even if another is faster.
         must_agree = any(maker[v].region == "update" or v not in may_differ for v in group.outs)
@@ -231,16 +234,14 @@ def _kernels(program: _LaidOut) -> Iterator[tuple[Group, _Kernel]]:
         yield group, kernel
 
 
-def _overwritten(program: _LaidOut, group: Group, end: int) -> dict[Var, Var]:
+def _overwritten(
+    program: _LaidOut, group: Group, old_by_new: Mapping[Var, Var], end: int
+) -> dict[Var, Var]:
     """For each result of a group that may be written over an input, a leaf of the state or a donated one, that input.
 
     Nothing reads the input after position `end`.
     """
-    graph = program.graph
     owner = program.donation.owner
-    old_by_new = {new: old for old, new in graph.donated}
-    for new, old in zip(graph.outputs[: graph.num_state], graph.inputs):
-        old_by_new.setdefault(new, old)
     overwritten = {}
     for new in group.outs:
         old_value = old_by_new.get(new)

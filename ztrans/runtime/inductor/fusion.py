@@ -228,8 +228,9 @@ class _Items:
     def may_absorb(self, item: _Item, earlier: _Item, eqn: Eqn) -> bool:
         """Whether an earlier item can run as late as `item`, which will end with `eqn`: nothing else reads it."""
         fits = item.fusible and len(item.eqns) + len(earlier.eqns) < MOST
-        readers = {reader.root for reader in earlier.read_by}
-        return fits and self.may_join(eqn, earlier) and readers == {item}
+        if not fits or not self.may_join(eqn, earlier):
+            return False
+        return all(reader.root is item for reader in earlier.read_by)
 
 
 def _waits_together(graph: Graph, pairs: Pairs) -> Iterator[Eqn]:
