@@ -7,20 +7,18 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.support.worlds import fake_mesh
 from ztrans.runtime.mesh import _end
 from ztrans.runtime.process_groups import LostRank, process_groups
 
 
 @pytest.fixture
 def mesh():
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
-    yield init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
-    dist.destroy_process_group()
+    with fake_mesh() as mesh:
+        yield mesh
 
 
 @pytest.mark.parametrize("purpose", ["gathers", "reductions"])

@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
@@ -26,6 +29,16 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(old)
+
+
+@contextlib.contextmanager
+def fake_mesh() -> Iterator[DeviceMesh]:
+    """A mesh of four ranks of which this process is the second. The others do not exist."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+    yield init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    dist.destroy_process_group()
 
 
 def batches(case: Case, steps: int) -> list[tuple]:

@@ -445,45 +445,45 @@ def test_tables_of_addresses_are_cached_for_each_stream(monkeypatch):
     assert [key[0] for key in tables._by_addresses] == [(x.data_ptr(),), (z.data_ptr(),)]
 
 
-def test_ranks_compare_the_run_and_the_capture_and_no_replay(monkeypatch):
-    """A replay neither sends nor waits on the host."""
-    compared = []
+@pytest.fixture
+def compared(monkeypatch) -> list[str]:
+    """What ranks have compared, as messages name it."""
+    compared: list[str] = []
     monkeypatch.setattr("ztrans.compiled.agree", lambda mesh, what, *rest: compared.append(what))
+    return compared
+
+
+def captured_on_a_mesh(steps: int, cuda: FakeCuda, **options):
+    """A step of a mesh that is captured on a simulated GPU, its capture, its state, and batches for some steps."""
     mesh = zt.make_mesh("cpu", dp=1)
     case = CASES["adamw_fused"]
     sharded = zt.shard_params(mesh)(case.step)
     state = sharded.shard(case.state())
-    data = batches(case, 5)
+    data = batches(case, steps)
     lowered = sharded.lower(state, *data[0])
-    capture = Capture(executable(lowered.graph, mesh), lowered.graph, FakeCuda(), "cpu")
+    run = executable(lowered.graph, mesh)
+    capture = Capture(run, lowered.graph, cuda, "cpu", **options)
     compiled = lowered.compile()
     compiled.bound.local_program = LocalProgram(
         lowered, capture, Writes(), Contract(lowered.graph, "")
     )
+    return compiled, capture, state, data
+
+
+def test_ranks_compare_the_run_and_the_capture_and_no_replay(compared):
+    """A replay neither sends nor waits on the host."""
+    compiled, capture, state, data = captured_on_a_mesh(5, FakeCuda())
     trained(compiled, state, data)
     assert len(compared) == 2
     assert capture.captured.replays == 4
 
 
 @pytest.mark.slow
-def test_a_graph_is_captured_again_after_a_step_has_failed(monkeypatch):
+def test_a_graph_is_captured_again_after_a_step_has_failed(compared):
     """Its collectives are those of communicators that the failure has closed. The ranks compare the next steps."""
-    compared = []
-    monkeypatch.setattr("ztrans.compiled.agree", lambda mesh, what, *rest: compared.append(what))
-    mesh = zt.make_mesh("cpu", dp=1)
-    case = CASES["adamw_fused"]
-    sharded = zt.shard_params(mesh)(case.step)
-    state = sharded.shard(case.state())
-    data = batches(case, 6)
-    lowered = sharded.lower(state, *data[0])
     failures = [0]
     cuda = FakeCuda()
-    run = executable(lowered.graph, mesh)
-    capture = Capture(run, lowered.graph, cuda, "cpu", failures=lambda: failures[0])
-    compiled = lowered.compile()
-    compiled.bound.local_program = LocalProgram(
-        lowered, capture, Writes(), Contract(lowered.graph, "")
-    )
+    compiled, _, state, data = captured_on_a_mesh(6, cuda, failures=lambda: failures[0])
     trained(compiled, state, data[:3])
     failures[0] = 1
     trained(compiled, state, data[3:])

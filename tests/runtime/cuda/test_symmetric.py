@@ -9,12 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_memory
-from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ztrans as zt
 from tests.support.fake_cuda import FakeCuda
 from tests.support.processes import run_ranks
+from tests.support.worlds import fake_mesh
 from ztrans.ir.collectives import all_gather, reduce
 from ztrans.ir.graph import Eqn, Graph, Split, Var
 from ztrans.ir.routes import Hosts
@@ -41,12 +40,8 @@ KIND = MessageKind(True, torch.float32, 1024)
 
 @pytest.fixture(scope="module")
 def mesh():
-    """A mesh of four ranks of which this process is the second. The others do not exist."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
-    yield init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
-    dist.destroy_process_group()
+    with fake_mesh() as mesh:
+        yield mesh
 
 
 def channel_of(group, hosts=None) -> Channel:
