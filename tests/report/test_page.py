@@ -105,21 +105,25 @@ def test_operations_too_many_for_a_page_share_bars():
     )
 
 
-def test_recomputed_operations_and_copies_to_the_host_have_colours_of_their_own():
+def with_two_memories() -> Timeline:
+    """A timeline with a recomputed operation, a copy to the host, the memory of the host, and a limit."""
     x, again = (Var(name, torch.float32, (4,)) for name in ("x", "relu.again"))
     repeated = Eqn(aten.relu.default, (x,), (again,), region="backward")
     why = Provenance("offload", ("m",), "host")  # type: ignore[arg-type]
-    copy = Eqn(
-        aten.neg.default, (x,), (Var("m'", torch.float32, (4,), future=True),), provenance=why
-    )
+    future = Var("m'", torch.float32, (4,), future=True)
+    copy = Eqn(aten.neg.default, (x,), (future,), provenance=why)
     plain = by_hand()
     events = Event(COMPUTE, 2.0, 0.5, repeated), Event("host out", 0.5, 2.0, copy, bytes=1 << 20)
-    timeline = dataclasses.replace(
+    return dataclasses.replace(
         plain,
         events=(*plain.events, *events),
         host_memory=((0.0, 0), (0.5, 50), (1.0, 50), (2.5, 120)),
         limit=400,
     )
+
+
+def test_recomputed_operations_and_copies_to_the_host_have_colours_of_their_own():
+    timeline = with_two_memories()
     data = data_of(page([timeline]))
     used = [kind for kind, _, _, is_used in data["kinds"] if is_used]
     assert used == ["forward", "backward", "recomputed", "update", "grad", "offload"]
@@ -130,4 +134,4 @@ def test_recomputed_operations_and_copies_to_the_host_have_colours_of_their_own(
     rows = [" ".join(row.split()) for row in str(timeline).splitlines()]
     assert "peak memory 300 B 75.0% at 1.00 s, of 400 B" in rows
     assert "on the host 120 B" in rows
-    assert "on the host" in str(timeline.compare(timeline)) and "on the host" not in str(plain)
+    assert "on the host" in str(timeline.compare(timeline)) and "on the host" not in str(by_hand())
