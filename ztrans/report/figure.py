@@ -12,7 +12,7 @@ from typing import Any
 
 from ..ir.printer import format_bytes, format_seconds
 from ..ir.relations import grouped
-from ..planning.timeline import COMPUTE, Timeline
+from ..planning.timeline import COMPUTE, Curve, Timeline
 from .palette import COLOURS, stands_for
 
 ENDINGS = (".png", ".svg", ".pdf")
@@ -97,39 +97,45 @@ def _lanes(ax: Any, timeline: Timeline, scale: float) -> None:
 def _memory(ax: Any, timeline: Timeline, scale: float) -> None:
     """The curves of live memory with their peaks, and the limit."""
     top = max(timeline.peak, timeline.host_peak) or 1
-    # A limit that is far above the peak would make the curve flat.
-    limit = timeline.limit if timeline.limit and timeline.limit <= 2 * timeline.peak else None
-    ends = []
-    for curve, peak, colour, name in (
-        (timeline.memory, timeline.peak, _FAINT, "peak"),
-        (timeline.host_memory, timeline.host_peak, COLOURS["offload"][0], "host"),
-    ):
-        if not peak:
-            continue
-        last = (timeline.seconds, curve[-1][1])
-        times, live = zip(*((t * scale, b) for t, b in (*curve, last)))
-        ax.fill_between(times, live, step="post", color=colour, alpha=0.25, linewidth=0)
-        ax.step(times, live, where="post", color=colour, linewidth=0.8)
-        time = next(t for t, b in curve if b == peak)
-        ends.append(time)
-        late = time > 0.8 * timeline.seconds
-        under = limit is not None and peak < limit < 1.25 * peak  # the text would be on the line
-        ax.plot([time * scale], [peak], "o", color=_INK, markersize=3, clip_on=False)
-        ax.annotate(
-            f"{name} {format_bytes(peak)}", (time * scale, peak), (-6 if late else 6, -11 if under else 2),
-            textcoords="offset points", ha="right" if late else "left", color=_INK,
-        )  # fmt: skip
+    limit = timeline.limit or 0
+    if limit > 2 * timeline.peak:
+        limit = 0  # the curve would be flat below it
+    _curve(ax, timeline.memory, timeline.seconds, scale, _FAINT, "peak", limit)
+    _curve(ax, timeline.host_memory, timeline.seconds, scale, COLOURS["offload"][0], "host", limit)
     if limit:
-        is_late = bool(ends) and ends[0] > timeline.seconds / 2
-        time, side = (0.0, "left") if is_late else (timeline.seconds, "right")
         ax.plot([0, timeline.seconds * scale], [limit, limit], "--", color=_LIMIT, linewidth=0.9)
-        ax.annotate(
-            f"limit {format_bytes(limit)}", (time * scale, limit), (6 if is_late else -6, 2),
-            textcoords="offset points", ha=side, color=_LIMIT,
-        )  # fmt: skip
-    ax.set_ylim(0, 1.25 * max(top, limit or 0))
+        # The text is on the side where the peak is not.
+        on_right = timeline.peak_time < timeline.seconds / 2
+        time = timeline.seconds if on_right else 0.0
+        _text(ax, f"limit {format_bytes(limit)}", (time * scale, limit), on_right, 2, _LIMIT)
+    ax.set_ylim(0, 1.25 * max(top, limit))
     ax.set_yticks([0.5 * top], ["memory"], color=_INK)
     _plain(ax)
+
+
+def _curve(
+    ax: Any, curve: Curve, seconds: float, scale: float, colour: str, name: str, limit: int
+) -> None:
+    """A curve of live memory, with a dot and its bytes at the peak."""
+    if not curve:
+        return
+    times, live = zip(*((t * scale, b) for t, b in (*curve, (seconds, curve[-1][1]))))
+    ax.fill_between(times, live, step="post", color=colour, alpha=0.25, linewidth=0)
+    ax.step(times, live, where="post", color=colour, linewidth=0.8)
+    time, peak = max(curve, key=lambda point: point[1])
+    ax.plot([time * scale], [peak], "o", color=_INK, markersize=3, clip_on=False)
+    # Above the dot, the text could be on the line of the limit.
+    height = -11 if peak < limit < 1.25 * peak else 2
+    place = time * scale, peak
+    _text(ax, f"{name} {format_bytes(peak)}", place, time > 0.8 * seconds, height, _INK)
+
+
+def _text(
+    ax: Any, text: str, place: tuple[float, float], is_left: bool, height: int, colour: str
+) -> None:
+    """A text on the left or on the right of a place, and so many points above it."""
+    offset, side = (-6, "right") if is_left else (6, "left")
+    ax.annotate(text, place, (offset, height), textcoords="offset points", ha=side, color=colour)
 
 
 def _plain(ax: Any) -> None:

@@ -210,9 +210,8 @@ def _kernels(program: _LaidOut) -> Iterator[tuple[Group, _Kernel]]:
     writes_from = first_write(graph)
     maker = producers(graph.eqns)
     may_differ = varying(graph, ("batch",))
-    old_by_new = {new: old for old, new in graph.donated}
-    for new, old in zip(graph.outputs[: graph.num_state], graph.inputs):
-        old_by_new.setdefault(new, old)
+    of_state = [*zip(graph.inputs, graph.outputs[: graph.num_state])]
+    old_by_new = {new: old for old, new in (*reversed(of_state), *graph.donated)}
     for group in program.groups:
         if group.is_update:
             continue
