@@ -16,6 +16,7 @@ from ..ir.printer import format_bytes
 from ..ir.verifier import ProgramError, check
 from .cluster import Cluster, Device
 from .cost import Memory, memory
+from .early_updates import with_early_updates
 from .formulate import formulate
 from .limit import does_not_fit
 from .plan import WRITTEN, Plan, buckets_by_name
@@ -44,10 +45,7 @@ def make_plan(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
     limit = graph.hints.memory
     budget = int(unscheduled.peak * (1 + SLACK)) if limit is None else limit
     if not s.gathers and not s.reductions:
-        if limit is not None and unscheduled.peak > limit:
-            raise does_not_fit(graph, cluster.device, unscheduled)
-        plan = Plan(s.fingerprint, update=s.asked_update)
-        return _with_notes(plan, graph, unscheduled.peak, cluster), check(s.graph)
+        return _without_collectives(s, cluster)
 
     problem, update = problem_within(s, cluster, budget)
     # The verifier has the last word. An order that it refuses must not fail a step that runs as written.
@@ -75,6 +73,22 @@ def make_plan(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
         )
     plan = Plan(s.fingerprint, *buckets_by_name(s, problem, schedule), update, tuple(notes))
     return _with_notes(plan, graph, planned_memory.peak, cluster), ordered
+
+
+def _without_collectives(s: Skeleton, cluster: Cluster) -> tuple[Plan, Graph]:
+    """The plan of a program without planned collectives: its updates may run early, if that takes no more memory."""
+    graph = s.graph
+    update = "last"
+    if graph.hints.update == "eager" and graph.micro == 1:
+        early = with_early_updates(graph)
+        if early.eqns != graph.eqns and memory(early).peak <= memory(graph).peak:
+            graph = early
+            update = "eager"
+    needed = memory(graph)
+    if graph.hints.memory is not None and needed.peak > graph.hints.memory:
+        raise does_not_fit(graph, cluster.device, needed)
+    plan = Plan(s.fingerprint, update=update)
+    return _with_notes(plan, graph, needed.peak, cluster), check(graph)
 
 
 def problem_within(s: Skeleton, cluster: Cluster, budget: int) -> tuple[Problem, str]:

@@ -17,6 +17,7 @@ from ..ir.printer import format_bytes
 from ..ir.relations import grouped
 from ..ir.verifier import ProgramError, check
 from .cost import memory
+from .early_updates import with_early_updates
 from .formulate import frame
 from .plan import WRITTEN, Plan, schedule_of
 from .skeleton import Collective, Skeleton, skeleton, update_groups
@@ -61,6 +62,8 @@ def follow_plan(graph: Graph, plan: Plan) -> Graph:
     try:
         if graph.hints.update == "last" and plan.update == "eager":
             raise ScheduleError('update is "eager", and the step has overlap_grads(update="last")')
+        if plan.update == "eager" and not s.gathers and not s.reductions:
+            return check(with_early_updates(s.graph))
         decides = plan.gathers or plan.reductions or plan.dropped
         if plan.update == WRITTEN or not (decides or any(e.order for e in graph.eqns)):
             return check(without_hints(graph))
