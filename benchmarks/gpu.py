@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py                  # under 8 minutes; results/gpu.json and results/gpu.md
     python benchmarks/gpu.py --only kernels   # of: numerics kernels ranks processes collectives jitter
-                                              #     sanitizer nccl step variants host offload
+                                              #     sanitizer nccl step variants largest host offload
     python benchmarks/gpu.py --only step --tokens 1024 2048 --clipped no
 
 If ztrans is not installed, run it from the root of the sources: PYTHONPATH=. python benchmarks/gpu.py
@@ -45,6 +45,7 @@ def sections() -> dict[str, Section]:
     import gpu_host
     import gpu_jitter
     import gpu_kernels
+    import gpu_largest
     import gpu_nccl
     import gpu_numerics
     import gpu_offload
@@ -63,6 +64,7 @@ def sections() -> dict[str, Section]:
         "nccl": gpu_two_ranks.two_ranks,
         "step": gpu_rounds.steps,
         "variants": gpu_rounds.variants,
+        "largest": gpu_rounds.apart(gpu_largest.largest),
         "host": gpu_rounds.apart(gpu_host.table),
         "offload": gpu_rounds.apart(gpu_offload.table),
     }

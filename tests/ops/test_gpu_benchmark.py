@@ -238,6 +238,30 @@ def _exits(_):
 
 
 @pytest.mark.slow
+def test_the_largest_model_by_arithmetic(monkeypatch):
+    """A parameter and its moments take 12 bytes, a gradient 4 or 2, or nothing if it is read at once."""
+    import gpu_largest
+
+    from ztrans.planning import early_updates
+
+    monkeypatch.setattr(early_updates, "_TOGETHER", 2**16)
+    config = gpu_largest.Config(**SMALL | {"width": 128})
+    *_, lines = gpu_largest.largest(CPU, config=config, layers=(2, 4))
+    by_kind = {(line["gradients"], line["updates"]): line for line in lines[1::2]}
+    taken = {kind: round(line["bytes per parameter"], 0) for kind, line in by_kind.items()}
+    assert taken == {
+        ("cast to fp32", "at the end"): 16,
+        ("cast to fp32", "during backward"): 12,
+        ("in bf16", "at the end"): 14,
+        ("in bf16", "during backward"): 12,
+    }
+    sizes = [line["largest, G parameters"] for line in by_kind.values()]
+    assert sizes[1] > 1.3 * sizes[0] and sizes[0] * 16 == pytest.approx(
+        139.8 * 2**30 / 1e9, rel=0.1
+    )
+
+
+@pytest.mark.slow
 def test_all_subjects_train_alike():
     import gpu_rounds
     import gpu_step

@@ -52,7 +52,8 @@ def overlap_grads(
         update: "eager" updates the parameters of a bucket as soon as it is reduced, unless the update depends on all
             gradients, for instance by a global norm. "last" writes the state only when every reduction of the step is
             complete. A step that fails before then leaves the old state unchanged, but it takes more memory and
-            overlaps less.
+            overlaps less. On one rank, where nothing is reduced, "eager" runs updates during backward as soon as their
+            gradients have the size of a bucket together, by default 32 MiB, unless that takes more memory.
 
     A step without gradients, such as an evaluation, has nothing to overlap: its program stays as it is.
 
