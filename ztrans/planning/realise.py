@@ -60,19 +60,27 @@ def follow_plan(graph: Graph, plan: Plan) -> Graph:
             f"model, mesh, or other transforms.\nLower without it, and save lowered.plan again."
         )
     try:
-        if graph.hints.update == "last" and plan.update == "eager":
-            raise ScheduleError('update is "eager", and the step has overlap_grads(update="last")')
-        if plan.update == "eager" and not s.gathers and not s.reductions:
-            return check(with_early_updates(s.graph))
-        decides = plan.gathers or plan.reductions or plan.dropped
-        if plan.update == WRITTEN or not (decides or any(e.order for e in graph.eqns)):
-            return check(without_hints(graph))
-        problem = frame(s, plan.update)
-        return check(realise(s, schedule_of(plan, s, problem), problem))
+        return check(_in_order(s, graph, plan))
     except (ScheduleError, ProgramError) as error:
         raise PlanError(
             f"{plan.title}: {error}.\nLower without the plan, and save it again."
         ) from None
+
+
+def _in_order(s: Skeleton, graph: Graph, plan: Plan) -> Graph:
+    """The program with skeleton `s` in the order of its plan.
+
+    Raises: ScheduleError if it cannot run in that order.
+    """
+    if graph.hints.update == "last" and plan.update == "eager":
+        raise ScheduleError('update is "eager", and the step has overlap_grads(update="last")')
+    if plan.update == "eager" and not s.gathers and not s.reductions:
+        return with_early_updates(s.graph)
+    decides = plan.gathers or plan.reductions or plan.dropped
+    if plan.update == WRITTEN or not (decides or any(e.order for e in graph.eqns)):
+        return without_hints(graph)
+    problem = frame(s, plan.update)
+    return realise(s, schedule_of(plan, s, problem), problem)
 
 
 def without_hints(graph: Graph) -> Graph:
