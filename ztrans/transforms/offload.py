@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from dataclasses import replace as with_changes
 from fnmatch import fnmatchcase
 
 import torch
 
-from ..ir.copies import to_device, to_host, wait_for_copy
+from ..ir.collectives import rules
+from ..ir.copies import is_copy, to_device, to_host, wait_for_copy
 from ..ir.graph import Eqn, Graph, Memory, Names, Var, producers, substitute, users
+from ..ir.op_facts import is_random
+from ..ir.relations import sorted_by
 from ..ir.source import where as line_of
 from .base import Transform, constructor, meta_leaves
 from .edits import Edits
@@ -75,7 +78,86 @@ class _Offload(Transform):
         moving = _Moving(graph)
         for v in chosen:
             moving.move(v)
-        return moving.applied()
+        return leaf_by_leaf(moving.applied())
+
+
+def leaf_by_leaf(graph: Graph) -> Graph:
+    """The program in which the equations that update a leaf on the host stand together.
+
+    An optimizer may compute all first moments, then all second ones, and so on. All of them would then be on the device
+    at once. What scalars alone need is computed before.
+    """
+    free = {e for e in graph.eqns if _may_move(e)}
+    leaves = _LeafUpdates(graph, free)
+    moved = leaves.with_copies()
+    if not moved:
+        return graph
+    index = {e: i for i, e in enumerate(graph.eqns)}
+    first = min(index[e] for e in moved)
+    makers = producers(graph.eqns)
+    keys: dict[Eqn, tuple[int, int, int]] = {}
+    for e, i in index.items():
+        if e in moved:
+            keys[e] = (leaves.first[leaves.number[e]], 0, i)
+        elif e in free and not any(v.shape for v in e.results):
+            ready = max((keys[makers[v]][0] for v in e.ins if v in makers), default=-1)
+            keys[e] = (min(max(ready, first), i), -1, i)
+        else:
+            keys[e] = (i, 0, i)
+    needs = {e: [makers[v] for v in e.ins if v in makers] for e in graph.eqns}
+    return graph.replace(eqns=tuple(sorted_by(keys.__getitem__, needs)))
+
+
+def _may_move(e: Eqn) -> bool:
+    is_fixed = rules(e).remote or is_random(e) or e.order is not None
+    return e.region == "update" and not is_fixed
+
+
+class _LeafUpdates:
+    """The equations of an update, by the leaf that they are for: those that pass values with dims to each other.
+
+    Attributes:
+        number: for each equation, the number of its set.
+        first: for each set, the index of its first equation that is no copy.
+    """
+
+    def __init__(self, graph: Graph, free: Collection[Eqn]) -> None:
+        self.number: dict[Eqn, int] = {}
+        self.members: dict[int, list[Eqn]] = {}
+        self.first: dict[int, int] = {}
+        makers = producers(graph.eqns)
+        for i, e in enumerate(graph.eqns):
+            if e not in free:
+                continue
+            number = i
+            self.members[i] = [e]
+            self.first[i] = len(graph.eqns) if rules(e).copies else i
+            for v in e.ins:
+                maker = makers.get(v)
+                if v.shape and maker in self.number:
+                    number = self._join(number, self.number[maker])
+            for each in self.members[number]:
+                self.number[each] = number
+
+    def _join(self, a: int, b: int) -> int:
+        """One set of two, with the number of the larger one."""
+        if a == b:
+            return a
+        if len(self.members[a]) > len(self.members[b]):
+            a, b = b, a
+        for e in self.members.pop(a):
+            self.number[e] = b
+            self.members[b].append(e)
+        self.first[b] = min(self.first[b], self.first.pop(a))
+        return b
+
+    def with_copies(self) -> set[Eqn]:
+        """The equations of all sets that have a copy."""
+        moved: set[Eqn] = set()
+        for eqns in self.members.values():
+            if any(map(is_copy, eqns)):
+                moved.update(eqns)
+        return moved
 
 
 class _Moving:
