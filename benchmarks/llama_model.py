@@ -116,8 +116,11 @@ def adamw(state: dict, grads: dict, lr=3e-4, b1=0.9, b2=0.95, eps=1e-8, decay=0.
     return {"params": params, "m": m, "v": v, "step": step}
 
 
-def make_step(config: Config, mesh: DeviceMesh) -> Callable:
-    """The step `(state, tokens, first) -> (state, loss)`; `first` is the first row of this rank's vocabulary."""
+def make_step(config: Config, mesh: DeviceMesh, clips: bool = True) -> Callable:
+    """The step `(state, tokens, first) -> (state, loss)`; `first` is the first row of this rank's vocabulary.
+
+    With `clips`, gradients are clipped by their global norm.
+    """
 
     def embed(weight: Tensor, tokens: Tensor, first: int) -> Tensor:
         row = tokens - first
@@ -175,6 +178,6 @@ def make_step(config: Config, mesh: DeviceMesh) -> Callable:
         params = {k: p.detach().requires_grad_() for k, p in state["params"].items()}
         loss = loss_fn(params, tokens, first)
         grads = dict(zip(params, torch.autograd.grad(loss, list(params.values()))))
-        return adamw(state, clip(grads)), loss.detach()
+        return adamw(state, clip(grads) if clips else grads), loss.detach()
 
     return train_step

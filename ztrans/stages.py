@@ -29,6 +29,7 @@ from .ir.differences import traffic
 from .ir.donation import writes_last
 from .ir.graph import Graph, dce
 from .ir.interpreter import join, lockstep, scatter
+from .ir.keep_on_host import demanded_on_host, keep_on_host
 from .ir.layout import AbstractMesh
 from .ir.marks import erase_marks
 from .ir.micro_batches import parts
@@ -177,6 +178,7 @@ class Traced(Printed):
                 graph = rewritten(graph, transform)
             history.append((transform.name, graph))
         hinted = dce(erase_trivial(erase_marks(graph)))
+        hinted = dce(keep_on_host(hinted, demanded_on_host(hinted)))
         hinted = writes_last(hinted) if hinted.hints.update == "last" else hinted
         cluster = cluster or default_cluster(device, hinted.axes)
         of_state = [

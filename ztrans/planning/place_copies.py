@@ -42,8 +42,7 @@ def place_copies(graph: Graph, cluster: Cluster) -> Graph:
     if not any(map(is_copy, graph.eqns)):
         return graph
     graph = copied_when_needed(graph)
-    most = max(_live_on_device(graph))
-    limit = max(most, graph.hints.memory or 0)
+    limit = max(_live_on_device(graph))
     may_use = limit
     for _ in range(_TRIALS):
         placed = _Placing(graph, cluster, may_use).run()

@@ -117,12 +117,6 @@ def _fact(node: fx.Node, origin: Origin) -> Fact:
     if mark is None:
         return origin.fact
     policy = policy_of(node.meta, mark)
-    if policy is not None and policy.name.endswith("OFFLOAD"):
-        warn_of_trace(
-            f"trace: a checkpoint moves {node.target} to the CPU, and a program keeps it where it is.\n"
-            f"  at {where(origin.source)}\nUse PREFER_SAVE, or PREFER_RECOMPUTE for less memory.",
-            origin.source,
-        )
     dropped = policy in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
     demand = _DEMANDS.get(policy.name) if policy is not None and mark.is_selective else None
     return replace(origin.fact, checkpoint=mark.number, dropped=dropped, demand=demand)

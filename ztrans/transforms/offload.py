@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from dataclasses import replace as with_changes
 from fnmatch import fnmatchcase
@@ -87,25 +87,26 @@ def leaf_by_leaf(graph: Graph) -> Graph:
     An optimizer may compute all first moments, then all second ones, and so on. All of them would then be on the device
     at once. What scalars alone need is computed before.
     """
-    free = {e for e in graph.eqns if _may_move(e)}
-    leaves = _LeafUpdates(graph, free)
+    leaves = _LeafUpdates(graph)
     moved = leaves.with_copies()
     if not moved:
         return graph
-    index = {e: i for i, e in enumerate(graph.eqns)}
-    first = min(index[e] for e in moved)
     makers = producers(graph.eqns)
+    needs = {e: [makers[v] for v in e.ins if v in makers] for e in graph.eqns}
+    begin = min(i for i, e in enumerate(graph.eqns) if e in moved)
     keys: dict[Eqn, tuple[int, int, int]] = {}
-    for e, i in index.items():
+    for i, e in enumerate(graph.eqns):
+        keys[e] = (i, 0, i)
         if e in moved:
             keys[e] = (leaves.first[leaves.number[e]], 0, i)
-        elif e in free and not any(v.shape for v in e.results):
-            ready = max((keys[makers[v]][0] for v in e.ins if v in makers), default=-1)
-            keys[e] = (min(max(ready, first), i), -1, i)
-        else:
-            keys[e] = (i, 0, i)
-    needs = {e: [makers[v] for v in e.ins if v in makers] for e in graph.eqns}
+        elif e in leaves.number and _makes_scalars(e):
+            ready = max((keys[maker][0] for maker in needs[e]), default=-1)
+            keys[e] = (min(max(ready, begin), i), -1, i)
     return graph.replace(eqns=tuple(sorted_by(keys.__getitem__, needs)))
+
+
+def _makes_scalars(e: Eqn) -> bool:
+    return not any(v.shape for v in e.results)
 
 
 def _may_move(e: Eqn) -> bool:
@@ -121,13 +122,13 @@ class _LeafUpdates:
         first: for each set, the index of its first equation that is no copy.
     """
 
-    def __init__(self, graph: Graph, free: Collection[Eqn]) -> None:
+    def __init__(self, graph: Graph) -> None:
         self.number: dict[Eqn, int] = {}
         self.members: dict[int, list[Eqn]] = {}
         self.first: dict[int, int] = {}
         makers = producers(graph.eqns)
         for i, e in enumerate(graph.eqns):
-            if e not in free:
+            if not _may_move(e):
                 continue
             number = i
             self.members[i] = [e]
