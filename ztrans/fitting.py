@@ -17,6 +17,7 @@ from .ir.printer import format_bytes
 from .planning.cluster import Cluster
 from .planning.cost import Memory
 from .planning.limit import DoesNotFit, Way
+from .planning.plan import Plan
 from .planning.simulate import simulate
 from .planning.skeleton import skeleton
 from .transforms.accumulate import accumulate
@@ -55,7 +56,7 @@ class Variant(Protocol[P_co]):
     @property
     def variants(self) -> Sequence[Variant[P_co]]: ...
     def with_transforms(self, transforms: tuple[Transform, ...]) -> Variant[P_co]: ...
-    def in_own_order(self, cluster: Cluster | None) -> P_co: ...
+    def in_own_order(self, cluster: Cluster | None, plan: Plan | None = None) -> P_co: ...
     def planned(self, cluster: Cluster | None) -> P_co: ...
 
 
@@ -126,11 +127,11 @@ def _takes(options: str, result: Trial[P] | DoesNotFit) -> str:
     return f"{options}: it needs {format_bytes(result.least.peak)}"
 
 
-def variant_of_plan(traced: Variant[P], program: str, cluster: Cluster | None) -> P:
+def variant_of_plan(traced: Variant[P], plan: Plan, cluster: Cluster | None) -> P:
     """The variant of a step with the program of a plan, before it has an order; the first variant if none has it."""
-    variants = [variant.in_own_order(cluster) for variant in traced.variants]
+    variants = [variant.in_own_order(cluster, plan) for variant in traced.variants]
     for variant in variants:
-        if len(variants) > 1 and skeleton(variant.hinted).fingerprint == program:
+        if len(variants) > 1 and skeleton(variant.hinted).fingerprint == plan.program:
             return variant
     return variants[0]
 

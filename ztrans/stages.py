@@ -44,6 +44,7 @@ from .planning.make_plan import make_plan, with_memory_notes
 from .planning.place_copies import check_host_memory, place_copies
 from .planning.plan import Plan
 from .planning.realise import apply_plan, follow_plan
+from .planning.recompute.ladder import plan_recomputation, recomputing
 from .planning.simulate import simulate
 from .planning.skeleton import skeleton
 from .planning.solver.bound import bound
@@ -67,6 +68,8 @@ from .transforms.base import (
     rewritten,
     with_limit,
 )
+
+History = tuple[tuple[str, Graph | fx.GraphModule], ...]  # the stages of a program by name
 
 __all__ = ["Compiled", "Cost", "Lowered", "Memory", "Traced"]
 
@@ -140,7 +143,7 @@ class Traced(Printed):
     @no_collection()
     @without_autocast()
     def _with_plan(self, plan: Plan, cluster: Cluster | None) -> Lowered:
-        hinted = variant_of_plan(self, plan.program, cluster)
+        hinted = variant_of_plan(self, plan, cluster)
         with stage(self.graph.name, "plan"):
             return hinted.with_plan(plan)
 
@@ -151,7 +154,7 @@ class Traced(Printed):
 
         Raises: PlanError if the two programs do not have the same collectives.
         """
-        return variant_of_plan(self, leader.plan.program, leader.cluster).following(leader.plan)
+        return variant_of_plan(self, leader.plan, leader.cluster).following(leader.plan)
 
     @no_collection()
     @without_autocast()
@@ -162,21 +165,63 @@ class Traced(Printed):
         """
         hinted = self.in_own_order(cluster)
         with stage(self.graph.name, "plan"):
+            if hinted.hinted.hints.recompute_at_least is not None:
+                return self._recomputing(hinted)
             return hinted._ordered(*make_plan(hinted.graph, hinted.cluster))
+
+    def _recomputing(self, hinted: Lowered) -> Lowered:
+        """The program of one rank in a new order, where the plan also chooses what backward recomputes."""
+        graph, history = self._before_sharding(hinted.cluster.device)
+        lowered = {hinted.hinted: hinted}
+
+        def lower(program: Graph) -> Graph:
+            new = self._sharded(program, (*history, ("recompute", program)), hinted.cluster)
+            lowered[new.hinted] = new
+            return new.hinted
+
+        split = plan_recomputation(graph, hinted.hinted, lower, hinted.cluster)
+        return lowered[split.hinted]._ordered(split.plan, split.ordered)
 
     @no_collection()
     @without_autocast()
-    def in_own_order(self, cluster: Cluster | None) -> Lowered:
-        """The program after all transforms, without marks and without unused equations, before it has an order."""
-        mesh = mesh_of(self.transforms)
+    def in_own_order(self, cluster: Cluster | None, plan: Plan | None = None) -> Lowered:
+        """The program after all transforms, without marks and without unused equations, before it has an order.
+
+        Args:
+            cluster: as for `lower`.
+            plan: what this plan recomputes, the program recomputes.
+        """
         device = cluster.device if cluster is not None else self._default_device()
+        graph, history = self._before_sharding(device)
+        if plan is None or not plan.recomputed:
+            return self._sharded(graph, history, cluster)
+        graph = recomputing(graph, plan)
+        lowered = self._sharded(graph, (*history, ("recompute", graph)), cluster)
+        return dataclasses.replace(lowered, plan=Plan("", recomputed=plan.recomputed))
+
+    def _before_sharding(self, device: Device) -> tuple[Graph, History]:
+        """The program after the transforms that rewrite it as it was traced, and the stages up to there."""
+        mesh = mesh_of(self.transforms)
         graph = by_axis(self.graph, mesh) if isinstance(mesh, DeviceMesh) else self.graph
         graph = with_device_limit(with_limit(graph, self.transforms), device)
-        history: list[tuple[str, Graph | fx.GraphModule]] = [("make_fx", self.fx), ("trace", graph)]
-        for transform in sorted(self.transforms, key=lambda t: t.phase):
+        history: History = (("make_fx", self.fx), ("trace", graph))
+        return self._transformed(graph, history, lambda t: t.phase < Transform.phase)
+
+    def _transformed(
+        self, graph: Graph, history: History, is_meant: Callable[[Transform], bool]
+    ) -> tuple[Graph, History]:
+        """The program after some of the transforms, phase by phase."""
+        for transform in sorted(filter(is_meant, self.transforms), key=lambda t: t.phase):
             with stage(graph.name, transform.name, logging.DEBUG):
                 graph = rewritten(graph, transform)
-            history.append((transform.name, graph))
+            history = (*history, (transform.name, graph))
+        return graph, history
+
+    def _sharded(self, graph: Graph, history: History, cluster: Cluster | None) -> Lowered:
+        """A program that was rewritten as it was traced, after all other transforms."""
+        mesh = mesh_of(self.transforms)
+        device = cluster.device if cluster is not None else self._default_device()
+        graph, history = self._transformed(graph, history, lambda t: t.phase >= Transform.phase)
         hinted = dce(erase_trivial(erase_marks(graph)))
         hinted = dce(keep_on_host(hinted, demanded_on_host(hinted)))
         hinted = writes_last(hinted) if hinted.hints.update == "last" else hinted
@@ -188,7 +233,7 @@ class Traced(Printed):
         of_batch = [all_axes(self.transforms, of_state)] * (len(graph.inputs) - graph.num_state)
         program = dataclasses.replace(self.program, axes=(*of_state, *of_batch))
         return Lowered(
-            hinted, (*history, ("lower", hinted)), program, mesh, Plan(""), cluster, hinted
+            hinted, (*history, ("lower", hinted)), program, mesh, Plan(""), cluster, hinted, self
         )
 
     def _default_device(self) -> Device:
@@ -221,12 +266,13 @@ class Lowered(Printed):
     """
 
     graph: Graph
-    history: tuple[tuple[str, Graph | fx.GraphModule], ...]
+    history: History
     program: Program
     mesh: DeviceMesh | AbstractMesh | None
     plan: Plan
     cluster: Cluster
     hinted: Graph = dataclasses.field(repr=False)
+    traced: Traced = dataclasses.field(repr=False)
 
     def __repr__(self) -> str:
         return f"Lowered({self.graph!r}, {self.plan!r})"
@@ -266,7 +312,11 @@ class Lowered(Printed):
         """
         cluster = profile if isinstance(profile, Cluster) else profile.cluster(self.cluster)
         hinted = with_device_limit(self.hinted, cluster.device)
-        plan, graph = make_plan(hinted, cluster)
+        if hinted.hints.recompute_at_least is None:
+            plan, graph = make_plan(hinted, cluster)
+        else:
+            again = self.traced.planned(cluster)
+            plan, graph = again.plan, again.graph
         before, after = (simulate(g, cluster).seconds for g in (self.graph, graph))
         change = f"where the plan before has {format_seconds(before)} ({after / before - 1:+.1%})"
         note = f"expected {format_seconds(after)} a step, {change}"
@@ -275,7 +325,14 @@ class Lowered(Printed):
 
     def with_plan(self, plan: Plan) -> Lowered:
         """This program in the order of the given plan."""
-        return self._ordered(plan, apply_plan(self.hinted, plan))
+        lowered = self._recomputing(plan)
+        return lowered._ordered(plan, apply_plan(lowered.hinted, plan))
+
+    def _recomputing(self, plan: Plan) -> Lowered:
+        """This program with the recomputation of a plan, before it has an order."""
+        if plan.recomputed == self.plan.recomputed:
+            return self
+        return self.traced.in_own_order(self.cluster, plan)
 
     def with_notes(self, notes: Sequence[str]) -> Lowered:
         """This program with more notes in its plan, in front of the others."""
@@ -288,7 +345,8 @@ class Lowered(Printed):
 
     def following(self, plan: Plan) -> Lowered:
         """This program in the order of another rank's plan, even if that needs more memory than the budget."""
-        return self._ordered(plan, follow_plan(self.hinted, plan))
+        lowered = self._recomputing(plan)
+        return lowered._ordered(plan, follow_plan(lowered.hinted, plan))
 
     def _ordered(self, plan: Plan, graph: Graph) -> Lowered:
         """This program in the order of `graph`, with the plan of that order and what can be said of it.

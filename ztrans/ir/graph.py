@@ -156,6 +156,8 @@ class Hints:
         matmuls_between: matmuls between the starts of two reductions, at most.
         update: "eager" runs updates as soon as they can run. With "last" the program writes its state only after every
             collective, forward and backward.
+        recompute_at_least: the least bytes of a value that a plan may recompute in backward. If it is None, the plan
+            recomputes none.
         regather: whether a plan may keep a value that is gathered again ("auto"), or not ("always").
     """
 
@@ -166,6 +168,7 @@ class Hints:
     bucket: int | None = None
     matmuls_between: int | None = None
     update: Literal["eager", "last"] | None = None
+    recompute_at_least: int | None = None
     regather: Literal["auto", "always"] = "auto"
 
 

@@ -13,10 +13,16 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Set
 
+import torch
+
+from .collectives import rules
 from .graph import Eqn, Graph, Names, Var, producers, rename, variables
 from .liveness import liveness
 from .op_facts import is_random
 from .relations import reachable
+from .varying import varying
+
+_VARIES = getattr(torch.Tag, "nondeterministic_bitwise", None)  # torch 2.11 does not have it
 
 _COPY = re.compile(
     r"\.again(_\d+)?$"
@@ -70,6 +76,44 @@ def without_copies(graph: Graph) -> Graph:
     return rename(graph.replace(eqns=tuple(computed_once), copies=()), originals)
 
 
+def can_repeat(e: Eqn) -> bool:
+    """Whether an equation of forward may run again in backward with the same bits.
+
+    A draw would draw other numbers, and a collective of the step would be sent twice. Some operations may have other
+    bits in every run, such as sums of atomic additions; PyTorch marks them.
+    """
+    is_repeatable = _VARIES is None or _VARIES not in getattr(e.op, "tags", ())
+    return e.region == "forward" and is_repeatable and not is_random(e) and not rules(e).remote
+
+
+def needed_after_backward(graph: Graph) -> set[Var]:
+    """The storages that a step returns or its update reads. They live on in any case."""
+    root = liveness(graph).root
+    needed = {root[v] for v in variables(graph.outputs)}
+    for e in graph.eqns:
+        if e.region == "update":
+            needed.update(root[v] for v in e.ins)
+    return needed
+
+
+def repeatable(graph: Graph) -> dict[Var, Eqn]:
+    """The values that backward may recompute, each the owner of its storage, with the equations that compute them.
+
+    Values that depend on the state alone are left out: parameters and their casts are there in backward anyway, or are
+    gathered for it.
+    """
+    root = liveness(graph).root
+    over_batch = varying(graph, ("batch",))
+    needed = needed_after_backward(graph)
+    values = {}
+    for e in graph.eqns:
+        if can_repeat(e):
+            for v in e.results:
+                if root[v] is v and v in over_batch and v not in needed:
+                    values[v] = e
+    return values
+
+
 def checkpointed(graph: Graph, checkpoint: Mapping[Var, int | None], drops: Set[Var]) -> Graph:
     """Recompute the values that checkpoints drop, matrix products included.
 
@@ -82,7 +126,7 @@ def checkpointed(graph: Graph, checkpoint: Mapping[Var, int | None], drops: Set[
         drops: the values that the checkpoints do not store.
     """
     root = liveness(graph).root
-    needed = {root[v] for v in variables(graph.outputs)}
+    needed = needed_after_backward(graph)
     for e in graph.eqns:
         needed.update(_read_elsewhere(e, root, checkpoint))
     makers = producers(graph.eqns)
@@ -97,12 +141,10 @@ def _can_run_again(e: Eqn) -> bool:
 def _read_elsewhere(
     e: Eqn, root: Mapping[Var, Var], checkpoint: Mapping[Var, int | None]
 ) -> list[Var]:
-    """The storages that an equation reads outside of the checkpoint that computes them; none if it is backward."""
-    if e.region == "backward":
+    """The storages that an equation of forward reads outside of the checkpoint that computes them."""
+    if e.region != "forward":
         return []
     storages = [root[v] for v in e.ins]
-    if e.region == "update":
-        return storages
     number = checkpoint.get(e.out) if e.results else None
     return [v for v in storages if checkpoint.get(v) != number]
 

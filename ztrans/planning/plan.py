@@ -1,10 +1,10 @@
 """plan: the decisions that give a program its order, as a value that can be printed, saved and compared.
 
 A plan names the buckets of gathers and where each starts, the buckets of reductions and where each is waited for, the
-gathers that are dropped because an earlier value is kept, and when updates run. It names places by landmarks: "matmul
-14 + 2" is two operations after the 14th matrix product. So a person can read it, and it fits every batch size. It
-depends on shapes and costs only, so every rank makes the same plan; if ranks measured different costs, they use the
-plan of rank 0.
+gathers that are dropped because an earlier value is kept, the values that backward recomputes, and when updates run. It
+names places by landmarks: "matmul 14 + 2" is two operations after the 14th matrix product. So a person can read it, and
+it fits every batch size. It depends on shapes and costs only, so every rank makes the same plan; if ranks measured
+different costs, they use the plan of rank 0.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Plan:
         gathers: the members of each bucket, and the place at which they start.
         reductions: the members of each bucket, and the place at which they are waited for.
         dropped: gathers that do not run, because the value of an earlier gather is kept.
+        recomputed: values of forward that backward computes again, because `remat` has a limit of memory.
         update: when updates run, "eager" or "last", or "as written" if the program keeps its order.
         notes: which wishes the plan does not fulfil, and why.
         file: the file that the plan was read from.
@@ -57,6 +58,7 @@ class Plan:
     gathers: NamedBuckets = ()
     reductions: NamedBuckets = ()
     dropped: MemberNames = ()
+    recomputed: MemberNames = dataclasses.field(default=(), kw_only=True)
     update: str = "eager"
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     file: str = dataclasses.field(default="", compare=False, repr=False)
@@ -145,6 +147,8 @@ class Plan:
         if self.dropped:
             start = "  kept from forward, not gathered again: "
             lines += _member_lines(start, self.dropped, "", full)
+        if self.recomputed:
+            lines += _member_lines("  recomputed in backward: ", self.recomputed, "", full)
         for note in self.notes:
             lines += wrap(f"  note: {note}")
         return "\n".join(lines)
@@ -154,6 +158,7 @@ class Plan:
 
     def __repr__(self) -> str:
         dropped = f", {len(self.dropped)} kept" if self.dropped else ""
+        dropped += f", {len(self.recomputed)} recomputed" if self.recomputed else ""
         buckets = f"{len(self.gathers)} gather buckets, {len(self.reductions)} reduction buckets"
         return f"Plan({self.digest}, {buckets}{dropped}, update={self.update!r})"
 
@@ -167,6 +172,8 @@ def _summary(plan: Plan) -> list[str]:
             counts.append(f"{count} {kind} in {len(buckets)} buckets")
     if plan.dropped:
         counts.append(f"{len(plan.dropped)} gathers dropped")
+    if plan.recomputed:
+        counts.append(f"{len(plan.recomputed)} values recomputed")
     lines = [f"  {', '.join(counts)}"] if counts else []
     return [*lines, *(f"  {axis} {role}: {total}" for (axis, role), total in plan.traffic)]
 
@@ -204,7 +211,8 @@ def _wrong_field(plan: Plan) -> str:
     )
     if wrong_buckets:
         return wrong_buckets
-    for name, value in (("dropped", plan.dropped), ("notes", plan.notes)):
+    for name in ("dropped", "recomputed", "notes"):
+        value = getattr(plan, name)
         if not _strings(value):
             return f"{name} is {value!r}; it is a list of strings"
     if not isinstance(plan.program, str):

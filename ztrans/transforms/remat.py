@@ -1,27 +1,52 @@
-"""remat: recompute cheap activations in backward, instead of keeping them from forward."""
+"""remat: recompute activations in backward, instead of keeping them from forward."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from ..ir.graph import Eqn, Graph, Var, producers, variables
+from ..ir.graph import Demand, Eqn, Graph, Var, producers, variables
 from ..ir.liveness import liveness
-from ..ir.op_facts import op_facts
-from ..ir.recompute import recompute
+from ..ir.op_facts import is_matmul, op_facts
+from ..ir.recompute import recompute, repeatable, without_copies
 from ..ir.varying import varying
 from .base import Transform, check_number, constructor
 
 _DEPTH = 5  # the most equations in a row that are repeated for one value
 
+Saves = Callable[[Eqn], bool]  # whether the results of an equation of forward are kept for backward
+Lines = Mapping[str, Demand]  # what becomes of the results of a line, such as "net.py:14"
+# After the policies of jax.checkpoint: dots_saveable, nothing_saveable and everything_saveable.
+_POLICIES: Mapping[str, Saves] = {
+    "save_matmuls": is_matmul,
+    "save_nothing": lambda e: False,
+    "save_everything": lambda e: True,
+}
+
 
 @constructor
-def remat(*, at_least: int = 1 << 16) -> Transform:
-    """Recompute a cheap activation in backward if its inputs are alive there anyway: less memory, the same bits.
+def remat(
+    *,
+    memory: int | Literal["auto"] | None = None,
+    save: str | Saves | Lines | None = None,
+    at_least: int = 1 << 16,
+) -> Transform:
+    """Recompute activations in backward instead of keeping them: less memory, the same bits.
 
-    It recomputes elementwise results, casts, copies and layer norms of at least `at_least` bytes that backward reads.
-    No value of forward lives longer. A recomputed value may live until another one is recomputed from it, which very
-    seldom raises the peak. Matrix products, attention and random draws are never repeated.
+    Without `memory` and `save`, it recomputes what takes no memory and next to no time: elementwise results, casts,
+    copies and layer norms whose inputs are alive there anyway. A recomputed value may live until another one is
+    recomputed from it, which very seldom raises the peak. Matrix products, attention and random draws are never
+    repeated.
+
+    With `memory`, the plan chooses what is recomputed, so that the whole step stays within this limit and is as fast as
+    it can be: any result of forward, matrix products and attention included. It trades the bytes against those of
+    messages. Kept are random draws, the results of the step's own collectives, and what the update reads. The
+    checkpoints of the step are wishes then, except for MUST_SAVE and MUST_RECOMPUTE. Each value is recomputed right
+    before backward first reads it.
+
+    With `save` alone, backward recomputes everything that the policy does not save.
 
     Rewrites:
         a = gelu(h); y = mm(a, w)               a = gelu(h); y = mm(a, w)
@@ -30,32 +55,136 @@ def remat(*, at_least: int = 1 << 16) -> Transform:
         dh = gelu_backward(da, h)               dh = gelu_backward(da, h)
 
     Args:
+        memory: the greatest number of bytes that may be live on a rank, a hard limit on the whole step. "auto" is the
+            limit that the step has without it: that of another transform, or the memory of the device.
+        save: what is kept in any case. "save_matmuls" keeps the results of matrix products and attention,
+            "save_everything" and "save_nothing" are what they say. A function of an equation says whether its results
+            are kept. A dict says it for lines of the step: `{"net.py:14": "save", "net.py:20": "recompute"}`; other
+            lines are as without it.
         at_least: the least size of a value that is recomputed, in bytes.
 
-    Raises: ValueError if `at_least` is not a number of bytes.
+    Raises: ValueError if `memory` or `at_least` is not a number of bytes, or a policy is unknown. When the step is
+        lowered, ValueError if a line names no equation of forward, or if nothing fits the limit.
 
-    Source: PyTorch's min-cut partitioner, limited to recomputation that keeps nothing else alive; Chen et al.,
-    "Training deep nets with sublinear memory cost", 2016.
+    Source: PyTorch's min-cut partitioner; Chen et al., "Training deep nets with sublinear memory cost", 2016; the
+    policies of jax.checkpoint.
 
-    >>> remat()
-    remat()
+    >>> remat(), remat(memory=40 << 30, save="save_matmuls")
+    (remat(), remat(memory=42949672960, save='save_matmuls'))
     """
+    check_number("remat: memory", memory, "a number of bytes", 1, "auto", None)
     check_number("remat: at_least", at_least, "a number of bytes", 0)
-    return _Remat(at_least)
+    _check_policy(save)
+    policy = tuple(save.items()) if isinstance(save, Mapping) else save
+    return _Remat(memory, policy, at_least)
+
+
+def _check_policy(save: object) -> None:
+    """Raises: ValueError for a policy that there is not."""
+    if isinstance(save, Mapping):
+        for line, demand in save.items():
+            if demand == "host":
+                raise ValueError(
+                    f"remat: save={{{line!r}: 'host'}}; remat recomputes values, and moves none to the host.\n"
+                    f"Write 'save' or 'recompute'."
+                )
+            if demand not in ("save", "recompute"):
+                raise ValueError(
+                    f"remat: save={{{line!r}: {demand!r}}}; a line is 'save' or 'recompute'."
+                )
+    elif save is not None and not callable(save) and save not in _POLICIES:
+        policies = ", ".join(map(repr, _POLICIES))
+        raise ValueError(
+            f"remat: save={save!r}; there are {policies}, a function of an equation, and a dict of lines."
+        )
 
 
 @dataclass(frozen=True, repr=False)
 class _Remat(Transform):
+    memory: int | str | None = None
+    save: str | Saves | tuple[tuple[str, Demand], ...] | None = None
     at_least: int = 1 << 16
 
     phase: ClassVar[int] = 0
 
+    @property
+    def memory_limit(self) -> int | None:
+        return self.memory if isinstance(self.memory, int) else None
+
     def rewrite(self, graph: Graph) -> Graph:
-        return recompute(graph, _recomputed(graph, self.at_least))
+        if self.memory is None and self.save is None:
+            return recompute(graph, _cheap_values(graph, self.at_least))
+        if self.memory is None:
+            return _recompute_others(self._with_demands(graph), self.at_least, self._is_total)
+        kept = self._with_demands(without_copies(graph))
+        return kept.with_hints(recompute_at_least=self.at_least)
+
+    @property
+    def _is_total(self) -> bool:
+        """Whether the policy decides for all equations, not for some lines."""
+        return not isinstance(self.save, tuple)
+
+    def _with_demands(self, graph: Graph) -> Graph:
+        """The program in which equations of forward have the demands of the policy. Those of checkpoints stay.
+
+        Raises: ValueError if a line names no equation of forward.
+        """
+        if self.save is None:
+            return graph
+        if isinstance(self.save, tuple):
+            demand_of = _by_line(graph, dict(self.save))
+        else:
+            policy = _POLICIES[self.save] if isinstance(self.save, str) else self.save
+            demand_of = {}
+            for e in graph.eqns:
+                if e.region == "forward" and policy(e):
+                    demand_of[e] = "save"
+        eqns = []
+        for e in graph.eqns:
+            demand = demand_of.get(e) if e.demand is None else None
+            eqns.append(e.replace(demand=demand) if demand else e)
+        return graph.replace(eqns=tuple(eqns))
 
 
-def _recomputed(graph: Graph, at_least: int) -> set[Var]:
-    """The values that backward recomputes, each the owner of its storage."""
+def _by_line(graph: Graph, lines: Lines) -> dict[Eqn, Demand]:
+    """What lines of the step demand of the equations of forward.
+
+    Raises: ValueError if a line has no equation of forward.
+    """
+    demand_of: dict[Eqn, Demand] = {}
+    known: dict[str, None] = {}
+    used: set[str] = set()
+    for e in graph.eqns:
+        if e.region != "forward" or e.source is None:
+            continue
+        known[f"{os.path.basename(e.source.file)}:{e.source.line}"] = None
+        for line, demand in lines.items():
+            if f"/{e.source.file}:{e.source.line}".endswith(f"/{line}"):
+                demand_of[e] = demand
+                used.add(line)
+    for line in lines:
+        if line not in used:
+            raise ValueError(
+                f"remat: save names {line}, and no equation of forward in {graph.name} comes from there.\n"
+                f"Its lines are {', '.join(sorted(known))}."
+            )
+    return demand_of
+
+
+def _recompute_others(graph: Graph, at_least: int, is_total: bool) -> Graph:
+    """Recompute what lines demand, and with a total policy everything that it does not save."""
+    kept = without_copies(graph)
+    root = liveness(kept).root
+    values = {v for _, v in graph.copies if root[v] is v}
+    for v, e in repeatable(kept).items():
+        is_large = v.numel * v.dtype.itemsize >= at_least
+        if e.demand == "recompute" or (is_total and is_large and e.demand is None):
+            values.add(v)
+    return recompute(kept, values)
+
+
+def _cheap_values(graph: Graph, at_least: int) -> set[Var]:
+    """The values that backward recomputes for nothing, each the owner of its storage."""
     lifetimes = liveness(graph)
     first_reader: dict[Var, int] = {}  # by storage, the number of the first equation of backward
     needed_later = {lifetimes.root[v] for v in variables(graph.outputs)}
