@@ -1,8 +1,8 @@
 """Kernels, collectives and a training step on one GPU: checked for correctness, then timed beside their peers.
 
     python benchmarks/gpu.py                  # under 8 minutes; results/gpu.json and results/gpu.md
-    python benchmarks/gpu.py --only kernels   # of: numerics kernels ranks processes collectives jitter
-                                              #     sanitizer nccl step variants largest host offload
+    python benchmarks/gpu.py --only kernels   # of: numerics kernels ranks streams processes collectives jitter
+                                              #     sanitizer contention nccl step variants largest host offload
     python benchmarks/gpu.py --only step --tokens 1024 2048 --clipped no
 
 If ztrans is not installed, run it from the root of the sources: PYTHONPATH=. python benchmarks/gpu.py
@@ -42,6 +42,7 @@ def sections() -> dict[str, Section]:
     A section is called with a device, a function that returns the seconds left, and options, if it has any. It yields
     the list of its results whenever that has grown. Its docstring is printed above its table in the report.
     """
+    import gpu_contention
     import gpu_host
     import gpu_jitter
     import gpu_kernels
@@ -51,16 +52,19 @@ def sections() -> dict[str, Section]:
     import gpu_offload
     import gpu_ranks
     import gpu_rounds
+    import gpu_streams
     import gpu_two_ranks
 
     return {
         "numerics": gpu_rounds.apart(gpu_numerics.checks),
         "kernels": gpu_rounds.apart(gpu_kernels.table),
         "ranks": gpu_rounds.apart(gpu_ranks.one_launch),
+        "streams": gpu_rounds.apart(gpu_streams.streams),
         "processes": gpu_ranks.processes,
         "collectives": gpu_nccl.collectives,
         "jitter": gpu_rounds.apart(gpu_jitter.jitter),
         "sanitizer": gpu_rounds.apart(gpu_jitter.sanitizer),
+        "contention": gpu_rounds.apart(gpu_contention.contention),
         "nccl": gpu_two_ranks.two_ranks,
         "step": gpu_rounds.steps,
         "variants": gpu_rounds.variants,

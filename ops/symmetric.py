@@ -4,8 +4,9 @@
     memories = in_one_process(ranks, nbytes, device)      all ranks in this process, for tests and benchmarks
     memory = view(rank, bytes, nbytes, starts, mapping)   any memory that all ranks have mapped
 
-`mine` is this rank's buffer of bytes. `buffers` and `pads`, int64[ranks] on its device, are the addresses of every
-rank's buffer and signals, as this rank sees them. The signals of one rank are int32[CHANNELS, ranks], each row padded
+`mine` is this rank's buffer of bytes. `parts` are the buffers of all ranks as tensors, which copies read without a
+kernel. `buffers` and `pads`, int64[ranks] on its device, are the addresses of every rank's buffer and signals, as this
+rank sees them. The signals of one rank are int32[CHANNELS, ranks], each row padded
 to a power of two. They are zero between collectives; `barrier.py` describes their use. `error`, int32[1], is zero until
 a barrier has waited in vain. The host reads it without synchronising.
 
@@ -47,6 +48,7 @@ class Symmetric:
     pads: torch.Tensor
     error: torch.Tensor
     mapping: Any = None  # keeps the memory of all ranks mapped
+    parts: Sequence[torch.Tensor] = ()
 
     def check(self) -> None:
         """Raise if an earlier barrier has waited in vain. On a GPU this covers the work that has run so far."""
@@ -99,7 +101,8 @@ def in_one_process(ranks: int, nbytes: int, device: torch.device | str = "cpu") 
     size = room(nbytes, ranks)
     memories = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(ranks)]
     starts = [memory.data_ptr() for memory in memories]
-    return [view(rank, memories[rank], nbytes, starts, memories) for rank in range(ranks)]
+    parts = [memory[:nbytes] for memory in memories]
+    return [view(rank, memories[rank], nbytes, starts, memories, parts) for rank in range(ranks)]
 
 
 def rendezvous(nbytes: int, group: dist.ProcessGroup | None = None) -> Symmetric:
@@ -145,7 +148,10 @@ def connect(part: torch.Tensor, nbytes: int, group: dist.ProcessGroup) -> Symmet
     handle = symm_mem.rendezvous(part, group)
     offset = part.data_ptr() - handle.buffer_ptrs[group.rank()]  # in the mapped allocation
     starts = [pointer + offset for pointer in handle.buffer_ptrs]
-    return view(group.rank(), part, nbytes, starts, (part, handle))
+    parts = [
+        handle.get_buffer(rank, (nbytes,), torch.uint8, offset) for rank in range(group.size())
+    ]
+    return view(group.rank(), part, nbytes, starts, (part, handle), parts)
 
 
 def has_native_atomics(device: int, peer: int, driver: Any = None) -> bool:
@@ -178,11 +184,22 @@ def room(nbytes: int, ranks: int) -> int:
 
 
 def view(
-    rank: int, memory: torch.Tensor, nbytes: int, starts: Sequence[int], mapping: Any
+    rank: int,
+    memory: torch.Tensor,
+    nbytes: int,
+    starts: Sequence[int],
+    mapping: Any,
+    parts: Sequence[torch.Tensor] = (),
 ) -> Symmetric:
-    """One rank's view of `room` bytes. The memories of all ranks start at `starts`; `mapping` keeps them mapped."""
+    """One rank's view of `room` bytes. The memories of all ranks start at `starts`; `mapping` keeps them mapped.
+
+    `parts` are their buffers; on a CPU they follow from `starts`.
+    """
     device = memory.device
     offset = -(-nbytes // ALIGNMENT) * ALIGNMENT
     buffers = torch.tensor(starts, dtype=torch.int64, device=device)
     error = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
-    return Symmetric(rank, len(starts), memory[:nbytes], buffers, buffers + offset, error, mapping)
+    if device.type == "cpu":
+        parts = at_addresses(buffers, nbytes)
+    pads = buffers + offset
+    return Symmetric(rank, len(starts), memory[:nbytes], buffers, pads, error, mapping, parts)

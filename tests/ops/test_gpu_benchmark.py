@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -298,6 +299,30 @@ def test_collectives_of_one_rank_are_sent_and_change_nothing(monkeypatch):
     assert int(line["what"].split()[1]) >= 8 and line["result"] == "bits of the plain step"
 
 
+def test_ranks_on_streams_check_every_value_that_arrives(monkeypatch):
+    """On a CPU each stream is a thread."""
+    import gpu_streams
+
+    monkeypatch.setattr(gpu_streams, "SIZES", (40, 3))
+    ends = gpu_streams.make_ends(2, CPU)
+
+    def send_all(rounds: int) -> int:
+        def send(end: gpu_streams.End) -> None:
+            for _ in range(rounds):
+                end.send(lambda: None, spins=1_000_000)
+
+        with ThreadPoolExecutor(len(ends)) as threads:
+            list(threads.map(send, ends))
+        return sum(end.wrong_values() for end in ends)
+
+    assert send_all(140) == 0, "the numbers of messages begin again after 127"
+    line = gpu_streams.judged("so", ends, 1.0)
+    assert line == {"ranks": 2, "what": "so", "us": 1e6, "result": "right"}
+    ends[1].values[41] += 1
+    ends[3].values[41] += 1
+    assert send_all(3) == 2 * 2 * 3, "both ranks receive the values that rank 1 sends in two lanes"
+
+
 def test_a_step_is_counted_in_parameters_and_flops():
     import gpu_step
 
@@ -341,3 +366,18 @@ def test_the_kernel_of_rounds_compiles(tmp_path):
     assert (
         kernel.stack <= 8
     )  # ptxas spills one register, since a barrier keeps whether all have come
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_blocks_that_wait_keep_their_registers(tmp_path, number):
+    pytest.importorskip("triton", reason="kernels need Triton")
+    import gpu_contention
+
+    from tests.ops.compiled import compiled
+
+    kind = gpu_contention.WAITING[number]
+    types = {"flag": "*i32", "values": "*fp32", "spins": "i32"}
+    constants = {"BLOCK": gpu_contention.block_size(kind)}
+    options = {"num_warps": kind.warps, "maxnreg": 128}
+    kernel = compiled(gpu_contention._hold, 90, tmp_path, types, constants, **options)
+    assert kernel.stack == 0 and 64 <= kernel.registers <= 128

@@ -9,14 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ztrans.planning.simulate import Message, Network, play
+from ztrans.planning.network import Level, Message, Network
+from ztrans.planning.simulate import play
 
 
 @st.composite
-def programs(draw, lanes=("a", "b", "c"), links=("x", "y"), host=0):
+def programs(draw, lanes=("a", "b", "c"), links=("x", "y"), host=0, beside=0):
     """Durations of operations, and messages in the order of their places.
 
-    For each message compute spends up to `host` on sending it, and up to `host` on unpacking it.
+    For each message compute spends up to `host` on sending it, and up to `host` on unpacking it. Packing and unpacking
+    it beside compute take up to `beside`, and it may have two levels.
     """
     compute = draw(st.lists(st.integers(0, 6), min_size=1, max_size=5))
     link = {lane: draw(st.sampled_from(links)) for lane in lanes}
@@ -25,9 +27,31 @@ def programs(draw, lanes=("a", "b", "c"), links=("x", "y"), host=0):
         issue = draw(st.integers(0, len(compute)))
         need = draw(st.integers(issue, len(compute)))
         lane = draw(st.sampled_from(lanes))
-        takes = [draw(st.integers(0, most)) for most in (4, 8, host, host)]
-        messages.append(Message(issue, need, lane, link[lane], *takes))
+        takes = [draw(st.integers(0, most)) for most in (4, 8, host, host, beside, beside)]
+        inside = None
+        if beside and draw(st.booleans()):
+            seconds = [draw(st.integers(0, most)) for most in (4, 8, beside)]
+            inside = Level(f"{lane} inside", draw(st.sampled_from(links)), *seconds)
+        messages.append(Message(issue, need, lane, link[lane], *takes, inside))
     return [float(c) for c in compute], sorted(messages, key=lambda m: m.issue)
+
+
+class Part:
+    """A level of a message in the slow simulation, and what is left of it. `after` is the level before it."""
+
+    def __init__(self, level, after=None):
+        self.lane, self.link, self.after = level.lane, level.link, after
+        self.latency, self.bytes = Fraction(level.latency), Fraction(level.seconds)
+        self.unpack = Fraction(level.unpack_beside)
+        self.begin = self.end = None
+
+    @property
+    def left(self):
+        return self.latency + self.bytes + self.unpack
+
+    @property
+    def moves(self):
+        return self.begin is not None and not self.latency and self.bytes > 0
 
 
 def slowly(compute, messages):
@@ -42,59 +66,79 @@ def slowly(compute, messages):
         todo += [("wait", [i for i, m in enumerate(messages) if m.need == k])]
         todo += [("place", k), *([("run", compute[k])] if k < len(compute) else [])]
     now, busy = Fraction(0), None  # `busy` is the time at which the running operation ends
-    queues, latency, bytes_ = {}, {}, {}
-    start, begin, end = {}, {}, {}
-    while todo or any(queues.values()):
+    queues, start, last, packed = {}, {}, {}, {}
+    packing = []  # [message, what is left of its packing]
+    while todo or packing or any(queues.values()):
         changed = True
         while changed:  # events that take no time
             changed = False
+            if packing and packing[0][1] == 0:
+                packed[packing.pop(0)[0]], changed = True, True
             for queue in queues.values():
-                if queue and queue[0] not in begin:
-                    begin[queue[0]], changed = now, True
-                if queue and latency[queue[0]] == 0 and bytes_[queue[0]] == 0:
-                    end[queue.pop(0)], changed = now, True
+                if not queue:
+                    continue
+                i, part = queue[0]
+                ready = part.after.end is not None if part.after else i in packed
+                if part.begin is None and ready:
+                    part.begin, changed = now, True
+                if part.begin is not None and part.left == 0:
+                    part.end, changed = now, True
+                    queue.pop(0)
             if busy is not None and busy == now:
                 busy, changed = None, True
             while todo and busy is None:
                 kind, i = todo[0]
                 if kind == "wait" and i:
-                    first_done = min(i, key=lambda j: end.get(j, float("inf")))
-                    if first_done not in end:
+                    ends = {j: last[j].end for j in i if last[j].end is not None}
+                    if not ends:
                         break
+                    first_done = min(ends, key=ends.__getitem__)
                     i.remove(
                         first_done
                     )  # the first to arrive is unpacked while the others are still on their way
                     todo.insert(0, ("run", messages[first_done].unpack))
                     continue
                 if kind == "issue":
-                    queues.setdefault(messages[i].lane, []).append(i)
-                    latency[i], bytes_[i] = (
-                        Fraction(messages[i].latency),
-                        Fraction(messages[i].seconds),
-                    )
+                    message = messages[i]
+                    packing.append([i, Fraction(message.pack_beside)])
+                    before = Part(message.inside) if message.inside else None
+                    last[i] = Part(message, before)
+                    for part in filter(None, (before, last[i])):
+                        queues.setdefault(part.lane, []).append((i, part))
                 elif kind == "place":
                     start[i] = now
                 elif kind == "run" and i:
                     busy = now + Fraction(i)
                 todo.pop(0)
                 changed = True
-        heads = [queue[0] for queue in queues.values() if queue]
-        moving = [i for i in heads if latency[i] == 0]
-        share = {i: sum(messages[j].link == messages[i].link for j in moving) for i in moving}
-        soon = [latency[i] for i in heads if latency[i]] + [bytes_[i] * share[i] for i in moving]
+        heads = [queue[0][1] for queue in queues.values() if queue]
+        heads = [part for part in heads if part.begin is not None]
+        moving = [part for part in heads if part.moves]
+        share = {part: sum(each.link == part.link for each in moving) for part in moving}
+        soon = [part.latency for part in heads if part.latency]
+        soon += [part.bytes * share[part] for part in moving]
+        soon += [part.unpack for part in heads if not part.latency and not part.bytes]
+        soon += [packing[0][1]] if packing else []
         soon += [busy - now] if busy is not None else []
         if not soon:
             break
         step = min(soon)
-        for i in heads:
-            if latency[i]:
-                latency[i] -= step
+        for part in heads:
+            if part.latency:
+                part.latency -= step
+            elif part.bytes:
+                part.bytes -= step / share[part]
             else:
-                bytes_[i] -= step / share[i]
+                part.unpack -= step
+        if packing:
+            packing[0][1] -= step
         now += step
-    return [start[k] for k in range(len(compute) + 1)], [begin[i] for i in range(len(messages))], [
-        end[i] for i in range(len(messages))
-    ]  # fmt: skip
+    parts = [last[i] for i in range(len(messages))]
+    return (
+        [start[k] for k in range(len(compute) + 1)],
+        [part.begin for part in parts],
+        [part.end for part in parts],
+    )
 
 
 def approximately(numbers):
@@ -102,7 +146,7 @@ def approximately(numbers):
 
 
 @settings(max_examples=300)
-@given(programs() | programs(host=3))
+@given(programs() | programs(host=3) | programs(host=2, beside=4))
 def test_play_agrees_with_a_slow_simulation(program):
     compute, messages = program
     played, (start, begin, end) = play(compute, messages), slowly(compute, messages)
@@ -276,3 +320,46 @@ def test_a_message_that_is_issued_later_does_not_change_the_past():
     assert network.begin[a] == 0.0 and network.end[a] == float("inf")
     b = network.issue(Message(0, 9, "b", "x", 0.0, 1.0), 3.0)
     assert [network.arrival(i) for i in (a, b)] == [6.0, 5.0]
+
+
+def test_the_first_level_of_a_message_runs_beside_the_second_level_of_the_one_before():
+    inside = Level("a inside", "bus", 0.0, 2.0)
+    message = Message(0, 1, "a", "wire", 0.0, 3.0, inside=inside)
+    played = play([0.0], [message] * 3)
+    assert played.inside == ((0.0, 2.0), (2.0, 4.0), (4.0, 6.0))
+    assert (played.begin, played.end) == ((2.0, 5.0, 8.0), (5.0, 8.0, 11.0))
+    in_one_lane = play([0.0], [message._replace(inside=None, seconds=5.0)] * 3)
+    assert in_one_lane.seconds == 15.0
+
+
+def test_a_gpu_packs_and_unpacks_beside_compute():
+    """In one queue for all lanes before it is sent, and in its lane after its bytes have moved."""
+    first = Message(0, 2, "a", "x", 0.0, 2.0, pack_beside=1.0, unpack_beside=3.0)
+    second = first._replace(lane="b", link="y")
+    played = play([9.0, 0.0], [first, second])
+    assert played.begin == (1.0, 2.0) and played.end == (6.0, 7.0)
+    assert played.seconds == 9.0 and played.stall == (0.0, 0.0)
+    queued = play([9.0, 0.0], [first, first])
+    assert queued.begin == (1.0, 6.0) and queued.end == (6.0, 11.0)
+
+
+def test_a_message_takes_a_share_of_compute_that_runs_while_it_is_under_way():
+    """It passes when the message is waited for. Nothing is taken while compute stands still."""
+    message = Message(0, 1, "a", "x", 0.0, 4.0, taken=0.25)
+    hidden = play([10.0, 0.0], [message])
+    assert hidden.start == (0.0, 11.0, 11.0) and hidden.lost == ((10.0, 1.0),)
+    exposed = play([1.0, 0.0], [message])
+    assert exposed.stall == (3.0,) and exposed.lost == ((4.0, 0.25),)
+    assert exposed.start[1] == 4.25
+    two = play([10.0, 0.0], [message, message._replace(lane="b", link="y")])
+    assert two.seconds == 12.0
+    first = Level("a inside", "bus", 0.0, 2.0)
+    assert play([10.0, 0.0], [message._replace(inside=first)]).seconds == 11.5
+
+
+def test_what_is_taken_does_not_count_where_compute_waits_for_another_message():
+    first = Message(0, 1, "a", "x", 0.0, 3.0)
+    second = Message(0, 2, "b", "y", 0.0, 4.0, taken=0.5)
+    played = play([0.0, 8.0], [first, second])
+    assert played.stall == (3.0, 0.0)
+    assert played.lost[1] == (11.0, 0.5), "three of its four seconds were a stall"

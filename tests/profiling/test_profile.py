@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import json
-from itertools import pairwise
+from itertools import pairwise, product
 from types import SimpleNamespace
 
 import pytest
@@ -18,11 +18,16 @@ import ztrans as zt
 from tests.support.programs import CASES
 from tests.support.worlds import ALL, batches, on_ranks, slices
 from ztrans import compiled as bound
+from ztrans.ir.collectives import is_start, rules
 from ztrans.ir.graph import Eqn, Graph, Var
+from ztrans.planning.cluster import Device, Link
+from ztrans.planning.formulate import formulate
 from ztrans.planning.simulate import seconds, signature
+from ztrans.planning.skeleton import skeleton
+from ztrans.planning.solver.problem import message_of
 from ztrans.planning.timeline import COMPUTE
 from ztrans.profiling.link_fit import Observed
-from ztrans.profiling.profile import profile, recorded
+from ztrans.profiling.profile import Profile, profile, recorded
 from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.executable import executable
 
@@ -303,3 +308,31 @@ def test_a_compiled_step_can_be_tuned_with_a_fake_process_group(pretended):
     )
     assert "measured" in compiled.lowered.plan.notes[-1]
     compiled(step.shard(CASE.state()), *batch)
+
+
+@pytest.mark.parametrize("gloo", [True, False])
+def test_what_a_profile_has_measured_of_packing_is_not_added_to_it(gloo):
+    """Compute packs for gloo, which is part of the seconds that sending took; a GPU packs while a message is on its way."""
+    lowered = on_ranks(CASE, 4, zt.shard_params(zt.AbstractMesh(dp=4)), *CHAIN)
+    slow_memory = Device("slow", (("f32", 1e11),), bandwidth=1e6, launch=0.0, gloo=gloo, taken=0.2)
+    base = zt.cluster(slow_memory, dp=Link("wire", 1e-4, 1e9))
+    messages = []
+    for k, (kind, received) in enumerate(
+        product(("all_gather", "reduce_scatter"), (1e3, 1e4, 1e5))
+    ):
+        done = k + 1e-3 + received / 1e8
+        spent = 1e-3 + received / 1e6
+        lane = f"dp {kind}"
+        messages.append(Observed("dp", 4, kind, int(received), lane, k, done, spent))
+    measured = Profile(lowered.timeline(), {}, (tuple(messages),))
+    cluster = measured.cluster(base)
+    problem = formulate(skeleton(lowered.hinted), cluster, float("inf"))
+    for member in (*problem.gathers, *problem.reductions):
+        message = message_of(problem, [member], 0, 0)
+        assert message.host == pytest.approx(1e-3 + member.wire / 1e6, rel=0.1)
+        assert message.pack_beside == message.unpack_beside == 0.0
+    sent = seconds(lowered.graph, cluster)
+    for eqn, took in zip(lowered.graph.eqns, sent):
+        if is_start(eqn):
+            received = rules(eqn).wire_bytes(eqn, lowered.graph.axes)
+            assert took == pytest.approx(1e-3 + received / 1e6, rel=0.1)

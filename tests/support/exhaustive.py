@@ -8,12 +8,13 @@ from itertools import combinations, pairwise, permutations, product
 from random import Random
 
 from ztrans.planning.buffers import AT_START, AT_WAIT, Buffer
-from ztrans.planning.simulate import Message
+from ztrans.planning.network import Message
 from ztrans.planning.solver.evaluate import memory
 from ztrans.planning.solver.problem import (
     END,
     Bucket,
     Gather,
+    Inside,
     Lever,
     Problem,
     Reduction,
@@ -76,7 +77,7 @@ def rich(chance: Random) -> Problem:
     """A random problem with every feature.
 
     It has updates that follow reductions, messages at fixed places, buffers that small members share, bytes that are
-    live at places, and reduced values that stay live.
+    live at places, reduced values that stay live, packing beside compute, and messages in two levels.
     """
     p = problem(chance, host=True)
     ops, lanes, links = len(p.seconds), ["lane", "other", "third"], ["link", "other", "third"]
@@ -134,7 +135,7 @@ def rich(chance: Random) -> Problem:
         )
         for key, wire in p.wires.items()
     }
-    return replace(
+    drawn = replace(
         p,
         gathers=tuple(g._replace(small=small[g.key]) for g in p.gathers),
         reductions=tuple(reductions),
@@ -144,6 +145,14 @@ def rich(chance: Random) -> Problem:
         updates=updates,
         fixed_messages=tuple(others),
     )
+    beside = {}
+    for key, wire in wires.items():
+        if chance.random() < 0.5:
+            inside = Inside("inside", chance.choice(links), chance.choice([0.0, 0.5]), 0.25)
+            taken = chance.choice([0.0, 0.25, 0.5])
+            inside = chance.choice([None, inside])
+            beside[key] = wire._replace(beside=True, inside=inside, taken=taken)
+    return replace(drawn, wires=wires | beside)
 
 
 def levered(chance: Random) -> Problem:

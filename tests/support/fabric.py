@@ -18,8 +18,9 @@ import torch.distributed as dist
 from tests.support.fake_cuda import FakeCuda
 from ztrans.ir.collectives import wire_dtype
 from ztrans.ir.graph import Eqn
-from ztrans.ir.routes import Hosts, route_of
+from ztrans.ir.routes import TWO_LEVELS, Hosts, route_of
 from ztrans.runtime.collectives import wait
+from ztrans.runtime.cuda.by_host import ByHostStart
 from ztrans.runtime.cuda.nccl import StreamedStart
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.cuda.transport import transport
@@ -54,6 +55,9 @@ class Rank:
         self.rank = rank
         self.hosts = hosts
         self.group = self
+
+    def size(self) -> int:
+        return self.hosts.ranks
 
     def errors(self) -> AbstractContextManager:
         return nullcontext()
@@ -92,7 +96,7 @@ def on_all_ranks(
     modes: Sequence[AbstractContextManager] | None = None,
 ) -> list[list[torch.Tensor]]:
     """The values that each rank gets over NCCL, if rank r passes `terms[r]`, and runs in the context `modes[r]`."""
-    fabric = Fabric(hosts.ranks)
+    fabric, inside = Fabric(hosts.ranks), Fabric(hosts.ranks)
     axis = eqn.kwargs["axis"]
     sizes = {axis: hosts.ranks}
     route = route_of(eqn, sizes, hosts, gloo=False)
@@ -101,7 +105,9 @@ def on_all_ranks(
 
     def run(rank: int) -> list[torch.Tensor]:
         channel = Rank(fabric, rank, hosts)
-        start = StreamedStart(eqn, sizes, {axis: rank}, channel, Streams(FakeCuda()), carrier)
+        common = eqn, sizes, {axis: rank}, channel, Streams(FakeCuda()), carrier
+        of_hosts = [Rank(inside, rank, hosts)] if route.way == TWO_LEVELS else []
+        start = (ByHostStart if of_hosts else StreamedStart)(*of_hosts, *common)
         with modes[rank] if modes else nullcontext():
             return [wait(member) for member in start(*terms[rank])]
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
-from benchmarks.gpu_symmetric import Always, stepped
+from benchmarks.gpu_symmetric import Always, AlwaysCopied, stepped
 from tests.support.programs import CASES
 from tests.support.races import Races
 from tests.support.shared_files import FileSource
@@ -37,9 +37,11 @@ NAMES, SINGLE, DOUBLE = (
     torch.float32,
     torch.float64,
 )
-RUNS = [(name, {}, (0, 1, 2, 3), False, SINGLE) for name in NAMES]
-RUNS += [("uneven", HALF, (0, 1, 2, 3), False, SINGLE), ("uneven", HALF, (2, 3), True, SINGLE)]
-RUNS += [("gpt_adam", HALF, (1, 3), True, SINGLE), ("uneven", HALF, (3,), True, DOUBLE)]
+THROUGH = {"": lambda files: None, "kernels": Always, "copies": AlwaysCopied}
+RUNS = [(name, {}, (0, 1, 2, 3), "", SINGLE) for name in NAMES]
+RUNS += [("uneven", HALF, (0, 1, 2, 3), "", SINGLE), ("uneven", HALF, (2, 3), "kernels", SINGLE)]
+RUNS += [("gpt_adam", HALF, (1, 3), "kernels", SINGLE), ("uneven", HALF, (3,), "kernels", DOUBLE)]
+RUNS += [("gpt_adam", HALF, (1, 3), "copies", SINGLE), ("uneven", HALF, (2, 3), "copies", SINGLE)]
 
 
 def trained(case, state, low, mesh, streams) -> tuple[list[torch.Tensor], str]:
@@ -79,6 +81,10 @@ def contest(mesh: DeviceMesh, files: FileSource) -> None:
     symmetric.gather = lambda memory, sent, outs, sizes, spins: outs[0].zero_()
     report(contest="zeros", times=times(True, torch.float64))
     symmetric.gather = right_gather
+    right_copies = symmetric.copy_all
+    symmetric.copy_all = lambda memory, received, sent, spins: received[0].zero_()
+    report(contest="zeros by copies", times=times(True, torch.float64))
+    symmetric.copy_all = right_copies
 
 
 def main() -> None:
@@ -86,7 +92,7 @@ def main() -> None:
     files = FileSource()
     contest(mesh, files)
     report(benchmark="stepped", sent=stepped(mesh, Streams(Races(), Always(files))))
-    for name, options, stages, through_memory, dtype in RUNS:
+    for name, options, stages, through, dtype in RUNS:
         torch.set_default_dtype(dtype)
         for stage in stages:
             case = CASES[name]
@@ -95,7 +101,7 @@ def main() -> None:
             states = [step.shard(case.state()) for _ in range(2)]
             cuda = Races()
             files.note = cuda.knows
-            streams = Streams(cuda, Always(files) if through_memory else None)
+            streams = Streams(cuda, THROUGH[through](files))
             reserve(mesh, [low.graph], streams)
             with cuda:
                 streamed, text = trained(case, states[0], low, mesh, streams)
@@ -109,7 +115,7 @@ def main() -> None:
                 stage=stage,
                 bitwise=same,
                 races=cuda.races,
-                symmetric=through_memory,
+                through=through,
                 ways=ways,
             )
     files.end()

@@ -15,7 +15,11 @@ from typing import Any
 from ..ir.axes import members
 from ..ir.collectives import rules
 from ..ir.graph import Eqn
-from ..ir.routes import Hosts, Route, route_of
+from ..ir.routes import TWO_LEVELS, Hosts, Route, route_of
+
+# The multiprocessors that a message takes. NCCL's rings have so many blocks, as traces of steps on 8 GPUs show; what
+# products lose beside them is what `benchmarks/gpu.py --only contention` measures.
+TAKEN = 24
 
 # Bytes in a GPU's memory besides the live ones of a step: the CUDA context with its kernels, the workspaces of cuBLAS
 # and cuDNN, NCCL's buffers, and what PyTorch's allocator rounds up or cannot fill.
@@ -38,9 +42,11 @@ class Device:
     memory: float = float("inf")  # bytes
     call: float = 1e-6  # seconds of the host for a call that launches no kernel, such as a view
     reserve: float = GPU_RESERVE  # bytes of the memory that a step may not have live
-    # Whether gloo carries its collectives, not NCCL.
+    # Whether gloo carries its collectives, not NCCL. Compute then packs and unpacks them; a GPU does so beside compute.
     gloo: bool = dataclasses.field(default=False, repr=False)
     host: str = "pcie5"  # the name of the link between its memory and that of its host
+    # The share of the processor that a message takes while its bytes move.
+    taken: float = dataclasses.field(default=0.0, repr=False)
 
     @property
     def limit(self) -> int | None:
@@ -78,6 +84,8 @@ class Link:
     call: float = 0.0  # seconds of compute for each message that is sent
     # (kind, seconds of compute for each byte that has arrived)
     unpack: tuple[tuple[str, float], ...] = ()
+    # Whether these figures, which were measured, have the time to pack messages, and on GPUs also to unpack them.
+    whole: bool = dataclasses.field(default=False, repr=False)
     # With `by_host`: the link between the ranks of one host, and how many they are. They are neighbours on the axis.
     inside: Link | None = dataclasses.field(default=None, repr=False)
     local: int = dataclasses.field(default=1, repr=False)
@@ -108,10 +116,11 @@ H100 = Device(
     2.9e12,
     4e-6,
     80e9,
+    taken=TAKEN / 132,
 )
 H200 = dataclasses.replace(H100, name="H200", bandwidth=4.1e12, memory=141e9)
 A100_RATES = (("bf16", 220e12), ("f16", 220e12), ("tf32", 110e12), ("f32", 14e12), ("f64", 14e12))
-A100 = Device("A100", A100_RATES, 1.7e12, 4e-6, 80e9, host="pcie4")
+A100 = Device("A100", A100_RATES, 1.7e12, 4e-6, 80e9, host="pcie4", taken=TAKEN / 108)
 CPU = Device(
     "one CPU core",
     (("f32", 1.0e11), ("f64", 5e10), ("bf16", 2.5e10)),
@@ -208,14 +217,27 @@ class Cluster:
         """The factor from the bytes that a rank receives, by `rules`, to the bytes that its link is charged with.
 
         It is 1 unless the axis lies over several hosts (`by_host`). Then bytes between hosts take the link, and those
-        inside a host count as the bytes that the link would send in the same time.
+        inside a host count as the bytes that the link would send in the same time, unless they are a level of their
+        own.
         """
         route = self.route(eqn, sizes)
         link = self.link(eqn.kwargs["axis"])
         received = rules(eqn).wire_bytes(eqn, sizes)
         if route is None or link.inside is None or not received:
             return 1.0
+        if self.has_two_lanes(eqn, sizes):
+            return route.between / received
         return (route.between + route.inside * link.bandwidth / link.inside.bandwidth) / received
+
+    def weight_inside(self, eqn: Eqn, sizes: Mapping[str, int]) -> float:
+        """The same factor for the link inside a host, of a collective in two levels."""
+        route = self.route(eqn, sizes)
+        return route.inside / rules(eqn).wire_bytes(eqn, sizes) if route is not None else 0.0
+
+    def has_two_lanes(self, eqn: Eqn, sizes: Mapping[str, int]) -> bool:
+        """Whether a collective has two levels, each with a lane of its own, as on GPUs."""
+        route = self.route(eqn, sizes)
+        return route is not None and route.way == TWO_LEVELS and not self.device.gloo
 
     def with_measured(self, seconds: Mapping[str, float]) -> Cluster:
         """This cluster with measured durations of operations in seconds, by `simulate.signature`."""

@@ -14,7 +14,7 @@ import functools
 from collections.abc import Hashable, Iterator, Sequence, Set
 from itertools import chain
 
-from ..ir.collectives import bucket_key, is_small, lane, rules
+from ..ir.collectives import bucket_key, is_small, rules
 from ..ir.copies import is_copy
 from ..ir.donation import donation
 from ..ir.graph import Eqn, Graph, Region, Var, producers, variables
@@ -31,9 +31,10 @@ from .buffers import (
     storages,
 )
 from .cluster import Cluster
-from .simulate import COPIES, NO_COPIES, Message, messages, seconds
+from .network import Message
+from .simulate import COPIES, NO_COPIES, messages, seconds, transfers
 from .skeleton import Skeleton, UpdateGroup, deadlines, update_groups
-from .solver.problem import Gather, Problem, Reduction, Update, Wire, gather_levers
+from .solver.problem import Gather, Inside, Problem, Reduction, Update, Wire, gather_levers
 
 
 def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None = None) -> Problem:
@@ -204,22 +205,28 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
     axis = start.kwargs["axis"]
     device = cluster.device
     link = cluster.link(axis)
-    ranks = graph.axes[axis]
     kind = op_name(start.op)
-    latency, pace = link.seconds(kind, cluster.weight(start, graph.axes), ranks)
+    received = rules(start).wire_bytes(start, graph.axes) or 1
+    *inside, last = transfers(start, axis, graph, cluster)
+    paces = [level.seconds / received for level in (*inside, last)]
     measured_unpack = dict(link.unpack).get(kind)
     copies = COPIES.get(start.op, NO_COPIES).times if measured_unpack is None else 0
+    if link.whole and not device.gloo:
+        copies = 0
     return Wire(
-        lane(start),
-        link.name,
-        latency,
-        pace,
-        call=2 * device.launch + link.call,
+        last.lane,
+        last.link,
+        last.latency,
+        paces[-1],
+        call=(1 if link.whole else 2) * device.launch + link.call,
         host=link.host,
         unpack=measured_unpack or 0.0,
-        ranks=ranks,
-        pack=2 / device.bandwidth,
+        ranks=graph.axes[axis],
+        pack=0.0 if link.whole else 2 / device.bandwidth,
         copy=copies / device.bandwidth,
+        beside=not device.gloo,
+        inside=Inside(*inside[0][:3], paces[0]) if inside else None,
+        taken=device.taken,
     )
 
 

@@ -1,19 +1,15 @@
 """simulate: predict how long the program of one rank takes on a cluster, and which communication compute waits for.
 
-Operations run one after the other in the compute queue. A message is issued just before an operation and joins its
-lane; a later operation waits for it. Each communicator has a lane. A lane is first in, first out, and independent of
-the others. Messages of different lanes that cross the same link at the same time share its bandwidth equally. All times
-are in seconds.
+Operations run one after the other in the compute queue. A message is issued just before an operation and joins its lane
+(see `network`); a later operation waits for it.
 
 In a program, every equation is an operation. Its duration was measured, or follows from the roofline. Every started
-collective is a message. Each axis has a lane for gathers, one for reductions, and one for the step's own collectives.
+collective is a message. Each axis has a lane for gathers, one for reductions, and one for the step's own collectives;
+on GPUs of several hosts, also one for the first level of reductions.
 """
 
 from __future__ import annotations
 
-import heapq
-from bisect import insort
-from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -33,26 +29,8 @@ from ..ir.relations import grouped
 from .buffers import local_bytes
 from .cluster import Cluster, Device
 from .cost import flops, launches, memory, traffic
+from .network import Level, Message, Network, Stalls
 from .timeline import COMPUTE, Event, Timeline, one_by_one
-
-NEVER = float("inf")
-
-
-class Message(NamedTuple):
-    """One started collective.
-
-    Place k is before operation k, and the place after the last operation is the end. At one place, messages are issued
-    before others are waited for.
-    """
-
-    issue: int  # the place at which it is issued
-    need: int  # the place at which it is waited for
-    lane: str  # the queue of its communicator
-    link: str  # the wire, which messages of other lanes may share
-    latency: float  # seconds before bytes move
-    seconds: float  # seconds in which they move if no other message uses the link
-    host: float = 0.0  # seconds of compute to send it
-    unpack: float = 0.0  # seconds of compute to turn the received bytes into values, after the wait
 
 
 @dataclass(frozen=True)
@@ -62,117 +40,20 @@ class Played:
     arrive: tuple[float, ...]  # for each place, when compute reaches it
     # For each place, when all that is sent, waited for and unpacked there is done.
     start: tuple[float, ...]
-    begin: tuple[float, ...]  # for each message, when it is at the head of its lane
+    begin: tuple[
+        float, ...
+    ]  # for each message, when it is at the head of its lane, and may be sent
     end: tuple[float, ...]  # for each message, when it has arrived
     stall: tuple[float, ...]  # for each message, the seconds that compute waited for it
+    # For each message, when it had been waited for, and the seconds that it had taken from compute, which pass then.
+    lost: tuple[tuple[float, float], ...]
+    # For each message, when its first level began and ended; None if it has one level.
+    inside: tuple[tuple[float, float] | None, ...]
 
     @property
     def seconds(self) -> float:
         """The duration of the whole step."""
         return max((self.start[-1], *self.end))
-
-
-class Network:
-    """The messages that are under way. The head of each lane first waits for its latency, then moves its bytes.
-
-    `begin` and `end` of a message are infinite until it begins or ends.
-    """
-
-    def __init__(self) -> None:
-        self.messages: list[Message] = []
-        self.begin: list[float] = []
-        self.end: list[float] = []
-        self.queued: defaultdict[str, deque[int]] = defaultdict(deque)
-        # A heap of (time at which bytes begin to move, message).
-        self.starting: list[tuple[float, int]] = []
-        self.links: defaultdict[str, _Link] = defaultdict(_Link)
-        self.next = NEVER  # the time of the next event
-
-    def issue(self, message: Message, now: float) -> int:
-        """Issue a message at time `now`, up to which `run` must have played; return its number."""
-        i = len(self.messages)
-        self.messages.append(message)
-        self.begin.append(NEVER)
-        self.end.append(NEVER)
-        lane = self.queued[message.lane]
-        lane.append(i)
-        if len(lane) == 1:
-            self._head(i, now)
-        return i
-
-    def run(self, until: float) -> None:
-        """Let time pass up to `until`."""
-        while self.next <= until:
-            self._step()
-
-    def arrival(self, i: int) -> float:
-        """Let time pass until message `i` has arrived, and return when it did."""
-        while self.end[i] == NEVER:
-            self._step()
-        return self.end[i]
-
-    def _head(self, i: int, now: float) -> None:
-        self.begin[i] = now
-        moves = now + self.messages[i].latency
-        heapq.heappush(self.starting, (moves, i))
-        if moves < self.next:
-            self.next = moves
-
-    def _step(self) -> None:
-        now = self.next
-        starting = self.starting
-        if starting and starting[0][0] <= now:
-            i = heapq.heappop(starting)[1]
-            message = self.messages[i]
-            self.links[message.link].join(i, message.seconds, now)
-        else:
-            for link in self.links.values():
-                if link.next <= now:
-                    break
-            i = link.leave(now)
-            self.end[i] = now
-            lane = self.queued[self.messages[i].lane]
-            lane.popleft()
-            if lane:
-                self._head(lane[0], now)
-        soon = starting[0][0] if starting else NEVER
-        for link in self.links.values():
-            if link.next < soon:
-                soon = link.next
-        self.next = soon
-
-
-class _Link:
-    """The messages that move bytes over one link, in equal shares.
-
-    `served` is the service that a message active from the start would have had up to time `since`, in seconds with the
-    link to itself.
-    """
-
-    __slots__ = ("active", "next", "served", "since")
-
-    def __init__(self) -> None:
-        # In order: the value of `served` at which a message is done, and its number.
-        self.active: list[tuple[float, int]] = []
-        self.served = 0.0
-        self.since = 0.0
-        self.next = NEVER  # the time at which the first of them is done
-
-    def join(self, i: int, seconds: float, now: float) -> None:
-        active = self.active
-        if active:
-            # Until now, each of them had an equal share of the link.
-            self.served += (now - self.since) / len(active)
-        insort(active, (self.served + seconds, i))
-        self.since = now
-        self.next = now + (active[0][0] - self.served) * len(active)
-
-    def leave(self, now: float) -> int:
-        active = self.active
-        self.served, i = active.pop(0)
-        self.since = now
-        self.next = now + (active[0][0] - self.served) * len(active) if active else NEVER
-        return i
 
 
 def play(
@@ -205,6 +86,8 @@ def play(
     network = Network()
     number = [0] * len(messages)
     stall = [0.0] * len(messages)
+    lost = [(0.0, 0.0)] * len(messages)
+    stalls = Stalls()
     clock = 0.0
     now = 0
     arrive: list[float] = []
@@ -222,19 +105,25 @@ def play(
         for end, i in sorted((network.arrival(number[i]), i) for i in needed.get(k, ())):
             if end > clock:
                 stall[i] = end - clock
+                stalls.add(clock, end)
                 clock = end
-            clock += messages[i].unpack + follows(i, k)
+            lost[i] = clock, stalls.lost(network, number[i], clock)
+            clock += lost[i][1] + messages[i].unpack + follows(i, k)
         start.append(clock)
     ends = tuple(network.arrival(i) for i in number)
     begins = tuple(network.begin[i] for i in number)
-    return Played(tuple(arrive), tuple(start), begins, ends, tuple(stall))
+    inside = tuple(network.first_level(i) for i in number)
+    return Played(tuple(arrive), tuple(start), begins, ends, tuple(stall), tuple(lost), inside)
 
 
 # The messages and durations of a program.
 
 
 def seconds(graph: Graph, cluster: Cluster) -> list[float]:
-    """The time that each equation takes of the compute queue: collectives only what packing and unpacking need."""
+    """The time that each equation takes of the compute queue.
+
+    Collectives take what sending needs, and between CPUs also packing and unpacking.
+    """
     durations = dict(cluster.measured)
     waits = pair(graph).waits
     launched = launches(graph)
@@ -251,9 +140,9 @@ def seconds(graph: Graph, cluster: Cluster) -> list[float]:
             if name in durations:
                 return durations[name]
         if wait:
-            return _unpacking(wait.start, graph, cluster)
+            return _after_wait(wait.start, graph, cluster)
         if rules(e).packs:
-            return _packing(e, graph, cluster)
+            return _before_issue(e, graph, cluster)
         if rules(e).shares(e):
             return device.call * launched[e].calls
         return device.launch * launched[e].kernels + _roofline(e, graph, device)
@@ -297,27 +186,41 @@ def _rated(e: Eqn) -> str:
     return "tf32" if precision == "tf32" else "f32"
 
 
-def _packing(e: Eqn, graph: Graph, cluster: Cluster) -> float:
-    """The seconds of compute that it takes to copy into the send buffer of a collective, and to send."""
+def _before_issue(e: Eqn, graph: Graph, cluster: Cluster) -> float:
+    """The seconds of compute that it takes to send a collective."""
+    device = cluster.device
     link = cluster.link(e.kwargs["axis"])
     host = link.call + link.host * rules(e).wire_bytes(e, graph.axes)
+    if link.whole:
+        return host
+    return device.launch + host + (_packing(e, graph, cluster) if device.gloo else 0.0)
+
+
+def _packing(e: Eqn, graph: Graph, cluster: Cluster) -> float:
+    """The seconds that it takes to copy into the send buffer of a collective."""
+    if cluster.link(e.kwargs["axis"]).whole:
+        return 0.0
     size = local_bytes(graph)
     in_place = [rules(e).sends_own(e, k, graph.axes) for k in range(len(e.outs))]
     copied = 2 * sum(size(v) for v, k in zip(e.ins, in_place) if not k)
-    return cluster.device.launch + copied / cluster.device.bandwidth + host
+    return copied / cluster.device.bandwidth
+
+
+def _after_wait(e: Eqn, graph: Graph, cluster: Cluster) -> float:
+    """The seconds of compute that it takes to turn received bytes into values."""
+    device = cluster.device
+    measured_unpack = dict(cluster.link(e.kwargs["axis"]).unpack).get(op_name(e.op))
+    if measured_unpack is not None:
+        return device.launch + measured_unpack * rules(e).wire_bytes(e, graph.axes)
+    return device.launch + (_unpacking(e, graph, cluster) if device.gloo else 0.0)
 
 
 def _unpacking(e: Eqn, graph: Graph, cluster: Cluster) -> float:
-    """The seconds of compute that it takes to turn received bytes into values.
+    """The seconds that follow from the bytes that are copied to turn received bytes into values.
 
-    They were measured for this kind of collective, or follow from the bytes that are copied: the members of a packed
-    gather are copied out of its buffer, and the terms of a reduce_scatter are added up.
+    The members of a packed gather are copied out of its buffer, and the terms of a reduce_scatter are added up.
     """
-    measured_unpack = dict(cluster.link(e.kwargs["axis"]).unpack).get(op_name(e.op))
-    if measured_unpack is not None:
-        return cluster.device.launch + measured_unpack * rules(e).wire_bytes(e, graph.axes)
-    copied = COPIES.get(e.op, NO_COPIES).exact(e, graph)
-    return cluster.device.launch + copied / cluster.device.bandwidth
+    return COPIES.get(e.op, NO_COPIES).exact(e, graph) / cluster.device.bandwidth
 
 
 def _terms_and_sums(e: Eqn, graph: Graph) -> int:
@@ -357,15 +260,25 @@ def messages(graph: Graph, cluster: Cluster) -> list[tuple[Eqn, Message, int]]:
         axis = rules(e).axis(e)
         if axis not in graph.axes:
             continue  # over a group that is no axis of the mesh, so its link is unknown
-        link = cluster.link(axis)
-        ranks = graph.axes[axis]
-        kind, size = _kind_and_bytes(e, graph, ranks)
-        weight = cluster.weight(e, graph.axes) if isinstance(e.op, Primitive) else 1.0
-        latency, transfer = link.seconds(kind, size * weight, ranks)
+        *inside, last = transfers(e, axis, graph, cluster)
         message = Message(
-            started.index + 1, started.first_wait, lane(e), link.name, latency, transfer
+            started.index + 1,
+            started.first_wait,
+            last.lane,
+            last.link,
+            last.latency,
+            last.seconds,
+            taken=cluster.device.taken,
         )
-        every.append((e, message, size))
+        if isinstance(e.op, Primitive) and not cluster.device.gloo:
+            message = message._replace(pack_beside=_packing(e, graph, cluster))
+            if not cluster.link(axis).whole:
+                unpack = _unpacking(e, graph, cluster)
+                if inside:  # the terms are added up inside each host; the sums of hosts are few
+                    message = message._replace(inside=inside[0]._replace(unpack_beside=unpack))
+                else:
+                    message = message._replace(unpack_beside=unpack)
+        every.append((e, message, _kind_and_bytes(e, graph, graph.axes[axis])[1]))
     return every
 
 
@@ -376,6 +289,28 @@ def copy_message(e: Eqn, size: int, index: int, wait: int, cluster: Cluster) -> 
     """
     latency, transfer = cluster.copy_seconds(size)
     return Message(index + 1, wait, lane(e), lane(e), latency, transfer)
+
+
+def transfers(e: Eqn, axis: str, graph: Graph, cluster: Cluster) -> list[Level]:
+    """The levels in which the bytes of a collective over an axis move: one, or two."""
+    link = cluster.link(axis)
+    ranks = graph.axes[axis]
+    kind, size = _kind_and_bytes(e, graph, ranks)
+    if not isinstance(e.op, Primitive):
+        return [Level(lane(e), link.name, *link.seconds(kind, size, ranks))]
+    levels = []
+    if link.inside is not None and cluster.has_two_lanes(e, graph.axes):
+        received = size * cluster.weight_inside(e, graph.axes)
+        seconds = link.inside.seconds(kind, received, link.local)
+        levels.append(Level(inside_lane(e), link.inside.name, *seconds))
+        ranks //= link.local
+    received = size * cluster.weight(e, graph.axes)
+    return [*levels, Level(lane(e), link.name, *link.seconds(kind, received, ranks))]
+
+
+def inside_lane(eqn: Eqn) -> str:
+    """The name of the queue of the first level of a collective."""
+    return f"{lane(eqn)} inside hosts"
 
 
 def _kind_and_bytes(e: Eqn, graph: Graph, ranks: int) -> tuple[str, int]:
@@ -410,6 +345,15 @@ def simulate(graph: Graph, cluster: Cluster) -> Timeline:
         if duration > 0:
             events.append(Event(COMPUTE, start, duration, e))
     for k, (e, message, size) in enumerate(every):
+        passes, lost = played.lost[k]
+        if lost:
+            events.append(Event(COMPUTE, passes, lost, e))
+        first = played.inside[k]
+        if message.inside is not None and first is not None:
+            received = int(size * cluster.weight_inside(e, graph.axes))
+            seconds_inside = first[1] - first[0]
+            events.append(Event(message.inside.lane, first[0], seconds_inside, e, 0.0, received))
+            size = int(size * cluster.weight(e, graph.axes))
         begin = played.begin[k]
         events.append(Event(message.lane, begin, played.end[k] - begin, e, played.stall[k], size))
     both = memory(graph)

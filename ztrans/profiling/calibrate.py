@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..ir import collectives
 from ..ir.axes import joint_axis, members, rows, with_joint_sizes
 from ..ir.graph import DTYPES, Partial, Split, Var
-from ..planning.cluster import Cluster, Device, Link
+from ..planning.cluster import TAKEN, Cluster, Device, Link
 from ..runtime.agreement import agree_on_call, everywhere
 from ..runtime.collectives import Future, channel
 from ..runtime.cuda.streams import Streams, back_to_back_seconds
@@ -118,6 +118,7 @@ def _measure_device(device: torch.device, neighbours: int) -> Device:
             torch.ops.aten.add.Tensor(scalar, scalar)
 
     launch = _median_seconds(launch_many, device) / 1000
+    taken = 0.0
     if device.type == "cpu":
         name = f"cpu, {torch.get_num_threads()} threads"
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / neighbours
@@ -125,7 +126,9 @@ def _measure_device(device: torch.device, neighbours: int) -> Device:
         module = torch.get_device_module(device)
         name = module.get_device_name()
         memory = module.mem_get_info()[1]
-    return Device(name, tuple(flops), bandwidth, launch, memory, gloo=device.type == "cpu")
+        taken = TAKEN / module.get_device_properties().multi_processor_count
+    gloo = device.type == "cpu"
+    return Device(name, tuple(flops), bandwidth, launch, memory, gloo=gloo, taken=taken)
 
 
 def _matmul(n: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
@@ -175,8 +178,8 @@ def _measure_link(name: str, axis: str, mesh: DeviceMesh, device: torch.device) 
                 per_byte = slowest / size
             if slowest > _ENOUGH:
                 break
-    guess = Link(name, 1e-4, 1e9)
-    if on_cpu:  # transfers of a GPU take no time of its processor
+    guess = Link(name, 1e-4, 1e9, whole=True)
+    if on_cpu:
         size = min(16 * _LARGEST, max(_SIZES[0], int(_BURST / per_byte)))
         start_message, received = _collective("all_gather", size, gathers, mesh, streams)
         host = median(_compute_lost(start_message, mesh, device) for _ in range(3)) / received

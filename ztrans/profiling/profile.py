@@ -30,7 +30,8 @@ from ..ir.printer import op_name
 from ..ir.relations import grouped
 from ..planning.cluster import CPU, Cluster, default_cluster
 from ..planning.cost import memory
-from ..planning.simulate import Message, messages, signature
+from ..planning.network import Message
+from ..planning.simulate import messages, signature
 from ..planning.timeline import COMPUTE, Event, Timeline
 from ..runtime.agreement import everywhere
 from ..runtime.collectives import Member, Work
@@ -74,11 +75,15 @@ class Profile:
         links = []
         for axis, link in explain(tuple(axis_links.items()), usual):
             on_axis = [m for m in usual if m.axis == axis]
-            link = dataclasses.replace(link, inside=None)  # the figures are those of whole messages
+            if on_axis:
+                # The figures are those of whole messages, in all levels.
+                link = dataclasses.replace(link, whole=True, inside=None)
             link = sending(link, [(m.received, m.spent) for m in on_axis])
             link = unpacking(link, [(m.kind, m.received, m.unpacked) for m in on_axis])
             links.append((axis, link))
-        cluster = dataclasses.replace(base, links=tuple(links))
+        # What messages take from the processor is part of the durations of operations.
+        device = dataclasses.replace(base.device, taken=0.0)
+        cluster = dataclasses.replace(base, device=device, links=tuple(links))
         return cluster.with_measured(self.seconds_by_signature)
 
     def agreed(self, mesh: DeviceMesh) -> Profile:

@@ -151,9 +151,15 @@ Emitter = Callable[[Emission, Eqn, int], list[Any]]
 
 def started(emission: Emission, eqn: Eqn, index: int) -> list[fx.Node]:
     """Emit a submodule that starts the collective, and a future for each member."""
-    channel = transport.channel_of(emission.mesh, eqn) if emission.mesh is not None else None
+    sizes = emission.sizes
+    streams = emission.streams
+    channel = inside = None
+    if emission.mesh is not None:
+        channel = transport.channel_of(emission.mesh, eqn)
+        if streams is not None:
+            inside = transport.inside_channel_of(emission.mesh, eqn, sizes)
     module = transport.start_module(
-        eqn, emission.sizes, emission.coordinates, channel, emission.streams, emission.lanes
+        eqn, sizes, emission.coordinates, channel, streams, emission.lanes, inside
     )
     return unpacked(emission.out, emission.call(f"{eqn.op}_{index}", module, *eqn.ins), eqn.outs)
 

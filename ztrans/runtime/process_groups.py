@@ -1,8 +1,9 @@
 """The process groups that ztrans makes for a mesh: one for each axis and purpose, in addition to the mesh's own.
 
-Gathers and reductions have a group each, so neither queues behind the other. In one more group the ranks compare what
-they are about to do (see `agreement`). All have the time-out and the tuning of the user's group. Only torch's registry
-owns the groups, so `destroy_process_group` ends them together with those of the mesh.
+Gathers and reductions have a group each, so neither queues behind the other. On GPUs of several hosts, reductions in
+two levels have another one for the first level. In one more group the ranks compare what they are about to do (see
+`agreement`). All have the time-out and the tuning of the user's group. Only torch's registry owns the groups, so
+`destroy_process_group` ends them together with those of the mesh.
 
 When a step fails on one rank, that rank closes its groups: the other ranks lose their connections to it, and stop
 waiting at once. The next step makes new groups. So no message of it can meet one of the failed step, which some ranks

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.support.exhaustive import levered, problem, rich, schedules
 from tests.support.synthetic import by_size, fsdp2, seven
 from ztrans.planning.buffers import Buffer
-from ztrans.planning.simulate import Message
+from ztrans.planning.network import Message
 from ztrans.planning.solver.bound import bound
 from ztrans.planning.solver.evaluate import evaluate, memory
 from ztrans.planning.solver.place import Choice, Loads, place_choice

@@ -15,13 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.runtime.test_two_levels import by_hosts, random_terms, scatter
 from tests.support.fabric import Fabric, Rank, on_all_ranks
 from tests.support.fake_cuda import FakeCuda
+from tests.support.races import Races
 from ztrans import ops
 from ztrans.ir.collectives import reduce, rules
 from ztrans.ir.graph import Eqn, Split, Var
 from ztrans.ir.routes import Hosts
 from ztrans.runtime import mesh
 from ztrans.runtime.collectives import Start, wait
-from ztrans.runtime.cuda.nccl import StreamedStart, Transport
+from ztrans.runtime.cuda.by_host import ByHostStart
+from ztrans.runtime.cuda.nccl import BY_HOST, StreamedStart, Transport
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.process_groups import Channel, _tuning
 
@@ -101,6 +103,36 @@ def test_between_hosts_the_bits_are_those_of_sums_by_host(hosts, op, dtype, wire
     for k in range(len(eqn.outs)):
         whole = by_hosts([term[k] for term in terms], op, hosts, BF16, partial, dtype)
         assert torch.equal(torch.cat([each[k] for each in values]), whole)
+
+
+def test_the_first_level_of_a_message_runs_beside_the_second_level_of_the_one_before(monkeypatch):
+    """Each level has a communicator and a lane. The second level of a message waits for its own first level alone."""
+    hosts = Hosts(6, 2)
+    eqn = scatter([(6 * 2**15,)], "mean", F32, BF16)
+    launched = []
+
+    def exchange(into, terms, group, ranks):
+        into.fill_(0)
+        launched.append((group, list(ranks), dict(cuda.now.clock)))
+
+    monkeypatch.setattr("ztrans.runtime.cuda.by_host.exchange", exchange)
+    inside = Rank(Fabric(6), 1, hosts)
+    between = Rank(Fabric(6), 1, hosts)
+    (term,) = random_terms(eqn, 1)[0]
+    with Races() as cuda:
+        common = eqn, {"dp": 6}, {"dp": 1}, between, Streams(cuda), Transport(BY_HOST, "a double")
+        start = ByHostStart(inside, *common)
+        futures = [start(term), start(term)]
+        for (member,) in futures:
+            wait(member)
+    assert cuda.races == []
+    first, second, first_of_next, second_of_next = launched
+    assert [group for group, _, _ in launched] == [inside, between] * 2
+    assert [ranks for _, ranks, _ in launched] == [[0, 1, 2], [1, 4]] * 2
+    lane, inside_lane = start.lane, start.inside_lane
+    assert lane not in first_of_next[2], "it does not wait for the second level before it"
+    assert first[2][inside_lane] <= second[2][inside_lane] < first_of_next[2][inside_lane]
+    assert second[2][lane] < second_of_next[2][lane]
 
 
 def test_a_sum_of_half_precision_moves_20_bytes_an_element():

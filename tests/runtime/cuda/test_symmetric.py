@@ -25,6 +25,7 @@ from ztrans.runtime.cuda import symmetric, transport
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.cuda.symmetric import (
     MOST,
+    MOST_COPIED,
     CudaSource,
     MessageKind,
     Refused,
@@ -57,7 +58,12 @@ def test_a_message_has_a_kind_or_a_reason_why_symmetric_memory_cannot_carry_it()
     assert (
         message_kind(gathered(torch.complex128, 4), {"dp": 4}, 1) == "elements of more than 8 bytes"
     )
-    assert message_kind(gathered(torch.uint8, MOST + 1), {"dp": 4}, 1) == "above 32.00 MiB"
+    assert message_kind(gathered(torch.uint8, MOST + 1), {"dp": 4}, 1).nbytes == 2 * MOST
+    too_large = gathered(torch.uint8, MOST_COPIED + 1)
+    assert message_kind(too_large, {"dp": 4}, 1) == "above 256.00 MiB"
+    term = Var("g", torch.bfloat16, (MOST,))
+    summed = reduce([term], ["g"], "dp", "sum", Split("dp"))
+    assert message_kind(summed, {"dp": 4}, 1) == "above 32.00 MiB", "it is summed by a kernel"
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -135,6 +141,41 @@ def test_programs_share_the_buffer_of_a_channel(mesh):
     memory.reserve([(channel, larger)], alike)
     assert memory.buffer_of[channel, small] is buffer
     assert memory.buffer_of[channel, larger] is not buffer
+
+
+@pytest.mark.parametrize(
+    ("times", "way"),
+    [
+        (Times(10e-6, 20e-6, 64), "kernel"),
+        (Times(10e-6, 20e-6, 64, copies=11e-6), "copies"),
+        (Times(10e-6, 20e-6, 64, copies=12e-6), "kernel"),
+        (Times(float("inf"), 20e-6, 64, copies=21e-6), "copies"),
+        (Times(float("inf"), 20e-6, 64, copies=23e-6), "NCCL"),
+    ],
+)
+def test_copies_carry_a_gather_if_they_are_nearly_as_fast_as_the_fastest(times, way):
+    """They take no multiprocessors."""
+    assert times.is_copied == (way == "copies")
+    assert times.is_faster == (way != "NCCL")
+
+
+def test_a_large_gather_is_tried_by_copies_and_not_by_a_kernel(mesh, monkeypatch):
+    tried = []
+    monkeypatch.setattr(symmetric, "_seconds", lambda run: run() or 1.0)
+    monkeypatch.setattr(symmetric, "all_gather", lambda *_, **__: None)
+    monkeypatch.setattr(symmetric, "copy_all", lambda *_: tried.append("copies"))
+    monkeypatch.setattr(symmetric, "gather", lambda *_: tried.append("a kernel"))
+    monkeypatch.setattr(symmetric._Trial, "gave_equal_bits", lambda self: True)
+    memory = SymmetricMemory(Local())
+    channel = channel_of(mesh.get_group())
+    large = KIND._replace(nbytes=MOST * 2)
+    memory.reserve([(channel, KIND)], alike)
+    assert tried == ["a kernel", "copies"]
+    memory.reserve([(channel, large)], alike)
+    assert tried == ["a kernel", "copies", "copies"]
+    assert memory.answer(channel, KIND) == Times(1.0, 1.0, KIND.nbytes, 1.0)
+    assert memory.answer(channel, large) == Times(float("inf"), 1.0, large.nbytes, 1.0)
+    assert memory.buffer_of[channel, large].nbytes == large.room(4)
 
 
 def test_ranks_on_several_hosts_do_not_try(mesh):

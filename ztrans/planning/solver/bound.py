@@ -102,6 +102,8 @@ class _Job:
     host: float = 0.0  # of compute, to send it
     unpack: float = 0.0  # of compute, to make values of it
     follows: float = 0.0  # of compute, which no schedule runs before it has arrived
+    beside: float = 0.0  # of packing, unpacking and a first level, beside compute
+    lost: float = 0.0  # of compute that runs or stands still while its bytes move
     first: bool = True
     value_bytes: int = 0  # of a gather
     key: Hashable = None  # of a gather
@@ -109,16 +111,29 @@ class _Job:
     @property
     def takes(self) -> float:
         """Seconds from its release until its values exist."""
-        return self.host + self.latency + self.seconds + self.unpack
+        return self.host + self.latency + self.seconds + self.unpack + self.beside
 
 
 def _job(problem: Problem, member: Gather | Reduction, release: int, need: int) -> _Job:
     """A member as a message of its own. A bucket saves its latency, and nothing else."""
     wire = problem.wires[member.key]
+    host = wire.host * member.wire
+    unpack = wire.unpack * member.wire
     pack, copy = copy_seconds(wire, member)
-    host = wire.host * member.wire + pack
-    unpack = wire.unpack * member.wire + copy
-    return _Job(wire.link, wire.latency, release, need, wire.pace * member.wire, host, unpack)
+    beside = 0.0
+    if wire.beside:
+        beside = pack + copy
+    else:
+        host += pack
+        unpack += copy
+    seconds = wire.pace * member.wire
+    moving = seconds
+    if wire.inside is not None:
+        first = wire.inside.pace * member.wire
+        beside += wire.inside.latency + first
+        moving += first
+    lost = wire.taken * moving
+    return _Job(wire.link, wire.latency, release, need, seconds, host, unpack, 0.0, beside, lost)
 
 
 def _jobs(problem: Problem) -> list[_Job]:
@@ -210,9 +225,15 @@ def _earliest(
 def _seconds_left(problem: Problem, jobs: list[_Job]) -> np.ndarray:
     """By place: the compute of sending, unpacking and updating that no schedule can do before it."""
     spent = np.zeros(len(problem.seconds) + 2)
+    # While the bytes of a message move, it takes a part of compute, or compute stands still, which is no less: unless
+    # messages of so many lanes move then that together they take all of it.
+    lanes = {wire.lane for wire in problem.wires.values()}
+    lanes.update(wire.inside.lane for wire in problem.wires.values() if wire.inside is not None)
+    taken = max((wire.taken for wire in problem.wires.values()), default=0.0)
+    share = 1 / max(taken * len(lanes), 1.0)
     for job in jobs:
         if job.first:
-            spent[job.release] += job.host + job.unpack
+            spent[job.release] += job.host + job.unpack + job.lost * share
     for need in problem.needs:
         for u in need.updates:
             update = problem.updates[u]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..buffers import Buffer, by_operation, live_by_slot
-from ..simulate import Message, Played, play
+from ..network import Message
+from ..simulate import Played, play
 from .problem import (
     PendingUpdates,
     Problem,

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..buffers import Buffer, changes, live_by_slot, sum_changes
-from ..simulate import Message, Network
+from ..network import Message, Network, Stalls, in_lane
 from .problem import (
     Bucket,
     Levers,
@@ -361,6 +361,7 @@ class _Simulation:
         largest = max((load.size for load in loaded.reductions), default=0)
         self.reserve = largest if choice.reserve else 0
         self.network = Network()
+        self.stalls = Stalls()
         self.updates = PendingUpdates(problem)
         self.clock = 0.0
         self.now = 0  # the place
@@ -392,7 +393,10 @@ class _Simulation:
         for each in (*self.gathers, *self.reductions, *self.fixed):
             message = each.message
             lane = self.lanes.setdefault(message.lane, Lane(message.lane))
-            lane.work = lane.work + message.latency + message.seconds
+            lane.work += in_lane(message)
+            if message.inside is not None:
+                first = self.lanes.setdefault(message.inside.lane, Lane(message.inside.lane))
+                first.work += in_lane(message.inside)
         for gather in self.gathers:
             self.lanes[gather.message.lane].queue.append(gather)
 
@@ -415,8 +419,7 @@ class _Simulation:
         latest = NEVER
         for gather in reversed(lane.queue):
             use = gather.load.use
-            transfer = gather.message.latency + gather.message.seconds
-            latest = min(clock[use], latest) - self.choice.lead * transfer
+            latest = min(clock[use], latest) - self.choice.lead * gather.message.alone
             gather.due = min(max(0, bisect_right(clock, latest) - 1), use)
 
     def placed(self) -> Placed:
@@ -459,7 +462,12 @@ class _Simulation:
         lane.work += max(self.clock - free_since, 0.0)
         if lane.work > self.limit:
             raise Rejected
-        lane.clear = max(lane.clear, self.clock) + message.latency + message.seconds
+        ready = self.clock + message.pack_beside
+        if message.inside is not None:
+            first = self.lanes[message.inside.lane]
+            first.clear = max(first.clear, ready) + in_lane(message.inside)
+            ready = first.clear
+        lane.clear = max(lane.clear, ready) + in_lane(message)
         in_flight.number = self.network.issue(message, self.clock)
         lane.last = in_flight.number
 
@@ -607,11 +615,13 @@ class _Simulation:
         arrivals = [(self.network.arrival(each.number), each.turn, each) for each in needed]
         for end, _, arrived in sorted(arrivals):
             if end > self.clock:
+                self.stalls.add(self.clock, end)
                 self.clock = end
                 # At the next place, see which reductions have arrived during the stall.
                 for reduction in self.reductions_under_way:
                     if self.network.end[reduction.number] <= end and reduction.until > place:
                         self._check_at(place + 1, reduction)
+            self.clock += self.stalls.lost(self.network, arrived.number, self.clock)
             self.clock += arrived.message.unpack
             if isinstance(arrived, GatherInFlight):
                 self.gathers_under_way.remove(arrived)

@@ -24,10 +24,20 @@ import numpy as np
 
 from ...ir.relations import grouped
 from ..buffers import AT_START, AT_WAIT, Buffer
-from ..simulate import Message, play
+from ..network import Level, Message
+from ..simulate import play
 
 END = sys.maxsize  # a place that is not before the end of any problem
 UNKNOWN = -(2**52)  # the bytes at a place of which nothing is known: no limit is reached there
+
+
+class Inside(NamedTuple):
+    """How the first of two levels of a message travels, inside each host. Received bytes are then summed there."""
+
+    lane: str
+    link: str
+    latency: float
+    pace: float
 
 
 class Wire(NamedTuple):
@@ -41,8 +51,13 @@ class Wire(NamedTuple):
     host: float = 0.0  # and for each of its bytes
     unpack: float = 0.0  # seconds for which compute makes values of a received byte
     ranks: int = 1  # that take part in a message
-    pack: float = 0.0  # seconds for which compute stands still to copy a byte that is sent
+    pack: float = 0.0  # seconds to copy a byte that is sent
     copy: float = 0.0  # seconds for a received byte that is copied out of a buffer, or summed
+    beside: bool = (
+        False  # whether both happen beside compute, which otherwise stands still for them
+    )
+    inside: Inside | None = None
+    taken: float = 0.0  # the share of compute that a message takes while it is under way
 
 
 class Gather(NamedTuple):
@@ -311,15 +326,26 @@ def message_of(problem: Problem, members: BucketMembers, start: int, wait: int) 
     """
     wire = problem.wires[members[0].key]
     wire_bytes = sum(member.wire for member in members)
-    host = wire.call + wire.host * wire_bytes + wire.pack * packed_gradients(members)
-    unpack = wire.unpack * wire_bytes + wire.copy * packed_values(members)
+    host = wire.call + wire.host * wire_bytes
+    unpack = wire.unpack * wire_bytes
+    packing = wire.pack * packed_gradients(members)
+    unpacking = wire.copy * packed_values(members)
     for member in members:
-        packing, unpacking = copy_seconds(wire, member)
+        packing_of_member, unpacking_of_member = copy_seconds(wire, member)
+        packing += packing_of_member
+        unpacking += unpacking_of_member
+    transfer = wire.lane, wire.link, wire.latency, wire.pace * wire_bytes
+    if not wire.beside:
         host += packing
         unpack += unpacking
-    return Message(
-        start, wait, wire.lane, wire.link, wire.latency, wire.pace * wire_bytes, host, unpack
-    )
+        return Message(start, wait, *transfer, host, unpack, taken=wire.taken)
+    inside = wire.inside
+    if inside is None:
+        beside = packing, unpacking
+        return Message(start, wait, *transfer, host, unpack, *beside, taken=wire.taken)
+    seconds = inside.pace * wire_bytes
+    first = Level(inside.lane, inside.link, inside.latency, seconds, unpacking)
+    return Message(start, wait, *transfer, host, unpack, packing, inside=first, taken=wire.taken)
 
 
 def copy_seconds(wire: Wire, member: Gather | Reduction) -> tuple[float, float]:

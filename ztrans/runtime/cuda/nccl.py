@@ -2,7 +2,7 @@
 
 One call sends all messages of an equation, and one launch packs each of them. A gather of a single member is received
 in the memory of its value. NCCL would round terms of half precision at every hop, so these are exchanged, and summed in
-fp32 and in rank order: between hosts in two levels, if that sends fewer bytes (see `ir.routes`). NCCL reduces all other
+fp32 and in rank order: between hosts in two levels, if that sends fewer bytes (see `by_host`). NCCL reduces all other
 terms. A mean is a sum that is then scaled.
 
 The calls are not asynchronous to torch, so they run on the current stream, which here is the lane of the
@@ -45,6 +45,7 @@ class Transport:
     call: str
     reason: str
     is_symmetric: bool = False
+    is_copied: bool = False
 
     def __str__(self) -> str:
         return f"{self.call} ({self.reason})"
@@ -84,10 +85,11 @@ class StreamedStart(Start):
         super().__init__(eqn, sizes, coordinates, channel)
         self.streams = streams
         self.lane = streams.lane(channel)
-        self.hosts = channel.hosts
         self.carrier = transport
-        self.is_by_host = transport.call == BY_HOST
-        self.is_exchanged = transport.call in (BY_HOST, EXCHANGE)
+        self.is_exchanged = transport.call == EXCHANGE
+        # The terms of a reduction that arrive, and their dtype.
+        self.arriving_rows = self.size if self.is_exchanged else 1
+        self.arriving_dtype = self.wire
         self.sends_own = [rules(eqn).sends_own(eqn, k, sizes) for k in range(len(eqn.outs))]
         self.message = {
             ALL_GATHER: self._gathered,
@@ -102,13 +104,8 @@ class StreamedStart(Start):
         with streams.pack(members):
             for message in messages:
                 message.pack()
-        with streams.communicate(self.lane):
-            received = [message.receive_buffer() for message in messages]
-            with self.channel.errors():
-                self._call(received, [message.send_buffer for message in messages])
-            for message, buffer in zip(messages, received):
-                message.finish(buffer)
-        done = Done(streams, self.lane, self.lane.record_event(), [m.send_buffer for m in messages])
+        buffers = self._send(messages)
+        done = Done(streams, self.lane, self.lane.record_event(), buffers)
         values: dict[int, torch.Tensor] = {}
         for ks, message in zip(self.groups, messages):
             values.update(zip(ks, message.values))
@@ -117,6 +114,20 @@ class StreamedStart(Start):
 
     def join(self) -> None:
         self.streams.join(self.lane)
+
+    def _send(self, messages: Sequence[Message]) -> list[torch.Tensor]:
+        """Launch the collective, and what makes values of the bytes that arrive.
+
+        Returns: the buffers that must live until compute has waited for them.
+        """
+        send_buffers = [message.send_buffer for message in messages]
+        with self.streams.communicate(self.lane):
+            received = [message.receive_buffer() for message in messages]
+            with self.channel.errors():
+                self._call(received, send_buffers)
+            for message, buffer in zip(messages, received):
+                message.finish(buffer)
+        return send_buffers
 
     def _call(self, received: list[torch.Tensor], send_buffer: list[torch.Tensor]) -> None:
         """Launch the collective on the current stream, for all messages at once."""
@@ -131,9 +142,8 @@ class StreamedStart(Start):
                 send_buffer, self._options(AllreduceCoalescedOptions())
             )
         elif self.is_exchanged:
-            exchange = self._exchange_sums if self.is_by_host else self._exchange
             for into, terms in zip(received, send_buffer):
-                exchange(into, terms)
+                exchange(into, terms, self.group)
         else:
             names = "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
             options = self._options(ReduceScatterOptions())
@@ -152,31 +162,6 @@ class StreamedStart(Start):
         options.reduceOp = REDUCE_OPS[self.op]
         options.asyncOp = False
         return options
-
-    def _exchange_sums(self, into: torch.Tensor, terms: torch.Tensor) -> None:
-        """Sum the terms of this host, and receive in `into` the sums of all hosts for this rank."""
-        local = self.hosts.local
-        host, place = divmod(self.rank, local)
-        # For each rank of this host, the terms for it and for its peers on the other hosts.
-        by_rank = terms.view(self.hosts.count, local, -1).transpose(0, 1).reshape(local, -1)
-        received = torch.empty_like(by_rank)
-        self._exchange(received, by_rank, range(host * local, (host + 1) * local))
-        del by_rank
-        sums = torch.empty(received[0].numel(), dtype=self.partial, device=received.device)
-        ops.sum_terms(received, [sums], [len(sums)], "sum", local)
-        self._exchange(into, sums, range(place, self.size, local))
-
-    def _exchange(
-        self, into: torch.Tensor, send_buffer: torch.Tensor, ranks: range | None = None
-    ) -> None:
-        """Send equal parts of a buffer to some ranks of the group, and receive parts from them; the others get none."""
-        splits = None
-        if ranks is not None:
-            part = send_buffer.nbytes // len(ranks)
-            splits = [part if rank in ranks else 0 for rank in range(self.size)]
-        incoming = into.view(-1).view(torch.uint8)
-        outgoing = send_buffer.view(-1).view(torch.uint8)
-        dist.all_to_all_single(incoming, outgoing, splits, splits, group=self.group)
 
     def _gathered(self, ks: list[int], shards: Sequence[torch.Tensor]) -> Message:
         sizes = [self.parts[k] for k in ks]
@@ -214,20 +199,17 @@ class StreamedStart(Start):
             value = mine[: math.prod(shapes[0])].view(shapes[0])
             return Message(send_buffer, [value], pack, lambda: mine, self._scale)
         values = [new(moved_back(shape, self.dim), dtype=dtype) for shape in shapes]
-        rows = 1  # the terms that arrive
-        if self.is_exchanged:
-            rows = self.hosts.count if self.is_by_host else self.size
-        received_dtype = self.partial if self.is_by_host else self.wire
+        rows = self.arriving_rows
 
         def finish(received: torch.Tensor) -> None:
-            if self.op in ("sum", "mean") and received_dtype in FLOATS:
+            if self.op in ("sum", "mean") and self.arriving_dtype in FLOATS:
                 self._sum(received.view(rows, total), sizes, shapes, values)
             else:
                 self._scale(received)
                 self._deliver(received, 1, sizes, shapes, values)
 
         def receive_buffer() -> torch.Tensor:
-            return new(rows * total, dtype=received_dtype)
+            return new(rows * total, dtype=self.arriving_dtype)
 
         return Message(send_buffer, values, pack, receive_buffer, finish)
 
@@ -322,6 +304,22 @@ class StreamedStart(Start):
         unpacked = ops.unpack(flat, sizes, [[math.prod(shape)] for shape in shapes], ranks)
         for x, value, shape in zip(unpacked, values, shapes):
             value.copy_(x.view(shape).movedim(0, self.dim) if shape else x.view(()))
+
+
+def exchange(
+    into: torch.Tensor,
+    send_buffer: torch.Tensor,
+    group: dist.ProcessGroup,
+    ranks: range | None = None,
+) -> None:
+    """Send equal parts of a buffer to some ranks of a group, and receive parts from them; the others get none."""
+    splits = None
+    if ranks is not None:
+        part = send_buffer.nbytes // len(ranks)
+        splits = [part if rank in ranks else 0 for rank in range(group.size())]
+    incoming = into.view(-1).view(torch.uint8)
+    outgoing = send_buffer.view(-1).view(torch.uint8)
+    dist.all_to_all_single(incoming, outgoing, splits, splits, group=group)
 
 
 def _method(group: dist.ProcessGroup, *names: str) -> Callable:

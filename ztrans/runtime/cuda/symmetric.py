@@ -5,10 +5,13 @@ A kernel reads the messages of all ranks from there, directly into the final ten
 fp32 and in rank order. The kernel starts to read when the messages of all ranks are there, and ends when all ranks have
 read them, so the next message of the lane may overwrite them.
 
-A message can go through symmetric memory or by NCCL. All ranks of the mesh decide together, when a program is bound:
-they allocate a buffer, and time a message of each new kind both ways. The faster way carries it if both give the same
-bits. All ranks use the times of the slowest one. If anything fails on one rank, all ranks use NCCL, and the printed
-program says why.
+A gather can also be copied: between two barriers, copy engines copy the message of each rank from there. Apart from the
+barriers no kernel runs, so the message takes no multiprocessors from compute.
+
+A message can go through symmetric memory, by a kernel or by copies, or by NCCL. All ranks of the mesh decide together,
+when a program is bound: they allocate a buffer, and time a message of each new kind in all ways. The fastest way
+carries it if all give the same bits; copies do so if they are nearly as fast. All ranks use the times of the slowest
+one. If anything fails on one rank, all ranks use NCCL, and the printed program says why.
 
 The decisions and the buffers belong to the mesh. So all programs send a message of one kind through the same buffer,
 and a rank that binds a program alone, for a batch of another size, sends its messages as the other ranks do.
@@ -17,6 +20,8 @@ and a rank that binds a program alone, for a batch of another size, sends its me
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -41,9 +46,15 @@ from ..process_groups import Channel
 from .streams import back_to_back_seconds
 
 T = TypeVar("T")
+KERNEL = "a kernel"
+COPIES = "copies"
 Exchange = Callable[[Any], list]  # takes the value of this rank, returns the values of all ranks
 
-MOST = 32 * 2**20  # bytes of a whole message; for a larger one the wire is the limit either way
+MOST = (
+    32 * 2**20
+)  # bytes of a whole message for a kernel; for a larger one the wire is the limit either way
+MOST_COPIED = 256 * 2**20  # bytes of a whole message that is copied
+_NEARLY = 1.1  # a copied message may take so many times as long as the fastest
 _TIMES = 20  # the number of messages in a timed series
 # How often a kernel looks at a signal before it gives up. It takes tens of minutes: a rank may write a checkpoint.
 SPINS = 1 << 30
@@ -53,16 +64,25 @@ _TRIAL_SPINS = 1 << 20  # about a second: in a trial all ranks send at the same 
 
 
 class Times(NamedTuple):
-    """Seconds of a message of about `nbytes`, through symmetric memory and by NCCL."""
+    """Seconds of a message of about `nbytes`, by a kernel through symmetric memory, by NCCL, and by copies.
+
+    They are infinite for a way that cannot carry it.
+    """
 
     symmetric: float
     nccl: float
     nbytes: int
+    copies: float = math.inf
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether copies carry it: they take no multiprocessors, so they may be a little slower."""
+        return self.copies <= _NEARLY * min(self.symmetric, self.nccl)
 
     @property
     def is_faster(self) -> bool:
-        """Whether symmetric memory is faster than NCCL."""
-        return self.symmetric < self.nccl
+        """Whether symmetric memory carries it, by a kernel or by copies, and not NCCL."""
+        return self.is_copied or self.symmetric < self.nccl
 
 
 class MessageKind(NamedTuple):
@@ -96,9 +116,11 @@ def message_kind(eqn: Eqn, sizes: Sizes, lanes: int) -> MessageKind | str:
     nbytes = sum(buffer_bytes(eqn, k, sizes) for k in range(len(eqn.outs)))
     if wire.itemsize > 8:
         return "elements of more than 8 bytes"
-    if nbytes > MOST:
-        return f"above {format_bytes(MOST)}"
-    return MessageKind("op" not in eqn.kwargs, wire, 1 << max(nbytes - 1, 0).bit_length(), lanes)
+    is_gather = "op" not in eqn.kwargs
+    most = MOST_COPIED if is_gather else MOST
+    if nbytes > most:
+        return f"above {format_bytes(most)}"
+    return MessageKind(is_gather, wire, 1 << max(nbytes - 1, 0).bit_length(), lanes)
 
 
 class Source(Protocol):
@@ -265,21 +287,24 @@ class SymmetricMemory:
                     buffer.refusal = str(refused)
 
     def trial(self, buffer: Buffer, kind: MessageKind, exchange: Exchange) -> Times | str:
-        """Time a message both ways, and compare the bits that arrive. All ranks of the mesh call this together.
+        """Time a message in all ways, and compare the bits that arrive. All ranks of the mesh call this together.
 
         Raises: Refused if it fails on one of them.
         """
         group = buffer.channel.group
         trial = on_all_ranks(lambda: _Trial(kind, group, buffer.ready), exchange)
         on_all_ranks(trial.compile, exchange)
-        symmetric = on_all_ranks(trial.seconds_of_symmetric_memory, exchange)
+        seconds = {}
+        for way in trial.received:
+            seconds[way] = on_all_ranks(functools.partial(trial.seconds_of, way), exchange)
         nccl = on_all_ranks(trial.seconds_of_nccl, exchange)
         is_equal = on_all_ranks(trial.gave_equal_bits, exchange)
-        by_rank = exchange((symmetric, nccl, is_equal))
-        if not all(equal_there for _, _, equal_there in by_rank):
+        by_way = [seconds.get(KERNEL, math.inf), nccl, seconds.get(COPIES, math.inf)]
+        by_rank = exchange([*by_way, is_equal])
+        if not all(equal_there for *_, equal_there in by_rank):
             return "tried here, it gave other bits"
-        slowest = [max(of_all_ranks) for of_all_ranks in zip(*by_rank)]
-        return Times(slowest[0], slowest[1], kind.nbytes)
+        symmetric, nccl, copies, _ = (max(of_all_ranks) for of_all_ranks in zip(*by_rank))
+        return Times(symmetric, nccl, kind.nbytes, copies)
 
     def _refusal_of_lanes(self, lanes: int, exchange: Exchange) -> str:
         """Why the devices have no room for the kernels of so many lanes; empty if they have."""
@@ -349,7 +374,10 @@ def on_all_ranks(run: Callable[[], T], exchange: Exchange) -> T:
 
 
 class _Trial:
-    """A message of some kind in random bits, which can be sent both ways."""
+    """A message of some kind in random bits, which can be sent by NCCL, and in some ways through symmetric memory.
+
+    `received` has what arrives, by way.
+    """
 
     def __init__(self, kind: MessageKind, group: dist.ProcessGroup, memory: ops.Symmetric) -> None:
         self.kind = kind
@@ -361,32 +389,46 @@ class _Trial:
         terms = torch.randn(kind.rows(ranks) * part, generator=generator)
         self.send_buffer = terms.to(memory.mine.device, kind.wire)
         if kind.is_gather:
-            self.ours = self.send_buffer.new_empty(ranks * part)
+            self.theirs = self.send_buffer.new_empty(ranks * part)
         else:
-            self.ours = self.send_buffer.new_empty(part, dtype=torch.float32)
-        self.theirs = torch.empty_like(self.ours)
+            self.theirs = self.send_buffer.new_empty(part, dtype=torch.float32)
+        self.received: dict[str, torch.Tensor] = {}
+        if kind.nbytes <= MOST:
+            self.received[KERNEL] = torch.empty_like(self.theirs)
+        if kind.is_gather:
+            self.received[COPIES] = torch.empty_like(self.theirs)
         self.terms = torch.empty_like(self.send_buffer)  # that NCCL brings
 
     def compile(self) -> None:
-        """Compile and load the kernel, which may take some ranks longer than others wait in a trial.
+        """Compile and load the kernels, which may take some ranks longer than others wait in a trial.
 
-        It runs on signals that nobody else sees, and gives up at once.
+        They run on signals that nobody else sees, and give up at once.
         """
         device = self.memory.mine.device
         if device.type == "cuda":
             ranks = self.memory.ranks
             nbytes = ranks * self.kind.wire.itemsize
-            alone = in_one_process(ranks, nbytes, device)[self.memory.rank]
-            self._send(alone, part=1, spins=0)
+            if KERNEL in self.received:
+                alone = in_one_process(ranks, nbytes, device)[self.memory.rank]
+                self._send(alone, part=1, spins=0)
+            ops.barrier(in_one_process(ranks, nbytes, device)[self.memory.rank], spins=0)
             torch.cuda.synchronize(device)
 
-    def seconds_of_symmetric_memory(self) -> float:
-        """The seconds of a message through symmetric memory.
+    def seconds_of(self, way: str) -> float:
+        """The seconds of a message through symmetric memory, in one of the ways.
 
         Raises: RuntimeError if this rank has given up waiting for another one.
         """
         part = self.kind.part(self.memory.ranks)
-        seconds = _seconds(lambda: self._send(self.memory, part, _TRIAL_SPINS))
+
+        def send() -> None:
+            if way == COPIES:
+                received = [self.received[COPIES]]
+                copy_all(self.memory, received, [self.send_buffer], _TRIAL_SPINS)
+            else:
+                self._send(self.memory, part, _TRIAL_SPINS)
+
+        seconds = _seconds(send)
         self.memory.check()
         return seconds
 
@@ -395,8 +437,9 @@ class _Trial:
         return _seconds(self._send_by_nccl)
 
     def gave_equal_bits(self) -> bool:
-        """Whether both ways have brought the same bits."""
-        return torch.equal(self.ours.view(torch.uint8), self.theirs.view(torch.uint8))
+        """Whether all ways have brought the same bits as NCCL."""
+        theirs = self.theirs.view(torch.uint8)
+        return all(torch.equal(ours.view(torch.uint8), theirs) for ours in self.received.values())
 
     def _send_by_nccl(self) -> None:
         send_buffer = self.send_buffer.view(torch.uint8)
@@ -410,10 +453,11 @@ class _Trial:
     def _send(self, memory: ops.Symmetric, part: int, spins: int) -> None:
         """Send the first `part` elements of each part."""
         send_buffer = self.send_buffer[: self.kind.rows(memory.ranks) * part]
+        received = self.received[KERNEL]
         if self.kind.is_gather:
-            gather(memory, send_buffer, [self.ours[: memory.ranks * part]], [part], spins)
+            gather(memory, send_buffer, [received[: memory.ranks * part]], [part], spins)
         else:
-            scatter(memory, send_buffer, [self.ours[:part]], [part], "mean", spins)
+            scatter(memory, send_buffer, [received[:part]], [part], "mean", spins)
 
 
 def gather(
@@ -426,6 +470,36 @@ def gather(
     """Copy this rank's parts to where the other ranks read them, and read the parts of all ranks into `outs`."""
     memory.mine[: send_buffer.nbytes].view(send_buffer.dtype).copy_(send_buffer)
     ops.all_gather(memory, outs, sizes, spins=spins)
+
+
+def copy_all(
+    memory: ops.Symmetric,
+    received: Sequence[torch.Tensor],
+    send_buffers: Sequence[torch.Tensor],
+    spins: int,
+) -> None:
+    """Copy this rank's parts to where the other ranks read them, and copy the parts of all ranks into `received`.
+
+    Each tensor of `received` has room for the parts of all ranks. It may already have that of this rank.
+    """
+    start = 0
+    spans = []
+    for sent in send_buffers:
+        spans.append(slice(start, start + sent.nbytes))
+        start += sent.nbytes
+    mine = [sent.view(-1).view(torch.uint8) for sent in send_buffers]
+    for span, part in zip(spans, mine):
+        memory.mine[span].copy_(part)
+    ops.barrier(memory, spins=spins)
+    for span, part, into in zip(spans, mine, received):
+        by_rank = into.view(-1).view(torch.uint8).view(memory.ranks, len(part))
+        for step in range(memory.ranks):  # all ranks read at once, each from a different rank
+            peer = (memory.rank + step) % memory.ranks
+            if peer != memory.rank:
+                by_rank[peer].copy_(memory.parts[peer][span])
+            elif by_rank[peer].data_ptr() != part.data_ptr():
+                by_rank[peer].copy_(part)
+    ops.barrier(memory, spins=spins)
 
 
 def scatter(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,9 +21,19 @@ from ..agreement import everywhere
 from ..collectives import Start
 from ..collectives import channel as axis_channel
 from ..process_groups import Channel, process_groups
+from .by_host import ByHostStart
 from .nccl import BY_HOST, EXCHANGE, Message, StreamedStart, Transport, moved_back
 from .streams import Streams
-from .symmetric import SPINS, Buffer, SymmetricMemory, Times, gather, message_kind, scatter
+from .symmetric import (
+    SPINS,
+    Buffer,
+    SymmetricMemory,
+    Times,
+    copy_all,
+    gather,
+    message_kind,
+    scatter,
+)
 
 
 def side_streams(mesh: DeviceMesh) -> Streams | None:
@@ -40,19 +51,29 @@ def channel_of(mesh: DeviceMesh, eqn: Eqn) -> Channel:
     return axis_channel(mesh, eqn.kwargs["axis"], rules(eqn).lane == "gather")
 
 
+def inside_channel_of(mesh: DeviceMesh, eqn: Eqn, sizes: Sizes) -> Channel | None:
+    """The channel that carries the first of two levels of a reduction on GPUs, or None if it has one level."""
+    channel = channel_of(mesh, eqn)
+    if route_of(eqn, sizes, channel.hosts, gloo=False).way != TWO_LEVELS:
+        return None
+    return process_groups(mesh).channel(channel.axis, f"{channel.purpose} inside hosts")
+
+
 def reserve(mesh: DeviceMesh, graphs: Iterable[Graph], streams: Streams | None = None) -> None:
     """Open the channels of programs, decide what carries their messages, and allocate the symmetric memory they need.
 
     All ranks of the mesh must call this together, for programs with the same messages, before they compile: a rank that
     then fails is not waited for.
     """
+    streams = streams or side_streams(mesh)
     messages = []
     for graph in graphs:
         lanes = lane_count(graph)
         for eqn in graph.eqns:
             if is_start(eqn):
                 messages.append((channel_of(mesh, eqn), eqn, graph.axes, lanes))
-    streams = streams or side_streams(mesh)
+                if streams is not None:
+                    inside_channel_of(mesh, eqn, graph.axes)
     if streams is not None:
         reserve_messages(mesh, messages, streams)
 
@@ -91,10 +112,12 @@ def start_module(
     channel: Channel | None,
     streams: Streams | None,
     lanes: int,
+    inside: Channel | None = None,
 ) -> Start:
     """The module that starts a collective equation of a program with so many lanes, on `streams` if there are any.
 
-    It sends nothing: what carries the messages has been decided by `reserve`.
+    It sends nothing: what carries the messages has been decided by `reserve`. `inside` carries the first level of a
+    reduction in two levels.
     """
     if streams is None or channel is None:
         return Start(eqn, sizes, coordinates, channel)
@@ -111,14 +134,19 @@ def start_module(
     op = eqn.kwargs.get("op")
     carrier = transport(collective, op, wire_dtype(eqn, eqn.ins[0]), times, route)
     common = eqn, sizes, coordinates, channel, streams, carrier
-    if symmetric is not None and not isinstance(kind, str) and carrier.is_symmetric:
-        return SymmetricStart(symmetric.buffer_of[channel, kind], *common)
+    if inside is not None:
+        return ByHostStart(inside, *common)
+    if symmetric is not None and not isinstance(kind, str):
+        if carrier.is_copied:
+            return CopiedStart(symmetric.buffer_of[channel, kind], *common)
+        if carrier.is_symmetric:
+            return SymmetricStart(symmetric.buffer_of[channel, kind], *common)
     return StreamedStart(*common)
 
 
 def check(program: torch.nn.Module) -> None:
     """Raises: RuntimeError if this rank has given up waiting for another one, in the part that has run so far."""
-    starts = [module for module in program.modules() if isinstance(module, SymmetricStart)]
+    starts = [module for module in program.modules() if isinstance(module, _OfBuffer)]
     for buffer in dict.fromkeys(start.buffer for start in starts):
         buffer.check()
 
@@ -165,21 +193,46 @@ def transport(
     if isinstance(seconds, str):
         return Transport(nccl_call, f"{work}; no symmetric memory: {seconds}")
     size = format_bytes(seconds.nbytes)
-    symmetric = format_seconds(seconds.symmetric)
-    nccl = format_seconds(seconds.nccl)
-    if seconds.is_faster:
-        reason = f"{work}; {symmetric} for {size}, NCCL {nccl}"
+    ways = {
+        "symmetric memory": seconds.symmetric,
+        "copies": seconds.copies,
+        "NCCL": seconds.nccl,
+    }
+    name = "NCCL"
+    if seconds.is_copied:
+        name = "copies"
+    elif seconds.is_faster:
+        name = "symmetric memory"
+    figures = [f"{format_seconds(ways.pop(name))} for {size}"]
+    for other, of_other in ways.items():
+        if of_other < math.inf:
+            figures.append(f"{other} {format_seconds(of_other)}")
+    reason = f"{work}; {', '.join(figures)}"
+    if name == "copies":
+        return Transport(f"copied {kind.name}", reason, is_copied=True)
+    if name == "symmetric memory":
         return Transport(f"symmetric {kind.name}", reason, is_symmetric=True)
-    return Transport(nccl_call, f"{work}; {nccl} for {size}, symmetric memory {symmetric}")
+    return Transport(nccl_call, reason)
 
 
-class SymmetricStart(StreamedStart):
-    """Starts one collective equation, like `StreamedStart`, through symmetric memory."""
+class _OfBuffer(StreamedStart):
+    """Starts one collective equation, like `StreamedStart`, through a buffer of symmetric memory."""
 
     def __init__(self, buffer: Buffer, *common: Any) -> None:
         """`common` are the arguments of a `StreamedStart`."""
         super().__init__(*common)
         self.buffer = buffer
+
+
+class CopiedStart(_OfBuffer):
+    """Starts one gather: copy engines copy the parts of the other ranks, so it takes no multiprocessors."""
+
+    def _call(self, received: list[torch.Tensor], send_buffer: list[torch.Tensor]) -> None:
+        copy_all(self.buffer.ready, received, send_buffer, SPINS)
+
+
+class SymmetricStart(_OfBuffer):
+    """Starts one collective equation by a kernel that reads the messages of all ranks."""
 
     def _call(self, received: list[torch.Tensor], send_buffer: list[torch.Tensor]) -> None:
         """Do nothing: the kernel that finishes a message also communicates."""

@@ -1,0 +1,145 @@
+"""On GPUs no step waits for the host of another rank, and a replay sends it nothing. The other rank is a double."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import ztrans as zt
+from tests.support.fake_cuda import FakeCuda
+from tests.support.programs import CASES
+from tests.support.worlds import batches, slices
+from ztrans.compiled import LocalProgram
+from ztrans.runtime.agreement import Contract
+from ztrans.runtime.codegen import to_fx
+from ztrans.runtime.cuda.graph_capture import Capture
+from ztrans.runtime.cuda.streams import Streams
+from ztrans.runtime.executable import bind
+from ztrans.runtime.failure import Writes
+from ztrans.runtime.process_groups import process_groups
+
+RANKS = 2
+STEPS = 10
+
+
+class HostMessages:
+    """The messages between hosts: those that were begun, and those for which this host had to wait.
+
+    The other host is one step behind: its part of a message arrives when this host has launched the next step.
+    """
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.blocking: list[str] = []
+        self.launched = 0
+
+    def launch(self) -> None:
+        self.launched += 1
+
+    def clear(self) -> None:
+        self.begun.clear()
+        self.blocking.clear()
+
+    def block(self, name: str) -> None:
+        self.begun.append(name)
+        self.blocking.append(name)
+
+    def gather(self, records, mine, group, is_async) -> Arriving:
+        for record in records:
+            record.copy_(mine)
+        self.begun.append("all_gather")
+        return Arriving(self)
+
+    def gather_objects(self, values, value, group=None) -> None:
+        self.block("all_gather_object")
+        values[:] = [value] * len(values)
+
+
+class Arriving:
+    """A message on its way from the other host."""
+
+    def __init__(self, messages: HostMessages) -> None:
+        self.messages = messages
+        self.launched_before = messages.launched
+
+    def wait(self) -> None:
+        if self.messages.launched == self.launched_before:
+            self.messages.blocking.append("all_gather")
+
+
+@pytest.fixture
+def mesh(monkeypatch):
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", rank=1, world_size=RANKS, store=FakeStore())
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
+    new_group = dist.new_group
+    monkeypatch.setattr(dist, "new_group", lambda ranks, *_, **__: new_group(ranks))
+    groups = process_groups(mesh)
+    groups.is_alone = False  # the other rank sends nothing to the device, but its host talks
+    groups._host_names = dict.fromkeys(range(RANKS), ("one host",))
+    yield mesh
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def messages(monkeypatch) -> HostMessages:
+    messages = HostMessages()
+    monkeypatch.setattr(dist, "all_gather", messages.gather)
+    monkeypatch.setattr(dist, "all_gather_object", messages.gather_objects)
+    for name in ("barrier", "broadcast_object_list", "broadcast", "monitored_barrier"):
+        monkeypatch.setattr(dist, name, lambda *_, name=name, **__: messages.block(name))
+    return messages
+
+
+def trained(compiled, state, steps, case, messages) -> HostMessages:
+    """What hosts send each other in some steps, after one that compiles the program, and one that captures it."""
+    data = [slices(batch, RANKS)[1] for batch in batches(case, 2)]
+    for k in range(2 + steps):
+        if k == 2:
+            messages.clear()
+        state, _ = compiled(state, *data[k % 2])
+    return messages
+
+
+def compiled_step(mesh, case, messages, cuda_graph=False):
+    """A sharded step on simulated streams, maybe captured, and its state."""
+    step = zt.chain(zt.shard_params(mesh), zt.overlap_grads(), zt.prefetch())(case.step)
+    state = step.shard(case.state())
+    lowered = step.lower(state, *slices(batches(case, 1)[0], RANKS)[1])
+    cuda = FakeCuda()
+    program = to_fx(lowered.graph, mesh, True, streams=Streams(cuda))
+    run = bind(lowered.graph, program)
+
+    def launched(inputs):
+        messages.launch()
+        return run(inputs)
+
+    function = Capture(launched, lowered.graph, cuda, "cpu") if cuda_graph else launched
+    compiled = lowered.compile()
+    contract = Contract(lowered.graph, "")
+    compiled.bound.local_program = LocalProgram(lowered, function, Writes(), contract)
+    return compiled, state
+
+
+@pytest.mark.parametrize(("is_late", "blocking"), [(True, 0), (False, STEPS)])
+def test_no_step_waits_for_the_host_of_another_rank(mesh, messages, monkeypatch, is_late, blocking):
+    """Each step asks the others, and reads the answer when the next step begins. On CPUs it waits for the answer."""
+    monkeypatch.setattr("ztrans.compiled.answers_late", lambda mesh: is_late)
+    case = CASES["mlp_momentum"]
+    compiled, state = compiled_step(mesh, case, messages)
+    trained(compiled, state, STEPS, case, messages)
+    assert messages.begun == ["all_gather"] * STEPS
+    assert len(messages.blocking) == blocking
+
+
+def test_a_replay_sends_nothing_to_the_host_of_another_rank(mesh, messages, monkeypatch):
+    monkeypatch.setattr("ztrans.compiled.answers_late", lambda mesh: True)
+    case = CASES["mlp_momentum"]
+    compiled, state = compiled_step(mesh, case, messages, cuda_graph=True)
+    captured = compiled.bound.local_program.function
+    trained(compiled, state, STEPS, case, messages)
+    assert captured.captured.replays == STEPS + 1
+    assert messages.begun == []

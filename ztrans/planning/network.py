@@ -1,0 +1,246 @@
+"""network: messages under way, each in the lane of its communicator, and over a link that lanes may share.
+
+A lane is first in, first out, and independent of the others. Messages of different lanes that cross the same link at
+the same time share its bandwidth equally. All times are in seconds.
+
+Between CPUs, compute packs a message before it is issued, and unpacks it after the wait. A GPU does both beside
+compute: a packing queue packs the messages of all lanes, one after the other, and the lane of a message unpacks it. A
+message may be sent in two levels, each with a lane and a link of its own. In both lanes messages are in the order of
+their issue.
+
+While a message is under way on a GPU, its kernels take a share of the processor. Compute that runs meanwhile loses that
+share of its speed. It is charged when the message is waited for.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right, insort
+from collections import defaultdict, deque
+from typing import NamedTuple
+
+NEVER = float("inf")
+
+
+class Level(NamedTuple):
+    """The first level of a message in two levels, which is sent inside each host."""
+
+    lane: str
+    link: str
+    latency: float
+    seconds: float
+    unpack_beside: float = 0.0
+
+
+class Message(NamedTuple):
+    """One started collective.
+
+    Place k is before operation k, and the place after the last operation is the end. At one place, messages are issued
+    before others are waited for.
+    """
+
+    issue: int  # the place at which it is issued
+    need: int  # the place at which it is waited for
+    lane: str  # the queue of its communicator
+    link: str  # the wire, which messages of other lanes may share
+    latency: float  # seconds before bytes move
+    seconds: float  # seconds in which they move if no other message uses the link
+    host: float = 0.0  # seconds of compute to send it
+    unpack: float = 0.0  # seconds of compute to turn the received bytes into values, after the wait
+    # The same beside compute: in the packing queue before it is sent, and in its lane after its bytes have moved.
+    pack_beside: float = 0.0
+    unpack_beside: float = 0.0
+    inside: Level | None = None
+    taken: float = 0.0  # the share of compute that it takes while it is under way
+
+    @property
+    def alone(self) -> float:
+        """The seconds from its issue to its arrival if no other message is under way."""
+        return self.pack_beside + (in_lane(self.inside) if self.inside else 0.0) + in_lane(self)
+
+
+def in_lane(level: Level | Message) -> float:
+    """The seconds for which a message, or its first level, needs its lane."""
+    return level.latency + level.seconds + level.unpack_beside
+
+
+class Network:
+    """The messages that are under way. The head of each lane first waits for its latency, then moves its bytes.
+
+    Each level of a message has a number, and the number of a message is that of its last level. `begin` and `end` are
+    infinite until it begins or ends.
+    """
+
+    def __init__(self) -> None:
+        self.levels: list[Level | Message] = []
+        self.ready: list[
+            float
+        ] = []  # when it may begin: it is packed, and its first level has ended
+        self.begin: list[float] = []
+        self.end: list[float] = []
+        self.second: dict[int, int] = {}  # the second level, by the number of the first
+        self.first: dict[int, int] = {}  # and the first one by that of the second
+        self.packed = 0.0  # when the packing queue is empty
+        self.queued: defaultdict[str, deque[int]] = defaultdict(deque)
+        # A heap of (time, number, whether it then ends): its bytes begin to move, or it is unpacked.
+        self.timed: list[tuple[float, int, bool]] = []
+        self.links: defaultdict[str, _Link] = defaultdict(_Link)
+        self.next = NEVER  # the time of the next event
+
+    def issue(self, message: Message, now: float) -> int:
+        """Issue a message at time `now`, up to which `run` must have played; return its number."""
+        self.packed = max(self.packed, now) + message.pack_beside
+        if message.inside is None:
+            return self._join_lane(message, self.packed, now)
+        first = self._join_lane(message.inside, self.packed, now)
+        second = self._join_lane(message, NEVER, now)
+        self.second[first] = second
+        self.first[second] = first
+        return second
+
+    def run(self, until: float) -> None:
+        """Let time pass up to `until`."""
+        while self.next <= until:
+            self._step()
+
+    def arrival(self, i: int) -> float:
+        """Let time pass until message `i` has arrived, and return when it did."""
+        while self.end[i] == NEVER:
+            self._step()
+        return self.end[i]
+
+    def first_level(self, i: int) -> tuple[float, float] | None:
+        """When the first level of message `i` began and ended; None if it has one level."""
+        first = self.first.get(i)
+        return None if first is None else (self.begin[first], self.end[first])
+
+    def _join_lane(self, level: Level | Message, ready: float, now: float) -> int:
+        i = len(self.levels)
+        self.levels.append(level)
+        self.ready.append(ready)
+        self.begin.append(NEVER)
+        self.end.append(NEVER)
+        lane = self.queued[level.lane]
+        lane.append(i)
+        if len(lane) == 1:
+            self._head(i, now)
+        return i
+
+    def _head(self, i: int, now: float) -> None:
+        """Begin to send the head of a lane. A second level begins when its first one ends."""
+        ready = self.ready[i]
+        if ready != NEVER:
+            self.begin[i] = max(ready, now)
+            self._at(self.begin[i] + self.levels[i].latency, i, False)
+
+    def _at(self, time: float, i: int, ends: bool) -> None:
+        heapq.heappush(self.timed, (time, i, ends))
+        if time < self.next:
+            self.next = time
+
+    def _step(self) -> None:
+        now = self.next
+        timed = self.timed
+        if timed and timed[0][0] <= now:
+            _, i, ends = heapq.heappop(timed)
+            if ends:
+                self._end(i, now)
+            else:
+                level = self.levels[i]
+                self.links[level.link].join(i, level.seconds, now)
+        else:
+            for link in self.links.values():
+                if link.next <= now:
+                    break
+            i = link.leave(now)
+            unpack = self.levels[i].unpack_beside
+            if unpack:
+                self._at(now + unpack, i, True)
+            else:
+                self._end(i, now)
+        soon = timed[0][0] if timed else NEVER
+        for link in self.links.values():
+            if link.next < soon:
+                soon = link.next
+        self.next = soon
+
+    def _end(self, i: int, now: float) -> None:
+        self.end[i] = now
+        lane = self.queued[self.levels[i].lane]
+        lane.popleft()
+        if lane:
+            self._head(lane[0], now)
+        second = self.second.get(i)
+        if second is not None:
+            self.ready[second] = now
+            if self.queued[self.levels[second].lane][0] == second:
+                self._head(second, now)
+
+
+class Stalls:
+    """The times in which compute stands still, in their order."""
+
+    def __init__(self) -> None:
+        self.begins: list[float] = []
+        self.ends: list[float] = []
+        self.before = [0.0]  # the seconds of all stalls before each of them, and of all
+
+    def add(self, begin: float, end: float) -> None:
+        """Compute stands still from `begin` to `end`, after all times so far."""
+        self.begins.append(begin)
+        self.ends.append(end)
+        self.before.append(self.before[-1] + end - begin)
+
+    def lost(self, network: Network, i: int, now: float) -> float:
+        """The seconds that message `i`, which has arrived, has taken from compute that ran until `now`."""
+        message = network.levels[i]
+        if not isinstance(message, Message) or not message.taken:
+            return 0.0
+        lost = 0.0
+        first = network.first.get(i)
+        for level in (i,) if first is None else (first, i):
+            begin = network.begin[level]
+            end = min(network.end[level], now)
+            if begin < end:
+                lost += message.taken * (end - begin - self._until(end) + self._until(begin))
+        return lost
+
+    def _until(self, time: float) -> float:
+        """The seconds of stalls until `time`."""
+        k = bisect_right(self.begins, time)
+        if not k:
+            return 0.0
+        return self.before[k] - max(self.ends[k - 1] - time, 0.0)
+
+
+class _Link:
+    """The messages that move bytes over one link, in equal shares.
+
+    `served` is the service that a message active from the start would have had up to time `since`, in seconds with the
+    link to itself.
+    """
+
+    __slots__ = ("active", "next", "served", "since")
+
+    def __init__(self) -> None:
+        # In order: the value of `served` at which a message is done, and its number.
+        self.active: list[tuple[float, int]] = []
+        self.served = 0.0
+        self.since = 0.0
+        self.next = NEVER  # the time at which the first of them is done
+
+    def join(self, i: int, seconds: float, now: float) -> None:
+        active = self.active
+        if active:
+            # Until now, each of them had an equal share of the link.
+            self.served += (now - self.since) / len(active)
+        insort(active, (self.served + seconds, i))
+        self.since = now
+        self.next = now + (active[0][0] - self.served) * len(active)
+
+    def leave(self, now: float) -> int:
+        active = self.active
+        self.served, i = active.pop(0)
+        self.since = now
+        self.next = now + (active[0][0] - self.served) * len(active) if active else NEVER
+        return i

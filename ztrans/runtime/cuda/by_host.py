@@ -1,0 +1,72 @@
+"""Reductions between hosts in two levels: terms are summed inside each host, and then the sums of hosts are summed.
+
+Each level has a communicator and a lane of its own. So the first level of a message, over the links inside a host, runs
+while the second level of the message before it, over those between hosts, is under way:
+
+    first level    ──■ exchange, sum ──■ exchange, sum ──●
+                                     │                 │
+    second level                     └─■ exchange, sum ──■ exchange, sum ──●
+
+Messages have one order in both lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ... import ops
+from ..process_groups import Channel
+from .nccl import Message, StreamedStart, exchange
+
+
+class ByHostStart(StreamedStart):
+    """Starts one reduce_scatter, like `StreamedStart`, in two levels."""
+
+    def __init__(self, inside: Channel, *common: Any) -> None:
+        """`inside` carries the first level. `common` are the arguments of a `StreamedStart`."""
+        super().__init__(*common)
+        self.inside = inside
+        self.inside_lane = self.streams.lane(inside)
+        self.hosts = self.channel.hosts
+        self.is_exchanged = True
+        self.arriving_rows = self.hosts.count
+        self.arriving_dtype = self.partial
+
+    def join(self) -> None:
+        self.streams.join(self.inside_lane)
+        super().join()
+
+    def _send(self, messages: Sequence[Message]) -> list[torch.Tensor]:
+        # Both lanes use the sums, so they are allocated on the compute stream. It has launched nothing since the
+        # packing that both lanes wait for.
+        sums = []
+        for message in messages:
+            numel = message.send_buffer.numel() // self.hosts.local
+            sums.append(message.send_buffer.new_empty(numel, dtype=self.partial))
+        with self.streams.communicate(self.inside_lane):
+            for message, sum_of_host in zip(messages, sums):
+                self._sum_inside(message.send_buffer, sum_of_host)
+        self.lane.wait_stream(self.inside_lane)
+        peers = range(self.rank % self.hosts.local, self.size, self.hosts.local)
+        with self.streams.communicate(self.lane):
+            for message, sum_of_host in zip(messages, sums):
+                received = message.receive_buffer()
+                with self.channel.errors():
+                    exchange(received, sum_of_host, self.group, peers)
+                message.finish(received)
+        return [*(message.send_buffer for message in messages), *sums]
+
+    def _sum_inside(self, terms: torch.Tensor, sum_of_host: torch.Tensor) -> None:
+        """Sum the terms of this host for this rank, and for its peers on the other hosts."""
+        local = self.hosts.local
+        first = self.rank // local * local
+        # For each rank of this host, the terms for it and for its peers.
+        by_rank = terms.view(self.hosts.count, local, -1).transpose(0, 1).reshape(local, -1)
+        received = torch.empty_like(by_rank)
+        with self.inside.errors():
+            exchange(received, by_rank, self.inside.group, range(first, first + local))
+        del by_rank
+        ops.sum_terms(received, [sum_of_host], [len(sum_of_host)], "sum", local)
