@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from itertools import product
 
 import torch
 from gpu_step import Config, Task
@@ -51,16 +50,18 @@ def largest(
     it in a step.
     """
     lines: list[dict] = []
-    for (reads, is_half), (runs, update) in product(READS.items(), RUNS.items()):
-        kind = {"gradients": reads, "updates": runs}
-        few, many = (_peak(_sized(config, n), is_half, update) for n in layers)
-        of_layer = (many - few) / (layers[1] - layers[0])
-        size = _parameters(_sized(config, 1)) - _parameters(_sized(config, 0))
-        for card, gib in CARDS.items():
-            count = (gib * GIB - few) / of_layer + layers[0]
-            total = _parameters(_sized(config, 0)) + count * size
-            line = {"card": card} | kind | {"bytes per parameter": of_layer / size}
-            lines.append(line | {"largest, G parameters": total / 1e9})
+    base = _parameters(_sized(config, 0))
+    size = _parameters(_sized(config, 1)) - base  # of a layer
+    for runs, update in RUNS.items():
+        few, many = (_program(_sized(config, n), device, update) for n in layers)
+        for reads, is_half in READS.items():
+            least = _bytes(few, is_half)
+            of_layer = (_bytes(many, is_half) - least) / (layers[1] - layers[0])
+            for card, gib in CARDS.items():
+                count = (gib * GIB - least) / of_layer + layers[0]
+                line = {"card": card, "updates": runs, "gradients": reads}
+                line |= {"bytes per parameter": of_layer / size}
+                lines.append(line | {"largest, G parameters": (base + count * size) / 1e9})
         yield lines
     if device.type == "cuda":
         for runs, update in RUNS.items():
@@ -80,14 +81,13 @@ def _parameters(config: Config) -> int:
         return sum(p.numel() for p in GPT(config).parameters())
 
 
-def _peak(config: Config, is_half: bool, update: str) -> int:
-    """The bytes at the peak of a step on one rank."""
-    task = Task(config, torch.device("cpu"))
-    lowered, *_ = _lowered(task, zt.AbstractMesh(dp=1), update)
-    return _bytes(lowered.graph, is_half)
+def _program(config: Config, device: torch.device, update: str) -> Graph:
+    """The step as a program of one rank."""
+    return _lowered(Task(config, device), zt.AbstractMesh(dp=1), update)[0].graph
 
 
 def _bytes(graph: Graph, is_half: bool) -> int:
+    """The bytes at the peak of a program."""
     return memory(half_gradients(graph, set(graph.inputs)) if is_half else graph).peak
 
 
