@@ -80,9 +80,11 @@ def lifted(
 class Ours:
     """The lifted loop, compiled by ztrans."""
 
-    def __init__(self, backend: str, bf16: bool, fused: bool = True) -> None:
+    def __init__(
+        self, backend: str, bf16: bool, fused: bool = True, cast_ahead: bool = False
+    ) -> None:
         lowered, self.state, self.batch = lifted(Config(), bf16=bf16, fused=fused)
-        self.compiled = lowered.compile(backend=backend)
+        self.compiled = lowered.compile(backend=backend, cast_ahead=cast_ahead)
 
     def __call__(self) -> Tensor:
         return self.compiled(self.state, *self.batch)[1]  # the state is updated in place
@@ -104,6 +106,9 @@ def steps(rounds: int, bf16: bool) -> dict:
         "ztrans, inductor, AdamW(fused=True)": inductor,
         "ztrans, eager, AdamW(fused=True)": Ours("eager", bf16),
     }
+    if bf16:
+        ahead = Ours("inductor", bf16, fused=False, cast_ahead=True)
+        subjects["ztrans, inductor, AdamW, cast_ahead"] = ahead
     for step in subjects.values():
         for _ in range(3):
             step()

@@ -397,8 +397,9 @@ class Compiled(Printed):
             graph = with_rates(graph)
         if self.attention == "fastest":
             graph = fastest_attention(graph, by_events)
-        graph = half_gradients(graph, on_gpu(graph, local), self.backend == "inductor")
-        return with_half_weights(graph, local) if self.cast_ahead else (graph, None)
+        fuses = self.backend == "inductor"
+        graph = half_gradients(graph, on_gpu(graph, local), of_products=fuses)
+        return with_half_weights(graph, local, fuses) if self.cast_ahead else (graph, None)
 
     def _executable(
         self, writes: Writes, graph: Graph, local: Sequence[torch.Tensor]

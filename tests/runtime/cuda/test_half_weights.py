@@ -15,6 +15,7 @@ from ztrans.ir.op_facts import CAST
 from ztrans.runtime.cuda.graph_capture import Capture
 from ztrans.runtime.cuda.half_gradients import half_gradients
 from ztrans.runtime.cuda.half_weights import with_half_weights
+from ztrans.runtime.inductor.backend import KernelCall
 
 X = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
 OPTIMIZERS = {
@@ -143,6 +144,44 @@ def test_the_same_bits(name, backend, on_gpu, monkeypatch):
         numbers = numbers if numbers is not None else counted(subjects[1], monkeypatch)
     assert numbers == [0, 0, 0]
     assert "half_weights" not in repr(subjects[1]) and "cast_ahead=True" in repr(subjects[1])
+
+
+ELEMENTWISE = {
+    "adamw, foreach": lambda params: optim.AdamW(params, lr=0.01, foreach=True),
+    "sgd, nesterov": lambda params: optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_kernels_of_inductor_write_copies_too(name, monkeypatch):
+    """On a CPU: with the same bits, and a kernel less, because the update has the cast in its own."""
+    monkeypatch.setitem(OPTIMIZERS, name, ELEMENTWISE[name])
+    program, state = lowered(name)
+    subjects = [program.compile(backend="inductor", cast_ahead=ahead) for ahead in (False, True)]
+    states = [clone(state), clone(state)]
+    for step in range(4):
+        results = []
+        for k, run in enumerate(subjects):
+            states[k], output = run(states[k], X)
+            results += [[*states[k]["params"].values(), *output[:2]]]
+        assert all(map(torch.equal, *results)), step
+        if step == 0:
+            numbers = counted(subjects[1], monkeypatch)
+    assert numbers == [0, 0, 0] and len(copies(subjects[1])) == 3
+    assert all(map(torch.equal, copies(subjects[1]), (w.bfloat16() for w in weights(states[1]))))
+    graphs = [run.bound.local_program.lowered.graph for run in subjects]
+    assert [casts_of_weights(graph) for graph in graphs] == [3, 0]
+    calls = [run.bound.local_program.function.program.graph.nodes for run in subjects]
+    kernels = [sum(isinstance(n.target, KernelCall) for n in nodes) for nodes in calls]
+    casts = [sum(n.target is CAST for n in nodes) for nodes in calls]
+    assert kernels[1] + casts[1] < kernels[0] + casts[0]
+
+
+def test_without_inductor_an_elementwise_update_keeps_its_casts(monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "adamw, foreach", ELEMENTWISE["adamw, foreach"])
+    assert rewritten(lowered("adamw, foreach")[0].graph)[1] is None
 
 
 def changed_in_place(state, program):

@@ -1,4 +1,4 @@
-"""half_weights: on a GPU, an update also writes the half-precision copy of its parameter that the next step reads.
+"""half_weights: an update also writes the half-precision copy of its parameter that the next step reads.
 
     h = cast(p, bf16)
     y = mm(x, h)                                      y = mm(x, h)
@@ -7,7 +7,8 @@
                              [n], ...)                                             [n], [h], ...)
 
 A step under autocast begins with casts of its parameters. The update has just had them in registers, so it writes the
-copy too: 2 bytes for each parameter, in place of a cast that reads 4 and writes 2. The bits are those of the cast.
+copy too: 2 bytes for each parameter, in place of a cast that reads 4 and writes 2. The bits are those of the cast. The
+kernels of `ops/update.py` do so, and kernels of Inductor for an elementwise update, on CPUs too.
 
 The copies are leaves of the state of the program, which the user does not see. A copy is used if the parameter is the
 very tensor that the step before returned, and PyTorch's version counter says that nothing has changed it since.
@@ -83,25 +84,27 @@ def _is_unchanged(written: _Snapshot, inputs: Inputs, place: int) -> bool:
 
 
 def with_half_weights(
-    graph: Graph, tensors: Sequence[torch.Tensor]
+    graph: Graph, tensors: Sequence[torch.Tensor], fuses: bool = False
 ) -> tuple[Graph, HalfWeights | None]:
     """The program whose updates write half-precision copies, and these copies; None if there is nothing to write.
 
-    `graph` is a program after `half_gradients`, and `tensors` are its inputs.
+    `graph` is a program after `half_gradients`, and `tensors` are its inputs. With `fuses` elementwise updates will be
+    kernels of Inductor, which write copies too.
     """
     casts = _casts(graph)
-    updates = _updates(graph, casts)
-    places = [i for i, v in enumerate(graph.inputs) if v in updates]
+    makers = _makers(graph, casts, fuses)
+    places = [i for i, v in enumerate(graph.inputs) if v in makers]
     if not places or graph.micro > 1:
         return graph, None
     names = Names(v.name for v in (*graph.inputs, *producers(graph.eqns)))
     before: dict[Var, Var] = {}
     after: dict[Var, Var] = {}
-    for parameter in (graph.inputs[i] for i in places):
+    for i in places:
+        parameter = graph.inputs[i]
         dtype = casts[parameter][0].out.dtype
         before[parameter] = _copy_of(parameter, dtype, names)
-        after[parameter] = _copy_of(updates[parameter].out, dtype, names)
-    graph = _rewritten(graph, casts, updates, before, after)
+        after[parameter] = _copy_of(graph.outputs[i], dtype, names)
+    graph = _rewritten(graph, casts, makers, before, after)
     copies = [
         torch.empty(tensors[i].shape, dtype=half.dtype, device=tensors[i].device)
         for i, half in zip(places, before.values())
@@ -120,21 +123,32 @@ def _casts(graph: Graph) -> dict[Var, list[Eqn]]:
     return {v: eqns for v, eqns in casts.items() if len({eqn.out.dtype for eqn in eqns}) == 1}
 
 
-def _updates(graph: Graph, casts: Mapping[Var, Sequence[Eqn]]) -> dict[Var, Eqn]:
-    """For each parameter that has casts, its update by a kernel of ours, if that can write a copy.
+def _makers(graph: Graph, casts: Mapping[Var, Sequence[Eqn]], fuses: bool) -> dict[Var, Eqn]:
+    """For each parameter that has casts, the equation of its new value, if that can write a copy.
 
-    Its result must be the new state, and nothing may read the casts later.
+    Nothing may read the casts later.
     """
-    new_state = dict(zip(graph.inputs[: graph.num_state], graph.outputs))
     lifetimes = liveness(graph)
-    updates: dict[Var, Eqn] = {}
-    for index, eqn in enumerate(graph.eqns):
-        if op_facts(eqn.op).name in _UPDATES:
-            parameter = eqn.args[0][0]
-            last_reads = [lifetimes.last[cast.out] for cast in casts.get(parameter, ())]
-            if last_reads and max(last_reads) < index and new_state[parameter] is eqn.outs[0]:
-                updates[parameter] = eqn
-    return updates
+    position = {eqn: index for index, eqn in enumerate(graph.eqns)}
+    by_result = producers(graph.eqns)
+    makers: dict[Var, Eqn] = {}
+    for parameter, new in zip(graph.inputs[: graph.num_state], graph.outputs):
+        maker = by_result.get(new)
+        if maker is not None and parameter in casts:
+            last_read = max(lifetimes.last[cast.out] for cast in casts[parameter])
+            is_ours = _is_ours(maker) and maker.args[0][0] is parameter and maker.outs[0] is new
+            writes = is_ours or (fuses and _is_elementwise(maker))
+            if writes and last_read < position[maker]:
+                makers[parameter] = maker
+    return makers
+
+
+def _is_ours(eqn: Eqn) -> bool:
+    return op_facts(eqn.op).name in _UPDATES
+
+
+def _is_elementwise(eqn: Eqn) -> bool:
+    return eqn.region == "update" and op_facts(eqn.op).pointwise
 
 
 def _copy_of(v: Var, dtype: torch.dtype, names: Names) -> Var:
@@ -145,23 +159,21 @@ def _copy_of(v: Var, dtype: torch.dtype, names: Names) -> Var:
 def _rewritten(
     graph: Graph,
     casts: Mapping[Var, Sequence[Eqn]],
-    updates: Mapping[Var, Eqn],
+    makers: Mapping[Var, Eqn],
     before: Mapping[Var, Var],
     after: Mapping[Var, Var],
 ) -> Graph:
     """The program that reads the copies `before` its step in place of casts, and writes those `after` it."""
-    rewritten: dict[Eqn, Eqn] = {}
-    dropped: dict[Var, Any] = {}
+    rewritten: dict[Eqn, list[Eqn]] = {}
+    alias: dict[Var, Any] = {}
     for parameter, half in before.items():
-        update = updates[parameter]
-        args = (*update.args, [half])
-        outs = (*update.outs, after[parameter])
-        rewritten[update] = update.replace(args=args, outs=outs)
-        dropped.update((eqn.out, half) for eqn in casts[parameter])
+        maker = makers[parameter]
+        rewritten[maker] = _writing(maker, half, after[parameter])
+        rewritten.update((cast, []) for cast in casts[parameter])
+        alias.update((cast.out, half) for cast in casts[parameter])
     eqns = []
     for eqn in graph.eqns:
-        if not any(v in dropped for v in eqn.results):
-            eqns.append(rewritten.get(eqn, eqn))
+        eqns += rewritten.get(eqn, [eqn])
     n = graph.num_state
     graph = graph.replace(
         inputs=(*graph.inputs[:n], *before.values(), *graph.inputs[n:]),
@@ -170,4 +182,12 @@ def _rewritten(
         num_state=n + len(before),
         leaf_shapes=(*graph.leaf_shapes, *(v.shape for v in before)) if graph.leaf_shapes else (),
     )
-    return check(rename(graph, dropped))
+    return check(rename(graph, alias))
+
+
+def _writing(maker: Eqn, half: Var, new_half: Var) -> list[Eqn]:
+    """The equation of a new parameter, and of its copy. Inductor computes a cast in the kernel of its argument."""
+    if _is_ours(maker):
+        return [maker.replace(args=(*maker.args, [half]), outs=(*maker.outs, new_half))]
+    kwargs = {"dtype": half.dtype}
+    return [maker, Eqn(CAST, (maker.out,), (new_half,), kwargs, maker.region, maker.source)]
