@@ -14,6 +14,7 @@ from ztrans.ir.interpreter import evaluate
 from ztrans.ir.op_facts import CAST, op_facts
 from ztrans.planning.cost import memory
 from ztrans.runtime.cuda.half_gradients import half_gradients, on_gpu
+from ztrans.runtime.inductor.fusion import fuse
 
 MUL = torch.ops.aten.mul.Tensor
 X = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
@@ -97,6 +98,17 @@ def test_inductor_keeps_casts_that_it_fuses():
     after = half_gradients(before, set(before.inputs), of_products=True)
     halves = [e.args[0][0].name for e in after.eqns if op_facts(e.op).name == "ztrans::fused_adamw"]
     assert halves == ["params.0.weight", "params.2.weight"]
+
+
+def test_inductor_reads_halves_in_elementwise_updates():
+    """Of weights, whose gradients are products: the cast is in the kernel of the update, on CPUs too."""
+    graph, groups = fuse(lowered(NOT_OURS["foreach"])[0].graph)
+    read = {v.name: {x.dtype for x in group.ins} for group in groups for v in group.ins}
+    for name in ("params.0.weight", "params.2.weight"):
+        assert torch.bfloat16 in read[name]
+    fused = {eqn for group in groups for eqn in group.eqns}
+    casts = [e for e in graph.eqns if e.op is CAST and e.out.dtype == torch.float32]
+    assert casts and fused.issuperset(casts)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # to compile imports Inductor
