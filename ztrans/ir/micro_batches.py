@@ -200,9 +200,13 @@ def _with(
     """The program with other equations in place of marks, with more inputs, and with other outputs."""
     new_inputs = set(inputs)
     eqns = tuple(instead.get(e, e) for e in graph.eqns if new_inputs.isdisjoint(e.results))
-    donated = tuple((v, e.out) for e in instead.values() for v in e.args[:1] if v in new_inputs)
+    donated = []
+    for e in instead.values():
+        first = e.args[0]  # a list, where the values of all micro-batches are joined
+        if isinstance(first, Var) and first in new_inputs:
+            donated.append((first, e.out))
     return graph.replace(
-        inputs=(*graph.inputs, *inputs), eqns=eqns, outputs=outputs, micro=1, donated=donated
+        inputs=(*graph.inputs, *inputs), eqns=eqns, outputs=outputs, micro=1, donated=tuple(donated)
     )
 
 
