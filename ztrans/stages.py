@@ -33,6 +33,7 @@ from .ir.keep_on_host import demanded_on_host, keep_on_host
 from .ir.layout import AbstractMesh
 from .ir.marks import erase_marks
 from .ir.micro_batches import parts
+from .ir.neighbours import among_neighbours
 from .ir.printer import Printed, format_seconds
 from .ir.user_collectives import by_axis
 from .ir.verifier import check
@@ -222,7 +223,7 @@ class Traced(Printed):
         mesh = mesh_of(self.transforms)
         device = cluster.device if cluster is not None else self._default_device()
         graph, history = self._transformed(graph, history, lambda t: t.phase >= Transform.phase)
-        hinted = dce(erase_trivial(erase_marks(graph)))
+        hinted = among_neighbours(dce(erase_trivial(erase_marks(graph))))
         hinted = dce(keep_on_host(hinted, demanded_on_host(hinted)))
         hinted = writes_last(hinted) if hinted.hints.update == "last" else hinted
         cluster = cluster or default_cluster(device, hinted.axes)

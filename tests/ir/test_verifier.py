@@ -116,6 +116,26 @@ def test_a_transform_must_keep_the_inputs_of_the_program():
         check_interface(graph, graph.replace(batch=frozenset([Var("stranger", x.dtype, ())])))
 
 
+def test_neighbours_divide_the_ranks_of_their_axis():
+    graph = on_ranks(CASES["mlp_momentum"], 4, SHARD).graph
+    assert zt.ir.check(graph.replace(joint=("dp/2",)))
+    with pytest.raises(ProgramError) as error:
+        zt.ir.check(graph.replace(joint=("dp/3",)))
+    assert str(error.value) == "axis dp/3 is of 3 neighbours, which do not divide 4 ranks"
+
+
+def test_a_gather_sends_what_is_cut_over_its_axis():
+    """A shard of all ranks is no part that two neighbours could gather."""
+    graph = on_ranks(CASES["mlp_momentum"], 4, SHARD).graph
+    start = next(e for e in graph.eqns if is_start(e))
+    near = start.replace(kwargs={**start.kwargs, "axis": "dp/2"})
+    eqns = tuple(near if e is start else e for e in graph.eqns)
+    with pytest.raises(ProgramError) as error:
+        zt.ir.check(graph.replace(eqns=eqns, joint=("dp/2",)))
+    first = "a gather over dp/2 sends params.0.bias: f32[16@dp], which is not cut over it"
+    assert str(error.value).startswith(first)
+
+
 OPTIMISED = """
 import torch, ztrans as zt
 assert False, "python -O drops this"

@@ -474,7 +474,7 @@ def four() -> None:
     dist.new_group([0, 1, 2])
     equals_lockstep_and_plain(mesh, ["mlp_momentum", "uneven"], replicate_axis="host")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    equals_lockstep_and_plain(mesh, ["uneven"], axis=("dp", "cp"))
+    equals_lockstep_and_plain(mesh, ["uneven"], axis=("dp", "cp"), reshard=2)
     attention_over(mesh)
     mixture_of_experts(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep")))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

@@ -90,7 +90,9 @@ def test_uneven_layers_that_are_cut_along_their_first_or_largest_dim(sizes, is_l
     trains_equally(partial(mlp, *sizes), (shard, *ALL), data=rows(sizes[0]), mesh=mesh)
 
 
-@pytest.mark.parametrize("options", [{"reshard": "always"}, {"reshard": "auto"}, {"stage": 2}])
+@pytest.mark.parametrize(
+    "options", [{"reshard": "always"}, {"reshard": "auto"}, {"reshard": 2}, {"stage": 2}]
+)
 @pytest.mark.parametrize("transforms", [(), ALL])
 def test_layers_that_are_gathered_early_or_late_and_once_or_twice(options, transforms):
     trains_equally(layers, (zt.shard_params(MESH, **options), *transforms))

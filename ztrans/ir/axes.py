@@ -1,7 +1,11 @@
-"""Joint axes: several axes of a mesh that act as one, whose ranks send one message together.
+"""Axes that are made of those of a mesh: joint axes, and the neighbours of an axis.
 
-A joint axis is named by its members in the order of the mesh. On a mesh of dp=2 and cp=4, `dp*cp` has 8 ranks, and the
-rank at dp=1, cp=2 has index 6 along it. On a DeviceMesh it is the flattened mesh of its members.
+A joint axis is several axes that act as one, whose ranks send one message together. It is named by its members in the
+order of the mesh. On a mesh of dp=2 and cp=4, `dp*cp` has 8 ranks, and the rank at dp=1, cp=2 has index 6 along it. On
+a DeviceMesh it is the flattened mesh of its members.
+
+Neighbours are ranks that follow each other on an axis, such as those of one host. `dp/4` stands for each 4 neighbours
+of dp. On a mesh of dp=8, rank 6 has index 2 along it.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -18,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 _JOINT = "*"
+_PARTED = "/"
 
 
 def joint_axis(axes: Collection[str], order: Iterable[str]) -> str:
@@ -32,10 +37,38 @@ def joint_axis(axes: Collection[str], order: Iterable[str]) -> str:
 def members(axis: str) -> tuple[str, ...]:
     """The axes of the mesh that an axis consists of; a joint axis has several.
 
-    >>> members("dp*cp"), members("dp")
-    (('dp', 'cp'), ('dp',))
+    >>> members("dp*cp"), members("dp"), members("dp/4")
+    (('dp', 'cp'), ('dp',), ('dp',))
     """
-    return tuple(axis.split(_JOINT))
+    return tuple(axis.partition(_PARTED)[0].split(_JOINT))
+
+
+def neighbours(axis: str, count: int) -> str:
+    """The name of each `count` neighbours of an axis, which divide its ranks.
+
+    >>> neighbours("dp", 4)
+    'dp/4'
+    """
+    return f"{axis}{_PARTED}{count}"
+
+
+def neighbour_count(axis: str) -> int | None:
+    """The number of neighbours that an axis stands for, or None if it stands for all ranks of an axis.
+
+    >>> neighbour_count("dp/4"), neighbour_count("dp")
+    (4, None)
+    """
+    _, _, count = axis.partition(_PARTED)
+    return int(count) if count else None
+
+
+def all_neighbours(axis: str) -> str:
+    """The axis of which `axis` has some neighbours.
+
+    >>> all_neighbours("dp/4"), all_neighbours("dp")
+    ('dp', 'dp')
+    """
+    return axis.partition(_PARTED)[0]
 
 
 def members_of(axes: Iterable[str]) -> tuple[str, ...]:
@@ -44,31 +77,33 @@ def members_of(axes: Iterable[str]) -> tuple[str, ...]:
 
 
 def with_joint_sizes(sizes: Mapping[str, int], joint: Iterable[str]) -> dict[str, int]:
-    """The sizes of the axes of a mesh and of some joint axes.
+    """The sizes of the axes of a mesh, and of some joint axes and neighbours.
 
-    >>> with_joint_sizes({"dp": 2, "cp": 4}, ["dp*cp"])
-    {'dp': 2, 'cp': 4, 'dp*cp': 8}
+    >>> with_joint_sizes({"dp": 2, "cp": 4}, ["dp*cp", "cp/2"])
+    {'dp': 2, 'cp': 4, 'dp*cp': 8, 'cp/2': 2}
     """
     all_sizes = dict(sizes)
     for axis in joint:
-        all_sizes[axis] = math.prod(sizes[member] for member in members(axis))
+        all_ranks = math.prod(sizes[member] for member in members(axis))
+        all_sizes[axis] = neighbour_count(axis) or all_ranks
     return all_sizes
 
 
 def with_joint_indices(
     place: Mapping[str, int], sizes: Mapping[str, int], joint: Iterable[str]
 ) -> dict[str, int]:
-    """The index of a rank along the axes of a mesh, and along some joint axes.
+    """The index of a rank along the axes of a mesh, along some joint axes, and among some neighbours.
 
-    >>> with_joint_indices({"dp": 1, "cp": 2}, {"dp": 2, "cp": 4}, ["dp*cp"])
-    {'dp': 1, 'cp': 2, 'dp*cp': 6}
+    >>> with_joint_indices({"dp": 1, "cp": 3}, {"dp": 2, "cp": 4}, ["dp*cp", "cp/2"])
+    {'dp': 1, 'cp': 3, 'dp*cp': 7, 'cp/2': 1}
     """
     indices = dict(place)
     for axis in joint:
         index = 0
         for member in members(axis):
             index = index * sizes[member] + place[member]
-        indices[axis] = index
+        count = neighbour_count(axis)
+        indices[axis] = index if count is None else index % count
     return indices
 
 
@@ -130,7 +165,7 @@ def axis_of_ranks(mesh: DeviceMesh, ranks: Sequence[int]) -> str | None:
 
 
 def rows(ranks: torch.Tensor, order: Sequence[str], axes: Collection[str]) -> list[list[int]]:
-    """The ranks of every group of a mesh whose members differ only along `axes`, joint or not.
+    """The ranks of every group of a mesh whose members differ only along `axes`, joint or not, or are neighbours.
 
     Args:
         ranks: the ranks of the mesh, i64 with a dim for each axis.
@@ -139,8 +174,11 @@ def rows(ranks: torch.Tensor, order: Sequence[str], axes: Collection[str]) -> li
     >>> import torch
     >>> rows(torch.arange(8).view(2, 2, 2), ("dp", "tp", "cp"), ["dp*cp"])
     [[0, 1, 4, 5], [2, 3, 6, 7]]
+    >>> rows(torch.arange(8), ("dp",), ["dp/4"])
+    [[0, 1, 2, 3], [4, 5, 6, 7]]
     """
     along = [k for k, axis in enumerate(order) if axis in members_of(axes)]
     rest = [k for k in range(ranks.ndim) if k not in along]
-    size = math.prod(ranks.shape[k] for k in along)
+    counts = [count for axis in axes if (count := neighbour_count(axis)) is not None]
+    size = min(counts, default=math.prod(ranks.shape[k] for k in along))
     return ranks.permute(*rest, *along).reshape(-1, size).tolist()

@@ -22,7 +22,7 @@ import torch
 from .. import ops
 from .axes import members
 from .graph import Eqn, Graph, Partial, Primitive, Split, Var, dce, producers, rename, substitute
-from .layout import cut, cut_over, without
+from .layout import cut, cut_over, on_axis, without
 from .op_facts import CAST
 from .rules import Axes, Memberwise, Rules, Sizes
 from .user_collectives import USER_START, USER_WAIT, collective_name
@@ -128,6 +128,14 @@ class Gather(Start):
 
     moves = True
     lane = "gather"
+
+    def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
+        problem = super().problem(eqn, axes)
+        axis = self.axis(eqn)
+        whole = [v for v in eqn.ins if not isinstance(on_axis(v.layout, axis), Split)]
+        if problem is None and whole:
+            problem = f"a gather over {axis} sends {whole[0]!r}, which is not cut over it"
+        return problem
 
     def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         split = cut_over(eqn.ins[index], self.axis(eqn))

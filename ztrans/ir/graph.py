@@ -7,6 +7,7 @@ A pass is a function from one frozen `Graph` to another. A `Var` is bound once. 
 which part of it each rank holds:
 
     f32[32@dp,16]     split along dim 0 over the ranks of dp
+    f32[32@dp/8,16]   split along dim 0 over each 8 neighbours of dp
     f32[]{sum@dp}     one term of a sum on each rank of dp
     f32[4,16]         whole on every rank
     f32[4,16]!        a future: the result of a collective that was started and not yet waited for
@@ -126,13 +127,14 @@ class Provenance:
     A copy between two memories has the role "offload" and the axis "host".
 
     `regather` marks the gather of a value that an earlier gather has brought. With "auto" a plan may keep the earlier
-    value instead; with "always" the earlier value must be dropped.
+    value instead, or a part of it on each rank; with "always" the earlier value must be dropped. With a number, that
+    many neighbours keep a part each, and gather it again among themselves.
     """
 
     role: Literal["param", "grad", "pmean", "state", "output", "update", "offload"]
     paths: tuple[str, ...]
     axis: str
-    regather: Literal["auto", "always"] | None = None
+    regather: Literal["auto", "always"] | int | None = None
 
 
 # What a selective checkpoint of the step demands of the results of an equation. What it merely prefers is no demand.
@@ -158,7 +160,7 @@ class Hints:
             collective, forward and backward.
         recompute_at_least: the least bytes of a value that a plan may recompute in backward. If it is None, the plan
             recomputes none.
-        regather: whether a plan may keep a value that is gathered again ("auto"), or not ("always").
+        regather: how values are gathered again (see `Provenance`).
     """
 
     memory: int | None = None
@@ -169,7 +171,7 @@ class Hints:
     matmuls_between: int | None = None
     update: Literal["eager", "last"] | None = None
     recompute_at_least: int | None = None
-    regather: Literal["auto", "always"] = "auto"
+    regather: Literal["auto", "always"] | int = "auto"
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,7 +221,8 @@ class Graph:
 
     Attributes:
         batch: the inputs that differ from rank to rank.
-        mesh, joint: the axes of the mesh and their sizes; the joint axes, each several of these as one.
+        mesh, joint: the axes of the mesh and their sizes; the joint axes, each several of these as one, and the
+            neighbours on an axis (see `axes`).
         leaf_shapes: the shapes of the state leaves before the step itself divides them.
         hints: what transforms ask of the plan.
         stage: the ZeRO stage, if there is one.

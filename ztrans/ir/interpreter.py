@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .ambient import refuse_inside, without_autocast
-from .axes import members, with_joint_indices
+from .axes import members, neighbour_count, with_joint_indices
 from .collectives import rules
 from .graph import Eqn, Graph, Var, substitute, variables
 from .layout import cut, localize
@@ -36,7 +36,7 @@ def evaluate(graph: Graph, *inputs: torch.Tensor) -> list[Any]:
 
 
 def coordinates(mesh: Sequence[tuple[str, int]], joint: Iterable[str] = ()) -> list[dict[str, int]]:
-    """The index of each rank along every axis of a mesh and along joint axes, in rank order.
+    """The index of each rank along every axis of a mesh, and along joint axes and among neighbours, in rank order.
 
     >>> coordinates([("host", 2), ("dp", 2)])[2]
     {'host': 1, 'dp': 0}
@@ -140,4 +140,8 @@ def _groups(places: Sequence[Coordinates], axis: str | None) -> list[list[int]]:
     for rank, place in enumerate(places):
         fixed = tuple(index for a, index in place.items() if along.isdisjoint(members(a)))
         groups.setdefault(fixed, []).append(rank)
-    return list(groups.values())
+    rows = []
+    for row in groups.values():
+        size = neighbour_count(axis) or len(row)
+        rows += (row[first : first + size] for first in range(0, len(row), size))
+    return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .axes import all_neighbours, with_joint_sizes
 from .collectives import rules
 from .graph import Eqn, Graph, Var, variables
 from .rules import Rules
@@ -16,11 +17,12 @@ def check(graph: Graph) -> Graph:
 
     Every value is bound once, and before it is read. Every future is waited for exactly once, and nothing else reads
     it. Only a copy reads or makes a value in the memory of the host. Every collective has a provenance, and its axis is
-    one of the mesh. Members and results of a collective agree in number and shape. Every leaf of the state is returned
-    with the type that it had.
+    one of the mesh. Members and results of a collective agree in number and shape, and a gather sends what is cut. The
+    numbers of neighbours divide the ranks of their axis. Every leaf of the state is returned with the type that it had.
 
     Raises: ProgramError that names the equation.
     """
+    _check_neighbours(graph)
     values = _Bindings()
     for var in graph.inputs:
         values.bind(var, None)
@@ -43,6 +45,15 @@ def check(graph: Graph) -> Graph:
         raise ProgramError(f"{var} is never waited for")
     _check_state(graph)
     return graph
+
+
+def _check_neighbours(graph: Graph) -> None:
+    for axis in graph.joint:
+        ranks = with_joint_sizes(dict(graph.mesh), [all_neighbours(axis)])[all_neighbours(axis)]
+        if ranks % graph.axes[axis]:
+            raise ProgramError(
+                f"axis {axis} is of {graph.axes[axis]} neighbours, which do not divide {ranks} ranks"
+            )
 
 
 def _wrong(problem: str, eqn: Eqn | None) -> ProgramError:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..ir.axes import members
+from ..ir.axes import all_neighbours, members, neighbour_count
 from ..ir.collectives import rules
 from ..ir.graph import Eqn
 from ..ir.routes import TWO_LEVELS, Hosts, Route, route_of
@@ -192,6 +192,11 @@ class Cluster:
         links = dict(self.links)
         if axis in links:
             return links[axis]
+        count = neighbour_count(axis)
+        if count is not None:
+            link = self.link(all_neighbours(axis))
+            is_in_host = link.local % count == 0
+            return link.inside if link.inside is not None and is_in_host else link
         if len(members(axis)) > 1:
             # A message to all ranks of a joint axis also crosses its slowest link.
             slowest = min(map(self.link, members(axis)), key=lambda link: link.bandwidth)
@@ -325,5 +330,6 @@ def default_device(device_type: str, memory: float | None = None) -> Device:
 
 def default_cluster(device: Device, axes: Mapping[str, int]) -> Cluster:
     """The cluster of a device to plan with if none is named: GPUs on InfiniBand, or CPUs on Ethernet."""
-    links: dict[str, Any] = dict.fromkeys(axes, "ethernet-1g" if device.gloo else "infiniband")
+    link = "ethernet-1g" if device.gloo else "infiniband"
+    links: dict[str, Any] = dict.fromkeys(map(all_neighbours, axes), link)
     return cluster(device, **links)

@@ -24,7 +24,7 @@ from ..ir.op_facts import is_view_or_cast, op_facts
 from ..ir.relations import reachable
 from ..ir.source import where
 from ..ir.varying import varying
-from .base import Transform, constructor
+from .base import Transform, check_number, constructor
 from .reduce_once import reduce_once
 from .sharding.leaf_axes import LeafAxes
 from .sharding.walk import REDUCTIONS, sharded
@@ -41,7 +41,7 @@ def shard_params(
     *,
     axis: Axis | AxisOf = "dp",
     stage: Literal[0, 1, 2, 3, "auto"] = 3,
-    reshard: Literal["auto", "always"] = "auto",
+    reshard: Literal["auto", "always"] | int = "auto",
     where: Where | None = None,
     dim: DimOf | None = None,
     replicate_axis: str | None = None,
@@ -66,8 +66,10 @@ def shard_params(
             all-reduces gradients (DDP). "auto" is 1, 2 or 3, which store the same state: the lowest that fits the
             memory, of those that are fastest. It is chosen when the step is lowered for a cluster, and the notes of the
             plan have the time and the peak of each.
-        reshard: at stage 3, "always" drops every parameter between forward and backward. "auto" lets `prefetch` keep
-            those whose second gather costs time, within its memory budget.
+        reshard: at stage 3, "always" drops every parameter between forward and backward. With a number n, each n
+            neighbours on the axis keep a parameter in n parts, and backward gathers it among them: with the ranks of a
+            host, it sends nothing to other hosts. "auto" lets `prefetch` keep the parameters whose second gather costs
+            time, within its memory budget.
         where: `where(path, leaf)` says whether to shard a state leaf; by default all are. The others are replicated,
             and so is a leaf whose rows are fewer than half of the ranks.
         dim: `dim(path, leaf)` is the dim along which a state leaf is cut, or None for 0, as by default. It must be the
@@ -82,10 +84,11 @@ def shard_params(
     The functions get the path of a leaf, and a meta tensor of its shape before the step itself divides it.
 
     Raises: ValueError if the mesh has no such axis, or an option is unknown. When the step is lowered, ValueError if a
-        leaf does not have the dim along which it is to be cut, if a value that depends on the batch enters the state
-        unreduced, if an update cannot run on shards, or if an integer scalar that depends on the batch is an output.
+        leaf does not have the dim along which it is to be cut, if the number of `reshard` does not divide the ranks of
+        an axis, if a value that depends on the batch enters the state unreduced, if an update cannot run on shards, or
+        if an integer scalar that depends on the batch is an output.
 
-    Source: Rajbhandari et al., ZeRO, 2020; PyTorch FSDP2; JAX's check_vma.
+    Source: Rajbhandari et al., ZeRO, 2020; Wang et al., ZeRO++, 2023 (hpZ); PyTorch FSDP2; JAX's check_vma.
 
     >>> shard_params(AbstractMesh(dp=8), axis="dp")
     shard_params(axis='dp', stage=3)
@@ -98,8 +101,9 @@ def shard_params(
         raise ValueError(
             f"shard_params: stage={stage!r}; ZeRO stages are 0, 1, 2 and 3, or 'auto'."
         )
-    if reshard not in ("auto", "always"):
-        raise ValueError(f"shard_params: reshard={reshard!r}; use 'auto' or 'always'.")
+    check_number(
+        "shard_params: reshard", reshard, "a number of neighbours, at least 2", 2, "auto", "always"
+    )
     if outputs not in ("mean", "local"):
         raise ValueError(f"shard_params: outputs={outputs!r}; use 'mean' or 'local'.")
     return ShardParams(
@@ -148,7 +152,7 @@ class ShardParams(Transform):
     mesh: DeviceMesh | AbstractMesh = dataclasses.field(repr=False)
     axis: Axis | AxisOf
     stage: int | Literal["auto"]
-    reshard: Literal["auto", "always"] = "auto"
+    reshard: Literal["auto", "always"] | int = "auto"
     where: Where | None = None
     dim: DimOf | None = None
     replicate_axis: str | None = None
@@ -209,6 +213,7 @@ class ShardParams(Transform):
                 f"{self!r}: the stage is chosen by Step.lower. Name one to rewrite a program with it."
             )
         axes = LeafAxes.of_program(graph, self)
+        self._check_neighbours(axes)
         plain = graph.replace(
             mesh=mesh_axes(self.mesh),
             stage=self.stage,
@@ -218,6 +223,19 @@ class ShardParams(Transform):
             plain = reduce_once(plain)
         warn_of_psum_quotients(plain, axes.all)
         return dce(sharded(plain, self))
+
+    def _check_neighbours(self, axes: LeafAxes) -> None:
+        """Raises: ValueError if the neighbours that keep parameters do not divide the ranks of an axis."""
+        if not isinstance(self.reshard, int) or self.stage != 3:
+            return
+        sizes = dict(mesh_axes(self.mesh))
+        for axis in dict.fromkeys(of_leaf[0] for of_leaf in axes.by_leaf.values()):
+            ranks = math.prod(sizes[member] for member in members(axis))
+            if ranks > self.reshard and ranks % self.reshard:
+                raise ValueError(
+                    f"shard_params: reshard={self.reshard}, which does not divide the {ranks} ranks of {axis!r}.\n"
+                    f"Use the number of ranks that a host has on this axis, or 'auto'."
+                )
 
 
 def warn_of_psum_quotients(graph: Graph, axes: Sequence[str]) -> None:

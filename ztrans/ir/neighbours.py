@@ -1,0 +1,99 @@
+"""Neighbours keep a gathered value in parts: ranks that follow each other on an axis, such as those of one host.
+
+    w.full = wait(all_gather(w, axis=dp))            w.full = wait(all_gather(w, axis=dp))
+    y = f(w.full)                                    w.full_1.cut = shard(w.full, 0, axis=dp/8)
+                                                     w.full_1.part = clone(w.full_1.cut)
+                                              -->    y = f(w.full)
+    w.full_1 = wait(all_gather(w, axis=dp))          w.full_1 = wait(all_gather(w.full_1.part, axis=dp/8))
+    z = g(w.full_1)                                  z = g(w.full_1)
+
+Each 8 neighbours of dp hold the whole value together, so the second gather sends nothing to other hosts. Both programs
+have the same bits. The part is a copy, because a view would keep the whole value alive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+
+import torch
+
+from .axes import neighbours
+from .collectives import SHARD, bucket_key, rules
+from .graph import Eqn, Graph, Split, Var
+from .layout import cut_over
+from .pairing import pair
+
+aten = torch.ops.aten
+
+
+def gathered_value(start: Eqn) -> Hashable:
+    """What a gather of one member brings. Two gathers with equal results bring the same value."""
+    return start.ins[0], start.out.dtype, bucket_key(start)
+
+
+def kept_part(first: Eqn, again: Eqn, count: int) -> tuple[Eqn, Eqn]:
+    """The equations that keep a part of a gathered value on each of `count` neighbours.
+
+    Args:
+        first: the wait for the value.
+        again: the gather that brings the value again. It gives the part its name.
+        count: the number of neighbours.
+    """
+    value = first.out
+    axis = again.kwargs["axis"]
+    split = Split(neighbours(axis, count), cut_over(again.ins[0], axis).dim)
+    name = again.out.name.removesuffix("'")
+    layout = (*value.layout, split)
+    cut = dataclasses.replace(value, name=f"{name}.cut", layout=layout)
+    part = dataclasses.replace(value, name=f"{name}.part", layout=layout)
+    site = {"region": first.region, "source": first.source}
+    contiguous = {"memory_format": torch.contiguous_format}
+    return (
+        Eqn(SHARD, (value, split.dim), (cut,), {"axis": split.axis}, **site),
+        Eqn(aten.clone.default, (cut,), (part,), contiguous, **site),
+    )
+
+
+def gather_of_parts(part: Var, again: Eqn) -> Eqn:
+    """The gather among neighbours that brings the same value as the gather `again`, from the part of each."""
+    (split,) = set(part.layout) - set(again.out.layout)
+    provenance = again.provenance
+    if provenance is not None:
+        provenance = dataclasses.replace(provenance, axis=split.axis, regather="always")
+    kwargs = {"dtype": None, "axis": split.axis}
+    return again.replace(args=([part],), kwargs=kwargs, provenance=provenance)
+
+
+def among_neighbours(graph: Graph) -> Graph:
+    """Let neighbours keep the values whose second gather asks for that (see `Provenance`), and gather these again.
+
+    Where the neighbours would be all ranks of the axis, or no gather has brought the value before, the second gather
+    stays as it is.
+    """
+    firsts: dict[Hashable, Eqn] = {}  # the wait for each value
+    parts: dict[Hashable, Var] = {}
+    after: dict[Eqn, tuple[Eqn, Eqn]] = {}  # what follows the wait for a value
+    replacements: dict[Eqn, Eqn] = {}
+    for start, started in pair(graph).starts.items():
+        if not rules(start).moves or len(start.outs) != 1:
+            continue
+        value = gathered_value(start)
+        provenance = start.provenance
+        if provenance is None or not isinstance(provenance.regather, int):
+            firsts.setdefault(value, graph.eqns[started.first_wait])
+        elif value in firsts and provenance.regather < graph.axes[provenance.axis]:
+            if value not in parts:
+                first = firsts[value]
+                after[first] = kept_part(first, start, provenance.regather)
+                parts[value] = after[first][-1].out
+            replacements[start] = gather_of_parts(parts[value], start)
+        else:
+            dropped = dataclasses.replace(provenance, regather="always")
+            replacements[start] = start.replace(provenance=dropped)
+    eqns: list[Eqn] = []
+    for e in graph.eqns:
+        eqns += (replacements.get(e, e), *after.get(e, ()))
+    new_axes = dict.fromkeys(e.kwargs["axis"] for e in replacements.values())
+    joint = tuple(axis for axis in new_axes if axis not in graph.axes)
+    return graph.replace(eqns=tuple(eqns), joint=(*graph.joint, *joint))
