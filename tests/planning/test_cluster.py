@@ -285,7 +285,8 @@ def test_the_plan_says_which_way_reductions_go_and_the_simulation_charges_it():
     flat = zt.cluster("cpu", dp="ethernet-1g")
     way = "exchange in two levels (sums inside each of 2 hosts first: 25% of the bytes come from other hosts, not 50%)"
     assert [note for note in low.plan.notes if " over dp: " in note] == [
-        "all_gather over dp: exchange (a gather has nothing to sum)",
+        "all_gather over dp: exchange in two levels (parts go to one rank of each of 2 hosts first: 25% of the bytes "
+        "come from other hosts, not 50%)",
         f"reduce_scatter over dp: {way}",
         "all_reduce over dp: ring (gloo reduces f32 on the way)",
     ]

@@ -1,12 +1,15 @@
-"""A reduce_scatter in two levels, between ranks that are objects of one process: bits, bytes, order and errors."""
+"""Messages in two levels, between ranks that are objects of one process: bits, bytes, order and errors."""
+
+import dataclasses
 
 import pytest
 import torch
 
 from tests.support.mailbox import channels
 from ztrans import ops
-from ztrans.ir.collectives import reduce, rules
+from ztrans.ir.collectives import all_gather, reduce, rules
 from ztrans.ir.graph import Partial, Provenance, Split, Var
+from ztrans.ir.layout import cut
 from ztrans.ir.routes import Hosts, route_of
 from ztrans.runtime.collectives import Start, TwoLevels, wait
 from ztrans.runtime.process_groups import LostRank
@@ -201,3 +204,64 @@ def test_a_sum_for_which_this_rank_has_no_memory_is_no_lost_rank(monkeypatch):
         opened[0].advance()
     assert not isinstance(error.value, LostRank)
     del groups
+
+
+def gather(shapes, dtype, wire=None, dim=0):
+    """A gather of members of these shapes, which are sent in the dtype `wire`."""
+    members = [Var(f"w{k}", dtype, shape, (Split("dp", dim),)) for k, shape in enumerate(shapes)]
+    names = [f"f{k}" for k in range(len(shapes))]
+    eqn = all_gather(members, names, "dp", provenance=Provenance("param", ("w",), "dp"))
+    if wire is None:
+        return eqn
+    outs = tuple(dataclasses.replace(out, dtype=wire) for out in eqn.outs)
+    return eqn.replace(outs=outs, kwargs={**eqn.kwargs, "dtype": wire})
+
+
+def gathered(eqn, hosts, wholes):
+    """The values on each rank, and the bytes inside hosts and between them, before and after the waits begin."""
+    mail, groups, opened = channels(hosts)
+    started = []
+    for rank, channel in enumerate(opened):
+        start = Start(eqn, {"dp": hosts.ranks}, {"dp": rank}, channel)
+        parts = [
+            cut(whole, v.split, hosts.ranks, rank).clone() for v, whole in zip(eqn.ins, wholes)
+        ]
+        started.append(start(*parts))
+    before = mail.inside_and_between(hosts)
+    for (member, *_), channel in zip(started, opened):
+        channel.advance()
+        for message in member.future.work.works:
+            if isinstance(message, TwoLevels):
+                message.advance()
+    values = [[wait(member) for member in members] for members in started]
+    assert not mail.sent, "everything that was sent was received"
+    del groups
+    return values, before, mail.inside_and_between(hosts)
+
+
+@pytest.mark.parametrize("hosts", [Hosts(4, 2), Hosts(6, 2), Hosts(6, 3), Hosts(8, 2)])
+@pytest.mark.parametrize(("dtype", "wire"), [(F32, None), (BF16, None), (F32, BF16)])
+def test_a_gather_brings_every_part_and_sends_each_once_between_hosts(hosts, dtype, wire):
+    """Between hosts at its start, and inside of hosts once it is waited for: no rank waits before that."""
+    eqn = gather([(LARGE,), (7, 3), (hosts.ranks,), (hosts.ranks + 1, 2)], dtype, wire)
+    (wholes,) = random_terms(eqn, 1)
+    by = route_of(eqn, {"dp": hosts.ranks}, hosts, gloo=True)
+    values, before, after = gathered(eqn, hosts, wholes)
+    for of_rank in values:
+        assert all(torch.equal(x, whole.to(x.dtype)) for x, whole in zip(of_rank, wholes))
+    between = pytest.approx(by.between * hosts.ranks)
+    assert before == (0, between)
+    assert after == (pytest.approx(by.inside * hosts.ranks), between)
+
+
+def test_a_gather_along_another_dim():
+    eqn = gather([(3, 8)], F64, dim=1)
+    (wholes,) = random_terms(eqn, 1)
+    values, _, _ = gathered(eqn, Hosts(4, 2), wholes)
+    assert all(torch.equal(x, wholes[0]) for (x,) in values)
+
+
+def test_two_hosts_of_two_ranks_send_half_the_bytes_of_an_exchange_in_a_gather():
+    eqn = gather([(LARGE,)], F32)
+    _, _, (_, between) = gathered(eqn, Hosts(4, 2), random_terms(eqn, 1)[0])
+    assert between == LARGE * 4, "both directions; an exchange sends twice as much"

@@ -2,7 +2,8 @@
 
     exchange     every rank sends every other rank its part; a reduction sums the parts in rank order
     ring         the backend passes parts from rank to rank, and reduces them on the way
-    two levels   an exchange inside each host; then the sums of hosts are exchanged, and summed in the order of hosts
+    two levels   a reduction: an exchange inside each host, then the sums of hosts are exchanged, and summed in the
+                 order of hosts; a gather: parts go to one rank of each other host, which sends them on inside it
 
 Between hosts, an exchange sends each part once for each rank of a host, and the other two send it about once for each
 host. The order of both exchanges does not depend on the schedule. The runtime sends as the route says, and the planner
@@ -108,25 +109,24 @@ def route_of(eqn: Eqn, sizes: Sizes, hosts: Hosts, gloo: bool) -> Route:
         work = f"reduces {DTYPES[wire]} on the way" if reduces else "gathers"
         return Route(RING, f"{'gloo' if gloo else 'NCCL'} {work}", received - between, between)
     all_bytes = received * ranks / max(ranks - 1, 1)
-    partial = partial_dtype(eqn, eqn.ins[0])
+    partial = partial_dtype(eqn, eqn.ins[0]) if reduces else wire
     # The shares of all bytes that come from other hosts: as terms of ranks, or as sums of hosts.
     terms = (ranks - local) / ranks if spans_hosts else 0.0
     sums = (hosts.count - 1) / ranks * partial.itemsize / wire.itemsize
-    reason = "a gather has nothing to sum"
-    if reduces:
-        reason = _why_one_level(hosts, wire, partial, sums < terms)
+    reason = _why_one_level(hosts, wire, partial, sums < terms)
     if reason:
         return Route(EXCHANGE, reason, received - terms * all_bytes, terms * all_bytes)
     precision = f", sent in {DTYPES[partial]}" if partial != wire else ""
-    reason = (
-        f"sums inside each of {hosts.count} hosts first{precision}: {sums:.0%} of the bytes come from other hosts, "
-        f"not {terms:.0%}"
-    )
+    reason = f"{sums:.0%} of the bytes come from other hosts, not {terms:.0%}"
+    if reduces:
+        reason = f"sums inside each of {hosts.count} hosts first{precision}: {reason}"
+    else:
+        reason = f"parts go to one rank of each of {hosts.count} hosts first: {reason}"
     return Route(TWO_LEVELS, reason, all_bytes * (local - 1) / local, all_bytes * sums)
 
 
 def _why_one_level(hosts: Hosts, wire: torch.dtype, partial: torch.dtype, fewer: bool) -> str:
-    """Why a reduction has one level; empty if it has two. `fewer`: two levels send fewer bytes between hosts."""
+    """Why an exchange has one level; empty if it has two. `fewer`: two levels send fewer bytes between hosts."""
     if hosts.count == 1:
         return "one host"
     if not hosts.even:

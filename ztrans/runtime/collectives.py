@@ -96,6 +96,9 @@ class Works:
 
     def wait(self) -> None:
         self.channel.advance()
+        for work in self.works:
+            if isinstance(work, TwoLevels):
+                work.advance()
         with self.channel.errors():
             for work in self.works:
                 work.wait()
@@ -219,7 +222,9 @@ class Start(torch.nn.Module):
         mine = received[self.rank]
         pack([shard.movedim(self.dim, 0) for shard in shards], sizes, 1, mine)
         works: Sequence[Work]
-        if self.direct:
+        if self.is_by_host:
+            works = [_exchange_parts(self.channel, self.rank, received)]
+        elif self.direct:
             works = self.channel.exchange([mine] * self.size, list(received))
         else:
             buffers = _bytes(received), _bytes(mine)
@@ -356,13 +361,11 @@ def _bytes(buffer: torch.Tensor) -> torch.Tensor:
 
 
 class TwoLevels:
-    """A reduce_scatter between CPUs that sums terms inside each host, and sends only the sums to other hosts.
+    """A message between CPUs in two levels, one inside each host and one between hosts.
 
-    On 2 hosts of 2 ranks, rank 1 receives the terms of rank 0 for ranks 1 and 3, and adds its own. It keeps the sum for
-    itself, and sends the other one to rank 3. So between hosts, each byte of a sum is sent once.
-
-    Nothing runs in the background, so the second level begins when this rank next starts or waits for a message of the
-    channel. The tags of both levels are taken at the start, so a thread that waits earlier changes nothing.
+    Nothing runs in the background, so this rank begins the second level when it next starts or waits for a message of
+    the channel, or for this one. The tags of both levels are taken at the start, so a thread that waits earlier changes
+    nothing.
     """
 
     def __init__(self, begin_second: Callable[[], Sequence[Work]]) -> None:
@@ -397,6 +400,9 @@ def _exchange_sums(
 ) -> tuple[list[torch.Tensor], Sequence[Work]]:
     """Send the sum, over the ranks of this host, of row r to rank r, in the dtype `partial`.
 
+    On 2 hosts of 2 ranks, rank 1 receives the terms of rank 0 for ranks 1 and 3, and adds its own. It keeps the sum for
+    itself, and sends the other one to rank 3. So between hosts, each byte of a sum is sent once.
+
     Returns: the terms of this rank's result, one from each host, which are valid when the returned work is done.
     """
     hosts = channel.hosts
@@ -427,3 +433,30 @@ def _exchange_sums(
     message = TwoLevels(begin_second)
     channel.first_levels.append(message)
     return sums, [message]
+
+
+def _exchange_parts(channel: Channel, rank: int, rows: Sequence[torch.Tensor]) -> TwoLevels:
+    """Send this rank's row of `rows` to all ranks, and receive row r from rank r.
+
+    On 2 hosts of 2 ranks, rank 1 receives the row of rank 3, and sends it on to rank 0 with its own. So between hosts,
+    each byte is sent once. The second level is inside the host, and begins when this message is waited for: a wait for
+    the first level of a message that is needed later would let compute stand still.
+    """
+    hosts = channel.hosts
+    host, local = divmod(rank, hosts.local)
+    of_host = range(host * hosts.local, (host + 1) * hosts.local)
+    peers = range(local, hosts.ranks, hosts.local)  # the ranks at this rank's place on each host
+    first = channel.exchange([rows[rank]] * hosts.count, [rows[peer] for peer in peers], peers)
+    tags = [next(channel.tags) for _ in peers]
+
+    def begin_second() -> Sequence[Work]:
+        with channel.errors():
+            for work in first:
+                work.wait()
+        works: list[Work] = []
+        for peer, tag in zip(peers, tags):
+            of_peer = rows[peer - local : peer - local + hosts.local]
+            works += channel.exchange([rows[peer]] * hosts.local, of_peer, of_host, tag)
+        return works
+
+    return TwoLevels(begin_second)
