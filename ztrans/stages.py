@@ -47,7 +47,7 @@ from .planning.plan import Plan
 from .planning.realise import apply_plan, follow_plan
 from .planning.recompute.ladder import plan_recomputation, recomputing
 from .planning.simulate import simulate
-from .planning.skeleton import skeleton
+from .planning.skeleton import Neighbours, skeleton
 from .planning.solver.bound import bound
 from .planning.timeline import Timeline
 from .profiling.profile import Profile
@@ -293,11 +293,13 @@ class Lowered(Printed):
         """
         cluster = cluster or self.cluster
         timeline = simulate(self.graph, cluster)
-        order = skeleton(self.hinted)
+        every = (*cluster.neighbours(self.hinted.axes), *self.plan.neighbours)
+        neighbours = tuple(dict.fromkeys(every))
+        order = skeleton(self.hinted, neighbours)
         if not order.gathers and not order.reductions:
             return timeline
         if self.hinted.micro > 1:
-            least = _micro_batch_bound(self.hinted, cluster, timeline.peak)
+            least = _micro_batch_bound(self.hinted, cluster, timeline.peak, neighbours)
         else:
             result = bound(formulate(order, cluster, timeline.peak))
             least = result.seconds, result.binds
@@ -482,12 +484,14 @@ def _check_whole_here(program: Program, name: str) -> None:
             )
 
 
-def _micro_batch_bound(graph: Graph, cluster: Cluster, peak: int) -> tuple[float, str]:
+def _micro_batch_bound(
+    graph: Graph, cluster: Cluster, peak: int, neighbours: Neighbours
+) -> tuple[float, str]:
     """The sum of the lower bounds of all micro-batches, and the bottleneck of the last one."""
     programs = parts(graph)
     least: dict[Graph, tuple[float, str]] = {}
     for part in programs.different:
-        order = skeleton(part)
+        order = skeleton(part, neighbours)
         if order.gathers or order.reductions:
             result = bound(formulate(order, cluster, peak))
             least[part] = result.seconds, result.binds

@@ -28,6 +28,7 @@ SLOW, FAST = (
     zt.cluster("cpu", dp=Link("wire", latency, bandwidth))
     for latency, bandwidth in ((1e-4, 1e7), (1e-7, 1e11))
 )
+TWO_HOSTS = zt.cluster("cpu", dp=zt.by_host(4, "ethernet-100g", "ethernet-1g"))
 # They have packed and large leaves, casts, padding, updates in place, a global norm, several gradients of one leaf.
 PROGRAMS = ["mlp_momentum", "clipped", "uneven", "cast_inside", "lora"]
 
@@ -92,6 +93,13 @@ def schedules(problem: Problem, chance: Random, count: int) -> Iterator[Schedule
     for _ in range(count):
         pulled = chance.sample(levers, chance.randint(0, len(levers)))
         pulled = problem.free_levers.union(pulled)
+        replaced = {i for k in pulled if problem.levers[k].sent for i in problem.levers[k].dropped}
+        others = (
+            k
+            for k in pulled
+            if problem.levers[k].sent or problem.levers[k].dropped[0] not in replaced
+        )
+        pulled = frozenset(others)
         dropped = problem.dropped(pulled)
         left = (i for i in range(len(problem.gathers)) if i not in dropped)
         gathers, reductions = (
@@ -110,15 +118,16 @@ def schedules(problem: Problem, chance: Random, count: int) -> Iterator[Schedule
 def both(name: str, count: int) -> Iterator[tuple[int, int]]:
     """The peaks of schedules of a program by chance: of the analysis, and as counted."""
     chance = Random(name)
-    for ranks, stage, update in (
-        (2, 0, "eager"),
-        (2, 3, "eager"),
-        (8, 0, "last"),
-        (8, 2, "eager"),
-        (8, 3, "last"),
+    for ranks, stage, update, cluster in (
+        (2, 0, "eager", SLOW),
+        (2, 3, "eager", SLOW),
+        (8, 0, "last", FAST),
+        (8, 2, "eager", FAST),
+        (8, 3, "last", FAST),
+        (8, 3, "eager", TWO_HOSTS),
     ):
-        cluster = SLOW if ranks == 2 else FAST
-        s = skeleton(lower(name, ranks, stage, None, cluster).hinted)
+        hinted = lower(name, ranks, stage, None, cluster).hinted
+        s = skeleton(hinted, cluster.neighbours(hinted.axes))
         problem = formulate(s, cluster, float("inf"), update)
         for schedule in schedules(problem, chance, count):
             yield (

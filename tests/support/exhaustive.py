@@ -184,6 +184,46 @@ def levered(chance: Random) -> Problem:
     return replace(p, levers=(*p.levers, *levers))
 
 
+def parted(chance: Random) -> Problem:
+    """A random problem in which gathers of parts may be sent in place of gathers that repeat earlier ones.
+
+    Values are large and their gathers slow, and between their uses much else is live. So it often pays to keep parts.
+    """
+    ops = 4
+    lane, link = chance.choice(["lane", "near"]), chance.choice(["link", "near"])
+    wires = {
+        "w": Wire("lane", "link", latency=chance.choice([0.0, 0.5]), pace=0.5, ranks=4),
+        "parts": Wire(lane, link, latency=chance.choice([0.0, 0.5]), pace=0.25, ranks=2),
+    }
+    count = chance.randint(1, 2)
+    gathers = [Gather("w", chance.randint(3, 8), 4, k, k) for k in range(count)]
+    for first in reversed(range(count)):
+        use = ops - 1 - first
+        again = gathers[first]._replace(use=use, last=use, release=first + 1, repeats=first)
+        gathers.append(again)
+    levers = list(gather_levers(gathers))
+    for i, again in enumerate(gathers[count:], count):
+        made = gathers[again.repeats or 0].use
+        part = again._replace(
+            key="parts", wire=chance.randint(0, 2), release=made + 1, repeats=None, instead=i
+        )
+        kept = Buffer(chance.randint(1, 2), 2 * made, 2 * again.use)
+        copy = ((made, chance.choice([0.0, 0.25])),)
+        levers.append(Lever(f"part {i}", (i,), (kept,), copy, sent=(len(gathers),)))
+        gathers.append(part)
+    between = chance.randint(2, 5)
+    return Problem(
+        seconds=tuple(float(chance.randint(0, 3)) for _ in range(ops)),
+        live=(0, between, between, 0),
+        matmul=(True,) * ops,
+        gathers=tuple(gathers),
+        reductions=_reductions(chance, ops, ["w"], chance.randint(0, 1)),
+        wires=wires,
+        memory=between + chance.randint(4, 9),
+        levers=tuple(levers),
+    )
+
+
 def _gathers(
     chance: Random, ops: int, keys: list, count: int, repeats: float
 ) -> tuple[Gather, ...]:

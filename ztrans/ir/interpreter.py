@@ -140,7 +140,7 @@ def _groups(places: Sequence[Coordinates], axis: str | None) -> list[list[int]]:
     for rank, place in enumerate(places):
         fixed = tuple(index for a, index in place.items() if along.isdisjoint(members(a)))
         groups.setdefault(fixed, []).append(rank)
-    rows = []
+    rows: list[list[int]] = []
     for row in groups.values():
         size = neighbour_count(axis) or len(row)
         rows += (row[first : first + size] for first in range(0, len(row), size))

@@ -18,7 +18,7 @@ from collections.abc import Hashable
 
 import torch
 
-from .axes import neighbours
+from .axes import neighbour_count, neighbours
 from .collectives import SHARD, bucket_key, rules
 from .graph import Eqn, Graph, Split, Var
 from .layout import cut_over
@@ -47,11 +47,10 @@ def kept_part(first: Eqn, again: Eqn, count: int) -> tuple[Eqn, Eqn]:
     layout = (*value.layout, split)
     cut = dataclasses.replace(value, name=f"{name}.cut", layout=layout)
     part = dataclasses.replace(value, name=f"{name}.part", layout=layout)
-    site = {"region": first.region, "source": first.source}
     contiguous = {"memory_format": torch.contiguous_format}
     return (
-        Eqn(SHARD, (value, split.dim), (cut,), {"axis": split.axis}, **site),
-        Eqn(aten.clone.default, (cut,), (part,), contiguous, **site),
+        Eqn(SHARD, (value, split.dim), (cut,), {"axis": split.axis}, first.region, first.source),
+        Eqn(aten.clone.default, (cut,), (part,), contiguous, first.region, first.source),
     )
 
 
@@ -94,6 +93,14 @@ def among_neighbours(graph: Graph) -> Graph:
     eqns: list[Eqn] = []
     for e in graph.eqns:
         eqns += (replacements.get(e, e), *after.get(e, ()))
-    new_axes = dict.fromkeys(e.kwargs["axis"] for e in replacements.values())
-    joint = tuple(axis for axis in new_axes if axis not in graph.axes)
-    return graph.replace(eqns=tuple(eqns), joint=(*graph.joint, *joint))
+    return with_neighbours_as_axes(graph.replace(eqns=tuple(eqns)))
+
+
+def with_neighbours_as_axes(graph: Graph) -> Graph:
+    """The program with all neighbours among which it gathers as axes."""
+    new_axes: dict[str, None] = {}
+    for e in graph.eqns:
+        axis = e.kwargs["axis"] if rules(e).moves else None
+        if axis is not None and neighbour_count(axis) is not None and axis not in graph.axes:
+            new_axes[axis] = None
+    return graph.replace(joint=(*graph.joint, *new_axes)) if new_axes else graph

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..ir.axes import all_neighbours, members, neighbour_count
+from ..ir.axes import all_neighbours, members, neighbour_count, neighbours
 from ..ir.collectives import rules
 from ..ir.graph import Eqn
 from ..ir.routes import TWO_LEVELS, Hosts, Route, route_of
@@ -208,6 +208,25 @@ class Cluster:
             f"cluster: no link for mesh axis {axis!r}; it knows {known_axes}.\n"
             f"Say what it crosses: zt.cluster({device}, {axis}='infiniband'), or measure it with zt.calibrate(mesh)."
         )
+
+    @property
+    def links_with_neighbours(self) -> dict[str, Link]:
+        """The link of every axis, and of the neighbours on each host of an axis over several."""
+        links = dict(self.links)
+        for axis, link in self.links:
+            if link.inside is not None:
+                links[neighbours(axis, link.local)] = link.inside
+        return links
+
+    def neighbours(self, sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+        """The axes over several hosts, and how many of its ranks each host has, which are neighbours on it."""
+        links = self.links_with_neighbours
+        found = []
+        for axis, ranks in sizes.items():
+            local = links[axis].local if axis in links else 1
+            if 1 < local < ranks and ranks % local == 0 and neighbours(axis, local) in links:
+                found.append((axis, local))
+        return tuple(found)
 
     def route(self, eqn: Eqn, sizes: Mapping[str, int]) -> Route | None:
         """The way of a collective equation between hosts, and the bytes that it sends; None without `by_host`."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Hashable, Iterator, Sequence, Set
 from itertools import chain
 
@@ -18,8 +19,10 @@ from ..ir.collectives import bucket_key, is_small, rules
 from ..ir.copies import is_copy
 from ..ir.donation import donation
 from ..ir.graph import Eqn, Graph, Region, Var, producers, variables
+from ..ir.layout import local_shape
 from ..ir.op_facts import is_matmul
 from ..ir.printer import op_name
+from ..ir.rules import Sizes
 from .buffers import (
     AT_START,
     AT_WAIT,
@@ -33,8 +36,8 @@ from .buffers import (
 from .cluster import Cluster
 from .network import Message
 from .simulate import COPIES, NO_COPIES, messages, seconds, transfers
-from .skeleton import Skeleton, UpdateGroup, deadlines, update_groups
-from .solver.problem import Gather, Inside, Problem, Reduction, Update, Wire, gather_levers
+from .skeleton import Collective, Skeleton, UpdateGroup, deadlines, update_groups
+from .solver.problem import Gather, Inside, Lever, Problem, Reduction, Update, Wire, gather_levers
 
 
 def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None = None) -> Problem:
@@ -53,10 +56,10 @@ def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None =
     all_storages = _Storages(s, groups)
     cost = dict(zip(s.graph.eqns, seconds(s.graph, cluster)))
     wires: dict[Hashable, Wire] = {}
-    for gather, planned_gather in zip(problem.gathers, s.gathers):
-        wires[gather.key] = _wire(planned_gather.start, s.graph, cluster)
+    for gather, planned_gather in zip(problem.gathers, s.all_gathers):
+        wires[gather.key] = _wire(planned_gather.start, s.sized_graph, cluster)
     for reduction, planned_reduction in zip(problem.reductions, s.reductions):
-        wires[reduction.key] = _wire(planned_reduction.start, s.graph, cluster)
+        wires[reduction.key] = _wire(planned_reduction.start, s.sized_graph, cluster)
     return dataclasses.replace(
         _with_buffers(all_storages, problem),
         seconds=tuple(0.0 if e in all_storages.floating else cost[e] for e in s.ops),
@@ -64,6 +67,7 @@ def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None =
         memory=budget,
         updates=tuple(Update(sum(cost[e] for e in g.eqns), g.after, g.release) for g in groups),
         fixed_messages=_fixed_messages(s, cluster),
+        levers=(*gather_levers(problem.gathers), *_levers_of_parts(s, problem.gathers, cluster)),
     )
 
 
@@ -92,45 +96,74 @@ def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[UpdateGroup
         reductions_in_flight=_limit(hints.reductions_in_flight, reductions),
         updates=tuple(Update(0.0, group.after, group.release) for group in groups),
         names=s.place_names,
-        levers=gather_levers(gathers),
+        levers=(*gather_levers(gathers), *_levers_of_parts(s, gathers)),
     )
     return problem, groups
 
 
 def _gathers(s: Skeleton) -> tuple[Gather, ...]:
-    axes = s.graph.axes
     end = len(s.ops) - 1
     makers = producers(s.graph.eqns)
     phases = _phases(s)
-    latest: dict[tuple, int] = {}
     gathers: list[Gather] = []
     for i, collective in enumerate(s.gathers):
         start = collective.start
         use = min(s.use[i], end)
         sources = [makers[v] for v in start.ins if v in makers]
         release = _release(s, sources, use)
-        identity = (start.ins[0], collective.value.dtype, bucket_key(start))
-        regather = start.provenance.regather if start.provenance else None
-        repeats = latest.get(identity) if regather == "auto" else None
+        repeats = s.repeats[i]
         if repeats is not None:
             release = max(release, gathers[repeats].last + 1)
-        if regather == "always":
+        if start.provenance is not None and start.provenance.regather == "always":
             release = max(release, phases[start.region][use])
-        latest[identity] = i
-        gathers.append(
-            Gather(
-                bucket_key(start),
-                rules(start).wire_bytes(start, axes),
-                rules(start).received_bytes(start, 0, axes),
-                use,
-                last=max(_last_reader(s, collective.value, end), use),
-                release=min(release, use),
-                repeats=repeats,
-                small=is_small(start, 0, axes),
-                name=collective.name,
-            )
-        )
+        last = max(_last_reader(s, collective.value, end), use)
+        gather = _gather(collective, s.sizes, use, last)
+        gathers.append(gather._replace(release=min(release, use), repeats=repeats))
+    for each in s.of_parts:
+        replaced = gathers[each.instead]
+        use = replaced.use
+        gather = _gather(each.collective, s.sizes, use, replaced.last)
+        # The part exists once the first value has been waited for.
+        release = min(gathers[each.first].use + 1, use)
+        gathers.append(gather._replace(release=release, instead=each.instead))
     return tuple(gathers)
+
+
+def _gather(collective: Collective, sizes: Sizes, use: int, last: int) -> Gather:
+    start = collective.start
+    return Gather(
+        bucket_key(start),
+        rules(start).wire_bytes(start, sizes),
+        rules(start).received_bytes(start, 0, sizes),
+        use,
+        last,
+        small=is_small(start, 0, sizes),
+        name=collective.name,
+    )
+
+
+def _levers_of_parts(
+    s: Skeleton, gathers: Sequence[Gather], cluster: Cluster | None = None
+) -> tuple[Lever, ...]:
+    """For each gather of parts, the lever that sends it. Those whose parts are kept for the shortest time come first.
+
+    The part is copied where the first value is waited for. Without a cluster, that takes no time.
+    """
+    first_rank = dict.fromkeys(s.sizes, 0)
+    levers = []
+    for i, each in enumerate(s.of_parts, len(s.gathers)):
+        part = each.part[-1].out
+        size = math.prod(local_shape(part, s.sizes, first_rank)) * part.dtype.itemsize
+        made = gathers[each.first].use
+        use = gathers[i].use
+        seconds: tuple[tuple[int, float], ...] = ()
+        if cluster is not None:
+            device = cluster.device
+            seconds = ((made, device.launch + device.call + 2 * size / device.bandwidth),)
+        kept = Buffer(size, 2 * made, 2 * use)
+        lever = Lever(gathers[i].name, (each.instead,), (kept,), seconds, sent=(i,))
+        levers.append((use - made, lever))
+    return tuple(lever for _, lever in sorted(levers, key=lambda item: item[0]))
 
 
 def _release(s: Skeleton, sources: Sequence[Eqn], use: int) -> int:

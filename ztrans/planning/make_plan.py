@@ -9,7 +9,9 @@ can, and its notes say so.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
+from ..ir.axes import all_neighbours, neighbour_count
 from ..ir.graph import Graph, Hints
 from ..ir.pairing import pair
 from ..ir.printer import format_bytes
@@ -20,9 +22,9 @@ from .early_updates import with_early_updates
 from .formulate import formulate
 from .limit import does_not_fit
 from .plan import WRITTEN, Plan, buckets_by_name
-from .realise import realise, without_hints
+from .realise import realise, sent_of_parts, without_hints
 from .skeleton import Skeleton, skeleton
-from .solver.problem import Problem
+from .solver.problem import Problem, Schedule
 from .solver.search import needs, solve
 from .solver.validate import ScheduleError, validate
 
@@ -40,7 +42,7 @@ def make_plan(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
         DoesNotFit: the limit is below what any order needs.
         ValueError: the cluster lacks a link.
     """
-    s = skeleton(graph)
+    s = skeleton(graph, cluster.neighbours(graph.axes))
     unscheduled = memory(graph)
     limit = graph.hints.memory
     budget = int(unscheduled.peak * (1 + SLACK)) if limit is None else limit
@@ -71,6 +73,7 @@ def make_plan(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
         notes.append(
             "updates run at the end: in between they would not have fitted the memory budget"
         )
+    notes += _note_of_parts(s, schedule)
     plan = Plan(s.fingerprint, *buckets_by_name(s, problem, schedule), update, tuple(notes))
     return _with_notes(plan, graph, planned_memory.peak, cluster), ordered
 
@@ -89,6 +92,20 @@ def _without_collectives(s: Skeleton, cluster: Cluster) -> tuple[Plan, Graph]:
         raise does_not_fit(graph, cluster.device, needed)
     plan = Plan(s.fingerprint, update=update)
     return _with_notes(plan, graph, needed.peak, cluster), check(graph)
+
+
+def _note_of_parts(s: Skeleton, schedule: Schedule) -> list[str]:
+    """How many values neighbours keep in parts, and gather again among themselves."""
+    axes = Counter(each.collective.start.kwargs["axis"] for each in sent_of_parts(s, schedule))
+    again = sum(first is not None for first in s.repeats)
+    notes = []
+    for axis, count in axes.items():
+        ranks = neighbour_count(axis)
+        notes.append(
+            f"each {ranks} neighbours of {all_neighbours(axis)} keep {count} of the {again} values that are gathered "
+            f"again, a part on each"
+        )
+    return notes
 
 
 def problem_within(s: Skeleton, cluster: Cluster, budget: int) -> tuple[Problem, str]:

@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,12 +23,13 @@ from typing import Any
 
 from ..ir.differences import Traffic
 from ..ir.printer import WIDTH, fold, wrap
-from .skeleton import Collective, Skeleton
+from .skeleton import Collective, Neighbours, Skeleton
 from .solver.problem import Bucket, Levers, Problem, Schedule
 from .solver.validate import ScheduleError, validate
 
 WRITTEN = "as written"  # the program keeps its order, updates included
 _UPDATES = ("eager", "last", WRITTEN)
+_OF_PARTS = re.compile(r".*@(.+)/([0-9]+)")  # the name of a gather among neighbours
 _MANY = 12  # the most buckets of one kind that print; more of them fold
 
 
@@ -134,6 +136,13 @@ class Plan:
             if name not in fields:
                 raise ValueError(f"plan: it has {name!r}, which is no field of a plan.")
         return Plan(**{name: _frozen(value) for name, value in decoded.items()})
+
+    @property
+    def neighbours(self) -> Neighbours:
+        """The neighbours that keep parts of values: the gathers of these parts have their axis in their names."""
+        names = chain(*(members for members, _ in self.gathers))
+        found = filter(None, map(_OF_PARTS.fullmatch, names))
+        return tuple(dict.fromkeys((match[1], int(match[2])) for match in found))
 
     def as_text(self, *, full: bool = False) -> str:
         """The plan as text: a summary, then its buckets by the names of their members.
@@ -262,11 +271,12 @@ def buckets_by_name(
     def names(collectives: Sequence[Collective], members: Iterable[int]) -> MemberNames:
         return tuple(collectives[i].name for i in members)
 
-    gathers = [(names(s.gathers, b.members), places[b.start]) for b in schedule.gathers]
+    gathers = [(names(s.all_gathers, b.members), places[b.start]) for b in schedule.gathers]
     reductions = [(names(s.reductions, b.members), places[b.wait]) for b in schedule.reductions]
-    # In the order of the gathers that they drop.
+    # In the order of the gathers that they drop. A gather that is sent in place of another is in a bucket.
     pulled = sorted((problem.levers[i] for i in schedule.levers), key=lambda lever: lever.dropped)
-    return tuple(gathers), tuple(reductions), tuple(lever.name for lever in pulled)
+    dropped = tuple(lever.name for lever in pulled if not lever.sent)
+    return tuple(gathers), tuple(reductions), dropped
 
 
 def schedule_of(plan: Plan, s: Skeleton, problem: Problem) -> Schedule:
@@ -278,8 +288,14 @@ def schedule_of(plan: Plan, s: Skeleton, problem: Problem) -> Schedule:
     Raises:
         ScheduleError: a name or a place is wrong.
     """
-    gather = _numbers("gather", s.gathers, plan.gathers, plan.dropped)
+    gather = _numbers("gather", s.all_gathers, plan.gathers, plan.dropped)
     reduction = _numbers("reduction", s.reductions, plan.reductions)
+    levers = _levers(problem, plan)
+    dropped = problem.dropped(levers)
+    _check_complete(
+        "gather", plan.gathers, {name: i for name, i in gather.items() if i not in dropped}
+    )
+    _check_complete("reduction", plan.reductions, reduction)
     gathers = []
     for names, place in plan.gathers:
         members = tuple(gather[name] for name in names)
@@ -292,25 +308,30 @@ def schedule_of(plan: Plan, s: Skeleton, problem: Problem) -> Schedule:
         start = max(problem.reductions[i].born for i in members) + 1
         need = min(problem.reductions[i].need for i in members)
         reductions.append(Bucket(members, start, _place(s, place, names, start, need)))
-    levers = _levers(problem, plan.dropped)
     schedule = Schedule(tuple(gathers), tuple(reductions), levers)
     validate(problem, schedule)
     return schedule
 
 
-def _levers(problem: Problem, names: MemberNames) -> Levers:
-    """The levers that drop the gathers of these names."""
-    numbers = {lever.name: i for i, lever in enumerate(problem.levers)}
-    for name in names:
-        if name not in numbers:
+def _levers(problem: Problem, plan: Plan) -> Levers:
+    """The levers that drop the gathers which a plan drops, or for which it sends another one."""
+    dropping: dict[str, int] = {}
+    replacing: dict[str, int] = {}
+    for i, lever in enumerate(problem.levers):
+        by_name = replacing if lever.sent else dropping
+        by_name[lever.name] = i
+    for name in plan.dropped:
+        if name not in dropping:
             raise ScheduleError(f"the gather [{name}] is dropped, and no value is kept for it")
-    return frozenset(numbers[name] for name in names)
+    pulled = [dropping[name] for name in plan.dropped]
+    placed_names = chain(*(members for members, _ in plan.gathers))
+    return frozenset([*pulled, *(replacing[name] for name in placed_names if name in replacing)])
 
 
 def _numbers(
     kind: str, collectives: Sequence[Collective], buckets: NamedBuckets, dropped: MemberNames = ()
 ) -> dict[str, int]:
-    """The number of each collective of a kind by its name. Every one must be in one bucket, or dropped."""
+    """The number of each collective of a kind by its name. None may be in two buckets, or in one and dropped."""
     numbers = {collective.name: i for i, collective in enumerate(collectives)}
     placed_names: set[str] = set()
     for name in chain(*(members for members, _ in buckets), dropped):
@@ -319,10 +340,15 @@ def _numbers(
         if name in placed_names:
             raise ScheduleError(f"the {kind} {name!r} is there twice")
         placed_names.add(name)
-    for name in numbers:
+    return numbers
+
+
+def _check_complete(kind: str, buckets: NamedBuckets, names: Iterable[str]) -> None:
+    """Raises: ScheduleError if a name is in no bucket."""
+    placed_names = set(chain(*(members for members, _ in buckets)))
+    for name in names:
         if name not in placed_names:
             raise ScheduleError(f"the {kind} {name!r} is missing")
-    return numbers
 
 
 def _place(s: Skeleton, name: str, members: MemberNames, earliest: int, latest: int) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 from ..ir.collectives import coalesce
 from ..ir.graph import Eqn, Graph, Var, rename
+from ..ir.neighbours import with_neighbours_as_axes
 from ..ir.printer import format_bytes
 from ..ir.relations import grouped
 from ..ir.verifier import ProgramError, check
@@ -20,7 +21,7 @@ from .cost import memory
 from .early_updates import with_early_updates
 from .formulate import frame
 from .plan import WRITTEN, Plan, schedule_of
-from .skeleton import Collective, Skeleton, skeleton, update_groups
+from .skeleton import Collective, GatherOfParts, Skeleton, skeleton, update_groups
 from .solver.problem import Bucket, PendingUpdates, Problem, Schedule
 from .solver.validate import ScheduleError
 
@@ -53,7 +54,7 @@ def apply_plan(graph: Graph, plan: Plan) -> Graph:
 
 def follow_plan(graph: Graph, plan: Plan) -> Graph:
     """As `apply_plan`, without the limit of memory: all ranks must use this order, also one with a larger batch."""
-    s = skeleton(graph)
+    s = skeleton(graph, plan.neighbours)
     if plan.program != s.fingerprint:
         raise OtherProgramError(
             f"{plan.title}: it was made for program {plan.program}, and this one is {s.fingerprint}: another "
@@ -103,13 +104,7 @@ def realise(s: Skeleton, schedule: Schedule, problem: Problem) -> Graph:
         The program in that order. It is not verified.
     """
     emit = _Emission(s, problem)
-    gather_starts: dict[int, list[Eqn]] = {}
-    gather_waits: dict[int, list[Eqn]] = {}
-    for bucket in schedule.gathers:
-        start = coalesce([s.gathers[i].start for i in bucket.members])
-        gather_starts.setdefault(bucket.start, []).append(start)
-        for i in bucket.members:
-            gather_waits.setdefault(s.use[i], []).append(s.gathers[i].wait)
+    gather_starts, gather_waits = _gather_eqns(s, schedule)
     reduction_starts = grouped((bucket.start, bucket) for bucket in schedule.reductions)
     reduction_waits = grouped((bucket.wait, bucket) for bucket in schedule.reductions)
     # At a place, gathers start before eager updates run, so they overlap. If gathers under way are limited, they start
@@ -126,13 +121,39 @@ def realise(s: Skeleton, schedule: Schedule, problem: Problem) -> Graph:
         emit.second(k)
         # `write` leaves out the starts that were written before the updates.
         emit.write(*starts, *gather_waits.get(k, ()), *s.ops[k : k + 1])
-    return rename(s.graph.replace(eqns=tuple(emit.eqns)), _kept_values(s, schedule, problem))
+    program = with_neighbours_as_axes(s.graph.replace(eqns=tuple(emit.eqns)))
+    return rename(program, _kept_values(s, schedule, problem))
+
+
+def _gather_eqns(
+    s: Skeleton, schedule: Schedule
+) -> tuple[dict[int, list[Eqn]], dict[int, list[Eqn]]]:
+    """By place, the starts of gathers, and the waits for them, after which parts of their values are kept."""
+    starts: dict[int, list[Eqn]] = {}
+    waits: dict[int, list[Eqn]] = {}
+    collectives = s.all_gathers
+    uses = (*s.use, *(s.use[each.instead] for each in s.of_parts))
+    for bucket in schedule.gathers:
+        start = coalesce([collectives[i].start for i in bucket.members])
+        starts.setdefault(bucket.start, []).append(start)
+        for i in bucket.members:
+            waits.setdefault(uses[i], []).append(collectives[i].wait)
+    for each in sent_of_parts(s, schedule):
+        waits.setdefault(s.use[each.first], []).extend(each.part)
+    return starts, waits
+
+
+def sent_of_parts(s: Skeleton, schedule: Schedule) -> list[GatherOfParts]:
+    """The gathers of parts that a schedule sends."""
+    sent = (i - len(s.gathers) for bucket in schedule.gathers for i in bucket.members)
+    return [s.of_parts[i] for i in sorted(sent) if i >= 0]
 
 
 def _kept_values(s: Skeleton, schedule: Schedule, problem: Problem) -> dict[Var, Var]:
     """For the value of each dropped gather, the value that is kept for it. `rename` follows them to the first."""
     kept_for = {}
-    for i in problem.dropped(schedule.levers):
+    replaced = {each.instead for each in sent_of_parts(s, schedule)}
+    for i in problem.dropped(schedule.levers) - replaced:
         earlier = problem.gathers[i].repeats
         if earlier is not None:
             kept_for[s.gathers[i].value] = s.gathers[earlier].value

@@ -13,14 +13,16 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
+from ..ir.axes import neighbour_count
 from ..ir.collectives import bucket_key, is_start, role, rules
 from ..ir.donation import donation, first_write
 from ..ir.graph import Eqn, Graph, Var, producers, users, variables
 from ..ir.liveness import Liveness, liveness
+from ..ir.neighbours import gather_of_parts, gathered_value, kept_part
 from ..ir.op_facts import is_matmul, is_random
 from ..ir.pairing import pair
 from ..ir.printer import header
@@ -66,12 +68,35 @@ class Collective:
 
     @property
     def name(self) -> str:
-        """Its name in a plan."""
-        return self.start.out.name.removesuffix("'")
+        """Its name in a plan; a gather among neighbours has theirs in it."""
+        name = self.start.out.name.removesuffix("'")
+        axis = self.start.kwargs["axis"]
+        return name if neighbour_count(axis) is None else f"{name}@{axis}"
 
     @property
     def eqns(self) -> tuple[Eqn, ...]:
         return (self.start, self.wait, *(self.second or ()))
+
+
+@dataclass(frozen=True, eq=False)
+class GatherOfParts:
+    """A gather among neighbours, which a plan may send in place of one over all ranks.
+
+    Attributes:
+        first, instead: the gather of whose value each neighbour keeps a part, and the one that it replaces, by index.
+        part: the equations that keep the part.
+        collective: the gather of the parts.
+    """
+
+    first: int
+    instead: int
+    part: tuple[Eqn, Eqn]
+    collective: Collective
+
+
+Neighbours = tuple[
+    tuple[str, int], ...
+]  # axes, each with the number of neighbours that may keep parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +108,7 @@ class Skeleton:
         gathers, use: in order of first use; for each, the first operation that reads it.
         reductions, born, need: in order of birth; for each, the operation that computes the gradient, and the first
             operation that reads the result.
+        of_parts: gathers among neighbours, which are in no program yet.
     """
 
     graph: Graph
@@ -92,6 +118,28 @@ class Skeleton:
     use: tuple[int, ...]
     born: tuple[int, ...]
     need: tuple[int, ...]
+    of_parts: tuple[GatherOfParts, ...] = ()
+
+    @property
+    def all_gathers(self) -> tuple[Collective, ...]:
+        """All gathers that a plan may send, those of parts last."""
+        return (*self.gathers, *(each.collective for each in self.of_parts))
+
+    @functools.cached_property
+    def repeats(self) -> tuple[int | None, ...]:
+        """For each gather, the earlier gather of the same value, if a plan may keep that value."""
+        return _repeats(self.gathers)
+
+    @functools.cached_property
+    def sized_graph(self) -> Graph:
+        """The program with an axis for all neighbours that may gather parts."""
+        axes = dict.fromkeys(each.collective.start.kwargs["axis"] for each in self.of_parts)
+        return self.graph.replace(joint=(*self.graph.joint, *axes)) if axes else self.graph
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The sizes of all axes, with those of neighbours that may gather parts."""
+        return self.sized_graph.axes
 
     @functools.cached_property
     def places(self) -> dict[Eqn, int]:
@@ -241,8 +289,8 @@ class Skeleton:
 
 
 @functools.lru_cache(maxsize=2)  # the same program is asked about several times in a row
-def skeleton(graph: Graph) -> Skeleton:
-    """Take the planned collectives out of a program."""
+def skeleton(graph: Graph, neighbours: Neighbours = ()) -> Skeleton:
+    """Take the planned collectives out of a program; `neighbours` may keep parts of gathered values."""
     graph = hoist(graph)
     readers = users(graph)
     makers = producers(graph.eqns)
@@ -269,7 +317,34 @@ def skeleton(graph: Graph) -> Skeleton:
         use=tuple(map(first_reader, gathers)),
         born=tuple(map(birth, reductions)),
         need=tuple(min(first_reader(c), latest) for c in reductions),
+        of_parts=tuple(_gathers_of_parts(gathers, graph.axes, neighbours)),
     )
+
+
+def _repeats(gathers: Sequence[Collective]) -> tuple[int | None, ...]:
+    latest: dict[Hashable, int] = {}
+    repeats = []
+    for i, collective in enumerate(gathers):
+        start = collective.start
+        value = gathered_value(start)
+        may_keep = start.provenance is not None and start.provenance.regather == "auto"
+        repeats.append(latest.get(value) if may_keep else None)
+        latest[value] = i
+    return tuple(repeats)
+
+
+def _gathers_of_parts(
+    gathers: Sequence[Collective], sizes: Mapping[str, int], neighbours: Neighbours
+) -> Iterator[GatherOfParts]:
+    """The gathers of parts, if `neighbours` keep them: in place of each gather that repeats an earlier one."""
+    for instead, first in enumerate(_repeats(gathers) if neighbours else ()):
+        again = gathers[instead]
+        for axis, count in neighbours:
+            divides = 1 < count < sizes.get(axis, 0) and sizes[axis] % count == 0
+            if first is not None and divides and again.start.kwargs["axis"] == axis:
+                part = kept_part(gathers[first].wait, again.start, count)
+                start = gather_of_parts(part[-1].out, again.start)
+                yield GatherOfParts(first, instead, part, Collective(start, again.wait))
 
 
 def _last_wait(graph: Graph, planned_eqns: Set[Eqn], end: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -17,8 +18,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir import collectives
-from ..ir.axes import joint_axis, members, rows, with_joint_sizes
+from ..ir.axes import joint_axis, members, neighbours, rows, with_joint_sizes
 from ..ir.graph import DTYPES, Partial, Split, Var
+from ..ir.routes import common, hosts_of
 from ..planning.cluster import TAKEN, Cluster, Device, Link
 from ..runtime.agreement import agree_on_call, everywhere
 from ..runtime.collectives import Future, channel
@@ -45,7 +47,7 @@ def calibrate(
 
     All ranks must call it. All get the same `Cluster`, which the first rank has measured. No measurement shows which
     axes share a wire. So all axes whose groups span several hosts get a link named "network", and all others one named
-    "local".
+    "local". If several neighbours on an axis are on each host, the link between these is measured too.
 
     Args:
         mesh: the mesh, whose process groups send the messages.
@@ -73,17 +75,17 @@ def calibrate(
         return Cluster(_measure_device(device, 1), ())
     agree_on_call(mesh, "zt.calibrate")
     hosts = dict(zip(mesh.mesh.flatten().tolist(), everywhere(host_name(), mesh)))
-    neighbours = list(hosts.values()).count(hosts[dist.get_rank()])
+    sharing = list(hosts.values()).count(hosts[dist.get_rank()])
     axis_links = []
     joint_axes = [joint_axis(each, axes) for each in joint]
     for axis, size in with_joint_sizes(dict(zip(axes, mesh.shape)), joint_axes).items():
         if size > 1:
             of_axis = [names[each] for each in members(axis) if each in names]
             name = of_axis[0] if of_axis else _link_name(axis, mesh, hosts)
-            axis_links.append((axis, _measure_link(name, axis, mesh, device)))
+            axis_links += _measure_links(name, axis, mesh, device, hosts)
         else:  # a joint axis may have members of one rank, whose link costs nothing
             axis_links.append((axis, Link("local", 0.0, math.inf)))
-    mine = Cluster(_measure_device(device, neighbours), tuple(axis_links))
+    mine = Cluster(_measure_device(device, sharing), tuple(axis_links))
     return everywhere(mine, mesh)[0]
 
 
@@ -95,10 +97,34 @@ def _link_name(axis: str, mesh: DeviceMesh, hosts: Mapping[int, tuple[str, ...]]
     return "local"
 
 
-def _measure_device(device: torch.device, neighbours: int) -> Device:
+def _measure_links(
+    name: str,
+    axis: str,
+    mesh: DeviceMesh,
+    device: torch.device,
+    hosts: Mapping[int, tuple[str, ...]],
+) -> list[tuple[str, Link]]:
+    """The link of an axis, and that between the neighbours of a host, if these are some of its ranks."""
+    local = _neighbours_on_host(axis, mesh, hosts)
+    link = _measure_link(name, axis, mesh, device)
+    links = [(axis, dataclasses.replace(link, local=local))]
+    if 1 < local < channel(mesh, axis, gathers=True).group.size():
+        inside = neighbours(axis, local)
+        links.append((inside, _measure_link("local", inside, mesh, device)))
+    return links
+
+
+def _neighbours_on_host(axis: str, mesh: DeviceMesh, hosts: Mapping[int, tuple[str, ...]]) -> int:
+    """How many neighbours on an axis each host has; 1 if not every host has as many."""
+    groups = rows(mesh.mesh, mesh.mesh_dim_names or (), [axis])
+    on_hosts = common([hosts_of([hosts[rank] for rank in group]) for group in groups])
+    return on_hosts.local if on_hosts.even else 1
+
+
+def _measure_device(device: torch.device, sharing: int) -> Device:
     """Measure this rank's processor, while the other ranks measure theirs.
 
-    `neighbours` are the ranks of this host, which share its memory if they are CPUs.
+    `sharing` is the number of ranks of this host, which share its memory if they are CPUs.
     """
     flops = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -121,7 +147,7 @@ def _measure_device(device: torch.device, neighbours: int) -> Device:
     taken = 0.0
     if device.type == "cpu":
         name = f"cpu, {torch.get_num_threads()} threads"
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / neighbours
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / sharing
     else:
         module = torch.get_device_module(device)
         name = module.get_device_name()

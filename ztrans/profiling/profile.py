@@ -64,7 +64,7 @@ class Profile:
     def cluster(self, base: Cluster) -> Cluster:
         """`base` with the measured durations of operations, and with links fitted to the measured messages."""
         axes = {axis for axis, _ in base.links}
-        axis_links = dict(base.links)
+        axis_links = base.links_with_neighbours
         usual = []
         for same in zip(*self.messages):
             axis = same[0].axis

@@ -223,7 +223,7 @@ class Start(torch.nn.Module):
         pack([shard.movedim(self.dim, 0) for shard in shards], sizes, 1, mine)
         works: Sequence[Work]
         if self.is_by_host:
-            works = [_exchange_parts(self.channel, self.rank, received)]
+            works = [_exchange_parts(self.channel, self.rank, list(received))]
         elif self.direct:
             works = self.channel.exchange([mine] * self.size, list(received))
         else:

@@ -17,7 +17,8 @@ def prefetch(
     """Gather parameters in buckets, each just early enough to hide the transfer, within a memory budget.
 
     With `shard_params(reshard="auto")`, a gathered parameter is also kept from forward to backward if that saves time
-    and the budget allows it. Its second gather is then dropped.
+    and the budget allows it. Its second gather is then dropped. If the cluster has several hosts (`by_host`), the ranks
+    of each host may also keep it in parts, and gather it again among themselves.
 
     Rewrites:
         w1 = wait(all_gather([s1])); y = f(w1)         a, b = all_gather([s1, s2])

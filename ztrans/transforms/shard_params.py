@@ -69,7 +69,7 @@ def shard_params(
         reshard: at stage 3, "always" drops every parameter between forward and backward. With a number n, each n
             neighbours on the axis keep a parameter in n parts, and backward gathers it among them: with the ranks of a
             host, it sends nothing to other hosts. "auto" lets `prefetch` keep the parameters whose second gather costs
-            time, within its memory budget.
+            time, whole or in parts, within its memory budget.
         where: `where(path, leaf)` says whether to shard a state leaf; by default all are. The others are replicated,
             and so is a leaf whose rows are fewer than half of the ranks.
         dim: `dim(path, leaf)` is the dim along which a state leaf is cut, or None for 0, as by default. It must be the

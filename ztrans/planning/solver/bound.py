@@ -15,7 +15,7 @@ sent before an operation, they come after that operation. An update may run insi
 so it has no place; it follows its reductions, and is added to the sum of all compute.
 
 What levers save is taken off for all of them at once, and what they cost is left out. The exception is a lever that
-keeps a value for a later gather: the line `memory` counts the bytes that it takes.
+keeps a value for a later gather, or a part of it: the line `memory` counts the bytes that it takes.
 """
 
 from __future__ import annotations
@@ -148,8 +148,10 @@ def _jobs(problem: Problem) -> list[_Job]:
     for i, (g, idle_since, size) in enumerate(_values(problem)):
         if idle_since is not None and not size:
             continue  # a value that takes no room is kept
+        levers = dropped_by.get(i, ())
+        size = min([size, *_parts(levers)])
         # A regather may be sent once the earlier value is gone.
-        if _must_send(g.use, idle_since, size, dropped_by.get(i, ())):
+        if _must_send(g.use, idle_since, size, levers):
             job = _job(problem, g, g.release if idle_since is None else idle_since, g.use)
             jobs.append(replace(job, first=idle_since is None, value_bytes=size, key=g.key))
     return sorted(jobs, key=lambda job: job.need)
@@ -164,6 +166,13 @@ def _must_send(use: int, idle_since: int | None, size: int, levers: Sequence[Lev
     return all(_keeps(lever, size, 2 * idle_since + 1, 2 * use - 1) for lever in levers)
 
 
+def _parts(levers: Sequence[Lever]) -> Iterator[int]:
+    """The bytes of the part of its value that each rank keeps, for each lever that sends a gather of such parts."""
+    for lever in levers:
+        if lever.sent:
+            yield max((buffer.bytes for buffer in lever.buffers), default=0)
+
+
 def _keeps(lever: Lever, size: int, first: int, last: int) -> bool:
     """Whether a lever counts so many bytes as live from one slot to another."""
     spans = [buffer for buffer in lever.buffers if buffer.bytes >= size]
@@ -175,7 +184,7 @@ def _values(problem: Problem) -> Iterator[tuple[Gather, int | None, int]]:
     first: list[int] = []  # for each gather, the first one of its value
     idle_since: dict[int, int] = {}
     least: dict[int, int] = {}
-    for i, g in enumerate(problem.gathers):
+    for i, g in enumerate(problem.values):
         v = i if g.repeats is None else first[g.repeats]
         first.append(v)
         least[v] = min(least.get(v, g.bytes), g.bytes)

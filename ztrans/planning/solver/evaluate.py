@@ -70,7 +70,7 @@ def _issued(problem: Problem, schedule: Schedule) -> list[tuple[Message, tuple[i
 
 def memory(problem: Problem, schedule: Schedule) -> np.ndarray:
     """The bytes live while each operation runs, or at the place before it."""
-    buffers = [Buffer(g.bytes, 2 * g.use, 2 * g.last + 1) for g in problem.gathers]
+    buffers = [Buffer(g.bytes, 2 * g.use, 2 * g.last + 1) for g in problem.values]
     buffers += problem.lever_buffers(schedule.levers)
     for bucket in schedule.gathers:
         gathers = [problem.gathers[i] for i in bucket.members]

@@ -183,7 +183,7 @@ class Loads:
         """By slot, what is live if every message is a bucket of its own, gathers start at their use, and no lever is
         pulled."""
         problem = self.problem
-        buffers = [Buffer(g.bytes, 2 * g.use, 2 * g.last + 1) for g in problem.gathers]
+        buffers = [Buffer(g.bytes, 2 * g.use, 2 * g.last + 1) for g in problem.values]
         for r, wait in zip(problem.reductions, waits):
             buffers += ReductionBytes([r]).buffers(r.born + 1, wait)
         if self.second:

@@ -4,7 +4,8 @@ Operations 0..n-1 run in a fixed order. Place k is before operation k, and place
 arrived before the operation that first uses it. Its value is live from its start to its last use. A gradient is live
 from the operation that makes it until its reduction has been waited for. A schedule may pull levers. Each changes
 which bytes are live, how long compute takes, and which messages are sent. A gather that repeats an earlier one has a
-lever that drops it: then it is not sent, and the earlier value stays live.
+lever that drops it: then it is not sent, and the earlier value stays live. It may have another lever, which sends a
+gather among neighbours in its place, if each rank keeps a part of the earlier value.
 
 The equations of an eager update have no place of their own: they run as soon as the reductions that they need have
 been waited for. Collectives that no schedule places, as the step's own, are issued and waited for at fixed places.
@@ -75,6 +76,8 @@ class Gather(NamedTuple):
     repeats: int | None = None  # the earlier gather of the same value, if that value may be kept
     small: bool = False
     name: str = ""  # its name in a plan
+    # The gather in whose place a lever sends this one. Such gathers come after all others.
+    instead: int | None = None
 
 
 class Reduction(NamedTuple):
@@ -127,6 +130,7 @@ class Lever:
         buffers: what is live in addition. A negative size is of bytes that are no longer live.
         seconds: of compute in addition, by place. They run right before the operation there.
         messages: what is sent in addition, at places that no schedule changes.
+        sent: gathers that are sent in place of the dropped ones.
     """
 
     name: str
@@ -134,6 +138,7 @@ class Lever:
     buffers: tuple[Buffer, ...] = ()
     seconds: tuple[tuple[int, float], ...] = ()
     messages: tuple[Message, ...] = ()
+    sent: tuple[int, ...] = ()
 
 
 Levers = frozenset[int]  # the levers that a schedule pulls, by index
@@ -200,7 +205,11 @@ class Problem:
 
     def dropped(self, levers: Iterable[int]) -> frozenset[int]:
         """The gathers that are not sent if these levers are pulled."""
-        return frozenset(i for lever in levers for i in self.levers[lever].dropped)
+        dropped = {i for i, gather in enumerate(self.gathers) if gather.instead is not None}
+        for lever in self._pulled(levers):
+            dropped.update(lever.dropped)
+            dropped.difference_update(lever.sent)
+        return frozenset(dropped)
 
     def messages(self, levers: Iterable[int]) -> list[Message]:
         """The messages at places that no schedule changes, if these levers are pulled."""
@@ -208,6 +217,16 @@ class Problem:
         for lever in self._pulled(levers):
             messages += lever.messages
         return messages
+
+    @functools.cached_property
+    def values(self) -> tuple[Gather, ...]:
+        """The gathers that bring a value of their own: one that is sent in place of another brings that one's."""
+        return tuple(gather for gather in self.gathers if gather.instead is None)
+
+    @functools.cached_property
+    def levers_of_parts(self) -> tuple[int, ...]:
+        """The levers that send gathers in place of others."""
+        return tuple(i for i, lever in enumerate(self.levers) if lever.sent)
 
     @functools.cached_property
     def free_levers(self) -> Levers:

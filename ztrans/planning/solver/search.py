@@ -133,15 +133,62 @@ def change_start(chance: Random, problem: Problem, choice: Choice) -> Choice:
 
 
 def pull_more(chance: Random, problem: Problem, choice: Choice) -> Choice:
-    """Pull a few more levers, the first ones first."""
-    more = [i for i in range(len(problem.levers)) if i not in choice.levers]
-    levers = choice.levers.union(more[: chance.choice(_COUNTS)])
+    """Pull a few more levers: any that send gathers of parts, or of all others the first ones first."""
+    count = chance.choice(_COUNTS)
+    of_parts = problem.levers_of_parts
+    if of_parts and chance.random() < 0.5:
+        more = [i for i in of_parts if i not in choice.levers]
+        first = chance.randrange(max(len(more), 1))
+        more = more[first : first + count]
+    else:
+        others = (i for i in range(len(problem.levers)) if i not in of_parts)
+        more = [i for i in others if i not in choice.levers][:count]
+    levers = choice.levers.union(more)
+    for i in more:
+        levers -= _rivals(problem, levers, i)
+    return with_levers(problem, choice, levers)
+
+
+def _rivals(problem: Problem, pulled: Levers, lever: int) -> set[int]:
+    """The levers among `pulled` that cannot be pulled with another one.
+
+    Only one may drop a gather if one of them sends another gather in its place.
+    """
+    rivals: set[int] = set()
+    if not problem.levers_of_parts:
+        return rivals
+    new = problem.levers[lever]
+    dropped = set(new.dropped)
+    for i in pulled - {lever}:
+        old = problem.levers[i]
+        if (new.sent or old.sent) and not dropped.isdisjoint(old.dropped):
+            rivals.add(i)
+    return rivals
+
+
+def with_levers(problem: Problem, choice: Choice, levers: Levers) -> Choice:
+    """A choice with other levers, in which no bucket has a gather that these drop.
+
+    Gathers that are sent in place of those of a bucket share a bucket, and so do those that take the place of kept
+    values.
+    """
     dropped = problem.dropped(levers)
     buckets = []
     for members in choice.gathers:
         remaining = tuple(i for i in members if i not in dropped)
         if remaining:
             buckets.append(remaining)
+    sent = [i for lever in sorted(levers) for i in problem.levers[lever].sent]
+    missing = set(sent).difference(*buckets)
+    if missing:
+        bucket_of: dict[int | None, int] = {}
+        for k, members in enumerate(choice.gathers):
+            bucket_of.update(dict.fromkeys(members, k))
+        new_buckets = grouped(
+            ((problem.gathers[i].key, bucket_of.get(problem.gathers[i].instead)), i)
+            for i in sorted(missing)
+        )
+        buckets = list(in_order(problem, [*buckets, *map(tuple, new_buckets.values())]))
     return choice._replace(gathers=tuple(buckets), levers=levers)
 
 
@@ -366,24 +413,41 @@ class Search:
             self.improved = self.effort
 
     def begin(self) -> None:
-        """Try full buckets: with no levers pulled, except those that cost nothing, and with as many as fit."""
-        for levers in (self.problem.free_levers, self._levers_that_fit()):
-            if not self.finished:
-                self.first = self.attempt(self._full(levers)) or self.first
+        """Try full buckets: with no levers pulled, except those that cost nothing, and with as many as fit.
 
-    def _levers_that_fit(self) -> Levers:
-        """As many levers as fit the memory, of those that cost nothing else, the first ones first."""
-        room = self.loads.memory - self.loads.bytes_unbucketed(NO_LEVERS)
-        levers = set(self.problem.free_levers)
-        for i, lever in enumerate(self.problem.levers):
-            if lever.seconds or lever.messages:
+        If each rank may keep parts of values, try it with as many parts as fit, and then with as many whole values in
+        place of them.
+        """
+        levers = self.problem.levers
+        keeping = [i for i, each in enumerate(levers) if not (each.seconds or each.messages)]
+        of_parts = self.problem.levers_of_parts
+        free = self.problem.free_levers
+        starts = [free, self._with_levers_that_fit(keeping, free)]
+        if of_parts:
+            parts = self._with_levers_that_fit(of_parts, free)
+            starts += [parts, self._with_levers_that_fit(keeping, parts)]
+        for start in starts:
+            if not self.finished:
+                self.first = self.attempt(self._full(start)) or self.first
+
+    def _with_levers_that_fit(self, more: Iterable[int], pulled: Levers) -> Levers:
+        """As many more levers as fit the memory, the first ones first. Whole values take the place of parts."""
+        room = self.loads.memory - self.loads.bytes_unbucketed(pulled)
+        for i in more:
+            rivals = _rivals(self.problem, pulled, i)
+            if rivals and self.problem.levers[i].sent:
                 continue
-            spans = [(room[b.first : b.last + 1], b.bytes) for b in lever.buffers]
-            if all(span.min() >= size for span, size in spans):
-                levers.add(i)
+            taken = [(b, b.bytes) for b in self.problem.lever_buffers([i])]
+            taken += [(b, -b.bytes) for b in self.problem.lever_buffers(rivals)]
+            spans = [(room[b.first : b.last + 1], size) for b, size in taken]
+            for span, size in spans:
+                span -= size
+            if all(span.min(initial=0) >= 0 for span, _ in spans):
+                pulled = pulled - rivals | {i}
+            else:
                 for span, size in spans:
-                    span -= size
-        return frozenset(levers)
+                    span += size
+        return pulled
 
     def _full(self, levers: Levers) -> Choice:
         """Full buckets of everything that is not dropped."""

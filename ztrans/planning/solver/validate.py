@@ -20,6 +20,7 @@ def validate(problem: Problem, schedule: Schedule) -> None:
     Raises:
         ScheduleError: a limit is not kept; the message names members and places.
     """
+    _check_levers(problem, schedule)
     dropped = problem.dropped(schedule.levers)
     _check_buckets(problem, "gather", schedule.gathers, problem.gathers, dropped)
     _check_buckets(problem, "reduction", schedule.reductions, problem.reductions, frozenset())
@@ -39,6 +40,19 @@ def validate(problem: Problem, schedule: Schedule) -> None:
 def _names(messages: Sequence[Gather | Reduction], members: Sequence[int]) -> str:
     """The members of a bucket by name, or else by number."""
     return f"[{', '.join(messages[i].name or str(i) for i in members)}]"
+
+
+def _check_levers(problem: Problem, schedule: Schedule) -> None:
+    """No other lever drops a gather in whose place one sends another."""
+    times = Counter(i for lever in schedule.levers for i in problem.levers[lever].dropped)
+    sent = [i for lever in schedule.levers for i in problem.levers[lever].sent]
+    replaced = {problem.gathers[i].instead for i in sent}
+    twice = [i for i, count in times.items() if count > 1 and i in replaced]
+    if twice:
+        names = _names(problem.gathers, twice)
+        raise ScheduleError(
+            f"the gather {names} is replaced by another one, and dropped or replaced again"
+        )
 
 
 def _check_buckets(
