@@ -6,11 +6,11 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.func import grad
+from torch.func import grad, grad_and_value
 
 import ztrans as zt
 from tests.support.worlds import clone
-from ztrans.fitting import EQUAL
+from ztrans.fitting import EQUAL, pattern_of_moments
 from ztrans.planning.cluster import H100
 from ztrans.planning.limit import DoesNotFit
 
@@ -186,6 +186,44 @@ def test_a_higher_stage_that_fits_is_named():
     (way,) = refused(WIDE, 1, TIGHT).ways
     assert way.line == "zt.shard_params(..., stage=3)"
     assert way.seconds == lower(WIDE, 3, TIGHT).timeline().seconds
+
+
+def adam(state, x):
+    grads, value = grad_and_value(loss)(state["params"], x)
+    m = {k: 0.9 * state["m"][k] + 0.1 * g for k, g in grads.items()}
+    v = {k: 0.99 * state["v"][k] + 0.01 * g * g for k, g in grads.items()}
+    params = {k: p - 0.1 * m[k] / (v[k].sqrt() + 1e-8) for k, p in state["params"].items()}
+    return {"params": params, "m": m, "v": v}, value
+
+
+def test_moments_on_the_host_are_named_by_a_pattern():
+    params, x = arguments(4, 256, 32)
+    state = {"params": params, "m": params, "v": params}
+    moved = zt.offload(where="[mv].*")
+    chain = zt.chain(zt.shard_params(MESH), *PLANNED)
+    with pytest.raises(DoesNotFit) as caught:
+        chain(adam).lower(state, x, cluster=within(1_500_000))
+    (way,) = caught.value.ways
+    assert way.line == "zt.offload(where='[mv].*')"
+    lowered = moved(chain(adam)).lower(state, x, cluster=within(1_500_000))
+    assert way.peak == lowered.memory_analysis().peak <= 1_500_000
+
+
+def test_the_pattern_names_only_leaves_that_nothing_but_the_update_reads():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train(x):
+        optimizer.zero_grad()
+        value = model(x).square().mean()
+        value.backward()
+        optimizer.step()
+        return value
+
+    lifted, state = zt.lift(train, model, optimizer)
+    traced = zt.Step.of(lifted).trace(state, torch.zeros(4, 8))
+    assert pattern_of_moments(traced.graph) == "optimizer.*"
+    assert pattern_of_moments(zt.Step.of(step).trace(*arguments(*LONG)).graph) == ""
 
 
 def test_more_micro_batches_than_the_step_has_are_named():

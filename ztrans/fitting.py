@@ -14,6 +14,7 @@ from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from .ir.graph import Graph
 from .ir.printer import format_bytes
+from .ir.relations import grouped
 from .planning.cluster import Cluster
 from .planning.cost import Memory
 from .planning.limit import DoesNotFit, Way
@@ -22,6 +23,7 @@ from .planning.simulate import simulate
 from .planning.skeleton import skeleton
 from .transforms.accumulate import accumulate
 from .transforms.base import Transform
+from .transforms.offload import Offload, offload
 from .transforms.remat import remat
 from .transforms.shard_params import ShardParams
 
@@ -49,6 +51,8 @@ P = TypeVar("P", bound=Planned)
 class Variant(Protocol[P_co]):
     """A step and its transforms, as `stages.Traced`."""
 
+    @property
+    def graph(self) -> Graph: ...
     @property
     def transforms(self) -> tuple[Transform, ...]: ...
     @property
@@ -201,6 +205,36 @@ def _recomputation(traced: Variant[Any], error: DoesNotFit) -> Iterator[Line]:
         yield "zt.remat()", _with(traced, remat())
 
 
+def _offload(traced: Variant[Any], error: DoesNotFit) -> Iterator[Line]:
+    if not any(isinstance(t, Offload) for t in traced.transforms):
+        pattern = pattern_of_moments(traced.graph)
+        if pattern:
+            yield f"zt.offload(where={pattern!r})", _with(traced, offload(where=pattern))
+
+
+def pattern_of_moments(graph: Graph) -> str:
+    """A pattern of leaves that only the update reads, as many as one pattern can name; "" if there are none."""
+    sizes = _bytes_of_moments(graph)
+    letters = "".join(name for name in sizes if len(name) == 1)
+    if len(letters) == len(sizes) > 1:
+        return f"[{letters}].*"
+    largest = max(sizes, key=sizes.__getitem__, default="")
+    return f"{largest}.*" if largest else ""
+
+
+def _bytes_of_moments(graph: Graph) -> dict[str, int]:
+    """The bytes of the parts of the state that only the update reads, by the name with which their paths begin."""
+    read = {v for e in graph.eqns if e.region != "update" for v in e.ins}
+    state = graph.inputs[: graph.num_state]
+    parts = grouped((v.name.partition(".")[0], v) for v in state if "." in v.name)
+    sizes = {}
+    for name, leaves in parts.items():
+        size = sum(v.numel * v.dtype.itemsize for v in leaves if v.shape)
+        if size and read.isdisjoint(leaves):
+            sizes[name] = size
+    return sizes
+
+
 def _micro_batches(traced: Variant[Any], error: DoesNotFit) -> Iterator[Line]:
     """The smallest number of micro-batches that may be enough, and multiples of it.
 
@@ -219,7 +253,7 @@ def _micro_batches(traced: Variant[Any], error: DoesNotFit) -> Iterator[Line]:
         yield f"zt.accumulate({micro})", variant
 
 
-_LEVERS: tuple[Lever, ...] = (_higher_stages, _recomputation, _micro_batches)
+_LEVERS: tuple[Lever, ...] = (_higher_stages, _recomputation, _offload, _micro_batches)
 
 
 def _with(traced: Variant[Any], transform: Transform) -> Variant[Any]:

@@ -55,11 +55,13 @@ def offload(*, where: Where) -> Transform:
             f"offload: where={where!r}; it is a pattern of paths, such as 'optimizer.*.exp_avg*', or a function "
             f"where(path, leaf) that returns a bool."
         )
-    return _Offload(where)
+    return Offload(where)
 
 
 @dataclass(frozen=True, repr=False)
-class _Offload(Transform):
+class Offload(Transform):
+    """The transform that `offload` returns."""
+
     where: Where
 
     def leaf_memory(self, path: str, leaf: torch.Tensor) -> Memory:
