@@ -201,8 +201,10 @@ def _higher_stages(traced: Variant[Any], error: DoesNotFit) -> Iterator[Line]:
 
 
 def _recomputation(traced: Variant[Any], error: DoesNotFit) -> Iterator[Line]:
-    if error.room > 0 and not any(isinstance(t, type(remat())) for t in traced.transforms):
-        yield "zt.remat()", _with(traced, remat())
+    planned = remat(memory="auto")
+    present = [t for t in traced.transforms if type(t) is type(planned)]
+    if error.room > 0 and present in ([], [remat()]):
+        yield 'zt.remat(memory="auto")', _with(traced, planned)
 
 
 def _offload(traced: Variant[Any], error: DoesNotFit) -> Iterator[Line]:

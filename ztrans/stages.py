@@ -233,8 +233,9 @@ class Traced(Printed):
         ]
         of_batch = [all_axes(self.transforms, of_state)] * (len(graph.inputs) - graph.num_state)
         program = dataclasses.replace(self.program, axes=(*of_state, *of_batch))
+        traced = dataclasses.replace(self, trace_again=None)  # it holds the arguments of the call
         return Lowered(
-            hinted, (*history, ("lower", hinted)), program, mesh, Plan(""), cluster, hinted, self
+            hinted, (*history, ("lower", hinted)), program, mesh, Plan(""), cluster, hinted, traced
         )
 
     def _default_device(self) -> Device:
