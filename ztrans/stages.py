@@ -39,6 +39,7 @@ from .ir.user_collectives import by_axis
 from .ir.verifier import check
 from .planning.cluster import Cluster, Device, default_cluster, default_device
 from .planning.cost import Cost, Memory, cost, memory
+from .planning.fit_on_host import fit_on_host
 from .planning.formulate import formulate
 from .planning.limit import DoesNotFit, with_device_limit
 from .planning.make_plan import make_plan, with_memory_notes
@@ -227,6 +228,7 @@ class Traced(Printed):
         hinted = dce(keep_on_host(hinted, demanded_on_host(hinted)))
         hinted = writes_last(hinted) if hinted.hints.update == "last" else hinted
         cluster = cluster or default_cluster(device, hinted.axes)
+        hinted = fit_on_host(hinted, cluster)
         of_state = [
             axes_of(self.transforms, v.name, leaf)
             for v, leaf in zip(graph.inputs, meta_leaves(graph))

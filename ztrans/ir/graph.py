@@ -161,6 +161,7 @@ class Hints:
         recompute_at_least: the least bytes of a value that a plan may recompute in backward. If it is None, the plan
             recomputes none.
         regather: how values are gathered again (see `Provenance`).
+        offload: whether values of forward may wait for backward on the host, so that the step fits its limit.
     """
 
     memory: int | None = None
@@ -172,6 +173,7 @@ class Hints:
     update: Literal["eager", "last"] | None = None
     recompute_at_least: int | None = None
     regather: Literal["auto", "always"] | int = "auto"
+    offload: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,13 +9,13 @@ The user chooses the values, by a selective checkpoint, or a plan does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+import dataclasses
+from collections.abc import Set
 
 from .collectives import rules
 from .copies import to_device, to_host, wait_for_copy
-from .graph import Eqn, Graph, Names, Var, rename, variables
+from .graph import Eqn, Graph, Names, Var, producers, variables
 from .liveness import liveness
-from .recompute import recompute
 
 
 def demanded_on_host(graph: Graph) -> set[Var]:
@@ -47,31 +47,57 @@ def keep_on_host(graph: Graph, chosen: Set[Var]) -> Graph:
 
     They are among the `values_for_backward` of the program.
     """
-    # As if backward computed them again; but what would compute them is the copy from the host.
-    again = recompute(graph, chosen)
-    originals = dict(again.copies[len(graph.copies) :])
-    names = Names(v.name for e in again.eqns for v in e.results)
-    on_host: dict[Var, Var] = {}
-    on_device: dict[Var, Var] = {}
-    eqns: list[Eqn] = []
-    read_again = set(originals.values())
-    for e in again.eqns:
-        returning = [v for v in e.results if originals.get(v) in chosen]
-        for copy in returning:
-            original = originals[copy]
-            eqns += _copied(e, to_device, on_host[original], names.fresh(f"{original.name}.device"))
-            on_device[copy] = eqns[-1].out
-        if returning:
-            continue
-        eqns.append(e)
+    moving = _Moving(graph, chosen)
+    for e in graph.eqns:
+        if e.region == "backward":
+            e = e.with_inputs(moving.on_device)
+        moving.eqns.append(e)
         for v in e.results:
-            if v in chosen and v in read_again:
-                eqns += _copied(e, to_host, v, names.fresh(f"{v.name}.host"))
-                on_host[v] = eqns[-1].out
-    return rename(again.replace(eqns=tuple(eqns), copies=graph.copies), on_device)
+            if v in chosen:
+                moving.copy(v, e)
+    return graph.replace(eqns=tuple(moving.eqns))
 
 
-def _copied(e: Eqn, copy: Callable[..., Eqn], v: Var, name: str) -> list[Eqn]:
-    """A copy of `v` and the wait for it, in the region and with the line of an equation."""
-    start = copy(v, name, region=e.region, source=e.source)
-    return [start, wait_for_copy(start.out, region=e.region, source=e.source)]
+class _Moving:
+    """The equations of a program so far, with the copies of the chosen values.
+
+    Attributes:
+        on_host: for each chosen value, its copy on the host.
+        returned: for each chosen value, and each view of one, the value that backward reads in its place.
+    """
+
+    def __init__(self, graph: Graph, chosen: Set[Var]) -> None:
+        self.chosen = chosen
+        self.root = liveness(graph).root
+        self.makers = producers(graph.eqns)
+        self.names = Names(v.name for v in (*graph.inputs, *self.makers))
+        self.eqns: list[Eqn] = []
+        self.on_host: dict[Var, Var] = {}
+        self.returned: dict[Var, Var] = {}
+
+    def copy(self, v: Var, e: Eqn) -> None:
+        """Copy a value to the host that an equation has computed."""
+        start = to_host(v, self.names.fresh(f"{v.name}.host"), region=e.region, source=e.source)
+        wait = wait_for_copy(start.out, region=e.region, source=e.source)
+        self.eqns += (start, wait)
+        self.on_host[v] = wait.out
+
+    def on_device(self, v: Var) -> Var:
+        """What backward reads for a value. The views that forward has made of a value are made again."""
+        maker = self.makers.get(v)
+        is_moved = maker is not None and maker.region == "forward" and self.root[v] in self.chosen
+        if maker is None or not is_moved or v in self.returned:
+            return self.returned.get(v, v)
+        if v in self.chosen:
+            name = self.names.fresh(f"{v.name}.device")
+            start = to_device(self.on_host[v], name, region="backward", source=maker.source)
+            wait = wait_for_copy(start.out, region="backward", source=maker.source)
+            self.eqns += (start, wait)
+            self.returned[v] = wait.out
+        else:
+            again = maker.with_inputs(self.on_device, region="backward")
+            names = {x: self.names.fresh(f"{x.name}.device") for x in maker.results}
+            self.returned.update((x, dataclasses.replace(x, name=names[x])) for x in maker.results)
+            outs = tuple(x and self.returned[x] for x in maker.outs)
+            self.eqns.append(again.replace(outs=outs))
+        return self.returned[v]

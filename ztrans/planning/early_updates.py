@@ -45,6 +45,8 @@ def with_early_updates(graph: Graph) -> Graph:
 
 
 def _may_move(e: Eqn) -> bool:
+    if rules(e).copies:  # they go with the update that they are for, and find their places later
+        return e.region == "update"
     is_ordered = isinstance(e.op, Primitive) or rules(e).remote or is_random(e)
     return e.region == "update" and not is_ordered
 

@@ -1,4 +1,4 @@
-"""offload: keep state that only the update reads in the memory of the host."""
+"""offload: keep state that only the update reads, and values of forward, in the memory of the host."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from dataclasses import replace as with_changes
 from fnmatch import fnmatchcase
+from typing import Literal
 
 import torch
 
@@ -15,7 +16,7 @@ from ..ir.graph import Eqn, Graph, Memory, Names, Var, producers, substitute, us
 from ..ir.op_facts import is_random
 from ..ir.relations import sorted_by
 from ..ir.source import where as line_of
-from .base import Transform, constructor, meta_leaves
+from .base import Transform, check_number, constructor, meta_leaves
 from .edits import Edits
 
 Where = str | Callable[[str, torch.Tensor], bool]
@@ -23,11 +24,16 @@ _LISTED = 8  # leaves that an error lists
 
 
 @constructor
-def offload(*, where: Where) -> Transform:
-    """Keep leaves of the state that only the update reads, such as moments, in the memory of the host between steps.
+def offload(
+    *, where: Where | None = None, memory: int | Literal["auto"] | None = None
+) -> Transform:
+    """Use the memory of the host: for leaves of the state that only the update reads, such as moments, between steps;
+    and for values of forward until backward reads them, as many as a limit of memory asks for.
 
     A leaf is copied to the device under the end of backward, early enough for its update, and its new value is copied
-    back beside the updates that follow. No bit of a step changes. The step ends when the copies back have ended.
+    back beside the updates that follow. The step ends when the copies back have ended. A value of forward is copied to
+    the host when it has been computed, and back early enough for backward; those that wait the longest go first. No bit
+    of a step changes.
 
     On CUDA devices such a leaf is a pinned tensor on the CPU: `step.shard(state)` puts it there, and `zt.load` reads it
     there. Call `torch.cuda.synchronize()` before you read it yourself. On CPUs it is a tensor like any other, and
@@ -41,31 +47,48 @@ def offload(*, where: Where) -> Transform:
     Args:
         where: the leaves to move. A pattern of their paths, as `fnmatch` has them, such as "optimizer.*.exp_avg*"; or
             `where(path, leaf)`, which gets the path and a meta tensor. Leaves without dims stay on the device.
+        memory: the greatest number of bytes that may be live on the device, a limit on the whole step (as that of
+            `prefetch`). "auto" is the memory of the device, less a reserve, where that is known. By default all values
+            of forward stay on the device.
 
-    Raises: TypeError if `where` is neither. When the step is lowered, ValueError if it matches no leaf, if forward or
-        backward reads a leaf that it matches, or if the cluster's `host_memory` is exceeded.
+    Raises: TypeError if `where` is neither, or if both options are missing; ValueError if `memory` is no number of
+        bytes. When the step is lowered, ValueError if `where` matches no leaf, if forward or backward reads a leaf that
+        it matches, if the step does not fit the limit with all that can be moved on the host, or if the cluster's
+        `host_memory` is exceeded.
 
-    Source: Ren et al., ZeRO-Offload, 2021; the memory kinds of JAX.
+    Source: Ren et al., ZeRO-Offload, 2021; Rhu et al., vDNN, 2016; the memory kinds of JAX.
 
     >>> offload(where="optimizer.*.exp_avg*")
     offload(where='optimizer.*.exp_avg*')
     """
-    if not isinstance(where, str) and not callable(where):
+    if where is None and memory is None:
+        raise TypeError(
+            "offload: nothing is to be moved. Pass where='optimizer.*.exp_avg*' for state, memory='auto' for values of "
+            "forward, or both."
+        )
+    if memory is not None:
+        check_number("offload: memory", memory, "a number of bytes", 1, "auto")
+    if where is not None and not isinstance(where, str) and not callable(where):
         raise TypeError(
             f"offload: where={where!r}; it is a pattern of paths, such as 'optimizer.*.exp_avg*', or a function "
             f"where(path, leaf) that returns a bool."
         )
-    return Offload(where)
+    return Offload(where, memory)
 
 
 @dataclass(frozen=True, repr=False)
 class Offload(Transform):
     """The transform that `offload` returns."""
 
-    where: Where
+    where: Where | None = None
+    memory: int | str | None = None
+
+    @property
+    def memory_limit(self) -> int | None:
+        return self.memory if isinstance(self.memory, int) else None
 
     def leaf_memory(self, path: str, leaf: torch.Tensor) -> Memory:
-        if not leaf.shape:
+        if not leaf.shape or self.where is None:
             return "device"
         matches = (
             fnmatchcase(path, self.where) if isinstance(self.where, str) else self.where(path, leaf)
@@ -73,10 +96,15 @@ class Offload(Transform):
         return "host" if matches else "device"
 
     def rewrite(self, graph: Graph) -> Graph:
+        if self.memory is not None:
+            graph = graph.with_hints(offload=True)
+        return graph if self.where is None else self._with_leaves_on_host(graph, self.where)
+
+    def _with_leaves_on_host(self, graph: Graph, where: Where) -> Graph:
         leaves = list(zip(graph.inputs, meta_leaves(graph)))
         chosen = [v for v, leaf in leaves if self.leaf_memory(v.name, leaf) == "host"]
         if not chosen:
-            raise _matches_none(self.where, graph)
+            raise _matches_none(where, graph)
         moving = _Moving(graph)
         for v in chosen:
             moving.move(v)

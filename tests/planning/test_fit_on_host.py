@@ -1,0 +1,142 @@
+"""Values of forward go to the host until a step fits its limit; no bit changes, and compute hides the copies."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils import _pytree as pytree
+
+import ztrans as zt
+from tests.support.worlds import ALL
+from ztrans.ir.copies import is_copy
+from ztrans.planning.cost import memory
+
+LAYERS, WIDTH, ROWS = 6, 64, 512
+
+
+def step(state, x):
+    weights = {k: w.detach().requires_grad_() for k, w in state.items()}
+    y = x
+    for w in weights.values():
+        y = y + F.gelu(y @ w)
+    loss = y.square().mean()
+    grads = torch.autograd.grad(loss, list(weights.values()))
+    return {k: w - 0.1 * g for (k, w), g in zip(state.items(), grads)}, loss
+
+
+def state(width=WIDTH, device="cpu"):
+    torch.manual_seed(0)
+    return {f"w{k}": torch.randn(width, width, device=device) / width**0.5 for k in range(LAYERS)}
+
+
+X = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+CPU = functools.partial(zt.cluster, "cpu", host_link=zt.Link("fast", 0.0, 1e12))
+
+
+def same(a, b) -> bool:
+    return all(map(torch.equal, *map(pytree.tree_leaves, (a, b))))
+
+
+def peak_of_plain() -> tuple[int, int]:
+    """The peak without a limit, and the bytes of the state."""
+    plain = memory(zt.Step(step).lower(state(), X).graph)
+    return plain.peak, plain.state
+
+
+@pytest.mark.parametrize("share", [1.0, 0.8, 0.65, 0.5])
+def test_the_peak_is_within_the_limit_and_the_bits_are_the_same(share):
+    peak, size = peak_of_plain()
+    limit = size + int(share * (peak - size))
+    low = zt.offload(memory=limit)(step).lower(state(), X, cluster=CPU())
+    counted = low.memory_analysis()
+    assert counted.peak <= limit
+    assert (counted.host_peak > 0) == (share < 1.0)
+    assert same(low.compile()(state(), X), zt.Step(step)(state(), X))
+
+
+def test_no_more_is_moved_than_the_limit_asks_for():
+    peak, size = peak_of_plain()
+    moved = []
+    for share in (0.9, 0.7, 0.5):
+        limit = size + int(share * (peak - size))
+        low = zt.offload(memory=limit)(step).lower(state(), X, cluster=CPU())
+        moved.append(low.memory_analysis().host_peak)
+    assert moved == sorted(set(moved)) and moved[0] > 0
+
+
+def limit_of(share: float) -> int:
+    peak, size = peak_of_plain()
+    return size + int(share * (peak - size))
+
+
+def test_the_earliest_layers_go_first():
+    low = zt.offload(memory=limit_of(0.8))(step).lower(state(), X, cluster=CPU())
+    names = [e.ins[0].name for e in low.graph.eqns if is_copy(e) and e.out.memory == "host"]
+    computed = [v.name for e in low.graph.eqns for v in e.results]
+    assert [computed.index(name) for name in names] == sorted(map(computed.index, names))
+    last_layer = [
+        e.out.name for e in low.graph.eqns if e.region == "forward" and "mm" in e.out.name
+    ]
+    assert last_layer[-1] not in names, "it is needed again at once"
+    assert "wait for backward on the host" in str(low)
+
+
+def test_ranks_have_the_same_bits():
+    shard = zt.shard_params(zt.AbstractMesh(dp=2))
+    batches = [(X[:256],), (X[256:],)]
+    plain = zt.chain(shard, *ALL)(step).lower(state(), *batches[0], cluster=CPU(dp="ethernet-1g"))
+    counted = plain.memory_analysis()
+    limit = counted.state + int(0.75 * (counted.peak - counted.state))
+    moved = zt.chain(shard, zt.offload(memory=limit), *ALL)(step).lower(
+        state(), *batches[0], cluster=CPU(dp="ethernet-1g")
+    )
+    assert any(map(is_copy, moved.graph.eqns)) and moved.memory_analysis().peak <= limit
+    assert same(moved.lockstep(state(), batches), plain.lockstep(state(), batches))
+
+
+def test_with_micro_batches():
+    both = []
+    for transforms in ((zt.offload(memory=limit_of(0.3)),), ()):
+        trained = zt.chain(zt.accumulate(2), *transforms)(step)
+        low = trained.lower(state(), X, cluster=CPU())
+        both.append(low.compile()(state(), X))
+    assert same(*both)
+
+
+def test_copies_are_hidden_where_backward_is_long():
+    shapes = {k: torch.empty(4096, 4096, device="meta") for k in state()}
+    x = torch.empty(8192, 4096, device="meta")
+    plain = zt.Step(step).lower(shapes, x)
+    counted = plain.memory_analysis()
+    limit = counted.state + int(0.9 * (counted.peak - counted.state))
+    moved = zt.offload(memory=limit)(step).lower(
+        shapes, x, cluster=zt.cluster("h100", host_link="c2c")
+    )
+    assert moved.memory_analysis().peak <= limit
+    assert moved.timeline().seconds < 1.02 * plain.timeline(moved.cluster).seconds
+
+
+def test_a_limit_below_what_the_host_can_help_is_an_error():
+    with pytest.raises(
+        ValueError, match=r"offload\(memory=1000\): 1000 B is less than the step needs"
+    ):
+        zt.offload(memory=1000)(step).lower(state(), X, cluster=CPU())
+
+
+def test_without_a_limit_nothing_moves():
+    low = zt.offload(memory="auto")(step).lower(state(), X, cluster=CPU())
+    assert not any(map(is_copy, low.graph.eqns))
+
+
+def test_options():
+    with pytest.raises(TypeError, match=r"offload: nothing is to be moved. Pass where="):
+        zt.offload()
+    with pytest.raises(
+        ValueError, match="offload: memory='all'; it is a number of bytes, or 'auto'"
+    ):
+        zt.offload(memory="all")
+    with pytest.raises(ValueError, match="are two limits of one step"):
+        zt.chain(zt.prefetch(memory=10), zt.offload(memory=20))(step).lower(state(), X)
