@@ -453,8 +453,8 @@ class Lowered(Printed):
             cast_ahead: let updates also write the half-precision copies of parameters that the next step reads, for
                 instance under autocast: on a GPU those of fused optimizers, with "inductor" those that are elementwise.
                 It takes 2 bytes more for each of these parameters. A parameter that has changed since, by PyTorch's
-                version counter, is cast again. The counter does not see what is written through `.data`, or by a kernel
-                of your own: call `Compiled.close` after that.
+                version counter, is cast again. The counter does not see what is written through `.data`, by a
+                collective of torch.distributed, or by a kernel of your own: call `Compiled.close` after that.
             attention: "traced" runs the kernels of attention that PyTorch chose when the step was traced. "fastest"
                 times those of flash attention, cuDNN and memory-efficient attention on a GPU, for the sizes of the
                 step, when the program first runs. Each rounds in its own way, so results may differ from run to run.

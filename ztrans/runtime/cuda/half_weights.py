@@ -13,7 +13,7 @@ kernels of `ops/update.py` do so, and kernels of Inductor for an elementwise upd
 The copies are leaves of the state of the program, which the user does not see. A copy is used if the parameter is the
 very tensor that the step before returned, and PyTorch's version counter says that nothing has changed it since.
 Otherwise the parameter is cast before the step. So any other state may be passed, in any order. The counter does not
-see what is written through `.data`, or by a kernel that PyTorch does not know.
+see what is written through `.data`, by a collective of torch.distributed, or by a kernel that PyTorch does not know.
 """
 
 from __future__ import annotations
