@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 from torch.utils import _pytree as pytree
 
@@ -12,6 +13,7 @@ from tests.support.fake_cuda import FakeCuda
 from tests.support.worlds import clone
 from ztrans import compiled
 from ztrans.ir.op_facts import CAST
+from ztrans.planning import early_updates
 from ztrans.runtime.cuda.graph_capture import Capture
 from ztrans.runtime.cuda.half_gradients import half_gradients
 from ztrans.runtime.cuda.half_weights import with_half_weights
@@ -177,6 +179,30 @@ def test_kernels_of_inductor_write_copies_too(name, monkeypatch):
     kernels = [sum(isinstance(n.target, KernelCall) for n in nodes) for nodes in calls]
     casts = [sum(n.target is CAST for n in nodes) for nodes in calls]
     assert kernels[1] + casts[1] < kernels[0] + casts[0]
+
+
+@pytest.fixture
+def mesh_of_one():
+    yield zt.make_mesh("cpu", dp=1)
+    dist.destroy_process_group()
+
+
+def test_updates_during_backward_write_copies_too(on_gpu, monkeypatch, mesh_of_one):
+    """On a mesh of one, with DTensors. An update that comes before a reader of the old weight leaves its cast."""
+    monkeypatch.setattr(early_updates, "_TOGETHER", 0)
+    results = []
+    for update in ("last", "eager"):
+        step, state = lifted()
+        early = zt.chain(zt.shard_params(mesh_of_one), zt.overlap_grads(update=update))(
+            zt.Step.of(step)
+        )
+        run = early.lower(early.shard(state), X).compile(cast_ahead=update == "eager")
+        tensors = early.shard(state)
+        for _ in range(3):
+            tensors, output = run(tensors, X)
+        results.append([*early.unshard(tensors)["params"].values(), *output[:2]])
+    assert all(map(torch.equal, *results))
+    assert run.lowered.plan.update == "eager" and len(copies(run)) >= 2
 
 
 def test_without_inductor_an_elementwise_update_keeps_its_casts(monkeypatch):
