@@ -154,6 +154,22 @@ def test_a_mean_of_packed_floats_is_scaled_while_it_is_delivered():
     assert moved["sum_terms"] == 8 * 6 and not {"div_", "mul_"} & moved.keys()
 
 
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_a_total_that_is_cast_is_scaled_by_the_same_launch(op):
+    """Also of 3 ranks, whose reciprocal is not exact: the quotient is rounded once."""
+    terms = [Var(f"g{k}", F32, shape) for k, shape in enumerate([(1 << 17,), (5, 3), (7,)])]
+    eqn = reduce(terms, ["f", "g", "h"], "dp", op, None, BF16, F32)
+    values = random_terms(eqn, 3)
+    moved = moved_by_each_rank(eqn, values)
+    padded, numel = (1 << 17) + 2 * 16, (1 << 17) + 15 + 7
+    assert moved["sum_terms"] == 2 * padded + 4 * numel
+    assert not {"mul_", "div_"} & moved.keys()
+    for rank in on_all_ranks(eqn, Hosts(3), values):
+        for k, value in enumerate(rank):
+            total = values[0][k].to(BF16) + values[1][k].to(BF16) + values[2][k].to(BF16)
+            assert torch.equal(value, total.float() / 3 if op == "mean" else total.float())
+
+
 def moved_by_each_rank(eqn: Eqn, terms: list[list[torch.Tensor]]) -> dict[str, int]:
     """The bytes that a rank's launches read and write, by operation."""
     modes = [Traffic() for _ in terms]
