@@ -31,6 +31,7 @@ from typing import Any
 
 SECONDS = 80.0  # the most that one scenario may take
 STEPS = 3
+HALF_ROUNDING = 5e-2  # the same where sums are rounded to bf16 in other places
 ROUNDING = 1e-5  # the relative distance allowed where sums have another order
 REPLAYS = 60
 TIMEOUT = 20  # seconds: the time-out of the process group where a rank is killed
@@ -299,11 +300,11 @@ def captured(device: str) -> None:
         )
 
 
-def transports(world: World) -> None:
+def transports(world: World, **how: Any) -> None:
     """What carries the collectives of stage 3, as the program prints it."""
     from ztrans.runtime.codegen import to_fx
 
-    step, state = world.step(stage=3)
+    step, state = world.step(**{"stage": 3, **how})
     local = step.shard(state)
     lowered = step.lower(local, *world.batches(0)[world.rank])
     text = str(to_fx(lowered.graph, world.mesh))
@@ -335,6 +336,51 @@ def symmetric(device: str) -> None:
         **half,
     )
     other_sizes(device)
+
+
+def copied(device: str) -> None:
+    """Copy engines carry all gathers through symmetric memory."""
+    import math
+
+    import torch
+
+    from ztrans.runtime.cuda.symmetric import CudaSource, SymmetricMemory, Times
+
+    def trial(self: Any, buffer: Any, kind: Any, exchange: Any) -> Times:
+        return Times(1e-6, 2e-6, kind.nbytes, 1e-6 if kind.is_gather else math.inf)
+
+    SymmetricMemory.trial = trial
+    CudaSource.check_links = lambda self, devices: None
+    world = World(device)
+    transports(world)
+    compared(world, "copies, stage 3, fp32", stage=3)
+    compared(
+        world,
+        f"copies, CUDA graph, {REPLAYS} steps with random pauses",
+        steps=REPLAYS,
+        pause=True,
+        cuda_graph=True,
+        stage=3,
+        autocast=True,
+        reduce_dtype=torch.bfloat16,
+    )
+
+
+def two_hosts(device: str) -> None:
+    """Two ranks count as one host, so half precision is reduced in two levels, which rounds the sums of hosts."""
+    import torch
+
+    from ztrans.runtime import process_groups
+
+    rank = int(os.environ["RANK"])
+    process_groups.host_name = lambda: (f"host {rank // 2}",)
+    world = World(device)
+    half = {"stage": 3, "autocast": True, "reduce_dtype": torch.bfloat16}
+    transports(world, **half)
+    compared(world, "two levels, stage 3", most=HALF_ROUNDING, **half)
+    what = "two levels, CUDA graph, 12 steps with random pauses"
+    options = {"steps": 12, "pause": True, "cuda_graph": True}
+    compared(world, what, most=HALF_ROUNDING, **options, **half)
 
 
 def four(device: str) -> None:
@@ -525,14 +571,17 @@ RUNS: dict[str, Callable[[str], None]] = {
     "accumulation": micro_batches,
     "inductor": compiled_by_inductor,
     "symmetric memory": symmetric,
+    "copies": copied,
     "four ranks": four,
     "hybrid": hybrid,
+    "two hosts": two_hosts,
     "an exception": an_exception,
     "a rank is killed": a_kill,
     "a rank is killed in a step": a_kill_inside,
     "a rank is killed between replays": a_kill_of_a_captured_step,
 }
-SCENARIOS = {name: 4 if name in ("four ranks", "hybrid") else 2 for name in RUNS}
+OF_FOUR = ("four ranks", "hybrid", "two hosts")
+SCENARIOS = {name: 4 if name in OF_FOUR else 2 for name in RUNS}
 
 
 def run_rank(name: str, device: str) -> None:
