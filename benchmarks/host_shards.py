@@ -168,7 +168,7 @@ def main(quick: bool) -> None:
     generator = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(CONFIG.vocab, (BATCH, SEQUENCE + 1), generator=generator)
     every = subjects(tokens)
-    rounds = 2 if quick else 7
+    rounds = 2 if quick else 5
     used, losses = measured(every, tokens, rounds)
     if dist.get_rank() == 0:
         nbytes = sum(p.nbytes for p in loop(None)[0].parameters())

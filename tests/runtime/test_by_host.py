@@ -1,4 +1,4 @@
-"""Reductions on two hosts of three ranks: gloo processes, and the calls for NCCL on a simulated GPU over gloo."""
+"""Messages on two hosts of three ranks: gloo processes, and the calls for NCCL on a simulated GPU over gloo."""
 
 import pytest
 
@@ -14,6 +14,7 @@ def test_reductions_of_two_hosts_of_three_ranks():
     }
     assert len(figures) == 6 * 5 and len(cases) == 5
     for f in figures:
+        assert f["gathers"] == ["exchange in two levels"], f
         assert (
             f["ways"] == ["exchange in two levels"] and f["races"] == [] and f["recorded"] == 0
         ), f

@@ -24,7 +24,7 @@ WORLD, LOCAL = 6, 3
 SINGLE, DOUBLE, HALF = torch.float32, torch.float64, torch.bfloat16
 RUNS = [
     ("mlp_momentum", {}, DOUBLE),
-    ("uneven", {}, DOUBLE),
+    ("uneven", {"reshard": 3}, DOUBLE),
     ("gpt_adam", {"reduce_dtype": HALF}, SINGLE),
 ]
 RUNS += [("mlp_momentum", {}, HALF), ("mlp_momentum", {"reduce_dtype": HALF}, HALF)]
@@ -67,6 +67,7 @@ def main() -> None:
             ),
             "recorded": distance(step.unshard(recorded), step.unshard(once)),
             "races": cuda.races,
+            "gathers": sorted(set(re.findall(r"all_gather, .*?by=([^(]+) \(", text))),
             "ways": sorted(set(re.findall(r"reduce_scatter, .*?by=([^(]+) \(", text))),
             "on_gpu": sorted(set(re.findall(r"reduce_scatter, .*?by=([^(]+) \(", on_gpu))),
         }
