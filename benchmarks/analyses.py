@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.analyses        # from the project's root; about twenty minutes
     OMP_NUM_THREADS=1 python -m benchmarks.analyses "GPT 2" --print
+    OMP_NUM_THREADS=1 python -m benchmarks.analyses --limits      # recomputation within eight limits each; hours
 
 The programs are models x ranks x clusters x ZeRO stages x memory budgets. Each is planned and simulated, with shapes
 alone. These laws must hold for all of them:
@@ -11,6 +12,9 @@ alone. These laws must hold for all of them:
     more       a larger budget makes the step at most 1% slower
     stages     the peak does not rise from ZeRO stage 0 to 2 to 3, for models that train all leaves. It may rise
                within the limit that "auto" has at the lower stage, if the step is faster
+
+With `--limits`, 240 programs recompute within eight limits each (`remat(memory=...)`): the peak is within the limit,
+and a larger limit makes the step at most 0.5% slower.
 
 Prints and writes benchmarks/results/analyses.md. Fails if a law is broken.
 """
@@ -33,6 +37,8 @@ import torch
 import ztrans as zt
 from benchmarks.analysis_models import MODELS
 from ztrans.ir.printer import format_bytes, format_seconds
+from ztrans.planning.cost import memory
+from ztrans.planning.limit import DoesNotFit
 from ztrans.planning.make_plan import SLACK
 
 RESULTS = Path(__file__).parent / "results"
@@ -204,6 +210,93 @@ def _stages(programs: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
     )
 
 
+# Recomputation within limits: `remat(memory=...)`.
+
+SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)  # of what a step has live besides its state
+EQUAL = 1.005  # a larger limit may be slower by this factor: the search does not always find the best order
+
+
+@dataclass(frozen=True)
+class Limited:
+    """One program within one limit. If it does not fit, it has no seconds, and the peak that it needs."""
+
+    program: str
+    limit: int
+    seconds: float | None
+    peak: int
+
+
+def limited(
+    models: Iterable[str] = tuple(MODELS),
+    places: int | None = None,
+    stages: Sequence[int] = (0, 1, 2, 3),
+    policies: Sequence[str | None] = (None, "save_matmuls"),
+) -> Iterator[list[Limited]]:
+    """Each program within eight limits, the largest first: models x places x stages x policies of `remat`."""
+    for model in models:
+        step, state, batch = MODELS[model].make()
+        traced = zt.Step.of(step).trace(state, *batch)
+        for ranks, (device, link) in PLACES[model][:places]:
+            machines = zt.cluster(device, dp=link)
+            for stage in stages:
+                shard = zt.shard_params(zt.AbstractMesh(dp=ranks), stage=stage)
+                for save in policies:
+                    name = f"{model}, {ranks} ranks, {device}, {link}, stage {stage}, save {save}"
+                    yield _within_limits(name, traced, shard, machines, save)
+
+
+def _within_limits(
+    name: str,
+    traced: zt.stages.Traced,
+    shard: zt.Transform,
+    machines: zt.Cluster,
+    save: str | None,
+) -> list[Limited]:
+    def variant(*remat: zt.Transform) -> zt.stages.Traced:
+        schedules = zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather()
+        return dataclasses.replace(traced, transforms=(shard, *schedules, *remat))
+
+    written = memory(variant().in_own_order(machines).hinted)
+    rows = []
+    for share in SHARES:
+        limit = int(written.state + share * (written.peak - written.state))
+        try:
+            lowered = variant(zt.remat(memory=limit, save=save)).planned(machines)
+            seconds = lowered.timeline().seconds
+            rows.append(Limited(name, limit, seconds, lowered.memory_analysis().peak))
+        except DoesNotFit as error:
+            rows.append(Limited(name, limit, None, error.least.peak))
+    return rows
+
+
+def broken_limits(rows: Sequence[Limited]) -> Iterator[str]:
+    """Where one program has a peak above its limit, or is slower within a larger limit."""
+    for row in rows:
+        if (row.seconds is not None) != (row.peak <= row.limit):
+            yield f"{row.program}: {row.peak} bytes live, and {row.limit} allowed"
+    planned = [row for row in rows if row.seconds is not None]
+    for larger, smaller in combinations(planned, 2):
+        if larger.seconds > EQUAL * smaller.seconds:
+            taken = f"{format_seconds(larger.seconds)}, and {format_seconds(smaller.seconds)}"
+            yield f"{larger.program}: {taken} within {smaller.limit} bytes of {larger.limit}"
+
+
+def check_limits(models: list[str], places: int | None) -> None:
+    """Plan all programs within their limits, and fail if one is above its limit or slower within a larger one."""
+    wrong = []
+    count = 0
+    begin = time.perf_counter()
+    for rows in limited(models, places):
+        count += 1
+        wrong += broken_limits(rows)
+        fits = sum(row.seconds is not None for row in rows)
+        print(f"{rows[0].program}: {fits} of {len(rows)} limits fit", flush=True)
+    took = time.perf_counter() - begin
+    print(f"{count} programs within {len(SHARES)} limits in {took:.0f} s, {len(wrong)} broken")
+    if wrong:
+        sys.exit("\n".join(["broken laws:", *wrong]))
+
+
 def report(programs: Sequence[Row]) -> str:
     """The report in Markdown: how often each law was checked and broken, and a line for each model and cluster."""
     wrong = list(broken(programs))
@@ -277,5 +370,13 @@ if __name__ == "__main__":
     parser.add_argument(
         "--print", action="store_true", help="print the report, but do not write it"
     )
+    parser.add_argument(
+        "--limits", action="store_true", help="check recomputation within limits instead"
+    )
+    parser.add_argument("--places", type=int, help="only the first clusters of each model")
     given = parser.parse_args()
-    main([name for name in MODELS if given.model in name], not given.print)
+    chosen = [name for name in MODELS if given.model in name]
+    if given.limits:
+        check_limits(chosen, given.places)
+    else:
+        main(chosen, not given.print)

@@ -14,13 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from torch.utils.flop_counter import flop_registry
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from benchmarks.analysis_models import adamw, clipped, on_meta
 from benchmarks.llama_model import Config as Llama
 from benchmarks.llama_model import attention, norm, rotate, shapes
 from examples.model import GPT, Config
+from ztrans.ir.op_facts import op_facts
 
 LLAMA = Llama()
 Around = Callable[..., Tensor]
@@ -39,9 +43,13 @@ def per_block(block: Callable[..., Tensor], *args: Any) -> Tensor:
 
 def selective(block: Callable[..., Tensor], *args: Any) -> Tensor:
     """A checkpoint around a block that saves the results of matrix products and attention."""
-    products = [getattr(p, name) for p in flop_registry for name in p.overloads()]
-    context = partial(create_selective_checkpoint_contexts, products)
+    context = partial(create_selective_checkpoint_contexts, _saves_products)
     return checkpoint(block, *args, use_reentrant=False, context_fn=context)
+
+
+def _saves_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_product = op_facts(op).matmul or "attention" in str(op)
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class _Around(nn.Module):

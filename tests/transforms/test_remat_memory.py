@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -18,10 +19,12 @@ from torch.utils.checkpoint import (
 )
 
 import ztrans as zt
+from tests.support.parallel import copied, summed
 from tests.support.programs import CASES
 from tests.support.worlds import ALL, batches, on_ranks, sharded, slices
 from ztrans.ir.liveness import liveness
 from ztrans.ir.op_facts import is_matmul, is_random
+from ztrans.ir.user_collectives import is_users
 from ztrans.planning.limit import DoesNotFit
 
 aten = torch.ops.aten
@@ -291,6 +294,37 @@ def test_prefetch_and_remat_name_one_limit():
     assert both(limit, limit)[-1]
     with pytest.raises(ValueError, match=r"remat.*and.*prefetch|prefetch.*and.*remat"):
         both(limit, limit + 1)
+
+
+def parallel_loss(params, x):
+    for i in range(3):
+        h = F.gelu(copied(x) @ params[f"up{i}"])
+        x = x + torch.tanh(summed(h @ params[f"down{i}"])).square()
+    return x.square().mean()
+
+
+def parallel_step(state, x):
+    grads, value = grad_and_value(parallel_loss)(state, x)
+    return {k: p - 0.1 * grads[k] for k, p in state.items()}, value
+
+
+def test_a_collective_of_the_step_is_not_sent_again():
+    """Tensor parallelism: the result of the step's own all_reduce is kept, also with delayed weight gradients."""
+    torch.manual_seed(0)
+    sizes = {f"{k}{i}": s for i in range(3) for k, s in (("up", (4, 24)), ("down", (24, 4)))}
+    state = {k: torch.randn(s) / 4 for k, s in sizes.items()}
+    rows = [(part,) for part in torch.randn(64, 4).chunk(2) for _ in range(2)]
+    shard = zt.shard_params(zt.AbstractMesh(dp=2, tp=2), axis="dp")
+
+    def lower(*more):
+        chain = zt.chain(shard, *ALL, zt.delay_weight_grads(), *more)
+        return chain(parallel_step).lower(state, *rows[0])
+
+    limit = least(lambda memory: lower(zt.remat(memory=memory, at_least=0)))
+    low = lower(zt.remat(memory=limit, at_least=0))
+    collectives = [sum(is_users(e) for e in each.graph.eqns) for each in (low, lower())]
+    assert again(low.graph) and collectives[0] == collectives[1]
+    assert equal(low.lockstep(state, rows), lower().lockstep(state, rows))
 
 
 def test_micro_batches_recompute_too():

@@ -1,0 +1,239 @@
+"""Step time within five limits of memory: `remat(memory=...)` beside checkpoints of blocks and today's `remat()`.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.frontier                  # all parts; about half an hour
+    OMP_NUM_THREADS=1 python -m benchmarks.frontier "GPT, nvlink4"   # one of them
+
+A part is a model on a cluster of H100s. Its limits are its state and 1.0 to 0.35 of its activations: of what the step
+in which everything is kept has live besides. Within each limit the same step is planned four times: with
+`remat(memory=...)`, with a checkpoint around each block, with a selective checkpoint that saves the results of matrix
+products and attention, and with `remat()`. Programs have shapes only, times are simulated, and bytes are counted. The
+last columns are the seconds of recomputation, and those in which the plan was made. Writes
+benchmarks/results/frontier.md, .json and .svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import ztrans as zt
+from benchmarks.frontier_models import Around, Made, gpt, llama, per_block, plain, selective
+from ztrans.planning.cost import memory
+from ztrans.planning.limit import DoesNotFit
+from ztrans.planning.make_plan import SLACK
+from ztrans.planning.simulate import seconds
+from ztrans.stages import Lowered, Traced
+
+RESULTS = Path(__file__).parent / "results"
+SHARES = (1.0, 0.8, 0.65, 0.5, 0.35)
+OURS = "remat(memory=)"
+OTHERS = ("block", "selective", "remat()")
+
+
+class Part(NamedTuple):
+    """A model on a cluster."""
+
+    make: Callable[[Around], Made]
+    ranks: int
+    link: str
+
+
+PARTS = {
+    "GPT, nvlink4": Part(gpt, 8, "nvlink4"),
+    "GPT, infiniband": Part(gpt, 64, "infiniband"),
+    "Llama-3-8B, 8 layers": Part(partial(llama, layers=8), 8, "nvlink4"),
+    "Llama-3-8B, 32 layers": Part(partial(llama, layers=32), 8, "nvlink4"),
+}
+
+
+class Row(NamedTuple):
+    """A step within a limit. One that does not fit has no seconds, and the peak that it needs."""
+
+    part: str
+    share: float
+    limit: int
+    method: str
+    seconds: float | None
+    peak: int
+    planning: float
+    recomputed: float = 0.0
+
+
+class Subject:
+    """The steps of one part: with everything kept, and with each kind of checkpoint."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.part = PARTS[name]
+        self.cluster = zt.cluster("h100", dp=self.part.link)
+        self.kept = self._traced(plain)
+        self.checkpointed = {
+            "block": self._traced(per_block),
+            "selective": self._traced(selective),
+            "remat()": self.kept,
+        }
+        own_order = self._with(self.kept).in_own_order(self.cluster).hinted
+        least = int(memory(own_order).peak * (1 + SLACK))
+        self.full = self._with(self.kept, limit=least).planned(self.cluster)
+        self.state = self.full.memory_analysis().state
+
+    def _traced(self, around: Around) -> Traced:
+        step, state, batch = self.part.make(around)
+        return zt.Step.of(step).trace(state, *batch)
+
+    def _with(self, traced: Traced, *more: zt.Transform, limit: int | str = "auto") -> Traced:
+        shard = zt.shard_params(zt.AbstractMesh(dp=self.part.ranks))
+        schedules = zt.overlap_grads(), zt.prefetch(memory=limit), zt.fuse_cast_gather()
+        return dataclasses.replace(traced, transforms=(shard, *schedules, *more))
+
+    def limit(self, share: float) -> int:
+        activations = self.full.memory_analysis().peak - self.state
+        return int(self.state + share * activations)
+
+    def rows(self, share: float) -> Iterator[Row]:
+        """One limit."""
+        limit = self.limit(share)
+        ours = self._with(self.kept, zt.remat(memory=limit), limit=limit)
+        row, lowered = self._row(share, OURS, ours)
+        if lowered is not None:
+            row = row._replace(recomputed=recomputed(lowered))
+        yield row
+        for method, traced in self.checkpointed.items():
+            more = [zt.remat()] if method == "remat()" else []
+            yield self._row(share, method, self._with(traced, *more, limit=limit))[0]
+
+    def _row(self, share: float, method: str, traced: Traced) -> tuple[Row, Lowered | None]:
+        begin = time.perf_counter()
+        row = Row(self.name, share, self.limit(share), method, None, 0, 0.0)
+        try:
+            lowered = traced.planned(self.cluster)
+        except DoesNotFit as error:
+            return row._replace(peak=error.least.peak), None
+        took = time.perf_counter() - begin
+        step = lowered.timeline().seconds
+        peak = lowered.memory_analysis().peak
+        return row._replace(seconds=step, peak=peak, planning=took), lowered
+
+
+def recomputed(lowered: Lowered) -> float:
+    """The seconds of the compute that is repeated."""
+    total = 0.0
+    for e, taken in zip(lowered.graph.eqns, seconds(lowered.graph, lowered.cluster)):
+        if any(".again" in v.name for v in e.results):
+            total += taken
+    return total
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows of one part: a line for each limit."""
+    lines = [
+        "| activations | limit | remat(memory=) | peak | block | selective | remat() | recomputed | planned in |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    by_share: dict[float, dict[str, Row]] = {}
+    for row in rows:
+        by_share.setdefault(row.share, {})[row.method] = row
+    for share, methods in by_share.items():
+        ours = methods[OURS]
+        cells = [f"{share}", _size(ours.limit), _seconds(ours), _size(ours.peak)]
+        cells += [_seconds(methods[other]) for other in OTHERS]
+        cells += [f"{1e3 * ours.recomputed:.2f} ms", f"{ours.planning:.1f} s"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _size(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def _seconds(row: Row) -> str:
+    if row.seconds is None:
+        return f"needs {_size(row.peak)}"
+    return f"{1e3 * row.seconds:.1f} ms"
+
+
+def broken(rows: Sequence[Row]) -> Iterator[str]:
+    """Where a plan is above its limit, or slower than another method within the same limit."""
+    for row in rows:
+        if row.seconds is not None and row.peak > row.limit:
+            yield f"{row.part}, {row.share}: {row.method} has {row.peak} bytes live, and {row.limit} are allowed"
+    best: dict[tuple[str, float], Row] = {}
+    for row in rows:
+        if row.method == OURS:
+            best[row.part, row.share] = row
+    for row in rows:
+        ours = best[row.part, row.share]
+        if row.seconds is not None and (ours.seconds is None or ours.seconds > row.seconds):
+            yield f"{row.part}, {row.share}: {row.method} is faster, {_seconds(row)} and {_seconds(ours)}"
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Step time over the limit, a picture for each part."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    parts = list(dict.fromkeys(row.part for row in rows))
+    figure, axes = plt.subplots(1, len(parts), figsize=(4.2 * len(parts), 3.4), squeeze=False)
+    for axis, part in zip(axes[0], parts):
+        for method in (OURS, *OTHERS):
+            points = [
+                (row.limit / 2**30, 1e3 * row.seconds)
+                for row in rows
+                if row.part == part and row.method == method and row.seconds is not None
+            ]
+            if points:
+                axis.plot(*zip(*points), marker="o", label=method)
+        axis.set_title(part, fontsize=9)
+        axis.set_xlabel("limit, GiB")
+        axis.set_ylabel("step, ms")
+    axes[0][0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--shares", type=float, nargs="*", default=SHARES)
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    path = RESULTS / "frontier.json"
+    kept = json.loads(path.read_text()) if path.exists() else []
+    rows = [Row(*row) for row in kept]
+    for name in options.parts or PARTS:
+        subject = Subject(name)
+        measured = []
+        for share in options.shares:
+            for row in subject.rows(share):
+                print(row.part, row.share, row.method, _seconds(row), _size(row.peak), flush=True)
+                measured.append(row)
+        rows = [r for r in rows if r.part != name] + measured
+        path.write_text(json.dumps(rows, indent=0) + "\n")
+    text = [
+        f"# Step time within limits of memory\n\n`python -m benchmarks.frontier`, {date.today()}."
+    ]
+    for name in dict.fromkeys(row.part for row in rows):
+        text.append(f"## {name}\n\n{table([r for r in rows if r.part == name])}")
+    wrong = list(broken(rows))
+    text.append(
+        "Broken: " + "; ".join(wrong)
+        if wrong
+        else "Every plan is within its limit, and none of the other "
+        "methods is faster within any of them."
+    )
+    (RESULTS / "frontier.md").write_text("\n\n".join(text) + "\n")
+    draw(rows, RESULTS / "frontier.svg")
+
+
+if __name__ == "__main__":
+    main()
