@@ -167,21 +167,26 @@ def test_a_program_cannot_be_rewritten_with_an_open_stage():
 def test_the_error_says_what_fits_with_the_times_and_peaks_that_it_would_have():
     memory = 2_000_000
     error = refused(LONG, 1, memory)
-    remat = lower(LONG, 1, memory, zt.remat(memory="auto"))
-    micro = lower(LONG, 1, memory, zt.accumulate(2))
     lines = str(error).splitlines()
     assert lines[0].startswith(
         "small: 1.91 MiB, its memory without the reserve of 0 B, is less than the step needs in any order: "
     )
-    assert lines[6:] == [
-        "It fits in one of these ways, as they were simulated:",
-        f'  zt.remat(memory="auto"): {remat.timeline().seconds * 1e6:.2f} us a step, peak 1.81 MiB',
-        f"  zt.accumulate(2): {micro.timeline().seconds * 1e6:.2f} us a step, peak 1.52 MiB",
+    assert lines[6] == "It fits in one of these ways, as they were simulated:"
+    added = {
+        'zt.remat(memory="auto")': zt.remat(memory="auto"),
+        'zt.offload(memory="auto")': zt.offload(memory="auto"),
+        "zt.accumulate(2)": zt.accumulate(2),
+    }
+    assert [way.line for way in error.ways] == [*added], "the fastest comes first"
+    for way, line in zip(error.ways, lines[7:]):
+        lowered = lower(LONG, 1, memory, added[way.line])
+        seconds, peak = lowered.timeline().seconds, lowered.memory_analysis().peak
+        assert (way.seconds, way.peak) == (seconds, peak) and peak <= memory
+        assert line == f"  {way.line}: {seconds * 1e6:.2f} us a step, peak {peak / 2**20:.2f} MiB"
+    assert lines[10:] == [
         "Or take a smaller batch, more ranks, or another device: lower(cluster=zt.cluster(...)). If you know that more "
-        "may be live, name the limit: zt.prefetch(memory=...).",
+        "may be live, name the limit: zt.prefetch(memory=...)."
     ]
-    peaks = [lowered.memory_analysis().peak for lowered in (remat, micro)]
-    assert [way.peak for way in error.ways] == peaks
 
 
 def test_a_higher_stage_that_fits_is_named():
@@ -234,11 +239,13 @@ def test_more_micro_batches_than_the_step_has_are_named():
 
 
 def test_several_ways_are_combined_if_none_is_enough():
-    """1023 rows cannot be cut into two micro-batches."""
-    error = refused((4, 64, 1023), 1, 1_350_000)
-    assert [way.line for way in error.ways] == [
-        'zt.shard_params(..., stage=3) and zt.remat(memory="auto")'
-    ]
+    """1023 rows cannot be cut into two micro-batches, and the host has no memory."""
+    cluster = dataclasses.replace(within(1_350_000), host_memory=1)
+    chain = zt.chain(zt.shard_params(MESH, stage=1), *PLANNED)
+    with pytest.raises(DoesNotFit) as caught:
+        chain(step).lower(*arguments(4, 64, 1023), cluster=cluster)
+    (way,) = caught.value.ways
+    assert way.line == 'zt.shard_params(..., stage=3) and zt.remat(memory="auto")'
 
 
 @pytest.mark.parametrize("memory", [1, 40_000])
@@ -259,10 +266,7 @@ def test_a_limit_that_a_transform_names_has_ways_too():
     assert lines[0].startswith(
         "prefetch(memory=2000000): 1.91 MiB is less than the step needs in any order: "
     )
-    assert [line.split(":")[0] for line in lines[7:9]] == [
-        '  zt.remat(memory="auto")',
-        "  zt.accumulate(2)",
-    ]
+    assert lines[7].startswith('  zt.remat(memory="auto"): ') and len(lines) > 8
     assert lines[-1] == "Or give it that much, a smaller batch, or more ranks."
 
 

@@ -27,7 +27,7 @@ from .transforms.offload import Offload, offload
 from .transforms.remat import remat
 from .transforms.shard_params import ShardParams
 
-EQUAL = 0.005  # steps whose times differ by less than this share count as equally fast
+EQUAL = 0.01  # steps whose times differ by less than this share count as equally fast; searches differ by as much
 _TRIES = 3  # numbers of micro-batches that are tried, each twice the one before
 
 
@@ -207,7 +207,12 @@ def _recomputation(traced: Variant[Any], error: DoesNotFit) -> Iterator[Line]:
         yield 'zt.remat(memory="auto")', _with(traced, planned)
 
 
-def _offload(traced: Variant[Any], error: DoesNotFit) -> Iterator[Line]:
+def _activations_on_host(traced: Variant[Any], error: DoesNotFit) -> Iterator[Line]:
+    if error.room > 0 and not any(isinstance(t, Offload) for t in traced.transforms):
+        yield 'zt.offload(memory="auto")', _with(traced, offload(memory="auto"))
+
+
+def _moments_on_host(traced: Variant[Any], error: DoesNotFit) -> Iterator[Line]:
     if not any(isinstance(t, Offload) for t in traced.transforms):
         pattern = pattern_of_moments(traced.graph)
         if pattern:
@@ -255,7 +260,13 @@ def _micro_batches(traced: Variant[Any], error: DoesNotFit) -> Iterator[Line]:
         yield f"zt.accumulate({micro})", variant
 
 
-_LEVERS: tuple[Lever, ...] = (_higher_stages, _recomputation, _offload, _micro_batches)
+_LEVERS: tuple[Lever, ...] = (
+    _higher_stages,
+    _recomputation,
+    _moments_on_host,
+    _activations_on_host,
+    _micro_batches,
+)
 
 
 def _with(traced: Variant[Any], transform: Transform) -> Variant[Any]:
