@@ -5,7 +5,8 @@
 
 Parameters, gradients and moments are fp32 and sharded over dp=8, NVLink between the GPUs; matrices are bf16 in forward
 and backward; a rank has one sequence of 8192 tokens. No GPU and no second process: ranks are fake, values have shapes
-only, and times are simulated. `share` is the time that the copies add to the step with moments on the GPUs.
+only, and times are simulated. All activations are kept, whatever memory an H100 has. `share` is the time that the
+copies add to the step with moments on the GPUs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import dataclasses
 import logging
 import platform
 import time
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 
@@ -25,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ztrans as zt
 from benchmarks.llama_model import Config, init, make_step
-from ztrans.planning.cluster import HOST_LINKS
+from ztrans.planning.cluster import DEVICES, HOST_LINKS
 from ztrans.stages import Lowered, Traced
 
 RESULTS = Path(__file__).parent / "results" / "offload.md"
@@ -41,39 +43,34 @@ def traced(config: Config, sequence: int, clips: bool) -> Traced:
     return step.trace(init(config, 1), tokens, 0)
 
 
-def lowered(program: Traced, host_link: zt.Link, *transforms: zt.Transform) -> Lowered:
+def lowered(program: Traced, *transforms: zt.Transform) -> Lowered:
     schedules = (zt.fuse_cast_gather(), zt.overlap_grads(), zt.prefetch())
     every = (*program.transforms, *transforms, *schedules)
-    machines = zt.cluster("h100", dp="nvlink4", tp="nvlink4", host_link=host_link)
-    return dataclasses.replace(program, transforms=every).lower(cluster=machines)
+    return dataclasses.replace(program, transforms=every).lower(cluster=machines(LINKS[0]))
 
 
-def link(name: str) -> zt.Link:
-    """The link to the host of a row."""
+def machines(name: str) -> zt.Cluster:
+    """H100s with this link to the host. Their memory is no limit, because all activations are kept."""
     kind, _, shared = name.partition(", ")
-    return dataclasses.replace(HOST_LINKS[kind], shared=2 if shared else 1)
+    host_link = dataclasses.replace(HOST_LINKS[kind], shared=2 if shared else 1)
+    device = dataclasses.replace(DEVICES["h100"], memory=float("inf"))
+    return zt.cluster(device, dp="nvlink4", tp="nvlink4", host_link=host_link)
 
 
-def rows(config: Config, sequence: int, clips: bool) -> list[list[str]]:
+def rows(config: Config, sequence: int, clips: bool) -> Iterator[list[str]]:
+    """The step with moments on the GPUs, then with moments on the host for each link, in the same plan."""
+    update = "clipped, after backward" if clips else "during backward"
     program = traced(config, sequence, clips)
-    cells = []
-    plain = figures(lowered(program, link("pcie5")))
-    cells.append([*_update(clips), "-", *plain, "", ""])
-    least = float(plain[0])
-    moved = lowered(program, link(LINKS[0]), zt.offload(where=MOMENTS))
+    plain = lowered(program)
+    yield [update, "-", *figures(plain), "", ""]
+    least = plain.timeline().seconds
+    moved = lowered(program, zt.offload(where=MOMENTS))
     for name in LINKS:
-        here = (
-            lowered(program, link(name), zt.offload(where=MOMENTS)) if name != LINKS[0] else moved
-        )
-        own = figures(here)
-        exposed = sum(s for (_, role), s in here.timeline().exposed.items() if role == "offload")
-        share = f"{100 * (float(own[0]) / least - 1):.1f}%"
-        cells.append([*_update(clips), name, *own, f"{1e3 * exposed:.1f}", share])
-    return cells
-
-
-def _update(clips: bool) -> list[str]:
-    return ["clipped, after backward" if clips else "during backward"]
+        here = dataclasses.replace(moved, cluster=machines(name)).with_plan(moved.plan)
+        timeline = here.timeline()
+        exposed = sum(s for (_, role), s in timeline.exposed.items() if role == "offload")
+        share = f"{100 * (timeline.seconds / least - 1):.1f}%"
+        yield [update, name, *figures(here), f"{1e3 * exposed:.1f}", share]
 
 
 def figures(low: Lowered) -> list[str]:
@@ -99,7 +96,9 @@ def main(layers: int, sequence: int) -> None:
     ]
     lines = [columns, ["---"] * len(columns)]
     for clips in (False, True):
-        lines += rows(Config(layers=layers), sequence, clips)
+        for row in rows(Config(layers=layers), sequence, clips):
+            print(row, flush=True)
+            lines.append(row)
     where = f"{date.today()}, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
     seconds = time.perf_counter() - begin
     text = "\n".join(

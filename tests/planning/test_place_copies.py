@@ -155,3 +155,12 @@ def test_the_pairs_of_a_program_have_its_copies():
     assert not pair(graph).starts, "a step on one rank has no collectives"
     ops = [e.op for e in pair(graph, include_copies=True).starts]
     assert ops.count(TO_DEVICE) == ops.count(TO_HOST) == LAYERS
+
+
+def test_a_measured_timeline_has_both_memories_too():
+    case = CASES["mlp_momentum"]
+    step = zt.offload(where="m.*")(case.step)
+    state, batch = step.shard(case.state()), batches(case, 1)[0]
+    measured = step.compiled(state, *batch).profile(state, *batch, steps=1).timeline
+    assert {"host in", "host out"} <= set(measured.lanes)
+    assert measured.host_peak == sum(x.nbytes for x in state["m"].values())

@@ -133,6 +133,12 @@ def test_fused_gathers_send_half_the_bytes(two):
 
 
 @pytest.mark.distributed
+def test_moments_on_the_host_change_no_bit(two):
+    """Nor does a checkpoint in between."""
+    assert [f["bitwise"] for f in of(two, "on host")] == [True, True]
+
+
+@pytest.mark.distributed
 def test_ranks_with_different_programs_raise_an_error(two):
     (f,) = of(two, "disagree")
     for rank, error in enumerate(f["error"]):

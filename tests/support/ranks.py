@@ -26,6 +26,7 @@ import ztrans as zt
 from benchmarks.peers.memory import Peak, lent
 from tests.support import context_parallel, dtensors, experts, fp8
 from tests.support.in_place import as_plain
+from tests.support.on_host import on_host
 from tests.support.programs import CASES, adam, adam_state, mlp, regression, square_loss
 from tests.support.tuning import tuned
 from tests.support.worlds import (
@@ -354,6 +355,7 @@ def two() -> None:
     sharding(mesh)
     as_plain(mesh, report)
     tuned(mesh, report)
+    on_host(mesh, report)
     memory(mesh)
 
 

@@ -381,9 +381,12 @@ def _timeline(graph: Graph, times: Times) -> Timeline:
     compute = []
     for eqn, began, ended in zip(graph.eqns, begin, end, strict=True):
         compute.append(Event(COMPUTE, began, ended - began, eqn))
-    live = tuple(zip(times.marks, memory(graph).live))
+    counted = memory(graph)
+    live = tuple(zip(times.marks, counted.live))
+    host = tuple(zip(times.marks, counted.host))
     name = f"{graph.name}, measured"
-    return Timeline(name, times.end, (*compute, *bars), live, limit=graph.hints.memory)
+    limit = graph.hints.memory
+    return Timeline(name, times.end, (*compute, *bars), live, limit=limit, host_memory=host)
 
 
 def _durations(graph: Graph, runs: Sequence[Times]) -> Iterator[tuple[str, list[float]]]:
