@@ -10,21 +10,12 @@ from tests.support.programs import CASES
 from tests.support.worlds import on_ranks
 from ztrans.ir.collectives import ALL_GATHER, REDUCE_SCATTER, reduce
 from ztrans.ir.graph import Partial, Provenance, Split, Var
-from ztrans.planning.cluster import (
-    A100,
-    CPU,
-    DEVICES,
-    H100,
-    H200,
-    LINKS,
-    Device,
-    Link,
-    default_cluster,
-    default_device,
-)
+from ztrans.planning.cluster import LINKS, Device, Link, default_cluster, default_device
+from ztrans.planning.devices import A100, CPU, DEVICES, H100, H200
 from ztrans.planning.formulate import formulate
 from ztrans.planning.simulate import messages, seconds
 from ztrans.planning.skeleton import skeleton
+from ztrans.planning.solver.problem import Wire
 
 INF = float("inf")
 
@@ -48,7 +39,7 @@ def precision():
 
 def product_seconds(f, *shapes) -> float:
     """The seconds of the only product or convolution in the program of `f`, on an H100 without launch costs."""
-    bare = dataclasses.replace(H100, launch=0.0, bandwidth=INF)
+    bare = dataclasses.replace(H100, launch=0.0, dispatch=0.0, edge=0.0, bandwidth=INF)
     program = zt.Step.of(lambda state, *args: (state, f(*args))).lower(
         torch.zeros(1), *(torch.empty(s, device="meta") for s in shapes)
     )
@@ -120,6 +111,54 @@ def test_seconds_of_a_link():
     assert link.seconds("all_reduce", 1e6, 4) == pytest.approx((1.6e-3, 2.0))
 
 
+def test_an_all_reduce_of_few_bytes_goes_by_a_tree_and_one_of_many_by_a_ring():
+    link = Link("wire", 1e-5, 1e9, hop=1e-6, tree=0.9)
+    ring, tree = link.ways("all_reduce", 1e3, 64)
+    assert ring == pytest.approx((1e-5 + 2 * 63e-6, 1e-6))
+    assert tree == pytest.approx((1e-5 + 2 * 6e-6, 1e-6 / 0.9))
+    crossing = 2 * (63e-6 - 6e-6) / (1 / 0.9 - 1) * 1e9
+    for share, way in ((0.99, 1), (1.01, 0)):
+        received = share * crossing
+        ways = link.ways("all_reduce", received, 64)
+        assert link.seconds("all_reduce", received, 64) == ways[way]
+    assert len(link.ways("all_gather", 1e3, 64)) == len(link.ways("reduce_scatter", 1e3, 64)) == 1
+    assert len(dataclasses.replace(link, tree=0.0).ways("all_reduce", 1e3, 64)) == 1
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_more_bytes_and_more_ranks_never_take_less(kind):
+    for link in (*LINKS.values(), zt.by_host(8, "nvlink4", "infiniband")):
+        by_size = [sum(link.seconds(kind, 10.0**n, 64)) for n in range(10)]
+        by_ranks = [sum(link.seconds(kind, 1e6, 2**n)) for n in range(1, 11)]
+        assert by_size == sorted(by_size) and by_ranks == sorted(by_ranks)
+
+
+def test_hops_inside_of_a_host_are_those_of_its_link():
+    inside, between = LINKS["nvlink4"], LINKS["infiniband"]
+    link = zt.by_host(8, inside, between)
+    one_host, _ = link.seconds("all_gather", 1e6, 8)
+    assert one_host == inside.seconds("all_gather", 1e6, 8)[0]
+    two_hosts, _ = link.seconds("all_gather", 1e6, 16)
+    assert two_hosts == pytest.approx(between.latency + between.hop + 14 * inside.hop)
+    flat = dataclasses.replace(link, inside=None)  # as the link of a joint axis
+    assert flat.seconds("all_gather", 1e6, 16)[0] == between.seconds("all_gather", 1e6, 16)[0]
+    _, (tree, _) = link.ways("all_reduce", 1e6, 64)
+    assert tree == pytest.approx(between.latency + 2 * (3 * between.hop + 7 * inside.hop))
+
+
+def test_the_planner_takes_the_same_way_as_the_simulation():
+    link = Link("wire", 1e-4, 1e9, hop=1e-5, tree=0.9)
+    wire = Wire(
+        "dp reduce",
+        "wire",
+        *link.ways("all_reduce", 1, 64)[0],
+        tree=link.ways("all_reduce", 1, 64)[1],
+    )
+    for size in (10**3, 10**6, 10**9):
+        assert wire.travel(size) == pytest.approx(link.seconds("all_reduce", size, 64))
+    assert wire.least_latency == pytest.approx(1e-4 + 2 * 6e-5)
+
+
 def test_measured_seconds_are_replaced_by_newer_ones():
     base = zt.cluster("cpu", dp="ethernet-1g").with_measured({"mm": 1.0})
     assert dict(base.with_measured({"mm": 2.0, "add": 3.0}).measured) == {"mm": 2.0, "add": 3.0}
@@ -137,7 +176,8 @@ MINE = Device("mine", (("f32", 1.0),), 1.0, 1.0)
 
 
 @pytest.mark.parametrize("make, message", [
-    (lambda: zt.cluster("b300"), "cluster: no profile of device 'b300'; there are h100, h200, a100, cpu."),
+    (lambda: zt.cluster("b300"), "cluster: no profile of device 'b300'; there are h100, h200, a100, cpu, "
+     "h100_96gb_500w, b200, mi300x, rtx4090."),
     (lambda: zt.cluster("h100", dp="string"),
      "cluster: no profile of link 'string' for axis 'dp'; there are nvlink4, nvlink3, infiniband, infiniband-rail, "
      "ethernet-1g, ethernet-10g, ethernet-100g."),
@@ -245,9 +285,14 @@ def charged(cluster, eqn, ranks, fast):
         32 * 3 * (eqn.kwargs["dtype"] or eqn.ins[0].dtype).itemsize,
     )
     received = whole * (ranks - 1) / ranks
-    at_once = 0.0 if cluster.has_two_lanes(eqn, {"dp": ranks}) else by.inside / fast
+    # A ring sends inside of hosts and between them at once; two levels follow one another, or have a lane each.
     weight = cluster.weight(eqn, {"dp": ranks})
-    assert weight * received == pytest.approx(by.between + at_once)
+    charged = by.between + by.inside / fast
+    if by.way == "ring":
+        charged = max(by.between, by.inside / fast)
+    elif cluster.has_two_lanes(eqn, {"dp": ranks}):
+        charged = by.between
+    assert weight * received == pytest.approx(charged)
     assert cluster.weight_inside(eqn, {"dp": ranks}) * received == pytest.approx(by.inside)
     return by.inside / whole, by.between / whole
 
@@ -302,7 +347,11 @@ def test_the_plan_says_which_way_reductions_go_and_the_simulation_charges_it():
         assert share == pytest.approx((1 / 4 + 1 / 2 * slow / fast) / (3 / 4)), (
             "of the whole value, by the bytes received"
         )
-        assert (sent[ON_CPUS][e].link, sent[ON_CPUS][e].latency) == (message.link, message.latency)
+        assert sent[ON_CPUS][e].link == message.link
+        fewer = 2 * (LINKS["ethernet-1g"].hop - LINKS["ethernet-10g"].hop)
+        assert sent[ON_CPUS][e].latency == pytest.approx(message.latency - fewer), (
+            "two of three hops are inside of a host"
+        )
 
 
 def test_the_planner_charges_what_the_simulation_charges():

@@ -7,7 +7,7 @@ import torch
 from torch.func import grad
 
 import ztrans as zt
-from ztrans.planning.cluster import GPU_RESERVE, H100
+from ztrans.planning.devices import GPU_RESERVE, H100
 from ztrans.runtime import mesh as device_mesh
 from ztrans.transforms.base import Transform
 

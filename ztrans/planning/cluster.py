@@ -1,13 +1,14 @@
 """cluster: the speeds of the machines that a schedule depends on.
 
-A `Device` has matmul rates by dtype, a memory bandwidth, and the time to launch an operation. A `Link` has a latency
-and a bandwidth. A `Cluster` says which link each mesh axis crosses. It may also hold measured durations of the
+A `Device` computes (see `devices`). A `Link` has a latency and a bandwidth, and may lie between hosts, each of which
+has a link inside. A `Cluster` says which link each mesh axis crosses. It may also hold measured durations of the
 operations of a program, which are then used instead of the roofline.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,60 +16,8 @@ from typing import Any
 from ..ir.axes import all_neighbours, members, neighbour_count, neighbours
 from ..ir.collectives import rules
 from ..ir.graph import Eqn
-from ..ir.routes import TWO_LEVELS, Hosts, Route, route_of
-
-# The multiprocessors that a message takes. NCCL's rings have so many blocks, as traces of steps on 8 GPUs show; what
-# products lose beside them is what `benchmarks/gpu.py --only contention` measures.
-TAKEN = 24
-
-# Bytes in a GPU's memory besides the live ones of a step: the CUDA context with its kernels, the workspaces of cuBLAS
-# and cuDNN, NCCL's buffers, and what PyTorch's allocator rounds up or cannot fill.
-GPU_RESERVE = 4e9
-
-
-@dataclass(frozen=True)
-class Device:
-    """The processor of one rank.
-
-    The rate "tf32" is for fp32 products that PyTorch runs in TF32; "f32" is for all other fp32 products. PyTorch runs
-    matmuls in TF32 if torch.get_float32_matmul_precision() is "high" or "medium" when the step is planned (by default
-    it is not), and convolutions if torch.backends.cudnn.allow_tf32 is set (by default it is).
-    """
-
-    name: str
-    flops: tuple[tuple[str, float], ...]  # (dtype, FLOP/s of matmuls)
-    bandwidth: float  # bytes/s of memory
-    launch: float  # seconds to launch a kernel
-    memory: float = float("inf")  # bytes
-    call: float = 1e-6  # seconds of the host for a call that launches no kernel, such as a view
-    reserve: float = GPU_RESERVE  # bytes of the memory that a step may not have live
-    # Whether gloo carries its collectives, not NCCL. Compute then packs and unpacks them; a GPU does so beside compute.
-    gloo: bool = dataclasses.field(default=False, repr=False)
-    host: str = "pcie5"  # the name of the link between its memory and that of its host
-    # The share of the processor that a message takes while its bytes move.
-    taken: float = dataclasses.field(default=0.0, repr=False)
-
-    @property
-    def limit(self) -> int | None:
-        """The bytes that a step may have live, or None if that is not known.
-
-        The memory of a CPU is shared with everything else on the host, so it is no limit.
-
-        >>> H100.limit == H100.memory - GPU_RESERVE, CPU.limit
-        (True, None)
-        """
-        if self.gloo or self.memory == float("inf"):
-            return None
-        return int(self.memory - self.reserve)
-
-    def rate(self, dtype: str) -> float:
-        """The FLOP/s of matmuls in `dtype`; for a dtype without a rate, those of f32.
-
-        >>> H100.rate("bf16") > H100.rate("tf32") > H100.rate("f32") == H100.rate("i64")
-        True
-        """
-        rates = dict(self.flops)
-        return rates.get(dtype, rates["f32"])
+from ..ir.routes import RING, TWO_LEVELS, Hosts, Route, route_of
+from .devices import CPU, DEVICES, H100, Device
 
 
 @dataclass(frozen=True)
@@ -91,52 +40,53 @@ class Link:
     local: int = dataclasses.field(default=1, repr=False)
     # Of a link to a host: the devices that share it, and copy at the same time.
     shared: int = dataclasses.field(default=1, repr=False)
+    # The share of a ring's bandwidth that a tree reaches; 0 if all_reduces know no trees.
+    tree: float = dataclasses.field(default=0.0, repr=False)
 
     def seconds(self, kind: str, received: float, ranks: int) -> tuple[float, float]:
         """The latency of a collective over `ranks`, and the time in which its `received` bytes move.
 
+        An all_reduce takes the way that is faster: a tree, if the link has one, is faster for few bytes on many ranks.
+
         >>> Link("wire", latency=1e-3, bandwidth=1e6).seconds("all_gather", 5e5, 2)
         (0.001, 0.5)
         """
-        latency = self.latency + self.hop * (ranks - 1) * (2 if kind == "all_reduce" else 1)
-        return latency, received / (self.bandwidth * dict(self.efficiency).get(kind, 1.0))
+        return min(self.ways(kind, received, ranks), key=sum)
+
+    def ways(self, kind: str, received: float, ranks: int) -> list[tuple[float, float]]:
+        """The latency of a collective, and the time in which its bytes move: by a ring, and by a tree if there is one.
+
+        In a ring, what a rank receives has passed all others, hop by hop; an all_reduce passes twice. A tree joins the
+        hosts by pairs, up and down, and the ranks of a host in a chain.
+        """
+        transfer = received / (self.bandwidth * dict(self.efficiency).get(kind, 1.0))
+        passes = 2 if kind == "all_reduce" else 1
+        hosts = ranks
+        first = self.latency
+        around = 0.0  # the hops inside of hosts, in a ring and in a tree
+        within = 0.0
+        if self.inside is not None:
+            hosts = -(-ranks // self.local)
+            first = self.latency if hosts > 1 else self.inside.latency
+            around = self.inside.hop * (ranks - hosts)
+            within = self.inside.hop * (min(ranks, self.local) - 1)
+        ring = first + passes * (self.hop * (hosts - 1) + around)
+        if kind != "all_reduce" or not self.tree:
+            return [(ring, transfer)]
+        tree = first + passes * (self.hop * math.ceil(math.log2(max(hosts, 1))) + within)
+        return [(ring, transfer), (tree, transfer / self.tree)]
 
 
-# FLOP/s as large matmuls reach them, about 70% of the dense figure of the data sheet; bandwidth as a copy reaches it.
-H100 = Device(
-    "H100",
-    (
-        ("bf16", 690e12),
-        ("f16", 690e12),
-        ("tf32", 350e12),
-        ("f32", 47e12),
-        ("f64", 47e12),
-        ("f8e4m3", 1380e12),
-    ),
-    2.9e12,
-    4e-6,
-    80e9,
-    taken=TAKEN / 132,
-)
-H200 = dataclasses.replace(H100, name="H200", bandwidth=4.1e12, memory=141e9)
-A100_RATES = (("bf16", 220e12), ("f16", 220e12), ("tf32", 110e12), ("f32", 14e12), ("f64", 14e12))
-A100 = Device("A100", A100_RATES, 1.7e12, 4e-6, 80e9, host="pcie4", taken=TAKEN / 108)
-CPU = Device(
-    "one CPU core",
-    (("f32", 1.0e11), ("f64", 5e10), ("bf16", 2.5e10)),
-    1.0e10,
-    5e-6,
-    gloo=True,
-    host="memory",
-)
-
-# Latency and hop as in NCCL's ring with the simple protocol; bandwidth as a rank receives in a large ring.
+# Latency and hop as in NCCL's ring with the simple protocol (`baseLat` and `hwLat` of its tuning.cc, and the launch);
+# bandwidth as a rank receives in a large ring (nccl-tests), which is 0.8 of NVLink and 0.9 of a NIC. NCCL counts a
+# tree with 0.92 of the bandwidth of a ring.
+_TREE = 0.92
 LINKS = {
     "nvlink4": Link("nvlink4", 10e-6, 360e9, 2e-6),
     "nvlink3": Link("nvlink3", 10e-6, 230e9, 2e-6),
-    "infiniband": Link("infiniband", 20e-6, 45e9, 3e-6),
+    "infiniband": Link("infiniband", 20e-6, 45e9, 3e-6, tree=_TREE),
     # Eight NICs a host, used by a whole ring.
-    "infiniband-rail": Link("infiniband-rail", 30e-6, 180e9, 2e-6),
+    "infiniband-rail": Link("infiniband-rail", 30e-6, 180e9, 2e-6, tree=_TREE),
     "ethernet-1g": Link("ethernet-1g", 3e-4, 0.117e9, 5e-5, host=5e-10),
     "ethernet-10g": Link("ethernet-10g", 2e-4, 1.1e9, 3e-5, host=5e-10),
     "ethernet-100g": Link("ethernet-100g", 1e-4, 9e9, 2e-5),
@@ -148,7 +98,6 @@ HOST_LINKS = {
     "c2c": Link("c2c", 5e-6, 350e9),
     "memory": Link("memory", 5e-6, 5e9),
 }
-DEVICES = {"h100": H100, "h200": H200, "a100": A100, "cpu": CPU}
 
 
 @dataclass(frozen=True)
@@ -242,7 +191,7 @@ class Cluster:
 
         It is 1 unless the axis lies over several hosts (`by_host`). Then bytes between hosts take the link, and those
         inside a host count as the bytes that the link would send in the same time, unless they are a level of their
-        own.
+        own. A ring sends both at once, and so takes as long as the slower of them.
         """
         route = self.route(eqn, sizes)
         link = self.link(eqn.kwargs["axis"])
@@ -251,7 +200,9 @@ class Cluster:
             return 1.0
         if self.has_two_lanes(eqn, sizes):
             return route.between / received
-        return (route.between + route.inside * link.bandwidth / link.inside.bandwidth) / received
+        inside = route.inside * link.bandwidth / link.inside.bandwidth
+        charged = max(route.between, inside) if route.way == RING else route.between + inside
+        return charged / received
 
     def weight_inside(self, eqn: Eqn, sizes: Mapping[str, int]) -> float:
         """The same factor for the link inside a host, of a collective in two levels."""
@@ -280,7 +231,7 @@ def cluster(
     """Build a cluster from profiles that ztrans ships, or from a `Device` and `Link`s of your own.
 
     Args:
-        device: h100, h200, a100 or cpu.
+        device: h100, h200, a100, cpu, h100_96gb_500w, b200, mi300x or rtx4090.
         host_link: the link between the memory of a device and that of its host: pcie4, pcie5 or c2c; by default that of
             the device. If devices share it, such as two behind one PCIe switch, it is a `Link` with `shared=2`.
         host_memory: the bytes of the memory of a host that each of its devices may use.

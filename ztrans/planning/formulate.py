@@ -242,6 +242,13 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
     received = rules(start).wire_bytes(start, graph.axes) or 1
     *inside, last = transfers(start, axis, graph, cluster)
     paces = [level.seconds / received for level in (*inside, last)]
+    latency, pace = last.latency, paces[-1]
+    tree = None
+    if not inside:
+        (latency, pace), *others = link.ways(
+            kind, cluster.weight(start, graph.axes), graph.axes[axis]
+        )
+        tree = others[0] if others else None
     measured_unpack = dict(link.unpack).get(kind)
     copies = COPIES.get(start.op, NO_COPIES).times if measured_unpack is None else 0
     if link.whole and not device.gloo:
@@ -249,8 +256,8 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
     return Wire(
         last.lane,
         last.link,
-        last.latency,
-        paces[-1],
+        latency,
+        pace,
         call=(1 if link.whole else 2) * device.launch + link.call,
         host=link.host,
         unpack=measured_unpack or 0.0,
@@ -260,6 +267,7 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
         beside=not device.gloo,
         inside=Inside(*inside[0][:3], paces[0]) if inside else None,
         taken=device.taken,
+        tree=tree,
     )
 
 

@@ -1,7 +1,8 @@
 """simulate: predict how long the program of one rank takes on a cluster, and which communication compute waits for.
 
 Operations run one after the other in the compute queue. A message is issued just before an operation and joins its lane
-(see `network`); a later operation waits for it.
+(see `network`); a later operation waits for it. On a GPU, messages and kernels share the bandwidth of the memory
+(see `contention`).
 
 In a program, every equation is an operation. Its duration was measured, or follows from the roofline. Every started
 collective is a message. Each axis has a lane for gathers, one for reductions, and one for the step's own collectives;
@@ -10,6 +11,7 @@ on GPUs of several hosts, also one for the first level of reductions.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -19,16 +21,20 @@ import torch
 
 from ..ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, lane, rules
 from ..ir.copies import is_copy
+from ..ir.donation import donation
 from ..ir.graph import DTYPES, Eqn, Graph, Primitive, Var
 from ..ir.layout import local_shape
+from ..ir.liveness import liveness
 from ..ir.micro_batches import parts
-from ..ir.op_facts import is_matmul
 from ..ir.pairing import pair
 from ..ir.printer import op_name
 from ..ir.relations import grouped
-from .buffers import local_bytes
-from .cluster import Cluster, Device
-from .cost import flops, launches, memory, traffic
+from .buffers import by_memory, live_bytes, local_bytes, storages
+from .cluster import Cluster
+from .contention import TOUCHED, Stream, contended
+from .cost import launches, memory, traffic
+from .fusion import IsCompiled, Kernel, kernels
+from .kernels import launched, memory_seconds, roofline
 from .network import Level, Message, Network, Stalls
 from .timeline import COMPUTE, Event, Timeline, one_by_one
 
@@ -119,20 +125,22 @@ def play(
 # The messages and durations of a program.
 
 
-def seconds(graph: Graph, cluster: Cluster) -> list[float]:
+def seconds(graph: Graph, cluster: Cluster, fused: Sequence[Kernel] = ()) -> list[float]:
     """The time that each equation takes of the compute queue.
 
-    Collectives take what sending needs, and between CPUs also packing and unpacking.
+    Collectives take what sending needs, and between CPUs also packing and unpacking. The first
+    equation of a fused kernel takes the time of all of it.
     """
     durations = dict(cluster.measured)
+    kernel_of = {e: kernel for kernel in fused for e in kernel.eqns}
     waits = pair(graph).waits
-    launched = launches(graph)
+    every_launch = launches(graph)
     device = cluster.device
 
     def duration(e: Eqn) -> float:
         wait = waits.get(e)
         if rules(e).copies:
-            return device.launch * launched[e].kernels
+            return device.launch * every_launch[e].kernels
         if wait and wait.member:
             return 0.0  # the wait for the first member unpacks the whole bucket
         if durations:
@@ -143,9 +151,14 @@ def seconds(graph: Graph, cluster: Cluster) -> list[float]:
             return _after_wait(wait.start, graph, cluster)
         if rules(e).packs:
             return _before_issue(e, graph, cluster)
+        if e in kernel_of:
+            kernel = kernel_of[e]
+            is_first = e is kernel.eqns[0]
+            return launched(device, 1, memory_seconds(kernel.traffic, device)) if is_first else 0.0
         if rules(e).shares(e):
-            return device.call * launched[e].calls
-        return device.launch * launched[e].kernels + _roofline(e, graph, device)
+            return device.call * every_launch[e].calls
+        kernels = every_launch[e].kernels
+        return launched(device, kernels, roofline(e, graph, device))
 
     return list(map(duration, graph.eqns))
 
@@ -166,24 +179,6 @@ def signature(eqn: Eqn, graph: Graph) -> str:
     texts = list(map(show, eqn.args))
     texts += (f"{name}={show(x)}" for name, x in eqn.kwargs.items() if x is not None)
     return f"{op_name(eqn.op)}({', '.join(texts)})"
-
-
-def _roofline(e: Eqn, graph: Graph, device: Device) -> float:
-    """The seconds that a kernel runs: as long as its operations take, or its bytes."""
-    return max(flops(e, graph) / device.rate(_rated(e)), traffic(e, graph) / device.bandwidth)
-
-
-def _rated(e: Eqn) -> str:
-    """The name of an operation's rate: the dtype of its result, or "tf32" if PyTorch runs this product in TF32."""
-    dtype = next((DTYPES.get(o.dtype, "f32") for o in e.results), "f32")
-    if dtype != "f32" or not is_matmul(e):
-        return dtype
-    if "convolution" in op_name(e.op):
-        # The class that replaces this module at import has the attribute, and mypy reads the module.
-        precision = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
-    else:
-        precision = torch.backends.cuda.matmul.fp32_precision
-    return "tf32" if precision == "tf32" else "f32"
 
 
 def _before_issue(e: Eqn, graph: Graph, cluster: Cluster) -> float:
@@ -304,6 +299,7 @@ def transfers(e: Eqn, axis: str, graph: Graph, cluster: Cluster) -> list[Level]:
         seconds = link.inside.seconds(kind, received, link.local)
         levels.append(Level(inside_lane(e), link.inside.name, *seconds))
         ranks //= link.local
+        link = dataclasses.replace(link, inside=None, local=1)  # the second level, between hosts
     received = size * cluster.weight(e, graph.axes)
     return [*levels, Level(lane(e), link.name, *link.seconds(kind, received, ranks))]
 
@@ -313,33 +309,49 @@ def inside_lane(eqn: Eqn) -> str:
     return f"{lane(eqn)} inside hosts"
 
 
-def _kind_and_bytes(e: Eqn, graph: Graph, ranks: int) -> tuple[str, int]:
-    """The kind of a collective, planned or the step's own, and the bytes that a rank receives."""
+def _kind(e: Eqn) -> str:
     if isinstance(e.op, Primitive):
-        return e.op.name, rules(e).wire_bytes(e, graph.axes)
-    size = local_bytes(graph)
-    largest = max(sum(map(size, e.ins)), sum(map(size, e.results)))
+        return e.op.name
     name = op_name(e.op)
     kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-    kind = next((kind for kind in kinds if name.startswith(kind)), name)
+    return next((kind for kind in kinds if name.startswith(kind)), name)
+
+
+def _kind_and_bytes(e: Eqn, graph: Graph, ranks: int) -> tuple[str, int]:
+    """The kind of a collective, planned or the step's own, and the bytes that a rank receives."""
+    kind = _kind(e)
+    if isinstance(e.op, Primitive):
+        return kind, rules(e).wire_bytes(e, graph.axes)
+    size = local_bytes(graph)
+    largest = max(sum(map(size, e.ins)), sum(map(size, e.results)))
     return kind, largest * (ranks - 1) * (2 if kind == "all_reduce" else 1) // ranks
 
 
-def simulate(graph: Graph, cluster: Cluster) -> Timeline:
+def simulate(graph: Graph, cluster: Cluster, is_compiled: IsCompiled = lambda e: False) -> Timeline:
     """Simulate a program on a cluster.
+
+    Args:
+        graph: the program.
+        cluster: the speeds.
+        is_compiled: the equations that a compiler fuses with their neighbours; by default all run one by one.
 
     Raises:
         ValueError: the cluster has no link for an axis that the program communicates over.
     """
     if graph.micro > 1:
         programs = parts(graph)
-        timelines = {part: simulate(part, cluster) for part in programs.different}
+        timelines = {part: simulate(part, cluster, is_compiled) for part in programs.different}
         return one_by_one(
             f"{graph.name}, simulated", [timelines[part] for part in programs.in_order]
         )
-    durations = seconds(graph, cluster)
+    fused = kernels(graph, is_compiled)
+    durations = seconds(graph, cluster, fused)
     every = messages(graph, cluster)
-    played = play(durations, [message for _, message, _ in every])
+    sent = [message for _, message, _ in every]
+    played = play(durations, sent)
+    if not cluster.device.gloo:  # gloo's messages take compute instead (`Link.host`)
+        durations = _sharing_memory(graph, cluster, durations, every, played)
+        played = play(durations, sent)
     events = []
     for e, start, duration in zip(graph.eqns, played.start, durations):
         if duration > 0:
@@ -357,8 +369,43 @@ def simulate(graph: Graph, cluster: Cluster) -> Timeline:
         begin = played.begin[k]
         events.append(Event(message.lane, begin, played.end[k] - begin, e, played.stall[k], size))
     both = memory(graph)
-    curve = tuple(zip(played.start, both.live))
+    curve = tuple(zip(played.start, memory_of(graph, fused)))
     host = tuple(zip(played.start, both.host))
     name = f"{graph.name}, simulated"
     limit = graph.hints.memory
     return Timeline(name, played.seconds, tuple(events), curve, host_memory=host, limit=limit)
+
+
+def memory_of(graph: Graph, fused: Sequence[Kernel]) -> Sequence[int]:
+    """The bytes that are live at each equation. What stays inside of a fused kernel takes no memory."""
+    inside = {v for kernel in fused for v in kernel.inside}
+    if not inside:
+        return memory(graph).live
+    owner = donation(graph).owner
+    root = liveness(graph).root
+    outside = {owner[v] for v in owner if root.get(v, v) not in inside}
+    on_device, _ = by_memory(storages(graph, donation(graph)))
+    return live_bytes(graph, [s for s in on_device if s.value in outside])
+
+
+def _sharing_memory(
+    graph: Graph,
+    cluster: Cluster,
+    durations: Sequence[float],
+    every: Sequence[tuple[Eqn, Message, int]],
+    played: Played,
+) -> list[float]:
+    """The durations of equations while the messages of a simulation move through the same memory."""
+    device = cluster.device
+    streams = []
+    for k, (e, message, size) in enumerate(every):
+        begin = played.begin[k] + message.latency
+        streams.append(Stream(begin, played.end[k], TOUCHED.get(_kind(e), 2.0) * size))
+    measured = dict(cluster.measured)
+    busy = []
+    for e, duration in zip(graph.eqns, durations):
+        if not duration or (measured and signature(e, graph) in measured):
+            busy.append(0.0)  # what was measured has shared the memory
+        else:
+            busy.append(min(duration, memory_seconds(traffic(e, graph), device)))
+    return contended(played.start[:-1], durations, busy, streams, device.bandwidth)

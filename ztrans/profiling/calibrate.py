@@ -21,7 +21,8 @@ from ..ir import collectives
 from ..ir.axes import joint_axis, members, neighbours, rows, with_joint_sizes
 from ..ir.graph import DTYPES, Partial, Split, Var
 from ..ir.routes import common, hosts_of
-from ..planning.cluster import TAKEN, Cluster, Device, Link
+from ..planning.cluster import Cluster, Link
+from ..planning.devices import TAKEN, Device
 from ..runtime.agreement import agree_on_call, everywhere
 from ..runtime.collectives import Future, channel
 from ..runtime.cuda.streams import Streams, back_to_back_seconds

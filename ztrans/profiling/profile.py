@@ -28,8 +28,9 @@ from ..ir.graph import Eqn, Graph
 from ..ir.pairing import pair
 from ..ir.printer import op_name
 from ..ir.relations import grouped
-from ..planning.cluster import CPU, Cluster, default_cluster
+from ..planning.cluster import Cluster, default_cluster
 from ..planning.cost import memory
+from ..planning.devices import CPU
 from ..planning.network import Message
 from ..planning.simulate import messages, signature
 from ..planning.timeline import COMPUTE, Event, Timeline

@@ -133,7 +133,9 @@ def _job(problem: Problem, member: Gather | Reduction, release: int, need: int) 
         beside += wire.inside.latency + first
         moving += first
     lost = wire.taken * moving
-    return _Job(wire.link, wire.latency, release, need, seconds, host, unpack, 0.0, beside, lost)
+    return _Job(
+        wire.link, wire.least_latency, release, need, seconds, host, unpack, 0.0, beside, lost
+    )
 
 
 def _jobs(problem: Problem) -> list[_Job]:

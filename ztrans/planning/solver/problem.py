@@ -59,6 +59,21 @@ class Wire(NamedTuple):
     )
     inside: Inside | None = None
     taken: float = 0.0  # the share of compute that a message takes while it is under way
+    # The latency and pace of a message that goes by a tree, if that is faster.
+    tree: tuple[float, float] | None = None
+
+    def travel(self, wire_bytes: int) -> tuple[float, float]:
+        """The latency of a message, and the seconds in which its bytes move."""
+        ways = [(self.latency, self.pace * wire_bytes)]
+        if self.tree is not None:
+            latency, pace = self.tree
+            ways.append((latency, pace * wire_bytes))
+        return min(ways, key=sum)
+
+    @property
+    def least_latency(self) -> float:
+        """The latency of a message that goes the way with the lower one."""
+        return self.latency if self.tree is None else min(self.latency, self.tree[0])
 
 
 class Gather(NamedTuple):
@@ -353,7 +368,7 @@ def message_of(problem: Problem, members: BucketMembers, start: int, wait: int) 
         packing_of_member, unpacking_of_member = copy_seconds(wire, member)
         packing += packing_of_member
         unpacking += unpacking_of_member
-    transfer = wire.lane, wire.link, wire.latency, wire.pace * wire_bytes
+    transfer = wire.lane, wire.link, *wire.travel(wire_bytes)
     if not wire.beside:
         host += packing
         unpack += unpacking

@@ -1,0 +1,71 @@
+"""contention: messages and kernels share the memory of a device while they overlap.
+
+A message reads what it sends and writes what it receives, while compute goes on. A kernel that computes for longer than
+it needs its bytes loses nothing. One that waits for memory ends later, by the seconds in which the messages had the
+memory for themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Stream(NamedTuple):
+    """A message while its bytes move."""
+
+    begin: float
+    end: float
+    bytes: float  # that it reads and writes in the memory of a rank
+
+
+# In a ring, each received byte of a gather is written, and read to be passed on. In a reduction a rank reads its own
+# term and the received sum, and writes the new one. An all_reduce is a reduction and then a gather. A copy to the host
+# reads, and one from it writes.
+TOUCHED = {
+    "all_gather": 2.0,
+    "reduce_scatter": 3.0,
+    "all_reduce": 2.5,
+    "to_host": 1.0,
+    "to_device": 1.0,
+}
+
+
+def contended(
+    starts: Sequence[float],
+    durations: Sequence[float],
+    memory_seconds: Sequence[float],
+    streams: Sequence[Stream],
+    bandwidth: float,
+) -> list[float]:
+    """The durations of operations that share the memory with streams.
+
+    Args:
+        starts, durations: of every operation, as if it had the memory for itself.
+        memory_seconds: the part of each duration in which it moves bytes; the others overlap with that.
+        streams: what moves beside the operations.
+        bandwidth: bytes/s of the memory.
+
+    >>> contended([0.0, 1.0], [1.0, 1.0], [1.0, 0.2], [Stream(0.0, 2.0, 4e9)], 10e9)
+    [1.2, 1.0]
+    """
+    moving = [stream for stream in streams if stream.bytes and stream.end > stream.begin]
+    if not moving:
+        return list(durations)
+    begin, end, moved = np.array(moving).T
+    share = moved / (end - begin) / bandwidth
+    times = np.concatenate([begin, end])
+    change = np.concatenate([share, -share])
+    order = np.argsort(times, kind="stable")
+    times = times[order]
+    rate = change[order].cumsum()
+    # The seconds that streams have taken of the memory, up to each of these times.
+    taken = np.concatenate([[0.0], (rate[:-1] * np.diff(times)).cumsum()])
+    first = np.asarray(starts)
+    last = first + durations
+    beside = np.interp(last, times, taken) - np.interp(first, times, taken)
+    busy = np.asarray(memory_seconds)
+    longer = np.where(busy > 0, np.maximum(durations, busy + beside), durations)
+    return longer.tolist()

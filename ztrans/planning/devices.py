@@ -1,0 +1,199 @@
+"""devices: the processors that a step may run on, as figures of the cost model, and those that ztrans ships.
+
+A shipped figure is that of the data sheet, dense, times the share of it that long runs reach. `benchmarks/published.py`
+fits the share of matmuls on Hopper, once, to three published runs on H100s; the other shares have a source beside them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+# The multiprocessors that a message takes. NCCL's rings have so many blocks, as traces of steps on 8 GPUs show; what
+# products lose beside them is what `benchmarks/gpu.py --only contention` measures.
+TAKEN = 24
+
+# Bytes in a GPU's memory besides the live ones of a step: the CUDA context with its kernels, the workspaces of cuBLAS
+# and cuDNN, NCCL's buffers, and what PyTorch's allocator rounds up or cannot fill.
+GPU_RESERVE = 4e9
+
+
+@dataclass(frozen=True)
+class Device:
+    """The processor of one rank.
+
+    The rate "tf32" is for fp32 products that PyTorch runs in TF32; "f32" is for all other fp32 products. PyTorch runs
+    matmuls in TF32 if torch.get_float32_matmul_precision() is "high" or "medium" when the step is planned (by default
+    it is not), and convolutions if torch.backends.cudnn.allow_tf32 is set (by default it is). The rate "attention" is
+    for flash attention in half precision; a device without one computes it as fast as matmuls.
+    """
+
+    name: str
+    flops: tuple[tuple[str, float], ...]  # (dtype, FLOP/s of matmuls)
+    bandwidth: float  # bytes/s of memory, of a copy
+    launch: float  # seconds of the processor between two kernels
+    memory: float = float("inf")  # bytes
+    call: float = 1e-6  # seconds of the host for a call that launches no kernel, such as a view
+    reserve: float = GPU_RESERVE  # bytes of the memory that a step may not have live
+    # Whether gloo carries its collectives, not NCCL. Compute then packs and unpacks them; a GPU does so beside compute.
+    gloo: bool = dataclasses.field(default=False, repr=False)
+    host: str = "pcie5"  # the name of the link between its memory and that of its host
+    # The share of the processor that a message takes while its bytes move.
+    taken: float = dataclasses.field(default=0.0, repr=False)
+    # Seconds of the host to launch a kernel. A GPU runs one while its host launches the next.
+    dispatch: float = dataclasses.field(default=0.0, repr=False)
+    # A matmul takes as long as one whose three sizes are greater by this many elements.
+    edge: float = dataclasses.field(default=0.0, repr=False)
+    # The share of `bandwidth` that kernels other than copies reach.
+    streaming: float = dataclasses.field(default=1.0, repr=False)
+
+    @property
+    def limit(self) -> int | None:
+        """The bytes that a step may have live, or None if that is not known.
+
+        The memory of a CPU is shared with everything else on the host, so it is no limit.
+
+        >>> H100.limit == H100.memory - GPU_RESERVE, CPU.limit
+        (True, None)
+        """
+        if self.gloo or self.memory == float("inf"):
+            return None
+        return int(self.memory - self.reserve)
+
+    def rate(self, dtype: str) -> float:
+        """The FLOP/s of matmuls in `dtype`; for a dtype without a rate, those of f32.
+
+        >>> H100.rate("bf16") > H100.rate("tf32") > H100.rate("f32") == H100.rate("i64")
+        True
+        """
+        rates = dict(self.flops)
+        return rates.get(dtype, rates["f32"])
+
+    def limited(self, share: float) -> Device:
+        """This device with a share of its power.
+
+        A processor that reaches its power limit lowers its clock. Its power grows as the clock times the square of the
+        voltage, and the voltage about as the clock, so the clock follows the cube root of the power. The memory has a
+        clock of its own.
+
+        >>> H100.limited(0.5).rate("bf16") / H100.rate("bf16") > 0.79
+        True
+        """
+        clock = share ** (1 / 3)
+        return dataclasses.replace(
+            self, flops=tuple((dtype, rate * clock) for dtype, rate in self.flops)
+        )
+
+
+def _rates(matmuls: float, attention: float, **sheet: float) -> tuple[tuple[str, float], ...]:
+    """Rates from those of a data sheet in TFLOP/s: products reach the share `matmuls`, attention its own TFLOP/s."""
+    rates = {dtype: matmuls * tera * 1e12 for dtype, tera in sheet.items()}
+    rates["f16"] = rates["bf16"]
+    rates["attention"] = attention * 1e12
+    return tuple(rates.items())
+
+
+# Between two kernels of a stream, 2 us: PyTorch's Kineto traces show 1 to 3. The host needs 10 us for an operation of
+# eager PyTorch, forward or backward: 4 for an addition in a loop, and 22 to 30 for GPT-2 on the slow host of
+# benchmarks/results/gpu_h100.md.
+_GPU = Device("GPU", (("f32", 1e12),), 1e12, launch=2e-6, dispatch=10e-6)
+
+# The share of the data sheet that matmuls of H100s reach in long runs: `benchmarks/published.py --fit` fits it.
+HOPPER_MATMULS = 0.589
+# Kernels that compute while they stream reach 0.82 to 0.87 of a copy (torch._foreach_copy_ in gpu_h100.md).
+_STREAMING = 0.85
+
+
+# Data sheet of the H100 SXM5: 989 TFLOP/s in bf16, 3.35 TB/s, of which a copy reaches 3.0 (gpu_h100.md). Attention:
+# FlashAttention-2 with heads of 128, causal, forward 298 to 335 TFLOP/s (figures of the FlashAttention-3 paper), and
+# less in backward. A tile of a Hopper matmul has 128 rows.
+def hopper(matmuls: float) -> Device:
+    """An H100 whose matmuls reach a share of the data sheet."""
+    return dataclasses.replace(
+        _GPU,
+        name="H100",
+        taken=TAKEN / 132,
+        flops=_rates(matmuls, 300, bf16=989, tf32=495, f32=67, f64=67, f8e4m3=1979),
+        bandwidth=3.0e12,
+        memory=80e9,
+        edge=128,
+        streaming=_STREAMING,
+    )
+
+
+H100 = hopper(HOPPER_MATMULS)
+# Data sheet: the processor of the H100 with 141 GB at 4.8 TB/s, of which a copy reaches the same share.
+H200 = dataclasses.replace(H100, name="H200", bandwidth=4.3e12, memory=141e9)
+# The Grand Teton hosts of torchtitan's benchmarks: 96 GB of HBM2e at 2.4 TB/s, limited to 500 of 700 W.
+H100_96GB_500W = dataclasses.replace(
+    H100.limited(500 / 700), name="H100 96GB 500W", bandwidth=2.4e12 * 3.0 / 3.35, memory=96 * 2**30
+)
+# Data sheet of the A100 SXM 80GB: 312 TFLOP/s, 2.04 TB/s. cuBLAS reaches 0.8 to 0.85 of it in large matmuls, and
+# FlashAttention-2 about 190 TFLOP/s forward and backward (its paper, heads of 128, causal). Tiles of 128 x 128.
+A100 = dataclasses.replace(
+    _GPU,
+    name="A100",
+    taken=TAKEN / 108,
+    flops=_rates(0.82, 190, bf16=312, tf32=156, f32=19.5, f64=19.5),
+    bandwidth=1.8e12,
+    memory=80e9,
+    host="pcie4",
+    edge=64,
+    streaming=_STREAMING,
+)
+# Data sheet of the HGX B200: 2,250 TFLOP/s dense, 8 TB/s, 180 GB, 1,000 W. The shares are those of Hopper, whose
+# matmuls are limited by power too; attention by cuDNN reaches 0.5 of the sheet.
+B200 = dataclasses.replace(
+    _GPU,
+    name="B200",
+    taken=TAKEN / 148,
+    flops=_rates(HOPPER_MATMULS, 1100, bf16=2250, tf32=1125, f32=75, f64=37, f8e4m3=4500),
+    bandwidth=7.2e12,
+    memory=180e9,
+    edge=128,
+    streaming=_STREAMING,
+)
+# Data sheet: 1,307 TFLOP/s dense, 5.3 TB/s, 192 GB. AMD measures 708 TFLOP/s in bf16 (ROCm blogs, Measuring
+# Max-Achievable FLOPs, part 2), which is 0.54. Its tiles have 256 rows. Copies reach 0.8 (BabelStream: 4.2 TB/s).
+MI300X = dataclasses.replace(
+    _GPU,
+    name="MI300X",
+    taken=TAKEN / 304,
+    flops=_rates(0.54, 350, bf16=1307, tf32=653, f32=163, f64=163, f8e4m3=2615),
+    bandwidth=4.2e12,
+    memory=192e9,
+    edge=128,
+    streaming=_STREAMING,
+)
+# Ada white paper: 165 TFLOP/s in bf16 with sums in fp32, 1,008 GB/s, 24 GB. cuBLAS reaches nearly all of it, since the
+# tensor cores, not the power, are the limit.
+RTX4090 = dataclasses.replace(
+    _GPU,
+    name="RTX 4090",
+    taken=TAKEN / 128,
+    flops=_rates(0.92, 140, bf16=165.2, tf32=82.6, f32=82.6, f64=1.3, f8e4m3=330.3),
+    bandwidth=0.93e12,
+    memory=24e9,
+    host="pcie4",
+    edge=64,
+    streaming=_STREAMING,
+)
+# A core of a server of 2024, as `zt.calibrate` measures it.
+CPU = Device(
+    "one CPU core",
+    (("f32", 1.0e11), ("f64", 5e10), ("bf16", 2.5e10)),
+    1.0e10,
+    5e-6,
+    gloo=True,
+    host="memory",
+)
+DEVICES = {
+    "h100": H100,
+    "h200": H200,
+    "a100": A100,
+    "cpu": CPU,
+    "h100_96gb_500w": H100_96GB_500W,
+    "b200": B200,
+    "mi300x": MI300X,
+    "rtx4090": RTX4090,
+}
