@@ -135,7 +135,9 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("change", [None, clipped, penalised], ids=str)
+@pytest.mark.parametrize(
+    "change", [None, clipped, penalised], ids=["plain", "clipped", "penalised"]
+)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_lifted_loops_have_the_same_bits(name, change):
     step, state = lifted(OPTIMIZERS[name], change)
