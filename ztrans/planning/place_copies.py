@@ -19,7 +19,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..ir.copies import is_copy
-from ..ir.donation import donation
+from ..ir.donation import donation, first_write
 from ..ir.graph import Eqn, Graph, Var, producers, users
 from ..ir.liveness import liveness
 from ..ir.printer import format_bytes
@@ -68,7 +68,8 @@ def copied_when_needed(graph: Graph) -> Graph:
     """The program in which no copy is under way beside compute, which needs the least memory.
 
     Copies to the device start and are waited for right before their first reader, those to the host right after their
-    value is computed and what they overwrite has been read.
+    value is computed and what they overwrite has been read. They write the state, so in a program that writes its state
+    last, they follow all that can fail.
     """
     readers = users(graph)
     makers = producers(graph.eqns)
@@ -82,9 +83,11 @@ def copied_when_needed(graph: Graph) -> Graph:
     for e in to_host:
         (wait,) = readers[e.out]
         before = [makers[v] for v in e.ins if v in makers]
+        place = -1
         if "over" in e.kwargs:
             before += _waits_before_writing(e, readers)
-        place = max((keys[each][0] for each in before), default=-1)
+            place = first_write(graph) - 1
+        place = max((place, *(keys[each][0] for each in before)))
         keys[e] = (place, 1, keys[e][2])
         keys[wait] = (place, 2, keys[e][2])
     return graph.replace(eqns=tuple(sorted(graph.eqns, key=keys.__getitem__)))
