@@ -542,3 +542,10 @@ def test_a_loop_steps_in_some_calls_as_it_is_told():
             parts, _ = programs[batch[2]].lockstep(parts, ranks)
     truth = dict(model.named_parameters())
     assert distance(state["params"], truth) == 0 and distance(parts["params"], truth) < 1e-12
+
+
+def test_gradients_on_the_host_are_written_to_parameters_on_another_device():
+    model = nn.Linear(2, 2, device="meta")
+    values = {name: torch.ones(p.shape) for name, p in model.named_parameters()}
+    zt.write_back(model, (), {"params": values, "optimizer": {}, "grads": values})
+    assert all(p.grad.device == p.device for p in model.parameters())

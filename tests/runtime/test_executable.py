@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
+from ztrans.runtime.executable import micro_batches
 
 
 def check_bits(fn, state, *batches):
@@ -207,3 +209,28 @@ def test_an_operation_that_fails_names_the_users_line(backend):
         if "# this line" in text
     )
     assert any(f"{Path(__file__).name}:{line} in " in note for note in e.value.__notes__)
+
+
+def test_micro_batches_are_on_the_gpu_of_any_of_their_inputs():
+    """The first leaf of the state may be on the host."""
+
+    def step(state, x):
+        w = state["w"].detach().requires_grad_()
+        (gradient,) = torch.autograd.grad((x @ w).square().mean(), [w])
+        m = state["m"] + gradient
+        return {"m": m, "w": w.detach() - m}, ()
+
+    state = {"m": torch.zeros(4, 4), "w": torch.zeros(4, 4)}
+    moved = zt.chain(zt.accumulate(2), zt.offload(where="m"))(step)
+    graph = moved.lower(state, torch.ones(2, 4)).graph
+    examples = {}
+
+    def take(part, inputs):
+        examples.update(zip(part.inputs, inputs, strict=True))
+        return part, None
+
+    with FakeTensorMode():
+        on_gpu = [torch.empty(4, 4, device="cuda"), torch.empty(2, 4, device="cuda")]
+        micro_batches(graph, None, [torch.zeros(4, 4), *on_gpu], take)
+    sums = set(examples) - set(graph.inputs)
+    assert sums and {examples[v].device.type for v in sums} == {"cuda"}

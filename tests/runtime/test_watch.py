@@ -18,9 +18,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ztrans as zt
 from tests.support.programs import CASES
-from ztrans.runtime import watch
+from ztrans.runtime import failure, watch
 from ztrans.runtime.failure import (
     Writes,
+    check_ended,
     check_launched,
     check_whole,
     has_note,
@@ -268,6 +269,15 @@ def test_a_state_is_not_saved_if_the_device_of_this_rank_has_failed(mesh, tmp_pa
     with pytest.raises(RuntimeError, match=r"half updated.*illegal memory access"):
         zt.save(tmp_path / "bad", {"w": step.leaves[0]})
     assert "illegal memory access" in process_groups(mesh).store().get("note/1").decode()
+
+
+def test_nothing_waits_for_the_copies_of_a_device_that_has_failed(mesh, monkeypatch):
+    """The error that says why the state is of no use comes instead of that of the device."""
+    step = in_flight(mesh)
+    step.end.query = broken
+    monkeypatch.setattr(failure, "let_copies_end", broken)
+    with pytest.raises(RuntimeError, match=r"save: this state is half updated.*illegal memory"):
+        check_ended(step.leaves, "save")
 
 
 def test_a_thread_that_has_ended_is_replaced(mesh, monkeypatch):

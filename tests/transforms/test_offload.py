@@ -5,13 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
 from tests.support.lifted import Net, batch, loop_of
 from tests.support.programs import CASES
 from tests.support.worlds import ALL, batches, distance, on_ranks, slices
-from ztrans.ir.copies import is_copy
+from ztrans.calling.host_memory import let_copies_end
+from ztrans.calling.inputs import check_memory
+from ztrans.ir.copies import TO_HOST, is_copy
+from ztrans.ir.donation import donation
 from ztrans.planning.cost import memory
 
 STEPS = 20
@@ -296,13 +300,52 @@ def test_a_cuda_graph_is_refused():
         low.compile(cuda_graph=True)
 
 
-def test_a_state_in_ordinary_memory_of_the_host_is_refused_where_there_is_a_gpu(monkeypatch):
+def test_a_state_in_ordinary_memory_of_the_host_is_refused_on_a_gpu():
     """Copies from memory that is not pinned would block the host."""
+    graph = lower("m", STATE, momentum).graph
+    with FakeTensorMode():
+        on_gpu = torch.empty(4, 4, device="cuda")
+
+    def check(m):
+        check_memory(graph, [m if v.name == "m" else on_gpu for v in graph.inputs])
+
+    with pytest.raises(TypeError, match=r"m is in memory that is not pinned.*\n.*step.shard"):
+        check(torch.ones(4, 4))
+    with pytest.raises(TypeError, match=r"m is on cuda:0.*\n.*step.shard"):
+        check(on_gpu)
+    check(torch.ones(0, 4))  # there is no memory to pin
+
+
+def test_on_a_cpu_a_leaf_needs_no_pinned_memory_beside_a_gpu(monkeypatch):
     step = zt.offload(where="m")(momentum)
     state = step.shard(STATE)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(TypeError, match=r"m is in memory that is not pinned.*\n.*step.shard"):
-        step(state, torch.ones(4, 4))
+    step(state, torch.ones(4, 4))
+
+
+def test_moments_that_collectives_read_are_written_in_place_at_the_end():
+    """Muon orthogonalises its moments across ranks, and nothing of the state may be written before that."""
+    low = on_ranks(
+        CASES["muon"],
+        2,
+        zt.shard_params(zt.AbstractMesh(dp=2)),
+        zt.offload(where="m*.*"),
+        zt.overlap_grads(update="last"),
+    )
+    copies = [e for e in low.graph.eqns if e.op is TO_HOST]
+    assert len(copies) == 6
+    assert all(e in donation(low.graph).in_place_ops for e in copies)
+
+
+def test_the_copies_on_all_devices_of_a_process_end(monkeypatch):
+    """A device that the process does not use gets no context."""
+    ended = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: [1, 0, 1][device])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: ended.append(device))
+    let_copies_end()
+    assert ended == [0, 2]
 
 
 def test_two_offloads_are_refused():

@@ -24,11 +24,14 @@ def copied_to_host(x: torch.Tensor) -> torch.Tensor:
 
 
 def is_on_host(x: torch.Tensor) -> bool:
-    """Whether a GPU can copy a tensor while it computes, or there is no GPU."""
-    return x.is_cpu and (not torch.cuda.is_available() or x.is_pinned())
+    """Whether a GPU can copy a tensor while it computes. An empty tensor has no memory to pin."""
+    return x.is_cpu and (not x.numel() or x.is_pinned())
 
 
 def let_copies_end() -> None:
-    """Let all copies between a GPU and its host end."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    """Let all copies between the host and the GPUs that this process uses end."""
+    if not torch.cuda.is_initialized():
+        return
+    for device in range(torch.cuda.device_count()):
+        if torch.cuda.memory_reserved(device):  # another one would get a context here
+            torch.cuda.synchronize(device)

@@ -78,7 +78,7 @@ def write_back(
         for name, gradient in state.get("grads", {}).items():
             p = model.get_parameter(name)
             if p.grad is not None or gradient.any():  # zeros may stand for a gradient that is None
-                p.grad = _laid_out(gradient, p).clone()
+                p.grad = _laid_out(gradient, p).to(p.device, copy=True)
         if scaler is not None:
             device = next(iter(state["scaler"].values()), torch.empty(())).device
             for key, value in scale_of(scaler, device).items():

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..calling.inputs import device_of
 from ..ir.ambient import without_autocast, without_function_modes
 from ..ir.donation import donation, is_constant
 from ..ir.graph import Graph, Var
@@ -205,7 +206,7 @@ def _example(
 ) -> list[torch.Tensor]:
     """Inputs of one of the parts like those that it will get, given inputs of the whole program."""
     rank = coordinates(part, mesh)
-    device = next((x.device for x in inputs if x.ndim), torch.device("cpu"))
+    device = device_of(inputs) or torch.device("cpu")
     example = list(Carry(graph, programs, inputs).inputs())
     for v in part.inputs[len(example) :]:
         shape = local_shape(v, part.axes, rank)

@@ -73,13 +73,17 @@ def check_ended(leaves: Sequence[Any], name: str) -> None:
 
     Raises: RuntimeError if one has.
     """
+    device_has_failed = False
     for groups in all_process_groups():
         error = _end_steps(groups)
         if groups.in_flight.device_error:
+            device_has_failed = True
             _broken(groups, name)
         elif error:
             _lost(groups, name, RuntimeError(error))
-    let_copies_end()
+    # A device that has failed copies nothing more, and to wait for it raises its own error.
+    if not device_has_failed:
+        let_copies_end()
     check_whole(leaves, name)
 
 

@@ -36,8 +36,8 @@ def offload(
     of a step changes.
 
     On CUDA devices such a leaf is a pinned tensor on the CPU: `step.shard(state)` puts it there, and `zt.load` reads it
-    there. Call `torch.cuda.synchronize()` before you read it yourself. On CPUs it is a tensor like any other, and
-    `lowered.memory_analysis()` counts it apart.
+    there. Call `torch.cuda.synchronize(device)` before you read or write it yourself. On CPUs it is a tensor like any
+    other, and `lowered.memory_analysis()` counts it apart.
 
     Rewrites:
         m1 = lerp(m, g)                          m' = wait(to_device(m)); m1 = lerp(m', g)
