@@ -2,7 +2,8 @@
 
 A transform may leave an option open, such as the stage of `shard_params`. Then each value that the option may have is
 planned and simulated. A step that does not fit is tried with other transforms, so that its error can say what to write.
-What is decided here depends on the program, the transforms and the cluster alone, so all ranks decide alike.
+What is decided here depends on the program, the transforms and the cluster alone, so ranks with batches of one size
+and with equal devices decide alike.
 """
 
 from __future__ import annotations
@@ -204,7 +205,8 @@ def _recomputation(traced: Variant[Any], error: DoesNotFit) -> Iterator[Line]:
     planned = remat(memory="auto")
     present = [t for t in traced.transforms if type(t) is type(planned)]
     if error.room > 0 and present in ([], [remat()]):
-        yield 'zt.remat(memory="auto")', _with(traced, planned)
+        instead = " in place of zt.remat()" if present else ""
+        yield f'zt.remat(memory="auto"){instead}', _with(traced, planned)
 
 
 def _activations_on_host(traced: Variant[Any], error: DoesNotFit) -> Iterator[Line]:
@@ -255,8 +257,8 @@ def _micro_batches(traced: Variant[Any], error: DoesNotFit) -> Iterator[Line]:
         micro = traced.micro_batches << doubled
         try:
             variant = _with(traced, accumulate(micro))
-        except ValueError:
-            return  # the batch cannot be cut into so many parts
+        except Exception:  # the step itself may fail for smaller batches, in any way
+            return
         yield f"zt.accumulate({micro})", variant
 
 

@@ -30,7 +30,7 @@ from .ir.layout import AbstractMesh
 from .ir.source import user_source
 from .planning.cluster import Cluster
 from .planning.plan import Plan
-from .planning.realise import OtherProgramError
+from .planning.realise import OtherProgramError, OverLimitError
 from .profiling.profile import Profile
 from .report.progress import stage
 from .report.tracebacks import ends_at_user
@@ -250,7 +250,10 @@ class Step(Generic[P, R]):
         if plan is None and self.plan is not None:
             try:
                 return traced.lower(cluster=cluster, plan=self.plan)
-            except OtherProgramError as error:  # for instance for a last, smaller batch
+            except (
+                OtherProgramError,
+                OverLimitError,
+            ) as error:  # for instance for another batch size
                 warn(f"{error}\nThis program is planned again.", user_source())
         return traced.lower(cluster=cluster, plan=plan)
 

@@ -22,6 +22,7 @@ import ztrans as zt
 from tests.support.parallel import copied, summed
 from tests.support.programs import CASES
 from tests.support.worlds import ALL, batches, on_ranks, sharded, slices
+from ztrans.ir.collectives import rules
 from ztrans.ir.liveness import liveness
 from ztrans.ir.op_facts import is_matmul, is_random
 from ztrans.ir.user_collectives import is_users
@@ -342,3 +343,43 @@ def test_micro_batches_recompute_too():
     assert again(low.graph) and low.memory_analysis().peak <= limit
     assert limit < lower().memory_analysis().peak
     assert equal(low.lockstep(case.state(), parts), lower().lockstep(case.state(), parts))
+
+
+# Checkpoints, policies and means over ranks.
+
+WHOLE = partial(checkpoint, use_reentrant=False)
+
+
+def test_auto_without_a_limit_keeps_the_checkpoints():
+    plain = traced(WHOLE).lower()
+    assert plain.graph.hints.memory is None
+    names = {e.out.name for e in again(plain.graph)}
+    assert names and names <= {e.out.name for e in again(lowered("auto", around=WHOLE).graph)}
+
+
+@pytest.mark.parametrize("policy", ["save_matmuls", "save_everything"])
+def test_what_a_policy_saves_is_not_recomputed_within_a_checkpoint(policy):
+    assert any(is_matmul(e) for e in again(traced(WHOLE).lower().graph))
+    saved = lowered(None, around=WHOLE, save=policy).graph
+    assert not any(is_matmul(e) for e in again(saved))
+
+
+def test_what_a_mean_over_ranks_reads_is_not_recomputed():
+    """The mean would be sent twice."""
+
+    def step(state, x):
+        w = state["w"].detach().requires_grad_()
+        h = zt.pmean(torch.tanh(x @ w), "dp")
+        loss = (h * h).sum()
+        (grad,) = torch.autograd.grad(loss, w)
+        return {"w": state["w"] - 0.1 * grad}, loss.detach()
+
+    shard = zt.shard_params(zt.AbstractMesh(dp=2))
+    args = {"w": torch.eye(8)}, torch.ones(4, 8)
+    kept = shard(step).lower(*args).graph
+    recomputing = zt.chain(shard, zt.remat(save="save_nothing", at_least=0))(step)
+    assert sends(recomputing.lower(*args).graph) == sends(kept)
+
+
+def sends(graph) -> Counter:
+    return Counter(e.op for e in graph.eqns if rules(e).starts)

@@ -75,6 +75,11 @@ KEEP = Primitive("keep", Mark())
 MARKS = (GRADIENT, PMEAN, PSUM)
 
 
+def reduced_values(graph: Graph) -> list[Var]:
+    """The values that `zt.pmean` and `zt.psum` reduce, as marks."""
+    return [v for e in graph.eqns if e.op in (PMEAN, PSUM) for v in e.ins]
+
+
 def erase_marks(graph: Graph) -> Graph:
     """Drop the marks that no transform has replaced; they are the identity."""
     marked = {e.out: e.args[0] for e in graph.eqns if e.op in MARKS}

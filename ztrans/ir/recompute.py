@@ -18,6 +18,7 @@ import torch
 from .collectives import rules
 from .graph import Eqn, Graph, Names, Var, producers, rename, variables
 from .liveness import liveness
+from .marks import reduced_values
 from .op_facts import is_random
 from .relations import reachable
 from .varying import varying
@@ -96,6 +97,12 @@ def needed_after_backward(graph: Graph) -> set[Var]:
     return needed
 
 
+def reduced_storages(graph: Graph) -> set[Var]:
+    """The storages that means and sums over ranks read. Until the program is sharded, their results are views."""
+    root = liveness(graph).root
+    return {root[v] for v in reduced_values(graph)}
+
+
 def repeatable(graph: Graph) -> dict[Var, Eqn]:
     """The values that backward may recompute, each the owner of its storage, with the equations that compute them.
 
@@ -104,7 +111,7 @@ def repeatable(graph: Graph) -> dict[Var, Eqn]:
     """
     root = liveness(graph).root
     over_batch = varying(graph, ("batch",))
-    needed = needed_after_backward(graph)
+    needed = needed_after_backward(graph) | reduced_storages(graph)
     values = {}
     for e in graph.eqns:
         if can_repeat(e):

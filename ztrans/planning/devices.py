@@ -14,8 +14,10 @@ from dataclasses import dataclass
 TAKEN = 24
 
 # Bytes in a GPU's memory besides the live ones of a step: the CUDA context with its kernels, the workspaces of cuBLAS
-# and cuDNN, NCCL's buffers, and what PyTorch's allocator rounds up or cannot fill.
+# and cuDNN, NCCL's buffers, and what PyTorch's allocator rounds up or cannot fill. On small GPUs a share of the memory,
+# because their steps are small too.
 GPU_RESERVE = 4e9
+RESERVED_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class Device:
     launch: float  # seconds of the processor between two kernels
     memory: float = float("inf")  # bytes
     call: float = 1e-6  # seconds of the host for a call that launches no kernel, such as a view
-    reserve: float = GPU_RESERVE  # bytes of the memory that a step may not have live
+    # Bytes of the memory that a step may not have live; by default `GPU_RESERVE`, or `RESERVED_SHARE` if that is less.
+    reserve: float | None = None
     # Whether gloo carries its collectives, not NCCL. Compute then packs and unpacks them; a GPU does so beside compute.
     gloo: bool = dataclasses.field(default=False, repr=False)
     host: str = "pcie5"  # the name of the link between its memory and that of its host
@@ -58,7 +61,10 @@ class Device:
         """
         if self.gloo or self.memory == float("inf"):
             return None
-        return int(self.memory - self.reserve)
+        reserve = self.reserve
+        if reserve is None:
+            reserve = min(GPU_RESERVE, RESERVED_SHARE * self.memory)
+        return int(self.memory - reserve)
 
     def rate(self, dtype: str) -> float:
         """The FLOP/s of matmuls in `dtype`; for a dtype without a rate, those of f32.

@@ -91,5 +91,5 @@ def limit_text(hints: Hints, device: Device) -> str:
     limit = format_bytes(hints.memory or 0)
     if hints.memory_of:
         return f"{hints.memory_of}: {limit}"
-    reserve = format_bytes(int(device.reserve))
+    reserve = format_bytes(int(device.memory) - (device.limit or 0))
     return f"{device.name}: {limit}, its memory without the reserve of {reserve},"

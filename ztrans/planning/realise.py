@@ -34,18 +34,23 @@ class OtherProgramError(PlanError):
     """The plan is for another program."""
 
 
+class OverLimitError(PlanError):
+    """The order of the plan needs more memory than the limit of the step, for instance for a larger batch."""
+
+
 def apply_plan(graph: Graph, plan: Plan) -> Graph:
     """Write a program in the order of its plan, and verify it.
 
     Raises:
         OtherProgramError: the plan is for another program.
-        PlanError: something else is wrong with the plan, or the order needs more than the limit of the step.
+        OverLimitError: the order needs more than the limit of the step.
+        PlanError: something else is wrong with the plan.
     """
     program = follow_plan(graph, plan)
     limit = graph.hints.memory
     peak = memory(program).peak if limit is not None else 0
     if limit is not None and peak > limit:
-        raise PlanError(
+        raise OverLimitError(
             f"{plan.title}: the program that it makes has {peak} bytes live ({format_bytes(peak)}), and the limit of "
             f"the step is {limit} ({format_bytes(limit)}).\nLower without the plan, and save it again."
         )

@@ -252,11 +252,12 @@ def to_fx(
             f"Write each of them: to_fx(zt.ir.parts(graph).last), and so first and middle."
         )
     rank = coordinates(graph, mesh)
-    lanes = transport.lane_count(graph)
+    over_axes = graph
     if mesh is not None:
         graph = by_group(graph, mesh)
         device = device or torch.device(mesh.device_type)
     streams = streams or _streams(graph, mesh, device)
+    lanes = transport.lane_count(over_axes, mesh, streams)
     in_kernels = frozenset(chain.from_iterable(kernels))
     donated = donation(graph, in_kernels) if donate else Donation({}, {}, {}, {})
     units = list(_units(graph, groups, kernels, donated))

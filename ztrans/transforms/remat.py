@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from ..ir.graph import Demand, Eqn, Graph, Var, producers, variables
 from ..ir.liveness import liveness
 from ..ir.op_facts import is_matmul, op_facts
-from ..ir.recompute import recompute, repeatable, without_copies
+from ..ir.recompute import recompute, reduced_storages, repeatable, without_copies
 from ..ir.varying import varying
 from .base import Transform, check_number, constructor
 
@@ -56,11 +56,12 @@ def remat(
 
     Args:
         memory: the greatest number of bytes that may be live on a rank, a hard limit on the whole step. "auto" is the
-            limit that the step has without it: that of another transform, or the memory of the device.
+            limit that the step has without it: that of another transform, or the memory of the device. On CPUs there
+            may be none; then it is as without `memory`.
         save: what is kept in any case. "save_matmuls" keeps the results of matrix products and attention,
             "save_everything" and "save_nothing" are what they say. A function of an equation says whether its results
-            are kept. A dict says it for lines of the step: `{"net.py:14": "save", "net.py:20": "recompute"}`; other
-            lines are as without it.
+            are kept. A dict says it for lines of the step: `{"net.py:14": "save", "net.py:20": "recompute"}`; of
+            other lines only checkpoints recompute values.
         at_least: the least size of a value that is recomputed, in bytes.
 
     Raises: ValueError if `memory` or `at_least` is not a number of bytes, or a policy is unknown. When the step is
@@ -112,9 +113,12 @@ class _Remat(Transform):
         return self.memory if isinstance(self.memory, int) else None
 
     def rewrite(self, graph: Graph) -> Graph:
-        if self.memory is None and self.save is None:
+        is_limited = (
+            self.memory is not None and (self.memory_limit or graph.hints.memory) is not None
+        )
+        if not is_limited and self.save is None:
             return recompute(graph, _cheap_values(graph, self.at_least))
-        if self.memory is None:
+        if not is_limited:
             return _recompute_others(self._with_demands(graph), self.at_least, self._is_total)
         kept = self._with_demands(without_copies(graph))
         return kept.with_hints(recompute_at_least=self.at_least)
@@ -172,10 +176,14 @@ def _by_line(graph: Graph, lines: Lines) -> dict[Eqn, Demand]:
 
 
 def _recompute_others(graph: Graph, at_least: int, is_total: bool) -> Graph:
-    """Recompute what lines demand, and with a total policy everything that it does not save."""
+    """Recompute what lines and checkpoints demand, and with a total policy everything that it does not save.
+
+    What a policy saves is not recomputed, also within a checkpoint.
+    """
     kept = without_copies(graph)
     root = liveness(kept).root
-    values = {v for _, v in graph.copies if root[v] is v}
+    makers = producers(kept.eqns)
+    values = {v for _, v in graph.copies if root[v] is v and makers[v].demand != "save"}
     for v, e in repeatable(kept).items():
         is_large = v.numel * v.dtype.itemsize >= at_least
         if e.demand == "recompute" or (is_total and is_large and e.demand is None):
@@ -187,7 +195,7 @@ def _cheap_values(graph: Graph, at_least: int) -> set[Var]:
     """The values that backward recomputes for nothing, each the owner of its storage."""
     lifetimes = liveness(graph)
     first_reader: dict[Var, int] = {}  # by storage, the number of the first equation of backward
-    needed_later = {lifetimes.root[v] for v in variables(graph.outputs)}
+    needed_later = {lifetimes.root[v] for v in variables(graph.outputs)} | reduced_storages(graph)
     for number, e in enumerate(graph.eqns):
         for v in e.ins:
             if e.region == "backward":

@@ -222,7 +222,7 @@ def test_the_lanes_of_a_program_are_counted():
     scatter = reduce([term], ["g"], "dp", "sum", Split("dp"))
     eqns = (gathered(torch.float32, 8), gathered(torch.bfloat16, 8), scatter, own)
     graph = Graph("f", (w, term), eqns, (), 0, mesh=(("dp", 4),))
-    assert transport.lane_count(graph) == 3
+    assert transport.lane_count(graph, None, None) == 3
 
 
 def without_room():

@@ -7,8 +7,8 @@ The schedule is the judge: the fastest plan that is within the limit wins.
 
     program --> choose what is recomputed --> rewrite --> shard, hint --> plan --> simulate
 
-A split whose compute alone takes longer than the best step so far is skipped, and so are all after it. All ranks make
-the same choice, because it depends on the program, the cluster and the sizes of the first rank alone.
+A split whose compute alone takes longer than the best step so far is skipped, and so are all after it. The choice
+depends on the program and the cluster alone, so ranks with batches of one size make the same choice.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def plan_recomputation(graph: Graph, hinted: Graph, lower: Lower, cluster: Clust
     model = model_of_step(graph, hinted, cluster)
     search = _Search(graph, lower, cluster, model, hinted.micro)
     limit = hinted.hints.memory
-    if limit is None:  # on CPUs, which share their memory with everything else on the host
-        return search.planned(choose(model, float("inf")))
+    if limit is None:
+        raise ValueError(f"{graph.name}: without a limit of memory there is nothing to choose.")
     return search.best_within(limit)
 
 

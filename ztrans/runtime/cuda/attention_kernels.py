@@ -218,11 +218,15 @@ def _bound(eqn: Eqn) -> dict[str, Any]:
 
 
 def _is_plain(eqn: Eqn) -> bool:
-    """Whether attention has no dropout and no bias, and as many heads of keys as of queries."""
+    """Whether attention has no dropout and no bias, and as many heads of keys as of queries.
+
+    With queries and keys of different numbers, causal masks of the kernels begin in different corners.
+    """
     bound = _bound(eqn)
     q, k, v = (bound[name] for name in ("query", "key", "value"))
     is_plain = bound["dropout_p"] == 0.0 and bound.get("attn_bias") is None
     is_plain = is_plain and not bound.get("return_debug_mask") and eqn.outs[0] is not None
+    is_plain = is_plain and (not bound["is_causal"] or q.shape[2] == k.shape[2])
     return is_plain and q.shape[:2] == k.shape[:2] and k.shape == v.shape and not q.layout
 
 

@@ -105,9 +105,9 @@ def with_half_weights(
         before[parameter] = _copy_of(parameter, dtype, names)
         after[parameter] = _copy_of(graph.outputs[i], dtype, names)
     graph = _rewritten(graph, casts, makers, before, after)
+    # As a cast, a copy keeps the strides of its parameter.
     copies = [
-        torch.empty(tensors[i].shape, dtype=half.dtype, device=tensors[i].device)
-        for i, half in zip(places, before.values())
+        torch.empty_like(tensors[i], dtype=half.dtype) for i, half in zip(places, before.values())
     ]
     return graph, HalfWeights(graph.num_state - len(places), places, copies)
 

@@ -68,19 +68,31 @@ def reserve(mesh: DeviceMesh, graphs: Iterable[Graph], streams: Streams | None =
     streams = streams or side_streams(mesh)
     messages = []
     for graph in graphs:
-        lanes = lane_count(graph)
-        for eqn in graph.eqns:
-            if is_start(eqn):
-                messages.append((channel_of(mesh, eqn), eqn, graph.axes, lanes))
-                if streams is not None:
-                    inside_channel_of(mesh, eqn, graph.axes)
+        lanes = lane_count(graph, mesh, streams)
+        for eqn in _starts(graph):
+            messages.append((channel_of(mesh, eqn), eqn, graph.axes, lanes))
+            if streams is not None:
+                inside_channel_of(mesh, eqn, graph.axes)
     if streams is not None:
         reserve_messages(mesh, messages, streams)
 
 
-def lane_count(graph: Graph) -> int:
-    """The number of lanes of a program, with those of the collectives that the user's step calls itself."""
-    return len({lane(eqn) for eqn in graph.eqns if rules(eqn).starts and rules(eqn).remote})
+def lane_count(graph: Graph, mesh: DeviceMesh | None, streams: Streams | None) -> int:
+    """The number of lanes of a program, with those of the collectives that the user's step calls itself.
+
+    On streams, reductions of two levels have another lane for the level inside hosts.
+    """
+    lanes = {lane(eqn) for eqn in graph.eqns if rules(eqn).starts and rules(eqn).remote}
+    inside = set()
+    if mesh is not None and streams is not None:
+        for eqn in _starts(graph):
+            if inside_channel_of(mesh, eqn, graph.axes) is not None:
+                inside.add(lane(eqn))
+    return len(lanes) + len(inside)
+
+
+def _starts(graph: Graph) -> list[Eqn]:
+    return [eqn for eqn in graph.eqns if is_start(eqn)]
 
 
 def reserve_messages(
