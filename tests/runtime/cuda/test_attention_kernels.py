@@ -168,6 +168,9 @@ OTHERS = {
     "fewer keys' heads": lambda q, k, v: aten._scaled_dot_product_flash_attention(
         q, k[:, :1], v[:, :1], 0.0, True
     ),
+    "a causal mask and fewer keys": lambda q, k, v: aten._scaled_dot_product_efficient_attention(
+        q, k[:, :, :4], v[:, :, :4], None, True, 0.0, True
+    ),
 }
 
 
