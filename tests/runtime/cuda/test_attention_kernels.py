@@ -12,17 +12,22 @@ import ztrans as zt
 from tests.support.worlds import distance
 from ztrans import compiled
 from ztrans.ir.graph import Var
+from ztrans.ir.keep_on_host import keep_on_host, values_for_backward
 from ztrans.ir.operations import compute
 from ztrans.runtime.cuda import attention_kernels
 from ztrans.runtime.cuda.attention_kernels import (
     INFINITY,
     KERNELS,
+    Attention,
     check_attention,
     fastest_attention,
+    random_inputs,
 )
 
 aten = torch.ops.aten
 BY_NAME = {kernel.name: kernel for kernel in KERNELS}
+FORWARD_OPS = [kernel.forward for kernel in KERNELS]
+BACKWARD = [kernel.backward for kernel in KERNELS]
 FORWARD = {  # without dropout
     "flash": lambda q, k, v: aten._scaled_dot_product_flash_attention(
         q, k, v, 0.0, True, scale=0.5
@@ -138,6 +143,44 @@ def test_all_attention_by_the_fastest_kernel(traced, fastest, checkpointed):
     results = [evaluated(graph, *inputs) for graph in (before, after)]
     assert distance(*results) < 1e-5
     assert "causal attention of 2x2x6x4: " in str(after) and f"{fastest} 1.00 ms" in str(after)
+
+
+@pytest.mark.parametrize("fastest", BY_NAME)
+@pytest.mark.parametrize("traced", FORWARD)
+def test_backward_reads_what_was_moved_or_recomputed_for_it(traced, fastest):
+    low = lowered(FORWARD[traced]).graph
+    moved = {v for e in low.eqns if e.op in FORWARD_OPS for v in (*e.ins[:3], e.outs[0])}
+    before = keep_on_host(low, moved & values_for_backward(low))
+    after = fastest_attention(before, clock(**{traced: 2.0, fastest: 1.0}))
+    assert set(kernels(after)) == {fastest}
+    read = [bound_by_name(e) for graph in (before, after) for e in graph.eqns if e.op in BACKWARD]
+    assert read[:2] == read[2:]
+    assert all(values["out"].name.endswith(".device") for values in read)
+
+
+def bound_by_name(e):
+    values = {a.name: x for a, x in zip(e.op._schema.arguments, e.args)}
+    return {name: values[name] for name in ("query", "key", "value", "out")}
+
+
+def test_attention_whose_logsumexp_is_moved_stays_with_a_note():
+    low = lowered(FORWARD["flash"], layers=1).graph
+    (logsumexp,) = (e.outs[1] for e in low.eqns if e.op is BY_NAME["flash"].forward)
+    before = keep_on_host(low, {logsumexp})
+    after = fastest_attention(before, clock(flash=2.0, cudnn=1.0))
+    assert after.eqns == before.eqns
+    assert after.notes[-1].endswith(
+        f"attention of 2x2x6x4: flash, because {logsumexp.name} is on the host meanwhile"
+    )
+
+
+def test_timing_draws_no_random_numbers_of_the_user():
+    attention = Attention((2, 2, 6, 4), (2, 2, 6, 4), torch.float32, True, None, True)
+    before = torch.get_rng_state()
+    q, k, v = random_inputs(attention, "cpu")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert q.shape == k.shape == v.shape == (2, 2, 6, 4) and q.requires_grad
+    assert not q.is_contiguous() and not torch.equal(q, k)
 
 
 def test_a_kernel_that_is_hardly_faster_is_not_taken():

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...ir.copies import is_copy
 from ...ir.graph import Eqn, Graph, Names, Var, producers, users, variables
 from ...ir.printer import format_seconds
 from ...ir.relations import grouped
@@ -102,9 +103,9 @@ Clock = Callable[[Kernel, Attention], float]
 def fastest_attention(graph: Graph, clock: Clock) -> Graph:
     """The program with the fastest kernel for each attention, which its notes name."""
     sites = _sites(graph)
+    notes = _moved(graph)
     by_attention = grouped((site.attention, site) for site in sites)
     rewritten: dict[Eqn, Eqn] = {}
-    notes = []
     names = Names(v.name for v in (*graph.inputs, *producers(graph.eqns)))
     for attention, alike in by_attention.items():
         seconds = {kernel: clock(kernel, attention) for kernel in KERNELS}
@@ -116,7 +117,7 @@ def fastest_attention(graph: Graph, clock: Clock) -> Graph:
             if seconds[fastest] < _FASTER * seconds[site.kernel]:
                 rewritten.update(site.by(fastest, names))
         notes.append(f"{attention}: {times}")
-    if not sites:
+    if not notes:
         return graph
     eqns = tuple(rewritten.get(e, e) for e in graph.eqns)
     return check(graph.replace(eqns=eqns, notes=(*graph.notes, *notes)))
@@ -141,10 +142,13 @@ class _Site:
         values |= {"scale": self.attention.scale}
         forward = self.forward.replace(outs=tuple(outs), **_call(kernel.forward, values))
         rewritten = {self.forward: forward}
-        values |= {"out": out, "logsumexp": outs[1]}
+        values |= {"logsumexp": outs[1]}
         values |= {"philox_seed": outs[kernel.seed], "philox_offset": outs[kernel.offset]}
         values |= {"max_q": q.shape[-2], "max_k": k.shape[-2]}
         for eqn in self.backward:
+            bound = _bound(eqn)
+            # They may have been moved to the host in between, or recomputed.
+            values |= {name: bound[name] for name in ("query", "key", "value", "out")}
             gradient = {"grad_out": eqn.args[0], "grad_out_": eqn.args[0]}
             call = _call(kernel.backward, values | gradient)
             results = eqn.outs[:3]
@@ -209,6 +213,20 @@ def _sites(graph: Graph) -> list[_Site]:
     return sites
 
 
+def _moved(graph: Graph) -> list[str]:
+    """Notes on attention whose kernel stays, because what only its own backward can read is moved to the host."""
+    makers = producers(graph.eqns)
+    notes = []
+    for copy in filter(is_copy, graph.eqns):
+        v = copy.ins[0]
+        eqn = makers.get(v)
+        kernel = _OF_FORWARD.get(eqn.op) if eqn is not None else None
+        if eqn is not None and kernel is not None and v is not eqn.outs[0] and _is_plain(eqn):
+            attention = _attention(eqn, True)
+            notes.append(f"{attention}: {kernel.name}, because {v.name} is on the host meanwhile")
+    return notes
+
+
 def _bound(eqn: Eqn) -> dict[str, Any]:
     """The arguments of an equation by name."""
     op: Any = eqn.op
@@ -237,16 +255,20 @@ def _attention(eqn: Eqn, differentiated: bool) -> Attention:
     return Attention(q.shape, k.shape, q.dtype, bound["is_causal"], scale, differentiated)
 
 
+def random_inputs(attention: Attention, device: str) -> list[torch.Tensor]:
+    """Queries, keys and values in the layout of projections. PyTorch's own generators draw nothing."""
+    draw = torch.Generator(device)
+    inputs = []
+    for batch, heads, length, size in _shapes(attention):
+        shape = (batch, length, heads, size)
+        x = torch.randn(shape, generator=draw, dtype=attention.dtype, device=device)
+        inputs.append(x.transpose(1, 2).requires_grad_(attention.differentiated))
+    return inputs
+
+
 def by_events(kernel: Kernel, attention: Attention) -> float:
-    """The median seconds of a kernel on this GPU, on tensors in the layout of projections."""
-    q, k, v = (
-        torch.randn(batch, length, heads, size, dtype=attention.dtype, device="cuda").transpose(
-            1, 2
-        )
-        for batch, heads, length, size in _shapes(attention)
-    )
-    for x in (q, k, v):
-        x.requires_grad_(attention.differentiated)
+    """The median seconds of a kernel on this GPU."""
+    q, k, v = random_inputs(attention, "cuda")
     values = {"query": q, "key": k, "value": v, "is_causal": attention.is_causal}
     call = _call(kernel.forward, values | {"scale": attention.scale})
 
