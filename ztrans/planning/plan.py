@@ -130,7 +130,7 @@ class Plan:
                 f"plan: it is a {type(decoded).__name__}, and no object with {', '.join(fields)}."
             )
         for name in fields:
-            if name not in decoded and name != "recomputed":  # plans of the first release have none
+            if name not in decoded:
                 raise ValueError(f"plan: it has no {name!r}.")
         for name in decoded:
             if name not in fields:
