@@ -224,8 +224,10 @@ def _plain(step: Callable, state: dict, batch: tuple) -> zt.stages.Lowered:
 def _stage3(
     mesh: DeviceMesh | zt.AbstractMesh, reduce_dtype: torch.dtype | None = None
 ) -> zt.Transform:
-    shard = zt.shard_params(mesh, axis="dp", reduce_dtype=reduce_dtype)
-    return zt.chain(shard, zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather())
+    """Many messages: backward gathers parameters again, and buckets are small."""
+    shard = zt.shard_params(mesh, axis="dp", reshard="always", reduce_dtype=reduce_dtype)
+    overlap = zt.overlap_grads(bucket=BUCKET)
+    return zt.chain(shard, overlap, zt.prefetch(), zt.fuse_cast_gather())
 
 
 def _sent(
@@ -264,6 +266,7 @@ VARIANTS: dict[str, Callable[[Task], Callable[[], Tensor]]] = {
         Ours, backend="eager", cuda_graph=True, collectives=True
     ),
 }
+BUCKET = 1 << 12  # bytes, fewer than any large gradient has: each has a message of its own
 BASE = "torch.compile"
 # A CUDA graph has a memory pool of its own. torch counts the pool as reserved, but not as allocated.
 POOLED = {
