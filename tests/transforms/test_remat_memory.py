@@ -241,6 +241,14 @@ def test_lines_are_kept_or_recomputed():
     assert not any(e.op is aten.gelu.default for e in again(pinned(least(pinned)).graph))
 
 
+def test_a_line_waits_on_the_host():
+    low = lowered(None, save={line_of(aten.gelu.default): "host"})
+    plain = traced(without).lower()
+    assert low.memory_analysis().host_peak > 0 == plain.memory_analysis().host_peak
+    assert not any(e.op is aten.gelu.default for e in again(low.graph))
+    assert equal(run(low.compile(), made()[1]), run(plain.compile(), made()[1]))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -252,13 +260,8 @@ def test_lines_are_kept_or_recomputed():
             "an equation, and a dict of lines.",
         ),
         (
-            {"save": {"net.py:3": "host"}},
-            "remat: save={'net.py:3': 'host'}; remat recomputes values, and moves none to the host.\n"
-            "Write 'save' or 'recompute'.",
-        ),
-        (
             {"save": {"net.py:3": "drop"}},
-            "remat: save={'net.py:3': 'drop'}; a line is 'save' or 'recompute'.",
+            "remat: save={'net.py:3': 'drop'}; a line is 'save', 'recompute' or 'host'.",
         ),
     ],
 )

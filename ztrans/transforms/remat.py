@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from ..ir.graph import Demand, Eqn, Graph, Var, producers, variables
 from ..ir.liveness import liveness
@@ -61,7 +61,8 @@ def remat(
         save: what is kept in any case. "save_matmuls" keeps the results of matrix products and attention,
             "save_everything" and "save_nothing" are what they say. A function of an equation says whether its results
             are kept. A dict says it for lines of the step: `{"net.py:14": "save", "net.py:20": "recompute"}`; of
-            other lines only checkpoints recompute values.
+            other lines only checkpoints recompute values. With "host" the results of a line wait in the memory of the
+            host until backward reads them, as with MUST_CPU_OFFLOAD of a selective checkpoint.
         at_least: the least size of a value that is recomputed, in bytes.
 
     Raises: ValueError if `memory` or `at_least` is not a number of bytes, or a policy is unknown. When the step is
@@ -84,14 +85,9 @@ def _check_policy(save: object) -> None:
     """Raises: ValueError for a policy that there is not."""
     if isinstance(save, Mapping):
         for line, demand in save.items():
-            if demand == "host":
+            if demand not in get_args(Demand):
                 raise ValueError(
-                    f"remat: save={{{line!r}: 'host'}}; remat recomputes values, and moves none to the host.\n"
-                    f"Write 'save' or 'recompute'."
-                )
-            if demand not in ("save", "recompute"):
-                raise ValueError(
-                    f"remat: save={{{line!r}: {demand!r}}}; a line is 'save' or 'recompute'."
+                    f"remat: save={{{line!r}: {demand!r}}}; a line is 'save', 'recompute' or 'host'."
                 )
     elif save is not None and not callable(save) and save not in _POLICIES:
         policies = ", ".join(map(repr, _POLICIES))

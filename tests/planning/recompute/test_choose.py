@@ -81,16 +81,33 @@ def test_the_added_seconds_are_near_the_bound_by_cuts(name):
         assert chosen.seconds <= 1.12 * bound + largest, share
 
 
-def test_the_last_block_keeps_its_products_and_the_first_blocks_go_first():
+@pytest.mark.parametrize(
+    "share",
+    [
+        0.53,
+        pytest.param(0.5, marks=pytest.mark.xfail(strict=True, reason="one product is repeated")),
+    ],
+)
+def test_the_last_block_keeps_its_products(share):
+    """Its backward runs at the peak, so nothing is won there."""
     _, model = step("gpt")
-    half = choose(model, target(model, 0.53))  # half of what the plan without a limit has live
-    gelus = [i for i, c in enumerate(model.computations) if c.eqn.op is aten.gelu.default]
+    half = choose(model, target(model, share))
+    gelus = gelus_of(model)
     last_block = gelus[-2] + 3  # after the second product and the sum of the block before it
     repeated = {model.computations[i].eqn.op for i in half.repeated if i >= last_block}
     assert repeated.isdisjoint([aten.mm.default, aten.addmm.default])
+
+
+def test_the_first_blocks_go_first():
+    _, model = step("gpt")
     little = choose(model, target(model, 0.8))
+    gelus = gelus_of(model)
     repeated = [i for i in gelus if i in little.repeated]
     assert repeated == gelus[: len(repeated)]
+
+
+def gelus_of(model) -> list[int]:
+    return [i for i, c in enumerate(model.computations) if c.eqn.op is aten.gelu.default]
 
 
 def test_equal_layers_are_one_class():
