@@ -81,17 +81,10 @@ def test_the_added_seconds_are_near_the_bound_by_cuts(name):
         assert chosen.seconds <= 1.12 * bound + largest, share
 
 
-@pytest.mark.parametrize(
-    "share",
-    [
-        0.53,
-        pytest.param(0.5, marks=pytest.mark.xfail(strict=True, reason="one product is repeated")),
-    ],
-)
-def test_the_last_block_keeps_its_products(share):
+def test_the_last_block_keeps_its_products():
     """Its backward runs at the peak, so nothing is won there."""
     _, model = step("gpt")
-    half = choose(model, target(model, share))
+    half = choose(model, target(model, 0.5))
     gelus = gelus_of(model)
     last_block = gelus[-2] + 3  # after the second product and the sum of the block before it
     repeated = {model.computations[i].eqn.op for i in half.repeated if i >= last_block}
