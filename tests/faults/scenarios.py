@@ -365,21 +365,17 @@ def resources() -> dict[str, int]:
     return {"descriptors": count("fd"), "threads": count("task"), "resident": resident}
 
 
-def restart(times: int) -> torch.distributed.device_mesh.DeviceMesh:
-    """A new process group and its mesh; `times` counts them, since each needs a port of its own."""
-    address = f"tcp://127.0.0.1:{int(os.environ['MASTER_PORT']) + times}"
-    dist.init_process_group(
-        "gloo", init_method=address, rank=RANK, world_size=WORLD, timeout=TIMEOUT
-    )
-    return init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
-
-
 def steady() -> None:
-    """Takes a thousand steps, then destroys the process group and creates a new one, six times."""
+    """Takes a thousand steps, then destroys the process group and creates a new one, six times.
+
+    One store serves all groups, because another process may take a port between two of them.
+    """
+    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    store = dist.TCPStore(*address, WORLD, is_master=RANK == 0, multi_tenant=True, timeout=TIMEOUT)
     DTensor.from_local(torch.zeros(2), start(), [Shard(0)], run_check=False)
     dist.destroy_process_group()  # torch never frees the first group that a DTensor has used, so it is not measured
     for times in range(7):
-        step = transformed(restart(1 + times), 3)
+        step = transformed(restart(store, times), 3)
         state = step.shard(first_state())
         for k in range(1000 if times == 0 else 2):
             state, _ = step(state, *batch(k, RANK))
@@ -390,6 +386,13 @@ def steady() -> None:
         if times == 0:
             report("called", **failed(lambda step=step, state=state: step(state, *batch(0, RANK))))
         del step, state
+
+
+def restart(store: dist.Store, times: int) -> torch.distributed.device_mesh.DeviceMesh:
+    """A new process group and its mesh. `times` counts them, since each needs keys of its own."""
+    keys = dist.PrefixStore(f"group {times}", store)
+    dist.init_process_group("gloo", store=keys, rank=RANK, world_size=WORLD, timeout=TIMEOUT)
+    return init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
 
 
 # ---- scenarios in which a rank fails
