@@ -103,7 +103,7 @@ def _entries(value: Any) -> Sequence[Any]:
 
 
 def _is_float(value: Any) -> bool:
-    return is_number(value) and not isinstance(value, Integral)
+    return type(value) is float or (is_number(value) and not isinstance(value, Integral))
 
 
 def _sign(value: Any) -> int | None:
