@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,7 @@ MiB = 1 << 20
 OURS, PEER = "ztrans", "FSDP2"
 
 Step = Callable[[], object]
+TrainStep = Callable[[Tensor], Tensor]
 
 
 class Used(NamedTuple):
@@ -100,31 +101,33 @@ def scatters(mesh: DeviceMesh) -> dict[str, Step]:
     return {"gloo": peer, OURS: ours}
 
 
+def loop(fsdp: dict[str, Any] | None) -> tuple[Llama, TrainStep, torch.optim.Optimizer]:
+    """A model, an ordinary step and its optimizer; `fsdp` are options of `fully_shard`."""
+    torch.manual_seed(0)
+    model = Llama(CONFIG, ATTENTION)
+    if fsdp is not None:
+        for layer in model.layers:
+            fully_shard(layer, **fsdp)
+        fully_shard(model, **fsdp)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def train_step(tokens: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return model, train_step, optimizer
+
+
 def steps(
     mesh: DeviceMesh, tokens: Tensor, losses: dict[str, float]
 ) -> tuple[dict[str, Step], int]:
     """A training step by FSDP2 and by ztrans, and the bytes of the parameters."""
 
-    def loop(sharded: bool) -> tuple[Llama, Callable[[Tensor], Tensor], torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        model = Llama(CONFIG, ATTENTION)
-        if sharded:
-            for layer in model.layers:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-
-        def train_step(tokens: Tensor) -> Tensor:
-            loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        return model, train_step, optimizer
-
-    _, by_fsdp, _ = loop(sharded=True)
-    model, train_step, optimizer = loop(sharded=False)
+    _, by_fsdp, _ = loop({"mesh": mesh})
+    model, train_step, optimizer = loop(None)
     lifted, state = zt.lift(train_step, model, optimizer)
     transforms = (
         zt.shard_params(mesh, reshard="always"),

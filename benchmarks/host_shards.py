@@ -4,9 +4,9 @@
     NETLAB=hostlab PYTHONPATH=. benchmarks/netlab run python -m benchmarks.host_shards
     NETLAB=hostlab benchmarks/netlab down
 
-Each host has two processes on one core. The Llama and the counting of bytes are those of `between_hosts.py`. All
-subjects train the same model on the same batches, in turns. "the plan" knows the links by `zt.calibrate`, and nothing
-else is asked of it. Writes benchmarks/results/host_shards.md, unless --quick.
+Each host has two processes on one core. The Llama, its loop and the counting of bytes are those of `between_hosts.py`.
+All subjects train the same model on the same batches, in turns. "the plan" knows the links by `zt.calibrate`, and
+nothing else is asked of it. Writes benchmarks/results/host_shards.md, unless --quick.
 """
 
 from __future__ import annotations
@@ -15,29 +15,33 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from datetime import date
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 
 import ztrans as zt
 
-from .between_hosts import BATCH, RESULTS, SEQUENCE, MiB, Used, counted, start_ranks
-from .llama_dtensor import Llama
+from .between_hosts import (
+    BATCH,
+    RESULTS,
+    SEQUENCE,
+    MiB,
+    TrainStep,
+    Used,
+    counted,
+    loop,
+    start_ranks,
+)
 from .tensor_parallel import network, with_state
-from .tensor_parallel_fsdp import ATTENTION, CONFIG
+from .tensor_parallel_fsdp import CONFIG
 
 LOCAL = 2  # ranks of a host
 PLAN = "ztrans, the plan"
 HSDP = "ztrans, HSDP"
-
-TrainStep = Callable[[Tensor], Tensor]
 
 
 class Subject(NamedTuple):
@@ -46,26 +50,6 @@ class Subject(NamedTuple):
     step: TrainStep
     is_mean: bool
     plan: str = ""
-
-
-def loop(fsdp: dict[str, Any] | None) -> tuple[Llama, TrainStep, torch.optim.Optimizer]:
-    """A model, an ordinary step and its optimizer; `fsdp` are options of `fully_shard`."""
-    torch.manual_seed(0)
-    model = Llama(CONFIG, ATTENTION)
-    if fsdp is not None:
-        for layer in model.layers:
-            fully_shard(layer, **fsdp)
-        fully_shard(model, **fsdp)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-
-    def train_step(tokens: Tensor) -> Tensor:
-        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return model, train_step, optimizer
 
 
 def by_fsdp(mesh: DeviceMesh, **options: Any) -> Subject:

@@ -123,6 +123,15 @@ def test_casts_of_weights_vanish(name, dtype, by_hand):
     assert f"[params.0.weight.{suffix}]" in str(after)
 
 
+def check_equal_steps(subjects, states, step) -> None:
+    """Take a step with each subject, from its own state; parameters and outputs must have the same bits."""
+    results = []
+    for k, run in enumerate(subjects):
+        states[k], output = run(states[k], X)
+        results += [[*states[k]["params"].values(), *output[:2]]]
+    assert all(map(torch.equal, *results)), step
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # to compile imports Inductor
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -133,11 +142,7 @@ def test_the_same_bits(name, backend, on_gpu, monkeypatch):
     states = [clone(state), clone(state)]
     numbers = None
     for step in range(4):
-        results = []
-        for k, run in enumerate(subjects):
-            states[k], output = run(states[k], X)
-            results += [[*states[k]["params"].values(), *output[:2]]]
-        assert all(map(torch.equal, *results)), step
+        check_equal_steps(subjects, states, step)
         half_weights = subjects[1].bound.local_program.half_weights
         leaves = pytree.tree_leaves(states[1])
         assert len(half_weights.copies) == (3 if backend == "eager" else 2)
@@ -164,11 +169,7 @@ def test_kernels_of_inductor_write_copies_too(name, monkeypatch):
     subjects = [program.compile(backend="inductor", cast_ahead=ahead) for ahead in (False, True)]
     states = [clone(state), clone(state)]
     for step in range(4):
-        results = []
-        for k, run in enumerate(subjects):
-            states[k], output = run(states[k], X)
-            results += [[*states[k]["params"].values(), *output[:2]]]
-        assert all(map(torch.equal, *results)), step
+        check_equal_steps(subjects, states, step)
         if step == 0:
             numbers = counted(subjects[1], monkeypatch)
     assert numbers == [0, 0, 0] and len(copies(subjects[1])) == 3
