@@ -384,7 +384,7 @@ class Compiled(Printed):
         contract = None
         if self._mesh is not None:
             process_groups(self._mesh).carry(lowered.graph)
-            contract = Contract(lowered.graph, update_hash(lowered.hinted))
+            contract = Contract(lowered.graph, update_hash(lowered.hinted), self._mesh)
         changed = _changed(self.lowered.graph)
         return LocalProgram(lowered, run, writes, contract, half_weights, changed)
 

@@ -5,6 +5,7 @@ Each rank runs `python tests/faults/scenarios.py SCENARIO`, in the environment t
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import gc
@@ -31,6 +32,8 @@ from torch.utils import _pytree as pytree
 
 import ztrans as zt
 from ztrans import compiled
+from ztrans.ir.collectives import ALL_GATHER, WAIT
+from ztrans.runtime import process_groups as process_groups_of_a_mesh
 from ztrans.runtime.agreement import agree, agree_on_call, settle
 from ztrans.runtime.checkpoints.save import FolderWriter
 from ztrans.runtime.in_flight import StepInFlight
@@ -300,6 +303,28 @@ def late() -> None:
     report("goes on", rows=sized.unshard(seen)["seen"].item())
 
 
+def waits_apart() -> None:
+    """Two hosts of two ranks. The ranks of a host wait for two gathers in different orders."""
+    process_groups_of_a_mesh.host_name = lambda: (f"host {RANK // 2}",)
+    mesh = start()
+    step = zt.shard_params(mesh)(train_step)
+    state = step.shard(first_state())
+    lowered = step.lower(state, *batch(0, RANK))
+    report("waits", **failed(lambda: waiting_apart(lowered).compile()(state, *batch(0, RANK))))
+    report("goes on", **failed(lambda: lowered.compile()(state, *batch(0, RANK))))
+
+
+def waiting_apart(lowered: zt.stages.Lowered) -> zt.stages.Lowered:
+    """The program with the first two gathers at its beginning; odd ranks wait for the second one first."""
+    graph = lowered.graph
+    starts = [e for e in graph.eqns if e.op is ALL_GATHER][:2]
+    waits = [e for e in graph.eqns if e.op is WAIT and e.ins[0] in (s.out for s in starts)]
+    first = [*starts, *(reversed(waits) if RANK % 2 else waits)]
+    rest = [e for e in graph.eqns if e not in first]
+    graph = zt.ir.check(graph.replace(eqns=(*first, *rest)))
+    return dataclasses.replace(lowered, graph=graph)
+
+
 def starts_apart() -> None:
     """Ranks pass different first states to `shard`."""
     mesh = start()
@@ -542,6 +567,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "uneven": uneven,
     "disagreements": disagreements,
     "starts_apart": starts_apart,
+    "waits_apart": waits_apart,
     "late": late,
     "threads": threads,
     "forked": forked,

@@ -91,6 +91,19 @@ def test_ranks_whose_updates_differ_by_the_size_of_the_batch_or_by_a_number_rais
         assert rank.reports[f"seen {stage}"]["rows"] == 3 * 8 + 7
 
 
+def test_ranks_of_two_hosts_that_wait_in_different_orders_raise_an_error():
+    """A wait sends the second level of a message, so each would wait for what the other one sends later."""
+    for rank in ended_well(launch("waits_apart", 4)):
+        error = rank.reports["waits"]
+        assert (error["kind"], error["after"] < 4) == ("RuntimeError", True), error
+        assert error["text"].startswith("a step of train_step: the ranks of the mesh do not do the")
+        assert "\n  Message 2 of the step is\n" in error["text"]
+        for there, leaf in ((0, "b0"), (1, "w0")):
+            line = f"the second level of all_gather of params.{leaf}.full, at the first wait for it"
+            assert f"    on rank {there}: {line}\n" in error["text"], error["text"]
+        assert not rank.reports["goes on"]["kind"], "no rank has sent anything"
+
+
 def test_ranks_with_different_first_states_raise_an_error():
     for rank in ended_well(launch("starts_apart", 2)):
         for stage in (0, 3):

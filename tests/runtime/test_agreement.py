@@ -6,6 +6,7 @@ from torch.func import grad_and_value
 
 import ztrans as zt
 from ztrans.planning.update_hash import update_hash
+from ztrans.runtime import agreement
 from ztrans.runtime.agreement import Contract, first_difference
 
 
@@ -24,6 +25,22 @@ def test_programs_for_two_sizes_of_a_batch_have_the_same_contract(stage):
     other = step.trace(state, torch.ones(1, 4)).follow(first)
     lines, others = (Contract(x.graph, update_hash(x.hinted)).lines for x in (first, other))
     assert lines == others and len(lines) > 3
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_programs_for_two_sizes_of_a_batch_wait_in_the_same_order(monkeypatch, stage):
+    """Between hosts their contract has these waits."""
+    monkeypatch.setattr(
+        agreement, "has_second_level_at_wait", lambda mesh, eqn, sizes: "op" not in eqn.kwargs
+    )
+    state = {"a": torch.ones(4, 1), "b": torch.ones(1, 5)}
+    transforms = zt.shard_params(zt.AbstractMesh(dp=3), stage=stage), zt.prefetch()
+    step = zt.chain(*transforms)(of_matrices)
+    first = step.lower(state, torch.ones(4, 4))
+    other = step.trace(state, torch.ones(1, 4)).follow(first)
+    lines, others = (Contract(x.graph, "", "a mesh").lines for x in (first, other))
+    assert lines == others
+    assert any("the second level of all_gather of a.full" in line for line in lines), lines
 
 
 @pytest.mark.parametrize("stage", [0, 3])

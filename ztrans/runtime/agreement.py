@@ -28,10 +28,12 @@ from torch.distributed.tensor import DTensor
 from ..ir.axes import rows
 from ..ir.collectives import buffer_bytes, is_start, role, wire_dtype
 from ..ir.graph import DTYPES, Eqn, Graph, Var, variables
+from ..ir.pairing import pair
 from ..ir.printer import op_name
 from ..ir.relations import grouped
 from ..ir.user_collectives import is_users, is_wait
 from ..ir.varying import replicated_equations
+from .collectives import has_second_level_at_wait
 from .failure import STOP_TOGETHER, lost, rank_names
 from .process_groups import LostRank, ProcessGroups, Work, process_groups
 
@@ -199,11 +201,12 @@ def different_steps(steps: Mapping[int, int]) -> str:
 class Contract:
     """What a program does that must be the same on all ranks: its messages, its update, and the numbers that it reads.
 
-    `update` is a hash of the update of the state.
+    `update` is a hash of the update of the state. `mesh` is the mesh that runs the program, in the order that it has.
     """
 
-    def __init__(self, graph: Graph, update: str) -> None:
-        self.lines = [*messages(graph), _NO_MORE, f"an update with the hash {update}"]
+    def __init__(self, graph: Graph, update: str, mesh: DeviceMesh | None = None) -> None:
+        lines = messages(graph, at_waits(graph, mesh) if mesh is not None else {})
+        self.lines = [*lines, _NO_MORE, f"an update with the hash {update}"]
         self.digest = hashlib.sha256("\n".join(self.lines).encode()).hexdigest()
         self._numbers = _shared_numbers(graph)
 
@@ -225,11 +228,16 @@ class Contract:
         return first_difference(list(terms), everywhere(mine, mesh))
 
 
-def messages(graph: Graph) -> list[str]:
-    """The messages that a program sends, in order, a line for each. They must be the same on every rank."""
+def messages(graph: Graph, sent_at_waits: Mapping[int, str]) -> list[str]:
+    """The messages that a program sends, in order, a line for each. They must be the same on every rank.
+
+    `sent_at_waits` are the lines of those that a wait sends, by the index of that wait.
+    """
     lines = [f"{graph.micro} micro-batches"] if graph.micro > 1 else []
-    for eqn in graph.eqns:
-        if is_start(eqn):
+    for index, eqn in enumerate(graph.eqns):
+        if index in sent_at_waits:
+            lines.append(sent_at_waits[index])
+        elif is_start(eqn):
             members = []
             for k, out in enumerate(eqn.results):
                 size = buffer_bytes(eqn, k, graph.axes)
@@ -242,6 +250,23 @@ def messages(graph: Graph) -> list[str]:
             values = [f"{v.name}: {DTYPES.get(v.dtype, v.dtype)}" for v in variables(eqn.args)]
             group = eqn.args[-1] if eqn.args else ""
             lines.append(f"{op_name(eqn.op)} over {group} of {', '.join(values)}")
+    return lines
+
+
+def at_waits(graph: Graph, mesh: DeviceMesh) -> dict[int, str]:
+    """The messages that the waits of a program send, a line for each, by the index of the wait.
+
+    Over gloo, the first wait for a message in two levels sends its second level, unless that has been sent before. If
+    ranks waited in different orders, each could wait for what the other one sends at a later wait.
+    """
+    lines = {}
+    for started in pair(graph).starts.values():
+        start = started.start
+        if has_second_level_at_wait(mesh, start, graph.axes):
+            names = ", ".join(_member_name(start, out) for out in start.results)
+            lines[started.first_wait] = (
+                f"the second level of {op_name(start.op)} of {names}, at the first wait for it"
+            )
     return lines
 
 

@@ -388,6 +388,13 @@ class TwoLevels:
             work.wait()
 
 
+def has_second_level_at_wait(mesh: DeviceMesh, eqn: Eqn, sizes: Mapping[str, int]) -> bool:
+    """Whether the wait for a collective may send the second of its two levels: over gloo."""
+    of_eqn = channel(mesh, eqn.kwargs["axis"], rules(eqn).lane == "gather")
+    route = _gloo_route(eqn, sizes, of_eqn) if of_eqn.is_gloo else None
+    return route is not None and route.way == TWO_LEVELS
+
+
 def _gloo_route(eqn: Eqn, sizes: Mapping[str, int], channel: Channel | None) -> Route | None:
     """The route of an equation whose parts are exchanged over gloo between several hosts, or None."""
     hosts = channel.hosts if channel is not None else Hosts(1)
