@@ -93,7 +93,8 @@ def is_number(leaf: Any) -> bool:
 
     A bool is not: each of its two values has a program of its own.
     """
-    if type(leaf) is float:  # every call asks this of many floats, and an abstract class answers slowly
+    # Every call asks this of many floats, and an abstract class answers slowly.
+    if type(leaf) is float:
         return True
     return isinstance(leaf, Real) and not isinstance(leaf, bool)
 
