@@ -1,6 +1,7 @@
 """Clusters: the shipped profiles, the errors of wrong names and missing links, and calibration on one rank."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from ztrans.ir.graph import Partial, Provenance, Split, Var
 from ztrans.planning.cluster import LINKS, Device, Link, default_cluster, default_device
 from ztrans.planning.devices import A100, CPU, DEVICES, H100, H200
 from ztrans.planning.formulate import formulate
-from ztrans.planning.simulate import messages, seconds
+from ztrans.planning.simulate import messages, seconds, transfers
 from ztrans.planning.skeleton import skeleton
 from ztrans.planning.solver.problem import Wire
 
@@ -311,6 +312,13 @@ def test_on_one_host_a_message_takes_the_seconds_of_the_link_inside():
     within = TWO_HOSTS.weight(reduced(BF16), {"dp": 8})
     assert within == pytest.approx(LINKS["infiniband"].bandwidth / LINKS["nvlink4"].bandwidth)
     assert zt.cluster("h100", dp="infiniband").weight(reduced(BF16), {"dp": 8}) == 1
+
+
+def test_the_first_of_two_levels_is_a_message_for_each_host():
+    graph = SimpleNamespace(axes={"dp": 32})
+    first, second = transfers(reduced(BF16), "dp", graph, TWO_HOSTS)
+    assert first.latency == 4 * LINKS["nvlink4"].seconds("reduce_scatter", 1, 8)[0]
+    assert second.latency == LINKS["infiniband"].seconds("reduce_scatter", 1, 4)[0]
 
 
 def test_hosts_of_an_axis_are_not_those_of_a_joint_axis():

@@ -296,9 +296,10 @@ def transfers(e: Eqn, axis: str, graph: Graph, cluster: Cluster) -> list[Level]:
     levels = []
     if link.inside is not None and cluster.has_two_lanes(e, graph.axes):
         received = size * cluster.weight_inside(e, graph.axes)
-        seconds = link.inside.seconds(kind, received, link.local)
-        levels.append(Level(inside_lane(e), link.inside.name, *seconds))
+        latency, seconds = link.inside.seconds(kind, received, link.local)
         ranks //= link.local
+        # It is sent as a message for each host.
+        levels.append(Level(inside_lane(e), link.inside.name, latency * ranks, seconds))
         link = dataclasses.replace(link, inside=None, local=1)  # the second level, between hosts
     received = size * cluster.weight(e, graph.axes)
     return [*levels, Level(lane(e), link.name, *link.seconds(kind, received, ranks))]

@@ -126,13 +126,44 @@ def test_the_first_level_of_a_message_runs_beside_the_second_level_of_the_one_be
         for (member,) in futures:
             wait(member)
     assert cuda.races == []
-    first, second, first_of_next, second_of_next = launched
-    assert [group for group, _, _ in launched] == [inside, between] * 2
-    assert [ranks for _, ranks, _ in launched] == [[0, 1, 2], [1, 4]] * 2
+    first, _, second, first_of_next, _, second_of_next = launched
+    assert [group for group, _, _ in launched] == [inside, inside, between] * 2
+    assert [ranks for _, ranks, _ in launched] == [[0, 1, 2], [0, 1, 2], [1, 4]] * 2
     lane, inside_lane = start.lane, start.inside_lane
     assert lane not in first_of_next[2], "it does not wait for the second level before it"
     assert first[2][inside_lane] <= second[2][inside_lane] < first_of_next[2][inside_lane]
     assert second[2][lane] < second_of_next[2][lane]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "most"),
+    [(Hosts(16, 2), 0), (Hosts(64, 8), 0), (Hosts(8, 2), 1 / 8), (Hosts(6, 2), 1 / 2)],
+)
+@pytest.mark.parametrize("sends_own", [True, False])
+def test_the_bytes_of_a_message_in_two_levels(monkeypatch, hosts, most, sends_own):
+    """The sums of hosts, and the terms for one host, or the sums of all hosts; no transposed copy of the terms."""
+    shape = (hosts.ranks * 4096,) if sends_own else (hosts.ranks * 4096 - 1,)
+    eqn = scatter([shape], "mean", BF16)
+    assert rules(eqn).sends_own(eqn, 0, {"dp": hosts.ranks}) == sends_own
+    monkeypatch.setattr(
+        "ztrans.runtime.cuda.by_host.exchange", lambda into, terms, group, ranks: into.fill_(0)
+    )
+    inside, between = (Rank(Fabric(1), 1, hosts) for _ in range(2))
+    (term,) = random_terms(eqn, 1)[0]
+    with Races() as cuda:
+        streams = Streams(cuda)
+        carrier = Transport(BY_HOST, "a double")
+        sizes = {"dp": hosts.ranks}
+        start = ByHostStart(inside, eqn, sizes, {"dp": 1}, between, streams, carrier)
+        (member,) = start(term)
+        value = wait(member)
+    terms = hosts.ranks * 4096 * 2
+    sums = terms * 2 // hosts.local
+    taken = sums + max(terms // hosts.count, sums)
+    send_buffer = 0 if sends_own else terms
+    assert cuda.races == [] and cuda.peak == send_buffer + taken + value.nbytes
+    assert rules(eqn).sent_bytes(eqn, sizes) == send_buffer
+    assert taken - rules(eqn).received_bytes(eqn, 0, sizes) <= most * terms
 
 
 def test_a_sum_of_half_precision_moves_20_bytes_an_element():

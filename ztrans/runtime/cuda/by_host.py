@@ -7,7 +7,7 @@ while the second level of the message before it, over those between hosts, is un
                                      │                 │
     second level                     └─■ exchange, sum ──■ exchange, sum ──●
 
-Messages have one order in both lanes.
+Messages have one order in both lanes. The first level has an exchange for each host.
 """
 
 from __future__ import annotations
@@ -59,14 +59,19 @@ class ByHostStart(StreamedStart):
                 message.finish(received)
         return [*(message.send_buffer for message in messages), *sums]
 
-    def _sum_inside(self, terms: torch.Tensor, sum_of_host: torch.Tensor) -> None:
-        """Sum the terms of this host for this rank, and for its peers on the other hosts."""
+    def _sum_inside(self, terms: torch.Tensor, sums: torch.Tensor) -> None:
+        """Sum the terms of this host for this rank, and for its peers on the other hosts.
+
+        The terms for the ranks of one host are next to each other. So they are exchanged for one host after the other:
+        nothing is transposed, and no more than the terms for one host have been received at any time.
+        """
         local = self.hosts.local
         first = self.rank // local * local
-        # For each rank of this host, the terms for it and for its peers.
-        by_rank = terms.view(self.hosts.count, local, -1).transpose(0, 1).reshape(local, -1)
-        received = torch.empty_like(by_rank)
-        with self.inside.errors():
-            exchange(received, by_rank, self.inside.group, range(first, first + local))
-        del by_rank
-        ops.sum_terms(received, [sum_of_host], [len(sum_of_host)], "sum", local)
+        for_hosts = terms.view(self.hosts.count, -1)
+        for terms_for_host, sum_for_host in zip(for_hosts, sums.view(self.hosts.count, -1)):
+            received = torch.empty_like(terms_for_host)
+            with self.inside.errors():
+                exchange(received, terms_for_host, self.inside.group, range(first, first + local))
+            rows = received.view(local, -1)
+            ops.sum_terms(rows, [sum_for_host], [len(sum_for_host)], "sum", local)
+            del received, rows
