@@ -37,6 +37,7 @@ from .runtime.agreement import (
     agree_on_program,
     answers_late,
     everywhere,
+    step_of,
 )
 from .runtime.cuda.attention_kernels import by_events, fastest_attention
 from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rates
@@ -308,11 +309,16 @@ class Compiled(Printed):
         is_late = answers_late(mesh) and not self.cuda_graph
         agree(
             mesh,
-            f"a step of {self.lowered.graph.name}",
+            step_of(self.lowered.graph.name),
             contract.terms(local, steps_of(state)),
             explain,
             marker(state) if is_late else None,
         )
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether it has run, so that the ranks have agreed on its order."""
+        return self.bound.local_program is not None
 
     def for_other_sizes(self, traced: Traced) -> Compiled:
         """The program of the same step for other batch sizes, in the order of this program.
@@ -322,7 +328,7 @@ class Compiled(Printed):
         """
         local_program = self.bound.local_program
         leader = local_program.lowered if local_program is not None else self.lowered
-        agreed = local_program is not None
+        agreed = self.is_bound
         try:
             lowered = traced.follow(leader)
         except PlanError:
@@ -468,7 +474,7 @@ def _agreed(lowered: Lowered) -> Lowered:
     try:
         if plan.digest != first.digest:
             lowered = lowered.following(first)
-    except PlanError as error:
+    except ValueError as error:  # a PlanError, or too little memory of the host
         problem = str(error)
     agree_on_plan(name, mesh, problem)
     reserve(mesh, in_order(lowered.graph))

@@ -34,6 +34,7 @@ from .planning.realise import OtherProgramError, OverLimitError
 from .profiling.profile import Profile
 from .report.progress import stage
 from .report.tracebacks import ends_at_user
+from .runtime.agreement import say_failure
 from .runtime.failure import check_ended
 from .runtime.mesh import check_runs
 from .runtime.state import check_laid_out, copied_state, shard_state, unshard_state
@@ -297,9 +298,10 @@ class Step(Generic[P, R]):
         if match is not None:
             compiled, inputs = match
             return cast("R", compiled.run_guarded(call, inputs))
-        of_signature = self._cache.get(Signature.of(call, self._function, surroundings))
+        signature = Signature.of(call, self._function, surroundings)
+        of_signature = self._cache.get(signature)
         if of_signature is None:
-            of_signature = self._compiled(call, surroundings)
+            of_signature = self._compiled_on_all_ranks(call, signature)
         return cast("R", of_signature.run(call, surroundings))
 
     @ends_at_user
@@ -309,12 +311,21 @@ class Step(Generic[P, R]):
         The sizes of the batch may differ from rank to rank and from call to call. A program for another size follows
         the plan of the first, so all ranks send the same messages in the same order.
         """
-        return self._compiled(
-            BoundCall.of(self._function, args, kwargs), Surroundings.of(self._function)
-        )
+        call = BoundCall.of(self._function, args, kwargs)
+        surroundings = Surroundings.of(self._function)
+        return self._compiled(call, Signature.of(call, self._function, surroundings))
 
-    def _compiled(self, call: BoundCall, surroundings: Surroundings) -> Compiled:
-        signature = Signature.of(call, self._function, surroundings)
+    def _compiled_on_all_ranks(self, call: BoundCall, signature: Signature) -> Compiled:
+        """The compiled step for a call that all ranks make. If this rank can make no program, the others learn why."""
+        try:
+            return self._compiled(call, signature)
+        except Exception as error:
+            if isinstance(self.mesh, DeviceMesh):
+                other = self._cache.of_any_size(signature)
+                say_failure(self.mesh, self.__name__, error, other is None or not other.is_bound)
+            raise
+
+    def _compiled(self, call: BoundCall, signature: Signature) -> Compiled:
         compiled = self._cache.get(signature)
         if compiled is None:
             self._check_laid_out(call.state)

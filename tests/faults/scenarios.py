@@ -31,8 +31,9 @@ from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
-from ztrans import compiled
+from ztrans import compiled, stages
 from ztrans.ir.collectives import ALL_GATHER, WAIT
+from ztrans.runtime import agreement
 from ztrans.runtime import process_groups as process_groups_of_a_mesh
 from ztrans.runtime.agreement import agree, agree_on_call, settle
 from ztrans.runtime.checkpoints.save import FolderWriter
@@ -482,6 +483,24 @@ def cannot_compile() -> None:
     report("goes on", **failed(lambda: step(state, *batch(0, RANK))))
 
 
+def has_no_program() -> None:
+    """Rank 1 has no program for its call: the first one needs more than its limit, later ones have a wrong batch."""
+    mesh = start()
+    small = zt.chain(zt.shard_params(mesh), zt.prefetch(memory=10_000 if RANK else 10**9))
+    step = zt.shard_params(mesh)(train_step)
+    state = step.shard(first_state())
+    stages.ways_to_fit = lambda *_: []  # looking for them takes seconds
+    report("limit", **failed(lambda: small(train_step)(state, *batch(0, RANK))))
+    report("goes on", **failed(lambda: step(state, *batch(0, RANK))))
+    x, y = batch(1, RANK)
+    wrong = x[:, 1:] if RANK else x
+    report("batch", **failed(lambda: step(state, wrong, y)))
+    report("goes on too", **failed(lambda: step(state, x, y)))
+    report("everywhere", **failed(lambda: step(state, x[:, 1:], y)))
+    compiled.answers_late = agreement.answers_late = lambda mesh: True
+    report("launched", **failed(lambda: step(state, wrong, y)))
+
+
 def ends_early() -> None:
     """Rank 1 runs out of data and ends its program normally; the other ranks take one more step."""
     mesh = start()
@@ -573,6 +592,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "forked": forked,
     "steady": steady,
     "cannot_compile": cannot_compile,
+    "has_no_program": has_no_program,
     "ends_early": ends_early,
     "killed": eager(signalled(signal.SIGKILL), 0),
     "stopped": eager(signalled(signal.SIGSTOP), 3),

@@ -269,6 +269,27 @@ def test_the_other_ranks_learn_that_a_rank_cannot_compile():
     assert not first.reports["goes on"]["kind"] and not second.reports["goes on"]["kind"]
 
 
+def test_the_other_ranks_learn_that_a_rank_has_no_program():
+    """For its first call, or for a later one. If all ranks have none, each has its own error."""
+    first, second = ended_well(launch("has_no_program", 2))
+    errors = {"limit": "DoesNotFit", "batch": "TraceRuntimeError"}
+    calls = {"limit": "a step of train_step, with a program that is new here", "batch": "a step of"}
+    for name, kind in errors.items():
+        alone = second.reports[name]
+        told = first.reports[name]
+        assert (alone["kind"], alone["after"] < 5) == (kind, True), alone
+        assert (told["kind"], told["after"] < 5) == ("RuntimeError", True), told
+        assert told["text"].startswith(calls[name])
+        assert f"  Rank 1 has failed with {kind}: {alone['text']}" in told["text"]
+    assert "is less than the step needs in any order" in first.reports["limit"]["text"]
+    for rank in (first, second):
+        assert not rank.reports["goes on"]["kind"] and not rank.reports["goes on too"]["kind"]
+        assert rank.reports["everywhere"]["kind"] == "TraceRuntimeError"
+    lost = first.reports["launched"]
+    assert (lost["kind"], lost["after"] < 4) == ("LostRank", True), lost
+    assert "Rank 1 failed in a step of train_step with TraceRuntimeError: " in lost["text"]
+
+
 def test_the_error_says_when_the_data_of_one_rank_has_ended():
     first, second = ended_well(launch("ends_early", 2))
     assert not second.reports["last step"]["kind"]

@@ -34,7 +34,7 @@ from ..ir.relations import grouped
 from ..ir.user_collectives import is_users, is_wait
 from ..ir.varying import replicated_equations
 from .collectives import has_second_level_at_wait
-from .failure import STOP_TOGETHER, lost, rank_names
+from .failure import STOP_TOGETHER, fail, lost, rank_names
 from .process_groups import LostRank, ProcessGroups, Work, process_groups
 
 T = TypeVar("T")
@@ -84,6 +84,29 @@ def agree(
     calls, problem = question.answer(mesh)
     if problem:
         raise RuntimeError(f"{calls}: {_IN_TIME}{problem}")
+
+
+class Failure(NamedTuple):
+    """What a rank says of a call that it cannot make, in place of its value."""
+
+    reason: str
+
+
+def say_failure(mesh: DeviceMesh, name: str, error: Exception, is_new: bool) -> None:
+    """Tell the other ranks that this one has no program for a step, and why.
+
+    They raise an error before they send anything. On GPUs they do not wait for this rank, unless the step `is_new` to
+    all of them: they have launched it, and this rank leaves them.
+    """
+    is_launched = answers_late(mesh) and not is_new
+    call = new_program_of(name) if is_new else step_of(name)
+    if is_launched:  # they answer no question about this step before their next call
+        call = f"{call}, without a program"
+    try:
+        agree(mesh, call, Failure(f"{type(error).__name__}: {error}"), lambda by_rank: "")
+    except RuntimeError:  # of all ranks; the error of this one says more
+        if is_launched:
+            fail(process_groups(mesh), step_of(name), error)
 
 
 def agree_on_call(mesh: DeviceMesh, call: str) -> None:
@@ -159,7 +182,8 @@ class _Question:
         names = [name.rstrip(b"\0").decode(errors="replace") for _, name in records]
         if len(set(names)) > 1:
             return " and ".join(dict.fromkeys(names)), _different_calls(groups.ranks, names)
-        return self.call, self.explain(dict(zip(groups.ranks, everywhere(self.mine, mesh))))
+        values = dict(zip(groups.ranks, everywhere(self.mine, mesh)))
+        return self.call, _failed(values) or self.explain(values)
 
 
 def everywhere(value: T, mesh: DeviceMesh) -> list[T]:
@@ -174,6 +198,14 @@ def everywhere(value: T, mesh: DeviceMesh) -> list[T]:
         return groups.from_all(value)
     except LostRank as error:
         raise lost(mesh, "ztrans", error) from error
+
+
+def _failed(values: Mapping[int, Any]) -> str:
+    """What an error says about the first rank that cannot make a call; empty if all can."""
+    for rank, value in values.items():
+        if isinstance(value, Failure):
+            return f"  Rank {rank} has failed with {value.reason}"
+    return ""
 
 
 def _different_calls(ranks: Sequence[int], names: Sequence[str]) -> str:
@@ -301,6 +333,16 @@ def first_difference(ranks: Sequence[int], lines: Sequence[Sequence[str]]) -> st
     return f"  {place}\n    on rank {ranks[0]}: {here}\n    on rank {ranks[k]}: {there}\n{_SAME_PROGRAM}"
 
 
+def step_of(name: str) -> str:
+    """The name of the call in which ranks compare a step."""
+    return f"a step of {name}"
+
+
+def new_program_of(name: str) -> str:
+    """The name of the call in which ranks agree on a program for a step."""
+    return f"{step_of(name)}, with a program that is new here"
+
+
 class Proposal(NamedTuple):
     """What a rank proposes to run."""
 
@@ -319,7 +361,7 @@ def agree_on_program(
     def explain(lines: Mapping[int, list[str]]) -> str:
         return first_difference(list(lines), list(lines.values()))
 
-    agree(mesh, f"a step of {name}, with a program that is new here", contract.lines, explain)
+    agree(mesh, new_program_of(name), contract.lines, explain)
     return everywhere(mine, mesh)
 
 

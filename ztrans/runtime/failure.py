@@ -153,7 +153,7 @@ def ending_together(
             raise LostRank(f"{cause}\n{_remark(leaves)}", cause.reason) from error
         if groups is not None:
             groups.in_flight.drop_failed()
-            _fail(groups, name, error)
+            fail(groups, name, error)
         error.add_note(f"ztrans: {name} was ended by this. {_remark(leaves)}")
         raise
 
@@ -257,7 +257,7 @@ def _is_of_another_rank(error: BaseException, groups: ProcessGroups) -> bool:
     return is_found and not groups.in_flight.device_error
 
 
-def _fail(groups: ProcessGroups, name: str, error: BaseException) -> None:
+def fail(groups: ProcessGroups, name: str, error: BaseException) -> None:
     """Leave the other ranks because this one has failed. The steps before may end first."""
     _end_steps(groups)
     for step in groups.in_flight.reset():
