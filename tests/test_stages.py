@@ -1,11 +1,15 @@
 """Compiled steps: which state is updated in place, and which state a step refuses because it cannot be."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import ztrans as zt
+from ztrans import compiled
+from ztrans.runtime.executable import executable
 
 X = torch.arange(3.0)
 
@@ -203,3 +207,32 @@ def test_traced_and_lowered_steps_are_keys():
     traced = zt.Step.of(step).trace({"a": torch.zeros(3), "b": torch.ones(3)}, X)
     lowered = traced.lower()
     assert len({traced, traced}) == 1 and len({lowered, lowered}) == 1
+
+
+@pytest.mark.parametrize("device", [None, torch.device("cuda", 1)], ids=str)
+def test_the_gpu_of_the_state_is_the_current_one_while_a_step_is_bound_and_run(monkeypatch, device):
+    """Streams and events are made, and kernels of Triton launched, on the current device."""
+    current = [0]
+
+    @contextlib.contextmanager
+    def device_index(index):
+        current.append(current[-1] if index is None else index)
+        yield
+        current.pop()
+
+    bound_on, ran_on = [], []
+
+    def bind(graph, mesh, on_write, groups, device):
+        bound_on.append(current[-1])
+        run = executable(graph, mesh, on_write, groups)
+        return lambda inputs: ran_on.append(current[-1]) or run(inputs)
+
+    monkeypatch.setattr(torch.accelerator, "device_index", device_index)
+    monkeypatch.setattr(compiled, "device_of", lambda inputs: device)
+    monkeypatch.setattr(compiled, "executable", bind)
+    step = zt.Step.of(lambda state, x: (state - 0.1 * x, x.sum()))
+    state = torch.ones(3)
+    for _ in range(2):
+        state, _ = step(state, torch.ones(3))
+    index = 0 if device is None else 1
+    assert (bound_on, ran_on, current) == ([index], [index] * 2, [0])

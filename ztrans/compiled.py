@@ -23,7 +23,7 @@ from .ir.graph import Eqn, Graph
 from .ir.micro_batches import in_order
 from .ir.printer import Printed, format_seconds
 from .ir.update_groups import Group, group_updates
-from .planning.cost import memory
+from .planning.cost import Memory, memory
 from .planning.realise import PlanError
 from .planning.update_hash import update_hash
 from .profiling.profile import Profile, profile
@@ -74,6 +74,7 @@ class LocalProgram(NamedTuple):
     contract: Contract | None = None  # what the ranks of a mesh must do alike
     half_weights: HalfWeights | None = None  # copies of parameters, which the user does not see
     changed: Sequence[int] = ()  # the leaves of the state that a step changes
+    device: torch.device | None = None  # the GPU that it runs on
 
 
 class BoundProgram:
@@ -126,6 +127,13 @@ class Compiled(Printed):
         """The program that runs; before the first call, the lowered program."""
         local_program = self.bound.local_program
         return (local_program.lowered if local_program is not None else self.lowered).graph
+
+    def memory_analysis(self) -> Memory:
+        """The bytes that are live at each equation of `graph`, their peak, and the values that are live at the peak.
+
+        After the first call this counts what this rank keeps for the program, as the copies of `cast_ahead`.
+        """
+        return memory(self.graph)
 
     def __repr__(self) -> str:
         options = [f"backend={self.backend!r}"]
@@ -264,7 +272,7 @@ class Compiled(Printed):
         state = inputs.leaves[: self.lowered.graph.num_state]
         check_whole(state, name)
         thread = self.bound.thread if mesh is None else process_groups(mesh).thread
-        with one_thread(thread, name):
+        with one_thread(thread, name), self._current_device(local):
             if mesh is not None:
                 check_launched(mesh, name)
             local_program = self.bound.local_program or self._bind(local, state)
@@ -288,6 +296,17 @@ class Compiled(Printed):
             torch.autograd.graph.increment_version(changed)
             if half_weights is not None:
                 half_weights.note(inputs)
+
+    def _current_device(
+        self, local: Sequence[torch.Tensor]
+    ) -> contextlib.AbstractContextManager[Any]:
+        """A context in which the GPU of these inputs, if they have one, is the current one.
+
+        PyTorch makes streams and events, and Triton launches kernels, on the current device.
+        """
+        local_program = self.bound.local_program
+        device = local_program.device if local_program is not None else device_of(local)
+        return torch.accelerator.device_index(device.index if device is not None else None)
 
     def _agree(
         self,
@@ -392,7 +411,8 @@ class Compiled(Printed):
             process_groups(self._mesh).carry(lowered.graph)
             contract = Contract(lowered.graph, update_hash(lowered.hinted), self._mesh)
         changed = _changed(self.lowered.graph)
-        return LocalProgram(lowered, run, writes, contract, half_weights, changed)
+        device = device_of(local)
+        return LocalProgram(lowered, run, writes, contract, half_weights, changed, device)
 
     def _for_device(
         self, graph: Graph, local: Sequence[torch.Tensor]

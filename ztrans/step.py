@@ -277,7 +277,7 @@ class Step(Generic[P, R]):
 
         Returns: The first recording.
         """
-        compiled = self.compiled(*args, **kwargs)
+        compiled = self._compiled_on_all_ranks(*self._signed(args, kwargs))
         tuned, measured = compiled.tune(*args, steps=steps, **kwargs)
         # Programs for other batch sizes follow the plan of this one, so they are lowered again.
         self._cache.remove_any_size(tuned.lowered.program.signature)
@@ -311,9 +311,12 @@ class Step(Generic[P, R]):
         The sizes of the batch may differ from rank to rank and from call to call. A program for another size follows
         the plan of the first, so all ranks send the same messages in the same order.
         """
+        return self._compiled(*self._signed(args, kwargs))
+
+    def _signed(self, args: tuple, kwargs: dict[str, Any]) -> tuple[BoundCall, Signature]:
+        """A call of the step, and its signature here and now."""
         call = BoundCall.of(self._function, args, kwargs)
-        surroundings = Surroundings.of(self._function)
-        return self._compiled(call, Signature.of(call, self._function, surroundings))
+        return call, Signature.of(call, self._function, Surroundings.of(self._function))
 
     def _compiled_on_all_ranks(self, call: BoundCall, signature: Signature) -> Compiled:
         """The compiled step for a call that all ranks make. If this rank can make no program, the others learn why."""

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ztrans as zt
 from tests.support.worlds import distance
@@ -19,6 +20,8 @@ from ztrans.runtime.cuda.attention_kernels import (
     INFINITY,
     KERNELS,
     Attention,
+    Kernel,
+    between_projections,
     check_attention,
     fastest_attention,
     random_inputs,
@@ -221,6 +224,55 @@ OTHERS = {
 def test_other_attention_stays(name):
     graph = lowered(OTHERS[name]).graph
     assert fastest_attention(graph, clock(cudnn=1.0)) is graph
+
+
+def test_attention_stays_where_as_strided_reads_what_follows_from_it():
+    """A kernel with other strides would give it other elements, without an error."""
+
+    def step(state, x):
+        out = FORWARD["flash"](x, x, x)[0]
+        return state, (2 * out).as_strided((2, 6), (48, 8))
+
+    graph = zt.Step.of(step).lower([], torch.empty(2, 2, 6, 4, device="meta")).graph
+    after = fastest_attention(graph, clock(flash=2.0, cudnn=1.0))
+    assert after.eqns == graph.eqns
+    assert after.notes[-1].endswith(
+        "attention of 2x2x6x4: flash, because as_strided reads what follows from it"
+    )
+
+
+class HeadsApart:
+    """The kernel for CPUs, whose output has the positions of a head next to each other."""
+
+    op = aten._scaled_dot_product_flash_attention_for_cpu.default
+    _schema = op._schema
+
+    def __call__(self, *args, **kwargs):
+        out, *rest = self.op(*args, **kwargs)
+        return out.contiguous(), *rest
+
+
+def test_the_time_of_a_kernel_has_the_copies_that_its_strides_cost():
+    attention = Attention((2, 3, 64, 8), (2, 3, 64, 8), torch.float32, True, None, False)
+    inputs = random_inputs(attention, "cpu")
+    copied = []
+    for forward in (HeadsApart.op, HeadsApart()):
+        kernel = Kernel("double", forward, None, seed=0, offset=0)
+        with Copies() as copies:
+            (out,) = between_projections(kernel, attention, inputs)
+        assert out.shape == (2, 64, 3, 8) and out.is_contiguous()
+        copied.append(copies.count)
+    assert copied[1] - copied[0] == 2, "one in the double, and one that its strides cost"
+
+
+class Copies(TorchDispatchMode):
+    """Counts the copies of tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is aten.clone.default
+        return func(*args, **(kwargs or {}))
 
 
 def test_a_result_that_others_read_stays():

@@ -153,6 +153,19 @@ def test_the_same_bits(name, backend, on_gpu, monkeypatch):
     assert "half_weights" not in repr(subjects[1]) and "cast_ahead=True" in repr(subjects[1])
 
 
+def test_the_memory_of_a_compiled_step_has_its_copies(on_gpu):
+    program, state = lowered()
+    plain, ahead = (program.compile(cast_ahead=cast) for cast in (False, True))
+    assert ahead.memory_analysis() == program.memory_analysis(), "before the first call"
+    for run in (plain, ahead):
+        run(clone(state), X)
+    nbytes = sum(2 * w.numel() for w in weights(state))
+    before, after = plain.memory_analysis(), ahead.memory_analysis()
+    assert after.state == before.state + nbytes
+    assert nbytes == sum(x.nbytes for x in copies(ahead))
+    assert min(after.live) >= after.state
+
+
 ELEMENTWISE = {
     "adamw, foreach": lambda params: optim.AdamW(params, lr=0.01, foreach=True),
     "sgd, nesterov": lambda params: optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),

@@ -7,8 +7,10 @@
 
 A trace has the kernel that PyTorch chose, by rules that do not know which one is fastest for these sizes. Here each
 kernel is timed once, forward and backward together, on random tensors of the sizes of the step. Another kernel is taken
-if it is faster by 2%. Kernels round in other places, so the bits of the step depend on this choice, which another
-machine, or another run, may make in another way.
+if it is faster by 2%, with the copies that the strides of its results cost: between projections, the heads of a
+position lie next to each other. Where `as_strided` reads what follows from attention, the kernel stays. Kernels round
+in other places, so the bits of the step depend on this choice, which another machine, or another run, may make in
+another way.
 
 Only attention without dropout and without a bias, whose queries and keys have the same number of heads, is changed.
 """
@@ -31,6 +33,7 @@ from ...ir.verifier import check
 
 aten = torch.ops.aten
 INFINITY = float("inf")
+_STATES_STRIDES = (aten.as_strided.default, aten.as_strided_scatter.default)
 _FASTER = 0.98  # of the time of the kernel in the trace
 _WARM_UP = 3
 _TIMED = 10
@@ -102,8 +105,8 @@ Clock = Callable[[Kernel, Attention], float]
 
 def fastest_attention(graph: Graph, clock: Clock) -> Graph:
     """The program with the fastest kernel for each attention, which its notes name."""
-    sites = _sites(graph)
-    notes = _moved(graph)
+    sites, notes = _with_free_strides(_sites(graph), graph)
+    notes += _moved(graph)
     by_attention = grouped((site.attention, site) for site in sites)
     rewritten: dict[Eqn, Eqn] = {}
     names = Names(v.name for v in (*graph.inputs, *producers(graph.eqns)))
@@ -131,6 +134,12 @@ class _Site:
     forward: Eqn
     backward: Sequence[Eqn]
     attention: Attention
+
+    @property
+    def results(self) -> list[Var]:
+        """The output and the gradients."""
+        gradients = [v for e in self.backward for v in e.results]
+        return [self.forward.results[0], *gradients]
 
     def by(self, kernel: Kernel, names: Names) -> dict[Eqn, Eqn]:
         """The same equations by another kernel."""
@@ -227,6 +236,32 @@ def _moved(graph: Graph) -> list[str]:
     return notes
 
 
+def _with_free_strides(sites: Sequence[_Site], graph: Graph) -> tuple[list[_Site], list[str]]:
+    """The attention whose results may have other strides, and notes on the other attention, whose kernel stays."""
+    strided = _read_by_strides(graph)
+    free = []
+    notes = []
+    for site in sites:
+        if strided.isdisjoint(site.results):
+            free.append(site)
+        else:
+            reason = "because as_strided reads what follows from it"
+            notes.append(f"{site.attention}: {site.kernel.name}, {reason}")
+    return free, notes
+
+
+def _read_by_strides(graph: Graph) -> set[Var]:
+    """The values from which `as_strided` reads, directly or after other equations.
+
+    It states strides, and other results follow those of their arguments.
+    """
+    read: set[Var] = set()
+    for eqn in reversed(graph.eqns):
+        if eqn.op in _STATES_STRIDES or not read.isdisjoint(eqn.results):
+            read.update(eqn.ins)
+    return read
+
+
 def _bound(eqn: Eqn) -> dict[str, Any]:
     """The arguments of an equation by name."""
     op: Any = eqn.op
@@ -267,21 +302,34 @@ def random_inputs(attention: Attention, device: str) -> list[torch.Tensor]:
 
 
 def by_events(kernel: Kernel, attention: Attention) -> float:
-    """The median seconds of a kernel on this GPU."""
-    q, k, v = random_inputs(attention, "cuda")
-    values = {"query": q, "key": k, "value": v, "is_causal": attention.is_causal}
-    call = _call(kernel.forward, values | {"scale": attention.scale})
+    """The median seconds of a kernel on this GPU, between projections."""
+    inputs = random_inputs(attention, "cuda")
 
     def run() -> None:
-        out = kernel.forward(*call["args"], **call["kwargs"])[0]
-        if attention.differentiated:
-            torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        between_projections(kernel, attention, inputs)
 
     try:
         with torch.enable_grad():
             return _median(run)
     except RuntimeError:  # it does not compute this attention
         return INFINITY
+
+
+def between_projections(
+    kernel: Kernel, attention: Attention, inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The output of a kernel, and the gradients of its inputs, as projections read them.
+
+    The heads of a position lie next to each other. A kernel that returns other strides is followed by copies.
+    """
+    q, k, v = inputs
+    values = {"query": q, "key": k, "value": v, "is_causal": attention.is_causal}
+    call = _call(kernel.forward, values | {"scale": attention.scale})
+    out = kernel.forward(*call["args"], **call["kwargs"])[0]
+    results = [out]
+    if attention.differentiated:
+        results += torch.autograd.grad(out, inputs, torch.ones_like(q))
+    return [x.transpose(1, 2).contiguous() for x in results]
 
 
 def check_attention(attention: str, mesh: object) -> None:
