@@ -23,9 +23,10 @@ from pathlib import Path
 
 import torch
 
+from ztrans.planning.solver.changes import CHANGES
 from ztrans.planning.solver.evaluate import evaluate
 from ztrans.planning.solver.problem import Problem
-from ztrans.planning.solver.search import CHANGES, solve
+from ztrans.planning.solver.search import solve
 
 from .inductor import RESULTS, processor
 from .planned import subjects

@@ -5,8 +5,9 @@ import pytest
 from benchmarks import ablations
 from benchmarks.ablations import CHOICES, Part, planned_step
 from tests.support.synthetic import seven
+from ztrans.planning.solver.changes import CHANGES
 from ztrans.planning.solver.evaluate import evaluate
-from ztrans.planning.solver.search import CHANGES, solve
+from ztrans.planning.solver.search import solve
 
 
 def simulated(without: frozenset[str]):

@@ -20,7 +20,8 @@ from ztrans.planning.plan import schedule_of
 from ztrans.planning.realise import realise
 from ztrans.planning.skeleton import skeleton
 from ztrans.planning.solver.evaluate import evaluate
-from ztrans.planning.solver.place import Choice, Loads, place_choice
+from ztrans.planning.solver.loads import Choice, Loads
+from ztrans.planning.solver.place import place_choice
 from ztrans.planning.solver.problem import Problem, Schedule
 from ztrans.planning.solver.search import needs
 

@@ -24,7 +24,7 @@ from ztrans.planning.cluster import Device, Link
 from ztrans.planning.formulate import formulate
 from ztrans.planning.simulate import seconds, signature
 from ztrans.planning.skeleton import skeleton
-from ztrans.planning.solver.problem import message_of
+from ztrans.planning.solver.messages import message_of
 from ztrans.planning.timeline import COMPUTE
 from ztrans.profiling.link_fit import Observed
 from ztrans.profiling.profile import Profile, profile, recorded

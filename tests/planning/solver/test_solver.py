@@ -20,7 +20,9 @@ from ztrans.planning.buffers import Buffer
 from ztrans.planning.network import Message
 from ztrans.planning.solver.bound import bound
 from ztrans.planning.solver.evaluate import evaluate, memory
-from ztrans.planning.solver.place import Choice, Loads, place_choice
+from ztrans.planning.solver.full_buckets import gather_buckets, reduction_buckets
+from ztrans.planning.solver.loads import Choice, Loads
+from ztrans.planning.solver.place import place_choice
 from ztrans.planning.solver.problem import (
     END,
     Bucket,
@@ -33,14 +35,7 @@ from ztrans.planning.solver.problem import (
     Wire,
     gather_levers,
 )
-from ztrans.planning.solver.search import (
-    Infeasible,
-    Search,
-    gather_buckets,
-    needs,
-    reduction_buckets,
-    solve,
-)
+from ztrans.planning.solver.search import Infeasible, Search, needs, solve
 from ztrans.planning.solver.validate import ScheduleError, validate
 
 INF = float("inf")

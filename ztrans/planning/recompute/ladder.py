@@ -30,7 +30,7 @@ from ..plan import Plan
 from ..realise import PlanError
 from ..simulate import seconds, simulate
 from ..skeleton import skeleton
-from ..solver.place import Loads
+from ..solver.loads import Loads
 from ..solver.problem import NO_LEVERS
 from .choose import choose, choose_least
 from .model import Model, Residency, model_of, places_of

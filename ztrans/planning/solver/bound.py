@@ -29,7 +29,8 @@ import numpy as np
 
 from ...ir.relations import grouped
 from ..buffers import Buffer, live_by_slot
-from .problem import Gather, Lever, Problem, Reduction, copy_seconds
+from .messages import copy_seconds
+from .problem import Gather, Lever, Problem, Reduction
 
 # Bytes for which there is no room need a message with its latency. A share this small is the rounding of floats.
 ROUNDING = 1e-9

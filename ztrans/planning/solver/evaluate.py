@@ -9,16 +9,8 @@ import numpy as np
 from ..buffers import Buffer, by_operation, live_by_slot
 from ..network import Message
 from ..simulate import Played, play
-from .problem import (
-    PendingUpdates,
-    Problem,
-    ReductionBytes,
-    Schedule,
-    gather_buffers,
-    message_of,
-    reserved_for_second,
-    second_buffer,
-)
+from .messages import ReductionBytes, gather_buffers, message_of, reserved_for_second, second_buffer
+from .problem import PendingUpdates, Problem, Schedule
 
 
 @dataclass(frozen=True)

@@ -9,269 +9,16 @@ each lane starts once it is due, and as soon as there is room for it until its u
 
 from __future__ import annotations
 
-import functools
 import heapq
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from ..buffers import Buffer, changes, live_by_slot, sum_changes
-from ..network import Message, Network, Stalls, in_lane
-from .problem import (
-    Bucket,
-    Levers,
-    PendingUpdates,
-    Problem,
-    Reduction,
-    ReductionBytes,
-    Schedule,
-    gather_buffers,
-    message_of,
-    packed_values,
-    reserved_for_second,
-    second_buffer,
-)
-
-ENDLESS = 2**52  # bytes: more than there are, and exact as a float
-NEVER = float("inf")
-MemberIndices = tuple[int, ...]
-
-
-class Rejected(Exception):
-    """A bucket is not possible, or a choice does not fit the memory or takes longer than its limit."""
-
-
-class Choice(NamedTuple):
-    """Buckets by index, in order of use and of birth within a key; the levers that are pulled; when gathers start.
-
-    A gather is due `lead` times its transfer before its use. If `reserve`, a gather that is used after the first
-    gradient starts only where it leaves room for the largest reduction.
-    """
-
-    gathers: tuple[MemberIndices, ...]
-    reductions: tuple[MemberIndices, ...]
-    levers: Levers
-    lead: float = 1.0
-    reserve: bool = True
-
-
-class GatherLoad(NamedTuple):
-    """A bucket of gathers as a message, and the bytes that it takes."""
-
-    members: MemberIndices
-    use: int
-    release: int  # the first place at which it may start
-    bytes: int  # of its values
-    size: int  # live between its start and its use
-    burst: int  # live in addition where it starts, if that is before its use
-    message: Message  # as if it started at its use
-    changes: np.ndarray  # of what is live, compared with its members alone
-
-
-class ReductionLoad(NamedTuple):
-    """A bucket of reductions as a message, and the bytes that it takes."""
-
-    members: MemberIndices
-    start: int
-    first_wait: int
-    deadline: int
-    bytes: ReductionBytes
-    size: int  # live between its start and its wait
-    burst: int  # live in addition at its wait
-    staying: int  # counted as live after its first wait, up to the slot `until`
-    until: int
-    spare: int  # live at its first wait, and not if it is waited for later
-    message: Message
-    changes: np.ndarray
-
-    def needs(self, place: int, end: int) -> np.ndarray:
-        """By slot, from after a place to an end: the room that it needs to be waited for there or later."""
-        needs = np.full(2 * (end - place), self.size)
-        needs[1::2] += self.burst  # at places, where it may be waited for
-        # What stays after the first wait, and the updates that run later, are counted already.
-        needs[: max(self.until - 2 * place, 0)] -= self.staying
-        for release, size in self.bytes.temporaries:
-            if max(place, self.first_wait) < release <= end:
-                needs[2 * (release - place) - 1] -= size
-        return needs
-
-
-def gather_load(problem: Problem, members: MemberIndices) -> GatherLoad:
-    """The load of a bucket of gathers, of which each may start before any is used."""
-    gathers = [problem.gathers[i] for i in members]
-    use = min(g.use for g in gathers)
-    release = max(g.release for g in gathers)
-    if release > use:
-        raise Rejected
-    size = sum(g.bytes for g in gathers)
-    packed = packed_values(gathers)
-    part = packed // problem.wires[gathers[0].key].ranks
-    early = [Buffer(g.bytes, 2 * use, 2 * g.use - 1) for g in gathers]
-    load_changes = changes([*early, *gather_buffers(problem, gathers, use, use)])
-    message = message_of(problem, gathers, use, use)
-    return GatherLoad(members, use, release, size, size + part, packed, message, load_changes)
-
-
-def reduction_load(
-    problem: Problem, first_waits: Sequence[int], members: MemberIndices
-) -> ReductionLoad:
-    """The load of a bucket of reductions, given the first wait of each, before which no result is needed."""
-    reductions = [problem.reductions[i] for i in members]
-    start = max(r.born for r in reductions) + 1
-    first_wait = max(start, *(first_waits[i] for i in members))
-    end = len(problem.seconds)
-    deadline = min(end, *(r.need for r in reductions))
-    if first_wait > deadline:
-        raise Rejected
-    total = ReductionBytes(reductions)
-    bytes_before = total.starting if first_wait == start else total.under_way
-    staying = [b for b in total.staying if b.last > 2 * first_wait]
-    buffers = [
-        *total.buffers(start, first_wait),
-        *_minus_unbucketed(members, reductions, first_waits),
-    ]
-    return ReductionLoad(
-        members,
-        start,
-        first_wait,
-        deadline,
-        total,
-        size=total.under_way + total.waiting,
-        burst=total.at_wait(end) - total.under_way,
-        staying=sum(b.bytes for b in staying),
-        until=min((b.last for b in staying), default=0),
-        spare=max(total.at_wait(first_wait) - bytes_before, 0),
-        message=message_of(problem, reductions, start, first_wait),
-        changes=changes(buffers),
-    )
-
-
-def _minus_unbucketed(
-    members: MemberIndices, reductions: Sequence[Reduction], first_waits: Sequence[int]
-) -> Iterator[Buffer]:
-    """The negative of what the members of a bucket have live if each is a bucket of its own."""
-    for i, r in zip(members, reductions):
-        for b in ReductionBytes([r]).buffers(r.born + 1, first_waits[i]):
-            yield b._replace(bytes=-b.bytes)
-
-
-class Loads:
-    """The loads of one problem's buckets, and the bytes that are live with them, by slot.
-
-    Attributes:
-        first_waits: for each reduction, the first place at which it can be waited for.
-    """
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.memory = int(min(problem.memory, ENDLESS))
-        self.second = reserved_for_second([r] for r in problem.reductions)
-        starts = [r.born + 1 for r in problem.reductions]
-        self.first_waits = first_waits(problem, self._bytes_unbucketed(starts))
-        self._without_levers = self._bytes_unbucketed(self.first_waits)
-        self._gather = functools.cache(functools.partial(gather_load, problem))
-        self._reduction = functools.cache(
-            functools.partial(reduction_load, problem, self.first_waits)
-        )
-
-    def _bytes_unbucketed(self, waits: Sequence[int]) -> np.ndarray:
-        """By slot, what is live if every message is a bucket of its own, gathers start at their use, and no lever is
-        pulled."""
-        problem = self.problem
-        buffers = [Buffer(g.bytes, 2 * g.use, 2 * g.last + 1) for g in problem.values]
-        for r, wait in zip(problem.reductions, waits):
-            buffers += ReductionBytes([r]).buffers(r.born + 1, wait)
-        if self.second:
-            buffers.append(second_buffer(problem, self.second))
-        return problem.fixed_bytes + live_by_slot(buffers, len(problem.fixed_bytes))
-
-    def bytes_unbucketed(self, levers: Levers) -> np.ndarray:
-        """By slot, what is live if every message is a bucket of its own, and these levers are pulled."""
-        buffers = self.problem.lever_buffers(levers)
-        return self._without_levers + live_by_slot(buffers, len(self.problem.fixed_bytes))
-
-    def of(self, choice: Choice) -> Loaded:
-        """The loads of a choice, in which every bucket is possible, and for which there is room."""
-        problem = self.problem
-        gathers = [self._gather(members) for members in choice.gathers]
-        reductions = [self._reduction(members) for members in choice.reductions]
-        if problem.without_start(load.start for load in reductions):
-            raise Rejected
-        # A bucket of one member changes nothing.
-        shared = [load.changes for load in gathers if len(load.members) > 1]
-        shared += [load.changes for load in reductions if len(load.members) > 1]
-        used = self.bytes_unbucketed(choice.levers) + sum_changes(shared, len(problem.fixed_bytes))
-        room = self.memory - used
-        second = reserved_for_second(load.bytes.members for load in reductions)
-        if second > self.second:
-            room[2 * problem.births[0] :] -= second - self.second
-        if room.min(initial=0) < 0:
-            raise Rejected
-        gathers.sort(key=lambda load: (load.use, load.release))
-        reductions.sort(key=lambda load: (load.start, load.deadline))
-        return Loaded(gathers, reductions, room)
-
-
-class Loaded(NamedTuple):
-    """The loads of a choice, and by slot the room that is left if each gather starts at its use, and each reduction is
-    waited for at its first wait."""
-
-    gathers: list[GatherLoad]
-    reductions: list[ReductionLoad]
-    room: np.ndarray
-
-
-def first_waits(problem: Problem, live_bytes: np.ndarray) -> list[int]:
-    """The first place at which each reduction can be waited for, so that none is waited for before an earlier one.
-
-    It is the place at which the reduction starts, unless the bytes of the wait and of the updates after it do not fit
-    there. An update at the beginning of backward, when most activations are live, may fit a few operations later. A
-    reduction that fits nowhere is waited for where it starts.
-
-    Args:
-        problem: the reductions, and the memory.
-        live_bytes: by slot, if every message is a bucket of its own and every reduction is waited for where it starts.
-    """
-    starts = [r.born + 1 for r in problem.reductions]
-    if problem.reductions_in_flight < NEVER or live_bytes.max(initial=0) <= problem.memory:
-        return starts
-    room = problem.memory - live_bytes
-    waits = list(starts)
-    earliest = 0
-    for i, (r, start) in enumerate(zip(problem.reductions, starts)):
-        need = min(r.need, len(problem.seconds))
-        if earliest > need:
-            return starts
-        total = ReductionBytes([r])
-        at_once = live_by_slot(total.buffers(start, start), len(room))
-        if earliest > start or room[at_once > 0].min(initial=0) < 0:
-            room += at_once
-            waits[i] = _first_wait(total, room, start, max(earliest, start), need)
-            room -= live_by_slot(total.buffers(start, waits[i]), len(room))
-        earliest = waits[i]
-    return waits
-
-
-def _first_wait(
-    total: ReductionBytes, room: np.ndarray, start: int, earliest: int, need: int
-) -> int:
-    """The first place, from `earliest` on, where a reduction can be waited for; `earliest` if there is none."""
-    full = room[2 * start + 1 : 2 * need] < total.under_way + total.waiting
-    latest = start + (int(full.argmax()) + 1) // 2 if full.any() else need
-    places = np.arange(earliest, max(latest, earliest) + 1)
-    until = max((b.last + 1 for b in total.staying), default=0)
-    too_full = np.flatnonzero(room[:until] < sum(b.bytes for b in total.staying))
-    waits_fit = room[2 * places] >= total.at_wait(need) + total.waiting
-    fits = waits_fit & (2 * places + 1 > too_full.max(initial=-1))
-    return int(places[fits.argmax()]) if fits.any() else earliest
-
-
-# The simulation of a choice.
+from ..network import NEVER, Message, Network, Stalls, in_lane
+from .loads import Choice, GatherLoad, Loaded, Loads, ReductionLoad, Rejected
+from .problem import Bucket, PendingUpdates, Schedule
 
 
 @dataclass(slots=True, eq=False)
@@ -350,11 +97,7 @@ class _Simulation:
         self.room = loaded.room
         self.choice = choice
         self.limit = limit
-        compute = problem.compute(choice.levers)
-        if compute is problem.seconds:
-            self.seconds_before = problem.seconds_before
-        else:
-            self.seconds_before = tuple(accumulate(compute, initial=0.0))
+        self.seconds_before = loaded.fixed.seconds_before
         self.first_gradient = min(
             (r.born for r in problem.reductions), default=len(self.seconds_before)
         )
@@ -374,7 +117,7 @@ class _Simulation:
         for g, gather in enumerate(loaded.gathers):
             self.gathers.append(GatherInFlight(g, gather.message, gather))
         self.fixed = []
-        for turn, message in enumerate(problem.messages(choice.levers), len(self.gathers)):
+        for turn, message in enumerate(loaded.fixed.messages, len(self.gathers)):
             self.fixed.append(InFlight(turn, message))
         self.gathers_under_way: list[GatherInFlight] = []
         self.reductions_under_way: list[ReductionInFlight] = []
@@ -392,13 +135,16 @@ class _Simulation:
         """Add up the work of each lane, and queue its gathers."""
         for each in (*self.gathers, *self.reductions, *self.fixed):
             message = each.message
-            lane = self.lanes.setdefault(message.lane, Lane(message.lane))
-            lane.work += in_lane(message)
+            self._lane(message.lane).work += in_lane(message)
             if message.inside is not None:
-                first = self.lanes.setdefault(message.inside.lane, Lane(message.inside.lane))
-                first.work += in_lane(message.inside)
+                self._lane(message.inside.lane).work += in_lane(message.inside)
         for gather in self.gathers:
             self.lanes[gather.message.lane].queue.append(gather)
+
+    def _lane(self, name: str) -> Lane:
+        if name not in self.lanes:
+            self.lanes[name] = Lane(name)
+        return self.lanes[name]
 
     def _known_items(self) -> Iterator[_Item]:
         """Everything that is known to happen."""
@@ -419,7 +165,7 @@ class _Simulation:
         latest = NEVER
         for gather in reversed(lane.queue):
             use = gather.load.use
-            latest = min(clock[use], latest) - self.choice.lead * gather.message.alone
+            latest = min(clock[use], latest) - self.choice.lead * gather.load.alone
             gather.due = min(max(0, bisect_right(clock, latest) - 1), use)
 
     def placed(self) -> Placed:
@@ -521,17 +267,17 @@ class _Simulation:
     def _send_reduction(self, reduction: ReductionInFlight, place: int) -> None:
         """Start a reduction; if too many bytes would be under way, wait for others first."""
         load = reduction.load
-        gradients = load.bytes.gradients
         most = self.problem.reductions_in_flight
         under_way = self.reductions_under_way
-        # The oldest arrive first, so they are waited for first.
-        while under_way and sum(r.load.bytes.gradients for r in under_way) + gradients > most:
-            self._decide_wait(under_way[0], place, stall=True)
+        if most < NEVER:
+            # The oldest arrive first, so they are waited for first.
+            while under_way and sum(r.load.gradients for r in under_way) + load.gradients > most:
+                self._decide_wait(under_way[0], place, stall=True)
         self._send(reduction, place)
         reduction.expected = self.lanes[load.message.lane].clear
         under_way.append(reduction)
         reduction.until = load.first_wait
-        if gradients <= most:
+        if load.gradients <= most:
             self._hold(reduction, place)
         else:
             self._decide_wait(reduction, place, stall=True)
@@ -545,7 +291,7 @@ class _Simulation:
         end = bisect_left(clock, reduction.expected - self.clock + clock[place], place)
         end = min(end, load.deadline)
         if end > begin:
-            needs = load.needs(begin, end)
+            needs = load.room.between(begin, end)
             full = self.room[2 * begin + 1 : 2 * end + 1] < needs
             first = int(full.argmax())  # 0 if no slot is full
             if full[first]:
@@ -580,10 +326,10 @@ class _Simulation:
             # The room that was left was counted for a wait at the first place, and for one at every place up to here.
             self.room[2 * load.first_wait] += load.spare
             self.room[2 * load.first_wait + 2 : 2 * place : 2] += load.burst
-            end = len(self.problem.seconds)
-            self.room[2 * place] += load.bytes.at_wait(end) - load.bytes.at_wait(place)
-        self.room[2 * place + 1 : 2 * until + 1] += load.needs(place, until)
+            if place < load.last_release:
+                self.room[2 * place] += load.size_at_wait - load.bytes.at_wait(place)
         if until > place:
+            self.room[2 * place + 1 : 2 * until + 1] += load.room.between(place, until)
             # The room that is free again may be enough for a gather. After a stall, it starts after the wait.
             for queued in self.queued:
                 if queued.queue and queued.next > place:

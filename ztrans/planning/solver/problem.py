@@ -16,16 +16,16 @@ from __future__ import annotations
 import functools
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from ...ir.relations import grouped
-from ..buffers import AT_START, AT_WAIT, Buffer
-from ..network import Level, Message
+from ..buffers import Buffer
+from ..network import Message
 from ..simulate import play
 
 END = sys.maxsize  # a place that is not before the end of any problem
@@ -220,7 +220,7 @@ class Problem:
 
     def dropped(self, levers: Iterable[int]) -> frozenset[int]:
         """The gathers that are not sent if these levers are pulled."""
-        dropped = {i for i, gather in enumerate(self.gathers) if gather.instead is not None}
+        dropped = set(self.replacements)
         for lever in self._pulled(levers):
             dropped.update(lever.dropped)
             dropped.difference_update(lever.sent)
@@ -239,9 +239,34 @@ class Problem:
         return tuple(gather for gather in self.gathers if gather.instead is None)
 
     @functools.cached_property
+    def replacements(self) -> frozenset[int]:
+        """The gathers that are sent only in place of others, if a lever says so."""
+        return frozenset(i for i, gather in enumerate(self.gathers) if gather.instead is not None)
+
+    @functools.cached_property
     def levers_of_parts(self) -> tuple[int, ...]:
         """The levers that send gathers in place of others."""
         return tuple(i for i, lever in enumerate(self.levers) if lever.sent)
+
+    @functools.cached_property
+    def other_levers(self) -> tuple[int, ...]:
+        """The levers that send no gathers."""
+        return tuple(i for i, lever in enumerate(self.levers) if not lever.sent)
+
+    @functools.cached_property
+    def rivals(self) -> tuple[Levers, ...]:
+        """For each lever, those that cannot be pulled with it.
+
+        Only one lever may drop a gather if one of them sends another gather in its place.
+        """
+        dropping = grouped(
+            (gather, i) for i, each in enumerate(self.levers) for gather in each.dropped
+        )
+        rivals = []
+        for i, lever in enumerate(self.levers):
+            same = {k for gather in lever.dropped for k in dropping[gather]} - {i}
+            rivals.append(frozenset(k for k in same if lever.sent or self.levers[k].sent))
+        return tuple(rivals)
 
     @functools.cached_property
     def free_levers(self) -> Levers:
@@ -344,168 +369,6 @@ class Schedule:
     gathers: tuple[Bucket, ...]
     reductions: tuple[Bucket, ...]
     levers: Levers = NO_LEVERS
-
-
-# A bucket as a message.
-
-BucketMembers = Sequence[Gather] | Sequence[Reduction]
-
-
-def message_of(problem: Problem, members: BucketMembers, start: int, wait: int) -> Message:
-    """A bucket as a message that is sent at place `start` and waited for at place `wait`.
-
-    A gather copies this rank's part into the buffer in which it receives. Small members share a buffer, and their
-    values are copied out of it. A reduction copies gradients that it cannot send from their own storage, and sums up
-    the parts that it has received.
-    """
-    wire = problem.wires[members[0].key]
-    wire_bytes = sum(member.wire for member in members)
-    host = wire.call + wire.host * wire_bytes
-    unpack = wire.unpack * wire_bytes
-    packing = wire.pack * packed_gradients(members)
-    unpacking = wire.copy * packed_values(members)
-    for member in members:
-        packing_of_member, unpacking_of_member = copy_seconds(wire, member)
-        packing += packing_of_member
-        unpacking += unpacking_of_member
-    transfer = wire.lane, wire.link, *wire.travel(wire_bytes)
-    if not wire.beside:
-        host += packing
-        unpack += unpacking
-        return Message(start, wait, *transfer, host, unpack, taken=wire.taken)
-    inside = wire.inside
-    if inside is None:
-        beside = packing, unpacking
-        return Message(start, wait, *transfer, host, unpack, *beside, taken=wire.taken)
-    seconds = inside.pace * wire_bytes
-    first = Level(inside.lane, inside.link, inside.latency, seconds, unpacking)
-    return Message(start, wait, *transfer, host, unpack, packing, inside=first, taken=wire.taken)
-
-
-def copy_seconds(wire: Wire, member: Gather | Reduction) -> tuple[float, float]:
-    """The seconds of copies and sums that a member takes in any bucket: to send it, and to unpack it."""
-    if isinstance(member, Gather):
-        return wire.pack * member.bytes / wire.ranks, 0.0
-    packing = wire.pack * member.bytes if member.copied else 0.0
-    return packing, wire.copy * (member.bytes + member.bytes // wire.ranks)
-
-
-def sharing(members: BucketMembers) -> list[Gather | Reduction]:
-    """The members of a bucket that share a buffer: the small ones, if there are several."""
-    small = [member for member in members if member.small]
-    return small if len(small) > 1 else []
-
-
-def packed_values(members: BucketMembers) -> int:
-    """The bytes of values that are copied out of the buffer of a bucket of gathers."""
-    return sum(member.bytes for member in sharing(members) if isinstance(member, Gather))
-
-
-def packed_gradients(members: BucketMembers) -> int:
-    """The bytes of gradients that are copied because their bucket has several small ones."""
-    small = [member for member in sharing(members) if isinstance(member, Reduction)]
-    return sum(reduction.bytes for reduction in small if not reduction.copied)
-
-
-# The bytes of a bucket.
-
-
-def gather_buffers(
-    problem: Problem, members: Sequence[Gather], start: int, wait: int
-) -> Iterator[Buffer]:
-    """What a bucket of gathers has live from its start to its wait, besides the values themselves.
-
-    Where it starts and where it is waited for, that is the whole buffer which small members share, and this rank's
-    part of it in between.
-    """
-    packed = packed_values(members)
-    part = packed // problem.wires[members[0].key].ranks
-    if packed:
-        yield Buffer(packed + part, 2 * wait, 2 * wait)
-        if start < wait:
-            yield Buffer(packed, 2 * start, 2 * start)
-            yield Buffer(part, 2 * start, 2 * wait - 1)
-
-
-class ReductionBytes:
-    """The bytes of a bucket of reductions.
-
-    Attributes:
-        sent, allocated: what begins at its start, and at its wait.
-        awaiting: results of other reductions, which are live until its wait.
-        staying: what is live after its wait, besides temporaries.
-        temporaries: of the updates after its wait, as in `Reduction`.
-    """
-
-    def __init__(self, members: Sequence[Reduction]) -> None:
-        buffers = list(chain.from_iterable(r.buffers for r in members))
-        self.members = members
-        self.sent = [buffer for buffer in buffers if buffer.first == AT_START]
-        self.allocated = [buffer for buffer in buffers if buffer.first == AT_WAIT]
-        self.awaiting = [buffer for buffer in buffers if buffer.first >= 0]
-        self.staying = [b for b in self.sent if b.last != AT_WAIT] + self.allocated
-        self.temporaries = list(chain.from_iterable(r.temporaries for r in members))
-
-    @functools.cached_property
-    def gradients(self) -> int:
-        """The bytes of the gradients of all members."""
-        return _total(self.members)
-
-    @functools.cached_property
-    def starting(self) -> int:
-        """The bytes where it starts."""
-        return self.gradients + _total(self.sent) + packed_gradients(self.members)
-
-    @functools.cached_property
-    def under_way(self) -> int:
-        """The bytes between its start and its wait."""
-        return _total(self.sent) + _total(r for r in self.members if not r.copied)
-
-    @functools.cached_property
-    def waiting(self) -> int:
-        """The bytes of `awaiting`."""
-        return _total(self.awaiting)
-
-    def at_wait(self, wait: int) -> int:
-        """The most bytes at a wait: while results are allocated, or while the updates run that may, one by one."""
-        largest = max((buffer.bytes for buffer in self.allocated), default=0)
-        running = max((size for release, size in self.temporaries if release <= wait), default=0)
-        second = sum(r.second for r in self.members)
-        return max(self.under_way + largest, _total(self.staying) + second + running)
-
-    def buffers(self, start: int, wait: int) -> Iterator[Buffer]:
-        """All that is live for the bucket, if it starts and is waited for at these places."""
-        for r in self.members:
-            yield Buffer(r.bytes, 2 * r.born + 1, 2 * start - 1)
-        for buffer in self.awaiting:
-            yield Buffer(buffer.bytes, buffer.first, 2 * wait)
-        for buffer in self.staying:
-            if buffer.last > 2 * wait:
-                yield Buffer(buffer.bytes, 2 * wait + 1, buffer.last)
-        for release, size in self.temporaries:
-            if release > wait:
-                yield Buffer(size, 2 * release, 2 * release)
-        if start == wait:
-            # It starts before it is waited for, so the two are not live at once.
-            yield Buffer(max(self.starting, self.at_wait(wait)), 2 * start, 2 * start)
-        else:
-            yield Buffer(self.starting, 2 * start, 2 * start)
-            yield Buffer(self.under_way, 2 * start + 1, 2 * wait - 1)
-            yield Buffer(self.at_wait(wait), 2 * wait, 2 * wait)
-
-
-def _total(sized: Iterable[Buffer | Reduction]) -> int:
-    return sum(each.bytes for each in sized)
-
-
-def second_buffer(problem: Problem, size: int) -> Buffer:
-    """The buffer of second reductions, from the first birth on."""
-    return Buffer(size, 2 * problem.births[0], 2 * len(problem.seconds))
-
-
-def reserved_for_second(reductions: Iterable[Sequence[Reduction]]) -> int:
-    """The bytes of the largest second reduction of some buckets: between two waits, one of them is under way."""
-    return max((sum(r.second for r in members) for members in reductions), default=0)
 
 
 class PendingUpdates:

@@ -18,21 +18,20 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import chain, pairwise
-from random import Random
 from typing import NamedTuple
 
-from ...ir.relations import grouped
 from ..buffers import by_operation
 from .bound import bound
-from .place import Choice, Loads, MemberIndices, Placed, place_choice
-from .problem import NO_LEVERS, Gather, Levers, Problem, Reduction, Schedule
+from .changes import CHANGES, Change, Kind, can_join, in_order, with_buckets
+from .full_buckets import gather_buckets, reduction_buckets
+from .loads import Choice, Loads, MemberIndices
+from .place import Placed, place_choice
+from .problem import NO_LEVERS, Levers, Problem, Schedule
 
 EFFORT = 20_000  # messages that the search places: about a second
 NEARLY = 0.0025  # schedules whose times differ by less than this share count as equal; the lower bound's is enough
-FULL = 16.0  # latencies that the transfer of a full bucket takes
 # Portions of the memory that is left where a bucket is needed, which a bucket may take.
 FIRST_GATHERS = 0.3
 REGATHERS = 0.12
@@ -84,258 +83,6 @@ def _unbucketed_needs(problem: Problem) -> Needs:
     """The bytes that are live if every message is sent alone, and is waited for as early as the memory allows."""
     live = by_operation(Loads(problem).bytes_unbucketed(NO_LEVERS))
     return Needs(int(live.max(initial=0)), int(live.argmax()) if len(live) else 0)
-
-
-# Random changes. Each takes a source of random numbers, the problem and a choice, and returns another choice, or the
-# same where it cannot be made.
-Change = Callable[[Random, Problem, Choice], Choice]
-_LEADS = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 1e6)
-_COUNTS = (1, 2, 4, 8)  # of levers that are pulled at once
-
-
-def split(chance: Random, problem: Problem, choice: Choice) -> Choice:
-    """Split a bucket."""
-    kind, buckets, k = _pick(chance, choice)
-    cuts = _cuts(problem, buckets[k], kind)
-    if cuts:
-        cut = chance.choice(cuts)
-        buckets[k : k + 1] = [buckets[k][:cut], buckets[k][cut:]]
-    return with_buckets(choice, kind, buckets)
-
-
-def join(chance: Random, problem: Problem, choice: Choice) -> Choice:
-    """Merge a bucket with the next one."""
-    kind, buckets, k = _pick(chance, choice)
-    if can_join(problem, buckets, k, kind):
-        buckets[k : k + 2] = [buckets[k] + buckets[k + 1]]
-    return with_buckets(choice, kind, buckets)
-
-
-def move_border(chance: Random, problem: Problem, choice: Choice) -> Choice:
-    """Move members between a bucket and the next one: often a few of them, sometimes any number."""
-    kind, buckets, k = _pick(chance, choice)
-    if can_join(problem, buckets, k, kind):
-        pair_members = buckets[k] + buckets[k + 1]
-        border = len(buckets[k])
-        cuts = [
-            new_border for new_border in _cuts(problem, pair_members, kind) if new_border != border
-        ]
-        cuts.sort(key=lambda new_border: abs(new_border - border))
-        if cuts:
-            new_border = chance.choice(cuts[:4] if chance.random() < 0.5 else cuts)
-            buckets[k : k + 2] = [pair_members[:new_border], pair_members[new_border:]]
-    return with_buckets(choice, kind, buckets)
-
-
-def change_start(chance: Random, problem: Problem, choice: Choice) -> Choice:
-    """Change when gathers start."""
-    return choice._replace(lead=chance.choice(_LEADS), reserve=chance.choice((False, True)))
-
-
-def pull_more(chance: Random, problem: Problem, choice: Choice) -> Choice:
-    """Pull a few more levers: any that send gathers of parts, or of all others the first ones first."""
-    count = chance.choice(_COUNTS)
-    of_parts = problem.levers_of_parts
-    if of_parts and chance.random() < 0.5:
-        more = [i for i in of_parts if i not in choice.levers]
-        first = chance.randrange(max(len(more), 1))
-        more = more[first : first + count]
-    else:
-        others = (i for i in range(len(problem.levers)) if i not in of_parts)
-        more = [i for i in others if i not in choice.levers][:count]
-    levers = choice.levers.union(more)
-    for i in more:
-        levers -= _rivals(problem, levers, i)
-    return with_levers(problem, choice, levers)
-
-
-def _rivals(problem: Problem, pulled: Levers, lever: int) -> set[int]:
-    """The levers among `pulled` that cannot be pulled with another one.
-
-    Only one may drop a gather if one of them sends another gather in its place.
-    """
-    rivals: set[int] = set()
-    if not problem.levers_of_parts:
-        return rivals
-    new = problem.levers[lever]
-    dropped = set(new.dropped)
-    for i in pulled - {lever}:
-        old = problem.levers[i]
-        if (new.sent or old.sent) and not dropped.isdisjoint(old.dropped):
-            rivals.add(i)
-    return rivals
-
-
-def with_levers(problem: Problem, choice: Choice, levers: Levers) -> Choice:
-    """A choice with other levers, in which no bucket has a gather that these drop.
-
-    Gathers that are sent in place of those of a bucket share a bucket, and so do those that take the place of kept
-    values.
-    """
-    dropped = problem.dropped(levers)
-    buckets = []
-    for members in choice.gathers:
-        remaining = tuple(i for i in members if i not in dropped)
-        if remaining:
-            buckets.append(remaining)
-    sent = [i for lever in sorted(levers) for i in problem.levers[lever].sent]
-    missing = set(sent).difference(*buckets)
-    if missing:
-        bucket_of: dict[int | None, int] = {}
-        for k, members in enumerate(choice.gathers):
-            bucket_of.update(dict.fromkeys(members, k))
-        new_buckets = grouped(
-            ((problem.gathers[i].key, bucket_of.get(problem.gathers[i].instead)), i)
-            for i in sorted(missing)
-        )
-        buckets = list(in_order(problem, [*buckets, *map(tuple, new_buckets.values())]))
-    return choice._replace(gathers=tuple(buckets), levers=levers)
-
-
-# Each change with its weight. `benchmarks/ablations.py` leaves each of them out, to see what it gains.
-CHANGES: tuple[tuple[Change, int], ...] = (
-    (split, 20),
-    (join, 30),
-    (move_border, 50),
-    (change_start, 6),
-    (pull_more, 8),
-)
-
-Kind = str  # "gathers" or "reductions", as the fields of a problem and of a choice
-
-
-def _pick(chance: Random, choice: Choice) -> tuple[Kind, list[MemberIndices], int]:
-    """Pick a bucket: its kind, the buckets of that kind, and its number among them."""
-    count = len(choice.gathers)
-    number = chance.randrange(count + len(choice.reductions))
-    if number < count:
-        return "gathers", list(choice.gathers), number
-    return "reductions", list(choice.reductions), number - count
-
-
-def _cuts(problem: Problem, members: MemberIndices, kind: Kind) -> list[int]:
-    """Where a bucket may be cut: members of one operation stay together."""
-    if kind == "gathers":
-        marks = [(problem.gathers[i].use, problem.gathers[i].release) for i in members]
-    else:
-        marks = [(problem.reductions[i].born, 0) for i in members]
-    return [k for k in range(1, len(members)) if marks[k] != marks[k - 1]]
-
-
-def can_join(problem: Problem, buckets: Sequence[MemberIndices], k: int, kind: Kind) -> bool:
-    """Whether a bucket has the key of the next one."""
-    messages = getattr(problem, kind)
-    return k + 1 < len(buckets) and messages[buckets[k][0]].key == messages[buckets[k + 1][0]].key
-
-
-def with_buckets(choice: Choice, kind: Kind, buckets: Iterable[MemberIndices]) -> Choice:
-    """A choice with other buckets of a kind."""
-    if kind == "gathers":
-        return choice._replace(gathers=tuple(buckets))
-    return choice._replace(reductions=tuple(buckets))
-
-
-# Full buckets, with which the search begins.
-
-
-def in_order(problem: Problem, gathers: Iterable[MemberIndices]) -> tuple[MemberIndices, ...]:
-    """Buckets of gathers in order: by key, and by use within a key."""
-    buckets = grouped((problem.gathers[members[0]].key, members) for members in sorted(gathers))
-    return tuple(chain.from_iterable(buckets.values()))
-
-
-def gather_buckets(
-    problem: Problem,
-    among: Iterable[int],
-    room: Sequence[float],
-    portion: float,
-    full: float = FULL,
-) -> list[MemberIndices]:
-    """Make full buckets of some gathers, in order of use.
-
-    Neighbours of one key share a bucket until it is full: its transfer takes some times the latency of a message, or
-    its bytes take a portion of the room at its first use.
-
-    Args:
-        problem: the gathers and their limits.
-        among: the gathers, by index.
-        room: for each operation, the bytes that are left while it runs.
-        portion: the part of them that a bucket may take.
-        full: the latencies that the transfer of a full bucket takes.
-    """
-
-    def fits(members: Sequence[int]) -> bool:
-        gathers = [problem.gathers[i] for i in members]
-        use = min(g.use for g in gathers)
-        # A small member is live twice where it is unpacked: in the buffer that it shares, and as its value.
-        size = sum(g.bytes * (1 + g.small) for g in gathers)
-        most = min(portion * room[use], problem.gathers_in_flight)
-        return max(g.release for g in gathers) <= use and size <= most
-
-    buckets: list[MemberIndices] = []
-    for indices in grouped((problem.gathers[i].key, i) for i in among).values():
-        # The last uses come first: a bucket is waited for at its first use, so its last member is the one that fits.
-        filled = _filled(problem, problem.gathers, indices[::-1], full, fits)
-        buckets += [members[::-1] for members in filled][::-1]
-    return buckets
-
-
-def reduction_buckets(
-    problem: Problem, room: Sequence[float], portion: float, full: float = FULL
-) -> list[MemberIndices]:
-    """Make full buckets of all reductions likewise; they start as often as `max_between` asks."""
-    keys = grouped((r.key, i) for i, r in enumerate(problem.reductions))
-    births = sorted({r.born for r in problem.reductions})
-    previous_birth = dict(zip(births[1:], births))
-    # For each reduction, the birth of the one before it with its key.
-    born_before: dict[int, int] = {}
-    for indices in keys.values():
-        for i, j in pairwise(indices):
-            born_before[j] = problem.reductions[i].born
-
-    def fits(members: Sequence[int]) -> bool:
-        reductions = [problem.reductions[i] for i in members]
-        first = reductions[0].born
-        last = reductions[-1].born
-        # The latest at which the bucket before this one starts.
-        start = born_before.get(members[0], previous_birth.get(first, first))
-        matmuls = problem.matmuls[last + 1] - problem.matmuls[start + 1]
-        most = min(portion * room[last], problem.reductions_in_flight)
-        return (
-            (matmuls <= problem.max_between or first == last)
-            and all(last + 1 <= r.need for r in reductions)
-            and sum(r.bytes for r in reductions) <= most
-        )
-
-    buckets: list[MemberIndices] = []
-    for indices in keys.values():
-        buckets += _filled(problem, problem.reductions, indices, full, fits)
-    return buckets
-
-
-def _filled(
-    problem: Problem,
-    messages: Sequence[Gather | Reduction],
-    indices: Sequence[int],
-    full: float,
-    fits: Callable[[Sequence[int]], bool],
-) -> Iterator[MemberIndices]:
-    """Buckets of neighbours: each is full once its transfer takes long enough, or nothing more fits."""
-    wire = problem.wires[messages[indices[0]].key]
-    bucket: list[int] = []
-    seconds = 0.0
-    for i in indices:
-        if bucket and (seconds > full * wire.latency or not fits([*bucket, i])):
-            yield tuple(bucket)
-            bucket = []
-            seconds = 0.0
-        bucket.append(i)
-        seconds += wire.pace * messages[i].wire
-    if bucket:
-        yield tuple(bucket)
-
-
-# The search.
 
 
 class Search:
@@ -434,7 +181,7 @@ class Search:
         """As many more levers as fit the memory, the first ones first. Whole values take the place of parts."""
         room = self.loads.memory - self.loads.bytes_unbucketed(pulled)
         for i in more:
-            rivals = _rivals(self.problem, pulled, i)
+            rivals = self.problem.rivals[i] & pulled
             if rivals and self.problem.levers[i].sent:
                 continue
             taken = [(b, b.bytes) for b in self.problem.lever_buffers([i])]

@@ -1,0 +1,103 @@
+"""full_buckets: buckets of neighbours that are large enough for their latency, with which a search begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+
+from ...ir.relations import grouped
+from .loads import MemberIndices
+from .problem import Gather, Problem, Reduction
+
+FULL = 16.0  # latencies that the transfer of a full bucket takes
+
+
+def gather_buckets(
+    problem: Problem,
+    among: Iterable[int],
+    room: Sequence[float],
+    portion: float,
+    full: float = FULL,
+) -> list[MemberIndices]:
+    """Make full buckets of some gathers, in order of use.
+
+    Neighbours of one key share a bucket until it is full: its transfer takes some times the latency of a message, or
+    its bytes take a portion of the room at its first use.
+
+    Args:
+        problem: the gathers and their limits.
+        among: the gathers, by index.
+        room: for each operation, the bytes that are left while it runs.
+        portion: the part of them that a bucket may take.
+        full: the latencies that the transfer of a full bucket takes.
+    """
+
+    def fits(members: Sequence[int]) -> bool:
+        gathers = [problem.gathers[i] for i in members]
+        use = min(g.use for g in gathers)
+        # A small member is live twice where it is unpacked: in the buffer that it shares, and as its value.
+        size = sum(g.bytes * (1 + g.small) for g in gathers)
+        most = min(portion * room[use], problem.gathers_in_flight)
+        return max(g.release for g in gathers) <= use and size <= most
+
+    buckets: list[MemberIndices] = []
+    for indices in grouped((problem.gathers[i].key, i) for i in among).values():
+        # The last uses come first: a bucket is waited for at its first use, so its last member is the one that fits.
+        filled = _filled(problem, problem.gathers, indices[::-1], full, fits)
+        buckets += [members[::-1] for members in filled][::-1]
+    return buckets
+
+
+def reduction_buckets(
+    problem: Problem, room: Sequence[float], portion: float, full: float = FULL
+) -> list[MemberIndices]:
+    """Make full buckets of all reductions likewise; they start as often as `max_between` asks."""
+    keys = grouped((r.key, i) for i, r in enumerate(problem.reductions))
+    births = sorted({r.born for r in problem.reductions})
+    previous_birth = dict(zip(births[1:], births))
+    # For each reduction, the birth of the one before it with its key.
+    born_before: dict[int, int] = {}
+    for indices in keys.values():
+        for i, j in pairwise(indices):
+            born_before[j] = problem.reductions[i].born
+
+    def fits(members: Sequence[int]) -> bool:
+        reductions = [problem.reductions[i] for i in members]
+        first = reductions[0].born
+        last = reductions[-1].born
+        # The latest at which the bucket before this one starts.
+        start = born_before.get(members[0], previous_birth.get(first, first))
+        matmuls = problem.matmuls[last + 1] - problem.matmuls[start + 1]
+        most = min(portion * room[last], problem.reductions_in_flight)
+        return (
+            (matmuls <= problem.max_between or first == last)
+            and all(last + 1 <= r.need for r in reductions)
+            and sum(r.bytes for r in reductions) <= most
+        )
+
+    buckets: list[MemberIndices] = []
+    for indices in keys.values():
+        buckets += _filled(problem, problem.reductions, indices, full, fits)
+    return buckets
+
+
+def _filled(
+    problem: Problem,
+    messages: Sequence[Gather | Reduction],
+    indices: Sequence[int],
+    full: float,
+    fits: Callable[[Sequence[int]], bool],
+) -> Iterator[MemberIndices]:
+    """Buckets of neighbours: each is full once its transfer takes long enough, or nothing more fits."""
+    wire = problem.wires[messages[indices[0]].key]
+    bucket: list[int] = []
+    seconds = 0.0
+    for i in indices:
+        if bucket and (seconds > full * wire.latency or not fits([*bucket, i])):
+            yield tuple(bucket)
+            bucket = []
+            seconds = 0.0
+        bucket.append(i)
+        seconds += wire.pace * messages[i].wire
+    if bucket:
+        yield tuple(bucket)

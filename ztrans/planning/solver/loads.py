@@ -1,0 +1,323 @@
+"""loads: the messages of given buckets, and the bytes that are live with them.
+
+A search places thousands of choices, and few of their buckets are new. So what follows from a bucket alone, or from the
+levers alone, is computed once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from ..buffers import Buffer, changes, live_by_slot, sum_changes
+from ..network import NEVER, Message
+from .messages import (
+    ReductionBytes,
+    gather_buffers,
+    message_of,
+    packed_values,
+    reserved_for_second,
+    second_buffer,
+)
+from .problem import Levers, Problem, Reduction
+
+ENDLESS = 2**52  # bytes: more than there are, and exact as a float
+MemberIndices = tuple[int, ...]
+
+
+class Rejected(Exception):
+    """A bucket is not possible, or a choice does not fit the memory or takes longer than its limit."""
+
+
+class Choice(NamedTuple):
+    """Buckets by index, in order of use and of birth within a key; the levers that are pulled; when gathers start.
+
+    A gather is due `lead` times its transfer before its use. If `reserve`, a gather that is used after the first
+    gradient starts only where it leaves room for the largest reduction.
+    """
+
+    gathers: tuple[MemberIndices, ...]
+    reductions: tuple[MemberIndices, ...]
+    levers: Levers
+    lead: float = 1.0
+    reserve: bool = True
+
+
+class GatherLoad(NamedTuple):
+    """A bucket of gathers as a message, and the bytes that it takes."""
+
+    members: MemberIndices
+    use: int
+    release: int  # the first place at which it may start
+    bytes: int  # of its values
+    size: int  # live between its start and its use
+    burst: int  # live in addition where it starts, if that is before its use
+    message: Message  # as if it started at its use
+    alone: float  # seconds that the message takes if no other one is under way
+    changes: np.ndarray  # of what is live, compared with its members alone
+
+
+class ReductionLoad(NamedTuple):
+    """A bucket of reductions as a message, and the bytes that it takes."""
+
+    members: MemberIndices
+    reductions: list[Reduction]
+    start: int
+    first_wait: int
+    deadline: int
+    gradients: int  # bytes
+    size: int  # live between its start and its wait
+    burst: int  # live in addition at its wait
+    size_at_wait: int  # both
+    spare: int  # live at its first wait, and not if it is waited for later
+    last_release: int  # the place of the last update that its wait may have to leave for later
+    bytes: ReductionBytes
+    room: RoomNeeded
+    message: Message
+    changes: np.ndarray  # as those of a bucket of gathers
+
+
+class RoomNeeded:
+    """The room that a bucket of reductions needs from its first wait on, to be waited for later.
+
+    What is counted as live in every case needs no room: values that stay after the first wait, up to the slot `until`,
+    and temporaries of updates that run later. The array has as many slots as were asked for.
+    """
+
+    def __init__(
+        self,
+        first_wait: int,
+        size: int,
+        burst: int,
+        staying: Sequence[Buffer],
+        total: ReductionBytes,
+    ) -> None:
+        self.first_wait = first_wait
+        self.size = size
+        self.burst = burst
+        self.staying = sum(b.bytes for b in staying)
+        self.until = min((b.last for b in staying), default=0)
+        self.temporaries = total.temporaries
+        self.slots = self._slots(0)
+
+    def between(self, place: int, end: int) -> np.ndarray:
+        """By slot, from after a place to an end: the room that it needs to be waited for there or later."""
+        stop = 2 * (end - self.first_wait)
+        if stop > len(self.slots):
+            self.slots = self._slots(2 * stop)
+        return self.slots[2 * (place - self.first_wait) : stop]
+
+    def _slots(self, count: int) -> np.ndarray:
+        slots = np.full(count, self.size)
+        slots[1::2] += self.burst  # at places, where it may be waited for
+        slots[: max(self.until - 2 * self.first_wait, 0)] -= self.staying
+        for release, size in self.temporaries:
+            slot = 2 * (release - self.first_wait) - 1
+            if 0 < slot < count:
+                slots[slot] -= size
+        return slots
+
+
+def gather_load(problem: Problem, members: MemberIndices) -> GatherLoad:
+    """The load of a bucket of gathers, of which each may start before any is used."""
+    gathers = [problem.gathers[i] for i in members]
+    use = min(g.use for g in gathers)
+    release = max(g.release for g in gathers)
+    if release > use:
+        raise Rejected
+    size = sum(g.bytes for g in gathers)
+    packed = packed_values(gathers)
+    part = packed // problem.wires[gathers[0].key].ranks
+    early = [Buffer(g.bytes, 2 * use, 2 * g.use - 1) for g in gathers]
+    load_changes = changes([*early, *gather_buffers(problem, gathers, use, use)])
+    message = message_of(problem, gathers, use, use)
+    return GatherLoad(
+        members, use, release, size, size + part, packed, message, message.alone, load_changes
+    )
+
+
+def reduction_load(
+    problem: Problem,
+    first_waits: Sequence[int],
+    minus_alone: Callable[[int], np.ndarray],
+    members: MemberIndices,
+) -> ReductionLoad:
+    """The load of a bucket of reductions.
+
+    Args:
+        problem: the reductions.
+        first_waits: the first wait of each, before which no result is needed.
+        minus_alone: from a reduction, the negative of what it has live in a bucket of its own, as changes.
+        members: the reductions in the bucket.
+    """
+    reductions = [problem.reductions[i] for i in members]
+    start = max(r.born for r in reductions) + 1
+    first_wait = max(start, *(first_waits[i] for i in members))
+    end = len(problem.seconds)
+    deadline = min(end, *(r.need for r in reductions))
+    if first_wait > deadline:
+        raise Rejected
+    total = ReductionBytes(reductions)
+    bytes_before = total.starting if first_wait == start else total.under_way
+    staying = [b for b in total.staying if b.last > 2 * first_wait]
+    size = total.under_way + total.waiting
+    burst = total.at_wait(end) - total.under_way
+    load_changes = [changes(total.buffers(start, first_wait)), *map(minus_alone, members)]
+    return ReductionLoad(
+        members,
+        reductions,
+        start,
+        first_wait,
+        deadline,
+        total.gradients,
+        size,
+        burst,
+        total.at_wait(end),
+        spare=max(total.at_wait(first_wait) - bytes_before, 0),
+        last_release=max((release for release, _ in total.temporaries), default=0),
+        bytes=total,
+        room=RoomNeeded(first_wait, size, burst, staying, total),
+        message=message_of(problem, reductions, start, first_wait),
+        changes=np.concatenate(load_changes, axis=1),
+    )
+
+
+def _minus_alone(problem: Problem, first_waits: Sequence[int], i: int) -> np.ndarray:
+    """The negative of what a reduction has live in a bucket of its own, as changes."""
+    r = problem.reductions[i]
+    buffers = ReductionBytes([r]).buffers(r.born + 1, first_waits[i])
+    return changes(b._replace(bytes=-b.bytes) for b in buffers)
+
+
+class Fixed(NamedTuple):
+    """What is the same for all buckets, if some levers are pulled."""
+
+    live: np.ndarray  # by slot, if every message is a bucket of its own
+    seconds_before: Sequence[float]  # of compute, before each place
+    messages: list[Message]
+
+
+def fixed(problem: Problem, without_levers: np.ndarray, levers: Levers) -> Fixed:
+    """What is the same for all buckets if some levers are pulled, where some bytes are live without them."""
+    live = without_levers + live_by_slot(problem.lever_buffers(levers), len(without_levers))
+    compute = problem.compute(levers)
+    if compute is problem.seconds:
+        return Fixed(live, problem.seconds_before, problem.messages(levers))
+    return Fixed(live, tuple(accumulate(compute, initial=0.0)), problem.messages(levers))
+
+
+class Loads:
+    """The loads of one problem's buckets, and the bytes that are live with them, by slot.
+
+    Attributes:
+        first_waits: for each reduction, the first place at which it can be waited for.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.memory = int(min(problem.memory, ENDLESS))
+        self.second = reserved_for_second([r] for r in problem.reductions)
+        starts = [r.born + 1 for r in problem.reductions]
+        self.first_waits = first_waits(problem, self._bytes_unbucketed(starts))
+        without_levers = self._bytes_unbucketed(self.first_waits)
+        self.fixed = functools.cache(functools.partial(fixed, problem, without_levers))
+        self._gather = functools.cache(functools.partial(gather_load, problem))
+        minus_alone = functools.cache(functools.partial(_minus_alone, problem, self.first_waits))
+        self._reduction = functools.cache(
+            functools.partial(reduction_load, problem, self.first_waits, minus_alone)
+        )
+
+    def _bytes_unbucketed(self, waits: Sequence[int]) -> np.ndarray:
+        """By slot, what is live if every message is a bucket of its own, gathers start at their use, and no lever is
+        pulled."""
+        problem = self.problem
+        buffers = [Buffer(g.bytes, 2 * g.use, 2 * g.last + 1) for g in problem.values]
+        for r, wait in zip(problem.reductions, waits):
+            buffers += ReductionBytes([r]).buffers(r.born + 1, wait)
+        if self.second:
+            buffers.append(second_buffer(problem, self.second))
+        return problem.fixed_bytes + live_by_slot(buffers, len(problem.fixed_bytes))
+
+    def bytes_unbucketed(self, levers: Levers) -> np.ndarray:
+        """By slot, what is live if every message is a bucket of its own, and these levers are pulled."""
+        return self.fixed(levers).live
+
+    def of(self, choice: Choice) -> Loaded:
+        """The loads of a choice, in which every bucket is possible, and for which there is room."""
+        problem = self.problem
+        gathers = [self._gather(members) for members in choice.gathers]
+        reductions = [self._reduction(members) for members in choice.reductions]
+        if problem.without_start(load.start for load in reductions):
+            raise Rejected
+        # A bucket of one member changes nothing.
+        shared = [load.changes for load in gathers if len(load.members) > 1]
+        shared += [load.changes for load in reductions if len(load.members) > 1]
+        unchanged = self.fixed(choice.levers)
+        room = self.memory - unchanged.live - sum_changes(shared, len(unchanged.live))
+        second = reserved_for_second(load.reductions for load in reductions)
+        if second > self.second:
+            room[2 * problem.births[0] :] -= second - self.second
+        if room.min(initial=0) < 0:
+            raise Rejected
+        gathers.sort(key=lambda load: (load.use, load.release))
+        reductions.sort(key=lambda load: (load.start, load.deadline))
+        return Loaded(gathers, reductions, unchanged, room)
+
+
+class Loaded(NamedTuple):
+    """The loads of a choice, and by slot the room that is left if each gather starts at its use, and each reduction is
+    waited for at its first wait."""
+
+    gathers: list[GatherLoad]
+    reductions: list[ReductionLoad]
+    fixed: Fixed
+    room: np.ndarray
+
+
+def first_waits(problem: Problem, live_bytes: np.ndarray) -> list[int]:
+    """The first place at which each reduction can be waited for, so that none is waited for before an earlier one.
+
+    It is the place at which the reduction starts, unless the bytes of the wait and of the updates after it do not fit
+    there. An update at the beginning of backward, when most activations are live, may fit a few operations later. A
+    reduction that fits nowhere is waited for where it starts.
+
+    Args:
+        problem: the reductions, and the memory.
+        live_bytes: by slot, if every message is a bucket of its own and every reduction is waited for where it starts.
+    """
+    starts = [r.born + 1 for r in problem.reductions]
+    if problem.reductions_in_flight < NEVER or live_bytes.max(initial=0) <= problem.memory:
+        return starts
+    room = problem.memory - live_bytes
+    waits = list(starts)
+    earliest = 0
+    for i, (r, start) in enumerate(zip(problem.reductions, starts)):
+        need = min(r.need, len(problem.seconds))
+        if earliest > need:
+            return starts
+        total = ReductionBytes([r])
+        at_once = live_by_slot(total.buffers(start, start), len(room))
+        if earliest > start or room[at_once > 0].min(initial=0) < 0:
+            room += at_once
+            waits[i] = _first_wait(total, room, start, max(earliest, start), need)
+            room -= live_by_slot(total.buffers(start, waits[i]), len(room))
+        earliest = waits[i]
+    return waits
+
+
+def _first_wait(
+    total: ReductionBytes, room: np.ndarray, start: int, earliest: int, need: int
+) -> int:
+    """The first place, from `earliest` on, where a reduction can be waited for; `earliest` if there is none."""
+    full = room[2 * start + 1 : 2 * need] < total.under_way + total.waiting
+    latest = start + (int(full.argmax()) + 1) // 2 if full.any() else need
+    places = np.arange(earliest, max(latest, earliest) + 1)
+    until = max((b.last + 1 for b in total.staying), default=0)
+    too_full = np.flatnonzero(room[:until] < sum(b.bytes for b in total.staying))
+    waits_fit = room[2 * places] >= total.at_wait(need) + total.waiting
+    fits = waits_fit & (2 * places + 1 > too_full.max(initial=-1))
+    return int(places[fits.argmax()]) if fits.any() else earliest
