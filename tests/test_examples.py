@@ -1,12 +1,9 @@
-"""The examples: `main` of each at a small size, and the examples for torchrun on two ranks."""
+"""The examples: `main` of each at a small size, and the examples for several ranks on two."""
 
 from __future__ import annotations
 
 import importlib
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,25 +27,11 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
         dist.destroy_process_group()
 
 
-def torchrun(script: str, *args: str) -> str:
-    """The output of an example that runs on two ranks."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    run = subprocess.run(
-        [*command, str(EXAMPLES / script), *args],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
+def on_two_ranks(script: str, *args: str) -> str:
+    """The output of the first of two ranks that run an example as torchrun would."""
+    ranks = [rank.end(240) for rank in start_ranks(2, EXAMPLES / script, *args)]
+    assert not any(rank.code for rank in ranks), "\n".join(rank.errors for rank in ranks)
+    return ranks[0].output
 
 
 def printed(text: str) -> dict[int, float]:
@@ -98,9 +81,7 @@ def test_the_inspection_example_prints_every_stage(example, capsys):
 def test_the_mlp_example_has_equal_losses_on_one_rank_and_on_two(example, capsys):
     example("mlp").main()
     one_rank = printed(capsys.readouterr().out)
-    ranks = [rank.end(240) for rank in start_ranks(2, EXAMPLES / "mlp.py")]
-    assert not any(rank.code for rank in ranks), "\n".join(rank.errors for rank in ranks)
-    assert printed(ranks[0].output) == pytest.approx(one_rank, abs=0.02)
+    assert printed(on_two_ranks("mlp.py")) == pytest.approx(one_rank, abs=0.02)
 
 
 @pytest.mark.distributed
@@ -116,7 +97,7 @@ def test_the_demo_agrees_with_the_plain_step(tmp_path, dtype, near):
         "dtype": dtype,
     }
     out = tmp_path / "new" / "demo.png"
-    text = torchrun(
+    text = on_two_ranks(
         "demo.py", *(f"--{k}={v}" for k, v in sizes.items()), "--lr=0.01", f"--out={out}"
     )
     assert re.findall(rf"{dtype}, plain +step +(\d+)/30", text) == ["10", "20", "30"]

@@ -39,11 +39,12 @@ def main() -> None:
         step = zt.chain(zt.shard_params(mesh, **options), *ALL)(case.step)
         local = [slices(batch, WORLD) for batch in batches(case, 2)]
         given = step.shard(case.state()), *local[0][RANK]
-        plan = [step.lower(*given).plan if RANK == 0 else None]
+        traced = step.trace(*given)
+        plan = [traced.lower().plan if RANK == 0 else None]
         dist.broadcast_object_list(
             plan
         )  # six ranks would find the same plan, on the processors of one machine
-        low = step.lower(*given, plan=plan[0])
+        low = traced.lower(plan=plan[0])
         states = [step.shard(case.state()) for _ in range(2)]
         plain, text = trained(case, states[0], low, mesh, None)
         with Races() as cuda:

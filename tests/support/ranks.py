@@ -27,7 +27,7 @@ from benchmarks.peers.memory import Peak, lent
 from tests.support import context_parallel, dtensors, experts, fp8
 from tests.support.in_place import as_plain
 from tests.support.on_host import on_host
-from tests.support.programs import CASES, adam, adam_state, mlp, regression, square_loss
+from tests.support.programs import CASES, Case, adam, adam_state, mlp, regression, square_loss
 from tests.support.tuning import tuned
 from tests.support.worlds import (
     ALL,
@@ -64,7 +64,6 @@ def train(case, mesh, stage, steps=3, **options):
 
 
 def equals_lockstep_and_plain(mesh, names, **options) -> None:
-    abstract = zt.AbstractMesh(**dict(zip(mesh.mesh_dim_names, mesh.shape)))
     for name in names:
         dtype = torch.float32 if name in ("autocast", "cast_outside") else torch.float64
         with default_dtype(dtype):
@@ -76,7 +75,7 @@ def equals_lockstep_and_plain(mesh, names, **options) -> None:
                 ):  # all ranks hold the full state, so each compares some of the stages
                     continue
                 lockstep_state, outputs, _ = sharded(
-                    CASES[name], WORLD, stage, 3, mesh=abstract, **options
+                    CASES[name], WORLD, stage, 3, mesh=mesh, **options
                 )
                 pairs = zip(pytree.tree_leaves(full), pytree.tree_leaves(lockstep_state))
                 bits = all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
@@ -109,10 +108,11 @@ def micro_batches(mesh) -> None:
         )(case.step)
         step, abstract = on(mesh), on(zt.AbstractMesh(dp=WORLD))
         state, expected = step.shard(case.state()), case.state()
+        lowered = abstract.lower(expected, *slices(batches(case, 1)[0], WORLD)[0])
         for batch in batches(case, 2):
             parts = slices(batch, WORLD)
             state, output = step(state, *parts[RANK])
-            expected, outputs = abstract.lower(expected, *parts[0]).lockstep(expected, parts)
+            expected, outputs = lowered.lockstep(expected, parts)
         pairs = zip(pytree.tree_leaves(step.unshard(state)), pytree.tree_leaves(expected))
         bits = all(torch.equal(a, b) for a, b in pairs) and torch.equal(output, outputs[RANK])
         report("micro_batches", stage=stage, bitwise=bits)
@@ -123,16 +123,14 @@ def wire_bytes(mesh) -> None:
     for stage in (1, 2, 3):
         measured, predicted = {}, {}
         for fused, transforms in ((False, ALL[:2]), (True, ALL)):
-            step = zt.chain(zt.shard_params(mesh, stage=stage, reshard="always"), *transforms)(
-                case.step
-            )
-            state = step.shard(case.state())
+            chain = zt.shard_params(mesh, stage=stage, reshard="always"), *transforms
+            lowered = on_ranks(case, WORLD, *chain)
+            compiled, state = lowered.compile(), zt.chain(*chain)(case.step).shard(case.state())
             part = slices(batches(case, 1)[0], WORLD)[RANK]
-            state, _ = step(state, *part)  # the ranks agree on the program in the first call
+            state, _ = compiled(state, *part)  # the ranks agree on the program in the first call
             with counted() as counts:
-                step(state, *part)
+                compiled(state, *part)
             measured[fused] = counts["gathers"]
-            lowered = step.compiled(state, *part).lowered
             predicted[fused] = lowered.cost_analysis().over("dp", "param")
         report(
             "wire",
@@ -256,22 +254,25 @@ def memory(mesh) -> None:
         return adam(state, grads), value
 
     whole = adam_state(model)()
-    batch = regression(1024, 1024)(8)
+    case = Case("memory", step, lambda: whole, regression(1024, 1024), samples=8 * WORLD)
+    batch = slices(batches(case, 1)[0], WORLD)[0]
     for stage in (0, 1, 2, 3):
         little = zt.overlap_grads(max_in_flight=8 << 20), zt.prefetch(max_in_flight=8 << 20)
-        stepped = zt.chain(zt.shard_params(mesh, stage=stage, reshard="always"), *little)(step)
+        transforms = zt.shard_params(mesh, stage=stage, reshard="always"), *little
+        stepped = zt.chain(*transforms)(step)
+        compiled = on_ranks(case, WORLD, *transforms).compile()
         base = lent()
         state = stepped.shard(whole)
         held = lent() - base
         homes = [x.to_local().data_ptr() for x in pytree.tree_leaves(state)]
-        state, _ = stepped(state, *batch)
+        state, _ = compiled(state, *batch)
         dist.barrier()
         time.sleep(0.1)  # until buffers that the other rank was still receiving from are freed
         before = lent()
         with Peak() as peak:
             for _ in range(3):
-                state, _ = stepped(state, *batch)
-        predicted = stepped.compiled(state, *batch).lowered.memory_analysis()
+                state, _ = compiled(state, *batch)
+        predicted = compiled.lowered.memory_analysis()
         kept = homes == [x.to_local().data_ptr() for x in pytree.tree_leaves(state)]
         report(
             "memory",
@@ -282,7 +283,7 @@ def memory(mesh) -> None:
             peak=peak.bytes - before,
             kept=kept,
         )
-        del state, stepped
+        del state, stepped, compiled
 
 
 @contextlib.contextmanager

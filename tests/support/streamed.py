@@ -19,7 +19,7 @@ from benchmarks.gpu_symmetric import Always, AlwaysCopied, stepped
 from tests.support.programs import CASES
 from tests.support.races import Races
 from tests.support.shared_files import FileSource
-from tests.support.worlds import ALL, batches, slices
+from tests.support.worlds import ALL, batches, on_ranks, slices
 from ztrans.calling.call import BoundCall
 from ztrans.runtime.agreement import everywhere
 from ztrans.runtime.codegen import to_fx
@@ -96,8 +96,8 @@ def main() -> None:
         torch.set_default_dtype(dtype)
         for stage in stages:
             case = CASES[name]
-            step = zt.chain(zt.shard_params(mesh, stage=stage, **options), *ALL)(case.step)
-            low = step.lower(step.shard(case.state()), *slices(batches(case, 1)[0], 2)[RANK])
+            transforms = zt.shard_params(mesh, stage=stage, **options), *ALL
+            step, low = zt.chain(*transforms)(case.step), on_ranks(case, 2, *transforms)
             states = [step.shard(case.state()) for _ in range(2)]
             cuda = Races()
             files.note = cuda.knows
