@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import functools
 import gc
+import logging
 import os
 import re
 from collections import Counter
@@ -31,6 +32,10 @@ os.environ.setdefault("ZTRANS_TRACEBACK", "full")
 
 # The modules of torch have so many objects that each full collection of garbage takes half a second.
 gc.set_threshold(20_000, 20, 20)
+
+# PyTorch takes a stack trace for each fake tensor if anybody listens to this logger, and pytest listens to all that do
+# not propagate: a tenth of the time of a trace.
+logging.getLogger("torch.__trace").propagate = True
 
 # How long an example takes says nothing on a busy machine.
 hypothesis.settings.register_profile("ztrans", deadline=None)
@@ -87,6 +92,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 _COSTS = {"distributed": 5, "compiles": 3, "slow": 1}
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays, so the garbage collector need not visit it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

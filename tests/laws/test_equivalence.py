@@ -21,9 +21,9 @@ from tests.support.worlds import (
 from ztrans.ir.collectives import REDUCE_SCATTER
 
 WORLDS = (1, 2, 3, 4, 8)
-
-
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
+# The law has five worlds in fp64. What fp32 could add is a value computed in another dtype, in any world.
+WORLDS_BY_DTYPE = {torch.float64: WORLDS, torch.float32: (1, 3)}
 QUICK = {"uneven", "adamw_fused"}  # these run in `make quick`, in f64
 PROGRAMS = [
     pytest.param(
@@ -39,7 +39,7 @@ def test_sharded_equals_plain(case, dtype):
     bound = BOUNDS[dtype]
     with default_dtype(dtype):
         truth, outputs = plain(case)
-        for ranks in WORLDS:
+        for ranks in WORLDS_BY_DTYPE[dtype]:
             for stage in (0, 1, 2, 3):
                 state, each, _ = sharded(case, ranks, stage)
                 assert distance(state, truth) <= bound, f"{ranks} ranks, stage {stage}"

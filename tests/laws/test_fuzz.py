@@ -5,23 +5,23 @@ import torch
 
 from tests.fuzz import check
 from tests.fuzz.check import Case, failure
+from tests.fuzz.cover import POOL, SEEDS, pairs
 from tests.fuzz.layer import Layer
 from tests.fuzz.optimizers import OPTIMIZERS
 from tests.fuzz.programs import LAYERS, PATTERNS, STYLES
 from tests.fuzz.truth import doubles
 from tests.support.versions import OLD
 
-RUNS = 200  # python -m tests.fuzz --runs 5000 is the rest
-EACH = 10
+EACH = 10  # python -m tests.fuzz --runs 5000 is the rest
 # An optimizer that works on blocks splits a leaf without elements, which torch 2.11 cannot do with fake tensors.
 BUG_OF_OLD_TORCH = "split failed: list assignment index out of range"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, RUNS, EACH))
+@pytest.mark.parametrize("first", range(0, len(SEEDS), EACH))
 def test_random_programs(first):
     """Sharded they are the plain step, their programs are well formed, and schedules and fusion change no bit."""
-    failures = [text for seed in range(first, first + EACH) if (text := failure(seed))]
+    failures = [text for seed in SEEDS[first : first + EACH] if (text := failure(seed))]
     if OLD:
         failures = [text for text in failures if BUG_OF_OLD_TORCH not in text]
     assert not failures, "\n".join(failures)
@@ -40,7 +40,7 @@ def test_a_seed_is_a_case():
 
 
 def test_every_kind_of_part_comes_up():
-    cases = [Case.of(seed) for seed in range(1000)]
+    cases = [Case.of(seed) for seed in range(POOL)]
     kinds = {_made_by(layer) for case in cases for layer in case.program.layers}
     assert kinds == {make.__name__ for make in LAYERS}
     assert len(OPTIMIZERS) >= 15
@@ -54,6 +54,10 @@ def test_every_kind_of_part_comes_up():
     used = {t.name for case in cases for t in (*case.options.before, *case.options.after)}
     assert used == {"remat", "delay_weight_grads", "overlap_grads", "fuse_cast_gather"}
     assert any(case.options.prefetch and case.options.budget for case in cases)
+    every = set().union(*map(pairs, cases))
+    assert every == set().union(*(pairs(cases[seed]) for seed in SEEDS)), (
+        "python -m tests.fuzz.cover"
+    )
 
 
 def _made_by(layer: Layer) -> str:

@@ -123,6 +123,7 @@ def _run(command: tuple[str, ...], environment: dict[str, str], *printed: str) -
     os.environ.clear()
     os.environ.update(environment)
     gc.set_threshold(20_000, 20, 20)  # as in conftest.py
+    gc.freeze()  # the modules that the fork server has imported
     for descriptor, path in enumerate(printed, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
     sys.argv, sys.path[:0] = [*command], [os.path.dirname(command[0])]
