@@ -126,7 +126,7 @@ def test_in_place_collectives_have_the_same_results_inside_a_step(two):
 @pytest.mark.distributed
 def test_fused_gathers_send_half_the_bytes(two):
     figures = of(two, "wire")
-    assert [f["stage"] for f in figures] == [1, 2, 3]
+    assert [f["stage"] for f in figures] == [1, 3]
     for f in figures:
         assert 2 * f["fused"] == f["plain"] > 0, f
         assert f["predicted"] == f["fused"], f

@@ -123,7 +123,7 @@ def micro_batches(mesh) -> None:
 
 def wire_bytes(mesh) -> None:
     case = CASES["cast_inside"]
-    for stage in (1, 2, 3):
+    for stage in (1, 3):  # at stage 2 the gathers are those of stage 1
         measured, predicted = {}, {}
         for fused, transforms in ((False, ALL[:2]), (True, ALL)):
             chain = zt.shard_params(mesh, stage=stage, reshard="always"), *transforms

@@ -16,6 +16,7 @@ from ztrans.planning.solver.problem import (
     Wire,
     gather_levers,
 )
+from ztrans.planning.solver.search import solve
 
 
 @dataclass(frozen=True)
@@ -225,3 +226,10 @@ def by_size(case: Case, most: int = 25 * 10**6) -> Schedule:
     ]
     reductions = full(range(len(p.reductions)), lambda i: p.reductions[i].bytes, most)
     return settle(p, Schedule(one_ahead(p, groups), at_birth(p, reductions)))
+
+
+def plan_in_the_memory_of_fsdp2() -> Schedule:
+    """A plan for one of the seven problems, in the memory that FSDP's schedule takes."""
+    case = seven(("gather", "reduce"))[3]
+    memory = evaluate(case.problem, fsdp2(case)).peak
+    return solve(replace(case.problem, memory=memory), 3000)
