@@ -54,6 +54,21 @@ ROOMS = {
     *("calling.guard", "runtime.cuda.graph_capture", "runtime.cuda.abort"),
     *("runtime.inductor.compiler", "ops.symmetric"),
 }
+# Private attributes of PyTorch's objects, which nothing imports, and the modules that use them.
+ATTRIBUTES = {
+    "calling.guard": {"_local_tensor"},
+    "calling.reads": {"_parameters"},
+    "lift.gradients": {"_backward_hooks", "_post_accumulate_grad_hooks"},
+    "lift.optimizer_state": {"_init_group"},
+    "lift.scaler": {"_growth_tracker", "_lazy_init_scale_growth_tracker"},
+    "runtime.process_groups": {"_device_types", "_get_backend"},
+    "runtime.state": {"_local_tensor", "_spec"},
+    "tracing.annotate": {"_sequence_nr"},
+    "tracing.dtensors": {"_propagate_tensor_meta_non_cached"},
+    "tracing.fx_trace": {"_op_dk", "_rename", "_validate_args"},
+    "tracing.gradient_marks": {"_cdata", "_post_accumulate_grad_hooks"},
+}
+DOCUMENTED = {"_schema", "_version", "_replace"}  # in spite of their names
 # Every module may use pytrees, the types of operators and dispatch modes (documented, without public names), PyTorch's
 # documented set of operations, our own, and functional collectives, to which torch.distributed traces.
 OPEN = (
@@ -243,6 +258,43 @@ def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
         is_open = any(f"{name}.".startswith(f"{x}.") for x in (*OPEN, *OPERATIONS))
         if not is_open and (re.search(r"\._(?!_)", name) or name.startswith("torch.ops.")):
             yield line, name
+
+
+def private_attributes(tree: ast.Module, ours: set[str]) -> set[str]:
+    """The private attributes that a module reads of objects other than ours and those that it imports."""
+    modules = {alias.asname or alias.name for node, _ in imports(tree) for alias in node.names}
+    attributes = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and re.match(r"_(?!_)", node.attr):
+            is_imported = ast.unparse(node).split(".")[0] in modules | {"aten"}
+            if not is_imported and node.attr not in ours | DOCUMENTED:
+                attributes.add(node.attr)
+    return attributes
+
+
+def test_private_attributes_of_torch_are_used_only_in_the_modules_listed():
+    files = modules() | {f"ops.{path.stem}": path for path in python_files("ops")}
+    trees = {name: parse(path) for name, path in files.items()}
+    methods = {
+        node.name
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+    }
+    found = {}
+    for name, tree in trees.items():
+        stored = [
+            node for node in ast.walk(tree) if isinstance(getattr(node, "ctx", None), ast.Store)
+        ]
+        names = {ast.unparse(node).removeprefix("self.") for node in stored}
+        attributes = private_attributes(tree, methods | names)
+        if attributes:
+            found[name] = attributes
+    assert found == ATTRIBUTES
+    unchecked = [
+        name for name in found if "checked on torch" not in (ast.get_docstring(trees[name]) or "")
+    ]
+    assert not unchecked, f"{unchecked}: their docstrings do not say `checked on torch X.Y`"
 
 
 @pytest.mark.slow

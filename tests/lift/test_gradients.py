@@ -468,6 +468,30 @@ def test_a_disabled_grad_scaler_may_be_given_to_lift():
     assert model.weight.equal(state["params"]["weight"])
 
 
+def test_a_scaler_without_parameters_or_without_a_scale_in_the_state_is_refused():
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(
+        ValueError, match="lift: the model has no parameters, so there is no gradient"
+    ):
+        zt.lift(lambda x: x, nn.Identity(), scaler=scaler)
+    model = nn.Linear(6, 1)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    _, state = zt.lift(lambda x: x, model, optimizer)
+    with pytest.raises(
+        ValueError, match=r"the state has no scale, because its loop was lifted without"
+    ):
+        zt.write_back(model, optimizer, state, scaler=scaler)
+
+
+def test_a_state_of_another_module_is_not_written_back():
+    model, other = nn.Linear(6, 1), nn.Sequential(nn.Linear(6, 1))
+    _, state = zt.lift(lambda x: x, model)
+    with pytest.raises(
+        ValueError, match=r"the state has no parameter .0\.weight., and the module has"
+    ):
+        zt.write_back(other, (), state)
+
+
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
 def test_one_loop_accumulates_and_another_one_steps(kind):
     """Both carry the gradients, in one state."""

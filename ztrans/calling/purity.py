@@ -1,16 +1,17 @@
 """purity: trace a step, and refuse it if Python would have to run again in every call.
 
 Python runs once, while a step is traced. So a step is a pure function of its arguments and of what it reads besides
-them. This is checked: what the step reads (see `reads`) and the random generators are compared before and after. If
-something changed, the step is traced once more, from the values that the first trace left. A step that only prepares
-itself in its first run, or draws a number that changes nothing, then gives the same program. Nothing is undone.
+them. This is checked: what the step reads (see `reads`) and the random generators are compared before and after. A
+step that seeds PyTorch's generator, or sets its state, is refused. If anything else changed, the step is traced once
+more, from the values that the first trace left. A step that only prepares itself in its first run, or draws a number
+that changes nothing, then gives the same program. Nothing is undone.
 """
 
 from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from itertools import zip_longest
 from typing import Protocol, TypeVar
 
@@ -19,6 +20,7 @@ import torch
 
 from ..ir.graph import Graph
 from ..ir.printer import program
+from ..ir.structure import structures
 from .reads import Reads
 
 _MOST_CHANGES = 4  # in a message
@@ -93,13 +95,30 @@ def _seeds(reads: Reads, step_name: str) -> ImpureStepError:
 
 
 def first_difference(first: Graph, second: Graph) -> str:
-    """The first line in which two programs differ, as each of them has it; empty if they are equal."""
+    """The first line in which two programs differ, as each of them has it; empty if they are equal.
+
+    >>> from ztrans.ir.graph import Eqn, Var
+    >>> x = Var("x", torch.float32, (2, 2))
+    >>> formats = torch.contiguous_format, torch.preserve_format
+    >>> y = Var("y", torch.float32, (2, 2))
+    >>> clones = [Eqn(torch.ops.aten.clone.default, (x,), (y,), {"memory_format": each}) for each in formats]
+    >>> first_difference(*(Graph("step", (x,), (e,), (y,), 1) for e in clones))
+    '  in an overload, or in an argument that the text leaves out, such as a memory format'
+    """
     first_lines = program(first, full=True).splitlines()
     second_lines = program(second, full=True).splitlines()
     for first_line, second_line in zip_longest(first_lines, second_lines):
         if first_line != second_line:
             return f"  first:  {_line(first_line)}\n  second: {_line(second_line)}"
+    if _structure(first) != _structure(second):
+        return (
+            "  in an overload, or in an argument that the text leaves out, such as a memory format"
+        )
     return ""
+
+
+def _structure(graph: Graph) -> Hashable:
+    return structures(graph.eqns, graph.inputs, graph.outputs, lambda v: v.type)
 
 
 def _line(text: str | None) -> str:

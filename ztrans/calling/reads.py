@@ -5,6 +5,8 @@ None, dtypes, devices and enums, and short containers of these. The step reads t
 user's functions that it calls by name, names them: in closures, globals and defaults, and in attributes of objects and
 classes of the user. Of each nn.Module that the step reaches they are all plain attributes, because libraries read these
 too. Everything else is fixed when the step is traced.
+
+Private attributes of torch's objects are read here; checked on torch 2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ import torch
 from .. import ops
 from .axes import members
 from .graph import Eqn, Graph, Partial, Primitive, Split, Var, dce, producers, rename, substitute
-from .layout import cut, cut_over, on_axis, without
+from .layout import chunk, cut, cut_over, on_axis, without
 from .op_facts import CAST
-from .rules import Axes, Memberwise, Rules, Sizes
+from .rules import Axes, Memberwise, Rules, Sizes, wait_problem
 from .user_collectives import USER_START, USER_WAIT, collective_name
 
 HALF = (torch.bfloat16, torch.float16)
@@ -53,7 +53,7 @@ def buffer_bytes(eqn: Eqn, index: int, sizes: Sizes) -> int:
     total = wire_dtype(eqn, member).itemsize
     for dim, rows in enumerate(member.shape):
         if dim in cut_by:
-            rows = -(-rows // sizes[cut_by[dim]])
+            rows = chunk(rows, sizes[cut_by[dim]])
             if cut_by[dim] == eqn.kwargs["axis"]:
                 rows *= sizes[cut_by[dim]]
         total *= rows
@@ -220,12 +220,7 @@ class Wait(Memberwise):
     reads_futures = True
 
     def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
-        if len(eqn.ins) != 1 or len(eqn.outs) != 1:
-            return "a wait is for one future and has one result"
-        future, out = eqn.ins[0], eqn.outs[0]
-        if out is None or out.future or not out.is_like(future):
-            return f"wait changes the type of {future}"
-        return None
+        return wait_problem(eqn)
 
 
 class Shard(Memberwise):

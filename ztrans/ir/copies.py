@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from .graph import Eqn, Memory, Primitive, Provenance, Var
 from .layout import local_shape
-from .rules import Memberwise, Sizes
+from .rules import Memberwise, Sizes, wait_problem
 
 LINK = "host"  # stands where collectives have their mesh axis
 
@@ -81,10 +81,7 @@ class CopyWait(Memberwise):
     copies = True
 
     def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
-        future, out = eqn.ins[0], eqn.outs[0]
-        if out is None or out.future or not out.is_like(future):
-            return f"wait changes the type of {future}"
-        return None
+        return wait_problem(eqn)
 
 
 TO_HOST = Primitive("to_host", ToHost())

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .graph import DTYPES, Eqn, Graph, Region, Var
+from .collectives import rules
+from .graph import DTYPES, Eqn, Graph, Primitive, Region, Var
 from .higher_order import Function, functions
 from .op_facts import op_facts
 from .source import Source
@@ -178,7 +179,9 @@ def entries(graph: Graph, full: bool = False) -> Iterator[Entry]:
     column = min([_MARGIN, *(WIDTH - len(_comment(eqn.source)) for eqn in graph.eqns)])
     for eqn in graph.eqns:
         # A schedule moves collectives into other regions.
-        is_moved = eqn.provenance is not None or op_name(eqn.op) == "wait"
+        is_moved = eqn.provenance is not None or (
+            isinstance(eqn.op, Primitive) and rules(eqn).waits
+        )
         if eqn.region != region and (region is None or not is_moved):
             region = eqn.region
             yield Entry(f"  # {region}", (f"  # {region}",), region)

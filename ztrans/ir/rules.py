@@ -1,8 +1,9 @@
 """Rules: everything that the rest of ztrans needs to know about an operation.
 
-`Rules` itself describes an ordinary operation of PyTorch. Each primitive has a subclass, in `marks` or `collectives`,
-which overrides what differs. A pass asks `rules(eqn)` instead of testing which primitive an equation has. To add a
-collective, write its rules, and add it to the tables of the packages that emit its code and know its cost.
+`Rules` itself describes an ordinary operation of PyTorch. Each primitive has a subclass, in `marks`, `collectives`,
+`copies` or `user_collectives`, which overrides what differs. A pass asks `rules(eqn)` (see `collectives`) instead of
+testing which primitive an equation has. The table "Where to add" of docs/architecture.md lists what a new collective
+needs besides.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Rules:
     """The rules of an ordinary operation of PyTorch.
 
     Attributes:
-        starts: it starts a collective, whose results must be waited for.
-        waits: it waits for a result of a collective.
+        starts: it starts a collective or a copy, whose results must be waited for.
+        waits: it waits for a result of a collective or a copy.
         reads_futures: its argument has the type of a future. The results of the user's own collectives do not.
         copies: it copies between the memory of the device and that of the host. Nothing else reads a value in the
             memory of the host.
@@ -134,3 +135,13 @@ class Memberwise(Rules):
     def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Result `index` on every rank of a group, from the term that each rank sent; by default that term itself."""
         return terms
+
+
+def wait_problem(eqn: Eqn) -> str | None:
+    """What is wrong with a wait for a collective or a copy, as text for the verifier, or None."""
+    if len(eqn.ins) != 1 or len(eqn.outs) != 1:
+        return "a wait is for one future and has one result"
+    future, out = eqn.ins[0], eqn.outs[0]
+    if out is None or out.future or not out.is_like(future):
+        return f"wait changes the type of {future}"
+    return None

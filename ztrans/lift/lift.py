@@ -83,6 +83,10 @@ def lift(
     refuse_wrappers(params.items(), "lift")
     state = state_of(model, optimizers, carry_grads)
     if scaler is not None:
+        if not params:
+            raise ValueError(
+                "lift: the model has no parameters, so there is no gradient for a scaler to scale."
+            )
         state["scaler"] = scale_of(scaler, next(iter(params.values())).device)
     check_apart(state)
     return LiftedStep(loop_step, model, optimizers, carry_grads, scaler), state

@@ -68,7 +68,10 @@ def write_back(
         optimizer: the optimizer or optimizers that were given to `lift`.
         state: what `Step.unshard` returns, or the state of a step without transforms.
         scaler: the GradScaler that was given to `lift`.
+
+    Raises: ValueError if the state is that of another module, or of a loop without a scaler.
     """
+    check_lifted_from(state, model, scaler)
     let_copies_end()
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -142,6 +145,21 @@ def check_lifted(state: Any, step: str) -> None:
         f"lift: the first argument of {step} is {description}, and a lifted step takes its state first.\n"
         f"Call it as state, output = {step}(state, ...), with the state that lift returns."
     )
+
+
+def check_lifted_from(state: State, model: nn.Module, scaler: GradScaler | None) -> None:
+    """Raises: ValueError for a state that lacks parameters of the module, or the scale of the scaler."""
+    missing = [name for name, _ in model.named_parameters() if name not in state["params"]]
+    if missing:
+        raise ValueError(
+            f"write_back: the state has no parameter {missing[0]!r}, and the module has.\n"
+            f"Pass the module that was given to lift."
+        )
+    if scaler is not None and "scaler" not in state:
+        raise ValueError(
+            "write_back: the state has no scale, because its loop was lifted without a scaler.\n"
+            "Leave out scaler=..., or lift the loop with it: lift(loop_step, model, optimizer, scaler=scaler)."
+        )
 
 
 def check_apart(state: State) -> None:

@@ -99,15 +99,13 @@ def _rates(matmuls: float, attention: float, **sheet: float) -> tuple[tuple[str,
     return tuple(rates.items())
 
 
-# Between two kernels of a stream, 2 us: PyTorch's Kineto traces show 1 to 3. The host needs 10 us for an operation of
-# eager PyTorch, forward or backward: 4 for an addition in a loop, and 22 to 30 for GPT-2 on the slow host of
-# benchmarks/results/gpu_h100.md.
-_GPU = Device("GPU", (("f32", 1e12),), 1e12, launch=2e-6, dispatch=10e-6)
-
 # The share of the data sheet that matmuls of H100s reach in long runs: `benchmarks/published.py --fit` fits it.
 HOPPER_MATMULS = 0.589
-# Kernels that compute while they stream reach 0.82 to 0.87 of a copy (torch._foreach_copy_ in gpu_h100.md).
-_STREAMING = 0.85
+# What GPUs have in common. Between two kernels of a stream, 2 us: PyTorch's Kineto traces show 1 to 3. The host needs
+# 10 us for an operation of eager PyTorch, forward or backward: 4 for an addition in a loop, and 22 to 30 for GPT-2 on
+# the slow host of benchmarks/results/gpu_h100.md. Kernels that compute while they stream reach 0.82 to 0.87 of a copy
+# (torch._foreach_copy_ in gpu_h100.md).
+GPU = Device("GPU", (("f32", 1e12),), 1e12, launch=2e-6, dispatch=10e-6, streaming=0.85)
 
 
 # Data sheet of the H100 SXM5: 989 TFLOP/s in bf16, 3.35 TB/s, of which a copy reaches 3.0 (gpu_h100.md). Attention:
@@ -116,14 +114,13 @@ _STREAMING = 0.85
 def hopper(matmuls: float) -> Device:
     """An H100 whose matmuls reach a share of the data sheet."""
     return dataclasses.replace(
-        _GPU,
+        GPU,
         name="H100",
         taken=TAKEN / 132,
         flops=_rates(matmuls, 300, bf16=989, tf32=495, f32=67, f64=67, f8e4m3=1979),
         bandwidth=3.0e12,
         memory=80e9,
         edge=128,
-        streaming=_STREAMING,
     )
 
 
@@ -137,7 +134,7 @@ H100_96GB_500W = dataclasses.replace(
 # Data sheet of the A100 SXM 80GB: 312 TFLOP/s, 2.04 TB/s. cuBLAS reaches 0.8 to 0.85 of it in large matmuls, and
 # FlashAttention-2 about 190 TFLOP/s forward and backward (its paper, heads of 128, causal). Tiles of 128 x 128.
 A100 = dataclasses.replace(
-    _GPU,
+    GPU,
     name="A100",
     taken=TAKEN / 108,
     flops=_rates(0.82, 190, bf16=312, tf32=156, f32=19.5, f64=19.5),
@@ -145,36 +142,33 @@ A100 = dataclasses.replace(
     memory=80e9,
     host="pcie4",
     edge=64,
-    streaming=_STREAMING,
 )
 # Data sheet of the HGX B200: 2,250 TFLOP/s dense, 8 TB/s, 180 GB, 1,000 W. The shares are those of Hopper, whose
 # matmuls are limited by power too; attention by cuDNN reaches 0.5 of the sheet.
 B200 = dataclasses.replace(
-    _GPU,
+    GPU,
     name="B200",
     taken=TAKEN / 148,
     flops=_rates(HOPPER_MATMULS, 1100, bf16=2250, tf32=1125, f32=75, f64=37, f8e4m3=4500),
     bandwidth=7.2e12,
     memory=180e9,
     edge=128,
-    streaming=_STREAMING,
 )
 # Data sheet: 1,307 TFLOP/s dense, 5.3 TB/s, 192 GB. AMD measures 708 TFLOP/s in bf16 (ROCm blogs, Measuring
 # Max-Achievable FLOPs, part 2), which is 0.54. Its tiles have 256 rows. Copies reach 0.8 (BabelStream: 4.2 TB/s).
 MI300X = dataclasses.replace(
-    _GPU,
+    GPU,
     name="MI300X",
     taken=TAKEN / 304,
     flops=_rates(0.54, 350, bf16=1307, tf32=653, f32=163, f64=163, f8e4m3=2615),
     bandwidth=4.2e12,
     memory=192e9,
     edge=128,
-    streaming=_STREAMING,
 )
 # Ada white paper: 165 TFLOP/s in bf16 with sums in fp32, 1,008 GB/s, 24 GB. cuBLAS reaches nearly all of it, since the
 # tensor cores, not the power, are the limit.
 RTX4090 = dataclasses.replace(
-    _GPU,
+    GPU,
     name="RTX 4090",
     taken=TAKEN / 128,
     flops=_rates(0.92, 140, bf16=165.2, tf32=82.6, f32=82.6, f64=1.3, f8e4m3=330.3),
@@ -182,7 +176,6 @@ RTX4090 = dataclasses.replace(
     memory=24e9,
     host="pcie4",
     edge=64,
-    streaming=_STREAMING,
 )
 # A core of a server of 2024, as `zt.calibrate` measures it.
 CPU = Device(

@@ -22,7 +22,7 @@ from ..ir.axes import joint_axis, members, neighbours, rows, with_joint_sizes
 from ..ir.graph import DTYPES, Partial, Split, Var
 from ..ir.routes import common, hosts_of
 from ..planning.cluster import Cluster, Link
-from ..planning.devices import TAKEN, Device
+from ..planning.devices import GPU, TAKEN, Device
 from ..runtime.agreement import agree_on_call, everywhere
 from ..runtime.collectives import Future, channel
 from ..runtime.cuda.streams import Streams, back_to_back_seconds
@@ -145,17 +145,22 @@ def _measure_device(device: torch.device, sharing: int) -> Device:
             torch.ops.aten.add.Tensor(scalar, scalar)
 
     launch = _median_seconds(launch_many, device) / 1000
-    taken = 0.0
     if device.type == "cpu":
         name = f"cpu, {torch.get_num_threads()} threads"
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / sharing
-    else:
-        module = torch.get_device_module(device)
-        name = module.get_device_name()
-        memory = module.mem_get_info()[1]
-        taken = TAKEN / module.get_device_properties().multi_processor_count
-    gloo = device.type == "cpu"
-    return Device(name, tuple(flops), bandwidth, launch, memory, gloo=gloo, taken=taken)
+        return Device(name, tuple(flops), bandwidth, launch, memory, gloo=True)
+    module = torch.get_device_module(device)
+    taken = TAKEN / module.get_device_properties().multi_processor_count
+    # Additions of one element take the host longer than the GPU, so the loop has measured the host.
+    return dataclasses.replace(
+        GPU,
+        name=module.get_device_name(),
+        flops=tuple(flops),
+        bandwidth=bandwidth,
+        memory=module.mem_get_info()[1],
+        dispatch=launch,
+        taken=taken,
+    )
 
 
 def _matmul(n: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:

@@ -8,6 +8,8 @@ two levels have another one for the first level. In one more group the ranks com
 When a step fails on one rank, that rank closes its groups: the other ranks lose their connections to it, and stop
 waiting at once. The next step makes new groups. So no message of it can meet one of the failed step, which some ranks
 have sent and others have not. No step uses the mesh's own groups, which nobody may close.
+
+The options of a group are in private attributes of torch; checked on torch 2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations

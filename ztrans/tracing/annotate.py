@@ -165,7 +165,7 @@ class Annotate(TorchDispatchMode):
             raise errors.reads_value(func, False, line, self.step)
         for x in (*args, *kwargs.values()):
             if isinstance(x, torch.Generator):
-                raise errors.seeds(f"a torch.Generator ({func})", line, self.step)
+                raise errors.own_generator(f"a torch.Generator ({func})", line, self.step)
             if isinstance(x, torch.UntypedStorage):
                 raise errors.cannot_be_traced(
                     func, TypeError("an argument is a storage"), line, self.step

@@ -176,8 +176,8 @@ def sparse_gradient(source: Source | None) -> TraceError:
     )
 
 
-def seeds(generator: str, source: Source | None, step: str) -> TraceError:
-    """The step uses a random generator of its own, or seeds PyTorch's."""
+def own_generator(generator: str, source: Source | None, step: str) -> TraceError:
+    """The step uses a random generator of its own."""
     return TraceError(
         f"trace: {step} uses {generator}, which is no input of the program and would be used once, in the "
         f"trace.\n"

@@ -74,7 +74,7 @@ class Storage:
 
 @dataclass
 class Alias:
-    """A tensor of the traced step. `value` is its value as of version `seen` of its storage."""
+    """A tensor of the traced step. `value` is its value as of version `seen_version` of its storage."""
 
     storage: Storage
     views: tuple[View, ...] = ()

@@ -1,4 +1,4 @@
-"""trace_by_make_fx(call, inputs): trace a function by `make_fx`, on PyTorch's fake tensors, into an FX graph.
+"""trace_by_make_fx: trace a function by `make_fx`, on PyTorch's fake tensors, into an FX graph.
 
 The function runs once, whole: forward, backward and update. `make_fx` records its operations as nodes. Two modes stand
 inside: one notes where each operation comes from (see `annotate`), the other marks gradients (see `gradient_marks`).
@@ -141,10 +141,11 @@ def _settings() -> Iterator[None]:
         stack.enter_context(fx_traceback.preserve_node_meta())
         # No code is generated before somebody asks for it.
         stack.enter_context(_use_lazy_graph_module(True))
-        for context in (mark_checkpoints(), attention_on_every_device(), any_operands()):
-            stack.enter_context(context)
-        for context in (record_launches(), unrecorded_layouts()):
-            stack.enter_context(context)
+        stack.enter_context(mark_checkpoints())
+        stack.enter_context(attention_on_every_device())
+        stack.enter_context(any_operands())
+        stack.enter_context(record_launches())
+        stack.enter_context(unrecorded_layouts())
         yield
 
 
