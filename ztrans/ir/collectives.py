@@ -310,6 +310,11 @@ def is_start(eqn: Eqn) -> bool:
     return isinstance(rules(eqn), Start)
 
 
+def is_placed(eqn: Eqn) -> bool:
+    """Whether a transform placed the equation: a collective, a copy, or a wait for one of them."""
+    return eqn.provenance is not None or rules(eqn).reads_futures
+
+
 def role(eqn: Eqn) -> str:
     """The role of a collective, or "" for any other equation."""
     return eqn.provenance.role if eqn.provenance else ""

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .collectives import rules
-from .graph import DTYPES, Eqn, Graph, Primitive, Region, Var
+from .collectives import is_placed
+from .graph import DTYPES, Eqn, Graph, Region, Var
 from .higher_order import Function, functions
 from .op_facts import op_facts
 from .source import Source
@@ -178,11 +178,8 @@ def entries(graph: Graph, full: bool = False) -> Iterator[Entry]:
     region = None
     column = min([_MARGIN, *(WIDTH - len(_comment(eqn.source)) for eqn in graph.eqns)])
     for eqn in graph.eqns:
-        # A schedule moves collectives into other regions.
-        is_moved = eqn.provenance is not None or (
-            isinstance(eqn.op, Primitive) and rules(eqn).waits
-        )
-        if eqn.region != region and (region is None or not is_moved):
+        # A schedule moves collectives and copies into other regions.
+        if eqn.region != region and (region is None or not is_placed(eqn)):
             region = eqn.region
             yield Entry(f"  # {region}", (f"  # {region}",), region)
         text = [*lines(eqn, full, column), *_nested_lines(eqn, full, column)]
