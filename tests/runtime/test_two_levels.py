@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests.support.mailbox import channels
+from tests.support.races import Races
 from ztrans import ops
-from ztrans.ir.collectives import all_gather, reduce, rules
+from ztrans.ir.collectives import OWN_MESSAGE, all_gather, reduce, rules
 from ztrans.ir.graph import Partial, Provenance, Split, Var
 from ztrans.ir.layout import cut
 from ztrans.ir.routes import Hosts, route_of
@@ -122,6 +123,27 @@ def test_bytes_on_each_link_are_those_of_the_route(hosts, dtype, wire):
         pytest.approx(by.inside * hosts.ranks),
         pytest.approx(by.between * hosts.ranks),
     )
+
+
+@pytest.mark.parametrize("hosts", [Hosts(8, 2), Hosts(12, 3), Hosts(16, 2)])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_the_terms_of_a_sum_are_released_once_it_is_there(hosts, dtype):
+    """So a message takes the terms that it receives, and one sum of a host more where that is in fp32."""
+    ranks = hosts.ranks
+    eqn = scatter([(ranks * OWN_MESSAGE,)], "sum", dtype)
+    _, groups, opened = channels(hosts)
+    starts = [Start(eqn, {"dp": ranks}, {"dp": k}, channel) for k, channel in enumerate(opened)]
+    terms = random_terms(eqn, ranks)
+    members = {}
+    with Races() as cuda:
+        members[1] = starts[1](*terms[1])
+    for rank in (k for k in range(ranks) if k != 1):
+        members[rank] = starts[rank](*terms[rank])
+    with cuda:
+        opened[1].advance()
+    rows = hosts.count * (hosts.local - 1) + (2 if dtype is BF16 else 0)
+    assert cuda.peak == rows * OWN_MESSAGE * dtype.itemsize
+    del groups
 
 
 def test_two_hosts_of_two_ranks_send_half_the_bytes_of_an_exchange_and_less_than_a_ring():

@@ -424,16 +424,20 @@ def _exchange_sums(
         first += channel.exchange(pieces, terms, of_host)
         received.append(terms)
     tag = next(channel.tags)
+    mine: list[torch.Tensor] = []
     sums: list[torch.Tensor] = []
 
     def begin_second() -> Sequence[Work]:
         with channel.errors():
             for work in first:
                 work.wait()
+        first.clear()  # they hold what they have received
         kind = "sum" if op == "mean" else op
-        # The first term that was received may be overwritten; this rank's own may belong to the caller.
-        mine = [ops.reduce(terms, kind, partial, terms[0 if local else 1]) for terms in received]
-        received.clear()
+        while received:
+            terms = received[0]
+            # The first term that was received may be overwritten; this rank's own may belong to the caller.
+            mine.append(ops.reduce(terms, kind, partial, terms[0 if local else 1]))
+            del received[0], terms  # the next sums take their memory
         sums.extend(x if k == host else torch.empty_like(x) for k, x in enumerate(mine))
         return channel.exchange(mine, sums, peers, tag)
 
