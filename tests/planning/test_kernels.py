@@ -88,10 +88,10 @@ def test_a_gpu_runs_a_kernel_while_its_host_launches_the_next_and_a_cpu_does_not
 
 
 def test_a_power_limit_lowers_the_clock_and_not_the_memory():
-    limited = H100.limited(0.5)
+    limited = H100.with_power(0.5)
     assert limited.bandwidth == H100.bandwidth
     assert limited.rate("bf16") / H100.rate("bf16") == pytest.approx(0.5 ** (1 / 3))
-    assert H100.limited(1.0) == H100
+    assert H100.with_power(1.0) == H100
     assert H100_96GB_500W.rate("bf16") < H100.rate("bf16")
 
 

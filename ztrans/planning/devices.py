@@ -75,14 +75,14 @@ class Device:
         rates = dict(self.flops)
         return rates.get(dtype, rates["f32"])
 
-    def limited(self, share: float) -> Device:
+    def with_power(self, share: float) -> Device:
         """This device with a share of its power.
 
         A processor that reaches its power limit lowers its clock. Its power grows as the clock times the square of the
         voltage, and the voltage about as the clock, so the clock follows the cube root of the power. The memory has a
         clock of its own.
 
-        >>> H100.limited(0.5).rate("bf16") / H100.rate("bf16") > 0.79
+        >>> H100.with_power(0.5).rate("bf16") / H100.rate("bf16") > 0.79
         True
         """
         clock = share ** (1 / 3)
@@ -129,7 +129,10 @@ H100 = hopper(HOPPER_MATMULS)
 H200 = dataclasses.replace(H100, name="H200", bandwidth=4.3e12, memory=141e9)
 # The Grand Teton hosts of torchtitan's benchmarks: 96 GB of HBM2e at 2.4 TB/s, limited to 500 of 700 W.
 H100_96GB_500W = dataclasses.replace(
-    H100.limited(500 / 700), name="H100 96GB 500W", bandwidth=2.4e12 * 3.0 / 3.35, memory=96 * 2**30
+    H100.with_power(500 / 700),
+    name="H100 96GB 500W",
+    bandwidth=2.4e12 * 3.0 / 3.35,
+    memory=96 * 2**30,
 )
 # Data sheet of the A100 SXM 80GB: 312 TFLOP/s, 2.04 TB/s. cuBLAS reaches 0.8 to 0.85 of it in large matmuls, and
 # FlashAttention-2 about 190 TFLOP/s forward and backward (its paper, heads of 128, causal). Tiles of 128 x 128.

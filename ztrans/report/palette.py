@@ -19,7 +19,7 @@ COLOURS = {  # for each kind, its colours on a light and on a dark background
     "output": ("#a487ac", "#ab90b3"),
     "pmean": ("#7d5f86", "#92739c"),
     "state": ("#98a1ad", "#8d97a5"),
-    "update's": ("#b3a444", "#bbac4e"),
+    "update messages": ("#b3a444", "#bbac4e"),
     "user": ("#6f8f5a", "#7f9f69"),
     "offload": ("#c9719b", "#d27fa6"),
 }
@@ -35,4 +35,4 @@ def stands_for(event: Event) -> str:
     if event.lane == COMPUTE:
         return "recomputed" if is_recomputed(event.eqn) else event.eqn.region
     role = event.eqn.provenance.role if event.eqn.provenance is not None else "user"
-    return "update's" if role == "update" else role
+    return "update messages" if role == "update" else role
