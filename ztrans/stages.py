@@ -39,14 +39,13 @@ from .ir.user_collectives import by_axis
 from .ir.verifier import check
 from .planning.cluster import Cluster, Device, default_cluster, default_device
 from .planning.cost import Cost, Memory, cost, memory
-from .planning.fit_on_host import fit_on_host
 from .planning.formulate import formulate
 from .planning.limit import DoesNotFit, with_device_limit
 from .planning.make_plan import make_plan, with_memory_notes
 from .planning.place_copies import check_host_memory, place_copies
 from .planning.plan import Plan
 from .planning.realise import apply_plan, follow_plan
-from .planning.recompute.ladder import plan_recomputation, recomputing
+from .planning.recompute.ladder import has_choice, moved_by, plan_recomputation, recomputing
 from .planning.simulate import simulate
 from .planning.skeleton import Neighbours, skeleton
 from .planning.solver.bound import bound
@@ -167,17 +166,18 @@ class Traced(Printed):
         """
         hinted = self.in_own_order(cluster)
         with stage(self.graph.name, "plan"):
-            if hinted.hinted.hints.recompute_at_least is not None:
-                return self._recomputing(hinted)
+            if has_choice(hinted.hinted.hints):
+                return self._with_choice(hinted)
             return hinted._ordered(*make_plan(hinted.graph, hinted.cluster))
 
-    def _recomputing(self, hinted: Lowered) -> Lowered:
-        """The program of one rank in a new order, where the plan also chooses what backward recomputes."""
+    def _with_choice(self, hinted: Lowered) -> Lowered:
+        """The program of one rank in a new order, where the plan also chooses what becomes of the values of forward."""
         graph, history = self._before_sharding(hinted.cluster.device)
         lowered = {hinted.hinted: hinted}
 
-        def lower(program: Graph) -> Graph:
-            new = self._sharded(program, (*history, ("recompute", program)), hinted.cluster)
+        def lower(program: Graph, on_host: tuple[str, ...]) -> Graph:
+            stages = history if program is graph else (*history, ("recompute", program))
+            new = self._sharded(program, stages, hinted.cluster, Plan("", on_host=on_host))
             lowered[new.hinted] = new
             return new.hinted
 
@@ -191,15 +191,18 @@ class Traced(Printed):
 
         Args:
             cluster: as for `lower`.
-            plan: what this plan recomputes, the program recomputes.
+            plan: what this plan recomputes or moves to the host, the program does too.
         """
         device = cluster.device if cluster is not None else self._default_device()
         graph, history = self._before_sharding(device)
-        if plan is None or not plan.recomputed:
-            return self._sharded(graph, history, cluster)
-        graph = recomputing(graph, plan)
-        lowered = self._sharded(graph, (*history, ("recompute", graph)), cluster)
-        return dataclasses.replace(lowered, plan=Plan("", recomputed=plan.recomputed))
+        if plan is None:
+            return self._sharded(graph, history, cluster, Plan(""))
+        if plan.recomputed:
+            graph = recomputing(graph, plan)
+            history = (*history, ("recompute", graph))
+        lowered = self._sharded(graph, history, cluster, plan)
+        chosen = Plan("", recomputed=plan.recomputed, on_host=plan.on_host)
+        return dataclasses.replace(lowered, plan=chosen)
 
     def _before_sharding(self, device: Device) -> tuple[Graph, History]:
         """The program after the transforms that rewrite it as it was traced, and the stages up to there."""
@@ -219,16 +222,17 @@ class Traced(Printed):
             history = (*history, (transform.name, graph))
         return graph, history
 
-    def _sharded(self, graph: Graph, history: History, cluster: Cluster | None) -> Lowered:
-        """A program that was rewritten as it was traced, after all other transforms."""
+    def _sharded(
+        self, graph: Graph, history: History, cluster: Cluster | None, plan: Plan
+    ) -> Lowered:
+        """A program that was rewritten as it was traced, after all other transforms, and what its plan moves."""
         mesh = mesh_of(self.transforms)
         device = cluster.device if cluster is not None else self._default_device()
         graph, history = self._transformed(graph, history, lambda t: t.phase >= Transform.phase)
         hinted = among_neighbours(dce(erase_trivial(erase_marks(graph))))
-        hinted = dce(keep_on_host(hinted, demanded_on_host(hinted)))
+        hinted = dce(keep_on_host(hinted, demanded_on_host(hinted) | moved_by(plan, hinted)))
         hinted = writes_last(hinted) if hinted.hints.update == "last" else hinted
         cluster = cluster or default_cluster(device, hinted.axes)
-        hinted = fit_on_host(hinted, cluster)
         of_state = [
             axes_of(self.transforms, v.name, leaf)
             for v, leaf in zip(graph.inputs, meta_leaves(graph))
@@ -318,11 +322,11 @@ class Lowered(Printed):
         """
         cluster = profile if isinstance(profile, Cluster) else profile.cluster(self.cluster)
         hinted = with_device_limit(self.hinted, cluster.device)
-        if hinted.hints.recompute_at_least is None:
-            plan, graph = make_plan(hinted, cluster)
-        else:
+        if has_choice(hinted.hints):
             again = self.traced.planned(cluster)
             plan, graph = again.plan, again.graph
+        else:
+            plan, graph = make_plan(hinted, cluster)
         before, after = (simulate(g, cluster).seconds for g in (self.graph, graph))
         change = f"where the plan before has {format_seconds(before)} ({after / before - 1:+.1%})"
         note = f"expected {format_seconds(after)} a step, {change}"
@@ -331,12 +335,12 @@ class Lowered(Printed):
 
     def with_plan(self, plan: Plan) -> Lowered:
         """This program in the order of the given plan."""
-        lowered = self._recomputing(plan)
+        lowered = self._with_choice_of(plan)
         return lowered._ordered(plan, apply_plan(lowered.hinted, plan))
 
-    def _recomputing(self, plan: Plan) -> Lowered:
-        """This program with the recomputation of a plan, before it has an order."""
-        if plan.recomputed == self.plan.recomputed:
+    def _with_choice_of(self, plan: Plan) -> Lowered:
+        """This program with what a plan recomputes and moves to the host, before it has an order."""
+        if plan.recomputed == self.plan.recomputed and plan.on_host == self.plan.on_host:
             return self
         return self.traced.in_own_order(self.cluster, plan)
 
@@ -351,7 +355,7 @@ class Lowered(Printed):
 
     def following(self, plan: Plan) -> Lowered:
         """This program in the order of another rank's plan, even if that needs more memory than the budget."""
-        lowered = self._recomputing(plan)
+        lowered = self._with_choice_of(plan)
         return lowered._ordered(plan, follow_plan(lowered.hinted, plan))
 
     def _ordered(self, plan: Plan, graph: Graph) -> Lowered:

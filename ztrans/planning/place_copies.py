@@ -38,11 +38,16 @@ _ITSELF = 2
 
 
 def place_copies(graph: Graph, cluster: Cluster) -> Graph:
-    """The program with its copies placed; other equations keep their order. The peak of memory does not rise."""
+    """The program with its copies placed; other equations keep their order.
+
+    The peak of memory does not rise, or not above the limit within which values of forward may wait on the host.
+    """
     if not any(map(is_copy, graph.eqns)):
         return graph
     graph = copied_when_needed(graph)
     limit = max(_live_on_device(graph))
+    if graph.hints.offload and graph.hints.memory is not None:
+        limit += max(graph.hints.memory - memory(graph).peak, 0)
     may_use = limit
     for _ in range(_TRIALS):
         placed = _Placing(graph, cluster, may_use).run()

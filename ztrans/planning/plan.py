@@ -1,10 +1,10 @@
 """plan: the decisions that give a program its order, as a value that can be printed, saved and compared.
 
 A plan names the buckets of gathers and where each starts, the buckets of reductions and where each is waited for, the
-gathers that are dropped because an earlier value is kept, the values that backward recomputes, and when updates run. It
-names places by landmarks: "matmul 14 + 2" is two operations after the 14th matrix product. So a person can read it, and
-it fits every batch size. It depends on shapes and costs only, so every rank makes the same plan; if ranks measured
-different costs, they use the plan of rank 0.
+gathers that are dropped because an earlier value is kept, the values that backward recomputes or finds on the host, and
+when updates run. It names places by landmarks: "matmul 14 + 2" is two operations after the 14th matrix product. So a
+person can read it, and it fits every batch size. It depends on shapes and costs only, so every rank makes the same
+plan; if ranks measured different costs, they use the plan of rank 0.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Plan:
         reductions: the members of each bucket, and the place at which they are waited for.
         dropped: gathers that do not run, because the value of an earlier gather is kept.
         recomputed: values of forward that backward computes again, because `remat` has a limit of memory.
+        on_host: values of forward that wait for backward on the host, because `offload` has a limit of memory.
         update: when updates run, "eager" or "last", or "as written" if the program keeps its order.
         notes: which wishes the plan does not fulfil, and why.
         file: the file that the plan was read from.
@@ -61,6 +62,7 @@ class Plan:
     reductions: NamedBuckets = ()
     dropped: MemberNames = ()
     recomputed: MemberNames = dataclasses.field(default=(), kw_only=True)
+    on_host: MemberNames = dataclasses.field(default=(), kw_only=True)
     update: str = "eager"
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     file: str = dataclasses.field(default="", compare=False, repr=False)
@@ -158,6 +160,8 @@ class Plan:
             lines += _member_lines(start, self.dropped, "", full)
         if self.recomputed:
             lines += _member_lines("  recomputed in backward: ", self.recomputed, "", full)
+        if self.on_host:
+            lines += _member_lines("  on the host until backward: ", self.on_host, "", full)
         for note in self.notes:
             lines += wrap(f"  note: {note}")
         return "\n".join(lines)
@@ -168,6 +172,7 @@ class Plan:
     def __repr__(self) -> str:
         dropped = f", {len(self.dropped)} kept" if self.dropped else ""
         dropped += f", {len(self.recomputed)} recomputed" if self.recomputed else ""
+        dropped += f", {len(self.on_host)} on the host" if self.on_host else ""
         buckets = f"{len(self.gathers)} gather buckets, {len(self.reductions)} reduction buckets"
         return f"Plan({self.digest}, {buckets}{dropped}, update={self.update!r})"
 
@@ -183,6 +188,8 @@ def _summary(plan: Plan) -> list[str]:
         counts.append(f"{len(plan.dropped)} gathers dropped")
     if plan.recomputed:
         counts.append(f"{len(plan.recomputed)} values recomputed")
+    if plan.on_host:
+        counts.append(f"{len(plan.on_host)} values on the host")
     lines = [f"  {', '.join(counts)}"] if counts else []
     return [*lines, *(f"  {axis} {role}: {total}" for (axis, role), total in plan.traffic)]
 
@@ -220,7 +227,7 @@ def _wrong_field(plan: Plan) -> str:
     )
     if wrong_buckets:
         return wrong_buckets
-    for name in ("dropped", "recomputed", "notes"):
+    for name in ("dropped", "recomputed", "on_host", "notes"):
         value = getattr(plan, name)
         if not _strings(value):
             return f"{name} is {value!r}; it is a list of strings"

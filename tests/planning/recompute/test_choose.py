@@ -46,7 +46,8 @@ def step(name):
     """A traced step, and its model."""
     make, state, batch = STEPS[name]()
     traced = zt.Step.of(make).trace(state, *batch)
-    return traced, model_of_step(traced.graph, lowered(traced, traced.graph), MACHINES)
+    graph = traced.graph.with_hints(recompute_at_least=0)
+    return traced, model_of_step(graph, lowered(traced, graph), MACHINES)
 
 
 def target(model, share: float) -> float:

@@ -1,11 +1,11 @@
-"""ladder: plan a step whose plan also chooses what backward recomputes, within one limit of live bytes.
+"""ladder: plan a step whose plan also chooses what backward recomputes, or finds on the host, within one limit.
 
 Messages and activations share the limit, and no price says how: a bucket that is held longer may be worth more than
 the compute that makes room for it, or nothing. So several splits are planned. The first leaves to activations what
 messages do not need in any order. Each further one leaves a tenth of the limit more to messages, by recomputing more.
 The schedule is the judge: the fastest plan that is within the limit wins.
 
-    program --> choose what is recomputed --> rewrite --> shard, hint --> plan --> simulate
+    program --> choose --> recompute --> shard, hint --> move to the host --> plan --> place copies --> simulate
 
 A split whose compute alone takes longer than the best step so far is skipped, and so are all after it. The choice
 depends on the program and the cluster alone, so ranks with batches of one size make the same choice.
@@ -14,10 +14,11 @@ depends on the program and the cluster alone, so ranks with batches of one size 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...ir.graph import Graph
+from ...ir.graph import Graph, Hints, Var
+from ...ir.keep_on_host import values_for_backward
 from ...ir.micro_batches import is_cut, parts
 from ...ir.printer import format_bytes, format_seconds
 from ...ir.recompute import recompute, repeatable
@@ -26,12 +27,14 @@ from ..cluster import Cluster
 from ..formulate import formulate
 from ..limit import DoesNotFit, does_not_fit
 from ..make_plan import make_plan
+from ..place_copies import place_copies
 from ..plan import Plan
 from ..realise import PlanError
 from ..simulate import seconds, simulate
 from ..skeleton import skeleton
 from ..solver.loads import Loads
 from ..solver.problem import NO_LEVERS
+from .absences import HostLink
 from .choose import choose, choose_least
 from .model import Model, Residency, model_of, places_of
 
@@ -40,9 +43,11 @@ _PATIENCE = 2  # splits in a row that are no faster, after which the search ends
 _CORRECTIONS = 4  # times that a target is made smaller because no plan fits
 _LEAST_CORRECTION = 0.005  # by this share of the limit at least
 
-Lower = Callable[
-    [Graph], Graph
-]  # from a program before it is sharded to that of one rank, with hints and no order
+_LEAST_MOVED = 1 << 16  # bytes of a value that is moved to the host: less is not worth a copy
+
+# From a program before it is sharded, and the names of values that wait on the host, to the program of one rank, with
+# hints and no order.
+Lower = Callable[[Graph, tuple[str, ...]], Graph]
 
 
 @dataclass(frozen=True)
@@ -67,13 +72,19 @@ class Split:
     needs: int
 
 
+def has_choice(hints: Hints) -> bool:
+    """Whether the plan of a step also chooses what becomes of the values of forward."""
+    may_move = hints.offload and hints.memory is not None
+    return may_move or hints.recompute_at_least is not None
+
+
 def plan_recomputation(graph: Graph, hinted: Graph, lower: Lower, cluster: Cluster) -> Split:
-    """Choose what a step recomputes, and make its plan.
+    """Choose what a step recomputes and what waits on the host, and make its plan.
 
     Args:
         graph: the program before it is sharded, in which backward recomputes nothing.
         hinted: the program of one rank, with hints and no order.
-        lower: applies the other transforms to a program, which makes it one of one rank.
+        lower: applies the other transforms to a program, which makes it one of one rank, and moves values to the host.
         cluster: the speeds, and the memory of the device.
 
     Raises: DoesNotFit if no choice that was tried fits the limit.
@@ -98,8 +109,16 @@ def model_of_step(graph: Graph, hinted: Graph, cluster: Cluster) -> Model:
         local_bytes(hinted)(v) for v in hinted.batch if is_cut(hinted, v)
     )
     duration = dict(zip(graph.eqns, seconds(graph, cluster)))
-    at_least = graph.hints.recompute_at_least or 0
-    return model_of(graph, duration.__getitem__, places_of(s.graph, s.ops), live, at_least)
+    link = None
+    movable: set[str] = set()
+    if hinted.hints.offload:
+        latency, pace = cluster.copy_seconds(1)
+        link = HostLink(problem.seconds_before, latency, pace, cluster.device.launch)
+        size = local_bytes(hinted)
+        movable = {v.name for v in values_for_backward(hinted) if size(v) >= _LEAST_MOVED}
+    at_least = graph.hints.recompute_at_least
+    places = places_of(s.graph, s.ops)
+    return model_of(graph, duration.__getitem__, places, live, at_least, link, movable)
 
 
 class _Search:
@@ -114,8 +133,8 @@ class _Search:
         self.model = model
         self.micro = micro
         self.errors: list[DoesNotFit] = []
-        # By the values that are recomputed. None means that no plan fits.
-        self.splits: dict[frozenset[int], Split | None] = {}
+        # By the values that are recomputed, and those that wait on the host. None means that no plan fits.
+        self.splits: dict[tuple[frozenset[int], frozenset[int]], Split | None] = {}
 
     def best_within(self, limit: int) -> Split:
         """The fastest plan within a limit, of the splits that were tried.
@@ -148,7 +167,7 @@ class _Search:
 
     def _planned(self, residency: Residency) -> Split | None:
         """The plan of a choice, or None if no order of its program fits the limit."""
-        key = frozenset(residency.recomputed())
+        key = frozenset(residency.recomputed()), frozenset(residency.waiting())
         if key not in self.splits:
             try:
                 self.splits[key] = self.planned(residency)
@@ -159,27 +178,40 @@ class _Search:
         return self.splits[key]
 
     def _rewritten(self, residency: Residency) -> Graph:
-        """The program of one rank, without an order, that recomputes what was chosen."""
+        """The program of one rank, without an order, that recomputes and moves what was chosen."""
         values = {self.model.values[v].var for v in residency.recomputed()}
-        return self.lower(recompute(self.graph, values))
+        return self.lower(recompute(self.graph, values), self._names(residency.waiting()))
+
+    def _names(self, values: Sequence[int]) -> tuple[str, ...]:
+        return tuple(self.model.values[v].var.name for v in values)
+
+    def _size(self, values: Sequence[int]) -> str:
+        return format_bytes(sum(self.model.values[v].bytes for v in values))
 
     def planned(self, residency: Residency) -> Split:
         """The plan of a choice.
 
         Raises: DoesNotFit if no order of its program fits the limit.
         """
-        values = [self.model.values[v] for v in residency.recomputed()]
+        recomputed = residency.recomputed()
+        waiting = residency.waiting()
         hinted = self._rewritten(residency)
         plan, ordered = make_plan(hinted, self.cluster)
-        timeline = simulate(ordered, self.cluster)
+        timeline = simulate(place_copies(ordered, self.cluster), self.cluster)
         seconds = self._seconds(residency)
-        notes = plan.notes
-        if values:
-            size = format_bytes(sum(value.bytes for value in values))
-            more = f"{len(values)} values of {size}, in {format_seconds(seconds)}"
-            notes = (*notes, f"backward recomputes {more}")
-        names = tuple(value.var.name for value in values)
-        plan = dataclasses.replace(plan, recomputed=names, notes=notes)
+        notes = list(plan.notes)
+        if recomputed:
+            more = f"{len(recomputed)} values of {self._size(recomputed)}"
+            notes.append(f"backward recomputes {more}, in {format_seconds(seconds)}")
+        if waiting:
+            more = f"{len(waiting)} values of forward, {self._size(waiting)}"
+            notes.append(f"{more}, wait for backward on the host")
+        plan = dataclasses.replace(
+            plan,
+            recomputed=self._names(recomputed),
+            on_host=self._names(waiting),
+            notes=tuple(notes),
+        )
         compute = timeline.compute - seconds
         return Split(plan, hinted, ordered, timeline.seconds, compute, seconds, residency.peak)
 
@@ -234,3 +266,23 @@ def recomputing(graph: Graph, plan: Plan) -> Graph:
                 f"may recompute.\nLower without the plan, and save it again."
             )
     return recompute(graph, {values[name] for name in plan.recomputed})
+
+
+def moved_by(plan: Plan, hinted: Graph) -> set[Var]:
+    """The values of a program that wait on the host because its plan says so.
+
+    Raises: PlanError if the program has no value of such a name, or must keep it on the device.
+    """
+    if plan.on_host and not hinted.hints.offload:
+        raise PlanError(
+            f"{plan.title}: it moves {plan.on_host[0]!r} to the host, and the step has no offload(memory=...).\n"
+            f"Lower without the plan, and save it again."
+        )
+    values = {v.name: v for v in values_for_backward(hinted)} if plan.on_host else {}
+    for name in plan.on_host:
+        if name not in values:
+            raise PlanError(
+                f"{plan.title}: it moves {name!r} to the host, and the program has no such value of forward that only "
+                f"backward reads later.\nLower without the plan, and save it again."
+            )
+    return {values[name] for name in plan.on_host}
