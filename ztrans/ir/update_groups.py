@@ -42,7 +42,7 @@ def group_updates(
     """
     passed_once = _passed_once(graph)
     parts: list[list[Eqn]] = []
-    for movable, run in groupby(graph.eqns, _may_change_places):
+    for movable, run in groupby(graph.eqns, may_change_places):
         eqns = list(run)
         if movable and len(eqns) > 1:
             parts += _regrouped(eqns, passed_once, may_move)
@@ -68,7 +68,7 @@ def has_list_form(e: Eqn) -> bool:
     return hasattr(aten, f"_foreach_{facts.name}")
 
 
-def _may_change_places(e: Eqn) -> bool:
+def may_change_places(e: Eqn) -> bool:
     """Whether an equation is an update that may change places with the updates next to it."""
     is_ordered = isinstance(e.op, Primitive) or rules(e).remote or is_random(e)
     return e.region == "update" and not is_ordered

@@ -9,25 +9,33 @@ A copy involves no other rank, so it is placed last, in the order that the plan 
 Each direction is a queue. Copies to the host start where their value exists, and are waited for where they have ended.
 Copies to the device end where their value is needed: from the last one back to the first, each starts just early
 enough. A copy that would raise the peak of memory is stretched less, and compute waits for it.
+
+Equal updates that stand together take one launch (see `ir.update_groups`), so no copy stands between them. Leaves are
+copied in sets, before and after the updates of a set. Copies that are under way start before a set or end after it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Mapping
 
 import numpy as np
 
+from ..ir.collectives import rules
 from ..ir.copies import is_copy
 from ..ir.donation import donation, first_write
 from ..ir.graph import Eqn, Graph, Var, producers, users
 from ..ir.liveness import liveness
 from ..ir.printer import format_bytes
+from ..ir.update_groups import may_change_places
 from .buffers import by_memory, device_bytes, live_bytes, local_bytes, storages
 from .cluster import Cluster
 from .cost import memory
 from .simulate import messages, play, seconds
 
+# Bytes of leaves that are copied together: for fewer, launches cost more than the lead that copies get.
+_TOGETHER = 128 << 20
 _TRIALS = 4  # with less and less memory: a value that is copied cannot be overwritten meanwhile
 
 # Where an equation stands: before the equation with a number, in an order among those that do, which begins with waits.
@@ -44,10 +52,7 @@ def place_copies(graph: Graph, cluster: Cluster) -> Graph:
     """
     if not any(map(is_copy, graph.eqns)):
         return graph
-    graph = copied_when_needed(graph)
-    limit = max(_live_on_device(graph))
-    if graph.hints.offload and graph.hints.memory is not None:
-        limit += max(graph.hints.memory - memory(graph).peak, 0)
+    limit, graph = _in_sets(graph)
     may_use = limit
     for _ in range(_TRIALS):
         placed = _Placing(graph, cluster, may_use).run()
@@ -56,6 +61,16 @@ def place_copies(graph: Graph, cluster: Cluster) -> Graph:
             return placed
         may_use -= above
     return graph
+
+
+def _in_sets(graph: Graph) -> tuple[int, Graph]:
+    """The bytes that may be live, and the program that copies leaves in sets, or each alone if that needs less."""
+    alone = copied_when_needed(graph)
+    limit = max(_live_on_device(alone))
+    if graph.hints.offload and graph.hints.memory is not None:
+        limit += max(graph.hints.memory - memory(alone).peak, 0)
+    together = copied_when_needed(graph, _TOGETHER)
+    return limit, together if max(_live_on_device(together)) <= limit else alone
 
 
 def check_host_memory(graph: Graph, cluster: Cluster) -> None:
@@ -69,22 +84,28 @@ def check_host_memory(graph: Graph, cluster: Cluster) -> None:
         )
 
 
-def copied_when_needed(graph: Graph) -> Graph:
+def copied_when_needed(graph: Graph, together: int = 0) -> Graph:
     """The program in which no copy is under way beside compute, which needs the least memory.
 
     Copies to the device start and are waited for right before their first reader, those to the host right after their
     value is computed and what they overwrite has been read. They write the state, so in a program that writes its state
-    last, they follow all that can fail.
+    last, they follow all that can fail. Of the leaves that updates read, so many bytes are copied `together`.
     """
     readers = users(graph)
     makers = producers(graph.eqns)
     keys: dict[Eqn, _Position] = {e: (i, 0, i) for i, e in enumerate(graph.eqns)}
     to_host, to_device = _copies(graph)
+    first_reader: dict[Eqn, int] = {}
     for e in to_device:
         (wait,) = readers[e.out]
-        first = min((keys[r] for r in readers.get(wait.out, ())), default=(len(graph.eqns), 0, 0))
-        keys[e] = (first[0], -2, keys[e][2])
-        keys[wait] = (first[0], -1, keys[e][2])
+        places = (keys[r][0] for r in readers.get(wait.out, ()))
+        first_reader[e] = min(places, default=len(graph.eqns))
+    begins, ends = _sets(graph, first_reader, together) if together else ({}, {})
+    for e, first in first_reader.items():
+        (wait,) = readers[e.out]
+        place = begins.get(first, first)
+        keys[e] = (place, -2, keys[e][2])
+        keys[wait] = (place, -1, keys[e][2])
     for e in to_host:
         (wait,) = readers[e.out]
         before = [makers[v] for v in e.ins if v in makers]
@@ -92,10 +113,41 @@ def copied_when_needed(graph: Graph) -> Graph:
         if "over" in e.kwargs:
             before += _waits_before_writing(e, readers)
             place = first_write(graph) - 1
-        place = max((place, *(keys[each][0] for each in before)))
+        for each in before:
+            place = max(place, ends.get(keys[each][0], keys[each][0]))
         keys[e] = (place, 1, keys[e][2])
         keys[wait] = (place, 2, keys[e][2])
     return graph.replace(eqns=tuple(sorted(graph.eqns, key=keys.__getitem__)))
+
+
+def _sets(
+    graph: Graph, first_reader: Mapping[Eqn, int], together: int
+) -> tuple[dict[int, int], dict[int, int]]:
+    """For each update, the first and the last one of its set, by index. Copies between updates do not separate them.
+
+    Args:
+        graph: the program.
+        first_reader: for each copy to the device, the equation that reads it first.
+        together: the most bytes that the updates of a set read from the host, if that is not one leaf.
+    """
+    size = local_bytes(graph)
+    arriving: Counter[int] = Counter()
+    for e, first in first_reader.items():
+        arriving[first] += size(e.out)
+    members: list[list[int]] = [[]]
+    filled = 0
+    for i, e in enumerate(graph.eqns):
+        if rules(e).copies:
+            continue
+        is_update = may_change_places(e)
+        if not is_update or filled + arriving[i] > together:
+            members.append([])
+            filled = 0
+        if is_update:
+            members[-1].append(i)
+            filled += arriving[i]
+    begins = {i: of_set[0] for of_set in members for i in of_set}
+    return begins, {i: of_set[-1] for of_set in members for i in of_set}
 
 
 def _waits_before_writing(e: Eqn, readers: Mapping[Var, list[Eqn]]) -> list[Eqn]:
@@ -109,6 +161,21 @@ def _copies(graph: Graph) -> tuple[list[Eqn], list[Eqn]]:
     copies = list(filter(is_copy, graph.eqns))
     to_host = [e for e in copies if e.out.memory == "host"]
     return to_host, [e for e in copies if e.out.memory == "device"]
+
+
+def _around_updates(graph: Graph) -> tuple[list[int], list[int]]:
+    """For each place between two updates, the places before and after all updates around it; others are themselves."""
+    count = len(graph.eqns)
+    is_update = [may_change_places(e) for e in graph.eqns]
+    before = list(range(count + 1))
+    after = list(range(count + 1))
+    for k in range(1, count):
+        if is_update[k - 1] and is_update[k]:
+            before[k] = before[k - 1]
+    for k in range(count - 1, 0, -1):
+        if is_update[k - 1] and is_update[k]:
+            after[k] = after[k + 1]
+    return before, after
 
 
 def _live_on_device(graph: Graph) -> list[int]:
@@ -138,6 +205,7 @@ class _Placing:
         collectives = [message for e, message, _ in messages(graph, cluster) if not is_copy(e)]
         self.time = play(seconds(graph, cluster), collectives).start
         self.live = np.array(_live_on_device(graph), dtype=np.int64)
+        self.before_updates, self.after_updates = _around_updates(graph)
 
     def run(self) -> Graph:
         """The program in the new order."""
@@ -164,10 +232,11 @@ class _Placing:
             place = min(bisect_left(self.time, end), latest)
             # Other equations may need what is copied for longer anyway.
             needed_until = self.lifetimes.last[self.lifetimes.root[e.ins[0]]] + 1
+            place = min(self.after_updates[place], latest)
             place = self._fitting_end(
                 max(first, needed_until), place, self.bytes_on_device(e.ins[0])
             )
-            self.position[wait] = (max(place, first), _WAITS, first)
+            self.position[wait] = (max(self.before_updates[place], first), _WAITS, first)
 
     def _place_starts(self, copies: list[Eqn]) -> None:
         """Start copies to the device so that they have ended where they are needed."""
@@ -177,7 +246,9 @@ class _Placing:
             index = self.index[e]
             begin = min(begin, self.time[index]) - self._seconds(e) - self.cluster.device.launch
             place = max(bisect_right(self.time, begin) - 1, self._exists(e.ins[0]))
-            places[e] = self._fitting_begin(place, index, self.bytes_on_device(e.out))
+            place = max(self.before_updates[place], self._exists(e.ins[0]))
+            place = self._fitting_begin(place, index, self.bytes_on_device(e.out))
+            places[e] = min(self.after_updates[place], index)
         latest = 0
         for e in copies:  # a queue: none starts before another one that is needed earlier
             latest = max(latest, places[e])
