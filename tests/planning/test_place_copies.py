@@ -14,7 +14,7 @@ from tests.support.worlds import batches
 from ztrans.ir.copies import TO_DEVICE, TO_HOST, is_copy
 from ztrans.ir.pairing import pair
 from ztrans.planning.cluster import HOST_LINKS
-from ztrans.planning.cost import memory
+from ztrans.planning.cost import cost, memory
 from ztrans.planning.place_copies import copied_when_needed, place_copies
 
 LAYERS = 8
@@ -111,6 +111,21 @@ def test_compute_keeps_its_order_but_for_updates_which_stand_together_by_leaf():
 
 def names(eqns, region):
     return [e.out.name for e in eqns if e.region == region]
+
+
+@pytest.mark.parametrize("bandwidth", [1e9, 50e9])
+def test_updates_take_as_few_launches_as_without_copies(bandwidth):
+    """Equal updates that stand together take one launch, so no copy stands between them."""
+    plain = zt.Step(step).lower(state(), torch.zeros(4096, WIDTH)).graph
+    moved = lowered(bandwidth).graph
+    assert cost(moved).launches - sum(map(is_copy, moved.eqns)) == cost(plain).launches
+
+
+def test_leaves_are_copied_alone_if_sets_would_raise_the_peak():
+    """With a small batch the peak is in the update."""
+    moved = lowered(rows=8).graph
+    assert memory(moved).peak == memory(copied_when_needed(moved)).peak
+    assert memory(moved).peak < memory(copied_when_needed(moved, 1 << 30)).peak
 
 
 def test_placing_twice_is_placing_once():

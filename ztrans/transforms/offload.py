@@ -32,8 +32,9 @@ def offload(
 
     A leaf is copied to the device under the end of backward, early enough for its update, and its new value is copied
     back beside the updates that follow. The step ends when the copies back have ended. A value of forward is copied to
-    the host when it has been computed, and back early enough for backward; those that wait the longest go first. No bit
-    of a step changes.
+    the host when it has been computed, and back early enough for backward; those that wait the longest go first. With
+    `remat(memory=...)` one plan chooses for each value whether it is kept, recomputed or moved: the link to the host is
+    for what is dear to recompute, as far as compute hides the copies. No bit of a step changes.
 
     On CUDA devices such a leaf is a pinned tensor on the CPU: `step.shard(state)` puts it there, and `zt.load` reads it
     there. Call `torch.cuda.synchronize(device)` before you read or write it yourself. On CPUs it is a tensor like any

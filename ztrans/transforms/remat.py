@@ -44,7 +44,7 @@ def remat(
     it can be: any result of forward, matrix products and attention included. It trades the bytes against those of
     messages. Kept are random draws, the results of the step's own collectives, and what the update reads. The
     checkpoints of the step are wishes then, except for MUST_SAVE and MUST_RECOMPUTE. Each value is recomputed right
-    before backward first reads it.
+    before backward first reads it. With `offload(memory=...)` values may wait on the host instead.
 
     With `save` alone, backward recomputes everything that the policy does not save.
 

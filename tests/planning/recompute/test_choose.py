@@ -1,4 +1,4 @@
-"""What backward recomputes: the model against planned programs, the choice against the bound by cuts."""
+"""What backward recomputes or finds on the host: the model against planned programs, the choice against the bound."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from benchmarks.llama_model import Config
 from ztrans.ir.graph import Var
 from ztrans.ir.recompute import recompute
 from ztrans.planning.cluster import cluster
+from ztrans.planning.recompute.absences import HostLink
 from ztrans.planning.recompute.bound import least_seconds
 from ztrans.planning.recompute.choose import Effort, choose, choose_least, classes
 from ztrans.planning.recompute.ladder import model_of_step
@@ -129,10 +130,65 @@ def test_the_least_peak_is_below_every_target_that_is_reached():
         assert least.peak <= chosen.peak
 
 
+# With a link to the host.
+
+
+@functools.cache
+def models(name):
+    """The models of a step that may move values, that may recompute them, and that may do both."""
+    traced, recomputing = step(name)
+    moving = traced.graph.with_hints(recompute_at_least=None)
+    hinted = lowered(traced, moving).with_hints(offload=True)
+    both = moving.with_hints(recompute_at_least=0)
+    return (
+        model_of_step(moving, hinted, MACHINES),
+        recomputing,
+        model_of_step(both, hinted, MACHINES),
+    )
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_both_memories_together_take_no_longer_than_either(name):
+    moving, recomputing, both = models(name)
+    for share in SHARES:
+        limit = target(both, share)
+        chosen = choose(both, limit)
+        assert chosen.peak <= limit
+        for alone in (choose(moving, limit), choose(recomputing, limit)):
+            assert alone.peak > limit or chosen.price <= alone.price * (1 + 1e-9), share
+
+
+def test_the_host_halves_what_recomputation_adds():
+    """Where about a tenth of the activations fits the link in the time of forward."""
+    _, recomputing, both = models("gpt")
+    limit = target(both, 0.65)
+    assert choose(both, limit).price <= 0.55 * choose(recomputing, limit).price
+
+
+def test_the_link_is_for_what_is_dear_to_recompute():
+    """By the seconds that a byte takes to compute."""
+    _, _, both = models("gpt")
+    chosen = choose(both, target(both, 0.65))
+
+    def dearness(computations):
+        seconds = sum(both.computations[i].seconds for i in computations)
+        size = sum(both.values[v].bytes for i in computations for v in both.computations[i].results)
+        return seconds / size
+
+    assert dearness(chosen.on_host) > 1.5 * dearness(chosen.repeated)
+
+
+def test_compute_waits_for_no_copy_that_the_link_has_time_for():
+    moving, _, _ = models("gpt")
+    assert choose(moving, target(moving, 0.92)).stalls == 0.0
+    little = choose(moving, target(moving, 0.5))
+    assert little.peak <= target(moving, 0.5) and little.stalls > 0.0
+
+
 # Small programs, in which all choices can be tried.
 
 
-def small_model(seconds, sizes, reads, backward) -> Model:
+def small_model(seconds, sizes, reads, backward, may_move=False) -> Model:
     """A chain of values, each computed from some before it; backward reads them in the opposite order."""
     count = len(seconds)
     end = 2 * count
@@ -144,26 +200,29 @@ def small_model(seconds, sizes, reads, backward) -> Model:
         for v in reads[i]:
             readers[v].append(i)
         eqn = zt.ir.Eqn(aten.relu.default, (), (Var(f"v{i}", torch.float32, (sizes[i],)),))
-        computations.append(Computation(eqn, seconds[i], tuple(reads[i]), (i,), (i,)))
+        movable = (i,) if may_move else ()
+        computations.append(Computation(eqn, seconds[i], tuple(reads[i]), (i,), (i,), movable))
     for i in range(count):
         forward = max([i, *readers[i]])
         place = end - 1 - i if backward[i] else NEVER
         last = place if backward[i] else -1
         eqn = computations[i].eqn
-        values.append(Value(eqn.out, sizes[i], i, forward, place, last, True))
+        values.append(Value(eqn.out, sizes[i], i, forward, place, last, True, i, True))
         live[i : max(forward, last) + 1] += sizes[i]
-    return Model(tuple(values), tuple(computations), tuple(map(tuple, readers)), live)
+    clock = tuple(itertools.accumulate([*seconds, *reversed(seconds)], initial=0.0))
+    link = HostLink(clock, latency=1e-7, pace=2e-7, call=1e-8)
+    return Model(tuple(values), tuple(computations), tuple(map(tuple, readers)), live, link)
 
 
 @st.composite
-def small_models(draw):
+def small_models(draw, may_move=False):
     count = draw(st.integers(2, 8))
     reads = [[]]
     for i in range(1, count):
         reads.append(sorted(draw(st.sets(st.integers(0, i - 1), min_size=1, max_size=2))))
     whole = lambda a, b: draw(st.lists(st.integers(a, b), min_size=count, max_size=count))
     backward = draw(st.lists(st.booleans(), min_size=count, max_size=count))
-    return small_model([1e-6 * n for n in whole(1, 9)], whole(1, 9), reads, backward)
+    return small_model([1e-6 * n for n in whole(1, 9)], whole(1, 9), reads, backward, may_move)
 
 
 def every_choice(model):
@@ -194,7 +253,37 @@ def test_moves_add_up_and_can_be_taken_back(model, order):
     for _ in range(6):
         i = order.randrange(len(model.computations))
         residency.apply(residency.move({i: i not in residency.repeated}))
-        at_once = Residency(model, sorted(residency.repeated))
-        assert (residency.live == at_once.live).all()
-        assert residency.first == at_once.first and residency.last == at_once.last
-        assert abs(residency.seconds - at_once.seconds) < 1e-12
+        assert_as_made_at_once(residency)
+
+
+@settings(max_examples=60, deadline=None)
+@given(model=small_models(may_move=True), order=st.randoms(use_true_random=False))
+def test_moves_to_the_host_add_up_too(model, order):
+    residency = Residency(model)
+    for _ in range(8):
+        i = order.randrange(len(model.computations))
+        place = order.choice(["device", "again", "hidden", "exposed"])
+        copied = place if place in ("hidden", "exposed") else None
+        residency.apply(residency.move({i: place == "again"}, {i: copied}))
+        assert_as_made_at_once(residency)
+
+
+@settings(max_examples=60, deadline=None)
+@given(model=small_models(may_move=True), share=st.floats(0.3, 1.0))
+def test_a_choice_with_the_host_has_the_bytes_of_its_values(model, share):
+    """Each byte is counted where its value is on the device, and copies in one direction follow each other."""
+    chosen = choose(model, share * model.live.max())
+    assert_as_made_at_once(chosen)
+    assert chosen.repeated.isdisjoint(chosen.on_host)
+    for v, (left, returns) in chosen.absent.items():
+        value = model.values[v]
+        assert value.forward < left and returns < chosen.first[v]
+
+
+def assert_as_made_at_once(residency):
+    at_once = Residency(residency.model, sorted(residency.repeated), residency.on_host)
+    assert (residency.live == at_once.live).all()
+    assert residency.first == at_once.first and residency.last == at_once.last
+    assert residency.absent == at_once.absent
+    assert abs(residency.seconds - at_once.seconds) < 1e-12
+    assert abs(residency.stalls - at_once.stalls) < 1e-12

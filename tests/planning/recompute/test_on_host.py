@@ -13,6 +13,7 @@ import ztrans as zt
 from tests.support.worlds import ALL
 from ztrans.ir.copies import is_copy
 from ztrans.planning.cost import memory
+from ztrans.planning.realise import PlanError
 
 LAYERS, WIDTH, ROWS = 6, 64, 512
 
@@ -140,3 +141,74 @@ def test_options():
         zt.offload(memory="all")
     with pytest.raises(ValueError, match="are two limits of one step"):
         zt.chain(zt.prefetch(memory=10), zt.offload(memory=20))(step).lower(state(), X)
+
+
+# Together with recomputation.
+
+
+def both(limit, *transforms, **options):
+    transforms = (*transforms, zt.remat(memory=limit), zt.offload(memory=limit))
+    return zt.chain(*transforms)(step).lower(state(), X, **options)
+
+
+# Compute on a CPU hides two of the copies that this link makes.
+SLOW = functools.partial(zt.cluster, "cpu", host_link=zt.Link("host", 0.0, 5e8))
+
+
+def test_one_limit_is_met_by_both_memories_and_the_bits_are_the_same():
+    limit = limit_of(0.8)
+    low = both(limit, cluster=SLOW())
+    assert low.plan.recomputed and low.plan.on_host
+    assert set(low.plan.recomputed).isdisjoint(low.plan.on_host)
+    assert low.memory_analysis().peak <= limit
+    assert same(low.compile()(state(), X), zt.Step(step)(state(), X))
+
+
+def test_both_together_are_faster_than_either():
+    limit = limit_of(0.8)
+    joint = both(limit, cluster=SLOW()).timeline().seconds
+    for alone in (zt.remat(memory=limit), zt.offload(memory=limit)):
+        low = zt.chain(alone)(step).lower(state(), X, cluster=SLOW())
+        assert joint < 0.98 * low.timeline().seconds
+
+
+def test_ranks_have_the_same_bits_with_both():
+    shard = zt.shard_params(zt.AbstractMesh(dp=2))
+    batches = [(X[:256],), (X[256:],)]
+    cluster = SLOW(dp="ethernet-1g")
+    plain = zt.chain(shard, *ALL)(step).lower(state(), *batches[0], cluster=cluster)
+    counted = plain.memory_analysis()
+    limit = counted.state + int(0.6 * (counted.peak - counted.state))
+    transforms = (shard, zt.remat(memory=limit), zt.offload(memory=limit), *ALL)
+    low = zt.chain(*transforms)(step).lower(state(), *batches[0], cluster=cluster)
+    assert low.plan.on_host and low.memory_analysis().peak <= limit
+    assert same(low.lockstep(state(), batches), plain.lockstep(state(), batches))
+
+
+def test_a_saved_plan_moves_the_same_values(tmp_path):
+    limit = limit_of(0.8)
+    low = both(limit, cluster=SLOW())
+    low.plan.save(tmp_path / "step.plan")
+    plan = zt.Plan.load(tmp_path / "step.plan")
+    assert plan.on_host and plan == low.plan
+    assert str(both(limit, cluster=SLOW(), plan=plan).graph) == str(low.graph)
+    assert str(low.with_plan(plan).graph) == str(low.graph)
+    assert "on the host until backward: " in str(plan)
+    smaller = zt.chain(zt.remat(memory=limit), zt.offload(memory=limit))(step)
+    other = smaller.lower(state(), X[:256], cluster=SLOW(), plan=plan)
+    assert other.plan.on_host == plan.on_host
+
+
+@pytest.mark.parametrize(
+    ("name", "moves", "message"),
+    [
+        ("nothing", True, "it moves 'nothing' to the host, and the program has no such value"),
+        ("mm", False, "it moves 'mm' to the host, and the step has no offload(memory=...)."),
+    ],
+)
+def test_a_plan_that_moves_what_it_cannot_is_refused(name, moves, message):
+    plan = zt.Plan("", on_host=(name,))
+    transforms = (zt.offload(memory=limit_of(0.8)),) if moves else ()
+    with pytest.raises(PlanError) as caught:
+        zt.chain(zt.remat(), *transforms)(step).lower(state(), X, plan=plan)
+    assert message in str(caught.value)
