@@ -35,7 +35,7 @@ from .cost import memory
 from .simulate import messages, play, seconds
 
 # Bytes of leaves that are copied together: for fewer, launches cost more than the lead that copies get.
-_TOGETHER = 128 << 20
+_TOGETHER = 64 << 20
 _TRIALS = 4  # with less and less memory: a value that is copied cannot be overwritten meanwhile
 
 # Where an equation stands: before the equation with a number, in an order among those that do, which begins with waits.
