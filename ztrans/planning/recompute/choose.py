@@ -330,9 +330,16 @@ def classes(model: Model) -> tuple[tuple[int, ...], ...]:
     for _ in range(_DEPTH):
         inputs = [tuple(keys[model.values[v].maker] for v in c.args) for c in computations]
         keys = [number(pair) for pair in zip(keys, inputs)]
-    may_change = [i for i, c in enumerate(computations) if c.droppable or c.movable]
-    members = grouped(((keys[i], readers[i]), i) for i in may_change)
-    return tuple(map(tuple, members.values()))
+    members = grouped(zip(zip(keys, readers), range(len(computations))))
+    return tuple(
+        tuple(of_class) for of_class in members.values() if _may_change(model, of_class[0])
+    )
+
+
+def _may_change(model: Model, i: int) -> bool:
+    """Whether a computation may be repeated, or its results moved, and that of all equal ones."""
+    computation = model.computations[i]
+    return bool(computation.droppable or computation.movable)
 
 
 def _description(model: Model, computation: Computation) -> Hashable:

@@ -146,14 +146,12 @@ def model_of(
         if e.region != "forward" or not allocated:
             continue
         args = tuple(dict.fromkeys(number[root[v]] for v in e.ins if root[v] in number))
-        results = tuple(range(len(values), len(values) + len(allocated)))
-        droppable = tuple(i for i, v in zip(results, allocated) if v in may_go)
-        to_host = tuple(i for i, v in zip(results, allocated) if v.name in movable)
+        results = range(len(values), len(values) + len(allocated))
         number.update(zip(allocated, results))
         for v in allocated:
             values.append(_value(v, len(computations), places, v in may_go, v.name in movable))
         total = seconds(e) + sum(map(seconds, views.get(e, ())))
-        computations.append(Computation(e, total, args, results, droppable, to_host))
+        computations.append(_computation(e, total, args, results, values))
     return Model(tuple(values), tuple(computations), _readers(values, computations), live, link)
 
 
@@ -191,6 +189,14 @@ def _views_for_backward(graph: Graph) -> dict[Eqn, list[Eqn]]:
             if maker is not None and maker is not e:
                 views.setdefault(maker, []).append(e)
     return views
+
+
+def _computation(
+    e: Eqn, seconds: float, args: tuple[int, ...], results: range, values: Sequence[Value]
+) -> Computation:
+    droppable = tuple(v for v in results if values[v].may_go)
+    movable = tuple(v for v in results if values[v].may_wait)
+    return Computation(e, seconds, args, tuple(results), droppable, movable)
 
 
 def _value(v: Var, maker: int, places: Places, may_go: bool, may_wait: bool) -> Value:
@@ -307,14 +313,11 @@ class Residency:
                 if v in first and maker not in queued and maker in self.repeated:
                     queued.add(maker)
                     heapq.heappush(waiting, -maker)
-        absent = self.absent
-        stalls = 0.0
-        if hosts or (self.on_host and first):
-            absent, stalls = self._absences(hosts, first)
-            stalls -= self.stalls
-            seconds += 2 * self._link.call * (len(absent) - len(self.absent))
+        absent, stalls = self._absences(hosts, first)
+        seconds += self._call_seconds(absent) - self._call_seconds(self.absent)
         spans = self._spans(repeats, first, last, absent)
-        return Move(repeats, hosts, runs_at, first, last, absent, spans, seconds, stalls)
+        more = stalls - self.stalls
+        return Move(repeats, hosts, runs_at, first, last, absent, spans, seconds, more)
 
     @property
     def _link(self) -> HostLink:
@@ -322,8 +325,16 @@ class Residency:
             raise ValueError("a value can wait on the host only if the model knows a link to it")
         return self.model.link
 
-    def _absences(self, hosts: Hosts, first: Mapping[int, int]) -> tuple[dict[int, Absence], float]:
+    def _call_seconds(self, absent: Mapping[int, Absence]) -> float:
+        """The seconds of the calls that start both copies of values."""
+        return 2 * self._link.call * len(absent) if absent else 0.0
+
+    def _absences(
+        self, hosts: Hosts, first: Mapping[int, int]
+    ) -> tuple[Mapping[int, Absence], float]:
         """When the values on the host are away, and the seconds for which compute waits for their copies."""
+        if not hosts and not (self.on_host and first):
+            return self.absent, self.stalls
         stays: list[Stay] = []
         stalls = 0.0
         for i, copied in {**self.on_host, **hosts}.items():
