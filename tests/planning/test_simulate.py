@@ -322,6 +322,22 @@ def test_a_message_that_is_issued_later_does_not_change_the_past():
     assert [network.arrival(i) for i in (a, b)] == [6.0, 5.0]
 
 
+def test_a_message_that_follows_another_is_waited_for_after_the_next_of_its_kind():
+    """Two messages of 2 seconds are waited for at 1 and 2. One of 5 follows each, on another link.
+
+    The first follower is sent at 2, when compute has waited for a second, and arrives at 7. The second is sent at 4, is
+    the next in the lane, and arrives at 12. The first is waited for once the second has been sent, at place 2. The
+    second is needed at place 3, after compute that takes 1 second.
+    """
+    first = Message(0, 1, "a", "x", 0.0, 2.0)
+    second = Message(1, 2, "a", "x", 0.0, 2.0)
+    followers = [Message(k, 3, "b", "y", 0.0, 5.0) for k in (1, 2)]
+    played = play([1.0, 1.0, 1.0], [first, second, *followers], successor={0: 2, 1: 3})
+    assert played.end == (2.0, 4.0, 7.0, 12.0)
+    assert played.stall == (1.0, 1.0, 3.0, 4.0)
+    assert played.start == (0.0, 2.0, 7.0, 12.0)
+
+
 def test_the_first_level_of_a_message_runs_beside_the_second_level_of_the_one_before():
     inside = Level("a inside", "bus", 0.0, 2.0)
     message = Message(0, 1, "a", "wire", 0.0, 3.0, inside=inside)

@@ -77,7 +77,8 @@ def rich(chance: Random) -> Problem:
     """A random problem with every feature.
 
     It has updates that follow reductions, messages at fixed places, buffers that small members share, bytes that are
-    live at places, reduced values that stay live, packing beside compute, and messages in two levels.
+    live at places, reduced values that stay live, packing beside compute, messages in two levels, and reductions whose
+    results are reduced again.
     """
     p = problem(chance, host=True)
     ops, lanes, links = len(p.seconds), ["lane", "other", "third"], ["link", "other", "third"]
@@ -152,7 +153,23 @@ def rich(chance: Random) -> Problem:
             taken = chance.choice([0.0, 0.25, 0.5])
             inside = chance.choice([None, inside])
             beside[key] = wire._replace(beside=True, inside=inside, taken=taken)
-    return replace(drawn, wires=wires | beside)
+    return with_second_reductions(chance, replace(drawn, wires=wires | beside))
+
+
+def with_second_reductions(chance: Random, p: Problem) -> Problem:
+    """A problem in which the results of some reductions are reduced again, over another link."""
+    wires = dict(p.wires)
+    reductions = list(p.reductions)
+    for key in sorted({r.key for r in reductions}):
+        if chance.random() < 0.3:
+            lane, link = chance.choice(["lane", "third"]), chance.choice(["link", "third"])
+            call = chance.choice([0.0, 0.25])
+            wires[key, "again"] = Wire(lane, link, latency=0.5, pace=0.5, call=call)
+            for i, r in enumerate(reductions):
+                if r.key == key:
+                    again = Reduction((key, "again"), chance.randint(0, 4), 1, r.born)
+                    reductions[i] = r._replace(again=again, second=1)
+    return replace(p, reductions=tuple(reductions), wires=wires)
 
 
 def levered(chance: Random) -> Problem:

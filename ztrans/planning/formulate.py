@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Hashable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from itertools import chain
 
 from ..ir.collectives import bucket_key, is_small, rules
@@ -60,6 +60,9 @@ def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None =
         wires[gather.key] = _wire(planned_gather.start, s.sized_graph, cluster)
     for reduction, planned_reduction in zip(problem.reductions, s.reductions):
         wires[reduction.key] = _wire(planned_reduction.start, s.sized_graph, cluster)
+        if reduction.again is not None and planned_reduction.second is not None:
+            second = planned_reduction.second[0]
+            wires[reduction.again.key] = _wire(second, s.sized_graph, cluster)
     return dataclasses.replace(
         _with_buffers(all_storages, problem),
         seconds=tuple(0.0 if e in all_storages.floating else cost[e] for e in s.ops),
@@ -205,19 +208,26 @@ def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
                 filled = 0
             filling[key] = number, filled + gradient
             key = (*key, number)
-        reductions.append(
-            Reduction(
-                key,
-                rules(start).wire_bytes(start, axes),
-                gradient,
-                s.born[i],
-                need=needs[i],
-                copied=not rules(start).sends_own(start, 0, axes),
-                small=is_small(start, 0, axes),
-                name=collective.name,
-            )
-        )
+        again = None
+        if collective.second is not None:
+            second = collective.second[0]
+            again = _reduction(second, (*bucket_key(second), key), size, axes, s.born[i])
+        reduction = _reduction(start, key, size, axes, s.born[i])
+        reductions.append(reduction._replace(need=needs[i], name=collective.name, again=again))
     return tuple(reductions)
+
+
+def _reduction(
+    start: Eqn, key: tuple, size: Callable[[Var], int], axes: Sizes, born: int
+) -> Reduction:
+    return Reduction(
+        key,
+        rules(start).wire_bytes(start, axes),
+        size(start.ins[0]),
+        born,
+        copied=not rules(start).sends_own(start, 0, axes),
+        small=is_small(start, 0, axes),
+    )
 
 
 def _fixed_messages(s: Skeleton, cluster: Cluster) -> tuple[Message, ...]:

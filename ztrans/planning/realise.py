@@ -20,6 +20,7 @@ from ..ir.verifier import ProgramError, check
 from .cost import memory
 from .early_updates import with_early_updates
 from .formulate import frame
+from .network import Successors
 from .plan import WRITTEN, Plan, schedule_of
 from .skeleton import Collective, GatherOfParts, Skeleton, skeleton, update_groups
 from .solver.problem import Bucket, PendingUpdates, Problem, Schedule
@@ -175,8 +176,7 @@ class _Emission:
         self.groups = update_groups(s) if problem.updates else ()
         self.updates = PendingUpdates(problem)
         self.under_way = 0  # the bytes of gradients whose reduction is under way
-        # The buckets whose second reduction is under way, each with the place at which that is needed.
-        self.second_buckets: deque[tuple[Bucket, int]] = deque()
+        self.second_buckets: Successors[Bucket] = Successors()
 
     def write(self, *eqns: Eqn) -> None:
         """Write equations, except those that have been written already."""
@@ -218,20 +218,18 @@ class _Emission:
             self.updates.complete(bucket.members)
         else:
             self.write(coalesce([p.second[0] for p in members if p.second]))
-            self.second_buckets.append((bucket, min(self.s.need[i] for i in bucket.members)))
-        # The memory is reserved for one second reduction at a time.
-        if len(self.second_buckets) > 1:
-            self._wait_second()
+            need = min(self.s.need[i] for i in bucket.members)
+            for earlier in self.second_buckets.add(bucket, need):
+                self._wait_second(earlier)
         self.update(place)
 
     def second(self, place: int) -> None:
         """Wait for the second reductions that are needed at this place."""
-        while self.second_buckets and place >= self.second_buckets[0][1]:
-            self._wait_second()
+        for bucket in self.second_buckets.needed(place):
+            self._wait_second(bucket)
             self.update(place)
 
-    def _wait_second(self) -> None:
-        bucket, _ = self.second_buckets.popleft()
+    def _wait_second(self, bucket: Bucket) -> None:
         self.write(*(p.second[1] for p in self.members(bucket) if p.second))
         self.updates.complete(bucket.members)
 

@@ -35,8 +35,10 @@ from .contention import TOUCHED, Stream, contended
 from .cost import launches, memory, traffic
 from .fusion import IsCompiled, Kernel, kernels
 from .kernels import launched, memory_seconds, roofline
-from .network import Level, Message, Network, Stalls
+from .network import Level, Message, Network, Stalls, Successors
 from .timeline import COMPUTE, Event, Timeline, one_by_one
+
+NO_SUCCESSORS: Mapping[int, int] = {}
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ def play(
     places: Sequence[int] | None = None,
     follows: Callable[[int, int], float] = lambda message, place: 0.0,
     precedes: Callable[[int], float] = lambda place: 0.0,
+    successor: Mapping[int, int] = NO_SUCCESSORS,
 ) -> Played:
     """Simulate a program.
 
@@ -78,6 +81,8 @@ def play(
             out those at which no message is issued or needed. A message at a place that is left out is not sent.
         follows: `follows(i, k)` is the seconds of further compute that run after message i was waited for at place k.
         precedes: `precedes(k)` is the seconds of further compute at place k, before any message is waited for there.
+        successor: for some messages, the one that is sent right after it has been waited for. The next successor that
+            is sent, or else the place where it is needed, ends the time in which it is under way (see `Successors`).
 
     >>> gather = Message(issue=0, need=1, lane="gather", link="wire", latency=0.0, seconds=3.0)
     >>> played = play([1.0, 1.0], [gather])
@@ -87,39 +92,80 @@ def play(
     compute_before = [0.0, *accumulate(compute)]
     if places is None:
         places = range(len(compute_before))
-    issued = grouped((m.issue, i) for i, m in enumerate(messages))
-    needed = grouped((m.need, i) for i, m in enumerate(messages))
-    network = Network()
-    number = [0] * len(messages)
-    stall = [0.0] * len(messages)
-    lost = [(0.0, 0.0)] * len(messages)
-    stalls = Stalls()
-    clock = 0.0
+    at_places = set(range(len(messages))).difference(successor.values())
+    issued = grouped((messages[i].issue, i) for i in sorted(at_places))
+    needed = grouped((messages[i].need, i) for i in sorted(at_places))
+    under_way: Successors[int] = Successors()
+    rank = _Rank(messages)
     now = 0
     arrive: list[float] = []
     start: list[float] = []
     for k in places:
-        clock += compute_before[k] - compute_before[now]
+        rank.clock += compute_before[k] - compute_before[now]
         now = k
-        arrive.append(clock)
+        arrive.append(rank.clock)
         for i in issued.get(k, ()):
-            clock += messages[i].host
-            network.run(clock)
-            number[i] = network.issue(messages[i], clock)
-        clock += precedes(k)
+            rank.send(i)
+        rank.clock += precedes(k)
         # What has arrived first is unpacked while the others are still under way.
-        for end, i in sorted((network.arrival(number[i]), i) for i in needed.get(k, ())):
-            if end > clock:
-                stall[i] = end - clock
-                stalls.add(clock, end)
-                clock = end
-            lost[i] = clock, stalls.lost(network, number[i], clock)
-            clock += lost[i][1] + messages[i].unpack + follows(i, k)
-        start.append(clock)
-    ends = tuple(network.arrival(i) for i in number)
-    begins = tuple(network.begin[i] for i in number)
-    inside = tuple(network.first_level(i) for i in number)
-    return Played(tuple(arrive), tuple(start), begins, ends, tuple(stall), tuple(lost), inside)
+        waiting = list(needed.get(k, ()))
+        while waiting:
+            i = rank.first_of(waiting)
+            waiting.remove(i)
+            rank.wait(i)
+            rank.clock += follows(i, k)
+            if i in successor:
+                j = successor[i]
+                rank.send(j)
+                for earlier in under_way.add(j, messages[j].need):
+                    rank.wait(earlier)
+                    rank.clock += follows(earlier, k)
+        for i in under_way.needed(k):
+            rank.wait(i)
+            rank.clock += follows(i, k)
+        start.append(rank.clock)
+    return rank.played(arrive, start)
+
+
+class _Rank:
+    """One rank while it is simulated: the time of its compute queue, and its messages."""
+
+    def __init__(self, messages: Sequence[Message]) -> None:
+        self.messages = messages
+        self.network = Network()
+        self.number = [0] * len(messages)
+        self.stall = [0.0] * len(messages)
+        self.lost = [(0.0, 0.0)] * len(messages)
+        self.stalls = Stalls()
+        self.clock = 0.0
+
+    def send(self, i: int) -> None:
+        self.clock += self.messages[i].host
+        self.network.run(self.clock)
+        self.number[i] = self.network.issue(self.messages[i], self.clock)
+
+    def first_of(self, waiting: Sequence[int]) -> int:
+        """The first of some messages to arrive."""
+        first = self.network.first_arrival([self.number[i] for i in waiting])
+        return next(i for i in waiting if self.network.end[self.number[i]] == first)
+
+    def wait(self, i: int) -> None:
+        """Let compute stand still until message `i` has arrived, and unpack it."""
+        end = self.network.arrival(self.number[i])
+        if end > self.clock:
+            self.stall[i] = end - self.clock
+            self.stalls.add(self.clock, end)
+            self.clock = end
+        self.lost[i] = self.clock, self.stalls.lost(self.network, self.number[i], self.clock)
+        self.clock += self.lost[i][1] + self.messages[i].unpack
+
+    def played(self, arrive: Sequence[float], start: Sequence[float]) -> Played:
+        """When everything happened, at the end."""
+        ends = tuple(self.network.arrival(i) for i in self.number)
+        begins = tuple(self.network.begin[i] for i in self.number)
+        inside = tuple(self.network.first_level(i) for i in self.number)
+        stall = tuple(self.stall)
+        return Played(tuple(arrive), tuple(start), begins, ends, stall, tuple(self.lost), inside)
 
 
 # The messages and durations of a program.

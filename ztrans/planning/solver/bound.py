@@ -146,6 +146,10 @@ def _jobs(problem: Problem) -> list[_Job]:
     for i, r in enumerate(problem.reductions):
         follows = sum(problem.needs[k].seconds for k in problem.needs_with.get(i, ()))
         job = _job(problem, r, r.born + 1, min(end, r.need))
+        if r.again is not None:
+            jobs.append(job)
+            second = _job(problem, r.again, r.born + 1, min(end, r.need))
+            job = replace(second, beside=second.beside + job.takes)
         jobs.append(replace(job, follows=follows))
     dropped_by = grouped((i, lever) for lever in problem.levers for i in lever.dropped)
     for i, (g, idle_since, size) in enumerate(_values(problem)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,14 @@ import numpy as np
 from ..buffers import Buffer, by_operation, live_by_slot
 from ..network import Message
 from ..simulate import Played, play
-from .messages import ReductionBytes, gather_buffers, message_of, reserved_for_second, second_buffer
+from .messages import (
+    ReductionBytes,
+    again_message,
+    gather_buffers,
+    message_of,
+    reserved_for_second,
+    second_buffer,
+)
 from .problem import PendingUpdates, Problem, Schedule
 
 
@@ -27,11 +35,11 @@ class Outcome:
 def evaluate(problem: Problem, schedule: Schedule) -> Outcome:
     """Simulate a schedule."""
     issued = _issued(problem, schedule)
-    messages = tuple(message for message, _ in issued)
+    messages, reduced, successor = _with_successors(problem, issued)
     updates = PendingUpdates(problem)
 
     def follows(i: int, place: int) -> float:
-        updates.complete(issued[i][1])
+        updates.complete(reduced[i])
         return updates.seconds(place)
 
     compute = problem.compute(schedule.levers)
@@ -39,10 +47,27 @@ def evaluate(problem: Problem, schedule: Schedule) -> Outcome:
     places.update(update.release for update in problem.updates)
     for message in messages:
         places.update((message.issue, message.need))
-    played = play(compute, messages, sorted(places), follows, updates.seconds)
+    played = play(compute, messages, sorted(places), follows, updates.seconds, successor)
     seconds = max(played.start[-1] + updates.seconds_left, *played.end, 0.0)
     bytes_live = memory(problem, schedule)
     return Outcome(seconds, int(bytes_live.max(initial=0)), messages, played, bytes_live)
+
+
+def _with_successors(
+    problem: Problem, issued: Sequence[tuple[Message, tuple[int, ...]]]
+) -> tuple[tuple[Message, ...], list[tuple[int, ...]], dict[int, int]]:
+    """All messages, the reductions that are complete after each, and the second reductions that follow some of them."""
+    messages = [message for message, _ in issued]
+    reduced = [members for _, members in issued]
+    successor: dict[int, int] = {}
+    for i, (message, members) in enumerate(issued):
+        second = again_message(problem, [problem.reductions[r] for r in members], message.need)
+        if second is not None:
+            successor[i] = len(messages)
+            messages.append(second)
+            reduced[i] = ()
+            reduced.append(members)
+    return tuple(messages), reduced, successor
 
 
 def _issued(problem: Problem, schedule: Schedule) -> list[tuple[Message, tuple[int, ...]]]:

@@ -17,6 +17,7 @@ from ..buffers import Buffer, changes, live_by_slot, sum_changes
 from ..network import NEVER, Message
 from .messages import (
     ReductionBytes,
+    again_message,
     gather_buffers,
     message_of,
     packed_values,
@@ -78,6 +79,7 @@ class ReductionLoad(NamedTuple):
     bytes: ReductionBytes
     room: RoomNeeded
     message: Message
+    again: Message | None  # its second reduction
     changes: np.ndarray  # as those of a bucket of gathers
 
 
@@ -182,6 +184,7 @@ def reduction_load(
         bytes=total,
         room=RoomNeeded(first_wait, size, burst, staying, total),
         message=message_of(problem, reductions, start, first_wait),
+        again=again_message(problem, reductions, first_wait),
         changes=np.concatenate(load_changes, axis=1),
     )
 

@@ -44,6 +44,16 @@ def message_of(problem: Problem, members: BucketMembers, start: int, wait: int) 
     return Message(start, wait, *transfer, host, unpack, packing, inside=first, taken=wire.taken)
 
 
+def again_message(problem: Problem, reductions: Sequence[Reduction], wait: int) -> Message | None:
+    """The second reductions of a bucket as a message, if the bucket is waited for at place `wait`; None without any."""
+    again = [r.again for r in reductions if r.again is not None]
+    if not again:
+        return None
+    return message_of(
+        problem, again, wait, min(len(problem.seconds), *(r.need for r in reductions))
+    )
+
+
 def copy_seconds(wire: Wire, member: Gather | Reduction) -> tuple[float, float]:
     """The seconds of copies and sums that a member takes in any bucket: to send it, and to unpack it."""
     if isinstance(member, Gather):

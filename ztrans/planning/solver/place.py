@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..network import NEVER, Message, Network, Stalls, in_lane
+from ..network import NEVER, Message, Network, Stalls, Successors, in_lane
 from .loads import Choice, GatherLoad, Loaded, Loads, ReductionLoad, Rejected
 from .problem import Bucket, PendingUpdates, Schedule
 
@@ -83,7 +83,7 @@ def place_choice(loads: Loads, choice: Choice, limit: float = NEVER) -> Placed |
 
 
 # What happens at one place, in this order.
-_ARRIVE, _SEND_FIXED, _SEND_GATHERS, _SEND_REDUCTION, _UPDATE, _WAIT = range(6)
+_ARRIVE, _SEND_FIXED, _SEND_GATHERS, _SEND_REDUCTION, _UPDATE, _WAIT, _WAIT_AGAIN = range(7)
 _Item = tuple[int, int, int | str, Any]  # place, kind, order of equal kinds at one place, subject
 
 
@@ -121,6 +121,7 @@ class _Simulation:
             self.fixed.append(InFlight(turn, message))
         self.gathers_under_way: list[GatherInFlight] = []
         self.reductions_under_way: list[ReductionInFlight] = []
+        self.again_under_way: Successors[tuple[InFlight, ReductionLoad]] = Successors()
         self.lanes: dict[str, Lane] = {}
         self._fill_lanes()
         self.queued = [lane for lane in self.lanes.values() if lane.queue]
@@ -133,8 +134,9 @@ class _Simulation:
 
     def _fill_lanes(self) -> None:
         """Add up the work of each lane, and queue its gathers."""
-        for each in (*self.gathers, *self.reductions, *self.fixed):
-            message = each.message
+        messages = [each.message for each in (*self.gathers, *self.reductions, *self.fixed)]
+        messages += [r.load.again for r in self.reductions if r.load.again is not None]
+        for message in messages:
             self._lane(message.lane).work += in_lane(message)
             if message.inside is not None:
                 self._lane(message.inside.lane).work += in_lane(message.inside)
@@ -158,6 +160,8 @@ class _Simulation:
             yield place, _UPDATE, 0, None
         for each in (*self.gathers, *self.fixed):
             yield each.message.need, _WAIT, each.turn, each
+        for place in {r.load.again.need for r in self.reductions if r.load.again is not None}:
+            yield place, _WAIT_AGAIN, 0, None
 
     def _set_due(self, lane: Lane) -> None:
         """Find from where each gather, and those of its lane after it, arrive in time if nothing else waits."""
@@ -180,6 +184,7 @@ class _Simulation:
             self._send_reduction,
             self._update,
             self._wait,
+            self._wait_again,
         )
         while self.agenda:
             place, kind, _, subject = heapq.heappop(self.agenda)
@@ -358,21 +363,49 @@ class _Simulation:
         needed = [first]
         while self.agenda and self.agenda[0][:2] == (place, _WAIT):
             needed.append(heapq.heappop(self.agenda)[3])
-        arrivals = [(self.network.arrival(each.number), each.turn, each) for each in needed]
-        for end, _, arrived in sorted(arrivals):
-            if end > self.clock:
-                self.stalls.add(self.clock, end)
-                self.clock = end
-                # At the next place, see which reductions have arrived during the stall.
-                for reduction in self.reductions_under_way:
-                    if self.network.end[reduction.number] <= end and reduction.until > place:
-                        self._check_at(place + 1, reduction)
-            self.clock += self.stalls.lost(self.network, arrived.number, self.clock)
-            self.clock += arrived.message.unpack
+        needed.sort(key=lambda each: each.turn)
+        while needed:
+            end = self.network.first_arrival([each.number for each in needed])
+            arrived = next(each for each in needed if self.network.end[each.number] == end)
+            needed.remove(arrived)
+            self._receive(arrived, end, place)
             if isinstance(arrived, GatherInFlight):
                 self.gathers_under_way.remove(arrived)
             elif isinstance(arrived, ReductionInFlight):
-                self.updates.complete(arrived.load.members)
-                self.clock += self.updates.seconds(place)
+                if arrived.load.again is None:
+                    self._complete(arrived.load, place)
+                else:
+                    self._send_again(arrived.load, arrived.load.again, place)
         if self.clock + self.seconds_before[-1] - self.seconds_before[place] > self.limit:
             raise Rejected
+
+    def _receive(self, arrived: InFlight, end: float, place: int) -> None:
+        """Let compute stand still until `end`, when a message arrives, and unpack it."""
+        if end > self.clock:
+            self.stalls.add(self.clock, end)
+            self.clock = end
+            # At the next place, see which reductions have arrived during the stall.
+            for reduction in self.reductions_under_way:
+                if self.network.end[reduction.number] <= end and reduction.until > place:
+                    self._check_at(place + 1, reduction)
+        self.clock += self.stalls.lost(self.network, arrived.number, self.clock)
+        self.clock += arrived.message.unpack
+
+    def _complete(self, load: ReductionLoad, place: int) -> None:
+        """Run the updates that follow a bucket of reductions."""
+        self.updates.complete(load.members)
+        self.clock += self.updates.seconds(place)
+
+    def _send_again(self, load: ReductionLoad, message: Message, place: int) -> None:
+        """Send the second reduction of a bucket, and wait for the one before it."""
+        second = InFlight(0, message)
+        self._send(second, place)
+        for earlier, earlier_load in self.again_under_way.add((second, load), message.need):
+            self._receive(earlier, self.network.arrival(earlier.number), place)
+            self._complete(earlier_load, place)
+
+    def _wait_again(self, _: None, place: int) -> None:
+        """Wait for the second reductions that are needed here."""
+        for second, load in self.again_under_way.needed(place):
+            self._receive(second, self.network.arrival(second.number), place)
+            self._complete(load, place)

@@ -111,7 +111,10 @@ class Reduction(NamedTuple):
     buffers: tuple[Buffer, ...] = ()
     # For each update that follows: the first place where it may run, and the bytes that it has for itself then.
     temporaries: tuple[tuple[int, int], ...] = ()
-    second: int = 0  # bytes of a second reduction, which is under way until the next bucket's wait
+    # The reduction of its result, as over replicas. It is sent right after the wait, in the same bucket, and waited for
+    # right after the next one of its kind has been sent, or where it is needed.
+    again: Reduction | None = None
+    second: int = 0  # bytes that are live for it
     small: bool = False
     name: str = ""
 
