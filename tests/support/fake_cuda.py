@@ -147,7 +147,7 @@ class FakeCuda:
         self.graphs: list[CUDAGraph] = []
         self.capture_modes: list[str] = []
         self.capturing = False
-        self.synchronized = 0
+        self.synchronized: list[Any] = []  # the devices that the host waited for
 
     def current_device(self) -> int:
         return 0
@@ -188,5 +188,5 @@ class FakeCuda:
             self.capturing = False
             graph.undo()
 
-    def synchronize(self) -> None:
-        self.synchronized += 1
+    def synchronize(self, device: Any = None) -> None:
+        self.synchronized.append(device)

@@ -23,6 +23,7 @@ from ztrans.compiled import LocalProgram
 from ztrans.ops import tables
 from ztrans.ops.tables import on_device
 from ztrans.runtime.agreement import Contract
+from ztrans.runtime.cuda import graph_capture
 from ztrans.runtime.cuda.graph_capture import (
     Capture,
     check_device,
@@ -156,7 +157,7 @@ def test_another_state_is_refused_until_the_graph_is_closed():
     )
     compiled(state, *data[2])
     compiled.close()
-    assert cuda.graphs[0].resets == 1 and cuda.synchronized == 1
+    assert cuda.graphs[0].resets == 1 and cuda.synchronized == [None]
     compiled.close()
     assert cuda.graphs[0].resets == 1, "a second close() does nothing"
     state_after, _ = trained(compiled, state_of(2), data)
@@ -478,6 +479,16 @@ def test_ranks_compare_the_run_and_the_capture_and_no_replay(compared):
     assert capture.captured.replays == 4
 
 
+def test_closing_waits_for_the_gpu_of_the_step(monkeypatch):
+    """Another GPU may be the current one."""
+    data = [(batch_of(k),) for k in range(2)]
+    compiled, cuda, _ = captured(step, state_of(), data[0])
+    trained(compiled, state_of(), data)
+    monkeypatch.setattr(graph_capture, "device_of", lambda inputs: "cuda:1")
+    compiled.close()
+    assert cuda.synchronized == ["cuda:1"]
+
+
 @pytest.mark.slow
 def test_a_graph_is_captured_again_after_a_step_has_failed(compared):
     """Its collectives are those of communicators that the failure has closed. The ranks compare the next steps."""
@@ -488,5 +499,5 @@ def test_a_graph_is_captured_again_after_a_step_has_failed(compared):
     failures[0] = 1
     trained(compiled, state, data[3:])
     assert [graph.replays for graph in cuda.graphs] == [2, 2]
-    assert cuda.synchronized == 0, "the replay that failed may wait for a rank that does not come"
+    assert cuda.synchronized == [], "the replay that failed may wait for a rank that does not come"
     assert len(compared) == 4, "a run and a capture, each time"

@@ -354,6 +354,26 @@ def test_the_peak_of_memory_is_as_predicted():
     assert abs(rise - predicted) <= 0.1 * predicted
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_a_state_on_a_gpu_that_is_not_the_current_one(cuda_graph):
+    """Its kernels of Triton and its graph are launched there, and the current device stays."""
+    pytest.importorskip("triton")
+    from tests.support.user_kernel import scaled
+
+    def step(state, x):
+        return {"w": state["w"] - 0.1 * scaled(x, state["w"]).mean(0)}, scaled(x, state["w"]).sum()
+
+    state, x = {"w": torch.rand(64, device="cuda:1")}, torch.rand(16, 64, device="cuda:1")
+    wanted = state["w"].clone()
+    call = zt.Step.of(step).lower(state, x).compile(cuda_graph=cuda_graph)
+    for _ in range(4):
+        state, _ = call(state, x)
+        wanted -= 0.1 * (x * wanted).mean(0)
+    call.close()
+    assert distance(state["w"], wanted) < 1e-6 and torch.cuda.current_device() == 0
+
+
 def test_a_kernel_of_the_users_is_an_equation():
     pytest.importorskip("triton")
     from tests.support.user_kernel import scaled

@@ -31,6 +31,7 @@ import torch
 
 from ... import ops
 from ...calling.global_state import no_collection
+from ...calling.inputs import device_of
 from ...ir.copies import is_copy
 from ...ir.graph import Eqn, Graph, Var
 from ...ir.op_facts import CAST
@@ -234,7 +235,7 @@ class Capture:
         graph's memory is its own, and nobody gets it before the device has ended all work.
         """
         if self.is_captured:
-            self.cuda.synchronize()
+            self.cuda.synchronize(device_of(self.inputs))
         if self.captured is not None:
             self.captured.reset()
         self.captured = None
