@@ -55,7 +55,7 @@ def four() -> list[dict]:
 def test_four_ranks_on_two_hosts_agree_with_lockstep(four):
     """On two hosts with two ranks each, and over two axes as one."""
     figures = of(four, "equal")
-    assert len(figures) == 3 * 4
+    assert len(figures) == 4 + 2 + 2
     for f in figures:
         assert f["lockstep"] <= 1e-14 and f["plain"] <= 1e-10, f
 
@@ -92,12 +92,10 @@ def test_a_mesh_may_be_a_part_of_the_world(four):
 
 @pytest.mark.distributed
 def test_a_model_of_parallelize_module_computes_what_one_process_computes(four):
-    """Llama at every stage: DTensors on tp become DTensors on dp and tp, cut over tp first."""
+    """Llama at two stages: DTensors on tp become DTensors on dp and tp, cut over tp first."""
     figures = of(four, "parallelized")
     assert sorted((f["stage"], f["bucketed"]) for f in figures) == [
         (0, False),
-        (1, True),
-        (2, False),
         (3, True),
     ]
     for f in figures:
