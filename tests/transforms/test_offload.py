@@ -48,8 +48,14 @@ def test_the_difference_prints(golden):
 
 
 @pytest.mark.parametrize(
-    "name", ["mlp_momentum", "gpt_adam", "clipped", "adamw_fused", "adamw_foreach", "adamw_single"]
-)
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "gpt_adam" else ())
+        for name in (
+            "mlp_momentum", "gpt_adam", "clipped", "adamw_fused", "adamw_foreach", "adamw_single",
+        )
+    ],
+)  # fmt: skip
 def test_twenty_steps_have_the_same_bits(name):
     case = CASES[name]
     assert same(trained(case, (MOMENTS,)), trained(case, (zt.chain(),)))

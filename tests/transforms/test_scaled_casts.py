@@ -1,6 +1,8 @@
 """`fuse_cast_gather` of fp8: a parameter is scaled and cast on shards, and its gather brings a byte for each element."""
 
+import dataclasses
 import fnmatch
+import functools
 import itertools
 
 import pytest
@@ -18,16 +20,37 @@ from tests.support.fp8 import (
     batch_of,
     cast,
     divided,
-    lower,
     state_of,
-    step_of,
 )
+from tests.support.fp8 import step_of as make_step
 from tests.support.parallel import own
 from ztrans.ir.collectives import ALL_GATHER, ALL_REDUCE
 from ztrans.ir.interpreter import coordinates, lockstep, scatter
 
 FUSE = zt.fuse_cast_gather()
 SCHEDULES = (zt.overlap_grads(), zt.prefetch())
+
+
+step_of = functools.cache(make_step)  # equal steps are one, and are traced once
+
+
+def lower(step, *transforms, state=None, mesh=None, **options):
+    """A step lowered over `mesh`, by default for two ranks."""
+    shard = zt.shard_params(mesh or zt.AbstractMesh(dp=2), **options)
+    leaves, tree = pytree.tree_flatten(state or state_of())
+    kinds = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+    # Of all transforms, only micro-batches change what is traced.
+    micro = tuple(transform for transform in transforms if transform.name == "accumulate")
+    chain = zt.chain(shard, *transforms)(step)
+    return dataclasses.replace(
+        traced(step, tree, kinds, micro), transforms=chain.transforms
+    ).lower()
+
+
+@functools.cache
+def traced(step, tree, kinds, micro):
+    leaves = [torch.zeros(shape, dtype=dtype) for shape, dtype in kinds]
+    return zt.chain(*micro)(step).trace(pytree.tree_unflatten(leaves, tree), batch_of())
 
 
 def bits(tree):

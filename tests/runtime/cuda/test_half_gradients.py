@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn, optim
@@ -59,7 +61,9 @@ def lifted(make_optimizer, dtype=torch.bfloat16, change=None):
     return zt.lift(loop_step, model, optimizer)
 
 
+@functools.cache
 def lowered(*args, **kwargs):
+    """The step, and its first state: a test that takes steps clones it."""
     step, state = lifted(*args, **kwargs)
     step = zt.Step.of(step)
     return step.lower(state, X), state
@@ -231,6 +235,7 @@ def test_only_state_on_a_gpu_is_rewritten():
     assert updates(after).count("ztrans::fused_adamw") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_no_other_program_changes(name):
     graph = on_ranks(CASES[name], 1).graph
