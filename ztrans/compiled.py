@@ -39,6 +39,7 @@ from .runtime.agreement import (
     everywhere,
     step_of,
 )
+from .runtime.carried import CarryingExecutable, drop_carried
 from .runtime.cuda.attention_kernels import by_events, fastest_attention
 from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rates
 from .runtime.cuda.half_gradients import half_gradients, on_gpu
@@ -75,6 +76,18 @@ class LocalProgram(NamedTuple):
     half_weights: HalfWeights | None = None  # copies of parameters, which the user does not see
     changed: Sequence[int] = ()  # the leaves of the state that a step changes
     device: torch.device | None = None  # the GPU that it runs on
+
+    def goes_on(self, inputs: Inputs) -> bool:
+        """Whether a step on these inputs uses gathers that the step before has started."""
+        function = self.function
+        return isinstance(function, CarryingExecutable) and function.goes_on(inputs)
+
+    def note(self, inputs: Inputs) -> None:
+        """Note that a step on these inputs has ended well, for what it leaves to the next step."""
+        if isinstance(self.function, CarryingExecutable):
+            self.function.note(inputs)
+        if self.half_weights is not None:
+            self.half_weights.note(inputs)
 
 
 class BoundProgram:
@@ -198,19 +211,23 @@ class Compiled(Printed):
             micro = run.run if isinstance(run, Capture) else run
             graph = micro.last if isinstance(micro, MicroBatches) else self.graph
 
-            def prepared(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            def prepared(inputs: Sequence[Any]) -> Sequence[Any]:
                 if isinstance(micro, MicroBatches):
                     inputs = micro.before_last(inputs)
                 if mesh is not None:
                     everywhere(None, mesh)
                     process_groups(mesh).in_flight.renew()
+                if isinstance(run, CarryingExecutable):
+                    inputs = [*inputs, *run.start(inputs)]
                 return inputs
 
+            drop_carried(mesh)
             measured = profile(graph, run.program, local, steps, prepared)
             return measured if mesh is None else measured.agreed(mesh)
 
     def close(self) -> None:
-        """Release the captured CUDA graph, if there is one, and forget the casts of `cast_ahead`.
+        """Release the captured CUDA graph, if there is one, and forget the casts of `cast_ahead`, and gathers that
+        the last step has started for the next one.
 
         Call it before the process group is destroyed, or to continue with another state. The next call then runs
         without a graph, and the one after it captures a new graph.
@@ -218,6 +235,8 @@ class Compiled(Printed):
         local_program = self.bound.local_program
         if local_program is None:
             return
+        if self._mesh is not None:
+            process_groups(self._mesh).forget_carried()
         if isinstance(local_program.function, Capture):
             local_program.function.close()
         if local_program.half_weights is not None:
@@ -279,13 +298,16 @@ class Compiled(Printed):
             half_weights = local_program.half_weights
             if half_weights is not None:
                 local = half_weights.inserted(local)
+            goes_on = local_program.goes_on(inputs)
             if mesh is not None:
-                self._agree(mesh, local_program, local, state)
+                self._agree(mesh, local_program, local, state, goes_on)
             # Only now, so that all ranks bind again if one of them could not.
             self.bound.local_program = local_program
             if isinstance(local_program.function, Capture):
                 local_program.function.check_inputs(local)
             with watched(mesh, name, state), running(name, state, mesh, local_program.writes):
+                if not goes_on:
+                    drop_carried(mesh)
                 if half_weights is not None:
                     half_weights.refresh(inputs)
                 if self.cuda_graph:
@@ -294,8 +316,7 @@ class Compiled(Printed):
             # The replay of a CUDA graph and kernels of Inductor do not count what they write.
             changed = [inputs.tensors[i] for i in local_program.changed]
             torch.autograd.graph.increment_version(changed)
-            if half_weights is not None:
-                half_weights.note(inputs)
+            local_program.note(inputs)
 
     def _current_device(
         self, local: Sequence[torch.Tensor]
@@ -314,6 +335,7 @@ class Compiled(Printed):
         local_program: LocalProgram,
         local: Sequence[torch.Tensor],
         state: Sequence[Any],
+        goes_on: bool,
     ) -> None:
         """Compare this step with those of the other ranks. The replay of a CUDA graph is compared with nothing.
 
@@ -329,7 +351,7 @@ class Compiled(Printed):
         agree(
             mesh,
             step_of(self.lowered.graph.name),
-            contract.terms(local, steps_of(state)),
+            contract.terms(local, steps_of(state), goes_on),
             explain,
             marker(state) if is_late else None,
         )
@@ -407,6 +429,8 @@ class Compiled(Printed):
                 failures=functools.partial(_failures, self._mesh),
             )
         contract = None
+        if self._mesh is not None and lowered.graph.carried:
+            run = CarryingExecutable(run, lowered.graph, self._mesh)
         if self._mesh is not None:
             process_groups(self._mesh).carry(lowered.graph)
             contract = Contract(lowered.graph, update_hash(lowered.hinted), self._mesh)

@@ -23,6 +23,12 @@ from .calling.call import BoundCall
 from .calling.global_state import no_collection
 from .compiled import Compiled
 from .fitting import variant_of_plan, ways_to_fit, with_chosen_options
+from .ir.across_steps import (
+    carried_starts,
+    carry_first_gathers,
+    gathers_before,
+    without_gathers_of,
+)
 from .ir.ambient import refuse_inside, without_autocast
 from .ir.collectives import erase_trivial
 from .ir.differences import traffic
@@ -37,10 +43,11 @@ from .ir.neighbours import among_neighbours
 from .ir.printer import Printed, format_seconds
 from .ir.user_collectives import by_axis
 from .ir.verifier import check
+from .planning.buffers import local_bytes
 from .planning.cluster import Cluster, Device, default_cluster, default_device
 from .planning.cost import Cost, Memory, cost, memory
 from .planning.formulate import formulate
-from .planning.limit import DoesNotFit, with_device_limit
+from .planning.limit import DoesNotFit, check_carried, with_device_limit
 from .planning.make_plan import make_plan, with_memory_notes
 from .planning.place_copies import check_host_memory, place_copies
 from .planning.plan import Plan
@@ -168,7 +175,7 @@ class Traced(Printed):
         with stage(self.graph.name, "plan"):
             if has_choice(hinted.hinted.hints):
                 return self._with_choice(hinted)
-            return hinted._ordered(*make_plan(hinted.graph, hinted.cluster))
+            return hinted._ordered(*make_plan(hinted.graph, hinted.cluster)).within_limit()
 
     def _with_choice(self, hinted: Lowered) -> Lowered:
         """The program of one rank in a new order, where the plan also chooses what becomes of the values of forward."""
@@ -182,7 +189,7 @@ class Traced(Printed):
             return new.hinted
 
         split = plan_recomputation(graph, hinted.hinted, lower, hinted.cluster)
-        return lowered[split.hinted]._ordered(split.plan, split.ordered)
+        return lowered[split.hinted]._ordered(split.plan, split.ordered).within_limit()
 
     @no_collection()
     @without_autocast()
@@ -302,13 +309,21 @@ class Lowered(Printed):
         timeline = simulate(self.graph, cluster)
         every = (*cluster.neighbours(self.hinted.axes), *self.plan.neighbours)
         neighbours = tuple(dict.fromkeys(every))
-        order = skeleton(self.hinted, neighbours)
+        hinted = self.hinted
+        room = timeline.peak
+        if self.graph.carried:
+            # The step before may have gathered all of these leaves, so the bound counts no time for them.
+            leaves = {i for start in carried_starts(self.graph) for i in start.leaves}
+            hinted = without_gathers_of(hinted, leaves)
+            size = local_bytes(hinted)
+            room += sum(size(v) for v in hinted.inputs[len(self.hinted.inputs) :])
+        order = skeleton(hinted, neighbours)
         if not order.gathers and not order.reductions:
             return timeline
-        if self.hinted.micro > 1:
-            least = _micro_batch_bound(self.hinted, cluster, timeline.peak, neighbours)
+        if hinted.micro > 1:
+            least = _micro_batch_bound(hinted, cluster, room, neighbours)
         else:
-            result = bound(formulate(order, cluster, timeline.peak))
+            result = bound(formulate(order, cluster, room))
             least = result.seconds, result.binds
         return dataclasses.replace(timeline, bound=least)
 
@@ -336,7 +351,7 @@ class Lowered(Printed):
     def with_plan(self, plan: Plan) -> Lowered:
         """This program in the order of the given plan."""
         lowered = self._with_choice_of(plan)
-        return lowered._ordered(plan, apply_plan(lowered.hinted, plan))
+        return lowered._ordered(plan, apply_plan(lowered.hinted, plan)).within_limit()
 
     def _with_choice_of(self, plan: Plan) -> Lowered:
         """This program with what a plan recomputes and moves to the host, before it has an order."""
@@ -358,11 +373,24 @@ class Lowered(Printed):
         lowered = self._with_choice_of(plan)
         return lowered._ordered(plan, follow_plan(lowered.hinted, plan))
 
+    def within_limit(self) -> Lowered:
+        """This program, which has been planned within its limit, if it is within it with the gathers that it carries.
+
+        Raises: DoesNotFit if it is not.
+        """
+        if self.graph.carried:
+            check_carried(self.graph, self.cluster.device)
+        return self
+
     def _ordered(self, plan: Plan, graph: Graph) -> Lowered:
         """This program in the order of `graph`, with the plan of that order and what can be said of it.
 
-        The copies between two memories find their places in it.
+        Its first gathers pass from step to step, if that is asked for. The copies between two memories find their
+        places in it.
         """
+        if graph.hints.across_steps:
+            graph = carry_first_gathers(graph)
+            plan = dataclasses.replace(plan, notes=(*plan.notes, _note_of_carried(graph)))
         graph = check(place_copies(graph, self.cluster))
         check_host_memory(graph, self.cluster)
         history = (*self.history[:-1], ("lower", graph))
@@ -410,10 +438,14 @@ class Lowered(Printed):
             part + leaves[n:]
             for part, leaves in zip(scatter(graph, full_state), inputs, strict=True)
         ]
+        if graph.carried:
+            before = lockstep(gathers_before(graph), ranks)
+            ranks = [leaves + gathered for leaves, gathered in zip(ranks, before)]
         outs = lockstep(graph, ranks)
         new_state = join(graph, outs)
         tree = program.returned(graph.added)
-        results = [pytree.tree_unflatten([*new_state, *out[n:]], tree) for out in outs]
+        end = len(graph.outputs) - graph.carried
+        results = [pytree.tree_unflatten([*new_state, *out[n:end]], tree) for out in outs]
         return results[0][0], [output for _, output in results]
 
     def _inputs_of_rank(
@@ -474,11 +506,24 @@ class Lowered(Printed):
             check_compiler()
         if self.mesh is not None:
             check_runs(self.mesh)
+        if cuda_graph and self.graph.carried:
+            raise ValueError(
+                f"compile: {self.graph.name} begins with gathers that the step before has started, as "
+                f"prefetch(across_steps=True) says, and a CUDA graph contains all messages of its step.\n"
+                f"Compile without cuda_graph, or leave across_steps out."
+            )
         if cuda_graph:
             check_on_device(self.graph)
             check_device(getattr(self.mesh, "device_type", None))
         check_attention(attention, self.mesh)
         return Compiled(self, backend, cuda_graph, cast_ahead, attention)
+
+
+def _note_of_carried(graph: Graph) -> str:
+    """What a plan says about the gathers that pass from step to step."""
+    if not graph.carried:
+        return "no gather of a parameter starts before the first operation, so none passes from step to step"
+    return f"the first {graph.carried} gathers start in the step before, in its update"
 
 
 def _check_whole_here(program: Program, name: str) -> None:

@@ -136,6 +136,54 @@ def test_moments_on_the_host_change_no_bit(two):
     assert [f["bitwise"] for f in of(two, "on host")] == [True, True]
 
 
+@pytest.fixture(scope="module")
+def across_steps() -> list[dict]:
+    return run_ranks(2, "across_steps.py")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("check", "starts"),
+    [("steps", 1), ("checkpoint", 2), ("sizes", 1), ("two states", 4), ("changed", 2)],
+)
+def test_steps_that_pass_gathers_to_each_other_have_the_bits_of_steps_alone(
+    across_steps, check, starts
+):
+    """They start gathers from the state only in the first step, and after each change of the state."""
+    figures = of(across_steps, check)
+    assert [(f["bitwise"], f["starts"]) for f in figures] == [(True, starts)] * 2
+
+
+@pytest.mark.distributed
+def test_a_profile_of_steps_that_pass_gathers_to_each_other(across_steps):
+    assert [f["bitwise"] for f in of(across_steps, "tuned")] == [True] * 2
+
+
+@pytest.mark.distributed
+def test_a_state_that_one_rank_has_changed_is_an_error_on_all(across_steps):
+    """The others would wait for gathers that this rank does not start. All of them can go on."""
+    for f in of(across_steps, "changed on one rank"):
+        assert f["error"] == (
+            "a step of step: the ranks of the mesh do not do the same, so none of them has sent anything.\n"
+            "  On rank 0 the step begins with gathers that the step before has started, as "
+            "prefetch(across_steps=True) says. On rank 1 it has another state, or one that has changed since.\n"
+            "Change the state between the same two steps on all ranks. The next call starts these gathers anew on all "
+            "of them."
+        )
+    assert [f["bitwise"] for f in of(across_steps, "goes on")] == [True] * 2
+
+
+@pytest.mark.distributed
+def test_after_a_failed_step_gathers_start_anew(across_steps):
+    """If the step fails at its first message, the state is the old one. If it fails at its last one, it is marked."""
+    figures = of(across_steps, "failed")
+    assert len(figures) == 2 * 2
+    for f in figures:
+        failure = "no memory" if f["rank"] else "Rank 1 failed in step 3 of step with RuntimeError"
+        assert failure in f["error"] and f["bitwise"], f
+        assert ("half updated" in f["torn"]) == (not f["is_first"]), f
+
+
 @pytest.mark.distributed
 def test_ranks_with_different_programs_raise_an_error(two):
     (f,) = of(two, "disagree")

@@ -49,10 +49,18 @@ def writes_last(graph: Graph) -> Graph:
 
 
 def first_write(graph: Graph) -> int:
-    """The index of the first equation that may write over the state; 0 unless the program writes its state last."""
+    """The index of the first equation that may write over the state; 0 unless the program writes its state last.
+
+    The gathers for the next step read the new state, so they start after that.
+    """
     if graph.hints.update != "last":
         return 0
-    return 1 + max((i for i, e in enumerate(graph.eqns) if _can_fail(e)), default=-1)
+    carried = set(graph.carried_outputs)
+    last = -1
+    for i, e in enumerate(graph.eqns):
+        if _can_fail(e) and carried.isdisjoint(e.results):
+            last = i
+    return last + 1
 
 
 def _can_fail(e: Eqn) -> bool:

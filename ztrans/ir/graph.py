@@ -162,6 +162,7 @@ class Hints:
             recomputes none.
         regather: how values are gathered again (see `Provenance`).
         offload: whether values of forward may wait for backward on the host, so that the step fits its limit.
+        across_steps: whether the first gathers of the next step start in the update of this one.
     """
 
     memory: int | None = None
@@ -174,6 +175,7 @@ class Hints:
     recompute_at_least: int | None = None
     regather: Literal["auto", "always"] | int = "auto"
     offload: bool = False
+    across_steps: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,6 +233,8 @@ class Graph:
         micro: the number of `micro_batches`, for one of which it is written.
         donated: inputs besides the state that the program may overwrite, each with the result that replaces it.
         copies: values that backward recomputes, each with the value of forward of which it is a copy.
+        carried: the number of gathers that pass from step to step (see `across_steps`). The last inputs are their
+            futures, which the step before has started, and the last outputs those that this step starts for the next.
         history, added: the transforms that were applied, in order; the names of the outputs that they have added.
         notes: remarks of transforms on what they did, which print with the program.
     """
@@ -250,6 +254,7 @@ class Graph:
     micro: int = 1
     donated: tuple[tuple[Var, Var], ...] = ()
     copies: tuple[tuple[Var, Var], ...] = ()
+    carried: int = 0
     added: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -277,6 +282,21 @@ class Graph:
     @functools.cached_property
     def axes(self) -> dict[str, int]:
         return with_joint_sizes(dict(self.mesh), self.joint)
+
+    @property
+    def tensor_inputs(self) -> tuple[Var, ...]:
+        """The inputs without the futures that are carried."""
+        return self.inputs[: len(self.inputs) - self.carried]
+
+    @property
+    def carried_inputs(self) -> tuple[Var, ...]:
+        """The futures of gathers that the step before has started."""
+        return self.inputs[len(self.inputs) - self.carried :]
+
+    @property
+    def carried_outputs(self) -> tuple[Var, ...]:
+        """The futures of gathers that this step starts for the next one."""
+        return self.outputs[len(self.outputs) - self.carried :]
 
     def __str__(self) -> str:
         from .printer import program

@@ -5,6 +5,9 @@ equation 5:  x = wait(f)                               PairedWait(that, member=0
 equation 9:  y = wait(g)                               PairedWait(that, member=1)
 
 A copy between two memories is paired with its wait in the same way, for those who ask for copies.
+
+A gather that the step carries is paired with the wait in the next step: it is one that the program starts and does not
+wait for, and one that it waits for and that has started at index -1, in the step before.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ class PairedStart:
 
     Attributes:
         start: the equation that starts it.
-        index: the index of that equation in the program.
+        index: the index of that equation in the program; -1 if it ran in the step before.
         waits: the indices of the waits for its members. A result of the user's own collective may have none.
         first_wait: the least of these, or the number of equations of the program if there is no wait.
     """
@@ -75,7 +78,7 @@ def pair(graph: Graph, include_user: bool = False, include_copies: bool = False)
         if rules(e).waits:
             first_waits.setdefault(e.ins[0], index)
     starts: dict[Eqn, PairedStart] = {}
-    members: dict[Var, PairedWait] = {}
+    members = _carried_members(graph, first_waits)
     waits: dict[Eqn, PairedWait] = {}
     for index, e in enumerate(graph.eqns):
         if rules(e).waits and e.ins[0] in members:
@@ -86,3 +89,15 @@ def pair(graph: Graph, include_user: bool = False, include_copies: bool = False)
             for k, v in enumerate(e.results):
                 members[v] = PairedWait(starts[e], k)
     return Pairs(starts, waits)
+
+
+def _carried_members(graph: Graph, first_waits: Mapping[Var, int]) -> dict[Var, PairedWait]:
+    """The futures that the step before has started, as members of the equations that started them there."""
+    before_of = dict(zip(graph.carried_outputs, graph.carried_inputs))
+    members: dict[Var, PairedWait] = {}
+    for e in graph.eqns if before_of else ():
+        futures = [before_of[v] for v in e.results if v in before_of]
+        indices = tuple(first_waits[v] for v in futures)
+        started = PairedStart(e, -1, indices, min(indices, default=len(graph.eqns)))
+        members.update((v, PairedWait(started, k)) for k, v in enumerate(futures))
+    return members

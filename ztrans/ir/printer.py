@@ -172,7 +172,11 @@ def entries(graph: Graph, full: bool = False) -> Iterator[Entry]:
     for note in graph.notes:
         yield _entry(f"# note: {note}")
     yield _entry(f"def {graph.name}(")
-    for var in graph.inputs:
+    for var in graph.tensor_inputs:
+        yield _entry(f"    {var.name}: {var.type},")
+    if graph.carried:
+        yield _entry("    # carried from the step before:")
+    for var in graph.carried_inputs:
         yield _entry(f"    {var.name}: {var.type},")
     yield _entry("):")
     region = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .axes import all_neighbours, with_joint_sizes
 from .collectives import rules
-from .graph import Eqn, Graph, Var, variables
+from .graph import Eqn, Graph, Var, producers, variables
 from .rules import Rules
 
 
@@ -16,9 +16,10 @@ def check(graph: Graph) -> Graph:
     """Verify that a program is well formed, and return it.
 
     Every value is bound once, and before it is read. Every future is waited for exactly once, and nothing else reads
-    it. Only a copy reads or makes a value in the memory of the host. Every collective has a provenance, and its axis is
-    one of the mesh. Members and results of a collective agree in number and shape, and a gather sends what is cut. The
-    numbers of neighbours divide the ranks of their axis. Every leaf of the state is returned with the type that it had.
+    it. One that is carried to the next step is a gather of the new state, and nothing reads it. Only a copy reads or
+    makes a value in the memory of the host. Every collective has a provenance, and its axis is one of the mesh. Members
+    and results of a collective agree in number and shape, and a gather sends what is cut. The numbers of neighbours
+    divide the ranks of their axis. Every leaf of the state is returned with the type that it had.
 
     Raises: ProgramError that names the equation.
     """
@@ -36,14 +37,9 @@ def check(graph: Graph) -> Graph:
             if out.memory == "host" and not rules(eqn).copies:
                 raise _wrong(f"{out} is in the memory of the host, where nothing computes", eqn)
             values.bind(out, eqn)
-    for var in variables(graph.outputs):
-        if not values.is_bound(var):
-            raise ProgramError(f"output {var} is not bound")
-        if var.future:
-            raise ProgramError(f"output {var} is still a future")
-    for var in values.unwaited:
-        raise ProgramError(f"{var} is never waited for")
+    _check_outputs(graph, values)
     _check_state(graph)
+    _check_carried(graph)
     return graph
 
 
@@ -98,6 +94,21 @@ class _Bindings:
             del self.unwaited[var]
 
 
+def _check_outputs(graph: Graph, values: _Bindings) -> None:
+    carried = set(graph.carried_outputs)
+    for var in variables(graph.outputs):
+        if not values.is_bound(var):
+            raise ProgramError(f"output {var} is not bound")
+        if var.future and var not in carried:
+            raise ProgramError(f"output {var} is still a future")
+    for var in values.unwaited:
+        if var not in carried:
+            raise ProgramError(f"{var} is never waited for")
+    for var in carried:
+        if var not in values.unwaited:
+            raise ProgramError(f"{var} is carried to the next step, and is no future")
+
+
 def _check_state(graph: Graph) -> None:
     state = graph.inputs[: graph.num_state]
     if len(graph.outputs) < len(state):
@@ -107,6 +118,21 @@ def _check_state(graph: Graph) -> None:
     for old, new in zip(state, graph.outputs):
         if not isinstance(new, Var) or not old.is_like(new):
             raise ProgramError(f"state {old} comes back as {new}")
+
+
+def _check_carried(graph: Graph) -> None:
+    """Check that what the step starts for the next one is what it has waited for itself, of the new state."""
+    for var in graph.tensor_inputs:
+        if var.future:
+            raise ProgramError(f"input {var} is a future, and the step does not carry it")
+    new_leaves = set(graph.outputs[: graph.num_state])
+    starts = producers(graph.eqns) if graph.carried else {}
+    for before, after in zip(graph.carried_inputs, graph.carried_outputs):
+        start = starts[after]
+        if not rules(start).moves or not new_leaves.issuperset(start.ins):
+            raise ProgramError(f"{after} is carried, and is no gather of the new state")
+        if not before.future or not before.is_like(after):
+            raise ProgramError(f"the step before has started {before}, and this one starts {after}")
 
 
 def check_interface(before: Graph, after: Graph) -> None:

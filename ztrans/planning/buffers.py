@@ -92,15 +92,15 @@ def local_bytes(graph: Graph) -> Callable[[Var], int]:
 def storages(graph: Graph, donated: Donation) -> list[Storage]:
     """Every storage and buffer of a program, from the equation that allocates it to the last one that needs it.
 
-    Inputs are live throughout, because they belong to the caller. The new state is in the storage of the old one.
-    Those in the memory of the host are among them.
+    Inputs are live throughout, because they belong to the caller, except for gathers that the step before has started.
+    The new state is in the storage of the old one. Those in the memory of the host are among them.
     """
     size = local_bytes(graph)
     end = len(graph.eqns) - 1
     first_rank = dict.fromkeys(graph.axes, 0)
     starts = pair(graph).starts
-    every = []
-    for i, v in enumerate(graph.inputs):
+    every = _carried(graph, donated)
+    for i, v in enumerate(graph.tensor_inputs):
         kind = "state" if i < graph.num_state else "batch"
         every.append(Storage(v, size(v), kind, 0, end))
     for i, e in enumerate(graph.eqns):
@@ -117,6 +117,21 @@ def storages(graph: Graph, donated: Donation) -> list[Storage]:
             every.append(Storage(e.results[0], inside, "temporaries of its functions", i, i))
         if e in starts:
             every += _packing(graph, e, i, starts[e].first_wait)
+    return every
+
+
+def _carried(graph: Graph, donated: Donation) -> list[Storage]:
+    """The storages and buffers of gathers that the step before has started."""
+    carried = set(graph.carried_inputs)
+    every: list[Storage] = []
+    for e, wait in pair(graph).waits.items() if carried else ():
+        v = e.ins[0]
+        start = wait.start
+        if v in carried:
+            size = rules(start).received_bytes(start, wait.member, graph.axes)
+            every.append(Storage(v, size, str(start.source or ""), 0, donated.last[v]))
+            if not wait.member:
+                every += _packing(graph, start, 0, wait.started.first_wait)
     return every
 
 

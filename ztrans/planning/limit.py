@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..ir.graph import Graph, Hints
 from ..ir.printer import format_bytes, format_seconds
 from .cluster import Device
-from .cost import Memory
+from .cost import Memory, memory
 
 
 class Way(NamedTuple):
@@ -84,6 +84,22 @@ def does_not_fit(graph: Graph, device: Device, least: Memory) -> DoesNotFit:
             "more may be live, name the limit: zt.prefetch(memory=...)."
         )
     return DoesNotFit("\n".join(lines), advice, graph.hints.memory or 0, least)
+
+
+def check_carried(graph: Graph, device: Device) -> None:
+    """Check that a program is within its limit with the gathers that it starts for the next step.
+
+    Raises: DoesNotFit if it is not.
+    """
+    limit = graph.hints.memory
+    needed = memory(graph)
+    if limit is not None and needed.peak > limit:
+        problem = (
+            f"{limit_text(graph.hints, device)} is less than the step needs with the gathers that it starts for the "
+            f"next one: {needed.peak} bytes ({format_bytes(needed.peak)})."
+        )
+        advice = "Leave out across_steps, or give the step that much."
+        raise DoesNotFit(problem, advice, limit, needed)
 
 
 def limit_text(hints: Hints, device: Device) -> str:

@@ -12,9 +12,9 @@ on GPUs of several hosts, also one for the first level of reductions.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, cycle
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,7 @@ from .network import Level, Message, Network, Stalls, Successors
 from .timeline import COMPUTE, Event, Timeline, one_by_one
 
 NO_SUCCESSORS: Mapping[int, int] = {}
+_Sent = tuple[Eqn, Message, int]  # what starts a message, the message, and the bytes that it moves
 
 
 @dataclass(frozen=True)
@@ -384,6 +385,8 @@ def simulate(graph: Graph, cluster: Cluster, is_compiled: IsCompiled = lambda e:
 
     Raises:
         ValueError: the cluster has no link for an axis that the program communicates over.
+
+    A step that carries gathers is the second of two: its first gathers are under way when it begins.
     """
     if graph.micro > 1:
         programs = parts(graph)
@@ -394,13 +397,39 @@ def simulate(graph: Graph, cluster: Cluster, is_compiled: IsCompiled = lambda e:
     fused = kernels(graph, is_compiled)
     durations = seconds(graph, cluster, fused)
     every = messages(graph, cluster)
+    if graph.carried:
+        durations = durations * 2
+        every = _of_two_steps(graph, every)
     sent = [message for _, message, _ in every]
     played = play(durations, sent)
     if not cluster.device.gloo:  # gloo's messages take compute instead (`Link.host`)
         durations = _sharing_memory(graph, cluster, durations, every, played)
         played = play(durations, sent)
+    events = _events(graph, cluster, durations, every, played)
+    begins = 0.0
+    seconds_of_step = played.seconds
+    if graph.carried:
+        begins = played.arrive[len(graph.eqns)]
+        seconds_of_step = played.arrive[-1] - begins
+        events = _within(events, begins, seconds_of_step)
+    times = [start - begins for start in played.start[-len(graph.eqns) - 1 :]]
+    curve = tuple(zip(times, memory_of(graph, fused)))
+    host = tuple(zip(times, memory(graph).host))
+    name = f"{graph.name}, simulated"
+    limit = graph.hints.memory
+    return Timeline(name, seconds_of_step, tuple(events), curve, host_memory=host, limit=limit)
+
+
+def _events(
+    graph: Graph,
+    cluster: Cluster,
+    durations: Sequence[float],
+    every: Sequence[_Sent],
+    played: Played,
+) -> list[Event]:
+    """The equations and the messages of a program as bars of a timeline."""
     events = []
-    for e, start, duration in zip(graph.eqns, played.start, durations):
+    for e, start, duration in zip(cycle(graph.eqns), played.start, durations):
         if duration > 0:
             events.append(Event(COMPUTE, start, duration, e))
     for k, (e, message, size) in enumerate(every):
@@ -415,12 +444,37 @@ def simulate(graph: Graph, cluster: Cluster, is_compiled: IsCompiled = lambda e:
             size = int(size * cluster.weight(e, graph.axes))
         begin = played.begin[k]
         events.append(Event(message.lane, begin, played.end[k] - begin, e, played.stall[k], size))
-    both = memory(graph)
-    curve = tuple(zip(played.start, memory_of(graph, fused)))
-    host = tuple(zip(played.start, both.host))
-    name = f"{graph.name}, simulated"
-    limit = graph.hints.memory
-    return Timeline(name, played.seconds, tuple(events), curve, host_memory=host, limit=limit)
+    return events
+
+
+def _of_two_steps(graph: Graph, every: Sequence[_Sent]) -> list[_Sent]:
+    """The messages of two steps in a row: what the first one carries, the second one needs."""
+    count = len(graph.eqns)
+    needed_in_next = {}
+    for wait in pair(graph).waits.values():
+        if wait.started.index < 0:
+            needed_in_next[wait.start] = wait.started.first_wait
+    two_steps = []
+    for e, message, size in every:
+        need = count + needed_in_next[e] if e in needed_in_next else message.need
+        two_steps.append((e, message._replace(need=need), size))
+    after_the_end = 2 * count + 1
+    for e, message, size in every:
+        need = after_the_end if e in needed_in_next else count + message.need
+        moved = message._replace(issue=count + message.issue, need=need)
+        two_steps.append((e, moved, size))
+    return two_steps
+
+
+def _within(events: Iterable[Event], begins: float, length: float) -> list[Event]:
+    """The parts of events that are in a step, in seconds from its start."""
+    inside = []
+    for event in events:
+        start = max(event.start - begins, 0.0)
+        end = min(event.start + event.seconds - begins, length)
+        if end > start:
+            inside.append(dataclasses.replace(event, start=start, seconds=end - start))
+    return inside
 
 
 def memory_of(graph: Graph, fused: Sequence[Kernel]) -> Sequence[int]:
@@ -450,7 +504,7 @@ def _sharing_memory(
         streams.append(Stream(begin, played.end[k], TOUCHED.get(_kind(e), 2.0) * size))
     measured = dict(cluster.measured)
     busy = []
-    for e, duration in zip(graph.eqns, durations):
+    for e, duration in zip(cycle(graph.eqns), durations):
         if not duration or (measured and signature(e, graph) in measured):
             busy.append(0.0)  # what was measured has shared the memory
         else:

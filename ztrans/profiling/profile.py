@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..ir.axes import members
 from ..ir.collectives import WAIT, is_start, lane
 from ..ir.graph import Eqn, Graph
-from ..ir.pairing import pair
+from ..ir.pairing import Pairs, pair
 from ..ir.printer import op_name
 from ..ir.relations import grouped
 from ..planning.cluster import Cluster, default_cluster
@@ -35,7 +35,7 @@ from ..planning.network import Message
 from ..planning.simulate import messages, signature
 from ..planning.timeline import COMPUTE, Event, Timeline
 from ..runtime.agreement import everywhere
-from ..runtime.collectives import Member, Work
+from ..runtime.collectives import Member, Work, wait
 from ..runtime.cuda.streams import Done
 from ..runtime.executable import bind
 from .link_fit import Observed, explain, sending, unpacking
@@ -132,7 +132,7 @@ def profile(
         steps: the number of steps.
         prepare: returns the inputs of the program from `inputs`, before each step. It runs all micro-batches but the
             last, which is recorded, and then waits for all ranks, so that times since the start of a step are
-            comparable between ranks.
+            comparable between ranks. It starts the gathers that the program carries.
 
     Raises: ValueError if `steps` is below 1.
 
@@ -153,13 +153,22 @@ def profile(
     with _watching() as watchers:
         for _ in range(steps):
             module.record = Record(device, watchers)
-            run(prepare(inputs))
+            outputs = run(prepare(inputs))
             runs.append(module.record.times())
+            for member in outputs[len(outputs) - graph.carried :]:  # no step goes on with these
+                wait(member)
     return Profile(
         _timeline(graph, _medians(runs)),
         _seconds_by_signature(graph, runs),
         tuple(tuple(_observed(graph, times)) for times in runs),
     )
+
+
+class _Ended:
+    """Work that has been waited for."""
+
+    def wait(self) -> None:
+        """Return at once."""
 
 
 class Times(NamedTuple):
@@ -236,6 +245,7 @@ class Record:
         work = member.future.work
         if work is not None:  # it is None once another member of the bucket has been waited for
             work.wait()
+            member.future.work = _Ended()  # most works can be waited for only once
             self.arrived.append(self.now())
 
     def times(self) -> Times:
@@ -312,7 +322,7 @@ class _Sent(NamedTuple):
         message: the message, as the simulator sees it.
         received: its bytes.
         readings: when it was started, when it was done, and when its first wait returned; None for the step's own
-            collectives, of which only the wait shows when they were done.
+            collectives, of which only the wait shows when they were done, and for gathers that the next step waits for.
     """
 
     eqn: Eqn
@@ -325,13 +335,20 @@ def _messages(graph: Graph, times: Times) -> list[_Sent]:
     """The messages of a program with their readings."""
     # The durations that the cluster gives to messages are not used here, so it may be any cluster.
     all_messages = messages(graph, default_cluster(CPU, graph.axes))
-    starts = pair(graph).starts
-    timed = [k for k, (eqn, _, _) in enumerate(all_messages) if eqn in starts]
-    arrived = dict(zip(sorted(timed, key=lambda k: all_messages[k][1].need), times.arrived))
+    pairs = pair(graph)
+    timed = [k for k, (eqn, _, _) in enumerate(all_messages) if eqn in pairs.starts]
+    arrived = dict(zip(_first_waits(pairs), times.arrived))
     readings = {}
     for k, started, done in zip(timed, times.started, times.done):
-        readings[k] = started, done, arrived[k]
+        first_wait = all_messages[k][1].need
+        if first_wait in arrived:
+            readings[k] = started, done, arrived[first_wait]
     return [_Sent(*message, readings.get(k)) for k, message in enumerate(all_messages)]
+
+
+def _first_waits(pairs: Pairs) -> list[int]:
+    """The places of the first waits for collectives, in order, with those that the step before has started."""
+    return sorted({waited.started.first_wait for waited in pairs.waits.values()})
 
 
 def _observed(graph: Graph, times: Times) -> Iterator[Observed]:

@@ -83,6 +83,7 @@ def agree(
         return
     calls, problem = question.answer(mesh)
     if problem:
+        groups.forget_carried()
         raise RuntimeError(f"{calls}: {_IN_TIME}{problem}")
 
 
@@ -131,6 +132,7 @@ def settle(mesh: DeviceMesh) -> None:
     groups.pending = None
     calls, problem = question.answer(mesh)
     if problem:
+        groups.forget_carried()
         if_late(f"the ranks did not do the same in {calls}")
         raise RuntimeError(f"{calls}: {_LATE}{problem}")
 
@@ -242,22 +244,40 @@ class Contract:
         self.digest = hashlib.sha256("\n".join(self.lines).encode()).hexdigest()
         self._numbers = _shared_numbers(graph)
 
-    def terms(self, inputs: Sequence[torch.Tensor], steps: int) -> tuple:
-        """What the ranks compare in a step on these inputs, with a state that has taken so many steps."""
+    def terms(self, inputs: Sequence[torch.Tensor], steps: int, goes_on: bool = False) -> tuple:
+        """What the ranks compare in a step on these inputs, with a state that has taken so many steps.
+
+        A step `goes_on` with the gathers that the step before has started, or starts them itself.
+        """
         # Numbers on a GPU are not compared: the host would wait for them.
         numbers = []
         for i, name in self._numbers.items():
             if inputs[i].is_cpu:
                 numbers.append(f"{name} = {inputs[i].tolist()}")
-        return self.digest, numbers, steps
+        return self.digest, numbers, steps, goes_on
 
     def explain(self, mesh: DeviceMesh, terms: Mapping[int, tuple]) -> str:
         """What an error says about terms that differ, by rank. All ranks of the mesh must call it."""
-        (digest, numbers, _), *rest = terms.values()
-        if all(lines_there[:2] == (digest, numbers) for lines_there in rest):
-            return different_steps({rank: steps for rank, (*_, steps) in terms.items()})
+        first, *rest = terms.values()
+        if all(of_rank[:3] == first[:3] for of_rank in rest):
+            return _different_ways({rank: goes_on for rank, (*_, goes_on) in terms.items()})
+        if all(of_rank[:2] == first[:2] for of_rank in rest):
+            return different_steps({rank: steps for rank, (_, _, steps, _) in terms.items()})
         mine = [*self.lines, *terms[dist.get_rank()][1]]
         return first_difference(list(terms), everywhere(mine, mesh))
+
+
+def _different_ways(goes_on: Mapping[int, bool]) -> str:
+    """What an error says if only some ranks can use the gathers that the step before has started, by rank."""
+    ranks = {
+        way: [rank for rank, its_way in goes_on.items() if its_way == way] for way in (True, False)
+    }
+    return (
+        f"  On {rank_names(ranks[True])} the step begins with gathers that the step before has started, as "
+        f"prefetch(across_steps=True) says. On {rank_names(ranks[False])} it has another state, or one that has "
+        f"changed since.\nChange the state between the same two steps on all ranks. The next call starts these gathers "
+        f"anew on all of them."
+    )
 
 
 def messages(graph: Graph, sent_at_waits: Mapping[int, str]) -> list[str]:
@@ -292,7 +312,7 @@ def at_waits(graph: Graph, mesh: DeviceMesh) -> dict[int, str]:
     ranks waited in different orders, each could wait for what the other one sends at a later wait.
     """
     lines = {}
-    for started in pair(graph).starts.values():
+    for started in dict.fromkeys(waited.started for waited in pair(graph).waits.values()):
         start = started.start
         if has_second_level_at_wait(mesh, start, graph.axes):
             names = ", ".join(_member_name(start, out) for out in start.results)
@@ -314,7 +334,9 @@ def _shared_numbers(graph: Graph) -> dict[int, str]:
     for eqn in replicated_equations(graph):
         in_state.update(eqn.ins)
     arguments = list(enumerate(graph.inputs))[graph.num_state :]
-    return {i: v.name for i, v in arguments if v in in_state and v not in graph.batch}
+    return {
+        i: v.name for i, v in arguments if v in in_state and v not in graph.batch and not v.future
+    }
 
 
 def first_difference(ranks: Sequence[int], lines: Sequence[Sequence[str]]) -> str:

@@ -210,6 +210,9 @@ class Start(torch.nn.Module):
         self.channel.futures.add(future)
         return tuple(Member(future, k) for k in range(len(members)))
 
+    def release_members(self) -> None:
+        """Let compute wait until the members are packed, so that they may be written over. On CPUs they are."""
+
     def join(self) -> None:
         """Let compute wait for all work of this collective, so that the memory of its messages may be reused.
 

@@ -15,6 +15,7 @@ The options of a group are in private attributes of torch; checked on torch 2.11
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import math
@@ -41,6 +42,7 @@ from .cuda.abort import abort
 from .in_flight import InFlight
 
 if TYPE_CHECKING:
+    from .carried import Carried
     from .collectives import Future, TwoLevels
     from .cuda.symmetric import SymmetricMemory
 
@@ -192,6 +194,7 @@ class ProcessGroups:
         is_alone: whether no other rank exists: a mesh of one, or one whose other ranks are fake.
         thread: the thread that runs a step (see `failure.one_thread`).
         pending: a comparison whose answer has not been read yet (see `agreement`).
+        carried: gathers that the last step has started for the next one (see `carried`).
         symmetric: the symmetric memory of the mesh, if its devices have any.
         epoch: how often closed channels were reopened.
         failures: how often a step that failed has closed the channels.
@@ -205,6 +208,7 @@ class ProcessGroups:
         self.is_alone = len(self.ranks) == 1 or dist.get_backend(mesh.get_group(0)) == "fake"
         self.thread: dict[str, int] = {}
         self.pending: Any = None
+        self.carried: Carried | None = None
         self.symmetric: SymmetricMemory | None = None
         self.epoch = 0
         self.failures = 0
@@ -256,11 +260,17 @@ class ProcessGroups:
     def close(self) -> None:
         """Close all channels of steps, so that the other ranks do not wait for this one."""
         self.pending = None
+        self.carried = None
         self.failures += 1
         self.interrupt()
         for channel in self._channels.values():
             if not channel.lasting:
                 channel.close()
+
+    def forget_carried(self) -> None:
+        """Let no step use what the last one has started. The next step drops it."""
+        if self.carried is not None:
+            self.carried = dataclasses.replace(self.carried, leaves=None)
 
     def from_all(self, value: T) -> list[T]:
         """The values that the ranks of the mesh pass, in its order. All of them must call this together.

@@ -12,7 +12,10 @@ from .base import Transform, check_number, constructor
 
 @constructor
 def prefetch(
-    *, memory: int | Literal["auto"] = "auto", max_in_flight: int | None = None
+    *,
+    memory: int | Literal["auto"] = "auto",
+    max_in_flight: int | None = None,
+    across_steps: bool = False,
 ) -> Transform:
     """Gather parameters in buckets, each just early enough to hide the transfer, within a memory budget.
 
@@ -32,24 +35,31 @@ def prefetch(
             a time needs, if that is more.
         max_in_flight: the greatest number of bytes in gathers that were started and not yet waited for. One bucket is
             always allowed.
+        across_steps: start the gathers with which a step begins in the update of the step before, as soon as their
+            parameters are written. The program takes them as inputs, and returns those of the next step. A call with
+            another state, or with a state that has changed since, starts them anew. See docs/across-steps.md.
 
     Raises: ValueError if an option is not a number of bytes. When the program is lowered, ValueError if it needs more
-        memory than the limit in every order.
+        memory than the limit in every order, or has micro-batches and `across_steps`.
 
-    Source: FSDP2's forward and backward prefetch; DeepCompile's prefetch and selective gather, 2025.
+    Source: FSDP2's forward and backward prefetch, and its `FSDPModule.unshard(async_op=True)`, which a loop may call
+        before forward; DeepCompile's prefetch and selective gather, 2025.
 
     >>> prefetch(max_in_flight=64 << 20)
     prefetch(max_in_flight=67108864)
     """
     check_number("prefetch: memory", memory, "a number of bytes", 1, "auto")
     check_number("prefetch: max_in_flight", max_in_flight, "a number of bytes", 0, None)
-    return _Prefetch(memory, max_in_flight)
+    if not isinstance(across_steps, bool):
+        raise TypeError(f"prefetch: across_steps={across_steps!r}; it is True or False.")
+    return _Prefetch(memory, max_in_flight, across_steps)
 
 
 @dataclass(frozen=True, repr=False)
 class _Prefetch(Transform):
     memory: int | str = "auto"
     max_in_flight: int | None = None
+    across_steps: bool = False
 
     @property
     def memory_limit(self) -> int | None:
@@ -60,4 +70,6 @@ class _Prefetch(Transform):
         for e in graph.eqns:
             is_gather = role(e) == "param" and rules(e).moves
             eqns.append(e.replace(order="gather") if is_gather else e)
-        return graph.replace(eqns=tuple(eqns)).with_hints(gathers_in_flight=self.max_in_flight)
+        return graph.replace(eqns=tuple(eqns)).with_hints(
+            gathers_in_flight=self.max_in_flight, across_steps=self.across_steps
+        )

@@ -18,7 +18,6 @@ see what is written through `.data`, by a collective of torch.distributed, or by
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 
 from ...calling.inputs import Inputs
+from ...calling.snapshot import Snapshot
 from ...ir.collectives import HALF
 from ...ir.graph import Eqn, Graph, Names, Var, producers, rename
 from ...ir.liveness import liveness
@@ -33,8 +33,6 @@ from ...ir.op_facts import CAST, op_facts
 from ...ir.verifier import check
 
 _UPDATES = ("ztrans::fused_adam", "ztrans::fused_adamw", "ztrans::fused_sgd")
-# A leaf, and the version counters and the address of what this rank has of it.
-_Snapshot = tuple[weakref.ref, int, int, int]
 
 
 @dataclass
@@ -50,7 +48,7 @@ class HalfWeights:
     num_state: int
     places: Sequence[int]
     copies: Sequence[torch.Tensor]
-    _written: list[_Snapshot] = field(default_factory=list)  # by the last step, if it ended well
+    _written: list[Snapshot] = field(default_factory=list)  # by the last step, if it ended well
 
     def inserted(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The inputs of the program, given those that the user sees."""
@@ -61,26 +59,16 @@ class HalfWeights:
         written = self._written
         self._written = []
         for k, (place, copy) in enumerate(zip(self.places, self.copies)):
-            if not written or not _is_unchanged(written[k], inputs, place):
+            if not written or not written[k].is_unchanged(inputs, place):
                 copy.copy_(inputs.tensors[place])
 
     def note(self, inputs: Inputs) -> None:
         """Note that a step on these inputs has ended well, and has written the copies."""
-        self._written = [_snapshot(inputs, place) for place in self.places]
+        self._written = [Snapshot.of(inputs, place) for place in self.places]
 
     def forget(self) -> None:
         """Let the next step cast all parameters."""
         self._written = []
-
-
-def _snapshot(inputs: Inputs, place: int) -> _Snapshot:
-    leaf = inputs.leaves[place]
-    tensor = inputs.tensors[place]
-    return weakref.ref(leaf), leaf._version, tensor._version, tensor.data_ptr()
-
-
-def _is_unchanged(written: _Snapshot, inputs: Inputs, place: int) -> bool:
-    return written[0]() is inputs.leaves[place] and written[1:] == _snapshot(inputs, place)[1:]
 
 
 def with_half_weights(

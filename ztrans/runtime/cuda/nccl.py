@@ -112,6 +112,9 @@ class StreamedStart(Start):
         future = Future(done, lambda: values)
         return tuple(Member(future, k) for k in range(len(members)))
 
+    def release_members(self) -> None:
+        self.streams.release()
+
     def join(self) -> None:
         self.streams.join(self.lane)
 

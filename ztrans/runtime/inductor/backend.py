@@ -69,7 +69,7 @@ class KernelCall:
 
 @dataclass(frozen=True, eq=False)
 class InductorExecutable(Executable):
-    """A compiled program. A batch with other layouts than `layouts`, those of the inputs, is copied.
+    """A compiled program. A batch with other layouts than `layouts`, those of the tensors among the inputs, is copied.
 
     `kernels` holds what was compiled, by what it computes.
     """
@@ -79,8 +79,9 @@ class InductorExecutable(Executable):
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         n = self.num_state  # all of which is contiguous, as `layouts` say
-        batch = (layout.conform(x) for x, layout in zip(inputs[n:], self.layouts[n:]))
-        return super().__call__([*inputs[:n], *batch])
+        count = len(self.layouts)
+        batch = (layout.conform(x) for x, layout in zip(inputs[n:count], self.layouts[n:]))
+        return super().__call__([*inputs[:n], *batch, *inputs[count:]])
 
 
 def executable(
@@ -98,7 +99,7 @@ def executable(
     groups = [group.eqns for group in program.groups]
     device = device_of(inputs)
     code = to_fx(program.graph, mesh, True, groups, kernels, on_write=on_write, device=device)
-    layouts = [program.layouts[v] for v in graph.inputs]
+    layouts = [program.layouts[v] for v in graph.tensor_inputs]
     outputs = aliased_outputs(program.graph)
     run = InductorExecutable(code, graph.num_state, on_write, outputs, compiled, layouts)
     return program.graph, run

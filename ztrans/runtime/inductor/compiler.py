@@ -84,8 +84,9 @@ def infer_layouts(
 
     An equation with an in-place operation writes its result over an argument, whose layout it keeps.
     """
-    layouts = {v: Strided.of(x) for v, x in zip(graph.inputs, inputs, strict=True)}
+    layouts = {v: Strided.of(x) for v, x in zip(graph.tensor_inputs, inputs, strict=True)}
     device = device_of(inputs) or torch.device("cpu")
+    layouts.update(_of_carried(graph, coordinates, device))
     by_structure: dict[Hashable, list[Strided | None]] = {}
     for eqn in graph.eqns:
         shapes = [local_shape(v, graph.axes, coordinates) for v in eqn.results]
@@ -117,11 +118,20 @@ def _of_primitive(
     if rules(eqn).shares(eqn):
         return [layouts[eqn.args[0]]._replace(shape=shapes[0])]
     device = layouts[eqn.ins[0]].device
-    received = []
-    for v, shape in zip(eqn.results, shapes):
-        stride = torch.empty(shape, device="meta").stride()
-        received.append(Strided(v.dtype, shape, stride, device))
-    return received
+    return [_received(v, shape, device) for v, shape in zip(eqn.results, shapes)]
+
+
+def _of_carried(
+    graph: Graph, coordinates: Mapping[str, int], device: torch.device
+) -> Iterator[tuple[Var, Strided]]:
+    """The layouts of the values that the step before has started to gather."""
+    for v in graph.carried_inputs:
+        yield v, _received(v, local_shape(v, graph.axes, coordinates), device)
+
+
+def _received(v: Var, shape: tuple[int, ...], device: torch.device) -> Strided:
+    """The layout of a value that a collective brings."""
+    return Strided(v.dtype, shape, torch.empty(shape, device="meta").stride(), device)
 
 
 def _run_fake(

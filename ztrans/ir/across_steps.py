@@ -1,0 +1,145 @@
+"""Across steps: the first gathers of the next step start in the update of this one.
+
+    def step(w, x):                                 def step(w, x, w.full'):
+      w.full' = all_gather([w])                       w.full = wait(w.full'); y = mm(x, w.full)
+      w.full = wait(w.full'); y = mm(x, w.full)  -->  ...
+      ...                                             w1 = sub(w, g)
+      w1 = sub(w, g)                                  w.full.next' = all_gather([w1])
+      return w1, loss                                 return w1, loss, w.full.next'
+
+What is carried is the value of a future, so a program stays a function: it takes the gathers that the step before has
+started, and returns those that it has started itself. Nothing hides the gathers with which a step begins. Now the rest
+of the update hides them, and what the host does between two steps. The state itself is complete when a step ends.
+
+The gathers that are carried are those that start before the first operation, and whose members are leaves of the state.
+So this depends on the order of the program alone, and is the same on every rank and for every size of the batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .collectives import role, rules
+from .graph import Eqn, Graph, Names, Var, producers
+from .pairing import pair
+
+_QUOTE = "'"  # ends the name of a future
+
+
+def carry_first_gathers(graph: Graph) -> Graph:
+    """The program that starts the first gathers of the next step, each as soon as its parameters are written.
+
+    They start in the order in which the next step needs them: one that is needed later would delay the others. None
+    starts before backward has ended, so they take no memory from it.
+
+    Raises: ValueError for a program of micro-batches.
+    """
+    if graph.micro > 1:
+        raise ValueError(
+            f"prefetch: across_steps=True, and {graph.name} has {graph.micro} micro-batches, each of which gathers "
+            f"parameters. Only the first of them could begin with gathers that the step before has started.\n"
+            f"Leave out accumulate, or across_steps."
+        )
+    first = _first_gathers(graph)
+    starts = _of_next_step(graph, first)
+    before = [v for e in first for v in e.results]
+    after = [v for e in starts for v in e.results]
+    return graph.replace(
+        inputs=(*graph.inputs, *before),
+        eqns=_in_order(graph, first, starts),
+        outputs=(*graph.outputs, *after),
+        carried=len(before),
+    )
+
+
+def _in_order(graph: Graph, first: Sequence[Eqn], starts: Sequence[Eqn]) -> tuple[Eqn, ...]:
+    """The equations without the first gathers, and with the starts of those of the next step."""
+    written: dict[Var, int] = {}
+    backward_ends = -1
+    for i, e in enumerate(graph.eqns):
+        written.update((v, i) for v in e.results)
+        if e.region != "update":
+            backward_ends = i
+    started_after: dict[int, list[Eqn]] = {}
+    place = backward_ends
+    for start in starts:
+        place = max(place, *(written.get(v, -1) for v in start.ins))
+        started_after.setdefault(place, []).append(start)
+    eqns = started_after.pop(-1, [])
+    for i, e in enumerate(graph.eqns):
+        if e not in first:
+            eqns.append(e)
+        eqns += started_after.get(i, ())
+    return tuple(eqns)
+
+
+def _of_next_step(graph: Graph, first: Sequence[Eqn]) -> list[Eqn]:
+    """The equations that start the first gathers of the next step: of the new leaves."""
+    new_leaf = dict(zip(graph.inputs[: graph.num_state], graph.outputs))
+    names = Names(v.name for v in (*graph.inputs, *producers(graph.eqns)))
+    starts = []
+    for e in first:
+        futures = []
+        for v in e.results:
+            name = names.fresh(f"{v.name.removesuffix(_QUOTE)}.next")
+            futures.append(dataclasses.replace(v, name=name + _QUOTE))
+        members = [new_leaf[v] for v in e.ins]
+        starts.append(e.replace(args=(members,), outs=tuple(futures), region="update"))
+    return starts
+
+
+class CarriedStart(NamedTuple):
+    """A gather that a step starts for the next one: its equation, and the leaves that it gathers, by position."""
+
+    eqn: Eqn
+    leaves: tuple[int, ...]
+
+
+def carried_starts(graph: Graph) -> list[CarriedStart]:
+    """The gathers that a program starts for the next step, in the order of the futures that it carries."""
+    makers = producers(graph.eqns)
+    position = {v: i for i, v in enumerate(graph.outputs[: graph.num_state])}
+    eqns = dict.fromkeys(makers[v] for v in graph.carried_outputs)
+    return [CarriedStart(e, tuple(position[v] for v in e.ins)) for e in eqns]
+
+
+def gathers_before(graph: Graph) -> Graph:
+    """The program that starts what a step needs from the step before, where there is none: from the old state."""
+    eqns = []
+    for start in carried_starts(graph):
+        eqns.append(start.eqn.replace(args=([graph.inputs[i] for i in start.leaves],)))
+    return graph.replace(
+        inputs=graph.tensor_inputs,
+        eqns=tuple(eqns),
+        outputs=graph.carried_outputs,
+        num_state=0,
+        carried=0,
+    )
+
+
+def without_gathers_of(graph: Graph, places: set[int]) -> Graph:
+    """A program that takes leaves of the state as whole values too, and gathers these leaves nowhere."""
+    leaves = {graph.inputs[i] for i in places}
+    left_out: set[Eqn] = set()
+    values: list[Var] = []
+    for start, started in pair(graph).starts.items():
+        if rules(start).moves and leaves.issuperset(start.ins):
+            waits = [graph.eqns[i] for i in started.waits]
+            left_out.update((start, *waits))
+            values += (wait.out for wait in waits)
+    eqns = tuple(e for e in graph.eqns if e not in left_out)
+    return graph.replace(inputs=(*graph.inputs, *values), eqns=eqns)
+
+
+def _first_gathers(graph: Graph) -> list[Eqn]:
+    """The gathers of parameters that start before the first operation."""
+    state = set(graph.inputs[: graph.num_state])
+    first = []
+    for e in graph.eqns:
+        if not rules(e).remote:
+            break
+        if role(e) == "param" and rules(e).moves and state.issuperset(e.ins):
+            first.append(e)
+    return first

@@ -1,0 +1,126 @@
+"""Carried: the gathers that one step has started, and for which the next step waits.
+
+A step whose program carries gathers (see `ir.across_steps`) ends while these are under way. They belong to the mesh, as
+its channels do: the next step of the mesh uses them, or lets them end and drops them. It uses them if it starts with
+the same gathers, and each leaf that they gather is as the last step has left it. All ranks must do the same, because
+one that starts gathers sends messages that the others do not expect. So it is a part of what they compare (see
+`agreement`).
+
+A step that fails closes the channels of the mesh, and what was carried goes with them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..calling.inputs import Inputs
+from ..calling.snapshot import Snapshot
+from ..ir.across_steps import carried_starts
+from ..ir.ambient import without_autocast
+from ..ir.graph import Graph
+from .agreement import messages
+from .collectives import Member, Start, wait
+from .executable import Executable
+from .process_groups import process_groups
+
+
+@dataclass(frozen=True, eq=False)
+class Carried:
+    """Gathers that a step has started for the next one.
+
+    Attributes:
+        sent: what they send, a line for each message.
+        members: the gathers in progress.
+        leaves: the leaves that they gather, as the step has left them; None if the gathers may not be used.
+    """
+
+    sent: tuple[str, ...]
+    members: tuple[Member, ...]
+    leaves: tuple[Snapshot, ...] | None = None
+
+
+class CarryingExecutable:
+    """The program of one rank that carries gathers, as a function from flat inputs to flat outputs without these.
+
+    Attributes:
+        run: the program, which takes the members that the step before has started, and returns those of the next.
+        sent: what the gathers send.
+        groups: those of the mesh, which hold what is carried.
+        starts: what starts them.
+        leaves: for each of them, the positions of the leaves that it gathers.
+    """
+
+    def __init__(self, run: Executable, graph: Graph, mesh: DeviceMesh) -> None:
+        carried = carried_starts(graph)
+        self.run = run
+        self.sent = tuple(messages(graph.replace(eqns=tuple(start.eqn for start in carried)), {}))
+        self.starts = [_module(run.program, start.eqn.out.name) for start in carried]
+        self.leaves = [start.leaves for start in carried]
+        self.groups = process_groups(mesh)
+
+    @property
+    def program(self) -> fx.GraphModule:
+        """The FX module that runs."""
+        return self.run.program
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        carried = self.groups.carried
+        self.groups.carried = None
+        members = carried.members if carried is not None else self.start(inputs)
+        all_inputs: list[Any] = [*inputs, *members]
+        outputs = self.run(all_inputs)
+        end = len(outputs) - len(members)
+        self.groups.carried = Carried(self.sent, tuple(outputs[end:]))
+        self.starts[-1].release_members()
+        return outputs[:end]
+
+    def start(self, inputs: Sequence[torch.Tensor]) -> tuple[Member, ...]:
+        """Start the gathers from the state itself."""
+        members: list[Member] = []
+        with torch.no_grad(), without_autocast():
+            for start, leaves in zip(self.starts, self.leaves):
+                members += start(*(inputs[i] for i in leaves))
+        return tuple(members)
+
+    def goes_on(self, inputs: Inputs) -> bool:
+        """Whether a step on these inputs uses what the last step of the mesh has started."""
+        carried = self.groups.carried
+        if carried is None or carried.leaves is None or carried.sent != self.sent:
+            return False
+        places = chain(*self.leaves)
+        return all(leaf.is_unchanged(inputs, i) for leaf, i in zip(carried.leaves, places))
+
+    def note(self, inputs: Inputs) -> None:
+        """Note that a step on these inputs has ended well: the next one may use what it has started."""
+        carried = self.groups.carried
+        if carried is not None:
+            leaves = tuple(Snapshot.of(inputs, i) for i in chain(*self.leaves))
+            self.groups.carried = dataclasses.replace(carried, leaves=leaves)
+
+
+def drop_carried(mesh: DeviceMesh | None) -> None:
+    """Let the gathers end that the last step has started: their messages are on their way, and need their buffers."""
+    groups = process_groups(mesh) if mesh is not None else None
+    if groups is None or groups.carried is None:
+        return
+    members = groups.carried.members
+    groups.carried = None
+    for member in members:
+        wait(member)
+
+
+def _module(program: fx.GraphModule, name: str) -> Start:
+    """The module that starts the collective whose first future has this name."""
+    for node in program.graph.nodes:
+        eqn = node.meta.get("eqn")
+        if node.op == "call_module" and eqn is not None and eqn.results[0].name == name:
+            return cast(Start, program.get_submodule(node.target))
+    raise KeyError(name)
