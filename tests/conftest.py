@@ -34,8 +34,10 @@ os.environ.setdefault("ZTRANS_TRACEBACK", "full")
 gc.set_threshold(20_000, 20, 20)
 
 # PyTorch takes a stack trace for each fake tensor if anybody listens to this logger, and pytest listens to all that do
-# not propagate: a tenth of the time of a trace.
-logging.getLogger("torch.__trace").propagate = True
+# not propagate: nearly half of the time of a trace.
+_trace_log = logging.getLogger("torch.__trace")
+_trace_log.propagate = True
+_trace_log.handlers.clear()
 
 # How long an example takes says nothing on a busy machine.
 hypothesis.settings.register_profile("ztrans", deadline=None)

@@ -38,10 +38,10 @@ PROGRAMS = [
 def test_sharded_equals_plain(case, dtype):
     bound = BOUNDS[dtype]
     with default_dtype(dtype):
-        truth, outputs = plain(case)
+        truth, outputs = plain(case, 3)
         for ranks in WORLDS_BY_DTYPE[dtype]:
             for stage in (0, 1, 2, 3):
-                state, each, _ = sharded(case, ranks, stage)
+                state, each, _ = sharded(case, ranks, stage, 3)
                 assert distance(state, truth) <= bound, f"{ranks} ranks, stage {stage}"
                 first = [o[0] for o in each]
                 assert distance(first, outputs) <= 100 * bound, (

@@ -61,17 +61,13 @@ def test_repr():
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_rewrites_and_schedules_commute(name, stage):
     """All six orders give the same program text, header included, and the same bits."""
-    texts, states = set(), []
-    for order in itertools.permutations((OVERLAP, PREFETCH, FUSE)):
-        state, _, lowered = sharded(CASES[name], 4, stage, steps=2, transforms=order)
-        texts.add(str(lowered))
-        states.append(state)
-    assert len(texts) == 1
-    for state in states[1:]:
-        assert all(
-            torch.equal(a, b)
-            for a, b in zip(*map(torch.utils._pytree.tree_leaves, (states[0], state)))
-        )
+    case, shard = CASES[name], zt.shard_params(MESH, stage=stage)
+    orders = list(itertools.permutations((OVERLAP, PREFETCH, FUSE)))
+    assert len({str(on_ranks(case, 4, shard, *order)) for order in orders}) == 1
+    states = [
+        sharded(case, 4, stage, steps=2, transforms=order)[0] for order in (orders[0], orders[-1])
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*map(torch.utils._pytree.tree_leaves, states)))
 
 
 @pytest.mark.slow

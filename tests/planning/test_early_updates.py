@@ -75,6 +75,7 @@ def test_updates_wait_for_each_other():
     assert lowered(step, state, "auto").plan.update == "last"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_no_bit_changes(name):
     """In lock-step, and by generated code, which writes in place what it wrote in place at the end."""
@@ -135,6 +136,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change", [None, clipped, penalised], ids=["plain", "clipped", "penalised"]
 )

@@ -69,6 +69,7 @@ def small(name: str, **changes):
     return row, program(row, cluster_of(row, row.device), sizes.layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, regathered", [("MPT 1B", [2, 1, 0]), ("Llama 3.1 8B, eager", [1, 0])]
 )
@@ -87,6 +88,7 @@ def test_fsdp_sends_a_message_for_each_block_and_gathers_one_ahead(name, regathe
         assert min(earlier.waits) == later.index + 1, "one reduction at a time"
 
 
+@pytest.mark.slow
 def test_micro_batches_share_one_update():
     row, graph = small("MPT 1B")
     cluster = cluster_of(row, row.device)
@@ -95,6 +97,7 @@ def test_micro_batches_share_one_update():
     assert 2 * one < three < 3 * one
 
 
+@pytest.mark.slow
 def test_compiled_blocks_take_less_time_and_less_memory():
     eager, graph = small("Llama 3.1 8B, eager", sequence=2048, batch=8)
     compiled = next(row for row in ROWS if row.name == "Llama 3.1 8B, compiled")

@@ -90,6 +90,7 @@ def test_uneven_layers_that_are_cut_along_their_first_or_largest_dim(sizes, is_l
     trains_equally(partial(mlp, *sizes), (shard, *ALL), data=rows(sizes[0]), mesh=mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"reshard": "always"}, {"reshard": "auto"}, {"reshard": 2}, {"stage": 2}]
 )

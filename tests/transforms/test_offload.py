@@ -61,6 +61,7 @@ def test_twenty_steps_have_the_same_bits(name):
     assert same(trained(case, (MOMENTS,)), trained(case, (zt.chain(),)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp_momentum", "clipped"])
 @pytest.mark.parametrize("micro", [2, 3])
 def test_micro_batches_have_the_same_bits_and_move_moments_once(name, micro):
@@ -122,6 +123,7 @@ def test_updates_still_run_during_backward():
     assert "update" in regions[: len(regions) - regions[::-1].index("backward")]
 
 
+@pytest.mark.slow
 def test_the_peak_of_the_device_falls_by_the_bytes_moved():
     case = CASES["gpt_adam"]
     plain, moved = (
