@@ -3,7 +3,9 @@
     OMP_NUM_THREADS=1 python -m benchmarks.large_models              # from the project's root; 3 minutes
     OMP_NUM_THREADS=1 python -m benchmarks.large_models "Llama-3-8B, dp=64"
 
-The step is that of `llama_model.py`, with clipping and AdamW, and tensor parallelism by hand where tp is above 1.
+The step is that of `llama_model.py`, with clipping and AdamW, and tensor parallelism by hand where tp is above 1. Its
+limit is the memory of an H100: the plan chooses what backward recomputes, and where dp lies over hosts with 8 of its
+ranks each, also which parameters their ranks keep in parts.
 Values have shapes only, and ranks are fake. Each model runs in a fresh process. Prints processor seconds, and writes
 benchmarks/results/large_models.md if all models ran. Fails if a model takes more seconds than it may, or if its page
 has more than 5 MB.
@@ -55,7 +57,7 @@ CASES = {
     ),
 }
 SCHEDULES = (
-    zt.remat(),
+    zt.remat(memory="auto"),
     zt.delay_weight_grads(),
     zt.overlap_grads(),
     zt.prefetch(),
@@ -69,7 +71,8 @@ def measure(name: str) -> dict[str, Any]:
     case = CASES[name]
     dist.init_process_group("fake", rank=0, world_size=case.dp * case.tp, store=FakeStore())
     mesh = init_device_mesh("cpu", (case.dp, case.tp), mesh_dim_names=("dp", "tp"))
-    machines = zt.cluster("h100", dp="infiniband", tp="nvlink4")
+    over_hosts = zt.by_host(8, "nvlink4", "infiniband") if case.tp == 1 else "infiniband"
+    machines = zt.cluster("h100", dp=over_hosts, tp="nvlink4")
     tokens = torch.empty(1, 8193, dtype=torch.int64, device="meta")
     state = init(case.config, case.tp)
     seconds: dict[str, float] = {}

@@ -188,8 +188,8 @@ class Traced(Printed):
             lowered[new.hinted] = new
             return new.hinted
 
-        split = plan_recomputation(graph, hinted.hinted, lower, hinted.cluster)
-        return lowered[split.hinted]._ordered(split.plan, split.ordered).within_limit()
+        chosen = plan_recomputation(graph, hinted.hinted, lower, hinted.cluster)
+        return lowered[chosen.hinted]._ordered(chosen.plan, chosen.ordered).within_limit()
 
     @no_collection()
     @without_autocast()

@@ -17,10 +17,10 @@ from ..ir.pairing import pair
 from ..ir.printer import format_bytes
 from ..ir.verifier import ProgramError, check
 from .cluster import Cluster, Device
-from .cost import Memory, memory
+from .cost import memory
 from .early_updates import with_early_updates
 from .formulate import formulate
-from .limit import does_not_fit
+from .limit import DoesNotFit, does_not_fit
 from .plan import WRITTEN, Plan, buckets_by_name
 from .realise import realise, sent_of_parts, without_hints
 from .skeleton import Skeleton, skeleton
@@ -42,40 +42,52 @@ def make_plan(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
         DoesNotFit: the limit is below what any order needs.
         ValueError: the cluster lacks a link.
     """
+    try:
+        return plan_order(graph, cluster)
+    except (ProgramError, ScheduleError) as error:
+        # The verifier has the last word. An order that it refuses must not fail a step that runs as written.
+        return _as_written(graph, cluster, f"the planned one is not valid: {error}")
+    except DoesNotFit as error:
+        unscheduled = memory(graph)
+        if error.limit < unscheduled.peak:
+            least = min(error.least, unscheduled, key=lambda each: each.peak)
+            raise does_not_fit(graph, cluster.device, least) from None
+        needed = format_bytes(error.least.peak)
+        return _as_written(graph, cluster, f"any other needs {needed}")
+
+
+def plan_order(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
+    """As `make_plan`, but a program does not keep the order in which it was written.
+
+    Raises:
+        DoesNotFit: the planned order needs more than the limit.
+        ProgramError, ScheduleError: the planned order is not valid.
+        ValueError: the cluster lacks a link.
+    """
     s = skeleton(graph, cluster.neighbours(graph.axes))
-    unscheduled = memory(graph)
-    limit = graph.hints.memory
-    budget = int(unscheduled.peak * (1 + SLACK)) if limit is None else limit
     if not s.gathers and not s.reductions:
         return _without_collectives(s, cluster)
-
+    limit = graph.hints.memory
+    budget = int(memory(graph).peak * (1 + SLACK)) if limit is None else limit
     problem, update = problem_within(s, cluster, budget)
-    # The verifier has the last word. An order that it refuses must not fail a step that runs as written.
-    try:
-        schedule = solve(problem)
-        validate(problem, schedule)
-        ordered = check(realise(s, schedule, problem))
-    except (ProgramError, ScheduleError) as error:
-        return _as_written(graph, unscheduled, cluster, f"the planned one is not valid: {error}")
-    planned_memory = memory(ordered)
-    if limit is not None and planned_memory.peak > limit:
-        if limit < unscheduled.peak:
-            least = min(planned_memory, unscheduled, key=lambda each: each.peak)
-            raise does_not_fit(graph, cluster.device, least)
-        reason = f"any other needs {format_bytes(planned_memory.peak)}"
-        return _as_written(graph, unscheduled, cluster, reason)
+    schedule = solve(problem)
+    validate(problem, schedule)
+    ordered = check(realise(s, schedule, problem))
+    needed = memory(ordered)
+    if limit is not None and needed.peak > limit:
+        raise does_not_fit(graph, cluster.device, needed)
 
     notes = []
-    if planned_memory.peak > budget:
-        above = format_bytes(planned_memory.peak - budget)
-        notes.append(f"the peak is {format_bytes(planned_memory.peak)}, {above} above the budget")
+    if needed.peak > budget:
+        above = format_bytes(needed.peak - budget)
+        notes.append(f"the peak is {format_bytes(needed.peak)}, {above} above the budget")
     if update != s.asked_update:
         notes.append(
             "updates run at the end: in between they would not have fitted the memory budget"
         )
     notes += _note_of_parts(s, schedule)
     plan = Plan(s.fingerprint, *buckets_by_name(s, problem, schedule), update, tuple(notes))
-    return _with_notes(plan, graph, planned_memory.peak, cluster), ordered
+    return _with_notes(plan, graph, needed.peak, cluster), ordered
 
 
 def _without_collectives(s: Skeleton, cluster: Cluster) -> tuple[Plan, Graph]:
@@ -125,13 +137,11 @@ def problem_within(s: Skeleton, cluster: Cluster, budget: int) -> tuple[Problem,
     return dataclasses.replace(problem, memory=max(budget, least)), update
 
 
-def _as_written(
-    graph: Graph, unscheduled: Memory, cluster: Cluster, reason: str
-) -> tuple[Plan, Graph]:
+def _as_written(graph: Graph, cluster: Cluster, reason: str) -> tuple[Plan, Graph]:
     """The program in the order in which it was written, and a plan that says why."""
     fingerprint = skeleton(graph).fingerprint
     plan = Plan(fingerprint, update=WRITTEN, notes=(f"the order is as written: {reason}",))
-    return _with_notes(plan, graph, unscheduled.peak, cluster), check(without_hints(graph))
+    return _with_notes(plan, graph, memory(graph).peak, cluster), check(without_hints(graph))
 
 
 def _with_notes(plan: Plan, graph: Graph, peak: int, cluster: Cluster) -> Plan:

@@ -21,7 +21,7 @@ from ztrans.planning.cluster import cluster
 from ztrans.planning.recompute.absences import HostLink
 from ztrans.planning.recompute.bound import least_seconds
 from ztrans.planning.recompute.choose import Effort, choose, choose_least, classes
-from ztrans.planning.recompute.ladder import model_of_step
+from ztrans.planning.recompute.estimate import baseline_of
 from ztrans.planning.recompute.model import NEVER, Computation, Model, Residency, Value
 
 aten = torch.ops.aten
@@ -42,13 +42,17 @@ def lowered(traced, graph):
     return stage.in_own_order(MACHINES).hinted
 
 
+def model_of_step(graph, hinted):
+    return baseline_of(graph, hinted, MACHINES).model
+
+
 @functools.cache
 def step(name):
     """A traced step, and its model."""
     make, state, batch = STEPS[name]()
     traced = zt.Step.of(make).trace(state, *batch)
     graph = traced.graph.with_hints(recompute_at_least=0)
-    return traced, model_of_step(graph, lowered(traced, graph), MACHINES)
+    return traced, model_of_step(graph, lowered(traced, graph))
 
 
 def target(model, share: float) -> float:
@@ -64,7 +68,7 @@ def test_the_model_has_the_bytes_of_the_rewritten_program(name):
         chosen = choose(model, target(model, share))
         values = {model.values[v].var for v in chosen.recomputed()}
         program = recompute(traced.graph, values)
-        true = model_of_step(program, lowered(traced, program), MACHINES).live.max()
+        true = model_of_step(program, lowered(traced, program)).live.max()
         assert abs(chosen.peak - true) < 0.02 * activations
 
 
@@ -141,9 +145,9 @@ def models(name):
     hinted = lowered(traced, moving).with_hints(offload=True)
     both = moving.with_hints(recompute_at_least=0)
     return (
-        model_of_step(moving, hinted, MACHINES),
+        model_of_step(moving, hinted),
         recomputing,
-        model_of_step(both, hinted, MACHINES),
+        model_of_step(both, hinted),
     )
 
 

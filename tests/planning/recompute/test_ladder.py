@@ -52,15 +52,15 @@ def limits(name, ranks, link, shares):
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "link", "slower"),
+    ("name", "ranks", "link"),
     [
-        ("GPT 2 x 128, fp32", 8, "nvlink4", 0.005),
-        ("GPT 2 x 128, fp32", 64, "infiniband", 0.02),  # a known fault: it is 1.1% slower
-        ("MLP 8 x 4096", 8, "nvlink4", 0.005),
-        ("MLP, uneven and thin leaves", 8, "nvlink4", 0.005),
+        ("GPT 2 x 128, fp32", 8, "nvlink4"),
+        ("GPT 2 x 128, fp32", 64, "infiniband"),
+        ("MLP 8 x 4096", 8, "nvlink4"),
+        ("MLP, uneven and thin leaves", 8, "nvlink4"),
     ],
 )
-def test_the_peak_is_within_the_limit_and_a_larger_one_is_hardly_slower(name, ranks, link, slower):
+def test_the_peak_is_within_the_limit_and_a_larger_one_is_hardly_slower(name, ranks, link):
     """Each limit is searched by itself, and the search for an order does not always find the best one."""
     seconds = []
     for limit in limits(name, ranks, link, (1.0, 0.9, 0.8, 0.7, 0.6)):
@@ -73,7 +73,7 @@ def test_the_peak_is_within_the_limit_and_a_larger_one_is_hardly_slower(name, ra
         seconds.append(lowered.timeline().seconds)
     assert seconds
     for larger, smaller in itertools.pairwise(seconds):
-        assert larger <= (1 + slower) * smaller
+        assert larger <= 1.005 * smaller
 
 
 @pytest.mark.slow

@@ -1,75 +1,74 @@
 """ladder: plan a step whose plan also chooses what backward recomputes, or finds on the host, within one limit.
 
 Messages and activations share the limit, and no price says how: a bucket that is held longer may be worth more than
-the compute that makes room for it, or nothing. So several splits are planned. The first leaves to activations what
-messages do not need in any order. Each further one leaves a tenth of the limit more to messages, by recomputing more.
-The schedule is the judge: the fastest plan that is within the limit wins.
+the compute that makes room for it, or nothing. So several splits are tried. The first leaves to activations what
+messages do not need in any order. Each further one leaves more to messages, by recomputing more.
+A schedule is the judge of each (see `estimate`). The two that seem fastest are planned in full:
 
     program --> choose --> recompute --> shard, hint --> move to the host --> plan --> place copies --> simulate
 
-A split whose compute alone takes longer than the best step so far is skipped, and so are all after it. The choice
-depends on the program and the cluster alone, so ranks with batches of one size make the same choice.
+If no order of its program fits the limit, the choice is corrected. A split whose compute alone takes longer than the
+best step so far is skipped, and so are all after it. The choice depends on the program and the cluster alone, so ranks
+with batches of one size make the same choice.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...ir.graph import Graph, Hints, Var
 from ...ir.keep_on_host import values_for_backward
-from ...ir.micro_batches import is_cut, parts
 from ...ir.printer import format_bytes, format_seconds
 from ...ir.recompute import recompute, repeatable
-from ..buffers import by_operation, local_bytes
+from ...ir.verifier import ProgramError
 from ..cluster import Cluster
-from ..formulate import formulate
 from ..limit import DoesNotFit, does_not_fit
-from ..make_plan import make_plan
+from ..make_plan import make_plan, plan_order
 from ..place_copies import place_copies
 from ..plan import Plan
 from ..realise import PlanError
-from ..simulate import seconds, simulate
-from ..skeleton import skeleton
-from ..solver.loads import Loads
-from ..solver.problem import NO_LEVERS
-from .absences import HostLink
-from .choose import choose, choose_least
-from .model import Model, Residency, model_of, places_of
+from ..simulate import simulate
+from ..solver.validate import ScheduleError
+from .estimate import Baseline, baseline_of
+from .model import Residency
 
-STEP = 0.1  # the share of the limit by which messages get more from one split to the next
+_RUNGS = 12  # targets between the state and the peak of the step in which everything is kept
+_PLANS = 2  # splits that are planned in full
+_CLOSE = 0.1  # one that is estimated to be slower than the fastest by this share is not
 _PATIENCE = 2  # splits in a row that are no faster, after which the search ends
 _CORRECTIONS = 4  # times that a target is made smaller because no plan fits
 _LEAST_CORRECTION = 0.005  # by this share of the limit at least
 
-_LEAST_MOVED = 1 << 16  # bytes of a value that is moved to the host: less is not worth a copy
-
 # From a program before it is sharded, and the names of values that wait on the host, to the program of one rank, with
 # hints and no order.
 Lower = Callable[[Graph, tuple[str, ...]], Graph]
+Ordering = Callable[[Graph, Cluster], tuple[Plan, Graph]]  # as `make_plan`
+
+
+class Split(NamedTuple):
+    """What becomes of the values of forward, and the seconds that the step takes, as they were estimated."""
+
+    residency: Residency
+    seconds: float
 
 
 @dataclass(frozen=True)
-class Split:
+class Recomputation:
     """A plan with what it recomputes.
 
     Attributes:
         plan: its decisions.
         hinted, ordered: the program of one rank without an order, and in the order of the plan.
         seconds: of the step, simulated.
-        compute: of the step without what is recomputed.
-        recomputed: seconds of compute in addition.
-        needs: the live bytes if every message is sent alone.
     """
 
     plan: Plan
     hinted: Graph
     ordered: Graph
     seconds: float
-    compute: float
-    recomputed: float
-    needs: int
 
 
 def has_choice(hints: Hints) -> bool:
@@ -78,7 +77,9 @@ def has_choice(hints: Hints) -> bool:
     return may_move or hints.recompute_at_least is not None
 
 
-def plan_recomputation(graph: Graph, hinted: Graph, lower: Lower, cluster: Cluster) -> Split:
+def plan_recomputation(
+    graph: Graph, hinted: Graph, lower: Lower, cluster: Cluster
+) -> Recomputation:
     """Choose what a step recomputes and what waits on the host, and make its plan.
 
     Args:
@@ -89,142 +90,131 @@ def plan_recomputation(graph: Graph, hinted: Graph, lower: Lower, cluster: Clust
 
     Raises: DoesNotFit if no choice that was tried fits the limit.
     """
-    model = model_of_step(graph, hinted, cluster)
-    search = _Search(graph, lower, cluster, model, hinted.micro)
     limit = hinted.hints.memory
     if limit is None:
         raise ValueError(f"{graph.name}: without a limit of memory there is nothing to choose.")
-    return search.best_within(limit)
+    baseline = baseline_of(graph, hinted, cluster)
+    return _Planner(graph, lower, cluster, baseline).best_within(limit)
 
 
-def model_of_step(graph: Graph, hinted: Graph, cluster: Cluster) -> Model:
-    """The model of a step: its program before it is sharded, and the program of one rank.
-
-    Of a step in micro-batches it is that of the last one, which has all regions.
-    """
-    s = skeleton(parts(hinted).last if hinted.micro > 1 else hinted)
-    problem = formulate(s, cluster, float("inf"))
-    live = by_operation(Loads(problem).bytes_unbucketed(NO_LEVERS))
-    live += (hinted.micro - 1) * sum(
-        local_bytes(hinted)(v) for v in hinted.batch if is_cut(hinted, v)
-    )
-    duration = dict(zip(graph.eqns, seconds(graph, cluster)))
-    link = None
-    movable: set[str] = set()
-    if hinted.hints.offload:
-        latency, pace = cluster.copy_seconds(1)
-        link = HostLink(problem.seconds_before, latency, pace, cluster.device.launch)
-        size = local_bytes(hinted)
-        movable = {v.name for v in values_for_backward(hinted) if size(v) >= _LEAST_MOVED}
-    at_least = graph.hints.recompute_at_least
-    places = places_of(s.graph, s.ops)
-    return model_of(graph, duration.__getitem__, places, live, at_least, link, movable)
+def splits(baseline: Baseline, limit: int) -> list[Split]:
+    """The splits of a limit that may be the fastest, those that recompute least first."""
+    found: dict[tuple[frozenset[int], frozenset[int]], Split] = {}
+    best = float("inf")
+    slower = 0
+    for target in _targets(baseline, limit):
+        residency = baseline.choice(target)
+        choice = frozenset(residency.recomputed()), frozenset(residency.waiting())
+        if choice in found:
+            continue
+        if residency.peak > target or slower == _PATIENCE or baseline.compute(residency) >= best:
+            break
+        split = Split(residency, baseline.seconds(residency, limit))
+        found[choice] = split
+        slower = slower + 1 if split.seconds >= best else 0
+        best = min(best, split.seconds)
+    return list(found.values())
 
 
-class _Search:
-    """The splits of one step that were planned."""
+def _targets(baseline: Baseline, limit: int) -> Iterator[float]:
+    """A limit, and the targets below it. These are the same for every limit, so a larger one has all of a smaller."""
+    yield float(limit)
+    live = baseline.model.live
+    state = float(live[0])
+    step = (float(live.max()) - state) / _RUNGS
+    for rung in range(_RUNGS, 0, -1):
+        if state + rung * step < limit:
+            yield state + rung * step
 
-    def __init__(
-        self, graph: Graph, lower: Lower, cluster: Cluster, model: Model, micro: int
-    ) -> None:
+
+class _Planner:
+    """Plans choices of one step in full."""
+
+    def __init__(self, graph: Graph, lower: Lower, cluster: Cluster, baseline: Baseline) -> None:
         self.graph = graph
         self.lower = lower
         self.cluster = cluster
-        self.model = model
-        self.micro = micro
+        self.baseline = baseline
         self.errors: list[DoesNotFit] = []
-        # By the values that are recomputed, and those that wait on the host. None means that no plan fits.
-        self.splits: dict[tuple[frozenset[int], frozenset[int]], Split | None] = {}
 
-    def best_within(self, limit: int) -> Split:
-        """The fastest plan within a limit, of the splits that were tried.
+    def best_within(self, limit: int) -> Recomputation:
+        """The fastest plan within a limit, of those that were made.
 
         Raises: DoesNotFit if none fits. It is the error of the one that needs least.
         """
-        best: Split | None = None
-        slower = 0
-        target = float(limit)
-        while slower < _PATIENCE and len(self.errors) <= _CORRECTIONS:
-            residency = choose(self.model, target)
-            if residency.peak > target:
-                break
-            if best is not None and best.compute + self._seconds(residency) >= best.seconds:
-                break
-            split = self._planned(residency)
-            if split is None:
-                too_much = self.errors[-1].least.peak - limit
-                target = residency.peak - max(too_much, _LEAST_CORRECTION * limit)
-                continue
-            slower += 1
-            if best is None or split.seconds < best.seconds:
-                slower = 0
-                best = split
-            target = min(target, residency.peak) - STEP * limit
-        best = best or self._planned(choose_least(self.model))
+        candidates = splits(self.baseline, limit)
+        best: Recomputation | None = None
+        for split in _fastest(candidates):
+            if best is None or self.baseline.compute(split.residency) < best.seconds:
+                planned = self._planned_or_corrected(split.residency, limit)
+                if planned is not None and (best is None or planned.seconds < best.seconds):
+                    best = planned
+        best = best or self._planned(self.baseline.lowest, make_plan)
         if best is None:
             raise self._too_little()
-        return self._with_notes(best)
+        return _with_note(best, candidates)
 
-    def _planned(self, residency: Residency) -> Split | None:
+    def _planned_or_corrected(self, residency: Residency, limit: int) -> Recomputation | None:
+        """The plan of a choice. While no order of its program fits the limit, it recomputes a little more."""
+        for _ in range(1 + _CORRECTIONS):
+            planned = self._planned(residency)
+            if planned is not None:
+                return planned
+            too_much = self.errors[-1].least.peak - limit
+            target = residency.peak - max(too_much, _LEAST_CORRECTION * limit)
+            residency = self.baseline.choice(target)
+            if residency.peak > target:
+                break
+        return None
+
+    def _planned(
+        self, residency: Residency, ordering: Ordering = plan_order
+    ) -> Recomputation | None:
         """The plan of a choice, or None if no order of its program fits the limit."""
-        key = frozenset(residency.recomputed()), frozenset(residency.waiting())
-        if key not in self.splits:
-            try:
-                self.splits[key] = self.planned(residency)
-            except DoesNotFit as error:
-                self.errors.append(error)
-                self.splits[key] = None
+        hinted = self._rewritten(residency)
+        try:
+            plan, ordered = ordering(hinted, self.cluster)
+        except DoesNotFit as error:
+            self.errors.append(error)
+            return None
+        except (ProgramError, ScheduleError):
+            plan, ordered = make_plan(hinted, self.cluster)  # its notes say what was wrong
+        notes = (*plan.notes, *self._notes(residency))
+        recomputed = self._names(residency.recomputed())
+        waiting = self._names(residency.waiting())
+        plan = dataclasses.replace(plan, recomputed=recomputed, on_host=waiting, notes=notes)
+        seconds = simulate(place_copies(ordered, self.cluster), self.cluster).seconds
+        return Recomputation(plan, hinted, ordered, seconds)
 
-        return self.splits[key]
+    def _notes(self, residency: Residency) -> Iterator[str]:
+        """What becomes of the values of forward."""
+        recomputed = residency.recomputed()
+        waiting = residency.waiting()
+        if recomputed:
+            seconds = format_seconds(self.baseline.micro * residency.seconds)
+            more = f"{len(recomputed)} values of {self._size(recomputed)}"
+            yield f"backward recomputes {more}, in {seconds}"
+        if waiting:
+            more = f"{len(waiting)} values of forward, {self._size(waiting)}"
+            yield f"{more}, wait for backward on the host"
 
     def _rewritten(self, residency: Residency) -> Graph:
         """The program of one rank, without an order, that recomputes and moves what was chosen."""
-        values = {self.model.values[v].var for v in residency.recomputed()}
+        values = {self.baseline.model.values[v].var for v in residency.recomputed()}
         return self.lower(recompute(self.graph, values), self._names(residency.waiting()))
 
     def _names(self, values: Sequence[int]) -> tuple[str, ...]:
-        return tuple(self.model.values[v].var.name for v in values)
+        return tuple(self.baseline.model.values[v].var.name for v in values)
 
     def _size(self, values: Sequence[int]) -> str:
-        return format_bytes(sum(self.model.values[v].bytes for v in values))
-
-    def planned(self, residency: Residency) -> Split:
-        """The plan of a choice.
-
-        Raises: DoesNotFit if no order of its program fits the limit.
-        """
-        recomputed = residency.recomputed()
-        waiting = residency.waiting()
-        hinted = self._rewritten(residency)
-        plan, ordered = make_plan(hinted, self.cluster)
-        timeline = simulate(place_copies(ordered, self.cluster), self.cluster)
-        seconds = self._seconds(residency)
-        notes = list(plan.notes)
-        if recomputed:
-            more = f"{len(recomputed)} values of {self._size(recomputed)}"
-            notes.append(f"backward recomputes {more}, in {format_seconds(seconds)}")
-        if waiting:
-            more = f"{len(waiting)} values of forward, {self._size(waiting)}"
-            notes.append(f"{more}, wait for backward on the host")
-        plan = dataclasses.replace(
-            plan,
-            recomputed=self._names(recomputed),
-            on_host=self._names(waiting),
-            notes=tuple(notes),
-        )
-        compute = timeline.compute - seconds
-        return Split(plan, hinted, ordered, timeline.seconds, compute, seconds, residency.peak)
-
-    def _seconds(self, residency: Residency) -> float:
-        """The seconds of compute that a choice adds to a step of any number of micro-batches."""
-        return residency.seconds * self.micro
+        return format_bytes(sum(self.baseline.model.values[v].bytes for v in values))
 
     def _too_little(self) -> DoesNotFit:
         """The error if no plan was found within the limit. It names a limit within which one was found.
 
         The search finds other orders within other limits, so the order that needs least so far may not be found again.
         """
-        hinted = self._rewritten(choose_least(self.model))
+        hinted = self._rewritten(self.baseline.lowest)
         error = min(self.errors, key=lambda error: error.least.peak)
         for _ in range(_CORRECTIONS):
             try:
@@ -234,18 +224,24 @@ class _Search:
                 error = larger
         return does_not_fit(hinted, self.cluster.device, error.least)
 
-    def _with_notes(self, best: Split) -> Split:
-        """The best split, with a note on the others."""
-        planned = [split for split in self.splits.values() if split is not None]
-        if len(planned) < 2:
-            return best
-        rooms = []
-        for split in planned:
-            room = format_bytes(max(planned[0].needs - split.needs, 0))
-            rooms.append(f"{room} takes {format_seconds(split.seconds)}")
-        note = f"memory that recomputation leaves to messages: {', '.join(rooms)}"
-        plan = dataclasses.replace(best.plan, notes=(*best.plan.notes, note))
-        return dataclasses.replace(best, plan=plan)
+
+def _fastest(candidates: list[Split]) -> list[Split]:
+    """The splits that seem fastest, in order."""
+    ranked = sorted(candidates, key=lambda split: split.seconds)[:_PLANS]
+    return [split for split in ranked if split.seconds <= (1 + _CLOSE) * ranked[0].seconds]
+
+
+def _with_note(planned: Recomputation, candidates: list[Split]) -> Recomputation:
+    """A plan with a note on the splits that were estimated."""
+    if len(candidates) < 2:
+        return planned
+    rooms = []
+    for split in candidates:
+        room = format_bytes(max(candidates[0].residency.peak - split.residency.peak, 0))
+        rooms.append(f"{room} takes about {format_seconds(split.seconds)}")
+    note = f"memory that recomputation leaves to messages: {', '.join(rooms)}"
+    plan = dataclasses.replace(planned.plan, notes=(*planned.plan.notes, note))
+    return dataclasses.replace(planned, plan=plan)
 
 
 def recomputing(graph: Graph, plan: Plan) -> Graph:

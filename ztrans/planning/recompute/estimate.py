@@ -1,0 +1,140 @@
+"""estimate: how long a step takes that recomputes a choice of values, without its program.
+
+Writing the program of every choice, and planning it in full, takes seconds for each. But a choice changes little of
+the scheduling problem: which bytes are live, and where compute takes longer. So the problem of the step in which
+everything is kept is written once. What a choice changes is added to it, and a short search finds an order.
+
+An estimate leaves out that recomputation may read a gathered parameter earlier than backward does, and that it gathers
+biases which backward does not read. Copies to the host take no part in the search. The chosen program is planned in
+full, and its limit is checked there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...ir.graph import Graph
+from ...ir.keep_on_host import values_for_backward
+from ...ir.micro_batches import is_cut, parts
+from ..buffers import by_operation, local_bytes
+from ..cluster import Cluster
+from ..formulate import formulate
+from ..simulate import seconds
+from ..skeleton import skeleton
+from ..solver.evaluate import evaluate
+from ..solver.loads import Loads
+from ..solver.problem import NO_LEVERS, Problem
+from ..solver.search import needs, solve
+from .absences import HostLink
+from .choose import choose, choose_least
+from .model import NEVER, Model, Residency, model_of, places_of
+
+_EFFORT = 2000  # messages that a search places for an estimate
+_LEAST_MOVED = 1 << 16  # bytes of a value that is moved to the host: less is not worth a copy
+
+
+@dataclass(frozen=True, eq=False)
+class Baseline:
+    """A step in which everything is kept.
+
+    Of a step in micro-batches, it is the last one, which has all regions.
+
+    Attributes:
+        model: its values and computations.
+        problem: of its order.
+        micro: the number of micro-batches.
+        other_bytes: what the other micro-batches have live.
+    """
+
+    model: Model
+    problem: Problem
+    micro: int
+    other_bytes: int
+
+    def compute(self, residency: Residency) -> float:
+        """The seconds of compute of a step that recomputes a choice. It never takes less time."""
+        return sum(self.problem.seconds) + self.micro * residency.seconds
+
+    def seconds(self, residency: Residency, limit: int) -> float:
+        """The seconds that a step takes within a limit if it recomputes a choice, as they are estimated."""
+        problem = self._within(residency, limit)
+        problem = dataclasses.replace(problem, memory=max(problem.memory, needs(problem).bytes))
+        seconds = evaluate(problem, solve(problem, _EFFORT)).seconds
+        # No message of the problem is a copy to the host: what copies take of compute comes on top.
+        repeated = sum(problem.seconds) - sum(self.problem.seconds)
+        return seconds + residency.price - repeated + (self.micro - 1) * residency.price
+
+    def choice(self, target: float) -> Residency:
+        """What backward recomputes so that the live bytes stay within a target, if they can.
+
+        The model counts with reductions that are waited for where they start. A wait that has no room there moves to
+        a later place. With such waits fewer bytes are live at the peak, so it may be enough to recompute less.
+        """
+        first = choose(self.model, target)
+        if first.peak > target:
+            first = self.lowest
+        problem = self._within(first, target)
+        live = by_operation(Loads(problem).bytes_unbucketed(NO_LEVERS)) + self.other_bytes
+        if (live == first.live).all():
+            return first
+        with_later_waits = dataclasses.replace(
+            self.model, live=live - (first.live - self.model.live)
+        )
+        second = choose(with_later_waits, target)
+        is_better = first.peak > target or second.price < first.price
+        return second if second.peak <= target and is_better else first
+
+    @functools.cached_property
+    def lowest(self) -> Residency:
+        """The choice with the lowest peak."""
+        return choose_least(self.model)
+
+    def _within(self, residency: Residency, limit: float) -> Problem:
+        """The problem of a step that recomputes a choice, with a limit."""
+        return dataclasses.replace(
+            problem_of(residency, self.problem), memory=limit - self.other_bytes
+        )
+
+
+def baseline_of(graph: Graph, hinted: Graph, cluster: Cluster) -> Baseline:
+    """A step in which everything is kept: its program before it is sharded, and the hinted program of one rank."""
+    part = parts(hinted).last if hinted.micro > 1 else hinted
+    s = skeleton(part, cluster.neighbours(part.axes))
+    problem = formulate(s, cluster, float("inf"))
+    size = local_bytes(hinted)
+    other_bytes = (hinted.micro - 1) * sum(size(v) for v in hinted.batch if is_cut(hinted, v))
+    live = by_operation(Loads(problem).bytes_unbucketed(NO_LEVERS)) + other_bytes
+    duration = dict(zip(graph.eqns, seconds(graph, cluster)))
+    link = None
+    movable: set[str] = set()
+    if hinted.hints.offload:
+        latency, pace = cluster.copy_seconds(1)
+        link = HostLink(problem.seconds_before, latency, pace, cluster.device.launch)
+        movable = {v.name for v in values_for_backward(hinted) if size(v) >= _LEAST_MOVED}
+    at_least = graph.hints.recompute_at_least
+    places = places_of(s.graph, s.ops)
+    model = model_of(graph, duration.__getitem__, places, live, at_least, link, movable)
+    return Baseline(model, problem, hinted.micro, other_bytes)
+
+
+def problem_of(residency: Residency, baseline: Problem) -> Problem:
+    """The problem of a step that recomputes a choice, from that of the step in which everything is kept."""
+    model = residency.model
+    more = residency.live - model.live
+    at_places = np.array(baseline.live_at_places)
+    at_places[:-1] += more
+    seconds = list(baseline.seconds)
+    for i in residency.repeated:
+        place = residency.runs_at[i]
+        if place != NEVER:
+            seconds[place] += model.computations[i].seconds
+    return dataclasses.replace(
+        baseline,
+        seconds=tuple(seconds),
+        live=tuple((np.array(baseline.live) + more).tolist()),
+        live_at_places=tuple(at_places.tolist()),
+    )
