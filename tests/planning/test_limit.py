@@ -7,7 +7,10 @@ import torch
 from torch.func import grad
 
 import ztrans as zt
+from ztrans.planning import make_plan
 from ztrans.planning.devices import GPU_RESERVE, H100
+from ztrans.planning.limit import DoesNotFit
+from ztrans.planning.solver.search import EFFORT, WITHOUT_SEARCH, solve
 from ztrans.runtime import mesh as device_mesh
 from ztrans.transforms.base import Transform
 
@@ -120,7 +123,7 @@ def test_what_does_not_fit_the_device_is_an_error():
     needs = int(first.split("any order: ")[1].split()[0])
     assert first == (
         f"small: 38.06 KiB, its memory without the reserve of 1.00 KiB, is less than the step needs in any order: "
-        f"{needs} bytes ({needs / 1024:.2f} KiB) at {__file__}:25 in step."
+        f"{needs} bytes ({needs / 1024:.2f} KiB) at {__file__}:28 in step."
     )
     assert len(holders) == 5
     assert advice == (
@@ -132,3 +135,20 @@ def test_what_does_not_fit_the_device_is_an_error():
         .plan.notes[-1]
         .endswith("and the device (small) has 39.06 KiB")
     )
+
+
+def test_a_step_that_needs_far_more_than_its_limit_is_refused_without_a_search(monkeypatch):
+    """The search takes about a second, and an error with ways to fit asks for many plans."""
+    efforts = []
+
+    def counted(problem, effort):
+        efforts.append(effort)
+        return solve(problem, effort)
+
+    monkeypatch.setattr(make_plan, "solve", counted)
+    fits = lower(zt.prefetch(memory=PEAK)).memory_analysis().peak
+    assert efforts == [EFFORT]
+    with pytest.raises(DoesNotFit) as caught:
+        lower(zt.prefetch(memory=fits // 4))
+    assert efforts[1] == WITHOUT_SEARCH
+    assert fits // 4 < caught.value.least.peak

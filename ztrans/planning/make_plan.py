@@ -25,11 +25,14 @@ from .plan import WRITTEN, Plan, buckets_by_name
 from .realise import realise, sent_of_parts, without_hints
 from .skeleton import Skeleton, skeleton
 from .solver.problem import Problem, Schedule
-from .solver.search import needs, solve
+from .solver.search import EFFORT, WITHOUT_SEARCH, needs, solve
 from .solver.validate import ScheduleError, validate
 
 # Where no limit is known: the share by which the peak may rise above that of the unscheduled program.
 SLACK = 0.05
+# A step that needs more than its limit by this share is refused at once. The bytes that a schedule counts are an upper
+# bound, so a step that needs a little more may still fit.
+FAR = 0.05
 
 
 def make_plan(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
@@ -70,9 +73,8 @@ def plan_order(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
     limit = graph.hints.memory
     budget = int(memory(graph).peak * (1 + SLACK)) if limit is None else limit
     problem, update = problem_within(s, cluster, budget)
-    schedule = solve(problem)
-    validate(problem, schedule)
-    ordered = check(realise(s, schedule, problem))
+    _check_near_limit(s, problem, cluster.device)
+    schedule, ordered = _ordered(s, problem)
     needed = memory(ordered)
     if limit is not None and needed.peak > limit:
         raise does_not_fit(graph, cluster.device, needed)
@@ -88,6 +90,34 @@ def plan_order(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
     notes += _note_of_parts(s, schedule)
     plan = Plan(s.fingerprint, *buckets_by_name(s, problem, schedule), update, tuple(notes))
     return _with_notes(plan, graph, needed.peak, cluster), ordered
+
+
+def _check_near_limit(s: Skeleton, problem: Problem, device: Device) -> None:
+    """Refuse a step that needs far more than its limit without a search for a fast order.
+
+    Raises: DoesNotFit
+    """
+    limit = s.graph.hints.memory
+    if limit is None or problem.memory <= limit * (1 + FAR):
+        return
+    least = memory(realise(s, solve(problem, WITHOUT_SEARCH), problem))
+    if least.peak > limit * (1 + FAR):
+        raise does_not_fit(s.graph, device, least)
+
+
+def _ordered(s: Skeleton, problem: Problem) -> tuple[Schedule, Graph]:
+    """The fastest schedule, and the program in its order. If that is above the limit, the messages may be sent alone.
+
+    Raises: ProgramError, ScheduleError
+    """
+    limit = s.graph.hints.memory
+    for effort in (EFFORT, WITHOUT_SEARCH):
+        schedule = solve(problem, effort)
+        validate(problem, schedule)
+        ordered = check(realise(s, schedule, problem))
+        if limit is None or memory(ordered).peak <= limit:
+            break
+    return schedule, ordered
 
 
 def _without_collectives(s: Skeleton, cluster: Cluster) -> tuple[Plan, Graph]:

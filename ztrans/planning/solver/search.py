@@ -31,6 +31,7 @@ from .place import Placed, place_choice
 from .problem import NO_LEVERS, Levers, Problem, Schedule
 
 EFFORT = 20_000  # messages that the search places: about a second
+WITHOUT_SEARCH = 0  # every message is sent alone
 NEARLY = 0.0025  # schedules whose times differ by less than this share count as equal; the lower bound's is enough
 # Portions of the memory that is left where a bucket is needed, which a bucket may take.
 FIRST_GATHERS = 0.3
@@ -61,7 +62,7 @@ class Needs(NamedTuple):
 
 
 def needs(problem: Problem) -> Needs:
-    """Find the least memory for which every message can be sent alone (see `place.first_waits`).
+    """Find the least memory for which every message can be sent alone (see `loads.first_waits`), to 60 millionths.
 
     If that fits the memory of the problem, these are the bytes that are live then.
     """
@@ -69,7 +70,7 @@ def needs(problem: Problem) -> Needs:
     if least.bytes <= problem.memory:
         return least
     low = int(problem.memory)
-    while low + 1 < least.bytes:
+    while low + 1 + (least.bytes >> 14) < least.bytes:
         middle = (low + least.bytes) // 2
         needed = _unbucketed_needs(replace(problem, memory=middle))
         if needed.bytes <= middle:
