@@ -3,10 +3,9 @@
     OMP_NUM_THREADS=1 python -m benchmarks.plan_cases        # from the project's root; half a minute
 
 The steps are chains of layers with the shapes of Llama-3-8B on H100s, and a small model over slow Ethernet
-(tests/support/synthetic.py). All times are simulated in the same way, except for the planner's own, which are measured:
-processor seconds, which are up to four times as many on a busy machine. Prints and writes
-benchmarks/results/plan_cases.md. Fails if a plan takes more than 1.05 of its bound, has a peak above its memory, or
-takes more than two seconds to find.
+(tests/support/synthetic.py). All times are simulated in the same way, except for the planner's own, which are measured
+in processor seconds. Prints and writes benchmarks/results/plan_cases.md. Fails if a plan takes more than 1.05 of its
+bound, has a peak above its memory, or takes more than two seconds to find.
 """
 
 from __future__ import annotations
