@@ -256,7 +256,7 @@ def _within_limits(
         schedules = zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather()
         return dataclasses.replace(traced, transforms=(shard, *schedules, *remat))
 
-    written = memory(variant().in_own_order(machines).hinted)
+    written = memory(variant().without_order(machines).unordered)
     rows = []
     for share in SHARES:
         limit = int(written.state + share * (written.peak - written.state))

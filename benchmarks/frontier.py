@@ -80,7 +80,7 @@ class Subject:
             "selective": self._traced(selective),
             "remat()": self.kept,
         }
-        own_order = self._with(self.kept).in_own_order(self.cluster).hinted
+        own_order = self._with(self.kept).without_order(self.cluster).unordered
         least = int(memory(own_order).peak * (1 + SLACK))
         self.full = self._with(self.kept, limit=least).planned(self.cluster)
         self.state = self.full.memory_analysis().state

@@ -233,7 +233,9 @@ def measure(config: Config, sequence: int, mesh: DeviceMesh) -> dict:
     }
     for name, update in (("PyTorch, whole step", True), ("PyTorch, gradients only", False)):
         rows[name], notes[name] = best_of_torch(plain, mesh, machines, update)
-    least = bound(formulate(skeleton(planned.hinted), machines, (1 + SLACK) * memory(plain).peak))
+    least = bound(
+        formulate(skeleton(planned.unordered), machines, (1 + SLACK) * memory(plain).peak)
+    )
     return {
         "sequence": sequence, "trace s": tracing, "equations": len(plain.eqns), "rows": rows, "notes": notes,
         "least ms": 1e3 * least.seconds, "binds": least.binds,

@@ -73,7 +73,7 @@ def gpt() -> Iterator[Subject]:
     """The GPT of the benchmark in fp32 at stage 3, on two hosts with links of 1 Gbit/s."""
     lowered, _, _ = lifted(GPT(), ranks=2)
     dist.destroy_process_group()
-    yield from budgets("GPT, 2 hosts, 1 Gbit/s", lowered.hinted, lowered.cluster)
+    yield from budgets("GPT, 2 hosts, 1 Gbit/s", lowered.unordered, lowered.cluster)
 
 
 def small(model: str, ranks: int) -> Iterator[Subject]:
@@ -83,7 +83,7 @@ def small(model: str, ranks: int) -> Iterator[Subject]:
     schedules = zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather()
     sharded = zt.chain(zt.shard_params(zt.AbstractMesh(dp=ranks)), *schedules)(step)
     lowered = sharded.lower(state, *batch, cluster=machines)
-    yield from budgets(f"{model}, {ranks} ranks", lowered.hinted, machines)
+    yield from budgets(f"{model}, {ranks} ranks", lowered.unordered, machines)
 
 
 def llama(dp: int, tp: int) -> Iterator[Subject]:
@@ -101,7 +101,7 @@ def llama(dp: int, tp: int) -> Iterator[Subject]:
             cluster=machines
         )
         yield from budgets(
-            f"Llama, dp={dp}, tp={tp}, sequence {sequence}", lowered.hinted, machines
+            f"Llama, dp={dp}, tp={tp}, sequence {sequence}", lowered.unordered, machines
         )
     dist.destroy_process_group()
 

@@ -170,7 +170,7 @@ def test_the_error_says_what_fits_with_the_times_and_peaks_that_it_would_have():
     error = refused(LONG, 1, memory)
     lines = str(error).splitlines()
     assert lines[0].startswith(
-        "small: 1.91 MiB, its memory without the reserve of 0 B, is less than the step needs in any order: "
+        "small: 1.91 MiB, its memory without the reserve of 0 B, is less than the step needs in any order tried: "
     )
     assert lines[6] == "It fits in one of these ways, as they were simulated:"
     added = {
@@ -269,7 +269,7 @@ def test_a_limit_that_a_transform_names_has_ways_too():
         within_limit(step).lower(*arguments(*LONG), cluster=within(ROOMY))
     lines = str(caught.value).splitlines()
     assert lines[0].startswith(
-        "prefetch(memory=2000000): 1.91 MiB is less than the step needs in any order: "
+        "prefetch(memory=2000000): 1.91 MiB is less than the step needs in any order tried: "
     )
     assert lines[7].startswith('  zt.remat(memory="auto"): ') and len(lines) > 8
     assert lines[-1] == "Or give it that much, a smaller batch, or more ranks."

@@ -433,7 +433,7 @@ class Compiled(Printed):
             run = CarryingExecutable(run, lowered.graph, self._mesh)
         if self._mesh is not None:
             process_groups(self._mesh).carry(lowered.graph)
-            contract = Contract(lowered.graph, update_hash(lowered.hinted), self._mesh)
+            contract = Contract(lowered.graph, update_hash(lowered.unordered), self._mesh)
         changed = _changed(self.lowered.graph)
         device = device_of(local)
         return LocalProgram(lowered, run, writes, contract, half_weights, changed, device)
@@ -508,7 +508,7 @@ def _agreed(lowered: Lowered) -> Lowered:
     if not isinstance(mesh, DeviceMesh) or mesh.size() == 1:
         return lowered
     plan = lowered.plan
-    hinted = lowered.hinted
+    hinted = lowered.unordered
     contract = Contract(hinted, update_hash(hinted))
     proposal = Proposal(plan.program, plan)
     with stage(name, "wait for the plans of the other ranks"):

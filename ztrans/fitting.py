@@ -38,7 +38,7 @@ class Planned(Protocol):
     @property
     def graph(self) -> Graph: ...
     @property
-    def hinted(self) -> Graph: ...
+    def unordered(self) -> Graph: ...
     @property
     def cluster(self) -> Cluster: ...
     def memory_analysis(self) -> Memory: ...
@@ -61,7 +61,7 @@ class Variant(Protocol[P_co]):
     @property
     def variants(self) -> Sequence[Variant[P_co]]: ...
     def with_transforms(self, transforms: tuple[Transform, ...]) -> Variant[P_co]: ...
-    def in_own_order(self, cluster: Cluster | None, plan: Plan | None = None) -> P_co: ...
+    def without_order(self, cluster: Cluster | None, plan: Plan | None = None) -> P_co: ...
     def planned(self, cluster: Cluster | None) -> P_co: ...
 
 
@@ -134,9 +134,9 @@ def _takes(options: str, result: Trial[P] | DoesNotFit) -> str:
 
 def variant_of_plan(traced: Variant[P], plan: Plan, cluster: Cluster | None) -> P:
     """The variant of a step with the program of a plan, before it has an order; the first variant if none has it."""
-    variants = [variant.in_own_order(cluster, plan) for variant in traced.variants]
+    variants = [variant.without_order(cluster, plan) for variant in traced.variants]
     for variant in variants:
-        if len(variants) > 1 and skeleton(variant.hinted).fingerprint == plan.program:
+        if len(variants) > 1 and skeleton(variant.unordered).fingerprint == plan.program:
             return variant
     return variants[0]
 
@@ -145,27 +145,27 @@ def variant_of_plan(traced: Variant[P], plan: Plan, cluster: Cluster | None) -> 
 
 # A line that may help, and the step with it; and from a step and its error to such lines.
 Line = tuple[str, Variant[Any]]
-Lever = Callable[[Variant[Any], DoesNotFit], Iterator[Line]]
+Remedy = Callable[[Variant[Any], DoesNotFit], Iterator[Line]]
 
 
 class _Attempt(NamedTuple):
-    """A step that does not fit: the lines that were added to it, and the levers that may be added to these."""
+    """A step that does not fit: the lines that were added to it, and the remedies that may be added to these."""
 
     lines: tuple[str, ...]
     traced: Variant[Any]
     error: DoesNotFit
-    levers: tuple[Lever, ...]
+    remedies: tuple[Remedy, ...]
 
 
 def ways_to_fit(traced: Variant[Any], cluster: Cluster | None, error: DoesNotFit) -> list[Way]:
     """The ways in which a step fits its limit, with one more transform each; with several, if one is not enough."""
-    attempts = [_Attempt((), traced, error, _LEVERS)]
+    attempts = [_Attempt((), traced, error, _REMEDIES)]
     while attempts:
         ways: list[Way] = []
         failed: list[_Attempt] = []
         for attempt in attempts:
-            for number, lever in enumerate(attempt.levers):
-                result = _tried(attempt, lever, attempt.levers[number + 1 :], cluster)
+            for number, remedy in enumerate(attempt.remedies):
+                result = _tried(attempt, remedy, attempt.remedies[number + 1 :], cluster)
                 if isinstance(result, Way):
                     ways.append(result)
                 elif result is not None:
@@ -177,17 +177,17 @@ def ways_to_fit(traced: Variant[Any], cluster: Cluster | None, error: DoesNotFit
 
 
 def _tried(
-    attempt: _Attempt, lever: Lever, next_levers: tuple[Lever, ...], cluster: Cluster | None
+    attempt: _Attempt, remedy: Remedy, next_remedies: tuple[Remedy, ...], cluster: Cluster | None
 ) -> Way | _Attempt | None:
-    """The first way that a lever gives. If it gives none: the attempt with it that needs least, if that is less."""
+    """The first way that a remedy gives. If it gives none: the attempt with it that needs least, if that is less."""
     least = attempt
-    for line, variant in lever(attempt.traced, attempt.error):
+    for line, variant in remedy(attempt.traced, attempt.error):
         lines = (*attempt.lines, line)
         try:
             return Trial.of(variant, cluster).way(" and ".join(lines))
         except DoesNotFit as error:
             if error.least.peak < least.error.least.peak:
-                least = _Attempt(lines, variant, error, next_levers)
+                least = _Attempt(lines, variant, error, next_remedies)
         except ValueError:
             continue  # the transform refuses this step
     return least if least is not attempt else None
@@ -251,8 +251,8 @@ def _micro_batches(traced: Variant[Any], error: DoesNotFit) -> Iterator[Line]:
     """
     if error.room <= 0:
         return
-    too_many_times = (error.least.peak - error.least.state) / error.room
-    first = max(1, math.ceil(math.log2(too_many_times)))
+    times_too_large = (error.least.peak - error.least.state) / error.room
+    first = max(1, math.ceil(math.log2(times_too_large)))
     for doubled in range(first, first + _TRIES):
         micro = traced.micro_batches << doubled
         try:
@@ -262,7 +262,7 @@ def _micro_batches(traced: Variant[Any], error: DoesNotFit) -> Iterator[Line]:
         yield f"zt.accumulate({micro})", variant
 
 
-_LEVERS: tuple[Lever, ...] = (
+_REMEDIES: tuple[Remedy, ...] = (
     _higher_stages,
     _recomputation,
     _moments_on_host,

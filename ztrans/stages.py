@@ -151,9 +151,9 @@ class Traced(Printed):
     @no_collection()
     @without_autocast()
     def _with_plan(self, plan: Plan, cluster: Cluster | None) -> Lowered:
-        hinted = variant_of_plan(self, plan, cluster)
+        lowered = variant_of_plan(self, plan, cluster)
         with stage(self.graph.name, "plan"):
-            return hinted.with_plan(plan)
+            return lowered.with_plan(plan)
 
     @no_collection()
     @without_autocast()
@@ -171,30 +171,30 @@ class Traced(Printed):
 
         Raises: DoesNotFit if it needs more memory than its limit.
         """
-        hinted = self.in_own_order(cluster)
+        lowered = self.without_order(cluster)
         with stage(self.graph.name, "plan"):
-            if has_choice(hinted.hinted.hints):
-                return self._with_choice(hinted)
-            return hinted._ordered(*make_plan(hinted.graph, hinted.cluster)).within_limit()
+            if has_choice(lowered.unordered.hints):
+                return self._with_choice(lowered)
+            return lowered._ordered(*make_plan(lowered.graph, lowered.cluster)).within_limit()
 
-    def _with_choice(self, hinted: Lowered) -> Lowered:
+    def _with_choice(self, lowered: Lowered) -> Lowered:
         """The program of one rank in a new order, where the plan also chooses what becomes of the values of forward."""
-        graph, history = self._before_sharding(hinted.cluster.device)
-        lowered = {hinted.hinted: hinted}
+        graph, history = self._before_sharding(lowered.cluster.device)
+        choices = {lowered.unordered: lowered}
 
         def lower(program: Graph, on_host: tuple[str, ...]) -> Graph:
             stages = history if program is graph else (*history, ("recompute", program))
-            new = self._sharded(program, stages, hinted.cluster, Plan("", on_host=on_host))
-            lowered[new.hinted] = new
-            return new.hinted
+            choice = self._sharded(program, stages, lowered.cluster, Plan("", on_host=on_host))
+            choices[choice.unordered] = choice
+            return choice.unordered
 
-        chosen = plan_recomputation(graph, hinted.hinted, lower, hinted.cluster)
-        return lowered[chosen.hinted]._ordered(chosen.plan, chosen.ordered).within_limit()
+        chosen = plan_recomputation(graph, lowered.unordered, lower, lowered.cluster)
+        return choices[chosen.unordered]._ordered(chosen.plan, chosen.ordered).within_limit()
 
     @no_collection()
     @without_autocast()
-    def in_own_order(self, cluster: Cluster | None, plan: Plan | None = None) -> Lowered:
-        """The program after all transforms, without marks and without unused equations, before it has an order.
+    def without_order(self, cluster: Cluster | None, plan: Plan | None = None) -> Lowered:
+        """The program of one rank with the hints of its transforms, before a plan has ordered it.
 
         Args:
             cluster: as for `lower`.
@@ -232,14 +232,18 @@ class Traced(Printed):
     def _sharded(
         self, graph: Graph, history: History, cluster: Cluster | None, plan: Plan
     ) -> Lowered:
-        """A program that was rewritten as it was traced, after all other transforms, and what its plan moves."""
+        """The program of one rank, without an order: the transforms that shard and schedule are applied to `graph`.
+
+        `graph` is the program after the transforms that rewrite it as it was traced. The values that `plan` has on
+        the host are moved there.
+        """
         mesh = mesh_of(self.transforms)
         device = cluster.device if cluster is not None else self._default_device()
         graph, history = self._transformed(graph, history, lambda t: t.phase >= Transform.phase)
-        hinted = among_neighbours(dce(erase_trivial(erase_marks(graph))))
-        hinted = dce(keep_on_host(hinted, demanded_on_host(hinted) | moved_by(plan, hinted)))
-        hinted = writes_last(hinted) if hinted.hints.update == "last" else hinted
-        cluster = cluster or default_cluster(device, hinted.axes)
+        graph = among_neighbours(dce(erase_trivial(erase_marks(graph))))
+        graph = dce(keep_on_host(graph, demanded_on_host(graph) | moved_by(plan, graph)))
+        graph = writes_last(graph) if graph.hints.update == "last" else graph
+        cluster = cluster or default_cluster(device, graph.axes)
         of_state = [
             axes_of(self.transforms, v.name, leaf)
             for v, leaf in zip(graph.inputs, meta_leaves(graph))
@@ -248,7 +252,7 @@ class Traced(Printed):
         program = dataclasses.replace(self.program, axes=(*of_state, *of_batch))
         traced = dataclasses.replace(self, trace_again=None)  # it holds the arguments of the call
         return Lowered(
-            hinted, (*history, ("lower", hinted)), program, mesh, Plan(""), cluster, hinted, traced
+            graph, (*history, ("lower", graph)), program, mesh, Plan(""), cluster, graph, traced
         )
 
     def _default_device(self) -> Device:
@@ -277,7 +281,7 @@ class Lowered(Printed):
     """The program of one rank, ready to compile, as `jax.stages.Lowered`.
 
     `history` has every stage of the program by name: the FX graph of make_fx, the program as written, the program after
-    each transform, and the program that runs.
+    each transform, and the program that runs. `unordered` has the hints of the transforms, and no order yet.
     """
 
     graph: Graph
@@ -286,7 +290,7 @@ class Lowered(Printed):
     mesh: DeviceMesh | AbstractMesh | None
     plan: Plan
     cluster: Cluster
-    hinted: Graph = dataclasses.field(repr=False)
+    unordered: Graph = dataclasses.field(repr=False)
     traced: Traced = dataclasses.field(repr=False)
 
     def __repr__(self) -> str:
@@ -307,16 +311,16 @@ class Lowered(Printed):
         """
         cluster = cluster or self.cluster
         timeline = simulate(self.graph, cluster)
-        every = (*cluster.neighbours(self.hinted.axes), *self.plan.neighbours)
+        every = (*cluster.neighbours(self.unordered.axes), *self.plan.neighbours)
         neighbours = tuple(dict.fromkeys(every))
-        hinted = self.hinted
+        hinted = self.unordered
         room = timeline.peak
         if self.graph.carried:
             # The step before may have gathered all of these leaves, so the bound counts no time for them.
             leaves = {i for start in carried_starts(self.graph) for i in start.leaves}
             hinted = without_gathers_of(hinted, leaves)
             size = local_bytes(hinted)
-            room += sum(size(v) for v in hinted.inputs[len(self.hinted.inputs) :])
+            room += sum(size(v) for v in hinted.inputs[len(self.unordered.inputs) :])
         order = skeleton(hinted, neighbours)
         if not order.gathers and not order.reductions:
             return timeline
@@ -336,7 +340,7 @@ class Lowered(Printed):
         Source: DeepSpeed DeepCompile, 2025, which also plans again after some recorded steps.
         """
         cluster = profile if isinstance(profile, Cluster) else profile.cluster(self.cluster)
-        hinted = with_device_limit(self.hinted, cluster.device)
+        hinted = with_device_limit(self.unordered, cluster.device)
         if has_choice(hinted.hints):
             again = self.traced.planned(cluster)
             plan, graph = again.plan, again.graph
@@ -346,18 +350,18 @@ class Lowered(Printed):
         change = f"where the plan before has {format_seconds(before)} ({after / before - 1:+.1%})"
         note = f"expected {format_seconds(after)} a step, {change}"
         plan = dataclasses.replace(plan, notes=(*plan.notes, note))
-        return dataclasses.replace(self, cluster=cluster, hinted=hinted).with_plan(plan)
+        return dataclasses.replace(self, cluster=cluster, unordered=hinted).with_plan(plan)
 
     def with_plan(self, plan: Plan) -> Lowered:
         """This program in the order of the given plan."""
         lowered = self._with_choice_of(plan)
-        return lowered._ordered(plan, apply_plan(lowered.hinted, plan)).within_limit()
+        return lowered._ordered(plan, apply_plan(lowered.unordered, plan)).within_limit()
 
     def _with_choice_of(self, plan: Plan) -> Lowered:
         """This program with what a plan recomputes and moves to the host, before it has an order."""
         if plan.recomputed == self.plan.recomputed and plan.on_host == self.plan.on_host:
             return self
-        return self.traced.in_own_order(self.cluster, plan)
+        return self.traced.without_order(self.cluster, plan)
 
     def with_notes(self, notes: Sequence[str]) -> Lowered:
         """This program with more notes in its plan, in front of the others."""
@@ -371,7 +375,7 @@ class Lowered(Printed):
     def following(self, plan: Plan) -> Lowered:
         """This program in the order of another rank's plan, even if that needs more memory than the budget."""
         lowered = self._with_choice_of(plan)
-        return lowered._ordered(plan, follow_plan(lowered.hinted, plan))
+        return lowered._ordered(plan, follow_plan(lowered.unordered, plan))
 
     def within_limit(self) -> Lowered:
         """This program, which has been planned within its limit, if it is within it with the gathers that it carries.

@@ -281,7 +281,7 @@ def test_the_other_ranks_learn_that_a_rank_has_no_program():
         assert (told["kind"], told["after"] < 5) == ("RuntimeError", True), told
         assert told["text"].startswith(calls[name])
         assert f"  Rank 1 has failed with {kind}: {alone['text']}" in told["text"]
-    assert "is less than the step needs in any order" in first.reports["limit"]["text"]
+    assert "is less than the step needs in any order tried" in first.reports["limit"]["text"]
     for rank in (first, second):
         assert not rank.reports["goes on"]["kind"] and not rank.reports["goes on too"]["kind"]
         assert rank.reports["everywhere"]["kind"] == "TraceRuntimeError"

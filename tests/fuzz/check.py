@@ -119,7 +119,9 @@ def _lowered(
     try:
         return _through(traced, *options.transforms(peak)).lower(cluster=cluster)
     except ValueError as error:
-        if options.budget is None or "is less than the step needs in any order" not in str(error):
+        if options.budget is None or "is less than the step needs in any order tried" not in str(
+            error
+        ):
             raise
         return _through(traced, *options.transforms(4 * peak)).lower(cluster=cluster)
 

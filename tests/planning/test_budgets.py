@@ -36,9 +36,9 @@ def refused(memory: int, **how) -> list[str]:
 
 def test_the_error_of_a_small_budget_says_how_much_is_needed_where_and_for_what():
     first, *holders, last = refused(1000)
-    needs = int(first.split("any order: ")[1].split()[0])
+    needs = int(first.split("any order tried: ")[1].split()[0])
     assert first == (
-        f"prefetch(memory=1000): 1000 B is less than the step needs in any order: {needs} bytes "
+        f"prefetch(memory=1000): 1000 B is less than the step needs in any order tried: {needs} bytes "
         f"({needs / 1024:.2f} KiB) at {__file__}:21 in loss."
     )
     # No order needs less than the state, one gathered layer, one gradient, and the received parts of its reduction.
@@ -56,12 +56,12 @@ def test_the_error_of_a_small_budget_says_how_much_is_needed_where_and_for_what(
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("rows", [2, 200])
 def test_the_budget_that_the_error_names_is_enough_and_a_byte_less_is_not(stage, rows):
-    needs = int(refused(1, stage=stage, rows=rows)[0].split("any order: ")[1].split()[0])
+    needs = int(refused(1, stage=stage, rows=rows)[0].split("any order tried: ")[1].split()[0])
     fits = lower(zt.overlap_grads(), zt.prefetch(memory=needs), stage=stage, rows=rows)
     assert fits.memory_analysis().peak <= needs and zt.ir.check(fits.graph)
-    assert refused(needs - 1, stage=stage, rows=rows)[0].split("any order: ")[1].split()[0] == str(
-        needs
-    )
+    assert refused(needs - 1, stage=stage, rows=rows)[0].split("any order tried: ")[1].split()[
+        0
+    ] == str(needs)
 
 
 def every_other(params, x):
@@ -90,7 +90,9 @@ def test_the_order_stays_as_written_if_no_other_order_fits(tmp_path):
     assert [str(e.outs) for e in lowered.graph.eqns] == [str(e.outs) for e in plain.graph.eqns]
     lowered.plan.save(tmp_path / "plan")
     assert str(lowered.with_plan(zt.Plan.load(tmp_path / "plan"))) == str(lowered)
-    with pytest.raises(ValueError, match=f"less than the step needs in any order: {peak} bytes"):
+    with pytest.raises(
+        ValueError, match=f"less than the step needs in any order tried: {peak} bytes"
+    ):
         within(peak - 1).lower(*arguments)
     assert within(2 * peak).lower(*arguments).plan.update == "eager"
 

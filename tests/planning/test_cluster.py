@@ -236,7 +236,7 @@ def test_the_cost_of_unpacking_counts_for_every_message_of_its_kind():
         zt.cluster("cpu", dp=Link("w", 1e-6, 1e6)),
     )
     slow = dataclasses.replace(cluster, links=(("dp", known),))
-    s = skeleton(lowered.hinted)
+    s = skeleton(lowered.unordered)
     problem = formulate(s, slow, INF)
     assert {problem.wires[r.key].unpack for r in problem.reductions} == {1e-3}
     assert {problem.wires[g.key].unpack for g in problem.gathers} == {0.0}
@@ -364,7 +364,7 @@ def test_the_plan_says_which_way_reductions_go_and_the_simulation_charges_it():
 
 def test_the_planner_charges_what_the_simulation_charges():
     low = sharded_over_two_hosts(ON_CPUS)
-    problem = formulate(skeleton(low.hinted), ON_CPUS, INF)
+    problem = formulate(skeleton(low.unordered), ON_CPUS, INF)
     planned = [
         (e, m, moved)
         for e, m, moved in messages(low.graph, ON_CPUS)

@@ -60,7 +60,7 @@ def test_all_transforms_name_one_limit():
         "Give both the same limit, or leave one of them out."
     )
     same = lower(_Within(PEAK), zt.prefetch(memory=PEAK))
-    assert (same.hinted.hints.memory, same.hinted.hints.memory_of) == (
+    assert (same.unordered.hints.memory, same.unordered.hints.memory_of) == (
         PEAK,
         f"within(memory={PEAK})",
     )
@@ -69,29 +69,32 @@ def test_all_transforms_name_one_limit():
         (zt.prefetch(memory=PEAK),),
         (_Within(PEAK),),
     ]:
-        assert lower(*transforms).hinted.hints.memory == PEAK, "whoever names it, it is the limit"
+        assert lower(*transforms).unordered.hints.memory == PEAK, (
+            "whoever names it, it is the limit"
+        )
 
 
 def test_the_limit_is_the_memory_of_the_device_less_its_reserve():
-    assert lower().hinted.hints.memory == H100.limit == H100.memory - GPU_RESERVE
+    assert lower().unordered.hints.memory == H100.limit == H100.memory - GPU_RESERVE
     h200 = lower(zt.prefetch(), cluster=zt.cluster("h200", dp="nvlink4"))
-    assert h200.hinted.hints.memory == 137e9 and h200.hinted.hints.memory_of == ""
-    assert h200.replan(zt.cluster("h100", dp="nvlink4")).hinted.hints.memory == H100.limit
+    assert h200.unordered.hints.memory == 137e9 and h200.unordered.hints.memory_of == ""
+    assert h200.replan(zt.cluster("h100", dp="nvlink4")).unordered.hints.memory == H100.limit
     named = lower(zt.prefetch(memory=PEAK)).replan(zt.cluster("h200", dp="nvlink4"))
-    assert named.hinted.hints.memory == PEAK
+    assert named.unordered.hints.memory == PEAK
     assert (
-        lower(zt.prefetch(), cluster=zt.cluster("cpu", dp="ethernet-1g")).hinted.hints.memory
+        lower(zt.prefetch(), cluster=zt.cluster("cpu", dp="ethernet-1g")).unordered.hints.memory
         is None
     )
 
 
 def test_a_step_without_a_mesh_has_the_memory_of_its_gpu():
-    assert zt.chain(zt.remat())(step).lower(STATE, BATCH).hinted.hints.memory is None, (
+    assert zt.chain(zt.remat())(step).lower(STATE, BATCH).unordered.hints.memory is None, (
         "it is on a CPU"
     )
     meta = {k: w.to("meta") for k, w in STATE.items()}
     assert (
-        zt.chain(zt.remat())(step).lower(meta, BATCH.to("meta")).hinted.hints.memory == H100.limit
+        zt.chain(zt.remat())(step).lower(meta, BATCH.to("meta")).unordered.hints.memory
+        == H100.limit
     )
 
 
@@ -120,9 +123,9 @@ def test_what_does_not_fit_the_device_is_an_error():
     with pytest.raises(ValueError) as caught:
         lower(cluster=small(40_000))
     first, *holders, advice = str(caught.value).splitlines()
-    needs = int(first.split("any order: ")[1].split()[0])
+    needs = int(first.split("any order tried: ")[1].split()[0])
     assert first == (
-        f"small: 38.06 KiB, its memory without the reserve of 1.00 KiB, is less than the step needs in any order: "
+        f"small: 38.06 KiB, its memory without the reserve of 1.00 KiB, is less than the step needs in any order tried: "
         f"{needs} bytes ({needs / 1024:.2f} KiB) at {__file__}:28 in step."
     )
     assert len(holders) == 5

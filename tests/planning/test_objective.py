@@ -31,7 +31,7 @@ def test_the_solver_predicts_the_simulated_seconds_of_reductions_over_replicas(n
         lowered = on_ranks(
             CASES[name], 4, shard, zt.overlap_grads(), zt.prefetch(), cluster=cluster
         )
-        s = skeleton(lowered.hinted)
+        s = skeleton(lowered.unordered)
         problem = formulate(s, cluster, float("inf"), lowered.plan.update)
         schedule = schedule_of(lowered.plan, s, frame(s, lowered.plan.update))
         seconds = simulate(lowered.graph, cluster).seconds

@@ -66,7 +66,7 @@ def test_a_plan_is_counted_as_its_program_is_analysed(name, ranks, stage):
         lowered = lower(name, ranks, stage, None if share is None else int(share * peak), cluster)
         analysed = lowered.memory_analysis().peak
         peak = peak or analysed
-        plan, s = lowered.plan, skeleton(lowered.hinted)
+        plan, s = lowered.plan, skeleton(lowered.unordered)
         if plan.update == "as written":
             continue
         problem = formulate(s, cluster, float("inf"), plan.update)
@@ -127,7 +127,7 @@ def both(name: str, count: int) -> Iterator[tuple[int, int]]:
         (8, 3, "last", FAST),
         (8, 3, "eager", TWO_HOSTS),
     ):
-        hinted = lower(name, ranks, stage, None, cluster).hinted
+        hinted = lower(name, ranks, stage, None, cluster).unordered
         s = skeleton(hinted, cluster.neighbours(hinted.axes))
         problem = formulate(s, cluster, float("inf"), update)
         for schedule in schedules(problem, chance, count):

@@ -54,7 +54,7 @@ def lower(case=DEEP, cluster=SLOW, transforms=ALL, mesh=MESH, **options):
 
 def tight(case, share):
     """The same, with little more memory than any order needs."""
-    hinted = lower(case).hinted
+    hinted = lower(case).unordered
     least = needs(formulate(skeleton(hinted), SLOW, float("inf"))).bytes
     return lower(
         case,

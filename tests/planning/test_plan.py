@@ -75,7 +75,7 @@ def test_a_plan_fits_programs_with_the_same_collectives_between_the_same_matmuls
         params = {f"w{i}": torch.ones(8, 8) for i in range(layers)}
         shard = zt.shard_params(zt.AbstractMesh(dp=2))
         lowered = zt.chain(shard, *ALL)(step).lower(params, torch.ones(rows, 8))
-        return skeleton(lowered.hinted).fingerprint
+        return skeleton(lowered.unordered).fingerprint
 
     assert fingerprint() == fingerprint(rows=6) == fingerprint(scale=0.2)
     assert fingerprint() != fingerprint(layers=3)
@@ -83,7 +83,7 @@ def test_a_plan_fits_programs_with_the_same_collectives_between_the_same_matmuls
 
 def test_a_plan_names_places_by_landmarks():
     """ "matmul 3 + 2" is two operations after the third matrix product."""
-    s = skeleton(lower().hinted)
+    s = skeleton(lower().unordered)
     assert s.place_names[0] == "the start" and s.place_names[-1] == "the end"
     assert len(set(s.place_names)) == len(s.place_names) == len(s.ops) + 1
     for k, name in enumerate(s.place_names):

@@ -36,7 +36,7 @@ def lower(name: str) -> zt.stages.Lowered:
 
 def edits(lowered: zt.stages.Lowered):
     """Random edits of a plan's JSON. Each is a function that changes the plan in place."""
-    places = list(skeleton(lowered.hinted).place_names)
+    places = list(skeleton(lowered.unordered).place_names)
 
     def kind(plan, chance):
         return plan[chance.choice([k for k in ("gathers", "reductions") if plan[k]])]

@@ -326,7 +326,7 @@ def test_what_a_profile_has_measured_of_packing_is_not_added_to_it(gloo):
         messages.append(Observed("dp", 4, kind, int(received), lane, k, done, spent))
     measured = Profile(lowered.timeline(), {}, (tuple(messages),))
     cluster = measured.cluster(base)
-    problem = formulate(skeleton(lowered.hinted), cluster, float("inf"))
+    problem = formulate(skeleton(lowered.unordered), cluster, float("inf"))
     for member in (*problem.gathers, *problem.reductions):
         message = message_of(problem, [member], 0, 0)
         assert message.host == pytest.approx(1e-3 + member.wire / 1e6, rel=0.1)

@@ -23,7 +23,7 @@ def test_programs_for_two_sizes_of_a_batch_have_the_same_contract(stage):
     step = zt.shard_params(zt.AbstractMesh(dp=3), stage=stage)(of_matrices)
     first = step.lower(state, torch.ones(4, 4))
     other = step.trace(state, torch.ones(1, 4)).follow(first)
-    lines, others = (Contract(x.graph, update_hash(x.hinted)).lines for x in (first, other))
+    lines, others = (Contract(x.graph, update_hash(x.unordered)).lines for x in (first, other))
     assert lines == others and len(lines) > 3
 
 
@@ -54,7 +54,7 @@ def test_a_gradient_that_no_rank_reduces_must_be_the_same_on_all(stage):
             return state - grad - (grad_and_value(penalty)(state)[0] if alone else 0), x.sum()
 
         shard = zt.shard_params(zt.AbstractMesh(dp=2), stage=stage)
-        return update_hash(shard(step).lower(torch.ones(4, 2), torch.ones(3, 4)).hinted)
+        return update_hash(shard(step).lower(torch.ones(4, 2), torch.ones(3, 4)).unordered)
 
     assert update(1.0, alone=False) == update(2.0, alone=False)
     assert update(1.0, alone=True) != update(2.0, alone=True)

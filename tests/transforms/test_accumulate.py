@@ -152,16 +152,17 @@ def test_as_written_it_sends_what_the_loop_sends_and_a_plan_drops_fewer_gathers(
 @pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])
 def test_a_program_is_as_long_for_sixteen_micro_batches_as_for_two(stage):
     few, many = lower(2, stage, rows=16), lower(16, stage, rows=128)
-    assert len(few.hinted.eqns) == len(
-        many.hinted.eqns
+    assert len(few.unordered.eqns) == len(
+        many.unordered.eqns
     )  # the plan then makes buckets, of which it has no more
-    assert len(many.graph.eqns) <= len(many.hinted.eqns)
+    assert len(many.graph.eqns) <= len(many.unordered.eqns)
     lengths = [
-        [len(part.eqns) for part in zt.ir.parts(each.hinted).different] for each in (few, many)
+        [len(part.eqns) for part in zt.ir.parts(each.unordered).different] for each in (few, many)
     ]
     assert lengths[0] == [lengths[1][0], lengths[1][2]]
     peaks = [
-        dataclasses.replace(each, graph=each.hinted).memory_analysis().peak for each in (few, many)
+        dataclasses.replace(each, graph=each.unordered).memory_analysis().peak
+        for each in (few, many)
     ]
     assert peaks[1] - peaks[0] == 14 * 8 * 12 * 4  # the batch
 

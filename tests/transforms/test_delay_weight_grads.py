@@ -127,7 +127,7 @@ def test_the_transform_commutes_with_remat():
 def test_the_plan_counts_matmuls_that_hide_a_collective_only_once():
     """At the wait for one of the step's own collectives, compute stalls only for the time that is not hidden."""
     before, after = lower(SHARD, *ALL), lower(SHARD, *ALL, zt.delay_weight_grads())
-    posed = [formulate(skeleton(x.hinted), x.cluster, 1 << 40) for x in (before, after)]
+    posed = [formulate(skeleton(x.unordered), x.cluster, 1 << 40) for x in (before, after)]
     assert posed[1].clock[-1] < posed[0].clock[-1] and len(posed[1].clock) == len(posed[0].clock)
     assert [len(p.fixed_messages) for p in posed] == [
         len(matmuls_during_collectives(before.graph))

@@ -66,10 +66,10 @@ def test_the_error_of_a_small_budget_says_what_the_step_needs():
     shard = zt.shard_params(zt.AbstractMesh(dp=4))
     with pytest.raises(
         ValueError,
-        match=r"prefetch\(memory=1000\): 1000 B is less than the step needs in any order: \d+ bytes",
+        match=r"prefetch\(memory=1000\): 1000 B is less than the step needs in any order tried: \d+ bytes",
     ) as caught:
         on_ranks(case, 4, shard, zt.prefetch(memory=1000))
-    needs = int(str(caught.value).split("order: ")[1].split()[0])
+    needs = int(str(caught.value).split("order tried: ")[1].split()[0])
     assert "programs.py:" in str(caught.value), (
         "the error names the user's lines that hold the memory"
     )

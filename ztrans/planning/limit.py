@@ -26,7 +26,7 @@ class Way(NamedTuple):
 
 
 class DoesNotFit(ValueError):
-    """A step needs more memory than its limit, in every order.
+    """A step needs more memory than its limit, in every order that was tried.
 
     Attributes:
         problem: what the limit is, what the step needs, and where.
@@ -67,11 +67,11 @@ def with_device_limit(graph: Graph, device: Device) -> Graph:
 
 
 def does_not_fit(graph: Graph, device: Device, least: Memory) -> DoesNotFit:
-    """The error of a program that needs more than its limit in every order, `least` of those that were tried."""
+    """The error of a program that needs more than its limit in every order that was tried, at least `least`."""
     where = f" at {least.at.source.where}" if least.at is not None and least.at.source else ""
     needs = f"{least.peak} bytes ({format_bytes(least.peak)}){where}"
     lines = [
-        f"{limit_text(graph.hints, device)} is less than the step needs in any order: {needs}."
+        f"{limit_text(graph.hints, device)} is less than the step needs in any order tried: {needs}."
     ]
     for v, size, line in least.holders[:5]:
         comment = f"  # {line}" if line else ""

@@ -2,8 +2,8 @@
 
 The solver may use the memory up to the limit of the step, which a transform names, or which the device has. Without a
 limit, it may use what the program would need as written and a little more. If no schedule fits, updates run last. If
-none fits then, the program keeps its order, or is refused. Without a limit, the plan takes the least memory that it
-can, and its notes say so.
+none fits then and there is a limit, the program keeps its order, or is refused. Without a limit, the plan exceeds that
+memory by as little as it can, and its notes say so.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Level(NamedTuple):
-    """The first level of a message in two levels, which is sent inside each host."""
+    """One level of a message: all of it, or its part inside hosts, or between them."""
 
     lane: str
     link: str

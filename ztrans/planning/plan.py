@@ -49,7 +49,7 @@ class Plan:
         recomputed: values of forward that backward computes again, because `remat` has a limit of memory.
         on_host: values of forward that wait for backward on the host, because `offload` has a limit of memory.
         update: when updates run, "eager" or "last", or "as written" if the program keeps its order.
-        notes: which wishes the plan does not fulfil, and why.
+        notes: what a reader should know about the plan, such as a wish that it does not fulfil, and why.
         file: the file that the plan was read from.
         traffic: what the program sends by axis and role, once the plan has been applied to a program.
 

@@ -39,7 +39,7 @@ def lowered(traced, graph):
     transforms = (shard, zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather())
     program = dataclasses.replace(traced.program, graph=graph)
     stage = dataclasses.replace(traced, program=program, transforms=transforms)
-    return stage.in_own_order(MACHINES).hinted
+    return stage.without_order(MACHINES).unordered
 
 
 def model_of_step(graph, hinted):

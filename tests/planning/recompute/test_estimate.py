@@ -55,7 +55,7 @@ def with_limit(name, limit, *more, mesh=MESH):
 def baseline(name, ranks):
     graph = traced(name).graph.with_hints(recompute_at_least=0)
     step = with_limit(name, "auto", mesh=zt.AbstractMesh(dp=ranks))
-    return baseline_of(graph, step.in_own_order(MACHINES).hinted, MACHINES)
+    return baseline_of(graph, step.without_order(MACHINES).unordered, MACHINES)
 
 
 @pytest.mark.parametrize("share", [0.9, 0.6])

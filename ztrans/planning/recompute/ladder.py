@@ -61,12 +61,12 @@ class Recomputation:
 
     Attributes:
         plan: its decisions.
-        hinted, ordered: the program of one rank without an order, and in the order of the plan.
+        unordered, ordered: the program of one rank without an order, and in the order of the plan.
         seconds: of the step, simulated.
     """
 
     plan: Plan
-    hinted: Graph
+    unordered: Graph
     ordered: Graph
     seconds: float
 
