@@ -46,7 +46,7 @@ def test_a_step_takes_a_plan(tmp_path):
 
 
 def messages_of(lowered) -> list[str]:
-    return agreement.messages(lowered.graph)
+    return agreement.messages(lowered.graph, {})
 
 
 def test_a_plan_holds_for_a_batch_of_another_size():

@@ -249,6 +249,15 @@ def test_no_choice_is_below_the_bound_and_the_greedy_one_is_among_them(model, sh
         assert min(fits) <= chosen.seconds + 1e-12
 
 
+def test_the_bound_is_found_for_a_target_just_below_the_live_bytes():
+    """The excess is then as small as the rounding of its price."""
+    seconds = [8e-6, 6e-6, 8e-6, 8e-6]
+    reads = [[], [0], [1], [1]]
+    model = small_model(seconds, [2, 1, 5, 7], reads, [False, True, True, True])
+    target = model.live.max() - 4e-15
+    assert 0 <= least_seconds(model, target, range(4, 8)) < 1e-12
+
+
 @settings(max_examples=60, deadline=None)
 @given(model=small_models(), order=st.randoms(use_true_random=False))
 def test_moves_add_up_and_can_be_taken_back(model, order):

@@ -57,7 +57,8 @@ def _at_place(model: Model, target: float, place: int) -> float:
         seconds, size = _cut(model, place, price)
         value = seconds + price * (size - room)
         best = max(best, value)
-        if value >= at_crossing * (1 - _EXACT):
+        # Values and prices are rounded, so a piece that was crossed before may seem to be below the crossing.
+        if value >= at_crossing * (1 - _EXACT) or not few_bytes < size < many_bytes:
             return best
         if size > room:
             few_seconds, many_bytes = seconds, size
