@@ -25,6 +25,8 @@ from ztrans.report.page import page
 from ztrans.runtime.codegen import to_fx
 from ztrans.stages import Traced
 
+pytestmark = pytest.mark.slow
+
 LAYERS = 2
 MOST = 2.3  # times as many lines for twice as many layers
 FEW = 1000  # lines, below which a function is not looked at

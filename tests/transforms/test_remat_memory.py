@@ -28,6 +28,8 @@ from ztrans.ir.op_facts import is_matmul, is_random
 from ztrans.ir.user_collectives import is_users
 from ztrans.planning.limit import DoesNotFit
 
+pytestmark = pytest.mark.slow  # each test plans several steps
+
 aten = torch.ops.aten
 WIDTH = 16
 X = torch.linspace(-1, 1, 64 * WIDTH).view(64, WIDTH).sin()
@@ -75,7 +77,6 @@ def test_no_bit_changes_within_the_least_limit_that_fits(name, stage):
     assert Counter(e.op for e in lowered.graph.eqns if is_random(e)) == draws
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_no_bit_changes_in_any_program(name):
     """Second derivatives, recurrent nets, per-sample gradients and updates that read forward are among them."""

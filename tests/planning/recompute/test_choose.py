@@ -60,6 +60,7 @@ def target(model, share: float) -> float:
     return model.live[0] + share * (model.live.max() - model.live[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 def test_the_model_has_the_bytes_of_the_rewritten_program(name):
     traced, model = step(name)
@@ -151,6 +152,7 @@ def models(name):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 def test_both_memories_together_take_no_longer_than_either(name):
     moving, recomputing, both = models(name)

@@ -22,6 +22,8 @@ from ztrans.planning.simulate import simulate
 from ztrans.planning.solver.loads import Loads
 from ztrans.planning.solver.problem import NO_LEVERS
 
+pytestmark = pytest.mark.slow  # each test plans several steps
+
 MESH = zt.AbstractMesh(dp=4)
 MACHINES = zt.cluster("h100", dp="infiniband")
 

@@ -15,6 +15,8 @@ from benchmarks.frontier_models import gpt as large_gpt
 from ztrans.planning.cost import memory
 from ztrans.planning.limit import DoesNotFit
 
+pytestmark = pytest.mark.slow  # each test plans several steps
+
 SCHEDULES = (zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather())
 
 
@@ -76,7 +78,6 @@ def test_the_peak_is_within_the_limit_and_a_larger_one_is_hardly_slower(name, ra
         assert larger <= 1.005 * smaller
 
 
-@pytest.mark.slow
 def test_where_the_wire_binds_recomputation_makes_room_for_messages():
     """At the peak at which all fits, a step that recomputes a little is faster. Fitting activations tightly fails this."""
     written = kept("large gpt", 64, "infiniband").peak
