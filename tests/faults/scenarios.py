@@ -191,7 +191,7 @@ def failed(run: Callable[[], object]) -> dict:
 def uneven() -> None:
     """The batch size differs between ranks and steps; the result is compared with data parallelism written by hand."""
     torch.set_default_dtype(torch.float64)
-    mesh, steps = start(), 20
+    mesh, steps = start(), 50
     sizes = [
         [random.Random(100 * k + r).choice([1, 2, 3, 7]) for r in range(WORLD)]
         for k in range(steps)
@@ -392,7 +392,7 @@ def resources() -> dict[str, int]:
 
 
 def steady() -> None:
-    """Takes 300 steps, then destroys the process group and creates a new one, six times.
+    """Takes a thousand steps, then destroys the process group and creates a new one, six times.
 
     One store serves all groups, because another process may take a port between two of them.
     """
@@ -403,9 +403,9 @@ def steady() -> None:
     for times in range(7):
         step = transformed(restart(store, times), 3)
         state = step.shard(first_state())
-        for k in range(300 if times == 0 else 2):
+        for k in range(1000 if times == 0 else 2):
             state, _ = step(state, *batch(k, RANK))
-            if k in (99, 299):
+            if k in (99, 999):
                 report(f"after {k + 1}", **resources())
         report(f"group {times}", **resources())
         dist.destroy_process_group()
