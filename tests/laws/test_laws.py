@@ -1,4 +1,4 @@
-"""The laws of SPEC.md's table that hold for all transforms: algebra, order, and equality to the bit."""
+"""The laws of SPEC.md that hold for all transforms: algebra, order, and equality to the bit."""
 
 import itertools
 import re
