@@ -39,10 +39,10 @@ def compress_gradients(dtype: torch.dtype = torch.bfloat16) -> zt.Transform:
 
 @dataclass(frozen=True, repr=False)
 class _GradientNorms(zt.Transform):
-    """Return the norm of every gradient, as an output behind that of the step.
+    """Return the norm of every gradient, as an output after that of the step.
 
-    It rewrites the program as it was traced (turn 1), in which a gradient is one value with a mark. `shard_params` then
-    cuts the norms as it cuts any other equation of the update.
+    It rewrites the program as it was traced (phase 1), in which a gradient is one value with a mark. `shard_params`
+    then shards the norms like any other equation of the update.
     """
 
     phase: ClassVar[int] = 1

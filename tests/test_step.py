@@ -327,11 +327,6 @@ def test_a_users_transform_may_distribute_the_step():
         own.shard(state)
 
 
-def test_the_old_name_of_the_phase_is_refused():
-    with pytest.raises(TypeError, match="Early: `turn` is called `phase`"):
-        type("Early", (zt.Transform,), {"turn": 0})
-
-
 def test_a_transform_with_a_mesh_comes_first_and_all_share_the_mesh():
     with pytest.raises(
         ValueError,

@@ -225,8 +225,3 @@ def test_new_statistics_of_batch_norms_share_messages():
         return [len(e.ins) for e in graph.eqns if e.op is REDUCE_SCATTER]
 
     assert messages() == [1] * 5 and max(messages(zt.overlap_grads())) >= 4
-
-
-def test_the_old_name_of_an_option_is_refused_with_the_new_one():
-    with pytest.raises(TypeError, match="option max_compute_between is called max_matmuls_between"):
-        zt.overlap_grads(max_compute_between=4)

@@ -19,7 +19,7 @@ from ..ir.layout import AbstractMesh
 from ..ir.verifier import check
 from ..stages import Lowered, Traced
 from ..step import Step
-from ..transforms.base import Transform, chain
+from ..transforms.base import Transform, chain, micro_batches_of
 from ..transforms.fuse_cast_gather import fuse_cast_gather
 from ..transforms.overlap_grads import overlap_grads
 from ..transforms.prefetch import prefetch
@@ -89,7 +89,7 @@ class _Case:
     def lowered(self, *transforms: Transform) -> Lowered:
         """The step through some transforms, of which every program is well formed."""
         step = chain(*transforms)(self.step)
-        micro = max((t.micro_batches for t in step.transforms), default=1)
+        micro = micro_batches_of(step.transforms)
         if micro not in self.traces:
             self.traces[micro] = step.trace(self.state, *self.slices[0])
         lowered = dataclasses.replace(self.traces[micro], transforms=step.transforms).lower()

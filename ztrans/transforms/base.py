@@ -13,7 +13,6 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain as chained
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 import torch
@@ -39,9 +38,10 @@ class Transform:
     To write a transform, subclass this as a frozen dataclass with a `rewrite`. A transform that distributes the step
     over ranks, as `shard_params` does, also has a `mesh`, the `axes` that it uses, and the `layout` of each state leaf.
 
-    `phase` orders the rewrites. Transforms of phases 0 and 1 rewrite the program as it was traced, those of phase 2 the
-    program of one rank, and those of phase 3 the program that all others have made. Within a phase they run in the
-    order in which they were applied.
+    `phase` orders the rewrites. Transforms of phases 0 and 1 rewrite the program as it was traced. In phase 2,
+    `shard_params` comes first and makes the program of one rank, which the others of that phase rewrite. Those of
+    phase 3 rewrite the program that all others have made. Within a phase they run in the order in which they were
+    applied.
     """
 
     phase: ClassVar[int] = 2
@@ -50,13 +50,6 @@ class Transform:
     mesh: DeviceMesh | AbstractMesh | None = dataclasses.field(
         default=None, repr=False, kw_only=True
     )
-
-    def __init_subclass__(cls) -> None:
-        """Raises: TypeError if the class has the old name of `phase`."""
-        if "turn" in vars(cls):
-            raise TypeError(
-                f"{cls.__name__}: `turn` is called `phase`. Write phase: ClassVar[int]."
-            )
 
     def __new__(cls, *args: Any, **options: Any) -> Transform:
         """Raises: TypeError if the class takes options and is no dataclass."""
@@ -148,11 +141,8 @@ def _as_text(option: object) -> str:
     return option.__name__ if inspect.isfunction(option) else repr(option)
 
 
-_RENAMED_OPTIONS = {"max_compute_between": "max_matmuls_between"}
-
-
 def constructor(build: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that returns a transform, with errors for `@build` without a call and for old options."""
+    """Decorate a function that returns a transform, with an error for `@build` without a call."""
 
     @functools.wraps(build)
     def checked(*args: P.args, **options: P.kwargs) -> R:
@@ -166,9 +156,6 @@ def constructor(build: Callable[P, R]) -> Callable[P, R]:
                 f"Write @zt.{build.__name__}({', '.join(needed)}): the call takes the options, and returns the "
                 f"transform."
             )
-        for old, new in _RENAMED_OPTIONS.items():
-            if old in options:
-                raise TypeError(f"{build.__name__}: the option {old} is called {new}.")
         return build(*args, **options)
 
     return checked
@@ -225,7 +212,7 @@ def chain(*transforms: Transform) -> Chain:
 
 
 def appended(transforms: tuple[Transform, ...], transform: Transform) -> tuple[Transform, ...]:
-    """Append a transform to those of a step. One that the step already has is not appended again.
+    """The transforms of a step with another one at the end. One that the step already has is not appended again.
 
     Raises: ValueError if the step has the transform with other options; or if the transform has a mesh, and follows a
         transform that rewrites the program of one rank, or one with another mesh.
@@ -291,15 +278,25 @@ def micro_batches_of(transforms: Iterable[Transform]) -> int:
 def axes_of(transforms: Iterable[Transform], name: str, leaf: object) -> tuple[str, ...]:
     """The axes over which these transforms shard or replicate a state leaf."""
     meta_leaf = _meta(leaf)
-    axes = chained.from_iterable(t.leaf_axes(name, meta_leaf) for t in transforms)
-    return tuple(dict.fromkeys(axes))
+    axes: dict[str, None] = {}  # in order, each once
+    for t in transforms:
+        axes.update(dict.fromkeys(t.leaf_axes(name, meta_leaf)))
+    return tuple(axes)
 
 
 def all_axes(
     transforms: Iterable[Transform], of_leaves: Iterable[Iterable[str]]
 ) -> tuple[str, ...]:
-    """The axes of the mesh over which a step is distributed, from those of each leaf of its state."""
-    return members_of(chained(*(t.axes for t in transforms), *of_leaves))
+    """The axes of the mesh over which a step is distributed, from those of each leaf of its state.
+
+    Joint axes are taken apart. A step may have no leaves, so the axes that are known without them count too.
+    """
+    axes: list[str] = []
+    for t in transforms:
+        axes += t.axes
+    for leaf_axes in of_leaves:
+        axes += leaf_axes
+    return members_of(axes)
 
 
 def layout_of(transforms: Sequence[Transform], name: str, leaf: object) -> Layout:
@@ -311,8 +308,9 @@ def layout_of(transforms: Sequence[Transform], name: str, leaf: object) -> Layou
         return ()
     user_sharding = UserSharding.of(leaf, axes_of(transforms, name, leaf))
     shape = user_sharding.local_shape if user_sharding else tuple(leaf.shape)
+    meta_leaf = _meta(leaf)
     for t in transforms:
-        layout = t.layout(name, shape, _meta(leaf))
+        layout = t.layout(name, shape, meta_leaf)
         if layout is not None:
             return layout
     return ()
@@ -340,19 +338,24 @@ def meta_leaves(graph: Graph) -> list[torch.Tensor]:
     return [torch.empty(shape, dtype=v.dtype, device="meta") for v, shape in zip(leaves, shapes)]
 
 
-def check_number(option: str, value: object, kind: str, least: int, *instead: object) -> None:
-    """Raises: ValueError unless an option of a transform is `kind`, a number from `least` on, or one of `instead`."""
-    is_number = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    if value not in instead and not is_number:
-        alternatives = "".join(f", or {alternative!r}" for alternative in instead)
+def check_number(option: str, value: object, kind: str, least: int, *others: object) -> None:
+    """Check an option that is a whole number, at least `least`, or one of `others`.
+
+    Raises: ValueError that says what the option is: `kind`, or one of the others.
+    """
+    # True is 1 in Python, and no number of anything.
+    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+        return
+    if value not in others:
+        alternatives = "".join(f", or {other!r}" for other in others)
         raise ValueError(f"{option}={value!r}; it is {kind}{alternatives}.")
 
 
 def no_step(fn: object) -> TypeError:
     """The error for a transform that is applied to something else than a function."""
-    advice = (
-        "\nUnpack what lift returns: step, state = zt.lift(...)." if isinstance(fn, tuple) else ""
-    )
+    advice = ""
+    if isinstance(fn, tuple):
+        advice = "\nUnpack what lift returns: step, state = zt.lift(...)."
     return TypeError(
         f"a transform applies to a train step, a function (state, batch) -> (state, output), and this is a "
         f"{type(fn).__name__}.{advice}"
