@@ -351,6 +351,17 @@ def users(graph: Graph) -> dict[Var, list[Eqn]]:
     return grouped((var, eqn) for eqn in graph.eqns for var in dict.fromkeys(eqn.ins))
 
 
+def used_once(graph: Graph) -> dict[Var, Eqn]:
+    """The values that one equation reads and the step does not return, each with the equation that binds it."""
+    makers = producers(graph.eqns)
+    outputs = set(variables(graph.outputs))
+    single_use: dict[Var, Eqn] = {}
+    for v, readers in users(graph).items():
+        if len(readers) == 1 and v in makers and v not in outputs:
+            single_use[v] = makers[v]
+    return single_use
+
+
 @cached_on_graph
 def dce(graph: Graph, has_effect: Callable[[Eqn], bool] = is_random) -> Graph:
     """Drop the equations whose results are never read. Those with an effect stay: by default, random draws."""

@@ -25,6 +25,9 @@ if TYPE_CHECKING:  # `graph` imports this module
 
 aten = torch.ops.aten
 CAST = aten._to_copy.default
+ADD = aten.add.Tensor
+# A number as the second argument of one of these scales the first.
+SCALES = (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
 
 
 @dataclass(frozen=True)
@@ -192,6 +195,11 @@ def _shares_memory(returned: Any) -> bool:
     return returned.alias_info is not None and not returned.alias_info.is_write
 
 
+def arguments_by_name(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their names in the schema, without defaults."""
+    return {a.name: x for a, x in zip(op._schema.arguments, args)} | dict(kwargs)
+
+
 def is_written(argument: Any) -> bool:
     """Whether an operation changes this argument, according to its schema."""
     return argument.alias_info is not None and argument.alias_info.is_write
@@ -234,6 +242,14 @@ def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
             probability = args[i] if i < len(args) else argument.default_value
             return kwargs.get(argument.name, probability) != 0.0
     return True
+
+
+def adds_zero(eqn: Eqn) -> bool:
+    """Whether an equation adds the number 0, from which Python's `sum` starts."""
+    if eqn.op is not ADD:
+        return False
+    summand = eqn.args[1]
+    return type(summand) in (int, float) and summand == 0
 
 
 def is_view_or_cast(eqn: Eqn) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .overloads import arguments_by_name
+from ..ir.op_facts import arguments_by_name
 
 functional = torch.ops._c10d_functional
 

@@ -27,14 +27,14 @@ from ..ir.collectives import rules
 from ..ir.graph import Demand, Eqn, Graph, Names, Primitive, Var, dce
 from ..ir.higher_order import Function
 from ..ir.marks import GRADIENT, PMEAN, PSUM
-from ..ir.op_facts import is_random, is_written, op_facts
+from ..ir.op_facts import arguments_by_name, is_random, is_written, op_facts
 from ..ir.printer import op_name
 from ..ir.source import where
 from .annotate import Origin, origin_of
 from .checkpoints import policy_of
 from .errors import TraceError, no_nested, warn_of_trace, writes_batch
 from .functionalize import Alias, Builder, Storage, View, inverse_order
-from .overloads import arguments_by_name, functional, outs, with_defaults
+from .overloads import functional, outs, with_defaults
 from .regions import Fact
 from .triton_kernels import import_launch
 

@@ -7,17 +7,12 @@ functional form of `pow_.Scalar` is `pow.Tensor_Scalar`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from ..ir.op_facts import is_written, overloads
-
-
-def arguments_by_name(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by their names in the schema."""
-    return {a.name: x for a, x in zip(op._schema.arguments, args)} | kwargs
 
 
 def outs(op: Any) -> list[str]:

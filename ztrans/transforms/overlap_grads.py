@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from ..ir.collectives import role
-from ..ir.graph import Eqn, Graph, Move, Var
-from ..ir.op_facts import is_view_or_cast
+from ..ir.graph import Eqn, Graph, Move, Var, used_once
+from ..ir.op_facts import ADD, SCALES, is_view_or_cast
 from .base import Transform, check_number, constructor
-from .reduce_once import SCALES, SUMS, Uses
 
 # Gradients, the user's means of them, and new state that varies over the ranks, such as the statistics of a batch norm.
 _REDUCED = ("grad", "pmean", "state")
@@ -87,13 +86,15 @@ class _OverlapGrads(Transform):
                 "overlap_grads: the program is not sharded, so it has no gradient reductions to overlap.\n"
                 "Apply shard_params first: it must be the innermost decorator, or the first in zt.chain."
             )
-        uses = Uses(graph)
+        makers = used_once(graph)
         moves: dict[Eqn, Move] = dict.fromkeys(starts, "reduce")
         for start in starts:
             for v in start.ins:
-                moves.update(dict.fromkeys(_preparing(v, uses), "birth"))
-        eqns = tuple(e.replace(order=moves[e]) if e in moves else e for e in graph.eqns)
-        return graph.replace(eqns=eqns).with_hints(
+                moves.update(dict.fromkeys(_preparing(v, makers), "birth"))
+        eqns = []
+        for e in graph.eqns:
+            eqns.append(e.replace(order=moves[e]) if e in moves else e)
+        return graph.replace(eqns=tuple(eqns)).with_hints(
             reductions_in_flight=self.max_in_flight,
             bucket=self.bucket if isinstance(self.bucket, int) else None,
             matmuls_between=self.max_matmuls_between,
@@ -101,10 +102,15 @@ class _OverlapGrads(Transform):
         )
 
 
-def _preparing(v: Var, uses: Uses) -> Iterator[Eqn]:
-    """The views, casts, sums and scales from the matmul of a gradient to `v`, each of which has no other reader."""
-    maker = uses.only_maker(v)
-    if maker is not None and (is_view_or_cast(maker) or maker.op in (*SUMS, *SCALES)):
+def _preparing(v: Var, makers: Mapping[Var, Eqn]) -> Iterator[Eqn]:
+    """The views, casts, sums and scales from the matmul of a gradient to `v`.
+
+    `makers` has the values with one reader. What anything else reads stays where it is.
+    """
+    maker = makers.get(v)
+    if maker is None:
+        return
+    if is_view_or_cast(maker) or maker.op is ADD or maker.op in SCALES:
         yield maker
         for x in maker.ins:
-            yield from _preparing(x, uses)
+            yield from _preparing(x, makers)

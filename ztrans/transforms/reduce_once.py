@@ -16,14 +16,18 @@ from collections.abc import Sequence, Set
 from itertools import permutations
 from typing import NamedTuple
 
-import torch
-
-from ..ir.graph import Eqn, Graph, Names, Var, dce, producers, rename, users, variables
+from ..ir.graph import Eqn, Graph, Names, Var, dce, producers, rename, used_once
 from ..ir.marks import GRADIENT
+from ..ir.op_facts import ADD, SCALES, adds_zero
 
-aten = torch.ops.aten
-SUMS = (aten.add.Tensor,)
-SCALES = (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
+
+def reduce_once(graph: Graph) -> Graph:
+    """Rewrite with the patterns above until none of them matches."""
+    while True:
+        rewrites = _Sums(graph).rewrites()
+        if not rewrites:
+            return graph
+        graph = dce(_rewritten(graph, rewrites))
 
 
 class _Term(NamedTuple):
@@ -33,129 +37,138 @@ class _Term(NamedTuple):
     factors: tuple[Eqn, ...] = ()
 
 
-class _Split(NamedTuple):
-    """A value as a term, or as the sum of a rest and a term, which `maker` computes."""
+class _Summand(NamedTuple):
+    """What may be a term of a sum: an argument of the sum, or an argument of a sum that only this sum reads.
 
-    term: object
+    Attributes:
+        value: the summand.
+        inner_sum: the equation that adds it to `rest`, if it is not an argument of the sum itself.
+        rest: the other argument of that equation.
+    """
+
+    value: object
+    inner_sum: Eqn | None = None
     rest: Var | None = None
-    maker: Eqn | None = None
-
-
-def reduce_once(graph: Graph) -> Graph:
-    """Rewrite with the patterns above until none of them matches."""
-    while (rewritten := _rewritten(graph)) is not None:
-        graph = dce(rewritten)
-    return graph
 
 
 class _Rewrite(NamedTuple):
     """A match of a pattern: the equations that it is about, what replaces some of them, and values that are renamed."""
 
     eqns: set[Eqn]
-    changes: dict[Eqn, list[Eqn]]
+    replacements: dict[Eqn, list[Eqn]]
     alias: dict[Var, Var]
 
 
-def _rewritten(graph: Graph) -> Graph | None:
-    """The program after every rewrite that shares no equation with one before it; None if no pattern matches."""
-    uses = Uses(graph)
-    names = Names(v.name for v in (*graph.inputs, *uses.makers))
-    touched: set[Eqn] = set()
-    changes: dict[Eqn, list[Eqn]] = {}
+def _rewritten(graph: Graph, rewrites: Sequence[_Rewrite]) -> Graph:
+    replacements: dict[Eqn, list[Eqn]] = {}
     alias: dict[Var, Var] = {}
-    for e in graph.eqns:
-        if e.op in SUMS and not e.kwargs:
-            rewrite = _from_zero(uses, e) or _of_two(uses, names, e, touched)
-            if rewrite is not None:
-                touched |= rewrite.eqns
-                changes.update(rewrite.changes)
-                alias.update(rewrite.alias)
-    if not touched:
-        return None
+    for rewrite in rewrites:
+        replacements.update(rewrite.replacements)
+        alias.update(rewrite.alias)
     eqns: list[Eqn] = []
     for e in graph.eqns:
-        eqns += changes.get(e, [e])
+        eqns += replacements.get(e, [e])
     return rename(graph.replace(eqns=tuple(eqns)), alias)
 
 
-class Uses:
-    """The equation of a program that computes each value, those that read it, and the position of each equation."""
+class _Sums:
+    """The sums of gradients in a program."""
 
     def __init__(self, graph: Graph) -> None:
-        self.makers = producers(graph.eqns)
-        self.readers = users(graph)
-        self.outputs = set(variables(graph.outputs))
+        self.graph = graph
+        self.names = Names(v.name for v in (*graph.inputs, *producers(graph.eqns)))
+        self.used_once = used_once(graph)
         self.position = {e: i for i, e in enumerate(graph.eqns)}
 
-    def only_maker(self, v: object) -> Eqn | None:
-        """The equation that computes `v`, if `v` has one reader and is no output."""
-        if not isinstance(v, Var) or len(self.readers.get(v, ())) != 1 or v in self.outputs:
+    def rewrites(self) -> list[_Rewrite]:
+        """The matches of a pattern that share no equation with a match before them."""
+        rewrites: list[_Rewrite] = []
+        matched: set[Eqn] = set()
+        for e in self.graph.eqns:
+            if e.op is ADD and not e.kwargs:
+                rewrite = self._without_zero(e) or self._of_two_terms(e, matched)
+                if rewrite is not None:
+                    rewrites.append(rewrite)
+                    matched |= rewrite.eqns
+        return rewrites
+
+    def _without_zero(self, e: Eqn) -> _Rewrite | None:
+        if not adds_zero(e) or self._term(e.args[0]) is None:
             return None
-        return self.makers.get(v)
+        return _Rewrite({e}, {}, {e.out: e.args[0]})
 
-    def term(self, v: object) -> _Term | None:
-        """The gradient that `v` is, or is a multiple of."""
-        e = self.only_maker(v)
-        if e is not None and e.op in SCALES and not isinstance(e.args[1], Var):
-            gradient = self.term(e.args[0])
-            return gradient and _Term(gradient.mark, (*gradient.factors, e))
-        return _Term(e) if e is not None and e.op is GRADIENT else None
-
-    def splits(self, v: object) -> list[_Split]:
-        """The ways to take `v` as a sum of a rest and a term; without a rest, the term is `v` itself."""
-        splits = [_Split(v)]
-        maker = self.only_maker(v)
-        if maker is not None and maker.op in SUMS and not maker.kwargs:
-            for rest, term in permutations(maker.args, 2):
-                if isinstance(rest, Var):
-                    splits.append(_Split(term, rest, maker))
-        return splits
-
-
-def adds_zero(e: Eqn) -> bool:
-    """Whether an equation adds the number 0, from which Python's `sum` starts."""
-    return e.op in SUMS and type(e.args[1]) in (int, float) and e.args[1] == 0
-
-
-def _from_zero(uses: Uses, e: Eqn) -> _Rewrite | None:
-    if not adds_zero(e) or uses.term(e.args[0]) is None:
+    def _of_two_terms(self, e: Eqn, matched: Set[Eqn]) -> _Rewrite | None:
+        for argument, other in permutations(e.args):
+            a = self._term(other)
+            if a is None:
+                continue
+            for summand in self._summands(argument):
+                b = self._term(summand.value)
+                if b is not None and _are_of_one_value(a, b):
+                    eqns = {e, a.mark, b.mark, *a.factors, *b.factors}
+                    if summand.inner_sum is not None:
+                        eqns.add(summand.inner_sum)
+                    # What shares an equation with another match is merged with its result in the next round.
+                    return (
+                        self._merged(eqns, e, a, b, summand) if matched.isdisjoint(eqns) else None
+                    )
         return None
-    return _Rewrite({e}, {}, {e.out: e.args[0]})
 
+    def _term(self, value: object) -> _Term | None:
+        """The gradient that a value is, or is a multiple of."""
+        maker = self._only_maker(value)
+        if maker is None:
+            return None
+        if maker.op is GRADIENT:
+            return _Term(maker)
+        if maker.op not in SCALES or isinstance(maker.args[1], Var):
+            return None
+        term = self._term(maker.args[0])
+        return term and _Term(term.mark, (*term.factors, maker))
 
-def _of_two(uses: Uses, names: Names, e: Eqn, touched: Set[Eqn]) -> _Rewrite | None:
-    for summand, other_summand in permutations(e.args):
-        for split in uses.splits(summand):
-            a, b = uses.term(split.term), uses.term(other_summand)
-            if a and b and a.mark is not b.mark and a.mark.args[1] is b.mark.args[1]:
-                eqns = {e, a.mark, b.mark, *a.factors, *b.factors}
-                if split.maker is not None:
-                    eqns.add(split.maker)
-                if touched.isdisjoint(eqns):
-                    terms = sorted((a, b), key=lambda term: uses.position[term.mark])
-                    return _merge(eqns, names, e, terms, split.rest)
-                return None
-    return None
+    def _summands(self, value: object) -> list[_Summand]:
+        """What an argument of a sum contributes: itself, and what it is the sum of."""
+        summands = [_Summand(value)]
+        maker = self._only_maker(value)
+        if maker is not None and maker.op is ADD and not maker.kwargs:
+            for rest, summand in permutations(maker.args, 2):
+                if isinstance(rest, Var):
+                    summands.append(_Summand(summand, maker, rest))
+        return summands
 
+    def _only_maker(self, value: object) -> Eqn | None:
+        """The equation that computes a value, if nothing but one equation reads it."""
+        return self.used_once.get(value) if isinstance(value, Var) else None
 
-def _merge(
-    eqns: set[Eqn], names: Names, add: Eqn, terms: Sequence[_Term], rest: Var | None
-) -> _Rewrite:
-    """Mark the sum of two terms at the later of their marks; `rest` is added to the result."""
-    mark = terms[1].mark
-    sum_eqns: list[Eqn] = []
-    values: list[Var] = []
-    for term in terms:
+    def _merged(
+        self, matched: set[Eqn], add: Eqn, a: _Term, b: _Term, summand: _Summand
+    ) -> _Rewrite:
+        """Mark the sum of two terms, where the later of their marks is. What else is summed is added to the result."""
+        first, last = sorted((a, b), key=lambda term: self.position[term.mark])
+        mark = last.mark
+        first_products, first_value = self._scaled(first, mark)
+        last_products, last_value = self._scaled(last, mark)
+        total = dataclasses.replace(last_value, name=self.names.fresh(f"{last_value.name}.acc"))
+        sum_of_terms = mark.replace(op=ADD, args=(first_value, last_value), outs=(total,))
+        new_mark = mark.replace(args=(total, mark.args[1]))
+        eqns = [*first_products, *last_products, sum_of_terms, new_mark]
+        if summand.inner_sum is None:
+            return _Rewrite(matched, {mark: eqns}, {add.out: mark.out})
+        sum_with_rest = add.replace(args=(summand.rest, mark.out))
+        return _Rewrite(matched, {mark: eqns, add: [sum_with_rest]}, {})
+
+    def _scaled(self, term: _Term, mark: Eqn) -> tuple[list[Eqn], Var]:
+        """The equations that multiply the value of a term by its factors before `mark`, and their result."""
+        products: list[Eqn] = []
         value = term.mark.args[0]
         for factor in term.factors:
-            scaled = dataclasses.replace(value, name=names.fresh(f"{value.name}.scaled"))
+            scaled = dataclasses.replace(value, name=self.names.fresh(f"{value.name}.scaled"))
             args = (value, *factor.args[1:])
-            sum_eqns.append(factor.replace(args=args, outs=(scaled,), region=mark.region))
+            products.append(factor.replace(args=args, outs=(scaled,), region=mark.region))
             value = scaled
-        values.append(value)
-    total = dataclasses.replace(values[1], name=names.fresh(f"{values[1].name}.acc"))
-    sum_eqns.append(mark.replace(op=aten.add.Tensor, args=tuple(values), outs=(total,)))
-    sum_eqns.append(mark.replace(args=(total, mark.args[1])))
-    if rest is None:
-        return _Rewrite(eqns, {mark: sum_eqns}, {add.out: mark.out})
-    return _Rewrite(eqns, {mark: sum_eqns, add: [add.replace(args=(rest, mark.out))]}, {})
+        return products, value
+
+
+def _are_of_one_value(a: _Term, b: _Term) -> bool:
+    """Whether two terms are different gradients of the same value."""
+    return a.mark is not b.mark and a.mark.args[1] is b.mark.args[1]

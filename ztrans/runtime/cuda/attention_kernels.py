@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...ir.copies import is_copy
 from ...ir.graph import Eqn, Graph, Names, Var, producers, users, variables
+from ...ir.op_facts import arguments_by_name
 from ...ir.printer import format_seconds
 from ...ir.relations import grouped
 from ...ir.verifier import check
@@ -265,9 +266,8 @@ def _read_by_strides(graph: Graph) -> set[Var]:
 def _bound(eqn: Eqn) -> dict[str, Any]:
     """The arguments of an equation by name."""
     op: Any = eqn.op
-    bound = {a.name: a.default_value for a in op._schema.arguments}
-    bound |= {a.name: x for a, x in zip(op._schema.arguments, eqn.args)}
-    return bound | dict(eqn.kwargs)
+    defaults = {a.name: a.default_value for a in op._schema.arguments}
+    return defaults | arguments_by_name(op, eqn.args, eqn.kwargs)
 
 
 def _is_plain(eqn: Eqn) -> bool:

@@ -26,10 +26,9 @@ import torch
 from ...ir.graph import Eqn, Partial, Split, variables
 from ...ir.higher_order import functions
 from ...ir.layout import chunk, part
-from ...ir.op_facts import op_facts, rearranges
+from ...ir.op_facts import ADD, SCALES, adds_zero, arguments_by_name, op_facts, rearranges
 from ...ir.operations import compute
 from ...ir.relations import tensors_in
-from ..reduce_once import SCALES, SUMS, adds_zero
 from .registered_rules import NoRule, Placement, registered_rule
 
 # Reductions, and what combines their results on parts. Norms are combined by their order.
@@ -133,7 +132,7 @@ def _fused_optimizer(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
         return None
     cut = next(cut for cut in cuts if cut is not None)
     ins: list[Placement] = []
-    for name, argument in _arguments(eqn).items():
+    for name, argument in arguments_by_name(eqn.op, eqn.args, eqn.kwargs).items():
         is_cut = isinstance(argument, list | tuple) and name != "state_steps"
         ins += [cut if is_cut else None for _ in variables(argument)]
     return Rule(ins, [cut] * len(eqn.outs))
@@ -142,7 +141,11 @@ def _fused_optimizer(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
 def _view(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
     """Each result of a view is cut along the dim that runs over the same memory as the cut dim of the argument."""
     v, cut = eqn.ins[0], cuts[0]
-    if not op_facts(eqn.op).view or "stride" in _arguments(eqn) or cut is None:
+    if (
+        not op_facts(eqn.op).view
+        or "stride" in arguments_by_name(eqn.op, eqn.args, eqn.kwargs)
+        or cut is None
+    ):
         return None
     whole = torch.empty(v.shape, dtype=v.dtype, device="meta")
     outs: list[Placement] = []
@@ -181,7 +184,9 @@ def _reduction(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
         keeps_dims = len(eqn.out.shape) == len(v.shape)
         dim = cut.dim if keeps_dims else cut.dim - sum(reduced < cut.dim for reduced in dims)
         return Rule(cuts, [Split(axis, dim)] * len(eqn.outs))
-    combined_by = _combined_by(name, _arguments(eqn), v.shape[cut.dim], size)
+    combined_by = _combined_by(
+        name, arguments_by_name(eqn.op, eqn.args, eqn.kwargs), v.shape[cut.dim], size
+    )
     # A second result has the positions of a maximum, which differ in a part.
     if combined_by is None or len(eqn.outs) > 1:
         return None
@@ -190,7 +195,7 @@ def _reduction(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
 
 def _reduced_dims(eqn: Eqn) -> set[int]:
     count = len(eqn.ins[0].shape)
-    dims = _arguments(eqn).get("dim")
+    dims = arguments_by_name(eqn.op, eqn.args, eqn.kwargs).get("dim")
     if isinstance(dims, int):
         return {dims % count}
     return {dim % count for dim in dims or range(count)}
@@ -253,7 +258,7 @@ def _list(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
         return None
     cut_dims = {cut.dim for cut in cuts if cut is not None}
     cut_dim = cut_dims.pop()
-    list_dim = _arguments(eqn).get("dim", 0) % len(eqn.out.shape)
+    list_dim = arguments_by_name(eqn.op, eqn.args, eqn.kwargs).get("dim", 0) % len(eqn.out.shape)
     if cut_dims or (name == "cat" and cut_dim == list_dim):
         return None
     shift = name == "stack" and list_dim <= cut_dim
@@ -276,7 +281,7 @@ def _on_terms(eqn: Eqn, placements: Sequence[Placement]) -> Rule | None:
 
 
 def _is_sum_or_cast(eqn: Eqn) -> bool:
-    is_sum_of_two = eqn.op in SUMS and len(eqn.ins) == 2
+    is_sum_of_two = eqn.op is ADD and len(eqn.ins) == 2
     return is_sum_of_two or op_facts(eqn.op).name in _LINEAR
 
 
@@ -289,10 +294,3 @@ def _keeps_kind(eqn: Eqn) -> bool:
 def _moves_elements(eqn: Eqn) -> bool:
     """Whether the elements of the results are those of the arguments."""
     return adds_zero(eqn) or rearranges(eqn) or op_facts(eqn.op).name in ("stack", "cat", "clone")
-
-
-def _arguments(eqn: Eqn) -> dict[str, Any]:
-    """The arguments of an equation by their names."""
-    declared = eqn.op._schema.arguments  # type: ignore[union-attr]
-    names = [argument.name for argument in declared]
-    return {**dict(zip(names, eqn.args)), **eqn.kwargs}
