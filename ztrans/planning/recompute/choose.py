@@ -24,7 +24,6 @@ from __future__ import annotations
 import functools
 import heapq
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -40,27 +39,18 @@ _VARIANTS = 8  # the most sets that are proposed for one computation
 _BISECTIONS = 8  # of the targets that are tried to find the lowest peak
 
 
-@dataclass
-class Effort:
-    """What a choice took: the moves that were weighed, and those that were made."""
-
-    weighed: int = 0
-    made: int = 0
-
-
-def choose(model: Model, target: float, effort: Effort | None = None) -> Residency:
+def choose(model: Model, target: float) -> Residency:
     """Choose what backward repeats and what waits on the host, so that the live bytes stay within `target` if they can.
 
     If they cannot, the result is as far as the search came.
     """
-    effort = effort or Effort()
     may_repeat = any(computation.droppable for computation in model.computations)
     may_move = any(computation.movable for computation in model.computations)
     choices: list[Residency] = []
     if may_repeat or not may_move:
-        choices.append(_Search(model, target, effort).result())
+        choices.append(_Search(model, target).result())
     if may_move:
-        search = _Search(model, target, effort)
+        search = _Search(model, target)
         search.move_to_host("hidden")
         choices.append(search.result())
     return min(choices, key=lambda choice: (max(choice.peak, target), choice.price))
@@ -89,10 +79,9 @@ def choose_least(model: Model) -> Residency:
 class _Search:
     """A choice as it is made: each step leaves a residency that the next one changes."""
 
-    def __init__(self, model: Model, target: float, effort: Effort) -> None:
+    def __init__(self, model: Model, target: float) -> None:
         self.model = model
         self.target = target
-        self.effort = effort
         self.residency = Residency(model, model.forced)
 
     def result(self) -> Residency:
@@ -121,7 +110,6 @@ class _Search:
         best: Move | None = None
         best_score = 0.0
         for variant in self._variants(i):
-            self.effort.weighed += 1
             move = self.residency.move(dict.fromkeys(variant, True))
             score = self._removed(move) / max(move.price, 1e-9)
             if score > best_score:
@@ -172,7 +160,6 @@ class _Search:
         size = self._movable_bytes(i)
         if not size or i in self.residency.repeated:
             return 0.0, None
-        self.effort.weighed += 1
         move = self.residency.move({}, {i: copied})
         score = self._removed(move) / size
         return (score, move) if score > 0 else (0.0, None)
@@ -188,7 +175,6 @@ class _Search:
             if size:
                 prices[i] = self.model.computations[i].seconds / size
         for i in sorted(prices, key=lambda i: (-prices[i], i)):
-            self.effort.weighed += 1
             move = self.residency.move({i: False}, {i: "hidden"})
             if move.price < 0 and self._removed(move) >= 0:
                 self.residency.apply(move)
@@ -210,7 +196,6 @@ class _Search:
         for i in (*dearest, *sorted(residency.on_host, reverse=True)):
             stays = {i: None} if i in residency.on_host else {}
             move = residency.move({i: False}, stays)
-            self.effort.weighed += 1
             _, after = residency.window(move)
             if move.price <= 0 and after.max(initial=0) <= self.target:
                 residency.apply(move)
@@ -283,7 +268,6 @@ class _Descent:
 
     def _make(self, move: Move) -> None:
         self.residency.apply(move)
-        self.search.effort.made += 1
         for i in (*move.repeats, *move.hosts):
             self._leave(i)
         # A score may rise if what was kept longer for it is now kept, or recomputed, anyway.

@@ -1,4 +1,4 @@
-"""bound: seconds of recomputation that no choice can avoid, by minimum cuts. Tests and reports compare with it.
+"""Seconds of recomputation that no choice can avoid, by minimum cuts. The choices of ztrans are compared with them.
 
 At one place in backward, each value that backward still needs is either live, or is computed again later, from values
 that are live there or are computed again themselves. With a price for every live byte, the cheapest such choice is a
@@ -19,22 +19,20 @@ from collections.abc import Iterable
 
 import networkx as nx
 
-from .model import Model
+from ztrans.planning.recompute.model import Model
 
 _SCALE = 1e15  # capacities are whole numbers: flows of floats may not end
 _EXACT = 1e-6  # the share by which a bound may be too small
 
 
-def least_seconds(model: Model, target: float, places: Iterable[int] | None = None) -> float:
+def least_seconds(model: Model, target: float, places: Iterable[int]) -> float:
     """Seconds of recomputation that every choice within a target needs.
 
     Args:
         model: the values and computations of a program.
         target: the bytes that may be live.
-        places: the operations at which bytes are counted; by default the one at which most are live.
+        places: the operations at which bytes are counted.
     """
-    if places is None:
-        places = [int(model.live.argmax())] if len(model.live) else []
     return max((_at_place(model, target, place) for place in places), default=0.0)
 
 
