@@ -25,7 +25,6 @@ from .ir.printer import Printed, format_seconds
 from .ir.update_groups import Group, group_updates
 from .planning.cost import Memory, memory
 from .planning.realise import PlanError
-from .planning.update_hash import update_hash
 from .profiling.profile import Profile, profile
 from .report.progress import stage
 from .report.tracebacks import ends_at_user
@@ -59,6 +58,7 @@ from .runtime.failure import (
 from .runtime.inductor import backend as inductor
 from .runtime.process_groups import process_groups
 from .runtime.state import check_laid_out
+from .runtime.update_hash import update_hash
 from .runtime.watch import watched
 from .tracing.trace import Program
 

@@ -5,9 +5,9 @@ import torch
 from torch.func import grad_and_value
 
 import ztrans as zt
-from ztrans.planning.update_hash import update_hash
 from ztrans.runtime import agreement
 from ztrans.runtime.agreement import Contract, first_difference
+from ztrans.runtime.update_hash import update_hash
 
 
 def of_matrices(state, x):

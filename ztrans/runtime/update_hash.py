@@ -28,17 +28,22 @@ def update_hash(graph: Graph) -> str:
     """
     digest = hashlib.sha256()
     sized = _batch_sized(graph)
-    numbers: dict[Var, Any] = {v: v.name for v in graph.inputs}
     of_state = replicated_equations(graph)
+    # Without reductions of gradients all of forward is of the state. It may differ along the step's own axes.
     reduces = any(role(e) == "grad" for e in graph.eqns)
+    numbers: dict[Var, Any] = {v: v.name for v in graph.inputs}
     for e in graph.eqns:
         if e not in of_state or e.provenance is not None:
             continue
-        # Without reductions of gradients all of forward is of the state. It may differ along the step's own axes.
-        if (reduces or e.region == "update") and not any(out in sized for out in e.outs):
-            leaves, tree = pytree.tree_flatten((e.args, dict(e.kwargs)))
-            digest.update(repr((str(e.op), tree, [_literal(x, numbers) for x in leaves])).encode())
-            digest.update(_constants(e))
+        if e.region != "update" and not reduces:
+            continue
+        if any(out in sized for out in e.outs):
+            continue
+
+        leaves, tree = pytree.tree_flatten((e.args, dict(e.kwargs)))
+        literals = [_literal(leaf, numbers) for leaf in leaves]
+        digest.update(repr((str(e.op), tree, literals)).encode())
+        digest.update(_constants(e))
     return digest.hexdigest()[:16]
 
 
@@ -46,9 +51,10 @@ def _batch_sized(graph: Graph) -> set[Var]:
     """The values whose shapes or constants may depend on the size of the batch."""
     sized = set(graph.batch)
     for e in graph.eqns:
-        depends = is_random(e) or any(v in sized for v in e.ins)
         if e.provenance is not None:
             depends = e.provenance.role in _BATCH_SIZED
+        else:
+            depends = is_random(e) or any(v in sized for v in e.ins)
         if depends:
             sized.update(e.results)
     return sized
@@ -56,11 +62,13 @@ def _batch_sized(graph: Graph) -> set[Var]:
 
 def _literal(x: Any, numbers: dict[Var, Any]) -> Any:
     """A value as its number, a tensor as its shape, a literal as text."""
+    if isinstance(x, Var):
+        return numbers.setdefault(x, len(numbers))
     if isinstance(x, torch.Tensor):
         return tuple(x.shape)
     if isinstance(x, Function):
         return one_line(x)
-    return numbers.setdefault(x, len(numbers)) if isinstance(x, Var) else repr(x)
+    return repr(x)
 
 
 def _constants(e: Eqn) -> bytes:
