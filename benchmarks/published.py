@@ -47,8 +47,9 @@ from ztrans.ir.marks import erase_marks
 from ztrans.planning.cluster import LINKS, Cluster, Link
 from ztrans.planning.devices import H100, HOPPER_MATMULS, Device, hopper
 from ztrans.planning.simulate import simulate
-from ztrans.planning.timeline import COMPUTE, Timeline
 from ztrans.profiling.link_fit import solve
+from ztrans.report.event import COMPUTE
+from ztrans.report.timeline import Timeline
 from ztrans.transforms.base import rewritten
 
 RESULTS = Path(__file__).parent / "results"

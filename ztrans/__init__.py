@@ -7,9 +7,9 @@ from .lift.lifted_state import write_back
 from .ops import global_mean, pmean, psum
 from .planning.cluster import Cluster, Device, Link, by_host, cluster
 from .planning.plan import Plan
-from .planning.timeline import Timeline
 from .profiling.calibrate import calibrate
 from .profiling.profile import Profile
+from .report.timeline import Timeline
 from .runtime.checkpoints.load import load
 from .runtime.checkpoints.save import save
 from .runtime.mesh import make_mesh

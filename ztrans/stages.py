@@ -56,9 +56,9 @@ from .planning.recompute.ladder import has_choice, moved_by, plan_recomputation,
 from .planning.simulate import simulate
 from .planning.skeleton import Neighbours, skeleton
 from .planning.solver.bound import bound
-from .planning.timeline import Timeline
 from .profiling.profile import Profile
 from .report.progress import stage
+from .report.timeline import Timeline
 from .report.tracebacks import ends_at_user
 from .runtime.codegen import to_fx
 from .runtime.cuda.attention_kernels import check_attention

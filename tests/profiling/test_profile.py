@@ -25,9 +25,9 @@ from ztrans.planning.formulate import formulate
 from ztrans.planning.simulate import seconds, signature
 from ztrans.planning.skeleton import skeleton
 from ztrans.planning.solver.messages import message_of
-from ztrans.planning.timeline import COMPUTE
 from ztrans.profiling.link_fit import Observed
 from ztrans.profiling.profile import Profile, profile, recorded
+from ztrans.report.event import COMPUTE
 from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.executable import executable
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from tests.report.test_page import large, with_two_memories
-from ztrans.planning.timeline import Timeline
 from ztrans.report.page import page
 from ztrans.report.palette import COLOURS
+from ztrans.report.timeline import Timeline
 
 CHROMIUM = shutil.which("chromium-headless-shell") or shutil.which("chromium")
 pytestmark = pytest.mark.skipif(

@@ -15,8 +15,9 @@ from tests.support.net import lower
 from tests.support.pages import data_of
 from ztrans.ir.graph import Eqn, Provenance, Region, Var
 from ztrans.ir.source import Source
-from ztrans.planning.timeline import COMPUTE, Event, Timeline, one_by_one
+from ztrans.report.event import COMPUTE, Event
 from ztrans.report.page import page
+from ztrans.report.timeline import Timeline, one_by_one
 
 SIMULATED = lower(zt.overlap_grads(), zt.prefetch()).timeline
 MOST = 5_000_000  # bytes of a page

@@ -12,7 +12,7 @@ import ztrans as zt
 from tests.support.pages import changes, data_of
 from ztrans.ir.graph import Eqn, Provenance, Var
 from ztrans.planning.cluster import Device, Link
-from ztrans.planning.timeline import COMPUTE, Event, Timeline
+from ztrans.report.event import COMPUTE, Event
 from ztrans.report.page import page
 
 MACHINE = zt.cluster(Device("machine", (("f32", 1e9),), 1e9, 1e-5), dp=Link("wire", 1e-3, 1e6))
@@ -36,22 +36,22 @@ def lowered(*transforms):
 
 
 @pytest.fixture(scope="module")
-def simulated() -> Timeline:
+def simulated() -> zt.Timeline:
     return lowered(zt.overlap_grads(), zt.prefetch()).timeline()
 
 
 @pytest.fixture(scope="module")
-def measured(simulated) -> Timeline:
+def measured(simulated) -> zt.Timeline:
     """A stand-in for a measured timeline: everything takes twice as long, and there is no bound."""
     events = tuple(
         dataclasses.replace(e, start=2 * e.start, seconds=2 * e.seconds, stall=2 * e.stall)
         for e in simulated.events
     )
     curve = tuple((2 * at, live) for at, live in simulated.memory)
-    return Timeline("step, measured", 2 * simulated.seconds, events, curve)
+    return zt.Timeline("step, measured", 2 * simulated.seconds, events, curve)
 
 
-def by_hand() -> Timeline:
+def by_hand() -> zt.Timeline:
     """A timeline of three operations and a message. The last operation waits for the message."""
     x, y, f = (Var(name, torch.float32, (4,), future=name == "f'") for name in ("x", "y", "f'"))
     ops = [
@@ -61,7 +61,7 @@ def by_hand() -> Timeline:
     start = Eqn(torch.ops.aten.neg.default, (x,), (f,), provenance=Provenance("grad", ("w",), "dp"))
     bars = [Event(COMPUTE, at, 1.0, e) for at, e in zip((0.0, 1.0, 4.0), ops)]
     message = Event("dp reduce", 1.5, 2.5, start, stall=2.0, bytes=3 << 20)
-    return Timeline(
+    return zt.Timeline(
         "f, simulated", 5.0, (*bars, message), ((0.0, 100), (1.0, 300), (4.0, 200)), (4.0, "wire")
     )
 

@@ -29,6 +29,8 @@ from ..ir.micro_batches import parts
 from ..ir.pairing import pair
 from ..ir.printer import op_name
 from ..ir.relations import grouped
+from ..report.event import COMPUTE, Event
+from ..report.timeline import Timeline, one_by_one
 from .buffers import by_memory, live_bytes, local_bytes, storages
 from .cluster import Cluster
 from .contention import TOUCHED, Stream, contended
@@ -36,7 +38,6 @@ from .cost import launches, memory, traffic
 from .fusion import IsCompiled, Kernel, kernels
 from .kernels import launched, memory_seconds, roofline
 from .network import Level, Message, Network, Stalls, Successors
-from .timeline import COMPUTE, Event, Timeline, one_by_one
 
 NO_SUCCESSORS: Mapping[int, int] = {}
 _Sent = tuple[Eqn, Message, int]  # what starts a message, the message, and the bytes that it moves

@@ -33,7 +33,8 @@ from ..planning.cost import memory
 from ..planning.devices import CPU
 from ..planning.network import Message
 from ..planning.simulate import messages, signature
-from ..planning.timeline import COMPUTE, Event, Timeline
+from ..report.event import COMPUTE, Event
+from ..report.timeline import Timeline
 from ..runtime.agreement import everywhere
 from ..runtime.collectives import Member, Work, wait
 from ..runtime.cuda.streams import Done

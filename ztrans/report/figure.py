@@ -8,12 +8,15 @@ scale of time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..ir.printer import format_bytes, format_seconds
 from ..ir.relations import grouped
-from ..planning.timeline import COMPUTE, Curve, Timeline
+from .event import COMPUTE, Curve
 from .palette import COLOURS, stands_for
+
+if TYPE_CHECKING:  # `timeline` imports this module
+    from .timeline import Timeline
 
 ENDINGS = (".png", ".svg", ".pdf")
 _MANY = 150  # with this many bars in a lane or more, gaps between them would hide too much

@@ -13,12 +13,15 @@ import html
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..ir.printer import equation
-from ..planning.timeline import COMPUTE, Curve, Event, Timeline
+from .event import COMPUTE, Curve, Event
 from .palette import COLOURS, stands_for
 from .table import compared, label, source_line, table, title
+
+if TYPE_CHECKING:  # `timeline` imports this module
+    from .timeline import Timeline
 
 # The most characters of an equation that are shown. That of a large bucket would fill pages.
 _LONGEST = 600

@@ -7,7 +7,7 @@ the role of the collective. So have copies between the device and the host, whos
 from __future__ import annotations
 
 from ..ir.recompute import is_recomputed
-from ..planning.timeline import COMPUTE, Event
+from .event import COMPUTE, Event
 
 COLOURS = {  # for each kind, its colours on a light and on a dark background
     "forward": ("#86afd9", "#8db4de"),

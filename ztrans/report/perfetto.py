@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..ir.printer import equation
-from ..planning.timeline import COMPUTE, Timeline
+from .event import COMPUTE
 from .table import source_line, title
+
+if TYPE_CHECKING:  # `timeline` imports this module
+    from .timeline import Timeline
 
 
 def save(timelines: Sequence[Timeline], path: Any) -> None:

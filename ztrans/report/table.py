@@ -6,9 +6,14 @@ bound, and the peak of memory.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ..ir.graph import Eqn
 from ..ir.printer import format_bytes, format_seconds, op_name
-from ..planning.timeline import COMPUTE, Event, Timeline
+from .event import COMPUTE, Event
+
+if TYPE_CHECKING:  # `timeline` imports this module
+    from .timeline import Timeline
 
 _STALLS = 5  # the number of the longest stalls that are listed
 _PEAK = "peak memory"

@@ -14,27 +14,10 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
-from ..ir.graph import Eqn
 from ..ir.printer import format_seconds
-
-COMPUTE = "compute"
-Curve = tuple[tuple[float, int], ...]  # (time, live bytes)
-
-
-@dataclass(frozen=True)
-class Event:
-    """One bar: an equation on a lane, from `start` for `seconds`. Compute waited for it for `stall` seconds."""
-
-    lane: str
-    start: float
-    seconds: float
-    eqn: Eqn
-    stall: float = 0.0
-    bytes: int = 0
-
-    @property
-    def end(self) -> float:
-        return self.start + self.seconds
+from . import figure, page, perfetto
+from .event import COMPUTE, Curve, Event
+from .table import compared, table
 
 
 class _Shown:
@@ -51,8 +34,6 @@ class _Shown:
             ValueError: the path has another ending.
             ImportError: matplotlib, which pictures need, is not installed.
         """
-        from ..report import figure, page  # imported here, because `report` imports this module
-
         ending = Path(path).suffix
         if ending == ".html":
             page.save(self._timelines, path)
@@ -64,14 +45,10 @@ class _Shown:
 
     def to_perfetto(self, path: str | PathLike) -> None:
         """Save a trace, JSON in the Chrome format, for ui.perfetto.dev or chrome://tracing."""
-        from ..report.perfetto import save  # imported here, because `report` imports this module
-
-        save(self._timelines, path)
+        perfetto.save(self._timelines, path)
 
     def _repr_html_(self) -> str:
-        from ..report.page import frame  # imported here, because `report` imports this module
-
-        return frame(self._timelines)
+        return page.frame(self._timelines)
 
 
 @dataclass(frozen=True, repr=False)
@@ -100,7 +77,7 @@ class Timeline(_Shown):
 
     def busy(self, lane: str) -> float:
         """The seconds in which a lane is busy."""
-        return sum(e.seconds for e in self.events if e.lane == lane)
+        return sum(event.seconds for event in self.events if event.lane == lane)
 
     @property
     def compute(self) -> float:
@@ -110,7 +87,7 @@ class Timeline(_Shown):
     @property
     def stalled(self) -> float:
         """The seconds in which compute waits for communication."""
-        return sum(e.stall for e in self.events)
+        return sum(event.stall for event in self.events)
 
     @functools.cached_property
     def peak(self) -> int:
@@ -131,11 +108,12 @@ class Timeline(_Shown):
     def exposed(self) -> dict[tuple[str, str], float]:
         """The seconds in which compute waits for communication, by (axis, role)."""
         stalls: defaultdict[tuple[str, str], float] = defaultdict(float)
-        for e in self.events:
-            if e.lane != COMPUTE and e.eqn.provenance is not None:
-                stalls[e.eqn.provenance.axis, e.eqn.provenance.role] += e.stall
-            elif e.stall:
-                stalls[e.lane, "user"] += e.stall
+        for event in self.events:
+            provenance = event.eqn.provenance
+            if event.lane != COMPUTE and provenance is not None:
+                stalls[provenance.axis, provenance.role] += event.stall
+            elif event.stall:
+                stalls[event.lane, "user"] += event.stall
         return dict(sorted(stalls.items()))
 
     def compare(self, second: Timeline) -> Comparison:
@@ -147,8 +125,6 @@ class Timeline(_Shown):
         return (self,)
 
     def __str__(self) -> str:
-        from ..report.table import table  # imported here, because `report` imports this module
-
         return table(self)
 
     def __repr__(self) -> str:
@@ -184,8 +160,6 @@ class Comparison(_Shown):
         return (self.first, self.second)
 
     def __str__(self) -> str:
-        from ..report.table import compared  # imported here, because `report` imports this module
-
         return compared(self.first, self.second)
 
     def __repr__(self) -> str:

@@ -1,0 +1,26 @@
+"""event: the bars of a timeline, and the curve of live bytes under them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..ir.graph import Eqn
+
+COMPUTE = "compute"  # the lane of operations; every other lane has messages
+Curve = tuple[tuple[float, int], ...]  # (time, live bytes)
+
+
+@dataclass(frozen=True)
+class Event:
+    """One bar: an equation on a lane, from `start` for `seconds`. Compute waited for it for `stall` seconds."""
+
+    lane: str
+    start: float
+    seconds: float
+    eqn: Eqn
+    stall: float = 0.0
+    bytes: int = 0
+
+    @property
+    def end(self) -> float:
+        return self.start + self.seconds
