@@ -453,30 +453,6 @@ def test_pyright_reports_the_wrong_calls_and_no_others(script):
     assert lines_of(script, run.stdout) == wrong_lines(), run.stdout + run.stderr
 
 
-@pytest.mark.parametrize(
-    "old, new",
-    [
-        ("lockstep", "zt.ir.lockstep"),
-        ("restore", "zt.write_back"),
-        ("Lowered", "zt.stages.Lowered"),
-    ],
-)
-def test_a_name_of_before_the_release_says_the_new_one(old, new):
-    with pytest.raises(AttributeError, match=rf"zt\.{old} is now {new}\."):
-        getattr(zt, old)
-
-
-def test_the_new_places_of_names_have_them():
-    for name, place in zt._MOVED.items():
-        module = {"zt.ir.{name}": zt.ir, "zt.stages.{name}": zt.stages}.get(place)
-        assert module is None or hasattr(module, name)
-
-
-def test_a_step_with_a_plan_was_once_called_planned():
-    with pytest.raises(AttributeError, match=r"Step\.with_plan"):
-        zt.remat()(lambda state: state).planned(None)
-
-
 def test_load_takes_the_state_before_the_step():
     with pytest.raises(TypeError, match=r"zt\.load\(path, like, step\)"):
         zt.load("checkpoint", lambda state: state, {"w": torch.ones(2)})

@@ -33,23 +33,6 @@ __all__ = [
     "shard_params", "stages", "testing", "write_back",
 ]  # fmt: skip
 
-# Names of before the first release. Each raises an error that says the new one.
-_MOVED = {
-    **dict.fromkeys(
-        ("Eqn", "Graph", "ProgramError", "Var", "check", "diff", "evaluate", "lockstep"),
-        "zt.ir.{name}",
-    ),
-    **dict.fromkeys(("Compiled", "Cost", "Lowered", "Memory", "Traced"), "zt.stages.{name}"),
-    "restore": "zt.write_back",
-    "to_fx": "the method `Lowered.to_fx`",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name in _MOVED:
-        raise AttributeError(f"zt.{name} is now {_MOVED[name].format(name=name)}.")
-    raise AttributeError(f"module 'ztrans' has no attribute {name!r}")
-
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
