@@ -39,11 +39,11 @@ from .runtime.agreement import (
     step_of,
 )
 from .runtime.carried import CarryingExecutable, drop_carried
+from .runtime.cuda import transport
 from .runtime.cuda.attention_kernels import by_events, fastest_attention
 from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rates
 from .runtime.cuda.half_gradients import half_gradients, on_gpu
 from .runtime.cuda.half_weights import HalfWeights, with_half_weights
-from .runtime.cuda.transport import check, reserve
 from .runtime.executable import Executable, MicroBatches, executable, micro_batches
 from .runtime.failure import (
     Writes,
@@ -150,9 +150,12 @@ class Compiled(Printed):
 
     def __repr__(self) -> str:
         options = [f"backend={self.backend!r}"]
-        options += ["cuda_graph=True"] if self.cuda_graph else []
-        options += ["cast_ahead=True"] if self.cast_ahead else []
-        options += [f"attention={self.attention!r}"] if self.attention != "traced" else []
+        if self.cuda_graph:
+            options.append("cuda_graph=True")
+        if self.cast_ahead:
+            options.append("cast_ahead=True")
+        if self.attention != "traced":
+            options.append(f"attention={self.attention!r}")
         return f"Compiled({self.graph!r}, {', '.join(options)})"
 
     @ends_at_user
@@ -170,15 +173,17 @@ class Compiled(Printed):
 
     def run(self, call: BoundCall, surroundings: Surroundings) -> tuple[Any, Any]:
         """Run the program on a call in these surroundings, for which it was compiled."""
-        n = self.lowered.graph.num_state
+        program = self.lowered.program
         inputs = self._inputs(call)
         with self._step(inputs) as (run, tensors):
             outputs = run(tensors)
-        del outputs[n : self.graph.num_state]  # what the user does not see
-        for i, old in enumerate(inputs.leaves[:n]):
-            if isinstance(old, torch.Tensor):  # its storage now holds the new state
-                outputs[i] = old
-        program = self.lowered.program
+        # The program on this rank may have hidden leaves, such as copies of parameters, after the user's state.
+        num_state = self.lowered.graph.num_state
+        del outputs[num_state : self.graph.num_state]
+        # The storage of a leaf now holds its new value. The leaf itself, maybe a DTensor, is what the caller knows.
+        for i, leaf in enumerate(inputs.leaves[:num_state]):
+            if isinstance(leaf, torch.Tensor):
+                outputs[i] = leaf
         state, output = pytree.tree_unflatten(outputs, program.returned(self.graph.added))
         self.bound.guard = Guard(call._replace(state=state), surroundings)
         return state, output
@@ -208,12 +213,12 @@ class Compiled(Printed):
             self._local_program.writes.begin()
             local = placed(self.graph, tensors) if self.cuda_graph else tensors
             mesh = self._mesh
-            micro = run.run if isinstance(run, Capture) else run
-            graph = micro.last if isinstance(micro, MicroBatches) else self.graph
+            captured = run.run if isinstance(run, Capture) else run
+            graph = captured.last if isinstance(captured, MicroBatches) else self.graph
 
             def prepared(inputs: Sequence[Any]) -> Sequence[Any]:
-                if isinstance(micro, MicroBatches):
-                    inputs = micro.before_last(inputs)
+                if isinstance(captured, MicroBatches):
+                    inputs = captured.before_last(inputs)
                 if mesh is not None:
                     everywhere(None, mesh)
                     process_groups(mesh).in_flight.renew()
@@ -255,10 +260,13 @@ class Compiled(Printed):
         lowered = self._local_program.lowered.replan(before)
         replanned = dataclasses.replace(self, lowered=lowered, agreed=False, bound=BoundProgram())
         after = replanned.profile(*args, steps=steps, **kwargs)
+
+        # All ranks decide by the same two numbers, so they keep the same plan.
         first, second = self._slowest([before.timeline.seconds, after.timeline.seconds])
-        faster = (replanned if second < first else self)._local_program
         note = f"measured {format_seconds(second)} a step, where the plan before took {format_seconds(first)}"
+        faster = replanned._local_program
         if second >= first:
+            faster = self._local_program
             note = f"{note} and was kept"
         plan = dataclasses.replace(faster.lowered.plan, notes=(*faster.lowered.plan.notes, note))
         lowered = dataclasses.replace(faster.lowered, plan=plan, cluster=replanned.lowered.cluster)
@@ -272,7 +280,9 @@ class Compiled(Printed):
 
     def _slowest(self, seconds: Sequence[float]) -> list[float]:
         """For each of these durations, the longest over all ranks."""
-        by_rank = everywhere(seconds, self._mesh) if self._mesh is not None else [seconds]
+        if self._mesh is None:
+            return list(seconds)
+        by_rank = everywhere(seconds, self._mesh)
         return [max(of_all_ranks) for of_all_ranks in zip(*by_rank)]
 
     @property
@@ -303,6 +313,7 @@ class Compiled(Printed):
                 self._agree(mesh, local_program, local, state, goes_on)
             # Only now, so that all ranks bind again if one of them could not.
             self.bound.local_program = local_program
+
             if isinstance(local_program.function, Capture):
                 local_program.function.check_inputs(local)
             with watched(mesh, name, state), running(name, state, mesh, local_program.writes):
@@ -313,6 +324,7 @@ class Compiled(Printed):
                 if self.cuda_graph:
                     local_program.writes.begin()
                 yield local_program.function, local
+
             # The replay of a CUDA graph and kernels of Inductor do not count what they write.
             changed = [inputs.tensors[i] for i in local_program.changed]
             torch.autograd.graph.increment_version(changed)
@@ -408,32 +420,36 @@ class Compiled(Printed):
         self, lowered: Lowered, local: Sequence[torch.Tensor], writes: Writes
     ) -> LocalProgram:
         run: Any
+        mesh = self._mesh
         graph, half_weights = self._for_device(lowered.graph, local)
-        lowered = dataclasses.replace(lowered, graph=graph)
-        local = half_weights.inserted(local) if half_weights is not None else local
+        if half_weights is not None:
+            local = half_weights.inserted(local)
         if self.cuda_graph:
-            check_values(lowered.graph)
-            local = placed(lowered.graph, local)
-        with stage(lowered.graph.name, f"compile ({self.backend})"):
-            if lowered.graph.micro > 1:
+            check_values(graph)
+            local = placed(graph, local)
+
+        with stage(graph.name, f"compile ({self.backend})"):
+            if graph.micro > 1:
                 make = functools.partial(self._executable, writes)
-                run = micro_batches(lowered.graph, self._mesh, local, make)
+                run = micro_batches(graph, mesh, local, make)
             else:
-                graph, run = self._executable(writes, lowered.graph, local)
-                lowered = dataclasses.replace(lowered, graph=graph)
+                graph, run = self._executable(writes, graph, local)
+        lowered = dataclasses.replace(lowered, graph=graph)
+
+        # What stands around the code of a step: the replay of a CUDA graph, and gathers that pass to the next step.
         if self.cuda_graph:
             run = Capture(
                 run,
-                lowered.graph,
-                check=functools.partial(check, run.modules),
-                failures=functools.partial(_failures, self._mesh),
+                graph,
+                check=functools.partial(transport.check, run.modules),
+                failures=functools.partial(_failures, mesh),
             )
         contract = None
-        if self._mesh is not None and lowered.graph.carried:
-            run = CarryingExecutable(run, lowered.graph, self._mesh)
-        if self._mesh is not None:
-            process_groups(self._mesh).carry(lowered.graph)
-            contract = Contract(lowered.graph, update_hash(lowered.unordered), self._mesh)
+        if mesh is not None:
+            if graph.carried:
+                run = CarryingExecutable(run, graph, mesh)
+            process_groups(mesh).carry(graph)
+            contract = Contract(graph, update_hash(lowered.unordered), mesh)
         changed = _changed(self.lowered.graph)
         device = device_of(local)
         return LocalProgram(lowered, run, writes, contract, half_weights, changed, device)
@@ -442,6 +458,7 @@ class Compiled(Printed):
         self, graph: Graph, local: Sequence[torch.Tensor]
     ) -> tuple[Graph, HalfWeights | None]:
         """The program for the device of these inputs, and the copies of parameters that it has as hidden leaves."""
+        # A scalar in fp64 may be a learning rate, and on a GPU fused optimizers read it in fp32 only.
         has_rates = any(x.is_cuda and x.dtype == torch.float64 and not x.ndim for x in local)
         if has_rates or self.cuda_graph:
             graph = with_rates(graph)
@@ -449,7 +466,9 @@ class Compiled(Printed):
             graph = fastest_attention(graph, by_events)
         fuses = self.backend == "inductor"
         graph = half_gradients(graph, on_gpu(graph, local), of_products=fuses)
-        return with_half_weights(graph, local, fuses) if self.cast_ahead else (graph, None)
+        if not self.cast_ahead:
+            return graph, None
+        return with_half_weights(graph, local, fuses)
 
     def _executable(
         self, writes: Writes, graph: Graph, local: Sequence[torch.Tensor]
@@ -508,12 +527,13 @@ def _agreed(lowered: Lowered) -> Lowered:
     if not isinstance(mesh, DeviceMesh) or mesh.size() == 1:
         return lowered
     plan = lowered.plan
-    hinted = lowered.unordered
-    contract = Contract(hinted, update_hash(hinted))
+    contract = Contract(lowered.unordered, update_hash(lowered.unordered))
     proposal = Proposal(plan.program, plan)
     with stage(name, "wait for the plans of the other ranks"):
         everyone = agree_on_program(name, mesh, contract, proposal)
     first = everyone[0].plan
+
+    # A plan that does not fit on one rank is an error on all of them, so each says whether it fits.
     problem = ""
     try:
         if plan.digest != first.digest:
@@ -521,5 +541,5 @@ def _agreed(lowered: Lowered) -> Lowered:
     except ValueError as error:  # a PlanError, or too little memory of the host
         problem = str(error)
     agree_on_plan(name, mesh, problem)
-    reserve(mesh, in_order(lowered.graph))
+    transport.reserve(mesh, in_order(lowered.graph))
     return lowered

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
-from .ir.graph import Graph
+from .ir.graph import Graph, Var
 from .ir.printer import format_bytes
 from .ir.relations import grouped
 from .planning.cluster import Cluster
@@ -32,8 +32,11 @@ EQUAL = 0.01  # steps whose times differ by less than this share count as equall
 _TRIES = 3  # numbers of micro-batches that are tried, each twice the one before
 
 
+# `stages` imports this module, so its classes are described here by what is used of them.
+
+
 class Planned(Protocol):
-    """The program of one rank, as `stages.Lowered`: a module that imports this one."""
+    """The program of one rank, as `stages.Lowered`."""
 
     @property
     def graph(self) -> Graph: ...
@@ -101,6 +104,7 @@ def with_chosen_options(traced: Variant[P], cluster: Cluster | None) -> P:
         errors = [result for result in results if isinstance(result, DoesNotFit)]
         raise min(errors, key=lambda error: error.least.peak)
     chosen = _first_of_fastest(trials)
+
     notes = []
     for variant, result in zip(variants, results):
         verb = "chosen" if result is chosen else "not chosen"
@@ -143,8 +147,9 @@ def variant_of_plan(traced: Variant[P], plan: Plan, cluster: Cluster | None) -> 
 
 # Ways to fit.
 
-# A line that may help, and the step with it; and from a step and its error to such lines.
+# A line that may help, and the step with it.
 Line = tuple[str, Variant[Any]]
+# The lines of one kind for a step that does not fit, from the smallest change to the largest.
 Remedy = Callable[[Variant[Any], DoesNotFit], Iterator[Line]]
 
 
@@ -156,6 +161,10 @@ class _Attempt(NamedTuple):
     error: DoesNotFit
     remedies: tuple[Remedy, ...]
 
+    def needs_less_than(self, other: _Attempt) -> bool:
+        """Whether its peak of memory is lower."""
+        return self.error.least.peak < other.error.least.peak
+
 
 def ways_to_fit(traced: Variant[Any], cluster: Cluster | None, error: DoesNotFit) -> list[Way]:
     """The ways in which a step fits its limit, with one more transform each; with several, if one is not enough."""
@@ -165,11 +174,14 @@ def ways_to_fit(traced: Variant[Any], cluster: Cluster | None, error: DoesNotFit
         failed: list[_Attempt] = []
         for attempt in attempts:
             for number, remedy in enumerate(attempt.remedies):
-                result = _tried(attempt, remedy, attempt.remedies[number + 1 :], cluster)
+                # Remedies are combined in their order, so that no set of them is tried twice.
+                next_remedies = attempt.remedies[number + 1 :]
+                result = _tried(attempt, remedy, next_remedies, cluster)
                 if isinstance(result, Way):
                     ways.append(result)
                 elif result is not None:
                     failed.append(result)
+        # The fewest lines that are enough: more are tried only if none of these is.
         if ways:
             return ways
         attempts = failed
@@ -186,10 +198,11 @@ def _tried(
         try:
             return Trial.of(variant, cluster).way(" and ".join(lines))
         except DoesNotFit as error:
-            if error.least.peak < least.error.least.peak:
-                least = _Attempt(lines, variant, error, next_remedies)
-        except ValueError:
-            continue  # the transform refuses this step
+            tried = _Attempt(lines, variant, error, next_remedies)
+            if tried.needs_less_than(least):
+                least = tried
+        except ValueError:  # the transform refuses this step
+            continue
     return least if least is not attempt else None
 
 
@@ -224,33 +237,37 @@ def _moments_on_host(traced: Variant[Any], error: DoesNotFit) -> Iterator[Line]:
 def pattern_of_moments(graph: Graph) -> str:
     """A pattern of leaves that only the update reads, as many as one pattern can name; "" if there are none."""
     sizes = _bytes_of_moments(graph)
+    if not sizes:
+        return ""
+    # Names of one letter, such as "m" and "v" of Adam, fit into one pattern.
     letters = "".join(name for name in sizes if len(name) == 1)
     if len(letters) == len(sizes) > 1:
         return f"[{letters}].*"
-    largest = max(sizes, key=sizes.__getitem__, default="")
-    return f"{largest}.*" if largest else ""
+    largest = max(sizes, key=sizes.__getitem__)
+    return f"{largest}.*"
 
 
 def _bytes_of_moments(graph: Graph) -> dict[str, int]:
     """The bytes of the parts of the state that only the update reads, by the name with which their paths begin."""
-    read = {v for e in graph.eqns if e.region != "update" for v in e.ins}
+    read_before: set[Var] = set()
+    for e in graph.eqns:
+        if e.region != "update":
+            read_before.update(e.ins)
     state = graph.inputs[: graph.num_state]
-    parts = grouped((v.name.partition(".")[0], v) for v in state if "." in v.name)
+    leaves_of = grouped((v.name.partition(".")[0], v) for v in state if "." in v.name)
     sizes = {}
-    for name, leaves in parts.items():
+    for name, leaves in leaves_of.items():
         size = sum(v.numel * v.dtype.itemsize for v in leaves if v.shape)
-        if size and read.isdisjoint(leaves):
+        if size and read_before.isdisjoint(leaves):
             sizes[name] = size
     return sizes
 
 
 def _micro_batches(traced: Variant[Any], error: DoesNotFit) -> Iterator[Line]:
-    """The smallest number of micro-batches that may be enough, and multiples of it.
-
-    More of them divide what a step has live besides its state, at most.
-    """
+    """The smallest number of micro-batches that may be enough, and multiples of it."""
     if error.room <= 0:
         return
+    # At best, n micro-batches divide by n what a step has live besides its state.
     times_too_large = (error.least.peak - error.least.state) / error.room
     first = max(1, math.ceil(math.log2(times_too_large)))
     for doubled in range(first, first + _TRIES):

@@ -88,7 +88,7 @@ class Traced(Printed):
 
     program: Program
     transforms: tuple[Transform, ...]
-    # Traces the step again for another number of micro-batches.
+    # Traces the step again for another number of micro-batches. The one in a `Lowered` has None.
     trace_again: Callable[[int], Program] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -237,22 +237,30 @@ class Traced(Printed):
         `graph` is the program after the transforms that rewrite it as it was traced. The values that `plan` has on
         the host are moved there.
         """
-        mesh = mesh_of(self.transforms)
-        device = cluster.device if cluster is not None else self._default_device()
         graph, history = self._transformed(graph, history, lambda t: t.phase >= Transform.phase)
         graph = among_neighbours(dce(erase_trivial(erase_marks(graph))))
         graph = dce(keep_on_host(graph, demanded_on_host(graph) | moved_by(plan, graph)))
-        graph = writes_last(graph) if graph.hints.update == "last" else graph
-        cluster = cluster or default_cluster(device, graph.axes)
-        of_state = [
-            axes_of(self.transforms, v.name, leaf)
-            for v, leaf in zip(graph.inputs, meta_leaves(graph))
-        ]
-        of_batch = [all_axes(self.transforms, of_state)] * (len(graph.inputs) - graph.num_state)
-        program = dataclasses.replace(self.program, axes=(*of_state, *of_batch))
-        traced = dataclasses.replace(self, trace_again=None)  # it holds the arguments of the call
+        if graph.hints.update == "last":
+            graph = writes_last(graph)
+
+        # The leaves of the state have axes of their own. Every other input is distributed over all of them.
+        state = zip(graph.inputs, meta_leaves(graph))
+        axes = [axes_of(self.transforms, v.name, leaf) for v, leaf in state]
+        every_axis = all_axes(self.transforms, axes)
+        axes += [every_axis for _ in graph.inputs[graph.num_state :]]
+
+        if cluster is None:
+            cluster = default_cluster(self._default_device(), graph.axes)
         return Lowered(
-            graph, (*history, ("lower", graph)), program, mesh, Plan(""), cluster, graph, traced
+            graph=graph,
+            history=(*history, ("lower", graph)),
+            program=dataclasses.replace(self.program, axes=tuple(axes)),
+            mesh=mesh_of(self.transforms),
+            plan=Plan(""),
+            cluster=cluster,
+            unordered=graph,
+            # A program does not keep alive the arguments of the call that `trace_again` has.
+            traced=dataclasses.replace(self, trace_again=None),
         )
 
     def _default_device(self) -> Device:
@@ -311,25 +319,30 @@ class Lowered(Printed):
         """
         cluster = cluster or self.cluster
         timeline = simulate(self.graph, cluster)
+        return dataclasses.replace(timeline, bound=self._lower_bound(cluster, timeline.peak))
+
+    def _lower_bound(self, cluster: Cluster, peak: int) -> tuple[float, str] | None:
+        """A time that no order within `peak` bytes can beat, and its bottleneck; None if no collective is planned."""
+        unordered = self.unordered
+        if self.graph.carried:
+            # The step before may have gathered all of these leaves, so the bound counts no time for them. Then they
+            # are whole at the beginning.
+            carried: set[int] = set()
+            for start in carried_starts(self.graph):
+                carried.update(start.leaves)
+            unordered = without_gathers_of(unordered, carried)
+            size = local_bytes(unordered)
+            peak += sum(size(v) for v in unordered.inputs[len(self.unordered.inputs) :])
+
         every = (*cluster.neighbours(self.unordered.axes), *self.plan.neighbours)
         neighbours = tuple(dict.fromkeys(every))
-        hinted = self.unordered
-        room = timeline.peak
-        if self.graph.carried:
-            # The step before may have gathered all of these leaves, so the bound counts no time for them.
-            leaves = {i for start in carried_starts(self.graph) for i in start.leaves}
-            hinted = without_gathers_of(hinted, leaves)
-            size = local_bytes(hinted)
-            room += sum(size(v) for v in hinted.inputs[len(self.unordered.inputs) :])
-        order = skeleton(hinted, neighbours)
+        order = skeleton(unordered, neighbours)
         if not order.gathers and not order.reductions:
-            return timeline
-        if hinted.micro > 1:
-            least = _micro_batch_bound(hinted, cluster, room, neighbours)
-        else:
-            result = bound(formulate(order, cluster, room))
-            least = result.seconds, result.binds
-        return dataclasses.replace(timeline, bound=least)
+            return None
+        if unordered.micro > 1:
+            return _micro_batch_bound(unordered, cluster, peak, neighbours)
+        result = bound(formulate(order, cluster, peak))
+        return result.seconds, result.binds
 
     @ends_at_user
     def replan(self, profile: Profile | Cluster) -> Lowered:
@@ -340,17 +353,19 @@ class Lowered(Printed):
         Source: DeepSpeed DeepCompile, 2025, which also plans again after some recorded steps.
         """
         cluster = profile if isinstance(profile, Cluster) else profile.cluster(self.cluster)
-        hinted = with_device_limit(self.unordered, cluster.device)
-        if has_choice(hinted.hints):
-            again = self.traced.planned(cluster)
-            plan, graph = again.plan, again.graph
+        unordered = with_device_limit(self.unordered, cluster.device)
+        if has_choice(unordered.hints):
+            replanned = self.traced.planned(cluster)
+            plan = replanned.plan
+            graph = replanned.graph
         else:
-            plan, graph = make_plan(hinted, cluster)
-        before, after = (simulate(g, cluster).seconds for g in (self.graph, graph))
+            plan, graph = make_plan(unordered, cluster)
+        before = simulate(self.graph, cluster).seconds
+        after = simulate(graph, cluster).seconds
         change = f"where the plan before has {format_seconds(before)} ({after / before - 1:+.1%})"
         note = f"expected {format_seconds(after)} a step, {change}"
         plan = dataclasses.replace(plan, notes=(*plan.notes, note))
-        return dataclasses.replace(self, cluster=cluster, unordered=hinted).with_plan(plan)
+        return dataclasses.replace(self, cluster=cluster, unordered=unordered).with_plan(plan)
 
     def with_plan(self, plan: Plan) -> Lowered:
         """This program in the order of the given plan."""
@@ -426,30 +441,29 @@ class Lowered(Printed):
         _check_whole_here(program, graph.name)
         size = math.prod(dict(graph.mesh).values())
         if not isinstance(batches, Sequence) or len(batches) != size:
-            kind = (
-                f"{len(batches)} batches"
-                if isinstance(batches, Sequence)
-                else f"a {type(batches).__name__}"
-            )
+            kind = f"a {type(batches).__name__}"
+            if isinstance(batches, Sequence):
+                kind = f"{len(batches)} batches"
             raise ValueError(
                 f"{graph.name}.lockstep: {kind} for the {size} ranks of the mesh.\n"
                 f"Pass a list with the batch arguments of each rank: [(x0, y0), (x1, y1), ...]."
             )
         inputs = [self._inputs_of_rank(rank, state, batch) for rank, batch in enumerate(batches)]
-        n = graph.num_state
-        full_state = [x.contiguous() for x in inputs[0][:n]]
-        ranks = [
-            part + leaves[n:]
-            for part, leaves in zip(scatter(graph, full_state), inputs, strict=True)
-        ]
+        num_state = graph.num_state
+        full_state = [x.contiguous() for x in inputs[0][:num_state]]
+        ranks = []
+        for shards, leaves in zip(scatter(graph, full_state), inputs, strict=True):
+            ranks.append(shards + leaves[num_state:])
+        # The first step also runs the gathers that a step before it would have started.
         if graph.carried:
-            before = lockstep(gathers_before(graph), ranks)
-            ranks = [leaves + gathered for leaves, gathered in zip(ranks, before)]
+            gathered = lockstep(gathers_before(graph), ranks)
+            ranks = [leaves + futures for leaves, futures in zip(ranks, gathered)]
         outs = lockstep(graph, ranks)
+
         new_state = join(graph, outs)
         tree = program.returned(graph.added)
         end = len(graph.outputs) - graph.carried
-        results = [pytree.tree_unflatten([*new_state, *out[n:end]], tree) for out in outs]
+        results = [pytree.tree_unflatten([*new_state, *out[num_state:end]], tree) for out in outs]
         return results[0][0], [output for _, output in results]
 
     def _inputs_of_rank(

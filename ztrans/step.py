@@ -61,7 +61,10 @@ State = TypeVar("State")
 
 
 class ProgramCache:
-    """The programs of a step by their signatures, the one that was added or found by its signature last at the end."""
+    """The programs of a step by their signatures, in order of use: the one used last is last.
+
+    A call that `match` recognises does not count as use, so that it costs no change of the order.
+    """
 
     def __init__(self) -> None:
         self._programs: dict[Signature, Compiled] = {}
@@ -73,8 +76,8 @@ class ProgramCache:
         return len(self._programs)
 
     def values(self) -> list[Compiled]:
-        """The programs, the one that was added or found by its signature last at the end."""
-        return [*self._programs.values()]
+        """The programs, in order of use."""
+        return list(self._programs.values())
 
     def function(self, fn: Callable) -> StepFunction:
         """What is known of `fn`, the function of the step."""
@@ -83,10 +86,7 @@ class ProgramCache:
         return self._function
 
     def match(self, call: BoundCall, surroundings: Surroundings) -> tuple[Compiled, Inputs] | None:
-        """The program whose last call is like this one, and the inputs of this call; None if no program matches.
-
-        The program that was added or found by its signature last is asked first.
-        """
+        """The program whose last call is like this one, and the inputs of this call; None if no program matches."""
         for compiled in reversed(self._programs.values()):
             inputs = compiled.bound.match(call, surroundings)
             if inputs is not None:
@@ -109,15 +109,16 @@ class ProgramCache:
                 return compiled
         return None
 
-    def add(self, compiled: Compiled, signature: Signature | None = None) -> None:
-        """Keep a program for calls like the one with `signature` that was traced, and for calls after the trace.
+    def add(self, compiled: Compiled, signature_before: Signature | None = None) -> None:
+        """Add a program under its signature.
 
-        The trace may have changed what the step reads. The program is the same before and after (see `purity`).
+        A trace may change what the step reads, and the program is the same before and after (see `purity`). So
+        `signature_before`, that of the call before its trace, also leads to the program.
         """
-        key = compiled.lowered.program.signature
-        self._programs[key] = compiled
-        if signature is not None and signature != key:
-            self._after_trace[signature] = key
+        signature = compiled.lowered.program.signature
+        self._programs[signature] = compiled
+        if signature_before is not None and signature_before != signature:
+            self._after_trace[signature_before] = signature
 
     def remove_any_size(self, signature: Signature) -> None:
         """Forget the programs for a signature and for others that differ in the sizes of the batch alone."""
@@ -220,9 +221,10 @@ class Step(Generic[P, R]):
     def _program(self, call: BoundCall, micro: int) -> Program:
         """The program of a call, for one of `micro` micro-batches."""
         device = self.mesh.device_type if isinstance(self.mesh, DeviceMesh) else None
-        of_state = self._chosen(axes_of, call.state)
-        other_leaves = pytree.tree_leaves((call.batch, call.extra))
-        axes = [*of_state, *[all_axes(self.transforms, of_state)] * len(other_leaves)]
+        # The leaves of the state have axes of their own. Every other leaf is distributed over all of them.
+        axes = self._chosen(axes_of, call.state)
+        every_axis = all_axes(self.transforms, axes)
+        axes += [every_axis for _ in pytree.tree_leaves((call.batch, call.extra))]
         with stage(self.__name__, "trace"):
             return trace(
                 self.fn,
@@ -251,10 +253,8 @@ class Step(Generic[P, R]):
         if plan is None and self.plan is not None:
             try:
                 return traced.lower(cluster=cluster, plan=self.plan)
-            except (
-                OtherProgramError,
-                OverLimitError,
-            ) as error:  # for instance for another batch size
+            except (OtherProgramError, OverLimitError) as error:
+                # For instance, the plan is for another batch size.
                 warn(f"{error}\nThis program is planned again.", user_source())
         return traced.lower(cluster=cluster, plan=plan)
 
@@ -264,10 +264,6 @@ class Step(Generic[P, R]):
         A program that the plan does not fit, for instance for another batch shape, gets a new plan, with a warning.
         """
         return Step(self.fn, self.transforms, plan)
-
-    def planned(self, plan: Plan) -> Step[P, R]:
-        """The name of `with_plan` before the first release."""
-        raise AttributeError("Step.planned is now Step.with_plan.")
 
     @ends_at_user
     def tune(self, *args: Any, steps: int = 3, **kwargs: Any) -> Profile:
@@ -299,10 +295,8 @@ class Step(Generic[P, R]):
             compiled, inputs = match
             return cast("R", compiled.run_guarded(call, inputs))
         signature = Signature.of(call, self._function, surroundings)
-        of_signature = self._cache.get(signature)
-        if of_signature is None:
-            of_signature = self._compiled_on_all_ranks(call, signature)
-        return cast("R", of_signature.run(call, surroundings))
+        compiled = self._cache.get(signature) or self._compiled_on_all_ranks(call, signature)
+        return cast("R", compiled.run(call, surroundings))
 
     @ends_at_user
     def compiled(self, *args: P.args, **kwargs: P.kwargs) -> Compiled:
@@ -330,12 +324,13 @@ class Step(Generic[P, R]):
 
     def _compiled(self, call: BoundCall, signature: Signature) -> Compiled:
         compiled = self._cache.get(signature)
-        if compiled is None:
-            self._check_laid_out(call.state)
-            compiled = self._built(call, self._cache.of_any_size(signature))
-            self._cache.add(compiled, signature)
-            if len(self._cache) > _MANY_PROGRAMS:
-                warn_of_many_programs(self.__name__, len(self._cache), self._cache.last_change())
+        if compiled is not None:
+            return compiled
+        self._check_laid_out(call.state)
+        compiled = self._built(call, self._cache.of_any_size(signature))
+        self._cache.add(compiled, signature)
+        if len(self._cache) > _MANY_PROGRAMS:
+            warn_of_many_programs(self.__name__, len(self._cache), self._cache.last_change())
         return compiled
 
     def _built(self, call: BoundCall, of_other_size: Compiled | None) -> Compiled:
@@ -358,12 +353,13 @@ class Step(Generic[P, R]):
         return self.mesh if isinstance(self.mesh, DeviceMesh) else None
 
     def _check_laid_out(self, state: Any) -> None:
-        if (mesh := self._devices()) is not None:
-            paths = self._state_names(state)[1]
-            axes = self._chosen(axes_of, state)
-            check_laid_out(
-                self.__name__, mesh, axes, paths, pytree.tree_leaves(state), self.layouts(state)
-            )
+        mesh = self._devices()
+        if mesh is None:
+            return
+        leaves = pytree.tree_leaves(state)
+        paths = self._state_names(state)[1]
+        axes = self._chosen(axes_of, state)
+        check_laid_out(self.__name__, mesh, axes, paths, leaves, self.layouts(state))
 
     def _state_names(self, state: Any) -> tuple[list[str], list[str]]:
         """For each leaf of a state, its short name, and its path in messages."""
@@ -379,11 +375,9 @@ class Step(Generic[P, R]):
 
     def _chosen(self, choice: Callable[..., Any], state: Any) -> list[Any]:
         """What the transforms choose for each leaf of the state."""
-        names = self._state_names(state)[0]
-        return [
-            choice(self.transforms, name, leaf)
-            for name, leaf in zip(names, pytree.tree_leaves(state))
-        ]
+        names, _ = self._state_names(state)
+        leaves = pytree.tree_leaves(state)
+        return [choice(self.transforms, name, leaf) for name, leaf in zip(names, leaves)]
 
     @ends_at_user
     def shard(
@@ -406,7 +400,8 @@ class Step(Generic[P, R]):
         paths = self._state_names(state)[1]
         check_state(paths, leaves)
         check_ended(leaves, "shard")
-        if (mesh := self._devices()) is None:
+        mesh = self._devices()
+        if mesh is None:
             return copied_state(state, self.memories(state))
         with stage(self.__name__, "shard"):
             return shard_state(
