@@ -29,7 +29,7 @@ from benchmarks.frontier_models import Around, Made, gpt, llama, per_block, plai
 from ztrans.planning.cost import memory
 from ztrans.planning.limit import DoesNotFit
 from ztrans.planning.make_plan import SLACK
-from ztrans.planning.simulate import seconds
+from ztrans.planning.simulate import equation_seconds
 from ztrans.stages import Lowered, Traced
 
 RESULTS = Path(__file__).parent / "results"
@@ -126,7 +126,7 @@ class Subject:
 def recomputed(lowered: Lowered) -> float:
     """The seconds of the compute that is repeated."""
     total = 0.0
-    for e, taken in zip(lowered.graph.eqns, seconds(lowered.graph, lowered.cluster)):
+    for e, taken in zip(lowered.graph.eqns, equation_seconds(lowered.graph, lowered.cluster)):
         if any(".again" in v.name for v in e.results):
             total += taken
     return total

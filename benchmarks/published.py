@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 import ztrans as zt
+from benchmarks.published_fusion import fused_seconds
 from benchmarks.published_memory import reserved_bytes
 from benchmarks.published_models import (
     LLAMA_8B,
@@ -46,7 +47,7 @@ from ztrans.ir.graph import Eqn, Graph, dce
 from ztrans.ir.marks import erase_marks
 from ztrans.planning.cluster import LINKS, Cluster, Link
 from ztrans.planning.devices import H100, HOPPER_MATMULS, Device, hopper
-from ztrans.planning.simulate import simulate
+from ztrans.planning.simulate import timeline_of
 from ztrans.profiling.link_fit import solve
 from ztrans.report.event import COMPUTE
 from ztrans.report.timeline import Timeline
@@ -210,7 +211,7 @@ def of_all_layers(row: Row, few: float, more: float) -> float:
 
 def step_seconds(row: Row, graph: Graph, cluster: Cluster) -> float:
     """The seconds of a step with the layers of a program. All micro-batches but the last run without the update."""
-    line = simulate(graph, cluster, row.is_compiled)
+    line = timeline_of(graph, cluster, fused_seconds(graph, cluster, row.is_compiled))
     copies = copied_bytes(graph, row.fsdp) / cluster.device.bandwidth
     update = in_update(line)
     return row.micro * (line.seconds - update + copies) + update

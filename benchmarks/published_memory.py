@@ -15,13 +15,13 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from benchmarks.published_fusion import fused_kernels
 from benchmarks.published_schedule import ROOT, is_gather, unit_of, whole_bytes
 from ztrans.ir.donation import donation
 from ztrans.ir.graph import Eqn, Graph, Var
 from ztrans.ir.pairing import pair
 from ztrans.ir.relations import grouped
 from ztrans.planning.buffers import storages
-from ztrans.planning.fusion import kernels
 
 MIB = 2**20
 SMALLEST, SMALL, SMALL_SEGMENT = 512, MIB, 2 * MIB
@@ -118,7 +118,7 @@ class Tensor:
 def tensors(graph: Graph, is_compiled: Callable[[Eqn], bool]) -> Iterator[Tensor]:
     """What eager FSDP2 holds, from which equation to which."""
     eager = frozenset(e for e in graph.eqns if e.region != "update" and not is_compiled(e))
-    inside = {v for kernel in kernels(graph, is_compiled) for v in kernel.inside}
+    inside = {v for kernel in fused_kernels(graph, is_compiled) for v in kernel.inside}
     held = dict(_held(graph, is_compiled))
     owner = donation(graph, eager).owner
     in_memory = {owner[v] for v in owner if v not in inside}

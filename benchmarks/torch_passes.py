@@ -32,7 +32,7 @@ from ztrans.ir.graph import Eqn, Graph, Names, Provenance, Split, Var, dce, subs
 from ztrans.ir.layout import local_shape, localize, part
 from ztrans.ir.user_collectives import by_group
 from ztrans.planning.cluster import Cluster
-from ztrans.planning.simulate import messages, seconds
+from ztrans.planning.simulate import equation_seconds, messages
 
 c10d, aten = torch.ops._c10d_functional, torch.ops.aten
 GATHERS = (c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_out.default)
@@ -210,7 +210,7 @@ def estimate(
     pairs = back(gm, graph, mesh)
     given = graph.replace(eqns=tuple(eqn for _, eqn in pairs))
     nodes = {eqn: node for node, eqn in pairs}
-    milliseconds = {node: 1e3 * s for (node, _), s in zip(pairs, seconds(given, cluster))}
+    milliseconds = {node: 1e3 * s for (node, _), s in zip(pairs, equation_seconds(given, cluster))}
     milliseconds.update(
         (nodes[e], 1e3 * (m.latency + m.seconds)) for e, m, _ in messages(given, cluster)
     )

@@ -37,7 +37,7 @@ from ztrans.ir.verifier import ProgramError, check
 from ztrans.planning.cluster import cluster
 from ztrans.planning.cost import cost, memory
 from ztrans.planning.make_plan import make_plan
-from ztrans.planning.simulate import COPIES, simulate
+from ztrans.planning.simulate import UNPACKING, simulate
 from ztrans.runtime.codegen import EMITTERS, to_fx
 
 aten = torch.ops.aten
@@ -208,7 +208,7 @@ def test_every_primitive_has_rows_in_the_tables():
     assert set(EMITTERS) == set(PRIMITIVES) - set(
         MICRO_MARKS
     )  # `parts` replaces these before code is generated
-    assert set(COPIES) == set(STARTS)
+    assert set(UNPACKING) == set(STARTS)
     assert all(is_start(Eqn(p, (), ())) == (p in STARTS) for p in PRIMITIVES)
     assert len({p.name for p in PRIMITIVES}) == len(PRIMITIVES)
 

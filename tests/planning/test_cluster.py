@@ -14,7 +14,7 @@ from ztrans.ir.graph import Partial, Provenance, Split, Var
 from ztrans.planning.cluster import LINKS, Device, Link, default_cluster, default_device
 from ztrans.planning.devices import A100, CPU, DEVICES, H100, H200
 from ztrans.planning.formulate import formulate
-from ztrans.planning.simulate import messages, seconds, transfers
+from ztrans.planning.simulate import equation_seconds, messages, transfers
 from ztrans.planning.skeleton import skeleton
 from ztrans.planning.solver.problem import Wire
 
@@ -44,7 +44,7 @@ def product_seconds(f, *shapes) -> float:
     program = zt.Step.of(lambda state, *args: (state, f(*args))).lower(
         torch.zeros(1), *(torch.empty(s, device="meta") for s in shapes)
     )
-    return max(seconds(program.graph, zt.cluster(bare)))
+    return max(equation_seconds(program.graph, zt.cluster(bare)))
 
 
 @pytest.mark.parametrize("asked, rate", [("highest", "f32"), ("high", "tf32"), ("medium", "tf32")])
@@ -242,7 +242,9 @@ def test_the_cost_of_unpacking_counts_for_every_message_of_its_kind():
     assert {problem.wires[g.key].unpack for g in problem.gathers} == {0.0}
     reduced = sum(r.wire for r in problem.reductions)
     assert lowered.cost_analysis().over(role="grad") == reduced > 0
-    took = sum(seconds(lowered.graph, slow)) - sum(seconds(lowered.graph, cluster))
+    took = sum(equation_seconds(lowered.graph, slow)) - sum(
+        equation_seconds(lowered.graph, cluster)
+    )
     assert took == pytest.approx(1e-3 * reduced, rel=0.01)
 
 
@@ -319,6 +321,15 @@ def test_the_first_of_two_levels_is_a_message_for_each_host():
     first, second = transfers(reduced(BF16), "dp", graph, TWO_HOSTS)
     assert first.latency == 4 * LINKS["nvlink4"].seconds("reduce_scatter", 1, 8)[0]
     assert second.latency == LINKS["infiniband"].seconds("reduce_scatter", 1, 4)[0]
+
+
+def test_a_measured_link_between_hosts_has_a_first_level_too():
+    shard = zt.shard_params(zt.AbstractMesh(dp=4), reduce_dtype=BF16)
+    lowered = on_ranks(CASES["mlp_momentum"], 4, shard)
+    measured = dataclasses.replace(LINKS["infiniband"], whole=True)
+    cluster = zt.cluster("h100", dp=zt.by_host(2, "nvlink4", measured))
+    levels = {e.op.name: message.inside for e, message, _ in messages(lowered.graph, cluster)}
+    assert levels["reduce_scatter"].link == "nvlink4" and levels["all_gather"] is None
 
 
 def test_hosts_of_an_axis_are_not_those_of_a_joint_axis():

@@ -8,32 +8,35 @@ import ztrans as zt
 from tests.support.programs import CASES
 from tests.support.worlds import on_ranks
 from ztrans.planning.cluster import LINKS, Link
-from ztrans.planning.contention import Stream, contended
+from ztrans.planning.contention import Transfer, contended
 from ztrans.planning.devices import CPU, H100
 from ztrans.planning.simulate import simulate
 
 
 def test_a_kernel_that_waits_for_memory_ends_later_by_what_the_stream_takes():
-    (longer,) = contended([1.0], [2.0], [2.0], [Stream(0.0, 4.0, 4e9)], 10e9)
+    (longer,) = contended([1.0], [2.0], [2.0], [Transfer(0.0, 4.0, 4e9)], 10e9)
     assert longer == pytest.approx(2.0 + 2 * 1e9 / 10e9)
 
 
 def test_a_kernel_that_computes_longer_than_it_moves_bytes_loses_nothing():
-    assert contended([0.0], [2.0], [1.0], [Stream(0.0, 2.0, 10e9)], 10e9) == [2.0]
-    (half,) = contended([0.0], [2.0], [1.5], [Stream(0.0, 2.0, 10e9)], 10e9)
+    assert contended([0.0], [2.0], [1.0], [Transfer(0.0, 2.0, 10e9)], 10e9) == [2.0]
+    (half,) = contended([0.0], [2.0], [1.5], [Transfer(0.0, 2.0, 10e9)], 10e9)
     assert half == pytest.approx(2.5)
 
 
 def test_streams_add_up_and_count_only_while_they_move():
-    streams = [Stream(0.0, 1.0, 1e9), Stream(0.5, 1.5, 2e9), Stream(9.0, 10.0, 1e9)]
+    streams = [Transfer(0.0, 1.0, 1e9), Transfer(0.5, 1.5, 2e9), Transfer(9.0, 10.0, 1e9)]
     (longer,) = contended([0.0], [1.0], [1.0], streams, 10e9)
     assert longer == pytest.approx(1.0 + (1e9 + 1e9) / 10e9)
 
 
 def test_what_was_measured_and_what_takes_no_time_stays():
-    assert contended([0.0, 1.0], [1.0, 0.0], [0.0, 0.0], [Stream(0.0, 2.0, 1e9)], 1e9) == [1.0, 0.0]
+    assert contended([0.0, 1.0], [1.0, 0.0], [0.0, 0.0], [Transfer(0.0, 2.0, 1e9)], 1e9) == [
+        1.0,
+        0.0,
+    ]
     assert contended([0.0], [1.0], [1.0], [], 1e9) == [1.0]
-    assert contended([0.0], [1.0], [1.0], [Stream(0.0, 0.0, 1e9)], 1e9) == [1.0]
+    assert contended([0.0], [1.0], [1.0], [Transfer(0.0, 0.0, 1e9)], 1e9) == [1.0]
 
 
 def test_on_a_gpu_messages_slow_the_kernels_that_wait_for_memory_and_on_a_cpu_they_do_not():

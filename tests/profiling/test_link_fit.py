@@ -9,7 +9,7 @@ import pytest
 
 from ztrans.planning.cluster import Link
 from ztrans.planning.network import Message
-from ztrans.planning.simulate import play
+from ztrans.planning.play import play
 from ztrans.profiling.link_fit import Observed, Sample, explain, fit, sending, solve
 
 GUESS = Link("wire", latency=1e-4, bandwidth=1e9, hop=7e-6, host=3e-10)

@@ -22,7 +22,7 @@ from ztrans.ir.collectives import is_start, rules
 from ztrans.ir.graph import Eqn, Graph, Var
 from ztrans.planning.cluster import Device, Link
 from ztrans.planning.formulate import formulate
-from ztrans.planning.simulate import seconds, signature
+from ztrans.planning.simulate import equation_seconds, signature
 from ztrans.planning.skeleton import skeleton
 from ztrans.planning.solver.messages import message_of
 from ztrans.profiling.link_fit import Observed
@@ -74,7 +74,7 @@ def test_a_replanned_step_is_simulated_with_the_measured_seconds(alone):
     assert lowered.cluster.measured == tuple(sorted(measured.seconds_by_signature.items()))
     graph, durations = lowered.graph, dict(lowered.cluster.measured)
     expected = [durations[signature(e, graph)] for e in graph.eqns]
-    assert seconds(graph, lowered.cluster) == expected
+    assert equation_seconds(graph, lowered.cluster) == expected
     assert lowered.timeline().seconds == pytest.approx(sum(expected))
 
 
@@ -331,7 +331,7 @@ def test_what_a_profile_has_measured_of_packing_is_not_added_to_it(gloo):
         message = message_of(problem, [member], 0, 0)
         assert message.host == pytest.approx(1e-3 + member.wire / 1e6, rel=0.1)
         assert message.pack_beside == message.unpack_beside == 0.0
-    sent = seconds(lowered.graph, cluster)
+    sent = equation_seconds(lowered.graph, cluster)
     for eqn, took in zip(lowered.graph.eqns, sent):
         if is_start(eqn):
             received = rules(eqn).wire_bytes(eqn, lowered.graph.axes)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Stream(NamedTuple):
+class Transfer(NamedTuple):
     """A message while its bytes move."""
 
     begin: float
@@ -37,21 +37,21 @@ def contended(
     starts: Sequence[float],
     durations: Sequence[float],
     memory_seconds: Sequence[float],
-    streams: Sequence[Stream],
+    transfers: Sequence[Transfer],
     bandwidth: float,
 ) -> list[float]:
-    """The durations of operations that share the memory with streams.
+    """The durations of operations that share the memory with messages.
 
     Args:
         starts, durations: of every operation, as if it had the memory for itself.
         memory_seconds: the part of each duration in which it moves bytes; the others overlap with that.
-        streams: what moves beside the operations.
+        transfers: the messages that move beside the operations.
         bandwidth: bytes/s of the memory.
 
-    >>> contended([0.0, 1.0], [1.0, 1.0], [1.0, 0.2], [Stream(0.0, 2.0, 4e9)], 10e9)
+    >>> contended([0.0, 1.0], [1.0, 1.0], [1.0, 0.2], [Transfer(0.0, 2.0, 4e9)], 10e9)
     [1.2, 1.0]
     """
-    moving = [stream for stream in streams if stream.bytes and stream.end > stream.begin]
+    moving = [each for each in transfers if each.bytes and each.end > each.begin]
     if not moving:
         return list(durations)
     begin, end, moved = np.array(moving).T
@@ -61,7 +61,7 @@ def contended(
     order = np.argsort(times, kind="stable")
     times = times[order]
     rate = change[order].cumsum()
-    # The seconds that streams have taken of the memory, up to each of these times.
+    # The seconds that messages have taken of the memory, up to each of these times.
     taken = np.concatenate([[0.0], (rate[:-1] * np.diff(times)).cumsum()])
     first = np.asarray(starts)
     last = first + durations

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..ir.collectives import rules
 from ..ir.copies import is_copy
-from ..ir.differences import traffic as sent_by
+from ..ir.differences import traffic
 from ..ir.donation import donation, is_constant
 from ..ir.graph import Eqn, Graph, Primitive, Var
 from ..ir.higher_order import inner_work
@@ -120,9 +120,9 @@ def cost(graph: Graph) -> Cost:
             calls += times * launched.calls
             kernels += times * launched.kernels
             if not isinstance(e.op, Primitive) and not is_view(e):
-                bytes_moved += times * traffic(e, part)
+                bytes_moved += times * memory_traffic(e, part)
                 operations += times * flops(e, part)
-    wire = tuple((axis_and_role, total.bytes) for axis_and_role, total in sent_by(graph).items())
+    wire = tuple((axis_and_role, total.bytes) for axis_and_role, total in traffic(graph).items())
     return Cost(operations, bytes_moved, wire, calls, kernels)
 
 
@@ -168,9 +168,11 @@ def launches(graph: Graph) -> Mapping[Eqn, Launches]:
     return {e: launches_of(e) for e in graph.eqns}
 
 
-def traffic(e: Eqn, graph: Graph) -> int:
+def memory_traffic(e: Eqn, graph: Graph) -> int:
     """Count the bytes that an equation, or the functions that it calls, reads and writes on the first rank."""
-    inner = inner_work(e, lambda g: sum(traffic(each, g) for each in g.eqns if not is_view(each)))
+    inner = inner_work(
+        e, lambda g: sum(memory_traffic(each, g) for each in g.eqns if not is_view(each))
+    )
     if inner is not None:
         return inner
     return sum(map(local_bytes(graph), (*e.ins, *e.results)))

@@ -35,7 +35,7 @@ from .buffers import (
 )
 from .cluster import Cluster
 from .network import Message
-from .simulate import COPIES, NO_COPIES, messages, seconds, transfers
+from .simulate import NO_UNPACKING, UNPACKING, equation_seconds, messages, transfers
 from .skeleton import Collective, Skeleton, UpdateGroup, deadlines, update_groups
 from .solver.problem import Gather, Inside, Lever, Problem, Reduction, Update, Wire, gather_levers
 
@@ -54,7 +54,7 @@ def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None =
     """
     problem, groups = _framed(s, update)
     all_storages = _Storages(s, groups)
-    cost = dict(zip(s.graph.eqns, seconds(s.graph, cluster)))
+    cost = dict(zip(s.graph.eqns, equation_seconds(s.graph, cluster)))
     wires: dict[Hashable, Wire] = {}
     for gather, planned_gather in zip(problem.gathers, s.all_gathers):
         wires[gather.key] = _wire(planned_gather.start, s.sized_graph, cluster)
@@ -260,9 +260,9 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
         )
         tree = others[0] if others else None
     measured_unpack = dict(link.unpack).get(kind)
-    copies = COPIES.get(start.op, NO_COPIES).times if measured_unpack is None else 0
+    unpacked = UNPACKING.get(start.op, NO_UNPACKING).times if measured_unpack is None else 0
     if link.whole and not device.gloo:
-        copies = 0
+        unpacked = 0
     return Wire(
         last.lane,
         last.link,
@@ -273,7 +273,7 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
         unpack=measured_unpack or 0.0,
         ranks=graph.axes[axis],
         pack=0.0 if link.whole else 2 / device.bandwidth,
-        copy=copies / device.bandwidth,
+        copy=unpacked / device.bandwidth,
         beside=not device.gloo,
         inside=Inside(*inside[0][:3], paces[0]) if inside else None,
         taken=device.taken,

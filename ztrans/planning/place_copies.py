@@ -32,7 +32,8 @@ from ..ir.update_groups import may_change_places
 from .buffers import by_memory, device_bytes, live_bytes, local_bytes, storages
 from .cluster import Cluster
 from .cost import memory
-from .simulate import messages, play, seconds
+from .play import play
+from .simulate import equation_seconds, messages
 
 # Bytes of leaves that are copied together: for fewer, launches cost more than the lead that copies get.
 _TOGETHER = 64 << 20
@@ -203,7 +204,7 @@ class _Placing:
         self.bytes_of = local_bytes(graph)
         self.bytes_on_device = device_bytes(graph)
         collectives = [message for e, message, _ in messages(graph, cluster) if not is_copy(e)]
-        self.time = play(seconds(graph, cluster), collectives).start
+        self.time = play(equation_seconds(graph, cluster), collectives).start
         self.live = np.array(_live_on_device(graph), dtype=np.int64)
         self.before_updates, self.after_updates = _around_updates(graph)
 

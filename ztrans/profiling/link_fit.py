@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike
 from ..ir.relations import grouped
 from ..planning.cluster import Link
 from ..planning.network import Message
-from ..planning.simulate import play
+from ..planning.play import play
 
 _PRIOR = 0.02  # the weight of each initial figure, in messages
 _NOISE = 0.25  # errors below this count squared

@@ -23,7 +23,7 @@ from ...ir.micro_batches import is_cut, parts
 from ..buffers import by_operation, local_bytes
 from ..cluster import Cluster
 from ..formulate import formulate
-from ..simulate import seconds
+from ..simulate import equation_seconds
 from ..skeleton import skeleton
 from ..solver.evaluate import evaluate
 from ..solver.loads import Loads
@@ -108,7 +108,7 @@ def baseline_of(graph: Graph, hinted: Graph, cluster: Cluster) -> Baseline:
     size = local_bytes(hinted)
     other_bytes = (hinted.micro - 1) * sum(size(v) for v in hinted.batch if is_cut(hinted, v))
     live = by_operation(Loads(problem).bytes_unbucketed(NO_LEVERS)) + other_bytes
-    duration = dict(zip(graph.eqns, seconds(graph, cluster)))
+    duration = dict(zip(graph.eqns, equation_seconds(graph, cluster)))
     link = None
     movable: set[str] = set()
     if hinted.hints.offload:

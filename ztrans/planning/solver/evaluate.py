@@ -9,7 +9,7 @@ import numpy as np
 
 from ..buffers import Buffer, by_operation, live_by_slot
 from ..network import Message
-from ..simulate import Played, play
+from ..play import Played, play
 from .messages import (
     ReductionBytes,
     again_message,

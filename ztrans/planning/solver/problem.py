@@ -26,7 +26,7 @@ import numpy as np
 from ...ir.relations import grouped
 from ..buffers import Buffer
 from ..network import Message
-from ..simulate import play
+from ..play import play
 
 END = sys.maxsize  # a place that is not before the end of any problem
 UNKNOWN = -(2**52)  # the bytes at a place of which nothing is known: no limit is reached there

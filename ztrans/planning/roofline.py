@@ -1,10 +1,10 @@
-"""kernels: how many seconds of the compute queue an operation takes.
+"""roofline: how many seconds of the compute queue an operation takes.
 
-A kernel takes as long as its operations, or as its bytes, whichever is longer (the roofline). Three things make it
-slower than the data sheet. Products of thin matrices are slower for each operation, because their edges do not fill
-the tiles of a matmul: a product takes as long as one whose three sizes are greater by `Device.edge`. Kernels that
-compute while they stream reach less of the memory's bandwidth than copies (`Device.streaming`). And a kernel never
-takes less than its host needs to launch the next one (`Device.dispatch`).
+A kernel takes as long as its arithmetic, or as its bytes, whichever is longer. Three things make it slower than the
+data sheet. Products of thin matrices are slower for each operation, because their edges do not fill the tiles of a
+matmul: a product takes as long as one whose three sizes are greater by `Device.edge`. Kernels that compute while they
+stream reach less of the memory's bandwidth than copies (`Device.streaming`). And a kernel never takes less than its
+host needs to launch the next one (`Device.dispatch`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..ir.graph import DTYPES, Eqn, Graph, Var
 from ..ir.layout import local_shape
 from ..ir.op_facts import is_matmul
 from ..ir.printer import op_name
-from .cost import flops, traffic
+from .cost import flops, memory_traffic
 from .devices import Device
 
 aten = torch.ops.aten
@@ -28,21 +28,22 @@ _FIRST_MATRIX = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1, aten._
 _CAUSAL = "is_causal"
 
 
-def launched(device: Device, kernels: int, seconds: float) -> float:
+def queue_seconds(device: Device, kernels: int, seconds: float) -> float:
     """The seconds that kernels take of the compute queue if their work takes `seconds`.
 
     A CPU first calls a kernel and then runs it. A GPU runs one while its host launches the next ones.
 
     >>> from .devices import CPU, H100
-    >>> launched(CPU, 1, 1e-3) > 1e-3, launched(H100, 1, 1e-9) == H100.dispatch
+    >>> queue_seconds(CPU, 1, 1e-3) > 1e-3, queue_seconds(H100, 1, 1e-9) == H100.dispatch
     (True, True)
     """
     return max(kernels * device.dispatch, kernels * device.launch + seconds)
 
 
-def roofline(e: Eqn, graph: Graph, device: Device) -> float:
-    """The seconds that the kernels of an equation run: as long as their operations take, or their bytes."""
-    return max(operation_seconds(e, graph, device), memory_seconds(traffic(e, graph), device))
+def roofline_seconds(e: Eqn, graph: Graph, device: Device) -> float:
+    """The seconds that the kernels of an equation run: as long as their arithmetic takes, or their bytes."""
+    moved = memory_traffic(e, graph)
+    return max(arithmetic_seconds(e, graph, device), memory_seconds(moved, device))
 
 
 def memory_seconds(moved: float, device: Device) -> float:
@@ -50,17 +51,18 @@ def memory_seconds(moved: float, device: Device) -> float:
     return moved / (device.bandwidth * device.streaming)
 
 
-def operation_seconds(e: Eqn, graph: Graph, device: Device) -> float:
-    """The seconds that the operations of an equation take if its bytes take none."""
+def arithmetic_seconds(e: Eqn, graph: Graph, device: Device) -> float:
+    """The seconds of an equation if its bytes took none."""
     operations = float(flops(e, graph))
     sizes = _product(e, graph)
     if sizes is not None and device.edge:
         operations *= math.prod(1 + device.edge / size for size in sizes)
+    rate = device.rate(rate_name(e))
     if is_matmul(e) and "attention" in op_name(e.op):
         # FLOP counters count all scores, and causal kernels compute half of them.
         share = 0.5 if _is_causal(e) else 1.0
-        return share * operations / dict(device.flops).get("attention", device.rate(rated(e)))
-    return operations / device.rate(rated(e))
+        return share * operations / dict(device.flops).get("attention", rate)
+    return operations / rate
 
 
 def _product(e: Eqn, graph: Graph) -> tuple[int, int, int] | None:
@@ -92,13 +94,15 @@ def _is_causal(e: Eqn) -> bool:
     return bool(e.args[index] if index < len(e.args) else e.kwargs.get(_CAUSAL))
 
 
-def rated(e: Eqn) -> str:
+def rate_name(e: Eqn) -> str:
     """The name of an operation's rate: the dtype of its result, or "tf32" if PyTorch runs this product in TF32."""
-    dtype = next((DTYPES.get(o.dtype, "f32") for o in e.results), "f32")
     if _packet(e) is aten._scaled_mm:
         return "f8e4m3"
+    dtype = next((DTYPES.get(o.dtype, "f32") for o in e.results), "f32")
     if dtype != "f32" or not is_matmul(e):
         return dtype
+
+    # The user's settings when the step is planned decide.
     if "convolution" in op_name(e.op):
         # The class that replaces this module at import has the attribute, and mypy reads the module.
         precision = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ztrans.planning.network import Level, Message, Network
-from ztrans.planning.simulate import play
+from ztrans.planning.play import play
 
 
 @st.composite
