@@ -46,7 +46,12 @@ LONG = (4, 64, 1024)  # and here activations
 
 def within(memory: int):
     """A cluster of GPUs on which a step may have this much live."""
-    figures = {"dispatch": 0.0, "edge": 0.0, "streaming": 1.0, "launch": 4e-6}  # not those of H100s
+    figures = {
+        "launch_overhead": 0.0,
+        "edge": 0.0,
+        "streaming": 1.0,
+        "kernel_gap": 4e-6,
+    }  # not those of H100s
     gpu = dataclasses.replace(H100, name="small", memory=memory, reserve=0, **figures)
     return zt.cluster(gpu, dp="nvlink4")
 

@@ -25,7 +25,11 @@ INF = float("inf")
 def test_devices_are_plausible(name):
     device = zt.cluster(name).device
     assert zt.cluster(name.upper()).device is device is DEVICES[name]
-    assert device.rate("bf16") > 1e10 and device.bandwidth >= 1e10 and 1e-6 <= device.launch <= 1e-5
+    assert (
+        device.rate("bf16") > 1e10
+        and device.bandwidth >= 1e10
+        and 1e-6 <= device.kernel_gap <= 1e-5
+    )
     assert device.rate("i64") == device.rate("f32"), "a dtype without a figure counts as f32"
 
 
@@ -40,7 +44,7 @@ def precision():
 
 def product_seconds(f, *shapes) -> float:
     """The seconds of the only product or convolution in the program of `f`, on an H100 without launch costs."""
-    bare = dataclasses.replace(H100, launch=0.0, dispatch=0.0, edge=0.0, bandwidth=INF)
+    bare = dataclasses.replace(H100, kernel_gap=0.0, launch_overhead=0.0, edge=0.0, bandwidth=INF)
     program = zt.Step.of(lambda state, *args: (state, f(*args))).lower(
         torch.zeros(1), *(torch.empty(s, device="meta") for s in shapes)
     )
@@ -183,10 +187,10 @@ MINE = Device("mine", (("f32", 1.0),), 1.0, 1.0)
      "cluster: no profile of link 'string' for axis 'dp'; there are nvlink4, nvlink3, infiniband, infiniband-rail, "
      "ethernet-1g, ethernet-10g, ethernet-100g."),
     (lambda: zt.cluster(MINE, dp=Link("w", 1e-3, 0.0)),
-     "cluster: Link(name='w', latency=0.001, bandwidth=0.0, hop=0.0, efficiency=(), host=0.0, call=0.0, unpack=()) for axis 'dp': "
+     "cluster: Link(name='w', latency=0.001, bandwidth=0.0, hop=0.0, efficiency=(), byte_overhead=0.0, overhead=0.0, unpack=()) for axis 'dp': "
      "bandwidth must be positive, latency not negative."),
     (lambda: zt.cluster(MINE, dp=Link("w", -1.0, 1.0)),
-     "cluster: Link(name='w', latency=-1.0, bandwidth=1.0, hop=0.0, efficiency=(), host=0.0, call=0.0, unpack=()) for axis 'dp': "
+     "cluster: Link(name='w', latency=-1.0, bandwidth=1.0, hop=0.0, efficiency=(), byte_overhead=0.0, overhead=0.0, unpack=()) for axis 'dp': "
      "bandwidth must be positive, latency not negative."),
     (lambda: zt.cluster("h100", host_link="string"),
      "cluster: no profile of link 'string' to the host; there are pcie4, pcie5, c2c, memory."),
@@ -265,7 +269,8 @@ def test_calibrate_measures_the_device_on_one_rank():
     assert cluster.links == () and cluster.device.name.startswith("cpu, ")
     assert 1e8 < cluster.device.rate("f32") < 1e14 and 1e8 < cluster.device.bandwidth < 1e13
     assert (
-        1e-8 < cluster.device.launch < 1e-3 and dataclasses.asdict(cluster.device)["memory"] > 1e8
+        1e-8 < cluster.device.kernel_gap < 1e-3
+        and dataclasses.asdict(cluster.device)["memory"] > 1e8
     )
 
 
@@ -326,7 +331,7 @@ def test_the_first_of_two_levels_is_a_message_for_each_host():
 def test_a_measured_link_between_hosts_has_a_first_level_too():
     shard = zt.shard_params(zt.AbstractMesh(dp=4), reduce_dtype=BF16)
     lowered = on_ranks(CASES["mlp_momentum"], 4, shard)
-    measured = dataclasses.replace(LINKS["infiniband"], whole=True)
+    measured = dataclasses.replace(LINKS["infiniband"], includes_packing=True)
     cluster = zt.cluster("h100", dp=zt.by_host(2, "nvlink4", measured))
     levels = {e.op.name: message.inside for e, message, _ in messages(lowered.graph, cluster)}
     assert levels["reduce_scatter"].link == "nvlink4" and levels["all_gather"] is None

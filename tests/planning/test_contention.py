@@ -41,7 +41,7 @@ def test_what_was_measured_and_what_takes_no_time_stays():
 
 def test_on_a_gpu_messages_slow_the_kernels_that_wait_for_memory_and_on_a_cpu_they_do_not():
     shard = zt.shard_params(zt.AbstractMesh(dp=4))
-    slow = dataclasses.replace(H100, bandwidth=1e6, dispatch=0.0)
+    slow = dataclasses.replace(H100, bandwidth=1e6, launch_overhead=0.0)
     wire = Link("wire", 1e-6, 1e6)
     quiet = Link("wire", 1e-6, 1e-3)  # so slow that it moves no bytes while a kernel runs
     lowered = on_ranks(CASES["mlp_momentum"], 4, shard, zt.overlap_grads(), zt.prefetch())

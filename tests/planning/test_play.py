@@ -62,7 +62,7 @@ def slowly(compute, messages):
     todo = []
     for k in range(len(compute) + 1):
         for i in (i for i, m in enumerate(messages) if m.issue == k):
-            todo += [("run", messages[i].host), ("issue", i)]
+            todo += [("run", messages[i].overhead), ("issue", i)]
         todo += [("wait", [i for i, m in enumerate(messages) if m.need == k])]
         todo += [("place", k), *([("run", compute[k])] if k < len(compute) else [])]
     now, busy = Fraction(0), None  # `busy` is the time at which the running operation ends

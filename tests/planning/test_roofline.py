@@ -79,10 +79,10 @@ def test_attention_has_a_rate_of_its_own_and_computes_half_of_the_scores_if_it_i
 
 
 def test_a_gpu_runs_a_kernel_while_its_host_launches_the_next_and_a_cpu_does_not():
-    assert queue_seconds(H100, 1, 0.0) == H100.dispatch
-    assert queue_seconds(H100, 1, 1.0) == 1.0 + H100.launch
+    assert queue_seconds(H100, 1, 0.0) == H100.launch_overhead
+    assert queue_seconds(H100, 1, 1.0) == 1.0 + H100.kernel_gap
     assert queue_seconds(H100, 0, 1.0) == 1.0
-    assert queue_seconds(CPU, 3, 1.0) == 1.0 + 3 * CPU.launch
+    assert queue_seconds(CPU, 3, 1.0) == 1.0 + 3 * CPU.kernel_gap
 
 
 def test_a_power_limit_lowers_the_clock_and_not_the_memory():

@@ -12,7 +12,7 @@ from ztrans.planning.network import Message
 from ztrans.planning.play import play
 from ztrans.profiling.link_fit import Observed, Sample, explain, fit, sending, solve
 
-GUESS = Link("wire", latency=1e-4, bandwidth=1e9, hop=7e-6, host=3e-10)
+GUESS = Link("wire", latency=1e-4, bandwidth=1e9, hop=7e-6, byte_overhead=3e-10)
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 SIZES = [4096 * 4**k for k in range(8)]
 
@@ -77,13 +77,13 @@ def test_outliers_change_the_fit_little():
 
 
 def test_figures_that_the_samples_do_not_determine_stay():
-    """Small messages do not determine the bandwidth. No message determines `hop` or `host`."""
+    """Small messages do not determine the bandwidth. No message determines `hop` or `byte_overhead`."""
     true = dataclasses.replace(GUESS, latency=1e-2)
     link = fit(GUESS, samples(true, 0.0, [64, 256]), 2)
     assert link.latency == pytest.approx(1e-2, rel=0.05) and link.bandwidth == pytest.approx(
         1e9, rel=0.05
     )
-    assert (link.name, link.hop, link.host) == (GUESS.name, GUESS.hop, GUESS.host)
+    assert (link.name, link.hop, link.byte_overhead) == (GUESS.name, GUESS.hop, GUESS.byte_overhead)
     assert (
         fit(GUESS, [], 2)
         == fit(GUESS, [Sample("all_gather", 0, 1.0), Sample("all_gather", 9, 0.0)], 2)
@@ -98,16 +98,19 @@ def test_a_known_hop_is_not_counted_as_latency():
 
 
 def test_the_compute_time_of_sending_is_recovered():
-    """From messages of many sizes. Messages of one size determine only the sum of `call` and `host` times bytes."""
+    """From messages of many sizes. Messages of one size determine only the sum of `overhead` and `byte_overhead` times bytes."""
     chance = random.Random(3)
     sizes = [1e3, 5e3, 3e5, 6e5, 1e6, 3e6] * 4
     link = sending(GUESS, [(n, (3e-4 + n * 6e-10) * chance.lognormvariate(0, 0.1)) for n in sizes])
-    assert link.call == pytest.approx(3e-4, rel=0.15) and link.host == pytest.approx(
+    assert link.overhead == pytest.approx(3e-4, rel=0.15) and link.byte_overhead == pytest.approx(
         6e-10, rel=0.15
     )
-    assert dataclasses.replace(link, call=GUESS.call, host=GUESS.host) == GUESS
+    assert (
+        dataclasses.replace(link, overhead=GUESS.overhead, byte_overhead=GUESS.byte_overhead)
+        == GUESS
+    )
     equal = sending(GUESS, [(1e6, 2e-3)] * 9)
-    assert equal.call + 1e6 * equal.host == pytest.approx(2e-3, rel=0.05)
+    assert equal.overhead + 1e6 * equal.byte_overhead == pytest.approx(2e-3, rel=0.05)
     assert sending(GUESS, []) == sending(GUESS, [(0.0, 1e-3), (1e3, 0.0)]) == GUESS
 
 

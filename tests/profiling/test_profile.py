@@ -252,7 +252,7 @@ def test_messages_are_recorded_with_their_lanes_and_bytes(pretended, tmp_path):
         assert sum(m.received for m in messages) == lowered.cost_analysis().wire_bytes
         assert all(0 <= m.issued <= m.done and m.spent > 0 and m.unpacked > 0 for m in messages)
     ((_, link),) = measured.cluster(lowered.cluster).links
-    assert link.call > 0 and link.host > 0
+    assert link.overhead > 0 and link.byte_overhead > 0
     assert [kind for kind, each in link.unpack if each > 0] == [
         "all_gather",
         "all_reduce",
@@ -314,7 +314,9 @@ def test_a_compiled_step_can_be_tuned_with_a_fake_process_group(pretended):
 def test_what_a_profile_has_measured_of_packing_is_not_added_to_it(gloo):
     """Compute packs for gloo, which is part of the seconds that sending took; a GPU packs while a message is on its way."""
     lowered = on_ranks(CASE, 4, zt.shard_params(zt.AbstractMesh(dp=4)), *CHAIN)
-    slow_memory = Device("slow", (("f32", 1e11),), bandwidth=1e6, launch=0.0, gloo=gloo, taken=0.2)
+    slow_memory = Device(
+        "slow", (("f32", 1e11),), bandwidth=1e6, kernel_gap=0.0, gloo=gloo, taken=0.2
+    )
     base = zt.cluster(slow_memory, dp=Link("wire", 1e-4, 1e9))
     messages = []
     for k, (kind, received) in enumerate(
@@ -329,7 +331,7 @@ def test_what_a_profile_has_measured_of_packing_is_not_added_to_it(gloo):
     problem = formulate(skeleton(lowered.unordered), cluster, float("inf"))
     for member in (*problem.gathers, *problem.reductions):
         message = message_of(problem, [member], 0, 0)
-        assert message.host == pytest.approx(1e-3 + member.wire / 1e6, rel=0.1)
+        assert message.overhead == pytest.approx(1e-3 + member.wire / 1e6, rel=0.1)
         assert message.pack_beside == message.unpack_beside == 0.0
     sent = equation_seconds(lowered.graph, cluster)
     for eqn, took in zip(lowered.graph.eqns, sent):

@@ -49,8 +49,8 @@ def problem(
             chance.choice(["link", "other"]),
             latency=chance.choice([0.0, 0.5, 2.0]),
             pace=0.5,
-            call=chance.choice([0.0, 0.5]) if host else 0.0,
-            host=chance.choice([0.0, 0.25]) if host else 0.0,
+            overhead=chance.choice([0.0, 0.5]) if host else 0.0,
+            byte_overhead=chance.choice([0.0, 0.25]) if host else 0.0,
         )
         for key in range(chance.randint(1, keys))
     }
@@ -163,8 +163,8 @@ def with_second_reductions(chance: Random, p: Problem) -> Problem:
     for key in sorted({r.key for r in reductions}):
         if chance.random() < 0.3:
             lane, link = chance.choice(["lane", "third"]), chance.choice(["link", "third"])
-            call = chance.choice([0.0, 0.25])
-            wires[key, "again"] = Wire(lane, link, latency=0.5, pace=0.5, call=call)
+            overhead = chance.choice([0.0, 0.25])
+            wires[key, "again"] = Wire(lane, link, latency=0.5, pace=0.5, overhead=overhead)
             for i, r in enumerate(reductions):
                 if r.key == key:
                     again = Reduction((key, "again"), chance.randint(0, 4), 1, r.born)
@@ -191,7 +191,7 @@ def levered(chance: Random) -> Problem:
             issue = chance.randint(0, ops)
             lane, link = chance.choice(["lane", "third"]), chance.choice(["link", "third"])
             need = chance.randint(issue, ops)
-            messages.append(Message(issue, need, lane, link, 0.5, 1.0, host=0.25, unpack=0.25))
+            messages.append(Message(issue, need, lane, link, 0.5, 1.0, overhead=0.25, unpack=0.25))
         dropped = chance.sample(range(len(p.gathers)), chance.randint(0, len(p.gathers)))
         levers.append(
             Lever(

@@ -22,19 +22,22 @@ from .devices import CPU, DEVICES, H100, Device
 
 @dataclass(frozen=True)
 class Link:
-    """The link through which one rank sends and receives."""
+    """The link through which one rank sends and receives.
+
+    The overheads are seconds in which compute stands still for a message (the `o` and `O` of LogGP).
+    """
 
     name: str
     latency: float  # seconds for each message
     bandwidth: float  # bytes/s
     hop: float = 0.0  # more seconds for each message, for each further rank of the ring
     efficiency: tuple[tuple[str, float], ...] = ()  # (kind of collective, factor of the bandwidth)
-    host: float = 0.0  # seconds of compute for each byte that is sent
-    call: float = 0.0  # seconds of compute for each message that is sent
+    byte_overhead: float = 0.0  # seconds of compute for each byte that is sent
+    overhead: float = 0.0  # seconds of compute for each message that is sent
     # (kind, seconds of compute for each byte that has arrived)
     unpack: tuple[tuple[str, float], ...] = ()
     # Whether these figures, which were measured, have the time to pack messages, and on GPUs also to unpack them.
-    whole: bool = dataclasses.field(default=False, repr=False)
+    includes_packing: bool = dataclasses.field(default=False, repr=False)
     # With `by_host`: the link between the ranks of one host, and how many they are. They are neighbours on the axis.
     inside: Link | None = dataclasses.field(default=None, repr=False)
     local: int = dataclasses.field(default=1, repr=False)
@@ -59,21 +62,23 @@ class Link:
         In a ring, what a rank receives has passed all others, hop by hop; an all_reduce passes twice. A tree joins the
         hosts by pairs, up and down, and the ranks of a host in a chain.
         """
-        transfer = received / (self.bandwidth * dict(self.efficiency).get(kind, 1.0))
-        passes = 2 if kind == "all_reduce" else 1
-        hosts = ranks
-        first = self.latency
-        around = 0.0  # the hops inside of hosts, in a ring and in a tree
-        within = 0.0
+        hosts = ranks  # without `by_host` each rank counts as a host of its own
+        latency = self.latency
+        ring_inside = 0.0  # seconds of the hops inside hosts
+        chain_inside = 0.0
         if self.inside is not None:
             hosts = -(-ranks // self.local)
-            first = self.latency if hosts > 1 else self.inside.latency
-            around = self.inside.hop * (ranks - hosts)
-            within = self.inside.hop * (min(ranks, self.local) - 1)
-        ring = first + passes * (self.hop * (hosts - 1) + around)
+            latency = self.latency if hosts > 1 else self.inside.latency
+            ring_inside = self.inside.hop * (ranks - hosts)
+            chain_inside = self.inside.hop * (min(ranks, self.local) - 1)
+
+        transfer = received / (self.bandwidth * dict(self.efficiency).get(kind, 1.0))
+        passes = 2 if kind == "all_reduce" else 1
+        ring = latency + passes * (self.hop * (hosts - 1) + ring_inside)
         if kind != "all_reduce" or not self.tree:
             return [(ring, transfer)]
-        tree = first + passes * (self.hop * math.ceil(math.log2(max(hosts, 1))) + within)
+        levels = math.ceil(math.log2(max(hosts, 1)))
+        tree = latency + passes * (self.hop * levels + chain_inside)
         return [(ring, transfer), (tree, transfer / self.tree)]
 
 
@@ -87,8 +92,8 @@ LINKS = {
     "infiniband": Link("infiniband", 20e-6, 45e9, 3e-6, tree=_TREE),
     # Eight NICs a host, used by a whole ring.
     "infiniband-rail": Link("infiniband-rail", 30e-6, 180e9, 2e-6, tree=_TREE),
-    "ethernet-1g": Link("ethernet-1g", 3e-4, 0.117e9, 5e-5, host=5e-10),
-    "ethernet-10g": Link("ethernet-10g", 2e-4, 1.1e9, 3e-5, host=5e-10),
+    "ethernet-1g": Link("ethernet-1g", 3e-4, 0.117e9, 5e-5, byte_overhead=5e-10),
+    "ethernet-10g": Link("ethernet-10g", 2e-4, 1.1e9, 3e-5, byte_overhead=5e-10),
     "ethernet-100g": Link("ethernet-100g", 1e-4, 9e9, 2e-5),
 }
 # Between the memories of a device and its host, in each direction. A copy takes no time of compute.
@@ -105,8 +110,8 @@ class Cluster:
     """The device of every rank, and the link of every mesh axis.
 
     `measured` has the durations of operations in seconds, by `simulate.signature`; they are used instead of the
-    roofline. `host` is the link between the memory of a device and that of its host, by default that of the device, and
-    `host_memory` is the share of a device in the memory of the host, in bytes.
+    roofline. `host_link` is the link between the memory of a device and that of its host, by default that of the
+    device, and `host_memory` is the share of a device in the memory of the host, in bytes.
 
     >>> cluster("h100", dp="infiniband", tp="nvlink4").link("dp").name
     'infiniband'
@@ -115,13 +120,8 @@ class Cluster:
     device: Device
     links: tuple[tuple[str, Link], ...]
     measured: tuple[tuple[str, float], ...] = dataclasses.field(default=(), repr=False)
-    host: Link | None = dataclasses.field(default=None, repr=False)
+    host_link: Link | None = dataclasses.field(default=None, repr=False)
     host_memory: float = dataclasses.field(default=float("inf"), repr=False)
-
-    @property
-    def host_link(self) -> Link:
-        """The link between the memory of a device and that of its host."""
-        return self.host or HOST_LINKS[self.device.host]
 
     def copy_seconds(self, size: int) -> tuple[float, float]:
         """The latency of a copy of `size` bytes to the host or from it, and the time in which they move.
@@ -130,7 +130,7 @@ class Cluster:
         >>> cluster("h100", host_link=shared).copy_seconds(50_000_000)
         (1e-05, 0.002)
         """
-        link = self.host_link
+        link = self.host_link or HOST_LINKS[self.device.host_link]
         return link.latency, size * link.shared / link.bandwidth
 
     def link(self, axis: str) -> Link:
@@ -216,9 +216,8 @@ class Cluster:
 
     def with_measured(self, seconds: Mapping[str, float]) -> Cluster:
         """This cluster with measured durations of operations in seconds, by `simulate.signature`."""
-        return dataclasses.replace(
-            self, measured=tuple(sorted({**dict(self.measured), **seconds}.items()))
-        )
+        measured = {**dict(self.measured), **seconds}
+        return dataclasses.replace(self, measured=tuple(sorted(measured.items())))
 
 
 def cluster(
@@ -251,8 +250,10 @@ def cluster(
     profiles = {}
     for axis, link in links.items():
         profiles[axis] = _profile(link, "cluster", f"for axis {axis!r}")
-    host = None if host_link is None else _profile(host_link, "cluster", "to the host", HOST_LINKS)
-    return Cluster(chosen, tuple(profiles.items()), host=host, host_memory=host_memory)
+    to_host = None
+    if host_link is not None:
+        to_host = _profile(host_link, "cluster", "to the host", HOST_LINKS)
+    return Cluster(chosen, tuple(profiles.items()), host_link=to_host, host_memory=host_memory)
 
 
 def by_host(local: int, inside: str | Link, between: str | Link) -> Link:

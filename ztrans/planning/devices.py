@@ -33,18 +33,20 @@ class Device:
     name: str
     flops: tuple[tuple[str, float], ...]  # (dtype, FLOP/s of matmuls)
     bandwidth: float  # bytes/s of memory, of a copy
-    launch: float  # seconds of the processor between two kernels
+    kernel_gap: float  # seconds of the processor between two kernels
     memory: float = float("inf")  # bytes
-    call: float = 1e-6  # seconds of the host for a call that launches no kernel, such as a view
+    call_overhead: float = (
+        1e-6  # seconds of the host for a call that launches no kernel, such as a view
+    )
     # Bytes of the memory that a step may not have live; by default `GPU_RESERVE`, or `RESERVED_SHARE` if that is less.
     reserve: float | None = None
     # Whether gloo carries its collectives, not NCCL. Compute then packs and unpacks them; a GPU does so beside compute.
     gloo: bool = dataclasses.field(default=False, repr=False)
-    host: str = "pcie5"  # the name of the link between its memory and that of its host
+    host_link: str = "pcie5"  # the name of the link between its memory and that of its host
     # The share of the processor that a message takes while its bytes move.
     taken: float = dataclasses.field(default=0.0, repr=False)
     # Seconds of the host to launch a kernel. A GPU runs one while its host launches the next.
-    dispatch: float = dataclasses.field(default=0.0, repr=False)
+    launch_overhead: float = dataclasses.field(default=0.0, repr=False)
     # A matmul takes as long as one whose three sizes are greater by this many elements.
     edge: float = dataclasses.field(default=0.0, repr=False)
     # The share of `bandwidth` that kernels other than copies reach.
@@ -105,7 +107,7 @@ HOPPER_MATMULS = 0.589
 # 10 us for an operation of eager PyTorch, forward or backward: 4 for an addition in a loop, and 22 to 30 for GPT-2 on
 # the slow host of benchmarks/results/gpu_h100.md. Kernels that compute while they stream reach 0.82 to 0.87 of a copy
 # (torch._foreach_copy_ in gpu_h100.md).
-GPU = Device("GPU", (("f32", 1e12),), 1e12, launch=2e-6, dispatch=10e-6, streaming=0.85)
+GPU = Device("GPU", (("f32", 1e12),), 1e12, kernel_gap=2e-6, launch_overhead=10e-6, streaming=0.85)
 
 
 # Data sheet of the H100 SXM5: 989 TFLOP/s in bf16, 3.35 TB/s, of which a copy reaches 3.0 (gpu_h100.md). Attention:
@@ -143,7 +145,7 @@ A100 = dataclasses.replace(
     flops=_rates(0.82, 190, bf16=312, tf32=156, f32=19.5, f64=19.5),
     bandwidth=1.8e12,
     memory=80e9,
-    host="pcie4",
+    host_link="pcie4",
     edge=64,
 )
 # Data sheet of the HGX B200: 2,250 TFLOP/s dense, 8 TB/s, 180 GB, 1,000 W. The shares are those of Hopper, whose
@@ -177,7 +179,7 @@ RTX4090 = dataclasses.replace(
     flops=_rates(0.92, 140, bf16=165.2, tf32=82.6, f32=82.6, f64=1.3, f8e4m3=330.3),
     bandwidth=0.93e12,
     memory=24e9,
-    host="pcie4",
+    host_link="pcie4",
     edge=64,
 )
 # A core of a server of 2024, as `zt.calibrate` measures it.
@@ -187,7 +189,7 @@ CPU = Device(
     1.0e10,
     5e-6,
     gloo=True,
-    host="memory",
+    host_link="memory",
 )
 DEVICES = {
     "h100": H100,

@@ -162,7 +162,9 @@ def _levers_of_parts(
         seconds: tuple[tuple[int, float], ...] = ()
         if cluster is not None:
             device = cluster.device
-            seconds = ((made, device.launch + device.call + 2 * size / device.bandwidth),)
+            seconds = (
+                (made, device.kernel_gap + device.call_overhead + 2 * size / device.bandwidth),
+            )
         kept = Buffer(size, 2 * made, 2 * use)
         lever = Lever(gathers[i].name, (each.instead,), (kept,), seconds, sent=(i,))
         levers.append((use - made, lever))
@@ -261,18 +263,18 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
         tree = others[0] if others else None
     measured_unpack = dict(link.unpack).get(kind)
     unpacked = UNPACKING.get(start.op, NO_UNPACKING).times if measured_unpack is None else 0
-    if link.whole and not device.gloo:
+    if link.includes_packing and not device.gloo:
         unpacked = 0
     return Wire(
         last.lane,
         last.link,
         latency,
         pace,
-        call=(1 if link.whole else 2) * device.launch + link.call,
-        host=link.host,
+        overhead=(1 if link.includes_packing else 2) * device.kernel_gap + link.overhead,
+        byte_overhead=link.byte_overhead,
         unpack=measured_unpack or 0.0,
         ranks=graph.axes[axis],
-        pack=0.0 if link.whole else 2 / device.bandwidth,
+        pack=0.0 if link.includes_packing else 2 / device.bandwidth,
         copy=unpacked / device.bandwidth,
         beside=not device.gloo,
         inside=Inside(*inside[0][:3], paces[0]) if inside else None,

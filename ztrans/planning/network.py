@@ -47,7 +47,7 @@ class Message(NamedTuple):
     link: str  # the wire, which messages of other lanes may share
     latency: float  # seconds before bytes move
     seconds: float  # seconds in which they move if no other message uses the link
-    host: float = 0.0  # seconds of compute to send it
+    overhead: float = 0.0  # seconds of compute to send it
     unpack: float = 0.0  # seconds of compute to turn the received bytes into values, after the wait
     # The same beside compute: in the packing queue before it is sent, and in its lane after its bytes have moved.
     pack_beside: float = 0.0

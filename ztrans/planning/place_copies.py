@@ -245,7 +245,7 @@ class _Placing:
         places: dict[Eqn, int] = {}
         for e in reversed(copies):
             index = self.index[e]
-            begin = min(begin, self.time[index]) - self._seconds(e) - self.cluster.device.launch
+            begin = min(begin, self.time[index]) - self._seconds(e) - self.cluster.device.kernel_gap
             place = max(bisect_right(self.time, begin) - 1, self._exists(e.ins[0]))
             place = max(self.before_updates[place], self._exists(e.ins[0]))
             place = self._fitting_begin(place, index, self.bytes_on_device(e.out))

@@ -124,7 +124,7 @@ class _Rank:
         self.clock = 0.0
 
     def send(self, i: int) -> None:
-        self.clock += self.messages[i].host
+        self.clock += self.messages[i].overhead
         self.network.run(self.clock)
         self.number[i] = self.network.issue(self.messages[i], self.clock)
 

@@ -4,7 +4,7 @@ A kernel takes as long as its arithmetic, or as its bytes, whichever is longer. 
 data sheet. Products of thin matrices are slower for each operation, because their edges do not fill the tiles of a
 matmul: a product takes as long as one whose three sizes are greater by `Device.edge`. Kernels that compute while they
 stream reach less of the memory's bandwidth than copies (`Device.streaming`). And a kernel never takes less than its
-host needs to launch the next one (`Device.dispatch`).
+host needs to launch the next one (`Device.launch_overhead`).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def queue_seconds(device: Device, kernels: int, seconds: float) -> float:
     A CPU first calls a kernel and then runs it. A GPU runs one while its host launches the next ones.
 
     >>> from .devices import CPU, H100
-    >>> queue_seconds(CPU, 1, 1e-3) > 1e-3, queue_seconds(H100, 1, 1e-9) == H100.dispatch
+    >>> queue_seconds(CPU, 1, 1e-3) > 1e-3, queue_seconds(H100, 1, 1e-9) == H100.launch_overhead
     (True, True)
     """
-    return max(kernels * device.dispatch, kernels * device.launch + seconds)
+    return max(kernels * device.launch_overhead, kernels * device.kernel_gap + seconds)
 
 
 def roofline_seconds(e: Eqn, graph: Graph, device: Device) -> float:

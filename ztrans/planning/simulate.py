@@ -57,7 +57,7 @@ def equation_seconds(graph: Graph, cluster: Cluster) -> list[float]:
     def seconds_of(e: Eqn) -> float:
         wait = waits.get(e)
         if rules(e).copies:
-            return device.launch * every_launch[e].kernels
+            return device.kernel_gap * every_launch[e].kernels
         if wait and wait.member:
             return 0.0  # the wait for the first member unpacks the whole bucket
         if measured:
@@ -69,7 +69,7 @@ def equation_seconds(graph: Graph, cluster: Cluster) -> list[float]:
         if rules(e).packs:
             return _before_issue(e, graph, cluster)
         if rules(e).shares(e):
-            return device.call * every_launch[e].calls
+            return device.call_overhead * every_launch[e].calls
         return queue_seconds(device, every_launch[e].kernels, roofline_seconds(e, graph, device))
 
     return list(map(seconds_of, graph.eqns))
@@ -97,17 +97,17 @@ def _before_issue(e: Eqn, graph: Graph, cluster: Cluster) -> float:
     """The seconds of compute that it takes to send a collective."""
     device = cluster.device
     link = cluster.link(e.kwargs["axis"])
-    sending = link.call + link.host * rules(e).wire_bytes(e, graph.axes)
-    if link.whole:
+    sending = link.overhead + link.byte_overhead * rules(e).wire_bytes(e, graph.axes)
+    if link.includes_packing:
         return sending
     # A GPU packs beside compute: there the message has these seconds (see `messages`).
     packing = _packing(e, graph, cluster) if device.gloo else 0.0
-    return device.launch + sending + packing
+    return device.kernel_gap + sending + packing
 
 
 def _packing(e: Eqn, graph: Graph, cluster: Cluster) -> float:
     """The seconds that it takes to copy into the send buffer of a collective."""
-    if cluster.link(e.kwargs["axis"]).whole:
+    if cluster.link(e.kwargs["axis"]).includes_packing:
         return 0.0
     size = local_bytes(graph)
     copied = 0
@@ -122,8 +122,8 @@ def _after_wait(e: Eqn, graph: Graph, cluster: Cluster) -> float:
     device = cluster.device
     measured_unpack = dict(cluster.link(e.kwargs["axis"]).unpack).get(op_name(e.op))
     if measured_unpack is not None:
-        return device.launch + measured_unpack * rules(e).wire_bytes(e, graph.axes)
-    return device.launch + (_unpacking(e, graph, cluster) if device.gloo else 0.0)
+        return device.kernel_gap + measured_unpack * rules(e).wire_bytes(e, graph.axes)
+    return device.kernel_gap + (_unpacking(e, graph, cluster) if device.gloo else 0.0)
 
 
 def _unpacking(e: Eqn, graph: Graph, cluster: Cluster) -> float:
@@ -188,7 +188,7 @@ def messages(graph: Graph, cluster: Cluster) -> list[Sent]:
 def _packed_beside(message: Message, e: Eqn, graph: Graph, cluster: Cluster) -> Message:
     """A message of a GPU, which packs and unpacks it beside compute."""
     message = message._replace(pack_beside=_packing(e, graph, cluster))
-    if cluster.link(e.kwargs["axis"]).whole:
+    if cluster.link(e.kwargs["axis"]).includes_packing:
         return message
     unpack = _unpacking(e, graph, cluster)
     if message.inside is None:
@@ -284,7 +284,7 @@ def timeline_of(graph: Graph, cluster: Cluster, seconds: Sequence[float]) -> Tim
         every = _of_two_steps(graph, every)
     sent = [each.message for each in every]
     played = play(seconds, sent)
-    if not cluster.device.gloo:  # gloo's messages take compute instead (`Link.host`)
+    if not cluster.device.gloo:  # gloo's messages take compute instead (`Link.byte_overhead`)
         seconds = _sharing_memory(graph, cluster, seconds, every, played)
         played = play(seconds, sent)
 

@@ -158,7 +158,7 @@ def _measure_device(device: torch.device, sharing: int) -> Device:
         flops=tuple(flops),
         bandwidth=bandwidth,
         memory=module.mem_get_info()[1],
-        dispatch=launch,
+        launch_overhead=launch,
         taken=taken,
     )
 
@@ -210,13 +210,13 @@ def _measure_link(name: str, axis: str, mesh: DeviceMesh, device: torch.device) 
                 per_byte = slowest / size
             if slowest > _ENOUGH:
                 break
-    guess = Link(name, 1e-4, 1e9, whole=True)
+    guess = Link(name, 1e-4, 1e9, includes_packing=True)
     if on_cpu:
         size = min(16 * _LARGEST, max(_SIZES[0], int(_BURST / per_byte)))
         start_message, received = _collective("all_gather", size, gathers, mesh, streams)
         host = median(_compute_lost(start_message, mesh, device) for _ in range(3)) / received
         call = median(_start_seconds(gathers, mesh) for _ in range(15))
-        guess = Link(name, 1e-4, 1e9, host=host, call=call)
+        guess = Link(name, 1e-4, 1e9, byte_overhead=host, overhead=call)
     return fit(guess, samples, gathers.group.size())
 
 

@@ -62,7 +62,7 @@ def fit(link: Link, samples: Sequence[Sample], ranks: int) -> Link:
     """`link` with the latency, bandwidth and efficiencies that explain `samples` best.
 
     Figures that the samples do not determine stay as they were: the bandwidth if all samples are small, and always
-    `hop`, `host`, `call` and `unpack`.
+    `hop`, `overhead`, `byte_overhead` and `unpack`.
 
     >>> wire = Link("wire", latency=1e-4, bandwidth=1e9)
     >>> fitted = fit(wire, [Sample("all_gather", n, 1e-3 + n / 1e8) for n in (1e4, 1e5, 1e6)], ranks=2)
@@ -86,7 +86,8 @@ def explain(
 ) -> tuple[tuple[str, Link], ...]:
     """`links` with the latency, bandwidth and efficiencies with which simulated messages end closest to `observed`.
 
-    Figures that the messages do not determine stay as they were, and so do `hop`, `host`, `call` and `unpack`.
+    Figures that the messages do not determine stay as they were, and so do `hop`, `overhead`, `byte_overhead` and
+    `unpack`.
 
     >>> slow = [Observed("dp", 2, "all_gather", 10**6, "dp gather", k * 0.5, k * 0.5 + 0.1) for k in range(3)]
     >>> ((_, link),) = explain((("dp", Link("wire", 1e-4, 1e9)),), slow)
@@ -133,22 +134,24 @@ def _simulated_seconds(links: Mapping[str, Link], observed: Sequence[Observed]) 
 
 
 def sending(link: Link, messages: Sequence[tuple[float, float]]) -> Link:
-    """`link` with the `call` and `host` that explain best how much compute it took to send messages.
+    """`link` with the `overhead` and `byte_overhead` that explain best how much compute it took to send messages.
 
     Each message is a pair of its bytes and the seconds of compute that it took.
 
     >>> fitted = sending(Link("wire", 1e-4, 1e9), [(n, 2e-4 + n / 1e9) for n in (1e3, 1e5, 1e6)])
-    >>> f"{fitted.call:.0e} s, {fitted.host:.0e} s/B"
+    >>> f"{fitted.overhead:.0e} s, {fitted.byte_overhead:.0e} s/B"
     '2e-04 s, 1e-09 s/B'
     """
     messages = [message for message in messages if min(message) > 0]
     if not messages:
         return link
     received, seconds = np.array(messages).T
-    start = [max(link.call, 1e-6), max(link.host, 1e-12)]
+    start = [max(link.overhead, 1e-6), max(link.byte_overhead, 1e-12)]
     halves = [seconds.mean() / 2, seconds.sum() / received.sum() / 2]
-    call, host = solve(lambda x: x[0] + x[1] * received, list(seconds), start, second_start=halves)
-    return dataclasses.replace(link, call=call, host=host)
+    overhead, byte_overhead = solve(
+        lambda x: x[0] + x[1] * received, list(seconds), start, second_start=halves
+    )
+    return dataclasses.replace(link, overhead=overhead, byte_overhead=byte_overhead)
 
 
 def unpacking(link: Link, messages: Sequence[tuple[str, float, float]]) -> Link:

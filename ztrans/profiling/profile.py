@@ -79,7 +79,7 @@ class Profile:
             on_axis = [m for m in usual if m.axis == axis]
             if on_axis:
                 # The figures are those of whole messages, in all levels.
-                link = dataclasses.replace(link, whole=True, inside=None)
+                link = dataclasses.replace(link, includes_packing=True, inside=None)
             link = sending(link, [(m.received, m.spent) for m in on_axis])
             link = unpacking(link, [(m.kind, m.received, m.unpacked) for m in on_axis])
             links.append((axis, link))

@@ -175,7 +175,7 @@ def test_the_bound_counts_packing_that_no_transfer_can_hide():
     """The gather arrives at 5 and is unpacked in 1. After the operations, the gradient is sent in 3, unpacked in 2."""
     wires = {
         "w": Wire("lane", "link", 0.0, 1.0, unpack=0.2),
-        "r": Wire("other", "link", 0.0, 0.0, host=0.5, unpack=1.0),
+        "r": Wire("other", "link", 0.0, 0.0, byte_overhead=0.5, unpack=1.0),
     }
     p = Problem(
         (1.0, 1.0),

@@ -113,7 +113,7 @@ def baseline_of(graph: Graph, hinted: Graph, cluster: Cluster) -> Baseline:
     movable: set[str] = set()
     if hinted.hints.offload:
         latency, pace = cluster.copy_seconds(1)
-        link = HostLink(problem.seconds_before, latency, pace, cluster.device.launch)
+        link = HostLink(problem.seconds_before, latency, pace, cluster.device.kernel_gap)
         movable = {v.name for v in values_for_backward(hinted) if size(v) >= _LEAST_MOVED}
     at_least = graph.hints.recompute_at_least
     places = places_of(s.graph, s.ops)

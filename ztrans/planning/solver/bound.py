@@ -118,7 +118,7 @@ class _Job:
 def _job(problem: Problem, member: Gather | Reduction, release: int, need: int) -> _Job:
     """A member as a message of its own. A bucket saves its latency, and nothing else."""
     wire = problem.wires[member.key]
-    host = wire.host * member.wire
+    host = wire.byte_overhead * member.wire
     unpack = wire.unpack * member.wire
     pack, copy = copy_seconds(wire, member)
     beside = 0.0

@@ -22,7 +22,7 @@ def message_of(problem: Problem, members: BucketMembers, start: int, wait: int) 
     """
     wire = problem.wires[members[0].key]
     wire_bytes = sum(member.wire for member in members)
-    host = wire.call + wire.host * wire_bytes
+    host = wire.overhead + wire.byte_overhead * wire_bytes
     unpack = wire.unpack * wire_bytes
     packing = wire.pack * packed_gradients(members)
     unpacking = wire.copy * packed_values(members)

@@ -207,7 +207,7 @@ class _Simulation:
         """Send a message."""
         message = in_flight.message
         lane = self.lanes[message.lane]
-        self.clock += message.host
+        self.clock += message.overhead
         self.network.run(self.clock)
         free_since = 0.0 if lane.last is None else self.network.end[lane.last]
         lane.work += max(self.clock - free_since, 0.0)

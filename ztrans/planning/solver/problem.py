@@ -48,8 +48,8 @@ class Wire(NamedTuple):
     link: str
     latency: float  # seconds for a message
     pace: float  # seconds for a byte, if nothing else uses the link
-    call: float = 0.0  # seconds for which compute stands still to send a message
-    host: float = 0.0  # and for each of its bytes
+    overhead: float = 0.0  # seconds for which compute stands still to send a message
+    byte_overhead: float = 0.0  # and for each of its bytes
     unpack: float = 0.0  # seconds for which compute makes values of a received byte
     ranks: int = 1  # that take part in a message
     pack: float = 0.0  # seconds to copy a byte that is sent
