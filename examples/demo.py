@@ -129,7 +129,9 @@ def memory_table(stages: dict[int, zt.stages.Lowered]) -> Table:
         table.add_column(column, justify="right")
     for stage, lowered in stages.items():
         memory = lowered.memory_analysis()
-        table.add_row(str(stage), size(memory.state), size(memory.peak), str(memory.at.source))
+        table.add_row(
+            str(stage), size(memory.state), size(memory.peak), str(memory.peak_eqn.source)
+        )
     return table
 
 

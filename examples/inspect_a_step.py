@@ -69,7 +69,7 @@ def main(config: Config = BIG, *, batch: int = 1, ranks: int = 8, lines: int = 1
     for stage in range(4):
         memory = lower(stage).memory_analysis()
         print(
-            f"stage {stage}   state {memory.state:>12,}   peak {memory.peak:>12,}   at {memory.at.source}"
+            f"stage {stage}   state {memory.state:>12,}   peak {memory.peak:>12,}   at {memory.peak_eqn.source}"
         )
 
 

@@ -64,7 +64,7 @@ def test_state_and_peak_by_stage():
 
 def test_the_peak_names_its_holders_and_lines():
     memory = lowered(stage=2).memory_analysis()
-    assert "test_cost.py" in str(memory.at.source)
+    assert "test_cost.py" in str(memory.peak_eqn.source)
     assert memory.holders[0][1] >= memory.holders[-1][1]
     assert "peak" in str(memory) and "state" in str(memory) and "test_cost.py" in str(memory)
 

@@ -30,6 +30,8 @@ from ..ir.relations import cached_on_graph
 from ..ir.update_groups import group_updates
 from .buffers import by_memory, device_bytes, live_bytes, local_bytes, storages
 
+_LISTED = 12  # the values at a peak that print
+
 
 @dataclass(frozen=True, repr=False)
 class Cost:
@@ -50,16 +52,21 @@ class Cost:
 
     def over(self, axis: str | None = None, role: str | None = None) -> int:
         """The wire bytes of one axis, of one role, or of both together."""
-        return sum(n for (a, r), n in self.wire if axis in (None, a) and role in (None, r))
+        total = 0
+        for (each_axis, each_role), received in self.wire:
+            if axis in (None, each_axis) and role in (None, each_role):
+                total += received
+        return total
 
     def __str__(self) -> str:
-        lines = [
-            f"{'compute':<24}{_si(self.flops, 'FLOP')}",
-            f"{'memory traffic':<24}{format_bytes(self.bytes)}",
+        rows = [
+            ("compute", _si(self.flops, "FLOP")),
+            ("memory traffic", format_bytes(self.bytes)),
+            ("host", f"{self.calls:,} calls, {self.launches:,} kernel launches"),
         ]
-        lines += [f"{'host':<24}{self.calls:,} calls, {self.launches:,} kernel launches"]
-        lines += [f"{f'wire {axis} {role}':<24}{format_bytes(n)}" for (axis, role), n in self.wire]
-        return "\n".join(lines)
+        for (axis, role), received in self.wire:
+            rows.append((f"wire {axis} {role}", format_bytes(received)))
+        return "\n".join(f"{name:<24}{figure}" for name, figure in rows)
 
     def __repr__(self) -> str:
         bytes_text = f"{format_bytes(self.bytes)} of memory traffic, {format_bytes(self.wire_bytes)} received"
@@ -71,34 +78,43 @@ class Memory:
     """The bytes that are live while each equation runs, and the values that are live at the peak.
 
     They are those of the device. The bytes that are live in the memory of the host are counted apart.
+
+    Attributes:
+        live: the bytes that are live while each equation runs.
+        peak: the greatest of these.
+        peak_eqn: the equation at the peak.
+        holders: (value, bytes, user's line) at the peak, the largest first.
+        state: the bytes of the state.
+        live_on_host: as `live`, in the memory of the host; empty if nothing ever is.
     """
 
-    live: tuple[int, ...]  # the bytes that are live while each equation runs
-    peak: int  # the greatest of these
-    at: Eqn | None  # the equation at the peak
-    # (value, bytes, user's line) at the peak, largest first
+    live: tuple[int, ...]
+    peak: int
+    peak_eqn: Eqn | None
     holders: tuple[tuple[Var, int, str], ...]
-    state: int  # the bytes of the state
-    host: tuple[
-        int, ...
-    ] = ()  # the bytes that are live in the memory of the host; empty if nothing ever is
+    state: int
+    live_on_host: tuple[int, ...] = ()
 
     @property
     def host_peak(self) -> int:
-        return max(self.host, default=0)
+        return max(self.live_on_host, default=0)
 
     def __str__(self) -> str:
-        name = next((out.name for out in self.at.results), "") if self.at else ""
-        line = f"  # {self.at.source}" if self.at and self.at.source else ""
-        where = f" at {name}{line}" if name else ""
+        where = ""
+        if self.peak_eqn is not None and self.peak_eqn.results:
+            source = self.peak_eqn.source
+            line = f"  # {source}" if source else ""
+            where = f" at {self.peak_eqn.results[0].name}{line}"
         lines = [f"peak {format_bytes(self.peak)}{where}", f"state {format_bytes(self.state)}"]
-        if self.host:
+        if self.live_on_host:
             lines.append(f"host {format_bytes(self.host_peak)}")
-        lines += [f"  {format_bytes(n):>10}  {v!r:<56}{line}" for v, n, line in self.holders[:12]]
+        for value, size, line in self.holders[:_LISTED]:
+            lines.append(f"  {format_bytes(size):>10}  {value!r:<56}{line}")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        return f"Memory(peak {format_bytes(self.peak)}, state {format_bytes(self.state)}, {len(self.live)} equations)"
+        peak = format_bytes(self.peak)
+        return f"Memory(peak {peak}, state {format_bytes(self.state)}, {len(self.live)} equations)"
 
 
 def _si(n: float, unit: str) -> str:
@@ -142,22 +158,23 @@ class Launches(NamedTuple):
 def launches(graph: Graph) -> Mapping[Eqn, Launches]:
     """The calls and launches of every equation, on the first rank."""
     # The first equation of a group makes the call for all of them.
-    grouped_eqns: set[Eqn] = set()
+    called_by_first: set[Eqn] = set()
     for group in group_updates(graph)[1]:
-        grouped_eqns.update(group[1:])
+        called_by_first.update(group[1:])
     pairs = pair(graph)
 
     def launches_of(e: Eqn) -> Launches:
-        if e in grouped_eqns or is_constant(e):
+        if e in called_by_first or is_constant(e):
             return Launches(0, 0)
         if rules(e).copies:
             return Launches(1, int(is_copy(e)))
         if e in pairs.starts:
             return Launches(1, 1 + bool(rules(e).sent_bytes(e, graph.axes)))
         if e in pairs.waits:
+            if pairs.waits[e].member:
+                return Launches(0, 0)  # the wait for the first member unpacks the whole bucket
             start = pairs.waits[e].start
-            unpacks = bool(rules(start).unpacked_bytes(start, graph.axes))
-            return Launches(0, 0) if pairs.waits[e].member else Launches(1, unpacks)
+            return Launches(1, bool(rules(start).unpacked_bytes(start, graph.axes)))
         if isinstance(e.op, Primitive):
             return Launches(int(rules(e).shares(e)), 0)
         inner = inner_work(e, lambda g: sum(not op_facts(each.op).view for each in g.eqns))
@@ -194,6 +211,7 @@ def flops(e: Eqn, graph: Graph) -> int:
     def meta(v: Var) -> torch.Tensor:
         return torch.empty(local_shape(v, graph.axes, first_rank), dtype=v.dtype, device="meta")
 
+    # PyTorch's formulas take the arguments of an operation, and read the shapes of tensors.
     arguments = [meta(a) if isinstance(a, Var) else a for a in e.args]
     outs: list[Any] = []
     for k, out in enumerate(e.outs):
@@ -201,7 +219,7 @@ def flops(e: Eqn, graph: Graph) -> int:
             outs.append(meta(out))
         else:
             # A gradient that is not needed is None. It would have the shape of the argument that it is for.
-            outs.append(next(iter(arguments[k + 1 :]), None))
+            outs.append(arguments[k + 1] if k + 1 < len(arguments) else None)
     out_val = outs[0] if len(outs) == 1 else tuple(outs)
     return int(formula(*arguments, **e.kwargs, out_val=out_val))
 
@@ -214,34 +232,41 @@ def memory(graph: Graph) -> Memory:
     """
     if graph.micro > 1:
         return _highest(graph)
-    all_storages, on_host = by_memory(storages(graph, donation(graph)))
     state = sum(map(device_bytes(graph), graph.inputs[: graph.num_state]))
-    curve = live_bytes(graph, all_storages)
-    host = tuple(live_bytes(graph, on_host)) if on_host else ()
-    if not curve:
+    if not graph.eqns:
         return Memory((), state, None, (), state)
-    peak = max(curve)
-    index = curve.index(peak)
-    at_peak = []
-    for storage in all_storages:
+    on_device, on_host = by_memory(storages(graph, donation(graph)))
+    live = live_bytes(graph, on_device)
+    peak = max(live)
+    index = live.index(peak)
+    holders = []
+    for storage in on_device:
         if storage.first <= index <= storage.last and storage.bytes:
-            at_peak.append((storage.value, storage.bytes, storage.line))
-    holders = tuple(sorted(at_peak, key=lambda holder: -holder[1]))
-    return Memory(tuple(curve), peak, graph.eqns[index], holders, state, host)
+            holders.append((storage.value, storage.bytes, storage.line))
+    holders.sort(key=lambda holder: -holder[1])
+    return Memory(
+        live=tuple(live),
+        peak=peak,
+        peak_eqn=graph.eqns[index],
+        holders=tuple(holders),
+        state=state,
+        live_on_host=tuple(live_bytes(graph, on_host)) if on_host else (),
+    )
 
 
 def _highest(graph: Graph) -> Memory:
     """The memory of the micro-batch with the highest peak, with what others hold: their batch, and what they return."""
     programs = parts(graph)
     size = local_bytes(graph)
+    # The batches of the other micro-batches are live throughout. So is what those before one in the middle return.
     batch = (graph.micro - 1) * sum(size(v) for v in graph.inputs if is_cut(graph, v))
     joined_outputs = programs.first.outputs[graph.num_state + programs.sums :][: programs.joins]
-    in_the_middle = batch + (graph.micro - 2) * sum(size(v) for v in joined_outputs)
+    joined = (graph.micro - 2) * sum(size(v) for v in joined_outputs)
 
-    def memory_of(part: Graph) -> Memory:
+    memories = []
+    for part in programs.different:
         by_itself = memory(part)
-        more = in_the_middle if part is programs.middle else batch
+        more = batch + joined if part is programs.middle else batch
         live = tuple(n + more for n in by_itself.live)
-        return dataclasses.replace(by_itself, live=live, peak=by_itself.peak + more)
-
-    return max(map(memory_of, programs.different), key=lambda each: each.peak)
+        memories.append(dataclasses.replace(by_itself, live=live, peak=by_itself.peak + more))
+    return max(memories, key=lambda each: each.peak)

@@ -402,7 +402,7 @@ def _timeline(graph: Graph, times: Times) -> Timeline:
         compute.append(Event(COMPUTE, began, ended - began, eqn))
     counted = memory(graph)
     live = tuple(zip(times.marks, counted.live))
-    host = tuple(zip(times.marks, counted.host))
+    host = tuple(zip(times.marks, counted.live_on_host))
     name = f"{graph.name}, measured"
     limit = graph.hints.memory
     return Timeline(name, times.end, (*compute, *bars), live, limit=limit, host_memory=host)
