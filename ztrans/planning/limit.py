@@ -68,11 +68,11 @@ def with_device_limit(graph: Graph, device: Device) -> Graph:
 
 def does_not_fit(graph: Graph, device: Device, least: Memory) -> DoesNotFit:
     """The error of a program that needs more than its limit in every order that was tried, at least `least`."""
-    where = f" at {least.at.source.where}" if least.at is not None and least.at.source else ""
-    needs = f"{least.peak} bytes ({format_bytes(least.peak)}){where}"
-    lines = [
-        f"{limit_text(graph.hints, device)} is less than the step needs in any order tried: {needs}."
-    ]
+    needs = f"{least.peak} bytes ({format_bytes(least.peak)})"
+    if least.peak_eqn is not None and least.peak_eqn.source:
+        needs += f" at {least.peak_eqn.source.where}"
+    limit = limit_text(graph.hints, device)
+    lines = [f"{limit} is less than the step needs in any order tried: {needs}."]
     for v, size, line in least.holders[:5]:
         comment = f"  # {line}" if line else ""
         lines.append(f"  {format_bytes(size):>10}  {v!r}{comment}")

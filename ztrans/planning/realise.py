@@ -18,11 +18,12 @@ from ..ir.printer import format_bytes
 from ..ir.relations import grouped
 from ..ir.verifier import ProgramError, check
 from .cost import memory
+from .eager_updates import update_groups
 from .early_updates import with_early_updates
 from .formulate import frame
 from .network import Successors
 from .plan import WRITTEN, Plan, schedule_of
-from .skeleton import Collective, GatherOfParts, Skeleton, skeleton, update_groups
+from .skeleton import Collective, GatherOfParts, Skeleton, skeleton
 from .solver.problem import Bucket, PendingUpdates, Problem, Schedule
 from .solver.validate import ScheduleError
 

@@ -1,0 +1,285 @@
+"""problem_memory: the bytes that are live besides the planned collectives of a scheduling problem.
+
+They are an upper bound, counted before the program of a schedule is written. A value that an operation at a fixed place
+computes is live up to the last operation at a fixed place that needs it, in every order. How long reduced values live,
+and what eager updates allocate, depends on where reductions are waited for. These bytes are counted from the wait on,
+until the last place or wait at which they may be needed.
+
+Slots count as in `buffers`: 2k is place k, 2k + 1 is operation k.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from ..ir.collectives import rules
+from ..ir.donation import donation
+from ..ir.graph import Eqn, Var, variables
+from .buffers import AT_START, AT_WAIT, Buffer, Storage, device_bytes, live_by_slot, storages
+from .eager_updates import UpdateGroup, movable_eqns
+from .skeleton import Skeleton
+from .solver.problem import Problem, Reduction
+
+
+def with_memory(s: Skeleton, groups: Sequence[UpdateGroup], problem: Problem) -> Problem:
+    """Add to a problem what is live in every schedule, and the buffers of its reductions."""
+    uses = _StorageUses(s, groups)
+    of_reductions = _ReductionBuffers(uses)
+    buffers: list[Buffer] = []
+    inputs = set(s.graph.inputs)
+    for storage in storages(s.graph, uses.donated):
+        if storage.on_host:
+            continue
+        if storage.value in inputs:
+            buffers.append(Buffer(storage.bytes, 0, 2 * len(s.ops)))
+        else:
+            buffers += _fixed_buffers(uses, problem, storage)
+        if storage.value in uses.reduction_of:
+            latest = uses.reduction_of[storage.value]
+            of_reductions.add_waiting(latest, _shared_bytes(problem, latest, storage))
+    slots = live_by_slot(buffers, 2 * len(s.ops) + 1)
+    return dataclasses.replace(
+        problem,
+        live=tuple(slots[1::2].tolist()),
+        live_at_places=tuple(slots[::2].tolist()),
+        reductions=of_reductions.added_to(problem.reductions),
+    )
+
+
+class _StorageUses:
+    """The storages of a program, each by the first value that has it, and the parts of the program that need them.
+
+    Attributes:
+        readers: for each storage that eager updates read or write, their groups.
+        group_of: for each storage that an eager update allocates after a reduction, its group.
+        of_state: the storages of values that eager updates need and that depend on the state only.
+        gather_of: for each result of a planned gather, the gather.
+        reduction_of: for each storage of gradients, the last reduction of one of them.
+        reduced: the results of planned reductions.
+        fixed_until: for each storage that an operation at a fixed place needs, the place after the last one.
+        sent_until: for each storage that a planned gather sends, the place of the last wait for such a gather.
+        outputs: the storages of the results of the program.
+    """
+
+    def __init__(self, s: Skeleton, groups: Sequence[UpdateGroup]) -> None:
+        self.s = s
+        self.groups = groups
+        self.donated = donation(s.graph)
+        self.size = device_bytes(s.graph)
+        self.outputs = {self.donated.owner[v] for v in variables(s.graph.outputs)}
+        self.readers: dict[Var, set[int]] = {}
+        self.group_of: dict[Var, int] = {}
+        self.of_state: set[Var] = set()
+        self.gather_of: dict[Var, int] = {}
+        self.reduction_of: dict[Var, int] = {}
+        self.reduced: set[Var] = set()
+        self.fixed_until: dict[Var, int] = {}
+        self.sent_until: dict[Var, int] = {}
+        self._add_updates_and_operations()
+        self._add_collectives()
+
+    def _add_updates_and_operations(self) -> None:
+        floating: set[Eqn] = set()
+        of_state = set(movable_eqns(self.s).of_state.values())
+        for u, group in enumerate(self.groups):
+            floating.update(group.eqns)
+            for e in group.eqns:
+                for storage in self.touched(e):
+                    self.readers.setdefault(storage, set()).add(u)
+                if group.after:
+                    self.group_of.update((storage, u) for storage in self.allocated(e))
+                if e in of_state:
+                    self.of_state.update(self.allocated(e))
+        for k, e in enumerate(self.s.ops):
+            if e not in floating:
+                self.fixed_until.update((storage, k + 1) for storage in self.touched(e))
+
+    def _add_collectives(self) -> None:
+        owner = self.donated.owner
+        for i, (gather, use) in enumerate(zip(self.s.gathers, self.s.use)):
+            self.sent_until[owner[gather.start.ins[0]]] = use
+            self.gather_of[gather.start.out] = i
+            self.gather_of[gather.wait.out] = i
+        for i, reduction in enumerate(self.s.reductions):
+            self.reduction_of[owner[reduction.start.ins[0]]] = i
+            self.reduced.update(e.out for e in reduction.eqns)
+
+    def touched(self, e: Eqn) -> set[Var]:
+        """The storages that an equation reads or writes."""
+        return {self.donated.owner[v] for v in (*e.ins, *e.results)}
+
+    def allocated(self, e: Eqn) -> list[Var]:
+        """The storages that an equation allocates."""
+        return [v for v in e.results if self.donated.owner[v] is v]
+
+    def is_temporary(self, storage: Var) -> bool:
+        """Whether only the group that allocates a storage needs it."""
+        if storage in self.outputs or storage in self.fixed_until or storage in self.sent_until:
+            return False
+        return len(self.readers[storage]) == 1
+
+    def last_slot(self, storage: Var) -> int:
+        """The last slot at which a place, a gather or a release needs a storage."""
+        if storage in self.outputs:
+            return 2 * len(self.s.ops) + 1
+        last = max(2 * self.sent_until.get(storage, -1), 2 * self.fixed_until.get(storage, 0) - 1)
+        for u in self.readers.get(storage, ()):
+            last = max(last, 2 * self.groups[u].release)
+        return last
+
+
+# What is live in every schedule.
+
+
+def _fixed_buffers(uses: _StorageUses, problem: Problem, storage: Storage) -> Iterator[Buffer]:
+    """The slots during which a storage that the program allocates is live in every order."""
+    s = uses.s
+    v = storage.value
+    count = len(s.ops)
+
+    def between(first: int, end: int, through_place: bool = False) -> Iterator[Buffer]:
+        """From operation `first` to the one before place `end`, or through that place."""
+        if first < end:
+            last = 2 * end if through_place or end == count else 2 * end - 1
+            yield Buffer(storage.bytes, 2 * first + 1, last)
+
+    first = s.ops_before[storage.first]
+    end = s.ops_before[storage.last + 1]
+    if v in uses.of_state:
+        # It is computed at its place, or before that by the first group that needs it.
+        early = first if v in uses.group_of else min(first, s.born[0] + 1)
+        yield from between(early, count)
+    elif v in uses.gather_of:
+        # Up to its last planned use the value counts with its gather. Views and results in place may live longer.
+        i = uses.gather_of[v]
+        freed = max(problem.gathers[i].last + 1, first)
+        # A result that overwrites the value needs memory of its own if the value is kept for a later gather.
+        apart = end > freed and any(g.repeats == i for g in problem.gathers)
+        yield from between(freed - apart, max(freed, end))
+    elif v in uses.reduction_of:
+        # From its birth to its wait a gradient counts with its reduction.
+        latest = uses.reduction_of[v]
+        born = s.born[latest]
+        if _shared_bytes(problem, latest, storage):
+            yield from between(first, born + 1, through_place=True)
+        else:
+            yield from between(first, born, through_place=True)
+        yield from between(born + 1, uses.fixed_until.get(v, 0))
+    elif v not in uses.group_of and v not in uses.reduced:
+        # The others count with the reduction after which they are allocated.
+        last_send = uses.sent_until.get(v, -1)
+        last = count if v in uses.readers else max(end, last_send)
+        yield from between(first, last, through_place=last_send >= end)
+
+
+def _shared_bytes(problem: Problem, latest: int, storage: Storage) -> int:
+    """The bytes of other gradients in the storage of a gradient, which its reduction does not count."""
+    return max(storage.bytes - problem.reductions[latest].bytes, 0)
+
+
+# What depends on where reductions are waited for.
+
+
+class _ReductionBuffers:
+    """What reductions send and receive, their results, and what the updates after them allocate, by reduction."""
+
+    def __init__(self, uses: _StorageUses) -> None:
+        self.uses = uses
+        self.born = uses.s.born
+        self.collectives = uses.s.reductions
+        self.buffers: list[list[Buffer]] = [[] for _ in self.collectives]
+        self.temporaries: list[list[tuple[int, int]]] = [[] for _ in self.collectives]
+        self.second = [0 for _ in self.collectives]
+
+    def added_to(self, reductions: Sequence[Reduction]) -> tuple[Reduction, ...]:
+        """The reductions with all these bytes."""
+        uses = self.uses
+        for i in range(len(reductions)):
+            self._add_transfer(i)
+        for storage, u in uses.group_of.items():
+            if not uses.is_temporary(storage):
+                latest = max(uses.groups[u].after)
+                self._add_result(latest, storage, uses.size(storage))
+        for group in uses.groups:
+            if group.after:
+                self._add_temporaries(group)
+
+        with_bytes = []
+        for i, reduction in enumerate(reductions):
+            with_bytes.append(
+                reduction._replace(
+                    buffers=tuple(self.buffers[i]),
+                    temporaries=tuple(self.temporaries[i]),
+                    second=self.second[i],
+                )
+            )
+        return tuple(with_bytes)
+
+    def add_waiting(self, i: int, size: int) -> None:
+        """Add bytes that are live from the first place where reduction `i` can be waited for until its wait."""
+        if size:
+            self.buffers[i].append(Buffer(size, 2 * self.born[i] + 2, AT_WAIT))
+
+    def _add_transfer(self, i: int) -> None:
+        """Add what reduction `i` sends and receives, and its result, which may stay in the receive buffer."""
+        axes = self.uses.s.graph.axes
+        collective = self.collectives[i]
+        storage = self.uses.donated.owner[collective.value]
+        sent_bytes = rules(collective.start).sent_bytes(collective.start, axes)
+        received, result, in_buffer = self._received(collective.start, collective.wait)
+        if sent_bytes:
+            self.buffers[i].append(Buffer(sent_bytes, AT_START, AT_WAIT))
+        if collective.second is None and in_buffer:
+            self._add_result(i, storage, received, AT_START)
+            return
+        self.buffers[i].append(Buffer(received, AT_START, AT_WAIT))
+        if collective.second is not None:
+            start, wait = collective.second
+            received_again, final, _ = self._received(start, wait)
+            self.second[i] += result + rules(start).sent_bytes(start, axes) + received_again
+            result = final
+        self._add_result(i, storage, result)
+
+    def _received(self, start: Eqn, wait: Eqn) -> tuple[int, int, bool]:
+        """The bytes that a reduction receives, those of its result, and whether the result is where it was received."""
+        received = rules(start).received_bytes(start, 0, self.uses.s.graph.axes)
+        in_buffer = self.uses.s.lifetimes.root[wait.out] is not wait.out
+        return received, received if in_buffer else self.uses.size(wait.out), in_buffer
+
+    def _add_result(self, i: int, storage: Var, size: int, first: int = AT_WAIT) -> None:
+        """Add a storage that exists after the wait for reduction `i`.
+
+        An update that needs it may need later reductions too. Then the storage counts as a result up to the first place
+        where such a reduction can be waited for, and from there on with that reduction.
+        """
+        groups = [self.uses.groups[u] for u in self.uses.readers.get(storage, ())]
+        later_reductions = {max(group.after, default=i) for group in groups} - {i}
+        last = self.uses.last_slot(storage)
+        for later in later_reductions:
+            last = max(last, 2 * self.born[later] + 1)
+            self.add_waiting(later, size)
+            if self.collectives[later].second:
+                self.second[later] += size
+        self.buffers[i].append(Buffer(size, first, last))
+
+    def _add_temporaries(self, group: UpdateGroup) -> None:
+        """Add the most bytes of temporaries that the equations of a group have live at once."""
+        uses = self.uses
+        latest = max(group.after)
+        last: dict[Var, int] = {}  # for each storage, the last equation of the group that needs it
+        for i, e in enumerate(group.eqns):
+            last.update(dict.fromkeys(uses.touched(e), i))
+        total = 0
+        most = 0
+        for i, e in enumerate(group.eqns):
+            for v in uses.allocated(e):
+                if uses.is_temporary(v):
+                    total += uses.size(v)
+            most = max(most, total)
+            for v in uses.touched(e):
+                if v in uses.group_of and last[v] == i and uses.is_temporary(v):
+                    total -= uses.size(v)
+        self.temporaries[latest].append((group.release, most))
+        if self.collectives[latest].second:
+            self.second[latest] += most
