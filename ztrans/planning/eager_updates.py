@@ -24,7 +24,9 @@ class Movable(NamedTuple):
     """The equations that an eager update may take from their places."""
 
     after_reductions: tuple[Eqn, ...]  # in order: those that depend on a planned reduction
-    of_state: Mapping[Var, Eqn]  # by the values that they compute: those that depend on the state only
+    of_state: Mapping[
+        Var, Eqn
+    ]  # by the values that they compute: those that depend on the state only
 
 
 @dataclass(frozen=True)

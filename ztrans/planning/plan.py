@@ -29,9 +29,8 @@ from .solver.validate import ScheduleError, validate
 
 WRITTEN = "as written"  # the program keeps its order, updates included
 _UPDATES = ("eager", "last", WRITTEN)
-_OF_PARTS = re.compile(r".*@(.+)/([0-9]+)")  # the name of a gather among neighbours
-_MANY = 12  # the most buckets of one kind that print; more of them fold
-
+_AMONG_NEIGHBOURS = re.compile(r".*@(.+)/([0-9]+)")  # the name of a gather, its axis and a count
+_MOST_LINES = 12  # the most buckets of one kind that print; more of them fold
 
 MemberNames = tuple[str, ...]
 NamedBuckets = tuple[tuple[MemberNames, str], ...]  # the names of members, and of a place
@@ -43,7 +42,8 @@ class Plan:
 
     Attributes:
         program: a hash of the collectives and landmarks of the program that the plan is for.
-        gathers: the members of each bucket, and the place at which they start.
+        gathers: the members of each bucket, and the place at which they start. A gather among neighbours, of which each
+            keeps a part of an earlier value, has its axis in its name: `w@dp/8` is sent among each 8 ranks of dp.
         reductions: the members of each bucket, and the place at which they are waited for.
         dropped: gathers that do not run, because the value of an earlier gather is kept.
         recomputed: values of forward that backward computes again, because `remat` has a limit of memory.
@@ -86,7 +86,9 @@ class Plan:
         return hashlib.sha256(json.dumps(self._decisions()).encode()).hexdigest()[:16]
 
     def _decisions(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.compare}
+        """The fields that decide the order, by name."""
+        compared = [field for field in dataclasses.fields(self) if field.compare]
+        return {field.name: getattr(self, field.name) for field in compared}
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON.
@@ -94,11 +96,12 @@ class Plan:
         A new file in the same folder is written first, and then replaces the old one. If the disk is full or the
         process is killed, the old file stays unchanged.
         """
+        text = json.dumps({**self._decisions(), "notes": self.notes}, indent=1)
         target = Path(os.path.realpath(path))
         part = target.with_name(f"{target.name}.{uuid.uuid4().hex}.part")
         try:
             with part.open("x") as file:
-                file.write(json.dumps({**self._decisions(), "notes": self.notes}, indent=1) + "\n")
+                file.write(f"{text}\n")
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(target)
@@ -113,7 +116,8 @@ class Plan:
             ValueError: the file does not hold a plan.
         """
         try:
-            return dataclasses.replace(Plan.of(json.loads(Path(path).read_text())), file=str(path))
+            plan = Plan.of(json.loads(Path(path).read_text()))
+            return dataclasses.replace(plan, file=str(path))
         except ValueError as error:
             why = str(error).removeprefix("plan: ").removesuffix(".")
             text = f"plan: {path} does not hold a plan ({why}).\nMake one: lowered.plan.save(path)."
@@ -126,7 +130,8 @@ class Plan:
         Raises:
             ValueError: the JSON does not hold a plan.
         """
-        fields = [f.name for f in dataclasses.fields(Plan) if f.name not in ("file", "traffic")]
+        every = [field.name for field in dataclasses.fields(Plan)]
+        fields = [name for name in every if name not in ("file", "traffic")]
         if not isinstance(decoded, dict):
             raise ValueError(
                 f"plan: it is a {type(decoded).__name__}, and no object with {', '.join(fields)}."
@@ -142,9 +147,12 @@ class Plan:
     @property
     def neighbours(self) -> Neighbours:
         """The neighbours that keep parts of values: the gathers of these parts have their axis in their names."""
-        names = chain(*(members for members, _ in self.gathers))
-        found = filter(None, map(_OF_PARTS.fullmatch, names))
-        return tuple(dict.fromkeys((match[1], int(match[2])) for match in found))
+        found: dict[tuple[str, int], None] = {}
+        for name in _member_names(self.gathers):
+            match = _AMONG_NEIGHBOURS.fullmatch(name)
+            if match:
+                found[match[1], int(match[2])] = None
+        return tuple(found)
 
     def as_text(self, *, full: bool = False) -> str:
         """The plan as text: a summary, then its buckets by the names of their members.
@@ -170,11 +178,23 @@ class Plan:
         return self.as_text()
 
     def __repr__(self) -> str:
-        dropped = f", {len(self.dropped)} kept" if self.dropped else ""
-        dropped += f", {len(self.recomputed)} recomputed" if self.recomputed else ""
-        dropped += f", {len(self.on_host)} on the host" if self.on_host else ""
-        buckets = f"{len(self.gathers)} gather buckets, {len(self.reductions)} reduction buckets"
-        return f"Plan({self.digest}, {buckets}{dropped}, update={self.update!r})"
+        parts = [
+            self.digest,
+            f"{len(self.gathers)} gather buckets",
+            f"{len(self.reductions)} reduction buckets",
+        ]
+        if self.dropped:
+            parts.append(f"{len(self.dropped)} kept")
+        if self.recomputed:
+            parts.append(f"{len(self.recomputed)} recomputed")
+        if self.on_host:
+            parts.append(f"{len(self.on_host)} on the host")
+        return f"Plan({', '.join(parts)}, update={self.update!r})"
+
+
+def _member_names(buckets: NamedBuckets) -> list[str]:
+    """The names of the members of all buckets, in order."""
+    return list(chain.from_iterable(members for members, _ in buckets))
 
 
 def _summary(plan: Plan) -> list[str]:
@@ -182,8 +202,7 @@ def _summary(plan: Plan) -> list[str]:
     counts = []
     for kind, buckets in (("gathers", plan.gathers), ("reductions", plan.reductions)):
         if buckets:
-            count = sum(len(members) for members, _ in buckets)
-            counts.append(f"{count} {kind} in {len(buckets)} buckets")
+            counts.append(f"{len(_member_names(buckets))} {kind} in {len(buckets)} buckets")
     if plan.dropped:
         counts.append(f"{len(plan.dropped)} gathers dropped")
     if plan.recomputed:
@@ -191,16 +210,19 @@ def _summary(plan: Plan) -> list[str]:
     if plan.on_host:
         counts.append(f"{len(plan.on_host)} values on the host")
     lines = [f"  {', '.join(counts)}"] if counts else []
-    return [*lines, *(f"  {axis} {role}: {total}" for (axis, role), total in plan.traffic)]
+    for (axis, role), total in plan.traffic:
+        lines.append(f"  {axis} {role}: {total}")
+    return lines
 
 
 def _bucket_lines(kind: str, verb: str, buckets: NamedBuckets, full: bool) -> list[str]:
     """The buckets of one kind, each with its place; of many, the first ones."""
-    first_buckets = buckets if full or len(buckets) <= _MANY else buckets[: _MANY // 2]
+    folds = len(buckets) > _MOST_LINES and not full
+    first_buckets = buckets[: _MOST_LINES // 2] if folds else buckets
     lines = []
     for members, place in first_buckets:
         lines += _member_lines(f"  {kind} [", members, f"]  {verb} {place}", full)
-    if len(first_buckets) < len(buckets):
+    if folds:
         lines.append(f"  ... {len(buckets) - len(first_buckets)} more, by as_text(full=True)")
     return lines
 
@@ -222,11 +244,10 @@ def _frozen(value: Any) -> Any:
 
 def _wrong_field(plan: Plan) -> str:
     """Say which field of a plan has a wrong type; "" if none has."""
-    wrong_buckets = _wrong_buckets("gathers", plan.gathers) or _wrong_buckets(
-        "reductions", plan.reductions
-    )
-    if wrong_buckets:
-        return wrong_buckets
+    for field, buckets in (("gathers", plan.gathers), ("reductions", plan.reductions)):
+        wrong = _wrong_buckets(field, buckets)
+        if wrong:
+            return wrong
     for name in ("dropped", "recomputed", "on_host", "notes"):
         value = getattr(plan, name)
         if not _strings(value):
@@ -242,15 +263,12 @@ def _wrong_field(plan: Plan) -> str:
 
 def _wrong_buckets(field: str, buckets: object) -> str:
     """Say what is wrong with the buckets of a field; "" if nothing is."""
+    pair = "of the names of members and of a place"
     if not isinstance(buckets, tuple):
-        return (
-            f"{field} is {buckets!r}; it is a list of pairs, of the names of members and of a place"
-        )
+        return f"{field} is {buckets!r}; it is a list of pairs, {pair}"
     for bucket in buckets:
         if not _is_bucket(bucket):
-            return (
-                f"{field} holds {bucket!r}, which is no pair of the names of members and of a place"
-            )
+            return f"{field} holds {bucket!r}, which is no pair {pair}"
     return ""
 
 
@@ -274,12 +292,15 @@ def buckets_by_name(
 ) -> tuple[NamedBuckets, NamedBuckets, MemberNames]:
     """A schedule by name: its gathers and where each starts, its reductions and their waits, the dropped gathers."""
     places = s.place_names
+    gathers = []
+    for bucket in schedule.gathers:
+        names = tuple(s.all_gathers[i].name for i in bucket.members)
+        gathers.append((names, places[bucket.start]))
+    reductions = []
+    for bucket in schedule.reductions:
+        names = tuple(s.reductions[i].name for i in bucket.members)
+        reductions.append((names, places[bucket.wait]))
 
-    def names(collectives: Sequence[Collective], members: Iterable[int]) -> MemberNames:
-        return tuple(collectives[i].name for i in members)
-
-    gathers = [(names(s.all_gathers, b.members), places[b.start]) for b in schedule.gathers]
-    reductions = [(names(s.reductions, b.members), places[b.wait]) for b in schedule.reductions]
     # In the order of the gathers that they drop. A gather that is sent in place of another is in a bucket.
     pulled = sorted((problem.levers[i] for i in schedule.levers), key=lambda lever: lever.dropped)
     dropped = tuple(lever.name for lever in pulled if not lever.sent)
@@ -299,10 +320,10 @@ def schedule_of(plan: Plan, s: Skeleton, problem: Problem) -> Schedule:
     reduction = _numbers("reduction", s.reductions, plan.reductions)
     levers = _levers(problem, plan)
     dropped = problem.dropped(levers)
-    _check_complete(
-        "gather", plan.gathers, {name: i for name, i in gather.items() if i not in dropped}
-    )
+    sent = [name for name, i in gather.items() if i not in dropped]
+    _check_complete("gather", plan.gathers, sent)
     _check_complete("reduction", plan.reductions, reduction)
+
     gathers = []
     for names, place in plan.gathers:
         members = tuple(gather[name] for name in names)
@@ -330,9 +351,11 @@ def _levers(problem: Problem, plan: Plan) -> Levers:
     for name in plan.dropped:
         if name not in dropping:
             raise ScheduleError(f"the gather [{name}] is dropped, and no value is kept for it")
-    pulled = [dropping[name] for name in plan.dropped]
-    placed_names = chain(*(members for members, _ in plan.gathers))
-    return frozenset([*pulled, *(replacing[name] for name in placed_names if name in replacing)])
+    pulled = {dropping[name] for name in plan.dropped}
+    for name in _member_names(plan.gathers):
+        if name in replacing:
+            pulled.add(replacing[name])
+    return frozenset(pulled)
 
 
 def _numbers(
@@ -341,7 +364,7 @@ def _numbers(
     """The number of each collective of a kind by its name. None may be in two buckets, or in one and dropped."""
     numbers = {collective.name: i for i, collective in enumerate(collectives)}
     placed_names: set[str] = set()
-    for name in chain(*(members for members, _ in buckets), dropped):
+    for name in (*_member_names(buckets), *dropped):
         if name not in numbers:
             raise ScheduleError(f"the program has no {kind} {name!r}")
         if name in placed_names:
@@ -352,7 +375,7 @@ def _numbers(
 
 def _check_complete(kind: str, buckets: NamedBuckets, names: Iterable[str]) -> None:
     """Raises: ScheduleError if a name is in no bucket."""
-    placed_names = set(chain(*(members for members, _ in buckets)))
+    placed_names = set(_member_names(buckets))
     for name in names:
         if name not in placed_names:
             raise ScheduleError(f"the {kind} {name!r} is missing")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from itertools import chain
 
 from ..ir.collectives import coalesce
 from ..ir.graph import Eqn, Graph, Var, rename
@@ -50,8 +51,10 @@ def apply_plan(graph: Graph, plan: Plan) -> Graph:
     """
     program = follow_plan(graph, plan)
     limit = graph.hints.memory
-    peak = memory(program).peak if limit is not None else 0
-    if limit is not None and peak > limit:
+    if limit is None:
+        return program
+    peak = memory(program).peak
+    if peak > limit:
         raise OverLimitError(
             f"{plan.title}: the program that it makes has {peak} bytes live ({format_bytes(peak)}), and the limit of "
             f"the step is {limit} ({format_bytes(limit)}).\nLower without the plan, and save it again."
@@ -84,8 +87,8 @@ def _in_order(s: Skeleton, graph: Graph, plan: Plan) -> Graph:
         raise ScheduleError('update is "eager", and the step has overlap_grads(update="last")')
     if plan.update == "eager" and not s.gathers and not s.reductions:
         return with_early_updates(s.graph)
-    decides = plan.gathers or plan.reductions or plan.dropped
-    if plan.update == WRITTEN or not (decides or any(e.order for e in graph.eqns)):
+    is_empty = not (plan.gathers or plan.reductions or plan.dropped)
+    if plan.update == WRITTEN or (is_empty and not any(e.order for e in graph.eqns)):
         return without_hints(graph)
     problem = frame(s, plan.update)
     return realise(s, schedule_of(plan, s, problem), problem)
@@ -93,9 +96,10 @@ def _in_order(s: Skeleton, graph: Graph, plan: Plan) -> Graph:
 
 def without_hints(graph: Graph) -> Graph:
     """The program in its own order, without hints."""
-    return graph.replace(
-        eqns=tuple(e.replace(order=None) if e.order is not None else e for e in graph.eqns)
-    )
+    eqns = []
+    for e in graph.eqns:
+        eqns.append(e if e.order is None else e.replace(order=None))
+    return graph.replace(eqns=tuple(eqns))
 
 
 def realise(s: Skeleton, schedule: Schedule, problem: Problem) -> Graph:
@@ -116,18 +120,20 @@ def realise(s: Skeleton, schedule: Schedule, problem: Problem) -> Graph:
     reduction_waits = grouped((bucket.wait, bucket) for bucket in schedule.reductions)
     # At a place, gathers start before eager updates run, so they overlap. If gathers under way are limited, they start
     # after the updates.
-    limited = problem.gathers_in_flight < float("inf")
+    starts_first = problem.gathers_in_flight == float("inf")
     for k in range(len(s.ops) + 1):
         waits = emit.start_reductions(reduction_starts.get(k, ()), reduction_waits.get(k, ()), k)
         starts = gather_starts.get(k, ())
-        if not limited:
-            emit.write(*starts)
+        if starts_first:
+            emit.write(starts)
         emit.update(k)
         for bucket in waits:
             emit.wait(bucket, k)
-        emit.second(k)
-        # `write` leaves out the starts that were written before the updates.
-        emit.write(*starts, *gather_waits.get(k, ()), *s.ops[k : k + 1])
+        emit.wait_for_seconds(k)
+        emit.write(starts)  # those that have not been written yet
+        emit.write(gather_waits.get(k, ()))
+        emit.write(s.ops[k : k + 1])
+
     program = with_neighbours_as_axes(s.graph.replace(eqns=tuple(emit.eqns)))
     return rename(program, _kept_values(s, schedule, problem))
 
@@ -151,9 +157,9 @@ def _gather_eqns(
 
 
 def sent_of_parts(s: Skeleton, schedule: Schedule) -> list[GatherOfParts]:
-    """The gathers of parts that a schedule sends."""
-    sent = (i - len(s.gathers) for bucket in schedule.gathers for i in bucket.members)
-    return [s.of_parts[i] for i in sorted(sent) if i >= 0]
+    """The gathers of parts that a schedule sends, which are numbered after all others."""
+    members = sorted(chain.from_iterable(bucket.members for bucket in schedule.gathers))
+    return [s.of_parts[i - len(s.gathers)] for i in members if i >= len(s.gathers)]
 
 
 def _kept_values(s: Skeleton, schedule: Schedule, problem: Problem) -> dict[Var, Var]:
@@ -179,7 +185,7 @@ class _Emission:
         self.under_way = 0  # the bytes of gradients whose reduction is under way
         self.second_buckets: Successors[Bucket] = Successors()
 
-    def write(self, *eqns: Eqn) -> None:
+    def write(self, eqns: Iterable[Eqn]) -> None:
         """Write equations, except those that have been written already."""
         self.eqns.update(dict.fromkeys(eqns))
 
@@ -207,38 +213,37 @@ class _Emission:
 
     def reduce(self, bucket: Bucket) -> None:
         """Start a bucket of reductions."""
-        self.write(coalesce([p.start for p in self.members(bucket)]))
+        self.write([coalesce([member.start for member in self.members(bucket)])])
         self.under_way += self._gradients(bucket)
 
     def wait(self, bucket: Bucket, place: int) -> None:
         """Wait for a bucket of reductions, start its second reduction if it has one, and write updates that can run."""
         members = self.members(bucket)
-        self.write(*(p.wait for p in members))
+        self.write([member.wait for member in members])
         self.under_way -= self._gradients(bucket)
-        if members[0].second is None:
+        second_starts = [member.second[0] for member in members if member.second]
+        if not second_starts:
             self.updates.complete(bucket.members)
         else:
-            self.write(coalesce([p.second[0] for p in members if p.second]))
+            self.write([coalesce(second_starts)])
             need = min(self.s.need[i] for i in bucket.members)
             for earlier in self.second_buckets.add(bucket, need):
                 self._wait_second(earlier)
         self.update(place)
 
-    def second(self, place: int) -> None:
+    def wait_for_seconds(self, place: int) -> None:
         """Wait for the second reductions that are needed at this place."""
         for bucket in self.second_buckets.needed(place):
             self._wait_second(bucket)
             self.update(place)
 
     def _wait_second(self, bucket: Bucket) -> None:
-        self.write(*(p.second[1] for p in self.members(bucket) if p.second))
+        self.write([member.second[1] for member in self.members(bucket) if member.second])
         self.updates.complete(bucket.members)
 
     def update(self, place: int) -> None:
         """Write the updates that can run at a place, one after the other, so that few of their temporaries live."""
         groups = [self.groups[u] for u in self.updates.run(place)]
-        for group in sorted(
-            groups,
-            key=lambda group: (max(group.after, default=-1), len(group.after), group.release),
-        ):
-            self.write(*group.eqns)
+        groups.sort(key=lambda g: (max(g.after, default=-1), len(g.after), g.release))
+        for group in groups:
+            self.write(group.eqns)
