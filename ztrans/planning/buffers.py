@@ -40,7 +40,8 @@ class Buffer(NamedTuple):
 
 def changes(buffers: Iterable[Buffer]) -> np.ndarray:
     """Two rows: slots, and how many more bytes are live there than at the slot before. All events are slots."""
-    size, first, last = np.array([*buffers, (0, 0, 0)], dtype=np.int64).T
+    rows = [*buffers, (0, 0, 0)]  # one at least, so that there are columns
+    size, first, last = np.array(rows, dtype=np.int64).T
     return np.concatenate([[first, size], [last + 1, -size]], axis=1)
 
 
@@ -109,9 +110,11 @@ def storages(graph: Graph, donated: Donation) -> list[Storage]:
                 allocated = rules(e).received_bytes(e, k, graph.axes) if out.future else size(out)
                 last = min(donated.last[out], end)
                 every.append(Storage(out, allocated, str(e.source or ""), i, last))
-        computed = score_bytes(e, lambda v: local_shape(v, graph.axes, first_rank))
-        if computed:
-            every.append(Storage(e.results[0], computed, "scores of attention", i, i))
+
+        # What an equation needs for itself while it runs.
+        scores = score_bytes(e, lambda v: local_shape(v, graph.axes, first_rank))
+        if scores:
+            every.append(Storage(e.results[0], scores, "scores of attention", i, i))
         inside = _inside(e)
         if inside:
             every.append(Storage(e.results[0], inside, "temporaries of its functions", i, i))
@@ -124,14 +127,17 @@ def _carried(graph: Graph, donated: Donation) -> list[Storage]:
     """The storages and buffers of gathers that the step before has started."""
     carried = set(graph.carried_inputs)
     every: list[Storage] = []
-    for e, wait in pair(graph).waits.items() if carried else ():
+    if not carried:
+        return every
+    for e, wait in pair(graph).waits.items():
         v = e.ins[0]
+        if v not in carried:
+            continue
         start = wait.start
-        if v in carried:
-            size = rules(start).received_bytes(start, wait.member, graph.axes)
-            every.append(Storage(v, size, str(start.source or ""), 0, donated.last[v]))
-            if not wait.member:
-                every += _packing(graph, start, 0, wait.started.first_wait)
+        size = rules(start).received_bytes(start, wait.member, graph.axes)
+        every.append(Storage(v, size, str(start.source or ""), 0, donated.last[v]))
+        if not wait.member:
+            every += _packing(graph, start, 0, wait.started.first_wait)
     return every
 
 
@@ -140,7 +146,8 @@ def by_memory(every: Iterable[Storage]) -> tuple[list[Storage], list[Storage]]:
     on_device: list[Storage] = []
     on_host: list[Storage] = []
     for storage in every:
-        (on_host if storage.on_host else on_device).append(storage)
+        of_memory = on_host if storage.on_host else on_device
+        of_memory.append(storage)
     return on_device, on_host
 
 
@@ -165,8 +172,11 @@ def _packing(graph: Graph, start: Eqn, index: int, wait: int) -> list[Storage]:
     if not sent_bytes:
         return []
     unpacked = rules(start).unpacked_bytes(start, graph.axes)
-    receive = [Storage(start.out, unpacked, "receive buffer", i, i) for i in (index, wait)]
-    return [Storage(start.out, sent_bytes, "send buffer", index, wait), *receive]
+    return [
+        Storage(start.out, sent_bytes, "send buffer", index, wait),
+        Storage(start.out, unpacked, "receive buffer", index, index),
+        Storage(start.out, unpacked, "receive buffer", wait, wait),
+    ]
 
 
 def _inside(e: Eqn) -> int:
@@ -184,7 +194,9 @@ def _inside(e: Eqn) -> int:
 def _temporaries(graph: Graph, returned: bool) -> int:
     """The bytes of a program at its peak, without its arguments, and without its results if it just returns them."""
     size = local_bytes(graph)
-    outputs = variables(graph.outputs) if returned else ()
     nothing_in_place = donation(graph, frozenset(graph.eqns))
     peak = max(live_bytes(graph, storages(graph, nothing_in_place)), default=0)
-    return max(peak - sum(map(size, {*graph.inputs, *outputs})), 0)
+    counted_outside = set(graph.inputs)
+    if returned:
+        counted_outside.update(variables(graph.outputs))
+    return max(peak - sum(map(size, counted_outside)), 0)

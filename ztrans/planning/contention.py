@@ -21,9 +21,10 @@ class Transfer(NamedTuple):
     bytes: float  # that it reads and writes in the memory of a rank
 
 
-# In a ring, each received byte of a gather is written, and read to be passed on. In a reduction a rank reads its own
-# term and the received sum, and writes the new one. An all_reduce is a reduction and then a gather. A copy to the host
-# reads, and one from it writes.
+# The bytes of the memory that a message reads and writes, for each byte that a rank receives. In a ring, each received
+# byte of a gather is written, and read to be passed on. In a reduction a rank reads its own term and the received sum,
+# and writes the new one. An all_reduce is a reduction and then a gather. A copy to the host reads, and one from it
+# writes.
 TOUCHED = {
     "all_gather": 2.0,
     "reduce_scatter": 3.0,
@@ -54,6 +55,8 @@ def contended(
     moving = [each for each in transfers if each.bytes and each.end > each.begin]
     if not moving:
         return list(durations)
+
+    # The share of the memory that all messages together take, at the times at which it changes.
     begin, end, moved = np.array(moving).T
     share = moved / (end - begin) / bandwidth
     times = np.concatenate([begin, end])
@@ -61,11 +64,14 @@ def contended(
     order = np.argsort(times, kind="stable")
     times = times[order]
     rate = change[order].cumsum()
+
     # The seconds that messages have taken of the memory, up to each of these times.
     taken = np.concatenate([[0.0], (rate[:-1] * np.diff(times)).cumsum()])
     first = np.asarray(starts)
     last = first + durations
     beside = np.interp(last, times, taken) - np.interp(first, times, taken)
+
+    # What does not wait for the memory takes what it took.
     busy = np.asarray(memory_seconds)
     longer = np.where(busy > 0, np.maximum(durations, busy + beside), durations)
     return longer.tolist()

@@ -11,6 +11,8 @@ end.
 
 A fused optimizer updates many parameters in one launch. So updates wait for each other until their gradients have some
 bytes together.
+
+`eager_updates` and `realise` do the same for a program that reduces gradients, whose waits decide when updates run.
 """
 
 from __future__ import annotations
@@ -24,31 +26,31 @@ from ..ir.op_facts import is_random
 from ..ir.relations import grouped, reachable
 from .buffers import local_bytes
 
-_TOGETHER = (
-    32 << 20
-)  # bytes of gradients; with fewer, a launch would cost more than their memory is worth
+# Bytes of gradients; with fewer, a launch would cost more than their memory is worth.
+_TOGETHER = 32 << 20
 
 
 def with_early_updates(graph: Graph) -> Graph:
     """The program whose updates run as soon as they can, when their gradients have `hints.bucket` bytes together."""
     movable = [e for e in graph.eqns if _may_move(e)]
     needs = _needs(graph, movable)
-    places = _places(graph, needs)
-    due = grouped((place, e) for e, place in places.items() if place >= 0)
+    ready_after = grouped((place, e) for e, place in _places(graph, needs).items())
     emission = _Emission(graph, needs)
     for k, e in enumerate(graph.eqns):
         if e not in needs:
             emission.write([e])
-            emission.add(due.get(k, ()))
-    emission.write(movable)
+            emission.add(ready_after.get(k, ()))
+    emission.write(movable)  # those that have not been written yet
     return graph.replace(eqns=tuple(emission.eqns))
 
 
 def _may_move(e: Eqn) -> bool:
-    if rules(e).copies:  # they go with the update that they are for, and find their places later
-        return e.region == "update"
-    is_ordered = isinstance(e.op, Primitive) or rules(e).remote or is_random(e)
-    return e.region == "update" and not is_ordered
+    if e.region != "update":
+        return False
+    if rules(e).copies:
+        return True  # it goes with the update that it is for, and finds its place later
+    # Messages and random draws keep their order.
+    return not (isinstance(e.op, Primitive) or rules(e).remote or is_random(e))
 
 
 def _needs(graph: Graph, movable: Sequence[Eqn]) -> dict[Eqn, list[Eqn]]:
@@ -109,14 +111,16 @@ class _Emission:
         """Write equations, after the movable ones that come before them."""
 
         def unwritten_before(e: Eqn) -> list[Eqn]:
-            before = self.needs.get(e)
-            if before is None:
-                made = (self.makers.get(v) for v in e.ins)
-                before = [maker for maker in made if maker is not None and maker in self.needs]
+            before = self.needs[e] if e in self.needs else self._movable_makers(e)
             return [other for other in before if other not in self.eqns]
 
         missing = reachable((e for e in eqns if e not in self.eqns), unwritten_before)
         self.eqns.update(dict.fromkeys(sorted(missing, key=self.position.__getitem__)))
+
+    def _movable_makers(self, e: Eqn) -> list[Eqn]:
+        """The movable equations that compute what an equation reads."""
+        makers = [self.makers[v] for v in e.ins if v in self.makers]
+        return [maker for maker in makers if maker in self.needs]
 
     def add(self, updates: Iterable[Eqn]) -> None:
         """Let updates that can run wait for others. If their gradients have enough bytes, write them all."""

@@ -1,9 +1,9 @@
 """make_plan: choose the order of a program with hints, and say in a plan what was chosen and why.
 
-The solver may use the memory up to the limit of the step, which a transform names, or which the device has. Without a
-limit, it may use what the program would need as written and a little more. If no schedule fits, updates run last. If
-none fits then and there is a limit, the program keeps its order, or is refused. Without a limit, the plan exceeds that
-memory by as little as it can, and its notes say so.
+The budget of the solver is the limit of the step, which a transform names, or which the device has. Without a limit,
+it is what the program would need as written and a little more. If no schedule fits the budget, updates run last. If
+none fits then and there is a limit, the program keeps its order, or is refused. Without a limit, the plan exceeds the
+budget by as little as it can, and its notes say so.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .solver.problem import Problem, Schedule
 from .solver.search import EFFORT, WITHOUT_SEARCH, needs, solve
 from .solver.validate import ScheduleError, validate
 
-# Where no limit is known: the share by which the peak may rise above that of the unscheduled program.
+# Where no limit is known: the share by which the peak may rise above that of the program as written.
 SLACK = 0.05
 # A step that needs more than its limit by this share is refused at once. The bytes that a schedule counts are an upper
 # bound, so a step that needs a little more may still fit.
@@ -42,7 +42,7 @@ def make_plan(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
     the order in which it was written, and the notes of the plan say why.
 
     Raises:
-        DoesNotFit: the limit is below what any order needs.
+        DoesNotFit: the limit is below what any order that was tried needs.
         ValueError: the cluster lacks a link.
     """
     try:
@@ -51,9 +51,9 @@ def make_plan(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
         # The verifier has the last word. An order that it refuses must not fail a step that runs as written.
         return _as_written(graph, cluster, f"the planned one is not valid: {error}")
     except DoesNotFit as error:
-        unscheduled = memory(graph)
-        if error.limit < unscheduled.peak:
-            least = min(error.least, unscheduled, key=lambda each: each.peak)
+        as_written = memory(graph)
+        if error.limit < as_written.peak:
+            least = min(error.least, as_written, key=lambda each: each.peak)
             raise does_not_fit(graph, cluster.device, least) from None
         needed = format_bytes(error.least.peak)
         return _as_written(graph, cluster, f"any other needs {needed}")
@@ -70,6 +70,7 @@ def plan_order(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
     s = skeleton(graph, cluster.neighbours(graph.axes))
     if not s.gathers and not s.reductions:
         return _without_collectives(s, cluster)
+
     limit = graph.hints.memory
     budget = int(memory(graph).peak * (1 + SLACK)) if limit is None else limit
     problem, update = problem_within(s, cluster, budget)
@@ -139,12 +140,12 @@ def _without_collectives(s: Skeleton, cluster: Cluster) -> tuple[Plan, Graph]:
 def _note_of_parts(s: Skeleton, schedule: Schedule) -> list[str]:
     """How many values neighbours keep in parts, and gather again among themselves."""
     axes = Counter(each.collective.start.kwargs["axis"] for each in sent_of_parts(s, schedule))
-    again = sum(first is not None for first in s.repeats)
+    repeats = sum(first is not None for first in s.repeats)
     notes = []
     for axis, count in axes.items():
         ranks = neighbour_count(axis)
         notes.append(
-            f"each {ranks} neighbours of {all_neighbours(axis)} keep {count} of the {again} values that are gathered "
+            f"each {ranks} neighbours of {all_neighbours(axis)} keep {count} of the {repeats} values that are gathered "
             f"again, a part on each"
         )
     return notes
@@ -154,7 +155,8 @@ def problem_within(s: Skeleton, cluster: Cluster, budget: int) -> tuple[Problem,
     """The problem to solve, and when updates run in it.
 
     Updates run as the user asked. If they were to run early and that cannot fit the budget, they run last, provided
-    that this takes less memory. If that does not fit either, the problem may take as much memory as it needs.
+    that this takes less memory. If that does not fit either, the problem may take as much memory as it needs: the bytes
+    of a problem are an upper bound, so the program of its schedule may still fit.
     """
     update = s.asked_update
     problem = formulate(s, cluster, budget)
@@ -176,8 +178,11 @@ def _as_written(graph: Graph, cluster: Cluster, reason: str) -> tuple[Plan, Grap
 
 def _with_notes(plan: Plan, graph: Graph, peak: int, cluster: Cluster) -> Plan:
     """Add notes to a plan: which way its collectives go between hosts, and about memory."""
-    routes = ((e, cluster.route(e, graph.axes)) for e in pair(graph).starts)
-    lines = (f"{e.op} over {e.kwargs['axis']}: {route}" for e, route in routes if route is not None)
+    lines = []
+    for e in pair(graph).starts:
+        route = cluster.route(e, graph.axes)
+        if route is not None:
+            lines.append(f"{e.op} over {e.kwargs['axis']}: {route}")
     plan = dataclasses.replace(plan, notes=(*plan.notes, *dict.fromkeys(lines)))
     return with_memory_notes(plan, peak, graph.hints, cluster.device)
 

@@ -58,7 +58,8 @@ class Message(NamedTuple):
     @property
     def alone(self) -> float:
         """The seconds from its issue to its arrival if no other message is under way."""
-        return self.pack_beside + (in_lane(self.inside) if self.inside else 0.0) + in_lane(self)
+        first_level = in_lane(self.inside) if self.inside else 0.0
+        return self.pack_beside + first_level + in_lane(self)
 
 
 def in_lane(level: Level | Message) -> float:
@@ -75,14 +76,15 @@ class Network:
 
     def __init__(self) -> None:
         self.levels: list[Level | Message] = []
-        self.ready: list[
-            float
-        ] = []  # when it may begin: it is packed, and its first level has ended
+        # When each may begin: it is packed, and its first level has ended.
+        self.ready: list[float] = []
         self.begin: list[float] = []
         self.end: list[float] = []
-        self.second: dict[int, int] = {}  # the second level, by the number of the first
-        self.first: dict[int, int] = {}  # and the first one by that of the second
+        # The second level by the number of the first, and the other way round.
+        self.second: dict[int, int] = {}
+        self.first: dict[int, int] = {}
         self.packed = 0.0  # when the packing queue is empty
+        # By lane, the numbers of its levels; the first one is sent.
         self.queued: defaultdict[str, deque[int]] = defaultdict(deque)
         # A heap of (time, number, whether it then ends): its bytes begin to move, or it is unpacked.
         self.timed: list[tuple[float, int, bool]] = []
@@ -94,6 +96,7 @@ class Network:
         self.packed = max(self.packed, now) + message.pack_beside
         if message.inside is None:
             return self._join_lane(message, self.packed, now)
+
         first = self._join_lane(message.inside, self.packed, now)
         second = self._join_lane(message, NEVER, now)
         self.second[first] = second
@@ -123,6 +126,7 @@ class Network:
         return None if first is None else (self.begin[first], self.end[first])
 
     def _join_lane(self, level: Level | Message, ready: float, now: float) -> int:
+        """Put a level at the end of its lane, and return its number."""
         i = len(self.levels)
         self.levels.append(level)
         self.ready.append(ready)
@@ -147,6 +151,7 @@ class Network:
             self.next = time
 
     def _step(self) -> None:
+        """Play the next event."""
         now = self.next
         timed = self.timed
         if timed and timed[0][0] <= now:
@@ -157,6 +162,7 @@ class Network:
                 level = self.levels[i]
                 self.links[level.link].join(i, level.seconds, now)
         else:
+            # The bytes of one message have moved.
             for link in self.links.values():
                 if link.next <= now:
                     break
@@ -173,11 +179,13 @@ class Network:
         self.next = soon
 
     def _end(self, i: int, now: float) -> None:
+        """Free the lane of a level that has ended, and let its second level follow."""
         self.end[i] = now
         lane = self.queued[self.levels[i].lane]
         lane.popleft()
         if lane:
             self._head(lane[0], now)
+
         second = self.second.get(i)
         if second is not None:
             self.ready[second] = now
@@ -212,7 +220,8 @@ class Stalls:
     def __init__(self) -> None:
         self.begins: list[float] = []
         self.ends: list[float] = []
-        self.before = [0.0]  # the seconds of all stalls before each of them, and of all
+        # The seconds of all stalls before each of them; the last entry is of all.
+        self.before = [0.0]
 
     def add(self, begin: float, end: float) -> None:
         """Compute stands still from `begin` to `end`, after all times so far."""
@@ -227,10 +236,12 @@ class Stalls:
             return 0.0
         lost = 0.0
         first = network.first.get(i)
-        for level in (i,) if first is None else (first, i):
+        levels = (i,) if first is None else (first, i)
+        for level in levels:
             begin = network.begin[level]
             end = min(network.end[level], now)
             if begin < end:
+                # While compute stands still, it loses nothing.
                 lost += message.taken * (end - begin - self._until(end) + self._until(begin))
         return lost
 

@@ -39,7 +39,8 @@ from .simulate import equation_seconds, messages
 _TOGETHER = 64 << 20
 _TRIALS = 4  # with less and less memory: a value that is copied cannot be overwritten meanwhile
 
-# Where an equation stands: before the equation with a number, in an order among those that do, which begins with waits.
+# Where an equation stands: before the equation with a number, in an order among those that do, which begins with waits,
+# and among equals by its former place.
 _Position = tuple[int, int, int]
 _WAITS = 0
 _STARTS = 1
@@ -54,6 +55,7 @@ def place_copies(graph: Graph, cluster: Cluster) -> Graph:
     if not any(map(is_copy, graph.eqns)):
         return graph
     limit, graph = _in_sets(graph)
+    # A copy that is stretched may keep its value from being overwritten, which `_Placing` does not count.
     may_use = limit
     for _ in range(_TRIALS):
         placed = _Placing(graph, cluster, may_use).run()
@@ -99,14 +101,21 @@ def copied_when_needed(graph: Graph, together: int = 0) -> Graph:
     first_reader: dict[Eqn, int] = {}
     for e in to_device:
         (wait,) = readers[e.out]
-        places = (keys[r][0] for r in readers.get(wait.out, ()))
+        places = (keys[reader][0] for reader in readers.get(wait.out, ()))
         first_reader[e] = min(places, default=len(graph.eqns))
-    begins, ends = _sets(graph, first_reader, together) if together else ({}, {})
+    begins: dict[int, int] = {}
+    ends: dict[int, int] = {}
+    if together:
+        begins, ends = _sets(graph, first_reader, together)
+
+    # Right before the first reader, or the set of updates that it is in.
     for e, first in first_reader.items():
         (wait,) = readers[e.out]
         place = begins.get(first, first)
         keys[e] = (place, -2, keys[e][2])
         keys[wait] = (place, -1, keys[e][2])
+
+    # Right after the value and all readers of what is overwritten, or the sets of updates that they are in.
     for e in to_host:
         (wait,) = readers[e.out]
         before = [makers[v] for v in e.ins if v in makers]
@@ -147,21 +156,33 @@ def _sets(
         if is_update:
             members[-1].append(i)
             filled += arriving[i]
-    begins = {i: of_set[0] for of_set in members for i in of_set}
-    return begins, {i: of_set[-1] for of_set in members for i in of_set}
+
+    begins: dict[int, int] = {}
+    ends: dict[int, int] = {}
+    for updates in members:
+        for i in updates:
+            begins[i] = updates[0]
+            ends[i] = updates[-1]
+    return begins, ends
 
 
 def _waits_before_writing(e: Eqn, readers: Mapping[Var, list[Eqn]]) -> list[Eqn]:
     """The waits for the copies of what a copy to the host writes over."""
-    others = [other for other in readers[e.kwargs["over"]] if other is not e]
-    return [wait for other in others for wait in readers[other.out]]
+    waits: list[Eqn] = []
+    for copy in readers[e.kwargs["over"]]:
+        if copy is not e:
+            waits += readers[copy.out]
+    return waits
 
 
 def _copies(graph: Graph) -> tuple[list[Eqn], list[Eqn]]:
     """The copies to the host, and those to the device, in order."""
-    copies = list(filter(is_copy, graph.eqns))
-    to_host = [e for e in copies if e.out.memory == "host"]
-    return to_host, [e for e in copies if e.out.memory == "device"]
+    to_host: list[Eqn] = []
+    to_device: list[Eqn] = []
+    for e in filter(is_copy, graph.eqns):
+        copies = to_host if e.out.memory == "host" else to_device
+        copies.append(e)
+    return to_host, to_device
 
 
 def _around_updates(graph: Graph) -> tuple[list[int], list[int]]:
@@ -180,7 +201,9 @@ def _around_updates(graph: Graph) -> tuple[list[int], list[int]]:
 
 
 def _live_on_device(graph: Graph) -> list[int]:
-    return live_bytes(graph, by_memory(storages(graph, donation(graph)))[0])
+    """The bytes that are live on the device at each equation."""
+    on_device, _ = by_memory(storages(graph, donation(graph)))
+    return live_bytes(graph, on_device)
 
 
 class _Placing:
@@ -213,11 +236,11 @@ class _Placing:
         to_host, to_device = _copies(self.graph)
         self._place_waits(to_host)
         self._place_starts(to_device)
-        return self.graph.replace(
-            eqns=tuple(sorted(self.graph.eqns, key=self.position.__getitem__))
-        )
+        in_order = sorted(self.graph.eqns, key=self.position.__getitem__)
+        return self.graph.replace(eqns=tuple(in_order))
 
     def _seconds(self, e: Eqn) -> float:
+        """The seconds of a copy."""
         return sum(self.cluster.copy_seconds(self.bytes_of(e.out)))
 
     def _place_waits(self, copies: list[Eqn]) -> None:
@@ -227,16 +250,16 @@ class _Placing:
             (wait,) = self.readers[e.out]
             first = self.index[wait]
             end = max(end, self.time[first]) + self._seconds(e)
-            latest = min(
-                (self.index[r] for r in self.readers.get(wait.out, ())), default=len(self.live)
-            )
+            readers = (self.index[reader] for reader in self.readers.get(wait.out, ()))
+            latest = min(readers, default=len(self.live))
             place = min(bisect_left(self.time, end), latest)
-            # Other equations may need what is copied for longer anyway.
-            needed_until = self.lifetimes.last[self.lifetimes.root[e.ins[0]]] + 1
             place = min(self.after_updates[place], latest)
-            place = self._fitting_end(
-                max(first, needed_until), place, self.bytes_on_device(e.ins[0])
-            )
+
+            # Other equations may need what is copied for longer anyway.
+            value = e.ins[0]
+            needed_until = self.lifetimes.last[self.lifetimes.root[value]] + 1
+            begin = max(first, needed_until)
+            place = self._fitting_end(begin, place, self.bytes_on_device(value))
             self.position[wait] = (max(self.before_updates[place], first), _WAITS, first)
 
     def _place_starts(self, copies: list[Eqn]) -> None:
