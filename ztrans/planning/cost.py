@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -202,16 +202,21 @@ def flops(e: Eqn, graph: Graph) -> int:
         return inner
     first_rank = dict.fromkeys(graph.axes, 0)
     formula = flop_registry.get(getattr(e.op, "overloadpacket", e.op))
-    if formula is None:
-        if isinstance(e.op, Primitive):
-            return 0
-        # Without a formula, one operation for each element of the results.
-        return sum(math.prod(local_shape(o, graph.axes, first_rank)) for o in e.results)
+    if formula is not None:
+        return _flops_by_formula(formula, e, graph)
+    if isinstance(e.op, Primitive):
+        return 0
+    # Without a formula, one operation for each element of the results.
+    return sum(math.prod(local_shape(o, graph.axes, first_rank)) for o in e.results)
+
+
+def _flops_by_formula(formula: Callable[..., Any], e: Eqn, graph: Graph) -> int:
+    """Count the operations by PyTorch's formula, which reads the shapes of arguments and results."""
+    first_rank = dict.fromkeys(graph.axes, 0)
 
     def meta(v: Var) -> torch.Tensor:
         return torch.empty(local_shape(v, graph.axes, first_rank), dtype=v.dtype, device="meta")
 
-    # PyTorch's formulas take the arguments of an operation, and read the shapes of tensors.
     arguments = [meta(a) if isinstance(a, Var) else a for a in e.args]
     outs: list[Any] = []
     for k, out in enumerate(e.outs):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..ir.printer import format_bytes, format_seconds
 from ..ir.relations import grouped
 from .event import COMPUTE, Curve
-from .palette import COLOURS, stands_for
+from .palette import COLOURS, kind_of, used_kinds
 
 if TYPE_CHECKING:  # `timeline` imports this module
     from .timeline import Timeline
@@ -25,6 +25,12 @@ _FAINT = "#8b8f96"
 _STALL = "#b5b8bd"
 _GROUND = "#fcfbf9"
 _LIMIT = "#b4553d"
+_STYLE: Any = {
+    "font.family": "sans-serif",
+    "font.size": 8,
+    "hatch.linewidth": 0.6,
+    "svg.fonttype": "none",  # texts stay texts
+}
 
 
 def save(timelines: Sequence[Timeline], path: Any) -> None:
@@ -42,21 +48,15 @@ def save(timelines: Sequence[Timeline], path: Any) -> None:
     heights: list[float] = []  # of the lanes and the memory of each timeline, in inches
     for timeline in timelines:
         heights += [0.34 * len(timeline.lanes) + 0.5, 0.95]
-    with rc_context(
-        {
-            "font.family": "sans-serif",
-            "font.size": 8,
-            "hatch.linewidth": 0.6,
-            "svg.fonttype": "none",
-        }
-    ):
+    longest = max(timeline.seconds for timeline in timelines)
+    scale, unit = _scale(longest)
+    with rc_context(_STYLE):
         figure = Figure(figsize=(11, sum(heights) + 1.0), facecolor=_GROUND, layout="constrained")
         axes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
-        scale, unit = _scale(max(t.seconds for t in timelines))
         for k, timeline in enumerate(timelines):
             _lanes(axes[2 * k], timeline, scale)
             _memory(axes[2 * k + 1], timeline, scale)
-        axes[-1].set_xlim(0, max(t.seconds for t in timelines) * scale)
+        axes[-1].set_xlim(0, longest * scale)
         axes[-1].set_xlabel(unit, color=_FAINT)
         axes[-1].tick_params(axis="x", bottom=True, labelbottom=True, length=3)
         _legend(figure, timelines)
@@ -65,15 +65,20 @@ def save(timelines: Sequence[Timeline], path: Any) -> None:
 
 def _scale(seconds: float) -> tuple[float, str]:
     """The number of units of the time axis in a second, and the name of the unit."""
-    return (1e6, "us") if seconds < 1e-3 else (1e3, "ms") if seconds < 10 else (1.0, "s")
+    if seconds < 1e-3:
+        return 1e6, "us"
+    return (1e3, "ms") if seconds < 10 else (1.0, "s")
 
 
 def _lanes(ax: Any, timeline: Timeline, scale: float) -> None:
     """The bars of every lane, and the stalls of compute."""
     rows = {lane: -k for k, lane in enumerate(timeline.lanes)}
     bars = []
+    stalls = []
     for event in timeline.events:
-        bars.append(((event.lane, stands_for(event)), (event.start * scale, event.seconds * scale)))
+        bars.append(((event.lane, kind_of(event)), (event.start * scale, event.seconds * scale)))
+        if event.stall > 0:
+            stalls.append(((event.end - event.stall) * scale, event.stall * scale))
     for (lane, kind), spans in grouped(bars).items():
         gap = 0.25 if lane != COMPUTE and len(spans) < _MANY else 0.0
         ax.broken_barh(
@@ -83,16 +88,14 @@ def _lanes(ax: Any, timeline: Timeline, scale: float) -> None:
             edgecolor=_GROUND,
             linewidth=gap,
         )
-    stalls = [((e.end - e.stall) * scale, e.stall * scale) for e in timeline.events if e.stall > 0]
     ax.broken_barh(
         stalls, (-0.36, 0.72), facecolor="none", edgecolor=_STALL, hatch="//////", linewidth=0
     )
     ax.set_yticks(list(rows.values()), list(rows), color=_INK)
     ax.set_ylim(-len(rows) + 0.45, 0.55)
     ax.set_title(timeline.name, loc="left", color=_INK, fontsize=10, fontweight="bold")
-    figures = (
-        f"{format_seconds(timeline.seconds)} a step, {format_seconds(timeline.stalled)} exposed"
-    )
+    exposed = format_seconds(timeline.stalled)
+    figures = f"{format_seconds(timeline.seconds)} a step, {exposed} exposed"
     ax.set_title(figures, loc="right", color=_FAINT, fontsize=9)
     _plain(ax)
 
@@ -122,7 +125,10 @@ def _curve(
     """A curve of live memory, with a dot and its bytes at the peak."""
     if not curve:
         return
-    times, live = zip(*((t * scale, b) for t, b in (*curve, (seconds, curve[-1][1]))))
+    # The last bytes are live until the end.
+    points = (*curve, (seconds, curve[-1][1]))
+    times = [time * scale for time, _ in points]
+    live = [size for _, size in points]
     ax.fill_between(times, live, step="post", color=colour, alpha=0.25, linewidth=0)
     ax.step(times, live, where="post", color=colour, linewidth=0.8)
     time, peak = max(curve, key=lambda point: point[1])
@@ -154,21 +160,17 @@ def _legend(figure: Any, timelines: Sequence[Timeline]) -> None:
     """The kinds of bars that the timelines have, with their colours."""
     from matplotlib.patches import Patch
 
-    used_kinds = {stands_for(e) for t in timelines for e in t.events}
-    patches = [
-        Patch(facecolor=light, label=kind)
-        for kind, (light, _) in COLOURS.items()
-        if kind in used_kinds
-    ]
-    patches.append(
-        Patch(
-            facecolor="none",
-            edgecolor=_STALL,
-            hatch="//////",
-            linewidth=0,
-            label="compute stands still",
-        )
-    )
+    patches = []
+    for kind in used_kinds(timelines):
+        light, _ = COLOURS[kind]
+        patches.append(Patch(facecolor=light, label=kind))
+    stall: dict[str, Any] = {
+        "facecolor": "none",
+        "edgecolor": _STALL,
+        "hatch": "//////",
+        "linewidth": 0,
+    }
+    patches.append(Patch(label="compute stands still", **stall))
     figure.legend(
         handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, labelcolor=_INK,
         handlelength=1.2, columnspacing=1.4,

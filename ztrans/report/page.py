@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..ir.printer import equation
 from .event import COMPUTE, Curve, Event
-from .palette import COLOURS, stands_for
+from .palette import COLOURS, kind_of, used_kinds
 from .table import compared, label, source_line, table, title
 
 if TYPE_CHECKING:  # `timeline` imports this module
@@ -51,9 +51,11 @@ def frame(timelines: Sequence[Timeline]) -> str:
 def _data(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """The data that the script of the page draws."""
     most = _MOST // len(timelines)
-    texts: dict[str, int] = {}
+    texts: dict[str, int] = {}  # each with its number
     kinds = {kind: k for k, kind in enumerate(COLOURS)}
-    used_kinds = {stands_for(e) for t in timelines for e in t.events}
+
+    def text_number(text: str) -> int:
+        return texts.setdefault(text, len(texts))
 
     def bar(events: Sequence[Event], lane: int) -> list[float]:
         longest = max(events, key=lambda e: e.seconds)
@@ -61,13 +63,14 @@ def _data(timelines: Sequence[Timeline]) -> dict[str, Any]:
         if len(events) > 1:
             noun = "messages" if lane else "operations"
             what = f"{len(events)} {noun}, the longest {what}"
-        words = what, equation(longest.eqn)[:_LONGEST], source_line(longest.eqn)
         return [
             lane,
             *_microseconds(events[0].start, events[-1].end - events[0].start, events[0].stall),
-            kinds[stands_for(longest)],
+            kinds[kind_of(longest)],
             sum(e.bytes for e in events),
-            *(texts.setdefault(text, len(texts)) for text in words),
+            text_number(what),
+            text_number(equation(longest.eqn)[:_LONGEST]),
+            text_number(source_line(longest.eqn)),
         ]
 
     def timeline_data(timeline: Timeline) -> dict[str, Any]:
@@ -87,10 +90,11 @@ def _data(timelines: Sequence[Timeline]) -> dict[str, Any]:
             "table": table(timeline),
         }
 
+    used = used_kinds(timelines)
     return {
         "timelines": [timeline_data(timeline) for timeline in timelines],
         "texts": list(texts),
-        "kinds": [[kind, *colours, kind in used_kinds] for kind, colours in COLOURS.items()],
+        "kinds": [[kind, *colours, kind in used] for kind, colours in COLOURS.items()],
         "table": compared(*timelines) if len(timelines) == 2 else table(timelines[0]),
     }
 
@@ -99,6 +103,7 @@ def _bars(timeline: Timeline, most: int) -> list[list[Event]]:
     """The events of each bar, compute first: one, or so many that the bars are not more than `most`."""
     events = sorted(timeline.events, key=lambda e: (e.lane != COMPUTE, e.start))
     bars = [[e] for e in events]
+    # The longest bar in which events share: twice as long in each trial.
     longest = timeline.seconds / most
     while len(bars) > most and longest <= timeline.seconds:
         bars = _merged(events, longest)
@@ -113,23 +118,25 @@ def _merged(events: Sequence[Event], longest: float) -> list[list[Event]]:
     """
     bars: list[list[Event]] = []
     last: dict[str, list[Event]] = {}  # by lane, its last bar
-    kind_of: dict[str, str] = {}
+
+    def joins(e: Event, bar: Sequence[Event]) -> bool:
+        if e.stall or bar[0].stall:
+            return False
+        return kind_of(e) == kind_of(bar[0]) and e.end - bar[0].start <= longest
+
     for e in events:
-        kind = stands_for(e)
         bar = last.get(e.lane)
-        joins = bar is not None and kind == kind_of[e.lane] and not e.stall and not bar[0].stall
-        if bar is not None and joins and e.end - bar[0].start <= longest:
+        if bar is not None and joins(e, bar):
             bar.append(e)
-            continue
-        last[e.lane] = [e]
-        kind_of[e.lane] = kind
-        bars.append(last[e.lane])
+        else:
+            last[e.lane] = [e]
+            bars.append(last[e.lane])
     return bars
 
 
 def _points(curve: Curve, most: int) -> list[list[float]]:
     """The points at which the live bytes change; of too many neighbours, the one with the most bytes."""
-    share = -(-len(curve) // most)
+    share = -(-len(curve) // most)  # of the curve's points, for each one that is drawn
     points: list[list[float]] = []
     for k in range(0, len(curve), share or 1):
         live = max(b for _, b in curve[k : k + share])

@@ -6,10 +6,17 @@ the role of the collective. So have copies between the device and the host, whos
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 from ..ir.recompute import is_recomputed
 from .event import COMPUTE, Event
 
-COLOURS = {  # for each kind, its colours on a light and on a dark background
+if TYPE_CHECKING:  # `timeline` imports this module
+    from .timeline import Timeline
+
+# For each kind, its colours on a light and on a dark background.
+COLOURS = {
     "forward": ("#86afd9", "#8db4de"),
     "backward": ("#3f6ba6", "#4d7bb8"),
     "recomputed": ("#9184d6", "#9d91e0"),
@@ -25,14 +32,24 @@ COLOURS = {  # for each kind, its colours on a light and on a dark background
 }
 
 
-def stands_for(event: Event) -> str:
+def kind_of(event: Event) -> str:
     """The kind of a bar, a key of `COLOURS`: by the region of an operation, or by the role of a message.
 
     >>> from ztrans.ir.graph import Eqn
-    >>> stands_for(Event("compute", 0.0, 1.0, Eqn(None, (), (), region="backward")))
+    >>> kind_of(Event("compute", 0.0, 1.0, Eqn(None, (), (), region="backward")))
     'backward'
     """
     if event.lane == COMPUTE:
         return "recomputed" if is_recomputed(event.eqn) else event.eqn.region
-    role = event.eqn.provenance.role if event.eqn.provenance is not None else "user"
+    if event.eqn.provenance is None:
+        return "user"
+    role = event.eqn.provenance.role
     return "update messages" if role == "update" else role
+
+
+def used_kinds(timelines: Iterable[Timeline]) -> list[str]:
+    """The kinds of the bars of some timelines, in the order of `COLOURS`."""
+    used: set[str] = set()
+    for timeline in timelines:
+        used.update(map(kind_of, timeline.events))
+    return [kind for kind in COLOURS if kind in used]

@@ -24,66 +24,47 @@ def save(timelines: Sequence[Timeline], path: Any) -> None:
     events: list[dict[str, Any]] = []
     for process, timeline in enumerate(timelines, 1):
         events += _events(process, timeline)
-    in_order = sorted(events, key=lambda event: event.get("ts", -1.0))
+    in_order = sorted(events, key=lambda event: event.get("ts", -1.0))  # names have no time
     Path(path).write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": in_order}))
 
 
 def _events(process: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """The events of one timeline, whose number in the trace is `process`."""
+    """The events of one timeline, whose number in the trace is `process`.
+
+    Their letters are those of the Chrome format: M names something, X is a bar, s and f begin and end an arrow, and C
+    is a value of a counter.
+    """
     thread = {lane: k for k, lane in enumerate(timeline.lanes, 1)}
-    yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": timeline.name}}
-    for lane, k in thread.items():
-        yield {"ph": "M", "pid": process, "tid": k, "name": "thread_name", "args": {"name": lane}}
-        yield {
-            "ph": "M",
-            "pid": process,
-            "tid": k,
-            "name": "thread_sort_index",
-            "args": {"sort_index": k},
-        }
+
+    def event(letter: str, name: str, **fields: Any) -> dict[str, Any]:
+        return {"ph": letter, "pid": process, "name": name, **fields}
 
     def bar(name: str, lane: str, start: float, seconds: float, **args: Any) -> dict[str, Any]:
-        place = {
-            "ph": "X",
-            "pid": process,
-            "tid": thread[lane],
-            "ts": start * 1e6,
-            "dur": seconds * 1e6,
-        }
-        return {**place, "name": name, "cat": lane, "args": args}
+        times = {"ts": start * 1e6, "dur": seconds * 1e6}
+        return event("X", name, cat=lane, tid=thread[lane], args=args, **times)
+
+    yield event("M", "process_name", args={"name": timeline.name})
+    for lane, k in thread.items():
+        yield event("M", "thread_name", tid=k, args={"name": lane})
+        yield event("M", "thread_sort_index", tid=k, args={"sort_index": k})
 
     starts = {e.eqn: e.start for e in timeline.events if e.lane == COMPUTE}
     for number, e in enumerate(timeline.events):
         name = title(e.eqn)
-        facts = {"equation": equation(e.eqn), "source": source_line(e.eqn), "region": e.eqn.region}
+        source = source_line(e.eqn)
+        facts = {"equation": equation(e.eqn), "source": source, "region": e.eqn.region}
         if e.lane == COMPUTE:
             yield bar(name, COMPUTE, e.start, e.seconds, **facts)
             continue
         yield bar(name, e.lane, e.start, e.seconds, **facts, bytes=e.bytes, stall_us=e.stall * 1e6)
         if e.stall > 0:
-            yield bar(
-                "stall",
-                COMPUTE,
-                e.end - e.stall,
-                e.stall,
-                waits_for=name,
-                source=source_line(e.eqn),
-            )
+            begin = e.end - e.stall
+            yield bar("stall", COMPUTE, begin, e.stall, waits_for=name, source=source)
         if e.eqn in starts:
-            arrow = {
-                "cat": "message",
-                "name": "message",
-                "id": f"{process}.{number}",
-                "pid": process,
-            }
-            yield {**arrow, "ph": "s", "tid": thread[COMPUTE], "ts": starts[e.eqn] * 1e6}
-            yield {**arrow, "ph": "f", "bp": "e", "tid": thread[e.lane], "ts": e.start * 1e6}
+            ends = {"cat": "message", "id": f"{process}.{number}"}
+            yield event("s", "message", tid=thread[COMPUTE], ts=starts[e.eqn] * 1e6, **ends)
+            yield event("f", "message", bp="e", tid=thread[e.lane], ts=e.start * 1e6, **ends)
+
     for name, curve in (("live bytes", timeline.memory), ("on the host", timeline.host_memory)):
         for time, live in curve:
-            yield {
-                "ph": "C",
-                "pid": process,
-                "name": name,
-                "ts": time * 1e6,
-                "args": {"bytes": live},
-            }
+            yield event("C", name, ts=time * 1e6, args={"bytes": live})

@@ -16,6 +16,9 @@ if TYPE_CHECKING:  # `timeline` imports this module
     from .timeline import Timeline
 
 _STALLS = 5  # the number of the longest stalls that are listed
+# The names of rows.
+_STEP = "step"
+_EXPOSED = "exposed"
 _PEAK = "peak memory"
 _HOST_PEAK = "on the host"
 
@@ -31,10 +34,12 @@ def table(timeline: Timeline) -> str:
     rows = []
     for lane in timeline.lanes:
         bars = [event for event in timeline.events if event.lane == lane]
-        received = format_bytes(sum(event.bytes for event in bars))
-        work = f"{len(bars)} operations" if lane == COMPUTE else f"{len(bars)} messages, {received}"
+        work = f"{len(bars)} operations"
+        if lane != COMPUTE:
+            received = sum(event.bytes for event in bars)
+            work = f"{len(bars)} messages, {format_bytes(received)}"
         rows.append(row(lane, timeline.busy(lane), work))
-    rows.append(row("exposed", timeline.stalled))
+    rows.append(row(_EXPOSED, timeline.stalled))
     for (axis, role), seconds in timeline.exposed.items():
         rows.append(row(f"  {axis} {role}", seconds))
     if timeline.bound is not None:
@@ -42,11 +47,11 @@ def table(timeline: Timeline) -> str:
         rows.append(row("bound", least, f"{cause} binds: {step / least:.2f}x"))
     rows += _memory_rows(timeline)
     text = f"{timeline.name}: {format_seconds(step)}\n{_columns(rows)}"
-    worst = _worst_stalls(timeline)
-    if not worst:
-        return text
-    stalls = [row(f"  {title(e.eqn)}", e.stall, source_line(e.eqn)) for e in worst]
-    return f"{text}\nworst stalls\n{_columns(stalls)}"
+
+    stalls = []
+    for event in _worst_stalls(timeline):
+        stalls.append(row(f"  {title(event.eqn)}", event.stall, source_line(event.eqn)))
+    return f"{text}\nworst stalls\n{_columns(stalls)}" if stalls else text
 
 
 def _memory_rows(timeline: Timeline) -> list[list[str]]:
@@ -72,19 +77,27 @@ def compared(first: Timeline, second: Timeline) -> str:
     of_first = _figures(first)
     of_second = _figures(second)
     rows = [["", label(first), label(second), "ratio"]]
-    for name in sorted({**of_first, **of_second}, key=_place):
-        show = format_bytes if name in (_PEAK, _HOST_PEAK) else format_seconds
+    for name in sorted({**of_first, **of_second}, key=_position):
         a = of_first.get(name)  # None where a timeline has no such row
         b = of_second.get(name)
-        figures = ["-" if x is None else show(x) for x in (a, b)]
-        rows.append([name, *figures, f"{b / a:.2f}" if a and b else "-"])
+        ratio = f"{b / a:.2f}" if a and b else "-"
+        rows.append([name, _shown(name, a), _shown(name, b), ratio])
     return _columns(rows, left_aligned=(0,))
 
 
-def _place(row: str) -> int:
-    """The place of a row: lanes come before `exposed`, and its parts, which are indented, after it."""
-    places = {"step": 0, COMPUTE: 1, "exposed": 3, _PEAK: 5, _HOST_PEAK: 6}
-    return places.get(row, 4 if row.startswith(" ") else 2)
+def _position(row: str) -> int:
+    """The position of a row: lanes come before `exposed`, and its parts, which are indented, after it."""
+    positions = {_STEP: 0, COMPUTE: 1, _EXPOSED: 3, _PEAK: 5, _HOST_PEAK: 6}
+    if row in positions:
+        return positions[row]
+    return 4 if row.startswith(" ") else 2
+
+
+def _shown(row: str, figure: float | None) -> str:
+    """A figure of a row as text: bytes for peaks, else seconds."""
+    if figure is None:
+        return "-"
+    return format_bytes(figure) if row in (_PEAK, _HOST_PEAK) else format_seconds(figure)
 
 
 def label(timeline: Timeline) -> str:
@@ -106,18 +119,14 @@ def source_line(eqn: Eqn) -> str:
 
 def _figures(timeline: Timeline) -> dict[str, float]:
     """The figures of a timeline by the name of their row, in seconds, and in bytes for peaks."""
-    lanes = {lane: timeline.busy(lane) for lane in timeline.lanes}
-    exposed = {f"  {axis} {role}": seconds for (axis, role), seconds in timeline.exposed.items()}
-    peaks = {_PEAK: timeline.peak}
+    figures = {_STEP: timeline.seconds, _EXPOSED: timeline.stalled, _PEAK: timeline.peak}
+    for lane in timeline.lanes:
+        figures[lane] = timeline.busy(lane)
+    for (axis, role), seconds in timeline.exposed.items():
+        figures[f"  {axis} {role}"] = seconds
     if timeline.host_memory:
-        peaks[_HOST_PEAK] = timeline.host_peak
-    return {
-        "step": timeline.seconds,
-        **lanes,
-        "exposed": timeline.stalled,
-        **exposed,
-        **peaks,
-    }
+        figures[_HOST_PEAK] = timeline.host_peak
+    return figures
 
 
 def _columns(rows: list[list[str]], left_aligned: tuple[int, ...] = (0, 3)) -> str:
