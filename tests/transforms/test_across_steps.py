@@ -50,6 +50,24 @@ def trained(lowered, case, ranks: int, steps: int):
     return join(graph, state)
 
 
+def test_a_new_value_of_two_leaves_is_gathered_from_the_right_one():
+    """In lock-step every step gathers from the old state: of `w`, which `last` does not equal before the first step."""
+
+    def step(state, x):
+        params = {k: p.detach().requires_grad_() for k, p in state["params"].items()}
+        loss = (torch.tanh(x @ params["w"]) @ params["head"]).square().mean()
+        grads = torch.autograd.grad(loss, list(params.values()))
+        new = {k: p - 0.1 * g for (k, p), g in zip(state["params"].items(), grads)}
+        return {"params": new, "last": new["w"]}, loss
+
+    params = {"w": torch.ones(8, 4), "head": torch.ones(4, 4)}
+    state, x = {"params": params, "last": torch.zeros(8, 4)}, torch.full((8, 8), 0.1)
+    lowered = zt.chain(zt.shard_params(MESH), ACROSS)(step).lower(state, x[:2])
+    new, _ = lowered.lockstep(state, [(part,) for part in x.chunk(4)])
+    expected, _ = step(state, x)
+    torch.testing.assert_close(new["params"]["w"], expected["params"]["w"])
+
+
 @pytest.mark.parametrize(
     ("name", "stage", "update"),
     [

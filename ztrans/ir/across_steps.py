@@ -18,6 +18,7 @@ So this depends on the order of the program alone, and is the same on every rank
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -134,8 +135,16 @@ def without_gathers_of(graph: Graph, places: set[int]) -> Graph:
 
 
 def _first_gathers(graph: Graph) -> list[Eqn]:
-    """The gathers of parameters that start before the first operation."""
-    state = set(graph.inputs[: graph.num_state])
+    """The gathers of parameters that start before the first operation.
+
+    A gather is carried only if the new value of each of its leaves belongs to no other leaf. Otherwise the program
+    would not say which of the two leaves is gathered where there is no step before.
+    """
+    new_values = Counter(graph.outputs[: graph.num_state])
+    state = set()
+    for leaf, new_value in zip(graph.inputs, graph.outputs[: graph.num_state]):
+        if new_values[new_value] == 1:
+            state.add(leaf)
     first = []
     for e in graph.eqns:
         if not rules(e).remote:
