@@ -237,11 +237,11 @@ class Compiled(Printed):
         Call it before the process group is destroyed, or to continue with another state. The next call then runs
         without a graph, and the one after it captures a new graph.
         """
+        if self._mesh is not None:  # the mesh has them, whichever program has started them
+            process_groups(self._mesh).forget_carried()
         local_program = self.bound.local_program
         if local_program is None:
             return
-        if self._mesh is not None:
-            process_groups(self._mesh).forget_carried()
         if isinstance(local_program.function, Capture):
             local_program.function.close()
         if local_program.half_weights is not None:

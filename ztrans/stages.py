@@ -47,7 +47,7 @@ from .planning.buffers import local_bytes
 from .planning.cluster import Cluster, Device, default_cluster, default_device
 from .planning.cost import Cost, Memory, cost, memory
 from .planning.formulate import formulate
-from .planning.limit import DoesNotFit, check_carried, with_device_limit
+from .planning.limit import DoesNotFit, check_peak, with_device_limit
 from .planning.make_plan import make_plan, with_memory_notes
 from .planning.place_copies import check_host_memory, place_copies
 from .planning.plan import Plan
@@ -393,12 +393,11 @@ class Lowered(Printed):
         return lowered._ordered(plan, follow_plan(lowered.unordered, plan))
 
     def within_limit(self) -> Lowered:
-        """This program, which has been planned within its limit, if it is within it with the gathers that it carries.
+        """This program, which has been planned within its limit, if it is within it with all that the plan has not seen.
 
         Raises: DoesNotFit if it is not.
         """
-        if self.graph.carried:
-            check_carried(self.graph, self.cluster.device)
+        check_peak(self.graph, self.cluster.device)
         return self
 
     def _ordered(self, plan: Plan, graph: Graph) -> Lowered:

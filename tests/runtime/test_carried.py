@@ -108,6 +108,15 @@ def test_a_program_that_is_closed_starts_anew(mesh, starts):
     assert len(starts) == 2
 
 
+def test_a_program_that_has_not_run_forgets_what_another_one_has_started(mesh, starts):
+    step = made(mesh)
+    state = step.shard(CASE.state())
+    state, _ = step(state, *BATCH)
+    step.lower(state, *BATCH).compile().close()
+    step(state, *BATCH)
+    assert len(starts) == 2
+
+
 def test_a_step_that_fails_leaves_nothing(mesh, starts, monkeypatch):
     step = made(mesh)
     state = step.shard(CASE.state())

@@ -15,7 +15,7 @@ from ztrans.ir.interpreter import join, lockstep, scatter
 from ztrans.ir.printer import format_bytes
 from ztrans.ir.verifier import ProgramError, check
 from ztrans.planning.cluster import Link
-from ztrans.planning.limit import DoesNotFit, check_carried
+from ztrans.planning.limit import DoesNotFit, check_peak
 
 ACROSS = zt.prefetch(across_steps=True)
 MESH = zt.AbstractMesh(dp=4)
@@ -208,7 +208,7 @@ def test_a_limit_holds_for_the_end_of_the_step_too():
     peak = lowered.memory_analysis().peak
     limited = lowered.graph.with_memory(peak - 1, "prefetch")
     with pytest.raises(DoesNotFit) as caught:
-        check_carried(limited, lowered.cluster.device)
+        check_peak(limited, lowered.cluster.device)
     assert str(caught.value) == (
         f"prefetch(memory={peak - 1}): {format_bytes(peak - 1)} is less than the step needs with the gathers that it "
         f"starts for the next one: {peak} bytes ({format_bytes(peak)}).\n"

@@ -86,20 +86,26 @@ def does_not_fit(graph: Graph, device: Device, least: Memory) -> DoesNotFit:
     return DoesNotFit("\n".join(lines), advice, graph.hints.memory or 0, least)
 
 
-def check_carried(graph: Graph, device: Device) -> None:
-    """Check that a program is within its limit with the gathers that it starts for the next step.
+def check_peak(graph: Graph, device: Device) -> None:
+    """Check that a program is within its limit with what is placed after its plan: copies, and gathers that it carries.
 
     Raises: DoesNotFit if it is not.
     """
     limit = graph.hints.memory
     needed = memory(graph)
-    if limit is not None and needed.peak > limit:
-        problem = (
-            f"{limit_text(graph.hints, device)} is less than the step needs with the gathers that it starts for the "
-            f"next one: {needed.peak} bytes ({format_bytes(needed.peak)})."
-        )
+    if limit is None or needed.peak <= limit:
+        return
+    if graph.carried:
+        cause = "the gathers that it starts for the next one"
         advice = "Leave out across_steps, or give the step that much."
-        raise DoesNotFit(problem, advice, limit, needed)
+    else:
+        cause = "its copies between device and host"
+        advice = "Give it that much, or move less to the host."
+    problem = (
+        f"{limit_text(graph.hints, device)} is less than the step needs with {cause}: "
+        f"{needed.peak} bytes ({format_bytes(needed.peak)})."
+    )
+    raise DoesNotFit(problem, advice, limit, needed)
 
 
 def limit_text(hints: Hints, device: Device) -> str:

@@ -54,12 +54,13 @@ def place_copies(graph: Graph, cluster: Cluster) -> Graph:
     """
     if not any(map(is_copy, graph.eqns)):
         return graph
-    limit, graph = _in_sets(graph)
-    # A copy that is stretched may keep its value from being overwritten, which `_Placing` does not count.
-    may_use = limit
+    allowed, graph = _in_sets(graph)
+    # Places are found by the bytes of the program as it is marked. What counts is what runs, which may be the programs
+    # of micro-batches: in the last of them the sums of gradients are live from the first equation on.
+    may_use = max(_live_on_device(graph)) + allowed - memory(graph).peak
     for _ in range(_TRIALS):
         placed = _Placing(graph, cluster, may_use).run()
-        above = max(_live_on_device(placed)) - limit
+        above = memory(placed).peak - allowed
         if above <= 0:
             return placed
         may_use -= above
@@ -69,11 +70,11 @@ def place_copies(graph: Graph, cluster: Cluster) -> Graph:
 def _in_sets(graph: Graph) -> tuple[int, Graph]:
     """The bytes that may be live, and the program that copies leaves in sets, or each alone if that needs less."""
     alone = copied_when_needed(graph)
-    limit = max(_live_on_device(alone))
+    allowed = memory(alone).peak
     if graph.hints.offload and graph.hints.memory is not None:
-        limit += max(graph.hints.memory - memory(alone).peak, 0)
+        allowed = max(allowed, graph.hints.memory)
     together = copied_when_needed(graph, _TOGETHER)
-    return limit, together if max(_live_on_device(together)) <= limit else alone
+    return allowed, together if memory(together).peak <= allowed else alone
 
 
 def check_host_memory(graph: Graph, cluster: Cluster) -> None:

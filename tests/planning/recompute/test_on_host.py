@@ -68,6 +68,18 @@ def test_no_more_is_moved_than_the_limit_asks_for():
     assert moved == sorted(set(moved)) and moved[0] > 0
 
 
+@pytest.mark.parametrize("moved", [3, 6])
+def test_micro_batches_stay_within_the_limit(moved):
+    """In the last micro-batch the sums of gradients are live from the beginning, beside all values of forward."""
+    slow = zt.cluster("cpu", host_link=zt.Link("slow", 0.0, 1e7))
+    wide, x = state(256), torch.randn(128, 256)
+    plain = zt.accumulate(2)(step).lower(wide, x, cluster=slow).memory_analysis()
+    limit = plain.peak - moved * 64 * 256 * 4
+    low = zt.chain(zt.accumulate(2), zt.offload(memory=limit))(step).lower(wide, x, cluster=slow)
+    assert low.plan.on_host
+    assert low.memory_analysis().peak <= limit
+
+
 def limit_of(share: float) -> int:
     peak, size = peak_of_plain()
     return size + int(share * (peak - size))
