@@ -393,7 +393,7 @@ class Lowered(Printed):
         return lowered._ordered(plan, follow_plan(lowered.unordered, plan))
 
     def within_limit(self) -> Lowered:
-        """This program, which has been planned within its limit, if it is within it with all that the plan has not seen.
+        """This program, which has been planned within its limit, if copies and carried gathers leave it within that.
 
         Raises: DoesNotFit if it is not.
         """
