@@ -16,7 +16,7 @@ from ..ir.collectives import rules
 from ..ir.donation import donation
 from ..ir.graph import Eqn, Var, users, variables
 from ..ir.op_facts import is_random
-from ..ir.relations import grouped, needed
+from ..ir.relations import needed
 from .skeleton import Skeleton
 
 
@@ -101,13 +101,18 @@ def _awaited_values(s: Skeleton, movable: Movable) -> dict[Eqn, set[Var]]:
     outputs = set(variables(s.graph.outputs))
     available = _available(s, movable, outputs)
     awaited: dict[Eqn, set[Var]] = {}
+    temporary = available - outputs
     for e in reversed(movable.after_reductions):
         overwritten = {owner[out] for out in e.results}
-        awaited[e] = {root[v] for v in e.ins if root[v] in state or owner[v] in overwritten}
+        awaited[e] = set()
+        for v in e.ins:
+            if root[v] in state or owner[v] in overwritten:
+                awaited[e].add(root[v])
+
         of_readers = []
         for out in e.results:
             of_readers += [awaited.get(reader, set()) for reader in readers.get(out, ())]
-        if of_readers and all(out in available and out not in outputs for out in e.results):
+        if of_readers and temporary.issuperset(e.results):
             awaited[e] |= set.intersection(*of_readers)
     return awaited
 
@@ -127,7 +132,9 @@ def _by_need(
     """The equations among `leaving` that can leave their places, by what they need."""
     exists, last_read = _fixed_places(s, needed(leaving, movable.of_state))
     latest = max(s.need, default=0)
-    needed_reductions = {c.value: frozenset([i]) for i, c in enumerate(s.reductions)}
+    needed_reductions: dict[Var, frozenset[int]] = {}
+    for i, collective in enumerate(s.reductions):
+        needed_reductions[collective.value] = frozenset([i])
     groups: dict[_GroupKey, list[Eqn]] = {}
     for e in movable.after_reductions:
         if e not in leaving:
@@ -169,8 +176,13 @@ def _state_computations(
     for key, eqns in groups.items():
         for e in needed(eqns, of_state).difference(eqns):
             keys.setdefault(e, []).append(key)
-    shared = (frozenset[int](), 0)
-    return grouped((needing[0] if len(needing) == 1 else shared, e) for e, needing in keys.items())
+
+    without_reductions = (frozenset[int](), 0)
+    computations: dict[_GroupKey, list[Eqn]] = {}
+    for e, needing in keys.items():
+        key = needing[0] if len(needing) == 1 else without_reductions
+        computations.setdefault(key, []).append(e)
+    return computations
 
 
 def _fixed_places(s: Skeleton, floating: set[Eqn]) -> tuple[dict[Var, int], dict[Var, int]]:

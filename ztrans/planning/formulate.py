@@ -44,14 +44,13 @@ def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None =
     problem, groups = _framed(s, update)
     duration = dict(zip(s.graph.eqns, equation_seconds(s.graph, cluster)))
     # The equations of updates have no place of their own: their groups take the seconds.
-    floating = _floating(groups)
-    seconds = tuple(0.0 if e in floating else duration[e] for e in s.ops)
+    at_places = {**duration, **dict.fromkeys(_floating(groups), 0.0)}
     updates = []
     for group in groups:
         updates.append(Update(sum(duration[e] for e in group.eqns), group.after, group.release))
     return dataclasses.replace(
         with_memory(s, groups, problem),
-        seconds=seconds,
+        seconds=tuple(at_places[e] for e in s.ops),
         wires=_wires(s, problem, cluster),
         memory=budget,
         updates=tuple(updates),
@@ -147,7 +146,10 @@ def _gather(collective: Collective, sizes: Sizes, use: int, last: int) -> Gather
 
 def _release(s: Skeleton, sources: Sequence[Eqn], use: int) -> int:
     """The place from which on the results of `sources` exist, which a gather sends: operations or collectives."""
-    return max((s.places[e] + 1 if e in s.places else use for e in sources), default=0)
+    release = 0
+    for e in sources:
+        release = max(release, s.places[e] + 1 if e in s.places else use)
+    return release
 
 
 def _last_reader(s: Skeleton, value: Var, end: int) -> int:

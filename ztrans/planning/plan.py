@@ -81,6 +81,11 @@ class Plan:
         return f"plan {self.file}" if self.file else "plan"
 
     @property
+    def is_empty(self) -> bool:
+        """Whether it places no collective, and drops none."""
+        return not (self.gathers or self.reductions or self.dropped)
+
+    @property
     def digest(self) -> str:
         """A hash of the decisions of the plan."""
         return hashlib.sha256(json.dumps(self._decisions()).encode()).hexdigest()[:16]
@@ -256,7 +261,7 @@ def _wrong_field(plan: Plan) -> str:
         return f"program is {plan.program!r}; it is the hash of a program"
     if plan.update not in _UPDATES:
         return f"update is {plan.update!r}; it is one of {', '.join(map(repr, _UPDATES))}"
-    if plan.update == WRITTEN and (plan.gathers or plan.reductions or plan.dropped):
+    if plan.update == WRITTEN and not plan.is_empty:
         return f"update is {WRITTEN!r}, and a program as written has no buckets"
     return ""
 

@@ -87,8 +87,9 @@ def _in_order(s: Skeleton, graph: Graph, plan: Plan) -> Graph:
         raise ScheduleError('update is "eager", and the step has overlap_grads(update="last")')
     if plan.update == "eager" and not s.gathers and not s.reductions:
         return with_early_updates(s.graph)
-    is_empty = not (plan.gathers or plan.reductions or plan.dropped)
-    if plan.update == WRITTEN or (is_empty and not any(e.order for e in graph.eqns)):
+    if plan.update == WRITTEN:
+        return without_hints(graph)
+    if plan.is_empty and not any(e.order for e in graph.eqns):
         return without_hints(graph)
     problem = frame(s, plan.update)
     return realise(s, schedule_of(plan, s, problem), problem)

@@ -16,7 +16,7 @@ import torch
 
 from ..ir.graph import DTYPES, Eqn, Graph, Var
 from ..ir.layout import local_shape
-from ..ir.op_facts import is_matmul
+from ..ir.op_facts import arguments_by_name, is_matmul
 from ..ir.printer import op_name
 from .cost import flops, memory_traffic
 from .devices import Device
@@ -24,8 +24,6 @@ from .devices import Device
 aten = torch.ops.aten
 # The number of the first of the two matrices among the arguments of a product.
 _FIRST_MATRIX = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1, aten._scaled_mm: 0}
-# Where attention says whether it is causal.
-_CAUSAL = "is_causal"
 
 
 def queue_seconds(device: Device, kernels: int, seconds: float) -> float:
@@ -86,12 +84,9 @@ def _packet(e: Eqn) -> Any:
 
 def _is_causal(e: Eqn) -> bool:
     """Whether attention computes the lower half of its scores only."""
-    schema = getattr(e.op, "_schema", None)
-    names = [argument.name for argument in schema.arguments] if schema else []
-    if _CAUSAL not in names:
-        return False
-    index = names.index(_CAUSAL)
-    return bool(e.args[index] if index < len(e.args) else e.kwargs.get(_CAUSAL))
+    if not hasattr(e.op, "_schema"):
+        return False  # a higher-order operator, whose functions mask the scores
+    return bool(arguments_by_name(e.op, e.args, e.kwargs).get("is_causal"))
 
 
 def rate_name(e: Eqn) -> str:

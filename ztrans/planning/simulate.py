@@ -372,7 +372,9 @@ def _sharing_memory(
     measured = dict(cluster.measured)
     busy = []
     for e, duration in zip(cycle(graph.eqns), seconds):
-        if not duration or (measured and signature(e, graph) in measured):
+        if not duration:
+            busy.append(0.0)
+        elif measured and signature(e, graph) in measured:
             busy.append(0.0)  # what was measured has shared the memory
         else:
             busy.append(min(duration, memory_seconds(memory_traffic(e, graph), device)))

@@ -190,8 +190,8 @@ class Skeleton:
         """
         if name == THE_END:
             return (len(self.ops),) * 3
-        landmark, _, offset = name.partition(" + ")
-        if landmark not in self._stretches or not (offset.isdecimal() or landmark == name):
+        landmark, plus, offset = name.partition(" + ")
+        if landmark not in self._stretches or (plus and not offset.isdecimal()):
             return None
         first, last = self._stretches[landmark]
         return min(first + int(offset or 0), last), first, last

@@ -43,7 +43,9 @@ def stage(step: str, name: str, level: int = logging.INFO) -> Iterator[None]:
 
 
 def _is_first_rank() -> bool:
-    return (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0
+    if dist.is_initialized():
+        return dist.get_rank() == 0
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 @functools.cache
@@ -55,9 +57,11 @@ def _prepare() -> None:
     asked_level = os.environ.get("ZTRANS_LOG", "").lower()
     if asked_level and asked_level not in _LEVELS:
         raise ValueError(f"ZTRANS_LOG={asked_level}: it is info or debug.")
-    handler = (
-        logging.StreamHandler() if asked_level else _Terminal() if sys.stderr.isatty() else None
-    )
+    handler: logging.StreamHandler | None = None
+    if asked_level:
+        handler = logging.StreamHandler()
+    elif sys.stderr.isatty():
+        handler = _Terminal()
     if handler is not None and not log.hasHandlers():
         handler.setFormatter(logging.Formatter("ztrans: %(message)s"))
         log.addHandler(handler)
