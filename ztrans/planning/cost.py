@@ -131,6 +131,7 @@ def cost(graph: Graph) -> Cost:
     bytes_moved = 0
     calls = 0
     kernels = 0
+    # Micro-batches that have the same program are counted once, times their number.
     for part, times in Counter(in_order(graph)).items():
         for e, launched in launches(part).items():
             calls += times * launched.calls

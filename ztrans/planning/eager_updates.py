@@ -140,6 +140,7 @@ def _by_need(
         if e not in leaving:
             continue
         reductions = _union([needed_reductions[v] for v in e.ins if v in needed_reductions])
+
         # It may run once its arguments exist, and once all that must read the old state has done so.
         place = max([exists.get(v, 0) for v in e.ins], default=0)
         for v in awaited[e]:
@@ -148,6 +149,7 @@ def _by_need(
             place = s.places[e] + 1
         else:
             groups.setdefault((reductions, place), []).append(e)
+
         for out in e.results:
             needed_reductions[out] = reductions
             exists[out] = place
@@ -186,7 +188,10 @@ def _state_computations(
 
 
 def _fixed_places(s: Skeleton, floating: set[Eqn]) -> tuple[dict[Var, int], dict[Var, int]]:
-    """For each value, the first place at which it exists, and the place after its last reader at a fixed place."""
+    """For each value, the first place at which it exists, and the place after its last reader at a fixed place.
+
+    A gather has no fixed place. Its value exists, and its shard has been read, after the operation that first uses it.
+    """
     root = s.lifetimes.root
     exists: dict[Var, int] = {}
     last_read: dict[Var, int] = {}
@@ -194,6 +199,7 @@ def _fixed_places(s: Skeleton, floating: set[Eqn]) -> tuple[dict[Var, int], dict
         if e not in floating:
             exists.update((out, k + 1) for out in e.results)
             last_read.update((root[v], k + 1) for v in e.ins)
+
     for collective, use in zip(s.gathers, s.use):
         place_after = min(use + 1, len(s.ops))
         exists[collective.value] = place_after

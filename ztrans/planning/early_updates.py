@@ -57,6 +57,7 @@ def _needs(graph: Graph, movable: Sequence[Eqn]) -> dict[Eqn, list[Eqn]]:
     """For each equation that may move, those that come before it: what it reads, and what reads what it overwrites."""
     owner = donation(graph).owner
     makers = producers(movable)
+    # Of each storage, those among them that have read it so far.
     readers: dict[Var, list[Eqn]] = {}
     needs: dict[Eqn, list[Eqn]] = {}
     for e in movable:
@@ -81,6 +82,7 @@ def _places(graph: Graph, needs: Mapping[Eqn, Sequence[Eqn]]) -> dict[Eqn, int]:
         if e not in needs:
             exists.update((out, k) for out in e.results)
             last_read.update((owner[v], k) for v in e.ins)
+
     places: dict[Eqn, int] = {}
     for e, before in needs.items():
         overwritten = {owner[out] for out in e.results}
@@ -127,9 +129,11 @@ class _Emission:
         for e in updates:
             self.waiting.append(e)
             for v in e.ins:
+                # What forward or backward computes and an update reads is a gradient.
                 maker = self.makers.get(v)
                 if maker is not None and maker not in self.needs:
                     self.gradients.add(self.owner[v])
+
         if self.waiting and sum(map(self.size, self.gradients)) >= self.together:
             self.write(self.waiting)
             self.waiting = []

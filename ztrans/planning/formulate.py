@@ -116,11 +116,13 @@ def _gathers(s: Skeleton) -> tuple[Gather, ...]:
             # Before that the earlier value is still there.
             release = max(release, gathers[repeats].last + 1)
         if start.provenance is not None and start.provenance.regather == "always":
+            # The user wants the memory back between forward and backward.
             release = max(release, phases[start.region][use])
         last = max(_last_reader(s, collective.value, end), use)
         gather = _gather(collective, s.sizes, use, last)
         gathers.append(gather._replace(release=min(release, use), repeats=repeats))
 
+    # These may be sent in place of others, and are numbered after them.
     for each in s.of_parts:
         replaced = gathers[each.instead]
         use = replaced.use

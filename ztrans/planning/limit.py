@@ -44,6 +44,7 @@ class DoesNotFit(ValueError):
         self.limit = limit
         self.least = least
         self.ways = tuple(sorted(ways, key=lambda way: (way.seconds, way.peak)))
+
         lines = [problem]
         if self.ways:
             lines.append("It fits in one of these ways, as they were simulated:")
@@ -68,6 +69,7 @@ def with_device_limit(graph: Graph, device: Device) -> Graph:
 
 def does_not_fit(graph: Graph, device: Device, least: Memory) -> DoesNotFit:
     """The error of a program that needs more than its limit in every order that was tried, at least `least`."""
+    # The limit, what is needed, and the largest values at the peak.
     needs = f"{least.peak} bytes ({format_bytes(least.peak)})"
     if least.peak_eqn is not None and least.peak_eqn.source:
         needs += f" at {least.peak_eqn.source.where}"
@@ -76,6 +78,7 @@ def does_not_fit(graph: Graph, device: Device, least: Memory) -> DoesNotFit:
     for v, size, line in least.holders[:5]:
         comment = f"  # {line}" if line else ""
         lines.append(f"  {format_bytes(size):>10}  {v!r}{comment}")
+
     if graph.hints.memory_of:
         advice = "Give it that much, a smaller batch, or more ranks."
     else:

@@ -32,12 +32,15 @@ def with_memory(s: Skeleton, groups: Sequence[UpdateGroup], problem: Problem) ->
         if storage.on_host:
             continue
         if storage.value in inputs:
-            buffers.append(Buffer(storage.bytes, 0, 2 * len(s.ops)))
+            buffers.append(Buffer(storage.bytes, 0, 2 * len(s.ops)))  # the caller's, throughout
         else:
             buffers += _fixed_buffers(uses, problem, storage)
+
+        # Gradients that share a storage are freed together, after the last of their reductions.
         if storage.value in uses.reduction_of:
             latest = uses.reduction_of[storage.value]
             of_reductions.add_waiting(latest, _shared_bytes(problem, latest, storage))
+
     slots = live_by_slot(buffers, 2 * len(s.ops) + 1)
     return dataclasses.replace(
         problem,
@@ -114,7 +117,7 @@ class _StorageUses:
         return [v for v in e.results if self.donated.owner[v] is v]
 
     def is_temporary(self, storage: Var) -> bool:
-        """Whether only the group that allocates a storage needs it."""
+        """Whether only the group that allocates a storage needs it: then it is live only while that group runs."""
         if storage in self.outputs or storage in self.fixed_until or storage in self.sent_until:
             return False
         return len(self.readers[storage]) == 1
@@ -233,6 +236,9 @@ class _ReductionBuffers:
         if collective.second is None and in_buffer:
             self._add_result(i, storage, received, AT_START)
             return
+
+        # The wait copies the result out of the receive buffer. A second reduction sends that result at once, and
+        # memory is reserved for one of them, because at most one is under way between two waits.
         self.buffers[i].append(Buffer(received, AT_START, AT_WAIT))
         if collective.second is not None:
             start, wait = collective.second
@@ -245,7 +251,8 @@ class _ReductionBuffers:
         """The bytes that a reduction receives, those of its result, and whether the result is where it was received."""
         received = rules(start).received_bytes(start, 0, self.uses.s.graph.axes)
         in_buffer = self.uses.s.lifetimes.root[wait.out] is not wait.out
-        return received, received if in_buffer else self.uses.size(wait.out), in_buffer
+        result = received if in_buffer else self.uses.size(wait.out)
+        return received, result, in_buffer
 
     def _add_result(self, i: int, storage: Var, size: int, first: int = AT_WAIT) -> None:
         """Add a storage that exists after the wait for reduction `i`.
@@ -270,6 +277,7 @@ class _ReductionBuffers:
         last: dict[Var, int] = {}  # for each storage, the last equation of the group that needs it
         for i, e in enumerate(group.eqns):
             last.update(dict.fromkeys(uses.touched(e), i))
+
         total = 0
         most = 0
         for i, e in enumerate(group.eqns):
@@ -280,6 +288,7 @@ class _ReductionBuffers:
             for v in uses.touched(e):
                 if v in uses.group_of and last[v] == i and uses.is_temporary(v):
                     total -= uses.size(v)
+
         self.temporaries[latest].append((group.release, most))
         if self.collectives[latest].second:
             self.second[latest] += most
