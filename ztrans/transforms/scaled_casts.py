@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Hashable, Iterable, Mapping, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -60,32 +60,33 @@ _EXTREMES: Mapping[object, str] = {
 def cast_on_shards(graph: Graph) -> Graph:
     """The program in which parameters are scaled and cast on shards, as far as all that reads them allows it."""
     notes: dict[Var, str] = {}  # by the leaf
-    starts: dict[Eqn, Var] = {}
-    state = set(graph.inputs[: graph.num_state])
-    for start, started in pair(graph).starts.items():
-        if _is_of_leaf(start, state):
-            starts[start] = graph.eqns[started.first_wait].out
+    starts = _gathers_of_leaves(graph)
     while starts:
-        shards = OnShards(graph, {value: start for start, value in starts.items()})
-        unchanged = {start: why for start in starts if (why := shards.obstacle(start)) is not None}
+        on_shards = OnShards(graph, starts)
+        unchanged = [start for start in starts if not on_shards.can_change(start)]
         if not unchanged:
-            graph = _Rewriting(shards).run()
+            graph = _Rewriting(on_shards).run()
             break
         # A gather that stays may be an obstacle for others, so they are looked at again without it.
-        for start, why in unchanged.items():
+        for start in unchanged:
             del starts[start]
-            if why:
-                notes.setdefault(start.ins[0], why)
+            note = on_shards.note(start)
+            if note:
+                notes.setdefault(start.ins[0], note)
     return graph.replace(notes=(*graph.notes, *notes.values()))
 
 
-def _is_of_leaf(start: Eqn, state: Set[Var]) -> bool:
-    """Whether an equation starts the gather of one leaf of the `state`, which is cut along one dim."""
-    if not rules(start).moves or start.kwargs["dtype"] is not None or len(start.outs) != 1:
-        return False
-    leaf = start.ins[0]
-    is_cut = len(leaf.layout) == 1 and leaf.split is not None
-    return is_cut and leaf in state
+def _gathers_of_leaves(graph: Graph) -> dict[Eqn, Var]:
+    """The starts of gathers of one leaf of the state, which is cut along one dim, each with the gathered value."""
+    state = set(graph.inputs[: graph.num_state])
+    gathers: dict[Eqn, Var] = {}
+    for start, started in pair(graph).starts.items():
+        if not rules(start).moves or start.kwargs["dtype"] is not None or len(start.outs) != 1:
+            continue
+        leaf = start.ins[0]
+        if leaf in state and len(leaf.layout) == 1 and leaf.split is not None:
+            gathers[start] = graph.eqns[started.first_wait].out
+    return gathers
 
 
 # ---- which operations commute with a gather
@@ -96,7 +97,7 @@ def _is_bijection(eqn: Eqn) -> bool:
     return op_facts(eqn.op).permutes and rearranges(eqn)
 
 
-def _is_elementwise(eqn: Eqn) -> bool:
+def _is_exact(eqn: Eqn) -> bool:
     """Whether each element of the result is a correctly rounded function of one element of each argument.
 
     Left out are complex numbers and an addition with an `alpha`, which may round once or twice, and a cast that changes
@@ -108,6 +109,7 @@ def _is_elementwise(eqn: Eqn) -> bool:
         keeps_order = eqn.kwargs.get("memory_format") in (None, torch.preserve_format)
         return eqn.kwargs.get("dtype") is not None and keeps_order and not eqn.kwargs.get("device")
     facts = op_facts(eqn.op)
+    # Overloads for numbers take an `alpha` by position.
     has_alpha = "alpha" in eqn.kwargs
     has_alpha |= facts.name in ("add", "sub", "rsub") and len(eqn.args) > 2
     return facts.exact and not has_alpha
@@ -115,23 +117,23 @@ def _is_elementwise(eqn: Eqn) -> bool:
 
 def _extreme(eqn: Eqn) -> str:
     """`max` or `min`, if an equation computes that of all elements of a value, or of all magnitudes."""
-    operation = (_NORM, *eqn.args[1:2]) if eqn.op is _NORM else eqn.op
     if eqn.out.numel != 1 or eqn.kwargs.get("dtype"):
         return ""
+    operation = (_NORM, *eqn.args[1:2]) if eqn.op is _NORM else eqn.op
     return _EXTREMES.get(operation, "")
 
 
 # ---- the equations at the start of the step
 
 
-class Head:
+class Prologue:
     """Equations that depend on the state only, and run at the start of a step.
 
     Equal equations are computed once. Reductions of one kind share a message, so the scales of all parameters take one.
 
     Attributes:
         eqns: the equations, a start and a wait for each reduction.
-        values: for each value of the program that the head computes, the value of the head that equals it.
+        values: for each value of the program that the prologue computes, the value of the prologue that equals it.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -144,14 +146,18 @@ class Head:
         self._round: dict[Var, int] = {}
 
     def add(self, eqn: Eqn) -> Eqn:
-        """Add an equation, unless the head has an equal one. Returns the equation that the head has."""
+        """Add an equation, unless there is an equal one. Returns the equation that the prologue has."""
         eqn = eqn.with_inputs(lambda v: self.values.get(v, v), region="forward", order=None)
-        equal = self._by_structure.setdefault(structure(eqn, lambda v: v), eqn)
-        if equal is eqn:
-            self.eqns.append(eqn)
-            latest = max((self._round.get(v, 0) for v in eqn.ins), default=0)
-            self._round.update(dict.fromkeys(eqn.results, latest + rules(eqn).waits))
-        return equal
+        key = structure(eqn, lambda v: v)
+        if key in self._by_structure:
+            return self._by_structure[key]
+        self._by_structure[key] = eqn
+        self.eqns.append(eqn)
+        number = max((self._round.get(v, 0) for v in eqn.ins), default=0)
+        if rules(eqn).waits:
+            number += 1
+        self._round.update(dict.fromkeys(eqn.results, number))
+        return eqn
 
     def repeat(self, eqn: Eqn) -> None:
         """Add an equation of the program, with its results."""
@@ -168,24 +174,27 @@ class Head:
         if not out.shape:
             self.values[out] = self.add(end.replace(outs=(out,))).out
             return
+        # The result has dims of one element, as with `keepdim`. The message has a scalar.
         end = self.add(end)
         self.values[out] = end.out
         shape = list(out.shape)
         self.repeat(eqn.replace(op=aten.view.default, args=(end.out, shape), kwargs={}))
 
     def is_reduced(self, v: Var) -> bool:
-        """Whether a value of the program, which the head computes, depends on a reduction."""
+        """Whether a value of the program, which the prologue computes, depends on a reduction."""
         return self._round.get(self.values[v], 0) > 0
 
     def computing(self, results: Iterable[Var]) -> list[Eqn]:
-        """The equations that `results` need, in order."""
+        """The equations that `results` need, in order, with the reductions of a round in buckets."""
         makers = producers(self.eqns)
-        eqns = needed((makers[v] for v in results), makers)
-        by_round = grouped((self._round[e.out], e) for e in self.eqns if e in eqns)
+        needed_eqns = needed([makers[v] for v in results], makers)
+        by_round = grouped((self._round[e.out], e) for e in self.eqns if e in needed_eqns)
         ordered: list[Eqn] = []
         for number in sorted(by_round):
-            buckets = grouped((bucket_key(e), e) for e in by_round[number] if role(e) == "param")
+            # The starts of a round need its other equations. Waits are in the next round.
+            starts = [e for e in by_round[number] if role(e) == "param"]
             ordered += (e for e in by_round[number] if role(e) != "param")
+            buckets = grouped((bucket_key(e), e) for e in starts)
             ordered += map(coalesce, buckets.values())
         return ordered
 
@@ -214,25 +223,24 @@ class OnShards:
 
     Attributes:
         gathered: whole values that ranks can compute on shards; first the parameters, by the start of their gather.
-        head: the equations that compute their shards, and scalars.
+        prologue: the equations that compute their shards, and scalars.
         replaced: the equations of the program that are then superfluous.
         needed: for each gather, the whole values that other equations read, or that the step returns.
         position: for each equation of the program, its index.
     """
 
-    def __init__(self, graph: Graph, parameters: Mapping[Var, Eqn]) -> None:
+    def __init__(self, graph: Graph, parameters: Mapping[Eqn, Var]) -> None:
         self.graph = graph
-        self.head = Head(graph)
+        self.prologue = Prologue(graph)
         self.readers_of = users(graph)
+        self.outputs = set(variables(graph.outputs))
         self.position = {e: i for i, e in enumerate(graph.eqns)}
-        self.gathered = {v: Gathered(start.ins[0], start) for v, start in parameters.items()}
+        self.gathered = {v: Gathered(start.ins[0], start) for start, v in parameters.items()}
         self.replaced: set[Eqn] = set()
         for e in graph.eqns:
-            is_torch = isinstance(e.op, torch._ops.OpOverload) and not is_random(e)
-            if e.region != "update" and is_torch and self._is_readable(e) and self._compute(e):
+            if self._may_move(e) and self._compute(e):
                 self.replaced.add(e)
-        self.outputs = set(variables(graph.outputs))
-        self.needed: dict[Eqn, list[Var]] = {start: [] for start in parameters.values()}
+        self.needed: dict[Eqn, list[Var]] = {start: [] for start in parameters}
         for v, value in self.gathered.items():
             if self.is_needed(v):
                 self.needed[value.start].append(v)
@@ -245,25 +253,30 @@ class OnShards:
         """The equations that read a value as it is."""
         return [e for e in self.readers_of.get(v, ()) if e not in self.replaced]
 
-    def _is_readable(self, e: Eqn) -> bool:
-        """Whether ranks have what an equation reads: whole values of one gather, seen in the same way, and scalars.
+    # ---- the prologue
 
-        The step's own collectives move if they are of scalars, such as maxima over the ranks of tensor parallelism.
+    def _may_move(self, e: Eqn) -> bool:
+        """Whether an equation may run at the start of the step, and ranks have what it reads there.
+
+        These are whole values of one gather, seen in the same way, and scalars. The step's own collectives move if they
+        are of scalars, such as maxima over the ranks of tensor parallelism.
         """
+        if e.region == "update" or not isinstance(e.op, torch._ops.OpOverload) or is_random(e):
+            return False
         values = [self.gathered[v] for v in e.ins if v in self.gathered]
         if rules(e).remote and (values or not is_users(e)):
             return False
         are_alike = len({(value.start, value.views) for value in values}) <= 1
-        return are_alike and all(v in self.gathered or v in self.head.values for v in e.ins)
+        return are_alike and all(v in self.gathered or v in self.prologue.values for v in e.ins)
 
     def _compute(self, e: Eqn) -> bool:
-        """Compute an equation in the head, on shards or on scalars. Returns: Whether that is possible."""
+        """Compute an equation in the prologue, on shards or on scalars. Returns: Whether that is possible."""
         value = next((self.gathered[v] for v in e.ins if v in self.gathered), None)
         if value is None:
-            self.head.repeat(e)
+            self.prologue.repeat(e)
         elif _is_bijection(e):
             self.gathered[e.out] = value._replace(views=(*value.views, e))
-        elif _is_elementwise(e) and self._has_one_shape(e):
+        elif _is_exact(e) and self._has_one_shape(e):
             self.gathered[e.out] = self._elementwise(e, value)
         elif _extreme(e) and not self._has_empty_part(value.shards):
             self._reduce_extreme(e, value)
@@ -285,20 +298,22 @@ class OnShards:
         return True
 
     def _elementwise(self, e: Eqn, value: Gathered) -> Gathered:
-        name = self.head.names.fresh(f"{e.out.name}.shard")
+        name = self.prologue.names.fresh(f"{e.out.name}.shard")
         out = dataclasses.replace(value.shards, name=name, dtype=e.out.dtype)
-        on_shards = lambda v: self.gathered[v].shards if v in self.gathered else v
-        shards = self.head.add(e.with_inputs(on_shards, outs=(out,))).out
+        of_shards = e.with_inputs(
+            lambda v: self.gathered[v].shards if v in self.gathered else v, outs=(out,)
+        )
+        shards = self.prologue.add(of_shards).out
         return value._replace(shards=shards, is_plain=value.is_plain and e.op is CAST)
 
     def _reduce_extreme(self, e: Eqn, value: Gathered) -> None:
         """Compute the maximum or minimum of a whole value: of the shards, and then over the ranks."""
         op = _extreme(e)
         order = e.args[1:2] if e.op is _NORM else ()
-        name = self.head.names.fresh(f"{e.out.name}.shard")
+        name = self.prologue.names.fresh(f"{e.out.name}.shard")
         term = Var(name, e.out.dtype, (), (Partial(value.shards.layout[0].axis, op),))
-        of_shards = self.head.add(e.replace(args=(value.shards, *order), kwargs={}, outs=(term,)))
-        self.head.reduce(e, of_shards.out, op, value.start.ins[0].name)
+        of_shards = e.replace(args=(value.shards, *order), kwargs={}, outs=(term,))
+        self.prologue.reduce(e, self.prologue.add(of_shards).out, op, value.start.ins[0].name)
 
     def _has_empty_part(self, shards: Var) -> bool:
         """Whether a rank has no elements of a value: nothing has no maximum."""
@@ -307,39 +322,52 @@ class OnShards:
         rows = shards.shape[cut_over(shards, axis).dim]
         return part(rows, ranks, ranks - 1)[1] == 0
 
-    def obstacle(self, start: Eqn) -> str | None:
-        """Why a gather stays as it is: a note if the parameter is cast to eight bits after it, else an empty text.
+    # ---- which gathers change
 
-        None if the gather can change.
+    def can_change(self, start: Eqn) -> bool:
+        """Whether a gather can bring one narrow value, from which all that is read of its parameter follows.
+
+        A parameter that is merely cast is not for this module: its gather casts it.
         """
         values = self.needed[start]
-        leaf = start.ins[0]
-        wide = [v for v in values if v.dtype.itemsize >= leaf.dtype.itemsize]
-        casts = dict.fromkeys(self.gathered[v].shards for v in values)
-        if not wide and len(casts) <= 1:
-            is_plain = bool(values) and all(self.gathered[v].is_plain for v in values)
-            return "" if is_plain else None
+        is_plain = bool(values) and all(self.gathered[v].is_plain for v in values)
+        return not is_plain and not self._obstacle(start)
+
+    def note(self, start: Eqn) -> str:
+        """Why a parameter is cast to eight bits after its gather; empty if it is not, or may be."""
+        obstacle = self._obstacle(start)
         dtype = self._narrow_dtypes.get(start)
-        if dtype is None:
+        if not obstacle or dtype is None:
             return ""
-        uses = f"it is used in {len(casts)} ways, {' and '.join(map(str, casts))}"
-        problem = self._reads(wide) if wide else uses
         return (
-            f"{leaf.name} is cast to {DTYPES.get(dtype, dtype)} after its gather, because {problem}: "
+            f"{start.ins[0].name} is cast to {DTYPES.get(dtype, dtype)} after its gather, because {obstacle}: "
             f"fuse_cast_gather needs a scale that is one number, from a maximum of the whole tensor, of which every "
             f"rank has a part"
         )
 
-    def _reads(self, wide: list[Var]) -> str:
-        """What reads a wide value first, as text."""
-        readers = {e: v for v in wide for e in self.readers(v)}
-        reader = min(readers, key=self.position.__getitem__, default=None)
-        if reader is None:
+    def _obstacle(self, start: Eqn) -> str:
+        """Why not all that is read of a parameter follows from one narrow value; empty if it does."""
+        values = self.needed[start]
+        itemsize = start.ins[0].dtype.itemsize
+        wide = [v for v in values if v.dtype.itemsize >= itemsize]
+        if wide:
+            return self._first_read(wide)
+        casts = dict.fromkeys(self.gathered[v].shards for v in values)
+        if len(casts) > 1:
+            return f"it is used in {len(casts)} ways, {' and '.join(map(str, casts))}"
+        return ""
+
+    def _first_read(self, wide: Sequence[Var]) -> str:
+        """What reads one of several values first, as text."""
+        readers: dict[Eqn, Var] = {}
+        for v in wide:
+            readers.update(dict.fromkeys(self.readers(v), v))
+        if not readers:
             return f"the step returns it in {DTYPES.get(wide[0].dtype, wide[0].dtype)}"
+        reader = min(readers, key=self.position.__getitem__)
         dtype = readers[reader].dtype
-        return (
-            f"{op_name(reader.op)} ({where(reader.source)}) reads it in {DTYPES.get(dtype, dtype)}"
-        )
+        line = where(reader.source)
+        return f"{op_name(reader.op)} ({line}) reads it in {DTYPES.get(dtype, dtype)}"
 
     @functools.cached_property
     def _narrow_dtypes(self) -> dict[Eqn, torch.dtype]:
@@ -347,19 +375,20 @@ class OnShards:
         dtypes: dict[Eqn, torch.dtype] = {}
         starts_of: dict[Var, set[Eqn]] = {}  # the gathers whose scaled values these are
         for v, value in self.gathered.items():
-            starts_of.setdefault(v, set()).add(value.start)
+            starts_of[v] = {value.start}
         for e in self.graph.eqns:
             starts = _same_size(e, starts_of)
             if not starts:
                 continue
             if e.op is CAST and e.out.dtype in _EIGHT_BITS:
-                dtypes = dict.fromkeys(starts, e.out.dtype) | dtypes  # the first cast counts
+                for start in starts:
+                    dtypes.setdefault(start, e.out.dtype)
             if e.op is CAST or op_facts(e.op).pointwise or _is_bijection(e):
                 starts_of.setdefault(e.out, set()).update(starts)
         return dtypes
 
 
-def _same_size(e: Eqn, starts_of: Mapping[Var, set[Eqn]]) -> set[Eqn]:
+def _same_size(e: Eqn, starts_of: Mapping[Var, Set[Eqn]]) -> set[Eqn]:
     """The gathers whose scaled values an equation reads, if its result has as many elements."""
     starts: set[Eqn] = set()
     for v in e.ins:
@@ -372,51 +401,53 @@ def _same_size(e: Eqn, starts_of: Mapping[Var, set[Eqn]]) -> set[Eqn]:
 
 
 class _Rewriting:
-    """The program whose gathers bring what `shards` says that ranks compute on their shards."""
+    """The program whose gathers bring what ranks compute on their shards."""
 
-    def __init__(self, shards: OnShards) -> None:
-        self.shards = shards
-        self.graph = shards.graph
-        self.names = shards.head.names
+    def __init__(self, on_shards: OnShards) -> None:
+        self.on_shards = on_shards
+        self.graph = on_shards.graph
+        self.names = on_shards.prologue.names
         self.makers = producers(self.graph.eqns)
-        self.waits = {of_wait.start: e for e, of_wait in pair(self.graph).waits.items()}
-        self.needed = {start: values for start, values in shards.needed.items() if values}
+        self.waits = {paired.start: e for e, paired in pair(self.graph).waits.items()}
+        self.needed = {start: values for start, values in on_shards.needed.items() if values}
         self.replacements: dict[Eqn, list[Eqn]] = {}
         self.alias: dict[Var, Var] = {}
 
     def run(self) -> Graph:
         for start, values in self.needed.items():
             self.gather_narrow(start, values)
-        head = self.head()
-        in_head = {out for e in head for out in e.results}
-        for v, value in self.shards.head.values.items():
-            if v is not value and value in in_head:
+
+        # What the prologue computes is not computed again where the program had it.
+        eqns = self.prologue_eqns()
+        in_prologue = set(producers(eqns))
+        for v, value in self.on_shards.prologue.values.items():
+            if v is not value and value in in_prologue:
                 self.alias[v] = value
-        eqns = list(head)
         for e in self.graph.eqns:
-            if in_head.isdisjoint(e.results):
+            if in_prologue.isdisjoint(e.results):
                 eqns += self.replacements.get(e, [e])
+
         edits = Edits(self.graph.replace(eqns=tuple(eqns)))
         if self.graph.stage == 3:
             for start, values in self.needed.items():
                 self.regather(start, values, edits)
         return dce(rename(edits.applied(), self.alias))
 
-    def head(self) -> list[Eqn]:
+    def prologue_eqns(self) -> list[Eqn]:
         """The equations at the start: all that the gathers send, and the scalars that the program reads."""
-        head = self.shards.head
+        prologue = self.on_shards.prologue
         # All values that follow from one gather have the same shards.
-        results = [self.shards.gathered[values[0]].shards for values in self.needed.values()]
-        for v, value in head.values.items():
-            if head.is_reduced(v) and self.shards.is_needed(v):
+        results = [self.on_shards.gathered[values[0]].shards for values in self.needed.values()]
+        for v, value in prologue.values.items():
+            if prologue.is_reduced(v) and self.on_shards.is_needed(v):
                 results.append(value)
-        return head.computing(results)
+        return prologue.computing(results)
 
-    def gather_narrow(self, start: Eqn, values: list[Var]) -> None:
+    def gather_narrow(self, start: Eqn, values: Sequence[Var]) -> None:
         """Gather the shards from which `values` follow, and compute these from the gathered value."""
         end = self.waits[start]
-        begin, narrow_end = self.gather(start, values[0], end.out.name)
-        self.replacements[start] = [begin]
+        narrow_start, narrow_end = self.gather(start, values[0], end.out.name)
+        self.replacements[start] = [narrow_start]
         self.replacements[end] = [narrow_end]
         for v in values:
             maker = self.makers[v]
@@ -424,17 +455,19 @@ class _Rewriting:
             self.replacements[maker] = views
 
     def gather(self, start: Eqn, v: Var, name: str) -> tuple[Eqn, Eqn]:
-        """The gather of the shards of a whole value, for another gather."""
-        shards = self.shards.gathered[v].shards
-        value = dataclasses.replace(self.waits[start].out, name=name, dtype=shards.dtype)
+        """The start and the wait of a gather of the shards of a whole value, in place of the gather `start`."""
+        end = self.waits[start]
+        shards = self.on_shards.gathered[v].shards
+        value = dataclasses.replace(end.out, name=name, dtype=shards.dtype)
         future = dataclasses.replace(value, name=f"{name}'", future=True)
-        begin = start.replace(args=([shards],), outs=(future,))
-        return begin, self.waits[start].replace(args=(future,), outs=(value,))
+        narrow_start = start.replace(args=([shards],), outs=(future,))
+        narrow_end = end.replace(args=(future,), outs=(value,))
+        return narrow_start, narrow_end
 
     def viewed(self, v: Var, value: Var, name: str, reader: Eqn) -> tuple[list[Eqn], Var]:
         """The views by which a gathered value becomes `v`, in the region of `reader`, and the result, called `name`."""
         eqns = []
-        views = self.shards.gathered[v].views
+        views = self.on_shards.gathered[v].views
         for view in views:
             out_name = name if view is views[-1] else self.names.fresh(view.out.name)
             out = dataclasses.replace(view.out, name=out_name, dtype=v.dtype)
@@ -443,26 +476,28 @@ class _Rewriting:
             value = out
         return eqns, value
 
-    def regather(self, start: Eqn, values: list[Var], edits: Edits) -> None:
+    def regather(self, start: Eqn, values: Sequence[Var], edits: Edits) -> None:
         """Gather a value of forward for backward too, if that reads it, as stage 3 gathers a parameter."""
         readers: dict[Var, list[Eqn]] = {}
         all_readers: set[Eqn] = set()
         for v in values:
-            readers[v] = [e for e in self.shards.readers(v) if e.region == "backward"]
+            readers[v] = [e for e in self.on_shards.readers(v) if e.region == "backward"]
             all_readers.update(readers[v])
         if not all_readers or start.region == "backward":
             return
-        first = min(all_readers, key=self.shards.position.__getitem__)
+
+        first = min(all_readers, key=self.on_shards.position.__getitem__)
+        provenance = start.provenance
+        if provenance is not None:
+            provenance = dataclasses.replace(provenance, regather=self.graph.hints.regather)
         name = self.names.fresh(self.waits[start].out.name)
-        begin, end = self.gather(start, values[0], name)
-        provenance = start.provenance and dataclasses.replace(
-            start.provenance, regather=self.graph.hints.regather
-        )
-        site = {"region": first.region, "source": first.source}
+        narrow_start, narrow_end = self.gather(start, values[0], name)
         edits.insert_before(
-            first, begin.replace(provenance=provenance, **site), end.replace(**site)
+            first,
+            narrow_start.replace(provenance=provenance, region=first.region, source=first.source),
+            narrow_end.replace(region=first.region, source=first.source),
         )
         for v, eqns in readers.items():
-            views, copy = self.viewed(v, end.out, self.names.fresh(v.name), first)
+            views, copy = self.viewed(v, narrow_end.out, self.names.fresh(v.name), first)
             edits.insert_before(first, *views)
             edits.replace_reads(eqns, v, copy)

@@ -27,7 +27,7 @@ from ..ir.varying import varying
 from .base import Transform, check_number, constructor
 from .reduce_once import reduce_once
 from .sharding.leaf_axes import LeafAxes
-from .sharding.walk import REDUCTIONS, sharded
+from .sharding.walk import REDUCTIONS, shard_program
 
 Axis = str | tuple[str, ...]
 AxisOf = Callable[[str, torch.Tensor], Axis]
@@ -222,7 +222,7 @@ class ShardParams(Transform):
         if self.stage <= 1:
             plain = reduce_once(plain)
         warn_of_psum_quotients(plain, axes.all)
-        return dce(sharded(plain, self))
+        return dce(shard_program(plain, self))
 
     def _check_neighbours(self, axes: LeafAxes) -> None:
         """Raises: ValueError if the neighbours that keep parameters do not divide the ranks of an axis."""

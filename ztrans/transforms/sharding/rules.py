@@ -83,7 +83,8 @@ def rule(eqn: Eqn, placements: Sequence[Placement], axis: str, size: int) -> Rul
 
 def _of_torch(eqn: Eqn, placements: Sequence[Placement], axis: str, size: int) -> Rule | None:
     """The rule of an operation of PyTorch, or None if it runs on whole values."""
-    constants = tensors_in((eqn.args, eqn.kwargs))  # whole on every rank, and not among `eqn.ins`
+    # Tensors that the step reads from outside. They are whole on every rank, and not among `eqn.ins`.
+    constants = tensors_in((eqn.args, eqn.kwargs))
     cuts = [p if isinstance(p, Split) else None for p in placements]
     if not any(cuts):
         return None if constants else _on_terms(eqn, placements)
@@ -99,11 +100,15 @@ def _of_torch(eqn: Eqn, placements: Sequence[Placement], axis: str, size: int) -
     return None
 
 
+# ---- elementwise operations
+
+
 def _elementwise(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
     """The result is cut as the largest of the arguments that are cut."""
-    shape = eqn.out.shape
     if not _is_elementwise(eqn):
         return None
+    # Dims are counted from the last one, because shapes are broadcast from there.
+    shape = eqn.out.shape
     dims: dict[int, int] = {}  # by the number of elements of the argument
     for v, cut in zip(eqn.ins, cuts):
         if cut is not None:
@@ -112,6 +117,7 @@ def _elementwise(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
                 dims.setdefault(v.numel, dim)
     if not dims:
         return None
+
     dim = dims[max(dims)]
     ins: list[Placement] = []
     for v in eqn.ins:
@@ -132,25 +138,27 @@ def _fused_optimizer(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
         return None
     cut = next(cut for cut in cuts if cut is not None)
     ins: list[Placement] = []
-    for name, argument in arguments_by_name(eqn.op, eqn.args, eqn.kwargs).items():
+    for name, argument in _arguments(eqn).items():
         is_cut = isinstance(argument, list | tuple) and name != "state_steps"
         ins += [cut if is_cut else None for _ in variables(argument)]
     return Rule(ins, [cut] * len(eqn.outs))
 
 
+# ---- views
+
+
 def _view(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
     """Each result of a view is cut along the dim that runs over the same memory as the cut dim of the argument."""
-    v, cut = eqn.ins[0], cuts[0]
-    if (
-        not op_facts(eqn.op).view
-        or "stride" in arguments_by_name(eqn.op, eqn.args, eqn.kwargs)
-        or cut is None
-    ):
+    cut = cuts[0]
+    if cut is None or not op_facts(eqn.op).view:
         return None
-    whole = torch.empty(v.shape, dtype=v.dtype, device="meta")
+    if "stride" in _arguments(eqn):  # the strides of a part are others
+        return None
+    v = eqn.ins[0]
+    whole_value = torch.empty(v.shape, dtype=v.dtype, device="meta")
     outs: list[Placement] = []
-    for view in compute(eqn, {v: whole}):
-        dim = _dim_of_rows(view, whole, cut.dim, size)
+    for view in compute(eqn, {v: whole_value}):
+        dim = _dim_of_rows(view, whole_value, cut.dim, size)
         if dim is None:
             return None
         outs.append(Split(axis, dim))
@@ -158,35 +166,52 @@ def _view(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
 
 
 def _dim_of_rows(view: torch.Tensor, x: torch.Tensor, cut_dim: int, size: int) -> int | None:
-    """The dim along which the parts of a view show the same memory as the parts of `x` along `cut_dim`, or None."""
-    rows, row_bytes = x.shape[cut_dim], x.stride(cut_dim) * x.element_size()
-    all_bytes, part_bytes = rows * row_bytes, chunk(rows, size) * row_bytes
+    """The dim along which the parts of a view show the same memory as the parts of `x` along `cut_dim`, or None.
+
+    Such a dim runs over the same number of bytes as the rows of `x`, and a part of it over those of a part of `x`. All
+    sizes and steps are in bytes, because a view may have another dtype.
+    """
+    rows = x.shape[cut_dim]
+    row_bytes = x.stride(cut_dim) * x.element_size()
+    all_bytes = rows * row_bytes
+    part_bytes = chunk(rows, size) * row_bytes
     steps = [stride * view.element_size() for stride in view.stride()]
     for dim, (count, step) in enumerate(zip(view.shape, steps)):
-        if count > 1 and count * step == all_bytes and chunk(count, size) * step == part_bytes:
-            # A step along another dim must stay within a row of this dim, or pass by all of its rows.
-            reach = view.storage_offset() * view.element_size() % all_bytes
-            for other_dim, other_step in enumerate(steps):
-                if other_dim != dim and other_step % all_bytes:
-                    reach += (view.shape[other_dim] - 1) * other_step
-            return dim if reach < step else None
+        covers_rows = count * step == all_bytes and chunk(count, size) * step == part_bytes
+        if count > 1 and covers_rows:
+            return dim if _stays_within_rows(view, steps, dim, all_bytes) else None
     return None
+
+
+def _stays_within_rows(view: torch.Tensor, steps: Sequence[int], dim: int, all_bytes: int) -> bool:
+    """Whether each row of a view along `dim` shows a single row of the value.
+
+    A step along another dim must stay within a row, or pass by all of the rows, as a dim before the cut one does.
+    """
+    reach = view.storage_offset() * view.element_size() % all_bytes
+    for other_dim, step in enumerate(steps):
+        if other_dim != dim and step % all_bytes:
+            reach += (view.shape[other_dim] - 1) * step
+    return reach < steps[dim]
+
+
+# ---- reductions
 
 
 def _reduction(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
     """A reduction along the cut dim gives terms, one on each rank. Along other dims it keeps the cut."""
-    v, cut = eqn.ins[0], cuts[0]
     name = op_facts(eqn.op).name
+    cut = cuts[0]
     if name not in _REDUCTIONS or cut is None:
         return None
+    shape = eqn.ins[0].shape
     dims = _reduced_dims(eqn)
     if cut.dim not in dims:
-        keeps_dims = len(eqn.out.shape) == len(v.shape)
-        dim = cut.dim if keeps_dims else cut.dim - sum(reduced < cut.dim for reduced in dims)
+        dim = cut.dim
+        if len(eqn.out.shape) < len(shape):  # the dims before it are gone
+            dim -= sum(reduced < cut.dim for reduced in dims)
         return Rule(cuts, [Split(axis, dim)] * len(eqn.outs))
-    combined_by = _combined_by(
-        name, arguments_by_name(eqn.op, eqn.args, eqn.kwargs), v.shape[cut.dim], size
-    )
+    combined_by = _combined_by(name, _arguments(eqn), shape[cut.dim], size)
     # A second result has the positions of a maximum, which differ in a part.
     if combined_by is None or len(eqn.outs) > 1:
         return None
@@ -195,7 +220,7 @@ def _reduction(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
 
 def _reduced_dims(eqn: Eqn) -> set[int]:
     count = len(eqn.ins[0].shape)
-    dims = arguments_by_name(eqn.op, eqn.args, eqn.kwargs).get("dim")
+    dims = _arguments(eqn).get("dim")
     if isinstance(dims, int):
         return {dims % count}
     return {dim % count for dim in dims or range(count)}
@@ -211,9 +236,13 @@ def _combined_by(name: str, arguments: Mapping[str, Any], rows: int, size: int) 
         combined_by = {math.inf: "max", -math.inf: "min"}.get(order)
     if combined_by == "mean" and rows % size:
         return None  # parts of different sizes have different weights
+    # Nothing has no maximum. That any or all of nothing are true is defined.
     has_empty_part = part(rows, size, size - 1)[1] == 0
     is_extreme = combined_by in ("max", "min") and name not in ("any", "all")
     return None if is_extreme and has_empty_part else combined_by
+
+
+# ---- products
 
 
 def _product(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
@@ -222,6 +251,7 @@ def _product(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
     if name not in _PRODUCTS:
         return None
     factors, result = _PRODUCTS[name]
+    # A summand may have fewer dims than the result: those at the front are broadcast.
     indices = [factor[len(factor) - len(v.shape) :] for factor, v in zip(factors, eqn.ins)]
     index = _only_cut_index(eqn, indices, cuts)
     if index is None:
@@ -240,7 +270,7 @@ def _product(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
 
 def _only_cut_index(eqn: Eqn, indices: Sequence[str], cuts: Cuts) -> str | None:
     """The index along which factors are cut; None if there are two, or a summand is broadcast along it."""
-    cut_indices = {of_factor[c.dim] for of_factor, c in zip(indices, cuts) if c is not None}
+    cut_indices = {of_factor[cut.dim] for of_factor, cut in zip(indices, cuts) if cut is not None}
     if len(cut_indices) > 1:
         return None
     (index,) = cut_indices
@@ -251,18 +281,26 @@ def _only_cut_index(eqn: Eqn, indices: Sequence[str], cuts: Cuts) -> str | None:
     return index if len(lengths) == 1 else None
 
 
+# ---- lists
+
+
 def _list(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
     """Values in a list are cut alike. `stack` adds a dim; `cat` joins them along a dim that may not be cut."""
     name = op_facts(eqn.op).name
     if name not in ("stack", "cat"):
         return None
     cut_dims = {cut.dim for cut in cuts if cut is not None}
-    cut_dim = cut_dims.pop()
-    list_dim = arguments_by_name(eqn.op, eqn.args, eqn.kwargs).get("dim", 0) % len(eqn.out.shape)
-    if cut_dims or (name == "cat" and cut_dim == list_dim):
+    if len(cut_dims) > 1:
         return None
-    shift = name == "stack" and list_dim <= cut_dim
+    (cut_dim,) = cut_dims
+    list_dim = _arguments(eqn).get("dim", 0) % len(eqn.out.shape)
+    if name == "cat" and cut_dim == list_dim:
+        return None
+    shift = 1 if name == "stack" and list_dim <= cut_dim else 0
     return Rule([Split(axis, cut_dim)] * len(eqn.ins), [Split(axis, cut_dim + shift)])
+
+
+# ---- terms
 
 
 def _on_terms(eqn: Eqn, placements: Sequence[Placement]) -> Rule | None:
@@ -272,6 +310,7 @@ def _on_terms(eqn: Eqn, placements: Sequence[Placement]) -> Rule | None:
     are_alike = set(placements) == {terms[0]}
     if are_alike and _moves_elements(eqn):
         return on_terms
+    # What follows is linear, which a maximum or a norm is not.
     if terms[0].op not in ("sum", "mean") or not _keeps_kind(eqn):
         return None
     if are_alike and _is_sum_or_cast(eqn):
@@ -294,3 +333,8 @@ def _keeps_kind(eqn: Eqn) -> bool:
 def _moves_elements(eqn: Eqn) -> bool:
     """Whether the elements of the results are those of the arguments."""
     return adds_zero(eqn) or rearranges(eqn) or op_facts(eqn.op).name in ("stack", "cat", "clone")
+
+
+def _arguments(eqn: Eqn) -> dict[str, Any]:
+    """The arguments of an equation by their names."""
+    return arguments_by_name(eqn.op, eqn.args, eqn.kwargs)

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from ...ir.axes import members, members_of
-from ...ir.graph import Eqn, Graph, Layout, Names, Provenance, Split, Var, producers, users
+from ...ir.graph import Eqn, Graph, Layout, Split, Var, users
 from ...ir.layout import is_worth_cutting, on_axis
 from ...ir.marks import GRADIENT, PMEAN, PSUM
-from ...ir.op_facts import CAST, is_random, is_view_or_cast
+from ...ir.op_facts import is_random
 from ...ir.printer import op_name
 from ...ir.relations import depending
-from ...ir.reshard import Site, redistribute, reduced
 from ...ir.rules import INVARIANT
 from ...ir.source import where
 from ...ir.user_collectives import is_users, on_parts
@@ -29,6 +28,7 @@ from ...ir.varying import differing, varying
 from ...ops import EVERY_AXIS
 from ..base import meta_leaves
 from .leaf_axes import LeafAxes
+from .rank_values import EndOfStep, RankValues
 from .registered_rules import NoRule, Placement
 from .rules import Rule, rule
 
@@ -39,39 +39,44 @@ aten = torch.ops.aten
 REDUCTIONS: Mapping[object, str] = {PMEAN: "mean", PSUM: "sum"}
 
 
-def sharded(graph: Graph, options: ShardParams) -> Graph:
-    """The program of one rank of a plain program."""
+def shard_program(graph: Graph, options: ShardParams) -> Graph:
+    """The program of one rank of a plain program.
+
+    The first walk finds out which equations of the update want whole values. If others before these should then run on
+    whole values too, a second walk makes the program.
+    """
     walk = Walk(graph, options)
     program = walk.run()
-    whole_eqns = whole_value_eqns(graph, walk.gathering, walk.layout_of)
-    if whole_eqns == walk.gathering:
+    runs_whole = whole_value_eqns(graph, walk.wants_whole, walk.layout_of)
+    if runs_whole == walk.wants_whole:
         return program
-    return Walk(graph, options, whole_eqns).run()
+    return Walk(graph, options, runs_whole).run()
 
 
 def whole_value_eqns(
-    graph: Graph, gathering: Set[Eqn], layout_of: Callable[[Var], Layout]
+    graph: Graph, wants_whole: Set[Eqn], layout_of: Callable[[Var], Layout]
 ) -> set[Eqn]:
     """The equations of the update that run on whole values, on every rank.
 
         x = cast(g); n = norm(x); y = div(x, n); a = mm(y, t(y))
           -->   x_full = wait(all_gather(x)); n = norm(x_full); y = div(x_full, n); ...
 
-    These are those of `gathering`, whose rules want whole values, and those before them that need no more bytes from
-    other ranks than their results would need. So Muon's matrices are gathered once, in bf16, and their updates have the
-    bits that they have in one process.
+    These are the equations whose rules want whole values, and those before them that need no more bytes from other
+    ranks than their results would need. So Muon's matrices are gathered once, in bf16, and their updates have the bits
+    that they have in one process.
 
     Args:
-        layout_of: the layout of each value if only the equations of `gathering` run on whole values.
+        wants_whole: the equations whose rules want whole values.
+        layout_of: the layout of each value if only these equations run on whole values.
     """
+    runs_whole: set[Eqn] = set()
     whole_values: set[Var] = set()
-    whole_eqns: set[Eqn] = set()
     for e in reversed(graph.eqns):
-        needs_result = e.region == "update" and not whole_values.isdisjoint(e.results)
-        if e in gathering or (needs_result and _is_cheap_whole(e, whole_values, layout_of)):
-            whole_eqns.add(e)
+        makes_whole_value = e.region == "update" and not whole_values.isdisjoint(e.results)
+        if e in wants_whole or (makes_whole_value and _is_cheap_whole(e, whole_values, layout_of)):
+            runs_whole.add(e)
             whole_values.update(e.ins)
-    return whole_eqns
+    return runs_whole
 
 
 def _is_cheap_whole(e: Eqn, whole_values: Set[Var], layout_of: Callable[[Var], Layout]) -> bool:
@@ -79,25 +84,34 @@ def _is_cheap_whole(e: Eqn, whole_values: Set[Var], layout_of: Callable[[Var], L
     if not isinstance(e.op, torch._ops.OpOverload) or is_random(e) or is_users(e):
         return False
     gathered = {v for v in e.ins if layout_of(v) and v not in whole_values}
-    size = lambda values: sum(v.numel * v.dtype.itemsize for v in values)
-    return size(gathered) <= size(e.results)
+    return _size(gathered) <= _size(e.results)
+
+
+def _size(values: Iterable[Var]) -> int:
+    """The bytes of whole values."""
+    return sum(v.numel * v.dtype.itemsize for v in values)
 
 
 class Walk:
     """One walk over a plain program.
 
     Attributes:
-        whole_eqns: the equations of the update that run on whole values, whatever their rules say.
-        gathering: the equations of the update whose rules want whole values of arguments that are cut.
+        runs_whole: the equations of the update that run on whole values, whatever their rules say.
+        wants_whole: the equations of the update whose rules want whole values of arguments that are cut.
+        values: the program of one rank so far.
+        axes: over which axes each leaf is sharded or replicated.
+        varying: the axes over which values differ from rank to rank because of the batch.
+        differing: the axes over which values differ because a leaf of the state does, such as the experts of a rank.
+        of_tensors: the values that depend on a tensor of the state or of the batch.
     """
 
     def __init__(
-        self, graph: Graph, options: ShardParams, whole_eqns: Set[Eqn] = frozenset()
+        self, graph: Graph, options: ShardParams, runs_whole: Set[Eqn] = frozenset()
     ) -> None:
         self.graph = graph
         self.options = options
-        self.whole_eqns = whole_eqns
-        self.gathering: set[Eqn] = set()
+        self.runs_whole = runs_whole
+        self.wants_whole: set[Eqn] = set()
         self.values = RankValues(graph, options)
         self.axes = LeafAxes.of_program(graph, options)
         self.varying = varying(graph, self.axes.all)
@@ -105,33 +119,40 @@ class Walk:
         self.readers = users(graph)
         tensors = (*graph.inputs[: graph.num_state], *graph.batch)
         self.of_tensors = depending(graph.eqns, tensors)
-        self.means: dict[tuple, Var] = {}
+        self._means: dict[tuple, Var] = {}
 
     def run(self) -> Graph:
         """The program of one rank."""
-        g = self.graph
-        leaves = []
-        for v, leaf in zip(g.inputs, meta_leaves(g)):
-            layout = self.options.layout(v.name, v.shape, leaf)
-            # The only rank of an axis has the whole value.
-            layout = tuple(p for p in layout if g.axes[p.axis] > 1)
-            leaves.append(dataclasses.replace(v, layout=layout))
-        inputs = (*leaves, *g.inputs[g.num_state :])
-        for plain, local in zip(g.inputs, inputs):
+        graph = self.graph
+        leaves = self.local_leaves()
+        inputs = (*leaves, *graph.inputs[graph.num_state :])
+        for plain, local in zip(graph.inputs, inputs):
             self.values.bind(plain, local)
-        for eqn in g.eqns:
+
+        for eqn in graph.eqns:
             self.values.enter_phase(eqn)
             self.add(eqn)
-        state = map(self.state, g.inputs, leaves, g.outputs)
-        outputs = (*state, *map(self.output, g.outputs[g.num_state :]))
-        return g.replace(inputs=inputs, eqns=tuple(self.values.eqns), outputs=outputs)
+
+        outputs: list[Any] = []
+        for plain, local, out in zip(graph.inputs, leaves, graph.outputs):
+            outputs.append(self.new_leaf(plain, local, out))
+        for out in graph.outputs[graph.num_state :]:
+            outputs.append(self.output(out))
+        return graph.replace(inputs=inputs, eqns=tuple(self.values.eqns), outputs=tuple(outputs))
+
+    def local_leaves(self) -> list[Var]:
+        """The leaves of the state in the layouts that the options choose."""
+        leaves = []
+        for v, leaf in zip(self.graph.inputs, meta_leaves(self.graph)):
+            layout = self.options.layout(v.name, v.shape, leaf)
+            # The only rank of an axis has the whole value.
+            layout = tuple(p for p in layout if self.graph.axes[p.axis] > 1)
+            leaves.append(dataclasses.replace(v, layout=layout))
+        return leaves
 
     def layout_of(self, v: Var) -> Layout:
         """The layout that the walk has given to a value of the plain program."""
         return self.values.placed[v].layout if v in self.values.placed else ()
-
-    def varies(self, eqn: Eqn) -> bool:
-        return any(v in self.varying for v in eqn.ins)
 
     # ---- equations
 
@@ -141,7 +162,7 @@ class Walk:
             self.add_gradient(eqn)
         elif eqn.op in REDUCTIONS:
             self.add_reduction(eqn)
-        elif self.varies(eqn):
+        elif any(v in self.varying for v in eqn.ins):
             self.add_whole(eqn)
         elif eqn.region == "update":
             self.add_update(eqn)
@@ -164,33 +185,35 @@ class Walk:
             self.add_whole(eqn)
 
     def add_on_shards(self, eqn: Eqn) -> None:
-        axis = self.axis_of(eqn)
+        axis = self.cut_axis(eqn)
         placements = [on_axis(self.values.value(v, eqn).layout, axis) for v in eqn.ins]
         sharding_rule = self.rule(eqn, placements, axis)
         has_cuts = any(isinstance(p, Split) for p in placements)
         if has_cuts and not any(sharding_rule.ins):
-            self.gathering.add(eqn)
+            self.wants_whole.add(eqn)
         if is_random(eqn) and any(placements) and not any(sharding_rule.outs):
             draw = f"a random draw ({op_name(eqn.op)}) in the update, on whole values,"
             raise self.unreduced(eqn, draw)
-        remaining = iter(sharding_rule.ins)
-        outs = []
+
+        outs: list[Var | None] = []
         for out, placement in zip(eqn.outs, sharding_rule.outs):
             layout = (placement,) if placement else ()
             outs.append(out and dataclasses.replace(out, layout=layout))
+        # The rule has a placement for each variable that the equation reads, in this order.
+        remaining = iter(sharding_rule.ins)
         local = eqn.with_inputs(
             lambda v: self.values.in_layout(v, next(remaining), eqn), outs=tuple(outs)
         )
         self.values.eqns.append(local)
-        for plain, out in zip(eqn.results, local.results):
-            self.values.bind(plain, out)
+        for plain, result in zip(eqn.results, local.results):
+            self.values.bind(plain, result)
 
     def rule(self, eqn: Eqn, placements: list[Placement], axis: str) -> Rule:
         """The sharding rule of an equation of the update.
 
         Raises: ValueError if it calls an operator of a user without a rule.
         """
-        if eqn in self.whole_eqns:
+        if eqn in self.runs_whole:
             return Rule([None] * len(eqn.ins), [None] * len(eqn.outs))
         if is_users(eqn):
             layouts = on_parts(eqn, [(p,) if p else () for p in placements])
@@ -201,7 +224,7 @@ class Walk:
         except NoRule as error:
             raise self.no_rule(eqn, error) from None
 
-    def axis_of(self, eqn: Eqn) -> str:
+    def cut_axis(self, eqn: Eqn) -> str:
         """The axis over which most arguments of an equation of the update are cut, or in terms."""
         axes: list[str] = []
         for v in eqn.ins:
@@ -231,27 +254,32 @@ class Walk:
         axis: collectives of backward bring them. The loss is a mean over that axis too, so its gradient is divided by
         the number of these ranks, and not reduced over them.
         """
-        g, p = eqn.args
-        out = eqn.out
-        differs = self.differing.get(p, INVARIANT)
-        varies = self.varying.get(g, INVARIANT) - self.varying.get(p, INVARIANT)
+        gradient, value = eqn.args
+        differs = self.differing.get(value, INVARIANT)
+        varies = self.varying.get(gradient, INVARIANT) - self.varying.get(value, INVARIANT)
         if not varies:
-            self.values.bind(out, self.values.value(g, eqn))
+            self.values.bind(eqn.out, self.values.value(gradient, eqn))
             return
-        to = self.values.placed[p].split if p in self.values.placed else None
-        axes = self.axes.cover(varies - differs, p)
+        split = self.values.placed[value].split if value in self.values.placed else None
+        axes = self.axes.cover(varies - differs, value)
         ranks = math.prod(self.graph.axes[axis] for axis in differs & varies)
-        if ranks == 1:
-            self.values.reduce(eqn, g, out, axes, to, "grad", p.name, "mean")
-            return
-        total = dataclasses.replace(out, name=self.values.names.fresh(f"{out.name}.sum"))
-        self.values.reduce(eqn, g, total, axes, to, "grad", p.name, "mean")
-        value = self.values.value(total, eqn)
-        quotient = dataclasses.replace(value, name=out.name)
-        self.values.eqns.append(
-            eqn.replace(op=aten.div.Tensor, args=(value, ranks), outs=(quotient,), region="update")
+        mean = eqn.out
+        if ranks > 1:
+            mean = dataclasses.replace(mean, name=self.values.names.fresh(f"{mean.name}.sum"))
+        self.values.reduce(
+            gradient, mean, axes, split, eqn, op="mean", role="grad", path=value.name
         )
-        self.values.bind(out, quotient)
+        if ranks > 1:
+            self.add_quotient(eqn, self.values.value(mean, eqn), ranks)
+
+    def add_quotient(self, eqn: Eqn, value: Var, ranks: int) -> None:
+        """Divide a value by a number of ranks. The quotient is the result of `eqn`."""
+        quotient = dataclasses.replace(value, name=eqn.out.name)
+        args = (value, ranks)
+        self.values.eqns.append(
+            eqn.replace(op=aten.div.Tensor, args=args, outs=(quotient,), region="update")
+        )
+        self.values.bind(eqn.out, quotient)
 
     def add_reduction(self, eqn: Eqn) -> None:
         """Add a pmean or psum of the user.
@@ -261,7 +289,7 @@ class Walk:
         """
         x = eqn.args[0]
         out = eqn.out
-        axes = self.axes_of(eqn)
+        axes = self.reduction_axes(eqn)
         how = REDUCTIONS[eqn.op]
         varies = self.may_vary_over(x) & set(axes)
         equal_ranks = math.prod(self.graph.axes[axis] for axis in axes if axis not in varies)
@@ -274,21 +302,25 @@ class Walk:
             x = multiple
         if varies:
             reduced_axes = self.axes.cover(varies)
-            to = self.split_for_update(out, reduced_axes)
-            self.values.reduce(eqn, x, out, reduced_axes, to, "pmean", out.name, how)
+            split = self.split_for_update(out, reduced_axes)
+            self.values.reduce(
+                x, out, reduced_axes, split, eqn, op=how, role="pmean", path=out.name
+            )
         elif x is not out:
             self.values.bind(out, self.values.value(x, eqn))
 
     def split_for_update(self, out: Var, reduced_axes: Sequence[str]) -> Split | None:
         """The split of a reduced value that only the update reads; None if it is whole."""
         main = self.axes.main
+        if main not in reduced_axes or self.options.stage == 0 or not out.shape:
+            return None
         readers = self.readers.get(out, [])
         only_update = readers and all(e.region == "update" for e in readers)
-        if not only_update or main not in reduced_axes or self.options.stage == 0 or not out.shape:
+        if not only_update or not is_worth_cutting(out.shape[0], self.graph.axes[main]):
             return None
-        return Split(main) if is_worth_cutting(out.shape[0], self.graph.axes[main]) else None
+        return Split(main)
 
-    def axes_of(self, eqn: Eqn) -> tuple[str, ...]:
+    def reduction_axes(self, eqn: Eqn) -> tuple[str, ...]:
         """The axes of a pmean or psum.
 
         Raises: ValueError for an axis that the step is not sharded over.
@@ -314,8 +346,13 @@ class Walk:
 
     # ---- outputs
 
-    def state(self, plain: Var, local: Var, out: Var) -> Var:
-        """A leaf of the new state, `out`, in the layout of the old leaf, which is `plain`, and `local` on one rank."""
+    def new_leaf(self, plain: Var, local: Var, out: Var) -> Var:
+        """A leaf of the new state, in the layout of the old leaf.
+
+        Args:
+            plain, local: the old leaf in the plain program, and in that of one rank.
+            out: the new leaf in the plain program.
+        """
         absent = self.axes.absent.get(plain, INVARIANT)
         if not self.varies_over(out) - absent:
             return self.values.in_layout(out, local.split, self.end(out))
@@ -335,13 +372,18 @@ class Walk:
         # Other values that vary are not averaged: the samples of a batch are not the same on two ranks.
         return self.values.in_layout(out, None, self.end(out))
 
-    def end(self, out: Var) -> Eqn:
-        """An equation that stands for the reader of output `out`, at the end of the update."""
+    def end(self, out: Var) -> EndOfStep:
+        """The reader of an output."""
         maker = self.values.producers.get(out)
-        return Eqn(GRADIENT, (), (), region="update", source=maker.source if maker else None)
+        return EndOfStep(maker.source if maker else None)
 
     def averaged(
-        self, out: Var, to: Split | None, name: str, role: str, but_over: Set[str] = INVARIANT
+        self,
+        out: Var,
+        to: Split | None,
+        name: str,
+        role: Literal["state", "output"],
+        but_over: Set[str] = INVARIANT,
     ) -> Var:
         """The mean of a value over all axes over which it differs, except for those of `but_over`."""
         end = self.end(out)
@@ -352,13 +394,14 @@ class Walk:
                 f"Count with zt.psum(x, {self.axes.main!r}), return a mean such as an accuracy as a float, which is "
                 f"averaged over the ranks, or pass outputs='local'."
             )
+        # Two outputs may be one value, whose mean is computed once.
         key = (out, to, role, frozenset(but_over))
-        if key not in self.means:
+        if key not in self._means:
             mean = dataclasses.replace(out, name=self.values.names.fresh(f"{out.name}.mean"))
             axes = self.axes.cover(self.varies_over(out) - but_over)
-            self.values.reduce(end, out, mean, axes, to, role, out.name, "mean")
-            self.means[key] = mean
-        return self.values.in_layout(self.means[key], to, end)
+            self.values.reduce(out, mean, axes, to, end, op="mean", role=role, path=out.name)
+            self._means[key] = mean
+        return self.values.in_layout(self._means[key], to, end)
 
     # ---- errors
 
@@ -406,149 +449,3 @@ def _advice(op: Any) -> str:
         f"Tell DTensor in which layouts it runs: "
         f"@torch.distributed.tensor.experimental.register_sharding(torch.ops.{op})."
     )
-
-
-class RankValues:
-    """The equations of the program of one rank so far, and its value for each value of the plain program.
-
-    `placed` has the values that are split over the mesh or in terms, and `local` those that are whole or vary. Each has
-    one layout. If equations need another one, collectives change the layout once for all of them. At stage 3, forward
-    and backward each gather the parameters that they read, and repeat their views and casts. An equation that changes a
-    layout has the region and the line of the equation that needs the change.
-    """
-
-    def __init__(self, graph: Graph, options: ShardParams) -> None:
-        self.options = options
-        self.eqns: list[Eqn] = []
-        self.producers = producers(graph.eqns)
-        self.names = Names(v.name for v in (*graph.inputs, *self.producers))
-        self.placed: dict[Var, Var] = {}
-        self.local: dict[Var, Var] = {}
-        self._converted: dict[tuple[Var, Placement], Var] = {}
-        # Views and casts of values that will be gathered, which are computed where they are used.
-        self._deferred: dict[Var, Eqn] = {}
-        # For each value, the whole value in each phase of a step.
-        self._gathered: dict[Var, dict[tuple | None, Var]] = {}
-        self._phase = (0, "forward")
-
-    def bind(self, plain: Var, local: Var) -> None:
-        """Let `local` be the value of the program of one rank for `plain` of the plain program."""
-        values = self.placed if local.layout else self.local
-        values[plain] = local
-
-    def enter_phase(self, eqn: Eqn) -> None:
-        """Count the forwards and backwards: at stage 3, a gathered parameter is dropped after each of them."""
-        count, region = self._phase
-        if eqn.region not in (region, "update"):
-            self._phase = (count + (eqn.region == "forward"), eqn.region)
-
-    def value(self, v: Var, eqn: Eqn) -> Var:
-        """A value in the layout that it has."""
-        return self.placed.get(v) or self.whole_value(v, eqn)
-
-    def in_layout(self, v: Var, to: Placement, eqn: Eqn) -> Var:
-        """A value in the layout that an equation of the update needs."""
-        value = self.value(v, eqn)
-        axis = value.layout[0].axis if value.layout else None
-        if axis is not None and to is not None and axis != to.axis:
-            value = self._convert(value, None, axis, eqn)  # shards over another axis become whole
-            axis = None
-        if axis is None and to is None:
-            return value
-        return self._convert(value, to, axis or to.axis, eqn)  # type: ignore[union-attr]
-
-    def _convert(self, value: Var, to: Placement, axis: str, eqn: Eqn) -> Var:
-        if (value, to) not in self._converted:
-            name = f"{value.name}.{'full' if to is None else 'shard'}"
-            site = self._site(eqn, "update", value.name, axis)
-            eqns, self._converted[value, to] = redistribute(value, to, site, name)
-            self.eqns.extend(eqns)
-        return self._converted[value, to]
-
-    def defer(self, eqn: Eqn) -> bool:
-        """Defer `eqn` until its result is used, if it is a view or a cast of a value that will be gathered.
-
-        Returns: Whether it was deferred.
-        """
-        v = eqn.ins[0] if is_view_or_cast(eqn) else None
-        is_deferred = v in self._deferred or v in self.placed
-        if is_deferred:
-            self._deferred.update(dict.fromkeys(eqn.results, eqn))
-        return is_deferred
-
-    def whole_value(self, v: Var, eqn: Eqn) -> Var:
-        """A value whole on every rank, gathered at its first use; at stage 3, at its first use in each phase."""
-        if v in self.local:
-            return self.local[v]
-        phase = self._phase if self.options.stage == 3 else None
-        by_phase = self._gathered.setdefault(v, {})
-        if phase not in by_phase and v in self._deferred:
-            self._compute(self._deferred[v], phase, eqn, is_first=not by_phase)
-        elif phase not in by_phase:
-            axis = self.placed[v].layout[0].axis
-            regather = self.options.reshard if by_phase else None
-            site = self._site(eqn, "param", v.name, axis, regather=regather)
-            eqns, by_phase[phase] = redistribute(self.placed[v], None, site, f"{v.name}.full")
-            self.eqns.extend(eqns)
-        return by_phase[phase]
-
-    def _compute(self, deferred: Eqn, phase: tuple | None, eqn: Eqn, is_first: bool) -> None:
-        """Compute a view or a cast of a gathered value for `eqn`; the first computation keeps its name."""
-        outs = deferred.outs
-        if not is_first:
-            fresh = lambda out: dataclasses.replace(out, name=self.names.fresh(out.name))
-            outs = tuple(out and fresh(out) for out in outs)
-        whole = lambda v: self.whole_value(v, eqn)
-        local = deferred.with_inputs(whole, outs=outs, region=eqn.region)
-        for plain, out in zip(deferred.results, local.results):
-            self._gathered.setdefault(plain, {})[phase] = out
-        self.eqns.append(local)
-
-    def reduce(
-        self,
-        eqn: Eqn,
-        x: Var,
-        out: Var,
-        axes: Sequence[str],
-        to: Split | None,
-        role: str,
-        path: str,
-        op: str,
-    ) -> None:
-        """Reduce `x` over each of the `axes` to `out`; with `to`, the reduction over its axis scatters it."""
-        # A complex gradient is sent in its own dtype: a cast to a real dtype would lose its imaginary part.
-        is_real_grad = role == "grad" and not x.dtype.is_complex
-        dtype = self.options.reduce_dtype if is_real_grad else None
-        value = self._before_cast(x, dtype, eqn)
-        for axis in axes:
-            split = to if to is not None and axis == to.axis else None
-            name = out.name if axis == axes[-1] else f"{out.name}.{axis}"
-            site = self._site(eqn, role, path, axis, fixed_name=out.name)
-            eqns, value = reduced(value, op, split, site, name, dtype, x.dtype)
-            self.eqns.extend(eqns)
-        self.bind(out, value)
-
-    def _before_cast(self, x: Var, dtype: torch.dtype | None, eqn: Eqn) -> Var:
-        """The value to send for `x`: that before its cast, if that widened it and would be undone."""
-        cast = self.producers.get(x)
-        if cast is not None and cast.op is CAST and _has_widened(cast, dtype):
-            x = cast.args[0]
-        return self.local[x] if x in self.local else self.in_layout(x, None, eqn)
-
-    def _site(
-        self,
-        eqn: Eqn,
-        role: Any,
-        path: str,
-        axis: str,
-        fixed_name: str | None = None,
-        regather: Any = None,
-    ) -> Site:
-        fresh = lambda name: name if name == fixed_name else self.names.fresh(name)
-        return Site(eqn.region, eqn.source, fresh, Provenance(role, (path,), axis, regather))
-
-
-def _has_widened(cast: Eqn, dtype: torch.dtype | None) -> bool:
-    """Whether a cast has widened a value of this dtype, so that a cast back gives the same value."""
-    former, wide = cast.args[0].dtype, cast.out.dtype
-    return former == dtype and torch.promote_types(former, wide) == wide

@@ -1,0 +1,197 @@
+"""The values of the program of one rank: which layout each value of the plain program has there, and what changes it.
+
+The walk asks for values in the layouts in which equations read them. Where a value has another layout, collectives are
+added to the program, once for all equations that read the value in this way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+
+from ...ir.graph import Eqn, Graph, Names, Provenance, Region, Split, Var, producers
+from ...ir.op_facts import CAST, is_view_or_cast
+from ...ir.reshard import Site, redistribute, reduced
+from ...ir.source import Source
+from .registered_rules import Placement
+
+if TYPE_CHECKING:  # `shard_params` imports this module
+    from ..shard_params import ShardParams
+
+Role = Literal["param", "grad", "pmean", "state", "output", "update"]
+Phase = tuple[int, str]  # the number of forwards so far, and the region
+
+
+class EndOfStep(NamedTuple):
+    """The reader of an output. It is in the update, and has the line that computed the output."""
+
+    source: Source | None
+    region: Region = "update"
+
+
+# What reads a value. Equations that change the layout of the value for it have its region and its line.
+Reader = Eqn | EndOfStep
+
+
+class RankValues:
+    """The equations of the program of one rank so far, and its value for each value of the plain program.
+
+    At stage 3, forward and backward each gather the parameters that they read, and repeat their views and casts.
+
+    Attributes:
+        eqns: the equations.
+        placed: values that are split over the mesh, or of which each rank has a term. Each has one layout.
+        local: values that are whole on every rank, or vary.
+        producers: the equations of the plain program, by the values that they compute.
+    """
+
+    def __init__(self, graph: Graph, options: ShardParams) -> None:
+        self.options = options
+        self.eqns: list[Eqn] = []
+        self.producers = producers(graph.eqns)
+        self.names = Names(v.name for v in (*graph.inputs, *self.producers))
+        self.placed: dict[Var, Var] = {}
+        self.local: dict[Var, Var] = {}
+        self._converted: dict[tuple[Var, Placement], Var] = {}
+        # Views and casts of values that will be gathered, which are computed where they are used.
+        self._deferred: dict[Var, Eqn] = {}
+        # For each value, the whole value in each phase of a step.
+        self._gathered: dict[Var, dict[Phase | None, Var]] = {}
+        self._phase: Phase = (0, "forward")
+
+    def bind(self, plain: Var, local: Var) -> None:
+        """Let `local` be the value of the program of one rank for `plain` of the plain program."""
+        values = self.placed if local.layout else self.local
+        values[plain] = local
+
+    def enter_phase(self, eqn: Eqn) -> None:
+        """Count the forwards and backwards: at stage 3, a gathered parameter is dropped after each of them."""
+        forwards, region = self._phase
+        if eqn.region in (region, "update"):
+            return
+        if eqn.region == "forward":
+            forwards += 1
+        self._phase = (forwards, eqn.region)
+
+    # ---- values in a layout
+
+    def value(self, v: Var, reader: Reader) -> Var:
+        """A value in the layout that it has."""
+        return self.placed.get(v) or self.whole_value(v, reader)
+
+    def in_layout(self, v: Var, to: Placement, reader: Reader) -> Var:
+        """A value in the layout that an equation of the update needs."""
+        value = self.value(v, reader)
+        axis = value.layout[0].axis if value.layout else None
+        if axis is not None and to is not None and axis != to.axis:
+            value = self._convert(
+                value, None, axis, reader
+            )  # shards over another axis become whole
+            axis = None
+        if axis is None and to is None:
+            return value
+        return self._convert(value, to, axis or to.axis, reader)  # type: ignore[union-attr]
+
+    def _convert(self, value: Var, to: Placement, axis: str, reader: Reader) -> Var:
+        if (value, to) not in self._converted:
+            name = f"{value.name}.{'full' if to is None else 'shard'}"
+            site = self._site(reader, Provenance("update", (value.name,), axis))
+            eqns, self._converted[value, to] = redistribute(value, to, site, name)
+            self.eqns.extend(eqns)
+        return self._converted[value, to]
+
+    def whole_value(self, v: Var, reader: Reader) -> Var:
+        """A value whole on every rank, gathered at its first use; at stage 3, at its first use in each phase."""
+        if v in self.local:
+            return self.local[v]
+        phase = self._phase if self.options.stage == 3 else None
+        by_phase = self._gathered.setdefault(v, {})
+        if phase not in by_phase and v in self._deferred:
+            self._compute_deferred(self._deferred[v], phase, reader, is_first=not by_phase)
+        elif phase not in by_phase:
+            shards = self.placed[v]
+            regather = self.options.reshard if by_phase else None
+            provenance = Provenance("param", (v.name,), shards.layout[0].axis, regather)
+            site = self._site(reader, provenance)
+            eqns, by_phase[phase] = redistribute(shards, None, site, f"{v.name}.full")
+            self.eqns.extend(eqns)
+        return by_phase[phase]
+
+    def defer(self, eqn: Eqn) -> bool:
+        """Defer `eqn` until its result is used, if it is a view or a cast of a value that will be gathered.
+
+        Returns: Whether it was deferred.
+        """
+        if not is_view_or_cast(eqn):
+            return False
+        v = eqn.ins[0]
+        is_gathered_later = v in self._deferred or v in self.placed
+        if is_gathered_later:
+            self._deferred.update(dict.fromkeys(eqn.results, eqn))
+        return is_gathered_later
+
+    def _compute_deferred(
+        self, deferred: Eqn, phase: Phase | None, reader: Reader, is_first: bool
+    ) -> None:
+        """Compute a view or a cast of a gathered value for a reader; the first computation keeps its names."""
+        outs = deferred.outs
+        if not is_first:
+            outs = tuple(None if out is None else self._renamed(out) for out in outs)
+        local = deferred.with_inputs(
+            lambda v: self.whole_value(v, reader), outs=outs, region=reader.region
+        )
+        for plain, out in zip(deferred.results, local.results):
+            self._gathered.setdefault(plain, {})[phase] = out
+        self.eqns.append(local)
+
+    def _renamed(self, v: Var) -> Var:
+        return dataclasses.replace(v, name=self.names.fresh(v.name))
+
+    # ---- reductions
+
+    def reduce(
+        self,
+        x: Var,
+        out: Var,
+        axes: Sequence[str],
+        to: Split | None,
+        reader: Reader,
+        *,
+        op: str,
+        role: Role,
+        path: str,
+    ) -> None:
+        """Reduce `x` over each of the `axes` to `out`; with `to`, the reduction over its axis scatters it."""
+        # A complex gradient is sent in its own dtype: a cast to a real dtype would lose its imaginary part.
+        is_real_grad = role == "grad" and not x.dtype.is_complex
+        dtype = self.options.reduce_dtype if is_real_grad else None
+        value = self._before_cast(x, dtype, reader)
+        for axis in axes:
+            split = to if to is not None and axis == to.axis else None
+            name = out.name if axis == axes[-1] else f"{out.name}.{axis}"
+            site = self._site(reader, Provenance(role, (path,), axis), fixed_name=out.name)
+            eqns, value = reduced(value, op, split, site, name, dtype, x.dtype)
+            self.eqns.extend(eqns)
+        self.bind(out, value)
+
+    def _before_cast(self, x: Var, dtype: torch.dtype | None, reader: Reader) -> Var:
+        """The value to send for `x`: that before its cast, if that widened it and would be undone."""
+        cast = self.producers.get(x)
+        if cast is not None and cast.op is CAST and _has_widened(cast, dtype):
+            x = cast.args[0]
+        return self.local[x] if x in self.local else self.in_layout(x, None, reader)
+
+    def _site(self, reader: Reader, provenance: Provenance, fixed_name: str | None = None) -> Site:
+        """Where new equations are: `fixed_name` is a name of the plain program, which their result keeps."""
+        fresh = lambda name: name if name == fixed_name else self.names.fresh(name)
+        return Site(reader.region, reader.source, fresh, provenance)
+
+
+def _has_widened(cast: Eqn, dtype: torch.dtype | None) -> bool:
+    """Whether a cast has widened a value of this dtype, so that a cast back gives the same value."""
+    former = cast.args[0].dtype
+    wide = cast.out.dtype
+    return former == dtype and torch.promote_types(former, wide) == wide
