@@ -86,9 +86,8 @@ def train(
                 start = time.perf_counter()  # the first step also traces and compiles
             elapsed = time.perf_counter() - start
             rate = ranks * batch[:, 1:].numel() * (count - 1) / elapsed
-            progress = (
-                f"step {count:>3}/{len(batches)}   loss {losses[-1]:.3f}   {rate:>6,.0f} tokens/s"
-            )
+            progress = f"step {count:>3}/{len(batches)}   loss {losses[-1]:.3f}   "
+            progress += f"{rate:>6,.0f} tokens/s"
             bar.update(task, advance=1, description=progress)
             if shows and not console.is_terminal and count % 10 == 0:
                 console.print(f"{name:<14} {progress}")
@@ -99,12 +98,11 @@ def head(program: zt.stages.Lowered, inputs: int = 3, equations: int = 18) -> st
     """The first lines of a program, with only the first `inputs` of its inputs."""
     lines = str(program).splitlines()
     body = lines.index("):")
-    start = [
-        *lines[: 2 + inputs],
-        f"    ... {body - 2 - inputs} more",
-        *lines[body : body + 2 + equations],
-    ]
-    return "\n".join([*start, f"  ... {len(lines) - body - 2 - equations} more lines"])
+    first_inputs = lines[: 2 + inputs]
+    first_equations = lines[body : body + 2 + equations]
+    more_inputs = f"    ... {body - len(first_inputs)} more"
+    more_lines = f"  ... {len(lines) - body - len(first_equations)} more lines"
+    return "\n".join([*first_inputs, more_inputs, *first_equations, more_lines])
 
 
 def size(n: int) -> str:
@@ -115,11 +113,14 @@ def wire_table(separate: zt.stages.Lowered, fused: zt.stages.Lowered) -> Table:
     table = Table("role", title="bytes on the wire of one rank in one step in bf16")
     for column in ("without fuse_cast_gather", "with it", "ratio"):
         table.add_column(column, justify="right")
-    before, after = separate.cost_analysis(), fused.cost_analysis()
-    for role in (*sorted({role for (_, role), _ in before.wire}), None):
-        wide, half = before.over(role=role), after.over(role=role)
-        ratio = f"{half / wide:.2f}" if wide else ""
-        table.add_row(role or "together", size(wide), size(half), ratio)
+    separate_cost = separate.cost_analysis()
+    fused_cost = fused.cost_analysis()
+    roles = sorted({role for (_, role), _ in separate_cost.wire})
+    for role in (*roles, None):
+        wide = separate_cost.over(role=role)
+        narrow = fused_cost.over(role=role)
+        ratio = f"{narrow / wide:.2f}" if wide else ""
+        table.add_row(role or "together", size(wide), size(narrow), ratio)
     return table
 
 
@@ -162,7 +163,8 @@ def main(
 ) -> None:
     torch.set_num_threads(1)
     mesh = zt.make_mesh("cpu", dp=-1)
-    rank, ranks = mesh.get_rank(), mesh.size()
+    rank = mesh.get_rank()
+    ranks = mesh.size()
     text = stdlib_bytes()
     torch.manual_seed(0)
     model = GPT(config)
@@ -186,12 +188,15 @@ def main(
         """Train sharded on all ranks, then the plain step on rank 0, on the same global batches."""
         plain = make_step(model, bf16=name == "bf16")
         step = transforms()(plain)
-        whole = [global_batch(i) for i in range(count)]
-        slices = [tokens.chunk(ranks)[rank] for tokens in whole]
-        sharded = train(f"{name}, {ranks} ranks", step, step.shard(init(model, lr)), slices, ranks)
-        alone = train(f"{name}, plain", plain, init(model, lr), whole, 1) if rank == 0 else []
+        batches = [global_batch(i) for i in range(count)]
+        slices = [tokens.chunk(ranks)[rank] for tokens in batches]
+        state = step.shard(init(model, lr))
+        sharded = train(f"{name}, {ranks} ranks", step, state, slices, ranks)
+        expected = []
+        if rank == 0:
+            expected = train(f"{name}, plain", plain, init(model, lr), batches, 1)
         dist.barrier()  # the other ranks wait for the plain run
-        return step, sharded, alone
+        return step, sharded, expected
 
     if rank == 0:
         count = sum(p.numel() for p in model.parameters())
@@ -228,11 +233,12 @@ def main(
         console.print("", memory_table(lowered), "")
         for name, losses in {f"{ranks} ranks": sharded, "plain": plain}.items():
             console.print(f"{name:<10} loss {losses[0]:.3f} -> {losses[-1]:.3f}")
-        for name, (left, right) in pairs.items():
-            apart = torch.tensor([abs(a - b) / b for a, b in zip(left, right)]).max().item()
+        for name, (losses, expected) in pairs.items():
+            distances = [abs(a - b) / b for a, b in zip(losses, expected)]
+            distance = torch.tensor(distances).max().item()
             console.print(
-                f"{name}: the losses differ by at most {apart:.1e}, relative to the loss, "
-                f"in {len(left)} steps"
+                f"{name}: the losses differ by at most {distance:.1e}, relative to the loss, "
+                f"in {len(losses)} steps"
             )
         picture(sharded, plain, ranks, out)
         console.print(f"loss curves: {out}")

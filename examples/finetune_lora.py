@@ -25,15 +25,17 @@ def make_base() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes))
 
 
-def make_loop(
-    lr: float = 1e-2,
-) -> tuple[torch.nn.Module, torch.optim.Optimizer, Callable[[Tensor], Tensor]]:
+Loop = tuple[torch.nn.Module, torch.optim.Optimizer, Callable[[Tensor], Tensor]]
+
+
+def make_loop(lr: float = 1e-2) -> Loop:
     """The model with its adapters, their optimizer, and the body of an ordinary loop."""
     adapters = LoraConfig(
         task_type="CAUSAL_LM", r=8, target_modules="all-linear", modules_to_save=["lm_head"]
     )
     model = get_peft_model(make_base(), adapters)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=lr)
 
     def loop_step(tokens: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -51,7 +53,8 @@ def main(steps: int = 60, batch: int = 16, folder: str = "adapters") -> list[flo
     step, state = zt.lift(loop_step, model, optimizer)
     step = zt.chain(zt.shard_params(mesh), zt.overlap_grads(), zt.prefetch())(step)
     state = step.shard(state)
-    text, losses = stdlib_bytes(), []
+    text = stdlib_bytes()
+    losses = []
     for i in range(steps):
         tokens = draw(text, i, batch, 63).chunk(mesh.size())[mesh.get_rank()]
         state, loss = step(state, tokens)

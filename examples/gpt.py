@@ -19,8 +19,11 @@ import ztrans as zt
 
 
 def adamw(state: dict, grads: dict, b1=0.9, b2=0.95, eps=1e-8, decay=0.1, warmup=20) -> dict:
+    """One step of AdamW, with a learning rate that rises over the first steps."""
     step = state["step"] + 1
-    lr, fix1, fix2 = state["lr"] * (step / warmup).clamp(max=1), 1 - b1**step, 1 - b2**step
+    lr = state["lr"] * (step / warmup).clamp(max=1)
+    fix1 = 1 - b1**step
+    fix2 = 1 - b2**step
     m = {k: b1 * m + (1 - b1) * grads[k] for k, m in state["m"].items()}
     v = {k: b2 * v + (1 - b2) * grads[k] ** 2 for k, v in state["v"].items()}
     ratio = {k: m[k] / fix1 / ((v[k] / fix2).sqrt() + eps) for k in m}
@@ -29,15 +32,11 @@ def adamw(state: dict, grads: dict, b1=0.9, b2=0.95, eps=1e-8, decay=0.1, warmup
 
 
 def init(model: nn.Module, lr: float) -> dict:
+    """The first state: the parameters of a model, and the moments of AdamW."""
     params = {k: p.detach() for k, p in model.named_parameters()}
     zeros = {k: torch.zeros_like(p) for k, p in params.items()}
-    return {
-        "params": params,
-        "m": zeros,
-        "v": zeros,
-        "step": torch.tensor(0.0),
-        "lr": torch.tensor(lr),
-    }
+    numbers = {"step": torch.tensor(0.0), "lr": torch.tensor(lr)}
+    return {"params": params, "m": zeros, "v": zeros, **numbers}
 
 
 def make_step(model: nn.Module, *, bf16: bool = False, device: str = "cpu") -> Callable:
@@ -65,8 +64,10 @@ def main(config: Config | None = None, *, steps=100, batch=16, lr=2e-3, bf16=Fal
     model = GPT(config)
     step = fsdp(make_step(model, bf16=bf16, device=mesh.device_type))
     state = step.shard(init(model, lr), device=mesh.device_type)
-    text, losses = stdlib_bytes(), []
+    text = stdlib_bytes()
+    losses = []
     for i in range(steps):
+        # Each rank takes its own rows of the batch.
         tokens = draw(text, i, batch, config.sequence).chunk(mesh.size())[mesh.get_rank()]
         state, loss = step(state, tokens.to(mesh.device_type))
         losses.append(loss.item())

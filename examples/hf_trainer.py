@@ -18,19 +18,17 @@ import ztrans as zt
 class ShardedTrainer(Trainer):
     """A Trainer whose training step is a lifted loop step: forward, backward, clipping and update in one program."""
 
-    step, resumed = None, None
+    step = None
+    resumed = None  # the checkpoint to go on from
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
-        self.accelerator.prepare_model = lambda model, **_: (
-            model
-        )  # without DDP: the step reduces the gradients
+        # The model stays without DDP: the step reduces the gradients.
+        self.accelerator.prepare_model = lambda model, **_: model
 
     def start(self):
-        optimizer, model = (
-            self.optimizer.optimizer,
-            self.model.train(),
-        )  # Accelerate has wrapped the optimizer
+        model = self.model.train()
+        optimizer = self.optimizer.optimizer  # Accelerate has wrapped it
 
         def loop_step(**inputs):
             optimizer.zero_grad()
@@ -40,9 +38,8 @@ class ShardedTrainer(Trainer):
             optimizer.step()
             return loss
 
-        fsdp = zt.chain(
-            zt.shard_params(zt.make_mesh("cpu", dp=-1)), zt.overlap_grads(), zt.prefetch()
-        )
+        mesh = zt.make_mesh("cpu", dp=-1)
+        fsdp = zt.chain(zt.shard_params(mesh), zt.overlap_grads(), zt.prefetch())
         step, state = zt.lift(loop_step, model, optimizer)
         self.step = fsdp(step)
         self.sharded = self.step.shard(state)
@@ -53,9 +50,8 @@ class ShardedTrainer(Trainer):
         if self.step is None:
             self.start()
         self.sharded, loss = self.step(self.sharded, **self._prepare_inputs(inputs))
-        return (
-            loss.detach()
-        )  # gradients stay None, so the Trainer's own optimizer.step() changes nothing
+        # Gradients stay None, so the Trainer's own optimizer.step() changes nothing.
+        return loss.detach()
 
     def save_model(self, output_dir, _internal_call=False):
         params = self.step.unshard(self.sharded)["params"]
@@ -76,21 +72,18 @@ def main(
 ) -> list[float]:
     torch.manual_seed(0)
     sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+    # The lifted step clips gradients itself.
+    clip = 1.0 if trainer is Trainer else 0.0
     args = TrainingArguments(
         folder, max_steps=steps, save_steps=every, logging_steps=1, learning_rate=3e-3, warmup_steps=10,
-        lr_scheduler_type="constant_with_warmup", use_cpu=True, report_to="none", disable_tqdm=True,
-        max_grad_norm=1.0 if trainer is Trainer else 0.0,
+        lr_scheduler_type="constant_with_warmup", use_cpu=True, report_to="none", disable_tqdm=True, max_grad_norm=clip,
     )  # fmt: skip
-    rows = (
-        stdlib_bytes(1 << 19).long().unflatten(0, (-1, 64))
-    )  # a text of which each byte is a token
+    rows = stdlib_bytes(1 << 19).long().unflatten(0, (-1, 64))  # each byte is a token
+    data = [{"input_ids": row, "labels": row} for row in rows]
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes))
-    training = trainer(
-        model, args, train_dataset=[{"input_ids": row, "labels": row} for row in rows]
-    )
-    training.train(
-        resume_from_checkpoint=get_last_checkpoint(folder) if Path(folder).is_dir() else None
-    )
+    training = trainer(model, args, train_dataset=data)
+    checkpoint = get_last_checkpoint(folder) if Path(folder).is_dir() else None
+    training.train(resume_from_checkpoint=checkpoint)
     return [log["loss"] for log in training.state.log_history if "loss" in log]
 
 

@@ -17,9 +17,8 @@ def head(program: object, lines: int, start: str = "  # forward") -> str:
     """The first lines of a program's body."""
     text = str(program).splitlines()
     begin = text.index(start)
-    return "\n".join(
-        [*text[begin : begin + lines], f"  ... {len(text) - begin - lines} more lines"]
-    )
+    rest = len(text) - begin - lines
+    return "\n".join([*text[begin : begin + lines], f"  ... {rest} more lines"])
 
 
 def changes(before: object, after: object, of: str, most: int) -> str:
@@ -37,7 +36,8 @@ def main(config: Config = BIG, *, batch: int = 1, ranks: int = 8, lines: int = 1
     with torch.device("meta"):  # parameters without memory, so the model may have any size
         model = GPT(config)
         tokens = torch.zeros(batch, config.sequence + 1, dtype=torch.int64)
-    state, plain = init(model, lr=1e-3), make_step(model, bf16=True)
+    state = init(model, lr=1e-3)
+    plain = make_step(model, bf16=True)
 
     def lower(stage: int) -> zt.stages.Lowered:
         fsdp = zt.chain(
@@ -52,10 +52,9 @@ def main(config: Config = BIG, *, batch: int = 1, ranks: int = 8, lines: int = 1
     parameter = "params.blocks.0.mlp.0.weight"
 
     (_, traced), (_, written), *_ = lowered.history
+    code = traced.code.strip().splitlines()
     print("The FX graph of make_fx:\n")
-    print(
-        "\n".join(traced.code.strip().splitlines()[1 : lines + 1])
-    )  # the first line names all inputs
+    print("\n".join(code[1 : lines + 1]))  # the first line names all inputs
     print("\nThe program as written:\n")
     print(head(written, lines))
     print(f"\nThe changes that concern {parameter}:")
@@ -68,9 +67,8 @@ def main(config: Config = BIG, *, batch: int = 1, ranks: int = 8, lines: int = 1
     print("\nThe live bytes of one rank, by ZeRO stage:\n")
     for stage in range(4):
         memory = lower(stage).memory_analysis()
-        print(
-            f"stage {stage}   state {memory.state:>12,}   peak {memory.peak:>12,}   at {memory.peak_eqn.source}"
-        )
+        figures = f"state {memory.state:>12,}   peak {memory.peak:>12,}"
+        print(f"stage {stage}   {figures}   at {memory.peak_eqn.source}")
 
 
 if __name__ == "__main__":

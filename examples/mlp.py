@@ -17,9 +17,11 @@ import ztrans as zt
 def init(widths: Sequence[int]) -> dict:
     """Parameters and momentum of an MLP. They are the same on every rank, as all ranks use the same seed."""
     torch.manual_seed(0)
-    layers = [(f"fc{i}", *shape) for i, shape in enumerate(pairwise(widths))]
-    params = {name: torch.randn(n_out, n_in) / n_in**0.5 for name, n_in, n_out in layers}
-    return {"params": params, "momentum": {name: torch.zeros_like(w) for name, w in params.items()}}
+    params = {}
+    for i, (n_in, n_out) in enumerate(pairwise(widths)):
+        params[f"fc{i}"] = torch.randn(n_out, n_in) / n_in**0.5
+    momentum = {name: torch.zeros_like(w) for name, w in params.items()}
+    return {"params": params, "momentum": momentum}
 
 
 def loss_fn(params: dict, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -46,12 +48,14 @@ def main(
         return {"params": params, "momentum": momentum}, loss
 
     state = train_step.shard(init(widths), device=mesh.device_type)
-    generator, losses = torch.Generator().manual_seed(1), []
+    generator = torch.Generator().manual_seed(1)
+    losses = []
     for step in range(steps):
         x = torch.randn(batch, widths[0], generator=generator)
         y = torch.sin(x).sum(1, keepdim=True)
-        mine = [t.chunk(mesh.size())[mesh.get_rank()].to(mesh.device_type) for t in (x, y)]
-        state, loss = train_step(state, *mine)
+        # Each rank takes its own rows of the batch.
+        rows = [t.chunk(mesh.size())[mesh.get_rank()].to(mesh.device_type) for t in (x, y)]
+        state, loss = train_step(state, *rows)
         losses.append(loss.item())
         if mesh.get_rank() == 0 and (step % 20 == 0 or step == steps - 1):
             print(f"step {step:4d}   loss {losses[-1]:.4f}")

@@ -1,4 +1,4 @@
-"""A GPT in fifty lines: pre-norm blocks, causal attention, tied embedding and head."""
+"""A small GPT: pre-norm blocks, causal attention, tied embedding and head."""
 
 from dataclasses import dataclass
 
@@ -20,8 +20,10 @@ class Block(nn.Module):
     def __init__(self, c: Config) -> None:
         super().__init__()
         self.heads = c.heads
-        self.norm1, self.norm2 = nn.LayerNorm(c.width), nn.LayerNorm(c.width)
-        self.qkv, self.proj = nn.Linear(c.width, 3 * c.width), nn.Linear(c.width, c.width)
+        self.norm1 = nn.LayerNorm(c.width)
+        self.norm2 = nn.LayerNorm(c.width)
+        self.qkv = nn.Linear(c.width, 3 * c.width)
+        self.proj = nn.Linear(c.width, c.width)
         self.mlp = nn.Sequential(
             nn.Linear(c.width, 4 * c.width), nn.GELU(), nn.Linear(4 * c.width, c.width)
         )
@@ -38,10 +40,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     def __init__(self, c: Config) -> None:
         super().__init__()
-        self.token, self.position = (
-            nn.Embedding(c.vocab, c.width),
-            nn.Embedding(c.sequence, c.width),
-        )
+        self.token = nn.Embedding(c.vocab, c.width)
+        self.position = nn.Embedding(c.sequence, c.width)
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.layers))
         self.norm = nn.LayerNorm(c.width)
         for name, p in self.named_parameters():

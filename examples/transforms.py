@@ -25,11 +25,13 @@ class _CompressGradients(zt.Transform):
     dtype: torch.dtype
 
     def rewrite(self, graph: ir.Graph) -> ir.Graph:
-        return graph.replace(eqns=tuple(self._compressed(e) for e in graph.eqns))
+        return graph.replace(eqns=tuple(map(self._compressed, graph.eqns)))
 
     def _compressed(self, e: ir.Eqn) -> ir.Eqn:
-        is_gradient = e.provenance is not None and e.provenance.role == "grad" and ir.is_start(e)
-        return e.replace(kwargs={**e.kwargs, "dtype": self.dtype}) if is_gradient else e
+        is_of_gradient = e.provenance is not None and e.provenance.role == "grad"
+        if not is_of_gradient or not ir.is_start(e):
+            return e
+        return e.replace(kwargs={**e.kwargs, "dtype": self.dtype})
 
 
 def compress_gradients(dtype: torch.dtype = torch.bfloat16) -> zt.Transform:
@@ -48,12 +50,12 @@ class _GradientNorms(zt.Transform):
     phase: ClassVar[int] = 1
 
     def rewrite(self, graph: ir.Graph) -> ir.Graph:
-        gradients = [e for e in graph.eqns if e.op is ir.GRADIENT]
-        norms = [self._norm(e) for e in gradients]
+        norms = [self._norm(e) for e in graph.eqns if e.op is ir.GRADIENT]
+        results = [e.out for e in norms]
         return graph.replace(
             eqns=(*graph.eqns, *norms),
-            outputs=(*graph.outputs, *(e.out for e in norms)),
-            added=(*graph.added, *(e.out.name for e in norms)),
+            outputs=(*graph.outputs, *results),
+            added=(*graph.added, *(v.name for v in results)),
         )
 
     def _norm(self, gradient: ir.Eqn) -> ir.Eqn:
@@ -73,17 +75,19 @@ class _KeepEverySecond(zt.Transform):
     """At stage 3, keep every second parameter from forward to backward, instead of gathering it again."""
 
     def rewrite(self, graph: ir.Graph) -> ir.Graph:
-        whole: dict[ir.Var, ir.Var] = {}  # for each shard, its value in forward
-        regathers: dict[ir.Var, ir.Var] = {}  # for each value of backward, the value of forward
-        for wait, waited in ir.pair(graph).waits.items():
-            provenance, shard = waited.start.provenance, waited.start.ins[waited.member]
-            if provenance is not None and provenance.role == "param":
-                if provenance.regather and shard in whole:
-                    regathers[wait.out] = whole[shard]
-                else:
-                    whole[shard] = wait.out
-        kept = dict(list(regathers.items())[::2])
-        return ir.dce(ir.rename(graph, kept))
+        in_forward: dict[ir.Var, ir.Var] = {}  # the gathered value of each shard
+        regathers: list[tuple[ir.Var, ir.Var]] = []  # a value of backward, and that of forward
+        for wait, paired in ir.pair(graph).waits.items():
+            provenance = paired.start.provenance
+            if provenance is None or provenance.role != "param":
+                continue
+            shard = paired.start.ins[paired.member]
+            if provenance.regather and shard in in_forward:
+                regathers.append((wait.out, in_forward[shard]))
+            else:
+                in_forward[shard] = wait.out
+        # Backward reads the values of forward, so nothing reads those gathers, and `dce` drops them.
+        return ir.dce(ir.rename(graph, dict(regathers[::2])))
 
 
 def keep_every_second() -> zt.Transform:
@@ -102,7 +106,8 @@ def loss_fn(params, x, y):
 def train_step(state, x, y):
     grads, loss = grad_and_value(loss_fn)(state["params"], x, y)
     m = {k: 0.9 * state["m"][k] + g for k, g in grads.items()}
-    return {"params": {k: p - 0.1 * m[k] for k, p in state["params"].items()}, "m": m}, loss
+    params = {k: p - 0.1 * m[k] for k, p in state["params"].items()}
+    return {"params": params, "m": m}, loss
 
 
 def first_state() -> dict:
@@ -112,7 +117,8 @@ def first_state() -> dict:
         "middle": torch.randn(64, 64) / 8,
         "down": torch.randn(64, 8) / 8,
     }
-    return {"params": params, "m": {k: torch.zeros_like(p) for k, p in params.items()}}
+    momentum = {k: torch.zeros_like(p) for k, p in params.items()}
+    return {"params": params, "m": momentum}
 
 
 def main() -> dict[str, float]:
@@ -122,17 +128,16 @@ def main() -> dict[str, float]:
     zt.testing.check_laws(gradient_norms(), train_step, first_state(), batch)
     zt.testing.check_laws(keep_every_second(), train_step, first_state(), batch)
 
-    step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), gradient_norms(), zt.accumulate(2))(
-        train_step
-    )
-    ranks = [tuple(x.chunk(2)[rank] for x in batch) for rank in range(2)]
-    _, outputs = step.lower(first_state(), *ranks[0]).lockstep(first_state(), ranks)
+    mesh = zt.AbstractMesh(dp=2)
+    with_norms = zt.chain(zt.shard_params(mesh), gradient_norms(), zt.accumulate(2))
+    x, y = batch
+    slices = list(zip(x.chunk(2), y.chunk(2)))  # of each rank
+    lowered = with_norms(train_step).lower(first_state(), *slices[0])
+    _, outputs = lowered.lockstep(first_state(), slices)
     loss, norms = outputs[0]
-    print(
-        f"loss {loss.item():.4f}",
-        *(f"{name} {norm.item():.4f}" for name, norm in norms.items()),
-        sep="\n",
-    )
+    print(f"loss {loss.item():.4f}")
+    for name, norm in norms.items():
+        print(f"{name} {norm.item():.4f}")
     return {name: norm.item() for name, norm in norms.items()}
 
 

@@ -41,7 +41,8 @@ def updated(state, grads):
 
 def loop(state, x, y, micro):
     """The loop that a user writes."""
-    total, losses = None, []
+    total = None
+    losses = []
     for part in zip(x.chunk(micro), y.chunk(micro)):
         grads, loss = grad_and_value(loss_fn)(state["params"], *part)
         total = grads if total is None else [t + g for t, g in zip(total, grads)]
@@ -91,7 +92,8 @@ def in_three_parts(state, x, y):
 @pytest.mark.parametrize("micro", [1, 2, 3, 8])
 def test_on_one_rank_it_has_the_bits_of_the_loop(micro):
     step = zt.accumulate(micro)(train)
-    state, wanted = step.shard(new_state()), new_state()
+    state = step.shard(new_state())
+    wanted = new_state()
     for _ in range(3):
         state, loss = step(state, *batch())
         wanted, wanted_loss = loop(wanted, *batch(), micro)
@@ -138,9 +140,11 @@ def test_as_written_it_sends_what_the_loop_sends_and_a_plan_drops_fewer_gathers(
         return {role: cost.over("dp", role) for role in ("param", "grad", "output")}
 
     micro = zt.accumulate(3)
-    accumulated, in_step = traced(train, 12, micro), traced(in_three_parts, 12)
+    accumulated = traced(train, 12, micro)
+    in_step = traced(in_three_parts, 12)
     assert sent(accumulated, micro) == sent(in_step)
-    planned, unrolled = sent(accumulated, micro, zt.prefetch()), sent(in_step, zt.prefetch())
+    planned = sent(accumulated, micro, zt.prefetch())
+    unrolled = sent(in_step, zt.prefetch())
     assert {**planned, "param": 0} == {**unrolled, "param": 0}
     assert (
         planned["param"] > unrolled["param"]
@@ -151,7 +155,8 @@ def test_as_written_it_sends_what_the_loop_sends_and_a_plan_drops_fewer_gathers(
 
 @pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])
 def test_a_program_is_as_long_for_sixteen_micro_batches_as_for_two(stage):
-    few, many = lower(2, stage, rows=16), lower(16, stage, rows=128)
+    few = lower(2, stage, rows=16)
+    many = lower(16, stage, rows=128)
     assert len(few.unordered.eqns) == len(
         many.unordered.eqns
     )  # the plan then makes buckets, of which it has no more
@@ -446,7 +451,8 @@ def test_a_plan_is_saved_and_used_again(tmp_path):
 
 def test_a_recorded_step_advances_the_state_and_tunes_the_plan():
     step = zt.accumulate(3)(train)
-    state, wanted = new_state(), new_state()
+    state = new_state()
+    wanted = new_state()
     profile = step.tune(state, *batch(), steps=2)
     for _ in range(4):
         wanted, _ = loop(wanted, *batch(), 3)
@@ -472,7 +478,9 @@ def test_compiled_kernels_sum_in_place_and_agree():
 
 @pytest.mark.slow
 def test_the_peak_is_the_one_that_was_predicted():
-    layers, width, rows = 4, 256, 512
+    layers = 4
+    width = 256
+    rows = 512
 
     def step(state, x):
         def loss(params):
@@ -484,10 +492,12 @@ def test_the_peak_is_the_one_that_was_predicted():
         grads, value = grad_and_value(loss)(state)
         return [p - 0.01 * g for p, g in zip(state, grads)], value
 
-    state, x = [torch.randn(width, width) * 0.05 for _ in range(layers)], torch.randn(rows, width)
+    state = [torch.randn(width, width) * 0.05 for _ in range(layers)]
+    x = torch.randn(rows, width)
     compiled = zt.accumulate(4)(step).lower(state, x).compile()
     state, _ = compiled(state, x)
-    memory, before = compiled.lowered.memory_analysis(), lent()
+    memory = compiled.lowered.memory_analysis()
+    before = lent()
     with Peak() as peak:
         for _ in range(8):
             state, _ = compiled(state, x)

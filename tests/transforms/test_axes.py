@@ -92,10 +92,12 @@ def test_schedules_change_no_bit_and_leave_the_steps_own_collectives_alone(
 ):
     if not step.state(0)["params"]:
         return
-    traced, first = trace(step), shard(mesh, stage=stage, reshard=reshard)
+    traced = trace(step)
+    first = shard(mesh, stage=stage, reshard=reshard)
     if stage == 0 and not any(isinstance(t, type(zt.overlap_grads())) for t in transforms):
         return  # nothing to gather
-    plain, planned = lower(traced, first), lower(traced, first, *transforms)
+    plain = lower(traced, first)
+    planned = lower(traced, first, *transforms)
     graph = zt.ir.check(planned.graph)
     assert own(graph) == own(plain.graph)
     each_future_is_waited_for_once(graph)
@@ -123,7 +125,8 @@ def test_a_limit_on_gathers_holds_while_eager_updates_run(norms):
 def test_delayed_weight_gradients_change_no_bit(step, stage, most):
     if not step.state(0)["params"]:
         return
-    traced, first = trace(step), shard(MESHES[0], stage=stage)
+    traced = trace(step)
+    first = shard(MESHES[0], stage=stage)
     plain = lower(traced, first)
     planned = lower(
         traced, zt.delay_weight_grads(most=most), first, zt.overlap_grads(), zt.prefetch()
@@ -194,7 +197,8 @@ def in_flight(graph: Graph, e: Eqn) -> list[int]:
 
 def under_way(graph: Graph, starts: list[Eqn]) -> int:
     """The most bytes of `starts` that are under way while an operation runs."""
-    now, most = {}, 0
+    now = {}
+    most = 0
     for e in graph.eqns:
         if e in starts:
             now[e.outs[0]] = sum(in_flight(graph, e))
@@ -207,7 +211,9 @@ def under_way(graph: Graph, starts: list[Eqn]) -> int:
 
 def matmuls_between(graph: Graph, reductions: list[Eqn]) -> int:
     """The most matmuls between two reductions. Only gaps in which a gradient is born count."""
-    passed, births_at, starts = 0, {}, []
+    passed = 0
+    births_at = {}
+    starts = []
     for e in graph.eqns:
         passed += is_matmul(e)
         births_at.update(dict.fromkeys(e.outs, passed))
@@ -237,7 +243,8 @@ def test_the_steps_own_collectives_in_the_update_keep_their_order(stage):
 
     traced = zt.Step.of(step).trace({k: torch.ones(4, 4) for k in "abc"}, torch.ones(2, 4))
     first = shard({"dp": 2, "tp": 2}, stage=stage)
-    plain, planned = lower(traced, first), lower(traced, first, zt.overlap_grads(bucket=0))
+    plain = lower(traced, first)
+    planned = lower(traced, first, zt.overlap_grads(bucket=0))
     assert own(zt.ir.check(planned.graph)) == own(plain.graph) and len(own(plain.graph)) == 6
     sums = [e for e in planned.graph.eqns if is_users(e)]
     assert all(
@@ -272,7 +279,8 @@ def megatron(group: str) -> Callable:
 @pytest.mark.parametrize("mesh", MESHES[::2])
 def test_every_rank_hands_each_communicator_the_same_messages(mesh):
     """Each rank lowers its own program on a real mesh. With different orders the ranks would wait for ever."""
-    world, lowerings = torch.Size(mesh.values()).numel(), []
+    world = torch.Size(mesh.values()).numel()
+    lowerings = []
     for rank in range(world):
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
         try:

@@ -42,7 +42,8 @@ def lower(*transforms):
 
 def matmuls_during_collectives(graph: Graph) -> list[int]:
     """For each of the step's own collectives in backward, how many matmuls run between its start and its wait."""
-    counts, count = [], None
+    counts = []
+    count = None
     for e in graph.eqns:
         if is_wait(e) and count is not None:
             counts.append(count)
@@ -67,7 +68,8 @@ def test_at_most_the_given_number_of_matmuls_runs_during_each_collective():
 
 
 def test_only_the_order_of_equations_changes():
-    before, after = lower(SHARD).graph, zt.ir.check(lower(SHARD, zt.delay_weight_grads()).graph)
+    before = lower(SHARD).graph
+    after = zt.ir.check(lower(SHARD, zt.delay_weight_grads()).graph)
     text = [Counter(str((e.op, e.args, e.outs)) for e in g.eqns) for g in (before, after)]
     assert text[0] == text[1] and str(before) != str(after)
 
@@ -110,8 +112,10 @@ def test_the_transform_may_be_anywhere_in_a_chain():
 
 def test_the_transform_commutes_with_remat():
     """An activation that is recomputed for a delayed matmul is recomputed just before it."""
-    remat, delay = zt.remat(at_least=0), zt.delay_weight_grads()
-    a, b = lower(SHARD, remat, delay), lower(SHARD, delay, remat)
+    remat = zt.remat(at_least=0)
+    delay = zt.delay_weight_grads()
+    a = lower(SHARD, remat, delay)
+    b = lower(SHARD, delay, remat)
     assert list(map(str, a.graph.eqns)) == list(map(str, b.graph.eqns))
     assert a.memory_analysis().peak == b.memory_analysis().peak
     eqns = a.graph.eqns
@@ -126,7 +130,8 @@ def test_the_transform_commutes_with_remat():
 
 def test_the_plan_counts_matmuls_that_hide_a_collective_only_once():
     """At the wait for one of the step's own collectives, compute stalls only for the time that is not hidden."""
-    before, after = lower(SHARD, *ALL), lower(SHARD, *ALL, zt.delay_weight_grads())
+    before = lower(SHARD, *ALL)
+    after = lower(SHARD, *ALL, zt.delay_weight_grads())
     posed = [formulate(skeleton(x.unordered), x.cluster, 1 << 40) for x in (before, after)]
     assert posed[1].clock[-1] < posed[0].clock[-1] and len(posed[1].clock) == len(posed[0].clock)
     assert [len(p.fixed_messages) for p in posed] == [

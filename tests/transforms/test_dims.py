@@ -9,11 +9,9 @@ from torch.func import grad_and_value
 import ztrans as zt
 from tests.support.worlds import ALL, distance
 
-EXPERTS, WIDTH, INNER = (
-    2,
-    6,
-    7,
-)  # fewer experts than ranks; an inner dim that the ranks do not divide
+EXPERTS = 2  # fewer than ranks
+WIDTH = 6
+INNER = 7  # the ranks do not divide it
 
 
 def step(state, x):
@@ -47,9 +45,12 @@ def inner(path: str, leaf: torch.Tensor) -> int | None:
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("transforms", [(), ALL])
 def test_leaves_cut_along_other_dims_compute_the_same(stage, transforms):
-    mesh, batches = zt.AbstractMesh(dp=4), list(torch.randn(3, 8, WIDTH, dtype=torch.float64))
+    mesh = zt.AbstractMesh(dp=4)
+    batches = list(torch.randn(3, 8, WIDTH, dtype=torch.float64))
     sharded = zt.chain(zt.shard_params(mesh, stage=stage, dim=inner), *transforms)(step)
-    lowered, new, truth = sharded.lower(state(), batches[0].chunk(4)[0]), state(), state()
+    lowered = sharded.lower(state(), batches[0].chunk(4)[0])
+    new = state()
+    truth = state()
     for x in batches:
         truth, loss = step(truth, x)
         new, losses = lowered.lockstep(new, [(part,) for part in x.chunk(4)])

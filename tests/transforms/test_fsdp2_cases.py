@@ -24,7 +24,9 @@ from tests.support.equal_loops import adam, loop, model_of, square
 from tests.support.worlds import ALL, distance
 from ztrans.ir.collectives import is_start
 
-ROWS, WIDTH, STEPS = 24, 6, 2
+ROWS = 24
+WIDTH = 6
+STEPS = 2
 PAGE = Path(__file__).resolve().parents[2] / "docs/coming-from.md"
 MESH = zt.AbstractMesh(dp=4)
 SHARDED = (zt.shard_params(MESH), *ALL)
@@ -102,7 +104,8 @@ def test_layers_that_are_gathered_early_or_late_and_once_or_twice(options, trans
 def test_a_state_that_is_cast_after_it_is_sharded(mesh):
     """Leaves are DTensors before and after each call; those of another dtype are traced anew."""
     truth, model = (model_of(layers, torch.float32) for _ in range(2))
-    plain, optimizer = loop(truth.double(), adam(truth)), adam(model)
+    plain = loop(truth.double(), adam(truth))
+    optimizer = adam(model)
     step, state = zt.lift(loop(model, optimizer), model, optimizer)
     run = zt.chain(zt.shard_params(mesh), *ALL)(step)
     state = run.shard(state)
@@ -156,7 +159,9 @@ class Head(nn.Module):
 
 def chunked(model: Head, ids: torch.Tensor) -> torch.Tensor:
     """The head runs for some of the tokens at a time, each with a backward of its own, and the body after them."""
-    hidden, total, gradients = model.hidden(ids), torch.zeros(()), []
+    hidden = model.hidden(ids)
+    total = torch.zeros(())
+    gradients = []
     for chunk, targets in zip(hidden.detach().chunk(2, 1), ids.chunk(2, 1)):
         chunk = chunk.contiguous().requires_grad_()
         loss = F.cross_entropy(model.head(chunk).flatten(0, 1), targets.flatten()) / 2
@@ -215,10 +220,8 @@ def test_modules_under_autocast_cast_their_inputs():
         assert half.dtype is torch.bfloat16
         return half.float().square().mean()
 
-    data, mesh = (
-        [(x[:12].repeat(2, 1),) for (x,) in rows(dtype=torch.float32)],
-        zt.AbstractMesh(dp=2),
-    )
+    data = [(x[:12].repeat(2, 1),) for (x,) in rows(dtype=torch.float32)]
+    mesh = zt.AbstractMesh(dp=2)
     trains_equally(
         layers,
         (zt.shard_params(mesh), *ALL),
@@ -267,11 +270,14 @@ def test_an_error_in_forward_leaves_the_next_step_whole(mesh):
     def fails(module, args):
         raise RuntimeError("in forward")
 
-    truth, model = model_of(layers), model_of(layers)
-    optimizer, plain = adam(model), loop(truth, adam(truth))
+    truth = model_of(layers)
+    model = model_of(layers)
+    optimizer = adam(model)
+    plain = loop(truth, adam(truth))
     step, state = zt.lift(loop(model, optimizer), model, optimizer)
     run = zt.chain(zt.shard_params(mesh), *ALL)(step)
-    state, hook = run.shard(state), model[1].register_forward_pre_hook(fails)
+    state = run.shard(state)
+    hook = model[1].register_forward_pre_hook(fails)
     with pytest.raises(RuntimeError, match=r"^in forward$"):
         run(state, *rows()[0])
     hook.remove()

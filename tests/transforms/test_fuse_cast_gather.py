@@ -88,7 +88,8 @@ def test_a_view_that_the_strides_of_the_gathered_value_do_not_allow_is_fused_too
         return {**state, "b": state["b"] - 0.1 * g, "most": moved.abs().max()}, value
 
     state = {"w": torch.randn(6, 4), "b": torch.ones(()), "most": torch.ones(())}
-    x, results = torch.randn(24), []
+    x = torch.randn(24)
+    results = []
     for more in ((), (zt.fuse_cast_gather(),)):
         lowered = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), *more)(step).lower(state, x)
         results.append(lowered.lockstep(state, [(x,), (x,)]))
@@ -131,7 +132,8 @@ def test_a_cast_of_a_view_with_gaps_stays(use):
         )
         return {"w": state["w"] - 0.1 * grads}, value
 
-    state, x = {"w": torch.randn(8, 8)}, torch.randn(4, 8)
+    state = {"w": torch.randn(8, 8)}
+    x = torch.randn(4, 8)
     fused = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), zt.fuse_cast_gather())(step).lower(
         state, x
     )
@@ -139,7 +141,8 @@ def test_a_cast_of_a_view_with_gaps_stays(use):
     assert torch.allclose(new["w"], step(state, x)[0]["w"])
 
 
-HALF, PAIRS = torch.bfloat16, torch.complex32
+HALF = torch.bfloat16
+PAIRS = torch.complex32
 REAL, WIDE, COMPLEX, WHOLE = (
     torch.linspace(-3, 3, 64).view(8, 8).to(dtype).contiguous()
     for dtype in (torch.float32, torch.float64, torch.complex64, torch.int64)
@@ -177,7 +180,8 @@ def test_a_cast_moves_only_before_views_that_keep_elements_and_dtype(name):
         )
         return {"w": state["w"], "b": state["b"] - 0.1 * grads}, value
 
-    state, x = {"w": leaf, "b": torch.ones(())}, torch.randn(4, 8)
+    state = {"w": leaf, "b": torch.ones(())}
+    x = torch.randn(4, 8)
     lowered = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), zt.fuse_cast_gather())(step).lower(
         state, x
     )

@@ -66,7 +66,9 @@ def test_experts_and_dense_layers_are_reduced_in_one_step(stage, hosts):
     """Gradients of experts are summed over `ep` by the step's own messages, and reduced over `dp`; all others over both."""
     mesh = zt.AbstractMesh(dp=2, ep=2) if hosts == 1 else zt.AbstractMesh(host=2, dp=2, ep=2)
     hsdp = {"replicate_axis": "host"} if hosts > 1 else {}
-    data, plain_step, truth = experts.batches(3), experts.make_step(), experts.state()
+    data = experts.batches(3)
+    plain_step = experts.make_step()
+    truth = experts.state()
     for x in data:
         truth, value = plain_step(truth, x)
     step = zt.chain(of_function(mesh, stage=stage, **hsdp), *ALL)(
@@ -85,7 +87,9 @@ def test_experts_and_dense_layers_are_reduced_in_one_step(stage, hosts):
 
 @pytest.mark.parametrize("keep", ["whole", "shard"])
 def test_experts_in_micro_batches(keep):
-    data, plain_step, truth = experts.batches(2), experts.make_step(), experts.state()
+    data = experts.batches(2)
+    plain_step = experts.make_step()
+    truth = experts.state()
     for x in data:
         truth, _ = plain_step(truth, x)
     step = zt.chain(of_function(EXPERTS), *ALL, zt.accumulate(2, keep=keep))(
@@ -144,11 +148,9 @@ def scatter_sum(g: torch.Tensor) -> torch.Tensor:
 def test_attention_over_two_axes_computes_the_same(stage):
     """The sequence is cut over `cp`, keys and values are gathered in the step, and gradients reduced over both axes."""
     step = context_parallel.make_step(context_parallel.gathered(dual(gather, scatter_sum)))
-    data, truth, new = (
-        context_parallel.batches(3),
-        context_parallel.state(),
-        context_parallel.state(),
-    )
+    data = context_parallel.batches(3)
+    truth = context_parallel.state()
+    new = context_parallel.state()
     shard = zt.chain(
         zt.shard_params(zt.AbstractMesh(dp=2, cp=2), axis=("dp", "cp"), stage=stage), *ALL
     )
@@ -163,7 +165,8 @@ def test_attention_over_two_axes_computes_the_same(stage):
 
 def test_experts_cost_what_they_hold():
     """On dp=64, stacked experts [8, 512, 512] that are cut along an inner dim: their own bytes, 63/64 of them."""
-    weight, bias = torch.empty(8, 512, 512, device="meta"), torch.empty(512, device="meta")
+    weight = torch.empty(8, 512, 512, device="meta")
+    bias = torch.empty(512, device="meta")
 
     def step(state, x):
         w, b = (p.detach().requires_grad_() for p in state.values())
@@ -258,7 +261,8 @@ def test_groups_that_a_step_made_are_named_by_their_axes():
     """A flattened mesh, and a group of ranks: their names differ from rank to rank, and the program does not."""
 
     def lowered(mesh):
-        both, column = mesh["dp", "cp"]._flatten("batch"), None
+        both = mesh["dp", "cp"]._flatten("batch")
+        column = None
         for k in range(2):
             ranks = mesh.mesh[k].flatten().tolist()
             group = dist.new_group(ranks)

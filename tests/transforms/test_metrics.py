@@ -155,10 +155,8 @@ def test_a_running_mean_over_one_axis_becomes_that_over_both(axis, options):
         (grad,) = torch.autograd.grad(mean.square().sum(), w)
         return {"w": state["w"] - 0 * grad, "mean": new}, x.sum()
 
-    parts, state = (
-        [(x,) for x, _ in batches((4, 4, 4, 4))],
-        {"w": torch.randn(6), "mean": torch.randn(6)},
-    )
+    parts = [(x,) for x, _ in batches((4, 4, 4, 4))]
+    state = {"w": torch.randn(6), "mean": torch.randn(6)}
     lowered = zt.shard_params(zt.AbstractMesh(host=2, dp=2), **options)(step).lower(
         state, *parts[0]
     )
@@ -169,7 +167,8 @@ def test_a_running_mean_over_one_axis_becomes_that_over_both(axis, options):
 
 def test_a_quotient_by_a_psum_is_told():
     """Its mean over the ranks is too small. A softmax over all ranks is no such quotient."""
-    state, parts = {"w": torch.randn(6, 4)}, batches((4, 4, 4))
+    state = {"w": torch.randn(6, 4)}
+    parts = batches((4, 4, 4))
     wrong = {
         "scalar": lambda s, n: s / zt.psum(n),
         "each": lambda s, n: (s * torch.ones(3) / zt.psum(n.float()).clamp(min=1)).sum() * 0.5,
@@ -229,10 +228,8 @@ def test_an_evaluation_takes_the_state_of_the_training_step(stage):
     evaluation, same = zt.lift(lifted_evaluate, lifted)
     assert same["params"].keys() == state["params"].keys()
     parts = batches((4, 4, 4))
-    training, testing = (
-        chain(step).lower(state, *parts[0]),
-        chain(evaluation).lower(state, *parts[0]),
-    )
+    training = chain(step).lower(state, *parts[0])
+    testing = chain(evaluation).lower(state, *parts[0])
     assert [v.layout for v in training.graph.inputs if v.name.startswith("params")] == [
         v.layout for v in testing.graph.inputs if v.name.startswith("params")
     ]
@@ -251,7 +248,8 @@ def test_an_evaluation_between_steps_needs_no_new_trace():
     (model, optimizer, train, evaluate), _ = lifted_pair()
     step, state = zt.lift(train, model, optimizer)
     evaluation, _ = zt.lift(evaluate, model)
-    training, testing = zt.Step.of(step), zt.Step.of(evaluation)
+    training = zt.Step.of(step)
+    testing = zt.Step.of(evaluation)
     state, (batch,) = training.shard(state), batches((4,))
     for _ in range(3):
         model.train()

@@ -77,7 +77,9 @@ def test_it_computes_what_the_plain_step_computes():
 def test_backward_receives_a_half_of_what_it_reads():
     """From the other of two neighbours; forward receives three quarters of each parameter, with padded rows."""
     always, parts = (lower(mesh=MESH, reshard=reshard) for reshard in ("always", 2))
-    up, padded, down = 16 * 8 * 4, 8 * 16 * 4, 6 * 16 * 4
+    up = 16 * 8 * 4
+    padded = 8 * 16 * 4
+    down = 6 * 16 * 4
     sent = parts.cost_analysis()
     assert always.cost_analysis().over("dp", "param") == (up + 2 * padded) * 3 / 4
     assert sent.over("dp", "param") == (up + padded) * 3 / 4

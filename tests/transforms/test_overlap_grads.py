@@ -98,7 +98,9 @@ SLOW_TO_START = zt.cluster(
 
 def gaps(lowered) -> list[int]:
     """The matmuls from the first gradient's birth to the first reduction, and then between the following ones."""
-    passed, births, starts = 0, {}, []
+    passed = 0
+    births = {}
+    starts = []
     for e in zt.ir.check(lowered.graph).eqns:
         passed += is_matmul(e)
         births.update(dict.fromkeys(e.outs, passed))
@@ -149,7 +151,8 @@ def test_the_limit_on_matmuls_does_not_apply_where_nothing_is_reduced():
 @pytest.mark.parametrize("most", [1, 2, 8])
 def test_the_limit_on_matmuls_holds_in_a_gpt(most):
     overlap = zt.overlap_grads(bucket=1 << 30, max_matmuls_between=most)
-    shard, ahead = zt.shard_params(zt.AbstractMesh(dp=4)), zt.prefetch(memory=1 << 30)
+    shard = zt.shard_params(zt.AbstractMesh(dp=4))
+    ahead = zt.prefetch(memory=1 << 30)
     lowered = on_ranks(CASES["gpt_adam"], 4, shard, overlap, ahead, cluster=SLOW_TO_START)
     assert max(gaps(lowered)) <= max(most, 2), (
         "the backward of attention has two products between two gradients"
@@ -210,7 +213,8 @@ def test_new_statistics_of_batch_norms_share_messages():
         def loss_of(w):
             new = {name: state[name].clone() for name in names}
             for k in "01":
-                mean, variance = new[f"mean{k}"], new[f"variance{k}"]
+                mean = new[f"mean{k}"]
+                variance = new[f"variance{k}"]
                 y = torch.nn.functional.batch_norm(x @ w, mean, variance, training=True)
             return y.square().mean(), new
 

@@ -20,7 +20,8 @@ def test_the_difference_prints(golden):
 
 def ahead(lowered) -> int:
     """How many computations run between the starts of gathers and their first waits, in total."""
-    total, started = 0, {}
+    total = 0
+    started = {}
     computed = 0
     for e in lowered.graph.eqns:
         if e.op is ALL_GATHER:

@@ -83,7 +83,8 @@ def multiplied(grads, state):
 
 def crossed(grads, state):
     """Sums of gradients of different values."""
-    up, down = grads[0]["up"], grads[1]["down"]
+    up = grads[0]["up"]
+    down = grads[1]["down"]
     return {"up": up + (up + down.sum()), "down": down * grads[2]["down"] + grads[2]["up"].sum()}
 
 
@@ -135,7 +136,8 @@ def reductions(lowered, axis="dp"):
 def test_micro_batches_reduce_once_at_stage_1_and_each_at_stage_2(total_of, stage, each):
     lowered, _, _ = lower(total_of, stage)
     assert reductions(lowered) == {"params.up": each, "params.down": each}
-    whole, ranks = (16 * 8 + 6 * 16) * 4, 2
+    whole = (16 * 8 + 6 * 16) * 4
+    ranks = 2
     wire = whole * (ranks - 1) // ranks * (2 if stage == 0 else 1)
     assert lowered.cost_analysis().over("dp", "grad") == each * wire
 

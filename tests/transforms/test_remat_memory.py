@@ -118,7 +118,8 @@ def made(around=without, dropout=0.2, layers=4):
 
     def step(state, x):
         params = {k: p.detach().requires_grad_() for k, p in state["params"].items()}
-        mean, var = state["mean"], state["var"]
+        mean = state["mean"]
+        var = state["var"]
         y = F.batch_norm(x * params["0.scale"], mean, var, training=True)
         for k in range(layers):
             y = around(block, y, *(params[f"{k}.{name}"] for name in shapes), dropout)

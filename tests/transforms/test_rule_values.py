@@ -150,7 +150,8 @@ def cut(x: torch.Tensor, placement: Split | None, rank: int) -> torch.Tensor:
 
 def on_rank(eqn: Eqn, inputs: list[torch.Tensor], rank: int) -> list[torch.Tensor]:
     """The results of an equation on the shards of one rank."""
-    local, values = localize(eqn, {"dp": RANKS}, {"dp": rank}), dict(zip(eqn.ins, inputs))
+    local = localize(eqn, {"dp": RANKS}, {"dp": rank})
+    values = dict(zip(eqn.ins, inputs))
     return tensors(local.op(*substitute(local.args, values.__getitem__)))
 
 

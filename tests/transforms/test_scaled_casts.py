@@ -123,7 +123,8 @@ def test_it_is_bitwise(stage, ranks, saves):
 
 def test_it_has_the_bits_of_the_untouched_step():
     """Both ranks have the same batch, and the mean of two equal gradients is exact."""
-    step, state = step_of(Recipe()), state_of()
+    step = step_of(Recipe())
+    state = state_of()
     batch = batch_of()
     new, outputs = lower(step, *SCHEDULES, FUSE, state=state).lockstep(state, [(batch,), (batch,)])
     want, value = step(state, batch)

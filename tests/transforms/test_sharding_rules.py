@@ -9,8 +9,11 @@ from ztrans.transforms.sharding.registered_rules import NoRule
 from ztrans.transforms.sharding.rules import rule
 
 aten = torch.ops.aten
-CUT, COLUMNS = Split("dp"), Split("dp", 1)
-TERMS, MEANS, NORMS = Partial("dp", "sum"), Partial("dp", "mean"), Partial("dp", "norm2.0")
+CUT = Split("dp")
+COLUMNS = Split("dp", 1)
+TERMS = Partial("dp", "sum")
+MEANS = Partial("dp", "mean")
+NORMS = Partial("dp", "norm2.0")
 WHOLE = ([None], [None])
 
 
@@ -38,7 +41,8 @@ def var(*shape, placement=None, dtype=torch.float32) -> Var:
     return Var("v", dtype, shape, (placement,) if placement else ())
 
 
-W, S = var(12, 6, placement=CUT), var()
+W = var(12, 6, placement=CUT)
+S = var()
 
 
 # ---- elementwise operations
@@ -119,7 +123,8 @@ def fused_adagrad(p, g, total):
 
 
 def test_fused_optimizers_use_one_layout_for_all_their_tensors():
-    whole, terms = var(12, 6), var(12, 6, placement=TERMS)
+    whole = var(12, 6)
+    terms = var(12, 6, placement=TERMS)
     assert fused_adagrad(whole, terms, W) == ([CUT] * 3 + [None], [CUT] * 3)
     assert fused_adagrad(var(12, 6, placement=COLUMNS), W, W)[1] == [COLUMNS] * 3
     assert fused_adagrad(whole, terms, whole) == ([None] * 4, [None] * 3)
@@ -291,7 +296,8 @@ def test_adding_zero_keeps_terms():
 
 
 def test_terms_of_a_sum_are_not_terms_of_a_mean():
-    sums, means = var(3, placement=TERMS), var(3, placement=MEANS)
+    sums = var(3, placement=TERMS)
+    means = var(3, placement=MEANS)
     assert ask(aten.cat.default, [sums, means]) == ([None, None], [None])
     assert ask(aten.cat.default, [sums, sums]) == ([TERMS, TERMS], [TERMS])
 

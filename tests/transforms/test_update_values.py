@@ -43,8 +43,10 @@ def figure(update: Callable, dtype: torch.dtype, ranks: int) -> tuple[torch.Tens
     step = lambda state, x: ({**state, "figure": update(state["p"], state["q"])}, x.mean())
     generator = torch.Generator().manual_seed(0)
     p, q = (torch.randn(rows, 3, dtype=torch.float64, generator=generator) for rows in (5, 4))
-    p, q = p.to(dtype), q.to(dtype)
-    state, x = {"p": p, "q": q, "figure": torch.zeros((), dtype=dtype)}, torch.ones(2)
+    p = p.to(dtype)
+    q = q.to(dtype)
+    state = {"p": p, "q": q, "figure": torch.zeros((), dtype=dtype)}
+    x = torch.ones(2)
     lowered = zt.shard_params(zt.AbstractMesh(dp=ranks))(step).lower(state, x)
     new, _ = lowered.lockstep(state, [(x,)] * ranks)
     return new["figure"], update(p, q)

@@ -54,7 +54,8 @@ def trained(ranks, stage, **how):
     """The parameters after three steps in lockstep, and the lowered step."""
     step, state = zt.lift(*muon(**how))
     sharded = zt.chain(zt.shard_params(zt.AbstractMesh(dp=ranks), stage=stage), *ALL)(step)
-    lowered, state = sharded.lower(state, *slices(batches()[0], ranks)[0]), clone(state)
+    lowered = sharded.lower(state, *slices(batches()[0], ranks)[0])
+    state = clone(state)
     zt.ir.check(lowered.graph)
     for batch in batches():
         state, _ = lowered.lockstep(state, slices(batch, ranks))
@@ -102,10 +103,12 @@ def test_clipping_with_muon_still_reduces_one_scalar():
 def newton(a, steps=4):
     """The inverse square root of a positive matrix, by Newton's iteration."""
     eye = torch.eye(a.shape[-1])
-    y, z = a / a.norm(), eye
+    y = a / a.norm()
+    z = eye
     for _ in range(steps):
         t = 0.5 * (3 * eye - z @ y)
-        y, z = y @ t, t @ z
+        y = y @ t
+        z = t @ z
     return z
 
 
@@ -142,7 +145,8 @@ def test_a_gradient_is_gathered_once_for_all_products_over_its_cut_dim(
 
     with default_dtype(torch.float64):
         torch.manual_seed(0)
-        state, x = {"w": torch.randn(shape)}, torch.rand(2 * ranks, 3)
+        state = {"w": torch.randn(shape)}
+        x = torch.rand(2 * ranks, 3)
         lowered = zt.shard_params(zt.AbstractMesh(dp=ranks), stage=2)(step).lower(state, x[:2])
         zt.ir.check(lowered.graph)
         wanted, _ = step(state, x)

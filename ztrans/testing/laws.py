@@ -101,8 +101,10 @@ class _Case:
     def results(self, lowered: Lowered) -> tuple[Any, list[Any]]:
         """The new state, and the output of each rank without what a transform has added."""
         torch.manual_seed(0)  # a step may draw random numbers
-        new, outputs = lowered.lockstep(self.state, self.slices)
-        return new, [output[0] for output in outputs] if lowered.graph.added else outputs
+        new_state, outputs = lowered.lockstep(self.state, self.slices)
+        if lowered.graph.added:
+            outputs = [output for output, _ in outputs]
+        return new_state, outputs
 
 
 def _check_world(
@@ -110,15 +112,18 @@ def _check_world(
 ) -> None:
     """Check the transform for a number of ranks and a ZeRO stage, alone and among the schedules."""
     ranks = len(case.slices)
-    world = "on one device" if stage is None else f"on {ranks} ranks, stage {stage}"
-    shard = () if stage is None else (shard_params(AbstractMesh(dp=ranks), stage=stage),)
+    shard: tuple[Transform, ...] = ()
+    world = "on one device"
+    if stage is not None:
+        shard = (shard_params(AbstractMesh(dp=ranks), stage=stage),)
+        world = f"on {ranks} ranks, stage {stage}"
     expected = case.results(case.lowered(*shard))
-    _check_same(
-        case.results(case.lowered(*shard, transform)), expected, tolerance, f"{world}, alone"
-    )
+    alone = case.results(case.lowered(*shard, transform))
+    _check_same(alone, expected, tolerance, f"{world}, alone")
     if stage is None:
         return
-    schedules = overlap_grads(), prefetch(), fuse_cast_gather()
+
+    schedules = (overlap_grads(), prefetch(), fuse_cast_gather())
     first = case.lowered(*shard, transform, *schedules)
     last = case.lowered(*shard, *schedules, transform)
     if str(first) != str(last):
@@ -171,28 +176,33 @@ def _copied(arguments: tuple) -> tuple:
 
 
 def _slice(batch: tuple, rank: int, ranks: int) -> tuple:
-    rows = lambda x: x[rank * (len(x) // ranks) :][: len(x) // ranks] if x.ndim else x
-    return pytree.tree_map_only(torch.Tensor, rows, batch)
+    """The rows of one rank. All ranks have as many, because a mean over ranks gives each the same weight."""
+
+    def rows_of_rank(x: torch.Tensor) -> torch.Tensor:
+        if not x.ndim:
+            return x
+        rows = len(x) // ranks
+        return x[rank * rows : (rank + 1) * rows]
+
+    return pytree.tree_map_only(torch.Tensor, rows_of_rank, batch)
 
 
 def _check_same(
-    got: tuple[Any, list], expected: tuple[Any, list], tolerance: float, world: str
+    results: tuple[Any, list], expected: tuple[Any, list], tolerance: float, world: str
 ) -> None:
     """Compare the results of two programs: the new state, and the output of each rank."""
-    leaves = pytree.tree_leaves_with_path(got)
+    condition = "the same bits are asked for"
+    if tolerance:
+        condition = f"at most {tolerance:.1e} is allowed"
+    leaves = pytree.tree_leaves_with_path(results)
     for (path, a), b in zip(leaves, pytree.tree_leaves(expected), strict=True):
         if a is None and b is None:  # an output
             continue
-        far = _distance(a, b)
-        if not far <= tolerance:  # a distance that is NaN is none of the allowed ones
+        distance = _distance(a, b)
+        if not distance <= tolerance:  # a distance that is NaN is none of the allowed ones
             name = "the state" if path[0] == pytree.SequenceKey(0) else "the output"
-            condition = (
-                "the same bits are asked for"
-                if not tolerance
-                else f"at most {tolerance:.1e} is allowed"
-            )
             raise LawError(
-                f"the transform changes {name}{pytree.keystr(path[1:])} by {far:.1e} {world}: {condition}.\n"
+                f"the transform changes {name}{pytree.keystr(path[1:])} by {distance:.1e} {world}: {condition}.\n"
                 f"Compare the programs: zt.ir.diff(step.lower(...), transform(step).lower(...))."
             )
 
@@ -205,10 +215,12 @@ def _distance(a: Any, b: Any) -> float:
         return float("inf")
     if torch.equal(a, b):
         return 0.0
-    exact = torch.complex128 if b.is_complex() else torch.float64
     same = (a == b) | (a.isnan() & b.isnan())
-    a, b = (x.to(exact).masked_fill(same & ~x.isfinite(), 0) for x in (a, b))
-    size = b.norm().item()
     if same.all():
         return 0.0
+    # Infinities and NaNs that both have would make the norms infinite or NaN.
+    wide = torch.complex128 if b.is_complex() else torch.float64
+    a = a.to(wide).masked_fill(same & ~a.isfinite(), 0)
+    b = b.to(wide).masked_fill(same & ~b.isfinite(), 0)
+    size = b.norm().item()
     return (a - b).norm().item() / size if size else float("inf")

@@ -1,1 +1,1 @@
-"""The transforms, a file for each. `base` has their class; `edits`, `reduce_once`, `scaled_casts` serve several."""
+"""The transforms, a file for each. `base` has their class; `edits`, `reduce_once`, `scaled_casts` are parts of some."""

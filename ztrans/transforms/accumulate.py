@@ -82,7 +82,11 @@ class _Accumulate(Transform):
         stage = graph.stage or 0
         keeps_whole = self.keep == "whole" or (self.keep == "auto" and stage <= 1)
         marking = _Marking(graph.replace(micro=self.micro), keeps_whole)
+        # Stage 3 drops a parameter after each forward, so each micro-batch gathers it.
         return marking.run(gathers_once=stage in (1, 2))
+
+
+# ---- what is averaged
 
 
 class Average(NamedTuple):
@@ -129,11 +133,16 @@ def _is_average(start: Eqn) -> bool:
 
 def _reduced_average(graph: Graph, start: Eqn, term: Var, end: Eqn) -> Average:
     is_planned = start.order is not None and graph.axes[start.kwargs["axis"]] > 1
-    paths = start.provenance.paths if start.provenance and role(start) == "grad" else ()
+    paths: tuple[str, ...] = ()
+    if start.provenance is not None and role(start) == "grad":
+        paths = start.provenance.paths
     return Average(term, end, start, is_planned, paths)
 
 
-class Roles:
+# ---- what runs in each micro-batch
+
+
+class Division:
     """Which equations run in each micro-batch and which once a step, and which values enter the update.
 
     Forward and backward run in each micro-batch, with everything that they need. The update runs once: the equations
@@ -145,8 +154,43 @@ class Roles:
         self.graph = graph
         self.makers = producers(graph.eqns)
         self.averages = find_averages(graph)
+        self.gradients = {v for v, average in self.averages.items() if average.paths}
 
-    def _repeated(self) -> set[Eqn]:
+    @functools.cached_property
+    def changes(self) -> set[Var]:
+        """The values that differ from micro-batch to micro-batch."""
+        in_each = tuple(e for e in self.graph.eqns if e not in self._runs_once)
+        return changing(self.graph.replace(eqns=in_each))
+
+    @functools.cached_property
+    def entering(self) -> Mapping[Var, list[Eqn]]:
+        """The values of micro-batches that the update reads, each with the equations that read it."""
+        readers: dict[Var, list[Eqn]] = {}
+        for e in self.graph.eqns:
+            if e in self._runs_once:
+                for v in dict.fromkeys(e.ins):
+                    if v in self.changes:
+                        readers.setdefault(v, []).append(e)
+        return readers
+
+    @functools.cached_property
+    def _runs_once(self) -> set[Eqn]:
+        """The equations of the update."""
+        state = self.graph.outputs[: self.graph.num_state]
+        reaching_state = needed([self.makers[v] for v in state if v in self.makers], self.makers)
+        in_each = self._runs_in_each()
+        from_gradients = set(self.gradients)
+        once: set[Eqn] = set()
+        for e in self.graph.eqns:
+            if e.region != "update" or e in in_each:
+                continue
+            depends_on_gradient = not from_gradients.isdisjoint(e.ins)
+            if e in reaching_state or role(e) == "output" or depends_on_gradient:
+                once.add(e)
+                from_gradients.update(e.results)
+        return once
+
+    def _runs_in_each(self) -> set[Eqn]:
         """The equations that every micro-batch runs: forward and backward, and what they need."""
         independent = self._independent()
         eqns = [e for e in self.graph.eqns if e.region != "update" or e in independent]
@@ -157,56 +201,23 @@ class Roles:
 
         These are the means that the user asked for, and what brings values of forward into the new state or the output.
         """
-        gradients = [v for v, average in self.averages.items() if average.paths]
-        from_gradients = depending(self.graph.eqns, gradients)
         candidates = {average.end for average in self.averages.values() if not average.paths}
         for e, wait in pair(self.graph).waits.items():
             if _brings_values(wait.start):
                 candidates.add(e)
         candidates |= self._shards_of_forward()
+        from_gradients = depending(self.graph.eqns, self.gradients)
         return {e for e in candidates if from_gradients.isdisjoint(e.ins)}
 
     def _shards_of_forward(self) -> set[Eqn]:
         """The equations of the update that cut a value of forward."""
         eqns = set()
         for e in self.graph.eqns:
-            maker = self.makers.get(e.args[0]) if e.op is SHARD else None
-            if maker is not None and maker.region != "update":
-                eqns.add(e)
+            if e.op is SHARD:
+                maker = self.makers.get(e.args[0])
+                if maker is not None and maker.region != "update":
+                    eqns.add(e)
         return eqns
-
-    @functools.cached_property
-    def _once(self) -> set[Eqn]:
-        """The equations of the update."""
-        state = self.graph.outputs[: self.graph.num_state]
-        reaching = needed([self.makers[v] for v in state if v in self.makers], self.makers)
-        repeated = self._repeated()
-        results = {v for v, average in self.averages.items() if average.paths}
-        once: set[Eqn] = set()
-        for e in self.graph.eqns:
-            if e.region != "update" or e in repeated:
-                continue
-            if e in reaching or role(e) == "output" or not results.isdisjoint(e.ins):
-                once.add(e)
-                results.update(e.results)
-        return once
-
-    @functools.cached_property
-    def changes(self) -> set[Var]:
-        """The values that differ from micro-batch to micro-batch."""
-        repeated = tuple(e for e in self.graph.eqns if e not in self._once)
-        return changing(self.graph.replace(eqns=repeated))
-
-    @functools.cached_property
-    def entering(self) -> Mapping[Var, list[Eqn]]:
-        """The values of micro-batches that the update reads, each with the equations that read it."""
-        readers: dict[Var, list[Eqn]] = {}
-        for e in self.graph.eqns:
-            if e in self._once:
-                for v in dict.fromkeys(e.ins):
-                    if v in self.changes:
-                        readers.setdefault(v, []).append(e)
-        return readers
 
     def check_state(self) -> None:
         """Check that no parameter is updated in the middle of a micro-batch.
@@ -232,61 +243,77 @@ def _brings_values(start: Eqn) -> bool:
     return role(start) == "state" or (role(start) == "output" and any(v.shape for v in start.ins))
 
 
+# ---- the marks
+
+
 class _Marking:
     """Write the marks of a program: `edits` has the new equations, and who reads their results."""
 
     def __init__(self, graph: Graph, keeps_whole: bool) -> None:
         self.graph = graph
         self.keeps_whole = keeps_whole
-        self.roles = Roles(graph)
+        self.division = Division(graph)
         self.edits = Edits(graph)
-        self.names = Names(v.name for v in (*graph.inputs, *self.roles.makers))
+        self.names = Names(v.name for v in (*graph.inputs, *self.division.makers))
         self.readers = users(graph)
 
     def run(self, gathers_once: bool) -> Graph:
         """The program with marks; with `gathers_once`, parameters are gathered once for all micro-batches."""
-        self.roles.check_state()
-        n = self.graph.num_state
-        returned = [v for v in variables(self.graph.outputs[n:]) if v in self.roles.changes]
-        over_all = {v: self.over_all(v) for v in dict.fromkeys((*self.roles.entering, *returned))}
+        self.division.check_state()
+        num_state = self.graph.num_state
+        new_state = self.graph.outputs[:num_state]
+        outputs = self.graph.outputs[num_state:]
+        returned = [v for v in variables(outputs) if v in self.division.changes]
+        over_all: dict[Var, Var] = {}
+        for v in dict.fromkeys((*self.division.entering, *returned)):
+            over_all[v] = self.over_all(v)
         self.keep_gathered(gathers_once)
-        results = substitute(self.graph.outputs[n:], lambda v: over_all.get(v, v))
-        return self.edits.applied().replace(outputs=(*self.graph.outputs[:n], *results))
+        results = substitute(outputs, lambda v: over_all.get(v, v))
+        return self.edits.applied().replace(outputs=(*new_state, *results))
 
     def over_all(self, v: Var) -> Var:
-        """The value over all micro-batches that the update reads, or the step returns, for `v`."""
-        readers = self.roles.entering.get(v, [])
+        """The value over all micro-batches that the update reads, or the step returns, for `v`.
+
+        Raises: ValueError if it is neither a mean nor an output that can be joined.
+        """
+        readers = self.division.entering.get(v, [])
         reader = readers[0] if readers else None
+        average = self.division.averages.get(v)
+        is_averaged = average is not None or not v.shape
         is_float = v.dtype.is_floating_point or v.dtype.is_complex
-        if v in self.roles.averages and is_float:
-            total = self.sum_of_gradient(v, self.roles.averages[v], reader)
-        elif not v.shape and is_float:
+        if not is_averaged and not readers:
+            return self.joined(v)
+        if not (is_averaged and is_float):
+            raise self.not_averaged(v, reader)
+
+        if average is None:
             total = self.fresh(v, "sum")
             self.edits.insert_before(reader, self.eqn(ACCUMULATE, (v,), total, reader))
-        elif v in self.roles.averages or not v.shape or readers:
-            raise self.not_averaged(v, reader)
         else:
-            joined_value = self.fresh(
-                v, "joined", shape=(v.shape[0] * self.graph.micro, *v.shape[1:])
-            )
-            self.edits.insert_before(reader, self.eqn(JOIN, (v,), joined_value, reader))
-            return joined_value
+            total = self.sum_of_gradient(v, average, reader)
         mean = self.fresh(v, "mean")
         divide = self.eqn(torch.ops.aten.div.Tensor, (total, self.graph.micro), mean, reader)
         self.edits.insert_before(reader, divide)
         self.edits.replace_reads(readers, v, mean)
         return mean
 
+    def joined(self, v: Var) -> Var:
+        """The values of an output, joined along dim 0."""
+        rows = v.shape[0] * self.graph.micro
+        joined = self.fresh(v, "joined", shape=(rows, *v.shape[1:]))
+        self.edits.insert_before(None, self.eqn(JOIN, (v,), joined, None))
+        return joined
+
     def sum_of_gradient(self, v: Var, average: Average, reader: Eqn | None) -> Var:
         """Sum a gradient over micro-batches, before its reduction or after it, and return the reduced sum."""
         start = average.start
-        only_update_reads = len(self.readers.get(v, ())) == len(self.roles.entering.get(v, ()))
+        only_update_reads = len(self.readers.get(v, ())) == len(self.division.entering.get(v, ()))
         if start is not None and self.keeps_whole and only_update_reads:
             self.sum_whole(v, average.term, start, average.is_planned)
             return v
         term = average.term if start is None else v
         total = self.fresh(v, "sum")
-        maker = self.roles.makers.get(term)
+        maker = self.division.makers.get(term)
         add = self.eqn(ACCUMULATE, (term,), total, reader)
         if average.is_planned or maker is None:  # a plan moves it after the wait
             self.edits.insert_before(reader, add)
@@ -301,23 +328,23 @@ class _Marking:
         total = dataclasses.replace(term, name=self.names.fresh(f"{v.name}.sum"), dtype=v.dtype)
         self.edits.replace_reads([start], term, total)
         if term.dtype != v.dtype:
-            name = self.names.fresh(f"{term.name}.wide")
-            wide = dataclasses.replace(term, name=name, dtype=v.dtype)
+            wide = self.fresh(term, "wide", dtype=v.dtype)
             cast = template.replace(op=CAST, args=(term,), outs=(wide,), kwargs={"dtype": v.dtype})
             self.edits.insert_before(start, cast)
             term = wide
-        self.edits.insert_before(
-            start, template.replace(op=ACCUMULATE, args=(term,), outs=(total,))
-        )
+        add = template.replace(op=ACCUMULATE, args=(term,), outs=(total,))
+        self.edits.insert_before(start, add)
 
     def keep_gathered(self, gathers_once: bool) -> None:
         """Mark what only the first micro-batch computes: maxima of parameters and, if asked, gathered parameters."""
         for e, wait in pair(self.graph).waits.items():
-            of_param = role(wait.start) == "param" and e.out not in self.roles.changes
-            if of_param and (gathers_once or not rules(wait.start).moves):
+            is_of_parameter = role(wait.start) == "param" and e.out not in self.division.changes
+            if is_of_parameter and (gathers_once or not rules(wait.start).moves):
                 value = self.fresh(e.out, "kept")
                 self.edits.insert_after(e, e.replace(op=KEEP, args=(e.out,), outs=(value,)))
                 self.edits.replace_reads(self.readers.get(e.out, ()), e.out, value)
+
+    # ---- new values and equations
 
     def fresh(self, v: Var, kind: str, **changes: Any) -> Var:
         """A value like `v`, with a name that says its kind."""
@@ -329,12 +356,14 @@ class _Marking:
         return Eqn(op, args, (out,), region="update", source=source)
 
     def source(self, v: Var) -> Source | None:
-        maker = self.roles.makers.get(v)
+        maker = self.division.makers.get(v)
         return maker.source if maker else None
+
+    # ---- errors
 
     def not_averaged(self, v: Var, reader: Eqn | None) -> ValueError:
         reads = "the update reads" if reader else "the step returns"
-        if v in self.roles.averages:
+        if v in self.division.averages:
             kind = "no float"
             advice = "Average it as a float, zt.pmean(x.float())."
         elif v.shape:

@@ -74,31 +74,38 @@ class _DelayWeightGrads(Transform):
         """Which of `since`, the equations after the previous collective, may run after `collective`."""
         computing = needed([collective], producers(since))
         among = set(since)
-        is_free = lambda e: e.region == "backward" and e not in computing and not is_random(e)
         delayed: set[Eqn] = set()
         matmuls = 0
-        for e in filter(is_free, reversed(since)):
-            if is_matmul(e):
-                if matmuls == self.most:
-                    continue
+        # From the last to the first, so that the readers of an equation are decided before it is.
+        for e in reversed(since):
+            if e.region != "backward" or e in computing or is_random(e):
+                continue
+            if not is_matmul(e):
+                own_readers = _readers(e, readers)
+                if own_readers and delayed.issuperset(own_readers):
+                    delayed.add(e)
+            elif matmuls < self.most:
                 dependent = _dependent(e, among, readers)
                 if all(map(_prepares, dependent)):
                     delayed |= {e, *dependent}
                     matmuls += 1
-            else:
-                own_readers = set(_readers(e, readers))
-                if own_readers and own_readers <= delayed:
-                    delayed.add(e)
         return delayed
 
 
 def _readers(e: Eqn, readers: dict[Var, list[Eqn]]) -> list[Eqn]:
-    return [reader for v in e.results for reader in readers.get(v, ())]
+    """The equations that read the results of an equation."""
+    found: list[Eqn] = []
+    for v in e.results:
+        found += readers.get(v, ())
+    return found
 
 
 def _dependent(e: Eqn, among: Set[Eqn], readers: dict[Var, list[Eqn]]) -> set[Eqn]:
     """The equations of `among` that depend on `e`."""
-    following = lambda x: [reader for reader in _readers(x, readers) if reader in among]
+
+    def following(x: Eqn) -> list[Eqn]:
+        return [reader for reader in _readers(x, readers) if reader in among]
+
     return set(reachable(following(e), following))
 
 

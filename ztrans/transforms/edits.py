@@ -44,9 +44,14 @@ class Edits:
         """The program with the changes; its inputs and outputs stay."""
         eqns: list[Eqn] = []
         for e in self.graph.eqns:
-            eqns += (*self._before.get(e, ()), self._edited(e), *self._after.get(e, ()))
-        return self.graph.replace(eqns=(*eqns, *self._before.get(None, ())))
+            eqns += self._before.get(e, ())
+            eqns.append(self._edited(e))
+            eqns += self._after.get(e, ())
+        eqns += self._before.get(None, ())
+        return self.graph.replace(eqns=tuple(eqns))
 
     def _edited(self, e: Eqn) -> Eqn:
-        instead = self._new_reads.get(e)
-        return e.with_inputs(lambda v: instead.get(v, v)) if instead is not None else e
+        new_reads = self._new_reads.get(e)
+        if new_reads is None:
+            return e
+        return e.with_inputs(lambda v: new_reads.get(v, v))

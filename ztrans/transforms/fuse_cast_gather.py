@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -57,11 +57,14 @@ class _FuseCastGather(Transform):
         alias: dict[Var, Var] = {}  # the results of casts that disappear
         for e in graph.eqns:
             if rules(e).moves and e.kwargs["dtype"] is None and len(e.outs) == 1:
-                values, casts = _narrowed(e, readers, outputs)
-                for v in values:
-                    narrow[v] = dataclasses.replace(v, dtype=casts[0].kwargs["dtype"])
-                for cast in casts:
-                    alias[cast.out] = cast.args[0]
+                uses = _Uses(readers, outputs)
+                dtype = uses.narrower_dtype(e)
+                if dtype is not None:
+                    for v in (e.out, *uses.values):
+                        narrow[v] = dataclasses.replace(v, dtype=dtype)
+                    for cast in uses.casts:
+                        alias[cast.out] = cast.args[0]
+
         eqns = []
         for e in graph.eqns:
             if not (e.op is CAST and e.out in alias):
@@ -69,45 +72,63 @@ class _FuseCastGather(Transform):
         return rename(graph.replace(eqns=tuple(eqns)), {**alias, **narrow})
 
 
-def _narrowed(
-    gather: Eqn, readers: dict[Var, list[Eqn]], outputs: set[Var]
-) -> tuple[list[Var], list[Eqn]]:
-    """The values that become narrower with a gather, its future first, and the casts that are then superfluous."""
-    future = gather.out
-    (end,) = readers[future]
-    meta_value = torch.empty(end.out.shape, dtype=end.out.dtype, device="meta")
-    uses = list(_uses(end.out, meta_value, readers, outputs))
-    casts = [x for x in uses if isinstance(x, Eqn)]
-    dtypes = {cast.kwargs["dtype"] for cast in casts}
-    if None in uses or len(dtypes) != 1 or dtypes.pop().itemsize >= future.dtype.itemsize:
-        return [], []
-    return [future, *(x for x in uses if isinstance(x, Var))], casts
-
-
 def _retyped(e: Eqn, narrow: dict[Var, Var]) -> Eqn:
     """The equation with its results in their narrower dtype; the same equation if none of them is narrower."""
     if not any(out in narrow for out in e.results):
         return e
-    e = e.replace(outs=tuple(out and narrow.get(out, out) for out in e.outs))
-    return e.replace(kwargs={**e.kwargs, "dtype": e.out.dtype}) if rules(e).moves else e
+    outs = tuple(out and narrow.get(out, out) for out in e.outs)
+    e = e.replace(outs=outs)
+    if rules(e).moves:
+        e = e.replace(kwargs={**e.kwargs, "dtype": e.out.dtype})
+    return e
 
 
-def _uses(
-    v: Var, x: torch.Tensor, readers: dict[Var, list[Eqn]], outputs: set[Var]
-) -> Iterator[Var | Eqn | None]:
-    """`v`, which has the strides of `x`, its views, and the casts that read them.
+class _Uses:
+    """What is made of a gathered value.
 
-    None stands for a reader of another kind, and for a cast that also moves elements, as a cast of rows with gaps does.
+    Attributes:
+        values: the value, and the views of it.
+        casts: the casts that read these.
     """
-    yield None if v in outputs else v
-    for e in readers.get(v, ()):
-        if e.op is CAST and e.kwargs.get("dtype") is not None and not e.kwargs.get("device"):
-            memory_format = e.kwargs.get("memory_format") or torch.preserve_format
-            strides = torch.empty_like(x, memory_format=memory_format).stride()
-            yield e if strides == x.stride() else None
-        elif rearranges(e):
-            for out, y in zip(e.outs, compute(e, {v: x})):
-                if out is not None:
-                    yield from _uses(out, y, readers, outputs)
-        else:
-            yield None
+
+    def __init__(self, readers: Mapping[Var, Sequence[Eqn]], outputs: Set[Var]) -> None:
+        self.values: list[Var] = []
+        self.casts: list[Eqn] = []
+        self._readers = readers
+        self._outputs = outputs
+
+    def narrower_dtype(self, gather: Eqn) -> torch.dtype | None:
+        """The one narrower dtype to which all uses of a gathered value cast it, or None."""
+        (end,) = self._readers[gather.out]
+        strided = torch.empty(end.out.shape, dtype=end.out.dtype, device="meta")
+        if not self._follow(end.out, strided):
+            return None
+        dtypes = {cast.kwargs["dtype"] for cast in self.casts}
+        if len(dtypes) != 1:
+            return None
+        (dtype,) = dtypes
+        return dtype if dtype.itemsize < gather.out.dtype.itemsize else None
+
+    def _follow(self, v: Var, strided: torch.Tensor) -> bool:
+        """Find the views and casts of a value, which has the strides of a meta tensor.
+
+        Returns: Whether nothing else reads it. A cast may also move elements, as that of rows with gaps does, and
+        counts as something else then.
+        """
+        if v in self._outputs:
+            return False
+        self.values.append(v)
+        for e in self._readers.get(v, ()):
+            if e.op is CAST and e.kwargs.get("dtype") is not None and not e.kwargs.get("device"):
+                memory_format = e.kwargs.get("memory_format") or torch.preserve_format
+                strides = torch.empty_like(strided, memory_format=memory_format).stride()
+                if strides != strided.stride():
+                    return False
+                self.casts.append(e)
+            elif rearranges(e):
+                for out, view in zip(e.outs, compute(e, {v: strided})):
+                    if out is not None and not self._follow(out, view):
+                        return False
+            else:
+                return False
+        return True

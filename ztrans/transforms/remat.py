@@ -109,20 +109,21 @@ class _Remat(Transform):
         return self.memory if isinstance(self.memory, int) else None
 
     def rewrite(self, graph: Graph) -> Graph:
-        is_limited = (
-            self.memory is not None and (self.memory_limit or graph.hints.memory) is not None
-        )
-        if not is_limited and self.save is None:
+        if self._is_limited(graph):
+            # The plan chooses what is recomputed, and checkpoints of the step are wishes.
+            plain = self._with_demands(without_copies(graph))
+            return plain.with_hints(recompute_at_least=self.at_least)
+        if self.save is None:
             return recompute(graph, _cheap_values(graph, self.at_least))
-        if not is_limited:
-            return _recompute_others(self._with_demands(graph), self.at_least, self._is_total)
-        kept = self._with_demands(without_copies(graph))
-        return kept.with_hints(recompute_at_least=self.at_least)
+        names_lines = isinstance(self.save, tuple)
+        demanded = self._with_demands(graph)
+        return _recompute_unsaved(demanded, None if names_lines else self.at_least)
 
-    @property
-    def _is_total(self) -> bool:
-        """Whether the policy decides for all equations, not for some lines."""
-        return not isinstance(self.save, tuple)
+    def _is_limited(self, graph: Graph) -> bool:
+        """Whether the option `memory` is a limit. With "auto" there may be none."""
+        if self.memory is None:
+            return False
+        return self.memory_limit is not None or graph.hints.memory is not None
 
     def _with_demands(self, graph: Graph) -> Graph:
         """The program in which equations of forward have the demands of the policy. Those of checkpoints stay.
@@ -132,7 +133,7 @@ class _Remat(Transform):
         if self.save is None:
             return graph
         if isinstance(self.save, tuple):
-            demand_of = _by_line(graph, dict(self.save))
+            demand_of = _demands_of_lines(graph, dict(self.save))
         else:
             policy = _POLICIES[self.save] if isinstance(self.save, str) else self.save
             demand_of = {}
@@ -141,69 +142,76 @@ class _Remat(Transform):
                     demand_of[e] = "save"
         eqns = []
         for e in graph.eqns:
-            demand = demand_of.get(e) if e.demand is None else None
-            eqns.append(e.replace(demand=demand) if demand else e)
+            if e in demand_of and e.demand is None:
+                e = e.replace(demand=demand_of[e])
+            eqns.append(e)
         return graph.replace(eqns=tuple(eqns))
 
 
-def _by_line(graph: Graph, lines: Lines) -> dict[Eqn, Demand]:
+def _demands_of_lines(graph: Graph, lines: Lines) -> dict[Eqn, Demand]:
     """What lines of the step demand of the equations of forward.
 
     Raises: ValueError if a line has no equation of forward.
     """
     demand_of: dict[Eqn, Demand] = {}
-    known: dict[str, None] = {}
-    used: set[str] = set()
+    lines_of_forward: set[str] = set()
+    unused = set(lines)
     for e in graph.eqns:
         if e.region != "forward" or e.source is None:
             continue
-        known[f"{os.path.basename(e.source.file)}:{e.source.line}"] = None
+        lines_of_forward.add(f"{os.path.basename(e.source.file)}:{e.source.line}")
         for line, demand in lines.items():
+            # A line may name a file by its last folders, as in "models/net.py:14".
             if f"/{e.source.file}:{e.source.line}".endswith(f"/{line}"):
                 demand_of[e] = demand
-                used.add(line)
+                unused.discard(line)
     for line in lines:
-        if line not in used:
+        if line in unused:
             raise ValueError(
                 f"remat: save names {line}, and no equation of forward in {graph.name} comes from there.\n"
-                f"Its lines are {', '.join(sorted(known))}."
+                f"Its lines are {', '.join(sorted(lines_of_forward))}."
             )
     return demand_of
 
 
-def _recompute_others(graph: Graph, at_least: int, is_total: bool) -> Graph:
-    """Recompute what lines and checkpoints demand, and with a total policy everything that it does not save.
+def _recompute_unsaved(graph: Graph, at_least: int | None) -> Graph:
+    """Recompute what lines and checkpoints demand, and all other values of forward from `at_least` bytes on.
 
-    What a policy saves is not recomputed, also within a checkpoint.
+    Without `at_least`, nothing is recomputed but what is demanded. What a policy saves is not recomputed, also within a
+    checkpoint.
     """
-    kept = without_copies(graph)
-    root = liveness(kept).root
-    makers = producers(kept.eqns)
+    plain = without_copies(graph)
+    root = liveness(plain).root
+    makers = producers(plain.eqns)
     values = {v for _, v in graph.copies if root[v] is v and makers[v].demand != "save"}
-    for v, e in repeatable(kept).items():
-        is_large = v.numel * v.dtype.itemsize >= at_least
-        if e.demand == "recompute" or (is_total and is_large and e.demand is None):
+    for v, e in repeatable(plain).items():
+        is_large = at_least is not None and v.numel * v.dtype.itemsize >= at_least
+        if e.demand == "recompute" or (is_large and e.demand is None):
             values.add(v)
-    return recompute(kept, values)
+    return recompute(plain, values)
 
 
 def _cheap_values(graph: Graph, at_least: int) -> set[Var]:
     """The values that backward recomputes for nothing, each the owner of its storage."""
-    lifetimes = liveness(graph)
+    root = liveness(graph).root
     first_reader: dict[Var, int] = {}  # by storage, the number of the first equation of backward
-    needed_later = {lifetimes.root[v] for v in variables(graph.outputs)} | reduced_storages(graph)
+    # What is read after backward is there anyway, so to recompute it would free nothing.
+    needed_later = {root[v] for v in variables(graph.outputs)} | reduced_storages(graph)
     for number, e in enumerate(graph.eqns):
         for v in e.ins:
             if e.region == "backward":
-                first_reader.setdefault(lifetimes.root[v], number)
+                first_reader.setdefault(root[v], number)
             elif e.region == "update":
-                needed_later.add(lifetimes.root[v])
+                needed_later.add(root[v])
+
     choice = _Choice(graph)
     for v in choice.makers:
         is_large = v.numel * v.dtype.itemsize >= at_least
-        is_owner = lifetimes.root[v] is v and v not in needed_later
+        is_owner = root[v] is v and v not in needed_later
         if is_large and is_owner and v in first_reader:
-            choice.values |= choice.with_inputs(v, first_reader[v], _DEPTH) or set()
+            chosen = choice.with_inputs(v, first_reader[v], _DEPTH)
+            if chosen is not None:
+                choice.values |= chosen
     return choice.values
 
 
@@ -217,7 +225,10 @@ class _Choice:
         self.depends_on_batch = varying(graph, ("batch",))
 
     def with_inputs(self, v: Var, reader: int, depth: int) -> set[Var] | None:
-        """`v`, and what must be recomputed with it for equation number `reader`; None if that is not cheap."""
+        """`v`, and what must be recomputed with it for equation number `reader`; None if that is not cheap.
+
+        At most `depth` equations in a row are repeated, and only those that depend on the batch.
+        """
         maker = self.makers[v]
         is_cheap = maker.region == "forward" and _is_cheap(maker)
         if depth == 0 or v not in self.depends_on_batch or not is_cheap:
@@ -238,5 +249,9 @@ class _Choice:
 
 
 def _is_cheap(e: Eqn) -> bool:
+    """Whether an equation takes no longer than to read its arguments and write its results.
+
+    A view takes no time, but has no storage of its own to free.
+    """
     facts = op_facts(e.op)
     return (facts.pointwise or facts.cheap) and not (facts.random or facts.view)

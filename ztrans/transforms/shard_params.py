@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -168,9 +168,12 @@ class ShardParams(Transform):
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes that are known without the leaves."""
-        return () if callable(self.axis) else self._with_replicas(self.axis)
+        if callable(self.axis):
+            return ()
+        return self._with_replicas(self.axis)
 
     def _with_replicas(self, axis: Axis) -> tuple[str, ...]:
+        """The axis over which a leaf is sharded, several as a joint one, and that of its replicas."""
         names = (axis,) if isinstance(axis, str) else axis
         joint = joint_axis(names, [name for name, _ in mesh_axes(self.mesh)])
         return (joint, self.replicate_axis) if self.replicate_axis else (joint,)
@@ -188,9 +191,14 @@ class ShardParams(Transform):
             return ()
         dim = self._dim(path, leaf)
         axis = self.leaf_axes(path, leaf)[0]
+        if not is_worth_cutting(shape[dim], self._ranks(axis)):
+            return ()
+        return (Split(axis, dim),)
+
+    def _ranks(self, axis: str) -> int:
+        """The number of ranks of an axis, which may be a joint one."""
         sizes = dict(mesh_axes(self.mesh))
-        ranks = math.prod(sizes[member] for member in members(axis))
-        return (Split(axis, dim),) if is_worth_cutting(shape[dim], ranks) else ()
+        return math.prod(sizes[member] for member in members(axis))
 
     def _dim(self, path: str, leaf: torch.Tensor) -> int:
         """The dim along which a leaf is cut, counted from the front.
@@ -214,23 +222,20 @@ class ShardParams(Transform):
             )
         axes = LeafAxes.of_program(graph, self)
         self._check_neighbours(axes)
-        plain = graph.replace(
-            mesh=mesh_axes(self.mesh),
-            stage=self.stage,
-            joint=tuple(dict.fromkeys((*graph.joint, *axes.joint))),
-        ).with_hints(regather=self.reshard)
+        joint = tuple(dict.fromkeys((*graph.joint, *axes.joint)))
+        plain = graph.replace(mesh=mesh_axes(self.mesh), stage=self.stage, joint=joint)
+        plain = plain.with_hints(regather=self.reshard)
         if self.stage <= 1:
             plain = reduce_once(plain)
-        warn_of_psum_quotients(plain, axes.all)
+        _warn_of_psum_quotients(plain, axes.all)
         return dce(shard_program(plain, self))
 
     def _check_neighbours(self, axes: LeafAxes) -> None:
         """Raises: ValueError if the neighbours that keep parameters do not divide the ranks of an axis."""
         if not isinstance(self.reshard, int) or self.stage != 3:
             return
-        sizes = dict(mesh_axes(self.mesh))
         for axis in dict.fromkeys(of_leaf[0] for of_leaf in axes.by_leaf.values()):
-            ranks = math.prod(sizes[member] for member in members(axis))
+            ranks = self._ranks(axis)
             if ranks > self.reshard and ranks % self.reshard:
                 raise ValueError(
                     f"shard_params: reshard={self.reshard}, which does not divide the {ranks} ranks of {axis!r}.\n"
@@ -238,7 +243,7 @@ class ShardParams(Transform):
                 )
 
 
-def warn_of_psum_quotients(graph: Graph, axes: Sequence[str]) -> None:
+def _warn_of_psum_quotients(graph: Graph, axes: Sequence[str]) -> None:
     """Warn of a loss that is divided by a `psum`: its mean over n ranks is 1/n of the mean over all samples.
 
         loss = loss_sum / zt.psum(count)     -->     loss = zt.global_mean(loss_sum, count)
@@ -249,15 +254,9 @@ def warn_of_psum_quotients(graph: Graph, axes: Sequence[str]) -> None:
     ranks = math.prod(graph.axes[axis] for axis in axes)
     if ranks == 1:
         return
-    uses = _Uses(graph, axes)
-    outputs = graph.outputs[graph.num_state :]
-    averaged = {v for v in outputs if v in uses.varying and not v.shape}
+    quotients = _PsumQuotients(graph, axes, ranks)
     for e in graph.eqns:
-        if not uses.divides_by_psum(e) or _is_scaled([uses.makers.get(e.args[0])], ranks):
-            continue
-        multiples = list(uses.multiples(e))
-        is_averaged = any(_is_averaged(multiple, averaged) for multiple in multiples)
-        if is_averaged and not _is_scaled(multiples, ranks):
+        if quotients.divides_by_psum(e) and quotients.is_too_small(e):
             warnings.warn(
                 f"shard_params: {graph.name} divides a value of this rank, {e.args[0]}, by a psum. Gradients and "
                 f"scalar outputs are averaged over the ranks, so this is 1/{ranks} of the mean over all samples.\n"
@@ -268,13 +267,16 @@ def warn_of_psum_quotients(graph: Graph, axes: Sequence[str]) -> None:
             return
 
 
-class _Uses:
-    """A plain program, with the equations that compute and read each value, and the values that vary."""
+class _PsumQuotients:
+    """Where a plain program divides a value by a `psum`, and what becomes of the quotient."""
 
-    def __init__(self, graph: Graph, axes: Sequence[str]) -> None:
+    def __init__(self, graph: Graph, axes: Sequence[str], ranks: int) -> None:
+        self.ranks = ranks
         self.varying = varying(graph, axes)
         self.makers = producers(graph.eqns)
         self.readers = users(graph)
+        outputs = graph.outputs[graph.num_state :]
+        self.averaged_outputs = {v for v in outputs if v in self.varying and not v.shape}
 
     def divides_by_psum(self, e: Eqn) -> bool:
         """Whether an equation divides a value that varies by one that was computed from a `psum` alone."""
@@ -289,24 +291,32 @@ class _Uses:
     def _inputs(self, e: Eqn) -> list[Eqn]:
         return [self.makers[v] for v in e.ins if v in self.makers and v not in self.varying]
 
-    def multiples(self, e: Eqn) -> Iterator[Eqn]:
-        """The equations of forward whose results are multiples of those of `e`."""
-        return reachable([e], self._linear_readers)
+    def is_too_small(self, e: Eqn) -> bool:
+        """Whether a quotient is averaged over the ranks, and is nowhere multiplied by their number."""
+        numerator = self.makers.get(e.args[0])
+        if numerator is not None and self._multiplies_by_ranks(numerator):
+            return False
+        multiples = list(reachable([e], self._linear_readers))
+        if any(map(self._multiplies_by_ranks, multiples)):
+            return False
+        return any(map(self._is_averaged, multiples))
 
     def _linear_readers(self, e: Eqn) -> list[Eqn]:
-        readers = (r for v in e.results for r in self.readers.get(v, ()))
-        return [r for r in readers if r.region != "backward" and _is_linear(r)]
+        """The equations, but for those of backward, whose results are multiples of those of `e`."""
+        linear: list[Eqn] = []
+        for v in e.results:
+            for reader in self.readers.get(v, ()):
+                if reader.region != "backward" and _is_linear(reader):
+                    linear.append(reader)
+        return linear
 
+    def _multiplies_by_ranks(self, e: Eqn) -> bool:
+        return e.op is torch.ops.aten.mul.Tensor and self.ranks in e.args
 
-def _is_averaged(e: Eqn, averaged: Set[Var]) -> bool:
-    return REDUCTIONS.get(e.op) == "mean" or not averaged.isdisjoint(e.results)
+    def _is_averaged(self, e: Eqn) -> bool:
+        is_mean = REDUCTIONS.get(e.op) == "mean"
+        return is_mean or not self.averaged_outputs.isdisjoint(e.results)
 
 
 def _is_linear(e: Eqn) -> bool:
     return REDUCTIONS.get(e.op) == "mean" or op_facts(e.op).linear or is_view_or_cast(e)
-
-
-def _is_scaled(eqns: Iterable[Eqn | None], ranks: int) -> bool:
-    """Whether one of the equations multiplies by the number of ranks."""
-    multiply = torch.ops.aten.mul.Tensor
-    return any(e is not None and e.op is multiply and ranks in e.args for e in eqns)

@@ -39,14 +39,17 @@ class LeafAxes:
     @staticmethod
     def of_program(graph: Graph, options: ShardParams) -> LeafAxes:
         """The axes of the leaves of a plain program, as the options of `shard_params` say."""
-        by_leaf = {}
+        by_leaf: dict[Var, tuple[str, ...]] = {}
         for v, leaf in zip(graph.inputs, meta_leaves(graph)):
             by_leaf[v] = options.leaf_axes(v.name, leaf)
-        every = all_axes([options], by_leaf.values())
-        absent = {v: frozenset(every) - {*members_of(axes)} for v, axes in by_leaf.items()}
+        every_axis = all_axes([options], by_leaf.values())
+        absent = {}
+        for v, axes in by_leaf.items():
+            absent[v] = frozenset(every_axis) - {*members_of(axes)}
+        # A state may have no leaves, and then the axes are known only if they do not depend on leaves.
         firsts = [axes[0] for axes in by_leaf.values()] or [*options.axes, ""]
         main = max(dict.fromkeys(firsts), key=firsts.count)
-        return LeafAxes(every, main, by_leaf, absent)
+        return LeafAxes(every_axis, main, by_leaf, absent)
 
     @functools.cached_property
     def joint(self) -> tuple[str, ...]:
@@ -60,11 +63,11 @@ class LeafAxes:
         A gradient is reduced over the joint axes of its `leaf`, even if it is the same along one of their members:
         the mean does not change.
         """
-        of_leaf = self.by_leaf.get(leaf, ()) if leaf is not None else ()
-        axes = [axis for axis in of_leaf if not varies.isdisjoint(members(axis))]
-        rest = varies - {*members_of(axes)}
+        leaf_axes = self.by_leaf.get(leaf, ()) if leaf is not None else ()
+        axes = [axis for axis in leaf_axes if not varies.isdisjoint(members(axis))]
+        uncovered = set(varies) - {*members_of(axes)}
         for axis in (*self.joint, *self.all):
-            if rest >= {*members(axis)}:
+            if uncovered >= {*members(axis)}:
                 axes.append(axis)
-                rest = rest - {*members(axis)}
+                uncovered -= {*members(axis)}
         return axes

@@ -31,6 +31,7 @@ class NoRule(Exception):
 
 @functools.lru_cache
 def _mesh(size: int) -> DeviceMesh:
+    """A mesh of DTensor without a process group."""
     ranks = torch.arange(size)
     return DeviceMesh("cpu", ranks, mesh_dim_names=("x",), _init_backend=False, _rank=0)
 
@@ -60,23 +61,32 @@ def registered_rule(
         dispatcher.sharding_propagator.propagate(info)
     except (NotImplementedError, RuntimeError, AssertionError, ValueError) as error:
         raise NoRule(str(error).split("\n")[0]) from None
+
+    # If the rule does not accept the layouts of the arguments, DTensor has chosen others.
     sharding: Any = info.output_sharding
     schema: Any = sharding.redistribute_schema if sharding.needs_redistribute else info.schema
     specs = pytree.tree_leaves((schema.args_schema, schema.kwargs_schema))
     ins = [_placement(spec, axis) for spec in specs if isinstance(spec, DTensorSpec)]
     if len(ins) != len(eqn.ins):
         raise NoRule(f"its rule names {len(ins)} arguments, and it has {len(eqn.ins)}")
-    out = sharding.output_spec
-    outs = out if isinstance(out, list | tuple) else [out]
-    return ins, [_placement(spec, axis) for spec in outs]
+    out_specs = sharding.output_spec
+    if not isinstance(out_specs, list | tuple):
+        out_specs = [out_specs]
+    return ins, [_placement(spec, axis) for spec in out_specs]
 
 
 def _placement(spec: DTensorSpec | None, axis: str) -> Placement:
+    """A placement of DTensor as one of ours; a result without one is no tensor.
+
+    Raises: NoRule for a placement that programs do not have, such as a strided shard.
+    """
     placement = Replicate() if spec is None else spec.placements[0]
+    # Subclasses of these placements mean something else.
     if type(placement) is Shard:
         return Split(axis, placement.dim)
     if type(placement) is DPartial:
-        return Partial(axis, {"avg": "mean"}.get(placement.reduce_op, placement.reduce_op))
+        op = "mean" if placement.reduce_op == "avg" else placement.reduce_op
+        return Partial(axis, op)
     if isinstance(placement, Replicate):
         return None
     raise NoRule(f"its rule has the placement {placement}")
