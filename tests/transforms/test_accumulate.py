@@ -117,9 +117,10 @@ def test_gradients_are_kept_whole_or_cut_and_parameters_gathered_once_or_each_ti
 ):
     lowered = lower(3, stage, keep=keep)
     starts = [e for part in zt.ir.parts(lowered.graph).in_order for e in part.eqns if is_start(e)]
-    count = lambda role, *ops: sum(
-        len(e.outs) for e in starts if e.op in ops and e.provenance.role == role
-    )
+
+    def count(role, *ops):
+        return sum(len(e.outs) for e in starts if e.op in ops and e.provenance.role == role)
+
     assert count("grad", REDUCE_SCATTER, ALL_REDUCE) == 3 * reduced
     assert count("param", ALL_GATHER) in (
         3 * gathered,
@@ -157,9 +158,8 @@ def test_as_written_it_sends_what_the_loop_sends_and_a_plan_drops_fewer_gathers(
 def test_a_program_is_as_long_for_sixteen_micro_batches_as_for_two(stage):
     few = lower(2, stage, rows=16)
     many = lower(16, stage, rows=128)
-    assert len(few.unordered.eqns) == len(
-        many.unordered.eqns
-    )  # the plan then makes buckets, of which it has no more
+    assert len(few.unordered.eqns) == len(many.unordered.eqns)
+    # The plan then makes buckets, so it has no more messages.
     assert len(many.graph.eqns) <= len(many.unordered.eqns)
     lengths = [
         [len(part.eqns) for part in zt.ir.parts(each.unordered).different] for each in (few, many)
@@ -175,7 +175,10 @@ def test_a_program_is_as_long_for_sixteen_micro_batches_as_for_two(stage):
 def test_costs_are_those_of_all_micro_batches():
     lowered = lower(5, 2, rows=20)
     first, middle, last = zt.ir.parts(lowered.graph).different
-    flops = lambda graph: dataclasses.replace(lowered, graph=graph).cost_analysis().flops
+
+    def flops(graph):
+        return dataclasses.replace(lowered, graph=graph).cost_analysis().flops
+
     assert lowered.cost_analysis().flops == flops(first) + 3 * flops(middle) + flops(last)
     seconds = [
         dataclasses.replace(lowered, graph=part).timeline().seconds

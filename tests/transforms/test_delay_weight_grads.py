@@ -34,10 +34,11 @@ def step(state, x):
 
 
 def lower(*transforms):
-    shapes = {f"{k}{i}": s for i in range(LAYERS) for k, s in (("up", (4, 6)), ("down", (6, 4)))}
-    return zt.chain(*transforms)(step).lower(
-        {k: torch.zeros(s) for k, s in shapes.items()}, torch.zeros(8, 4)
-    )
+    state = {}
+    for i in range(LAYERS):
+        state[f"up{i}"] = torch.zeros(4, 6)
+        state[f"down{i}"] = torch.zeros(6, 4)
+    return zt.chain(*transforms)(step).lower(state, torch.zeros(8, 4))
 
 
 def matmuls_during_collectives(graph: Graph) -> list[int]:

@@ -42,12 +42,10 @@ def test_under_autocast_matrices_are_gathered_in_bf16_and_norms_in_fp32(stage):
     lowered = on_ranks(
         CASES["autocast"], 4, zt.shard_params(zt.AbstractMesh(dp=4), stage=stage), *ALL
     )
-    dtypes = {
-        p: e.outs[0].dtype
-        for e in lowered.graph.eqns
-        if e.op is ALL_GATHER
-        for p in e.provenance.paths
-    }
+    dtypes = {}
+    for e in lowered.graph.eqns:
+        if e.op is ALL_GATHER:
+            dtypes.update(dict.fromkeys(e.provenance.paths, e.outs[0].dtype))
     assert dtypes["params.blocks.0.qkv.weight"] == torch.bfloat16
     assert dtypes["params.norm.weight"] == torch.float32
 

@@ -31,8 +31,11 @@ def test_the_difference_prints(golden):
 def test_every_reduction_starts_where_its_last_member_is_born(name):
     _, _, lowered = sharded(CASES[name], 4, steps=1, transforms=(zt.overlap_grads(),))
     eqns = lowered.graph.eqns
-    at = {out: i for i, e in enumerate(eqns) for out in e.outs}
-    producer = {out: e for e in eqns for out in e.outs}
+    at = {}
+    producer = {}
+    for i, e in enumerate(eqns):
+        at.update(dict.fromkeys(e.outs, i))
+        producer.update(dict.fromkeys(e.outs, e))
     readers: dict = {}
     for e in eqns:
         for v in e.ins:

@@ -317,8 +317,10 @@ def parallel_step(state, x):
 def test_a_collective_of_the_step_is_not_sent_again():
     """Tensor parallelism: the result of the step's own all_reduce is kept, also with delayed weight gradients."""
     torch.manual_seed(0)
-    sizes = {f"{k}{i}": s for i in range(3) for k, s in (("up", (4, 24)), ("down", (24, 4)))}
-    state = {k: torch.randn(s) / 4 for k, s in sizes.items()}
+    state = {}
+    for i in range(3):
+        state[f"up{i}"] = torch.randn(4, 24) / 4
+        state[f"down{i}"] = torch.randn(24, 4) / 4
     rows = [(part,) for part in torch.randn(64, 4).chunk(2) for _ in range(2)]
     shard = zt.shard_params(zt.AbstractMesh(dp=2, tp=2), axis="dp")
 

@@ -93,6 +93,10 @@ def gathers(lowered):
     return dtypes
 
 
+def gathered_dtypes(lowered):
+    return set().union(*gathers(lowered).values())
+
+
 def amaxes(lowered):
     """The all_reduces of maxima and minima, by the number of their members."""
     found = [
@@ -117,7 +121,7 @@ def test_it_is_bitwise(stage, ranks, saves):
     step = step_of(Recipe(saves=saves))
     for transforms in ((), SCHEDULES):
         fused = both(step, state_of(), *transforms, stage=stage, ranks=ranks)
-        assert {dtype for dtypes in gathers(fused).values() for dtype in dtypes} == {E4M3}
+        assert gathered_dtypes(fused) == {E4M3}
         assert amaxes(fused) == [("max", 2)]
 
 
@@ -171,7 +175,7 @@ MESHES = {
 def test_other_meshes_and_dims(name):
     mesh, options = MESHES[name]
     fused = both(step_of(Recipe()), state_of(), *SCHEDULES, ranks=4, mesh=mesh, **options)
-    assert {dtype for dtypes in gathers(fused).values() for dtype in dtypes} == {E4M3}
+    assert gathered_dtypes(fused) == {E4M3}
     assert amaxes(fused) == ([("max", 1)] * 2 if name == "an axis each" else [("max", 2)])
 
 
@@ -194,7 +198,7 @@ def test_a_scale_over_the_ranks_of_tensor_parallelism_too(transforms):
         ranks = [[*parts[at["tp"]][r], *batches[at["dp"]]] for r, at in enumerate(places)]
         results.append(lockstep(zt.ir.check(lowered.graph), ranks))
     assert equal(*results)
-    assert {dtype for dtypes in gathers(lowered).values() for dtype in dtypes} == {E4M3}
+    assert gathered_dtypes(lowered) == {E4M3}
     assert (
         sum("all_reduce(" in line and "max, tp" in line for line in str(lowered).splitlines()) == 2
     )

@@ -41,10 +41,8 @@ def test_stage_3_gathers_again_in_backward():
         p: [e.region for e in starts(graph, ALL_GATHER) if e.provenance.paths == (p,)]
         for p in ("params.up", "params.down")
     }
-    assert regions == {
-        "params.up": ["forward"],
-        "params.down": ["forward", "backward"],
-    }  # the gradient of the input is not needed, so backward does not use `up`
+    # The gradient of the input is not needed, so backward does not read `up`.
+    assert regions == {"params.up": ["forward"], "params.down": ["forward", "backward"]}
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -186,7 +186,10 @@ class RankValues:
 
     def _site(self, reader: Reader, provenance: Provenance, fixed_name: str | None = None) -> Site:
         """Where new equations are: `fixed_name` is a name of the plain program, which their result keeps."""
-        fresh = lambda name: name if name == fixed_name else self.names.fresh(name)
+
+        def fresh(name: str) -> str:
+            return name if name == fixed_name else self.names.fresh(name)
+
         return Site(reader.region, reader.source, fresh, provenance)
 
 
