@@ -112,18 +112,13 @@ class _Uses:
     def _follow(self, v: Var, strided: torch.Tensor) -> bool:
         """Find the views and casts of a value, which has the strides of a meta tensor.
 
-        Returns: Whether nothing else reads it. A cast may also move elements, as that of rows with gaps does, and
-        counts as something else then.
+        Returns: Whether nothing else reads it.
         """
         if v in self._outputs:
             return False
         self.values.append(v)
         for e in self._readers.get(v, ()):
-            if e.op is CAST and e.kwargs.get("dtype") is not None and not e.kwargs.get("device"):
-                memory_format = e.kwargs.get("memory_format") or torch.preserve_format
-                strides = torch.empty_like(strided, memory_format=memory_format).stride()
-                if strides != strided.stride():
-                    return False
+            if e.op is CAST and _only_casts(e, strided):
                 self.casts.append(e)
             elif rearranges(e):
                 for out, view in zip(e.outs, compute(e, {v: strided})):
@@ -132,3 +127,11 @@ class _Uses:
             else:
                 return False
         return True
+
+
+def _only_casts(cast: Eqn, strided: torch.Tensor) -> bool:
+    """Whether a cast neither changes the device nor moves elements, as that of rows with gaps does."""
+    if cast.kwargs.get("dtype") is None or cast.kwargs.get("device"):
+        return False
+    memory_format = cast.kwargs.get("memory_format") or torch.preserve_format
+    return torch.empty_like(strided, memory_format=memory_format).stride() == strided.stride()

@@ -115,6 +115,12 @@ def _is_exact(eqn: Eqn) -> bool:
     return facts.exact and not has_alpha
 
 
+def _may_move(eqn: Eqn) -> bool:
+    """Whether an equation of forward or backward may run at the start of the step, if all that it reads is there."""
+    is_torch = isinstance(eqn.op, torch._ops.OpOverload)
+    return eqn.region != "update" and is_torch and not is_random(eqn)
+
+
 def _extreme(eqn: Eqn) -> str:
     """`max` or `min`, if an equation computes that of all elements of a value, or of all magnitudes."""
     if eqn.out.numel != 1 or eqn.kwargs.get("dtype"):
@@ -222,7 +228,7 @@ class OnShards:
     """What forward and backward compute of gathered parameters that each rank can compute on its shards.
 
     Attributes:
-        gathered: whole values that ranks can compute on shards; first the parameters, by the start of their gather.
+        gathered: whole values that ranks can compute on their shards; first the gathered parameters themselves.
         prologue: the equations that compute their shards, and scalars.
         replaced: the equations of the program that are then superfluous.
         needed: for each gather, the whole values that other equations read, or that the step returns.
@@ -238,7 +244,7 @@ class OnShards:
         self.gathered = {v: Gathered(start.ins[0], start) for start, v in parameters.items()}
         self.replaced: set[Eqn] = set()
         for e in graph.eqns:
-            if self._may_move(e) and self._compute(e):
+            if _may_move(e) and self._is_readable(e) and self._compute(e):
                 self.replaced.add(e)
         self.needed: dict[Eqn, list[Var]] = {start: [] for start in parameters}
         for v, value in self.gathered.items():
@@ -255,14 +261,11 @@ class OnShards:
 
     # ---- the prologue
 
-    def _may_move(self, e: Eqn) -> bool:
-        """Whether an equation may run at the start of the step, and ranks have what it reads there.
+    def _is_readable(self, e: Eqn) -> bool:
+        """Whether ranks have what an equation reads: whole values of one gather, seen in the same way, and scalars.
 
-        These are whole values of one gather, seen in the same way, and scalars. The step's own collectives move if they
-        are of scalars, such as maxima over the ranks of tensor parallelism.
+        The step's own collectives move if they are of scalars, such as maxima over the ranks of tensor parallelism.
         """
-        if e.region == "update" or not isinstance(e.op, torch._ops.OpOverload) or is_random(e):
-            return False
         values = [self.gathered[v] for v in e.ins if v in self.gathered]
         if rules(e).remote and (values or not is_users(e)):
             return False
