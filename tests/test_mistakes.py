@@ -80,6 +80,13 @@ def test_a_transform_above_a_step_without_a_call_is_refused(transform, call):
     assert line("without a call") in str(e.value) and f"Write {call}: " in str(e.value)
 
 
+def test_an_option_that_is_passed_without_its_name_is_named():
+    with pytest.raises(
+        TypeError, match="If this function is an option, name it, one of where, memory"
+    ):
+        zt.offload(lambda path, leaf: "exp_avg" in path)
+
+
 def test_a_step_that_was_decorated_is_named_too():
     with pytest.raises(TypeError, match="prefetch: applied to train_step without a call"):
         zt.prefetch(zt.shard_params(MESH)(train_step))

@@ -138,7 +138,7 @@ def test_an_axis_without_a_link_is_refused():
 @pytest.mark.parametrize("options, message", [
     ({"memory": 0}, "prefetch: memory=0; it is a number of bytes, or 'auto'."),
     ({"memory": None}, "prefetch: memory=None; it is a number of bytes, or 'auto'."),
-    ({"memory": 1e9}, "prefetch: memory=1000000000.0; it is a number of bytes, or 'auto'."),
+    ({"memory": 0.5}, "prefetch: memory=0.5; it is a number of bytes, or 'auto'."),
     ({"max_in_flight": -1}, "prefetch: max_in_flight=-1; it is a number of bytes, or None."),
     ({"max_in_flight": "auto"}, "prefetch: max_in_flight='auto'; it is a number of bytes, or None."),
     ({"max_in_flight": True}, "prefetch: max_in_flight=True; it is a number of bytes, or None."),
@@ -147,3 +147,12 @@ def test_sizes_that_make_no_sense_are_refused(options, message):
     with pytest.raises(ValueError) as caught:
         zt.prefetch(**options)
     assert str(caught.value) == message
+
+
+def test_a_size_may_be_written_as_a_float():
+    assert zt.prefetch(memory=40e9, max_in_flight=1e6) == zt.prefetch(
+        memory=40 * 10**9, max_in_flight=10**6
+    )
+    assert zt.remat(memory=40e9) == zt.remat(memory=40 * 10**9)
+    assert zt.offload(memory=40e9) == zt.offload(memory=40 * 10**9)
+    assert zt.overlap_grads(bucket=25e6) == zt.overlap_grads(bucket=25 * 10**6)

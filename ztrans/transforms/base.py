@@ -149,16 +149,24 @@ def constructor(build: Callable[P, R]) -> Callable[P, R]:
         if len(args) == 1 and callable(args[0]) and not options:
             parameters = inspect.signature(build).parameters.values()
             needed = [p.name for p in parameters if p.default is p.empty]
+            options_by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
             step: Any = args[0]
             raise TypeError(
                 f"{build.__name__}: applied to {getattr(step, '__name__', repr(step))} without a call.\n"
                 f"  at {where(Source.of(step))}\n"
                 f"Write @zt.{build.__name__}({', '.join(needed)}): the call takes the options, and returns the "
-                f"transform."
+                f"transform.{_by_name(options_by_name)}"
             )
         return build(*args, **options)
 
     return checked
+
+
+def _by_name(options: Sequence[str]) -> str:
+    """What else an error says about a function that is passed to a transform: it may have been meant as an option."""
+    if not options:
+        return ""
+    return f" If this function is an option, name it, one of {', '.join(options)}."
 
 
 def rewritten(graph: Graph, transform: Transform) -> Graph:
@@ -349,6 +357,17 @@ def check_number(option: str, value: object, kind: str, least: int, *others: obj
     if value not in others:
         alternatives = "".join(f", or {other!r}" for other in others)
         raise ValueError(f"{option}={value!r}; it is {kind}{alternatives}.")
+
+
+def byte_count(option: str, value: Any, least: int, *others: object) -> Any:
+    """An option that is a number of bytes, or one of `others`. A float such as 40e9 is a whole number too.
+
+    Raises: ValueError that says what the option is.
+    """
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    check_number(option, value, "a number of bytes", least, *others)
+    return value
 
 
 def no_step(fn: object) -> TypeError:

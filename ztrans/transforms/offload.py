@@ -16,7 +16,7 @@ from ..ir.graph import Eqn, Graph, Memory, Names, Var, producers, substitute, us
 from ..ir.op_facts import is_random
 from ..ir.relations import sorted_by
 from ..ir.source import where as line_of
-from .base import Transform, check_number, constructor, meta_leaves
+from .base import Transform, byte_count, constructor, meta_leaves
 from .edits import Edits
 
 Where = str | Callable[[str, torch.Tensor], bool]
@@ -25,7 +25,7 @@ _LISTED = 8  # leaves that an error lists
 
 @constructor
 def offload(
-    *, where: Where | None = None, memory: int | Literal["auto"] | None = None
+    *, where: Where | None = None, memory: int | float | Literal["auto"] | None = None
 ) -> Transform:
     """Use the memory of the host: for leaves of the state that only the update reads, such as moments, between steps;
     and for values of forward until backward reads them, as many as a limit of memory asks for.
@@ -68,7 +68,7 @@ def offload(
             "forward, or both."
         )
     if memory is not None:
-        check_number("offload: memory", memory, "a number of bytes", 1, "auto")
+        memory = byte_count("offload: memory", memory, 1, "auto")
     if where is not None and not isinstance(where, str) and not callable(where):
         raise TypeError(
             f"offload: where={where!r}; it is a pattern of paths, such as 'optimizer.*.exp_avg*', or a function "

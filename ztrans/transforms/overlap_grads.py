@@ -9,7 +9,7 @@ from typing import Literal
 from ..ir.collectives import role
 from ..ir.graph import Eqn, Graph, Move, Var, used_once
 from ..ir.op_facts import ADD, SCALES, is_view_or_cast
-from .base import Transform, check_number, constructor
+from .base import Transform, byte_count, check_number, constructor
 
 # Gradients, the user's means of them, and new state that varies over the ranks, such as the statistics of a batch norm.
 _REDUCED = ("grad", "pmean", "state")
@@ -18,9 +18,9 @@ _REDUCED = ("grad", "pmean", "state")
 @constructor
 def overlap_grads(
     *,
-    bucket: int | Literal["auto"] = "auto",
+    bucket: int | float | Literal["auto"] = "auto",
     max_matmuls_between: int | None = 8,
-    max_in_flight: int | None = None,
+    max_in_flight: int | float | None = None,
     update: Literal["eager", "last"] = "eager",
 ) -> Transform:
     """Reduce gradients in buckets, each as soon as its gradients are computed, and update parameters during backward.
@@ -63,8 +63,8 @@ def overlap_grads(
     >>> overlap_grads(bucket=25 << 20)
     overlap_grads(bucket=26214400)
     """
-    check_number("overlap_grads: max_in_flight", max_in_flight, "a number of bytes", 0, None)
-    check_number("overlap_grads: bucket", bucket, "a number of bytes", 0, "auto")
+    max_in_flight = byte_count("overlap_grads: max_in_flight", max_in_flight, 0, None)
+    bucket = byte_count("overlap_grads: bucket", bucket, 0, "auto")
     between = "overlap_grads: max_matmuls_between"
     check_number(between, max_matmuls_between, "a number of matmuls, at least 1", 1, None)
     if update not in ("eager", "last"):

@@ -7,14 +7,14 @@ from typing import Literal
 
 from ..ir.collectives import role, rules
 from ..ir.graph import Graph
-from .base import Transform, check_number, constructor
+from .base import Transform, byte_count, constructor
 
 
 @constructor
 def prefetch(
     *,
-    memory: int | Literal["auto"] = "auto",
-    max_in_flight: int | None = None,
+    memory: int | float | Literal["auto"] = "auto",
+    max_in_flight: int | float | None = None,
     across_steps: bool = False,
 ) -> Transform:
     """Gather parameters in buckets, each just early enough to hide the transfer, within a memory budget.
@@ -48,8 +48,8 @@ def prefetch(
     >>> prefetch(max_in_flight=64 << 20)
     prefetch(max_in_flight=67108864)
     """
-    check_number("prefetch: memory", memory, "a number of bytes", 1, "auto")
-    check_number("prefetch: max_in_flight", max_in_flight, "a number of bytes", 0, None)
+    memory = byte_count("prefetch: memory", memory, 1, "auto")
+    max_in_flight = byte_count("prefetch: max_in_flight", max_in_flight, 0, None)
     if not isinstance(across_steps, bool):
         raise TypeError(f"prefetch: across_steps={across_steps!r}; it is True or False.")
     return _Prefetch(memory, max_in_flight, across_steps)

@@ -12,7 +12,7 @@ from ..ir.liveness import liveness
 from ..ir.op_facts import is_matmul, op_facts
 from ..ir.recompute import recompute, reduced_storages, repeatable, without_copies
 from ..ir.varying import varying
-from .base import Transform, check_number, constructor
+from .base import Transform, byte_count, constructor
 
 _DEPTH = 5  # the most equations in a row that are repeated for one value
 
@@ -29,7 +29,7 @@ _POLICIES: Mapping[str, Saves] = {
 @constructor
 def remat(
     *,
-    memory: int | Literal["auto"] | None = None,
+    memory: int | float | Literal["auto"] | None = None,
     save: str | Saves | Lines | None = None,
     at_least: int = 1 << 16,
 ) -> Transform:
@@ -74,8 +74,8 @@ def remat(
     >>> remat(), remat(memory=40 << 30, save="save_matmuls")
     (remat(), remat(memory=42949672960, save='save_matmuls'))
     """
-    check_number("remat: memory", memory, "a number of bytes", 1, "auto", None)
-    check_number("remat: at_least", at_least, "a number of bytes", 0)
+    memory = byte_count("remat: memory", memory, 1, "auto", None)
+    at_least = byte_count("remat: at_least", at_least, 0)
     _check_policy(save)
     policy = tuple(save.items()) if isinstance(save, Mapping) else save
     return _Remat(memory, policy, at_least)
