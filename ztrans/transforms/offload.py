@@ -67,14 +67,13 @@ def offload(
             "offload: nothing is to be moved. Pass where='optimizer.*.exp_avg*' for state, memory='auto' for values of "
             "forward, or both."
         )
-    if memory is not None:
-        memory = byte_count("offload: memory", memory, 1, "auto")
+    limit = byte_count("offload: memory", memory, 1, "auto") if memory is not None else None
     if where is not None and not isinstance(where, str) and not callable(where):
         raise TypeError(
             f"offload: where={where!r}; it is a pattern of paths, such as 'optimizer.*.exp_avg*', or a function "
             f"where(path, leaf) that returns a bool."
         )
-    return Offload(where, memory)
+    return Offload(where, limit)
 
 
 @dataclass(frozen=True, repr=False)

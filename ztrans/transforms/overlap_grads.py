@@ -63,13 +63,13 @@ def overlap_grads(
     >>> overlap_grads(bucket=25 << 20)
     overlap_grads(bucket=26214400)
     """
-    max_in_flight = byte_count("overlap_grads: max_in_flight", max_in_flight, 0, None)
-    bucket = byte_count("overlap_grads: bucket", bucket, 0, "auto")
+    in_flight = byte_count("overlap_grads: max_in_flight", max_in_flight, 0, None)
+    bucket_bytes = byte_count("overlap_grads: bucket", bucket, 0, "auto")
     between = "overlap_grads: max_matmuls_between"
     check_number(between, max_matmuls_between, "a number of matmuls, at least 1", 1, None)
     if update not in ("eager", "last"):
         raise ValueError(f"overlap_grads: update={update!r}; use 'eager' or 'last'.")
-    return _OverlapGrads(bucket, max_matmuls_between, max_in_flight, update)
+    return _OverlapGrads(bucket_bytes, max_matmuls_between, in_flight, update)
 
 
 @dataclass(frozen=True, repr=False)

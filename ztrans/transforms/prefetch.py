@@ -48,11 +48,11 @@ def prefetch(
     >>> prefetch(max_in_flight=64 << 20)
     prefetch(max_in_flight=67108864)
     """
-    memory = byte_count("prefetch: memory", memory, 1, "auto")
-    max_in_flight = byte_count("prefetch: max_in_flight", max_in_flight, 0, None)
+    limit = byte_count("prefetch: memory", memory, 1, "auto")
+    in_flight = byte_count("prefetch: max_in_flight", max_in_flight, 0, None)
     if not isinstance(across_steps, bool):
         raise TypeError(f"prefetch: across_steps={across_steps!r}; it is True or False.")
-    return _Prefetch(memory, max_in_flight, across_steps)
+    return _Prefetch(limit, in_flight, across_steps)
 
 
 @dataclass(frozen=True, repr=False)

@@ -31,7 +31,7 @@ def remat(
     *,
     memory: int | float | Literal["auto"] | None = None,
     save: str | Saves | Lines | None = None,
-    at_least: int = 1 << 16,
+    at_least: int | float = 1 << 16,
 ) -> Transform:
     """Recompute activations in backward instead of keeping them: less memory, the same bits.
 
@@ -74,11 +74,11 @@ def remat(
     >>> remat(), remat(memory=40 << 30, save="save_matmuls")
     (remat(), remat(memory=42949672960, save='save_matmuls'))
     """
-    memory = byte_count("remat: memory", memory, 1, "auto", None)
-    at_least = byte_count("remat: at_least", at_least, 0)
+    limit = byte_count("remat: memory", memory, 1, "auto", None)
+    least = byte_count("remat: at_least", at_least, 0)
     _check_policy(save)
     policy = tuple(save.items()) if isinstance(save, Mapping) else save
-    return _Remat(memory, policy, at_least)
+    return _Remat(limit, policy, least)
 
 
 def _check_policy(save: object) -> None:
