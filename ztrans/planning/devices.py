@@ -107,7 +107,14 @@ HOPPER_MATMULS = 0.589
 # 10 us for an operation of eager PyTorch, forward or backward: 4 for an addition in a loop, and 22 to 30 for GPT-2 on
 # the slow host of benchmarks/results/gpu_h100.md. Kernels that compute while they stream reach 0.82 to 0.87 of a copy
 # (torch._foreach_copy_ in gpu_h100.md).
-GPU = Device("GPU", (("f32", 1e12),), 1e12, kernel_gap=2e-6, launch_overhead=10e-6, streaming=0.85)
+GPU = Device(
+    "GPU",
+    (("f32", 1e12),),
+    bandwidth=1e12,
+    kernel_gap=2e-6,
+    launch_overhead=10e-6,
+    streaming=0.85,
+)
 
 
 # Data sheet of the H100 SXM5: 989 TFLOP/s in bf16, 3.35 TB/s, of which a copy reaches 3.0 (gpu_h100.md). Attention:
@@ -186,8 +193,8 @@ RTX4090 = dataclasses.replace(
 CPU = Device(
     "one CPU core",
     (("f32", 1.0e11), ("f64", 5e10), ("bf16", 2.5e10)),
-    1.0e10,
-    5e-6,
+    bandwidth=1.0e10,
+    kernel_gap=5e-6,
     gloo=True,
     host_link="memory",
 )

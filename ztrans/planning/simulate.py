@@ -316,14 +316,17 @@ def _events(
         if duration > 0:
             events.append(Event(COMPUTE, start, duration, e))
     for k, (e, message, size) in enumerate(every):
-        passes, lost = played.lost[k]
+        # What a message has taken from compute passes once it has been waited for.
+        waited_for, lost = played.lost[k]
         if lost:
-            events.append(Event(COMPUTE, passes, lost, e))
+            events.append(Event(COMPUTE, waited_for, lost, e))
+
+        # Of two levels, each has a bar, and the bytes that its link is charged with.
         first = played.inside[k]
         if message.inside is not None and first is not None:
+            begin, end = first
             received = int(size * cluster.weight_inside(e, graph.axes))
-            seconds_inside = first[1] - first[0]
-            events.append(Event(message.inside.lane, first[0], seconds_inside, e, 0.0, received))
+            events.append(Event(message.inside.lane, begin, end - begin, e, 0.0, received))
             size = int(size * cluster.weight(e, graph.axes))
         begin = played.begin[k]
         events.append(Event(message.lane, begin, played.end[k] - begin, e, played.stall[k], size))
@@ -335,8 +338,9 @@ def _of_two_steps(graph: Graph, every: Sequence[Sent]) -> list[Sent]:
     count = len(graph.eqns)
     needed_in_next = {}
     for wait in pair(graph).waits.values():
-        if wait.started.index < 0:
+        if wait.started.index < 0:  # the step before has started it
             needed_in_next[wait.start] = wait.started.first_wait
+
     two_steps = []
     for e, message, size in every:
         need = count + needed_in_next[e] if e in needed_in_next else message.need
@@ -368,7 +372,10 @@ def _sharing_memory(
     moving = []
     for k, (e, message, size) in enumerate(every):
         begin = played.begin[k] + message.latency
+        # Other kinds, such as an all_to_all, read what they send and write what they receive.
         moving.append(Transfer(begin, played.end[k], TOUCHED.get(_kind(e), 2.0) * size))
+
+    # The seconds in which each equation itself needs the memory.
     measured = dict(cluster.measured)
     busy = []
     for e, duration in zip(cycle(graph.eqns), seconds):
