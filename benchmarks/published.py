@@ -4,10 +4,10 @@
     python -m benchmarks.published --rows torchtitan      # the rows whose name contains a text; writes nothing
     python -m benchmarks.published --fit                  # fit the share of matmuls on Hopper again; writes nothing
 
-Each step is written as its authors wrote it (`published_models.py`), and FSDP orders it (`published_schedule.py`); the
-planner of ztrans has no part in it. One figure was fitted, to the three rows that say so: the share of the data sheet
-that matmuls of an H100 reach (`HOPPER_MATMULS` of `ztrans/planning/devices.py`). Everything else is prediction. Writes
-benchmarks/results/published.md and .json.
+Each step is written as its authors wrote it (`published_models.py`), FSDP orders it (`published_schedule.py`), and what
+was compiled runs in fused kernels (`published_fusion.py`); the planner of ztrans has no part in it. One figure was
+fitted, to the three rows that say so: the share of the data sheet that matmuls of an H100 reach (`HOPPER_MATMULS` of
+`ztrans/planning/devices.py`). Everything else is prediction. Writes benchmarks/results/published.md and .json.
 """
 
 from __future__ import annotations
