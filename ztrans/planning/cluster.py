@@ -141,15 +141,20 @@ class Cluster:
         links = dict(self.links)
         if axis in links:
             return links[axis]
+
+        # Neighbours that are on one host have the link inside it.
         count = neighbour_count(axis)
         if count is not None:
             link = self.link(all_neighbours(axis))
-            is_in_host = link.local % count == 0
-            return link.inside if link.inside is not None and is_in_host else link
+            if link.inside is not None and link.local % count == 0:
+                return link.inside
+            return link
+
+        # A message to all ranks of a joint axis also crosses its slowest link.
         if len(members(axis)) > 1:
-            # A message to all ranks of a joint axis also crosses its slowest link.
             slowest = min(map(self.link, members(axis)), key=lambda link: link.bandwidth)
             return dataclasses.replace(slowest, inside=None)
+
         known_axes = ", ".join(map(repr, links)) or "none"
         shipped = [repr(name) for name, device in DEVICES.items() if device == self.device]
         device = shipped[0] if shipped else "device"
@@ -198,6 +203,7 @@ class Cluster:
         received = rules(eqn).wire_bytes(eqn, sizes)
         if route is None or link.inside is None or not received:
             return 1.0
+
         if self.has_two_lanes(eqn, sizes):
             return route.between / received
         inside = route.inside * link.bandwidth / link.inside.bandwidth
