@@ -65,7 +65,7 @@ def stepped(mesh: DeviceMesh, streams: Streams) -> int:
     run = bind(lowered.graph, to_fx(lowered.graph, mesh, True, streams=streams))
     for batch in batches:
         arguments = BoundCall(mine, tuple(part[rank] for part in batch))
-        run(lowered.program.local_inputs(arguments).tensors)
+        run(lowered.recording.local_inputs(arguments).tensors)
         state, _ = lowered.lockstep(state, list(zip(*batch)))
     check(run.program)
     for (

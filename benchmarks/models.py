@@ -145,7 +145,7 @@ def distance(build: Build, world: int, stages: Sequence[int]) -> float:
             zt.prefetch(),
             zt.fuse_cast_gather(),
         )
-        lowered = zt.stages.Traced(traced.program, zt.chain(*transforms)(step).transforms).lower()
+        lowered = zt.stages.Traced(traced.recording, zt.chain(*transforms)(step).transforms).lower()
         state = pytree.tree_map_only(Tensor, torch.clone, first)
         for row, loss in zip(rows, losses):
             state, outputs = lowered.lockstep(state, row)

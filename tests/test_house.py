@@ -46,7 +46,7 @@ DOORS = {
 
 # Only these modules may use private torch APIs. Each names the torch version that it was checked on.
 ROOMS = {
-    *("tracing.fx_trace", "tracing.annotate", "tracing.gradient_marks"),
+    *("tracing.fx_trace", "tracing.annotate", "tracing.function_mode"),
     *("tracing.checkpoints", "tracing.dtensors", "tracing.higher_order", "tracing.triton_kernels"),
     "lift.scaler",
     *("ir.ambient", "transforms.sharding.registered_rules", "ir.axes", "runtime.state"),
@@ -65,7 +65,8 @@ ATTRIBUTES = {
     "tracing.annotate": {"_sequence_nr"},
     "tracing.dtensors": {"_propagate_tensor_meta_non_cached"},
     "tracing.fx_trace": {"_op_dk", "_rename", "_validate_args"},
-    "tracing.gradient_marks": {"_cdata", "_post_accumulate_grad_hooks"},
+    "tracing.function_mode": {"_cdata"},
+    "tracing.gradient_marks": {"_post_accumulate_grad_hooks"},
 }
 DOCUMENTED = {"_schema", "_version", "_replace"}  # in spite of their names
 # Every module may use pytrees, the types of operators and dispatch modes (documented, without public names), PyTorch's

@@ -60,7 +60,7 @@ from .runtime.process_groups import process_groups
 from .runtime.state import check_laid_out
 from .runtime.update_hash import update_hash
 from .runtime.watch import watched
-from .tracing.trace import Program
+from .tracing.recording import Recording
 
 if TYPE_CHECKING:
     from .stages import Lowered, Traced
@@ -109,10 +109,10 @@ class BoundProgram:
         """The inputs of a call that is like the last one; None for another call."""
         return self.guard.match(call, surroundings) if self.guard is not None else None
 
-    def output_tree(self, program: Program, graph: Graph) -> pytree.TreeSpec:
+    def output_tree(self, recording: Recording, graph: Graph) -> pytree.TreeSpec:
         """The tree of the output of a step, without the state."""
         if self._output_tree is None:
-            self._output_tree = program.returned(graph.added).children()[1]
+            self._output_tree = recording.returned(graph.added).children()[1]
         return self._output_tree
 
 
@@ -160,20 +160,20 @@ class Compiled(Printed):
 
     @ends_at_user
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        program = self.lowered.program
-        call = BoundCall.of(program.function, args, kwargs)
+        recording = self.lowered.recording
+        call = BoundCall.of(recording.function, args, kwargs)
         refuse_inside(self.lowered.graph.name, call)
-        surroundings = Surroundings.of(program.function)
+        surroundings = Surroundings.of(recording.function)
         inputs = self.bound.match(call, surroundings)
         if inputs is not None:
             return self.run_guarded(call, inputs)
         # Unlike a step, a compiled program has no other program to run instead.
-        program.check_fits(call)
+        recording.check_fits(call)
         return self.run(call, surroundings)
 
     def run(self, call: BoundCall, surroundings: Surroundings) -> tuple[Any, Any]:
         """Run the program on a call in these surroundings, for which it was compiled."""
-        program = self.lowered.program
+        recording = self.lowered.recording
         inputs = self._inputs(call)
         with self._step(inputs) as (run, tensors):
             outputs = run(tensors)
@@ -181,10 +181,10 @@ class Compiled(Printed):
         num_state = self.lowered.graph.num_state
         del outputs[num_state : self.graph.num_state]
         # The storage of a leaf now holds its new value. The leaf itself, maybe a DTensor, is what the caller knows.
-        for i, leaf in enumerate(inputs.leaves[:num_state]):
+        for i, leaf in enumerate(inputs.state):
             if isinstance(leaf, torch.Tensor):
                 outputs[i] = leaf
-        state, output = pytree.tree_unflatten(outputs, program.returned(self.graph.added))
+        state, output = pytree.tree_unflatten(outputs, recording.returned(self.graph.added))
         self.bound.guard = Guard(call._replace(state=state), surroundings)
         return state, output
 
@@ -193,7 +193,7 @@ class Compiled(Printed):
         with self._step(inputs) as (run, tensors):
             outputs = run(tensors)
         graph = self.graph
-        output_tree = self.bound.output_tree(self.lowered.program, graph)
+        output_tree = self.bound.output_tree(self.lowered.recording, graph)
         return call.state, pytree.tree_unflatten(outputs[graph.num_state :], output_tree)
 
     @ends_at_user
@@ -205,9 +205,9 @@ class Compiled(Printed):
         the same on all ranks. The timeline, in the lanes of `Lowered.timeline`, is that of this rank. A step with
         `cuda_graph` is recorded without its graph, of micro-batches only the last. See `profile.Profile`.
         """
-        program = self.lowered.program
-        call = BoundCall.of(program.function, args, kwargs)
-        program.check_fits(call)
+        recording = self.lowered.recording
+        call = BoundCall.of(recording.function, args, kwargs)
+        recording.check_fits(call)
         inputs = self._inputs(call)
         with self._step(inputs) as (run, tensors):
             self._local_program.writes.begin()
@@ -254,7 +254,7 @@ class Compiled(Printed):
         The notes of the plan give the seconds of a step on the slowest rank. The state is donated and advances. All
         ranks must call it.
 
-        Returns: The program with the faster plan, and the first recording.
+        Returns: The program with the faster plan, and the first profile.
         """
         before = self.profile(*args, steps=steps, **kwargs)
         lowered = self._local_program.lowered.replan(before)
@@ -298,7 +298,7 @@ class Compiled(Printed):
         name = self.lowered.graph.name
         mesh = self._mesh
         local = inputs.tensors
-        state = inputs.leaves[: self.lowered.graph.num_state]
+        state = inputs.state
         check_whole(state, name)
         thread = self.bound.thread if mesh is None else process_groups(mesh).thread
         with one_thread(thread, name), self._current_device(local):
@@ -394,15 +394,15 @@ class Compiled(Printed):
 
         Raises: TypeError if the state is not laid out for the program, or if the step may not overwrite the state.
         """
-        program = self.lowered.program
+        recording = self.lowered.recording
         graph = self.lowered.graph
-        inputs = program.local_inputs(call)
+        inputs = recording.local_inputs(call)
         # A single rank holds all of a leaf, whatever its layout.
         if self._mesh is not None and self._mesh.size() > 1:
             layouts = [v.layout for v in graph.inputs[: graph.num_state]]
-            paths = program.signature.paths
+            paths = recording.signature.paths
             check_laid_out(
-                graph.name, self._mesh, program.axes, paths, inputs.leaves, layouts, lowered=True
+                graph.name, self._mesh, recording.axes, paths, inputs.state, layouts, lowered=True
             )
         check_donation(graph, inputs.tensors)
         check_memory(graph, inputs.tensors)

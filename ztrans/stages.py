@@ -65,7 +65,7 @@ from .runtime.cuda.attention_kernels import check_attention
 from .runtime.cuda.graph_capture import check_device, check_on_device
 from .runtime.inductor.compiler import check_compiler
 from .runtime.mesh import check_runs, device_memory
-from .tracing.trace import Program
+from .tracing.recording import Recording
 from .transforms.base import (
     Transform,
     all_axes,
@@ -86,14 +86,14 @@ __all__ = ["Compiled", "Cost", "Lowered", "Memory", "Traced"]
 class Traced(Printed):
     """A step's program as written, before any transform, as `jax.stages.Traced`."""
 
-    program: Program
+    recording: Recording
     transforms: tuple[Transform, ...]
     # Traces the step again for another number of micro-batches. The one in a `Lowered` has None.
-    trace_again: Callable[[int], Program] | None = field(default=None, compare=False, repr=False)
+    trace_again: Callable[[int], Recording] | None = field(default=None, compare=False, repr=False)
 
     @property
     def graph(self) -> Graph:
-        return self.program.graph
+        return self.recording.graph
 
     @property
     def fx(self) -> fx.GraphModule:
@@ -102,7 +102,7 @@ class Traced(Printed):
         FX's own tools print it: `print(traced.fx.code)`, `traced.fx.print_readable()`. It can be called, except where a
         fused optimizer of a lifted loop takes hyperparameters by value, which are inputs of the program.
         """
-        return self.program.fx
+        return self.recording.fx
 
     @property
     def micro_batches(self) -> int:
@@ -120,13 +120,13 @@ class Traced(Printed):
 
         Raises: ValueError if the batch cannot be cut into so many parts.
         """
-        program = self.program
+        recording = self.recording
         micro = micro_batches_of(transforms)
         if micro != self.micro_batches:
             if self.trace_again is None:
                 raise ValueError(f"{self.graph.name}: there is no call to trace again.")
-            program = self.trace_again(micro)
-        return dataclasses.replace(self, program=program, transforms=transforms)
+            recording = self.trace_again(micro)
+        return dataclasses.replace(self, recording=recording, transforms=transforms)
 
     @ends_at_user
     def lower(self, *, cluster: Cluster | None = None, plan: Plan | None = None) -> Lowered:
@@ -254,7 +254,7 @@ class Traced(Printed):
         return Lowered(
             graph=graph,
             history=(*history, ("lower", graph)),
-            program=dataclasses.replace(self.program, axes=tuple(axes)),
+            recording=dataclasses.replace(self.recording, axes=tuple(axes)),
             mesh=mesh_of(self.transforms),
             plan=Plan(""),
             cluster=cluster,
@@ -273,7 +273,7 @@ class Traced(Printed):
         if isinstance(mesh, DeviceMesh):
             device_type = mesh.device_type
         else:
-            device_type = self.program.device_type if mesh is None else "meta"
+            device_type = self.recording.device_type if mesh is None else "meta"
         if device_type == "meta":
             return default_device("cuda")
         if device_type == "cpu" and mesh is None:
@@ -294,7 +294,7 @@ class Lowered(Printed):
 
     graph: Graph
     history: History
-    program: Program
+    recording: Recording
     mesh: DeviceMesh | AbstractMesh | None
     plan: Plan
     cluster: Cluster
@@ -435,9 +435,9 @@ class Lowered(Printed):
             or the step itself divides an argument, as `parallelize_module` does.
         """
         graph = self.graph
-        program = self.program
+        recording = self.recording
         refuse_inside(f"{graph.name}.lockstep", (state, batches))
-        _check_whole_here(program, graph.name)
+        _check_whole_here(recording, graph.name)
         size = math.prod(dict(graph.mesh).values())
         if not isinstance(batches, Sequence) or len(batches) != size:
             kind = f"a {type(batches).__name__}"
@@ -460,7 +460,7 @@ class Lowered(Printed):
         outs = lockstep(graph, ranks)
 
         new_state = join(graph, outs)
-        tree = program.returned(graph.added)
+        tree = recording.returned(graph.added)
         end = len(graph.outputs) - graph.carried
         results = [pytree.tree_unflatten([*new_state, *out[num_state:end]], tree) for out in outs]
         return results[0][0], [output for _, output in results]
@@ -473,7 +473,7 @@ class Lowered(Printed):
         Raises: TypeError if the program was not traced for them.
         """
         name = f"{self.graph.name}.lockstep"
-        function = self.program.function
+        function = self.recording.function
         if isinstance(batch, Mapping):
             call = BoundCall.of(function, (state,), batch)
         elif isinstance(batch, tuple | list):
@@ -483,8 +483,8 @@ class Lowered(Printed):
                 f"{name}: the batch of rank {rank} is a {type(batch).__name__}.\n"
                 f"Pass its arguments as a tuple, (x,), or as a dict by name."
             )
-        self.program.check_fits(call, f"{name}, rank {rank}")
-        return self.program.local_inputs(call).tensors
+        self.recording.check_fits(call, f"{name}, rank {rank}")
+        return self.recording.local_inputs(call).tensors
 
     @ends_at_user
     def compile(
@@ -543,9 +543,9 @@ def _note_of_carried(graph: Graph) -> str:
     return f"the first {graph.carried} gathers start in the step before, in its update"
 
 
-def _check_whole_here(program: Program, name: str) -> None:
+def _check_whole_here(recording: Recording, name: str) -> None:
     """Raises: ValueError for an input that the step itself divides, because other ranks hold the other parts."""
-    for user_sharding, path in zip(program.user_shardings, program.paths_of_inputs):
+    for user_sharding, path in zip(recording.user_shardings, recording.paths_of_inputs):
         if user_sharding is not None:
             raise ValueError(
                 f"{name}.lockstep: {path} is a DTensor over {', '.join(map(repr, user_sharding.axes))}, and this "

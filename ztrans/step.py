@@ -40,7 +40,8 @@ from .runtime.mesh import check_runs
 from .runtime.state import check_laid_out, copied_state, shard_state, unshard_state
 from .stages import Lowered, Traced
 from .tracing.errors import warn, warn_of_many_programs
-from .tracing.trace import Program, trace
+from .tracing.recording import Recording
+from .tracing.trace import trace
 from .transforms.base import (
     Transform,
     all_axes,
@@ -115,7 +116,7 @@ class ProgramCache:
         A trace may change what the step reads, and the program is the same before and after (see `purity`). So
         `signature_before`, that of the call before its trace, also leads to the program.
         """
-        signature = compiled.lowered.program.signature
+        signature = compiled.lowered.recording.signature
         self._programs[signature] = compiled
         if signature_before is not None and signature_before != signature:
             self._after_trace[signature_before] = signature
@@ -213,12 +214,12 @@ class Step(Generic[P, R]):
         return self._traced(BoundCall.of(self._function, args, kwargs))
 
     def _traced(self, call: BoundCall) -> Traced:
-        trace_again = functools.partial(self._program, call)
-        program = trace_again(micro_batches_of(self.transforms))
-        return Traced(program, self.transforms, trace_again)
+        trace_again = functools.partial(self._recorded, call)
+        recording = trace_again(micro_batches_of(self.transforms))
+        return Traced(recording, self.transforms, trace_again)
 
     @no_collection()
-    def _program(self, call: BoundCall, micro: int) -> Program:
+    def _recorded(self, call: BoundCall, micro: int) -> Recording:
         """The program of a call, for one of `micro` micro-batches."""
         device = self.mesh.device_type if isinstance(self.mesh, DeviceMesh) else None
         # The leaves of the state have axes of their own. Every other leaf is distributed over all of them.
@@ -271,12 +272,12 @@ class Step(Generic[P, R]):
 
         The state is donated and advances. All ranks must call it. See `Compiled.tune`.
 
-        Returns: The first recording.
+        Returns: The first profile.
         """
         compiled = self._compiled_on_all_ranks(*self._signed(args, kwargs))
         tuned, measured = compiled.tune(*args, steps=steps, **kwargs)
         # Programs for other batch sizes follow the plan of this one, so they are lowered again.
-        self._cache.remove_any_size(tuned.lowered.program.signature)
+        self._cache.remove_any_size(tuned.lowered.recording.signature)
         self._cache.add(tuned)
         return measured
 

@@ -273,7 +273,7 @@ def test_trees_of_any_kind():
         "d": leaves[4],
     }
     known = KnownState(tree)
-    assert all(x is y for x, y in zip(known.match(tree).leaves, leaves, strict=True))
+    assert all(x is y for x, y in zip(known.match(tree).state, leaves, strict=True))
     assert known.match({**tree, "a": (leaves[0], [leaves[1]])}) is None
     assert known.match({**tree, "b": {"x": leaves[2]}}) is None
     assert known.match({**tree, "c": (leaves[3], {})}) is None

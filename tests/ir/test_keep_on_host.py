@@ -121,7 +121,7 @@ def test_without_streams_and_with_them_the_bits_are_the_same_and_there_is_no_rac
     low = step.lower(state(), X)
     results = []
     for cuda in (None, Races()):
-        local = low.program.local_inputs(BoundCall(step.shard(state()), (X,))).tensors
+        local = low.recording.local_inputs(BoundCall(step.shard(state()), (X,))).tensors
         streams = None if cuda is None else Streams(cuda)
         program = bind(low.graph, to_fx(low.graph, None, True, streams=streams))
         torch.manual_seed(1)

@@ -114,7 +114,7 @@ def joined(
     """The whole leaves of the state, from the local tensors of all ranks."""
     places, leaves = coordinates(program.graph.mesh), []
     for i, v in enumerate(program.graph.inputs[: program.graph.num_state]):
-        own = program.program.user_shardings[i]
+        own = program.recording.user_shardings[i]
         cuts = [(s.axis, s.dim) for s in v.layout if isinstance(s, Split)]
         cuts += (
             [(a, p.dim) for a, p in zip(own.axes, own.placements) if isinstance(p, Shard)]

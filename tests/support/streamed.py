@@ -48,7 +48,9 @@ def trained(case, state, low, mesh, streams) -> tuple[list[torch.Tensor], str]:
     """The state on this rank after two steps, and the program that ran."""
     run = bind(low.graph, to_fx(low.graph, mesh, True, streams=streams))
     for batch in batches(case, 2):
-        local = low.program.local_inputs(BoundCall(state, slices(batch, mesh.size())[RANK])).tensors
+        local = low.recording.local_inputs(
+            BoundCall(state, slices(batch, mesh.size())[RANK])
+        ).tensors
         run(local)
     return [x.to_local() if hasattr(x, "to_local") else x for x in pytree.tree_leaves(state)], str(
         run.program

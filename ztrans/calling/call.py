@@ -15,14 +15,15 @@ from torch.utils import _pytree as pytree
 from .reads import Reads
 from .trees import leaf_names, opened
 
-_EXTRA = "param_groups"  # how programs and messages name the extra inputs
-
 
 class ExtraInputs(abc.ABC):
     """A step function that adds an argument of its own to each call, such as learning rates.
 
-    That argument is the last one of a `BoundCall`, and comes first in `call_with`.
+    Attributes:
+        extra_name: how programs and messages name that argument.
     """
+
+    extra_name: str
 
     @abc.abstractmethod
     def extra_inputs(self) -> Any:
@@ -33,8 +34,8 @@ class ExtraInputs(abc.ABC):
         """The modules whose attributes the step reads, in whatever way its code reaches them."""
 
     @abc.abstractmethod
-    def constants(self) -> Hashable:
-        """What a program of this function is specialised on, besides arguments and reads."""
+    def constants(self) -> Mapping[str, Hashable]:
+        """What a program of this function is specialised on, besides arguments and reads, by its names in messages."""
 
     @abc.abstractmethod
     def call_with(self, extra: Any, state: Any, /, *batch: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -106,17 +107,17 @@ class BoundCall(NamedTuple):
             if not args:
                 raise TypeError(f"{function.name}() takes a state as its first argument.")
         extra = () if function.extra is None else (function.extra.extra_inputs(),)
-        return BoundCall(
-            args[0], tuple(map(opened, (*args[1:], *kwargs.values()))), tuple(kwargs), extra
-        )
+        batch = tuple(map(opened, (*args[1:], *kwargs.values())))
+        return BoundCall(args[0], batch, tuple(kwargs), extra)
 
     def run(self, fn: Callable) -> Any:
         """Call `fn` with these arguments."""
-        positional = len(self.batch) - len(self.names)
-        kwargs = dict(zip(self.names, self.batch[positional:]))
+        count = len(self.batch) - len(self.names)
+        positional = self.batch[:count]
+        kwargs = dict(zip(self.names, self.batch[count:]))
         if isinstance(fn, ExtraInputs):
-            return fn.call_with(*self.extra, self.state, *self.batch[:positional], **kwargs)
-        return fn(self.state, *self.batch[:positional], **kwargs)
+            return fn.call_with(*self.extra, self.state, *positional, **kwargs)
+        return fn(self.state, *positional, **kwargs)
 
     def tree(self) -> tuple:
         """All arguments as a tree: the state comes first, and the extra argument last."""
@@ -130,10 +131,12 @@ class BoundCall(NamedTuple):
     def parameters(self, function: StepFunction) -> list[str]:
         """The names of all arguments."""
         names = [*function.parameters(1 + len(self.batch) - len(self.names)), *self.names]
-        extra = _EXTRA
-        while extra in names:
-            extra += "_"
-        return [*names, extra] if self.extra else names
+        if function.extra is not None:
+            extra_name = function.extra.extra_name
+            while extra_name in names:
+                extra_name += "_"
+            names.append(extra_name)
+        return names
 
     def micro_batch(self, function: StepFunction, micro: int) -> BoundCall:
         """The call with the first of `micro` equal parts of the batch. Each part has all scalars.
@@ -161,8 +164,12 @@ def _first_part(x: torch.Tensor, micro: int, path: str) -> torch.Tensor:
     """
     if not x.ndim:
         return x
-    if isinstance(x, DTensor) or x.shape[0] % micro:
-        why = "is a DTensor" if isinstance(x, DTensor) else f"has {x.shape[0]} rows"
+    why = ""
+    if isinstance(x, DTensor):
+        why = "is a DTensor"
+    elif x.shape[0] % micro:
+        why = f"has {x.shape[0]} rows"
+    if why:
         raise ValueError(
             f"accumulate: {path} {why}, which cannot be cut into {micro} equal parts.\n"
             f"Pad the batch or drop its last rows, or take a number of micro-batches that divides it."

@@ -7,72 +7,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from ..ir.graph import Graph
-from ..ir.layout import UserSharding, as_tensor
-from .call import BoundCall, StepFunction
+from ..ir.layout import as_tensor
 from .errors import no_state
 from .host_memory import is_on_host
-from .signature import Signature, is_number
+from .signature import is_number
 
 
 class Inputs(NamedTuple):
-    """The inputs of a program in a call."""
+    """The inputs of a program in a call: the state as the caller passed it, and what this rank has of each input."""
 
-    leaves: Sequence[Any]  # as the caller passed them; at least the state
-    tensors: list[torch.Tensor]  # what this rank holds of each
-
-
-def local_inputs(
-    name: str,
-    made_for: Signature,
-    axes: Sequence[tuple[str, ...]],
-    user_shardings: Sequence[UserSharding | None],
-    call: BoundCall,
-) -> Inputs:
-    """The inputs of a program in a call, and this rank's part of each as a tensor.
-
-    Args:
-        name: the name of the program in errors.
-        made_for: the signature that it was traced for. The call fits it (see `check_fits`).
-        axes: for each input, the mesh axes over which transforms distribute it.
-        user_shardings: for each input, how the step itself divides it.
-
-    Raises: TypeError for an input that the step divides in another way.
-    """
-    leaves = pytree.tree_leaves(call.tree())
-    inputs = []
-    tensors: list[torch.Tensor] = []
-    for i, user_sharding, leaf_axes in zip(made_for.inputs, user_shardings, axes, strict=True):
-        sharding = UserSharding.of(leaves[i], leaf_axes)
-        if user_sharding != sharding:
-            kinds = (str(each or "undivided") for each in (user_sharding, sharding))
-            raise misfit(name, [f"{made_for.paths[i]} was {' and is '.join(kinds)}"])
-        inputs.append(leaves[i])
-        is_state = i < made_for.num_state
-        tensors.append(local_part(leaves[i]) if is_state else read_argument(leaves[i]))
-    return Inputs(inputs, tensors)
-
-
-def check_fits(name: str, made_for: Signature, call: BoundCall, function: StepFunction) -> None:
-    """Check that a call has the signature that a program was traced for, in whatever layout its leaves are.
-
-    Raises: TypeError that says what differs.
-    """
-    expected = made_for.without_layout()
-    present = Signature.of(call, function).without_layout()
-    if present != expected:
-        raise misfit(name, expected.changes(present))
-
-
-def misfit(name: str, changes: Sequence[str]) -> TypeError:
-    """A call for which a program was not made."""
-    lines = "".join(f"  * {change}\n" for change in changes[:4])
-    return TypeError(
-        f"{name}: its program was made for another call:\n{lines}"
-        f"Lower the step for such a call, or call the step itself, which makes a program for each."
-    )
+    state: Sequence[Any]
+    tensors: list[torch.Tensor]
 
 
 def check_state(paths: Sequence[str], leaves: Sequence[Any]) -> None:

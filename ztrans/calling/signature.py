@@ -8,7 +8,7 @@ adds.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -69,6 +69,23 @@ _INTEGER = Abstract((), torch.int64, (), "cpu")
 _FLOAT = Abstract((), torch.float64, (), "cpu")
 
 
+def device_of_leaves(leaves: Iterable[Abstract]) -> str:
+    """The first device of the leaves other than the CPU, or the CPU."""
+    for leaf in leaves:
+        if leaf.device not in ("cpu", "meta"):
+            return leaf.device
+    return "cpu"
+
+
+def run_on_cpus(leaves: Sequence[Abstract]) -> bool:
+    """Whether a program of these leaves runs on CPUs. One that has meta tensors alone is planned for GPUs.
+
+    Scalars, such as the counters of an optimizer, may be on CPUs beside a GPU.
+    """
+    has_tensor_on_cpu = any(leaf.device == "cpu" and leaf.shape for leaf in leaves)
+    return has_tensor_on_cpu and device_of_leaves(leaves) == "cpu"
+
+
 class Constant(NamedTuple):
     """A leaf that is neither a tensor nor a number: a constant, which is compared by `==`."""
 
@@ -112,7 +129,7 @@ class Leaf(NamedTuple):
 
     value: Abstract | Constant
     placements: tuple | None  # the mesh and the placements of a DTensor
-    is_tensor: bool  # a number in the state counts as a tensor: the step returns one for it
+    counts_as_tensor: bool  # as a number in the state does: the step returns a tensor for it
     requires_grad: bool
 
     @staticmethod
@@ -143,9 +160,12 @@ class Leaf(NamedTuple):
             return f"was {_text(old)} and is {_text(new)}"
         if old.type != new.type:
             return f"was {old.type} and is {new.type}"
-        if self.is_tensor != later.is_tensor:
-            kinds = {True: "a tensor", False: "a number"}
-            return f"was {kinds[self.is_tensor]} and is {kinds[later.is_tensor]}"
+        if self.counts_as_tensor != later.counts_as_tensor:
+            return (
+                "was a tensor and is a number"
+                if self.counts_as_tensor
+                else "was a number and is a tensor"
+            )
         if self.requires_grad != later.requires_grad:
             return f"had requires_grad={self.requires_grad} and has {later.requires_grad}"
         if old.device != new.device:
@@ -164,13 +184,14 @@ class Surroundings(NamedTuple):
 
     modes: tuple  # PyTorch's global state (see `ambient`)
     reads: ReadValues
-    constants: Hashable  # of an `ExtraInputs`
+    constants: tuple[tuple[str, Hashable], ...]  # of an `ExtraInputs`, by name
 
     @staticmethod
     def of(function: StepFunction) -> Surroundings:
         """The present surroundings of a step function."""
-        constants = function.extra.constants() if function.extra is not None else None
-        return Surroundings(tuple(ambient().items()), function.reads.values(), constants)
+        constants = function.extra.constants() if function.extra is not None else {}
+        modes = tuple(ambient().items())
+        return Surroundings(modes, function.reads.values(), tuple(constants.items()))
 
     def changes(self, later: Surroundings) -> list[str]:
         """The differences between these and later surroundings, each in words."""
@@ -178,8 +199,9 @@ class Surroundings(NamedTuple):
         for (name, old), (_, new) in zip(self.modes, later.modes):
             if old != new:
                 changes.append(f"{name} was {old} and is {new}")
-        if self.constants != later.constants:
-            changes.append("a setting of an optimizer has changed")
+        for (name, old), (_, new) in zip(self.constants, later.constants):
+            if old != new:
+                changes.append(f"{name} has changed")
         if self.reads != later.reads:
             changes += self.reads.changes(later.reads)
         return changes

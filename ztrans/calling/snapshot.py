@@ -24,10 +24,10 @@ class Snapshot(NamedTuple):
     @staticmethod
     def of(inputs: Inputs, place: int) -> Snapshot:
         """The leaf at a position among the inputs of a step, as it is now."""
-        leaf = inputs.leaves[place]
+        leaf = inputs.state[place]
         tensor = inputs.tensors[place]
         return Snapshot(weakref.ref(leaf), leaf._version, tensor._version, tensor.data_ptr())
 
     def is_unchanged(self, inputs: Inputs, place: int) -> bool:
         """Whether the leaf at a position is the same tensor, and nothing has changed it since."""
-        return self.leaf() is inputs.leaves[place] and self[1:] == Snapshot.of(inputs, place)[1:]
+        return self.leaf() is inputs.state[place] and self[1:] == Snapshot.of(inputs, place)[1:]

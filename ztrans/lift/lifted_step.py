@@ -61,6 +61,8 @@ _FORM = {"foreach": False, "capturable": True}
 class LiftedStep(ExtraInputs, Generic[P, T]):
     """A loop step as a pure step: `step(state, *batch) -> (state, output)`."""
 
+    extra_name = "param_groups"
+
     def __init__(
         self,
         loop_step: Callable[P, T],
@@ -88,9 +90,12 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
     def modules(self) -> tuple[nn.Module]:
         return (self._model,)
 
-    def constants(self) -> Hashable:
+    def constants(self) -> Mapping[str, Hashable]:
         """The settings of the optimizers and the scaler that are constants of a program."""
-        return constants_of(self._optimizers), settings_of(self._scaler)
+        return {
+            "a setting of an optimizer": constants_of(self._optimizers),
+            "a setting of the scaler": settings_of(self._scaler),
+        }
 
     def call_with(
         self, extra: list[Group], state: State, /, *batch: P.args, **kwargs: P.kwargs

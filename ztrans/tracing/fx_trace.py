@@ -1,7 +1,8 @@
 """trace_by_make_fx: trace a function by `make_fx`, on PyTorch's fake tensors, into an FX graph.
 
 The function runs once, whole: forward, backward and update. `make_fx` records its operations as nodes. Two modes stand
-inside: one notes where each operation comes from (see `annotate`), the other marks gradients (see `gradient_marks`).
+inside: one notes where each operation comes from (see `annotate`), the other replaces functions that cannot be traced
+as they are, and marks gradients (see `function_mode`).
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -31,7 +32,7 @@ from . import c10d, loss_scaling
 from .annotate import Annotate
 from .checkpoints import mark_checkpoints
 from .dtensors import unrecorded_layouts
-from .gradient_marks import Marks
+from .function_mode import StepFunctions
 from .higher_order import any_operands, attention_on_every_device
 from .triton_kernels import record_launches
 
@@ -89,7 +90,7 @@ def trace_by_make_fx(
     # `user_source` ends its search at this function, by its name.
     def run_traced(*tensors: torch.Tensor) -> list[torch.Tensor]:
         nonlocal results
-        with Annotate(step, fakes), Marks(step, dict(zip(names, tensors))):
+        with Annotate(step, fakes), StepFunctions(step, dict(zip(names, tensors))):
             results = pytree.tree_flatten(call(tensors))
         return [x for x in results[0] if isinstance(x, torch.Tensor)]
 

@@ -1,4 +1,4 @@
-"""trace: record a call of a train step as a `Program`, whose graph has its forward, backward and update.
+"""trace: record a call of a train step as a `Recording`, whose graph has its forward, backward and update.
 
 make_fx traces the step into an FX graph (see `fx_trace`), in which each node has the user's line and the facts for its
 region (see `annotate`). The graph is imported as functional equations (see `import_fx`). A step that changes the Python
@@ -7,18 +7,23 @@ values that it reads is refused (see `purity`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
 from torch.utils import _pytree as pytree
 
 from ..calling.call import BoundCall, StepFunction
-from ..calling.inputs import Inputs, check_fits, check_state, local_inputs, shape_of
+from ..calling.inputs import check_state, shape_of
 from ..calling.purity import trace_without_side_effects
-from ..calling.signature import Abstract, Constant, Signature
+from ..calling.signature import (
+    Abstract,
+    Constant,
+    Signature,
+    device_of_leaves,
+    run_on_cpus,
+)
 from ..calling.trees import leaf_names, named_outputs, opened
 from ..ir.ambient import refuse_inside, without_autocast
 from ..ir.graph import Eqn, Graph, Memory, Var, dce
@@ -29,72 +34,8 @@ from .dtensors import around, cut_batch, local_results, refuse_wrappers, spec_of
 from .errors import no_parts
 from .fx_trace import check_torch, trace_by_make_fx
 from .import_fx import import_fx
+from .recording import Recording
 from .regions import Fact, label_regions
-
-
-@dataclass(frozen=True)
-class Program:
-    """A traced graph, and what it was traced for.
-
-    `fx` is the FX graph that make_fx has traced: it takes the inputs of `graph`, and returns the tensors among its
-    outputs.
-    """
-
-    graph: Graph
-    fx: fx.GraphModule = field(compare=False, repr=False)
-    out_tree: pytree.TreeSpec  # the tree of the result
-    signature: Signature  # of the calls that it is for
-    function: StepFunction = field(compare=False, repr=False)
-    # For each input, the mesh axes over which transforms distribute it, and how the step itself divides it.
-    axes: tuple[tuple[str, ...], ...] = ()
-    user_shardings: tuple[UserSharding | None, ...] = ()
-
-    @property
-    def paths_of_inputs(self) -> list[str]:
-        """The paths of the leaves that are inputs of the program."""
-        return [self.signature.paths[i] for i in self.signature.inputs]
-
-    @property
-    def device_type(self) -> str:
-        """The device of the tensors that it was traced for: an accelerator if one is there, "cpu", or "meta"."""
-        of_leaves = [leaf.value for leaf in self.signature.leaves]
-        tensors = [x for x in of_leaves if isinstance(x, Abstract) and x.shape]
-        if _are_on_cpus(tensors):
-            return "cpu"
-        device = _device_of(tensors)
-        return "meta" if device == "cpu" else device
-
-    def local_inputs(self, call: BoundCall, name: str = "") -> Inputs:
-        """The inputs of this program in a call that fits it (see `inputs.local_inputs`)."""
-        name = name or self.graph.name
-        return local_inputs(name, self.signature, self.axes, self.user_shardings, call)
-
-    def check_fits(self, call: BoundCall, name: str = "") -> None:
-        """Raises: TypeError for a call for which this program was not traced."""
-        check_fits(name or self.graph.name, self.signature, call, self.function)
-
-    def returned(self, added_outputs: Sequence[str]) -> pytree.TreeSpec:
-        """The tree of what a step returns: `(state, output)`, or `(state, (output, added))` with a dict of outputs that
-        transforms have added."""
-        if not added_outputs:
-            return self.out_tree
-        state, output = pytree.tree_unflatten([0] * self.out_tree.num_leaves, self.out_tree)
-        output = opened(output)
-        return pytree.tree_structure((state, (output, dict.fromkeys(added_outputs, 0))))
-
-
-def _device_of(leaves: Iterable[Abstract]) -> str:
-    """The first device of the leaves other than the CPU, or the CPU."""
-    return next((leaf.device for leaf in leaves if leaf.device not in ("cpu", "meta")), "cpu")
-
-
-def _are_on_cpus(leaves: Sequence[Abstract]) -> bool:
-    """Whether a program runs on CPUs. One that is traced from meta tensors alone is planned for GPUs.
-
-    Scalars, such as the counters of an optimizer, may be on CPUs beside a GPU.
-    """
-    has_tensor_on_cpu = any(leaf.device == "cpu" and leaf.shape for leaf in leaves)
-    return has_tensor_on_cpu and _device_of(leaves) == "cpu"
 
 
 def trace(
@@ -106,8 +47,8 @@ def trace(
     device: str | None = None,
     axes: Sequence[tuple[str, ...]] = (),
     memories: Sequence[Memory] = (),
-) -> Program:
-    """Record a call of a train step, `fn(state, *batch) -> (state, output)`, as a `Program`.
+) -> Recording:
+    """Record a call of a train step, `fn(state, *batch) -> (state, output)`, as a `Recording`.
 
     Args:
         fn: the train step.
@@ -137,9 +78,9 @@ def trace(
     abstract = [leaf.abstract for leaf in inputs]
     variables = tuple(Var(leaf.name, x.dtype, x.shape) for leaf, x in zip(inputs, abstract))
     batch = frozenset(v for v, leaf in zip(variables, inputs) if leaf.in_batch)
-    device = device or _device_of(abstract)
+    device = device or device_of_leaves(abstract)
 
-    def record_program() -> Program:
+    def record() -> Recording:
         traced = trace_by_make_fx(
             step, lambda: step.empty_inputs(device), [leaf.name for leaf in inputs], name
         )
@@ -153,8 +94,8 @@ def trace(
         graph = Graph(name, variables, tuple(eqns), outputs, len(state), batch, leaf_shapes=shapes)
         _check_state(graph, state)
         graph = _annotated(graph, facts)
-        graph = with_chosen_backend(graph, _are_on_cpus(abstract))
-        return Program(
+        graph = with_chosen_backend(graph, run_on_cpus(abstract))
+        return Recording(
             graph,
             traced.module,
             traced.out_tree,
@@ -164,7 +105,7 @@ def trace(
             user_shardings=tuple(leaf.user_sharding for leaf in inputs),
         )
 
-    return trace_without_side_effects(record_program, function.reads, name)
+    return trace_without_side_effects(record, function.reads, name)
 
 
 class _Leaf(NamedTuple):

@@ -38,8 +38,8 @@ STEPS = {
 def lowered(traced, graph):
     shard = zt.shard_params(zt.AbstractMesh(dp=8))
     transforms = (shard, zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather())
-    program = dataclasses.replace(traced.program, graph=graph)
-    stage = dataclasses.replace(traced, program=program, transforms=transforms)
+    recording = dataclasses.replace(traced.recording, graph=graph)
+    stage = dataclasses.replace(traced, recording=recording, transforms=transforms)
     return stage.without_order(MACHINES).unordered
 
 

@@ -90,8 +90,8 @@ def test_the_split_that_is_estimated_to_be_the_fastest_is_so_in_full_plans():
 def full_seconds(graph, limit):
     """The seconds of a program on 64 ranks within a limit, in the order of a plan."""
     stage = with_limit("GPT 2 x 128, fp32", limit, mesh=zt.AbstractMesh(dp=64))
-    program = dataclasses.replace(stage.program, graph=graph)
-    lowered = dataclasses.replace(stage, program=program).planned(MACHINES)
+    recording = dataclasses.replace(stage.recording, graph=graph)
+    lowered = dataclasses.replace(stage, recording=recording).planned(MACHINES)
     return simulate(lowered.graph, MACHINES).seconds
 
 

@@ -24,7 +24,7 @@ def lowered(name: str, *transforms: zt.Transform):
     state = step.shard(case.state())
     batch = batches(case, 1)[0]
     low = step.lower(state, *batch)
-    return low, low.program.local_inputs(BoundCall(state, batch)).tensors
+    return low, low.recording.local_inputs(BoundCall(state, batch)).tensors
 
 
 def run(low, local, cuda: Races | None, steps: int = 3) -> list[torch.Tensor]:

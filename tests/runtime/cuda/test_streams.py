@@ -70,7 +70,7 @@ def lowered(mesh, name, stage, chain=ALL, **options):
     step = zt.chain(zt.shard_params(mesh, stage=stage, **options), *chain)(case.step)
     state, batch = step.shard(case.state()), slices(batches(case, 1)[0], WORLD)[1]
     low = step.lower(state, *batch)
-    local = low.program.local_inputs(BoundCall(state, batch)).tensors
+    local = low.recording.local_inputs(BoundCall(state, batch)).tensors
     return low, local
 
 
@@ -157,7 +157,7 @@ def test_the_buffer_that_a_gather_unpacks_is_counted(mesh):
     low = step.lower(step.shard(state), x, cluster=zt.cluster("h100", dp=Link("wire", 1.0, 1e15)))
     (gather,) = [e for e in low.graph.eqns if is_start(e)]
     assert len(gather.outs) == 12
-    local = low.program.local_inputs(BoundCall(step.shard(state), (x,))).tensors
+    local = low.recording.local_inputs(BoundCall(step.shard(state), (x,))).tensors
     inputs, whole = sum(v.nbytes for v in local), 12 * 64 * 64 * 4
     predicted = low.memory_analysis().peak - inputs
     assert 2 * whole < play(low, local, mesh).peak <= 1.02 * predicted + 512

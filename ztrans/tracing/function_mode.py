@@ -1,0 +1,145 @@
+"""Function mode: runs each function of PyTorch that a step calls while it is traced, or what replaces it there.
+
+make_fx records the operations below these functions. Where they would read values, or show the trace nothing, a
+function is replaced:
+
+    torch.autograd.grad, loss.backward()    mark the gradients that they return (see `gradient_marks`)
+    cond, scan, flex_attention              get functions that read their arguments only (see `higher_order`)
+    add(x, y, alpha=tensor)                 is arithmetic on tensors (see `tensor_scalars`)
+    x.data = value                          lets the trace know `x` as `value`
+    F.one_hot(x, n)                         does not check the values of `x`
+
+An error of a function gets the user's line and the types of its arguments.
+
+Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._C._functorch import TransformType, get_unwrapped, is_functorch_wrapped_tensor
+from torch._ops import HigherOrderOperator
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
+from torch.overrides import TorchFunctionMode
+
+from ..ir.graph import Var
+from ..ir.relations import tensors_in
+from ..ir.source import user_source
+from .errors import FAILURES, failed, no_transform, outside_tensor
+from .gradient_marks import backward, check_differentiable, marked_gradients
+from .higher_order import call_closed
+from .tensor_scalars import with_tensor_scalar
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_SET_DATA: Callable = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+# Functions that read values of a tensor from outside of the step without an operation that a mode could see.
+_READERS = (torch.Tensor.tolist, torch.tensor)
+_DERIVATIVES = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+
+
+class StepFunctions(TorchFunctionMode):
+    """Runs the functions of PyTorch that a step calls.
+
+    Args:
+        step: the name of the step, for errors.
+        inputs: the tensors of the state and the batch by name, for the errors of functions that fail.
+    """
+
+    def __init__(self, step: str, inputs: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.step = step
+        self._names = {_storage(x): name for name, x in inputs.items()}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        try:
+            if func in _READERS:
+                self._check_traced(args)
+            if func in _DERIVATIVES:
+                check_differentiable(self.step, *args[:1], **kwargs)
+            return self._run(func, args, kwargs)
+        except tuple(FAILURES) as error:
+            # A subclass is an error of ours, or of the user.
+            if type(error) not in FAILURES:
+                raise
+            explained = self._explained(error, func, args, kwargs)
+            raise explained.with_traceback(error.__traceback__) from None
+
+    def _run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            return self._higher_order(func, args, kwargs)
+        replacement = _REPLACEMENTS.get(func)
+        if replacement is not None:
+            return replacement(*args, **kwargs)
+        result = with_tensor_scalar(func, args, kwargs)
+        return func(*args, **kwargs) if result is NotImplemented else result
+
+    def _higher_order(self, func: HigherOrderOperator, args: tuple, kwargs: dict) -> Any:
+        try:
+            return call_closed(func, args, kwargs)
+        except KeyError as error:
+            # PyTorch has no rule of the operator for a transform of torch.func.
+            if not isinstance(error.args[0], TransformType):
+                raise
+            transform = error.args[0].name.lower()
+            raise no_transform(func, transform, user_source(2), self.step) from None
+
+    def _check_traced(self, args: tuple) -> None:
+        """Raises: ValueError for a tensor from outside of the step, whose values no dispatch mode sees being read."""
+        for x in tensors_in(args):
+            if type(x) in _PLAIN and not is_functorch_wrapped_tensor(x):
+                raise outside_tensor(x, user_source(3), self.step)
+
+    def _explained(self, error: Exception, func: Callable, args: tuple, kwargs: dict) -> Exception:
+        """The error of a function with the user's line and what its arguments are."""
+        tensors = list(tensors_in((args, kwargs)))
+        described = ", ".join(map(self._described, tensors))
+        by_func = any(map(is_functorch_wrapped_tensor, tensors))
+        return failed(error, func, described, user_source(3), self.step, by_func)
+
+    def _described(self, x: torch.Tensor) -> str:
+        """A tensor as errors show it: its type, and its name if it is an input of the step."""
+        name = self._names.get(_storage(x))
+        var = Var(name or "", x.dtype, tuple(x.shape))
+        return str(var) if name else var.type
+
+
+def _storage(x: torch.Tensor) -> int | None:
+    """The storage of a tensor, also inside transforms of torch.func; None for a tensor without one."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x.untyped_storage()._cdata if x.layout is torch.strided else None
+
+
+def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
+    """Run `x.data = value`, which no dispatch mode sees: from here on the trace knows `x` as the node of `value`."""
+    mode = get_proxy_mode()
+    # No trace is under way.
+    if mode is None:
+        return _SET_DATA(x, value)
+    for tensor in (x, value):
+        if get_proxy_slot(tensor, mode.tracer, None) is None:
+            raise outside_tensor(tensor, user_source(3), "the step")
+    _SET_DATA(x, value)
+    set_proxy_slot(x, mode.tracer, get_proxy_slot(value, mode.tracer))
+
+
+def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """`F.one_hot` without the check of its values: inside of torch.func's transforms, PyTorch's own reads them."""
+    if num_classes < 0 or tensor.dtype != torch.int64:
+        return F.one_hot(tensor, num_classes)
+    classes = torch.arange(num_classes, device=tensor.device)
+    return (tensor.unsqueeze(-1) == classes).to(torch.int64)
+
+
+_REPLACEMENTS: Mapping[Callable, Callable] = {
+    torch.autograd.grad: marked_gradients,
+    torch.autograd.backward: backward,
+    torch.Tensor.backward: backward,
+    _SET_DATA: _set_data,
+    F.one_hot: _one_hot,
+}

@@ -1,0 +1,109 @@
+"""Recording: a step as it was traced, and how calls lead to its inputs and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from ..calling.call import BoundCall, StepFunction
+from ..calling.inputs import Inputs, local_part, read_argument
+from ..calling.signature import Abstract, Signature, device_of_leaves, run_on_cpus
+from ..calling.trees import opened
+from ..ir.graph import Graph
+from ..ir.layout import UserSharding
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A traced step, and the calls that it is for.
+
+    Attributes:
+        graph: the program as written.
+        fx: the FX graph that make_fx has traced. It takes the inputs of `graph`, and returns the tensors among its
+            outputs.
+        out_tree: the tree of what the step returns.
+        signature: what the step was traced for.
+        function: the function of the step.
+        axes: for each input, the mesh axes over which transforms distribute it.
+        user_shardings: for each input, how the step itself divides it.
+    """
+
+    graph: Graph
+    fx: fx.GraphModule = field(compare=False, repr=False)
+    out_tree: pytree.TreeSpec
+    signature: Signature
+    function: StepFunction = field(compare=False, repr=False)
+    axes: tuple[tuple[str, ...], ...]
+    user_shardings: tuple[UserSharding | None, ...]
+
+    @property
+    def paths_of_inputs(self) -> list[str]:
+        """The paths of the leaves that are inputs of the program."""
+        return [self.signature.paths[i] for i in self.signature.inputs]
+
+    @property
+    def device_type(self) -> str:
+        """The device of the tensors that it was traced for: an accelerator if one is there, "cpu", or "meta"."""
+        tensors = []
+        for leaf in self.signature.leaves:
+            if isinstance(leaf.value, Abstract) and leaf.value.shape:
+                tensors.append(leaf.value)
+        if run_on_cpus(tensors):
+            return "cpu"
+        device = device_of_leaves(tensors)
+        return "meta" if device == "cpu" else device
+
+    def check_fits(self, call: BoundCall, name: str = "") -> None:
+        """Check that a call has the signature that the step was traced for, in whatever layout its leaves are.
+
+        Raises: TypeError that says what differs. It calls the program by this name.
+        """
+        expected = self.signature.without_layout()
+        present = Signature.of(call, self.function).without_layout()
+        if present != expected:
+            raise _misfit(name or self.graph.name, expected.changes(present))
+
+    def local_inputs(self, call: BoundCall) -> Inputs:
+        """The inputs of the program in a call that fits, and this rank's part of each as a tensor.
+
+        Raises: TypeError for an input that the step divides in another way.
+        """
+        signature = self.signature
+        leaves = pytree.tree_leaves(call.tree())
+        tensors: list[torch.Tensor] = []
+        for i, expected, leaf_axes in zip(
+            signature.inputs, self.user_shardings, self.axes, strict=True
+        ):
+            leaf = leaves[i]
+            sharding = UserSharding.of(leaf, leaf_axes)
+            if sharding != expected:
+                before = expected or "undivided"
+                change = f"{signature.paths[i]} was {before} and is {sharding or 'undivided'}"
+                raise _misfit(self.graph.name, [change])
+            # The state is written in place, so it is never copied. What is only read may be.
+            is_state = i < signature.num_state
+            tensors.append(local_part(leaf) if is_state else read_argument(leaf))
+        return Inputs(leaves[: signature.num_state], tensors)
+
+    def returned(self, added_outputs: Sequence[str]) -> pytree.TreeSpec:
+        """The tree of what a step returns: `(state, output)`, or `(state, (output, added))` with a dict of outputs that
+        transforms have added."""
+        if not added_outputs:
+            return self.out_tree
+        state, output = pytree.tree_unflatten([0] * self.out_tree.num_leaves, self.out_tree)
+        added: dict[str, Any] = dict.fromkeys(added_outputs, 0)
+        return pytree.tree_structure((state, (opened(output), added)))
+
+
+def _misfit(name: str, changes: Sequence[str]) -> TypeError:
+    """A call for which a program was not made."""
+    lines = "".join(f"  * {change}\n" for change in changes[:4])
+    return TypeError(
+        f"{name}: its program was made for another call:\n{lines}"
+        f"Lower the step for such a call, or call the step itself, which makes a program for each."
+    )
