@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 
-def no_state(path: str, leaf: Any) -> TypeError:
+def bad_state_leaf(path: str, leaf: Any) -> TypeError:
     """A leaf of the state that cannot be updated."""
     text = repr(leaf) if type(leaf).__module__ in ("builtins", "torch") else _kind(leaf)
     return TypeError(

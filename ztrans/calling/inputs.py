@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from ..ir.graph import Graph
 from ..ir.layout import as_tensor
-from .errors import no_state
+from .errors import bad_state_leaf
 from .host_memory import is_on_host
 from .signature import is_number
 
@@ -26,7 +26,7 @@ def check_state(paths: Sequence[str], leaves: Sequence[Any]) -> None:
     """Raises: TypeError if a leaf of the state is neither a tensor nor a number."""
     for path, x in zip(paths, leaves):
         if not isinstance(x, torch.Tensor) and not is_number(x):
-            raise no_state(path, x)
+            raise bad_state_leaf(path, x)
 
 
 def shape_of(leaf: Any) -> tuple[int, ...]:

@@ -26,8 +26,8 @@ from ..tracing.errors import TraceError
 
 Group = dict[str, Any]
 
-# The coefficients of Muon's polynomial: `torch.addmm` takes them by value.
-_BY_VALUE = ("params", "ns_coefficients")
+# The coefficients of Muon's polynomial: `torch.addmm` takes them by value, so they are constants.
+_TAKEN_BY_VALUE = ("ns_coefficients",)
 _PLAIN = (bool, int, str, type(None))
 
 
@@ -40,9 +40,11 @@ def inputs_of(optimizers: Sequence[Optimizer]) -> list[Group]:
     """For each group the present values of its inputs, by key."""
     inputs = []
     for group in groups_of(optimizers):
-        inputs.append(
-            {key: _as_input(value) for key, value in group.items() if _is_input(key, value)}
-        )
+        values = {}
+        for key, value in group.items():
+            if key != "params" and _is_input(key, value):
+                values[key] = _as_input(value)
+        inputs.append(values)
     return inputs
 
 
@@ -56,7 +58,9 @@ def constants_of(optimizers: Sequence[Optimizer]) -> Hashable:
     return tuple(constants)
 
 
-def signed(groups: Sequence[Group], inputs: Sequence[Group]) -> Iterator[tuple[Any, int | None]]:
+def numbers_of_groups(
+    groups: Sequence[Group], inputs: Sequence[Group]
+) -> Iterator[tuple[Any, int | None]]:
     """Each input that stands for a number of a group, with the sign of that number. That of a rate is None."""
     for group, stand_ins in zip(groups, inputs):
         for key, stand_in in stand_ins.items():
@@ -69,7 +73,7 @@ def _is_input(key: str, value: Any) -> bool:
     # Every call asks this of every value, and the usual types are told apart fast.
     if type(value) in _PLAIN:
         return key == "lr" and type(value) is int
-    if key in _BY_VALUE:
+    if key in _TAKEN_BY_VALUE:
         return False
     if type(value) is float:
         return True
@@ -94,7 +98,9 @@ def _constant(key: str, value: Any) -> Hashable:
         return type(value), value
     if not _is_input(key, value):
         return repr(value)
-    return "an input" if key == "lr" else tuple([_sign(x) for x in _entries(value)])
+    if key == "lr":
+        return "an input"
+    return tuple([_sign(x) for x in _entries(value)])
 
 
 def _entries(value: Any) -> Sequence[Any]:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from ..tracing.dtensors import refuse_wrappers
-from .lifted_state import State, check_apart, several, state_of
+from .lifted_state import State, as_tuple, check_apart, state_of
 from .lifted_step import LiftedStep
 from .optimizer_state import check_optimizers
 from .scaler import scale_of
@@ -76,7 +76,7 @@ def lift(
     >>> sorted(state), sorted(state["params"])
     (['buffers', 'optimizer', 'params'], ['bias', 'weight'])
     """
-    optimizers = several(optimizer)
+    optimizers = as_tuple(optimizer)
     _check_model(model, optimizers)
     check_optimizers(model, optimizers)
     params = dict(model.named_parameters())

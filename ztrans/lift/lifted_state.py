@@ -27,7 +27,7 @@ from .scaler import copied, scale_of
 State = dict[str, Any]
 
 
-def several(optimizer: Optimizer | Sequence[Optimizer] | None) -> tuple[Optimizer, ...]:
+def as_tuple(optimizer: Optimizer | Sequence[Optimizer] | None) -> tuple[Optimizer, ...]:
     """One optimizer, several or none as a tuple."""
     return (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
 
@@ -77,7 +77,7 @@ def write_back(
         for name, p in model.named_parameters():
             _write(p, state["params"][name])
         _write_buffers(model, state.get("buffers", {}))
-        _write_optimizers(model, several(optimizer), state)
+        _write_optimizers(model, as_tuple(optimizer), state)
         for name, gradient in state.get("grads", {}).items():
             p = model.get_parameter(name)
             if p.grad is not None or gradient.any():  # zeros may stand for a gradient that is None

@@ -32,8 +32,8 @@ from .hyperparameters import (
     constants_of,
     groups_of,
     inputs_of,
+    numbers_of_groups,
     schedulers_refused,
-    signed,
     unchanged,
 )
 from .lifted_state import State, check_lifted
@@ -43,8 +43,8 @@ from .optimizer_state import (
     check_known,
     check_optimizers,
     constant_entries,
-    counts,
     is_built_on_torchs,
+    numbers_of_states,
     params_of,
     states_by_name,
 )
@@ -104,27 +104,27 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         check_lifted(state, self.__name__)
         check_optimizers(self._model, self._optimizers)
         module_params = dict(self._model.named_parameters())
+        module_tensors = tensors_of(self._model)
         gradients = Gradients(
             module_params, state["params"], state.get("grads"), bool(self._optimizers)
         )
-        params = gradients.params
         names = {id(p): name for name, p in module_params.items()}
         numbers = Numbers(
             [
-                *signed(groups_of(self._optimizers), extra),
-                *counts(self._optimizers, names, state["optimizer"]),
+                *numbers_of_groups(groups_of(self._optimizers), extra),
+                *numbers_of_states(self._optimizers, names, state["optimizer"]),
             ]
         )
+        # A scaler writes its scale in place, and the caller's state must not change.
         scale = None
         if "scaler" in state:
-            # A scaler writes its scale in place, and the caller's state must not change.
             scale = {key: x.clone() for key, x in state["scaler"].items()}
-        module_tensors = tensors_of(self._model)
-        with self._holding(names, params, extra, state):
+
+        with self._with_tensors_of(state, names, gradients.params, extra):
             with self._checked(gradients, module_tensors, numbers, scale):
                 output = self._loop_step(*batch, **kwargs)
             carried = gradients.end()
-            new = self._new_state(params, state, module_tensors)
+            new = self._new_state(gradients.params, state, module_tensors)
         if carried is not None:
             new["grads"] = carried
         if scale is not None:
@@ -132,24 +132,37 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         return new, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
 
     @contextlib.contextmanager
-    def _holding(
+    def _with_tensors_of(
         self,
+        state: State,
         names: Mapping[int, str],
         params: Mapping[str, torch.Tensor],
         extra: list[Group],
-        state: State,
     ) -> Iterator[None]:
-        """Let the module and the optimizers have the tensors of the state inside."""
-        tensors = {key: params[name] for key, name in names.items()}
+        """Let the module and the optimizers have the tensors of a state inside.
+
+        Args:
+            state: the state.
+            names: the names of the module's parameters by their ids.
+            params: the tensors that stand for these parameters, by name.
+            extra: the values of the parameter groups that are inputs of the program.
+        """
+        stand_ins = {key: params[name] for key, name in names.items()}
+        buffers = {}
         for name, x in buffers_of(self._model).items():
             if name in state["buffers"]:
-                tensors[id(x)] = state["buffers"][name]
+                buffers[id(x)] = state["buffers"][name]
         inputs = iter(extra)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(substituted(self._model, tensors))
+            stack.enter_context(substituted(self._model, stand_ins | buffers))
             for optimizer in self._optimizers:
-                groups = _groups_with(optimizer, params, names, inputs)
-                entries = _entries_with(optimizer, params, names, state["optimizer"])
+                groups = _groups_with(optimizer, stand_ins, inputs)
+                entries: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
+                for p in params_of(optimizer):
+                    in_state = state["optimizer"].get(names[id(p)])
+                    if in_state is not None:
+                        constants = constant_entries(optimizer.state.get(p, {}))
+                        entries[stand_ins[id(p)]] = constants | in_state
                 stack.enter_context(patched(optimizer, param_groups=groups, state=entries))
             stack.enter_context(unchanged(self._optimizers))
             yield
@@ -191,24 +204,24 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         module_tensors: Mapping[str, torch.Tensor],
     ) -> State:
         """The state after the loop step. `module_tensors` has those that the module had before."""
-        new = {**state, "params": {name: p.detach() for name, p in params.items()}}
         buffers = buffers_of(self._model, always=state["buffers"])
-        new_names = []
         for name, x in buffers.items():
             if name not in state["buffers"] and x is not module_tensors.get(name):
-                new_names.append(name)
-        if new_names:
-            raise TraceError(
-                f"lift: the loop step makes a tensor in the attribute {new_names[0]} of the module, and the state does "
-                f"not have it.\n"
-                f"Call the model once before lift, if a later call reads it. If none does, return it as output instead."
-            )
-        removed = [name for name in state["buffers"] if name not in buffers]
-        if removed:
-            raise TraceError(
-                f"lift: the loop step takes the tensor {removed[0]} from the module, and a state keeps its tensors.\n"
-                f"Leave the tensor there, or keep it out of the attributes of modules."
-            )
+                raise TraceError(
+                    f"lift: the loop step makes a tensor in the attribute {name} of the module, and the state does "
+                    f"not have it.\n"
+                    f"Call the model once before lift, if a later call reads it. If none does, return it as output "
+                    f"instead."
+                )
+        for name in state["buffers"]:
+            if name not in buffers:
+                raise TraceError(
+                    f"lift: the loop step takes the tensor {name} from the module, and a state keeps its tensors.\n"
+                    f"Leave the tensor there, or keep it out of the attributes of modules."
+                )
+
+        new = dict(state)
+        new["params"] = {name: p.detach() for name, p in params.items()}
         new["buffers"] = {name: buffers[name].detach() for name in state["buffers"]}
         if self._optimizers:
             new["optimizer"] = self._new_optimizer_state(params, state["optimizer"])
@@ -216,19 +229,20 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
 
     def _new_optimizer_state(self, params: Mapping[str, torch.Tensor], old_state: State) -> State:
         # The state of a parameter that no optimizer has any more stays as it is.
-        new_state: dict[str, State] = dict(old_state)
+        present: dict[str, State] = dict(old_state)
         names = {id(p): name for name, p in params.items()}
         for optimizer in self._optimizers:
             by_name = states_by_name(optimizer, names)
             # State that a step makes would be made again in each call of the program.
             check_known(optimizer, by_name, old_state)
-            new_state.update(by_name)
+            present.update(by_name)
+
         new: dict[str, State] = {}
         for name, entries in old_state.items():
             new[name] = {}
             for key, old in entries.items():
-                if key in new_state[name]:
-                    new[name][key] = pytree.tree_map(_in_precision_of, old, new_state[name][key])
+                if key in present[name]:
+                    new[name][key] = pytree.tree_map(_in_precision_of, old, present[name][key])
         return new
 
 
@@ -241,10 +255,7 @@ def _signature_of(loop_step: Callable) -> inspect.Signature:
 
 
 def _groups_with(
-    optimizer: Optimizer,
-    params: Mapping[str, torch.Tensor],
-    names: Mapping[int, str],
-    inputs: Iterator[Group],
+    optimizer: Optimizer, stand_ins: Mapping[int, torch.Tensor], inputs: Iterator[Group]
 ) -> list[Group]:
     """The parameter groups of an optimizer with stand-ins, and in the form in which they are traced.
 
@@ -253,30 +264,12 @@ def _groups_with(
     has_form = torch.compiler.is_compiling() and is_built_on_torchs(optimizer)
     groups = []
     for group in optimizer.param_groups:
-        stand_ins = [params[names[id(p)]] for p in group["params"]]
-        traced = {**group, **next(inputs), "params": stand_ins}
+        traced = {**group, **next(inputs)}
+        traced["params"] = [stand_ins[id(p)] for p in group["params"]]
         if has_form and not group.get("fused"):
             traced.update({key: value for key, value in _FORM.items() if key in group})
         groups.append(traced)
     return groups
-
-
-def _entries_with(
-    optimizer: Optimizer,
-    params: Mapping[str, torch.Tensor],
-    names: Mapping[int, str],
-    state: State,
-) -> defaultdict[torch.Tensor, dict[str, Any]]:
-    """The state of an optimizer with the tensors of a lifted state."""
-    entries: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
-    for p in params_of(optimizer):
-        name = names[id(p)]
-        if name in state:
-            entries[params[name]] = {
-                **constant_entries(optimizer.state.get(p, {})),
-                **state[name],
-            }
-    return entries
 
 
 def _in_precision_of(old: Any, new: Any) -> Any:

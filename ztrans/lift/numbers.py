@@ -47,14 +47,14 @@ class Numbers(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        tensors = tensors_in((args, kwargs))
-        count = sum(id(x) in self._numbers for x in tensors)
         name = getattr(func, "__name__", "")
-        if count == 0 or name == "__get__":
+        tensors = tensors_in((args, kwargs))
+        are_numbers = [id(x) in self._numbers for x in tensors]
+        if not any(are_numbers) or name == "__get__":
             return func(*args, **kwargs)
         if name.startswith("_fused_"):
-            return _by_value(func, args, kwargs)
-        if count == len(tensors):
+            return _call_fused(func, args, kwargs)
+        if all(are_numbers):
             return self._of_numbers(func, name, args, kwargs)
         if name in _ROUNDED_ONCE and args[0].dtype in HALF:
             return _rounded_once(name, *args, **kwargs)
@@ -63,8 +63,10 @@ class Numbers(TorchFunctionMode):
     def _of_numbers(self, func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The result of an operation on numbers alone."""
         operation = name.strip("_")
+        # A cast leaves a Python number as it is.
         if operation == "to":
             return args[0]
+        # The sign belongs to the signature of the program, so what depends on it alone is known.
         sign = self._signs.get(id(args[0]))
         if operation in _COMPARISONS and sign is not None:
             if operation == "bool":
@@ -76,10 +78,11 @@ class Numbers(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _arithmetic(self, func: Callable, name: str, args: tuple) -> torch.Tensor:
-        if name.endswith("_") and not name.endswith("__"):  # `x += 1` gives another number
+        # `x += 1` gives another number, and does not write into this one.
+        if name.endswith("_") and not name.endswith("__"):
             func = getattr(torch.Tensor, name.removesuffix("_"))
+        # PyTorch would compute with a whole number and a literal in fp32, and Python does so in fp64.
         if any(isinstance(x, float) for x in args) or "div" in name:
-            # PyTorch would compute with a whole number and a literal in fp32.
             args = tuple(x.double() if isinstance(x, torch.Tensor) else x for x in args)
         result = func(*args)
         self._numbers[id(result)] = result
@@ -88,11 +91,12 @@ class Numbers(TorchFunctionMode):
 
 def _rounded_once(name: str, x: torch.Tensor, *number: Any, **options: Any) -> torch.Tensor:
     """A product with a number, or a quotient. A number on a GPU would be rounded to the dtype of `x` first."""
-    result = getattr(torch.Tensor, name.rstrip("_"))(x.float(), *number, **options).to(x.dtype)
+    operation = getattr(torch.Tensor, name.rstrip("_"))
+    result = operation(x.float(), *number, **options).to(x.dtype)
     return x.copy_(result) if name.endswith("_") else result
 
 
-def _by_value(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _call_fused(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call a fused optimizer. Its keyword arguments may be tensors where it takes numbers by value."""
     tensors = {}
     for key, x in kwargs.items():
@@ -101,8 +105,11 @@ def _by_value(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     mode = get_proxy_mode()
     if mode is None or not tensors:
         return func(*args, **kwargs)
+
+    # PyTorch would read the tensors, and there is nothing to read. So it gets other numbers, and the node that it has
+    # just added gets the tensors.
     result = func(*args, **{**kwargs, **dict.fromkeys(tensors, _ANY_VALUE)})
     node = next(n for n in reversed(mode.tracer.graph.nodes) if "_fused_" in str(n.target))
-    nodes = {name: get_proxy_slot(x, mode.tracer).proxy.node for name, x in tensors.items()}
+    nodes = {key: get_proxy_slot(x, mode.tracer).proxy.node for key, x in tensors.items()}
     node.kwargs = {**node.kwargs, **nodes}
     return result

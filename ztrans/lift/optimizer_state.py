@@ -150,7 +150,7 @@ def states_by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, 
     return by_name
 
 
-def counts(
+def numbers_of_states(
     optimizers: Sequence[Optimizer], names: Mapping[int, str], state: State
 ) -> Iterator[tuple[torch.Tensor, None]]:
     """The leaves of `state`, by parameter, that optimizers keep as Python numbers, such as a count of steps.

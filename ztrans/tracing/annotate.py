@@ -184,7 +184,7 @@ class Annotate(TorchDispatchMode):
         try:
             yield
         except c10d.NoForm as error:
-            raise errors.no_collective(op, str(error), line, self.step) from None
+            raise errors.unsupported_collective(op, str(error), line, self.step) from None
         except fake_tensor.DynamicOutputShapeException:
             raise errors.reads_value(op, True, line, self.step) from None
         except fake_tensor.DataDependentOutputException:

@@ -51,7 +51,7 @@ class Call(dict[str, Any]):
         return functional.wait_tensor.default(op(x, *args, self.group.group_name))
 
 
-def has_no_place(op: Any) -> bool:
+def is_outside_programs(op: Any) -> bool:
     """Whether an operation is a collective that no program contains: an in-place one, or one with a single rank."""
     return op.namespace == "c10d" or op._schema.name in _OF_ONE_RANK
 
@@ -68,12 +68,13 @@ def functionalized(op: Any, finished_work: Callable[[], Any], *args: Any, **kwar
         raise NoForm("it moves no values, and a program runs as soon as its values are there")
     if name not in _FORMS:
         raise NoForm("ranks take different parts in it, or it takes a list of tensors")
-    form, outputs, inputs = _FORMS[name]
+    form, output_name, input_name = _FORMS[name]
     defaults = {a.name: a.default_value for a in op._schema.arguments}
     call = Call(defaults | arguments_by_name(op, args, kwargs))
-    form(call, _without_list(call[outputs]), _without_list(call[inputs]))
+    form(call, _without_list(call[output_name]), _without_list(call[input_name]))
+    # Some collectives also return their output.
     if len(op._schema.returns) == 2:
-        return call[outputs], finished_work()
+        return call[output_name], finished_work()
     return finished_work()
 
 
@@ -99,17 +100,19 @@ def _gather_into(call: Call, output: torch.Tensor, x: torch.Tensor) -> None:
 def _gather_to_list(call: Call, outputs: Sequence[torch.Tensor], x: torch.Tensor) -> None:
     if any(output.shape != x.shape for output in outputs):
         raise NoForm("its tensors differ in shape from rank to rank")
-    for output, part in zip(outputs, _gathered(call, x).view(call.ranks, *x.shape).unbind()):
+    gathered = _gathered(call, x).view(call.ranks, *x.shape)
+    for output, part in zip(outputs, gathered.unbind()):
         output.copy_(part)
 
 
 def _gathered(call: Call, x: torch.Tensor) -> torch.Tensor:
+    # The functional collectives join values along dim 0, which a scalar does not have.
     return call.run(functional.all_gather_into_tensor.default, torch.atleast_1d(x), call.ranks)
 
 
 def _scatter_sum(call: Call, output: torch.Tensor, x: torch.Tensor) -> None:
-    rows = torch.atleast_1d(output).shape
-    terms = x.reshape(call.ranks * rows[0], *rows[1:])
+    rows, *rest = torch.atleast_1d(output).shape
+    terms = x.reshape(call.ranks * rows, *rest)
     part = call.run(functional.reduce_scatter_tensor.default, terms, call.reduction, call.ranks)
     output.copy_(part.view(output.shape))
 

@@ -63,7 +63,7 @@ def outside_tensor(arg: torch.Tensor, source: Source | None, step: str) -> Outsi
     )
 
 
-def no_parts(path: str, why: str) -> TraceError:
+def unequal_parts(path: str, why: str) -> TraceError:
     """A DTensor whose parts differ in shape from rank to rank, or are terms of a sum."""
     return TraceError(
         f"trace: the ranks hold other parts of {path} than one program can have: {why}.\n"
@@ -186,7 +186,7 @@ def own_generator(generator: str, source: Source | None, step: str) -> TraceErro
     )
 
 
-def no_collective(op: Any, why: str, source: Source | None, step: str) -> TraceError:
+def unsupported_collective(op: Any, why: str, source: Source | None, step: str) -> TraceError:
     """The step calls a function of torch.distributed that a program cannot hold."""
     return TraceError(
         f"trace: {step} calls torch.distributed's {op._schema.name.split('::')[1].strip('_')}, which a program, the "
@@ -197,7 +197,9 @@ def no_collective(op: Any, why: str, source: Source | None, step: str) -> TraceE
     )
 
 
-def no_transform(op: Any, transform: str, source: Source | None, step: str) -> TraceTypeError:
+def operator_without_rule(
+    op: Any, transform: str, source: Source | None, step: str
+) -> TraceTypeError:
     """A higher-order operator under a transform of torch.func for which PyTorch has no rule."""
     return TraceTypeError(
         f"trace: {step} calls {op.name()} under torch.func.{transform}, for which PyTorch has no rule.\n"
@@ -221,14 +223,6 @@ def reads_earlier_trace(arg: torch.Tensor, source: Source | None, step: str) -> 
         f"  at {where(source)}\n"
         f"Compute it in every step, without a cache or an attribute that keeps it; or make it before the first step "
         f"and pass it in as state."
-    )
-
-
-def writes_batch(name: str, source: Source | None) -> str:
-    return (
-        f"trace: the step writes into its argument {name}, and the tensor of the caller will not change.\n"
-        f"  at {where(source)}\n"
-        f"Write into a copy, {name}.clone(), or make it a leaf of the state if the next step reads what is written."
     )
 
 
@@ -259,6 +253,16 @@ def warn_of_trace(text: str, source: Source | None) -> None:
         warn(text, source)
 
 
+def warn_of_written_batch(name: str, source: Source | None) -> None:
+    """Warn that the step writes into an argument of the batch, and the program does not."""
+    warn_of_trace(
+        f"trace: the step writes into its argument {name}, and the tensor of the caller will not change.\n"
+        f"  at {where(source)}\n"
+        f"Write into a copy, {name}.clone(), or make it a leaf of the state if the next step reads what is written.",
+        source,
+    )
+
+
 def warn(text: str, source: Source | None) -> None:
     """Warn at the user's line."""
     if source is None:
@@ -277,7 +281,7 @@ def writes_nothing(kernel: str, source: Source | None) -> TraceError:
     )
 
 
-def no_nested(name: str, why: str, source: Source | None) -> TraceError:
+def unsupported_function(name: str, why: str, source: Source | None) -> TraceError:
     """A function that a higher-order operator calls does what no sub-program can."""
     return TraceError(
         f"trace: a function ({name}) of cond, scan or flex_attention {why}.\n"

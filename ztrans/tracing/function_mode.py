@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from ..ir.graph import Var
 from ..ir.relations import tensors_in
 from ..ir.source import user_source
-from .errors import FAILURES, failed, no_transform, outside_tensor
+from .errors import FAILURES, failed, operator_without_rule, outside_tensor
 from .gradient_marks import backward, check_differentiable, marked_gradients
 from .higher_order import call_closed
 from .tensor_scalars import with_tensor_scalar
@@ -86,7 +86,7 @@ class StepFunctions(TorchFunctionMode):
             if not isinstance(error.args[0], TransformType):
                 raise
             transform = error.args[0].name.lower()
-            raise no_transform(func, transform, user_source(2), self.step) from None
+            raise operator_without_rule(func, transform, user_source(2), self.step) from None
 
     def _check_traced(self, args: tuple) -> None:
         """Raises: ValueError for a tensor from outside of the step, whose values no dispatch mode sees being read."""

@@ -10,7 +10,6 @@ base. Writing a tensor applies the inverses of its views, which gives the new va
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,16 +90,25 @@ class Alias:
 
 @dataclass
 class Builder:
-    """The equations that have been imported so far."""
+    """Builds the equations of a program, and tracks the storages of its tensors.
+
+    Attributes:
+        names: gives each new value a name.
+        strides: the strides of each value in the trace, on which views rely.
+        eqns: the equations that have been imported so far.
+        facts: what the trace knows of each of these.
+        scalars: the results of arithmetic on scalars, by what computes them.
+        metas: the results of operations on meta tensors, by the operation and the types of its arguments.
+        source: the user's line of the operation that is being imported.
+        fact: the facts about that operation.
+    """
 
     names: Names
-    strides: dict[Var, tuple[int, ...]]  # of each value in the trace, on which views rely
+    strides: dict[Var, tuple[int, ...]]
     eqns: list[Eqn] = field(default_factory=list)
-    facts: dict[Eqn, Fact] = field(default_factory=dict)  # what the trace knows of each equation
-    # Results of arithmetic on scalars by what computes them, and results on meta tensors by the types of arguments.
+    facts: dict[Eqn, Fact] = field(default_factory=dict)
     scalars: dict[Hashable, Any] = field(default_factory=dict)
     metas: dict[Hashable, Any] = field(default_factory=dict)
-    # The user's line of the operation that is being imported, and the facts about it.
     source: Source | None = None
     fact: Fact = field(default_factory=Fact)
 
@@ -131,22 +139,27 @@ class Builder:
             return self.scalars[key]
         if like is None:
             like = self.on_meta(op, args, kwargs)
-        many = isinstance(like, (tuple, list))
-        tensors = pytree.tree_leaves(like)
+
+        # A result that is no tensor, such as a gradient that is not asked for, has no variable.
         outs: list[Var | None] = []
+        tensors = pytree.tree_leaves(like)
         for i, x in enumerate(tensors):
-            outs.append(None)
+            out = None
             if hasattr(x, "stride"):
-                label = (name or op_name(op)) + (f".{i}" if len(tensors) > 1 else "")
-                outs[i] = out = Var(self.names.fresh(label), x.dtype, tuple(x.shape))
+                label = name or op_name(op)
+                if len(tensors) > 1:
+                    label += f".{i}"
+                out = Var(self.names.fresh(label), x.dtype, tuple(x.shape))
                 self.strides[out] = x.stride()
+            outs.append(out)
+
         demand = self.fact.demand
         eqn = Eqn(op, tuple(args), tuple(outs), kwargs, source=self.source, demand=demand)
         self.eqns.append(eqn)
         self.facts[eqn] = self.fact
         if key is not None:
             self.scalars[key] = outs[0]
-        return tuple(outs) if many else outs[0]
+        return tuple(outs) if isinstance(like, (tuple, list)) else outs[0]
 
     def read(self, x: Any) -> Any:
         """The current value of a traced tensor; its views are applied again if the storage has changed."""
@@ -161,22 +174,29 @@ class Builder:
 
     def write(self, x: Alias, value: Var) -> None:
         """Give `x` a new value, and give the base of its storage the value that follows."""
+        storage = x.storage
         old = self.read(x)
+
+        # The values that the views are applied to, from the base of the storage on. The inverses go back through them.
+        bases = [storage.value]
+        for view in x.views[:-1]:
+            bases.append(self.view(bases[-1], view))
         new = value
-        bases = [*itertools.accumulate(x.views[:-1], self.view, initial=x.storage.value)]
         for base, view in zip(reversed(bases), reversed(x.views)):
             new = self.unview(base, view, new)
-        x.storage.value = self.laid_out(new, bases[0])
-        x.storage.version += 1
-        x.storage.written_at = self.source
+
+        storage.value = self.laid_out(new, bases[0])
+        storage.version += 1
+        storage.written_at = self.source
         # With other strides, the next read applies the views to the new base.
         if self.strides[value] == self.strides[old]:
-            x.value = value if x.views else x.storage.value
-            x.seen_version = x.storage.version
+            x.value = value if x.views else storage.value
+            x.seen_version = storage.version
 
     def laid_out(self, value: Var, old: Var) -> Var:
         """`value` in the memory order of `old`, so that every view of `old` is also a view of it."""
         dense = _dense(old.shape, self.strides[old])
+        # The stride of a dim with one element means nothing.
         if all(n < 2 or a == b for n, a, b in zip(old.shape, self.strides[value], dense)):
             return value
         if self.meta(old).is_contiguous():
@@ -193,6 +213,7 @@ class Builder:
     def unview(self, base: Var, view: View, new: Var) -> Var:
         """`base` with `new` in place of the elements that the view shows."""
         name = view.name
+        # Views of every element.
         if view.op is aten.view.dtype:
             return self.emit(view.op, (new, base.dtype))
         if name in _SHAPES:
@@ -202,18 +223,19 @@ class Builder:
             return self.emit(_INVERSES[name], (new, *view.args))
         if name == "permute":
             return self.emit(aten.permute.default, (new, inverse_order(view.args[0])))
-        if name in _SCATTERS:
-            return self.emit(_SCATTERS[name], (base, new, *view.args), view.kwargs)
         if name == "expand" and base.shape == new.shape:
             return new
+
+        # Views of some elements.
+        if name in _SCATTERS:
+            return self.emit(_SCATTERS[name], (base, new, *view.args), view.kwargs)
         if name == "unbind":
-            place = view.dim(0), view.number
-            return self.emit(aten.select_scatter.default, (base, new, *place))
+            return self.emit(aten.select_scatter.default, (base, new, view.dim(0), view.number))
         if name in _SPLITS:
             dim = view.dim(1)
             start = _start(view.args[0], view.number)
-            rows = dim, start, start + new.shape[dim]
-            return self.emit(aten.slice_scatter.default, (base, new, *rows))
+            end = start + new.shape[dim]
+            return self.emit(aten.slice_scatter.default, (base, new, dim, start, end))
         raise TraceError(
             f"trace: a tensor is changed in place through its view `{name}`, which has no functional form.\n"
             f"  at {where(self.source)}\nChange the tensor itself, or compute a new one."
@@ -229,9 +251,9 @@ def _dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
 def _scalar_key(op: Any, args: Sequence, kwargs: dict) -> Hashable | None:
     """What identifies the scalar that an operation computes from scalars and numbers; None for other operations."""
     is_literal = op is aten.full.default and args[0] == []
-    if is_literal or _is_arithmetic(op, args):
-        return structure(Eqn(op, tuple(args), (), kwargs), lambda v: v)
-    return None
+    if not is_literal and not _is_arithmetic(op, args):
+        return None
+    return structure(Eqn(op, tuple(args), (), kwargs), lambda v: v)
 
 
 def _is_arithmetic(op: Any, args: Sequence) -> bool:

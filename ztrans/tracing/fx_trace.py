@@ -81,7 +81,8 @@ def trace_by_make_fx(
 
     Raises: ValueError if the function does something that a program cannot express (see `annotate`).
     """
-    import torch._dynamo  # make_fx imports it, which must not happen under the modes below
+    # make_fx imports it, which must not happen under the modes below.
+    import torch._dynamo
 
     _complete_fake_rules()
     results: tuple[list[Any], pytree.TreeSpec] = ([], pytree.tree_structure(()))
@@ -104,7 +105,8 @@ def trace_by_make_fx(
             _allow_non_fake_inputs=True,
             _disable_torch_fn_metadata_mode=True,
         )(*inputs)
-    torch.clear_autocast_cache()  # it holds casts of fake weights, which the caller's autocast would use
+    # It holds casts of fake weights, which the caller's autocast would use.
+    torch.clear_autocast_cache()
     # FX names placeholders after parameters, and `run_traced` has none with a name. `self` is the module in FX's code.
     for node, name in zip(module.graph.find_nodes(op="placeholder"), names):
         node._rename("self_" if name == "self" else name)
@@ -187,22 +189,24 @@ def decompositions() -> dict[Any, Callable]:
     )
     table.update(loss_scaling.FORMS)
     over_lists = torch._C.DispatchKey.CompositeExplicitAutograd
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     for name in torch._C._dispatch_get_all_op_names():
-        namespace, _, rest = name.partition("::")
-        if namespace not in ("aten", "c10d", "_c10d_functional"):
-            continue
-        packet, _, overload = rest.partition(".")
-        if namespace == "aten" and not packet.startswith("_foreach_"):
-            continue
-        op = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
-        if namespace == "aten":
-            if not overload.endswith("out") and torch._C._dispatch_has_kernel_for_dispatch_key(
-                name, over_lists
-            ):
+        if name.startswith("aten::_foreach_"):
+            if not name.endswith("out") and has_kernel(name, over_lists):
+                op = _operation(name)
                 table[op] = functools.partial(op._op_dk, over_lists)
-        elif c10d.has_no_place(op):
-            table[op] = functools.partial(c10d.functionalized, op, _finished_work)
+        elif name.startswith(("c10d::", "_c10d_functional::")):
+            op = _operation(name)
+            if c10d.is_outside_programs(op):
+                table[op] = functools.partial(c10d.functionalized, op, _finished_work)
     return table
+
+
+def _operation(name: str) -> Any:
+    """The operation with a name such as `aten::add.Tensor`."""
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
 def _finished_work() -> Any:
@@ -218,13 +222,11 @@ def _complete_fake_rules() -> torch.library.Library:
     """
     # It is returned, because its kernels go when it is freed.
     library = torch.library.Library("aten", "IMPL")
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     for name in torch._C._dispatch_get_all_op_names():
         if name.startswith("aten::_fused_") and not name.endswith("out"):
-            packet, _, overload = name.removeprefix("aten::").partition(".")
-            op = getattr(getattr(aten, packet), overload or "default")
-            if not op._schema.returns and not torch._C._dispatch_has_kernel_for_dispatch_key(
-                name, "Meta"
-            ):
+            returns = _operation(name)._schema.returns
+            if not returns and not has_kernel(name, "Meta"):
                 library.impl(name.removeprefix("aten::"), lambda *args, **kwargs: None, "Meta")
     if aten._ctc_loss.default not in fake_impls.op_implementations_dict:
         fake_impls.register_op_impl(aten._ctc_loss.default)(_ctc_losses)

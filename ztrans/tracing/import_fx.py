@@ -32,7 +32,7 @@ from ..ir.printer import op_name
 from ..ir.source import where
 from .annotate import Origin, origin_of
 from .checkpoints import policy_of
-from .errors import TraceError, no_nested, warn_of_trace, writes_batch
+from .errors import TraceError, unsupported_function, warn_of_written_batch
 from .functionalize import Alias, Builder, Storage, View, inverse_order
 from .overloads import functional, outs, with_defaults
 from .regions import Fact
@@ -70,12 +70,11 @@ def import_fx(
     placeholders = module.graph.find_nodes(op="placeholder")
     strides = {v: node.meta["val"].stride() for v, node in zip(inputs, placeholders, strict=True)}
     builder = Builder(Names(v.name for v in inputs), strides)
-    aliases = [Alias(Storage(v)) for v in inputs]
-    outputs = _import_nodes(builder, module, aliases, _NOWHERE)
-    for v, alias in zip(inputs, aliases):
-        storage = alias.storage
+    storages = [Storage(v) for v in inputs]
+    outputs = _import_nodes(builder, module, list(map(Alias, storages)), _NOWHERE)
+    for v, storage in zip(inputs, storages):
         if v in batch and storage.version:
-            warn_of_trace(writes_batch(v.name, storage.written_at), storage.written_at)
+            warn_of_written_batch(v.name, storage.written_at)
     return builder.eqns, builder.read(list(outputs)), builder.facts
 
 
@@ -97,9 +96,10 @@ def _import_nodes(
         if node.op == "placeholder":
             values[node] = next(unread)
         elif node.op == "get_attr":
-            constant = getattr(module, node.target)
-            is_function = isinstance(constant, fx.GraphModule)
-            values[node] = _function(node.target, constant, origin) if is_function else constant
+            attribute = getattr(module, node.target)
+            if isinstance(attribute, fx.GraphModule):
+                attribute = _function(node.target, attribute, origin)
+            values[node] = attribute
         elif node.op == "output":
             outputs = args[0]
         elif node.target is operator.getitem:
@@ -118,7 +118,10 @@ def _fact(node: fx.Node, origin: Origin) -> Fact:
         return origin.fact
     policy = policy_of(node.meta, mark)
     dropped = policy in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-    demand = _DEMANDS.get(policy.name) if policy is not None and mark.is_selective else None
+    # A checkpoint that is not selective leaves the choice to a plan: it demands nothing.
+    demand = None
+    if policy is not None and mark.is_selective:
+        demand = _DEMANDS.get(policy.name)
     return replace(origin.fact, checkpoint=mark.number, dropped=dropped, demand=demand)
 
 
@@ -165,20 +168,24 @@ def _mark(builder: Builder, op: Any, x: Alias, operand: Any, val: Any) -> Alias:
     """
     value = builder.read(x)
     operand = builder.read(operand)
-    if op is GRADIENT and any(e.op is GRADIENT and value in e.outs for e in builder.eqns[-1:]):
-        return x
+    if op is GRADIENT and builder.eqns:
+        last = builder.eqns[-1]
+        if last.op is GRADIENT and value in last.outs:
+            return x
     name = f"{operand.name}.grad" if isinstance(operand, Var) else ""
     return Alias.of(builder.emit(op, (value, operand), like=val, name=name))
 
 
 def _view(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -> Any:
+    """Import a view: a tensor in the storage of its base, or several."""
     base = args[0]
     rest = tuple(builder.read(args[1:]))
     op = _COMPUTED.get(op, op)
-    if op is aten.view.default and tuple(rest[0]) == builder.read(base).shape:  # as `x.view_as(x)`
+    # A view of the same shape, as `x.view_as(x)`.
+    if op is aten.view.default and tuple(rest[0]) == builder.read(base).shape:
         return base
+    # `as_strided` is a view of the whole storage, not of the view that it is called with.
     if op is aten.as_strided.default and base.views:
-        # It is a view of the whole storage, not of the view that it is called with.
         is_computed = any(view.op in _COMPUTED.values() for view in base.views)
         if is_computed or val.dtype != base.storage.value.dtype:
             raise TraceError(
@@ -188,11 +195,14 @@ def _view(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -> Any
         base = Alias(base.storage)
         rest = (*rest[:2], val.storage_offset())
     results = builder.emit(op, (builder.read(base), *rest), kwargs, val)
-    aliases = []
-    for i, value in enumerate(results if isinstance(results, tuple) else [results]):
-        views = (*base.views, View(op, rest, kwargs, i))
-        aliases.append(Alias(base.storage, views, base.storage.version, value))
-    return aliases if isinstance(results, tuple) else aliases[0]
+
+    def alias(value: Var, number: int) -> Alias:
+        views = (*base.views, View(op, rest, kwargs, number))
+        return Alias(base.storage, views, base.storage.version, value)
+
+    if isinstance(results, tuple):
+        return [alias(value, i) for i, value in enumerate(results)]
+    return alias(results, 0)
 
 
 def _in_place(builder: Builder, op: Any, args: Sequence, kwargs: dict, val: Any = None) -> Any:
@@ -201,26 +211,25 @@ def _in_place(builder: Builder, op: Any, args: Sequence, kwargs: dict, val: Any 
     Its functional form returns the new values of these arguments last.
     """
     arguments = arguments_by_name(op, args, kwargs)
-    written_arguments = [arguments[a.name] for a in op._schema.arguments if is_written(a)]
-    targets = pytree.tree_leaves(written_arguments)
+    targets = pytree.tree_leaves([arguments[a.name] for a in op._schema.arguments if is_written(a)])
     if _is_of_library(op):
         results = _of_new_tensors(builder, op, arguments, targets, val)
     else:
         results = _functional_results(builder, op, args, kwargs, targets)
     returned = results[: -len(targets)]
-    unwritten = _unwritten(op, args, kwargs)
-    for target, value in zip(targets, results[-len(targets) :]):
+    new_values = results[-len(targets) :]
+
+    # A fused optimizer writes its gradients only to unscale them.
+    unwritten: set[int] = set()
+    if op_facts(op).fused_update and kwargs.get("grad_scale") is None:
+        unwritten.update(map(id, args[1]))
+    for target, value in zip(targets, new_values):
         if id(target) not in unwritten:
             builder.write(target, _written_value(builder, op, value, builder.read(target)))
+
     if returned:
         return pytree.tree_unflatten(Alias.of(returned), pytree.tree_structure(val))
     return targets[0] if len(op._schema.returns) == 1 else targets
-
-
-def _unwritten(op: Any, args: Sequence, kwargs: dict) -> set[int]:
-    """The ids of the gradients of a fused optimizer, which it writes only to unscale them."""
-    is_fused = op_facts(op).fused_update
-    return set(map(id, args[1])) if is_fused and kwargs.get("grad_scale") is None else set()
 
 
 def _functional_results(
@@ -229,12 +238,14 @@ def _functional_results(
     """The results of the functional form of an in-place operation: what `op` returns, then the new `targets`."""
     name = op._schema.name
     values = builder.read(args)
+    # What is copied, or what fills the tensor, is the new value.
     if name in _BROADCASTS and isinstance(values[1], Var):
         return (values[1],)
     if name == "aten::zero_":
         return (builder.emit(aten.full_like.default, (values[0], 0)),)
     if name == "aten::fill_":
         return (builder.emit(aten.full_like.default, tuple(values)),)
+
     form = _functional_form(builder, op, targets)
     options = _options(builder, kwargs)
     for key in outs(op):
@@ -242,7 +253,11 @@ def _functional_results(
     values = with_defaults(op, form, values, kwargs)
     if form is aten.bernoulli.p:
         return (_drawn(builder, values, options),)
-    like = [builder.meta(builder.read(x)) for x in targets] if op_facts(op).fused_update else None
+
+    # On meta tensors a fused optimizer returns nothing, so its results are described by what it writes.
+    like = None
+    if op_facts(op).fused_update:
+        like = [builder.meta(builder.read(x)) for x in targets]
     results = builder.emit(form, values, options, like)
     return results if isinstance(results, tuple) else (results,)
 
@@ -263,9 +278,9 @@ def _drawn(builder: Builder, values: Sequence, options: dict) -> Var:
     The functional form, `bernoulli`, draws them in the order of the elements. Those of other draws keep the layout.
     """
     target, p = values
-    dims = range(len(target.shape))
+    dims = list(range(len(target.shape)))
     order = sorted(dims, key=lambda dim: -builder.strides[target][dim])
-    if order == list(dims):
+    if order == dims:
         return builder.emit(aten.bernoulli.p, values, options)
     in_order = builder.emit(aten.permute.default, (target, order))
     bits = builder.emit(aten.bernoulli.p, (in_order, p), options)
@@ -312,9 +327,14 @@ def _written_value(builder: Builder, op: Any, new: Any, old: Var) -> Var:
 
 
 def _per_member(builder: Builder, op: Any, args: tuple, kwargs: dict) -> None:
-    """`_fused_adamw_` as one update per parameter."""
-    for i in range(len(args[0])):  # some of the other lists are empty
-        _in_place(builder, op, [a[i : i + 1] if isinstance(a, list) else a for a in args], kwargs)
+    """Import `_fused_adamw_` and others as one update per parameter."""
+    for i in range(len(args[0])):
+        of_member = []
+        for argument in args:
+            # By slices, because some of the lists are empty.
+            is_list = isinstance(argument, list)
+            of_member.append(argument[i : i + 1] if is_list else argument)
+        _in_place(builder, op, of_member, kwargs)
 
 
 def _higher_order(builder: Builder, node: fx.Node, args: tuple, kwargs: dict) -> Any:
@@ -324,33 +344,43 @@ def _higher_order(builder: Builder, node: fx.Node, args: tuple, kwargs: dict) ->
     results, tree = pytree.tree_flatten(node.meta.get("val"))
     args, kwargs = pytree.tree_map(builder.read, (args, kwargs))
     if node.target is hops.flex_attention_backward:
-        # None for a tensor that score_mod reads without a gradient, which fakes have.
+        # The results after those for q, k and v are for the tensors that score_mod reads. Fakes have one for each of
+        # them, and the operator returns None where the joint function computes no gradient.
         joint = args[8].graph.outputs
-        results[3:] = [x if grad is not None else None for x, grad in zip(results[3:], joint[5:])]
+        for i, gradient in enumerate(joint[5:], 3):
+            if gradient is None:
+                results[i] = None
     values = builder.emit(node.target, args, kwargs, results)
     return pytree.tree_unflatten(Alias.of(values), tree)
 
 
 def _function(name: str, module: fx.GraphModule, caller: Origin) -> Function:
     """A function that a higher-order operator calls, which make_fx has traced as a graph of its own."""
-    fakes = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    arguments = [
-        Alias(Storage(Var(letters(k), x.dtype, tuple(x.shape)))) for k, x in enumerate(fakes)
-    ]
-    values = [x.storage.value for x in arguments]
-    strides = {v: x.stride() for v, x in zip(values, fakes)}
-    builder = Builder(Names(v.name for v in values), strides, source=caller.source)
+    strides: dict[Var, tuple[int, ...]] = {}
+    for k, node in enumerate(module.graph.find_nodes(op="placeholder")):
+        fake = node.meta["val"]
+        strides[Var(letters(k), fake.dtype, tuple(fake.shape))] = fake.stride()
+    inputs = tuple(strides)
+    builder = Builder(Names(v.name for v in inputs), strides, source=caller.source)
+    arguments = [Alias(Storage(v)) for v in inputs]
     outputs = _import_nodes(builder, module, arguments, caller)
-    listed = [*outputs] if isinstance(outputs, (tuple, list)) else [outputs]
+    # FX has lists of a class of its own, and the function returns plain ones.
+    returns: type = torch.Tensor
+    if isinstance(outputs, tuple):
+        returns = tuple
+    elif isinstance(outputs, list):
+        returns = list
+    listed = [outputs] if returns is torch.Tensor else outputs
     results = _in_separate_memory(builder, listed, arguments)
+
     # make_fx numbers the functions of a whole trace. Calls of equal functions have equal names here, and share kernels.
     short = re.sub(r"\d+$", "0", name.replace("_graph", ""))
-    graph = dce(Graph(short, tuple(values), tuple(builder.eqns), tuple(results), 0))
-    changes_argument = any(x.storage.version for x in arguments)
-    problem = "changes its argument in place" if changes_argument else no_function(graph)
-    if problem is not None:
-        raise no_nested(name, problem, caller.source)
-    returns = next((kind for kind in (tuple, list) if isinstance(outputs, kind)), torch.Tensor)
+    graph = dce(Graph(short, inputs, tuple(builder.eqns), tuple(results), 0))
+    problem = _problem_of_function(graph)
+    if any(x.storage.version for x in arguments):
+        problem = "changes its argument in place"
+    if problem:
+        raise unsupported_function(name, problem, caller.source)
     return Function(graph, returns)
 
 
@@ -370,14 +400,14 @@ def _in_separate_memory(
     return results
 
 
-def no_function(graph: Graph) -> str | None:
-    """Why a program cannot be a function of an equation, or None if it can be one."""
+def _problem_of_function(graph: Graph) -> str:
+    """Why a program cannot be a function of an equation; empty if it can be one."""
     for e in graph.eqns:
         if is_random(e):
             return f"draws random numbers ({op_name(e.op)})"
         if isinstance(e.op, Primitive) or rules(e).remote:
             return f"communicates ({op_name(e.op)})"
-    return None
+    return ""
 
 
 def letters(index: int) -> str:

@@ -48,15 +48,13 @@ class _Evidence:
     """The facts about a program from which the region of an equation follows."""
 
     def __init__(self, graph: Graph, facts: Mapping[Eqn, Fact]) -> None:
-        draws = (e.replace(region="update") if is_random(e) else e for e in graph.eqns)
-        last = max(
-            (i for i, e in enumerate(graph.eqns) if facts[e].backward), default=len(graph.eqns)
-        )
+        backward = [i for i, e in enumerate(graph.eqns) if facts[e].backward]
+        # A step without a backward has all its equations before one.
+        self.before_last_backward = set(graph.eqns[: backward[-1]] if backward else graph.eqns)
         self.facts = facts
-        # The values that depend on the batch.
-        self.over = varying(graph.replace(eqns=tuple(draws)), ("batch",)).keys()
-        self.before_last_backward = set(graph.eqns[:last])
+        self.on_batch = _on_batch(graph)
         self.differentiated = _differentiated(graph, facts)
+
         # What forward and backward read. At first this is what equations that depend on the batch read;
         # `label_regions` adds what the equations read that it labels forward or backward.
         self.read_early: set[Var] = set()
@@ -64,24 +62,37 @@ class _Evidence:
         for e in graph.eqns:
             if e.op is GRADIENT:
                 gradients.update(e.results)
-            if _binds(e, self.over):
+            if _binds(e, self.on_batch):
                 self.read_early.update(e.ins)
+
         after_gradients = depending(graph.eqns, gradients)
-        self.updated = _updated(graph, facts, self.over, self.differentiated) | after_gradients
-        self.unreduced = _unreduced(graph, self.over) if last == len(graph.eqns) else set[Var]()
+        self.updated = _updated(graph, facts, self.on_batch, self.differentiated) | after_gradients
+        self.unreduced: set[Var] = set()
+        if not backward:
+            self.unreduced = _unreduced(graph, self.on_batch)
 
     def region(self, e: Eqn) -> Region:
         """The region of the first rule that holds for an equation."""
         early = e in self.before_last_backward
         if self.facts[e].backward or e.op is GRADIENT:
             return "backward"
-        if _binds(e, self.over):
+        if _binds(e, self.on_batch):
             return "forward" if early and not _binds(e, self.unreduced) else "update"
         if e in self.differentiated:
             return "forward"
         if _binds(e, self.updated):
             return "update"
         return "forward" if early and _binds(e, self.read_early) else "update"
+
+
+def _on_batch(graph: Graph) -> Set[Var]:
+    """The values that depend on the batch."""
+    eqns = []
+    for e in graph.eqns:
+        # No equation has a region yet. As one of the update, a draw in the shape of an invariant value is invariant,
+        # because it does not depend on the batch.
+        eqns.append(e.replace(region="update") if is_random(e) else e)
+    return varying(graph.replace(eqns=tuple(eqns)), ("batch",)).keys()
 
 
 def _binds(e: Eqn, values: Set[Var]) -> bool:
@@ -103,26 +114,26 @@ def _differentiated(graph: Graph, facts: Mapping[Eqn, Fact]) -> set[Eqn]:
 
 
 def _updated(
-    graph: Graph, facts: Mapping[Eqn, Fact], over: Set[Var], differentiated: set[Eqn]
+    graph: Graph, facts: Mapping[Eqn, Fact], on_batch: Set[Var], differentiated: set[Eqn]
 ) -> set[Var]:
     """The values that the update computes, as far as they follow from its results.
 
     They become state, or a gradient is for them, or such a value is computed from them.
     Values that depend on the batch, or that the differentiated function computes, are left out.
     """
-    update_values = {v for v in variables(graph.outputs[: graph.num_state]) if v not in over}
+    update_values = {v for v in variables(graph.outputs[: graph.num_state]) if v not in on_batch}
     for e in reversed(graph.eqns):
         if e.op is GRADIENT:
-            update_values.update(v for v in e.args[1:] if v not in over)
+            update_values.update(v for v in e.args[1:] if v not in on_batch)
         elif _binds(e, update_values) and e not in differentiated and not facts[e].backward:
-            update_values.update(v for v in e.ins if v not in over)
+            update_values.update(v for v in e.ins if v not in on_batch)
     return update_values
 
 
-def _unreduced(graph: Graph, over: Set[Var]) -> set[Var]:
+def _unreduced(graph: Graph, on_batch: Set[Var]) -> set[Var]:
     """Values that depend on the batch and enter the state without a `pmean` or `psum` that the user wrote."""
-    unreduced = {v for v in variables(graph.outputs[: graph.num_state]) if v in over}
+    unreduced = {v for v in variables(graph.outputs[: graph.num_state]) if v in on_batch}
     for e in reversed(graph.eqns):
         if _binds(e, unreduced) and e.op not in (PMEAN, PSUM):
-            unreduced.update(v for v in e.ins if v in over)
+            unreduced.update(v for v in e.ins if v in on_batch)
     return unreduced

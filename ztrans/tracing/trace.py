@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import fx
 from torch.utils import _pytree as pytree
 
 from ..calling.call import BoundCall, StepFunction
@@ -31,7 +32,7 @@ from ..ir.higher_order import with_chosen_backend
 from ..ir.layout import UserSharding
 from ..ir.recompute import checkpointed
 from .dtensors import around, cut_batch, local_results, refuse_wrappers, spec_of
-from .errors import no_parts
+from .errors import unequal_parts
 from .fx_trace import check_torch, trace_by_make_fx
 from .import_fx import import_fx
 from .recording import Recording
@@ -71,38 +72,20 @@ def trace(
     name = function.name if function.name.isidentifier() else "step"
     refuse_inside(f"trace: {name}", call)
     part = call.micro_batch(function, micro) if micro > 1 else call
-    leaves = _leaves_of(part, function, axes, memories)
-    step = _FlatStep(fn, name, part, leaves)
-    state = [leaf for leaf in leaves if leaf.is_state]
-    inputs = step.inputs
-    abstract = [leaf.abstract for leaf in inputs]
-    variables = tuple(Var(leaf.name, x.dtype, x.shape) for leaf, x in zip(inputs, abstract))
-    batch = frozenset(v for v, leaf in zip(variables, inputs) if leaf.in_batch)
-    device = device or device_of_leaves(abstract)
+    step = _FlatStep(fn, name, part, _leaves_of(part, function, axes, memories))
+    device_of_meta = device or device_of_leaves(leaf.abstract for leaf in step.inputs)
 
     def record() -> Recording:
-        traced = trace_by_make_fx(
-            step, lambda: step.empty_inputs(device), [leaf.name for leaf in inputs], name
-        )
-        # The FX graph has the casts of the caller's autocast. The importer runs operations on meta tensors, to find
-        # their types, and these must not be cast again.
-        with without_autocast():
-            eqns, tensors, facts = import_fx(traced.module, variables, batch)
-        computed = iter(tensors)
-        outputs = tuple(next(computed) if isinstance(x, torch.Tensor) else x for x in traced.leaves)
-        shapes = tuple(shape_of(leaf.value) for leaf in state)
-        graph = Graph(name, variables, tuple(eqns), outputs, len(state), batch, leaf_shapes=shapes)
-        _check_state(graph, state)
-        graph = _annotated(graph, facts)
-        graph = with_chosen_backend(graph, run_on_cpus(abstract))
+        graph, module, out_tree = _traced_graph(step, device_of_meta)
         return Recording(
-            graph,
-            traced.module,
-            traced.out_tree,
-            Signature.of(call, function),  # what the step reads after the trace
-            function,
-            axes=tuple(leaf.axes for leaf in inputs),
-            user_shardings=tuple(leaf.user_sharding for leaf in inputs),
+            graph=graph,
+            fx=module,
+            out_tree=out_tree,
+            # A trace may change what the step reads: the program is for what is there after it.
+            signature=Signature.of(call, function),
+            function=function,
+            axes=tuple(leaf.axes for leaf in step.inputs),
+            user_shardings=tuple(leaf.user_sharding for leaf in step.inputs),
         )
 
     return trace_without_side_effects(record, function.reads, name)
@@ -140,6 +123,11 @@ class _FlatStep:
         """The leaves that are inputs of the program. The others are constants."""
         return [leaf for leaf in self.leaves if isinstance(leaf.abstract, Abstract)]
 
+    @property
+    def state(self) -> list[_Leaf]:
+        """The leaves of the state."""
+        return [leaf for leaf in self.leaves if leaf.is_state]
+
     def empty_inputs(self, device: str) -> list[torch.Tensor]:
         """A new tensor for each input. Those of meta leaves are on this device."""
         return [leaf.empty(device) for leaf in self.inputs]
@@ -149,7 +137,45 @@ class _FlatStep:
         arguments = pytree.tree_unflatten(_seen_by_step(self.leaves, tensors), tree)
         result = self.call.of_tree(arguments).run(self.fn)
         _check_result(self.name, result, self.call.state)
-        return _local_results([leaf for leaf in self.leaves if leaf.is_state], *result)
+        return _local_results(self.state, *result)
+
+
+def _traced_graph(step: _FlatStep, device: str) -> tuple[Graph, fx.GraphModule, pytree.TreeSpec]:
+    """The program of a step, the FX graph that it comes from, and the tree of what the step returns."""
+    names = [leaf.name for leaf in step.inputs]
+    traced = trace_by_make_fx(step, lambda: step.empty_inputs(device), names, step.name)
+
+    variables: list[Var] = []
+    batch: set[Var] = set()
+    for leaf in step.inputs:
+        variable = Var(leaf.name, leaf.abstract.dtype, leaf.abstract.shape)
+        variables.append(variable)
+        if leaf.in_batch:
+            batch.add(variable)
+    # The FX graph has the casts of the caller's autocast. The importer runs operations on meta tensors, to find their
+    # types, and these must not be cast again.
+    with without_autocast():
+        eqns, computed, facts = import_fx(traced.module, variables, batch)
+
+    # The outputs of the FX graph are tensors. What else the step returns is a constant.
+    uncomputed = iter(computed)
+    outputs: list[Any] = []
+    for x in traced.leaves:
+        outputs.append(next(uncomputed) if isinstance(x, torch.Tensor) else x)
+
+    graph = Graph(
+        step.name,
+        tuple(variables),
+        tuple(eqns),
+        tuple(outputs),
+        len(step.state),
+        frozenset(batch),
+        leaf_shapes=tuple(shape_of(leaf.value) for leaf in step.state),
+    )
+    _check_state(graph, step.state)
+    graph = _annotated(graph, facts)
+    graph = with_chosen_backend(graph, run_on_cpus([leaf.abstract for leaf in step.inputs]))
+    return graph, traced.module, traced.out_tree
 
 
 def _leaves_of(
@@ -163,29 +189,36 @@ def _leaves_of(
     Raises: TypeError or ValueError for a leaf that a program cannot have.
     """
     values = pytree.tree_leaves(call.tree())
-    arguments = call.state, *call.batch, *call.extra
-    names, paths = leaf_names(call.parameters(function), arguments)
+    names, paths = leaf_names(call.parameters(function), call.tree())
     num_state = len(pytree.tree_leaves(call.state))
     end_of_batch = len(values) - len(pytree.tree_leaves(call.extra))
     refuse_wrappers(zip(paths, values))
     check_state(paths, values[:num_state])
     leaves = []
     for i, (value, name, path) in enumerate(zip(values, names, paths)):
+        is_state = i < num_state
         leaf_axes = axes[i] if axes else ()
         user_sharding = UserSharding.of(value, leaf_axes)
         if user_sharding is not None and user_sharding.problem is not None:
-            raise no_parts(path, user_sharding.problem)
-        is_state = i < num_state
+            raise unequal_parts(path, user_sharding.problem)
         if not is_state and UserSharding.cut_over(value, leaf_axes):
             raise cut_batch(path)
-        in_batch = num_state <= i < end_of_batch and isinstance(value, torch.Tensor)
         abstract: Any = Abstract.of(value, is_state, user_sharding)
+        # A leaf on the host is traced as one without a device: on the device of the others.
         if is_state and memories and memories[i] == "host":
             abstract = abstract._replace(device="meta")
-        spec = spec_of(value, user_sharding)
-        leaves.append(
-            _Leaf(value, name, path, abstract, leaf_axes, user_sharding, spec, is_state, in_batch)
+        leaf = _Leaf(
+            value=value,
+            name=name,
+            path=path,
+            abstract=abstract,
+            axes=leaf_axes,
+            user_sharding=user_sharding,
+            spec=spec_of(value, user_sharding),
+            is_state=is_state,
+            in_batch=num_state <= i < end_of_batch and isinstance(value, torch.Tensor),
         )
+        leaves.append(leaf)
     return leaves
 
 
@@ -209,21 +242,22 @@ def _local_results(state: Sequence[_Leaf], new_state: Any, output: Any) -> tuple
     paths = [leaf.path for leaf in state]
     new, tree = pytree.tree_flatten(new_state)
     new, output = local_results(new, [leaf.spec for leaf in state], paths, opened(output))
+    # A map over an opened tree gives the user's containers again.
+    output = opened(output)
     refuse_wrappers((*zip(paths, new), *named_outputs(output)))
-    return pytree.tree_unflatten(new, tree), opened(output)
+    return pytree.tree_unflatten(new, tree), output
 
 
 def _annotated(graph: Graph, facts: Mapping[Eqn, Fact]) -> Graph:
     """The program with regions for its equations, and with recomputation of the results that checkpoints drop."""
     graph = dce(label_regions(graph, facts))
     checkpoint: dict[Var, int | None] = {}
-    drops: set[Var] = set()
+    dropped: set[Var] = set()
     for e, fact in facts.items():
-        for v in e.results:
-            checkpoint[v] = fact.checkpoint
-            if fact.dropped:
-                drops.add(v)
-    return checkpointed(graph, checkpoint, drops) if drops else graph
+        checkpoint.update(dict.fromkeys(e.results, fact.checkpoint))
+        if fact.dropped:
+            dropped.update(e.results)
+    return checkpointed(graph, checkpoint, dropped) if dropped else graph
 
 
 def _check_result(name: str, result: Any, state: Any) -> None:
@@ -235,19 +269,22 @@ def _check_result(name: str, result: Any, state: Any) -> None:
         )
     old, old_tree = pytree.tree_flatten_with_path(state)
     new, new_tree = pytree.tree_flatten_with_path(result[0])
-    if old_tree != new_tree:
-        old_keys = {pytree.keystr(keys) for keys, _ in old}
-        new_keys = {pytree.keystr(keys) for keys, _ in new}
-        changes = []
-        if old_keys - new_keys:
-            changes.append(f"missing: {', '.join(sorted(old_keys - new_keys)[:4])}")
-        if new_keys - old_keys:
-            changes.append(f"new: {', '.join(sorted(new_keys - old_keys)[:4])}")
-        raise ValueError(
-            f"trace: {name} returned a state of another structure than it was given"
-            f" ({'; '.join(changes) or f'{new_tree} for {old_tree}'}).\n"
-            f"Return every leaf of the state, in the same containers; keep anything else in the output."
-        )
+    if old_tree == new_tree:
+        return
+    old_keys = {pytree.keystr(keys) for keys, _ in old}
+    new_keys = {pytree.keystr(keys) for keys, _ in new}
+    changes = []
+    if old_keys - new_keys:
+        changes.append(f"missing: {', '.join(sorted(old_keys - new_keys)[:4])}")
+    if new_keys - old_keys:
+        changes.append(f"new: {', '.join(sorted(new_keys - old_keys)[:4])}")
+    if not changes:
+        changes.append(f"{new_tree} for {old_tree}")
+    raise ValueError(
+        f"trace: {name} returned a state of another structure than it was given"
+        f" ({'; '.join(changes)}).\n"
+        f"Return every leaf of the state, in the same containers; keep anything else in the output."
+    )
 
 
 def _check_state(graph: Graph, state: Sequence[_Leaf]) -> None:
