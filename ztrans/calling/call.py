@@ -74,10 +74,10 @@ class StepFunction:
 class BoundCall(NamedTuple):
     """One call of a step function: its arguments in the order of the parameters.
 
-    The last `len(names)` values of `batch` are passed by name. They belong to keyword-only
-    parameters, and to parameters after one that the caller left out. A parameter that the caller
-    left out is not an argument: the step reads its default as it reads a global. `extra` has the
-    extra argument of an `ExtraInputs`, and is empty for other functions.
+    The last `len(names)` values of `batch` are passed by name. They belong to keyword-only parameters, and to
+    parameters after one that the caller left out. A parameter that the caller left out is not an argument: the step
+    reads its default as it reads a global. `extra` has the extra argument of an `ExtraInputs`, and is empty for other
+    functions.
     """
 
     state: Any

@@ -1,11 +1,10 @@
 """The guard of a program: it recognises a call like the last one without examining it.
 
-In a loop every step gets the state that the step before it returned, and a batch like the one
-before. So what was found out about the last call is still true: its signature, the layout of its
-leaves, and that they share no memory. Recognising the state takes a fraction of a microsecond a
-leaf. A leaf that was replaced, resized, moved or laid out in another way since then is noticed, and
-the call is then examined as a new one. A tensor with the properties and the memory of a leaf is as
-good as that leaf.
+In a loop every step gets the state that the step before it returned, and a batch like the one before. So what was found
+out about the last call is still true: its signature, the layout of its leaves, and that they share no memory.
+Recognising the state takes a fraction of a microsecond a leaf. A leaf that was replaced, resized, moved or laid out in
+another way since then is noticed, and the call is then examined as a new one. A tensor with the properties and the
+memory of a leaf is as good as that leaf.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -80,7 +79,8 @@ class Guard:
 
     def _is_like(self, arguments: list) -> bool:
         """Whether the arguments other than the state have the properties of the last ones."""
-        if list(map(type, arguments)) != self._kinds:  # such as a container where a leaf was
+        # They differ, for instance, if a container is where a leaf was.
+        if list(map(type, arguments)) != self._kinds:
             return False
         for x, last in zip(arguments, self._batch):
             # All floats have the same signature, and a lifted loop has many.
@@ -113,12 +113,13 @@ class KnownState:
         if leaves is None or any(reference() is not leaves[i] for i, reference in self._references):
             return None
         tensors = self._local(leaves)
+        # A leaf that is not a tensor now is a TypeError.
         try:
             if not self._guards.check(*tensors):
                 return None
             if list(map(torch.Tensor.data_ptr, tensors)) != self._addresses:
                 return None
-        except TypeError:  # a leaf is not a tensor now
+        except TypeError:
             return None
         for i in self._trained:
             tensors[i] = tensors[i].detach()
@@ -148,7 +149,8 @@ class KnownTree:
         self._containers: list[tuple[int, Any, Any]] = []
         nodes = [tree]
         below: dict[int, range] = {}
-        for position, node in enumerate(nodes):  # which grows meanwhile
+        # The list grows meanwhile.
+        for position, node in enumerate(nodes):
             children, keys = _children(node)
             if children is not None:
                 self._containers.append((position, type(node), keys))
@@ -188,10 +190,12 @@ def _children(node: Any) -> tuple[list | None, Any]:
         return [*node.values()], [*node]
     if type(node) is list or type(node) is tuple:
         return [*node], len(node)
-    # `tree_flatten` makes a reference cycle, which must not hold the node.
+    # One level is flattened. `tree_flatten` makes a reference cycle with `is_leaf`, which must not hold the node.
     itself = id(node)
     children, structure = pytree.tree_flatten(node, is_leaf=lambda x: id(x) != itself)
-    return (None, None) if structure.is_leaf() else (children, structure)
+    if structure.is_leaf():
+        return None, None
+    return children, structure
 
 
 def _leaf_positions(position: int, below: dict[int, range]) -> Iterator[int]:

@@ -13,13 +13,13 @@ import pickle
 import random
 from collections.abc import Callable, Hashable
 from itertools import zip_longest
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy
 import torch
 
 from ..ir.graph import Graph
-from ..ir.printer import program
+from ..ir.printer import HasGraph, program
 from ..ir.structure import structures
 from .reads import Reads
 
@@ -41,12 +41,7 @@ class ImpureStepError(ValueError):
     """A step changes Python values that it reads, or its program depends on a number drawn in Python."""
 
 
-class _Traced(Protocol):
-    @property
-    def graph(self) -> Graph: ...
-
-
-T = TypeVar("T", bound=_Traced)
+T = TypeVar("T", bound=HasGraph)
 
 
 def trace_without_side_effects(record: Callable[[], T], reads: Reads, step_name: str) -> T:
@@ -57,16 +52,20 @@ def trace_without_side_effects(record: Callable[[], T], reads: Reads, step_name:
     Raises: ImpureStepError that names what changed, with the user's lines.
     """
     reads_before = reads.values()
-    states = _generator_states()
+    states_before = _generator_states()
     first = record()
     reads_after = reads.values()
-    generators_drawn = [
-        name for name, state in _generator_states().items() if state != states[name]
-    ]
+    generators_drawn = []
+    for name, state in _generator_states().items():
+        if state != states_before[name]:
+            generators_drawn.append(name)
+    # Draws of a traced step do not move PyTorch's generator, so the step has seeded it or set its state.
     if _TORCH in generators_drawn:
         raise _seeds(reads, step_name)
     if reads_after == reads_before and not generators_drawn:
         return first
+
+    # A step that only prepares itself in its first run changes nothing in a second trace, and its program is the same.
     second = record()
     changes = reads_after.changes(reads.values())
     if changes:

@@ -130,9 +130,13 @@ class Reads:
         present = [reader() for reader in self._readers]
         entries = self._entries_of_containers()
         has_grown = list(map(len, self._namespaces)) != self._sizes
-        different = [] if _same(entries, self._entries) else entries
+        # In most calls every place has the object of the last call, and nothing is compared by `==`.
+        different: list[Any] = []
+        if not _same(entries, self._entries):
+            different += entries
         if not _same(present, self._present):
             different += [new for new, old in zip(present, self._present) if new is not old]
+
         if has_grown or any(map(_leads_further, different)):
             self._find()
         elif different or len(entries) != len(self._entries):
@@ -145,6 +149,7 @@ class Reads:
             yield name, reader()
 
     def _find(self) -> None:
+        """Find the places, and read them."""
         search = _Search()
         search.visit(self._fn, getattr(self._fn, "__name__", "the step"))
         for module in self._modules:
@@ -160,6 +165,7 @@ class Reads:
         self._remember([reader() for reader in self._readers])
 
     def _remember(self, present: list) -> None:
+        """Keep what is in the places now. `_values` stays the same object if it is equal."""
         self._present = present
         self._containers = list(filter(_is_mutable, present))
         self._entries = self._entries_of_containers()
@@ -186,7 +192,8 @@ def _is_mutable(value: Any) -> bool:
 def _entries(container: Any) -> list:
     """The entries of a short container, and of the containers in it. A long one is data, and is not read."""
     entries: list[Any] = [container]
-    for entry in entries:  # the list grows meanwhile
+    # The list grows meanwhile.
+    for entry in entries:
         if isinstance(entry, _CONTAINERS):
             if len(entries) + len(entry) > LONGEST + 1:
                 return []
@@ -201,14 +208,16 @@ def _constant(value: Any) -> Any:
     kind = type(value)
     if value is _Absent:
         return _Absent
+    # As text, because 0.0 equals -0.0, and nan does not equal nan.
     if isinstance(value, float | complex):
-        return kind, repr(value)  # 0.0 equals -0.0, and nan does not equal nan
+        return kind, repr(value)
     if kind in _CONSTANT_TYPES:
         return kind, value
     if isinstance(value, torch.Tensor):
         return torch.Tensor
     if isinstance(value, _CONTAINERS):
-        return (kind, _constants(value)) if _entries(value) or not value else kind
+        is_long = value and not _entries(value)
+        return kind if is_long else (kind, _constants(value))
     if isinstance(value, slice):
         return kind, (value.start, value.stop, value.step)
     if isinstance(value, _CONSTANTS) and kind.__hash__ is not None:
@@ -273,12 +282,11 @@ class _Search:
 
     def visit(self, value: Any, name: str) -> None:
         """Follow a value: a function to the names in its code, an object to its methods."""
-        if (
-            id(value) in self._seen
-            or type(value) in _CONSTANT_TYPES
-            or isinstance(value, torch.Tensor)
-        ):
+        if type(value) in _CONSTANT_TYPES or isinstance(value, torch.Tensor):
             return
+        if id(value) in self._seen:
+            return
+        # It holds the values, so that their ids stay valid.
         self._seen[id(value)] = value
         if isinstance(value, types.FunctionType):
             self._function(value)
@@ -300,14 +308,17 @@ class _Search:
         while before != len(self._seen) + len(self.places):
             before = len(self._seen) + len(self.places)
             for name, owner in list(self._owners):
+                # All attributes of a module are places already, and those of a class are found below.
                 if not isinstance(owner, nn.Module | type):
                     self._named_attributes(owner, name)
                 for base in _user_bases(owner):
                     for attribute in list(vars(base)):
                         if attribute in self.attributes:
                             self._class_attribute(owner, base, attribute)
-        for key, place in self.places.items():
-            self.places[key] = place._replace(source=place.source or self.attributes.get(key[1]))
+        for (owner_id, attribute), place in self.places.items():
+            if place.source is None:
+                source = self.attributes.get(attribute)
+                self.places[owner_id, attribute] = place._replace(source=source)
 
     def _place(
         self, owner: Any, key: str, name: str, reader: Callable, source: Source | None = None
@@ -324,22 +335,26 @@ class _Search:
         self._place(mapping if owner is None else owner, key, name, reader, source)
 
     def _container(self, container: Any, name: str) -> None:
-        if _entries(container):
-            is_dict = isinstance(container, dict)
-            for key, entry in container.items() if is_dict else enumerate(container):
-                self.visit(entry, f"{name}[{key!r}]")
+        if not _entries(container):
+            return
+        pairs = container.items() if isinstance(container, dict) else enumerate(container)
+        for key, entry in pairs:
+            self.visit(entry, f"{name}[{key!r}]")
 
     def _function(self, f: types.FunctionType) -> None:
         code = f.__code__
         here = _head(code)
         read_code = functools.partial(getattr, f, "__code__")
         self._place(f, "__code__", f"the code of {f.__name__}", read_code, here)
+        # The code of a library is not read, but it may call functions that the user gave to it.
         if is_library(code.co_filename):
             for variable, cell in _cells(f):
-                if callable(function := _contents(cell)):  # one that the user gave to the library
+                function = _contents(cell)
+                if callable(function):
                     self.visit(function, variable)
             self.visit(getattr(f, "__wrapped__", None), f.__name__)
             return
+
         self.namespaces.append(vars(f))
         self._owners.append((f.__name__, f))
         for attribute, kind in _DEFAULTS.items():
@@ -353,6 +368,7 @@ class _Search:
         for variable, source in names.globals.items():
             if variable in f.__globals__ or not hasattr(builtins, variable):
                 self._entry(f.__globals__, variable, variable, source)
+        # The first function that names an attribute gives its line.
         self.attributes = names.attributes | self.attributes
 
     def _object(self, value: Any, name: str) -> None:
@@ -417,12 +433,16 @@ class _Names:
             if names is not None:
                 line = instruction.positions and instruction.positions.lineno
                 source = Source(code.co_filename, line or code.co_firstlineno, code.co_qualname)
+                # A line that writes the name counts more than one that reads it.
                 if action != "LOAD" or instruction.argval not in names:
                     names[instruction.argval] = source
         self.attributes = dict.fromkeys(_in_class_patterns(instructions), here) | self.attributes
+
+        # In code that calls `getattr`, any text may be the name of an attribute. The code of inner functions and of
+        # comprehensions is among the constants.
         takes_names = not _BY_NAME.isdisjoint(self.globals)
         for constant in code.co_consts:
-            if isinstance(constant, types.CodeType):  # an inner function or a comprehension
+            if isinstance(constant, types.CodeType):
                 self._add(constant)
             elif takes_names and isinstance(constant, str):
                 self.attributes.setdefault(constant, here)

@@ -1,8 +1,7 @@
 """Signatures: what a program is made for. Calls with equal signatures share a program.
 
-It is the tree of the arguments and what their leaves are, and the surroundings of the call:
-PyTorch's modes, the values that the step reads besides its arguments, and what an `ExtraInputs`
-adds.
+It is the tree of the arguments and what their leaves are, and the surroundings of the call: PyTorch's modes, the values
+that the step reads besides its arguments, and what an `ExtraInputs` adds.
 """
 
 from __future__ import annotations
@@ -189,9 +188,10 @@ class Surroundings(NamedTuple):
     @staticmethod
     def of(function: StepFunction) -> Surroundings:
         """The present surroundings of a step function."""
-        constants = function.extra.constants() if function.extra is not None else {}
-        modes = tuple(ambient().items())
-        return Surroundings(modes, function.reads.values(), tuple(constants.items()))
+        constants: tuple[tuple[str, Hashable], ...] = ()
+        if function.extra is not None:
+            constants = tuple(function.extra.constants().items())
+        return Surroundings(tuple(ambient().items()), function.reads.values(), constants)
 
     def changes(self, later: Surroundings) -> list[str]:
         """The differences between these and later surroundings, each in words."""

@@ -1,8 +1,8 @@
 """Trees: the leaves of the arguments of a step, their containers and their names.
 
-These are PyTorch's pytrees, with one difference. In a batch or an output, a dataclass, and a mapping
-that is not a dict (such as the BatchEncoding of transformers), is a container. It is a node of a
-type of ours, which unflattens to the container.
+These are PyTorch's pytrees, with one difference. In a batch or an output, a dataclass, and a mapping that is not a dict
+(such as the BatchEncoding of transformers), is a container. It is a node of a type of ours, which unflattens to the
+container.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 def leaf_names(parameters: Sequence[str], args: Sequence[Any]) -> tuple[list[str], list[str]]:
     """For each leaf a short name, such as `params.weight`, and its path, `state.params.weight`.
 
-    Programs have the names, and messages the paths. `parameters` are the names of the arguments, of
-    which the first one is the state.
+    Programs have the names, and messages the paths. `parameters` are the names of the arguments, of which the first one
+    is the state.
     """
     short_names: list[str] = []
     paths: list[str] = []

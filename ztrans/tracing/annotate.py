@@ -35,7 +35,7 @@ from ..ir.op_facts import draws, is_written
 from ..ir.relations import tensors_in
 from ..ir.source import Source, user_source, where
 from . import c10d, errors
-from .checkpoints import Mark, forget_policy, mark_of_operation
+from .checkpoints import CheckpointMark, forget_policy, mark_of_operation
 from .regions import Fact
 
 DEVICE = torch.ops.prim.device.default  # the operation of `x.device`
@@ -60,7 +60,7 @@ class Origin(NamedTuple):
 
     source: Source | None
     fact: Fact
-    checkpoint: Mark | None = None
+    checkpoint: CheckpointMark | None = None
 
 
 def origin_of(node: fx.Node) -> Origin | None:
@@ -100,24 +100,30 @@ class Annotate(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # a higher-order operator traces its functions without this mode
+        # A higher-order operator traces its functions without this mode.
+        return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # it would guard every call against torch.compile, which takes longer than the call
+        # It would guard every call against torch.compile, which takes longer than the call.
+        return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        # Without a proxy mode, PyTorch asks for its own sake.
         if func is DEVICE or get_proxy_mode() is None:
-            return func(*args, **kwargs)  # without a proxy mode, PyTorch asks for its own sake
+            return func(*args, **kwargs)
         origin = self._origin()
         line = origin.source or user_source(2)
-        is_higher_order = isinstance(func, HigherOrderOperator)
-        if is_higher_order:
+        tensors = tensors_in((args, kwargs))
+        if isinstance(func, HigherOrderOperator):
             self._check_higher_order(func, args, line)
-        self._check_tensors(func, tensors_in((args, kwargs)), line)
-        if not is_higher_order and not any(map(is_traceable_wrapper_subclass_type, types)):
-            self._check(func, args, kwargs, line, origin.fact.backward)
+            self._check_tensors(func, tensors, line)
+        else:
+            self._check_tensors(func, tensors, line)
+            # An operation of a DTensor is checked when it runs on local tensors.
+            if not any(map(is_traceable_wrapper_subclass_type, types)):
+                self._check(func, args, kwargs, line, origin.fact.backward)
         with self._errors_of(func, line), noting(origin):
             try:
                 result = func(*args, **kwargs)
@@ -131,12 +137,14 @@ class Annotate(TorchDispatchMode):
         """Where the operation comes from that is being called."""
         running = torch._C._current_autograd_node()
         source = user_source(3) if running is None else self._line_of.get(running._sequence_nr())
+        # Autograd numbers its nodes, and has made those of this operation before the operation is dispatched here.
         latest = torch.autograd._get_sequence_nr() - 1
         for number in range(self._last_number + 1, latest + 1):
             self._line_of[number] = source
         recorded = latest > self._last_number
         self._last_number = max(self._last_number, latest)
-        return Origin(source, Fact(running is not None, recorded), mark_of_operation())
+        fact = Fact(backward=running is not None, recorded=recorded)
+        return Origin(source, fact, mark_of_operation())
 
     def _check_tensors(self, func: Any, tensors: Sequence[Any], line: Source | None) -> None:
         """Raises: ValueError for a tensor that does not belong to the trace."""
@@ -153,19 +161,20 @@ class Annotate(TorchDispatchMode):
         """Raises: ValueError for a call of a higher-order operator that a program cannot hold."""
         if func in _WHILE_LOOPS:
             raise errors.while_loop(line, self.step)
-        mask = tensors_in(args[4]) if func is torch.ops.higher_order.flex_attention else []
-        if any(getattr(x, "fake_mode", None) is not self.fakes for x in mask):
-            raise errors.mask_from_before(line, self.step)
+        if func is torch.ops.higher_order.flex_attention:
+            mask = tensors_in(args[4])
+            if any(getattr(x, "fake_mode", None) is not self.fakes for x in mask):
+                raise errors.mask_from_before(line, self.step)
 
     def _check(
         self, func: Any, args: tuple, kwargs: dict, line: Source | None, backward: bool
     ) -> None:
         """Raises: ValueError for an operation that a program cannot hold."""
         if func in _READS:
-            raise errors.reads_value(func, False, line, self.step)
+            raise errors.reads_value(func, line, self.step)
         for x in (*args, *kwargs.values()):
             if isinstance(x, torch.Generator):
-                raise errors.own_generator(f"a torch.Generator ({func})", line, self.step)
+                raise errors.own_generator(func, line, self.step)
             if isinstance(x, torch.UntypedStorage):
                 raise errors.cannot_be_traced(
                     func, TypeError("an argument is a storage"), line, self.step
@@ -186,9 +195,9 @@ class Annotate(TorchDispatchMode):
         except c10d.NoForm as error:
             raise errors.unsupported_collective(op, str(error), line, self.step) from None
         except fake_tensor.DynamicOutputShapeException:
-            raise errors.reads_value(op, True, line, self.step) from None
+            raise errors.reads_value(op, line, self.step, needs_shape=True) from None
         except fake_tensor.DataDependentOutputException:
-            raise errors.reads_value(op, False, line, self.step) from None
+            raise errors.reads_value(op, line, self.step) from None
         except (NotImplementedError, fake_tensor.UnsupportedOperatorException) as error:
             raise errors.cannot_be_traced(op, error, line, self.step) from error
 

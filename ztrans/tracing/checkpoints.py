@@ -32,14 +32,14 @@ _MARK = "ztrans_checkpoint"
 _POLICY = "recompute"
 
 
-class Mark(NamedTuple):
+class CheckpointMark(NamedTuple):
     """The checkpoint around an operation. One that is not selective drops every result."""
 
     number: int
     is_selective: bool
 
 
-def mark_of_operation() -> Mark | None:
+def mark_of_operation() -> CheckpointMark | None:
     """The mark of the checkpoint around the operation that runs."""
     return fx_traceback.current_meta.get(_MARK)
 
@@ -49,7 +49,7 @@ def forget_policy() -> None:
     fx_traceback.current_meta.pop(_POLICY, None)
 
 
-def policy_of(meta: Mapping[str, Any], mark: Mark) -> plain.CheckpointPolicy | None:
+def policy_of(meta: Mapping[str, Any], mark: CheckpointMark) -> plain.CheckpointPolicy | None:
     """What a checkpoint does with the results of an operation that was recorded with this metadata."""
     return meta.get(_POLICY) if mark.is_selective else plain.CheckpointPolicy.MUST_RECOMPUTE
 
@@ -64,19 +64,24 @@ def mark_checkpoints() -> Iterator[None]:
             yield
             return
         meta = fx_traceback.current_meta
-        outer: Mark | None = meta.get(_MARK)
-        forward, _ = (context_fn or args[1])()  # torch 2.14 passes it by name
+        outer: CheckpointMark | None = meta.get(_MARK)
+        # Torch 2.14 passes it by name.
+        make_contexts = context_fn or args[1]
+        forward, _ = make_contexts()
         is_selective = isinstance(forward, TorchDispatchMode)
-        # The results inside of a nested checkpoint belong to the outer one, which drops them too.
-        number = next(numbers) if outer is None else outer.number
-        meta[_MARK] = Mark(number, is_selective and (outer is None or outer.is_selective))
+        if outer is None:
+            meta[_MARK] = CheckpointMark(next(numbers), is_selective)
+        else:
+            # The results inside of a nested checkpoint belong to the outer one, which drops them too.
+            meta[_MARK] = CheckpointMark(outer.number, is_selective and outer.is_selective)
         try:
             with forward:
                 yield
         finally:
-            meta[_MARK] = outer
             if outer is None:
                 del meta[_MARK]
+            else:
+                meta[_MARK] = outer
 
     with (
         patched(plain, **{_GENERATOR: run}),
@@ -88,7 +93,8 @@ def mark_checkpoints() -> Iterator[None]:
 
 def _as_if_not_reentrant(function: Callable, preserve_rng_state: bool, *args: Any) -> Any:
     """Run a reentrant checkpoint. It computes no gradients at all if none of its arguments requires one."""
-    plain.check_backward_validity(args)  # warns if it computes none
+    # It warns if there are none.
+    plain.check_backward_validity(args)
     if any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
         return plain.checkpoint(
             function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state

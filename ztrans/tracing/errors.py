@@ -74,15 +74,19 @@ def unequal_parts(path: str, why: str) -> TraceError:
 def _in_library(why: str) -> str:
     """The line of a library that does what is refused, and what a user can do who does not change it."""
     line = library_line()
-    return line and (
+    if not line:
+        return ""
+    return (
         f"  which leads to {line}\n"
         f"{why}. To avoid that line of a library, choose an option, or eval() of its module; or compute that part in "
         f"the step from the results before it, such as the loss from the logits. In code of your own:\n"
     )
 
 
-def reads_value(op: Any, shape: bool, source: Source | None, step: str) -> ReadsValueError:
-    """The step reads a value of a tensor, or uses a shape that depends on values.
+def reads_value(
+    op: Any, source: Source | None, step: str, *, needs_shape: bool = False
+) -> ReadsValueError:
+    """The step reads a value of a tensor, or with `needs_shape` uses a shape that depends on values.
 
     The names in the user's code tell why it may do so: to send tokens to experts without dropping any, or to see
     whether a mask is causal.
@@ -93,11 +97,16 @@ def reads_value(op: Any, shape: bool, source: Source | None, step: str) -> Reads
         special = _DROPLESS
     elif any("mask" in name for name in names):
         special = _CAUSAL
-    action = "takes a shape from a tensor's values" if shape else "reads a tensor's value"
-    of_function = f"{_WITH_NUMBERS}\n" if op is torch.ops.aten._ctc_loss.Tensor else ""
+    action = "reads a tensor's value"
+    if needs_shape:
+        action = "takes a shape from a tensor's values"
+    if op is torch.ops.aten._ctc_loss.Tensor:
+        special_case = f"{_WITH_NUMBERS}\n"
+    else:
+        special_case = _in_library("A traced step runs on tensors without values")
     return ReadsValueError(
         f"trace: {step} {action} while it is traced ({op}).\n"
-        f"  at {where(source)}\n{of_function or _in_library('A traced step runs on tensors without values')}"
+        f"  at {where(source)}\n{special_case}"
         f"A traced step runs on tensors without values: replace .item(), bool() and `if` on tensors by "
         f"torch.where, and boolean indexing by masks. To log a value, return its tensor as output, and read it after "
         f"the step. To check it, do the same. A number that you pass is an input too: decide before, and pass a bool."
@@ -154,13 +163,11 @@ _ADVICE = {
 
 def no_gradient(source: Source | None, step: str) -> TraceError:
     """The step takes the gradient of a loss that depends on nothing that requires one."""
-    off = (
-        "gradients are off"
-        if not torch.is_grad_enabled()
-        else "the loss depends on nothing that requires a gradient"
-    )
+    why = "gradients are off"
+    if torch.is_grad_enabled():
+        why = "the loss depends on nothing that requires a gradient"
     return TraceError(
-        f"trace: {step} takes gradients, and {off}.\n"
+        f"trace: {step} takes gradients, and {why}.\n"
         f"  at {where(source)}\n"
         f"Call the step outside of torch.no_grad() and torch.inference_mode(), and leave requires_grad of at least one "
         f"parameter on."
@@ -176,10 +183,10 @@ def sparse_gradient(source: Source | None) -> TraceError:
     )
 
 
-def own_generator(generator: str, source: Source | None, step: str) -> TraceError:
-    """The step uses a random generator of its own."""
+def own_generator(op: Any, source: Source | None, step: str) -> TraceError:
+    """The step draws from a random generator of its own."""
     return TraceError(
-        f"trace: {step} uses {generator}, which is no input of the program and would be used once, in the "
+        f"trace: {step} uses a torch.Generator ({op}), which is no input of the program and would be used once, in the "
         f"trace.\n"
         f"  at {where(source)}\n"
         f"Draw from the default generator and seed it outside of the step, with another seed on each rank."

@@ -187,7 +187,8 @@ class _ReplaceArguments(TorchFunctionMode):
 
 def _tensors_read_by(functions: Sequence[Callable], args: Sequence[Any]) -> list[torch.Tensor]:
     """The tensors that `functions` read besides their arguments and what they compute from them."""
-    arguments: dict[int, torch.Tensor] = {}  # of all operations
+    # The arguments of all operations by their ids.
+    arguments: dict[int, torch.Tensor] = {}
 
     def visit(tree: Any) -> Any:
         arguments.update((id(x), x) for x in tensors_in(tree))
@@ -200,9 +201,11 @@ def _tensors_read_by(functions: Sequence[Callable], args: Sequence[Any]) -> list
         _ReplaceArguments(visit),
     ):
         for function in functions:
-            with contextlib.suppress(Exception):  # it fails again in the trace, which says where
+            # What fails here fails again in the trace, whose error says where.
+            with contextlib.suppress(Exception):
                 function(*args)
-    not_free = {id(x) for x in (*pytree.tree_leaves(args), *created.tensors)}
+    not_free = set(map(id, pytree.tree_leaves(args)))
+    not_free.update(map(id, created.tensors))
     return [x for key, x in arguments.items() if key not in not_free]
 
 

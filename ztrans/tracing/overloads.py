@@ -27,8 +27,8 @@ def functional(op: Any) -> Any:
     short = name.removesuffix("_")
     library = getattr(torch.ops, namespace)
     parameters = _typed(a for a in op._schema.arguments if a.name not in outs(op))
-    for packet in (getattr(library, short, None), getattr(library, f"{short}_functional", None)):
-        for form in overloads(packet):
+    for packet_name in (short, f"{short}_functional"):
+        for form in overloads(getattr(library, packet_name, None)):
             form_parameters = form._schema.arguments
             has_effect = any(map(is_written, form_parameters))
             if not has_effect and _typed(form_parameters) == parameters:
@@ -43,10 +43,10 @@ def _typed(parameters: Iterable[Any]) -> list[tuple[str, str]]:
 
 def with_defaults(op: Any, form: Any, values: list, kwargs: dict) -> list:
     """`values`, and the defaults that `op` has and its functional form has not, such as p of `bernoulli_`."""
+    count = len(values)
     completed = list(values)
-    pairs = zip(op._schema.arguments[len(values) :], form._schema.arguments[len(values) :])
-    for a, form_parameter in pairs:
+    for a, of_form in zip(op._schema.arguments[count:], form._schema.arguments[count:]):
         is_left_out = not a.kwarg_only and a.name not in kwargs
-        if is_left_out and not form_parameter.has_default_value():
+        if is_left_out and not of_form.has_default_value():
             completed.append(a.default_value)
     return completed

@@ -32,6 +32,7 @@ def with_tensor_scalar(func: Callable, args: tuple, kwargs: dict) -> Any:
         return NotImplemented
     in_place = name.endswith("_")
     scalar = _scalar_argument(args[count:], kwargs)
+    # `_foreach_add(tensors, tensor)` reads its tensor as a number.
     if name.startswith("_foreach_add") and scalar is None and isinstance(args[1], torch.Tensor):
         return [x.add_(args[1]) if in_place else x.add(args[1]) for x in args[0]]
     if not isinstance(scalar, torch.Tensor):
@@ -70,9 +71,8 @@ def _computed(
     x, y = operands[:2]
     dtype = torch.result_type(x, y) if isinstance(y, torch.Tensor) else x.dtype
     # PyTorch computes these in fp32, and rounds once.
-    in_fp32 = dtype in HALF and (
-        x.device.type != "cpu" or operation in ("addcmul", "addcdiv", "lerp")
-    )
+    rounds_once = x.device.type != "cpu" or operation in ("addcmul", "addcdiv", "lerp")
+    in_fp32 = dtype in HALF and rounds_once
     wide = torch.float32 if in_fp32 else dtype
     rest = [v.to(wide) if isinstance(v, torch.Tensor) else v for v in (*operands[1:], scalar)]
     result = _scaled(operation, x.float() if in_fp32 else x, *rest).to(dtype)
@@ -90,6 +90,7 @@ def _scaled(operation: str, x: torch.Tensor, y: Any, *rest: Any) -> torch.Tensor
         return x + y * scalar / z[0]
     if operation == "addcmul":
         return torch.addcmul(x, y * scalar, z[0])
+    # It rounds once, as `add` with a number for its alpha does.
     if isinstance(y, torch.Tensor):
-        return torch.addcmul(x, y, scalar)  # rounds once, as `add` with a number for its alpha does
+        return torch.addcmul(x, y, scalar)
     return x + y * scalar

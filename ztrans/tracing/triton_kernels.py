@@ -41,7 +41,8 @@ _LANGUAGE = ("tl", "triton", "language", "libdevice", "range", "min", "max", "le
 @contextlib.contextmanager
 def record_launches() -> Iterator[None]:
     """Record launches of Triton kernels instead of running them, whether `wrap_triton` has wrapped a kernel or not."""
-    if "triton" not in sys.modules:  # then no kernel exists
+    # Before somebody imports Triton, no kernel exists.
+    if "triton" not in sys.modules:
         yield
         return
     from triton.runtime.jit import KernelInterface
@@ -53,15 +54,21 @@ def record_launches() -> Iterator[None]:
 def _recorded_launch(kernel: Any, grid: Any) -> Callable:
     def launch(*args: Any, **options: Any) -> None:
         arguments = dict(zip(kernel.arg_names, args)) | options
-        size = grid(arguments) if callable(grid) and not chooses(kernel) else grid
-        numbers = {name: x for name, x in arguments.items() if not isinstance(x, torch.Tensor)}
-        launched = {"grid": (size,) if isinstance(size, int) else size, "numbers": numbers}
+        # The grid of a kernel that chooses its block sizes depends on its choice, which is made when it runs.
+        size = grid
+        if callable(grid) and not chooses(kernel):
+            size = grid(arguments)
+        if isinstance(size, int):
+            size = (size,)
+        tensors = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)}
+        numbers = {name: x for name, x in arguments.items() if name not in tensors}
+        launched = {"grid": size, "numbers": numbers}
         torch.ops.higher_order.triton_kernel_wrapper_mutation(
             kernel_idx=kernel_side_table.add_kernel(kernel),
             constant_args_idx=kernel_side_table.add_constant_args(launched),
             grid=[],
             tma_descriptor_metadata={},
-            kwargs={name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)},
+            kwargs=tensors,
         )
 
     return launch
@@ -98,6 +105,7 @@ def changed_arguments(function: FunctionType) -> set[str]:
     {'out'}
     """
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    # For each name in the kernel, the names that its values are computed from.
     computed_from: defaultdict[str, list[str]] = defaultdict(list)
     for target, value in _assignments(tree):
         for name in _names(target):
@@ -112,13 +120,15 @@ def changed_arguments(function: FunctionType) -> set[str]:
 
 
 def _assignments(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """The targets and the values of all assignments. Those of `a, b = x, y` are two pairs."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
+            value = node.value
             for target in node.targets:
-                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                    yield from zip(target.elts, node.value.elts)
+                if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                    yield from zip(target.elts, value.elts)
                 else:
-                    yield target, node.value
+                    yield target, value
         elif isinstance(node, ast.AugAssign | ast.AnnAssign) and node.value is not None:
             yield node.target, node.value
 
@@ -130,8 +140,10 @@ def _names(tree: ast.expr) -> Iterator[str]:
     if isinstance(tree, ast.Name):
         yield tree.id
     for child in ast.iter_child_nodes(tree):
-        if isinstance(child, ast.expr | ast.keyword):
-            yield from _names(child.value if isinstance(child, ast.keyword) else child)
+        if isinstance(child, ast.keyword):
+            child = child.value
+        if isinstance(child, ast.expr):
+            yield from _names(child)
 
 
 def _stored_to(call: ast.Call, scope: Mapping[str, Any]) -> Iterator[str]:
@@ -142,7 +154,8 @@ def _stored_to(call: ast.Call, scope: Mapping[str, Any]) -> Iterator[str]:
         for argument in arguments:
             yield from _names(argument)
     elif isinstance(call.func, ast.Attribute) and name.startswith(_WRITES):
-        yield from _names(call.func.value)  # a descriptor
+        # `descriptor.store(...)` writes through its object, `tl.store(pointer, ...)` through its first argument.
+        yield from _names(call.func.value)
         by_name = {keyword.arg: keyword.value for keyword in call.keywords}
         yield from _names(by_name.get("pointer", arguments[0]))
 
