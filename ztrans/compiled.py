@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -56,6 +56,7 @@ from .runtime.failure import (
     steps_of,
 )
 from .runtime.inductor import backend as inductor
+from .runtime.inductor.compiler import check_compiler
 from .runtime.process_groups import process_groups
 from .runtime.state import check_laid_out
 from .runtime.update_hash import update_hash
@@ -67,15 +68,25 @@ if TYPE_CHECKING:
 
 
 class LocalProgram(NamedTuple):
-    """A program as it runs on this rank."""
+    """A program as it runs on this rank.
+
+    Attributes:
+        lowered: the program, in the order in which it runs.
+        function: from flat inputs to flat outputs. Its attribute `program` is the FX program that it runs.
+        writes: in which the function notes that it begins to write the state.
+        contract: what the ranks of a mesh must do alike.
+        half_weights: copies of parameters, which the user does not see.
+        changed: the leaves of the state that a step changes.
+        device: the GPU that it runs on.
+    """
 
     lowered: Lowered
-    function: Any  # from flat inputs to flat outputs; its attribute `program` is the FX program that it runs
-    writes: Writes  # in which the function notes that it begins to write the state
-    contract: Contract | None = None  # what the ranks of a mesh must do alike
-    half_weights: HalfWeights | None = None  # copies of parameters, which the user does not see
-    changed: Sequence[int] = ()  # the leaves of the state that a step changes
-    device: torch.device | None = None  # the GPU that it runs on
+    function: Any
+    writes: Writes
+    contract: Contract | None = None
+    half_weights: HalfWeights | None = None
+    changed: Sequence[int] = ()
+    device: torch.device | None = None
 
     def goes_on(self, inputs: Inputs) -> bool:
         """Whether a step on these inputs uses gathers that the step before has started."""
@@ -464,7 +475,7 @@ class Compiled(Printed):
             graph = with_rates(graph)
         if self.attention == "fastest":
             graph = fastest_attention(graph, by_events)
-        fuses = self.backend == "inductor"
+        fuses = BACKENDS[self.backend].fuses
         graph = half_gradients(graph, on_gpu(graph, local), of_products=fuses)
         if not self.cast_ahead:
             return graph, None
@@ -474,12 +485,40 @@ class Compiled(Printed):
         self, writes: Writes, graph: Graph, local: Sequence[torch.Tensor]
     ) -> tuple[Graph, Executable]:
         """A program in the order in which it runs, and what runs it."""
-        n = graph.num_state
-        on_write = writes.begin if graph.outputs[:n] != graph.inputs[:n] else None
-        if self.backend == "inductor":
-            return inductor.executable(graph, self._mesh, local, on_write)
-        graph, groups = _grouped(graph)
-        return graph, executable(graph, self._mesh, on_write, groups, device_of(local))
+        on_write = writes.begin if _changed(graph) else None
+        return BACKENDS[self.backend].executable(graph, self._mesh, local, on_write)
+
+
+def _eager(
+    graph: Graph,
+    mesh: DeviceMesh | None,
+    local: Sequence[torch.Tensor],
+    on_write: Callable[[], None] | None,
+) -> tuple[Graph, Executable]:
+    """A program with equal updates next to each other, and what runs it operation by operation."""
+    graph, groups = _grouped(graph)
+    return graph, executable(graph, mesh, on_write, groups, device_of(local))
+
+
+class Backend(NamedTuple):
+    """A way to make the code of a program.
+
+    Attributes:
+        executable: makes it, for a program, the mesh, inputs like those of a step, and what the code calls before it
+            first writes the state. It returns the program in the order in which it runs, and what runs it.
+        fuses: whether elementwise operations become kernels of its own.
+        check: raises an error where it cannot work.
+    """
+
+    executable: Callable[..., tuple[Graph, Executable]]
+    fuses: bool
+    check: Callable[[], None]
+
+
+BACKENDS: Mapping[str, Backend] = {
+    "eager": Backend(_eager, fuses=False, check=lambda: None),
+    "inductor": Backend(inductor.executable, fuses=True, check=check_compiler),
+}
 
 
 def _changed(graph: Graph) -> list[int]:
@@ -538,7 +577,8 @@ def _agreed(lowered: Lowered) -> Lowered:
     try:
         if plan.digest != first.digest:
             lowered = lowered.following(first)
-    except ValueError as error:  # a PlanError, or too little memory of the host
+    except ValueError as error:
+        # A PlanError, or too little memory of the host.
         problem = str(error)
     agree_on_plan(name, mesh, problem)
     transport.reserve(mesh, in_order(lowered.graph))

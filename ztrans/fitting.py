@@ -28,8 +28,10 @@ from .transforms.offload import Offload, offload
 from .transforms.remat import remat
 from .transforms.shard_params import ShardParams
 
-EQUAL = 0.01  # steps whose times differ by less than this share count as equally fast; searches differ by as much
-_TRIES = 3  # numbers of micro-batches that are tried, each twice the one before
+# Steps whose times differ by less than this share count as equally fast. Searches differ by as much.
+EQUAL = 0.01
+# How many numbers of micro-batches are tried, each twice the one before.
+_TRIES = 3
 
 
 # `stages` imports this module, so its classes are described here by what is used of them.
@@ -161,10 +163,6 @@ class _Attempt(NamedTuple):
     error: DoesNotFit
     remedies: tuple[Remedy, ...]
 
-    def needs_less_than(self, other: _Attempt) -> bool:
-        """Whether its peak of memory is lower."""
-        return self.error.least.peak < other.error.least.peak
-
 
 def ways_to_fit(traced: Variant[Any], cluster: Cluster | None, error: DoesNotFit) -> list[Way]:
     """The ways in which a step fits its limit, with one more transform each; with several, if one is not enough."""
@@ -198,10 +196,10 @@ def _tried(
         try:
             return Trial.of(variant, cluster).way(" and ".join(lines))
         except DoesNotFit as error:
-            tried = _Attempt(lines, variant, error, next_remedies)
-            if tried.needs_less_than(least):
-                least = tried
-        except ValueError:  # the transform refuses this step
+            if error.least.peak < least.error.least.peak:
+                least = _Attempt(lines, variant, error, next_remedies)
+        except ValueError:
+            # The transform refuses this step.
             continue
     return least if least is not attempt else None
 
@@ -274,7 +272,8 @@ def _micro_batches(traced: Variant[Any], error: DoesNotFit) -> Iterator[Line]:
         micro = traced.micro_batches << doubled
         try:
             variant = _with(traced, accumulate(micro))
-        except Exception:  # the step itself may fail for smaller batches, in any way
+        except Exception:
+            # The step itself may fail for smaller batches, in any way.
             return
         yield f"zt.accumulate({micro})", variant
 

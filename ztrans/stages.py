@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from .calling.call import BoundCall
 from .calling.global_state import no_collection
-from .compiled import Compiled
+from .compiled import BACKENDS, Compiled
 from .fitting import variant_of_plan, ways_to_fit, with_chosen_options
 from .ir.across_steps import (
     carried_starts,
@@ -63,7 +63,6 @@ from .report.tracebacks import ends_at_user
 from .runtime.codegen import to_fx
 from .runtime.cuda.attention_kernels import check_attention
 from .runtime.cuda.graph_capture import check_device, check_on_device
-from .runtime.inductor.compiler import check_compiler
 from .runtime.mesh import check_runs, device_memory
 from .tracing.recording import Recording
 from .transforms.base import (
@@ -77,7 +76,8 @@ from .transforms.base import (
     with_limit,
 )
 
-History = tuple[tuple[str, Graph | fx.GraphModule], ...]  # the stages of a program by name
+# What a program was after each rewrite, by the name of that.
+History = tuple[tuple[str, Graph | fx.GraphModule], ...]
 
 __all__ = ["Compiled", "Cost", "Lowered", "Memory", "Traced"]
 
@@ -180,6 +180,7 @@ class Traced(Printed):
     def _with_choice(self, lowered: Lowered) -> Lowered:
         """The program of one rank in a new order, where the plan also chooses what becomes of the values of forward."""
         graph, history = self._before_sharding(lowered.cluster.device)
+        # The search knows programs alone. Its answer leads back to the stage with that program.
         choices = {lowered.unordered: lowered}
 
         def lower(program: Graph, on_host: tuple[str, ...]) -> Graph:
@@ -203,18 +204,19 @@ class Traced(Printed):
         device = cluster.device if cluster is not None else self._default_device()
         graph, history = self._before_sharding(device)
         if plan is None:
-            return self._sharded(graph, history, cluster, Plan(""))
+            plan = Plan("")
         if plan.recomputed:
             graph = recomputing(graph, plan)
             history = (*history, ("recompute", graph))
-        lowered = self._sharded(graph, history, cluster, plan)
-        chosen = Plan("", recomputed=plan.recomputed, on_host=plan.on_host)
-        return dataclasses.replace(lowered, plan=chosen)
+        return self._sharded(graph, history, cluster, plan)
 
     def _before_sharding(self, device: Device) -> tuple[Graph, History]:
         """The program after the transforms that rewrite it as it was traced, and the stages up to there."""
         mesh = mesh_of(self.transforms)
-        graph = by_axis(self.graph, mesh) if isinstance(mesh, DeviceMesh) else self.graph
+        graph = self.graph
+        # The collectives of the step itself name process groups, and a program names axes of the mesh.
+        if isinstance(mesh, DeviceMesh):
+            graph = by_axis(graph, mesh)
         graph = with_device_limit(with_limit(graph, self.transforms), device)
         history: History = (("make_fx", self.fx), ("trace", graph))
         return self._transformed(graph, history, lambda t: t.phase < Transform.phase)
@@ -234,12 +236,13 @@ class Traced(Printed):
     ) -> Lowered:
         """The program of one rank, without an order: the transforms that shard and schedule are applied to `graph`.
 
-        `graph` is the program after the transforms that rewrite it as it was traced. The values that `plan` has on
-        the host are moved there.
+        `graph` is the program after the transforms that rewrite it as it was traced, with what `plan` recomputes. The
+        values that `plan` has on the host are moved there.
         """
         graph, history = self._transformed(graph, history, lambda t: t.phase >= Transform.phase)
         graph = among_neighbours(dce(erase_trivial(erase_marks(graph))))
-        graph = dce(keep_on_host(graph, demanded_on_host(graph) | moved_by(plan, graph)))
+        on_host = demanded_on_host(graph) | moved_by(plan, graph)
+        graph = dce(keep_on_host(graph, on_host))
         if graph.hints.update == "last":
             graph = writes_last(graph)
 
@@ -256,7 +259,7 @@ class Traced(Printed):
             history=(*history, ("lower", graph)),
             recording=dataclasses.replace(self.recording, axes=tuple(axes)),
             mesh=mesh_of(self.transforms),
-            plan=Plan(""),
+            plan=Plan("", recomputed=plan.recomputed, on_host=plan.on_host),
             cluster=cluster,
             unordered=graph,
             # A program does not keep alive the arguments of the call that `trace_again` has.
@@ -411,6 +414,7 @@ class Lowered(Printed):
             plan = dataclasses.replace(plan, notes=(*plan.notes, _note_of_carried(graph)))
         graph = check(place_copies(graph, self.cluster))
         check_host_memory(graph, self.cluster)
+        # The last stage is the program without an order, and becomes the ordered one.
         history = (*self.history[:-1], ("lower", graph))
         plan = with_memory_notes(plan, memory(graph).peak, graph.hints, self.cluster.device)
         plan = dataclasses.replace(plan, traffic=tuple(traffic(graph).items()))
@@ -515,12 +519,10 @@ class Lowered(Printed):
         Raises: ValueError for an unknown option, without a compiler for "inductor", without a GPU for a CUDA graph or
             for "fastest", or for "fastest" on several ranks.
         """
-        if backend not in ("eager", "inductor"):
-            raise ValueError(
-                f"compile: unknown backend {backend!r}; there are 'eager' and 'inductor'."
-            )
-        if backend == "inductor":
-            check_compiler()
+        if backend not in BACKENDS:
+            there_are = " and ".join(map(repr, BACKENDS))
+            raise ValueError(f"compile: unknown backend {backend!r}; there are {there_are}.")
+        BACKENDS[backend].check()
         if self.mesh is not None:
             check_runs(self.mesh)
         if cuda_graph and self.graph.carried:
@@ -564,7 +566,8 @@ def _micro_batch_bound(
         if order.gathers or order.reductions:
             result = bound(formulate(order, cluster, peak))
             least[part] = result.seconds, result.binds
-        else:  # without planned collectives there is one order
+        else:
+            # Without planned collectives there is one order.
             least[part] = simulate(part, cluster).seconds, "compute"
     seconds = sum(least[part][0] for part in programs.in_order)
     return seconds, least[programs.last][1]

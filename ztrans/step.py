@@ -54,7 +54,8 @@ from .transforms.base import (
     no_step,
 )
 
-_MANY_PROGRAMS = 8  # a step with more is traced too often
+# A step with more programs is traced too often.
+_MANY_PROGRAMS = 8
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -158,7 +159,8 @@ class Step(Generic[P, R]):
         default_factory=ProgramCache, compare=False, repr=False
     )
 
-    __name__: ClassVar[str]  # each step has the name of its function
+    # Each step has the name of its function.
+    __name__: ClassVar[str]
 
     def __post_init__(self) -> None:
         """Copy the attributes of the function that `functools.wraps` copies, and its signature."""

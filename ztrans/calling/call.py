@@ -67,7 +67,8 @@ class StepFunction:
         for p in self.signature.parameters.values():
             if p.kind not in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
                 names.append(p.name)
-        names += [f"arg{i}" for i in range(len(names), count)]  # of `*args`
+        # The arguments of `*args` have no names.
+        names += [f"arg{i}" for i in range(len(names), count)]
         return names[:count]
 
 

@@ -27,7 +27,8 @@ def patched(owner: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(owner, name, value)
-        for name in inherited & vars(owner).keys():  # a property keeps its value elsewhere
+        # A property keeps its value elsewhere.
+        for name in inherited & vars(owner).keys():
             delattr(owner, name)
 
 

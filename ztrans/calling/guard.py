@@ -43,7 +43,8 @@ class Guard:
         self._inputs = [
             i for i, leaf in enumerate(self._batch) if not isinstance(leaf.value, Constant)
         ]
-        self._numbers: dict[int, torch.Tensor] = {}  # of the last call, by position
+        # The numbers of the last call as tensors, by position.
+        self._numbers: dict[int, torch.Tensor] = {}
 
     def match(self, call: BoundCall, surroundings: Surroundings) -> Inputs | None:
         """The inputs of a call of which everything is as in the last one; None for another call.

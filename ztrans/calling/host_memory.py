@@ -33,5 +33,6 @@ def let_copies_end() -> None:
     if not torch.cuda.is_initialized():
         return
     for device in range(torch.cuda.device_count()):
-        if torch.cuda.memory_reserved(device):  # another one would get a context here
+        # A device that the process does not use would get a context here.
+        if torch.cuda.memory_reserved(device):
             torch.cuda.synchronize(device)

@@ -29,11 +29,6 @@ def check_state(paths: Sequence[str], leaves: Sequence[Any]) -> None:
             raise bad_state_leaf(path, x)
 
 
-def shape_of(leaf: Any) -> tuple[int, ...]:
-    """The shape of a tensor, before the step itself divides it, or of a number."""
-    return tuple(getattr(leaf, "shape", ()))
-
-
 def read_argument(x: Any) -> torch.Tensor:
     """What this rank has of an argument that a step only reads, with its values: lazy conjugates are computed."""
     return local_part(x).resolve_conj().resolve_neg()
@@ -52,16 +47,13 @@ def check_donation(graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
     """
     for v, x in zip(graph.inputs[: graph.num_state], inputs):
         if x.is_conj() or x.is_neg():
-            raise TypeError(
-                _donated(graph, f"{v.name} is conjugated or negated only when it is read")
-            )
+            raise _not_writable(graph, f"{v.name} is conjugated or negated only when it is read")
         if not x.is_contiguous():
-            raise TypeError(_donated(graph, f"{v.name} is not contiguous"))
+            raise _not_writable(graph, f"{v.name} is not contiguous")
     for i, j in overlapping(inputs):
         if min(i, j) < graph.num_state:
-            raise TypeError(
-                _donated(graph, f"{graph.inputs[i].name} and {graph.inputs[j].name} share memory")
-            )
+            names = f"{graph.inputs[i].name} and {graph.inputs[j].name}"
+            raise _not_writable(graph, f"{names} share memory")
 
 
 def check_memory(graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
@@ -69,7 +61,8 @@ def check_memory(graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
 
     Raises: TypeError that names the leaf.
     """
-    if device_of(inputs) is None:  # on CPUs both memories are the same
+    # On CPUs both memories are the same.
+    if device_of(inputs) is None:
         return
     for v, x in zip(graph.inputs[: graph.num_state], inputs):
         if v.memory == "host" and not is_on_host(x):
@@ -85,8 +78,9 @@ def device_of(inputs: Iterable[torch.Tensor]) -> torch.device | None:
     return next((x.device for x in inputs if x.is_cuda), None)
 
 
-def _donated(graph: Graph, reason: str) -> str:
-    return (
+def _not_writable(graph: Graph, reason: str) -> TypeError:
+    """A state that a step cannot write in place."""
+    return TypeError(
         f"{graph.name}: {reason}, and a step writes its state in place.\n"
         f"Call `state = step.shard(state)` once, before the loop: it copies."
     )
@@ -95,17 +89,19 @@ def _donated(graph: Graph, reason: str) -> str:
 def span(x: torch.Tensor) -> tuple[int, int]:
     """The addresses of the first byte of a tensor, and of the one after its last byte."""
     start = x.data_ptr()
-    size = x.numel()
-    if size and not x.is_contiguous():
-        size = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride()))
-    return start, start + size * x.itemsize
+    count = x.numel()
+    # There may be gaps between its elements.
+    if count and not x.is_contiguous():
+        count = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride()))
+    return start, start + count * x.itemsize
 
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
     """For each tensor that shares memory with one that begins before it: their positions."""
     spans = [(*span(x), i) for i, x in enumerate(tensors) if x.numel()]
-    farthest = 0  # the end of the memory of the tensors so far
-    last = 0  # the position of the tensor that ends there
+    # The end of the memory of the tensors so far, and the position of the tensor that ends there.
+    farthest = 0
+    last = 0
     for start, end, i in sorted(spans):
         if start < farthest:
             yield last, i

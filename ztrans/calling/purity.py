@@ -23,7 +23,8 @@ from ..ir.printer import HasGraph, program
 from ..ir.structure import structures
 from .reads import Reads
 
-_MOST_CHANGES = 4  # in a message
+# The most changes that a message lists.
+_MOST_CHANGES = 4
 _TORCH = "torch's default generator"
 _SEEDING = ("manual_seed", "seed", "set_rng_state")
 _KEEP = (

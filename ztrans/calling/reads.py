@@ -37,7 +37,8 @@ from ..ir.source import Source, is_library, is_user_code
 # The most entries of a container that is read, with the entries of containers in it.
 LONGEST = 100
 
-_LONGEST_TEXT = 80  # characters of a value in a message
+# The most characters of a value in a message.
+_LONGEST_TEXT = 80
 
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _OF_PYTHON = (int, float, complex, bool, str, bytes, type(None), types.CodeType)
@@ -52,7 +53,8 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _INPUTS = ("defaults", "param_groups", "state", "last_epoch", "base_lrs", "_last_lr")
 # A step does not call these methods of an object that existed before it.
 _NOT_CALLED = ("__new__", "__init_subclass__", "__repr__", "__str__")
-_BY_NAME = frozenset({"getattr", "hasattr"})  # getattr(args, "rate", 0.5)
+# Functions that get the name of an attribute as text: getattr(args, "rate", 0.5).
+_BY_NAME = frozenset({"getattr", "hasattr"})
 _DEFAULTS = {"__defaults__": "a default", "__kwdefaults__": "a keyword default"}
 
 
@@ -61,10 +63,13 @@ class _Absent:
 
 
 class Place(NamedTuple):
-    """A variable or an attribute that a step reads."""
+    """A variable or an attribute that a step reads: its name, the user's line that writes it, and how to read it.
+
+    Where no line writes it, `source` is the first line that reads it.
+    """
 
     name: str
-    source: Source | None  # the user's line that writes it, or else the first line that reads it
+    source: Source | None
     reader: Callable[[], Any]
 
 
@@ -174,7 +179,10 @@ class Reads:
             self._values = values
 
     def _entries_of_containers(self) -> list:
-        return [entry for container in self._containers for entry in _entries(container)]
+        entries: list[Any] = []
+        for container in self._containers:
+            entries += _entries(container)
+        return entries
 
 
 def _same(first: Sequence, second: Sequence) -> bool:
@@ -271,7 +279,8 @@ class _Search:
     """The places that the code of a function, and of the user's functions that it calls, can read."""
 
     def __init__(self) -> None:
-        self.places: dict[tuple[int, str], Place] = {}  # by the id of the owner, and the name there
+        # By the id of the owner, and the name there.
+        self.places: dict[tuple[int, str], Place] = {}
         # The dicts of objects, in which attributes may appear.
         self.namespaces: list[Any] = []
         # The attributes that the code names, of any object.
@@ -420,7 +429,8 @@ class _Names:
 
     def __init__(self, code: types.CodeType) -> None:
         self.globals: dict[str, Source] = {}
-        self.variables: dict[str, Source] = {}  # of enclosing functions
+        # The variables of enclosing functions.
+        self.variables: dict[str, Source] = {}
         self.attributes: dict[str, Source] = {}
         self._add(code)
 
@@ -471,7 +481,8 @@ def _cells(f: types.FunctionType) -> list[tuple[str, types.CellType]]:
 def _contents(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # nothing has been assigned to the variable yet
+    except ValueError:
+        # Nothing has been assigned to the variable yet.
         return _Absent
 
 

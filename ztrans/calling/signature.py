@@ -124,11 +124,18 @@ _has_accelerator = functools.cache(torch.accelerator.is_available)
 
 
 class Leaf(NamedTuple):
-    """What a program is specialised on in a leaf of the arguments."""
+    """What a program is specialised on in a leaf of the arguments.
+
+    Attributes:
+        value: the leaf without its value, or the constant that it is.
+        placements: the mesh and the placements of a DTensor.
+        counts_as_tensor: whether it is a tensor, or a number in the state, for which the step returns a tensor.
+        requires_grad: whether it requires a gradient.
+    """
 
     value: Abstract | Constant
-    placements: tuple | None  # the mesh and the placements of a DTensor
-    counts_as_tensor: bool  # as a number in the state does: the step returns a tensor for it
+    placements: tuple | None
+    counts_as_tensor: bool
     requires_grad: bool
 
     @staticmethod
@@ -154,7 +161,8 @@ class Leaf(NamedTuple):
 
     def change(self, later: Leaf) -> str:
         """In words, how a later leaf differs from this one."""
-        old, new = self.value, later.value
+        old = self.value
+        new = later.value
         if isinstance(old, Constant) or isinstance(new, Constant):
             return f"was {_text(old)} and is {_text(new)}"
         if old.type != new.type:
@@ -179,11 +187,17 @@ def _text(value: Abstract | Constant) -> str:
 
 
 class Surroundings(NamedTuple):
-    """What a program is specialised on besides its arguments."""
+    """What a program is specialised on besides its arguments.
 
-    modes: tuple  # PyTorch's global state (see `ambient`)
+    Attributes:
+        modes: PyTorch's global state (see `ambient`).
+        reads: the values that the step reads.
+        constants: those of an `ExtraInputs`, by name.
+    """
+
+    modes: tuple
     reads: ReadValues
-    constants: tuple[tuple[str, Hashable], ...]  # of an `ExtraInputs`, by name
+    constants: tuple[tuple[str, Hashable], ...]
 
     @staticmethod
     def of(function: StepFunction) -> Surroundings:

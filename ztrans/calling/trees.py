@@ -84,7 +84,8 @@ def _unflatten(values: Any, context: tuple) -> Any:
     kind, names = context
     if issubclass(kind, Mapping):
         return kind(dict(zip(names, values)))
-    container = object.__new__(kind)  # without `__post_init__`, which has run before
+    # Without `__post_init__`, which has run before.
+    container = object.__new__(kind)
     for name, value in zip(names, values):
         object.__setattr__(container, name, value)
     return container

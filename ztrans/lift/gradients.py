@@ -61,8 +61,10 @@ class Gradients(TorchFunctionMode):
         self._carried = carried
         self._has_optimizer = has_optimizer
         self._from_before_lift = {name for name, p in module_params.items() if p.grad is not None}
+        # What has happened to the gradients so far, by the names of their parameters: some are reset, and some are
+        # reached by backward.
         self._reset: set[str] = set()
-        self._reached: set[str] = set()  # by backward
+        self._reached: set[str] = set()
         # The lines of backward, and of other uses, before a gradient is reset.
         self._added: dict[str, Source | None] = {}
         self._used: dict[str, tuple[str, Source | None]] = {}
@@ -78,8 +80,11 @@ class Gradients(TorchFunctionMode):
     def _stand_in(
         self, p: torch.Tensor, value: torch.Tensor, gradient: torch.Tensor | None
     ) -> torch.Tensor:
+        """A tensor with this value and gradient, and with the hooks of the parameter `p` of the module."""
         stand_in = value.detach()
         if value.is_floating_point() or value.is_complex():
+            # Hooks can be added to a tensor that requires a gradient, and `p` may be frozen since. Ours comes first,
+            # so it sees a gradient before the loop does.
             stand_in.requires_grad_()
             stand_in.register_post_accumulate_grad_hook(self._see_backward)
             for hook in (p._backward_hooks or {}).values():
@@ -152,8 +157,10 @@ class Gradients(TorchFunctionMode):
         if self._carried is not None:
             return self._new_carried(self._carried)
         uses = dict(self._used)
+        # A loop step without an optimizer computes gradients for somebody else, who uses them.
         if not self._has_optimizer:
-            uses.update({name: ("adds to", source) for name, source in self._added.items()})
+            for name, source in self._added.items():
+                uses[name] = "adds to", source
         for name, (use, source) in uses.items():
             if self.params[name].grad is not None or name in self._from_before_lift:
                 raise _not_reset(name, use, source)

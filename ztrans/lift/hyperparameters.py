@@ -33,7 +33,10 @@ _PLAIN = (bool, int, str, type(None))
 
 def groups_of(optimizers: Sequence[Optimizer]) -> list[Group]:
     """The parameter groups of all optimizers, one after another."""
-    return [group for optimizer in optimizers for group in optimizer.param_groups]
+    groups: list[Group] = []
+    for optimizer in optimizers:
+        groups += optimizer.param_groups
+    return groups
 
 
 def inputs_of(optimizers: Sequence[Optimizer]) -> list[Group]:

@@ -21,7 +21,7 @@ from ..calling.inputs import local_part, overlapping
 from ..calling.trees import named_leaves
 from .gradients import carried_gradients
 from .module_tensors import buffers_of, replace
-from .optimizer_state import create_state, params_of, state_entries, states_by_name
+from .optimizer_state import Entries, create_state, params_of, state_entries, states_by_name
 from .scaler import copied, scale_of
 
 State = dict[str, Any]
@@ -36,12 +36,14 @@ def state_of(model: nn.Module, optimizers: Sequence[Optimizer], carry_grads: boo
     """The present state of a loop. An optimizer of torch.optim without state gets its state before the first step."""
     params = dict(model.named_parameters())
     names = {id(p): name for name, p in params.items()}
-    of_optimizers: dict[str, State] = {}
+    of_optimizers: dict[str, Entries] = {}
     for optimizer in optimizers:
         create_state(optimizer)
         for name, entries in states_by_name(optimizer, names).items():
             if entries:
                 of_optimizers[name] = state_entries(entries)
+
+    # The optimizer's state is in the order of the parameters, however many optimizers have them.
     state: State = {
         "params": {name: p.detach() for name, p in params.items()},
         "buffers": {name: x.detach() for name, x in buffers_of(model).items()},
@@ -80,7 +82,8 @@ def write_back(
         _write_optimizers(model, as_tuple(optimizer), state)
         for name, gradient in state.get("grads", {}).items():
             p = model.get_parameter(name)
-            if p.grad is not None or gradient.any():  # zeros may stand for a gradient that is None
+            # Zeros may stand for a gradient that is None, and then it stays None.
+            if p.grad is not None or gradient.any():
                 p.grad = _laid_out(gradient, p).to(p.device, copy=True)
         if scaler is not None:
             device = next(iter(state["scaler"].values()), torch.empty(())).device
@@ -138,7 +141,8 @@ def check_lifted(state: Any, step: str) -> None:
         return
     description = f"a {type(state).__name__}"
     if isinstance(state, torch.Tensor):
-        description = "a Tensor"  # a fake one, while the step is traced
+        # While the step is traced, its type is that of a fake tensor.
+        description = "a Tensor"
     elif isinstance(state, tuple):
         description = "a tuple, as the step returns it"
     raise TypeError(

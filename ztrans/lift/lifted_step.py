@@ -40,6 +40,7 @@ from .lifted_state import State, check_lifted
 from .module_tensors import buffers_of, explain_outside, substituted, tensors_of
 from .numbers import Numbers
 from .optimizer_state import (
+    Entries,
     check_known,
     check_optimizers,
     constant_entries,
@@ -48,7 +49,7 @@ from .optimizer_state import (
     params_of,
     states_by_name,
 )
-from .scaler import scaling, settings_of
+from .scaler import Scale, scaling, settings_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -173,7 +174,7 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         gradients: Gradients,
         module_tensors: Mapping[str, torch.Tensor],
         numbers: Numbers,
-        scale: State | None,
+        scale: Scale | None,
     ) -> Iterator[None]:
         """Refuse what a loop step may not do inside. `module_tensors` has those that the module had before."""
         params = gradients.params
@@ -229,7 +230,7 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
 
     def _new_optimizer_state(self, params: Mapping[str, torch.Tensor], old_state: State) -> State:
         # The state of a parameter that no optimizer has any more stays as it is.
-        present: dict[str, State] = dict(old_state)
+        present: dict[str, Entries] = dict(old_state)
         names = {id(p): name for name, p in params.items()}
         for optimizer in self._optimizers:
             by_name = states_by_name(optimizer, names)
@@ -237,7 +238,7 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
             check_known(optimizer, by_name, old_state)
             present.update(by_name)
 
-        new: dict[str, State] = {}
+        new: dict[str, Entries] = {}
         for name, entries in old_state.items():
             new[name] = {}
             for key, old in entries.items():

@@ -28,7 +28,8 @@ def buffers_of(model: nn.Module, always: Collection[str] = ()) -> dict[str, torc
     Those called `always` are listed even if autograd has computed them.
     """
     tensors = dict(model.named_buffers())
-    ids = {id(x) for x in (*model.parameters(), *tensors.values())}
+    ids = set(map(id, model.parameters()))
+    ids.update(map(id, tensors.values()))
     for prefix, module in model.named_modules():
         for attribute, value in _attributes_with_tensors(module).items():
             for keys, x in _tensors_with_keys(value):
@@ -73,7 +74,8 @@ def substituted(model: nn.Module, tensors: Mapping[int, torch.Tensor]) -> Iterat
             for attribute in {**with_tensors, **_attributes_with_tensors(module)}:
                 if attribute in attributes:
                     vars(module)[attribute] = attributes[attribute]
-                else:  # assigned inside
+                else:
+                    # It was assigned inside.
                     del vars(module)[attribute]
 
 

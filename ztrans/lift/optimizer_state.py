@@ -21,7 +21,8 @@ from torch.utils import _pytree as pytree
 from ..calling.signature import is_number
 from ..tracing.errors import TraceError
 
-State = dict[str, Any]
+# The state of an optimizer for one parameter, as `exp_avg` and `step`.
+Entries = dict[str, Any]
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
@@ -79,11 +80,12 @@ def create_state(optimizer: Optimizer) -> None:
         )
     if not is_torchs(optimizer):
         return
+    # `_init_group` makes the state of parameters that have a gradient, whose values it does not read.
     fresh = [p for p in params_of(optimizer) if p.requires_grad and not optimizer.state.get(p)]
     gradients = [p.grad for p in fresh]
     try:
         for p in fresh:
-            p.grad = p.detach()  # its values are not read
+            p.grad = p.detach()
         for group in optimizer.param_groups:
             _create_state_of_group(optimizer, group, fresh)
     finally:
@@ -95,14 +97,16 @@ def _create_state_of_group(
     optimizer: Optimizer, group: dict[str, Any], fresh: Sequence[torch.Tensor]
 ) -> None:
     init_group: Any = optimizer._init_group  # type: ignore[attr-defined]
-    lists: list[list] = [[] for _ in list(inspect.signature(init_group).parameters)[1:]]
-    init_group(group, *lists)
+    # Besides the group it takes lists, as many as the optimizer has kinds of tensors, and fills them for its step.
+    _, *list_names = inspect.signature(init_group).parameters
+    init_group(group, *([] for _ in list_names))
+
+    # SGD's first step copies the gradient to the buffer. From a buffer of zeros, the later steps do the same.
     if isinstance(optimizer, torch.optim.SGD) and group["momentum"] != 0:
         fresh_ids = set(map(id, fresh))
         created = [p for p in group["params"] if id(p) in fresh_ids]
         if created and group["dampening"] != 0:
             raise ValueError(_first_step(optimizer, "'momentum_buffer' without dampening"))
-        # SGD's first step copies the gradient to the buffer. From a buffer of zeros, the later steps do the same.
         for p in created:
             optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
@@ -122,17 +126,17 @@ def is_state(key: str, value: Any) -> bool:
     return bool(leaves) and not constants
 
 
-def state_entries(state: Mapping[str, Any]) -> State:
+def state_entries(state: Mapping[str, Any]) -> Entries:
     """The entries of an optimizer's state for a parameter that are part of the lifted state."""
     return {key: value for key, value in state.items() if is_state(key, value)}
 
 
-def constant_entries(state: Mapping[str, Any]) -> State:
+def constant_entries(state: Mapping[str, Any]) -> Entries:
     """The other entries: None, truth values, text."""
     return {key: value for key, value in state.items() if not is_state(key, value)}
 
 
-def states_by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, State]:
+def states_by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Entries]:
     """The state of an optimizer by the names of its parameters. `names` has them by the ids of the parameters.
 
     Raises: TraceError for an entry that is not for a parameter of the model.
@@ -151,7 +155,7 @@ def states_by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, 
 
 
 def numbers_of_states(
-    optimizers: Sequence[Optimizer], names: Mapping[int, str], state: State
+    optimizers: Sequence[Optimizer], names: Mapping[int, str], state: Mapping[str, Entries]
 ) -> Iterator[tuple[torch.Tensor, None]]:
     """The leaves of `state`, by parameter, that optimizers keep as Python numbers, such as a count of steps.
 
@@ -161,10 +165,10 @@ def numbers_of_states(
         for name, entries in states_by_name(optimizer, names).items():
             in_state = state.get(name, {})
             for key, value in entries.items():
-                leaves = pytree.tree_leaves(value)
-                for number, x in zip(leaves, pytree.tree_leaves(in_state.get(key))):
+                stand_ins = pytree.tree_leaves(in_state.get(key))
+                for number, stand_in in zip(pytree.tree_leaves(value), stand_ins):
                     if is_number(number):
-                        yield x, None
+                        yield stand_in, None
 
 
 def check_known(

@@ -24,10 +24,11 @@ from ..ir.source import user_source, where
 from ..tracing.errors import TraceError
 from .optimizer_state import params_of
 
-State = dict[str, torch.Tensor]
+# The state of a scaler: its scale, and the count of steps since that last changed.
+Scale = dict[str, torch.Tensor]
 
 
-def scale_of(scaler: GradScaler, device: torch.device) -> State:
+def scale_of(scaler: GradScaler, device: torch.device) -> Scale:
     """The state of a scaler: its scale, and its count of steps since the scale last changed."""
     if not scaler.is_enabled():
         return {}
@@ -48,7 +49,7 @@ def settings_of(scaler: GradScaler | None) -> tuple:
 
 
 @contextlib.contextmanager
-def scaling(scaler: GradScaler | None, state: State | None) -> Iterator[None]:
+def scaling(scaler: GradScaler | None, state: Scale | None) -> Iterator[None]:
     """While this is active, `scaler` uses and changes the tensors of `state`. Any other scaler is refused."""
     scale_outputs = GradScaler.scale
 
@@ -82,9 +83,12 @@ def _other_scaler() -> TraceError:
     )
 
 
-def _step(optimizer: Optimizer, of_optimizer: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """Step, and select the old values of parameters and state if the gradients were not finite."""
-    is_skipped: Any = sum(of_optimizer["found_inf_per_device"].values()) > 0
+def _step(optimizer: Optimizer, unscaled: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """Step, and select the old values of parameters and state if the gradients were not finite.
+
+    `unscaled` is what the scaler has noted when it divided the gradients of this optimizer by the scale.
+    """
+    is_skipped: Any = sum(unscaled["found_inf_per_device"].values()) > 0
     params = params_of(optimizer)
     old_values = []
     for p in params:

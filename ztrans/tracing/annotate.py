@@ -38,7 +38,8 @@ from . import c10d, errors
 from .checkpoints import CheckpointMark, forget_policy, mark_of_operation
 from .regions import Fact
 
-DEVICE = torch.ops.prim.device.default  # the operation of `x.device`
+# The operation of `x.device`.
+DEVICE = torch.ops.prim.device.default
 # The operations that read elements, which a traced tensor does not have.
 _READS = (
     torch.ops.aten._local_scalar_dense.default,
@@ -52,7 +53,8 @@ _WHILE_LOOPS = (
 )
 # `torch.tensor(...)` in a step.
 _LITERALS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
-_ORIGIN = "ztrans"  # the key of an origin in the metadata of a node, under FX's key "custom"
+# The key of an origin in the metadata of a node, under FX's key "custom".
+_ORIGIN = "ztrans"
 
 
 class Origin(NamedTuple):
@@ -95,7 +97,8 @@ class Annotate(TorchDispatchMode):
         super().__init__()
         self.step = step
         self.fakes = fakes
-        self._line_of: dict[int, Source | None] = {}  # by the sequence numbers of autograd's nodes
+        # The user's lines by the sequence numbers of autograd's nodes.
+        self._line_of: dict[int, Source | None] = {}
         self._last_number = torch.autograd._get_sequence_nr() - 1
 
     @classmethod

@@ -44,7 +44,8 @@ class Call(dict[str, Any]):
             raise NoForm(
                 "a sum of scaled terms is no reduction of a program; scale the tensor first"
             )
-        return name.lower()  # functional collectives write these names in lower case
+        # Functional collectives write these names in lower case.
+        return name.lower()
 
     def run(self, op: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
         """Run a functional collective on `x`, wait for it, and return its result."""

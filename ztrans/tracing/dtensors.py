@@ -99,31 +99,25 @@ def refuse_wrappers(leaves_by_path: Iterable[tuple[str, Any]], caller: str = "tr
             )
 
 
-def cut_batch(path: str) -> TraceTypeError:
-    """A DTensor in the batch that is cut over an axis over which the step is distributed."""
-    return TraceTypeError(
-        f"trace: {path} is a DTensor that is cut over an axis of the step's transforms, and a step takes the rows of "
-        f"its rank.\nPass them as a tensor: {path}.to_local()."
-    )
-
-
 def _in_layout(new: Any, spec: DTensorSpec | None, path: str) -> Any:
-    if isinstance(new, DTensor) and spec is not None:
-        return new.redistribute(spec.mesh, spec.placements).to_local()
-    if isinstance(new, DTensor) or spec is not None:
-        kinds = ("a full tensor", "a DTensor")
-        old, now = kinds if spec is None else reversed(kinds)
+    """This rank's part of a leaf of the new state, in the layout of the old leaf."""
+    before = "a full tensor" if spec is None else "a DTensor"
+    now = "a DTensor" if isinstance(new, DTensor) else "a full tensor"
+    if before != now:
         raise TraceError(
-            f"trace: {path} was {old}, and the step returned {now} in its place.\n"
+            f"trace: {path} was {before}, and the step returned {now} in its place.\n"
             f"Keep a leaf as it is from step to step: DTensor.from_local(...) or x.to_local() before it is returned."
         )
-    return new
+    if spec is None:
+        return new
+    return new.redistribute(spec.mesh, spec.placements).to_local()
 
 
 def marked(g: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """`g`, marked as the gradient of `p`. That of a DTensor is reduced over its mesh, to the layout of `p`."""
     if not isinstance(g, DTensor) or not isinstance(p, DTensor):
         return ops.gradient(g, p.detach())
+    # With create_graph=True a gradient is differentiated again, and so are the collectives that reduce it.
     with torch.set_grad_enabled(g.requires_grad):
         g = g.redistribute(p.device_mesh, p.placements)
         value: Any = p.detach()

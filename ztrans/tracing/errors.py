@@ -71,6 +71,14 @@ def unequal_parts(path: str, why: str) -> TraceError:
     )
 
 
+def divided_batch(path: str) -> TraceTypeError:
+    """A DTensor in the batch that is cut over an axis over which the step is distributed."""
+    return TraceTypeError(
+        f"trace: {path} is a DTensor that is cut over an axis of the step's transforms, and a step takes the rows of "
+        f"its rank.\nPass them as a tensor: {path}.to_local()."
+    )
+
+
 def _in_library(why: str) -> str:
     """The line of a library that does what is refused, and what a user can do who does not change it."""
     line = library_line()

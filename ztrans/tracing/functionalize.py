@@ -28,7 +28,8 @@ from .regions import Fact
 aten = torch.ops.aten
 _SHAPES = ("view", "_unsafe_view", "squeeze", "unsqueeze")
 _SPLITS = ("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")
-_INVERSES = {  # the inverses of the views that show every element of the base
+# The inverses of the views that show every element of the base.
+_INVERSES = {
     "t": aten.t.default,
     "transpose": aten.transpose.int,
     "view_as_real": aten.view_as_complex.default,
@@ -36,7 +37,8 @@ _INVERSES = {  # the inverses of the views that show every element of the base
     "_conj_physical": aten._conj_physical.default,
     "neg": aten.neg.default,
 }
-_SCATTERS = {  # the inverses of the views that show some elements of the base
+# The inverses of the views that show some elements of the base.
+_SCATTERS = {
     "slice": aten.slice_scatter.default,
     "select": aten.select_scatter.default,
     "diagonal": aten.diagonal_scatter.default,

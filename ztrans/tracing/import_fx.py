@@ -127,14 +127,17 @@ def _fact(node: fx.Node, origin: Origin) -> Fact:
 
 def _operation(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -> Any:
     """Import one operation: a mark, an operation over lists, a view, an in-place operation, or any other."""
-    if torch.Tag.inplace_view in op.tags:  # unsqueeze_ and others change the view, not the storage
+    # unsqueeze_ and others change the view, not the storage.
+    if torch.Tag.inplace_view in op.tags:
         op = functional(op)
     name = op._schema.name
-    if name.startswith("profiler::"):  # optimizers name their steps for profilers
+    # Optimizers name their steps for profilers.
+    if name.startswith("profiler::"):
         return None
     if op in _SAME and isinstance(args[0], Alias):
         return args[0]
-    if op is aten.set.source_Tensor:  # the first tensor is the second one from here on
+    # The first tensor is the second one from here on.
+    if op is aten.set.source_Tensor:
         return args[1]
     if name in _OURS:
         return _mark(builder, _OURS[name], args[0], args[1], val)

@@ -53,10 +53,10 @@ class Recording:
         for leaf in self.signature.leaves:
             if isinstance(leaf.value, Abstract) and leaf.value.shape:
                 tensors.append(leaf.value)
-        if run_on_cpus(tensors):
-            return "cpu"
         device = device_of_leaves(tensors)
-        return "meta" if device == "cpu" else device
+        if device != "cpu":
+            return device
+        return "cpu" if run_on_cpus(tensors) else "meta"
 
     def check_fits(self, call: BoundCall, name: str = "") -> None:
         """Check that a call has the signature that the step was traced for, in whatever layout its leaves are.

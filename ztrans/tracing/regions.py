@@ -22,13 +22,21 @@ from ..ir.varying import varying
 
 @dataclass(frozen=True)
 class Fact:
-    """What the tracer recorded about an equation."""
+    """What a trace has noted about an equation.
 
-    backward: bool = False  # autograd ran it
-    recorded: bool = False  # autograd recorded it, to run its derivative later
-    checkpoint: int | None = None  # the number of the checkpoint that it is in
-    dropped: bool = False  # that checkpoint does not store its results: backward recomputes them
-    demand: Demand | None = None  # what a selective checkpoint demands of its results
+    Attributes:
+        backward: autograd ran it.
+        recorded: autograd recorded it, to run its derivative later.
+        checkpoint: the number of the checkpoint that it is in.
+        dropped: that checkpoint does not store its results: backward recomputes them.
+        demand: what a selective checkpoint demands of its results.
+    """
+
+    backward: bool = False
+    recorded: bool = False
+    checkpoint: int | None = None
+    dropped: bool = False
+    demand: Demand | None = None
 
 
 def label_regions(graph: Graph, facts: Mapping[Eqn, Fact]) -> Graph:

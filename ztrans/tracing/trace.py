@@ -16,7 +16,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from ..calling.call import BoundCall, StepFunction
-from ..calling.inputs import check_state, shape_of
+from ..calling.inputs import check_state
 from ..calling.purity import trace_without_side_effects
 from ..calling.signature import (
     Abstract,
@@ -31,8 +31,8 @@ from ..ir.graph import Eqn, Graph, Memory, Var, dce
 from ..ir.higher_order import with_chosen_backend
 from ..ir.layout import UserSharding
 from ..ir.recompute import checkpointed
-from .dtensors import around, cut_batch, local_results, refuse_wrappers, spec_of
-from .errors import unequal_parts
+from .dtensors import around, local_results, refuse_wrappers, spec_of
+from .errors import divided_batch, unequal_parts
 from .fx_trace import check_torch, trace_by_make_fx
 from .import_fx import import_fx
 from .recording import Recording
@@ -92,17 +92,29 @@ def trace(
 
 
 class _Leaf(NamedTuple):
-    """A leaf of the arguments of a call, as its trace sees it."""
+    """A leaf of the arguments of a call, as its trace sees it.
 
-    value: Any  # as the caller passes it
-    name: str  # in the program
-    path: str  # in messages
-    abstract: Any  # an `Abstract` for an input of the program, or a `Constant`
-    axes: tuple[str, ...]  # the mesh axes over which transforms distribute it
-    user_sharding: UserSharding | None  # how the step itself divides it
-    spec: Any  # the layout in which the step sees it, if the step itself divides it
+    Attributes:
+        value: the leaf as the caller passes it.
+        name: its name in the program.
+        path: its name in messages.
+        abstract: an `Abstract` for an input of the program, or a `Constant`.
+        axes: the mesh axes over which transforms distribute it.
+        user_sharding: how the step itself divides it.
+        spec: the layout in which the step sees it, if the step itself divides it.
+        is_state: whether it belongs to the state.
+        in_batch: whether it is a tensor of the batch, which differs from rank to rank.
+    """
+
+    value: Any
+    name: str
+    path: str
+    abstract: Any
+    axes: tuple[str, ...]
+    user_sharding: UserSharding | None
+    spec: Any
     is_state: bool
-    in_batch: bool  # whether it is a tensor of the batch, which differs from rank to rank
+    in_batch: bool
 
     def empty(self, otherwise: str) -> torch.Tensor:
         """An uninitialised tensor for an input. That of a meta leaf is on the device `otherwise`."""
@@ -170,7 +182,8 @@ def _traced_graph(step: _FlatStep, device: str) -> tuple[Graph, fx.GraphModule, 
         tuple(outputs),
         len(step.state),
         frozenset(batch),
-        leaf_shapes=tuple(shape_of(leaf.value) for leaf in step.state),
+        # The shapes of whole leaves: those of the inputs are of a part if the step itself divides a leaf.
+        leaf_shapes=tuple(tuple(getattr(leaf.value, "shape", ())) for leaf in step.state),
     )
     _check_state(graph, step.state)
     graph = _annotated(graph, facts)
@@ -202,7 +215,7 @@ def _leaves_of(
         if user_sharding is not None and user_sharding.problem is not None:
             raise unequal_parts(path, user_sharding.problem)
         if not is_state and UserSharding.cut_over(value, leaf_axes):
-            raise cut_batch(path)
+            raise divided_batch(path)
         abstract: Any = Abstract.of(value, is_state, user_sharding)
         # A leaf on the host is traced as one without a device: on the device of the others.
         if is_state and memories and memories[i] == "host":

@@ -34,7 +34,8 @@ from ..ir.relations import reachable
 from .errors import writes_nothing
 from .functionalize import Builder
 
-_WRITES = ("store", "atomic_")  # how the names of operations that write begin
+# How the names of operations that write begin.
+_WRITES = ("store", "atomic_")
 _LANGUAGE = ("tl", "triton", "language", "libdevice", "range", "min", "max", "len", "float", "int")
 
 
