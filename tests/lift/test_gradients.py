@@ -483,6 +483,18 @@ def test_a_scaler_without_parameters_or_without_a_scale_in_the_state_is_refused(
         zt.write_back(model, optimizer, state, scaler=scaler)
 
 
+def test_a_setting_of_the_scaler_that_has_changed_is_named():
+    model = nn.Linear(6, 1)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    step, state = zt.lift(loop_with(scaler)(model, optimizer), model, optimizer, scaler=scaler)
+    batch = torch.ones(2, 6), torch.ones(2, 1)
+    lowered = zt.Step(step).lower(state, *batch)
+    scaler.set_growth_interval(7)
+    with pytest.raises(TypeError, match=r"\* a setting of the scaler has changed"):
+        lowered.lockstep(state, [batch])
+
+
 def test_a_state_of_another_module_is_not_written_back():
     model, other = nn.Linear(6, 1), nn.Sequential(nn.Linear(6, 1))
     _, state = zt.lift(lambda x: x, model)

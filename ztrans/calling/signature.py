@@ -223,14 +223,23 @@ class Surroundings(NamedTuple):
 
 @dataclass(frozen=True)
 class Signature:
-    """What a program is made for: the only key of programs."""
+    """What a program is made for: the only key of programs.
 
-    tree: pytree.TreeSpec  # of all arguments, the state first
-    names: tuple[str, ...]  # of the last arguments of the batch, which are passed by name
+    Attributes:
+        tree: the tree of all arguments, the state first.
+        names: the names of the last arguments of the batch, which are passed by name.
+        leaves: the leaves of the tree.
+        num_state: how many of the leaves belong to the state.
+        surroundings: what the program is made for besides the arguments.
+        parameters: the names of all arguments.
+    """
+
+    tree: pytree.TreeSpec
+    names: tuple[str, ...]
     leaves: tuple[Leaf, ...]
-    num_state: int  # how many of the leaves belong to the state
+    num_state: int
     surroundings: Surroundings
-    parameters: tuple[str, ...] = field(compare=False)  # the names of all arguments
+    parameters: tuple[str, ...] = field(compare=False)
 
     @functools.cached_property
     def _hash(self) -> int:

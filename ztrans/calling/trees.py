@@ -133,10 +133,14 @@ def leaf_names(parameters: Sequence[str], args: Sequence[Any]) -> tuple[list[str
             parts = key_parts(keys)
             path = ".".join([parameter, *parts])
             paths.append(path)
-            is_name = i == 0 and parts and parts[0] and not parts[0][0].isdigit()
-            short = ".".join(parts) if is_name else path
-            short_names.append(short if short not in used_names else path)
-            used_names.add(short_names[-1])
+            # A leaf of the state goes by its keys alone, if they make a name that no other leaf has.
+            short = path
+            if i == 0 and parts and parts[0] and not parts[0][0].isdigit():
+                short = ".".join(parts)
+            if short in used_names:
+                short = path
+            short_names.append(short)
+            used_names.add(short)
     return short_names, paths
 
 

@@ -189,8 +189,10 @@ def _caller() -> FrameType:
 
 def _has_effect(name: str, attribute: str) -> bool:
     """Whether a function changes a tensor or reads its gradient. `attribute` is what a property gets or sets."""
-    in_place = name.endswith("_") and not name.endswith("__")
-    return attribute == "grad" or name == "__set__" or in_place or name.startswith("register_")
+    if attribute == "grad" or name == "__set__":
+        return True
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    return is_in_place or name.startswith("register_")
 
 
 def _not_reset(name: str, use: str, source: Source | None) -> TraceError:

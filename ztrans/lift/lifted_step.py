@@ -110,12 +110,9 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
             module_params, state["params"], state.get("grads"), bool(self._optimizers)
         )
         names = {id(p): name for name, p in module_params.items()}
-        numbers = Numbers(
-            [
-                *numbers_of_groups(groups_of(self._optimizers), extra),
-                *numbers_of_states(self._optimizers, names, state["optimizer"]),
-            ]
-        )
+        of_groups = numbers_of_groups(groups_of(self._optimizers), extra)
+        of_states = numbers_of_states(self._optimizers, names, state["optimizer"])
+        numbers = Numbers([*of_groups, *of_states])
         # A scaler writes its scale in place, and the caller's state must not change.
         scale = None
         if "scaler" in state:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from ..ir.collectives import HALF
 from ..ir.relations import tensors_in
@@ -83,7 +84,7 @@ class Numbers(TorchFunctionMode):
             func = getattr(torch.Tensor, name.removesuffix("_"))
         # PyTorch would compute with a whole number and a literal in fp32, and Python does so in fp64.
         if any(isinstance(x, float) for x in args) or "div" in name:
-            args = tuple(x.double() if isinstance(x, torch.Tensor) else x for x in args)
+            args = pytree.tree_map_only(torch.Tensor, torch.Tensor.double, args)
         result = func(*args)
         self._numbers[id(result)] = result
         return result

@@ -73,12 +73,14 @@ def _call_cond(
     op: Any, visit: Callable, pred: Any, if_true: Callable, if_false: Callable, operands: Any = ()
 ) -> Any:
     leaves, tree = pytree.tree_flatten(tuple(operands))
-    branches = [_Flat(branch, tree) for branch in (if_true, if_false)]
-    free = _tensors_read_by(branches, leaves)
-    _check_same("the branches of cond return", [branch.tree for branch in branches])
-    functions = [_close(branch, free) for branch in branches]
-    results = op(*visit((pred, *functions, (*leaves, *free))))
-    return pytree.tree_unflatten(results, branches[0].tree)
+    first = _Flat(if_true, tree)
+    second = _Flat(if_false, tree)
+    # Both branches get the tensors that either reads, because the operator passes the same operands to both.
+    free = _tensors_read_by([first, second], leaves)
+    _check_same("the branches of cond return", [first.tree, second.tree])
+    operands = (*leaves, *free)
+    results = op(*visit((pred, _close(first, free), _close(second, free), operands)))
+    return pytree.tree_unflatten(results, first.tree)
 
 
 def _call_scan(
@@ -91,7 +93,9 @@ def _call_scan(
     **_: Any,
 ) -> Any:
     turn = _Flat(combine, pytree.tree_structure((*init, *xs, *more)))
-    free = _tensors_read_by([turn], (*init, *(x[0] for x in xs), *more))
+    rows = [x[0] for x in xs]
+    free = _tensors_read_by([turn], (*init, *rows, *more))
+    # `torch.scan` passes a partial function that knows the containers of the carry, and returns the new carry first.
     if isinstance(combine, functools.partial) and turn.tree is not None:
         start = combine.keywords["spec_init"]
         _check_same("the carry of scan begins and returns as", [start, turn.tree.children()[0]])
@@ -113,14 +117,15 @@ def _call_attention(
     # flex_attention has imported the module.
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
+    *blocks, mask_mod = block_mask
     scale, options = rest[:2]
-    score = q.new_empty(())
-    index = q.new_empty((), dtype=torch.int)
+    # Both functions take the indices of batch, head, query and key.
+    indices = [q.new_empty((), dtype=torch.int)] * 4
     with TransformGetItemToIndex():
-        of_scores = _tensors_read_by([score_mod], (score, *[index] * 4))
-        of_mask = _tensors_read_by([block_mask[-1]], [index] * 4)
-    mask = (*block_mask[:-1], _close(block_mask[-1], of_mask))
+        of_scores = _tensors_read_by([score_mod], (q.new_empty(()), *indices))
+        of_mask = _tensors_read_by([mask_mod], indices)
     score_mod = _close(score_mod, of_scores)
+    mask = (*blocks, _close(mask_mod, of_mask))
     return op(*visit((q, k, v, score_mod, mask, scale, options, tuple(of_scores), tuple(of_mask))))
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from ..ir.collectives import HALF
 
@@ -34,7 +35,8 @@ def with_tensor_scalar(func: Callable, args: tuple, kwargs: dict) -> Any:
     scalar = _scalar_argument(args[count:], kwargs)
     # `_foreach_add(tensors, tensor)` reads its tensor as a number.
     if name.startswith("_foreach_add") and scalar is None and isinstance(args[1], torch.Tensor):
-        return [x.add_(args[1]) if in_place else x.add(args[1]) for x in args[0]]
+        add = torch.Tensor.add_ if in_place else torch.Tensor.add
+        return [add(x, args[1]) for x in args[0]]
     if not isinstance(scalar, torch.Tensor):
         return NotImplemented
     operands = args[:count]
@@ -74,7 +76,7 @@ def _computed(
     rounds_once = x.device.type != "cpu" or operation in ("addcmul", "addcdiv", "lerp")
     in_fp32 = dtype in HALF and rounds_once
     wide = torch.float32 if in_fp32 else dtype
-    rest = [v.to(wide) if isinstance(v, torch.Tensor) else v for v in (*operands[1:], scalar)]
+    rest = pytree.tree_map_only(torch.Tensor, lambda v: v.to(wide), (*operands[1:], scalar))
     result = _scaled(operation, x.float() if in_fp32 else x, *rest).to(dtype)
     return x.copy_(result) if in_place else result
 
