@@ -313,7 +313,7 @@ class Step(Generic[P, R]):
     def _signed(self, args: tuple, kwargs: dict[str, Any]) -> tuple[BoundCall, Signature]:
         """A call of the step, and its signature here and now."""
         call = BoundCall.of(self._function, args, kwargs)
-        return call, Signature.of(call, self._function, Surroundings.of(self._function))
+        return call, Signature.of(call, self._function)
 
     def _compiled_on_all_ranks(self, call: BoundCall, signature: Signature) -> Compiled:
         """The compiled step for a call that all ranks make. If this rank can make no program, the others learn why."""

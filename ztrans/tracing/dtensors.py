@@ -101,11 +101,11 @@ def refuse_wrappers(leaves_by_path: Iterable[tuple[str, Any]], caller: str = "tr
 
 def _in_layout(new: Any, spec: DTensorSpec | None, path: str) -> Any:
     """This rank's part of a leaf of the new state, in the layout of the old leaf."""
-    before = "a full tensor" if spec is None else "a DTensor"
-    now = "a DTensor" if isinstance(new, DTensor) else "a full tensor"
-    if before != now:
+    old_kind = "a full tensor" if spec is None else "a DTensor"
+    new_kind = "a DTensor" if isinstance(new, DTensor) else "a full tensor"
+    if old_kind != new_kind:
         raise TraceError(
-            f"trace: {path} was {before}, and the step returned {now} in its place.\n"
+            f"trace: {path} was {old_kind}, and the step returned {new_kind} in its place.\n"
             f"Keep a leaf as it is from step to step: DTensor.from_local(...) or x.to_local() before it is returned."
         )
     if spec is None:

@@ -82,8 +82,8 @@ class Recording:
             leaf = leaves[i]
             sharding = UserSharding.of(leaf, leaf_axes)
             if sharding != expected:
-                before = expected or "undivided"
-                change = f"{signature.paths[i]} was {before} and is {sharding or 'undivided'}"
+                path = signature.paths[i]
+                change = f"{path} was {expected or 'undivided'} and is {sharding or 'undivided'}"
                 raise _misfit(self.graph.name, [change])
             # The state is written in place, so it is never copied. What is only read may be.
             is_state = i < signature.num_state

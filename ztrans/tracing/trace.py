@@ -116,10 +116,6 @@ class _Leaf(NamedTuple):
     is_state: bool
     in_batch: bool
 
-    def empty(self, otherwise: str) -> torch.Tensor:
-        """An uninitialised tensor for an input. That of a meta leaf is on the device `otherwise`."""
-        return self.abstract.empty(otherwise, getattr(self.value, "requires_grad", False))
-
 
 @dataclass(frozen=True)
 class _FlatStep:
@@ -142,7 +138,11 @@ class _FlatStep:
 
     def empty_inputs(self, device: str) -> list[torch.Tensor]:
         """A new tensor for each input. Those of meta leaves are on this device."""
-        return [leaf.empty(device) for leaf in self.inputs]
+        tensors = []
+        for leaf in self.inputs:
+            requires_grad = getattr(leaf.value, "requires_grad", False)
+            tensors.append(leaf.abstract.empty(device, requires_grad))
+        return tensors
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
         tree = pytree.tree_structure(self.call.tree())
