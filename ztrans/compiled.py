@@ -576,7 +576,7 @@ def _agreed(lowered: Lowered) -> Lowered:
     problem = ""
     try:
         if plan.digest != first.digest:
-            lowered = lowered.following(first)
+            lowered = lowered.in_order_of(first)
     except ValueError as error:
         # A PlanError, or too little memory of the host.
         problem = str(error)

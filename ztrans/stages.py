@@ -162,7 +162,7 @@ class Traced(Printed):
 
         Raises: PlanError if the two programs do not have the same collectives.
         """
-        return variant_of_plan(self, leader.plan, leader.cluster).following(leader.plan)
+        return variant_of_plan(self, leader.plan, leader.cluster).in_order_of(leader.plan)
 
     @no_collection()
     @without_autocast()
@@ -390,7 +390,7 @@ class Lowered(Printed):
         """The program of one rank as an FX module, with flat inputs and outputs, for tools that read FX."""
         return to_fx(self.graph)
 
-    def following(self, plan: Plan) -> Lowered:
+    def in_order_of(self, plan: Plan) -> Lowered:
         """This program in the order of another rank's plan, even if that needs more memory than the budget."""
         lowered = self._with_choice_of(plan)
         return lowered._ordered(plan, follow_plan(lowered.unordered, plan))
