@@ -257,7 +257,7 @@ def _functional_results(
     if form is aten.bernoulli.p:
         return (_drawn(builder, values, options),)
 
-    # On meta tensors a fused optimizer returns nothing, so its results are described by what it writes.
+    # The results of a fused optimizer have the types of what it writes.
     like = None
     if op_facts(op).fused_update:
         like = [builder.meta(builder.read(x)) for x in targets]
