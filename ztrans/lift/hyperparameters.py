@@ -83,6 +83,7 @@ def _is_input(key: str, value: Any) -> bool:
     entries = _entries(value)
     if any(isinstance(x, torch.Tensor) for x in entries):
         return True
+    # A tuple of whole numbers is a constant, as a whole number is.
     return any(map(_is_float, entries)) and all(map(is_number, entries))
 
 

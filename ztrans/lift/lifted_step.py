@@ -183,6 +183,7 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
             except OutsideTensorError as error:
                 raise explain_outside(error, self._loop_step, module_tensors) from None
             except KeyError as error:
+                # A dict whose keys are the module's parameters does not have their stand-ins.
                 for name, p in params.items():
                     if error.args and error.args[0] is p:
                         raise _key_taken_before(name) from error
@@ -287,6 +288,7 @@ def _steps_checked(
     """
     stepped: list[Optimizer] = []
     running: list[Optimizer] = []
+    # The hooks enter and leave the mode. It is also left if a step ends with an error, after which no hook is called.
     inside = contextlib.ExitStack()
 
     def begin(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

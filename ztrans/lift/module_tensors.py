@@ -34,6 +34,7 @@ def buffers_of(model: nn.Module, always: Collection[str] = ()) -> dict[str, torc
         for attribute, value in _attributes_with_tensors(module).items():
             for keys, x in _tensors_with_keys(value):
                 name = ".".join(part for part in (prefix, attribute, *keys) if part)
+                # What autograd has computed is the result of an earlier forward.
                 is_state = x.grad_fn is None and x.layout is torch.strided
                 if id(x) not in ids and (is_state or name in always):
                     ids.add(id(x))
@@ -104,6 +105,7 @@ def explain_outside(
 
     `module_tensors` has the tensors of the module.
     """
+    # The lines of the trace's error that say where the tensor is used.
     line = "\n".join(text for text in str(error).splitlines() if text.startswith("  "))
     for name, x in module_tensors.items():
         if x is error.tensor:

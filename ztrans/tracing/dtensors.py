@@ -32,6 +32,7 @@ def spec_of(leaf: Any, user_sharding: UserSharding | None) -> DTensorSpec | None
     """The layout in which the step sees a leaf that it divides over its own axes; None for any other leaf."""
     if user_sharding is None:
         return None
+    # The step does not see the axes over which transforms distribute the leaf.
     mesh = leaf.device_mesh
     if len(user_sharding.axes) < mesh.ndim:
         mesh = mesh[user_sharding.axes]

@@ -161,6 +161,7 @@ def _close(function: Callable, free: Sequence[torch.Tensor]) -> Callable:
     """`function` with the tensors `free`, which it reads besides its arguments, as its last arguments."""
 
     def with_operands(*args: Any) -> Any:
+        # The function still names the tensors themselves. They are replaced where a function of PyTorch gets them.
         count = len(args) - len(free)
         operands = dict(zip(map(id, free), args[count:]))
 

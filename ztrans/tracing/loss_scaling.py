@@ -14,6 +14,7 @@ aten = torch.ops.aten
 
 def _unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
     not_finite: Any = sum((~torch.isfinite(g)).sum() for g in grads)
+    # A call for gradients of another dtype may have found one before.
     found_inf.copy_(torch.maximum(found_inf, (not_finite > 0).to(found_inf.dtype)))
     for g in grads:
         g.copy_((g.float() if g.dtype in HALF else g) * inverse)
@@ -29,6 +30,7 @@ def _update(
 ) -> torch.Tensor:
     """As PyTorch's kernel: back off after a step that was skipped, and grow after `interval` others in a row."""
     is_skipped = found_inf > 0
+    # The kernel has its factors in fp64.
     grown = (scale.double() * factor).to(scale.dtype)
     grows = growth + 1 == interval
     larger = torch.where(grows & torch.isfinite(grown), grown, scale)
