@@ -14,8 +14,9 @@ from ztrans.calling.call import BoundCall
 from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.cuda.symmetric import SymmetricMemory, Times
-from ztrans.runtime.cuda.transport import SymmetricStart, check, reserve
+from ztrans.runtime.cuda.transport import SymmetricStart, check_waits
 from ztrans.runtime.executable import bind
+from ztrans.runtime.transport import reserve
 
 STEPS = 3
 
@@ -67,7 +68,7 @@ def stepped(mesh: DeviceMesh, streams: Streams) -> int:
         arguments = BoundCall(mine, tuple(part[rank] for part in batch))
         run(lowered.recording.local_inputs(arguments).tensors)
         state, _ = lowered.lockstep(state, list(zip(*batch)))
-    check(run.program)
+    check_waits(run.program)
     for (
         name,
         w,

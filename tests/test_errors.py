@@ -13,7 +13,7 @@ from torch.func import grad_and_value, vmap
 import ztrans as zt
 from tests.support.programs import CASES, sgd
 from tests.support.worlds import batches, slices
-from ztrans.runtime.mesh import _own_device
+from ztrans.runtime.mesh import _chosen_device
 from ztrans.tracing.fx_trace import check_torch
 
 HERE = Path(__file__).name
@@ -376,7 +376,7 @@ def test_a_process_uses_the_gpu_of_its_local_rank_or_keeps_its_own(
     doubles = {"is_available": lambda: True, "device_count": lambda: 4, "current_device": lambda: 3}
     for name, double in {**doubles, "set_device": devices.append}.items():
         monkeypatch.setattr(torch.cuda, name, double)
-    assert _own_device("cuda") == "cuda" and devices == chosen
+    assert _chosen_device("cuda") == "cuda" and devices == chosen
 
 
 def test_a_mesh_that_needs_more_ranks_is_refused(mesh):

@@ -28,22 +28,14 @@ from .planning.realise import PlanError
 from .profiling.profile import Profile, profile
 from .report.progress import stage
 from .report.tracebacks import ends_at_user
-from .runtime.agreement import (
-    Contract,
-    Proposal,
-    agree,
-    agree_on_plan,
-    agree_on_program,
-    answers_late,
-    everywhere,
-    step_of,
-)
+from .runtime.agreement import agree, answers_late, everywhere, step_of
 from .runtime.carried import CarryingExecutable, drop_carried
-from .runtime.cuda import transport
-from .runtime.cuda.attention_kernels import by_events, fastest_attention
+from .runtime.contract import Contract, Proposal, agree_on_plan, agree_on_program
+from .runtime.cuda.attention_kernels import fastest_attention, seconds_by_events
 from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rates
-from .runtime.cuda.half_gradients import half_gradients, on_gpu
+from .runtime.cuda.half_gradients import half_gradients, inputs_on_gpu
 from .runtime.cuda.half_weights import HalfWeights, with_half_weights
+from .runtime.cuda.transport import check_waits
 from .runtime.executable import Executable, MicroBatches, executable, micro_batches
 from .runtime.failure import (
     Writes,
@@ -59,6 +51,7 @@ from .runtime.inductor import backend as inductor
 from .runtime.inductor.compiler import check_compiler
 from .runtime.process_groups import process_groups
 from .runtime.state import check_laid_out
+from .runtime.transport import reserve
 from .runtime.update_hash import update_hash
 from .runtime.watch import watched
 from .tracing.recording import Recording
@@ -225,7 +218,7 @@ class Compiled(Printed):
             local = placed(self.graph, tensors) if self.cuda_graph else tensors
             mesh = self._mesh
             captured = run.run if isinstance(run, Capture) else run
-            graph = captured.last if isinstance(captured, MicroBatches) else self.graph
+            graph = captured.last_as_run if isinstance(captured, MicroBatches) else self.graph
 
             def prepared(inputs: Sequence[Any]) -> Sequence[Any]:
                 if isinstance(captured, MicroBatches):
@@ -452,14 +445,14 @@ class Compiled(Printed):
             run = Capture(
                 run,
                 graph,
-                check=functools.partial(transport.check, run.modules),
+                check=functools.partial(check_waits, run.modules),
                 failures=functools.partial(_failures, mesh),
             )
         contract = None
         if mesh is not None:
             if graph.carried:
                 run = CarryingExecutable(run, graph, mesh)
-            process_groups(mesh).carry(graph)
+            process_groups(mesh).note_program(graph)
             contract = Contract(graph, update_hash(lowered.unordered), mesh)
         changed = _changed(self.lowered.graph)
         device = device_of(local)
@@ -474,9 +467,9 @@ class Compiled(Printed):
         if has_rates or self.cuda_graph:
             graph = with_rates(graph)
         if self.attention == "fastest":
-            graph = fastest_attention(graph, by_events)
+            graph = fastest_attention(graph, seconds_by_events)
         fuses = BACKENDS[self.backend].fuses
-        graph = half_gradients(graph, on_gpu(graph, local), of_products=fuses)
+        graph = half_gradients(graph, inputs_on_gpu(graph, local), of_products=fuses)
         if not self.cast_ahead:
             return graph, None
         return with_half_weights(graph, local, fuses)
@@ -581,5 +574,5 @@ def _agreed(lowered: Lowered) -> Lowered:
         # A PlanError, or too little memory of the host.
         problem = str(error)
     agree_on_plan(name, mesh, problem)
-    transport.reserve(mesh, in_order(lowered.graph))
+    reserve(mesh, in_order(lowered.graph))
     return lowered

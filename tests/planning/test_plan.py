@@ -13,7 +13,7 @@ from ztrans.ir.collectives import is_start
 from ztrans.ir.op_facts import is_matmul
 from ztrans.planning.cluster import Link
 from ztrans.planning.skeleton import skeleton
-from ztrans.runtime import agreement
+from ztrans.runtime import contract
 
 CASE = CASES["gpt_adam"]
 
@@ -46,7 +46,7 @@ def test_a_step_takes_a_plan(tmp_path):
 
 
 def messages_of(lowered) -> list[str]:
-    return agreement.messages(lowered.graph, {})
+    return contract.messages(lowered.graph, {})
 
 
 def test_a_plan_holds_for_a_batch_of_another_size():

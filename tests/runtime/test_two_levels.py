@@ -12,8 +12,9 @@ from ztrans.ir.collectives import OWN_MESSAGE, all_gather, reduce, rules
 from ztrans.ir.graph import Partial, Provenance, Split, Var
 from ztrans.ir.layout import cut
 from ztrans.ir.routes import Hosts, route_of
-from ztrans.runtime.collectives import Start, TwoLevels, wait
+from ztrans.runtime.collectives import Start, wait
 from ztrans.runtime.process_groups import LostRank
+from ztrans.runtime.two_levels import TwoLevels
 
 F32, F64, BF16, I64 = torch.float32, torch.float64, torch.bfloat16, torch.int64
 LARGE = 6 * 2**15  # rows that are sent in a message of their own

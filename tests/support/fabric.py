@@ -23,7 +23,7 @@ from ztrans.runtime.collectives import wait
 from ztrans.runtime.cuda.by_host import ByHostStart
 from ztrans.runtime.cuda.nccl import StreamedStart
 from ztrans.runtime.cuda.streams import Streams
-from ztrans.runtime.cuda.transport import transport
+from ztrans.runtime.cuda.transport import choose_transport
 
 PATIENCE = 20  # seconds
 COMBINE = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
@@ -101,7 +101,7 @@ def on_all_ranks(
     sizes = {axis: hosts.ranks}
     route = route_of(eqn, sizes, hosts, gloo=False)
     wire = wire_dtype(eqn, eqn.ins[0])
-    carrier = transport(eqn.op, eqn.kwargs.get("op"), wire, lambda: "a double", route)
+    carrier = choose_transport(eqn.op, eqn.kwargs.get("op"), wire, lambda: "a double", route)
 
     def run(rank: int) -> list[torch.Tensor]:
         channel = Rank(fabric, rank, hosts)

@@ -27,8 +27,8 @@ from ztrans.runtime.collectives import channel
 from ztrans.runtime.cuda import symmetric
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.cuda.symmetric import Times
-from ztrans.runtime.cuda.transport import reserve
 from ztrans.runtime.executable import bind
+from ztrans.runtime.transport import reserve
 
 RANK = int(os.environ.get("RANK", 0))
 HALF = {"reduce_dtype": torch.bfloat16}

@@ -16,7 +16,9 @@ import ztrans as zt
 from benchmarks.gpu_symmetric import Always, train_step
 from tests.support.fake_cuda import FakeCuda
 from tests.support.shared_files import FileSource
-from ztrans.runtime.cuda import symmetric, transport
+from ztrans.runtime import transport
+from ztrans.runtime.cuda import symmetric
+from ztrans.runtime.cuda import transport as cuda_transport
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.cuda.symmetric import SymmetricMemory
 from ztrans.runtime.cuda.transport import SymmetricStart
@@ -163,7 +165,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    transport.SPINS = 30_000
+    cuda_transport.SPINS = 30_000
     torch.set_num_threads(1)
     MESH = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     main()

@@ -26,9 +26,10 @@ from ..planning.devices import GPU, TAKEN, Device
 from ..runtime.agreement import agree_on_call, everywhere
 from ..runtime.collectives import Future, channel
 from ..runtime.cuda.streams import Streams, back_to_back_seconds
-from ..runtime.cuda.transport import reserve_messages, side_streams, start_module
+from ..runtime.cuda.transport import reserve_messages
 from ..runtime.mesh import check_runs
 from ..runtime.process_groups import Channel, host_name
+from ..runtime.transport import side_streams, start_module
 from .link_fit import Sample, fit
 
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")

@@ -26,8 +26,8 @@ from ..calling.snapshot import Snapshot
 from ..ir.across_steps import carried_starts
 from ..ir.ambient import without_autocast
 from ..ir.graph import Graph
-from .agreement import messages
 from .collectives import Member, Start, wait
+from .contract import messages
 from .executable import Executable
 from .process_groups import process_groups
 

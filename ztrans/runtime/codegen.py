@@ -4,7 +4,7 @@
 `donate`, elementwise equations write over values that nothing reads any more, the state above all. So a step holds one
 copy of its state, and few temporaries.
 
-To add a collective, add the function that emits its calls to `EMITTERS`, or pass a table with it to `to_fx`.
+To add a collective, add the function that emits its calls to `EMITTERS`; docs/architecture.md lists all its places.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ from ..ir.higher_order import Function, is_attention
 from ..ir.launch import Launch, LaunchModule
 from ..ir.layout import local_shape, localize, part
 from ..ir.marks import GRADIENT, PMEAN, PSUM
+from ..ir.op_facts import arguments_by_name
 from ..ir.operations import bound_results, call_operator, stride_safe
 from ..ir.printer import op_name
 from ..ir.update_groups import Group, is_fused_update, list_call
 from ..ir.user_collectives import by_group
-from .collectives import wait
-from .cuda import transport
+from . import transport
+from .collectives import channel_of, wait
 from .cuda.host_copies import StreamedHostCopy
 from .cuda.streams import Streams
+from .cuda.transport import inside_channel_of
+from .flex_attention import FlexAttention, structure_of
 from .host_copies import HostCopy
-from .inductor import attention
 
 aten = torch.ops.aten
 
@@ -93,12 +95,14 @@ class Emission:
     device: torch.device | None = None  # on which values from the host are computed with
     in_place: Collection[Eqn] = ()  # the equations that write over an argument
     numbers: Iterator[int] = field(default_factory=itertools.count)  # for the names of attributes
-    attentions: dict[str, attention.Attention] = field(default_factory=dict)  # submodules by name
+    attentions: dict[str, FlexAttention] = field(default_factory=dict)  # submodules by name
     hoists: bool = True  # make small constants once; a function returns fresh ones, to write over
 
     def bind(self, outs: Sequence[Var | None], nodes: Sequence[Any]) -> None:
         """Note the nodes of results; None stands for a result that is not bound."""
-        self.nodes.update((v, node) for v, node in zip(outs, nodes) if v is not None)
+        for v, node in zip(outs, nodes):
+            if v is not None:
+                self.nodes[v] = node
 
     def call(self, name: str, module: torch.nn.Module, *members: Var) -> fx.Node:
         """Add `module` as the submodule `name`, and emit a call of it with the values of `members`."""
@@ -128,7 +132,7 @@ class Emission:
             return type(x)([self.operand(item) for item in x])
         return substitute(x, self.nodes.__getitem__)
 
-    def returned(self, x: Any) -> Any:
+    def output(self, x: Any) -> Any:
         """An output: the node of a value, or a constant. One that code cannot write is an attribute of the module."""
         if isinstance(x, Var):
             return self.nodes[x]
@@ -149,27 +153,28 @@ class Emission:
 Emitter = Callable[[Emission, Eqn, int], list[Any]]
 
 
-def started(emission: Emission, eqn: Eqn, index: int) -> list[fx.Node]:
+def emit_start(emission: Emission, eqn: Eqn, index: int) -> list[fx.Node]:
     """Emit a submodule that starts the collective, and a future for each member."""
     sizes = emission.sizes
     streams = emission.streams
     channel = inside = None
     if emission.mesh is not None:
-        channel = transport.channel_of(emission.mesh, eqn)
+        channel = channel_of(emission.mesh, eqn)
         if streams is not None:
-            inside = transport.inside_channel_of(emission.mesh, eqn, sizes)
+            inside = inside_channel_of(emission.mesh, eqn, sizes)
     module = transport.start_module(
         eqn, sizes, emission.coordinates, channel, streams, emission.lanes, inside
     )
-    return unpacked(emission.out, emission.call(f"{eqn.op}_{index}", module, *eqn.ins), eqn.outs)
+    call = emission.call(f"{eqn.op}_{index}", module, *eqn.ins)
+    return unpacked(emission.out, call, eqn.outs)
 
 
-def awaited(emission: Emission, eqn: Eqn, index: int) -> list[fx.Node]:
+def emit_wait(emission: Emission, eqn: Eqn, index: int) -> list[fx.Node]:
     """Emit a call of `collectives.wait`, which returns the value of a future."""
     return [emission.out.call_function(wait, (emission.nodes[eqn.args[0]],))]
 
 
-def copied(emission: Emission, eqn: Eqn, index: int) -> list[fx.Node]:
+def emit_copy(emission: Emission, eqn: Eqn, index: int) -> list[fx.Node]:
     """Emit a submodule that starts a copy to the other memory, and returns its future.
 
     Raises: ValueError for a copy on a GPU that was to write over a leaf of the state which something still reads.
@@ -187,7 +192,7 @@ def copied(emission: Emission, eqn: Eqn, index: int) -> list[fx.Node]:
     return [emission.call(f"{eqn.op}_{index}", module, *members)]
 
 
-def sharded(emission: Emission, eqn: Eqn, index: int) -> list[fx.Node]:
+def emit_shard(emission: Emission, eqn: Eqn, index: int) -> list[fx.Node]:
     """Emit a call that returns this rank's part of a whole value, as a view."""
     value, dim = eqn.args
     axis = eqn.kwargs["axis"]
@@ -196,23 +201,23 @@ def sharded(emission: Emission, eqn: Eqn, index: int) -> list[fx.Node]:
     return [emission.out.call_function(torch.narrow, (emission.nodes[value], dim, begin, length))]
 
 
-def unchanged(emission: Emission, eqn: Eqn, index: int) -> list[Any]:
+def emit_nothing(emission: Emission, eqn: Eqn, index: int) -> list[Any]:
     """Emit no call: a mark that no transform has replaced is its first argument."""
     return [emission.nodes[eqn.args[0]]]
 
 
 EMITTERS: Mapping[Primitive, Emitter] = {
-    ALL_GATHER: started,
-    REDUCE_SCATTER: started,
-    ALL_REDUCE: started,
-    WAIT: awaited,
-    TO_HOST: copied,
-    TO_DEVICE: copied,
-    COPY_WAIT: awaited,
-    SHARD: sharded,
-    GRADIENT: unchanged,
-    PMEAN: unchanged,
-    PSUM: unchanged,
+    ALL_GATHER: emit_start,
+    REDUCE_SCATTER: emit_start,
+    ALL_REDUCE: emit_start,
+    WAIT: emit_wait,
+    TO_HOST: emit_copy,
+    TO_DEVICE: emit_copy,
+    COPY_WAIT: emit_wait,
+    SHARD: emit_shard,
+    GRADIENT: emit_nothing,
+    PMEAN: emit_nothing,
+    PSUM: emit_nothing,
 }
 
 
@@ -241,7 +246,7 @@ def to_fx(
             operation over lists.
         kernels: the kernels of groups.
         streams: the streams of the collectives; by default those of the mesh's devices. Nothing is sent or timed
-            here: `cuda.transport.reserve` has decided what carries the messages.
+            here: `transport.reserve` has decided what carries the messages.
         on_write: a function that the program calls before the first equation that writes over the state.
         emitters: for each primitive, the function that emits its calls.
         device: the device of the program; by default a CPU, or that of the mesh.
@@ -257,24 +262,23 @@ def to_fx(
         graph = by_group(graph, mesh)
         device = device or torch.device(mesh.device_type)
     streams = streams or _streams(graph, mesh, device)
-    lanes = transport.lane_count(over_axes, mesh, streams)
     in_kernels = frozenset(chain.from_iterable(kernels))
     donated = donation(graph, in_kernels) if donate else Donation({}, {}, {}, {})
     units = list(_units(graph, groups, kernels, donated))
     first_write = _first_write(units, kernels, donated, graph.inputs[: graph.num_state])
+
     out = fx.Graph()
-    inputs: dict[Var, Any] = {v: _placeholder(out, v) for v in graph.inputs}
     emission = Emission(
-        out,
-        torch.nn.Module(),
-        inputs,
-        graph.axes,
-        rank,
-        mesh,
-        streams,
-        lanes,
-        device,
-        donated.in_place_ops,
+        out=out,
+        module=torch.nn.Module(),
+        nodes={v: _placeholder(out, v) for v in graph.inputs},
+        sizes=graph.axes,
+        coordinates=rank,
+        mesh=mesh,
+        streams=streams,
+        lanes=transport.lane_count(over_axes, mesh, streams),
+        device=device,
+        in_place=donated.in_place_ops,
     )
     ends = [len(out.nodes)]  # by unit, how many nodes there are after it
     for unit in units:
@@ -283,7 +287,7 @@ def to_fx(
         _emit(unit, emission, kernels, donated, emitters)
         ends.append(len(out.nodes))
     nodes = list(out.nodes)
-    out.output([emission.returned(x) for x in graph.outputs])
+    out.output([emission.output(x) for x in graph.outputs])
     _describe(units, [nodes[begin:end] for begin, end in pairwise(ends)])
     return fx.GraphModule(emission.module, out, graph.name)
 
@@ -299,7 +303,9 @@ def _streams(graph: Graph, mesh: DeviceMesh | None, device: torch.device | None)
 def coordinates(graph: Graph, mesh: DeviceMesh | None) -> dict[str, int]:
     """The index of this rank along each axis of a program; 0 without a mesh."""
     sizes = dict(graph.mesh)
-    indices = {axis: mesh.get_local_rank(axis) if mesh is not None else 0 for axis in sizes}
+    indices = dict.fromkeys(sizes, 0)
+    if mesh is not None:
+        indices = {axis: mesh.get_local_rank(axis) for axis in sizes}
     return with_joint_indices(indices, sizes, graph.joint)
 
 
@@ -356,11 +362,15 @@ def _is_one_call(group: Group, donated: Donation) -> bool:
         return all(in_place)
     if not any(in_place):
         return list_call(group, in_place=False) is not None
-    twins = [donated.in_place_ops.get(eqn) for eqn in group]
-    if not all(isinstance(twin, torch._ops.OpOverload) for twin in twins):
+    in_place_ops = [donated.in_place_ops.get(eqn) for eqn in group]
+    if not all(isinstance(op, torch._ops.OpOverload) for op in in_place_ops):
         return False
-    overwritten = {donated.owner[eqn.ins[0]] for eqn in group}
-    other_inputs = {donated.owner[v] for eqn in group for v in eqn.ins[1:]}
+    overwritten: set[Var] = set()
+    other_inputs: set[Var] = set()
+    for eqn in group:
+        first, *others = eqn.ins
+        overwritten.add(donated.owner[first])
+        other_inputs.update(donated.owner[v] for v in others)
     is_apart = len(overwritten) == len(group) and not overwritten & other_inputs
     return is_apart and list_call(group, in_place=True) is not None
 
@@ -439,14 +449,14 @@ def _higher_order(emission: Emission, eqn: Eqn) -> list:
     return unpacked(emission.out, leaves, eqn.outs)
 
 
-def _attention(emission: Emission, eqn: Eqn) -> tuple[str, attention.Attention]:
+def _attention(emission: Emission, eqn: Eqn) -> tuple[str, FlexAttention]:
     """The submodule that computes attention, and its name. Equal layers share it, and so its kernel."""
-    computed = attention.computes(eqn)
+    structure = structure_of(eqn)
     for name, module in emission.attentions.items():
-        if module.computes == computed:
+        if module.structure == structure:
             return name, module
     name = f"{op_name(eqn.op)}_{next(emission.numbers)}"
-    emission.attentions[name] = attention.Attention(eqn, nested)
+    emission.attentions[name] = FlexAttention(eqn, nested)
     return name, emission.attentions[name]
 
 
@@ -468,10 +478,12 @@ def _results(out: fx.Graph, eqn: Eqn, call: fx.Node) -> list:
     if not all(is_list):
         return unpacked(out, call, eqn.outs)
     # Lists of one tensor each, or none: an SGD may have no momenta.
-    args = {declared.name: x for declared, x in zip(op._schema.arguments, eqn.args)}
-    filled = [k for k, result in enumerate(returns) if args.get(result.name.removesuffix("_out"))]
-    lists = [out.call_function(operator.getitem, (call, k)) for k in filled]
-    return [out.call_function(operator.getitem, (each, 0)) for each in lists]
+    args = arguments_by_name(op, eqn.args, {})
+    filled = []
+    for k, result in enumerate(returns):
+        if args.get(result.name.removesuffix("_out")):
+            filled.append(out.call_function(operator.getitem, (call, k)))
+    return [out.call_function(operator.getitem, (results, 0)) for results in filled]
 
 
 def _fused_update(emission: Emission, eqns: Sequence[Eqn], in_place: Any) -> list[list]:
@@ -485,8 +497,11 @@ def _fused_update(emission: Emission, eqns: Sequence[Eqn], in_place: Any) -> lis
 
 def _overwritten(emission: Emission, eqn: Eqn, in_place: Any) -> list:
     """The nodes of the values that an update of one tensor overwrites; each argument is a list of one, or of none."""
-    declared = zip(eqn.args, in_place._schema.arguments)
-    return [emission.nodes[x[0]] for x, schema in declared if schema.alias_info is not None and x]
+    nodes = []
+    for x, declared in zip(eqn.args, in_place._schema.arguments):
+        if declared.alias_info is not None and x:
+            nodes.append(emission.nodes[x[0]])
+    return nodes
 
 
 def _over_lists(emission: Emission, eqns: Sequence[Eqn], in_place: Any) -> list[list]:
@@ -497,7 +512,8 @@ def _over_lists(emission: Emission, eqns: Sequence[Eqn], in_place: Any) -> list[
     node = emission.emit(*call)
     if in_place is not None:
         return [[emission.nodes[eqn.args[0]]] for eqn in eqns]
-    return [[each] for each in unpacked(emission.out, node, [eqn.out for eqn in eqns])]
+    results = unpacked(emission.out, node, [eqn.out for eqn in eqns])
+    return [[result] for result in results]
 
 
 def _describe(units: Sequence[_Unit], emitted: Sequence[list[fx.Node]]) -> None:
@@ -506,7 +522,7 @@ def _describe(units: Sequence[_Unit], emitted: Sequence[list[fx.Node]]) -> None:
     `emitted` are the nodes of each unit. Equations without a node take no time. They are said to run with the next
     unit that has one; its `weights` say which equations share its time.
     """
-    silent: tuple[Eqn, ...] = ()
+    silent: tuple[Eqn, ...] = ()  # the equations without a node since the last unit that has one
     last: list[fx.Node] = []
     for unit, nodes in zip(units, emitted):
         if not nodes:

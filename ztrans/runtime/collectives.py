@@ -3,7 +3,7 @@
 `Start` starts a collective and returns a `Future` of its values; `wait` returns one of these values. A gather moves
 bytes only. A reduce_scatter is an all-to-all, followed by a local sum in rank order, so the result has the same bits
 for any order of the program. On gloo that sends half of the bytes of gloo's own reduce_scatter, which is an all-reduce
-and a slice. Between hosts, sums are sent in place of terms (see `TwoLevels`).
+and a slice. Between hosts, sums are sent in place of terms (see `two_levels`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import atexit
 import dataclasses
 import functools
 import math
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from ..ir.layout import chunk, local_shape, on_axis, part, without
 from ..ir.routes import TWO_LEVELS, Hosts, Route, route_of
 from ..ops.cast_pack import reference as pack
 from .process_groups import Channel, Work, process_groups
+from .two_levels import TwoLevels, exchange_parts, exchange_sums
 
 # How a backend reduces the terms of a reduction. It adds those of a mean, and the sum is divided afterwards.
 REDUCE_OPS = {
@@ -57,6 +57,11 @@ def all_gather(received: torch.Tensor, send: torch.Tensor, **options: Any) -> An
 def channel(mesh: DeviceMesh, axis: str, gathers: bool) -> Channel:
     """The channel of a mesh axis for gathers or for reductions: there are two, so neither queues behind the other."""
     return process_groups(mesh).channel(axis, "gathers" if gathers else "reductions")
+
+
+def channel_of(mesh: DeviceMesh, eqn: Eqn) -> Channel:
+    """The channel that carries the messages of a collective equation."""
+    return channel(mesh, eqn.kwargs["axis"], rules(eqn).lane == "gather")
 
 
 @dataclass(eq=False)
@@ -146,8 +151,8 @@ class Start(torch.nn.Module):
         super().__init__()
         _let_gloo_free_its_buffers()
         axis = eqn.kwargs["axis"]
-        self.kind = cast(Primitive, eqn.op)
-        self.op = str(eqn.kwargs.get("op", ""))
+        self.collective = cast(Primitive, eqn.op)
+        self.reduction = str(eqn.kwargs.get("op", ""))
         self.size = sizes[axis]
         self.rank = coordinates[axis]
         self._channel = channel
@@ -158,19 +163,21 @@ class Start(torch.nn.Module):
         self.partial = partial_dtype(eqn, eqn.ins[0])
         self.carrier: Any = _gloo_route(eqn, sizes, channel)  # the program prints it
         self.is_by_host = self.carrier is not None and self.carrier.way == TWO_LEVELS
-        self.shapes = []  # of the values, whole over this axis, with the split dim first
-        self.parts = []  # the elements of a padded part of each
+        # Of each value, whole over this axis: its shape with the split dim first, and the elements of a padded part.
+        self.shapes = []
+        self.parts = []
         for v in self.outs:
             unsplit = dataclasses.replace(v, layout=without(v.layout, axis))
             shape = _dim_first(local_shape(unsplit, sizes, coordinates), self.dim)
             self.shapes.append(shape)
             self.parts.append(chunk(shape[0], self.size) * math.prod(shape[1:]) if shape else 1)
         self.groups = _message_groups(eqn, sizes)
-        self.start = {
+        start = {
             ALL_GATHER: self._gather,
             REDUCE_SCATTER: self._scatter,
             ALL_REDUCE: self._reduce,
-        }[self.kind]
+        }
+        self.start = start[self.collective]
 
     @property
     def channel(self) -> Channel:
@@ -192,11 +199,15 @@ class Start(torch.nn.Module):
 
     def extra_repr(self) -> str:
         by = f", by={self.carrier}" if self.carrier else ""
-        return f"{self.kind}, ranks={self.size}, members={len(self.outs)}, wire={self.wire}{by}"
+        return (
+            f"{self.collective}, ranks={self.size}, members={len(self.outs)}, wire={self.wire}{by}"
+        )
 
     def forward(self, *members: torch.Tensor) -> tuple[Member, ...]:
         self.channel.advance()
-        started = [self.start(ks, [members[k] for k in ks]) for ks in self.groups]
+        started = []
+        for ks in self.groups:
+            started.append(self.start(ks, [members[k] for k in ks]))
 
         def finish() -> dict[int, torch.Tensor]:
             values: dict[int, torch.Tensor] = {}
@@ -205,7 +216,9 @@ class Start(torch.nn.Module):
             started.clear()  # this releases the send and receive buffers
             return values
 
-        works = [work for each, _ in started for work in each]
+        works: list[Work] = []
+        for works_of_message, _ in started:
+            works += works_of_message
         future = Future(Works(works, self.channel), finish)
         self.channel.futures.add(future)
         return tuple(Member(future, k) for k in range(len(members)))
@@ -219,6 +232,8 @@ class Start(torch.nn.Module):
         Between CPUs there is nothing to do: the operations in progress hold their buffers.
         """
 
+    # ---- gathers
+
     def _gather(self, ks: list[int], shards: Sequence[torch.Tensor]) -> InProgress:
         sizes = [self.parts[k] for k in ks]
         received = shards[0].new_empty(self.size, sum(sizes), dtype=self.wire)
@@ -226,7 +241,7 @@ class Start(torch.nn.Module):
         pack([shard.movedim(self.dim, 0) for shard in shards], sizes, 1, mine)
         works: Sequence[Work]
         if self.is_by_host:
-            works = [_exchange_parts(self.channel, self.rank, list(received))]
+            works = [exchange_parts(self.channel, self.rank, list(received))]
         elif self.direct:
             works = self.channel.exchange([mine] * self.size, list(received))
         else:
@@ -244,8 +259,12 @@ class Start(torch.nn.Module):
         """A value that arrived with the split dim first, with the strides that it has in the trace."""
         return value if self.dim == 0 else value.movedim(0, self.dim).contiguous()
 
+    # ---- reductions to parts
+
     def _scatter(self, ks: list[int], terms: Sequence[torch.Tensor]) -> InProgress:
-        rows = [self._by_rank(t.movedim(self.dim, 0), self.parts[k]) for k, t in zip(ks, terms)]
+        rows = []
+        for k, term in zip(ks, terms):
+            rows.append(self._by_rank(term.movedim(self.dim, 0), self.parts[k]))
         send = torch.cat(rows, 1) if len(rows) > 1 else rows[0]
         pieces, works = self._all_to_all(send)
 
@@ -258,7 +277,7 @@ class Start(torch.nn.Module):
                 here = slice(offset, offset + math.prod(shape))
                 parts = [piece[here] for piece in pieces]
                 result = None if sum_buffer is None else sum_buffer[here]
-                value = ops.reduce(parts, self.op, self.outs[k].dtype, result, self.size)
+                value = ops.reduce(parts, self.reduction, self.outs[k].dtype, result, self.size)
                 values.append(self._dim_back(value.view(shape)))
                 offset += self.parts[k]
             return values
@@ -268,18 +287,16 @@ class Start(torch.nn.Module):
     def _all_to_all(self, send: torch.Tensor) -> tuple[list[torch.Tensor], Sequence[Work]]:
         """Send row r of `send` to rank r. Returns the rows, or sums of hosts, that this rank receives, and the work."""
         if self.is_by_host:
-            return _exchange_sums(self.channel, self.rank, send, self.op, self.partial)
+            return exchange_sums(self.channel, self.rank, send, self.reduction, self.partial)
         if not self.direct:
             received = torch.empty_like(send)
+            buffers = _bytes(received), _bytes(send)
             with self.channel.errors():
-                work = dist.all_to_all_single(
-                    _bytes(received), _bytes(send), group=self.group, async_op=True
-                )
+                work = dist.all_to_all_single(*buffers, group=self.group, async_op=True)
             return list(received), [work]  # the work keeps `send` alive until it is done
-        pieces = [
-            send[r] if r == self.rank else torch.empty_like(send[r]) for r in range(self.size)
-        ]
-        return pieces, self.channel.exchange(list(send), pieces)
+        rows = list(send)
+        pieces = [row if r == self.rank else torch.empty_like(row) for r, row in enumerate(rows)]
+        return pieces, self.channel.exchange(rows, pieces)
 
     def _sum_buffer(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The received piece that the sum may overwrite, or None if all pieces share one buffer.
@@ -305,27 +322,31 @@ class Start(torch.nn.Module):
             flat = torch.nn.functional.pad(flat, (0, missing))
         return flat.view(self.size, size)
 
+    # ---- reductions to whole values
+
     def _reduce(self, ks: list[int], terms: Sequence[torch.Tensor]) -> InProgress:
         flat = [term.to(self.wire).reshape(-1) for term in terms]
         send = torch.cat(flat) if len(flat) > 1 else flat[0].contiguous()
         dtype = self.outs[ks[0]].dtype
+        is_short = send.numel() * send.itemsize <= OWN_MESSAGE
         works: Sequence[Work]
-        if self.direct and (self.size == 2 or send.numel() * send.itemsize <= OWN_MESSAGE):
+        if self.direct and (self.size == 2 or is_short):
             # Every rank receives all terms, and adds them in rank order. Between two ranks a ring sends as much.
             pieces = [send if r == self.rank else torch.empty_like(send) for r in range(self.size)]
             works = self.channel.exchange([send] * self.size, pieces)
 
             def reduced() -> torch.Tensor:
-                return ops.reduce(pieces, self.op, dtype, self._sum_buffer(pieces))
+                return ops.reduce(pieces, self.reduction, dtype, self._sum_buffer(pieces))
         else:
             total = send.clone() if len(flat) == 1 else send  # the all_reduce overwrites it
             # The sum of bools is their maximum: gloo would add their bytes, to bools that hold 2.
-            op = REDUCE_OPS["max" if self.wire == torch.bool else self.op]
+            reduce_op = REDUCE_OPS["max" if self.wire == torch.bool else self.reduction]
             with self.channel.errors():
-                works = [dist.all_reduce(total, op, group=self.group, async_op=True)]
+                works = [dist.all_reduce(total, reduce_op, group=self.group, async_op=True)]
 
             def reduced() -> torch.Tensor:
-                return (ops.mean(total, self.size) if self.op == "mean" else total).to(dtype)
+                is_mean = self.reduction == "mean"
+                return (ops.mean(total, self.size) if is_mean else total).to(dtype)
 
         def finish() -> list[torch.Tensor]:
             shapes = [self.shapes[k] for k in ks]
@@ -363,38 +384,10 @@ def _bytes(buffer: torch.Tensor) -> torch.Tensor:
     return buffer.view(-1).view(torch.uint8) if short else buffer.view(-1)
 
 
-class TwoLevels:
-    """A message between CPUs in two levels, one inside each host and one between hosts.
-
-    Nothing runs in the background, so this rank begins the second level when it next starts or waits for a message of
-    the channel, or for this one. The tags of both levels are taken at the start, so a thread that waits earlier changes
-    nothing.
-    """
-
-    def __init__(self, begin_second: Callable[[], Sequence[Work]]) -> None:
-        """`begin_second` waits for the first level, and begins the second one."""
-        self._begin_second: Callable[[], Sequence[Work]] | None = begin_second
-        self._works: Sequence[Work] = ()
-        self._lock = threading.Lock()
-
-    def advance(self) -> None:
-        """Wait for the first level, and begin the second, unless that has happened."""
-        with self._lock:
-            if self._begin_second is not None:
-                self._works = self._begin_second()
-                self._begin_second = None
-
-    def wait(self) -> None:
-        """Wait for both levels."""
-        self.advance()
-        for work in self._works:
-            work.wait()
-
-
 def has_second_level_at_wait(mesh: DeviceMesh, eqn: Eqn, sizes: Mapping[str, int]) -> bool:
     """Whether the wait for a collective may send the second of its two levels: over gloo."""
-    of_eqn = channel(mesh, eqn.kwargs["axis"], rules(eqn).lane == "gather")
-    route = _gloo_route(eqn, sizes, of_eqn) if of_eqn.is_gloo else None
+    channel = channel_of(mesh, eqn)
+    route = _gloo_route(eqn, sizes, channel) if channel.is_gloo else None
     return route is not None and route.way == TWO_LEVELS
 
 
@@ -403,74 +396,3 @@ def _gloo_route(eqn: Eqn, sizes: Mapping[str, int], channel: Channel | None) -> 
     hosts = channel.hosts if channel is not None else Hosts(1)
     is_far = hosts.count > 1 and rules(eqn).is_exchanged(eqn, hosts.ranks, gloo=True)
     return route_of(eqn, sizes, hosts, gloo=True) if is_far else None
-
-
-def _exchange_sums(
-    channel: Channel, rank: int, rows: torch.Tensor, op: str, partial: torch.dtype
-) -> tuple[list[torch.Tensor], Sequence[Work]]:
-    """Send the sum, over the ranks of this host, of row r to rank r, in the dtype `partial`.
-
-    On 2 hosts of 2 ranks, rank 1 receives the terms of rank 0 for ranks 1 and 3, and adds its own. It keeps the sum for
-    itself, and sends the other one to rank 3. So between hosts, each byte of a sum is sent once.
-
-    Returns: the terms of this rank's result, one from each host, which are valid when the returned work is done.
-    """
-    hosts = channel.hosts
-    host, local = divmod(rank, hosts.local)
-    of_host = range(host * hosts.local, (host + 1) * hosts.local)
-    peers = range(local, hosts.ranks, hosts.local)  # the ranks at this rank's place on each host
-    received: list[list[torch.Tensor]] = []
-    first: list[Work] = []
-    for peer in peers:
-        terms = [rows[peer] if r == rank else torch.empty_like(rows[peer]) for r in of_host]
-        pieces = [rows[peer - local + k] for k in range(hosts.local)]
-        first += channel.exchange(pieces, terms, of_host)
-        received.append(terms)
-    tag = next(channel.tags)
-    mine: list[torch.Tensor] = []
-    sums: list[torch.Tensor] = []
-
-    def begin_second() -> Sequence[Work]:
-        with channel.errors():
-            for work in first:
-                work.wait()
-        first.clear()  # they hold what they have received
-        kind = "sum" if op == "mean" else op
-        while received:
-            terms = received[0]
-            # The first term that was received may be overwritten; this rank's own may belong to the caller.
-            mine.append(ops.reduce(terms, kind, partial, terms[0 if local else 1]))
-            del received[0], terms  # the next sums take their memory
-        sums.extend(x if k == host else torch.empty_like(x) for k, x in enumerate(mine))
-        return channel.exchange(mine, sums, peers, tag)
-
-    message = TwoLevels(begin_second)
-    channel.first_levels.append(message)
-    return sums, [message]
-
-
-def _exchange_parts(channel: Channel, rank: int, rows: Sequence[torch.Tensor]) -> TwoLevels:
-    """Send this rank's row of `rows` to all ranks, and receive row r from rank r.
-
-    On 2 hosts of 2 ranks, rank 1 receives the row of rank 3, and sends it on to rank 0 with its own. So between hosts,
-    each byte is sent once. The second level is inside the host, and begins when this message is waited for: a wait for
-    the first level of a message that is needed later would let compute stand still.
-    """
-    hosts = channel.hosts
-    host, local = divmod(rank, hosts.local)
-    of_host = range(host * hosts.local, (host + 1) * hosts.local)
-    peers = range(local, hosts.ranks, hosts.local)  # the ranks at this rank's place on each host
-    first = channel.exchange([rows[rank]] * hosts.count, [rows[peer] for peer in peers], peers)
-    tags = [next(channel.tags) for _ in peers]
-
-    def begin_second() -> Sequence[Work]:
-        with channel.errors():
-            for work in first:
-                work.wait()
-        works: list[Work] = []
-        for peer, tag in zip(peers, tags):
-            of_peer = rows[peer - local : peer - local + hosts.local]
-            works += channel.exchange([rows[peer]] * hosts.local, of_peer, of_host, tag)
-        return works
-
-    return TwoLevels(begin_second)

@@ -105,8 +105,11 @@ def aliased_outputs(graph: Graph) -> tuple[int, ...]:
     for eqn in graph.eqns:
         if is_constant(eqn):
             lasting.add(owner[eqn.out])
-    outputs = list(enumerate(graph.outputs))[graph.num_state :]
-    return tuple(i for i, v in outputs if isinstance(v, Var) and owner[v] in lasting)
+    aliased = []
+    for i, v in enumerate(graph.outputs):
+        if i >= graph.num_state and isinstance(v, Var) and owner[v] in lasting:
+            aliased.append(i)
+    return tuple(aliased)
 
 
 def _line_of(error: Exception, program: fx.GraphModule) -> Source | None:
@@ -118,10 +121,12 @@ def _line_of(error: Exception, program: fx.GraphModule) -> Source | None:
     lines = program.code.splitlines()
     if traceback is None or traceback.tb_lineno > len(lines):
         return None
+    # A line of the code assigns the value of the node that has its name.
     name = lines[traceback.tb_lineno - 1].partition("=")[0].strip()
-    node = next((node for node in program.graph.nodes if node.name == name), None)
-    eqn = node.meta.get("eqn") if node is not None else None
-    return eqn.source if eqn is not None else None
+    for node in program.graph.nodes:
+        if node.name == name and "eqn" in node.meta:
+            return node.meta["eqn"].source
+    return None
 
 
 def _write_back(state: Sequence[torch.Tensor], outputs: list[Any]) -> None:
@@ -131,12 +136,15 @@ def _write_back(state: Sequence[torch.Tensor], outputs: list[Any]) -> None:
     new_values = {}
     for i, old in enumerate(state):
         new = outputs[i]
-        if new is not old and (new.data_ptr() != old.data_ptr() or new.stride() != old.stride()):
+        if new is old:
+            continue
+        if new.data_ptr() != old.data_ptr() or new.stride() != old.stride():
             new_values[i] = new
+    # A new value may lie in a storage of the state, which is written before the value is read.
     storages = {x.untyped_storage().data_ptr() for x in state if x.numel()}
     for i, new in new_values.items():
         if new.numel() and new.untyped_storage().data_ptr() in storages:
-            new_values[i] = new.clone()  # the state is written before this value of it is read
+            new_values[i] = new.clone()
     for i, new in new_values.items():
         state[i].copy_(new)
     outputs[: len(state)] = state
@@ -146,13 +154,13 @@ def _write_back(state: Sequence[torch.Tensor], outputs: list[Any]) -> None:
 class MicroBatches:
     """The program of one rank as a function from flat inputs to flat outputs, which runs its micro-batches in turn.
 
-    `last` is the program of the last micro-batch in the order in which it runs.
+    `last_as_run` is the program of the last micro-batch in the order in which it runs.
     """
 
     graph: Graph
     parts: Parts
     runs: Mapping[Graph, Executable]  # for each different part
-    last: Graph
+    last_as_run: Graph
 
     @property
     def program(self) -> fx.GraphModule:
@@ -179,7 +187,7 @@ def micro_batches(
     graph: Graph,
     mesh: DeviceMesh | None,
     inputs: Sequence[torch.Tensor],
-    executable: Callable[[Graph, Sequence[torch.Tensor]], tuple[Graph, Executable]],
+    compile_part: Callable[[Graph, Sequence[torch.Tensor]], tuple[Graph, Executable]],
 ) -> MicroBatches:
     """What runs the micro-batches of a program.
 
@@ -187,13 +195,13 @@ def micro_batches(
         graph: the program.
         mesh: the mesh that it runs on.
         inputs: its flat inputs on this rank, or others like them.
-        executable: returns a program in the order in which it runs, and what runs it, for inputs like those given.
+        compile_part: returns a program in the order in which it runs, and what runs it, for inputs like those given.
     """
     programs = parts(graph)
     runs: dict[Graph, Executable] = {}
     last = graph
     for part in programs.different:
-        last, runs[part] = executable(part, _example(graph, programs, part, mesh, inputs))
+        last, runs[part] = compile_part(part, _example(graph, programs, part, mesh, inputs))
     return MicroBatches(graph, programs, runs, last)
 
 

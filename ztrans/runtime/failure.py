@@ -34,7 +34,7 @@ STOP_TOGETHER = (
 _PATIENCE = 0.5  # seconds to wait for the notes of other ranks
 _ANY_NOTE = "a rank has left a note"  # a key in the store
 _causes = WeakIdKeyDictionary()  # a leaf of a half updated state -> the failure that left it so
-_steps = WeakIdKeyDictionary()  # the first leaf of a state -> the steps that the state has taken
+_steps = WeakIdKeyDictionary()  # the first tensor of a state -> the steps that the state has taken
 
 
 class Writes:
@@ -78,9 +78,9 @@ def check_ended(leaves: Sequence[Any], name: str) -> None:
         error = _end_steps(groups)
         if groups.in_flight.device_error:
             device_has_failed = True
-            _broken(groups, name)
+            _leave_as_broken(groups, name)
         elif error:
-            _lost(groups, name, RuntimeError(error))
+            _leave_lost_ranks(groups, name, RuntimeError(error))
     # A device that has failed copies nothing more, and to wait for it raises its own error.
     if not device_has_failed:
         let_copies_end()
@@ -95,9 +95,9 @@ def check_launched(mesh: DeviceMesh, name: str) -> None:
     groups = process_groups(mesh)
     error = groups.in_flight.error()
     if groups.in_flight.device_error:
-        raise _broken(groups, name)
+        raise _leave_as_broken(groups, name)
     if error:
-        raise _lost(groups, name, RuntimeError(error))
+        raise _leave_lost_ranks(groups, name, RuntimeError(error))
 
 
 def marker(leaves: Sequence[Any]) -> Callable[[str], None]:
@@ -147,7 +147,7 @@ def ending_together(
         groups = process_groups(mesh) if mesh is not None else None
         if groups is not None and _is_of_another_rank(error, groups):
             groups.in_flight.drop_failed()
-            cause = _lost(groups, name, error)
+            cause = _leave_lost_ranks(groups, name, error)
             if writes.begun:
                 _mark(leaves, cause.reason)
             raise LostRank(f"{cause}\n{_remark(leaves)}", cause.reason) from error
@@ -178,17 +178,17 @@ def one_thread(thread: dict[str, int], name: str) -> Iterator[None]:
         thread.clear()
 
 
-def lost(mesh: DeviceMesh, name: str, error: BaseException) -> LostRank:
-    """The error of a rank that has lost its connection to others, with the text of their notes.
+def leave_lost_ranks(mesh: DeviceMesh, name: str, error: BaseException) -> LostRank:
+    """Leave a mesh whose other ranks are lost. Returns the error to raise, with the text of their notes.
 
-    This also closes the channels of this rank, so that no other rank waits for it, and marks the states of steps that
-    a GPU had not ended.
+    This closes the channels of this rank, so that no other rank waits for it, and marks the states of steps that a GPU
+    had not ended.
     """
-    return _lost(process_groups(mesh), name, error)
+    return _leave_lost_ranks(process_groups(mesh), name, error)
 
 
-def _lost(groups: ProcessGroups, name: str, error: BaseException) -> LostRank:
-    cut_off = groups.in_flight.reset()
+def _leave_lost_ranks(groups: ProcessGroups, name: str, error: BaseException) -> LostRank:
+    unfinished = groups.in_flight.reset()
     _leave(groups, "")
     notes = _notes(groups)
     silent = [rank for rank in groups.ranks if rank not in notes and rank != dist.get_rank()]
@@ -196,18 +196,18 @@ def _lost(groups: ProcessGroups, name: str, error: BaseException) -> LostRank:
     head = f"{name}: rank {dist.get_rank()} has lost other ranks of the mesh.\n"
     text = "".join(f"  {cause}\n" for cause in causes)
     reason = causes[0].rstrip(".") if causes else ""
-    for step in cut_off:
+    for step in unfinished:
         _mark(step.leaves, reason or f"{step.name} has lost other ranks")
     return LostRank(f"{head}{text}The backend says: {_in_one_line(error, with_type=False)}", reason)
 
 
-def _broken(groups: ProcessGroups, name: str) -> RuntimeError:
-    """The error of a rank whose device has failed. The other ranks learn why."""
-    said = groups.in_flight.device_error
-    cause = f"the device of rank {dist.get_rank()} has failed: {said}"
+def _leave_as_broken(groups: ProcessGroups, name: str) -> RuntimeError:
+    """Leave the other ranks because the device of this one has failed; they learn why. Returns the error to raise."""
+    of_device = groups.in_flight.device_error
+    cause = f"the device of rank {dist.get_rank()} has failed: {of_device}"
     for step in groups.in_flight.reset():
         _mark(step.leaves, cause)
-    _leave(groups, f"failed in {name} with {said}")
+    _leave(groups, f"failed in {name} with {of_device}")
     return RuntimeError(
         f"{name}: {cause}\n"
         f"It runs nothing more in this process. Start again from a checkpoint in new processes; with "
@@ -232,7 +232,8 @@ def explain_loss(notes: Mapping[int, str], silent: Sequence[int]) -> list[str]:
 
 def rank_names(ranks: Sequence[int]) -> str:
     """Ranks as text, such as `ranks 0, 2`."""
-    return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}"
+    noun = "ranks" if len(ranks) > 1 else "rank"
+    return f"{noun} {', '.join(map(str, ranks))}"
 
 
 def _in_one_line(error: BaseException, with_type: bool = True) -> str:
@@ -246,7 +247,9 @@ def _in_one_line(error: BaseException, with_type: bool = True) -> str:
 def _remark(leaves: Sequence[Any]) -> str:
     """What an error says of a state. A step before may have been cut off, and has then marked it."""
     is_marked = any(isinstance(leaf, torch.Tensor) and leaf in _causes for leaf in leaves)
-    return f"The state is {'half updated' if is_marked else 'as it was before the step'}."
+    if is_marked:
+        return "The state is half updated."
+    return "The state is as it was before the step."
 
 
 def _is_of_another_rank(error: BaseException, groups: ProcessGroups) -> bool:
@@ -260,17 +263,17 @@ def _is_of_another_rank(error: BaseException, groups: ProcessGroups) -> bool:
 def fail(groups: ProcessGroups, name: str, error: BaseException) -> None:
     """Leave the other ranks because this one has failed. The steps before may end first."""
     _end_steps(groups)
+    failure = f"{name} failed with {type(error).__name__}"
     for step in groups.in_flight.reset():
-        _mark(
-            step.leaves, f"{name} failed with {type(error).__name__} before {step.name} had ended"
-        )
+        _mark(step.leaves, f"{failure} before {step.name} had ended")
     _leave(groups, f"failed in {name} with {_in_one_line(error)}")
 
 
 def _end_steps(groups: ProcessGroups) -> str:
     """Let the steps end that a GPU runs. Returns why they do not end well, or an empty text."""
-    in_flight = groups.in_flight
-    return in_flight.wait(groups.timeout) if in_flight.oldest() is not None else ""
+    if groups.in_flight.oldest() is None:
+        return ""
+    return groups.in_flight.wait(groups.timeout)
 
 
 def _leave(groups: ProcessGroups, note: str) -> None:
@@ -333,7 +336,10 @@ def _in_time(talk: Callable[[], object]) -> None:
 
 
 def _mark(leaves: Sequence[Any], cause: str) -> None:
-    _causes.update((leaf, cause) for leaf in leaves if isinstance(leaf, torch.Tensor))
+    """Mark leaves of a half updated state, so that their next use raises an error."""
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            _causes[leaf] = cause
 
 
 def _first_tensor(leaves: Sequence[Any]) -> torch.Tensor | None:

@@ -94,8 +94,10 @@ class InFlight:
     def wait(self, seconds: float) -> str:
         """Let all steps end, for at most so many seconds. Returns why they did not end well, or an empty text."""
         end = time.monotonic() + seconds
-        while not (error := self.error()) and self._steps and time.monotonic() < end:
+        error = self.error()
+        while not error and self._steps and time.monotonic() < end:
             time.sleep(_LOOK)
+            error = self.error()
         return error
 
     def drop_failed(self) -> None:

@@ -30,7 +30,7 @@ def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:
             and no RANK.
     """
     _check_axes(device, sizes)
-    device = _own_device(device)
+    device = _chosen_device(device)
     if device == "cuda":
         _order_launches()
     if not dist.is_initialized():
@@ -70,7 +70,7 @@ def _check_axes(device: object, sizes: Mapping[str, object]) -> None:
         )
 
 
-def _own_device(device: str | None) -> str:
+def _chosen_device(device: str | None) -> str:
     """The device of the mesh, by default that of the machine. This rank uses the GPU of its local rank."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device != "cuda":

@@ -43,8 +43,9 @@ from .in_flight import InFlight
 
 if TYPE_CHECKING:
     from .carried import Carried
-    from .collectives import Future, TwoLevels
+    from .collectives import Future
     from .cuda.symmetric import SymmetricMemory
+    from .two_levels import TwoLevels
 
 T = TypeVar("T")
 ONE_HOST = Hosts(1)
@@ -114,11 +115,6 @@ class Channel:
     def is_gloo(self) -> bool:
         return dist.get_backend(self.group) == "gloo"
 
-    @property
-    def is_nccl(self) -> bool:
-        group = self.live_group()
-        return group is not None and _is_nccl(group)
-
     def live_group(self) -> dist.ProcessGroup | None:
         """The process group, or None if it is closed or has been destroyed."""
         return self._group() if self._group is not None else None
@@ -141,10 +137,12 @@ class Channel:
         if tag is None:
             tag = next(self.tags)
         mine = ranks.index(group.rank())
+        # Each rank begins with the rank after it, so that no rank gets the messages of all others at once.
         peers = [(mine + step) % len(ranks) for step in range(1, len(ranks))]
         with self.errors():
             received = [group.recv([into[k]], ranks[k], tag) for k in peers]
-            return received + [group.send([pieces[k]], ranks[k], tag) for k in peers]
+            sent = [group.send([pieces[k]], ranks[k], tag) for k in peers]
+        return received + sent
 
     def advance(self) -> None:
         """Begin the second level of all messages in progress, as soon as their first level is done."""
@@ -163,7 +161,7 @@ class Channel:
         try:
             yield
         except RuntimeError as error:
-            is_of_gloo = type(error) is RuntimeError and not self.is_nccl
+            is_of_gloo = type(error) is RuntimeError and not _is_nccl(self.live_group())
             if isinstance(error, dist.DistError) or is_of_gloo:
                 raise LostRank(str(error)) from error
             raise
@@ -220,9 +218,9 @@ class ProcessGroups:
         self._client: dist.Store | None = None
         self._mesh_ranks = mesh.mesh
         # The mesh keeps its groups alive, so this object holds weak references only.
-        self._bases = {
-            axis: weakref.ref(mesh.get_group(axis)) for axis in mesh.mesh_dim_names or ()
-        }
+        self._bases: dict[str, weakref.ref[dist.ProcessGroup]] = {}
+        for axis in mesh.mesh_dim_names or ():
+            self._bases[axis] = weakref.ref(mesh.get_group(axis))
         self._channels: dict[tuple[Axis, str], Channel] = {}
 
     @property
@@ -248,13 +246,14 @@ class ProcessGroups:
                 closed_channels.append(channel)
             else:
                 _alive(channel._group)
-        if closed_channels:
-            self.epoch += 1
-            self._skip_names(len(closed_channels))
+        if not closed_channels:
+            return
+        self.epoch += 1
+        self._skip_names(len(closed_channels))
         for channel in closed_channels:
             with channel.errors():
                 self._open(channel)
-        if closed_channels and self.symmetric is not None:
+        if self.symmetric is not None:
             self.symmetric.renew(closed_channels, self.from_all)
 
     def close(self) -> None:
@@ -290,7 +289,7 @@ class ProcessGroups:
         timeout = _timeout(self._base(next(iter(self._bases))))
         return math.inf if timeout is None else timeout.total_seconds()
 
-    def carry(self, graph: Graph) -> None:
+    def note_program(self, graph: Graph) -> None:
         """Note what the messages of a program need: those of the user's own go through the mesh's groups."""
         if any(is_users(eqn) for eqn in graph.eqns):
             self.carries_users = True
@@ -306,9 +305,12 @@ class ProcessGroups:
             groups = [channel.live_group() for channel in list(self._channels.values())]
             if self.carries_users:
                 groups += [reference() for reference in self._bases.values()]
-            mine = [group for group in groups if group is not None and _is_nccl(group)]
-            abort([group for group in mine if group not in self._aborted])
-            self._aborted.update(mine)
+            running = []
+            for group in groups:
+                if group is not None and _is_nccl(group) and group not in self._aborted:
+                    running.append(group)
+            abort(running)
+            self._aborted.update(running)
 
     def store(self) -> dist.Store:
         """A key-value store that any rank of the mesh can write and read at any time."""
@@ -348,8 +350,10 @@ class ProcessGroups:
         self._open_new(channel, groups, base)
         knows_hosts = channel.axis is None or channel.group.size() == channel.hosts.ranks
         if not knows_hosts and not self.is_alone:
-            names = [[self._host_names[rank] for rank in sorted(row)] for row in groups]
-            channel.hosts = common([hosts_of(row) for row in names])
+            hosts = []
+            for row in groups:
+                hosts.append(hosts_of([self._host_names[rank] for rank in sorted(row)]))
+            channel.hosts = common(hosts)
         return channel
 
     def _skip_names(self, count: int) -> None:
@@ -369,8 +373,9 @@ class ProcessGroups:
     def _open_new(self, channel: Channel, groups: list[list[int]], base: dist.ProcessGroup) -> None:
         """Make a process group for the row of `groups` that has this rank, like the group `base` of the mesh."""
         timeout = _timeout(base)
+        # On the whole mesh ranks compare what they do, and save: the host waits for that, also on GPUs.
         backend = "gloo" if channel.axis is None else None
-        description = f"ztrans {channel.purpose}"
+        options = _tuning(base, timeout) if backend is None else None
         # If only its members make a group, torch names it by the number of groups that they have made, which may differ
         # between them (pytorch#189073). So all ranks make the groups of all rows. They cannot if the world has ranks
         # that are not in this mesh, because these do not take part.
@@ -380,14 +385,15 @@ class ProcessGroups:
                 row,
                 timeout,
                 backend,
-                _tuning(base, timeout) if backend is None else None,
+                options,
                 use_local_synchronization=not self._is_world,
-                group_desc=description,
+                group_desc=f"ztrans {channel.purpose}",
             )
             if row is mine:
                 channel.open(group)
 
 
+# By the first group of a mesh: the process groups of the meshes that have it, by their ranks, axes and sizes.
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, ProcessGroups]] = (
     weakref.WeakKeyDictionary()
 )
@@ -402,12 +408,13 @@ def process_groups(mesh: DeviceMesh) -> ProcessGroups:
         base = mesh.get_group(0)
     except (RuntimeError, ValueError):
         raise _destroyed() from None
-    by_ranks = _groups.setdefault(base, {})
-    key = tuple(mesh.mesh.flatten().tolist()), tuple(mesh.mesh_dim_names or ()), tuple(mesh.shape)
-    if key not in by_ranks:
-        _check_splits(key[0], base)
-        by_ranks[key] = ProcessGroups(mesh)
-    return by_ranks[key]
+    by_mesh = _groups.setdefault(base, {})
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    key = ranks, tuple(mesh.mesh_dim_names or ()), tuple(mesh.shape)
+    if key not in by_mesh:
+        _check_splits(ranks, base)
+        by_mesh[key] = ProcessGroups(mesh)
+    return by_mesh[key]
 
 
 def _check_splits(ranks: Sequence[int], base: dist.ProcessGroup) -> None:
@@ -429,7 +436,10 @@ def _check_splits(ranks: Sequence[int], base: dist.ProcessGroup) -> None:
 
 def all_process_groups() -> list[ProcessGroups]:
     """The process groups of all meshes of this process."""
-    return [groups for by_ranks in _groups.values() for groups in by_ranks.values()]
+    every: list[ProcessGroups] = []
+    for by_mesh in _groups.values():
+        every += by_mesh.values()
+    return every
 
 
 def host_name() -> tuple[str, ...]:
@@ -443,7 +453,10 @@ def host_name() -> tuple[str, ...]:
     )
 
 
-def _is_nccl(group: dist.ProcessGroup) -> bool:
+def _is_nccl(group: dist.ProcessGroup | None) -> bool:
+    """Whether NCCL carries the messages of a group, which may have been closed or destroyed."""
+    if group is None:
+        return False
     try:
         return dist.get_backend(group) == "nccl"
     except ValueError:  # it has been destroyed
@@ -471,7 +484,9 @@ def _destroyed() -> RuntimeError:
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:
     """The shorter of the time-outs of a group and of the world, or None if the backend has none."""
     timeouts = []
-    for each in filter(None, (group, dist.group.WORLD)):
+    for each in (group, dist.group.WORLD):
+        if each is None:
+            continue
         for device in each._device_types:
             with contextlib.suppress(AttributeError, RuntimeError):
                 timeouts.append(each._get_backend(device).options._timeout)

@@ -23,8 +23,9 @@ from ..calling.host_memory import copied_to_host
 from ..ir.axes import members, submesh
 from ..ir.graph import Layout, Memory, Split
 from ..ir.layout import AbstractMesh, UserSharding, as_tensor, cut, mesh_axes
-from .agreement import agree_on_call, agree_on_state
+from .agreement import agree_on_call
 from .mesh import check_runs
+from .replicas import agree_on_state
 
 State = TypeVar("State")
 _meshes = WeakIdKeyDictionary()  # a leaf -> the mesh of the step that it was sharded for
@@ -139,10 +140,11 @@ def full_tensor(leaf: DTensor, axes: Sequence[str]) -> torch.Tensor:
     if user_sharding is None:
         return leaf.full_tensor()
     mesh = leaf.device_mesh
-    mesh = mesh if mesh.ndim == len(user_sharding.axes) else mesh[user_sharding.axes]
-    return _dtensor(
-        _gathered(leaf, user_sharding), mesh, user_sharding.placements, user_sharding.shape
-    ).full_tensor()
+    if mesh.ndim != len(user_sharding.axes):
+        mesh = mesh[user_sharding.axes]
+    local = _gathered(leaf, user_sharding)
+    whole = _dtensor(local, mesh, user_sharding.placements, user_sharding.shape)
+    return whole.full_tensor()
 
 
 def _part(
@@ -159,10 +161,10 @@ def _part(
     which uninitialised memory is allocated.
     """
     user_sharding = UserSharding.of(leaf, axes)
-    if user_sharding is not None and not set(zip(user_sharding.axes, user_sharding.sizes)) <= set(
-        mesh_axes(mesh)
-    ):
-        user_sharding = None  # it comes from another mesh
+    if user_sharding is not None:
+        its_axes = set(zip(user_sharding.axes, user_sharding.sizes))
+        if not its_axes <= set(mesh_axes(mesh)):
+            user_sharding = None  # it comes from another mesh
     mesh = _leaf_mesh(mesh, axes, user_sharding)
     if isinstance(leaf, DTensor):
         return _in_layout(leaf, layout, mesh, user_sharding, device)
@@ -191,15 +193,16 @@ def _in_layout(
     uninitialised, on `device`.
     """
     placements = _placements(layout, mesh, user_sharding)
+    is_same_mesh = leaf.device_mesh == mesh
     part: torch.Tensor
     with torch.no_grad():
         if leaf.is_meta:
             shape = user_sharding.local_shape if user_sharding else leaf.shape
             full = torch.empty(shape, dtype=leaf.dtype, device="meta")
             part = _own_part(full, layout, mesh, user_sharding, device)
-        elif leaf.device_mesh == mesh and list(leaf.placements) == placements:
+        elif is_same_mesh and list(leaf.placements) == placements:
             return copied(leaf)
-        elif leaf.device_mesh == mesh and user_sharding is None:
+        elif is_same_mesh and user_sharding is None:
             part = copied(leaf.redistribute(mesh, placements))
         else:
             full = leaf.full_tensor() if user_sharding is None else _gathered(leaf, user_sharding)
@@ -226,16 +229,16 @@ def _placements(
     if user_sharding is not None:
         by_axis.update(zip(user_sharding.axes, user_sharding.placements))
     for split in layout:
-        if isinstance(split, Split):
-            inner = (
-                user_sharding.cuts(split.dim, names[names.index(split.axis) :])
-                if user_sharding
-                else 1
-            )
-            is_first_cut = inner == 1
-            by_axis[split.axis] = (
-                Shard(split.dim) if is_first_cut else _StridedShard(split.dim, split_factor=inner)
-            )
+        if not isinstance(split, Split):
+            continue
+        # The step cuts first, also along later axes of the mesh. A strided shard says so.
+        parts = 1
+        if user_sharding is not None:
+            parts = user_sharding.cuts(split.dim, names[names.index(split.axis) :])
+        if parts == 1:
+            by_axis[split.axis] = Shard(split.dim)
+        else:
+            by_axis[split.axis] = _StridedShard(split.dim, split_factor=parts)
     return [by_axis[axis] for axis in names]
 
 
@@ -263,28 +266,29 @@ def _own_part(
         if isinstance(split, Split):
             axis = names.index(split.axis)
             local = cut(local, split, mesh.size(axis), mesh.get_local_rank(axis))
+    local = _own_memory(local, mesh, device)
+    placements = _placements(layout, mesh, user_sharding)
     shape = user_sharding.shape if user_sharding else full.shape
-    return _dtensor(
-        _own_memory(local, mesh, device), mesh, _placements(layout, mesh, user_sharding), shape
-    )
+    return _dtensor(local, mesh, placements, shape)
 
 
 def _gathered(leaf: DTensor, user_sharding: UserSharding) -> torch.Tensor:
     """The part of a leaf that the step itself sees on this rank, gathered over all other axes of its mesh."""
     mesh = leaf.device_mesh
-    # The step's own cut came first, so along the other axes its part is cut as any tensor is.
     other_axes: dict[str, Placement] = {}
     for (axis, _), placement in zip(mesh_axes(mesh), leaf.placements):
-        if axis not in user_sharding.axes:
-            if isinstance(placement, _StridedShard):
-                placement = Shard(placement.dim)
-            other_axes[axis] = placement
+        if axis in user_sharding.axes:
+            continue
+        # The step's own cut came first, so along the other axes its part is cut as any tensor is.
+        if isinstance(placement, _StridedShard):
+            placement = Shard(placement.dim)
+        other_axes[axis] = placement
     local = leaf.to_local()
     if not other_axes:
         return local
-    return _dtensor(
-        local, mesh[tuple(other_axes)], [*other_axes.values()], user_sharding.local_shape
-    ).full_tensor()
+    placements = list(other_axes.values())
+    whole = _dtensor(local, mesh[tuple(other_axes)], placements, user_sharding.local_shape)
+    return whole.full_tensor()
 
 
 def _dtensor(
@@ -317,7 +321,7 @@ def check_laid_out(
 
     Raises: TypeError that names the first leaves that are not laid out so.
     """
-    expected: dict[tuple, tuple[DeviceMesh, list[Placement]]] = {}
+    expected: dict[tuple, tuple[DeviceMesh, list[Placement]]] = {}  # many leaves have equal layouts
     problems = []
     for path, leaf, layout, leaf_axes in zip(paths, leaves, layouts, axes):
         if not isinstance(leaf, torch.Tensor) or not (leaf.ndim or isinstance(leaf, DTensor)):

@@ -31,7 +31,7 @@ from .in_flight import End, StepInFlight
 from .process_groups import ProcessGroups, process_groups
 
 _LOOK = 0.5  # seconds between two looks; each asks the store once
-_SHARE = 0.9  # of the time-out
+_SHARE = 0.9  # of the time-out, after which this rank gives up
 
 
 @contextlib.contextmanager
@@ -106,12 +106,16 @@ def _why_it_will_not_end(groups: ProcessGroups, step: StepInFlight, seconds: flo
 
 
 def _watch(reference: weakref.ref[ProcessGroups]) -> None:
+    """Look at the steps in flight of a mesh, again and again, as long as the mesh lives."""
     watch = Watch()
     try:
-        while (groups := reference()) is not None:
+        while True:
+            groups = reference()
+            if groups is None:  # the mesh has ended
+                return
             groups.connect_store()
             watch.look(groups, time.monotonic())
-            del groups
+            del groups  # so that the mesh may end meanwhile
             time.sleep(_LOOK)
     finally:
         groups = reference()

@@ -290,7 +290,7 @@ def test_the_option_asks_the_clock(monkeypatch):
     """compile(attention="fastest") rewrites the program when it is bound."""
     program = lowered(FORWARD["flash"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(compiled, "by_events", clock(flash=2.0, cudnn=1.0))
+    monkeypatch.setattr(compiled, "seconds_by_events", clock(flash=2.0, cudnn=1.0))
     run = program.compile(attention="fastest")
     assert repr(run).endswith("attention='fastest')")
     state = [torch.empty(8, 24, device="meta") for _ in range(2)]

@@ -22,7 +22,7 @@ from ztrans import ops
 from ztrans.compiled import LocalProgram
 from ztrans.ops import tables
 from ztrans.ops.tables import on_device
-from ztrans.runtime.agreement import Contract
+from ztrans.runtime.contract import Contract
 from ztrans.runtime.cuda import graph_capture
 from ztrans.runtime.cuda.graph_capture import (
     Capture,

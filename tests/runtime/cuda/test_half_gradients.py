@@ -15,7 +15,7 @@ from ztrans import compiled
 from ztrans.ir.interpreter import evaluate
 from ztrans.ir.op_facts import CAST, op_facts
 from ztrans.planning.cost import memory
-from ztrans.runtime.cuda.half_gradients import half_gradients, on_gpu
+from ztrans.runtime.cuda.half_gradients import half_gradients, inputs_on_gpu
 from ztrans.runtime.inductor.fusion import fuse
 
 MUL = torch.ops.aten.mul.Tensor
@@ -124,7 +124,7 @@ def test_a_compiled_step_trains_alike(name, backend, monkeypatch):
     def trained(is_on_gpu):
         program, state = lowered(OPTIMIZERS[name])
         if is_on_gpu:
-            monkeypatch.setattr(compiled, "on_gpu", lambda graph, inputs: set(graph.inputs))
+            monkeypatch.setattr(compiled, "inputs_on_gpu", lambda graph, inputs: set(graph.inputs))
         run = program.compile(backend=backend)
         tensors = clone(state)
         for _ in range(3):
@@ -175,7 +175,7 @@ def test_a_norm_reads_halves_and_an_update_scales(name, change, monkeypatch):
     results = []
     for is_on_gpu in (False, True):
         if is_on_gpu:
-            monkeypatch.setattr(compiled, "on_gpu", lambda graph, inputs: set(graph.inputs))
+            monkeypatch.setattr(compiled, "inputs_on_gpu", lambda graph, inputs: set(graph.inputs))
         tensors, run = clone(state), program.compile()
         for _ in range(3):
             tensors, output = run(tensors, X)
@@ -226,7 +226,7 @@ def test_only_state_on_a_gpu_is_rewritten():
     program, _ = lowered(OPTIMIZERS["adamw"])
     graph = program.graph
     tensors = [torch.empty(v.shape, dtype=v.dtype) for v in graph.inputs]
-    assert on_gpu(graph, tensors) == set() and half_gradients(graph, set()) is graph
+    assert inputs_on_gpu(graph, tensors) == set() and half_gradients(graph, set()) is graph
     weight = next(v for v in graph.inputs if v.name == "params.0.weight")
     after = half_gradients(graph, set(graph.inputs) - {weight})
     assert updates(after).count("ztrans::fused_adamw") == 2

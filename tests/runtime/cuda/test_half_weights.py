@@ -77,7 +77,7 @@ def casts_of_weights(graph) -> int:
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    monkeypatch.setattr(compiled, "on_gpu", lambda graph, inputs: set(graph.inputs))
+    monkeypatch.setattr(compiled, "inputs_on_gpu", lambda graph, inputs: set(graph.inputs))
 
 
 def copies(run) -> list[torch.Tensor]:
@@ -115,7 +115,7 @@ def test_casts_of_weights_vanish(name, dtype, by_hand):
         after.num_state == before.num_state + count
         and len(after.inputs) == len(before.inputs) + count
     )
-    assert [before.inputs[i].shape for i in half_weights.places] == [
+    assert [before.inputs[i].shape for i in half_weights.positions] == [
         x.shape for x in half_weights.copies
     ]
     assert {x.dtype for x in half_weights.copies} == {dtype}
@@ -146,7 +146,7 @@ def test_the_same_bits(name, backend, on_gpu, monkeypatch):
         half_weights = subjects[1].bound.local_program.half_weights
         leaves = pytree.tree_leaves(states[1])
         assert len(half_weights.copies) == (3 if backend == "eager" else 2)
-        for place, copy in zip(half_weights.places, half_weights.copies):
+        for place, copy in zip(half_weights.positions, half_weights.copies):
             assert torch.equal(copy, leaves[place].bfloat16())
         numbers = numbers if numbers is not None else counted(subjects[1], monkeypatch)
     assert numbers == [0, 0, 0]

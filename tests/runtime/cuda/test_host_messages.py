@@ -12,8 +12,8 @@ from tests.support.fake_cuda import FakeCuda
 from tests.support.programs import CASES
 from tests.support.worlds import batches, slices
 from ztrans.compiled import LocalProgram
-from ztrans.runtime.agreement import Contract
 from ztrans.runtime.codegen import to_fx
+from ztrans.runtime.contract import Contract
 from ztrans.runtime.cuda.graph_capture import Capture
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.executable import bind

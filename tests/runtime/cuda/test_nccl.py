@@ -217,7 +217,7 @@ def test_nccl_orders_launches_from_the_first_communicator_on(monkeypatch, of_use
     if of_user is None:
         monkeypatch.delenv(name)
     began = []
-    monkeypatch.setattr(mesh, "_own_device", lambda device: device)
+    monkeypatch.setattr(mesh, "_chosen_device", lambda device: device)
     monkeypatch.setattr(mesh, "_begin", lambda backend: began.append(os.environ.get(name)))
     monkeypatch.setattr(mesh, "init_device_mesh", lambda *shape, mesh_dim_names: None)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)

@@ -42,7 +42,7 @@ from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.cuda.nccl import StreamedStart
 from ztrans.runtime.cuda.streams import Done, Streams, back_to_back_seconds
 from ztrans.runtime.cuda.symmetric import Times
-from ztrans.runtime.cuda.transport import transport
+from ztrans.runtime.cuda.transport import choose_transport
 from ztrans.runtime.executable import bind
 from ztrans.runtime.process_groups import process_groups
 
@@ -237,7 +237,8 @@ def test_the_choice_of_a_transport_prints_its_reason(kind, op, wire, text):
         torch.int64: Times(float("inf"), 20e-6, 2**16, copies=30e-6),
     }
     assert (
-        str(transport(kind, op, wire, lambda: times.get(wire, Times(12e-6, 20e-6, 2**16)))) == text
+        str(choose_transport(kind, op, wire, lambda: times.get(wire, Times(12e-6, 20e-6, 2**16))))
+        == text
     )
 
 
@@ -254,7 +255,9 @@ def test_between_hosts_half_precision_is_summed_inside_each_host_first(wire, hos
     by = route_of(
         reduce([term], ["f"], "dp", "mean", Split("dp")), {"dp": hosts.ranks}, hosts, gloo=False
     )
-    assert str(transport(REDUCE_SCATTER, "mean", wire, lambda: "ranks on 2 hosts", by)) == text
+    assert (
+        str(choose_transport(REDUCE_SCATTER, "mean", wire, lambda: "ranks on 2 hosts", by)) == text
+    )
 
 
 def test_the_checker_reports_a_race_on_memory_read_through_addresses():

@@ -19,13 +19,14 @@ from ztrans.ir.graph import Eqn, Graph, Split, Var
 from ztrans.ir.routes import Hosts
 from ztrans.ops import symmetric as memories
 from ztrans.ops.symmetric import allocate, has_native_atomics, in_one_process
+from ztrans.runtime import transport
 from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.collectives import channel as axis_channel
-from ztrans.runtime.cuda import symmetric, transport
+from ztrans.runtime.cuda import symmetric
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.cuda.symmetric import (
-    MOST,
-    MOST_COPIED,
+    LARGEST_COPIED,
+    LARGEST_FOR_KERNEL,
     CudaSource,
     MessageKind,
     Refused,
@@ -58,10 +59,11 @@ def test_a_message_has_a_kind_or_a_reason_why_symmetric_memory_cannot_carry_it()
     assert (
         message_kind(gathered(torch.complex128, 4), {"dp": 4}, 1) == "elements of more than 8 bytes"
     )
-    assert message_kind(gathered(torch.uint8, MOST + 1), {"dp": 4}, 1).nbytes == 2 * MOST
-    too_large = gathered(torch.uint8, MOST_COPIED + 1)
+    larger = message_kind(gathered(torch.uint8, LARGEST_FOR_KERNEL + 1), {"dp": 4}, 1)
+    assert larger.nbytes == 2 * LARGEST_FOR_KERNEL
+    too_large = gathered(torch.uint8, LARGEST_COPIED + 1)
     assert message_kind(too_large, {"dp": 4}, 1) == "above 256.00 MiB"
-    term = Var("g", torch.bfloat16, (MOST,))
+    term = Var("g", torch.bfloat16, (LARGEST_FOR_KERNEL,))
     summed = reduce([term], ["g"], "dp", "sum", Split("dp"))
     assert message_kind(summed, {"dp": 4}, 1) == "above 32.00 MiB", "it is summed by a kernel"
 
@@ -168,7 +170,7 @@ def test_a_large_gather_is_tried_by_copies_and_not_by_a_kernel(mesh, monkeypatch
     monkeypatch.setattr(symmetric._Trial, "gave_equal_bits", lambda self: True)
     memory = SymmetricMemory(Local())
     channel = channel_of(mesh.get_group())
-    large = KIND._replace(nbytes=MOST * 2)
+    large = KIND._replace(nbytes=LARGEST_FOR_KERNEL * 2)
     memory.reserve([(channel, KIND)], alike)
     assert tried == ["a kernel", "copies"]
     memory.reserve([(channel, large)], alike)

@@ -45,10 +45,12 @@ def load(path: str | os.PathLike[str], like: State, step: Callable) -> State:
     """
     if callable(like) and not callable(step):
         raise TypeError("load: the state comes before the step: zt.load(path, like, step).")
-    checkpoint = _Folder(_folder(Path(path)))
+    checkpoint = _Checkpoint(_complete_folder(Path(path)))
     leaves_by_name = named_leaves(like)
     _check_fits(checkpoint.shapes, path, leaves_by_name)
     leaves, tree = pytree.tree_flatten(like)
+
+    # The step lays out a state without values. Then each rank reads its parts in place.
     blank = pytree.tree_unflatten([_blank(leaf) for leaf in leaves_by_name.values()], tree)
     shard = getattr(step, "shard", None)
     sharded = pytree.tree_leaves(blank if shard is None else shard(blank))
@@ -57,16 +59,16 @@ def load(path: str | os.PathLike[str], like: State, step: Callable) -> State:
     return pytree.tree_unflatten([_as_like(x, leaf) for x, leaf in zip(parts, leaves)], tree)
 
 
-class _Folder:
+class _Checkpoint:
     """A checkpoint to read: the shapes of its tensors by name, and their values."""
 
     def __init__(self, path: Path) -> None:
         self._reader = dcp.FileSystemReader(path)
         self._metadata = self._reader.read_metadata()
-        entries = self._metadata.state_dict_metadata.items()
-        self.shapes = {
-            name: tuple(x.size) for name, x in entries if isinstance(x, TensorStorageMetadata)
-        }
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for name, x in self._metadata.state_dict_metadata.items():
+            if isinstance(x, TensorStorageMetadata):
+                self.shapes[name] = tuple(x.size)
 
     def fill(self, parts: Mapping[str, torch.Tensor]) -> None:
         """Read this rank's part of each tensor in place. Nothing is communicated."""
@@ -77,7 +79,8 @@ class _Folder:
         self._reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
-def _folder(path: Path) -> Path:
+def _complete_folder(path: Path) -> Path:
+    """The folder of a complete checkpoint."""
     folder = committed(path)
     if folder is not None:
         return folder

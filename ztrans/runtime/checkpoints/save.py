@@ -27,9 +27,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from ...calling.trees import named_leaves
 from ...ir.axes import members_of
 from ...ir.layout import as_tensor, mesh_axes
-from ..agreement import agree, different_leaf, different_steps, digest
+from ..agreement import agree, different_steps
 from ..failure import check_ended, steps_of
 from ..process_groups import process_groups
+from ..replicas import different_leaf, digest
 from ..state import mesh_of_state
 
 _INDEX = ".metadata"  # the file that makes a folder a checkpoint
@@ -51,8 +52,8 @@ def save(path: str | os.PathLike[str], state: Any) -> Future[Path]:
         raises RuntimeError, and a warning tells so at once.
 
     Raises: ValueError if `path` has the name of a file of an ordinary model; TypeError if a leaf is neither a tensor
-        nor a number; RuntimeError if the state is half updated, the ranks
-        do not all call it, or copies of a leaf differ: a checkpoint has only one of them.
+        nor a number; RuntimeError if the state is half updated, the ranks do not all call it, or copies of a leaf
+        differ: a checkpoint has only one of them.
 
     >>> import tempfile, ztrans as zt
     >>> folder = Path(tempfile.mkdtemp()) / "checkpoint"
@@ -96,23 +97,26 @@ def _agree_on_save(
     target: Path, tensors: Mapping[str, torch.Tensor], steps: int, mesh: DeviceMesh
 ) -> None:
     """Check that all ranks save the same state, in which copies of a leaf have the same values."""
-    axes = [_copied_axes(x, mesh) for x in tensors.values()]
+    axes = []
     digests = []
-    for x, copied_axes in zip(tensors.values(), axes):
+    for x in tensors.values():
+        copied_axes = _copied_axes(x, mesh)
         local = x.to_local() if isinstance(x, DTensor) else x
+        axes.append(copied_axes)
         digests.append(digest(local) if copied_axes else None)
 
     def explain(by_rank: Mapping[int, tuple[int, Sequence]]) -> str:
         all_steps = {rank: count for rank, (count, _) in by_rank.items()}
         if len(set(all_steps.values())) > 1:
             return different_steps(all_steps)
-        different = different_leaf(mesh, axes, {rank: each for rank, (_, each) in by_rank.items()})
+        all_digests = {rank: of_rank for rank, (_, of_rank) in by_rank.items()}
+        different = different_leaf(mesh, axes, all_digests)
         if different is None:
             return ""
-        k, first, rank = different
+        position, first, rank = different
         return (
-            f"  {list(tensors)[k]} has other values on rank {rank} than on rank {first}, although the layout says "
-            f"that they have copies. With tensor or expert parallelism, cut the leaf over its axis as a DTensor."
+            f"  {list(tensors)[position]} has other values on rank {rank} than on rank {first}, although the layout "
+            f"says that they have copies. With tensor or expert parallelism, cut the leaf over its axis as a DTensor."
         )
 
     agree(mesh, f"save to {str(target)[-80:]}", (steps, digests), explain)
@@ -154,10 +158,10 @@ def _causes(error: BaseException) -> str:
     """What went wrong, by rank."""
     if not isinstance(error, CheckpointException):
         return f"{type(error).__name__}: {error}."
-    failures = error.failures.items()
-    return " ".join(
-        f"Rank {rank}: {type(cause).__name__}: {cause}." for rank, (cause, _) in failures
-    )
+    causes = []
+    for rank, (cause, _) in error.failures.items():
+        causes.append(f"Rank {rank}: {type(cause).__name__}: {cause}.")
+    return " ".join(causes)
 
 
 class FolderWriter(dcp.FileSystemWriter):
@@ -186,7 +190,8 @@ class FolderWriter(dcp.FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
         """Make the temporary folder, on the first rank. An incomplete save may have left one."""
-        if self.target.exists() and not _is_checkpoint(self.target) and any(self.target.iterdir()):
+        is_other = self.target.exists() and not _is_checkpoint(self.target)
+        if is_other and any(self.target.iterdir()):
             raise FileExistsError(f"{self.target} exists and is no checkpoint; choose a new name")
         shutil.rmtree(self.partial, ignore_errors=True)
         self.partial.mkdir(parents=True)
@@ -218,7 +223,10 @@ class FolderWriter(dcp.FileSystemWriter):
 
 def committed(path: Path) -> Path | None:
     """The folder of the last complete checkpoint with this path, or None if there is none."""
-    return next((folder for folder in (path, _old(path)) if _is_checkpoint(folder)), None)
+    for folder in (path, _old(path)):
+        if _is_checkpoint(folder):
+            return folder
+    return None
 
 
 def is_model_file(path: Path) -> bool:

@@ -36,7 +36,7 @@ aten = torch.ops.aten
 INFINITY = float("inf")
 _STATES_STRIDES = (aten.as_strided.default, aten.as_strided_scatter.default)
 _FASTER = 0.98  # of the time of the kernel in the trace
-_WARM_UP = 3
+_WARM_UP = 3  # runs before those that are timed
 _TIMED = 10
 
 
@@ -107,23 +107,24 @@ Clock = Callable[[Kernel, Attention], float]
 def fastest_attention(graph: Graph, clock: Clock) -> Graph:
     """The program with the fastest kernel for each attention, which its notes name."""
     sites, notes = _with_free_strides(_sites(graph), graph)
-    notes += _moved(graph)
-    by_attention = grouped((site.attention, site) for site in sites)
-    rewritten: dict[Eqn, Eqn] = {}
+    notes += _notes_on_moved(graph)
     names = Names(v.name for v in (*graph.inputs, *producers(graph.eqns)))
-    for attention, alike in by_attention.items():
+    rewritten: dict[Eqn, Eqn] = {}
+    by_attention = grouped((site.attention, site) for site in sites)
+    for attention, equal_sites in by_attention.items():
         seconds = {kernel: clock(kernel, attention) for kernel in KERNELS}
         fastest = min(KERNELS, key=seconds.__getitem__)
-        times = ", ".join(
-            f"{k.name} {format_seconds(t)}" for k, t in seconds.items() if t < INFINITY
-        )
-        for site in alike:
+        for site in equal_sites:
             if seconds[fastest] < _FASTER * seconds[site.kernel]:
                 rewritten.update(site.by(fastest, names))
-        notes.append(f"{attention}: {times}")
+        times = []
+        for kernel, seconds_of_kernel in seconds.items():
+            if seconds_of_kernel < INFINITY:
+                times.append(f"{kernel.name} {format_seconds(seconds_of_kernel)}")
+        notes.append(f"{attention}: {', '.join(times)}")
     if not notes:
         return graph
-    eqns = tuple(rewritten.get(e, e) for e in graph.eqns)
+    eqns = tuple(rewritten.get(eqn, eqn) for eqn in graph.eqns)
     return check(graph.replace(eqns=eqns, notes=(*graph.notes, *notes)))
 
 
@@ -139,36 +140,46 @@ class _Site:
     @property
     def results(self) -> list[Var]:
         """The output and the gradients."""
-        gradients = [v for e in self.backward for v in e.results]
-        return [self.forward.results[0], *gradients]
+        values = [self.forward.results[0]]
+        for eqn in self.backward:
+            values += eqn.results
+        return values
 
     def by(self, kernel: Kernel, names: Names) -> dict[Eqn, Eqn]:
         """The same equations by another kernel."""
-        out = self.forward.outs[0]
-        outs = _results(kernel, self.attention, names)
-        outs[0] = out
         q, k, v = self.forward.args[:3]
-        values = {"query": q, "key": k, "value": v, "is_causal": self.attention.is_causal}
-        values |= {"scale": self.attention.scale}
+        outs = _results(kernel, self.attention, names)
+        outs[0] = self.forward.outs[0]
+        values: dict[str, Any] = {
+            "query": q,
+            "key": k,
+            "value": v,
+            "is_causal": self.attention.is_causal,
+            "scale": self.attention.scale,
+        }
         forward = self.forward.replace(outs=tuple(outs), **_call(kernel.forward, values))
         rewritten = {self.forward: forward}
-        values |= {"logsumexp": outs[1]}
-        values |= {"philox_seed": outs[kernel.seed], "philox_offset": outs[kernel.offset]}
-        values |= {"max_q": q.shape[-2], "max_k": k.shape[-2]}
+
+        of_forward = {
+            "logsumexp": outs[1],
+            "philox_seed": outs[kernel.seed],
+            "philox_offset": outs[kernel.offset],
+            "max_q": q.shape[-2],
+            "max_k": k.shape[-2],
+        }
         for eqn in self.backward:
             bound = _bound(eqn)
             # They may have been moved to the host in between, or recomputed.
-            values |= {name: bound[name] for name in ("query", "key", "value", "out")}
+            saved = {name: bound[name] for name in ("query", "key", "value", "out")}
             gradient = {"grad_out": eqn.args[0], "grad_out_": eqn.args[0]}
-            call = _call(kernel.backward, values | gradient)
+            call = _call(kernel.backward, values | of_forward | saved | gradient)
             results = eqn.outs[:3]
             missing = len(kernel.backward._schema.returns) - len(results)
-            outs_of_backward = (*results, *(None for _ in range(missing)))
-            rewritten[eqn] = eqn.replace(outs=outs_of_backward, **call)
+            rewritten[eqn] = eqn.replace(outs=(*results, *[None] * missing), **call)
         return rewritten
 
 
-# What all kernels are given alike.
+# The arguments that all kernels get alike.
 _DEFAULTS: Mapping[str, Any] = {
     "attn_bias": None,
     "compute_log_sumexp": True,
@@ -192,17 +203,27 @@ def _call(op: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 def _results(kernel: Kernel, attention: Attention, names: Names) -> list[Var | None]:
     """Values for the results of a kernel; None for those that are no tensors."""
     q, k, v = (torch.empty(s, dtype=attention.dtype, device="meta") for s in _shapes(attention))
-    values = {"query": q, "key": k, "value": v, "is_causal": attention.is_causal}
-    call = _call(kernel.forward, values | {"scale": attention.scale})
     outs: list[Var | None] = []
-    for x in kernel.forward(*call["args"], **call["kwargs"]):
-        is_tensor = isinstance(x, torch.Tensor)
-        name = names.fresh(f"{kernel.name}_attention.{len(outs)}")
-        outs.append(Var(name, x.dtype, tuple(x.shape)) if is_tensor else None)
+    for x in _run_forward(kernel, attention, q, k, v):
+        if isinstance(x, torch.Tensor):
+            name = names.fresh(f"{kernel.name}_attention.{len(outs)}")
+            outs.append(Var(name, x.dtype, tuple(x.shape)))
+        else:
+            outs.append(None)
     return outs
 
 
+def _run_forward(
+    kernel: Kernel, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> Sequence[Any]:
+    """The results of a kernel."""
+    values = {"query": q, "key": k, "value": v, "is_causal": attention.is_causal}
+    call = _call(kernel.forward, values | {"scale": attention.scale})
+    return kernel.forward(*call["args"], **call["kwargs"])
+
+
 def _shapes(attention: Attention) -> tuple[tuple[int, ...], ...]:
+    """The shapes of queries, keys and values."""
     return attention.shape, attention.keys, attention.keys
 
 
@@ -215,15 +236,18 @@ def _sites(graph: Graph) -> list[_Site]:
         kernel = _OF_FORWARD.get(eqn.op)
         if kernel is None or not _is_plain(eqn):
             continue
+        # Results besides the output have a meaning for the backward of this kernel alone.
         private = [v for v in eqn.outs[1:] if v is not None]
-        reading = dict.fromkeys(e for v in private for e in readers.get(v, ()))
-        backward = [e for e in reading if _OF_BACKWARD.get(e.op) is kernel]
+        reading: dict[Eqn, None] = {}
+        for v in private:
+            reading.update(dict.fromkeys(readers.get(v, ())))
+        backward = [reader for reader in reading if _OF_BACKWARD.get(reader.op) is kernel]
         if len(backward) == len(reading) and outputs.isdisjoint(private):
             sites.append(_Site(kernel, eqn, backward, _attention(eqn, bool(backward))))
     return sites
 
 
-def _moved(graph: Graph) -> list[str]:
+def _notes_on_moved(graph: Graph) -> list[str]:
     """Notes on attention whose kernel stays, because what only its own backward can read is moved to the host."""
     makers = producers(graph.eqns)
     notes = []
@@ -231,7 +255,9 @@ def _moved(graph: Graph) -> list[str]:
         v = copy.ins[0]
         eqn = makers.get(v)
         kernel = _OF_FORWARD.get(eqn.op) if eqn is not None else None
-        if eqn is not None and kernel is not None and v is not eqn.outs[0] and _is_plain(eqn):
+        if eqn is None or kernel is None or v is eqn.outs[0]:
+            continue
+        if _is_plain(eqn):
             attention = _attention(eqn, True)
             notes.append(f"{attention}: {kernel.name}, because {v.name} is on the host meanwhile")
     return notes
@@ -277,10 +303,14 @@ def _is_plain(eqn: Eqn) -> bool:
     """
     bound = _bound(eqn)
     q, k, v = (bound[name] for name in ("query", "key", "value"))
-    is_plain = bound["dropout_p"] == 0.0 and bound.get("attn_bias") is None
-    is_plain = is_plain and not bound.get("return_debug_mask") and eqn.outs[0] is not None
-    is_plain = is_plain and (not bound["is_causal"] or q.shape[2] == k.shape[2])
-    return is_plain and q.shape[:2] == k.shape[:2] and k.shape == v.shape and not q.layout
+    if bound["dropout_p"] != 0.0 or bound.get("attn_bias") is not None:
+        return False
+    if bound.get("return_debug_mask") or eqn.outs[0] is None:
+        return False
+    if bound["is_causal"] and q.shape[2] != k.shape[2]:
+        return False
+    has_equal_heads = q.shape[:2] == k.shape[:2] and k.shape == v.shape
+    return has_equal_heads and not q.layout
 
 
 def _attention(eqn: Eqn, differentiated: bool) -> Attention:
@@ -301,7 +331,7 @@ def random_inputs(attention: Attention, device: str) -> list[torch.Tensor]:
     return inputs
 
 
-def by_events(kernel: Kernel, attention: Attention) -> float:
+def seconds_by_events(kernel: Kernel, attention: Attention) -> float:
     """The median seconds of a kernel on this GPU, between projections."""
     inputs = random_inputs(attention, "cuda")
 
@@ -323,9 +353,7 @@ def between_projections(
     The heads of a position lie next to each other. A kernel that returns other strides is followed by copies.
     """
     q, k, v = inputs
-    values = {"query": q, "key": k, "value": v, "is_causal": attention.is_causal}
-    call = _call(kernel.forward, values | {"scale": attention.scale})
-    out = kernel.forward(*call["args"], **call["kwargs"])[0]
+    out = _run_forward(kernel, attention, q, k, v)[0]
     results = [out]
     if attention.differentiated:
         results += torch.autograd.grad(out, inputs, torch.ones_like(q))
@@ -361,7 +389,8 @@ def _median(run: Callable[[], None]) -> float:
         run()
     times = []
     for _ in range(_TIMED):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         start.record()
         run()
         end.record()

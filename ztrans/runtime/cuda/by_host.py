@@ -19,7 +19,7 @@ import torch
 
 from ... import ops
 from ..process_groups import Channel
-from .nccl import Message, StreamedStart, exchange
+from .nccl import PackedMessage, StreamedStart, exchange
 
 
 class ByHostStart(StreamedStart):
@@ -39,7 +39,7 @@ class ByHostStart(StreamedStart):
         self.streams.join(self.inside_lane)
         super().join()
 
-    def _send(self, messages: Sequence[Message]) -> list[torch.Tensor]:
+    def _send(self, messages: Sequence[PackedMessage]) -> list[torch.Tensor]:
         # Both lanes use the sums, so they are allocated on the compute stream. It has launched nothing since the
         # packing that both lanes wait for.
         sums = []

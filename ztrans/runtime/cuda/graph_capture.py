@@ -38,7 +38,8 @@ from ...ir.op_facts import CAST
 from ...ir.update_groups import is_fused_update
 from ..executable import Executable
 
-_TENSORS = ("lr", "scale", "grad_scale", "found_inf")  # what fused optimizers read on the device
+# The arguments that kernels of fused optimizers read on the device. They take the others by value.
+_READ_ON_DEVICE = ("lr", "scale", "grad_scale", "found_inf")
 
 
 def check_device(device: str | None) -> None:
@@ -105,28 +106,27 @@ def placed(
 
 def with_rates(graph: Graph) -> Graph:
     """The program with learning rates in fp32: on a GPU, fused optimizers read no other dtype."""
-    narrow: dict[Var, Var] = {}
+    fp32_rates: dict[Var, Var] = {}
     eqns: list[Eqn] = []
     for eqn in graph.eqns:
         rate = eqn.kwargs.get("lr")
         if is_fused_update(eqn) and isinstance(rate, Var) and rate.dtype != torch.float32:
-            if rate not in narrow:
-                cast = Var(f"{rate.name}.f32", torch.float32, rate.shape, rate.layout)
+            if rate not in fp32_rates:
+                fp32_rate = Var(f"{rate.name}.f32", torch.float32, rate.shape, rate.layout)
                 kwargs = {"dtype": torch.float32}
-                eqns.append(Eqn(CAST, (rate,), (cast,), kwargs, eqn.region, eqn.source))
-                narrow[rate] = cast
-            eqn = eqn.replace(kwargs={**eqn.kwargs, "lr": narrow[rate]})
+                eqns.append(Eqn(CAST, (rate,), (fp32_rate,), kwargs, eqn.region, eqn.source))
+                fp32_rates[rate] = fp32_rate
+            eqn = eqn.replace(kwargs={**eqn.kwargs, "lr": fp32_rates[rate]})
         eqns.append(eqn)
     return graph.replace(eqns=tuple(eqns))
 
 
 def _by_value(graph: Graph) -> Iterator[tuple[str, Var]]:
     """The arguments that kernels of fused optimizers take by value: their names, and their values in the program."""
-    for eqn in graph.eqns:
-        if is_fused_update(eqn):
-            for key, x in eqn.kwargs.items():
-                if isinstance(x, Var) and key not in _TENSORS:
-                    yield key, x
+    for eqn in filter(is_fused_update, graph.eqns):
+        for key, x in eqn.kwargs.items():
+            if isinstance(x, Var) and key not in _READ_ON_DEVICE:
+                yield key, x
 
 
 def taken_by_value(graph: Graph) -> set[int]:
@@ -201,6 +201,7 @@ class Capture:
         for i, buffer in self.buffers.items():
             _fill(buffer, inputs[i])
         run_inputs = [self.buffers.get(i, x) for i, x in enumerate(inputs)]
+
         if is_first:
             outputs = self._run_on_side_stream(run_inputs)
         else:
@@ -209,6 +210,8 @@ class Capture:
             self.check()
             self.captured.replay()
             outputs = self.outputs
+
+        # The next call overwrites the graph's memory.
         n = self.graph.num_state
         copies = [x.clone() if isinstance(x, torch.Tensor) else x for x in outputs[n:]]
         return [*inputs[:n], *copies]
@@ -247,10 +250,9 @@ class Capture:
     def _allocate(self, inputs: Sequence[torch.Tensor]) -> None:
         self.failures_before = self.failures()
         on_device = placed(self.graph, inputs, self.device)
-        self.buffers = {
-            i: torch.empty_like(on_device[i])
-            for i in copied_inputs(self.graph, inputs, self.device)
-        }
+        self.buffers = {}
+        for i in copied_inputs(self.graph, inputs, self.device):
+            self.buffers[i] = torch.empty_like(on_device[i])
         self.stream = self.cuda.Stream()
 
     def _run_on_side_stream(self, inputs: list[torch.Tensor]) -> list[Any]:

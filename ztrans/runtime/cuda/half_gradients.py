@@ -39,17 +39,23 @@ _UPDATES = {
     "_fused_adamw": (torch.ops.ztrans.fused_adamw.default, (0, 1, 2, 3, 5)),
     "_fused_sgd": (torch.ops.ztrans.fused_sgd.default, (0, 1, 2)),
 }
-_OFF = ("amsgrad", "maximize", "grad_scale", "found_inf")  # what the kernel does not do
+_REFUSED = (
+    "amsgrad",
+    "maximize",
+    "grad_scale",
+    "found_inf",
+)  # options that the kernels do not have
 
 
-def on_gpu(graph: Graph, inputs: Sequence[torch.Tensor]) -> set[Var]:
+def inputs_on_gpu(graph: Graph, inputs: Sequence[torch.Tensor]) -> set[Var]:
     """The inputs of a program that are contiguous on a GPU, and copies of those that are in the memory of its host."""
-    on_gpu = {v for v, x in zip(graph.inputs, inputs) if x.is_cuda and x.is_contiguous()}
-    if on_gpu:
+    values = {v for v, x in zip(graph.inputs, inputs) if x.is_cuda and x.is_contiguous()}
+    if values:
         for wait, started in pair(graph, include_copies=True).waits.items():
-            if started.start.ins[0].memory == "host" and started.start.ins[0] in graph.inputs:
-                on_gpu.add(wait.out)
-    return on_gpu
+            source = started.start.ins[0]
+            if source.memory == "host" and source in graph.inputs:
+                values.add(wait.out)
+    return values
 
 
 def half_gradients(graph: Graph, on_gpu: Set[Var], of_products: bool = False) -> Graph:
@@ -58,19 +64,23 @@ def half_gradients(graph: Graph, on_gpu: Set[Var], of_products: bool = False) ->
     With `of_products` only those gradients that are matrix products. A program without such an update is returned as
     it is.
     """
-    known = [eqn for eqn in graph.eqns if _is_known(eqn, on_gpu)]
-    if not known or _moves(graph):
+    updates = [eqn for eqn in graph.eqns if _has_kernel(eqn, on_gpu)]
+    if not updates or _moves(graph):
         return graph
     uses = _Uses.of(graph, on_gpu, of_products)
     rewritten: dict[Eqn, Eqn | None] = {}
-    for update in known:
+    for update in updates:
         gradient = uses.half(update)
         if gradient is not None:
             rewritten.update(gradient.rewritten(update))
     if not rewritten:
         return graph
-    eqns = (rewritten.get(eqn, eqn) for eqn in graph.eqns)
-    return check(graph.replace(eqns=tuple(eqn for eqn in eqns if eqn is not None)))
+    eqns = []
+    for eqn in graph.eqns:
+        new_eqn = rewritten.get(eqn, eqn)
+        if new_eqn is not None:
+            eqns.append(new_eqn)
+    return check(graph.replace(eqns=tuple(eqns)))
 
 
 @dataclass(frozen=True)
@@ -135,10 +145,12 @@ class _Uses:
         cast = self.makers.get(product.args[0] if product is not None else gradient)
         if cast is None or not self._widens(cast):
             return None
-        norms = self._others(cast.out, product or update)
-        if not all(eqn is not None and eqn.op is _NORM and not eqn.kwargs for eqn in norms):
-            return None
-        return _Gradient(cast, product, tuple(eqn for eqn in norms if eqn is not None))
+        norms = []
+        for reader in self._other_readers(cast.out, product or update):
+            if reader is None or reader.op is not _NORM or reader.kwargs:
+                return None
+            norms.append(reader)
+        return _Gradient(cast, product, tuple(norms))
 
     def _widens(self, eqn: Eqn) -> bool:
         """Whether an equation casts half precision to fp32."""
@@ -147,13 +159,15 @@ class _Uses:
     def _product(self, gradient: Var, update: Eqn) -> Eqn | None:
         """What multiplies a gradient by an fp32 scalar on the GPU for an update alone, or None."""
         maker = self.makers.get(gradient)
-        if maker is None or maker.op is not aten.mul.Tensor or self._others(gradient, update):
+        if maker is None or maker.op is not aten.mul.Tensor:
+            return None
+        if self._other_readers(gradient, update):
             return None
         factor = maker.args[1]
         is_scalar = isinstance(factor, Var) and not factor.shape and factor.dtype == torch.float32
         return maker if is_scalar and factor in self.on_gpu else None
 
-    def _others(self, v: Var, reader: Eqn) -> list[Eqn | None]:
+    def _other_readers(self, v: Var, reader: Eqn) -> list[Eqn | None]:
         """What reads a value besides `reader`."""
         return [eqn for eqn in self.readers.get(v, ()) if eqn is not reader]
 
@@ -162,23 +176,25 @@ def _products(graph: Graph) -> set[Var]:
     """The results of matrix products, and their views."""
     products: set[Var] = set()
     for eqn in graph.eqns:
-        is_shown = bool(eqn.ins) and eqn.ins[0] in products and rearranges(eqn)
-        if is_matmul(eqn) or is_shown:
+        is_view = bool(eqn.ins) and eqn.ins[0] in products and rearranges(eqn)
+        if is_matmul(eqn) or is_view:
             products.update(eqn.results)
     return products
 
 
 def _moves(graph: Graph) -> bool:
     """Whether casts move tensors between devices, so that a gradient may be elsewhere than its parameter."""
-    casts = [eqn for eqn in graph.eqns if eqn.op is CAST and eqn.out.shape]
-    devices = {torch.device(eqn.kwargs["device"]).type for eqn in casts if "device" in eqn.kwargs}
+    devices = set()
+    for eqn in graph.eqns:
+        if eqn.op is CAST and eqn.out.shape and "device" in eqn.kwargs:
+            devices.add(torch.device(eqn.kwargs["device"]).type)
     return len(devices) > 1
 
 
-def _is_known(eqn: Eqn, on_gpu: Set[Var]) -> bool:
+def _has_kernel(eqn: Eqn, on_gpu: Set[Var]) -> bool:
     """Whether the kernel can compute an update, whose parameter and moments are inputs on a GPU."""
     name = op_facts(eqn.op).name
-    if name not in _UPDATES or any(eqn.kwargs.get(option) for option in _OFF):
+    if name not in _UPDATES or any(eqn.kwargs.get(option) for option in _REFUSED):
         return False
     if name == "_fused_adam" and eqn.kwargs["weight_decay"] != 0:
         # Of the elements of a thread, PyTorch's machine code rounds `grad + weight_decay * param` once for some and
@@ -194,8 +210,8 @@ def _reading_half(eqn: Eqn, gradient: _Gradient) -> Eqn:
     op, lists = _UPDATES[op_facts(eqn.op).name]
     args = [eqn.args[k] for k in lists]
     args[1] = [gradient.half]
-    taken = {argument.name for argument in op._schema.arguments}
-    kwargs = {name: x for name, x in eqn.kwargs.items() if name in taken}
+    declared = {argument.name for argument in op._schema.arguments}
+    kwargs = {name: x for name, x in eqn.kwargs.items() if name in declared}
     if gradient.product is not None:
         kwargs["scale"] = gradient.product.args[1]
     return eqn.replace(op=op, args=tuple(args), outs=(eqn.outs[0], *eqn.outs[2:]), kwargs=kwargs)

@@ -41,14 +41,14 @@ class HalfWeights:
 
     Attributes:
         num_state: the number of leaves that the user sees, after which the copies come.
-        places: the positions of the parameters among them.
-        copies: the copy of each of these.
+        positions: those of the parameters among these leaves.
+        copies: the copy of each parameter.
     """
 
     num_state: int
-    places: Sequence[int]
+    positions: Sequence[int]
     copies: Sequence[torch.Tensor]
-    _written: list[Snapshot] = field(default_factory=list)  # by the last step, if it ended well
+    _parameters: list[Snapshot] = field(default_factory=list)  # as the last step left them
 
     def inserted(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The inputs of the program, given those that the user sees."""
@@ -56,19 +56,19 @@ class HalfWeights:
 
     def refresh(self, inputs: Inputs) -> None:
         """Cast the parameters that are not as the last step has left them. A step on these inputs follows."""
-        written = self._written
-        self._written = []
-        for k, (place, copy) in enumerate(zip(self.places, self.copies)):
-            if not written or not written[k].is_unchanged(inputs, place):
-                copy.copy_(inputs.tensors[place])
+        parameters = self._parameters
+        self._parameters = []  # until this step has ended well
+        for k, (position, copy) in enumerate(zip(self.positions, self.copies)):
+            if not parameters or not parameters[k].is_unchanged(inputs, position):
+                copy.copy_(inputs.tensors[position])
 
     def note(self, inputs: Inputs) -> None:
         """Note that a step on these inputs has ended well, and has written the copies."""
-        self._written = [Snapshot.of(inputs, place) for place in self.places]
+        self._parameters = [Snapshot.of(inputs, position) for position in self.positions]
 
     def forget(self) -> None:
         """Let the next step cast all parameters."""
-        self._written = []
+        self._parameters = []
 
 
 def with_half_weights(
@@ -81,23 +81,23 @@ def with_half_weights(
     """
     casts = _casts(graph)
     makers = _makers(graph, casts, fuses)
-    places = [i for i, v in enumerate(graph.inputs) if v in makers]
-    if not places or graph.micro > 1:
+    positions = [i for i, v in enumerate(graph.inputs) if v in makers]
+    if not positions or graph.micro > 1:
         return graph, None
+
     names = Names(v.name for v in (*graph.inputs, *producers(graph.eqns)))
-    before: dict[Var, Var] = {}
-    after: dict[Var, Var] = {}
-    for i in places:
+    old_copies: dict[Var, Var] = {}
+    new_copies: dict[Var, Var] = {}
+    copies = []
+    for i in positions:
         parameter = graph.inputs[i]
         dtype = casts[parameter][0].out.dtype
-        before[parameter] = _copy_of(parameter, dtype, names)
-        after[parameter] = _copy_of(graph.outputs[i], dtype, names)
-    graph = _rewritten(graph, casts, makers, before, after)
-    # As a cast, a copy keeps the strides of its parameter.
-    copies = [
-        torch.empty_like(tensors[i], dtype=half.dtype) for i, half in zip(places, before.values())
-    ]
-    return graph, HalfWeights(graph.num_state - len(places), places, copies)
+        old_copies[parameter] = _copy_of(parameter, dtype, names)
+        new_copies[parameter] = _copy_of(graph.outputs[i], dtype, names)
+        # As a cast, a copy keeps the strides of its parameter.
+        copies.append(torch.empty_like(tensors[i], dtype=dtype))
+    graph = _rewritten(graph, casts, makers, old_copies, new_copies)
+    return graph, HalfWeights(graph.num_state - len(positions), positions, copies)
 
 
 def _casts(graph: Graph) -> dict[Var, list[Eqn]]:
@@ -105,10 +105,15 @@ def _casts(graph: Graph) -> dict[Var, list[Eqn]]:
     state = set(graph.inputs[: graph.num_state])
     casts: dict[Var, list[Eqn]] = {}
     for eqn in graph.eqns:
-        is_half = eqn.op is CAST and eqn.out.dtype in HALF and eqn.kwargs.keys() == {"dtype"}
-        if is_half and eqn.ins[0] in state:
+        if eqn.op is not CAST or eqn.ins[0] not in state:
+            continue
+        if eqn.out.dtype in HALF and eqn.kwargs.keys() == {"dtype"}:
             casts.setdefault(eqn.ins[0], []).append(eqn)
-    return {v: eqns for v, eqns in casts.items() if len({eqn.out.dtype for eqn in eqns}) == 1}
+    of_one_dtype = {}
+    for v, eqns in casts.items():
+        if len({eqn.out.dtype for eqn in eqns}) == 1:
+            of_one_dtype[v] = eqns
+    return of_one_dtype
 
 
 def _makers(graph: Graph, casts: Mapping[Var, Sequence[Eqn]], fuses: bool) -> dict[Var, Eqn]:
@@ -122,20 +127,23 @@ def _makers(graph: Graph, casts: Mapping[Var, Sequence[Eqn]], fuses: bool) -> di
     makers: dict[Var, Eqn] = {}
     for parameter, new in zip(graph.inputs[: graph.num_state], graph.outputs):
         maker = by_result.get(new)
-        if maker is not None and parameter in casts:
-            last_read = max(lifetimes.last[cast.out] for cast in casts[parameter])
-            is_ours = _is_ours(maker) and maker.args[0][0] is parameter and maker.outs[0] is new
-            writes = is_ours or (fuses and _is_elementwise(maker))
-            if writes and last_read < position[maker]:
-                makers[parameter] = maker
+        if maker is None or parameter not in casts:
+            continue
+        is_ours = _is_ours(maker) and maker.args[0][0] is parameter and maker.outs[0] is new
+        if not is_ours and not (fuses and _is_elementwise_update(maker)):
+            continue
+        last_read = max(lifetimes.last[cast.out] for cast in casts[parameter])
+        if last_read < position[maker]:
+            makers[parameter] = maker
     return makers
 
 
 def _is_ours(eqn: Eqn) -> bool:
+    """Whether a kernel of `ops/update.py` computes an update."""
     return op_facts(eqn.op).name in _UPDATES
 
 
-def _is_elementwise(eqn: Eqn) -> bool:
+def _is_elementwise_update(eqn: Eqn) -> bool:
     return eqn.region == "update" and op_facts(eqn.op).pointwise
 
 
@@ -148,27 +156,31 @@ def _rewritten(
     graph: Graph,
     casts: Mapping[Var, Sequence[Eqn]],
     makers: Mapping[Var, Eqn],
-    before: Mapping[Var, Var],
-    after: Mapping[Var, Var],
+    old_copies: Mapping[Var, Var],
+    new_copies: Mapping[Var, Var],
 ) -> Graph:
-    """The program that reads the copies `before` its step in place of casts, and writes those `after` it."""
+    """The program that reads the old copies in place of casts, and writes the new ones."""
     rewritten: dict[Eqn, list[Eqn]] = {}
     alias: dict[Var, Any] = {}
-    for parameter, half in before.items():
+    for parameter, half in old_copies.items():
         maker = makers[parameter]
-        rewritten[maker] = _writing(maker, half, after[parameter])
-        rewritten.update((cast, []) for cast in casts[parameter])
-        alias.update((cast.out, half) for cast in casts[parameter])
+        rewritten[maker] = _writing(maker, half, new_copies[parameter])
+        for cast in casts[parameter]:
+            rewritten[cast] = []
+            alias[cast.out] = half
     eqns = []
     for eqn in graph.eqns:
         eqns += rewritten.get(eqn, [eqn])
     n = graph.num_state
+    leaf_shapes = graph.leaf_shapes
+    if leaf_shapes:
+        leaf_shapes = (*leaf_shapes, *(v.shape for v in old_copies))
     graph = graph.replace(
-        inputs=(*graph.inputs[:n], *before.values(), *graph.inputs[n:]),
+        inputs=(*graph.inputs[:n], *old_copies.values(), *graph.inputs[n:]),
         eqns=tuple(eqns),
-        outputs=(*graph.outputs[:n], *after.values(), *graph.outputs[n:]),
-        num_state=n + len(before),
-        leaf_shapes=(*graph.leaf_shapes, *(v.shape for v in before)) if graph.leaf_shapes else (),
+        outputs=(*graph.outputs[:n], *new_copies.values(), *graph.outputs[n:]),
+        num_state=n + len(old_copies),
+        leaf_shapes=leaf_shapes,
     )
     return check(rename(graph, alias))
 

@@ -33,9 +33,11 @@ from ..collectives import REDUCE_OPS, Future, Member, Start
 from ..process_groups import Channel
 from .streams import Done, Streams
 
+# The calls of reductions of half precision, which are exchanged and summed here.
 EXCHANGE = "nccl all_to_all"
 BY_HOST = "nccl all_to_all in two levels"
-_ALIGNED = 16  # a value inside a larger buffer starts at a multiple of this many elements
+# A value inside a larger buffer starts at a multiple of this many elements.
+_ALIGNED = 16
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Transport:
 
 
 @dataclass(frozen=True, eq=False)
-class Message:
+class PackedMessage:
     """One message of a collective. Each function is called on the stream that it runs on.
 
     Attributes:
@@ -91,16 +93,19 @@ class StreamedStart(Start):
         self.arriving_rows = self.size if self.is_exchanged else 1
         self.arriving_dtype = self.wire
         self.sends_own = [rules(eqn).sends_own(eqn, k, sizes) for k in range(len(eqn.outs))]
-        self.message = {
+        make_message = {
             ALL_GATHER: self._gathered,
             REDUCE_SCATTER: self._scattered,
             ALL_REDUCE: self._reduced,
-        }[self.kind]
+        }
+        self.message = make_message[self.collective]
 
     def forward(self, *members: torch.Tensor) -> tuple[Member, ...]:
         streams = self.streams
         streams.release()
-        messages = [self.message(ks, [members[k] for k in ks]) for ks in self.groups]
+        messages = []
+        for ks in self.groups:
+            messages.append(self.message(ks, [members[k] for k in ks]))
         with streams.pack(members):
             for message in messages:
                 message.pack()
@@ -118,7 +123,9 @@ class StreamedStart(Start):
     def join(self) -> None:
         self.streams.join(self.lane)
 
-    def _send(self, messages: Sequence[Message]) -> list[torch.Tensor]:
+    # ---- the call
+
+    def _send(self, messages: Sequence[PackedMessage]) -> list[torch.Tensor]:
         """Launch the collective, and what makes values of the bytes that arrive.
 
         Returns: the buffers that must live until compute has waited for them.
@@ -132,41 +139,43 @@ class StreamedStart(Start):
                 message.finish(buffer)
         return send_buffers
 
-    def _call(self, received: list[torch.Tensor], send_buffer: list[torch.Tensor]) -> None:
+    def _call(self, received: list[torch.Tensor], send_buffers: list[torch.Tensor]) -> None:
         """Launch the collective on the current stream, for all messages at once."""
         if self.wire.is_complex:  # NCCL has no complex dtypes; it adds real and imaginary parts
             received = [torch.view_as_real(x).view(-1) for x in received]
-            send_buffer = [torch.view_as_real(x).view(-1) for x in send_buffer]
+            send_buffers = [torch.view_as_real(x).view(-1) for x in send_buffers]
         work: Any = None
-        if self.kind is ALL_GATHER:
-            work = self._call_gather(received, send_buffer)
-        elif self.kind is ALL_REDUCE:
-            work = self.group.allreduce_coalesced(
-                send_buffer, self._options(AllreduceCoalescedOptions())
-            )
+        if self.collective is ALL_GATHER:
+            work = self._call_gather(received, send_buffers)
+        elif self.collective is ALL_REDUCE:
+            options = self._options(AllreduceCoalescedOptions())
+            work = self.group.allreduce_coalesced(send_buffers, options)
         elif self.is_exchanged:
-            for into, terms in zip(received, send_buffer):
+            for into, terms in zip(received, send_buffers):
                 exchange(into, terms, self.group)
         else:
             names = "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
             options = self._options(ReduceScatterOptions())
-            work = _method(self.group, *names)(received, send_buffer, options)
+            work = _method(self.group, *names)(received, send_buffers, options)
         if work is not None:  # NCCL returns none; the work of another backend is waited for
             work.wait()
 
-    def _call_gather(self, received: list[torch.Tensor], send_buffer: list[torch.Tensor]) -> Any:
+    def _call_gather(self, received: list[torch.Tensor], send_buffers: list[torch.Tensor]) -> Any:
         options = AllgatherOptions()
         options.asyncOp = False
-        call = _method(self.group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
-        as_bytes = [[x.view(torch.uint8) for x in buffers] for buffers in (received, send_buffer)]
-        return call(*as_bytes, options)
+        names = "all_gather_single_coalesced", "allgather_into_tensor_coalesced"
+        received_bytes = [x.view(torch.uint8) for x in received]
+        sent_bytes = [x.view(torch.uint8) for x in send_buffers]
+        return _method(self.group, *names)(received_bytes, sent_bytes, options)
 
     def _options(self, options: Any) -> Any:
-        options.reduceOp = REDUCE_OPS[self.op]
+        options.reduceOp = REDUCE_OPS[self.reduction]
         options.asyncOp = False
         return options
 
-    def _gathered(self, ks: list[int], shards: Sequence[torch.Tensor]) -> Message:
+    # ---- messages
+
+    def _gathered(self, ks: list[int], shards: Sequence[torch.Tensor]) -> PackedMessage:
         sizes = [self.parts[k] for k in ks]
         shapes = [self.shapes[k] for k in ks]
         rows = [shard.movedim(self.dim, 0) for shard in shards]
@@ -175,46 +184,109 @@ class StreamedStart(Start):
         def pack() -> None:
             ops.cast_pack(rows, sizes, self.wire, out=send_buffer)
 
+        # A single member is received in the memory of its value, and this rank packs its part there.
         if len(ks) == 1 and self.dim == 0:
-            gathered = new(self.size * sizes[0], dtype=self.wire)
-            send_buffer = gathered[self.rank * sizes[0] : (self.rank + 1) * sizes[0]]
+            size = sizes[0]
+            gathered = new(self.size * size, dtype=self.wire)
+            send_buffer = gathered[self.rank * size : (self.rank + 1) * size]
             value = gathered[: math.prod(shapes[0])].view(shapes[0])
-            return Message(send_buffer, [value], pack, lambda: gathered, lambda received: None)
+            return PackedMessage(
+                send_buffer, [value], pack, lambda: gathered, lambda received: None
+            )
+
         send_buffer = new(sum(sizes), dtype=self.wire)
         values = [new(moved_back(shape, self.dim), dtype=self.wire) for shape in shapes]
-        return Message(
-            send_buffer,
-            values,
-            pack,
-            lambda: new(self.size * send_buffer.numel(), dtype=self.wire),
-            lambda received: self._deliver(received, self.size, sizes, shapes, values),
-        )
 
-    def _scattered(self, ks: list[int], terms: Sequence[torch.Tensor]) -> Message:
+        def receive_buffer() -> torch.Tensor:
+            return new(self.size * send_buffer.numel(), dtype=self.wire)
+
+        def finish(received: torch.Tensor) -> None:
+            self._deliver(received, self.size, sizes, shapes, values)
+
+        return PackedMessage(send_buffer, values, pack, receive_buffer, finish)
+
+    def _scattered(self, ks: list[int], terms: Sequence[torch.Tensor]) -> PackedMessage:
         sizes = [self.parts[k] for k in ks]
         shapes = [self.part_shape(k) for k in ks]
         dtype = self.outs[ks[0]].dtype
         total = sum(sizes)
         new = terms[0].new_empty
         send_buffer, pack = self._terms(ks, terms)
-        if len(ks) == 1 and self.dim == 0 and dtype == self.wire and not self.is_exchanged:
+
+        # NCCL writes a single sum into the memory of its value.
+        is_single = len(ks) == 1 and self.dim == 0
+        if is_single and dtype == self.wire and not self.is_exchanged:
             mine = new(total, dtype=dtype)
             value = mine[: math.prod(shapes[0])].view(shapes[0])
-            return Message(send_buffer, [value], pack, lambda: mine, self._scale)
+            return PackedMessage(send_buffer, [value], pack, lambda: mine, self._scale)
+
         values = [new(moved_back(shape, self.dim), dtype=dtype) for shape in shapes]
         rows = self.arriving_rows
 
+        def receive_buffer() -> torch.Tensor:
+            return new(rows * total, dtype=self.arriving_dtype)
+
         def finish(received: torch.Tensor) -> None:
-            if self.op in ("sum", "mean") and self.arriving_dtype in FLOATS:
+            if self.reduction in ("sum", "mean") and self.arriving_dtype in FLOATS:
                 self._sum(received.view(rows, total), sizes, shapes, values)
             else:
                 self._scale(received)
                 self._deliver(received, 1, sizes, shapes, values)
 
-        def receive_buffer() -> torch.Tensor:
-            return new(rows * total, dtype=self.arriving_dtype)
+        return PackedMessage(send_buffer, values, pack, receive_buffer, finish)
 
-        return Message(send_buffer, values, pack, receive_buffer, finish)
+    def _terms(
+        self, ks: list[int], terms: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, Callable[[], object]]:
+        """The send buffer of a reduction, and the function that fills it.
+
+        A term is its own send buffer if the program keeps it until it has been sent, and if it is contiguous here.
+        """
+        term = terms[0]
+        sizes = [self.parts[k] for k in ks]
+        numel = self.size * sum(sizes)
+        is_whole = term.is_contiguous() and term.numel() == numel
+        if len(ks) == 1 and self.sends_own[ks[0]] and is_whole:
+            return term.view(-1), lambda: None
+        send_buffer = term.new_empty(numel, dtype=self.wire)
+        rows = [each.movedim(self.dim, 0) for each in terms]
+
+        def pack() -> None:
+            ops.cast_pack(rows, sizes, self.wire, ranks=self.size, out=send_buffer)
+
+        return send_buffer, pack
+
+    def _reduced(self, ks: list[int], terms: Sequence[torch.Tensor]) -> PackedMessage:
+        new = terms[0].new_empty
+        shapes = [self.shapes[k] for k in ks]
+        dtype = self.outs[ks[0]].dtype
+        numels = [math.prod(shape) for shape in shapes]
+        sizes = numels
+        if len(ks) > 1:
+            sizes = [-(-n // _ALIGNED) * _ALIGNED for n in numels]
+        send_buffer = new(sum(sizes), dtype=self.wire)
+        sums = []
+        for x, numel, shape in zip(send_buffer.split(sizes), numels, shapes):
+            sums.append(x[:numel].view(shape))
+        # NCCL writes the sums over the terms. Without a cast they are the values.
+        is_cast = dtype != self.wire
+        values = [new(shape, dtype=dtype) for shape in shapes] if is_cast else sums
+
+        def pack() -> None:
+            ops.cast_pack(terms, sizes, self.wire, out=send_buffer)
+
+        def finish(received: torch.Tensor) -> None:
+            if is_cast and self.reduction in ("sum", "mean") and self.wire in FLOATS:
+                self._sum(received.view(1, -1), sizes, shapes, values)
+                return
+            self._scale(received)
+            if is_cast:
+                for value, x in zip(values, sums):
+                    value.copy_(x)
+
+        return PackedMessage(send_buffer, values, pack, lambda: send_buffer, finish)
+
+    # ---- values of what has arrived
 
     def _sum(
         self,
@@ -227,7 +299,7 @@ class StreamedStart(Start):
         dtype = values[0].dtype if values[0].dtype in FLOATS else torch.float32
 
         def fill(outs: list[torch.Tensor]) -> None:
-            ops.sum_terms(terms, outs, sizes, self.op, self.size)
+            ops.sum_terms(terms, outs, sizes, self.reduction, self.size)
 
         self._filled(fill, dtype, shapes, values)
 
@@ -247,52 +319,8 @@ class StreamedStart(Start):
         for x, value, shape in zip(flat, values, shapes):
             value.copy_(x.view(shape).movedim(0, self.dim))
 
-    def _terms(
-        self, ks: list[int], terms: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, Callable[[], object]]:
-        """The send buffer of a reduction, and the function that fills it.
-
-        A term is its own send buffer if the program keeps it until it has been sent, and if it is contiguous here.
-        """
-        term = terms[0]
-        sizes = [self.parts[k] for k in ks]
-        numel = self.size * sum(sizes)
-        is_whole = term.is_contiguous() and term.numel() == numel
-        if len(ks) == 1 and self.sends_own[ks[0]] and is_whole:
-            return term.view(-1), lambda: None
-        send_buffer = term.new_empty(numel, dtype=self.wire)
-        rows = [each.movedim(self.dim, 0) for each in terms]
-        return send_buffer, lambda: ops.cast_pack(
-            rows, sizes, self.wire, ranks=self.size, out=send_buffer
-        )
-
-    def _reduced(self, ks: list[int], terms: Sequence[torch.Tensor]) -> Message:
-        new = terms[0].new_empty
-        shapes = [self.shapes[k] for k in ks]
-        dtype = self.outs[ks[0]].dtype
-        numels = [math.prod(shape) for shape in shapes]
-        sizes = numels if len(ks) == 1 else [-(-n // _ALIGNED) * _ALIGNED for n in numels]
-        send_buffer = new(sum(sizes), dtype=self.wire)
-        sums = [x[:n].view(shape) for x, n, shape in zip(send_buffer.split(sizes), numels, shapes)]
-        is_cast = dtype != self.wire
-        values = [new(shape, dtype=dtype) for shape in shapes] if is_cast else sums
-
-        def pack() -> None:
-            ops.cast_pack(terms, sizes, self.wire, out=send_buffer)
-
-        def finish(received: torch.Tensor) -> None:
-            if is_cast and self.op in ("sum", "mean") and self.wire in FLOATS:
-                self._sum(received.view(1, -1), sizes, shapes, values)
-                return
-            self._scale(received)
-            if is_cast:
-                for value, x in zip(values, sums):
-                    value.copy_(x)
-
-        return Message(send_buffer, values, pack, lambda: send_buffer, finish)
-
     def _scale(self, total: torch.Tensor) -> None:
-        if self.op == "mean":
+        if self.reduction == "mean":
             ops.mean(total, self.size)
 
     def _deliver(
@@ -307,7 +335,8 @@ class StreamedStart(Start):
         if self.dim == 0 and flat.dtype == values[0].dtype:
             torch.ops.ztrans.unpack.default(flat, sizes, ranks, [v.view(-1) for v in values])
             return
-        unpacked = ops.unpack(flat, sizes, [[math.prod(shape)] for shape in shapes], ranks)
+        flat_shapes = [[math.prod(shape)] for shape in shapes]
+        unpacked = ops.unpack(flat, sizes, flat_shapes, ranks)
         for x, value, shape in zip(unpacked, values, shapes):
             value.copy_(x.view(shape).movedim(0, self.dim) if shape else x.view(()))
 

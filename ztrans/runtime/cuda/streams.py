@@ -35,7 +35,7 @@ import torch
 if TYPE_CHECKING:
     from .symmetric import SymmetricMemory
 
-HIGH = -1  # the priority of short work that compute waits for
+HIGH = -1  # the priority of a stream, for short work that compute waits for
 _AHEAD = 8  # the number of products of 4096 x 4096 in fp32 that keep a GPU busy, for some milliseconds each
 
 
@@ -58,7 +58,7 @@ class Streams:
 
     @contextlib.contextmanager
     def pack(self, members: Sequence[torch.Tensor]) -> Iterator[None]:
-        """A context that launches work on the packing stream, behind all work that compute has now.
+        """A context that launches work on the packing stream, after all work that compute has now.
 
         The work reads `members`.
         """
@@ -69,7 +69,7 @@ class Streams:
 
     @contextlib.contextmanager
     def communicate(self, lane: Any) -> Iterator[None]:
-        """A context that launches work on the stream of a communicator, behind the packing."""
+        """A context that launches work on the stream of a communicator, after the packing."""
         lane.wait_stream(self.packing)
         with self.cuda.stream(lane):
             yield
@@ -117,7 +117,8 @@ def back_to_back_seconds(run: Callable[[], object], device: torch.device, times:
     while the GPU is busy.
     """
     busy = torch.ones(4096, 4096, device=device)
-    begin, end = (torch.Event(device.type, enable_timing=True) for _ in range(2))
+    begin = torch.Event(device.type, enable_timing=True)
+    end = torch.Event(device.type, enable_timing=True)
     for _ in range(_AHEAD):
         torch.mm(busy, busy)
     begin.record()
@@ -130,4 +131,5 @@ def back_to_back_seconds(run: Callable[[], object], device: torch.device, times:
 
 @functools.cache
 def _stream(cuda: Any, device: int, name: Hashable) -> Any:
+    """A stream of the current device, the same for each call: the device and the name are the key of the cache."""
     return cuda.Stream(priority=HIGH)

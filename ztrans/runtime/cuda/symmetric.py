@@ -46,21 +46,21 @@ from ..process_groups import Channel
 from .streams import back_to_back_seconds
 
 T = TypeVar("T")
-KERNEL = "a kernel"
-COPIES = "copies"
 Exchange = Callable[[Any], list]  # takes the value of this rank, returns the values of all ranks
 
-MOST = (
-    32 * 2**20
-)  # bytes of a whole message for a kernel; for a larger one the wire is the limit either way
-MOST_COPIED = 256 * 2**20  # bytes of a whole message that is copied
+# The ways of a message through symmetric memory.
+KERNEL = "a kernel"
+COPIES = "copies"
+# Bytes of a whole message for a kernel. For a larger one the wire is the limit either way.
+LARGEST_FOR_KERNEL = 32 * 2**20
+LARGEST_COPIED = 256 * 2**20  # bytes of a whole message that is copied
 _NEARLY = 1.1  # a copied message may take so many times as long as the fastest
 _TIMES = 20  # the number of messages in a timed series
 # How often a kernel looks at a signal before it gives up. It takes tens of minutes: a rank may write a checkpoint.
 SPINS = 1 << 30
+_TRIAL_SPINS = 1 << 20  # about a second: in a trial all ranks send at the same time
 # Blocks of a kernel of NCCL, unless the user asks for more. Each may fill a multiprocessor.
 _NCCL_BLOCKS = 32
-_TRIAL_SPINS = 1 << 20  # about a second: in a trial all ranks send at the same time
 
 
 class Times(NamedTuple):
@@ -117,10 +117,11 @@ def message_kind(eqn: Eqn, sizes: Sizes, lanes: int) -> MessageKind | str:
     if wire.itemsize > 8:
         return "elements of more than 8 bytes"
     is_gather = "op" not in eqn.kwargs
-    most = MOST_COPIED if is_gather else MOST
-    if nbytes > most:
-        return f"above {format_bytes(most)}"
-    return MessageKind(is_gather, wire, 1 << max(nbytes - 1, 0).bit_length(), lanes)
+    largest = LARGEST_COPIED if is_gather else LARGEST_FOR_KERNEL
+    if nbytes > largest:
+        return f"above {format_bytes(largest)}"
+    power_of_two = 1 << max(nbytes - 1, 0).bit_length()
+    return MessageKind(is_gather, wire, power_of_two, lanes)
 
 
 class Source(Protocol):
@@ -294,16 +295,16 @@ class SymmetricMemory:
         group = buffer.channel.group
         trial = on_all_ranks(lambda: _Trial(kind, group, buffer.ready), exchange)
         on_all_ranks(trial.compile, exchange)
-        seconds = {}
+        seconds = {KERNEL: math.inf, COPIES: math.inf}
         for way in trial.received:
             seconds[way] = on_all_ranks(functools.partial(trial.seconds_of, way), exchange)
         nccl = on_all_ranks(trial.seconds_of_nccl, exchange)
         is_equal = on_all_ranks(trial.gave_equal_bits, exchange)
-        by_way = [seconds.get(KERNEL, math.inf), nccl, seconds.get(COPIES, math.inf)]
-        by_rank = exchange([*by_way, is_equal])
-        if not all(equal_there for *_, equal_there in by_rank):
+        by_rank = exchange([is_equal, seconds[KERNEL], nccl, seconds[COPIES]])
+        if not all(is_equal_there for is_equal_there, *_ in by_rank):
             return "tried here, it gave other bits"
-        symmetric, nccl, copies, _ = (max(of_all_ranks) for of_all_ranks in zip(*by_rank))
+        # The ranks wait for each other, so the slowest one counts.
+        _, symmetric, nccl, copies = (max(of_all_ranks) for of_all_ranks in zip(*by_rank))
         return Times(symmetric, nccl, kind.nbytes, copies)
 
     def _refusal_of_lanes(self, lanes: int, exchange: Exchange) -> str:
@@ -317,6 +318,7 @@ class SymmetricMemory:
         return self.lane_refusals[lanes]
 
     def _decide(self, channel: Channel, kinds: Sequence[MessageKind], exchange: Exchange) -> None:
+        """Time messages of these kinds on a channel, and note what carries them."""
         # The trials have a buffer of their own. If one fails, its signals are left over.
         ranks = channel.group.size()
         buffer = Buffer(channel, max(kind.room(ranks) for kind in kinds))
@@ -393,7 +395,7 @@ class _Trial:
         else:
             self.theirs = self.send_buffer.new_empty(part, dtype=torch.float32)
         self.received: dict[str, torch.Tensor] = {}
-        if kind.nbytes <= MOST:
+        if kind.nbytes <= LARGEST_FOR_KERNEL:
             self.received[KERNEL] = torch.empty_like(self.theirs)
         if kind.is_gather:
             self.received[COPIES] = torch.empty_like(self.theirs)
@@ -484,12 +486,14 @@ def copy_all(
     """
     start = 0
     spans = []
-    for sent in send_buffers:
-        spans.append(slice(start, start + sent.nbytes))
-        start += sent.nbytes
-    mine = [sent.view(-1).view(torch.uint8) for sent in send_buffers]
-    for span, part in zip(spans, mine):
+    mine = []
+    for send_buffer in send_buffers:
+        part = send_buffer.view(-1).view(torch.uint8)
+        span = slice(start, start + len(part))
         memory.mine[span].copy_(part)
+        spans.append(span)
+        mine.append(part)
+        start += len(part)
     ops.barrier(memory, spins=spins)
     for span, part, into in zip(spans, mine, received):
         by_rank = into.view(-1).view(torch.uint8).view(memory.ranks, len(part))

@@ -131,23 +131,35 @@ def _lay_out(
     bound = by_group(graph, mesh) if mesh is not None else graph
 
     def laid_out(groups: Sequence[Group]) -> _LaidOut:
-        in_kernels = frozenset(eqn for g in groups if not g.is_update for eqn in g.eqns)
-        lifetimes = donation(graph, in_kernels)
+        in_kernels: set[Eqn] = set()
+        for group in groups:
+            if not group.is_update:
+                in_kernels.update(group.eqns)
+        lifetimes = donation(graph, frozenset(in_kernels))
         layouts = infer_layouts(bound, rank, inputs, lifetimes.in_place_ops)
         return _LaidOut(graph, groups, rank, lifetimes, layouts)
 
-    def is_on_one_device(group: Group) -> bool:
-        layouts = [program.layouts[v] for v in (*group.ins, *group.outs)]
-        # A scalar, such as lr, may be on another device.
-        return len({x.device for x in layouts if x.shape} or {x.device for x in layouts}) == 1
-
     program = laid_out(groups)
-    on_one_device = [group for group in groups if group.is_update or is_on_one_device(group)]
-    return program if len(on_one_device) == len(groups) else laid_out(on_one_device)
+    kept_groups = []
+    for group in groups:
+        if group.is_update or _is_on_one_device(group, program.layouts):
+            kept_groups.append(group)
+    if len(kept_groups) == len(groups):
+        return program
+    return laid_out(kept_groups)
+
+
+def _is_on_one_device(group: Group, layouts: Mapping[Var, Strided]) -> bool:
+    """Whether all values of a group are on one device. A scalar, such as lr, may be on another one."""
+    of_group = [layouts[v] for v in (*group.ins, *group.outs)]
+    devices = {x.device for x in of_group if x.shape}
+    if not devices:
+        devices = {x.device for x in of_group}
+    return len(devices) == 1
 
 
 @dataclass(frozen=True, eq=False)
-class _Kernel:
+class _KernelSource:
     """A kernel that is to be compiled for a group.
 
     The kernel writes result k over argument `written[k]`, unless that is None. It may reuse the memory of the arguments
@@ -172,8 +184,9 @@ class _Kernel:
         def kernel(*args: torch.Tensor) -> list[torch.Tensor]:
             env = dict(zip(self.ins, args))
             for eqn in self.eqns:
-                results = zip(eqn.outs, compute(eqn, env))
-                env.update((v, x) for v, x in results if v is not None)
+                for v, x in zip(eqn.outs, compute(eqn, env)):
+                    if v is not None:
+                        env[v] = x
             returned = []
             for v, k in zip(self.outs, self.written):
                 if k is None:
@@ -194,44 +207,55 @@ def _compile(
     state = set(program.graph.inputs[: program.graph.num_state])
     compiled: dict[Hashable, Callable] = {}
     kernels: dict[tuple[Eqn, ...], Kernel] = {}
-    for group, kernel in _kernels(program):
-        key = kernel.structure(layouts)
+    for group, source in _kernel_sources(program):
+        key = source.structure(layouts)
         if key not in compiled:
-            compiled[key] = kernel.compile(layouts)
-        call = KernelCall(compiled[key], kernel.written, [layouts[v] for v in kernel.ins])
-        writes = any(kernel.ins[k] in state for k in kernel.written if k is not None)
-        kernels[group.eqns] = Kernel(call, kernel.ins, group.outs, writes)
+            compiled[key] = source.compile(layouts)
+        call = KernelCall(compiled[key], source.written, [layouts[v] for v in source.ins])
+        writes = any(source.ins[k] in state for k in source.written if k is not None)
+        kernels[group.eqns] = Kernel(call, source.ins, group.outs, writes)
     return kernels, compiled
 
 
-def _kernels(program: _LaidOut) -> Iterator[tuple[Group, _Kernel]]:
+def _kernel_sources(program: _LaidOut) -> Iterator[tuple[Group, _KernelSource]]:
     """The kernel of each group that is to be compiled."""
     graph = program.graph
     position = {eqn: i for i, eqn in enumerate(graph.eqns)}
     writes_from = first_write(graph)
     maker = producers(graph.eqns)
     may_differ = varying(graph, ("batch",))
-    of_state = [*zip(graph.inputs, graph.outputs[: graph.num_state])]
-    old_by_new = {new: old for old, new in (*reversed(of_state), *graph.donated)}
+    old_by_new = _old_values(graph)
     for group in program.groups:
         if group.is_update:
             continue
         end = position[group.eqns[-1]]
         old_state: dict[Var, Var] = {}
+        # With the update last, a step that fails before its first write leaves the old state whole.
         if position[group.eqns[0]] >= writes_from:
             old_state = _overwritten(program, group, old_by_new, end)
         ins = tuple(dict.fromkeys((*group.ins, *old_state.values())))
+        written = [ins.index(old_state[v]) if v in old_state else None for v in group.outs]
         # Results that are the same on all ranks must be computed in the same way on all, even if another is faster.
         must_agree = any(maker[v].region == "update" or v not in may_differ for v in group.outs)
-        kernel = _Kernel(
+        source = _KernelSource(
             eqns=[localize(eqn, graph.axes, program.coordinates) for eqn in group.eqns],
             ins=ins,
             outs=group.outs,
-            written=tuple(ins.index(old_state[v]) if v in old_state else None for v in group.outs),
+            written=tuple(written),
             donated=_donated(program, ins, maker, end),
             deterministic=bool(graph.axes) and must_agree,
         )
-        yield group, kernel
+        yield group, source
+
+
+def _old_values(graph: Graph) -> dict[Var, Var]:
+    """By new value, the leaf of the state or the donated input that it replaces. Of equal new values, the first."""
+    old_by_new: dict[Var, Var] = {}
+    for old, new in zip(graph.inputs, graph.outputs[: graph.num_state]):
+        old_by_new.setdefault(new, old)
+    for old, new in graph.donated:
+        old_by_new[new] = old
+    return old_by_new
 
 
 def _overwritten(
@@ -276,4 +300,5 @@ def _is_free(v: Var, ins: Sequence[Var], lifetimes: Donation, end: int) -> bool:
     A kernel does not know that two of its arguments share memory.
     """
     last_read = max(lifetimes.last.get(v, -1), lifetimes.read_until.get(v, -1))
-    return last_read <= end and not any(lifetimes.owner[x] is v for x in ins if x is not v)
+    is_shared = any(lifetimes.owner[x] is v for x in ins if x is not v)
+    return last_read <= end and not is_shared

@@ -50,8 +50,10 @@ class Strided(NamedTuple):
         """Whether a tensor has this shape, dtype and strides; those of single rows do not count."""
         if x.shape != self.shape or x.dtype != self.dtype:
             return False
+        if x.stride() == self.stride:
+            return True
         dims = zip(self.shape, x.stride(), self.stride)
-        return x.stride() == self.stride or all(n == 1 or a == b for n, a, b in dims)
+        return all(size == 1 or stride == expected for size, stride, expected in dims)
 
     def conform(self, x: torch.Tensor) -> torch.Tensor:
         """`x`, copied if it has other strides or another dtype: fake tensors do not always predict those of a result.
@@ -98,7 +100,9 @@ def infer_layouts(
             if isinstance(op, torch._ops.OpOverload) and op._schema.returns:
                 eqn = eqn.replace(op=op)  # what runs in the end
             results = _run_fake(localize(eqn, graph.axes, coordinates), layouts, by_structure)
-        layouts.update((v, layout) for v, layout in zip(eqn.outs, results) if v and layout)
+        for v, layout in zip(eqn.outs, results):
+            if v is not None and layout is not None:
+                layouts[v] = layout
     return layouts
 
 
@@ -148,11 +152,11 @@ def _run_fake(
         return [layouts[v] for name, v in tensors if name in launch.changed]
     key = structure(eqn, layouts.__getitem__)
     if key not in by_structure:
+        found: list[Strided | None] = []
         with fake():
-            results = compute(eqn, {v: layouts[v].empty() for v in eqn.ins})
-        by_structure[key] = [
-            Strided.of(x) if isinstance(x, torch.Tensor) else None for x in results
-        ]
+            for x in compute(eqn, {v: layouts[v].empty() for v in eqn.ins}):
+                found.append(Strided.of(x) if isinstance(x, torch.Tensor) else None)
+        by_structure[key] = found
     return by_structure[key]
 
 

@@ -20,7 +20,8 @@ from ...ir.pairing import Pairs, pair
 from ...ir.relations import instances
 from ...ir.update_groups import group_updates, has_list_form, is_fused_update
 
-MOST = 64  # equations of a kernel: to compile a larger one takes longer than its fusion saves
+# Equations of a kernel: to compile a larger one takes longer than its fusion saves.
+MOST = 64
 _CONSTANTS = {"arange", "full", "ones", "scalar_tensor", "zeros"}
 
 
@@ -50,20 +51,29 @@ def fuse(graph: Graph) -> tuple[Graph, tuple[Group, ...]]:
     items = _Items(pair(graph), updates)
     for eqn in _waits_together(graph, items.pairs):
         items.add(eqn)
-    parts = [part for item in items.in_order() for part in _parts(item)]
+
+    parts: list[list[Eqn]] = []
+    for item in items.in_order():
+        parts += _parts(item)
     first_updates = {update[0] for update in updates}
     readers = _readers(parts, graph)
+    eqns: list[Eqn] = []
     groups = []
     for k, part in enumerate(parts):
+        eqns += part
         if len(part) > 1:
             groups.append(_group(k, part, readers, part[0] in first_updates))
-    return graph.replace(eqns=tuple(eqn for part in parts for eqn in part)), tuple(groups)
+    return graph.replace(eqns=tuple(eqns)), tuple(groups)
 
 
 def _group(k: int, eqns: Sequence[Eqn], readers: Mapping[Var, set[int]], is_update: bool) -> Group:
     """The group of part k of the program; `readers` has the parts that read each value."""
-    results = dict.fromkeys(v for eqn in eqns for v in eqn.results)
-    ins = dict.fromkeys(v for eqn in eqns for v in eqn.ins if v not in results)
+    reads: dict[Var, None] = {}
+    results: dict[Var, None] = {}
+    for eqn in eqns:
+        reads.update(dict.fromkeys(eqn.ins))
+        results.update(dict.fromkeys(eqn.results))
+    ins = [v for v in reads if v not in results]
     outs = [v for v in results if readers.get(v, set()) - {k}]
     return Group(tuple(eqns), tuple(ins), tuple(outs), is_update)
 
@@ -87,10 +97,14 @@ def _is_counter(eqn: Eqn) -> bool:
 
 
 def _is_fusible(eqn: Eqn) -> bool:
+    """Whether an equation can run in a kernel with others."""
     facts = op_facts(eqn.op)
-    if facts.random or _is_complex(eqn) or not (facts.pointwise or facts.reduction or facts.fuses):
+    fuses = facts.pointwise or facts.reduction or facts.fuses
+    if not fuses or facts.random or _is_complex(eqn):
         return False
-    return not list(instances((eqn.args, eqn.kwargs), torch.Tensor))  # constants of the user's
+    # A tensor among the arguments is a constant of the user's, which no kernel takes.
+    constants = list(instances((eqn.args, eqn.kwargs), torch.Tensor))
+    return not constants
 
 
 def _is_real_view(eqn: Eqn) -> bool:
@@ -138,7 +152,9 @@ class _Items:
 
     def __init__(self, pairs: Pairs, updates: Sequence[update_groups.Group]) -> None:
         self.pairs = pairs
-        self.update_of = {eqn: update for update in updates for eqn in update}
+        self.update_of: dict[Eqn, update_groups.Group] = {}
+        for update in updates:
+            self.update_of.update(dict.fromkeys(update, update))
         self.items = [_Item((0, 0))]  # the first item holds the views of inputs
         self.item_of: dict[Var, _Item] = {}
         self.deferred: dict[Var, Eqn] = {}
@@ -146,54 +162,59 @@ class _Items:
     def in_order(self) -> list[_Item]:
         """The items in the new order; constants that no equation has read are last."""
         for eqn in dict.fromkeys(self.deferred.values()):
-            self.append(eqn, self.new_item(eqn))
+            self.append(eqn, self.new_item(_is_fusible(eqn)))
         return sorted(self.items, key=lambda item: item.position)
 
     def add(self, eqn: Eqn) -> None:
         """Put an equation into an item, or defer it."""
-        latest = max(self.read_items(eqn), key=lambda item: item.position, default=self.items[0])
         update = self.update_of.get(eqn, (eqn,))
+        latest = max(self.read_items(eqn), key=lambda item: item.position, default=self.items[0])
         if self.is_constant(eqn):
             self.deferred.update((out, eqn) for out in eqn.results)
         elif _is_real_view(eqn):
             self.append(eqn, latest)
         elif _is_fusible(eqn) and len(update) == 1:
-            # A scalar is cheap at any position. It is computed early, so that it does not separate updates.
-            neighbour = latest if _is_small(eqn) else None
-            item = latest if self.may_join(eqn, latest) else self.new_item(eqn, neighbour)
-            for each in (*self.take_deferred(eqn), eqn):
-                self.append(each, item)
+            self.add_fusible(eqn, latest)
         elif eqn is update[0]:
             self.add_alone(update)
+
+    def add_fusible(self, eqn: Eqn, latest: _Item) -> None:
+        """Put an equation into the last item that it reads, or into a new one, with the constants that it needs."""
+        if self.may_join(eqn, latest):
+            item = latest
+        else:
+            # A scalar is cheap at any position. It is computed early, so that it does not separate updates.
+            item = self.new_item(True, neighbour=latest if _is_small(eqn) else None)
+        for each in (*self.take_deferred(eqn), eqn):
+            self.append(each, item)
 
     def add_alone(self, eqns: Sequence[Eqn]) -> None:
         """Put an equation that is not fused, or equal updates, into a new item."""
         for eqn in eqns:
             for constant in self.take_deferred(eqn):
-                self.append(constant, self.new_item(constant))
-        item = self.new_item(eqns[0], fusible=False)
+                self.append(constant, self.new_item(_is_fusible(constant)))
+        item = self.new_item(False)
         for eqn in eqns:
             self.append(eqn, item)
 
     def append(self, eqn: Eqn, item: _Item) -> None:
         """Put an equation at the end of an item, and let the item absorb those that it can."""
         for earlier in self.read_items(eqn):
-            if earlier is not item:
-                earlier.read_by.add(item)
-                if item.eqns and self.may_absorb(item, earlier, eqn):
-                    item.eqns[:0] = earlier.eqns
-                    earlier.eqns = []
-                    earlier.absorbed_by = item
+            if earlier is item:
+                continue
+            earlier.read_by.add(item)
+            if item.eqns and self.may_absorb(item, earlier, eqn):
+                item.eqns[:0] = earlier.eqns
+                earlier.eqns = []
+                earlier.absorbed_by = item
         item.eqns.append(eqn)
         self.item_of.update((out, item) for out in eqn.results)
 
-    def new_item(
-        self, eqn: Eqn, neighbour: _Item | None = None, fusible: bool | None = None
-    ) -> _Item:
-        """A new item for an equation, at the end, or next to `neighbour`."""
+    def new_item(self, fusible: bool, neighbour: _Item | None = None) -> _Item:
+        """A new item at the end, or next to `neighbour`."""
         count = len(self.items)
-        position = neighbour.position[0] if neighbour is not None else count
-        item = _Item((position, count), _is_fusible(eqn) if fusible is None else fusible)
+        position = count if neighbour is None else neighbour.position[0]
+        item = _Item((position, count), fusible)
         self.items.append(item)
         return item
 
@@ -213,7 +234,11 @@ class _Items:
         for each in needed:
             for out in each.results:
                 self.deferred.pop(out, None)
-        return [constant for each in needed for constant in (*self.take_deferred(each), each)]
+        in_order: list[Eqn] = []
+        for each in needed:
+            in_order += self.take_deferred(each)
+            in_order.append(each)
+        return in_order
 
     def may_join(self, eqn: Eqn, item: _Item) -> bool:
         """Whether `eqn` reads a value of the item that is more than a scalar.
@@ -248,15 +273,20 @@ def _parts(item: _Item) -> Iterator[list[Eqn]]:
     grouped = _grouped(item)
     if grouped:
         yield [eqn for eqn in item.eqns if eqn in grouped]
-    yield from ([eqn] for eqn in item.eqns if eqn not in grouped)
+    for eqn in item.eqns:
+        if eqn not in grouped:
+            yield [eqn]
 
 
 def _grouped(item: _Item) -> set[Eqn]:
     """The equations of an item that are a group, with the views that they read, which run in their kernel."""
     grouped = {eqn for eqn in item.eqns if not _is_real_view(eqn)}
+    # A kernel of one equation saves nothing.
     if item.fusible and sum(map(_is_fusible, grouped)) < 2:
         return set()
-    group_reads = {v for eqn in grouped for v in eqn.ins}
+    group_reads: set[Var] = set()
+    for eqn in grouped:
+        group_reads.update(eqn.ins)
     for eqn in reversed(item.eqns):
         if eqn not in grouped and not group_reads.isdisjoint(eqn.outs):
             group_reads.update(eqn.ins)

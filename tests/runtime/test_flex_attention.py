@@ -11,7 +11,7 @@ from tests.support.worlds import clone, distance
 from ztrans.ir.higher_order import is_attention
 from ztrans.ir.operations import compute
 from ztrans.runtime.codegen import nested, to_fx
-from ztrans.runtime.inductor.attention import Attention
+from ztrans.runtime.flex_attention import FlexAttention
 
 torch.manual_seed(0)
 LENGTH, HEADS, DIM, FEATURES = 64, 2, 16, 32
@@ -59,7 +59,7 @@ def test_the_kernel_computes_what_the_dense_meaning_does():
     values = dict(zip(graph.inputs, [*STATE.values(), *BATCH]))
     for e in graph.eqns[: graph.eqns.index(eqn)]:
         values.update((v, x) for v, x in zip(e.outs, compute(e, values)) if v is not None)
-    attention, given = Attention(eqn, nested), [values[v] for v in eqn.ins]
+    attention, given = FlexAttention(eqn, nested), [values[v] for v in eqn.ins]
     with torch.no_grad():
         (want, *_), (mine, *others) = attention.densely(*given), attention.by_kernel(*given)
         other_strides = [x.transpose(0, -1).contiguous().transpose(0, -1) for x in given]
@@ -73,7 +73,7 @@ def test_equal_layers_share_a_kernel():
     lowered = zt.Step.of(step).lower(STATE, *BATCH)
     program = to_fx(lowered.graph)
     assert len(attentions(lowered.graph)) == 3
-    assert sum(isinstance(m, Attention) for m in program.modules()) == 1
+    assert sum(isinstance(m, FlexAttention) for m in program.modules()) == 1
     _, value = lowered.compile()(clone(STATE), *BATCH)
     assert distance(value, step(STATE, *BATCH)[1]) < 1e-5
 
@@ -102,7 +102,7 @@ def test_forward_and_backward_are_compiled_for_sm_90(tmp_path):
     to_meta = lambda tree: {k: v.to("meta") for k, v in tree.items()}
     graph = zt.Step.of(train).lower(to_meta(STATE), *(x.to("meta") for x in BATCH)).graph
     for eqn, results in zip(attentions(graph), (2, 4), strict=True):
-        wanted = Attention(eqn, nested).bound_results
+        wanted = FlexAttention(eqn, nested).bound_results
         sources = triton_source.sources(
             lambda *x, f=wanted: f(*x), [(v.dtype, v.shape) for v in eqn.ins]
         )
@@ -138,5 +138,5 @@ def test_layers_with_other_literals_have_kernels_of_their_own():
 
     q, state = torch.randn(1, heads, 4, 8, dtype=torch.float64), {"w": torch.ones(1)}
     lowered = zt.Step.of(step).lower(state, q)
-    assert sum(isinstance(m, Attention) for m in to_fx(lowered.graph).modules()) == 2
+    assert sum(isinstance(m, FlexAttention) for m in to_fx(lowered.graph).modules()) == 2
     assert distance(lowered.compile()(clone(state), q), step(state, q)) < 1e-12

@@ -1,4 +1,4 @@
-"""Attention: flex_attention and its backward, on GPUs by the kernels that Inductor compiles for them.
+"""flex_attention and its backward, on GPUs by the kernels that Inductor compiles for them, with any backend.
 
     out, lse, _ = flex_attention(q, k, v, score_mod, mask, ...)
 
@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from ...ir.graph import Eqn, substitute
-from ...ir.higher_order import Function, has_kernel, is_dense
-from ...ir.operations import bound_results, call_operator
-from ...ir.structure import structures
-from .compiler import Strided, fused
+from ..ir.graph import Eqn, substitute
+from ..ir.higher_order import Function, has_kernel, is_dense
+from ..ir.operations import bound_results, call_operator
+from ..ir.structure import structures
+from .inductor.compiler import Strided, fused
 
 
-class Attention(torch.nn.Module):
+class FlexAttention(torch.nn.Module):
     """A call of attention as a submodule of generated code. Equations that compute the same can share one.
 
     The first call on a GPU compiles the kernel, for the layouts of its arguments. Later arguments with other layouts
@@ -31,7 +31,7 @@ class Attention(torch.nn.Module):
     def __init__(self, eqn: Eqn, nested: Callable[[Function], torch.nn.Module]) -> None:
         """The equation has the sizes of one rank. `nested` returns the code of a function that it calls."""
         super().__init__()
-        self.computes = computes(eqn)
+        self.structure = structure_of(eqn)
         self._op: Any = eqn.op
         self._ins = eqn.ins
         self._bound = bound_results(eqn)
@@ -47,7 +47,7 @@ class Attention(torch.nn.Module):
 
     def densely(self, *values: torch.Tensor) -> list[torch.Tensor | None]:
         """The results by the dense meaning of the operator."""
-        return call_operator(self._op, self._bound, *self._read(values))
+        return call_operator(self._op, self._bound, *self._arguments(values))
 
     def by_kernel(self, *values: torch.Tensor) -> list[torch.Tensor | None]:
         """The results by the kernel; None for those that the equation does not bind."""
@@ -60,22 +60,24 @@ class Attention(torch.nn.Module):
 
     def bound_results(self, *values: torch.Tensor) -> list[torch.Tensor]:
         """The results that the equation binds. Inductor compiles this function."""
-        written = {"OUTPUT_LOGSUMEXP": self._bound[1], "OUTPUT_MAX": self._bound[2]}
+        outputs = {"OUTPUT_LOGSUMEXP": self._bound[1], "OUTPUT_MAX": self._bound[2]}
 
-        def compiled(options: dict) -> dict:
-            """A program that was traced on CPUs says that it computes all scores."""
-            return options | written | ({"BACKEND": "AUTO"} if is_dense(options) else {})
+        def for_kernel(options: dict) -> dict:
+            """The options of a kernel. A program that was traced on CPUs says that it computes all scores."""
+            backend = {"BACKEND": "AUTO"} if is_dense(options) else {}
+            return options | outputs | backend
 
-        args = [compiled(x) if isinstance(x, dict) else x for x in self._read(values)]
+        args = [for_kernel(x) if isinstance(x, dict) else x for x in self._arguments(values)]
         results = call_operator(self._op, self._bound, *args)
         return [x for x, is_bound in zip(results, self._bound) if is_bound]
 
-    def _read(self, values: Sequence[torch.Tensor]) -> tuple:
-        return substitute(self._args, dict(zip(self._ins, values, strict=True)).__getitem__)
+    def _arguments(self, values: Sequence[torch.Tensor]) -> tuple:
+        by_var = dict(zip(self._ins, values, strict=True))
+        return substitute(self._args, by_var.__getitem__)
 
 
-def computes(eqn: Eqn) -> Hashable:
-    """What a call of attention computes."""
+def structure_of(eqn: Eqn) -> Hashable:
+    """What a call of attention computes. Calls with equal structures can share a submodule."""
     return structures([eqn], eqn.ins, (), lambda v: v.type)
 
 

@@ -5,8 +5,8 @@ import torch
 from torch.func import grad_and_value
 
 import ztrans as zt
-from ztrans.runtime import agreement
-from ztrans.runtime.agreement import Contract, first_difference
+from ztrans.runtime import contract
+from ztrans.runtime.contract import Contract, first_difference
 from ztrans.runtime.update_hash import update_hash
 
 
@@ -31,7 +31,7 @@ def test_programs_for_two_sizes_of_a_batch_have_the_same_contract(stage):
 def test_programs_for_two_sizes_of_a_batch_wait_in_the_same_order(monkeypatch, stage):
     """Between hosts their contract has these waits."""
     monkeypatch.setattr(
-        agreement, "has_second_level_at_wait", lambda mesh, eqn, sizes: "op" not in eqn.kwargs
+        contract, "has_second_level_at_wait", lambda mesh, eqn, sizes: "op" not in eqn.kwargs
     )
     state = {"a": torch.ones(4, 1), "b": torch.ones(1, 5)}
     transforms = zt.shard_params(zt.AbstractMesh(dp=3), stage=stage), zt.prefetch()

@@ -1,0 +1,218 @@
+"""Contract: what a program does that must be the same on all ranks.
+
+These are its messages, its update of the state, and the numbers that the new state depends on. The sizes of batches may
+differ from rank to rank, and with them the program.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..ir.collectives import buffer_bytes, is_start, role, wire_dtype
+from ..ir.graph import DTYPES, Eqn, Graph, Var, variables
+from ..ir.pairing import pair
+from ..ir.printer import op_name
+from ..ir.user_collectives import is_users, is_wait
+from ..ir.varying import replicated_equations
+from .agreement import agree, different_steps, everywhere, new_program_of
+from .collectives import has_second_level_at_wait
+from .failure import rank_names
+
+_NO_MORE = "no more messages"
+_SAME_PROGRAM = (
+    "Batches may differ in size from rank to rank, but every rank must take the same branches, with the same "
+    "transforms, hyperparameters and numbers, and its update must not depend on the size of its batch. Compare "
+    "print(step.lower(state, batch)) of two ranks."
+)
+
+
+class Contract:
+    """What a program does that must be the same on all ranks: its messages, its update, and the numbers that it reads.
+
+    `update` is a hash of the update of the state (see `update_hash`). `mesh` is the mesh that runs the program, in the
+    order that it has.
+    """
+
+    def __init__(self, graph: Graph, update: str, mesh: DeviceMesh | None = None) -> None:
+        lines = messages(graph, at_waits(graph, mesh) if mesh is not None else {})
+        self.lines = [*lines, _NO_MORE, f"an update with the hash {update}"]
+        self.digest = hashlib.sha256("\n".join(self.lines).encode()).hexdigest()
+        self._numbers = _shared_numbers(graph)
+
+    def terms(self, inputs: Sequence[torch.Tensor], steps: int, goes_on: bool = False) -> tuple:
+        """What the ranks compare in a step on these inputs, with a state that has taken so many steps.
+
+        A step `goes_on` with the gathers that the step before has started, or starts them itself.
+        """
+        # Numbers on a GPU are not compared: the host would wait for them.
+        numbers = []
+        for i, name in self._numbers.items():
+            if inputs[i].is_cpu:
+                numbers.append(f"{name} = {inputs[i].tolist()}")
+        return self.digest, numbers, steps, goes_on
+
+    def explain(self, mesh: DeviceMesh, terms: Mapping[int, tuple]) -> str:
+        """What an error says about terms that differ, by rank. All ranks of the mesh must call it."""
+        first, *others = terms.values()
+        if all(of_rank[:3] == first[:3] for of_rank in others):
+            return _different_ways({rank: goes_on for rank, (*_, goes_on) in terms.items()})
+        if all(of_rank[:2] == first[:2] for of_rank in others):
+            return different_steps({rank: steps for rank, (_, _, steps, _) in terms.items()})
+        mine = [*self.lines, *terms[dist.get_rank()][1]]
+        return first_difference(list(terms), everywhere(mine, mesh))
+
+
+def _different_ways(goes_on: Mapping[int, bool]) -> str:
+    """What an error says if only some ranks can use the gathers that the step before has started, by rank."""
+    going_on = [rank for rank, does in goes_on.items() if does]
+    starting = [rank for rank, does in goes_on.items() if not does]
+    return (
+        f"  On {rank_names(going_on)} the step begins with gathers that the step before has started, as "
+        f"prefetch(across_steps=True) says. On {rank_names(starting)} it has another state, or one that has "
+        f"changed since.\nChange the state between the same two steps on all ranks. The next call starts these gathers "
+        f"anew on all of them."
+    )
+
+
+def _shared_numbers(graph: Graph) -> dict[int, str]:
+    """The numbers that the new state depends on, other than through a reduction over the ranks: places and names."""
+    in_state = set(variables(graph.outputs[: graph.num_state]))
+    for eqn in replicated_equations(graph):
+        in_state.update(eqn.ins)
+    numbers = {}
+    for i, v in enumerate(graph.inputs):
+        is_argument = i >= graph.num_state and not v.future
+        if is_argument and v in in_state and v not in graph.batch:
+            numbers[i] = v.name
+    return numbers
+
+
+# ---- messages
+
+
+def messages(graph: Graph, sent_at_waits: Mapping[int, str]) -> list[str]:
+    """The messages that a program sends, in order, a line for each. They must be the same on every rank.
+
+    `sent_at_waits` are the lines of those that a wait sends, by the index of that wait.
+    """
+    lines = [f"{graph.micro} micro-batches"] if graph.micro > 1 else []
+    for index, eqn in enumerate(graph.eqns):
+        if index in sent_at_waits:
+            lines.append(sent_at_waits[index])
+        elif is_start(eqn):
+            lines.append(_message(graph, eqn))
+        elif is_users(eqn) and not is_wait(eqn):
+            lines.append(_users_message(eqn))
+    return lines
+
+
+def _message(graph: Graph, start: Eqn) -> str:
+    """The line of a collective: what it does, over which axis, and the names and bytes of its members."""
+    members = []
+    for k, out in enumerate(start.results):
+        size = buffer_bytes(start, k, graph.axes)
+        members.append(f"{_member_name(start, out)} ({size} bytes)")
+    kind = " ".join(filter(None, (op_name(start.op), start.kwargs.get("op"))))
+    wire = DTYPES.get(wire_dtype(start, start.ins[0]), "")
+    return f"{kind} over {start.kwargs['axis']} as {wire} of {', '.join(members)}"
+
+
+def _users_message(eqn: Eqn) -> str:
+    """The line of a collective that the user's step calls itself.
+
+    It has no sizes: along another axis, ranks may have batches of other sizes, and so messages of other sizes.
+    """
+    values = [f"{v.name}: {DTYPES.get(v.dtype, v.dtype)}" for v in variables(eqn.args)]
+    group = eqn.args[-1] if eqn.args else ""
+    return f"{op_name(eqn.op)} over {group} of {', '.join(values)}"
+
+
+def at_waits(graph: Graph, mesh: DeviceMesh) -> dict[int, str]:
+    """The messages that the waits of a program send, a line for each, by the index of the wait.
+
+    Over gloo, the first wait for a message in two levels sends its second level, unless that has been sent before. If
+    ranks waited in different orders, each could wait for what the other one sends at a later wait.
+    """
+    lines = {}
+    for started in dict.fromkeys(waited.started for waited in pair(graph).waits.values()):
+        start = started.start
+        if has_second_level_at_wait(mesh, start, graph.axes):
+            names = ", ".join(_member_name(start, out) for out in start.results)
+            lines[started.first_wait] = (
+                f"the second level of {op_name(start.op)} of {names}, at the first wait for it"
+            )
+    return lines
+
+
+def _member_name(start: Eqn, out: Var) -> str:
+    """The name of a member. If it belongs to no leaf, its number may be another one for a batch of another size."""
+    name = out.name.removesuffix("'")
+    return name if role(start) in ("param", "grad", "state") else re.sub(r"_\d+\b", "", name)
+
+
+def first_difference(ranks: Sequence[int], lines: Sequence[Sequence[str]]) -> str:
+    """What an error says about the first line in which a rank differs from the first rank.
+
+    The lines after `_NO_MORE` say how a rank updates its state.
+    """
+    k = next(k for k, lines_there in enumerate(lines) if list(lines_there) != list(lines[0]))
+    # A rank may have more lines: numbers on a GPU have none.
+    pairs = list(zip_longest(lines[0], lines[k], fillvalue="nothing"))
+    position = next(i for i, (here, there) in enumerate(pairs) if here != there)
+    place = f"Message {position} of the step is"
+    if _NO_MORE in lines[0][:position]:
+        place = "They send the same messages, but would update the state in another way or with other numbers."
+    here, there = pairs[position]
+    return f"  {place}\n    on rank {ranks[0]}: {here}\n    on rank {ranks[k]}: {there}\n{_SAME_PROGRAM}"
+
+
+# ---- one program for all ranks
+
+
+class Proposal(NamedTuple):
+    """What a rank proposes to run."""
+
+    program: str  # a hash of its program
+    plan: Any
+
+
+def agree_on_program(
+    name: str, mesh: DeviceMesh, contract: Contract, mine: Proposal
+) -> list[Proposal]:
+    """The proposals of all ranks of a mesh. They must be for the same step; the sizes of its batches may differ.
+
+    Raises: RuntimeError on every rank if the steps differ. It names the ranks and the first message in which they do.
+    """
+
+    def explain(lines: Mapping[int, list[str]]) -> str:
+        return first_difference(list(lines), list(lines.values()))
+
+    agree(mesh, new_program_of(name), contract.lines, explain)
+    return everywhere(mine, mesh)
+
+
+def agree_on_plan(name: str, mesh: DeviceMesh, problem: str) -> None:
+    """Check that the plan of the first rank fits the programs of all ranks.
+
+    `problem` says why it does not fit the program of this rank, and is empty if it does, as on the first rank.
+
+    Raises: RuntimeError on every rank if the plan does not fit the program of one of them.
+    """
+
+    def explain(problems: Mapping[int, str]) -> str:
+        rank, text = next((rank, text) for rank, text in problems.items() if text)
+        first = next(iter(problems))
+        return (
+            f"  The plan of rank {first} does not fit the program of rank {rank}: {text}\n"
+            f"Pad the batches to one size on all ranks."
+        )
+
+    agree(mesh, name, problem, explain)
