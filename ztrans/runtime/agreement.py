@@ -60,7 +60,7 @@ def agree(
     if groups.is_alone:
         return
     settle(mesh)
-    question = _Question.ask(mesh, groups, call, mine, explain)
+    question = _Question.ask(groups, call, mine, explain)
     if if_late is not None:
         groups.pending = question, if_late
         return
@@ -131,9 +131,7 @@ class _Question:
     works: Sequence[Work]
 
     @staticmethod
-    def ask(
-        mesh: DeviceMesh, groups: ProcessGroups, call: str, mine: Any, explain: Explain
-    ) -> _Question:
+    def ask(groups: ProcessGroups, call: str, mine: Any, explain: Explain) -> _Question:
         """Send this rank's record, and begin to receive those of the others."""
         digest = hashlib.sha256(repr(mine).encode()).digest()[:16]
         record = bytearray(_RECORD.pack(digest, call.encode()[:112]))
@@ -149,7 +147,7 @@ class _Question:
                 else:
                     works = [dist.all_gather(list(records), this_rank, channel.group, True)]
         except LostRank as error:
-            raise leave_lost_ranks(mesh, call, error) from error
+            raise leave_lost_ranks(groups, call, error) from error
         return _Question(call, mine, explain, records, works)
 
     def answer(self, mesh: DeviceMesh) -> tuple[str, str]:
@@ -160,7 +158,7 @@ class _Question:
                 for work in self.works:
                     work.wait()
         except LostRank as error:
-            raise leave_lost_ranks(mesh, self.call, error) from error
+            raise leave_lost_ranks(groups, self.call, error) from error
         records = list(_RECORD.iter_unpack(self.records.numpy().tobytes()))
         if len(set(records)) == 1:
             return self.call, ""
@@ -183,7 +181,7 @@ def everywhere(value: T, mesh: DeviceMesh) -> list[T]:
             groups.open()
         return groups.from_all(value)
     except LostRank as error:
-        raise leave_lost_ranks(mesh, "ztrans", error) from error
+        raise leave_lost_ranks(groups, "ztrans", error) from error
 
 
 def _failed(values: Mapping[int, Any]) -> str:

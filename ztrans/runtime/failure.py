@@ -80,7 +80,7 @@ def check_ended(leaves: Sequence[Any], name: str) -> None:
             device_has_failed = True
             _leave_as_broken(groups, name)
         elif error:
-            _leave_lost_ranks(groups, name, RuntimeError(error))
+            leave_lost_ranks(groups, name, RuntimeError(error))
     # A device that has failed copies nothing more, and to wait for it raises its own error.
     if not device_has_failed:
         let_copies_end()
@@ -97,7 +97,7 @@ def check_launched(mesh: DeviceMesh, name: str) -> None:
     if groups.in_flight.device_error:
         raise _leave_as_broken(groups, name)
     if error:
-        raise _leave_lost_ranks(groups, name, RuntimeError(error))
+        raise leave_lost_ranks(groups, name, RuntimeError(error))
 
 
 def marker(leaves: Sequence[Any]) -> Callable[[str], None]:
@@ -147,7 +147,7 @@ def ending_together(
         groups = process_groups(mesh) if mesh is not None else None
         if groups is not None and _is_of_another_rank(error, groups):
             groups.in_flight.drop_failed()
-            cause = _leave_lost_ranks(groups, name, error)
+            cause = leave_lost_ranks(groups, name, error)
             if writes.begun:
                 _mark(leaves, cause.reason)
             raise LostRank(f"{cause}\n{_remark(leaves)}", cause.reason) from error
@@ -178,16 +178,12 @@ def one_thread(thread: dict[str, int], name: str) -> Iterator[None]:
         thread.clear()
 
 
-def leave_lost_ranks(mesh: DeviceMesh, name: str, error: BaseException) -> LostRank:
+def leave_lost_ranks(groups: ProcessGroups, name: str, error: BaseException) -> LostRank:
     """Leave a mesh whose other ranks are lost. Returns the error to raise, with the text of their notes.
 
     This closes the channels of this rank, so that no other rank waits for it, and marks the states of steps that a GPU
     had not ended.
     """
-    return _leave_lost_ranks(process_groups(mesh), name, error)
-
-
-def _leave_lost_ranks(groups: ProcessGroups, name: str, error: BaseException) -> LostRank:
     unfinished = groups.in_flight.reset()
     _leave(groups, "")
     notes = _notes(groups)
