@@ -193,6 +193,9 @@ def rewritten(graph: Graph, transform: Transform) -> Graph:
     return new.replace(history=(*graph.history, repr(transform)))
 
 
+# ---- chains
+
+
 @dataclass(frozen=True, repr=False)
 class Chain(Transform):
     """Several transforms as one, the first to apply first."""
@@ -217,6 +220,9 @@ def chain(*transforms: Transform) -> Chain:
             )
         flat.extend(t.transforms if isinstance(t, Chain) else (t,))
     return Chain(tuple(flat))
+
+
+# ---- the transforms of a step
 
 
 def appended(transforms: tuple[Transform, ...], transform: Transform) -> tuple[Transform, ...]:
@@ -283,6 +289,9 @@ def micro_batches_of(transforms: Iterable[Transform]) -> int:
     return max((t.micro_batches for t in transforms), default=1)
 
 
+# ---- how they keep the leaves of the state
+
+
 def axes_of(transforms: Iterable[Transform], name: str, leaf: object) -> tuple[str, ...]:
     """The axes over which these transforms shard or replicate a state leaf."""
     meta_leaf = _meta(leaf)
@@ -333,6 +342,9 @@ def memory_of(transforms: Iterable[Transform], name: str, leaf: object) -> Memor
     return "host" if on_host else "device"
 
 
+# ---- leaves of the state without data
+
+
 def _meta(leaf: object) -> torch.Tensor:
     """A meta tensor of the shape and dtype of a state leaf. A number is a scalar."""
     tensor = leaf if isinstance(leaf, torch.Tensor) else torch.empty(())
@@ -344,6 +356,9 @@ def meta_leaves(graph: Graph) -> list[torch.Tensor]:
     leaves = graph.inputs[: graph.num_state]
     shapes = graph.leaf_shapes or [v.shape for v in leaves]
     return [torch.empty(shape, dtype=v.dtype, device="meta") for v, shape in zip(leaves, shapes)]
+
+
+# ---- options and their errors
 
 
 def check_number(option: str, value: object, kind: str, least: int, *others: object) -> None:

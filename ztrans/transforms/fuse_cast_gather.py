@@ -57,12 +57,12 @@ class _FuseCastGather(Transform):
         alias: dict[Var, Var] = {}  # the results of casts that disappear
         for e in graph.eqns:
             if rules(e).moves and e.kwargs["dtype"] is None and len(e.outs) == 1:
-                uses = _Uses(readers, outputs)
-                dtype = uses.narrower_dtype(e)
+                narrowing = _Narrowing(readers, outputs)
+                dtype = narrowing.dtype_of(e)
                 if dtype is not None:
-                    for v in (e.out, *uses.values):
+                    for v in (e.out, *narrowing.values):
                         narrow[v] = dataclasses.replace(v, dtype=dtype)
-                    for cast in uses.casts:
+                    for cast in narrowing.casts:
                         alias[cast.out] = cast.args[0]
 
         eqns = []
@@ -83,12 +83,12 @@ def _retyped(e: Eqn, narrow: dict[Var, Var]) -> Eqn:
     return e
 
 
-class _Uses:
-    """What is made of a gathered value.
+class _Narrowing:
+    """What changes if a gather sends a narrower dtype.
 
     Attributes:
-        values: the value, and the views of it.
-        casts: the casts that read these.
+        values: the gathered value and the views of it, which become narrower.
+        casts: the casts that read these, which are then superfluous.
     """
 
     def __init__(self, readers: Mapping[Var, Sequence[Eqn]], outputs: Set[Var]) -> None:
@@ -97,7 +97,7 @@ class _Uses:
         self._readers = readers
         self._outputs = outputs
 
-    def narrower_dtype(self, gather: Eqn) -> torch.dtype | None:
+    def dtype_of(self, gather: Eqn) -> torch.dtype | None:
         """The one narrower dtype to which all uses of a gathered value cast it, or None."""
         (end,) = self._readers[gather.out]
         strided = torch.empty(end.out.shape, dtype=end.out.dtype, device="meta")

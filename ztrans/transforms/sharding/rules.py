@@ -53,6 +53,7 @@ _PRODUCTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "mm": (("ik", "kj"), "ij"),
     "mv": (("ik", "k"), "i"),
 }
+# Linear operations of one value. Sums and products of several run on terms under conditions of their own.
 _LINEAR = {"_to_copy", "mean", "neg", "sum"}
 Cuts = Sequence[Split | None]
 
