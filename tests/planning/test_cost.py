@@ -95,9 +95,9 @@ def test_padding_crosses_the_wire():
 
     for reduce_dtype, size in ((None, 4), (torch.bfloat16, 2)):
         step = zt.shard_params(zt.AbstractMesh(dp=4), reduce_dtype=reduce_dtype)(scales)
-        cost, memory = (
-            f(step.lower(torch.zeros(7, 5), torch.zeros(7, 5)).graph) for f in (cost_of, memory_of)
-        )
+        graph = step.lower(torch.zeros(7, 5), torch.zeros(7, 5)).graph
+        cost = cost_of(graph)
+        memory = memory_of(graph)
         part, whole = 2 * 5 * 4, 7 * 5 * 4
         assert dict(cost.wire) == {
             ("dp", "param"): 3 * part,
@@ -123,10 +123,8 @@ def test_the_state_of_uneven_leaves_is_that_of_the_rank_with_most():
 
 def test_gathers_in_half_precision_cost_half():
     case = CASES["cast_inside"]
-    wide, fused = (
-        sharded(case, 4, steps=1, transforms=t)[2].cost_analysis()
-        for t in ((), (zt.fuse_cast_gather(),))
-    )
+    wide = sharded(case, 4, steps=1, transforms=())[2].cost_analysis()
+    fused = sharded(case, 4, steps=1, transforms=(zt.fuse_cast_gather(),))[2].cost_analysis()
     assert fused.over("dp", "param") * 2 == wide.over("dp", "param")
     assert fused.over("dp", "grad") == wide.over("dp", "grad")
     assert fused.flops < wide.flops and fused.bytes < wide.bytes

@@ -1,5 +1,6 @@
 """A plan may let the ranks of a host keep a parameter in parts from forward to backward, and gather it among them."""
 
+import itertools
 import json
 
 import pytest
@@ -63,7 +64,9 @@ def tight(case, share):
 
 
 def parts(plan):
-    return [name for members, _ in plan.gathers for name in members if "@" in name]
+    """The names of the gathers among neighbours that a plan sends."""
+    names = itertools.chain.from_iterable(members for members, _ in plan.gathers)
+    return [name for name in names if "@" in name]
 
 
 def received(lowered, cluster=SLOW):

@@ -54,11 +54,8 @@ def forward(layers: int = 3, twice: bool = False) -> Graph:
                 [s], [f"w{i}{suffix}"], "dp", provenance=why("param", "auto" if repeated else None)
             )
             w = wait(start.outs[0])
-            eqns += [
-                start.replace(order="gather"),
-                w,
-                Eqn(aten.add.Tensor, (h, w.outs[0]), (out := var(f"h{i}{suffix}"),)),
-            ]
+            out = var(f"h{i}{suffix}")
+            eqns += [start.replace(order="gather"), w, Eqn(aten.add.Tensor, (h, w.out), (out,))]
             h = out
     return Graph("f", (*shards, x), tuple(eqns), (h,), 0, mesh=(("dp", 2),))
 
@@ -219,10 +216,9 @@ def test_bytes_in_flight_are_bounded_at_every_point(name):
                 ((ALL_GATHER,), ("param",)),
                 ((REDUCE_SCATTER, ALL_REDUCE), ("grad", "pmean")),
             ):
-                sizes = [v.numel * v.dtype.itemsize for e in graph.eqns if e.op in ops and e.provenance.role in roles
-                         for v in e.ins]  # fmt: skip
-                cap = max(bound, max(sizes, default=0))
-                assert all(sum(moment) <= cap for moment in under_way(graph, ops, roles)), (
-                    stage,
-                    bound,
-                )
+                cap = bound
+                for e in graph.eqns:
+                    if e.op in ops and e.provenance.role in roles:
+                        cap = max(cap, *(v.numel * v.dtype.itemsize for v in e.ins))
+                for moment in under_way(graph, ops, roles):
+                    assert sum(moment) <= cap, (stage, bound)
