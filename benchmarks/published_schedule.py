@@ -36,9 +36,7 @@ def by_fsdp(graph: Graph, cluster: Cluster, fsdp: int) -> Graph:
     problem = formulate(s, cluster, float("inf"), "last")
     units = [unit_of(c.start) for c in s.gathers]
     kept = {ROOT, max(units)} if fsdp == 2 else {ROOT}
-    levers = frozenset(
-        i for i, lever in enumerate(problem.levers) if units[lever.dropped[0]] in kept
-    )
+    levers = frozenset(i for i, lever in enumerate(problem.levers) if units[lever.drops] in kept)
     dropped = problem.dropped(levers)
     sent = [i for i in range(len(s.gathers)) if i not in dropped]
     schedule = Schedule(
@@ -92,7 +90,7 @@ def _reductions(problem: Problem, collectives: Sequence[Collective]) -> tuple[Bu
     starts.sort()
     buckets = []
     for (start, part), (following, _) in pairwise([*starts, (end, ())]):
-        need = min(problem.reductions[i].need for i in part)
+        need = min(problem.reductions[i].deadline for i in part)
         buckets.append(Bucket(part, start, max(start, min(following, need))))
     return tuple(buckets)
 

@@ -23,7 +23,7 @@ from ztrans.planning.solver.evaluate import evaluate
 from ztrans.planning.solver.loads import Choice, Loads
 from ztrans.planning.solver.place import place_choice
 from ztrans.planning.solver.problem import Problem, Schedule
-from ztrans.planning.solver.search import needs
+from ztrans.planning.solver.search import least_memory
 
 SLOW, FAST = (
     zt.cluster("cpu", dp=Link("wire", latency, bandwidth))
@@ -77,7 +77,7 @@ def test_a_plan_is_counted_as_its_program_is_analysed(name, ranks, stage):
 
 def schedules(problem: Problem, chance: Random, count: int) -> Iterator[Schedule]:
     """Some schedules by chance: buckets of neighbours, kept values, early and late gathers, in more or less memory."""
-    least = needs(problem).bytes
+    least = least_memory(problem)
     levers = [i for i in range(len(problem.levers)) if i not in problem.free_levers]
 
     def buckets(messages, among):
@@ -94,13 +94,9 @@ def schedules(problem: Problem, chance: Random, count: int) -> Iterator[Schedule
     for _ in range(count):
         pulled = chance.sample(levers, chance.randint(0, len(levers)))
         pulled = problem.free_levers.union(pulled)
-        replaced = {i for k in pulled if problem.levers[k].sent for i in problem.levers[k].dropped}
-        others = (
-            k
-            for k in pulled
-            if problem.levers[k].sent or problem.levers[k].dropped[0] not in replaced
-        )
-        pulled = frozenset(others)
+        for k in sorted(pulled):
+            if problem.levers[k].sends is not None:
+                pulled -= problem.rivals[k]
         dropped = problem.dropped(pulled)
         left = (i for i in range(len(problem.gathers)) if i not in dropped)
         gathers, reductions = (

@@ -17,7 +17,7 @@ from ztrans.planning.plan import Plan
 from ztrans.planning.realise import PlanError
 from ztrans.planning.simulate import simulate
 from ztrans.planning.skeleton import skeleton
-from ztrans.planning.solver.search import needs
+from ztrans.planning.solver.search import least_memory
 
 SLOW = zt.cluster(
     "cpu", dp=zt.by_host(4, zt.Link("inside", 1e-7, 1e10), zt.Link("between", 1e-7, 1e7))
@@ -56,7 +56,7 @@ def lower(case=DEEP, cluster=SLOW, transforms=ALL, mesh=MESH, **options):
 def tight(case, share):
     """The same, with little more memory than any order needs."""
     hinted = lower(case).unordered
-    least = needs(formulate(skeleton(hinted), SLOW, float("inf"))).bytes
+    least = least_memory(formulate(skeleton(hinted), SLOW, float("inf")))
     return lower(
         case,
         transforms=(zt.overlap_grads(), zt.prefetch(memory=int(share * least)), ALL[-1]),

@@ -113,7 +113,7 @@ def test_readers_of_a_dropped_gather_read_the_kept_value():
     s = skeleton(forward(2, twice=True))
     buckets = (Bucket((0,), 0, 0), Bucket((1,), 0, 1), Bucket((3,), 2, 3))
     problem = frame(s, "last")
-    (lever,) = [i for i, lever in enumerate(problem.levers) if lever.dropped == (2,)]
+    (lever,) = [i for i, lever in enumerate(problem.levers) if lever.drops == 2]
     ordered = realise(s, Schedule(buckets, (), frozenset([lever])), problem)
     assert names(ordered) == [
         "w0'",

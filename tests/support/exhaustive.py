@@ -132,7 +132,7 @@ def rich(chance: Random) -> Problem:
         )
     wires = {
         key: wire._replace(
-            ranks=2, pack=chance.choice([0.0, 0.25]), copy=chance.choice([0.0, 0.25])
+            ranks=2, pack=chance.choice([0.0, 0.25]), copy_out=chance.choice([0.0, 0.25])
         )
         for key, wire in p.wires.items()
     }
@@ -164,41 +164,12 @@ def with_second_reductions(chance: Random, p: Problem) -> Problem:
         if chance.random() < 0.3:
             lane, link = chance.choice(["lane", "third"]), chance.choice(["link", "third"])
             overhead = chance.choice([0.0, 0.25])
-            wires[key, "again"] = Wire(lane, link, latency=0.5, pace=0.5, overhead=overhead)
+            wires[key, "second"] = Wire(lane, link, latency=0.5, pace=0.5, overhead=overhead)
             for i, r in enumerate(reductions):
                 if r.key == key:
-                    again = Reduction((key, "again"), chance.randint(0, 4), 1, r.born)
-                    reductions[i] = r._replace(again=again, second=1)
+                    second = Reduction((key, "second"), chance.randint(0, 4), 1, r.born)
+                    reductions[i] = r._replace(second=second, second_bytes=1)
     return replace(p, reductions=tuple(reductions), wires=wires)
-
-
-def levered(chance: Random) -> Problem:
-    """A random problem with levers of every kind, some of which save bytes, seconds or first gathers."""
-    p = problem(chance, gathers=2, reductions=1, host=True)
-    ops = len(p.seconds)
-    levers = []
-    for number in range(chance.randint(1, 2)):
-        buffers = []
-        for size in chance.sample([-3, -2, 2, 4], chance.randint(0, 2)):
-            first = chance.randint(0, 2 * ops)
-            buffers.append(Buffer(size, first, chance.randint(first, 2 * ops)))
-        seconds = []
-        if chance.random() < 0.5:
-            place = chance.randrange(ops)
-            seconds.append((place, chance.choice([1.0, 2.0, -p.seconds[place]])))
-        messages = []
-        if chance.random() < 0.5:
-            issue = chance.randint(0, ops)
-            lane, link = chance.choice(["lane", "third"]), chance.choice(["link", "third"])
-            need = chance.randint(issue, ops)
-            messages.append(Message(issue, need, lane, link, 0.5, 1.0, overhead=0.25, unpack=0.25))
-        dropped = chance.sample(range(len(p.gathers)), chance.randint(0, len(p.gathers)))
-        levers.append(
-            Lever(
-                f"lever {number}", tuple(dropped), tuple(buffers), tuple(seconds), tuple(messages)
-            )
-        )
-    return replace(p, levers=(*p.levers, *levers))
 
 
 def parted(chance: Random) -> Problem:
@@ -222,11 +193,11 @@ def parted(chance: Random) -> Problem:
     for i, again in enumerate(gathers[count:], count):
         made = gathers[again.repeats or 0].use
         part = again._replace(
-            key="parts", wire=chance.randint(0, 2), release=made + 1, repeats=None, instead=i
+            key="parts", wire=chance.randint(0, 2), release=made + 1, repeats=None, replaces=i
         )
         kept = Buffer(chance.randint(1, 2), 2 * made, 2 * again.use)
-        copy = ((made, chance.choice([0.0, 0.25])),)
-        levers.append(Lever(f"part {i}", (i,), (kept,), copy, sent=(len(gathers),)))
+        copy_seconds = chance.choice([0.0, 0.25])
+        levers.append(Lever(f"part {i}", i, kept, len(gathers), made, copy_seconds))
         gathers.append(part)
     between = chance.randint(2, 5)
     return Problem(
@@ -272,7 +243,7 @@ def _reductions(chance: Random, ops: int, keys: list, count: int) -> tuple[Reduc
 def schedules(problem: Problem) -> Iterator[Schedule]:
     """Every schedule of a problem that fits its memory."""
     n = len(problem.seconds)
-    ends = [min(n, r.need) for r in problem.reductions]
+    ends = [min(n, r.deadline) for r in problem.reductions]
     reductions = [
         order
         for parts in grouped(range(len(problem.reductions)), problem.reductions)

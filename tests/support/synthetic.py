@@ -90,7 +90,7 @@ def llama(
         for j, numel in reversed(list(enumerate(units))):
             size = numel * gather_bytes
             gathers.append(Gather("gather", share(size), size, here, here, op + 1, first[op, j]))
-            reductions.append(Reduction("reduce", share(numel * 4), numel * 4, here, need=end))
+            reductions.append(Reduction("reduce", share(numel * 4), numel * 4, here, deadline=end))
             gather_layers.append(layer)
             reduction_layers.append(layer)
         seconds.append(2 * t)
@@ -132,7 +132,7 @@ def settle(problem: Problem, schedule: Schedule) -> Schedule:
     """The schedule with each reduction waited for at the first place where it has arrived, so that nothing stalls."""
     end = len(problem.seconds)
     needs = [
-        min(end, *(problem.reductions[i].need for i in bucket.members))
+        min(end, *(problem.reductions[i].deadline for i in bucket.members))
         for bucket in schedule.reductions
     ]
     late = replace(
@@ -210,9 +210,9 @@ def fsdp2(case: Case) -> Schedule:
         [i for i in range(len(p.gathers)) if i not in dropped], case.gather_layers.__getitem__
     )
     reductions = at_birth(p, runs(range(len(p.reductions)), case.reduction_layers.__getitem__))
-    needs = [*(b.start for b in reductions[1:]), p.reductions[-1].need]
+    needs = [*(b.start for b in reductions[1:]), p.reductions[-1].deadline]
     waits = tuple(replace(b, wait=need) for b, need in zip(reductions, needs))
-    levers = frozenset(i for i, lever in enumerate(p.levers) if dropped.issuperset(lever.dropped))
+    levers = frozenset(i for i, lever in enumerate(p.levers) if lever.drops in dropped)
     return Schedule(one_ahead(p, groups), waits, levers)
 
 

@@ -129,7 +129,7 @@ def _gathers(s: Skeleton) -> tuple[Gather, ...]:
         gather = _gather(each.collective, s.sizes, use, replaced.last)
         # The part exists once the first value has been waited for.
         release = min(gathers[each.first].use + 1, use)
-        gathers.append(gather._replace(release=release, instead=each.instead))
+        gathers.append(gather._replace(release=release, replaces=each.instead))
     return tuple(gathers)
 
 
@@ -183,17 +183,17 @@ def _levers_of_parts(
         size = math.prod(local_shape(part, s.sizes, first_rank)) * part.dtype.itemsize
         made = gathers[each.first].use
         use = gathers[i].use
-        seconds: tuple[tuple[int, float], ...] = ()
+        copy_seconds = 0.0
         if cluster is not None:
             device = cluster.device
-            copying = device.kernel_gap + device.call_overhead + 2 * size / device.bandwidth
-            seconds = ((made, copying),)
+            copy_seconds = device.kernel_gap + device.call_overhead + 2 * size / device.bandwidth
         lever = Lever(
             name=gathers[i].name,
-            dropped=(each.instead,),
-            buffers=(Buffer(size, 2 * made, 2 * use),),
-            seconds=seconds,
-            sent=(i,),
+            drops=each.instead,
+            buffer=Buffer(size, 2 * made, 2 * use),
+            sends=i,
+            copied_at=made,
+            copy_seconds=copy_seconds,
         )
         levers.append((use - made, lever))
     levers.sort(key=lambda item: item[0])
@@ -206,7 +206,7 @@ def _levers_of_parts(
 def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
     axes = s.graph.axes
     size = local_bytes(s.graph)
-    needs = deadlines(s, floating)
+    last_waits = deadlines(s, floating)
     most = s.graph.hints.bucket
     # If the user has set the size of a bucket, buckets fill in order of birth: by key, the last one and its bytes.
     filling: dict[tuple, tuple[int, int]] = {}
@@ -223,12 +223,15 @@ def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
             filling[key] = number, filled + gradient
             key = (*key, number)
 
-        again = None
+        second = None
         if collective.second is not None:
-            second = collective.second[0]
-            again = _reduction(second, (*bucket_key(second), key), size, axes, s.born[i])
+            second_start = collective.second[0]
+            second_key = (*bucket_key(second_start), key)
+            second = _reduction(second_start, second_key, size, axes, s.born[i])
         reduction = _reduction(start, key, size, axes, s.born[i])
-        reductions.append(reduction._replace(need=needs[i], name=collective.name, again=again))
+        reductions.append(
+            reduction._replace(deadline=last_waits[i], name=collective.name, second=second)
+        )
     return tuple(reductions)
 
 
@@ -269,9 +272,9 @@ def _wires(s: Skeleton, problem: Problem, cluster: Cluster) -> dict[Hashable, Wi
         wires[gather.key] = _wire(planned_gather.start, s.sized_graph, cluster)
     for reduction, planned_reduction in zip(problem.reductions, s.reductions):
         wires[reduction.key] = _wire(planned_reduction.start, s.sized_graph, cluster)
-        if reduction.again is not None and planned_reduction.second is not None:
+        if reduction.second is not None and planned_reduction.second is not None:
             second = planned_reduction.second[0]
-            wires[reduction.again.key] = _wire(second, s.sized_graph, cluster)
+            wires[reduction.second.key] = _wire(second, s.sized_graph, cluster)
     return wires
 
 
@@ -310,7 +313,7 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
         unpack=measured_unpack or 0.0,
         ranks=graph.axes[axis],
         pack=0.0 if link.includes_packing else 2 / device.bandwidth,
-        copy=unpacked / device.bandwidth,
+        copy_out=unpacked / device.bandwidth,
         beside=not device.gloo,
         inside=inside,
         taken=device.taken,

@@ -25,7 +25,7 @@ from .plan import WRITTEN, Plan, buckets_by_name
 from .realise import realise, sent_of_parts, without_hints
 from .skeleton import Skeleton, skeleton
 from .solver.problem import Problem, Schedule
-from .solver.search import EFFORT, WITHOUT_SEARCH, needs, solve
+from .solver.search import EFFORT, WITHOUT_SEARCH, least_memory, solve
 from .solver.validate import ScheduleError, validate
 
 # Where no limit is known: the share by which the peak may rise above that of the program as written.
@@ -160,10 +160,10 @@ def problem_within(s: Skeleton, cluster: Cluster, budget: int) -> tuple[Problem,
     """
     update = s.asked_update
     problem = formulate(s, cluster, budget)
-    least = needs(problem).bytes
+    least = least_memory(problem)
     if update == "eager" and least > budget:
         at_end = formulate(s, cluster, budget, "last")
-        least_at_end = needs(at_end).bytes
+        least_at_end = least_memory(at_end)
         if least_at_end < least:
             return dataclasses.replace(at_end, memory=max(budget, least_at_end)), "last"
     return dataclasses.replace(problem, memory=max(budget, least)), update

@@ -307,8 +307,8 @@ def buckets_by_name(
         reductions.append((names, places[bucket.wait]))
 
     # In the order of the gathers that they drop. A gather that is sent in place of another is in a bucket.
-    pulled = sorted((problem.levers[i] for i in schedule.levers), key=lambda lever: lever.dropped)
-    dropped = tuple(lever.name for lever in pulled if not lever.sent)
+    pulled = sorted((problem.levers[i] for i in schedule.levers), key=lambda lever: lever.drops)
+    dropped = tuple(lever.name for lever in pulled if lever.sends is None)
     return tuple(gathers), tuple(reductions), dropped
 
 
@@ -339,8 +339,8 @@ def schedule_of(plan: Plan, s: Skeleton, problem: Problem) -> Schedule:
     for names, place in plan.reductions:
         members = tuple(reduction[name] for name in names)
         start = max(problem.reductions[i].born for i in members) + 1
-        need = min(problem.reductions[i].need for i in members)
-        reductions.append(Bucket(members, start, _place(s, place, names, start, need)))
+        deadline = min(problem.reductions[i].deadline for i in members)
+        reductions.append(Bucket(members, start, _place(s, place, names, start, deadline)))
     schedule = Schedule(tuple(gathers), tuple(reductions), levers)
     validate(problem, schedule)
     return schedule
@@ -351,7 +351,7 @@ def _levers(problem: Problem, plan: Plan) -> Levers:
     dropping: dict[str, int] = {}
     replacing: dict[str, int] = {}
     for i, lever in enumerate(problem.levers):
-        by_name = replacing if lever.sent else dropping
+        by_name = dropping if lever.sends is None else replacing
         by_name[lever.name] = i
     for name in plan.dropped:
         if name not in dropping:

@@ -214,7 +214,7 @@ class _ReductionBuffers:
                 reduction._replace(
                     buffers=tuple(self.buffers[i]),
                     temporaries=tuple(self.temporaries[i]),
-                    second=self.second[i],
+                    second_bytes=self.second[i],
                 )
             )
         return tuple(with_bytes)

@@ -10,17 +10,17 @@ everything that it needs has arrived. For these messages a link needs at least t
     memory    the same, from after an operation k on, and also with the gathers for which k has no
               room: besides the values that k needs, only so many bytes can be live, sent early or kept
 
-Sending, unpacking and eager updates take compute too: for a message that cannot be
-sent before an operation, they come after that operation. An update may run inside any stall that its reduction ends,
-so it has no place; it follows its reductions, and is added to the sum of all compute.
+Sending, unpacking and eager updates take compute too: for a message that cannot be sent before an operation, they come
+after that operation. An update may run inside any stall that its reduction ends, so it has no place; it follows its
+reductions, and is added to the sum of all compute.
 
-What levers save is taken off for all of them at once, and what they cost is left out. The exception is a lever that
-keeps a value for a later gather, or a part of it: the line `memory` counts the bytes that it takes.
+A lever may spare any gather of a value after the first, so only `memory` counts these gathers, where there is no room
+to keep the value, or the part of it that a lever keeps. What it takes to copy such a part is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
@@ -30,7 +30,7 @@ import numpy as np
 from ...ir.relations import grouped
 from ..buffers import Buffer, live_by_slot
 from .messages import copy_seconds
-from .problem import Gather, Lever, Problem, Reduction
+from .problem import Gather, Problem, Reduction
 
 # Bytes for which there is no room need a message with its latency. A share this small is the rounding of floats.
 ROUNDING = 1e-9
@@ -38,15 +38,17 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Bound:
-    """The lower bound in seconds, and what it is with the first terms alone: `compute`, `wire` and `memory` ascend.
+    """The lower bound of a problem.
 
-    `binds` names the first of them that comes within a percent of the bound.
+    Attributes:
+        seconds: the bound by all three terms.
+        compute, wire: the bound by the first term alone, and by the first two. They ascend up to `seconds`.
+        binds: the first term with which the bound comes within a percent of `seconds`.
     """
 
     seconds: float
     compute: float
     wire: float
-    memory: float
     binds: Literal["compute", "wire", "memory"]
 
 
@@ -56,76 +58,68 @@ def bound(problem: Problem) -> Bound:
     >>> from ztrans.planning.solver.problem import Gather, Wire
     >>> wires = {"w": Wire(lane="all", link="all", latency=1.0, pace=1.0)}
     >>> bound(Problem((1.0, 1.0), (0, 0), (), (Gather("w", 2, 2, 0, 0), Gather("w", 6, 6, 1, 1)), (), wires))
-    Bound(seconds=10.0, compute=8.0, wire=10.0, memory=10.0, binds='wire')
+    Bound(seconds=10.0, compute=8.0, wire=10.0, binds='wire')
     """
-    problem = _with_all_savings(problem)
     jobs = _jobs(problem)
     compute = _earliest(problem, jobs, wire=False)
     wire = _earliest(problem, jobs)
-    memory = _earliest(problem, jobs, room=_room(problem))
-    binds: Literal["compute", "wire", "memory"]
-    if compute > 0.99 * memory:
+    seconds = _earliest(problem, jobs, room=_room(problem))
+    binds: Literal["compute", "wire", "memory"] = "memory"
+    if compute > 0.99 * seconds:
         binds = "compute"
-    elif wire > 0.99 * memory:
+    elif wire > 0.99 * seconds:
         binds = "wire"
-    else:
-        binds = "memory"
-    return Bound(memory, compute, wire, memory, binds)
-
-
-def _with_all_savings(problem: Problem) -> Problem:
-    """The problem without the seconds and bytes that any of its levers saves."""
-    seconds = list(problem.seconds)
-    saved_buffers = []
-    for lever in problem.levers:
-        saved_buffers += [buffer for buffer in lever.buffers if buffer.bytes < 0]
-        for place, more in lever.seconds:
-            seconds[place] += min(more, 0.0)
-    if not saved_buffers and seconds == list(problem.seconds):
-        return problem
-    saved_bytes = live_by_slot(saved_buffers, 2 * len(seconds) + 1)[1::2]
-    live = problem.live + saved_bytes
-    return replace(problem, seconds=tuple(seconds), live=tuple(live.tolist()))
+    return Bound(seconds, compute, wire, binds)
 
 
 @dataclass(frozen=True)
 class _Job:
-    """A message that is sent from place `release` on and has arrived by place `need`.
+    """A message that is sent from place `release` on and has arrived by place `deadline`.
 
-    A gather that is not the `first` of its value is not needed if the value is live at each place in between.
+    Attributes:
+        link: the wire that it crosses.
+        latency: seconds before its bytes move.
+        release, deadline: places.
+        seconds: how long its bytes move, if nothing else uses the link.
+        overhead, unpack: seconds of compute, to send it and to make values of it.
+        follows: seconds of compute that no schedule runs before it has arrived.
+        beside: seconds of packing, unpacking and a first level, beside compute.
+        lost: seconds of compute that run or stand still while its bytes move.
+        first: whether it must be sent. A gather that repeats another is not needed if its value stays live in between.
+        value_bytes, key: of a gather.
     """
 
     link: str
     latency: float
     release: int
-    need: int
+    deadline: int
     seconds: float
-    host: float = 0.0  # of compute, to send it
-    unpack: float = 0.0  # of compute, to make values of it
-    follows: float = 0.0  # of compute, which no schedule runs before it has arrived
-    beside: float = 0.0  # of packing, unpacking and a first level, beside compute
-    lost: float = 0.0  # of compute that runs or stands still while its bytes move
+    overhead: float = 0.0
+    unpack: float = 0.0
+    follows: float = 0.0
+    beside: float = 0.0
+    lost: float = 0.0
     first: bool = True
-    value_bytes: int = 0  # of a gather
-    key: Hashable = None  # of a gather
+    value_bytes: int = 0
+    key: Hashable = None
 
     @property
     def takes(self) -> float:
         """Seconds from its release until its values exist."""
-        return self.host + self.latency + self.seconds + self.unpack + self.beside
+        return self.overhead + self.latency + self.seconds + self.unpack + self.beside
 
 
-def _job(problem: Problem, member: Gather | Reduction, release: int, need: int) -> _Job:
+def _job(problem: Problem, member: Gather | Reduction, release: int, deadline: int) -> _Job:
     """A member as a message of its own. A bucket saves its latency, and nothing else."""
     wire = problem.wires[member.key]
-    host = wire.byte_overhead * member.wire
+    overhead = wire.byte_overhead * member.wire
     unpack = wire.unpack * member.wire
     pack, copy = copy_seconds(wire, member)
     beside = 0.0
     if wire.beside:
         beside = pack + copy
     else:
-        host += pack
+        overhead += pack
         unpack += copy
     seconds = wire.pace * member.wire
     moving = seconds
@@ -133,62 +127,54 @@ def _job(problem: Problem, member: Gather | Reduction, release: int, need: int) 
         first = wire.inside.pace * member.wire
         beside += wire.inside.latency + first
         moving += first
-    lost = wire.taken * moving
     return _Job(
-        wire.link, wire.least_latency, release, need, seconds, host, unpack, 0.0, beside, lost
+        wire.link,
+        wire.least_latency,
+        release,
+        deadline,
+        seconds,
+        overhead=overhead,
+        unpack=unpack,
+        beside=beside,
+        lost=wire.taken * moving,
     )
 
 
 def _jobs(problem: Problem) -> list[_Job]:
-    """In order of need."""
+    """Every message of a problem as one of its own, in order of deadline."""
     jobs = [_Job(m.link, m.latency, m.issue, m.need, m.seconds) for m in problem.fixed_messages]
     end = len(problem.seconds)
     for i, r in enumerate(problem.reductions):
-        follows = sum(problem.needs[k].seconds for k in problem.needs_with.get(i, ()))
-        job = _job(problem, r, r.born + 1, min(end, r.need))
-        if r.again is not None:
+        follows = sum(problem.dependents[k].seconds for k in problem.dependents_of.get(i, ()))
+        deadline = min(end, r.deadline)
+        job = _job(problem, r, r.born + 1, deadline)
+        if r.second is not None:
+            # The second reduction is sent after the first one has arrived, so its bytes move that much later.
             jobs.append(job)
-            second = _job(problem, r.again, r.born + 1, min(end, r.need))
+            second = _job(problem, r.second, r.born + 1, deadline)
             job = replace(second, beside=second.beside + job.takes)
         jobs.append(replace(job, follows=follows))
-    dropped_by = grouped((i, lever) for lever in problem.levers for i in lever.dropped)
+
+    # Where a lever keeps a part of a value, its gather may be spared for as few bytes.
+    part_bytes: dict[int, int] = {}
+    for lever in problem.levers:
+        if lever.sends is not None and lever.buffer is not None:
+            part_bytes[lever.drops] = lever.buffer.bytes
     for i, (g, idle_since, size) in enumerate(_values(problem)):
         if idle_since is not None and not size:
             continue  # a value that takes no room is kept
-        levers = dropped_by.get(i, ())
-        size = min([size, *_parts(levers)])
+        size = min(size, part_bytes.get(i, size))
         # A regather may be sent once the earlier value is gone.
-        if _must_send(g.use, idle_since, size, levers):
-            job = _job(problem, g, g.release if idle_since is None else idle_since, g.use)
-            jobs.append(replace(job, first=idle_since is None, value_bytes=size, key=g.key))
-    return sorted(jobs, key=lambda job: job.need)
-
-
-def _must_send(use: int, idle_since: int | None, size: int, levers: Sequence[Lever]) -> bool:
-    """Whether a gather is sent with every lever, except with those that keep its value while it is idle."""
-    if idle_since is None:
-        return not levers
-    if idle_since >= use:
-        return True
-    return all(_keeps(lever, size, 2 * idle_since + 1, 2 * use - 1) for lever in levers)
-
-
-def _parts(levers: Sequence[Lever]) -> Iterator[int]:
-    """The bytes of the part of its value that each rank keeps, for each lever that sends a gather of such parts."""
-    for lever in levers:
-        if lever.sent:
-            yield max((buffer.bytes for buffer in lever.buffers), default=0)
-
-
-def _keeps(lever: Lever, size: int, first: int, last: int) -> bool:
-    """Whether a lever counts so many bytes as live from one slot to another."""
-    spans = [buffer for buffer in lever.buffers if buffer.bytes >= size]
-    return any(buffer.first <= first and buffer.last >= last for buffer in spans)
+        release = g.release if idle_since is None else idle_since
+        job = _job(problem, g, release, g.use)
+        jobs.append(replace(job, first=idle_since is None, value_bytes=size, key=g.key))
+    return sorted(jobs, key=lambda job: job.deadline)
 
 
 def _values(problem: Problem) -> Iterator[tuple[Gather, int | None, int]]:
     """Every gather, the place after the last use of its value before, and the least bytes that its value takes."""
-    first: list[int] = []  # for each gather, the first one of its value
+    # For each gather, the first one of its value. That one stands for the value.
+    first: list[int] = []
     idle_since: dict[int, int] = {}
     least: dict[int, int] = {}
     for i, g in enumerate(problem.values):
@@ -201,12 +187,13 @@ def _values(problem: Problem) -> Iterator[tuple[Gather, int | None, int]]:
 
 def _room(problem: Problem) -> np.ndarray:
     """By operation: the bytes that are left besides those that every schedule has live there."""
-    buffers = []
+    buffers = [Buffer(r.bytes, r.born, r.born) for r in problem.reductions]
     for g, idle_since, size in _values(problem):
-        buffers.append(Buffer(size, max(g.use, idle_since or 0), g.last))
-    buffers += [Buffer(r.bytes, r.born, r.born) for r in problem.reductions]
-    some = [buffer for buffer in buffers if buffer.first <= buffer.last]
-    used_bytes = problem.live + live_by_slot(some, len(problem.live))
+        # A value that is still live since an earlier use has been counted up to then.
+        first = max(g.use, idle_since or 0)
+        if first <= g.last:
+            buffers.append(Buffer(size, first, g.last))
+    used_bytes = problem.live + live_by_slot(buffers, len(problem.live))
     return np.maximum(problem.memory - used_bytes, 0.0)
 
 
@@ -215,16 +202,21 @@ def _earliest(
 ) -> float:
     """The earliest end: by single messages, with `wire` by all that a link carries, with `room` by memory too."""
     seconds_before = np.array(problem.seconds_before)
-    arrive = seconds_before.copy()  # by place: the earliest time at which compute reaches it
-    delay = 0.0  # of the last place that was considered, `now`
+    # By place: the earliest time at which compute reaches it. It is known up to the place `now`, which is late by
+    # `delay`.
+    arrive = seconds_before.copy()
     now = 0
-    by_link = grouped((job.link, job) for job in jobs) if wire else {}
-    links = {name: _Link(problem, carried, arrive, room) for name, carried in by_link.items()}
+    delay = 0.0
+    links: dict[str, _LinkLoad] = {}
+    if wire:
+        for name, jobs_of_link in grouped((job.link, job) for job in jobs).items():
+            links[name] = _LinkLoad(problem, jobs_of_link, arrive, room)
     seconds_left = _seconds_left(problem, jobs)
     end = seconds_before[-1] + seconds_left[0]
-    for need, group in groupby(jobs, key=lambda job: job.need):
-        arrive[now + 1 : need + 1] += delay
-        start = seconds_before[need] + delay
+
+    for place, group in groupby(jobs, key=lambda job: job.deadline):
+        arrive[now + 1 : place + 1] += delay
+        start = seconds_before[place] + delay
         for job in group:
             if job.first:
                 arrival = arrive[job.release] + job.takes
@@ -232,39 +224,47 @@ def _earliest(
                 end = max(end, arrival + job.follows)
             if wire:
                 links[job.link].add(job)
-        delay = max([start, *(link.clear(need) for link in links.values())]) - seconds_before[need]
-        now = need
-        end = max(end, seconds_before[-1] + delay + seconds_left[need + 1])
+        for link in links.values():
+            start = max(start, link.clear(place))
+        delay = start - seconds_before[place]
+        now = place
+        end = max(end, seconds_before[-1] + delay + seconds_left[place + 1])
     return float(end)
 
 
 def _seconds_left(problem: Problem, jobs: list[_Job]) -> np.ndarray:
     """By place: the compute of sending, unpacking and updating that no schedule can do before it."""
-    spent = np.zeros(len(problem.seconds) + 2)
     # While the bytes of a message move, it takes a part of compute, or compute stands still, which is no less: unless
     # messages of so many lanes move then that together they take all of it.
-    lanes = {wire.lane for wire in problem.wires.values()}
-    lanes.update(wire.inside.lane for wire in problem.wires.values() if wire.inside is not None)
-    taken = max((wire.taken for wire in problem.wires.values()), default=0.0)
+    lanes: set[str] = set()
+    taken = 0.0
+    for wire in problem.wires.values():
+        lanes.add(wire.lane)
+        if wire.inside is not None:
+            lanes.add(wire.inside.lane)
+        taken = max(taken, wire.taken)
     share = 1 / max(taken * len(lanes), 1.0)
+
+    spent = np.zeros(len(problem.seconds) + 2)
     for job in jobs:
         if job.first:
-            spent[job.release] += job.host + job.unpack + job.lost * share
-    for need in problem.needs:
-        for u in need.updates:
+            spent[job.release] += job.overhead + job.unpack + job.lost * share
+    for dependents in problem.dependents:
+        for u in dependents.updates:
             update = problem.updates[u]
-            spent[max(update.release, need.born + 1)] += update.seconds
+            spent[max(update.release, dependents.born + 1)] += update.seconds
     return spent[::-1].cumsum()[::-1]
 
 
-class _Link:
+class _LinkLoad:
     """One link, and the seconds that it must carry from each place on, of messages that are needed by now.
 
     Attributes:
-        first: seconds of all messages that no value in memory replaces.
-        reductions: seconds of all messages that are no gathers.
+        latency: the least of its messages.
+        first: by place, the seconds of messages that are released there or later, and must be sent.
+        reductions: by place, the seconds of messages that are released there or later, except for gathers.
         without_room: by key and operation, the seconds of gathers after it, if no value stays live across it.
-        saved: by key, the seconds that a byte of room saves, at most.
+        saved: by key, the most seconds that a byte of room saves. The keys for which it saves most come first.
     """
 
     def __init__(
@@ -291,7 +291,7 @@ class _Link:
             self.reductions[: job.release + 1] += job.seconds
         elif job.seconds:
             since = 0 if job.first else job.release
-            self.without_room[job.key][since : job.need] += job.seconds
+            self.without_room[job.key][since : job.deadline] += job.seconds
 
     def clear(self, place: int) -> float:
         """The earliest time at which the link has carried everything that is needed at `place`."""
@@ -304,13 +304,14 @@ class _Link:
         for key, saved in self.saved.items():
             gathers = self.without_room[key][:place]
             spared = np.minimum(gathers, room * saved)
-            not_kept = gathers - spared
-            seconds += np.where(not_kept > ROUNDING * gathers, not_kept, 0.0)
+            sent = gathers - spared
+            seconds += np.where(sent > ROUNDING * gathers, sent, 0.0)
             room = np.maximum(room - spared / saved, 0.0)
         return max(carried, self._last(self.arrive[1 : place + 1], seconds))
 
     def _last(self, arrive: np.ndarray, seconds: np.ndarray) -> float:
-        some = seconds > 0
-        if not some.any():
+        """When the link has carried messages of so many seconds, by place, none of which begins before these times."""
+        is_used = seconds > 0
+        if not is_used.any():
             return 0.0
-        return float((arrive + seconds)[some].max(initial=0.0)) + self.latency
+        return float((arrive + seconds)[is_used].max(initial=0.0)) + self.latency

@@ -6,17 +6,20 @@ cannot be made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import chain
 from random import Random
+from typing import Literal
 
 from ...ir.relations import grouped
 from .loads import Choice, MemberIndices
 from .problem import Levers, Problem
 
 Change = Callable[[Random, Problem, Choice], Choice]
+# How early gathers may start, in times of their transfer (see `Choice`). The last one is as early as there is room.
 _LEADS = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 1e6)
-_COUNTS = (1, 2, 4, 8)  # of levers that are pulled at once
+# Numbers of levers that are pulled at once.
+_COUNTS = (1, 2, 4, 8)
 
 
 def split(chance: Random, problem: Problem, choice: Choice) -> Choice:
@@ -43,12 +46,11 @@ def move_border(chance: Random, problem: Problem, choice: Choice) -> Choice:
     if can_join(problem, buckets, k, kind):
         pair_members = buckets[k] + buckets[k + 1]
         border = len(buckets[k])
-        cuts = [
-            new_border for new_border in _cuts(problem, pair_members, kind) if new_border != border
-        ]
-        cuts.sort(key=lambda new_border: abs(new_border - border))
+        cuts = [cut for cut in _cuts(problem, pair_members, kind) if cut != border]
+        cuts.sort(key=lambda cut: abs(cut - border))
         if cuts:
-            new_border = chance.choice(cuts[:4] if chance.random() < 0.5 else cuts)
+            near = cuts[:4] if chance.random() < 0.5 else cuts
+            new_border = chance.choice(near)
             buckets[k : k + 2] = [pair_members[:new_border], pair_members[new_border:]]
     return with_buckets(choice, kind, buckets)
 
@@ -59,15 +61,14 @@ def change_start(chance: Random, problem: Problem, choice: Choice) -> Choice:
 
 
 def pull_more(chance: Random, problem: Problem, choice: Choice) -> Choice:
-    """Pull a few more levers: any that send gathers of parts, or of all others the first ones first."""
+    """Pull a few more levers: any that keep parts, or of those that keep whole values the first ones."""
     count = chance.choice(_COUNTS)
-    of_parts = problem.levers_of_parts
-    if of_parts and chance.random() < 0.5:
-        more = [i for i in of_parts if i not in choice.levers]
+    if problem.part_levers and chance.random() < 0.5:
+        more = [i for i in problem.part_levers if i not in choice.levers]
         first = chance.randrange(max(len(more), 1))
         more = more[first : first + count]
     else:
-        more = [i for i in problem.other_levers if i not in choice.levers][:count]
+        more = [i for i in problem.whole_levers if i not in choice.levers][:count]
     levers = choice.levers.union(more)
     for i in more:
         levers -= problem.rivals[i]
@@ -77,8 +78,7 @@ def pull_more(chance: Random, problem: Problem, choice: Choice) -> Choice:
 def with_levers(problem: Problem, choice: Choice, levers: Levers) -> Choice:
     """A choice with other levers, in which no bucket has a gather that these drop.
 
-    Gathers that are sent in place of those of a bucket share a bucket, and so do those that take the place of kept
-    values.
+    Gathers that replace those of one bucket share a bucket, and so do those that replace kept values.
     """
     dropped = problem.dropped(levers)
     buckets = []
@@ -86,21 +86,26 @@ def with_levers(problem: Problem, choice: Choice, levers: Levers) -> Choice:
         remaining = tuple(i for i in members if i not in dropped)
         if remaining:
             buckets.append(remaining)
-    sent = [i for lever in sorted(levers) for i in problem.levers[lever].sent]
-    missing = set(sent).difference(*buckets)
+
+    missing: set[int] = set()
+    for i in levers:
+        sends = problem.levers[i].sends
+        if sends is not None:
+            missing.add(sends)
+    missing.difference_update(*buckets)
     if missing:
         bucket_of: dict[int | None, int] = {}
         for k, members in enumerate(choice.gathers):
             bucket_of.update(dict.fromkeys(members, k))
-        new_buckets = grouped(
-            ((problem.gathers[i].key, bucket_of.get(problem.gathers[i].instead)), i)
-            for i in sorted(missing)
-        )
+        new_buckets: dict[Hashable, list[int]] = {}
+        for i in sorted(missing):
+            gather = problem.gathers[i]
+            new_buckets.setdefault((gather.key, bucket_of.get(gather.replaces)), []).append(i)
         buckets = list(in_order(problem, [*buckets, *map(tuple, new_buckets.values())]))
     return choice._replace(gathers=tuple(buckets), levers=levers)
 
 
-# Each change with its weight. `benchmarks/ablations.py` leaves each of them out, to see what it gains.
+# Each change with its weight. `benchmarks/ablations.py` leaves out one at a time, to see what it gains.
 CHANGES: tuple[tuple[Change, int], ...] = (
     (split, 20),
     (join, 30),
@@ -109,7 +114,8 @@ CHANGES: tuple[tuple[Change, int], ...] = (
     (pull_more, 8),
 )
 
-Kind = str  # "gathers" or "reductions", as the fields of a problem and of a choice
+# As the fields of a problem and of a choice.
+Kind = Literal["gathers", "reductions"]
 
 
 def _pick(chance: Random, choice: Choice) -> tuple[Kind, list[MemberIndices], int]:
@@ -132,8 +138,10 @@ def _cuts(problem: Problem, members: MemberIndices, kind: Kind) -> list[int]:
 
 def can_join(problem: Problem, buckets: Sequence[MemberIndices], k: int, kind: Kind) -> bool:
     """Whether a bucket has the key of the next one."""
+    if k + 1 == len(buckets):
+        return False
     messages = getattr(problem, kind)
-    return k + 1 < len(buckets) and messages[buckets[k][0]].key == messages[buckets[k + 1][0]].key
+    return messages[buckets[k][0]].key == messages[buckets[k + 1][0]].key
 
 
 def with_buckets(choice: Choice, kind: Kind, buckets: Iterable[MemberIndices]) -> Choice:

@@ -1,4 +1,7 @@
-"""evaluate: the seconds that a schedule takes, and the bytes that it has live."""
+"""evaluate: the seconds that a schedule takes, and the bytes that it has live.
+
+A search does not ask here: `place` chooses places and counts seconds and bytes in one pass, with the same result.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +15,32 @@ from ..network import Message
 from ..play import Played, play
 from .messages import (
     ReductionBytes,
-    again_message,
     gather_buffers,
     message_of,
     reserved_for_second,
     second_buffer,
+    second_message,
 )
 from .problem import PendingUpdates, Problem, Schedule
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of simulating a schedule."""
+    """The result of simulating a schedule.
+
+    Attributes:
+        seconds: of the step.
+        peak: the most of `memory`.
+        messages: in the order of their issue.
+        played: what happened at the places where one of them is issued or waited for.
+        memory: by operation, the live bytes.
+    """
 
     seconds: float
-    peak: int  # the most of `memory`
-    messages: tuple[Message, ...]  # in the order of their issue
-    played: Played  # at the places where one of them is issued or waited for
-    memory: np.ndarray  # by operation: live bytes
+    peak: int
+    messages: tuple[Message, ...]
+    played: Played
+    memory: np.ndarray
 
 
 def evaluate(problem: Problem, schedule: Schedule) -> Outcome:
@@ -43,6 +54,7 @@ def evaluate(problem: Problem, schedule: Schedule) -> Outcome:
         return updates.seconds(place)
 
     compute = problem.compute(schedule.levers)
+    # Between two of these places nothing happens but compute.
     places = {0, len(compute)}
     places.update(update.release for update in problem.updates)
     for message in messages:
@@ -61,7 +73,7 @@ def _with_successors(
     reduced = [members for _, members in issued]
     successor: dict[int, int] = {}
     for i, (message, members) in enumerate(issued):
-        second = again_message(problem, [problem.reductions[r] for r in members], message.need)
+        second = second_message(problem, [problem.reductions[r] for r in members], message.need)
         if second is not None:
             successor[i] = len(messages)
             messages.append(second)
@@ -73,7 +85,7 @@ def _with_successors(
 def _issued(problem: Problem, schedule: Schedule) -> list[tuple[Message, tuple[int, ...]]]:
     """Every message in the order of issue, with the reductions that are its members."""
     issued: list[tuple[Message, tuple[int, ...]]] = []
-    for message in problem.messages(schedule.levers):
+    for message in problem.fixed_messages:
         issued.append((message, ()))
     for bucket in schedule.gathers:
         gathers = [problem.gathers[i] for i in bucket.members]

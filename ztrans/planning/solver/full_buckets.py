@@ -9,7 +9,8 @@ from ...ir.relations import grouped
 from .loads import MemberIndices
 from .problem import Gather, Problem, Reduction
 
-FULL = 16.0  # latencies that the transfer of a full bucket takes
+# The latencies that the transfer of a full bucket takes. With so many, latency is a small share of it.
+FULL = 16.0
 
 
 def gather_buckets(
@@ -38,13 +39,14 @@ def gather_buckets(
         # A small member is live twice where it is unpacked: in the buffer that it shares, and as its value.
         size = sum(g.bytes * (1 + g.small) for g in gathers)
         most = min(portion * room[use], problem.gathers_in_flight)
-        return max(g.release for g in gathers) <= use and size <= most
+        released = max(g.release for g in gathers) <= use
+        return released and size <= most
 
     buckets: list[MemberIndices] = []
     for indices in grouped((problem.gathers[i].key, i) for i in among).values():
         # The last uses come first: a bucket is waited for at its first use, so its last member is the one that fits.
-        filled = _filled(problem, problem.gathers, indices[::-1], full, fits)
-        buckets += [members[::-1] for members in filled][::-1]
+        from_last = _filled(problem, problem.gathers, indices[::-1], full, fits)
+        buckets += [members[::-1] for members in from_last][::-1]
     return buckets
 
 
@@ -68,12 +70,12 @@ def reduction_buckets(
         # The latest at which the bucket before this one starts.
         start = born_before.get(members[0], previous_birth.get(first, first))
         matmuls = problem.matmuls[last + 1] - problem.matmuls[start + 1]
+        if matmuls > problem.max_between and first != last:
+            return False
+        if any(r.deadline <= last for r in reductions):
+            return False
         most = min(portion * room[last], problem.reductions_in_flight)
-        return (
-            (matmuls <= problem.max_between or first == last)
-            and all(last + 1 <= r.need for r in reductions)
-            and sum(r.bytes for r in reductions) <= most
-        )
+        return sum(r.bytes for r in reductions) <= most
 
     buckets: list[MemberIndices] = []
     for indices in keys.values():

@@ -17,16 +17,17 @@ from ..buffers import Buffer, changes, live_by_slot, sum_changes
 from ..network import NEVER, Message
 from .messages import (
     ReductionBytes,
-    again_message,
     gather_buffers,
     message_of,
     packed_values,
     reserved_for_second,
     second_buffer,
+    second_message,
 )
 from .problem import Levers, Problem, Reduction
 
-ENDLESS = 2**52  # bytes: more than there are, and exact as a float
+# Bytes: more than there are, and exact as a float.
+ENDLESS = 2**52
 MemberIndices = tuple[int, ...]
 
 
@@ -49,38 +50,68 @@ class Choice(NamedTuple):
 
 
 class GatherLoad(NamedTuple):
-    """A bucket of gathers as a message, and the bytes that it takes."""
+    """A bucket of gathers as a message, and the bytes that it takes.
+
+    Attributes:
+        members: the gathers, by index.
+        use: the place at which it is waited for, before the first use of a member.
+        release: the first place at which it may start.
+        bytes: of its values.
+        size: the bytes that are live between its start and its use.
+        burst: the bytes that are live in addition where it starts, if that is before its use.
+        message: as if it started at its use.
+        alone: the seconds that the message takes if no other one is under way.
+        changes: how many more bytes are live than with a bucket for each member.
+    """
 
     members: MemberIndices
     use: int
-    release: int  # the first place at which it may start
-    bytes: int  # of its values
-    size: int  # live between its start and its use
-    burst: int  # live in addition where it starts, if that is before its use
-    message: Message  # as if it started at its use
-    alone: float  # seconds that the message takes if no other one is under way
-    changes: np.ndarray  # of what is live, compared with its members alone
+    release: int
+    bytes: int
+    size: int
+    burst: int
+    message: Message
+    alone: float
+    changes: np.ndarray
 
 
 class ReductionLoad(NamedTuple):
-    """A bucket of reductions as a message, and the bytes that it takes."""
+    """A bucket of reductions as a message, and the bytes that it takes.
+
+    Attributes:
+        members: the reductions, by index.
+        reductions: the reductions themselves.
+        start: the place after the birth of the last gradient.
+        first_wait, deadline: the first and the last place at which it may be waited for.
+        gradients: the bytes of its gradients.
+        size: the bytes that are live between its start and its wait.
+        burst: the bytes that are live in addition at its wait.
+        size_at_wait: both.
+        spare: the bytes that are live at its first wait, and not if it is waited for later.
+        last_release: the place of the last update that its wait may have to leave for later.
+        storage: all of its bytes.
+        room: what it needs to be waited for later than at its first wait.
+        message: as if it was waited for at its first wait.
+        second: the reductions of its results, as a message.
+        changes: how many more bytes are live than with a bucket for each member.
+    """
 
     members: MemberIndices
     reductions: list[Reduction]
     start: int
     first_wait: int
     deadline: int
-    gradients: int  # bytes
-    size: int  # live between its start and its wait
-    burst: int  # live in addition at its wait
-    size_at_wait: int  # both
-    spare: int  # live at its first wait, and not if it is waited for later
-    last_release: int  # the place of the last update that its wait may have to leave for later
-    bytes: ReductionBytes
+    gradients: int
+    size: int
+    burst: int
+    size_at_wait: int
+    spare: int
+    last_release: int
+    storage: ReductionBytes
     room: RoomNeeded
     message: Message
-    again: Message | None  # its second reduction
-    changes: np.ndarray  # as those of a bucket of gathers
+    second: Message | None
+    changes: np.ndarray
 
 
 class RoomNeeded:
@@ -101,8 +132,8 @@ class RoomNeeded:
         self.first_wait = first_wait
         self.size = size
         self.burst = burst
-        self.staying = sum(b.bytes for b in staying)
-        self.until = min((b.last for b in staying), default=0)
+        self.staying = sum(buffer.bytes for buffer in staying)
+        self.until = min((buffer.last for buffer in staying), default=0)
         self.temporaries = total.temporaries
         self.slots = self._slots(0)
 
@@ -114,8 +145,9 @@ class RoomNeeded:
         return self.slots[2 * (place - self.first_wait) : stop]
 
     def _slots(self, count: int) -> np.ndarray:
+        # The first slot is the operation after the first wait, so every second one is a place.
         slots = np.full(count, self.size)
-        slots[1::2] += self.burst  # at places, where it may be waited for
+        slots[1::2] += self.burst
         slots[: max(self.until - 2 * self.first_wait, 0)] -= self.staying
         for release, size in self.temporaries:
             slot = 2 * (release - self.first_wait) - 1
@@ -134,11 +166,19 @@ def gather_load(problem: Problem, members: MemberIndices) -> GatherLoad:
     size = sum(g.bytes for g in gathers)
     packed = packed_values(gathers)
     part = packed // problem.wires[gathers[0].key].ranks
+    # Members that are used later are live from the first use on.
     early = [Buffer(g.bytes, 2 * use, 2 * g.use - 1) for g in gathers]
-    load_changes = changes([*early, *gather_buffers(problem, gathers, use, use)])
     message = message_of(problem, gathers, use, use)
     return GatherLoad(
-        members, use, release, size, size + part, packed, message, message.alone, load_changes
+        members=members,
+        use=use,
+        release=release,
+        bytes=size,
+        size=size + part,
+        burst=packed,
+        message=message,
+        alone=message.alone,
+        changes=changes([*early, *gather_buffers(problem, gathers, use, use)]),
     )
 
 
@@ -160,31 +200,33 @@ def reduction_load(
     start = max(r.born for r in reductions) + 1
     first_wait = max(start, *(first_waits[i] for i in members))
     end = len(problem.seconds)
-    deadline = min(end, *(r.need for r in reductions))
+    deadline = min(end, *(r.deadline for r in reductions))
     if first_wait > deadline:
         raise Rejected
     total = ReductionBytes(reductions)
     bytes_before = total.starting if first_wait == start else total.under_way
-    staying = [b for b in total.staying if b.last > 2 * first_wait]
+    staying = [buffer for buffer in total.staying if buffer.last > 2 * first_wait]
+    # At the end all updates have been released, so this is the most that any wait has live.
+    size_at_wait = total.at_wait(end)
     size = total.under_way + total.waiting
-    burst = total.at_wait(end) - total.under_way
+    burst = size_at_wait - total.under_way
     load_changes = [changes(total.buffers(start, first_wait)), *map(minus_alone, members)]
     return ReductionLoad(
-        members,
-        reductions,
-        start,
-        first_wait,
-        deadline,
-        total.gradients,
-        size,
-        burst,
-        total.at_wait(end),
+        members=members,
+        reductions=reductions,
+        start=start,
+        first_wait=first_wait,
+        deadline=deadline,
+        gradients=total.gradients,
+        size=size,
+        burst=burst,
+        size_at_wait=size_at_wait,
         spare=max(total.at_wait(first_wait) - bytes_before, 0),
         last_release=max((release for release, _ in total.temporaries), default=0),
-        bytes=total,
+        storage=total,
         room=RoomNeeded(first_wait, size, burst, staying, total),
         message=message_of(problem, reductions, start, first_wait),
-        again=again_message(problem, reductions, first_wait),
+        second=second_message(problem, reductions, first_wait),
         changes=np.concatenate(load_changes, axis=1),
     )
 
@@ -197,11 +239,15 @@ def _minus_alone(problem: Problem, first_waits: Sequence[int], i: int) -> np.nda
 
 
 class Fixed(NamedTuple):
-    """What is the same for all buckets, if some levers are pulled."""
+    """What is the same for all buckets, if some levers are pulled.
 
-    live: np.ndarray  # by slot, if every message is a bucket of its own
-    seconds_before: Sequence[float]  # of compute, before each place
-    messages: list[Message]
+    Attributes:
+        live: the live bytes by slot, if every message is a bucket of its own.
+        seconds_before: the seconds of compute before each place.
+    """
+
+    live: np.ndarray
+    seconds_before: Sequence[float]
 
 
 def fixed(problem: Problem, without_levers: np.ndarray, levers: Levers) -> Fixed:
@@ -209,8 +255,8 @@ def fixed(problem: Problem, without_levers: np.ndarray, levers: Levers) -> Fixed
     live = without_levers + live_by_slot(problem.lever_buffers(levers), len(without_levers))
     compute = problem.compute(levers)
     if compute is problem.seconds:
-        return Fixed(live, problem.seconds_before, problem.messages(levers))
-    return Fixed(live, tuple(accumulate(compute, initial=0.0)), problem.messages(levers))
+        return Fixed(live, problem.seconds_before)
+    return Fixed(live, tuple(accumulate(compute, initial=0.0)))
 
 
 class Loads:
@@ -223,10 +269,10 @@ class Loads:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.memory = int(min(problem.memory, ENDLESS))
-        self.second = reserved_for_second([r] for r in problem.reductions)
+        self.second_bytes = reserved_for_second([r] for r in problem.reductions)
         starts = [r.born + 1 for r in problem.reductions]
-        self.first_waits = first_waits(problem, self._bytes_unbucketed(starts))
-        without_levers = self._bytes_unbucketed(self.first_waits)
+        self.first_waits = first_waits(problem, self._without_levers(starts))
+        without_levers = self._without_levers(self.first_waits)
         self.fixed = functools.cache(functools.partial(fixed, problem, without_levers))
         self._gather = functools.cache(functools.partial(gather_load, problem))
         minus_alone = functools.cache(functools.partial(_minus_alone, problem, self.first_waits))
@@ -234,15 +280,17 @@ class Loads:
             functools.partial(reduction_load, problem, self.first_waits, minus_alone)
         )
 
-    def _bytes_unbucketed(self, waits: Sequence[int]) -> np.ndarray:
-        """By slot, what is live if every message is a bucket of its own, gathers start at their use, and no lever is
-        pulled."""
+    def _without_levers(self, waits: Sequence[int]) -> np.ndarray:
+        """By slot, what is live if every message is a bucket of its own and no lever is pulled.
+
+        Gathers start at their use, and reductions are waited for at these places.
+        """
         problem = self.problem
         buffers = [Buffer(g.bytes, 2 * g.use, 2 * g.last + 1) for g in problem.values]
         for r, wait in zip(problem.reductions, waits):
             buffers += ReductionBytes([r]).buffers(r.born + 1, wait)
-        if self.second:
-            buffers.append(second_buffer(problem, self.second))
+        if self.second_bytes:
+            buffers.append(second_buffer(problem, self.second_bytes))
         return problem.fixed_bytes + live_by_slot(buffers, len(problem.fixed_bytes))
 
     def bytes_unbucketed(self, levers: Levers) -> np.ndarray:
@@ -254,30 +302,38 @@ class Loads:
         problem = self.problem
         gathers = [self._gather(members) for members in choice.gathers]
         reductions = [self._reduction(members) for members in choice.reductions]
-        if problem.without_start(load.start for load in reductions):
+        if problem.gap_between_starts(load.start for load in reductions):
             raise Rejected
+
         # A bucket of one member changes nothing.
         shared = [load.changes for load in gathers if len(load.members) > 1]
         shared += [load.changes for load in reductions if len(load.members) > 1]
         unchanged = self.fixed(choice.levers)
         room = self.memory - unchanged.live - sum_changes(shared, len(unchanged.live))
-        second = reserved_for_second(load.reductions for load in reductions)
-        if second > self.second:
-            room[2 * problem.births[0] :] -= second - self.second
+        second_bytes = reserved_for_second(load.reductions for load in reductions)
+        if second_bytes > self.second_bytes:
+            room[2 * problem.births[0] :] -= second_bytes - self.second_bytes
         if room.min(initial=0) < 0:
             raise Rejected
+
         gathers.sort(key=lambda load: (load.use, load.release))
         reductions.sort(key=lambda load: (load.start, load.deadline))
-        return Loaded(gathers, reductions, unchanged, room)
+        return Loaded(gathers, reductions, unchanged.seconds_before, room)
 
 
 class Loaded(NamedTuple):
-    """The loads of a choice, and by slot the room that is left if each gather starts at its use, and each reduction is
-    waited for at its first wait."""
+    """The loads of a choice.
+
+    Attributes:
+        gathers, reductions: the buckets, in order of use and of start.
+        seconds_before: the seconds of compute before each place.
+        room: by slot, the bytes that are left if each gather starts at its use, and each reduction is waited for at its
+            first wait.
+    """
 
     gathers: list[GatherLoad]
     reductions: list[ReductionLoad]
-    fixed: Fixed
+    seconds_before: Sequence[float]
     room: np.ndarray
 
 
@@ -299,28 +355,36 @@ def first_waits(problem: Problem, live_bytes: np.ndarray) -> list[int]:
     waits = list(starts)
     earliest = 0
     for i, (r, start) in enumerate(zip(problem.reductions, starts)):
-        need = min(r.need, len(problem.seconds))
-        if earliest > need:
+        deadline = min(r.deadline, len(problem.seconds))
+        if earliest > deadline:
             return starts
         total = ReductionBytes([r])
         at_once = live_by_slot(total.buffers(start, start), len(room))
+        # The wait moves only if an earlier reduction is waited for later, or if it does not fit.
         if earliest > start or room[at_once > 0].min(initial=0) < 0:
             room += at_once
-            waits[i] = _first_wait(total, room, start, max(earliest, start), need)
+            waits[i] = _first_wait(total, room, start, max(earliest, start), deadline)
             room -= live_by_slot(total.buffers(start, waits[i]), len(room))
         earliest = waits[i]
     return waits
 
 
 def _first_wait(
-    total: ReductionBytes, room: np.ndarray, start: int, earliest: int, need: int
+    total: ReductionBytes, room: np.ndarray, start: int, earliest: int, deadline: int
 ) -> int:
     """The first place, from `earliest` on, where a reduction can be waited for; `earliest` if there is none."""
-    full = room[2 * start + 1 : 2 * need] < total.under_way + total.waiting
-    latest = start + (int(full.argmax()) + 1) // 2 if full.any() else need
+    # Until its wait, the bucket must fit at every slot.
+    full = room[2 * start + 1 : 2 * deadline] < total.under_way + total.waiting
+    latest = deadline
+    if full.any():
+        latest = start + (int(full.argmax()) + 1) // 2
     places = np.arange(earliest, max(latest, earliest) + 1)
-    until = max((b.last + 1 for b in total.staying), default=0)
-    too_full = np.flatnonzero(room[:until] < sum(b.bytes for b in total.staying))
-    waits_fit = room[2 * places] >= total.at_wait(need) + total.waiting
-    fits = waits_fit & (2 * places + 1 > too_full.max(initial=-1))
+    waits_fit = room[2 * places] >= total.at_wait(deadline) + total.waiting
+
+    # After its wait, what stays must fit as long as it is live.
+    until = max((buffer.last + 1 for buffer in total.staying), default=0)
+    too_full = np.flatnonzero(room[:until] < sum(buffer.bytes for buffer in total.staying))
+    stays_fit = 2 * places + 1 > too_full.max(initial=-1)
+
+    fits = waits_fit & stays_fit
     return int(places[fits.argmax()]) if fits.any() else earliest

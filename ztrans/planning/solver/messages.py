@@ -22,36 +22,54 @@ def message_of(problem: Problem, members: BucketMembers, start: int, wait: int) 
     """
     wire = problem.wires[members[0].key]
     wire_bytes = sum(member.wire for member in members)
-    host = wire.overhead + wire.byte_overhead * wire_bytes
-    unpack = wire.unpack * wire_bytes
     packing = wire.pack * packed_gradients(members)
-    unpacking = wire.copy * packed_values(members)
+    unpacking = wire.copy_out * packed_values(members)
     for member in members:
         packing_of_member, unpacking_of_member = copy_seconds(wire, member)
         packing += packing_of_member
         unpacking += unpacking_of_member
-    transfer = wire.lane, wire.link, *wire.travel(wire_bytes)
+
+    overhead = wire.overhead + wire.byte_overhead * wire_bytes
+    unpack = wire.unpack * wire_bytes
+    pack_beside = 0.0
+    unpack_beside = 0.0
+    inside = None
     if not wire.beside:
-        host += packing
+        overhead += packing
         unpack += unpacking
-        return Message(start, wait, *transfer, host, unpack, taken=wire.taken)
-    inside = wire.inside
-    if inside is None:
-        beside = packing, unpacking
-        return Message(start, wait, *transfer, host, unpack, *beside, taken=wire.taken)
-    seconds = inside.pace * wire_bytes
-    first = Level(inside.lane, inside.link, inside.latency, seconds, unpacking)
-    return Message(start, wait, *transfer, host, unpack, packing, inside=first, taken=wire.taken)
+    elif wire.inside is None:
+        pack_beside = packing
+        unpack_beside = unpacking
+    else:
+        # The parts that the ranks of one host have sent are summed before the sums leave the host.
+        pack_beside = packing
+        level = wire.inside
+        inside = Level(level.lane, level.link, level.latency, level.pace * wire_bytes, unpacking)
 
-
-def again_message(problem: Problem, reductions: Sequence[Reduction], wait: int) -> Message | None:
-    """The second reductions of a bucket as a message, if the bucket is waited for at place `wait`; None without any."""
-    again = [r.again for r in reductions if r.again is not None]
-    if not again:
-        return None
-    return message_of(
-        problem, again, wait, min(len(problem.seconds), *(r.need for r in reductions))
+    latency, seconds = wire.travel(wire_bytes)
+    return Message(
+        start,
+        wait,
+        wire.lane,
+        wire.link,
+        latency,
+        seconds,
+        overhead,
+        unpack,
+        pack_beside,
+        unpack_beside,
+        inside,
+        wire.taken,
     )
+
+
+def second_message(problem: Problem, reductions: Sequence[Reduction], wait: int) -> Message | None:
+    """The second reductions of a bucket as a message, if the bucket is waited for at place `wait`; None without any."""
+    second = [r.second for r in reductions if r.second is not None]
+    if not second:
+        return None
+    deadline = min(len(problem.seconds), *(r.deadline for r in reductions))
+    return message_of(problem, second, wait, deadline)
 
 
 def copy_seconds(wire: Wire, member: Gather | Reduction) -> tuple[float, float]:
@@ -59,7 +77,7 @@ def copy_seconds(wire: Wire, member: Gather | Reduction) -> tuple[float, float]:
     if isinstance(member, Gather):
         return wire.pack * member.bytes / wire.ranks, 0.0
     packing = wire.pack * member.bytes if member.copied else 0.0
-    return packing, wire.copy * (member.bytes + member.bytes // wire.ranks)
+    return packing, wire.copy_out * (member.bytes + member.bytes // wire.ranks)
 
 
 def sharing(members: BucketMembers) -> list[Gather | Reduction]:
@@ -75,8 +93,11 @@ def packed_values(members: BucketMembers) -> int:
 
 def packed_gradients(members: BucketMembers) -> int:
     """The bytes of gradients that are copied because their bucket has several small ones."""
-    small = [member for member in sharing(members) if isinstance(member, Reduction)]
-    return sum(reduction.bytes for reduction in small if not reduction.copied)
+    size = 0
+    for member in sharing(members):
+        if isinstance(member, Reduction) and not member.copied:
+            size += member.bytes
+    return size
 
 
 # The bytes of a bucket.
@@ -103,7 +124,7 @@ class ReductionBytes:
     """The bytes of a bucket of reductions.
 
     Attributes:
-        sent, allocated: what begins at its start, and at its wait.
+        sent, allocated: the buffers that begin at its start, and at its wait.
         awaiting: results of other reductions, which are live until its wait.
         staying: what is live after its wait, besides temporaries.
         temporaries: of the updates after its wait, as in `Reduction`.
@@ -115,7 +136,7 @@ class ReductionBytes:
         self.sent = [buffer for buffer in buffers if buffer.first == AT_START]
         self.allocated = [buffer for buffer in buffers if buffer.first == AT_WAIT]
         self.awaiting = [buffer for buffer in buffers if buffer.first >= 0]
-        self.staying = [b for b in self.sent if b.last != AT_WAIT] + self.allocated
+        self.staying = [buffer for buffer in self.sent if buffer.last != AT_WAIT] + self.allocated
         self.temporaries = list(chain.from_iterable(r.temporaries for r in members))
 
     @functools.cached_property
@@ -140,10 +161,11 @@ class ReductionBytes:
 
     def at_wait(self, wait: int) -> int:
         """The most bytes at a wait: while results are allocated, or while the updates run that may, one by one."""
+        # A wait allocates one result at a time, while the buffers of the bucket are still live.
         largest = max((buffer.bytes for buffer in self.allocated), default=0)
         running = max((size for release, size in self.temporaries if release <= wait), default=0)
-        second = sum(r.second for r in self.members)
-        return max(self.under_way + largest, _total(self.staying) + second + running)
+        second_bytes = sum(r.second_bytes for r in self.members)
+        return max(self.under_way + largest, _total(self.staying) + second_bytes + running)
 
     def buffers(self, start: int, wait: int) -> Iterator[Buffer]:
         """All that is live for the bucket, if it starts and is waited for at these places."""
@@ -177,4 +199,7 @@ def second_buffer(problem: Problem, size: int) -> Buffer:
 
 def reserved_for_second(reductions: Iterable[Sequence[Reduction]]) -> int:
     """The bytes of the largest second reduction of some buckets: between two waits, one of them is under way."""
-    return max((sum(r.second for r in members) for members in reductions), default=0)
+    most = 0
+    for members in reductions:
+        most = max(most, sum(r.second_bytes for r in members))
+    return most

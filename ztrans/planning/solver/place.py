@@ -5,6 +5,9 @@ bytes that are live in every schedule with these buckets are taken from the budg
 use on, and those of gradients until they are sent. Two decisions share the room that is left. A reduction holds its
 gradients until it has arrived, or until there is no more room for them; it is waited for there. The next gather of
 each lane starts once it is due, and as soon as there is room for it until its use.
+
+`evaluate` simulates a finished schedule by `simulate.play`. It must come to the same seconds and bytes as the
+simulation here, and never to fewer seconds than `bound`. The tests of the solver compare all three.
 """
 
 from __future__ import annotations
@@ -25,12 +28,13 @@ from .problem import Bucket, PendingUpdates, Schedule
 class InFlight:
     """A message that is, or will be, on its way.
 
-    Of messages that arrive at the same time, the one with the lowest `turn` is unpacked first.
+    Of messages that arrive at the same time, the one with the lowest `turn` is unpacked first. Its `number` is that of
+    the network, once it has been sent.
     """
 
     turn: int
     message: Message
-    number: int = field(default=-1, init=False)  # in the network, once it has been sent
+    number: int = field(default=-1, init=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -44,25 +48,42 @@ class GatherInFlight(InFlight):
 
 @dataclass(slots=True, eq=False)
 class ReductionInFlight(InFlight):
-    """A bucket of reductions. There is room for its gradients up to place `until`."""
+    """A bucket of reductions.
+
+    Attributes:
+        index: its number among the buckets of reductions.
+        load: what it takes.
+        until: the place up to which room is taken for its gradients.
+        wait: the place at which it is waited for; -1 until that is decided.
+        expected: the time at which it should have arrived.
+    """
 
     index: int
     load: ReductionLoad
     until: int = 0
-    wait: int = -1  # the place at which it is waited for; -1 until that is decided
-    expected: float = 0.0  # the time at which it should have arrived
+    wait: int = -1
+    expected: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """A communicator: the gathers that it has not sent yet, and what is known of its messages."""
+    """A communicator: the gathers that it has not sent yet, and what is known of its messages.
+
+    Attributes:
+        name: as in messages.
+        queue: the gathers, in order of use.
+        next: the place at which the first of them is considered.
+        last: the number of the last message that was sent.
+        clear: when that message has arrived, if no other lane slows it down.
+        work: the seconds of all its messages, and the seconds in which it was idle so far.
+    """
 
     name: str
     queue: deque[GatherInFlight] = field(default_factory=deque)
-    next: int = 0  # the place at which the first of the queue is considered
-    last: int | None = None  # the number of the last message
-    clear: float = 0.0  # when that message has arrived, if no other lane slows it down
-    work: float = 0.0  # seconds of all its messages, and seconds in which it was idle so far
+    next: int = 0
+    last: int | None = None
+    clear: float = 0.0
+    work: float = 0.0
 
 
 class Placed(NamedTuple):
@@ -74,40 +95,43 @@ class Placed(NamedTuple):
     schedule: Schedule
 
 
-def place_choice(loads: Loads, choice: Choice, limit: float = NEVER) -> Placed | None:
-    """Place the buckets of a choice; None if they do not fit, or are seen to take longer than `limit` seconds."""
+def place_choice(loads: Loads, choice: Choice, most_seconds: float = NEVER) -> Placed | None:
+    """Place the buckets of a choice; None if they do not fit, or are seen to take longer than `most_seconds`."""
     try:
-        return _Simulation(loads, choice, loads.of(choice), limit).placed()
+        return _Simulation(loads, choice, loads.of(choice), most_seconds).placed()
     except Rejected:
         return None
 
 
 # What happens at one place, in this order.
-_ARRIVE, _SEND_FIXED, _SEND_GATHERS, _SEND_REDUCTION, _UPDATE, _WAIT, _WAIT_AGAIN = range(7)
-_Item = tuple[int, int, int | str, Any]  # place, kind, order of equal kinds at one place, subject
+_ARRIVE, _SEND_FIXED, _SEND_GATHERS, _SEND_REDUCTION, _UPDATE, _WAIT, _WAIT_SECOND = range(7)
+# A place, what happens there, the order of equal kinds at one place, and the message or lane to which it happens.
+_Item = tuple[int, int, int | str, Any]
 
 
 class _Simulation:
     """One choice while it is simulated: the time, the room that is left by slot, the messages that are under way."""
 
-    def __init__(self, loads: Loads, choice: Choice, loaded: Loaded, limit: float) -> None:
+    def __init__(self, loads: Loads, choice: Choice, loaded: Loaded, most_seconds: float) -> None:
         problem = loads.problem
         self.problem = problem
         self.memory = loads.memory
         self.room = loaded.room
         self.choice = choice
-        self.limit = limit
-        self.seconds_before = loaded.fixed.seconds_before
+        self.most_seconds = most_seconds
+        self.seconds_before = loaded.seconds_before
         self.first_gradient = min(
             (r.born for r in problem.reductions), default=len(self.seconds_before)
         )
-        largest = max((load.size for load in loaded.reductions), default=0)
-        self.reserve = largest if choice.reserve else 0
+        self.reserve = 0
+        if choice.reserve:
+            self.reserve = max((load.size for load in loaded.reductions), default=0)
         self.network = Network()
         self.stalls = Stalls()
         self.updates = PendingUpdates(problem)
+        # The time, and the place that compute has reached by then.
         self.clock = 0.0
-        self.now = 0  # the place
+        self.now = 0
 
         # Of messages that arrive together, reductions take the first turns, and those of no schedule the last.
         self.reductions = []
@@ -117,13 +141,15 @@ class _Simulation:
         for g, gather in enumerate(loaded.gathers):
             self.gathers.append(GatherInFlight(g, gather.message, gather))
         self.fixed = []
-        for turn, message in enumerate(loaded.fixed.messages, len(self.gathers)):
+        for turn, message in enumerate(problem.fixed_messages, len(self.gathers)):
             self.fixed.append(InFlight(turn, message))
+
         self.gathers_under_way: list[GatherInFlight] = []
         self.reductions_under_way: list[ReductionInFlight] = []
-        self.again_under_way: Successors[tuple[InFlight, ReductionLoad]] = Successors()
+        self.second_under_way: Successors[tuple[InFlight, ReductionLoad]] = Successors()
         self.lanes: dict[str, Lane] = {}
         self._fill_lanes()
+
         self.queued = [lane for lane in self.lanes.values() if lane.queue]
         for lane in self.queued:
             self._set_due(lane)
@@ -135,7 +161,9 @@ class _Simulation:
     def _fill_lanes(self) -> None:
         """Add up the work of each lane, and queue its gathers."""
         messages = [each.message for each in (*self.gathers, *self.reductions, *self.fixed)]
-        messages += [r.load.again for r in self.reductions if r.load.again is not None]
+        for reduction in self.reductions:
+            if reduction.load.second is not None:
+                messages.append(reduction.load.second)
         for message in messages:
             self._lane(message.lane).work += in_lane(message)
             if message.inside is not None:
@@ -149,19 +177,22 @@ class _Simulation:
         return self.lanes[name]
 
     def _known_items(self) -> Iterator[_Item]:
-        """Everything that is known to happen."""
+        """Everything that is known to happen. Where reductions are waited for is decided on the way."""
         for each in self.fixed:
             yield each.message.issue, _SEND_FIXED, each.turn, each
         for lane in self.queued:
             yield lane.next, _SEND_GATHERS, lane.name, lane
+        last_places_of_second = set()
         for reduction in self.reductions:
             yield reduction.load.start, _SEND_REDUCTION, reduction.index, reduction
+            if reduction.load.second is not None:
+                last_places_of_second.add(reduction.load.second.need)
+        for place in last_places_of_second:
+            yield place, _WAIT_SECOND, 0, None
         for place in {update.release for update in self.problem.updates}:
             yield place, _UPDATE, 0, None
         for each in (*self.gathers, *self.fixed):
             yield each.message.need, _WAIT, each.turn, each
-        for place in {r.load.again.need for r in self.reductions if r.load.again is not None}:
-            yield place, _WAIT_AGAIN, 0, None
 
     def _set_due(self, lane: Lane) -> None:
         """Find from where each gather, and those of its lane after it, arrive in time if nothing else waits."""
@@ -173,9 +204,12 @@ class _Simulation:
             gather.due = min(max(0, bisect_right(clock, latest) - 1), use)
 
     def placed(self) -> Placed:
-        """Simulate the choice; raise `Rejected` if it takes longer than the limit."""
+        """Simulate the choice.
+
+        Raises: Rejected if it does not fit, or takes longer than `most_seconds`.
+        """
         # A lane needs at least the time of all its messages.
-        if max((lane.work for lane in self.lanes.values()), default=0.0) > self.limit:
+        if max((lane.work for lane in self.lanes.values()), default=0.0) > self.most_seconds:
             raise Rejected
         happen = (
             self._arrive,
@@ -184,7 +218,7 @@ class _Simulation:
             self._send_reduction,
             self._update,
             self._wait,
-            self._wait_again,
+            self._wait_second,
         )
         while self.agenda:
             place, kind, _, subject = heapq.heappop(self.agenda)
@@ -192,14 +226,14 @@ class _Simulation:
             self.now = place
             self.network.run(self.clock)
             happen[kind](subject, place)
+
         end = self.clock + self.seconds_before[-1] - self.seconds_before[self.now]
         seconds = end + self.updates.seconds_left
+        # A schedule lists its gathers in the order in which they start.
         issued = sorted(self.gathers, key=lambda gather: gather.number)
-        schedule = Schedule(
-            tuple(Bucket(g.load.members, g.start, g.load.use) for g in issued),
-            tuple(Bucket(r.load.members, r.load.start, r.wait) for r in self.reductions),
-            self.choice.levers,
-        )
+        gathers = [Bucket(g.load.members, g.start, g.load.use) for g in issued]
+        reductions = [Bucket(r.load.members, r.load.start, r.wait) for r in self.reductions]
+        schedule = Schedule(tuple(gathers), tuple(reductions), self.choice.levers)
         peak = int(self.memory - self.room.min(initial=self.memory))
         return Placed(seconds, peak, self.choice, schedule)
 
@@ -209,16 +243,20 @@ class _Simulation:
         lane = self.lanes[message.lane]
         self.clock += message.overhead
         self.network.run(self.clock)
+
+        # A lane that is idle for too long cannot send the rest in time, so the choice is given up early.
         free_since = 0.0 if lane.last is None else self.network.end[lane.last]
         lane.work += max(self.clock - free_since, 0.0)
-        if lane.work > self.limit:
+        if lane.work > self.most_seconds:
             raise Rejected
+
         ready = self.clock + message.pack_beside
         if message.inside is not None:
             first = self.lanes[message.inside.lane]
             first.clear = max(first.clear, ready) + in_lane(message.inside)
             ready = first.clear
         lane.clear = max(lane.clear, ready) + in_lane(message)
+
         in_flight.number = self.network.issue(message, self.clock)
         lane.last = in_flight.number
 
@@ -247,18 +285,24 @@ class _Simulation:
     def _earliest(self, load: GatherLoad, place: int) -> int:
         """The first place, from `place` on, at which a gather may start; its use if there is none before that."""
         use = load.use
-        start = min(place, use)
+        if place >= use:
+            return use
         most = self.problem.gathers_in_flight
-        if most < NEVER and start < use:
-            ahead = [gather.load for gather in self.gathers_under_way if gather.load.use > start]
+        if most < NEVER:
+            ahead = [gather.load for gather in self.gathers_under_way if gather.load.use > place]
             if sum(earlier.bytes for earlier in ahead) + load.bytes > most:
-                return use if load.bytes > most else min(use, *(earlier.use for earlier in ahead))
-        return self._with_room(load, start) if start < use else start
+                if load.bytes > most:
+                    return use
+                # Once the first of them has been used, fewer bytes are under way.
+                return min(use, *(earlier.use for earlier in ahead))
+        return self._with_room(load, place)
 
     def _with_room(self, load: GatherLoad, start: int) -> int:
         """The first place from `start` on, and before its use, from which a gather has room until its use."""
         use = load.use
-        size = load.size + (self.reserve if use >= self.first_gradient else 0)
+        size = load.size
+        if use >= self.first_gradient:
+            size += self.reserve
         # Search from the use backwards for the last slot that is too full, and start after it.
         full = (self.room[2 * start : 2 * use] < size)[::-1]
         last = int(full.argmax())  # 0 if no slot is full
@@ -266,7 +310,9 @@ class _Simulation:
             start = use - last // 2
         if load.burst and start < use:
             fits = self.room[2 * start : 2 * use : 2] >= size + load.burst
-            start = start + int(fits.argmax()) if fits.any() else use
+            if not fits.any():
+                return use
+            start += int(fits.argmax())
         return start
 
     def _send_reduction(self, reduction: ReductionInFlight, place: int) -> None:
@@ -278,6 +324,7 @@ class _Simulation:
             # The oldest arrive first, so they are waited for first.
             while under_way and sum(r.load.gradients for r in under_way) + load.gradients > most:
                 self._decide_wait(under_way[0], place, stall=True)
+
         self._send(reduction, place)
         reduction.expected = self.lanes[load.message.lane].clear
         under_way.append(reduction)
@@ -296,13 +343,14 @@ class _Simulation:
         end = bisect_left(clock, reduction.expected - self.clock + clock[place], place)
         end = min(end, load.deadline)
         if end > begin:
-            needs = load.room.between(begin, end)
-            full = self.room[2 * begin + 1 : 2 * end + 1] < needs
+            room = load.room.between(begin, end)
+            full = self.room[2 * begin + 1 : 2 * end + 1] < room
             first = int(full.argmax())  # 0 if no slot is full
             if full[first]:
                 end = begin + first // 2
-            self.room[2 * begin + 1 : 2 * end + 1] -= needs[: 2 * (end - begin)]
+            self.room[2 * begin + 1 : 2 * end + 1] -= room[: 2 * (end - begin)]
             reduction.until = end
+
         if reduction.until == place:
             self._decide_wait(reduction, place, stall=True)
         else:
@@ -326,20 +374,21 @@ class _Simulation:
             raise Rejected
         self.reductions_under_way.remove(reduction)
         reduction.wait = place
-        until = reduction.until
+        heapq.heappush(self.agenda, (place, _WAIT, reduction.turn, reduction))
+
         if place > load.first_wait:
             # The room that was left was counted for a wait at the first place, and for one at every place up to here.
             self.room[2 * load.first_wait] += load.spare
             self.room[2 * load.first_wait + 2 : 2 * place : 2] += load.burst
             if place < load.last_release:
-                self.room[2 * place] += load.size_at_wait - load.bytes.at_wait(place)
+                self.room[2 * place] += load.size_at_wait - load.storage.at_wait(place)
+        until = reduction.until
         if until > place:
             self.room[2 * place + 1 : 2 * until + 1] += load.room.between(place, until)
             # The room that is free again may be enough for a gather. After a stall, it starts after the wait.
             for queued in self.queued:
                 if queued.queue and queued.next > place:
                     self._consider(queued, place + stall)
-        heapq.heappush(self.agenda, (place, _WAIT, reduction.turn, reduction))
 
     def _arrive(self, reduction: ReductionInFlight, place: int) -> None:
         """See whether a reduction has arrived by now; if not, hold its gradients for longer, or wait for it here."""
@@ -364,6 +413,8 @@ class _Simulation:
         while self.agenda and self.agenda[0][:2] == (place, _WAIT):
             needed.append(heapq.heappop(self.agenda)[3])
         needed.sort(key=lambda each: each.turn)
+
+        # What has arrived first is unpacked while the others are still under way.
         while needed:
             end = self.network.first_arrival([each.number for each in needed])
             arrived = next(each for each in needed if self.network.end[each.number] == end)
@@ -372,11 +423,12 @@ class _Simulation:
             if isinstance(arrived, GatherInFlight):
                 self.gathers_under_way.remove(arrived)
             elif isinstance(arrived, ReductionInFlight):
-                if arrived.load.again is None:
+                if arrived.load.second is None:
                     self._complete(arrived.load, place)
                 else:
-                    self._send_again(arrived.load, arrived.load.again, place)
-        if self.clock + self.seconds_before[-1] - self.seconds_before[place] > self.limit:
+                    self._send_second(arrived.load, arrived.load.second, place)
+
+        if self.clock + self.seconds_before[-1] - self.seconds_before[place] > self.most_seconds:
             raise Rejected
 
     def _receive(self, arrived: InFlight, end: float, place: int) -> None:
@@ -396,16 +448,16 @@ class _Simulation:
         self.updates.complete(load.members)
         self.clock += self.updates.seconds(place)
 
-    def _send_again(self, load: ReductionLoad, message: Message, place: int) -> None:
+    def _send_second(self, load: ReductionLoad, message: Message, place: int) -> None:
         """Send the second reduction of a bucket, and wait for the one before it."""
         second = InFlight(0, message)
         self._send(second, place)
-        for earlier, earlier_load in self.again_under_way.add((second, load), message.need):
+        for earlier, earlier_load in self.second_under_way.add((second, load), message.need):
             self._receive(earlier, self.network.arrival(earlier.number), place)
             self._complete(earlier_load, place)
 
-    def _wait_again(self, _: None, place: int) -> None:
+    def _wait_second(self, _: None, place: int) -> None:
         """Wait for the second reductions that are needed here."""
-        for second, load in self.again_under_way.needed(place):
+        for second, load in self.second_under_way.needed(place):
             self._receive(second, self.network.arrival(second.number), place)
             self._complete(load, place)

@@ -2,10 +2,9 @@
 
 Operations 0..n-1 run in a fixed order. Place k is before operation k, and place n is the end. A gather must have
 arrived before the operation that first uses it. Its value is live from its start to its last use. A gradient is live
-from the operation that makes it until its reduction has been waited for. A schedule may pull levers. Each changes
-which bytes are live, how long compute takes, and which messages are sent. A gather that repeats an earlier one has a
-lever that drops it: then it is not sent, and the earlier value stays live. It may have another lever, which sends a
-gather among neighbours in its place, if each rank keeps a part of the earlier value.
+from the operation that makes it until its reduction has been waited for. A gather that repeats an earlier one has a
+lever, which a schedule may pull. Then the gather is not sent, and the earlier value stays live. It may have another
+lever, with which each rank keeps only a part of the earlier value, and a gather among neighbours brings the rest.
 
 The equations of an eager update have no place of their own: they run as soon as the reductions that they need have
 been waited for. Collectives that no schedule places, as the step's own, are issued and waited for at fixed places.
@@ -28,8 +27,10 @@ from ..buffers import Buffer
 from ..network import Message
 from ..play import play
 
-END = sys.maxsize  # a place that is not before the end of any problem
-UNKNOWN = -(2**52)  # the bytes at a place of which nothing is known: no limit is reached there
+# A place that is not before the end of any problem.
+END = sys.maxsize
+# The bytes at a place of which nothing is known: no limit is reached there.
+UNKNOWN = -(2**52)
 
 
 class Inside(NamedTuple):
@@ -42,24 +43,36 @@ class Inside(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """How the messages of one key travel: their communicator, its link, and what they cost on it and of compute."""
+    """How the messages of one key travel, and what they cost on their link and of compute.
+
+    Attributes:
+        lane, link: the communicator of the messages, and the link that they cross.
+        latency: seconds for a message.
+        pace: seconds for a byte, if nothing else uses the link.
+        overhead, byte_overhead: seconds for which compute stands still to send a message, and for each of its bytes.
+        unpack: seconds for which compute makes values of a received byte.
+        ranks: how many take part in a message.
+        pack: seconds to copy a byte that is sent.
+        copy_out: seconds for a received byte that is copied out of a buffer, or summed.
+        beside: whether these two happen beside compute, which otherwise stands still for them.
+        inside: the first level, of a message in two.
+        taken: the share of compute that a message takes while it is under way.
+        tree: the latency and pace of a message that goes by a tree, where that may be faster.
+    """
 
     lane: str
     link: str
-    latency: float  # seconds for a message
-    pace: float  # seconds for a byte, if nothing else uses the link
-    overhead: float = 0.0  # seconds for which compute stands still to send a message
-    byte_overhead: float = 0.0  # and for each of its bytes
-    unpack: float = 0.0  # seconds for which compute makes values of a received byte
-    ranks: int = 1  # that take part in a message
-    pack: float = 0.0  # seconds to copy a byte that is sent
-    copy: float = 0.0  # seconds for a received byte that is copied out of a buffer, or summed
-    beside: bool = (
-        False  # whether both happen beside compute, which otherwise stands still for them
-    )
+    latency: float
+    pace: float
+    overhead: float = 0.0
+    byte_overhead: float = 0.0
+    unpack: float = 0.0
+    ranks: int = 1
+    pack: float = 0.0
+    copy_out: float = 0.0
+    beside: bool = False
     inside: Inside | None = None
-    taken: float = 0.0  # the share of compute that a message takes while it is under way
-    # The latency and pace of a message that goes by a tree, if that is faster.
+    taken: float = 0.0
     tree: tuple[float, float] | None = None
 
     def travel(self, wire_bytes: int) -> tuple[float, float]:
@@ -79,87 +92,117 @@ class Wire(NamedTuple):
 class Gather(NamedTuple):
     """A gather, whose value is live from its start to operation `last`.
 
-    Small members of a bucket share a buffer.
+    Attributes:
+        key: members of a bucket share it. `Problem.wires` says how a message with this key travels.
+        wire: the bytes that this rank receives.
+        bytes: of the value.
+        use, last: the first and the last operation that uses the value.
+        release: the earliest place at which it may start.
+        repeats: the earlier gather of the same value, if that value may be kept.
+        small: whether it shares a buffer with other small members of its bucket.
+        name: its name in a plan.
+        replaces: the gather in whose place a lever sends this one. Such gathers come after all others.
     """
 
-    key: Hashable  # members of a bucket share it; `Problem.wires` says how it travels
-    wire: int  # bytes that this rank receives
-    bytes: int  # of the value
-    use: int  # the operation that first uses it
-    last: int  # the last one that does
-    release: int = 0  # the earliest place at which it may start
-    repeats: int | None = None  # the earlier gather of the same value, if that value may be kept
+    key: Hashable
+    wire: int
+    bytes: int
+    use: int
+    last: int
+    release: int = 0
+    repeats: int | None = None
     small: bool = False
-    name: str = ""  # its name in a plan
-    # The gather in whose place a lever sends this one. Such gathers come after all others.
-    instead: int | None = None
+    name: str = ""
+    replaces: int | None = None
 
 
 class Reduction(NamedTuple):
     """A reduction, whose gradient is live from operation `born` until its wait.
 
-    A gradient that is `copied` to be sent is freed where the reduction starts. Further buffers are what is sent and
-    received, from AT_START to AT_WAIT or beyond, and what the wait and the updates after it allocate, from AT_WAIT on.
+    Attributes:
+        key, wire: as those of a gather.
+        bytes: of the gradient.
+        born: the operation that makes the gradient.
+        deadline: the last place at which it may be waited for.
+        copied: whether the gradient is copied to be sent, and so is freed where the reduction starts.
+        buffers: what is sent and received, from AT_START to AT_WAIT or beyond, and what the wait and the updates after
+            it allocate, from AT_WAIT on.
+        temporaries: for each update that follows, the first place where it may run, and the bytes that it has for
+            itself then.
+        second: the reduction of its result, as over replicas. It is sent right after the wait, in the same bucket, and
+            waited for right after the next one of its kind has been sent, or where it is needed.
+        second_bytes: what is live for the second reduction.
+        small: whether it shares a buffer with other small members of its bucket.
+        name: its name in a plan.
     """
 
     key: Hashable
     wire: int
-    bytes: int  # of the gradient
-    born: int  # the operation that makes the gradient
-    need: int = END  # the last place at which it may be waited for
+    bytes: int
+    born: int
+    deadline: int = END
     copied: bool = False
     buffers: tuple[Buffer, ...] = ()
-    # For each update that follows: the first place where it may run, and the bytes that it has for itself then.
     temporaries: tuple[tuple[int, int], ...] = ()
-    # The reduction of its result, as over replicas. It is sent right after the wait, in the same bucket, and waited for
-    # right after the next one of its kind has been sent, or where it is needed.
-    again: Reduction | None = None
-    second: int = 0  # bytes that are live for it
+    second: Reduction | None = None
+    second_bytes: int = 0
     small: bool = False
     name: str = ""
 
 
 class Update(NamedTuple):
-    """Compute that runs once all the reductions that it needs have been waited for."""
+    """Compute that runs once all the reductions that it needs have been waited for.
+
+    Attributes:
+        seconds: its duration.
+        after: the reductions, by index.
+        release: the earliest place at which it may run.
+    """
 
     seconds: float
-    after: tuple[int, ...]  # the reductions, by index
-    release: int = 0  # the earliest place at which it may run
-
-
-class Need(NamedTuple):
-    """Reductions, and all updates that need exactly these."""
-
     after: tuple[int, ...]
+    release: int = 0
+
+
+class Dependents(NamedTuple):
+    """All updates that need the same reductions.
+
+    Attributes:
+        reductions, updates: by index.
+        born: the last operation that makes one of the gradients.
+        seconds: of all these updates.
+    """
+
+    reductions: tuple[int, ...]
     updates: tuple[int, ...]
-    born: int  # the last operation that makes one of the gradients
-    seconds: float  # of all these updates
+    born: int
+    seconds: float
 
 
 @dataclass(frozen=True)
 class Lever:
-    """A choice between memory and time: what changes in a schedule that pulls it.
+    """A choice between memory and time: bytes stay live, so that a gather is not sent.
 
-    The value of a dropped gather still counts as live from its use on. Where it is not, a buffer says so.
+    The value of that gather counts as live from its use on, whether it is gathered or was kept.
 
     Attributes:
         name: its name in a plan.
-        dropped: gathers that are not sent.
-        buffers: what is live in addition. A negative size is of bytes that are no longer live.
-        seconds: of compute in addition, by place. They run right before the operation there.
-        messages: what is sent in addition, at places that no schedule changes.
-        sent: gathers that are sent in place of the dropped ones.
+        drops: the gather that is not sent.
+        buffer: the earlier value, or a part of it, while it is kept for that gather. None if it is live anyway.
+        sends: if only a part is kept, the gather among neighbours that is sent instead.
+        copied_at, copy_seconds: where compute copies the part, right before the operation there, and for how long.
     """
 
     name: str
-    dropped: tuple[int, ...] = ()
-    buffers: tuple[Buffer, ...] = ()
-    seconds: tuple[tuple[int, float], ...] = ()
-    messages: tuple[Message, ...] = ()
-    sent: tuple[int, ...] = ()
+    drops: int
+    buffer: Buffer | None = None
+    sends: int | None = None
+    copied_at: int = 0
+    copy_seconds: float = 0.0
 
 
-Levers = frozenset[int]  # the levers that a schedule pulls, by index
+# The levers that a schedule pulls, by index.
+Levers = frozenset[int]
 NO_LEVERS: Levers = frozenset()
 
 
@@ -197,88 +240,73 @@ class Problem:
     names: tuple[str, ...] = ()
     levers: tuple[Lever, ...] = ()
 
-    def place(self, k: int) -> str:
-        """The text of a place in errors."""
+    def place_text(self, k: int) -> str:
+        """A place, as an error names it."""
         return f"at {self.names[k]}" if self.names else f"at place {k}"
 
     # What changes in a schedule that pulls some levers.
 
     def _pulled(self, levers: Iterable[int]) -> list[Lever]:
-        """Some levers, always in the same order."""
+        """Some levers, always in the same order, so that sums of floats are the same on every rank."""
         return [self.levers[i] for i in sorted(levers)]
 
     def lever_buffers(self, levers: Iterable[int]) -> list[Buffer]:
         """What is live in addition if these levers are pulled."""
-        return [buffer for lever in self._pulled(levers) for buffer in lever.buffers]
+        pulled = self._pulled(levers)
+        return [lever.buffer for lever in pulled if lever.buffer is not None]
 
     def compute(self, levers: Iterable[int]) -> Sequence[float]:
         """By operation, its seconds if these levers are pulled."""
-        changes = [change for lever in self._pulled(levers) for change in lever.seconds]
-        if not changes:
+        copying = [lever for lever in self._pulled(levers) if lever.copy_seconds]
+        if not copying:
             return self.seconds
         seconds = list(self.seconds)
-        for place, more in changes:
-            seconds[place] += more
+        for lever in copying:
+            seconds[lever.copied_at] += lever.copy_seconds
         return seconds
 
     def dropped(self, levers: Iterable[int]) -> frozenset[int]:
         """The gathers that are not sent if these levers are pulled."""
         dropped = set(self.replacements)
         for lever in self._pulled(levers):
-            dropped.update(lever.dropped)
-            dropped.difference_update(lever.sent)
+            dropped.add(lever.drops)
+            if lever.sends is not None:
+                dropped.remove(lever.sends)
         return frozenset(dropped)
-
-    def messages(self, levers: Iterable[int]) -> list[Message]:
-        """The messages at places that no schedule changes, if these levers are pulled."""
-        messages = list(self.fixed_messages)
-        for lever in self._pulled(levers):
-            messages += lever.messages
-        return messages
 
     @functools.cached_property
     def values(self) -> tuple[Gather, ...]:
         """The gathers that bring a value of their own: one that is sent in place of another brings that one's."""
-        return tuple(gather for gather in self.gathers if gather.instead is None)
+        return tuple(gather for gather in self.gathers if gather.replaces is None)
 
     @functools.cached_property
     def replacements(self) -> frozenset[int]:
         """The gathers that are sent only in place of others, if a lever says so."""
-        return frozenset(i for i, gather in enumerate(self.gathers) if gather.instead is not None)
+        return frozenset(i for i, gather in enumerate(self.gathers) if gather.replaces is not None)
 
     @functools.cached_property
-    def levers_of_parts(self) -> tuple[int, ...]:
-        """The levers that send gathers in place of others."""
-        return tuple(i for i, lever in enumerate(self.levers) if lever.sent)
+    def part_levers(self) -> tuple[int, ...]:
+        """The levers that keep parts of values."""
+        return tuple(i for i, lever in enumerate(self.levers) if lever.sends is not None)
 
     @functools.cached_property
-    def other_levers(self) -> tuple[int, ...]:
-        """The levers that send no gathers."""
-        return tuple(i for i, lever in enumerate(self.levers) if not lever.sent)
+    def whole_levers(self) -> tuple[int, ...]:
+        """The levers that keep whole values."""
+        return tuple(i for i, lever in enumerate(self.levers) if lever.sends is None)
 
     @functools.cached_property
     def rivals(self) -> tuple[Levers, ...]:
-        """For each lever, those that cannot be pulled with it.
-
-        Only one lever may drop a gather if one of them sends another gather in its place.
-        """
-        dropping = grouped(
-            (gather, i) for i, each in enumerate(self.levers) for gather in each.dropped
-        )
+        """For each lever, those that cannot be pulled with it: the others that drop the same gather."""
+        dropping = grouped((lever.drops, i) for i, lever in enumerate(self.levers))
         rivals = []
         for i, lever in enumerate(self.levers):
-            same = {k for gather in lever.dropped for k in dropping[gather]} - {i}
-            rivals.append(frozenset(k for k in same if lever.sent or self.levers[k].sent))
+            rivals.append(frozenset(dropping[lever.drops]) - {i})
         return tuple(rivals)
 
     @functools.cached_property
     def free_levers(self) -> Levers:
-        """The levers that cost nothing: no bytes, no seconds, and no messages."""
-        free = set()
-        for i, lever in enumerate(self.levers):
-            if not lever.buffers and not lever.seconds and not lever.messages:
-                free.add(i)
-        return frozenset(free)
+        """The levers that cost nothing, because the earlier value is live anyway."""
+        return frozenset(i for i, lever in enumerate(self.levers) if lever.buffer is None)
 
     @functools.cached_property
     def seconds_before(self) -> tuple[float, ...]:
@@ -296,20 +324,24 @@ class Problem:
         return play(self.seconds, self.fixed_messages).start
 
     @functools.cached_property
-    def needs(self) -> tuple[Need, ...]:
-        """The different reductions that updates need. After a norm of all gradients, all updates need the same ones."""
-        by_need = grouped((update.after, u) for u, update in enumerate(self.updates))
-        needs = []
-        for after, updates in by_need.items():
+    def dependents(self) -> tuple[Dependents, ...]:
+        """The updates by the reductions that they need. After a norm of all gradients, all need the same ones."""
+        by_reductions = grouped((update.after, u) for u, update in enumerate(self.updates))
+        dependents = []
+        for after, updates in by_reductions.items():
             born = max((self.reductions[r].born for r in after), default=-1)
             seconds = sum(self.updates[u].seconds for u in updates)
-            needs.append(Need(after, tuple(updates), born, seconds))
-        return tuple(needs)
+            dependents.append(Dependents(after, tuple(updates), born, seconds))
+        return tuple(dependents)
 
     @functools.cached_property
-    def needs_with(self) -> Mapping[int, list[int]]:
-        """The needs to which each reduction belongs, by index."""
-        return grouped((r, k) for k, need in enumerate(self.needs) for r in need.after)
+    def dependents_of(self) -> Mapping[int, list[int]]:
+        """For each reduction, the `dependents` that need it, by index."""
+        dependents_of: dict[int, list[int]] = {}
+        for k, dependents in enumerate(self.dependents):
+            for r in dependents.reductions:
+                dependents_of.setdefault(r, []).append(k)
+        return dependents_of
 
     @functools.cached_property
     def births(self) -> tuple[int, ...]:
@@ -324,17 +356,18 @@ class Problem:
     @functools.cached_property
     def fixed_bytes(self) -> np.ndarray:
         """By slot: the bytes that are live in every schedule."""
+        # Slot 2k is place k, slot 2k + 1 is operation k.
         slots = np.full(2 * len(self.live) + 1, UNKNOWN, dtype=np.int64)
         slots[1::2] = self.live
         if self.live_at_places:
             slots[::2] = self.live_at_places
         return slots
 
-    def without_start(self, starts: Iterable[int]) -> tuple[int, int] | None:
+    def gap_between_starts(self, starts: Iterable[int]) -> tuple[int, int] | None:
         """Two places between which reductions must start and do not, given all their starts; None if there are none."""
         for a, b in pairwise(sorted({*self.births[:1], *starts})):
-            ready = bisect_left(self.births, b) > bisect_right(self.births, a)
-            if ready and self.matmuls[b] - self.matmuls[a] > self.max_between:
+            has_birth = bisect_left(self.births, b) > bisect_right(self.births, a)
+            if has_birth and self.matmuls[b] - self.matmuls[a] > self.max_between:
                 return a, b
         return None
 
@@ -349,10 +382,12 @@ def gather_levers(gathers: Sequence[Gather]) -> tuple[Lever, ...]:
     for i, gather in enumerate(gathers):
         if gather.repeats is not None:
             after = gathers[gather.repeats].last + 1
-            idle = Buffer(gather.bytes, 2 * after, 2 * gather.use - 1)
-            buffers = (idle,) if gather.use > after else ()
-            levers.append((gather.use - after, Lever(gather.name, (i,), buffers)))
-    return tuple(lever for _, lever in sorted(levers, key=lambda item: item[0]))
+            idle = None
+            if gather.use > after:
+                idle = Buffer(gather.bytes, 2 * after, 2 * gather.use - 1)
+            levers.append((gather.use - after, Lever(gather.name, i, idle)))
+    levers.sort(key=lambda item: item[0])
+    return tuple(lever for _, lever in levers)
 
 
 @dataclass(frozen=True)
@@ -383,9 +418,9 @@ class PendingUpdates:
 
     def __init__(self, problem: Problem) -> None:
         self.updates = problem.updates
-        self.needs = problem.needs
-        self.needs_with = problem.needs_with
-        self.missing = [len(need.after) for need in self.needs]
+        self.dependents = problem.dependents
+        self.dependents_of = problem.dependents_of
+        self.missing = [len(each.reductions) for each in self.dependents]
         self.ready_updates = [u for u, update in enumerate(self.updates) if not update.after]
         self.pending = set(range(len(self.updates)))
         # The first place at which one of the ready updates that follow a reduction may run.
@@ -395,10 +430,11 @@ class PendingUpdates:
         """Note that reductions have been waited for."""
         for r in reductions:
             ready: list[int] = []
-            for k in self.needs_with.get(r, ()):
+            for k in self.dependents_of.get(r, ()):
                 self.missing[k] -= 1
                 if not self.missing[k]:
-                    ready += self.needs[k].updates
+                    ready += self.dependents[k].updates
+            # Updates run in their order in the program, whichever reductions they follow.
             for u in sorted(ready):
                 self.ready_updates.append(u)
                 self.first_release = min(self.first_release, self.updates[u].release)
@@ -407,11 +443,19 @@ class PendingUpdates:
         """Take the updates that can run at a place. Those that need no reduction run with the first that does."""
         if place < self.first_release:
             return []
-        runnable = [u for u in self.ready_updates if self.updates[u].release <= place]
-        self.ready_updates = [u for u in self.ready_updates if self.updates[u].release > place]
+        runnable: list[int] = []
+        waiting: list[int] = []
+        self.first_release = END
+        for u in self.ready_updates:
+            update = self.updates[u]
+            if update.release <= place:
+                runnable.append(u)
+                continue
+            waiting.append(u)
+            if update.after:
+                self.first_release = min(self.first_release, update.release)
+        self.ready_updates = waiting
         self.pending.difference_update(runnable)
-        of_reductions = [self.updates[u] for u in self.ready_updates if self.updates[u].after]
-        self.first_release = min((update.release for update in of_reductions), default=END)
         return runnable
 
     def seconds(self, place: int) -> float:

@@ -20,7 +20,6 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from ..buffers import by_operation
 from .bound import bound
@@ -30,9 +29,12 @@ from .loads import Choice, Loads, MemberIndices
 from .place import Placed, place_choice
 from .problem import NO_LEVERS, Levers, Problem, Schedule
 
-EFFORT = 20_000  # messages that the search places: about a second
-WITHOUT_SEARCH = 0  # every message is sent alone
-NEARLY = 0.0025  # schedules whose times differ by less than this share count as equal; the lower bound's is enough
+# Messages that the search places: about a second.
+EFFORT = 20_000
+# With this effort, every message is sent alone.
+WITHOUT_SEARCH = 0
+# Schedules whose times differ by less than this share count as equal. So a schedule this near the bound is good enough.
+NEARLY = 0.0025
 # Portions of the memory that is left where a bucket is needed, which a bucket may take.
 FIRST_GATHERS = 0.3
 REGATHERS = 0.12
@@ -40,50 +42,33 @@ REDUCTIONS = 0.2
 # Without an improvement the search ends after this many messages, and this many more for each message of the problem.
 PATIENCE = 500
 PATIENCE_FOR_EACH = 100
-LITTLE = 4000  # messages that the smallest problem may place; the first choices alone take hundreds
+# Messages that the smallest problem may place. The first choices alone take hundreds.
+LITTLE = 4000
 
 
-class Infeasible(Exception):
-    """No schedule fits the memory: with every message alone, `needs` bytes are live at `operation`."""
-
-    def __init__(self, needs: int, operation: int) -> None:
-        super().__init__(
-            f"{needs} bytes are needed at operation {operation}, even if every message is sent alone"
-        )
-        self.needs = needs
-        self.operation = operation
-
-
-class Needs(NamedTuple):
-    """The memory that a problem needs."""
-
-    bytes: int
-    operation: int  # the operation at which that much is live
-
-
-def needs(problem: Problem) -> Needs:
+def least_memory(problem: Problem) -> int:
     """Find the least memory for which every message can be sent alone (see `loads.first_waits`), to 60 millionths.
 
     If that fits the memory of the problem, these are the bytes that are live then.
     """
-    least = _unbucketed_needs(problem)
-    if least.bytes <= problem.memory:
+    least = _unbucketed_peak(problem)
+    if least <= problem.memory:
         return least
+    # Within less memory some waits move to later places, where fewer bytes are live. So the peak may be lower.
     low = int(problem.memory)
-    while low + 1 + (least.bytes >> 14) < least.bytes:
-        middle = (low + least.bytes) // 2
-        needed = _unbucketed_needs(replace(problem, memory=middle))
-        if needed.bytes <= middle:
-            least = Needs(middle, needed.operation)
+    while low + 1 + (least >> 14) < least:
+        middle = (low + least) // 2
+        if _unbucketed_peak(replace(problem, memory=middle)) <= middle:
+            least = middle
         else:
             low = middle
     return least
 
 
-def _unbucketed_needs(problem: Problem) -> Needs:
+def _unbucketed_peak(problem: Problem) -> int:
     """The bytes that are live if every message is sent alone, and is waited for as early as the memory allows."""
     live = by_operation(Loads(problem).bytes_unbucketed(NO_LEVERS))
-    return Needs(int(live.max(initial=0)), int(live.argmax()) if len(live) else 0)
+    return int(live.max(initial=0))
 
 
 class Search:
@@ -93,20 +78,28 @@ class Search:
         self.problem = problem
         self.enough = least * (1 + NEARLY)
         self.loads = Loads(problem)
+        self.seen: set[Choice] = set()
+        # With a fixed seed, every rank finds the same schedule.
         self.chance = random.Random(0)
-        count = len(problem.gathers) + len(problem.reductions)
+
         # A small problem has few choices, so it needs less effort.
-        self.effort = min(effort, LITTLE + (8 * count + 16) * (count + 8)) if count else 0
+        count = len(problem.gathers) + len(problem.reductions)
+        self.effort = 0
+        if count:
+            self.effort = min(effort, LITTLE + (8 * count + 16) * (count + 8))
         self.improved = self.effort
         self.patience = PATIENCE + PATIENCE_FOR_EACH * count
-        self.seen: set[Choice] = set()
         # Peaks that differ by less count as equal, so the number of buckets decides.
         self.granule = max(1.0, self.loads.bytes_unbucketed(NO_LEVERS).max(initial=0.0) / 64)
         unbucketed = place_choice(self.loads, self._unbucketed_choice())
         if unbucketed is None:
-            raise ValueError("search: the memory is less than every schedule needs.")
+            raise ValueError(
+                f"solve: the memory of {problem.memory:.0f} bytes is too small to send every message alone; "
+                f"{least_memory(problem)} bytes are enough."
+            )
         self.best = unbucketed
-        self.first = unbucketed  # the choice with which the climb begins
+        # The choice with which the second climb begins.
+        self.first = unbucketed
         # The choices near the best that no other beats in both seconds and bytes.
         self.front = [unbucketed]
 
@@ -124,28 +117,29 @@ class Search:
         return self.effort <= 0 or self.best.seconds <= self.enough
 
     @property
-    def limit(self) -> float:
+    def near_best(self) -> float:
         """The seconds up to which a choice takes nearly as little time as the best one."""
         return max(self.best.seconds * (1 + NEARLY), self.enough)
 
     @property
     def result(self) -> Placed:
         """Of the choices that take nearly as little time as the best one, the one with the fewest live bytes."""
-        near_best = [placed for placed in self.front if placed.seconds <= self.limit]
-        return min(near_best, key=lambda placed: placed.peak)
+        fast_enough = [placed for placed in self.front if placed.seconds <= self.near_best]
+        return min(fast_enough, key=lambda placed: placed.peak)
 
     def rank(self, placed: Placed) -> tuple[float, int, int]:
         """Sort key: smaller is better."""
         buckets = len(placed.choice.gathers) + len(placed.choice.reductions)
         return max(placed.seconds, self.enough), math.ceil(placed.peak / self.granule), buckets
 
-    def attempt(self, choice: Choice, limit: float = math.inf) -> Placed | None:
-        """Place a choice. None if it was tried before, does not fit, or takes longer than `limit` seconds."""
-        self.effort -= 8  # a choice by itself takes about as long as placing 8 messages
+    def attempt(self, choice: Choice, most_seconds: float = math.inf) -> Placed | None:
+        """Place a choice. None if it was tried before, does not fit, or takes longer than `most_seconds`."""
+        # A choice by itself takes about as long as placing 8 messages.
+        self.effort -= 8
         if choice in self.seen:
             return None
         self.seen.add(choice)
-        placed = place_choice(self.loads, choice, max(limit, self.enough))
+        placed = place_choice(self.loads, choice, max(most_seconds, self.enough))
         if placed is not None:
             self.effort -= len(choice.gathers) + len(choice.reductions)
             if self.rank(placed) < self.rank(self.best):
@@ -154,11 +148,15 @@ class Search:
         return placed
 
     def _add_to_front(self, placed: Placed) -> None:
-        limit = self.limit
-        if placed.seconds <= limit and not any(_beats(rival, placed) for rival in self.front):
-            near_best = [rival for rival in self.front if rival.seconds <= limit]
-            self.front = [*(rival for rival in near_best if not _beats(placed, rival)), placed]
-            self.improved = self.effort
+        near_best = self.near_best
+        if placed.seconds > near_best or any(_beats(rival, placed) for rival in self.front):
+            return
+        front = []
+        for rival in self.front:
+            if rival.seconds <= near_best and not _beats(placed, rival):
+                front.append(rival)
+        self.front = [*front, placed]
+        self.improved = self.effort
 
     def begin(self) -> None:
         """Try full buckets: with no levers pulled, except those that cost nothing, and with as many as fit.
@@ -166,35 +164,33 @@ class Search:
         If each rank may keep parts of values, try it with as many parts as fit, and then with as many whole values in
         place of them.
         """
-        levers = self.problem.levers
-        keeping = [i for i, each in enumerate(levers) if not (each.seconds or each.messages)]
-        of_parts = self.problem.levers_of_parts
-        free = self.problem.free_levers
-        starts = [free, self._with_levers_that_fit(keeping, free)]
-        if of_parts:
-            parts = self._with_levers_that_fit(of_parts, free)
-            starts += [parts, self._with_levers_that_fit(keeping, parts)]
-        for start in starts:
+        problem = self.problem
+        free = problem.free_levers
+        starts = [free, self._with_levers_that_fit(problem.whole_levers, free)]
+        if problem.part_levers:
+            parts = self._with_levers_that_fit(problem.part_levers, free)
+            starts += [parts, self._with_levers_that_fit(problem.whole_levers, parts)]
+        for levers in starts:
             if not self.finished:
-                self.first = self.attempt(self._full(start)) or self.first
+                self.first = self.attempt(self._full(levers)) or self.first
 
     def _with_levers_that_fit(self, more: Iterable[int], pulled: Levers) -> Levers:
         """As many more levers as fit the memory, the first ones first. Whole values take the place of parts."""
         room = self.loads.memory - self.loads.bytes_unbucketed(pulled)
         for i in more:
             rivals = self.problem.rivals[i] & pulled
-            if rivals and self.problem.levers[i].sent:
+            if rivals and self.problem.levers[i].sends is not None:
                 continue
-            taken = [(b, b.bytes) for b in self.problem.lever_buffers([i])]
-            taken += [(b, -b.bytes) for b in self.problem.lever_buffers(rivals)]
-            spans = [(room[b.first : b.last + 1], size) for b, size in taken]
-            for span, size in spans:
-                span -= size
-            if all(span.min(initial=0) >= 0 for span, _ in spans):
+            changes = self.problem.lever_buffers([i])
+            for buffer in self.problem.lever_buffers(rivals):
+                changes.append(buffer._replace(bytes=-buffer.bytes))
+            for change in changes:
+                room[change.first : change.last + 1] -= change.bytes
+            if all(room[change.first : change.last + 1].min(initial=0) >= 0 for change in changes):
                 pulled = pulled - rivals | {i}
             else:
-                for span, size in spans:
-                    span += size
+                for change in changes:
+                    room[change.first : change.last + 1] += change.bytes
         return pulled
 
     def _full(self, levers: Levers) -> Choice:
@@ -202,13 +198,14 @@ class Search:
         problem = self.problem
         room = (self.loads.memory - by_operation(self.loads.bytes_unbucketed(levers))).tolist()
         dropped = problem.dropped(levers)
-        gathers = [(i, g) for i, g in enumerate(problem.gathers) if i not in dropped]
-        first = [i for i, g in gathers if g.repeats is None]
-        regathers = [i for i, g in gathers if g.repeats is not None]
-        buckets = [
-            *gather_buckets(problem, first, room, FIRST_GATHERS),
-            *gather_buckets(problem, regathers, room, REGATHERS),
-        ]
+        first: list[int] = []
+        regathers: list[int] = []
+        for i, gather in enumerate(problem.gathers):
+            if i not in dropped:
+                same = first if gather.repeats is None else regathers
+                same.append(i)
+        buckets = gather_buckets(problem, first, room, FIRST_GATHERS)
+        buckets += gather_buckets(problem, regathers, room, REGATHERS)
         reductions = reduction_buckets(problem, room, REDUCTIONS)
         return Choice(in_order(problem, buckets), tuple(reductions), levers, lead=2.0)
 
@@ -221,14 +218,14 @@ class Search:
             while parts and self.effort > 0:
                 part = parts.pop(0)
                 previous_best = self.best
-                merged = _merged(getattr(previous_best.choice, kind), set(part))
-                self.attempt(
-                    with_buckets(previous_best.choice, kind, merged), previous_best.seconds
-                )
+                choice = previous_best.choice
+                merged = _merged(getattr(choice, kind), set(part))
+                self.attempt(with_buckets(choice, kind, merged), previous_best.seconds)
                 if self.best is not previous_best:
                     improved = True
                 elif len(part) > 1:
-                    parts += [part[: len(part) // 2], part[len(part) // 2 :]]
+                    middle = len(part) // 2
+                    parts += [part[:middle], part[middle:]]
 
     def _pairs(self, kind: Kind) -> list[int]:
         """The first members of buckets that can be merged with the next one."""
@@ -249,7 +246,9 @@ class Search:
         total = self.effort
         self.improved = total
         while changes and not self.finished:
-            if self.improved - self.effort > self.patience + 3 * (total - self.improved):
+            until_improved = total - self.improved
+            since_improved = self.improved - self.effort
+            if since_improved > self.patience + 3 * until_improved:
                 break
             placed = self.attempt(self._neighbour(current.choice, changes), current.seconds)
             if placed is not None and placed.seconds <= current.seconds:
@@ -259,7 +258,8 @@ class Search:
         """A choice with one to three random changes."""
         kinds, weights = zip(*changes)
         # One change is the most frequent. Several at once leave a choice that no single change improves.
-        for change in self.chance.choices(kinds, weights, k=self.chance.choice((1, 1, 2, 3))):
+        count = self.chance.choice((1, 1, 2, 3))
+        for change in self.chance.choices(kinds, weights, k=count):
             # Levers may have dropped all messages. Then there is nothing left to change.
             if choice.gathers or choice.reductions:
                 choice = change(self.chance, self.problem, choice)
@@ -297,11 +297,8 @@ def solve(
         changes: the random changes that the search makes, with their weights.
 
     Raises:
-        Infeasible: no schedule fits the memory.
+        ValueError: the memory is too small to send every message alone; see `least_memory`.
     """
-    least = needs(problem)
-    if least.bytes > problem.memory:
-        raise Infeasible(*least)
     search = Search(problem, bound(problem).seconds, effort)
     search.begin()
     search.merge("gathers")

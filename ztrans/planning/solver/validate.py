@@ -1,4 +1,7 @@
-"""validate: whether a schedule keeps every limit of its problem but that of memory, which `evaluate` counts."""
+"""validate: whether a schedule keeps every limit of its problem, except that of memory.
+
+Memory is counted in the program that is written from the schedule (see `cost.memory`).
+"""
 
 from __future__ import annotations
 
@@ -43,11 +46,9 @@ def _names(messages: Sequence[Gather | Reduction], members: Sequence[int]) -> st
 
 
 def _check_levers(problem: Problem, schedule: Schedule) -> None:
-    """No other lever drops a gather in whose place one sends another."""
-    times = Counter(i for lever in schedule.levers for i in problem.levers[lever].dropped)
-    sent = [i for lever in schedule.levers for i in problem.levers[lever].sent]
-    replaced = {problem.gathers[i].instead for i in sent}
-    twice = [i for i, count in times.items() if count > 1 and i in replaced]
+    """Only one lever drops a gather: either the whole value is kept for it, or a part."""
+    times = Counter(problem.levers[i].drops for i in schedule.levers)
+    twice = [i for i, count in times.items() if count > 1]
     if twice:
         names = _names(problem.gathers, twice)
         raise ScheduleError(
@@ -64,17 +65,23 @@ def _check_buckets(
 ) -> None:
     """Every message is in one bucket, with others of its key; buckets are in the order of their start."""
     times = Counter(i for bucket in buckets for i in bucket.members)
-    odd = [i for i in range(len(messages)) if times[i] != (i not in absent)]
-    if odd or not times.keys() <= {*range(len(messages))}:
+    odd: list[int] = []
+    for i in range(len(messages)):
+        expected = 0 if i in absent else 1
+        if times[i] != expected:
+            odd.append(i)
+    unknown = times.keys() - range(len(messages))
+    if odd or unknown:
         raise ScheduleError(f"not every {kind} is in one bucket: {_names(messages, odd)}")
+
     for bucket in buckets:
         names = _names(messages, bucket.members)
         if len({messages[i].key for i in bucket.members}) != 1:
             raise ScheduleError(f"{kind}s of several kinds share the bucket {names}")
         if not 0 <= bucket.start <= bucket.wait <= len(problem.seconds):
             raise ScheduleError(
-                f"the {kind} {names} starts {problem.place(bucket.start)}, and is waited for "
-                f"{problem.place(bucket.wait)}: out of order"
+                f"the {kind} {names} starts {problem.place_text(bucket.start)}, and is waited for "
+                f"{problem.place_text(bucket.wait)}: out of order"
             )
     _check_order(kind, buckets, messages)
 
@@ -96,12 +103,12 @@ def _check_gather(problem: Problem, bucket: Bucket) -> None:
     release = max(g.release for g in members)
     if bucket.wait != use:
         raise ScheduleError(
-            f"the gather {names} is first used {problem.place(use)}, and not waited for there"
+            f"the gather {names} is first used {problem.place_text(use)}, and not waited for there"
         )
     if bucket.start < release:
         raise ScheduleError(
-            f"the gather {names} starts {problem.place(bucket.start)}, and may start "
-            f"{problem.place(release)} at the earliest"
+            f"the gather {names} starts {problem.place_text(bucket.start)}, and may start "
+            f"{problem.place_text(release)} at the earliest"
         )
 
 
@@ -109,16 +116,16 @@ def _check_reduction(problem: Problem, bucket: Bucket) -> None:
     members = [problem.reductions[i] for i in bucket.members]
     names = _names(problem.reductions, bucket.members)
     born = max(r.born for r in members) + 1
-    need = min(len(problem.seconds), *(r.need for r in members))
+    deadline = min(len(problem.seconds), *(r.deadline for r in members))
     if bucket.start != born:
-        start = problem.place(born)
+        start = problem.place_text(born)
         raise ScheduleError(
             f"the reduction {names} has its last gradient {start}, and does not start there"
         )
-    if bucket.wait > need:
+    if bucket.wait > deadline:
         raise ScheduleError(
-            f"the reduction {names} is waited for {problem.place(bucket.wait)}, and needed "
-            f"{problem.place(need)}"
+            f"the reduction {names} is waited for {problem.place_text(bucket.wait)}, and needed "
+            f"{problem.place_text(deadline)}"
         )
 
 
@@ -136,7 +143,7 @@ def _check_in_flight(
         under_way.append(Buffer(size, bucket.start, bucket.wait - 1))
     flight = live_by_slot(under_way, len(problem.seconds) + 1)
     if flight.max() > limit:
-        where = problem.place(int(flight.argmax()))
+        where = problem.place_text(int(flight.argmax()))
         raise ScheduleError(
             f"{flight.max()} bytes of {kind} are under way {where}, and {limit} may be"
         )
@@ -144,9 +151,9 @@ def _check_in_flight(
 
 def _check_between(problem: Problem, schedule: Schedule) -> None:
     """Matmuls between two starts of reductions."""
-    places = problem.without_start(bucket.start for bucket in schedule.reductions)
+    places = problem.gap_between_starts(bucket.start for bucket in schedule.reductions)
     if places is not None:
-        first, second = map(problem.place, places)
+        first, second = map(problem.place_text, places)
         raise ScheduleError(
             f"no reduction starts between the places {first} and {second}, which more than "
             f"{problem.max_between} matmuls part"
