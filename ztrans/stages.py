@@ -52,7 +52,12 @@ from .planning.make_plan import make_plan, with_memory_notes
 from .planning.place_copies import check_host_memory, place_copies
 from .planning.plan import Plan
 from .planning.realise import apply_plan, follow_plan
-from .planning.recompute.ladder import has_choice, moved_by, plan_recomputation, recomputing
+from .planning.recompute.plan_recomputation import (
+    has_choice,
+    plan_recomputation,
+    values_on_host,
+    with_recomputation,
+)
 from .planning.simulate import simulate
 from .planning.skeleton import Neighbours, skeleton
 from .planning.solver.bound import bound
@@ -206,7 +211,7 @@ class Traced(Printed):
         if plan is None:
             plan = Plan("")
         if plan.recomputed:
-            graph = recomputing(graph, plan)
+            graph = with_recomputation(graph, plan)
             history = (*history, ("recompute", graph))
         return self._sharded(graph, history, cluster, plan)
 
@@ -241,7 +246,7 @@ class Traced(Printed):
         """
         graph, history = self._transformed(graph, history, lambda t: t.phase >= Transform.phase)
         graph = among_neighbours(dce(erase_trivial(erase_marks(graph))))
-        on_host = demanded_on_host(graph) | moved_by(plan, graph)
+        on_host = demanded_on_host(graph) | values_on_host(plan, graph)
         graph = dce(keep_on_host(graph, on_host))
         if graph.hints.update == "last":
             graph = writes_last(graph)

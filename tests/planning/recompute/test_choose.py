@@ -23,7 +23,8 @@ from ztrans.planning.cluster import cluster
 from ztrans.planning.recompute.absences import HostLink
 from ztrans.planning.recompute.choose import choose, choose_least, classes
 from ztrans.planning.recompute.estimate import baseline_of
-from ztrans.planning.recompute.model import NEVER, Computation, Model, Residency, Value
+from ztrans.planning.recompute.model import NEVER, Computation, Model, Value
+from ztrans.planning.recompute.residency import Residency
 
 aten = torch.ops.aten
 MACHINES = cluster("h100", dp="nvlink4")
@@ -123,7 +124,9 @@ def test_a_choice_takes_few_moves():
     """Counted, not timed: about two moves are weighed for each that is made, and a few for each class."""
     _, model = step("gpt")
     with (
-        mock.patch.object(Residency, "move", autospec=True, side_effect=Residency.move) as weighed,
+        mock.patch.object(
+            Residency, "change", autospec=True, side_effect=Residency.change
+        ) as weighed,
         mock.patch.object(Residency, "apply", autospec=True, side_effect=Residency.apply) as made,
     ):
         choose(model, target(model, 0.5))
@@ -271,7 +274,7 @@ def test_moves_add_up_and_can_be_taken_back(model, order):
     residency = Residency(model)
     for _ in range(6):
         i = order.randrange(len(model.computations))
-        residency.apply(residency.move({i: i not in residency.repeated}))
+        residency.apply(residency.change({i: i not in residency.repeated}))
         assert_as_made_at_once(residency)
 
 
@@ -283,7 +286,7 @@ def test_moves_to_the_host_add_up_too(model, order):
         i = order.randrange(len(model.computations))
         place = order.choice(["device", "again", "hidden", "exposed"])
         copied = place if place in ("hidden", "exposed") else None
-        residency.apply(residency.move({i: place == "again"}, {i: copied}))
+        residency.apply(residency.change({i: place == "again"}, {i: copied}))
         assert_as_made_at_once(residency)
 
 
@@ -300,7 +303,9 @@ def test_a_choice_with_the_host_has_the_bytes_of_its_values(model, share):
 
 
 def assert_as_made_at_once(residency):
-    at_once = Residency(residency.model, sorted(residency.repeated), residency.on_host)
+    at_once = Residency(residency.model)
+    repeats = dict.fromkeys(sorted(residency.repeated), True)
+    at_once.apply(at_once.change(repeats, residency.on_host))
     assert (residency.live == at_once.live).all()
     assert residency.first == at_once.first and residency.last == at_once.last
     assert residency.absent == at_once.absent

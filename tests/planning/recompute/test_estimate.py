@@ -17,7 +17,7 @@ from ztrans.ir.recompute import recompute
 from ztrans.planning.buffers import by_operation
 from ztrans.planning.recompute.choose import choose
 from ztrans.planning.recompute.estimate import baseline_of, problem_of
-from ztrans.planning.recompute.ladder import splits
+from ztrans.planning.recompute.plan_recomputation import candidates_within
 from ztrans.planning.simulate import simulate
 from ztrans.planning.solver.loads import Loads
 from ztrans.planning.solver.problem import NO_LEVERS
@@ -72,18 +72,18 @@ def test_the_problem_of_a_choice_has_the_bytes_and_the_compute_of_its_model(shar
     assert added.sum() == pytest.approx(chosen.seconds) and added.min() >= 0
 
 
-def test_the_split_that_is_estimated_to_be_the_fastest_is_so_in_full_plans():
+def test_the_candidate_that_is_estimated_to_be_the_fastest_is_so_in_full_plans():
     """To 1%: an estimate leaves out some messages, and what messages and kernels take of one memory."""
     step = baseline("GPT 2 x 128, fp32", 64)
     limit = int(0.9 * step.model.live.max())
-    candidates = splits(step, limit)
+    candidates = candidates_within(step, limit)
     assert len(candidates) > 2
     graph = traced("GPT 2 x 128, fp32").graph
     seconds = []
-    for split in candidates:
-        values = {step.model.values[v].var for v in split.residency.recomputed()}
+    for candidate in candidates:
+        values = {step.model.values[v].var for v in candidate.residency.recomputed()}
         seconds.append(full_seconds(recompute(graph, values), limit))
-    estimated = [split.seconds for split in candidates]
+    estimated = [candidate.seconds for candidate in candidates]
     assert seconds[int(np.argmin(estimated))] <= 1.01 * min(seconds)
 
 

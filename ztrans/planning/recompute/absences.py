@@ -18,7 +18,8 @@ from typing import Literal, NamedTuple
 
 # Whether compute hides the copies of a value, or waits for both.
 Copied = Literal["hidden", "exposed"]
-Absence = tuple[int, int]  # the first and the last place at which a value is not on the device
+# The first and the last place at which a value is not on the device.
+Absence = tuple[int, int]
 
 
 class HostLink(NamedTuple):
@@ -41,13 +42,22 @@ class HostLink(NamedTuple):
 
 
 class Stay(NamedTuple):
-    """A value that waits on the host, by index."""
+    """A value that waits on the host.
+
+    Attributes:
+        value: its index in the model.
+        bytes: of each of its copies.
+        born: the place of the operation that computes it.
+        forward: the last place before backward that needs it.
+        first: the first place in backward that needs it.
+        copied: whether compute hides its copies.
+    """
 
     value: int
     bytes: int
-    born: int  # the place of the operation that computes it
-    forward: int  # the last place before backward that needs it
-    first: int  # the first place in backward that needs it
+    born: int
+    forward: int
+    first: int
     copied: Copied
 
 
@@ -59,11 +69,15 @@ def absences(link: HostLink, stays: Iterable[Stay]) -> dict[int, Absence]:
         absent[stay.value] = stay.forward + 1, stay.first - 1
         if stay.copied == "hidden":
             hidden.append(stay)
+
+    # The lane out: `end` is when the values before have left.
     end = 0.0
     for stay in sorted(hidden, key=lambda stay: (stay.born, stay.value)):
         end = max(end, link.clock[stay.born + 1]) + link.seconds(stay.bytes)
         left = bisect_left(link.clock, end)
         absent[stay.value] = max(left, stay.forward + 1), stay.first - 1
+
+    # The lane in, from the last value to the first: `begin` is when the next one must start to return.
     begin = float("inf")
     for stay in sorted(hidden, key=lambda stay: (-stay.first, -stay.value)):
         begin = min(begin, link.clock[stay.first]) - link.seconds(stay.bytes) - link.call

@@ -24,19 +24,22 @@ from __future__ import annotations
 import functools
 import heapq
 from collections.abc import Callable, Hashable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from ...ir.relations import grouped
 from .absences import Copied
-from .model import NEVER, Computation, Model, Move, Residency
+from .model import NEVER, Computation, Model
+from .residency import Change, Residency
 
-_DEPTH = 4  # of the inputs by which equal computations are told from others
-_CHAIN = 15  # the most computations that are proposed together
-_VARIANTS = 8  # the most sets that are proposed for one computation
-
-
-_BISECTIONS = 8  # of the targets that are tried to find the lowest peak
+# How many equations before a computation tell it from others.
+_DEPTH = 4
+# The most computations that are repeated by one change, and the most such sets that are weighed for one computation.
+_CHAIN = 15
+_VARIANTS = 8
+# How many targets are tried to find the lowest peak.
+_BISECTIONS = 8
 
 
 def choose(model: Model, target: float) -> Residency:
@@ -76,6 +79,13 @@ def choose_least(model: Model) -> Residency:
     return best
 
 
+class Proposal(NamedTuple):
+    """A change that removes excess, and its score: the excess that it removes for what it costs."""
+
+    score: float
+    change: Change
+
+
 class _Search:
     """A choice as it is made: each step leaves a residency that the next one changes."""
 
@@ -85,7 +95,7 @@ class _Search:
         self.residency = Residency(model, model.forced)
 
     def result(self) -> Residency:
-        """The choice, after what was moved to the host before."""
+        """The choice, beginning with what has been moved to the host before."""
         self.repeat()
         self.wait_instead()
         self.move_to_host("hidden")
@@ -103,31 +113,30 @@ class _Search:
 
         Results that wait the longest go first: they remove most excess for the time that they take of the link.
         """
-        _Descent(self, lambda i: self._absence(i, copied)).run()
+        _Descent(self, lambda i: self._stay_on_host(i, copied)).run()
 
-    def _best_repetition(self, i: int) -> tuple[float, Move | None]:
-        """The best way to repeat a computation, and its score: the excess that it removes for a second of compute."""
-        best: Move | None = None
-        best_score = 0.0
+    def _best_repetition(self, i: int) -> Proposal | None:
+        """The best way to repeat a computation: it removes most excess for a second of compute."""
+        best: Proposal | None = None
         for variant in self._variants(i):
-            move = self.residency.move(dict.fromkeys(variant, True))
-            score = self._removed(move) / max(move.price, 1e-9)
-            if score > best_score:
-                best = move
-                best_score = score
-        return best_score, best
+            change = self.residency.change(dict.fromkeys(variant, True))
+            score = self._removed(change) / max(change.price, 1e-9)
+            if score > 0 and (best is None or score > best.score):
+                best = Proposal(score, change)
+        return best
 
     def _variants(self, i: int) -> Iterator[frozenset[int]]:
         """Sets that repeat a computation: with all before it that are dead by then, and with fewer of them."""
-        computation = self.model.computations[i]
         if i in self.residency.repeated or i in self.residency.on_host:
             return
+        computation = self.model.computations[i]
         place = min((self.residency.first[v] for v in computation.droppable), default=NEVER)
         if place == NEVER:
             return
         chain = self._with_dead(i, place, -1)
         yield chain
         seen = {chain}
+        # What a shorter chain leaves out is kept for longer instead.
         for stop in sorted(chain - {i}, reverse=True):
             variant = self._with_dead(i, place, stop)
             if variant not in seen:
@@ -146,23 +155,24 @@ class _Search:
         while unread and len(found) < _CHAIN:
             for v in model.computations[unread.pop()].args:
                 value = model.values[v]
-                is_there = max(value.forward, self.residency.last[v]) >= place
                 maker = value.maker
-                if is_there or not value.may_go or maker == stop or maker in found:
+                is_live = max(value.forward, self.residency.last[v]) >= place
+                if is_live or not value.may_go or maker == stop or maker in found:
                     continue
-                if maker not in self.residency.repeated and maker not in self.residency.on_host:
-                    found[maker] = None
-                    unread.append(maker)
+                if maker in self.residency.repeated or maker in self.residency.on_host:
+                    continue
+                found[maker] = None
+                unread.append(maker)
         return frozenset(found)
 
-    def _absence(self, i: int, copied: Copied) -> tuple[float, Move | None]:
-        """The move of results of a computation to the host, and the excess that it removes for a byte of the link."""
+    def _stay_on_host(self, i: int, copied: Copied) -> Proposal | None:
+        """To move the results of a computation to the host. The score is the excess that it removes for a byte."""
         size = self._movable_bytes(i)
         if not size or i in self.residency.repeated:
-            return 0.0, None
-        move = self.residency.move({}, {i: copied})
-        score = self._removed(move) / size
-        return (score, move) if score > 0 else (0.0, None)
+            return None
+        change = self.residency.change({}, {i: copied})
+        score = self._removed(change) / size
+        return Proposal(score, change) if score > 0 else None
 
     def wait_instead(self) -> None:
         """Let results wait on the host instead of computing them again, the dearest first for their bytes.
@@ -175,17 +185,17 @@ class _Search:
             if size:
                 prices[i] = self.model.computations[i].seconds / size
         for i in sorted(prices, key=lambda i: (-prices[i], i)):
-            move = self.residency.move({i: False}, {i: "hidden"})
-            if move.price < 0 and self._removed(move) >= 0:
-                self.residency.apply(move)
+            change = self.residency.change({i: False}, {i: "hidden"})
+            if change.price < 0 and self._removed(change) >= 0:
+                self.residency.apply(change)
 
     def _movable_bytes(self, i: int) -> int:
         """The bytes of the results of a computation that may wait on the host."""
         return sum(self.model.values[v].bytes for v in self.model.computations[i].movable)
 
-    def _removed(self, move: Move) -> float:
-        """The excess that a move removes."""
-        before, after = self.residency.window(move)
+    def _removed(self, change: Change) -> float:
+        """The excess that a change removes."""
+        before, after = self.residency.window(change)
         return _excess(before, self.target) - _excess(after, self.target)
 
     def give_back(self) -> None:
@@ -194,19 +204,19 @@ class _Search:
         repeated = residency.repeated.difference(self.model.forced)
         dearest = sorted(repeated, key=lambda i: (-self.model.computations[i].seconds, i))
         for i in (*dearest, *sorted(residency.on_host, reverse=True)):
-            stays = {i: None} if i in residency.on_host else {}
-            move = residency.move({i: False}, stays)
-            _, after = residency.window(move)
-            if move.price <= 0 and after.max(initial=0) <= self.target:
-                residency.apply(move)
+            hosts = {i: None} if i in residency.on_host else {}
+            change = residency.change({i: False}, hosts)
+            _, after = residency.window(change)
+            if change.price <= 0 and after.max(initial=0) <= self.target:
+                residency.apply(change)
 
 
-# The best move for a computation, and its score; None if no move helps.
-Weigh = Callable[[int], tuple[float, Move | None]]
+# The best change for a computation; None if no change helps.
+Weigh = Callable[[int], Proposal | None]
 
 
 class _Descent:
-    """Moves that bring the live bytes down to a target, the best first."""
+    """Changes that bring the live bytes down to a target, the best first."""
 
     def __init__(self, search: _Search, weigh: Weigh) -> None:
         self.search = search
@@ -214,14 +224,17 @@ class _Descent:
         self.weigh = weigh
         # The members of each class that have not been proposed, the earliest last.
         self.unproposed = [list(members[::-1]) for members in classes(search.model)]
-        self.class_of = {i: k for k, members in enumerate(self.unproposed) for i in members}
-        self.fronts: set[int] = set()  # the members that stand for their classes
+        self.class_of: dict[int, int] = {}
+        for k, members in enumerate(self.unproposed):
+            self.class_of.update(dict.fromkeys(members, k))
+        # The members that stand for their classes.
+        self.fronts: set[int] = set()
         # The negative of a score, and a computation. Only the last score of a computation counts.
         self.proposals: list[tuple[float, int]] = []
         self.score_of: dict[int, float] = {}
 
     def run(self) -> None:
-        """Make moves until the live bytes are within the target, or nothing helps."""
+        """Make changes until the live bytes are within the target, or nothing helps."""
         if self.residency.peak <= self.search.target:
             return
         for members in self.unproposed:
@@ -232,17 +245,17 @@ class _Descent:
                 self._weigh_again(i)
 
     def _weigh_again(self, i: int) -> None:
-        """Make the best move for a computation, if it is still the best of all.
+        """Make the best change for a computation, if it is still the best of all.
 
         Most scores have become worse since they were computed, so an old one is an upper estimate.
         """
-        score, move = self.weigh(i)
-        if move is None:
+        proposal = self.weigh(i)
+        if proposal is None:
             self._leave(i)
-        elif self.proposals and score < -self.proposals[0][0]:
-            self._propose(i, score)
+        elif self.proposals and proposal.score < -self.proposals[0][0]:
+            self._propose(i, proposal.score)
         else:
-            self._make(move)
+            self._make(proposal.change)
 
     def _propose(self, i: int, score: float) -> None:
         self.score_of[i] = score
@@ -259,29 +272,30 @@ class _Descent:
         """Propose the earliest member of a class that helps."""
         while members:
             i = members.pop()
-            score, move = self.weigh(i)
-            if move is not None:
+            proposal = self.weigh(i)
+            if proposal is not None:
                 self.fronts.add(i)
-                self._propose(i, score)
+                self._propose(i, proposal.score)
                 return
             self.score_of[i] = 0.0
 
-    def _make(self, move: Move) -> None:
-        self.residency.apply(move)
-        for i in (*move.repeats, *move.hosts):
+    def _make(self, change: Change) -> None:
+        self.residency.apply(change)
+        for i in (*change.repeats, *change.hosts):
             self._leave(i)
         # A score may rise if what was kept longer for it is now kept, or recomputed, anyway.
-        for i in sorted(self._around(move)):
-            if i not in self.residency.repeated and i in self.score_of:
-                score, better = self.weigh(i)
-                if better is not None and score > self.score_of[i]:
-                    self._propose(i, score)
+        for i in sorted(self._around(change)):
+            if i in self.residency.repeated or i not in self.score_of:
+                continue
+            proposal = self.weigh(i)
+            if proposal is not None and proposal.score > self.score_of[i]:
+                self._propose(i, proposal.score)
 
-    def _around(self, move: Move) -> set[int]:
+    def _around(self, change: Change) -> set[int]:
         """The computations that compute what the repeated ones read, or read what they compute."""
         model = self.search.model
         around: set[int] = set()
-        for i in move.repeats:
+        for i in change.repeats:
             computation = model.computations[i]
             around.update(model.values[v].maker for v in computation.args)
             for v in computation.results:
@@ -309,21 +323,26 @@ def classes(model: Model) -> tuple[tuple[int, ...], ...]:
     keys = [number(_description(model, computation)) for computation in computations]
     readers = []
     for computation in computations:
-        of_results = [keys[i] for v in computation.results for i in model.readers[v]]
+        of_results: list[int] = []
+        for v in computation.results:
+            of_results += [keys[i] for i in model.readers[v]]
         readers.append(tuple(sorted(of_results)))
+    # Each round tells apart computations whose inputs the round before has told apart.
     for _ in range(_DEPTH):
-        inputs = [tuple(keys[model.values[v].maker] for v in c.args) for c in computations]
-        keys = [number(pair) for pair in zip(keys, inputs)]
+        new_keys = []
+        for key, computation in zip(keys, computations):
+            inputs = tuple(keys[model.values[v].maker] for v in computation.args)
+            new_keys.append(number((key, inputs)))
+        keys = new_keys
+
     members = grouped(zip(zip(keys, readers), range(len(computations))))
-    return tuple(
-        tuple(of_class) for of_class in members.values() if _may_change(model, of_class[0])
-    )
-
-
-def _may_change(model: Model, i: int) -> bool:
-    """Whether a computation may be repeated, or its results moved, and that of all equal ones."""
-    computation = model.computations[i]
-    return bool(computation.droppable or computation.movable)
+    several = []
+    for of_class in members.values():
+        # Equal computations have results of the same kinds, so the first one speaks for all.
+        first = computations[of_class[0]]
+        if first.droppable or first.movable:
+            several.append(tuple(of_class))
+    return tuple(several)
 
 
 def _description(model: Model, computation: Computation) -> Hashable:

@@ -28,13 +28,16 @@ from ..skeleton import skeleton
 from ..solver.evaluate import evaluate
 from ..solver.loads import Loads
 from ..solver.problem import NO_LEVERS, Problem
-from ..solver.search import needs, solve
+from ..solver.search import least_memory, solve
 from .absences import HostLink
 from .choose import choose, choose_least
-from .model import NEVER, Model, Residency, model_of, places_of
+from .model import NEVER, Model, model_of, places_of
+from .residency import Residency
 
-_EFFORT = 2000  # messages that a search places for an estimate
-_LEAST_MOVED = 1 << 16  # bytes of a value that is moved to the host: less is not worth a copy
+# Messages that the search of an estimate places.
+_EFFORT = 2000
+# Bytes of a value that may wait on the host: less is not worth a copy.
+_LEAST_MOVED = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +49,7 @@ class Baseline:
     Attributes:
         model: its values and computations.
         problem: of its order.
-        micro: the number of micro-batches.
+        micro: how many micro-batches the step has.
         other_bytes: what the other micro-batches have live.
     """
 
@@ -62,11 +65,13 @@ class Baseline:
     def seconds(self, residency: Residency, limit: int) -> float:
         """The seconds that a step takes within a limit if it recomputes a choice, as they are estimated."""
         problem = self._within(residency, limit)
-        problem = dataclasses.replace(problem, memory=max(problem.memory, needs(problem).bytes))
+        problem = dataclasses.replace(problem, memory=max(problem.memory, least_memory(problem)))
         seconds = evaluate(problem, solve(problem, _EFFORT)).seconds
         # No message of the problem is a copy to the host: what copies take of compute comes on top.
         repeated = sum(problem.seconds) - sum(self.problem.seconds)
-        return seconds + residency.price - repeated + (self.micro - 1) * residency.price
+        seconds = seconds + residency.price - repeated
+        # The other micro-batches recompute and copy as much.
+        return seconds + (self.micro - 1) * residency.price
 
     def choice(self, target: float) -> Residency:
         """What backward recomputes so that the live bytes stay within a target, if they can.
@@ -81,12 +86,14 @@ class Baseline:
         live = by_operation(Loads(problem).bytes_unbucketed(NO_LEVERS)) + self.other_bytes
         if (live == first.live).all():
             return first
-        with_later_waits = dataclasses.replace(
-            self.model, live=live - (first.live - self.model.live)
-        )
-        second = choose(with_later_waits, target)
-        is_better = first.peak > target or second.price < first.price
-        return second if second.peak <= target and is_better else first
+
+        live_without = live - (first.live - self.model.live)
+        second = choose(dataclasses.replace(self.model, live=live_without), target)
+        if second.peak > target:
+            return first
+        if first.peak <= target and first.price <= second.price:
+            return first
+        return second
 
     @functools.cached_property
     def lowest(self) -> Residency:
@@ -109,12 +116,14 @@ def baseline_of(graph: Graph, hinted: Graph, cluster: Cluster) -> Baseline:
     other_bytes = (hinted.micro - 1) * sum(size(v) for v in hinted.batch if is_cut(hinted, v))
     live = by_operation(Loads(problem).bytes_unbucketed(NO_LEVERS)) + other_bytes
     duration = dict(zip(graph.eqns, equation_seconds(graph, cluster)))
+
     link = None
     movable: set[str] = set()
     if hinted.hints.offload:
         latency, pace = cluster.copy_seconds(1)
         link = HostLink(problem.seconds_before, latency, pace, cluster.device.kernel_gap)
         movable = {v.name for v in values_for_backward(hinted) if size(v) >= _LEAST_MOVED}
+
     at_least = graph.hints.recompute_at_least
     places = places_of(s.graph, s.ops)
     model = model_of(graph, duration.__getitem__, places, live, at_least, link, movable)

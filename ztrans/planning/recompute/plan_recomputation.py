@@ -1,15 +1,15 @@
-"""ladder: plan a step whose plan also chooses what backward recomputes, or finds on the host, within one limit.
+"""plan_recomputation: plan a step whose plan also chooses what backward recomputes, or finds on the host.
 
-Messages and activations share the limit, and no price says how: a bucket that is held longer may be worth more than
-the compute that makes room for it, or nothing. So several splits are tried. The first leaves to activations what
-messages do not need in any order. Each further one leaves more to messages, by recomputing more.
+Messages and activations share one limit of memory, and no price says how: a bucket that is held longer may be worth
+more than the compute that makes room for it, or nothing. So several candidates are tried. The first leaves to
+activations what messages do not need in any order. Each further one leaves more to messages, by recomputing more.
 A schedule is the judge of each (see `estimate`). The two that seem fastest are planned in full:
 
     program --> choose --> recompute --> shard, hint --> move to the host --> plan --> place copies --> simulate
 
-If no order of its program fits the limit, the choice is corrected. A split whose compute alone takes longer than the
-best step so far is skipped, and so are all after it. The choice depends on the program and the cluster alone, so ranks
-with batches of one size make the same choice.
+If no order of its program fits the limit, the choice is corrected. A candidate whose compute alone takes longer than
+the best step so far is skipped, and so are all after it. The choice depends on the program and the cluster alone, so
+ranks with batches of one size make the same choice.
 """
 
 from __future__ import annotations
@@ -33,14 +33,18 @@ from ..realise import PlanError
 from ..simulate import simulate
 from ..solver.validate import ScheduleError
 from .estimate import Baseline, baseline_of
-from .model import Residency
+from .residency import Residency
 
-_RUNGS = 12  # targets between the state and the peak of the step in which everything is kept
-_PLANS = 2  # splits that are planned in full
-_CLOSE = 0.1  # one that is estimated to be slower than the fastest by this share is not
-_PATIENCE = 2  # splits in a row that are no faster, after which the search ends
-_CORRECTIONS = 4  # times that a target is made smaller because no plan fits
-_LEAST_CORRECTION = 0.005  # by this share of the limit at least
+# Targets between the state and the peak of the step in which everything is kept.
+_TARGETS = 12
+# Candidates that are planned in full. One that is estimated to be slower than the fastest by the share `_CLOSE` is not.
+_PLANS = 2
+_CLOSE = 0.1
+# Candidates in a row that are no faster, after which the search ends.
+_PATIENCE = 2
+# Times that a target is made smaller because no plan fits, each by this share of the limit at least.
+_CORRECTIONS = 4
+_LEAST_CORRECTION = 0.005
 
 # From a program before it is sharded, and the names of values that wait on the host, to the program of one rank, with
 # hints and no order.
@@ -48,8 +52,8 @@ Lower = Callable[[Graph, tuple[str, ...]], Graph]
 Ordering = Callable[[Graph, Cluster], tuple[Plan, Graph]]  # as `make_plan`
 
 
-class Split(NamedTuple):
-    """What becomes of the values of forward, and the seconds that the step takes, as they were estimated."""
+class Candidate(NamedTuple):
+    """What may become of the values of forward, and the seconds that the step then takes, as they were estimated."""
 
     residency: Residency
     seconds: float
@@ -97,23 +101,33 @@ def plan_recomputation(
     return _Planner(graph, lower, cluster, baseline).best_within(limit)
 
 
-def splits(baseline: Baseline, limit: int) -> list[Split]:
-    """The splits of a limit that may be the fastest, those that recompute least first."""
-    found: dict[tuple[frozenset[int], frozenset[int]], Split] = {}
+def candidates_within(baseline: Baseline, limit: int) -> list[Candidate]:
+    """The choices within a limit that may be the fastest, those that recompute least first."""
+    candidates: list[Candidate] = []
+    choices: set[tuple[frozenset[int], frozenset[int]]] = set()
     best = float("inf")
     slower = 0
     for target in _targets(baseline, limit):
         residency = baseline.choice(target)
         choice = frozenset(residency.recomputed()), frozenset(residency.waiting())
-        if choice in found:
+        if choice in choices:
             continue
-        if residency.peak > target or slower == _PATIENCE or baseline.compute(residency) >= best:
+        choices.add(choice)
+
+        # Lower targets only recompute more: none of them fits either, or takes less compute.
+        if residency.peak > target or baseline.compute(residency) >= best:
             break
-        split = Split(residency, baseline.seconds(residency, limit))
-        found[choice] = split
-        slower = slower + 1 if split.seconds >= best else 0
-        best = min(best, split.seconds)
-    return list(found.values())
+        if slower == _PATIENCE:
+            break
+
+        seconds = baseline.seconds(residency, limit)
+        candidates.append(Candidate(residency, seconds))
+        if seconds < best:
+            best = seconds
+            slower = 0
+        else:
+            slower += 1
+    return candidates
 
 
 def _targets(baseline: Baseline, limit: int) -> Iterator[float]:
@@ -121,10 +135,11 @@ def _targets(baseline: Baseline, limit: int) -> Iterator[float]:
     yield float(limit)
     live = baseline.model.live
     state = float(live[0])
-    step = (float(live.max()) - state) / _RUNGS
-    for rung in range(_RUNGS, 0, -1):
-        if state + rung * step < limit:
-            yield state + rung * step
+    step = (float(live.max()) - state) / _TARGETS
+    for k in range(_TARGETS, 0, -1):
+        target = state + k * step
+        if target < limit:
+            yield target
 
 
 class _Planner:
@@ -142,22 +157,28 @@ class _Planner:
 
         Raises: DoesNotFit if none fits. It is the error of the one that needs least.
         """
-        candidates = splits(self.baseline, limit)
+        candidates = candidates_within(self.baseline, limit)
         best: Recomputation | None = None
-        for split in _fastest(candidates):
-            if best is None or self.baseline.compute(split.residency) < best.seconds:
-                planned = self._planned_or_corrected(split.residency, limit)
-                if planned is not None and (best is None or planned.seconds < best.seconds):
-                    best = planned
-        best = best or self._planned(self.baseline.lowest, make_plan)
+        for candidate in _fastest(candidates):
+            if best is not None and self.baseline.compute(candidate.residency) >= best.seconds:
+                continue
+            planned = self._plan_or_corrected(candidate.residency, limit)
+            if planned is None:
+                continue
+            if best is None or planned.seconds < best.seconds:
+                best = planned
+
         if best is None:
-            raise self._too_little()
+            # `make_plan` may also leave the program in the order in which it was written.
+            best = self._plan(self.baseline.lowest, make_plan)
+        if best is None:
+            raise self._does_not_fit()
         return _with_note(best, candidates)
 
-    def _planned_or_corrected(self, residency: Residency, limit: int) -> Recomputation | None:
+    def _plan_or_corrected(self, residency: Residency, limit: int) -> Recomputation | None:
         """The plan of a choice. While no order of its program fits the limit, it recomputes a little more."""
         for _ in range(1 + _CORRECTIONS):
-            planned = self._planned(residency)
+            planned = self._plan(residency)
             if planned is not None:
                 return planned
             too_much = self.errors[-1].least.peak - limit
@@ -167,9 +188,7 @@ class _Planner:
                 break
         return None
 
-    def _planned(
-        self, residency: Residency, ordering: Ordering = plan_order
-    ) -> Recomputation | None:
+    def _plan(self, residency: Residency, ordering: Ordering = plan_order) -> Recomputation | None:
         """The plan of a choice, or None if no order of its program fits the limit."""
         hinted = self._rewritten(residency)
         try:
@@ -179,10 +198,12 @@ class _Planner:
             return None
         except (ProgramError, ScheduleError):
             plan, ordered = make_plan(hinted, self.cluster)  # its notes say what was wrong
-        notes = (*plan.notes, *self._notes(residency))
-        recomputed = self._names(residency.recomputed())
-        waiting = self._names(residency.waiting())
-        plan = dataclasses.replace(plan, recomputed=recomputed, on_host=waiting, notes=notes)
+        plan = dataclasses.replace(
+            plan,
+            recomputed=self._names(residency.recomputed()),
+            on_host=self._names(residency.waiting()),
+            notes=(*plan.notes, *self._notes(residency)),
+        )
         seconds = simulate(place_copies(ordered, self.cluster), self.cluster).seconds
         return Recomputation(plan, hinted, ordered, seconds)
 
@@ -192,11 +213,11 @@ class _Planner:
         waiting = residency.waiting()
         if recomputed:
             seconds = format_seconds(self.baseline.micro * residency.seconds)
-            more = f"{len(recomputed)} values of {self._size(recomputed)}"
-            yield f"backward recomputes {more}, in {seconds}"
+            size = self._size(recomputed)
+            yield f"backward recomputes {len(recomputed)} values of {size}, in {seconds}"
         if waiting:
-            more = f"{len(waiting)} values of forward, {self._size(waiting)}"
-            yield f"{more}, wait for backward on the host"
+            size = self._size(waiting)
+            yield f"{len(waiting)} values of forward, {size}, wait for backward on the host"
 
     def _rewritten(self, residency: Residency) -> Graph:
         """The program of one rank, without an order, that recomputes and moves what was chosen."""
@@ -209,7 +230,7 @@ class _Planner:
     def _size(self, values: Sequence[int]) -> str:
         return format_bytes(sum(self.baseline.model.values[v].bytes for v in values))
 
-    def _too_little(self) -> DoesNotFit:
+    def _does_not_fit(self) -> DoesNotFit:
         """The error if no plan was found within the limit. It names a limit within which one was found.
 
         The search finds other orders within other limits, so the order that needs least so far may not be found again.
@@ -225,26 +246,27 @@ class _Planner:
         return does_not_fit(hinted, self.cluster.device, error.least)
 
 
-def _fastest(candidates: list[Split]) -> list[Split]:
-    """The splits that seem fastest, in order."""
-    ranked = sorted(candidates, key=lambda split: split.seconds)[:_PLANS]
-    return [split for split in ranked if split.seconds <= (1 + _CLOSE) * ranked[0].seconds]
+def _fastest(candidates: list[Candidate]) -> list[Candidate]:
+    """The candidates that seem fastest, in order."""
+    ranked = sorted(candidates, key=lambda candidate: candidate.seconds)[:_PLANS]
+    return [each for each in ranked if each.seconds <= (1 + _CLOSE) * ranked[0].seconds]
 
 
-def _with_note(planned: Recomputation, candidates: list[Split]) -> Recomputation:
-    """A plan with a note on the splits that were estimated."""
+def _with_note(planned: Recomputation, candidates: list[Candidate]) -> Recomputation:
+    """A plan with a note on the candidates that were estimated."""
     if len(candidates) < 2:
         return planned
+    most = candidates[0].residency.peak
     rooms = []
-    for split in candidates:
-        room = format_bytes(max(candidates[0].residency.peak - split.residency.peak, 0))
-        rooms.append(f"{room} takes about {format_seconds(split.seconds)}")
+    for candidate in candidates:
+        room = format_bytes(max(most - candidate.residency.peak, 0))
+        rooms.append(f"{room} takes about {format_seconds(candidate.seconds)}")
     note = f"memory that recomputation leaves to messages: {', '.join(rooms)}"
     plan = dataclasses.replace(planned.plan, notes=(*planned.plan.notes, note))
     return dataclasses.replace(planned, plan=plan)
 
 
-def recomputing(graph: Graph, plan: Plan) -> Graph:
+def with_recomputation(graph: Graph, plan: Plan) -> Graph:
     """The program before it is sharded, with the recomputation of a plan.
 
     Raises: PlanError if the program has no value of such a name, or must keep it.
@@ -264,7 +286,7 @@ def recomputing(graph: Graph, plan: Plan) -> Graph:
     return recompute(graph, {values[name] for name in plan.recomputed})
 
 
-def moved_by(plan: Plan, hinted: Graph) -> set[Var]:
+def values_on_host(plan: Plan, hinted: Graph) -> set[Var]:
     """The values of a program that wait on the host because its plan says so.
 
     Raises: PlanError if the program has no value of such a name, or must keep it on the device.

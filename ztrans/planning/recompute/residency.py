@@ -1,0 +1,268 @@
+"""residency: what backward repeats, what waits on the host, and the places, bytes and seconds that follow from it.
+
+A residency changes by small steps, and a search weighs thousands of them. So a `Change` has only what it changes:
+bytes from one place to another, and seconds. It is found without copying the residency, and applied only if it is made.
+The result of any changes is the same as that of the choice made at once.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from .absences import Absence, Copied, HostLink, Stay, absences
+from .model import NEVER, Model, Value
+
+# By computation, how its results are copied to the host and back, or None if they stay.
+Hosts = Mapping[int, Copied | None]
+_NO_HOSTS: Hosts = {}
+
+
+class Change(NamedTuple):
+    """What changes if computations join or leave those that are repeated, or those whose results wait on the host.
+
+    Attributes:
+        repeats: for each of these computations, whether it is repeated.
+        hosts: how results of these computations are copied, or that they stay.
+        runs_at: where computations run again, or `NEVER`.
+        first, last: where values are needed in backward.
+        absent: when values on the host are away, of all such values.
+        spans: bytes more, from a place to a place, both included.
+        seconds: of compute in addition.
+        stalls: seconds in addition for which compute waits for copies.
+    """
+
+    repeats: Mapping[int, bool]
+    hosts: Hosts
+    runs_at: Mapping[int, int]
+    first: Mapping[int, int]
+    last: Mapping[int, int]
+    absent: Mapping[int, Absence]
+    spans: tuple[tuple[int, int, int], ...]
+    seconds: float
+    stalls: float
+
+    @property
+    def price(self) -> float:
+        """The seconds that the step takes in addition."""
+        return self.seconds + self.stalls
+
+
+class Residency:
+    """Which computations are repeated, whose results wait on the host, and what follows: places, bytes and seconds.
+
+    Attributes:
+        repeated: the computations that backward runs again, where one of their results is needed.
+        on_host: those whose results wait on the host, and how these are copied. They are not repeated.
+        absent: for each value on the host that backward needs, when it is not on the device.
+        runs_at: for each computation, the place where it runs again, or `NEVER`.
+        first, last: for each value, the first and the last place in backward that needs it.
+        live: by operation, the live bytes.
+        seconds: of all that is computed again, and of the calls that start copies.
+        stalls: seconds for which compute waits for copies.
+    """
+
+    def __init__(self, model: Model, repeated: Collection[int] = ()) -> None:
+        self.model = model
+        self.repeated: set[int] = set()
+        self.on_host: dict[int, Copied] = {}
+        self.absent: Mapping[int, Absence] = {}
+        self.runs_at = [NEVER for _ in model.computations]
+        self.first = [v.first for v in model.values]
+        self.last = [v.last for v in model.values]
+        self.live = model.live.copy()
+        self.seconds = 0.0
+        self.stalls = 0.0
+        if repeated:
+            self.apply(self.change(dict.fromkeys(repeated, True)))
+
+    @property
+    def peak(self) -> int:
+        return int(self.live.max(initial=0))
+
+    def recomputed(self) -> list[int]:
+        """The values that backward computes again."""
+        values: list[int] = []
+        for i in sorted(self.repeated):
+            if self.runs_at[i] != NEVER:
+                values += self.model.computations[i].droppable
+        return values
+
+    def waiting(self) -> list[int]:
+        """The values that wait on the host for backward."""
+        return sorted(self.absent)
+
+    @property
+    def price(self) -> float:
+        """The seconds that the step takes in addition, as far as the model knows."""
+        return self.seconds + self.stalls
+
+    def change(self, repeats: Mapping[int, bool], hosts: Hosts = _NO_HOSTS) -> Change:
+        """What changes if computations join or leave those that are repeated, or whose results wait on the host."""
+        model = self.model
+        runs_at: dict[int, int] = {}
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        seconds = 0.0
+        # Later computations first: they say where earlier ones must run again.
+        waiting = [-i for i in repeats]
+        heapq.heapify(waiting)
+        queued = set(repeats)
+        while waiting:
+            i = -heapq.heappop(waiting)
+            computation = model.computations[i]
+            place = NEVER
+            if repeats.get(i, i in self.repeated):
+                place = min(first.get(v, self.first[v]) for v in computation.droppable)
+            if place == self.runs_at[i]:
+                continue
+
+            runs_at[i] = place
+            # It runs once more, once less, or as often as before at another place.
+            seconds += computation.seconds * ((place != NEVER) - (self.runs_at[i] != NEVER))
+            for v in computation.args:
+                self._needed(v, runs_at, first, last)
+                maker = model.values[v].maker
+                if v in first and maker not in queued and maker in self.repeated:
+                    queued.add(maker)
+                    heapq.heappush(waiting, -maker)
+
+        absent, stalls = self._absences(hosts, first)
+        seconds += self._call_seconds(absent) - self._call_seconds(self.absent)
+        spans = self._spans(repeats, first, last, absent)
+        more_stalls = stalls - self.stalls
+        return Change(repeats, hosts, runs_at, first, last, absent, spans, seconds, more_stalls)
+
+    @property
+    def _link(self) -> HostLink:
+        if self.model.link is None:
+            raise ValueError("a value can wait on the host only if the model knows a link to it")
+        return self.model.link
+
+    def _call_seconds(self, absent: Mapping[int, Absence]) -> float:
+        """The seconds of the calls that start both copies of values."""
+        return 2 * self._link.call * len(absent) if absent else 0.0
+
+    def _absences(
+        self, hosts: Hosts, first: Mapping[int, int]
+    ) -> tuple[Mapping[int, Absence], float]:
+        """When the values on the host are away, and the seconds for which compute waits for their copies."""
+        # All copies share the two lanes, so a value that is needed elsewhere may change every absence.
+        if not hosts and not (self.on_host and first):
+            return self.absent, self.stalls
+        stays: list[Stay] = []
+        stalls = 0.0
+        for i, copied in {**self.on_host, **hosts}.items():
+            if copied is None:
+                continue
+            for v in self.model.computations[i].movable:
+                value = self.model.values[v]
+                place = first.get(v, self.first[v])
+                if place == NEVER:
+                    continue
+                stays.append(Stay(v, value.bytes, value.born, value.forward, place, copied))
+                if copied == "exposed":
+                    stalls += 2 * self._link.seconds(value.bytes)
+        return absences(self._link, stays), stalls
+
+    def _needed(
+        self, v: int, runs_at: Mapping[int, int], first: dict[int, int], last: dict[int, int]
+    ) -> None:
+        """Note where backward needs a value if computations run again elsewhere."""
+        value = self.model.values[v]
+        earliest = value.first
+        latest = value.last
+        for reader in self.model.readers[v]:
+            place = runs_at.get(reader, self.runs_at[reader])
+            if place != NEVER:
+                earliest = min(earliest, place)
+                latest = max(latest, place)
+        if earliest != self.first[v] or v in first:
+            first[v] = earliest
+        if latest != self.last[v] or v in last:
+            last[v] = latest
+
+    def _spans(
+        self,
+        repeats: Mapping[int, bool],
+        first: Mapping[int, int],
+        last: Mapping[int, int],
+        absent: Mapping[int, Absence],
+    ) -> tuple[tuple[int, int, int], ...]:
+        """The bytes that are live in addition, and those that are no longer live, as spans of places."""
+        model = self.model
+        changed = {*first, *last}
+        if absent is not self.absent:
+            for v in {*absent, *self.absent}:
+                if absent.get(v) != self.absent.get(v):
+                    changed.add(v)
+        for i in repeats:
+            changed.update(model.computations[i].droppable)
+
+        spans: list[tuple[int, int, int]] = []
+        for v in sorted(changed):
+            value = model.values[v]
+            was_repeated = value.maker in self.repeated
+            is_repeated = repeats.get(value.maker, was_repeated)
+            old_first = self.first[v]
+            old_last = self.last[v]
+            new_first = first.get(v, old_first)
+            new_last = last.get(v, old_last)
+            before = _live_after_forward(
+                value, was_repeated, old_first, old_last, self.absent.get(v)
+            )
+            after = _live_after_forward(value, is_repeated, new_first, new_last, absent.get(v))
+            if before != after:
+                spans += [(-value.bytes, begin, end) for begin, end in before]
+                spans += [(value.bytes, begin, end) for begin, end in after]
+        return tuple(spans)
+
+    def apply(self, change: Change) -> None:
+        """Make a change."""
+        for i, is_repeated in change.repeats.items():
+            if is_repeated:
+                self.repeated.add(i)
+            else:
+                self.repeated.discard(i)
+        for i, copied in change.hosts.items():
+            self.on_host.pop(i, None)
+            if copied:
+                self.on_host[i] = copied
+        self.absent = change.absent
+        for i, place in change.runs_at.items():
+            self.runs_at[i] = place
+        for v, place in change.first.items():
+            self.first[v] = place
+        for v, place in change.last.items():
+            self.last[v] = place
+        for size, begin, end in change.spans:
+            self.live[begin : end + 1] += size
+        self.seconds += change.seconds
+        self.stalls += change.stalls
+
+    def window(self, change: Change) -> tuple[np.ndarray, np.ndarray]:
+        """The live bytes before and after a change, from the first place where it changes them to the last."""
+        window_begin = min((begin for _, begin, _ in change.spans), default=0)
+        window_end = max((end for _, _, end in change.spans), default=-1) + 1
+        before = self.live[window_begin:window_end]
+        after = before.copy()
+        for size, begin, end in change.spans:
+            after[begin - window_begin : end + 1 - window_begin] += size
+        return before, after
+
+
+def _live_after_forward(
+    value: Value, is_repeated: bool, first: int, last: int, absent: Absence | None
+) -> list[tuple[int, int]]:
+    """When a value is live besides the time up to its last use in forward: at most two spans of places."""
+    if absent is not None and absent[0] <= absent[1]:
+        left, returns = absent
+        spans = (value.forward + 1, left - 1), (returns + 1, last)
+        return [(begin, end) for begin, end in spans if begin <= end]
+    begin = value.forward + 1
+    if is_repeated and value.may_go:
+        begin = first
+    return [(begin, last)] if begin <= last else []
