@@ -10,7 +10,7 @@ import pytest
 from ztrans.planning.cluster import Link
 from ztrans.planning.network import Message
 from ztrans.planning.play import play
-from ztrans.profiling.link_fit import Observed, Sample, explain, fit, sending, solve
+from ztrans.profiling.link_fit import Observed, Sample, fit, fit_to_step, solve, with_send_cost
 
 GUESS = Link("wire", latency=1e-4, bandwidth=1e9, hop=7e-6, byte_overhead=3e-10)
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -101,7 +101,9 @@ def test_the_compute_time_of_sending_is_recovered():
     """From messages of many sizes. Messages of one size determine only the sum of `overhead` and `byte_overhead` times bytes."""
     chance = random.Random(3)
     sizes = [1e3, 5e3, 3e5, 6e5, 1e6, 3e6] * 4
-    link = sending(GUESS, [(n, (3e-4 + n * 6e-10) * chance.lognormvariate(0, 0.1)) for n in sizes])
+    link = with_send_cost(
+        GUESS, [(n, (3e-4 + n * 6e-10) * chance.lognormvariate(0, 0.1)) for n in sizes]
+    )
     assert link.overhead == pytest.approx(3e-4, rel=0.15) and link.byte_overhead == pytest.approx(
         6e-10, rel=0.15
     )
@@ -109,9 +111,9 @@ def test_the_compute_time_of_sending_is_recovered():
         dataclasses.replace(link, overhead=GUESS.overhead, byte_overhead=GUESS.byte_overhead)
         == GUESS
     )
-    equal = sending(GUESS, [(1e6, 2e-3)] * 9)
+    equal = with_send_cost(GUESS, [(1e6, 2e-3)] * 9)
     assert equal.overhead + 1e6 * equal.byte_overhead == pytest.approx(2e-3, rel=0.05)
-    assert sending(GUESS, []) == sending(GUESS, [(0.0, 1e-3), (1e3, 0.0)]) == GUESS
+    assert with_send_cost(GUESS, []) == with_send_cost(GUESS, [(0.0, 1e-3), (1e3, 0.0)]) == GUESS
 
 
 def test_solve_without_unknowns():
@@ -140,7 +142,7 @@ def played(true: Link, noise: float) -> list[Observed]:
 @pytest.mark.parametrize("noise, tolerance", [(0.0, 0.05), (0.05, 0.1)])
 def test_a_link_is_recovered_from_messages_that_queue(noise, tolerance):
     true = dataclasses.replace(GUESS, latency=1e-3, bandwidth=1e8)
-    ((axis, link),) = explain((("dp", GUESS),), played(true, noise))
+    ((axis, link),) = fit_to_step((("dp", GUESS),), played(true, noise))
     assert axis == "dp" and link.bandwidth == pytest.approx(1e8, rel=tolerance)
     naive = max(m.done - m.issued for m in played(true, noise))
     assert naive > 5 * max(sum(true.seconds(m.kind, m.received, 2)) for m in played(true, noise)), (
@@ -155,7 +157,7 @@ def test_equal_messages_do_not_separate_latency_from_bandwidth():
         Observed("dp", 2, "all_reduce", 2_000_000 + k, "dp reduce", k * 0.1, k * 0.1 + (1e-3 + 2e-2) * chance.lognormvariate(0, 0.2))
         for k in range(12)
     ]  # fmt: skip
-    ((_, link),) = explain((("dp", known),), seen)
+    ((_, link),) = fit_to_step((("dp", known),), seen)
     assert link.bandwidth == pytest.approx(1e8, rel=0.15) and link.latency == pytest.approx(
         1e-3, rel=0.5
     )
@@ -164,10 +166,10 @@ def test_equal_messages_do_not_separate_latency_from_bandwidth():
 def test_the_link_of_an_axis_without_messages_stays():
     links = (("dp", GUESS), ("tp", dataclasses.replace(GUESS, name="other")))
     fitted = dict(
-        explain(links, played(dataclasses.replace(GUESS, latency=1e-3, bandwidth=1e8), 0.0))
+        fit_to_step(links, played(dataclasses.replace(GUESS, latency=1e-3, bandwidth=1e8), 0.0))
     )
     assert fitted["tp"] == links[1][1] and fitted["dp"] != GUESS
-    assert explain(links, []) == links
+    assert fit_to_step(links, []) == links
 
 
 @pytest.mark.parametrize(("latency", "bandwidth"), [(1e-4, 1e9), (1e-3, 1e8), (2e-5, 5e10)])
@@ -186,6 +188,6 @@ def test_a_link_is_recovered_from_a_guess_that_is_far_off(latency, bandwidth):
         for k in range(12)
     ]
     for observed in (equal, mixed):
-        ((_, link),) = explain(start, observed)
+        ((_, link),) = fit_to_step(start, observed)
         assert link.bandwidth == pytest.approx(1e7, rel=0.15)
         assert link.latency < 2 * latency

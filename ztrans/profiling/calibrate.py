@@ -33,11 +33,15 @@ from ..runtime.transport import side_streams, start_module
 from .link_fit import Sample, fit
 
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
-_SIZES = tuple(4096 * 4**k for k in range(9))  # bytes that a rank receives: 4 KiB to 256 MiB
-_LARGEST = 2**24  # bytes of the largest message between CPUs
-_SERIES = 2**28  # bytes of a back-to-back series of messages on a GPU
-_ENOUGH = 0.1  # seconds; after a message that takes this long, no larger one is timed
-_BURST = 0.25  # seconds for which one size is timed, and for which matmuls run during a gather
+# The bytes that a rank receives: 4 KiB to 256 MiB, between CPUs to 16 MiB.
+_SIZES = tuple(4096 * 4**k for k in range(9))
+_LARGEST = 2**24
+# The bytes of a back-to-back series of messages on a GPU.
+_SERIES = 2**28
+# After a message that takes so many seconds, no larger one is timed.
+_ENOUGH = 0.1
+# The seconds for which one size is timed, and for which matmuls run during a gather.
+_BURST = 0.25
 
 StartMessage = Callable[[], Future]
 
@@ -75,18 +79,21 @@ def calibrate(
     device = torch.device(mesh.device_type)
     if mesh.size() == 1:
         return Cluster(_measure_device(device, 1), ())
+
     agree_on_call(mesh, "zt.calibrate")
     hosts = dict(zip(mesh.mesh.flatten().tolist(), everywhere(host_name(), mesh)))
-    sharing = list(hosts.values()).count(hosts[dist.get_rank()])
-    axis_links = []
     joint_axes = [joint_axis(each, axes) for each in joint]
+    axis_links: list[tuple[str, Link]] = []
     for axis, size in with_joint_sizes(dict(zip(axes, mesh.shape)), joint_axes).items():
-        if size > 1:
-            of_axis = [names[each] for each in members(axis) if each in names]
-            name = of_axis[0] if of_axis else _link_name(axis, mesh, hosts)
-            axis_links += _measure_links(name, axis, mesh, device, hosts)
-        else:  # a joint axis may have members of one rank, whose link costs nothing
+        if size == 1:
+            # A joint axis may have members of one rank, whose link costs nothing.
             axis_links.append((axis, Link("local", 0.0, math.inf)))
+            continue
+        names_of_members = [names[each] for each in members(axis) if each in names]
+        name = names_of_members[0] if names_of_members else _link_name(axis, mesh, hosts)
+        axis_links += _measure_links(name, axis, mesh, device, hosts)
+
+    sharing = list(hosts.values()).count(hosts[dist.get_rank()])
     mine = Cluster(_measure_device(device, sharing), tuple(axis_links))
     return everywhere(mine, mesh)[0]
 
@@ -94,7 +101,8 @@ def calibrate(
 def _link_name(axis: str, mesh: DeviceMesh, hosts: Mapping[int, tuple[str, ...]]) -> str:
     """The name of the link of an axis, by whether a group of it spans several hosts."""
     for group in rows(mesh.mesh, mesh.mesh_dim_names or (), [axis]):
-        if len({hosts[rank] for rank in group}) > 1:
+        hosts_of_group = {hosts[rank] for rank in group}
+        if len(hosts_of_group) > 1:
             return "network"
     return "local"
 
@@ -118,8 +126,10 @@ def _measure_links(
 
 def _neighbours_on_host(axis: str, mesh: DeviceMesh, hosts: Mapping[int, tuple[str, ...]]) -> int:
     """How many neighbours on an axis each host has; 1 if not every host has as many."""
-    groups = rows(mesh.mesh, mesh.mesh_dim_names or (), [axis])
-    on_hosts = common([hosts_of([hosts[rank] for rank in group]) for group in groups])
+    by_group = []
+    for group in rows(mesh.mesh, mesh.mesh_dim_names or (), [axis]):
+        by_group.append(hosts_of([hosts[rank] for rank in group]))
+    on_hosts = common(by_group)
     return on_hosts.local if on_hosts.even else 1
 
 
@@ -130,15 +140,20 @@ def _measure_device(device: torch.device, sharing: int) -> Device:
     """
     flops = []
     for dtype in (torch.float32, torch.bfloat16):
+        # A product is large enough if it takes 5 ms.
         n = 256
         took = 0.0
         while took < 5e-3 and n < 8192:
             n *= 2
             took = _median_seconds(_matmul(n, dtype, device), device)
         flops.append((DTYPES[dtype], 2 * n**3 / took))
-    big = torch.ones(1 << (24 if device.type == "cpu" else 28), device=device)
+
+    # More than the caches hold.
+    elements = 1 << (24 if device.type == "cpu" else 28)
+    big = torch.ones(elements, device=device)
     copy = torch.empty_like(big)
     bandwidth = 2 * big.nbytes / _median_seconds(lambda: copy.copy_(big), device)
+
     scalar = torch.ones(1, device=device)
 
     def launch_many() -> None:
@@ -150,6 +165,7 @@ def _measure_device(device: torch.device, sharing: int) -> Device:
         name = f"cpu, {torch.get_num_threads()} threads"
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / sharing
         return Device(name, tuple(flops), bandwidth, launch, memory, gloo=True)
+
     module = torch.get_device_module(device)
     taken = TAKEN / module.get_device_properties().multi_processor_count
     # Additions of one element take the host longer than the GPU, so the loop has measured the host.
@@ -194,7 +210,7 @@ def _measure_link(name: str, axis: str, mesh: DeviceMesh, device: torch.device) 
     on_cpu = device.type == "cpu"
     streams = side_streams(mesh)
     samples: list[Sample] = []
-    per_byte = 0.0  # seconds of a gather
+    gather_seconds_per_byte = 0.0
     for kind in _KINDS:
         for size in _SIZES:
             if on_cpu and size > _LARGEST:
@@ -205,19 +221,24 @@ def _measure_link(name: str, axis: str, mesh: DeviceMesh, device: torch.device) 
             # The slowest of all ranks, so that all of them take the same decisions.
             slowest = max(everywhere(time_message(), mesh))
             # Each collective waits for all ranks, so they need no other synchronisation.
-            durations = [time_message() for _ in range(max(3, min(15, int(_BURST / slowest))))]
+            count = max(3, min(15, int(_BURST / slowest)))
+            durations = [time_message() for _ in range(count)]
             samples.append(Sample(kind, received, median(durations)))
             if kind == "all_gather":
-                per_byte = slowest / size
+                gather_seconds_per_byte = slowest / size
             if slowest > _ENOUGH:
                 break
+
     guess = Link(name, 1e-4, 1e9, includes_packing=True)
     if on_cpu:
-        size = min(16 * _LARGEST, max(_SIZES[0], int(_BURST / per_byte)))
+        # The messages of gloo take compute. A gather of a quarter of a second shows how much.
+        size = min(16 * _LARGEST, max(_SIZES[0], int(_BURST / gather_seconds_per_byte)))
         start_message, received = _collective("all_gather", size, gathers, mesh, streams)
-        host = median(_compute_lost(start_message, mesh, device) for _ in range(3)) / received
-        call = median(_start_seconds(gathers, mesh) for _ in range(15))
-        guess = Link(name, 1e-4, 1e9, byte_overhead=host, overhead=call)
+        byte_overhead = (
+            median(_compute_lost(start_message, mesh, device) for _ in range(3)) / received
+        )
+        overhead = median(_start_seconds(gathers, mesh) for _ in range(15))
+        guess = Link(name, 1e-4, 1e9, byte_overhead=byte_overhead, overhead=overhead)
     return fit(guess, samples, gathers.group.size())
 
 
@@ -243,20 +264,24 @@ def _collective(
     """A function that starts a collective in which a rank receives about `size` bytes, and the exact number."""
     n = messages.group.size()
     sizes = {"axis": n}
-    elements = n * max(1, size // 4 // (n - 1) // (2 if kind == "all_reduce" else 1))
-    is_gather = kind == "all_gather"
+    # In an all_reduce each part passes twice: once to be summed, and once as a sum.
+    passes = 2 if kind == "all_reduce" else 1
+    elements = n * max(1, size // 4 // (n - 1) // passes)
     split = Split("axis")
-    x = Var("x", torch.float32, (elements,), (split if is_gather else Partial("axis", "sum"),))
-    if is_gather:
+    if kind == "all_gather":
+        x = Var("x", torch.float32, (elements,), (split,))
         eqn = collectives.all_gather([x], ["y"], "axis")
+        member = torch.zeros(elements // n, device=mesh.device_type)
     else:
+        x = Var("x", torch.float32, (elements,), (Partial("axis", "sum"),))
         into = split if kind == "reduce_scatter" else None
         eqn = collectives.reduce([x], ["y"], "axis", "sum", into)
+        member = torch.zeros(elements, device=mesh.device_type)
+
     rank = {"axis": messages.group.rank()}
     if streams is not None:
         reserve_messages(mesh, [(messages, eqn, sizes, 1)], streams)
     module: Any = start_module(eqn, sizes, rank, messages, streams, lanes=1)
-    member = torch.zeros(elements // n if is_gather else elements, device=mesh.device_type)
     return lambda: module(member)[0].future, collectives.rules(eqn).wire_bytes(eqn, sizes)
 
 
@@ -295,8 +320,11 @@ def _compute_lost(start_message: StartMessage, mesh: DeviceMesh, device: torch.d
         return count, time.perf_counter() - begin, time.process_time() - begin_process
 
     end = time.perf_counter() + _BURST
+    # How many matmuls run in how many seconds without the message.
     usual_count, usual_wall, usual_process = run_while(lambda: time.perf_counter() < end)
-    everywhere(None, mesh)  # all ranks begin together
+
+    # All ranks begin together.
+    everywhere(None, mesh)
     thread = threading.Thread(target=_wait, args=(start_message(),))
     thread.start()
     count, wall, process = run_while(thread.is_alive)

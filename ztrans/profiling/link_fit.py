@@ -24,16 +24,21 @@ from ..planning.cluster import Link
 from ..planning.network import Message
 from ..planning.play import play
 
-_PRIOR = 0.02  # the weight of each initial figure, in messages
-_NOISE = 0.25  # errors below this count squared
-_STEPS = 60  # the most Newton steps
-_HALVINGS = 8  # how often a step that does not reduce the loss is halved
-_ALIKE = 0.05  # kinds whose bandwidths differ by a smaller share than this get the same bandwidth
-
-# Of the messages of a step: equal sizes cannot separate latency from bandwidth, so earlier figures weigh more.
+# The weight of each initial figure, in messages. The messages of a step may be of one size, which cannot separate
+# latency from bandwidth, so there earlier figures weigh more.
+_PRIOR = 0.02
 _PRIOR_IN_STEP = 0.3
-_MOST = 300  # messages that are simulated; the first ones of a step suffice
-_ISSUE = 50e-6  # the seconds that it takes to issue a message, and to notice that it is done
+# Errors of a logarithm below this count squared.
+_NOISE = 0.25
+# The most Newton steps, and how often a step that does not reduce the loss is halved.
+_STEPS = 60
+_HALVINGS = 8
+# Kinds whose bandwidths differ by a smaller share than this get the same bandwidth.
+_ALIKE = 0.05
+# Messages of a step that are simulated: the first ones suffice.
+_MOST = 300
+# The seconds that it takes to issue a message, and to notice that it is done.
+_ISSUE = 50e-6
 
 
 class Sample(NamedTuple):
@@ -45,17 +50,27 @@ class Sample(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """One measured message of a step. All times are in seconds."""
+    """One measured message of a step. All times are in seconds.
+
+    Attributes:
+        axis, ranks: the mesh axis, and how many ranks it has.
+        kind: of the collective.
+        received: the bytes that a rank received.
+        lane: the queue of its communicator.
+        issued, done: when it was issued, and when it was done.
+        spent: how long it took to issue it.
+        unpacked: how long it took to turn its bytes into values.
+    """
 
     axis: str
-    ranks: int  # of the axis
-    kind: str  # of the collective
-    received: int  # bytes that a rank received
-    lane: str  # the queue of its communicator
-    issued: float  # when it was issued
-    done: float  # when it was done
-    spent: float = 0.0  # how long it took to issue it
-    unpacked: float = 0.0  # how long it took to turn its bytes into values
+    ranks: int
+    kind: str
+    received: int
+    lane: str
+    issued: float
+    done: float
+    spent: float = 0.0
+    unpacked: float = 0.0
 
 
 def fit(link: Link, samples: Sequence[Sample], ranks: int) -> Link:
@@ -69,19 +84,25 @@ def fit(link: Link, samples: Sequence[Sample], ranks: int) -> Link:
     >>> f"{fitted.latency:.4f} s, {fitted.bandwidth:.1e} B/s"
     '0.0010 s, 1.0e+08 B/s'
     """
-    samples = [s for s in samples if s.received > 0 and s.seconds > 0]
-    figures = Figures((link,), [(0, s.kind) for s in samples])
+    # Logarithms need positive bytes and seconds.
+    samples = [sample for sample in samples if sample.received > 0 and sample.seconds > 0]
+    figures = Figures((link,), [(0, sample.kind) for sample in samples])
 
     def predict(values: np.ndarray) -> list[float]:
         (new_link,) = figures.put(values.tolist())
-        return [sum(new_link.seconds(s.kind, s.received, ranks)) for s in samples]
+        durations = []
+        for sample in samples:
+            latency, seconds = new_link.seconds(sample.kind, sample.received, ranks)
+            durations.append(latency + seconds)
+        return durations
 
-    (fitted,) = figures.put(solve(predict, [s.seconds for s in samples], figures.start))
+    took = [sample.seconds for sample in samples]
+    (fitted,) = figures.put(solve(predict, took, figures.start))
     efficiency = [(kind, share) for kind, share in fitted.efficiency if abs(share - 1) > _ALIKE]
     return dataclasses.replace(fitted, efficiency=tuple(efficiency))
 
 
-def explain(
+def fit_to_step(
     links: Sequence[tuple[str, Link]], observed: Sequence[Observed]
 ) -> tuple[tuple[str, Link], ...]:
     """`links` with the latency, bandwidth and efficiencies with which simulated messages end closest to `observed`.
@@ -90,7 +111,7 @@ def explain(
     `unpack`.
 
     >>> slow = [Observed("dp", 2, "all_gather", 10**6, "dp gather", k * 0.5, k * 0.5 + 0.1) for k in range(3)]
-    >>> ((_, link),) = explain((("dp", Link("wire", 1e-4, 1e9)),), slow)
+    >>> ((_, link),) = fit_to_step((("dp", Link("wire", 1e-4, 1e9)),), slow)
     >>> f"{link.bandwidth:.0e} B/s"
     '1e+07 B/s'
     """
@@ -98,6 +119,8 @@ def explain(
     axes = [axis for axis, _ in links]
     kinds = [(axes.index(message.axis), message.kind) for message in observed]
     figures = Figures([link for _, link in links], kinds)
+    # From figures that are far too fast, no step shows a direction: all messages end as soon as they are issued. So the
+    # fit is tried from slow figures too.
     slow = Figures([_slowed(link, axis, observed) for axis, link in links], kinds)
 
     def predict(values: np.ndarray) -> list[float]:
@@ -133,12 +156,12 @@ def _simulated_seconds(links: Mapping[str, Link], observed: Sequence[Observed]) 
     return [begin + end - message.issued + _ISSUE for end, message in zip(ends, observed)]
 
 
-def sending(link: Link, messages: Sequence[tuple[float, float]]) -> Link:
+def with_send_cost(link: Link, messages: Sequence[tuple[float, float]]) -> Link:
     """`link` with the `overhead` and `byte_overhead` that explain best how much compute it took to send messages.
 
     Each message is a pair of its bytes and the seconds of compute that it took.
 
-    >>> fitted = sending(Link("wire", 1e-4, 1e9), [(n, 2e-4 + n / 1e9) for n in (1e3, 1e5, 1e6)])
+    >>> fitted = with_send_cost(Link("wire", 1e-4, 1e9), [(n, 2e-4 + n / 1e9) for n in (1e3, 1e5, 1e6)])
     >>> f"{fitted.overhead:.0e} s, {fitted.byte_overhead:.0e} s/B"
     '2e-04 s, 1e-09 s/B'
     """
@@ -147,19 +170,22 @@ def sending(link: Link, messages: Sequence[tuple[float, float]]) -> Link:
         return link
     received, seconds = np.array(messages).T
     start = [max(link.overhead, 1e-6), max(link.byte_overhead, 1e-12)]
+    # Half of the time for the calls, and half of it for the bytes.
     halves = [seconds.mean() / 2, seconds.sum() / received.sum() / 2]
-    overhead, byte_overhead = solve(
-        lambda x: x[0] + x[1] * received, list(seconds), start, second_start=halves
-    )
+
+    def predict(figures: np.ndarray) -> np.ndarray:
+        return figures[0] + figures[1] * received
+
+    overhead, byte_overhead = solve(predict, list(seconds), start, second_start=halves)
     return dataclasses.replace(link, overhead=overhead, byte_overhead=byte_overhead)
 
 
-def unpacking(link: Link, messages: Sequence[tuple[str, float, float]]) -> Link:
+def with_unpack_cost(link: Link, messages: Sequence[tuple[str, float, float]]) -> Link:
     """`link` with the `unpack` of each kind: the seconds that it takes to turn a received byte into values.
 
     Each message has its kind, its bytes, and the seconds that it took to turn them into values.
 
-    >>> unpacking(Link("wire", 1e-4, 1e9), [("all_gather", 1e6, 1e-3), ("all_gather", 3e6, 7e-3)]).unpack
+    >>> with_unpack_cost(Link("wire", 1e-4, 1e9), [("all_gather", 1e6, 1e-3), ("all_gather", 3e6, 7e-3)]).unpack
     (('all_gather', 2e-09),)
     """
     by_kind = grouped((kind, (received, seconds)) for kind, received, seconds in messages)
@@ -181,9 +207,12 @@ class Figures:
     def __init__(self, links: Sequence[Link], messages: Sequence[tuple[int, str]]) -> None:
         """Each message has the index of its link, and its kind."""
         self.links = links
+        self.kinds: list[list[str]] = []
         of_links = grouped(messages)
-        gathers_first = lambda kind: (kind != "all_gather", kind)
-        self.kinds = [sorted({*of_links.get(i, ())}, key=gathers_first) for i in range(len(links))]
+        for i in range(len(links)):
+            kinds = sorted(set(of_links.get(i, ())))
+            kinds.sort(key=lambda kind: kind != "all_gather")
+            self.kinds.append(kinds)
 
     @property
     def start(self) -> list[float]:
@@ -243,8 +272,9 @@ def solve(
         return _size(errors) + prior * _size(figures - first)
 
     def newton_step(figures: np.ndarray, errors: np.ndarray) -> np.ndarray:
-        unit = np.eye(len(figures))
-        slope = np.stack([(error(figures + 1e-3 * axis) - errors) / 1e-3 for axis in unit])
+        """Each loss is replaced by a parabola with the same slope, as in iteratively reweighted least squares."""
+        directions = np.eye(len(figures))
+        slope = np.stack([(error(figures + 1e-3 * each) - errors) / 1e-3 for each in directions])
         weight = 1 / np.maximum(np.abs(errors), _NOISE)
         prior_weight = prior / np.maximum(np.abs(figures - first), _NOISE)
         gradient = slope @ (weight * errors) + prior_weight * (figures - first)

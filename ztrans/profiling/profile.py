@@ -39,7 +39,7 @@ from ..runtime.agreement import everywhere
 from ..runtime.collectives import Member, Work, wait
 from ..runtime.cuda.streams import Done
 from ..runtime.executable import bind
-from .link_fit import Observed, explain, sending, unpacking
+from .link_fit import Observed, fit_to_step, with_send_cost, with_unpack_cost
 
 
 @dataclass(frozen=True, repr=False)
@@ -70,19 +70,23 @@ class Profile:
         usual = []
         for same in zip(*self.messages):
             axis = same[0].axis
-            if axis in axes or axes.issuperset(members(axis)):
-                usual.append(_combined(same, median))
-                # Of a joint axis, that of its slowest member at first.
-                axis_links[axis] = base.link(axis)
+            is_known = axis in axes or axes.issuperset(members(axis))
+            if not is_known:
+                continue  # an axis of the step's own collectives, which no plan moves
+            usual.append(_combined(same, median))
+            # The fit of a joint axis begins with the link of its slowest member.
+            axis_links[axis] = base.link(axis)
+
         links = []
-        for axis, link in explain(tuple(axis_links.items()), usual):
-            on_axis = [m for m in usual if m.axis == axis]
+        for axis, link in fit_to_step(tuple(axis_links.items()), usual):
+            on_axis = [message for message in usual if message.axis == axis]
             if on_axis:
                 # The figures are those of whole messages, in all levels.
                 link = dataclasses.replace(link, includes_packing=True, inside=None)
-            link = sending(link, [(m.received, m.spent) for m in on_axis])
-            link = unpacking(link, [(m.kind, m.received, m.unpacked) for m in on_axis])
+            link = with_send_cost(link, [(m.received, m.spent) for m in on_axis])
+            link = with_unpack_cost(link, [(m.kind, m.received, m.unpacked) for m in on_axis])
             links.append((axis, link))
+
         # What messages take from the processor is part of the durations of operations.
         device = dataclasses.replace(base.device, taken=0.0)
         cluster = dataclasses.replace(base, device=device, links=tuple(links))
@@ -110,10 +114,10 @@ class Profile:
 def _combined(same: Sequence[Observed], moment: Callable[[Iterable[float]], float]) -> Observed:
     """One message from several observations of it: medians, and with `moment` when it was issued and when done."""
     return same[0]._replace(
-        issued=moment(m.issued for m in same),
-        done=moment(m.done for m in same),
-        spent=median(m.spent for m in same),
-        unpacked=median(m.unpacked for m in same),
+        issued=moment(message.issued for message in same),
+        done=moment(message.done for message in same),
+        spent=median(message.spent for message in same),
+        unpacked=median(message.unpacked for message in same),
     )
 
 
@@ -146,8 +150,12 @@ def profile(
     """
     if steps < 1:
         raise ValueError(f"profile: {steps} steps; at least one is needed.")
-    # Some of the state may be on the CPU.
-    device = next((x.device.type for x in inputs if x.device.type != "cpu"), "cpu")
+    # Some of the state of a step on a GPU may be on the CPU.
+    device = "cpu"
+    for tensor in inputs:
+        if tensor.device.type != "cpu":
+            device = tensor.device.type
+            break
     module: Any = recorded(program)
     run = bind(graph, module)
     runs = []
@@ -156,7 +164,8 @@ def profile(
             module.record = Record(device, watchers)
             outputs = run(prepare(inputs))
             runs.append(module.record.times())
-            for member in outputs[len(outputs) - graph.carried :]:  # no step goes on with these
+            # The gathers that the program has started for the next step: no step goes on with them.
+            for member in outputs[len(outputs) - graph.carried :]:
                 wait(member)
     return Profile(
         _timeline(graph, _medians(runs)),
@@ -210,7 +219,10 @@ class Record:
         if self.device == "cpu":
             return time.perf_counter()
         event = torch.Event(self.device, enable_timing=True)
-        event.record() if stream is None else event.record(stream)
+        if stream is None:
+            event.record()
+        else:
+            event.record(stream)
         return event
 
     def mark(self, weights: tuple[int, ...] = (1,)) -> None:
@@ -220,7 +232,8 @@ class Record:
         for passed in itertools.accumulate(weights[:-1]):
             if self.device == "cpu":
                 self.marks.append(last_mark + (end - last_mark) * passed / sum(weights))
-            else:  # events cannot be interpolated
+            else:
+                # There is no event between two others, so the first equation with a weight has all of the time.
                 self.marks.append(end if passed else last_mark)
         self.marks.append(end)
 
@@ -244,22 +257,27 @@ class Record:
     def block(self, member: Member) -> None:
         """Wait until a collective is done, and note that, before the program turns the received bytes into values."""
         work = member.future.work
-        if work is not None:  # it is None once another member of the bucket has been waited for
-            work.wait()
-            member.future.work = _Ended()  # most works can be waited for only once
-            self.arrived.append(self.now())
+        if work is None:
+            return  # another member of the bucket has been waited for
+        work.wait()
+        # The program waits too, and most works can be waited for only once.
+        member.future.work = _Ended()
+        self.arrived.append(self.now())
 
     def times(self) -> Times:
         """The readings in seconds. Call it right after the run: it reads the clock for the end of the run."""
         end = self.now()
-        while len(self.done) < len(self.started):  # the watchers may not have noted the last ends
+        # The watchers may not have noted the last ends.
+        while len(self.done) < len(self.started):
             time.sleep(1e-5)
         if self.device != "cpu":
             torch.accelerator.synchronize()
         first = self.marks[0]
 
         def since(reading: Any) -> float:
-            return reading - first if self.device == "cpu" else first.elapsed_time(reading) * 1e-3
+            if self.device == "cpu":
+                return reading - first
+            return first.elapsed_time(reading) * 1e-3
 
         return Times(
             tuple(map(since, self.marks)),
@@ -337,14 +355,17 @@ def _messages(graph: Graph, times: Times) -> list[_Sent]:
     # The durations that the cluster gives to messages are not used here, so it may be any cluster.
     all_messages = messages(graph, default_cluster(CPU, graph.axes))
     pairs = pair(graph)
-    timed = [k for k, (eqn, _, _) in enumerate(all_messages) if eqn in pairs.starts]
     arrived = dict(zip(_first_waits(pairs), times.arrived))
-    readings = {}
-    for k, started, done in zip(timed, times.started, times.done):
-        first_wait = all_messages[k][1].need
-        if first_wait in arrived:
-            readings[k] = started, done, arrived[first_wait]
-    return [_Sent(*message, readings.get(k)) for k, message in enumerate(all_messages)]
+    readings_of_starts = zip(times.started, times.done)
+    every: list[_Sent] = []
+    for eqn, message, received in all_messages:
+        readings = None
+        if eqn in pairs.starts:
+            started, done = next(readings_of_starts)
+            if message.need in arrived:
+                readings = started, done, arrived[message.need]
+        every.append(_Sent(eqn, message, received, readings))
+    return every
 
 
 def _first_waits(pairs: Pairs) -> list[int]:
@@ -353,50 +374,58 @@ def _first_waits(pairs: Pairs) -> list[int]:
 
 
 def _observed(graph: Graph, times: Times) -> Iterator[Observed]:
+    """The messages that were timed, as the fit of links sees them."""
     for eqn, message, received, readings in _messages(graph, times):
-        if readings is not None:
-            started, done, arrived = readings
-            axis = eqn.kwargs["axis"]
-            yield Observed(
-                axis,
-                graph.axes[axis],
-                op_name(eqn.op),
-                received,
-                message.lane,
-                issued=started,
-                done=done,
-                spent=started - times.marks[message.issue - 1],
-                unpacked=times.marks[message.need + 1] - arrived,
-            )
+        if readings is None:
+            continue
+        started, done, arrived = readings
+        axis = eqn.kwargs["axis"]
+        yield Observed(
+            axis,
+            graph.axes[axis],
+            op_name(eqn.op),
+            received,
+            message.lane,
+            issued=started,
+            done=done,
+            spent=started - times.marks[message.issue - 1],
+            unpacked=times.marks[message.need + 1] - arrived,
+        )
 
 
 def _timeline(graph: Graph, times: Times) -> Timeline:
+    """A run as a timeline: a bar for each equation, and one for each message, in which compute may wait for it."""
     begin = list(times.marks[:-1])
     end = list(times.marks[1:])
     bars: list[Event] = []
-    free: dict[str, float] = {}  # for each lane, when its last message was done
+    # For each lane, when its last message was done.
+    free: dict[str, float] = {}
     for eqn, message, received, readings in _messages(graph, times):
         need = message.need
         stall = 0.0
         if readings is not None:
             issue, finish, arrived = readings
-            end[message.issue - 1] = issue  # the rest of that equation's time is spent on recording
+            # The rest of that equation's time is spent on recording.
+            end[message.issue - 1] = issue
             if finish > begin[need]:
                 stall = max(arrived - begin[need], 0.0)
         else:
             issue = end[message.issue - 1]
             finish = times.end
-            if need < len(end):  # the program need not wait for the step's own collective
+            # The program need not wait for the step's own collective.
+            if need < len(end):
                 finish = end[need]
                 stall = end[need] - begin[need]
         if stall:
             finish = begin[need] + stall
             begin[need] = finish
+
         # A busy host may notice the end of a message later than that of the next one in its lane.
         start = max(issue, free.get(message.lane, 0.0))
         finish = max(start, finish)
         free[message.lane] = finish
         bars.append(Event(message.lane, start, finish - start, eqn, stall, received))
+
     compute = []
     for eqn, began, ended in zip(graph.eqns, begin, end, strict=True):
         compute.append(Event(COMPUTE, began, ended - began, eqn))
@@ -424,8 +453,9 @@ def _durations(graph: Graph, runs: Sequence[Times]) -> Iterator[tuple[str, list[
         if eqn in pairs.starts:
             end = next(started)
         elif wait is not None:
+            # The first wait unpacks the bucket. The others take no time.
             if wait.started.first_wait != i:
-                continue  # the first wait has unpacked the bucket
+                continue
             key = f"{signature(wait.start, graph)} wait"
             begin = next(arrived)
         yield key, [later - earlier for earlier, later in zip(begin, end)]
