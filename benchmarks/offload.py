@@ -6,7 +6,7 @@
 Parameters, gradients and moments are fp32 and sharded over dp=8, NVLink between the GPUs; matrices are bf16 in forward
 and backward; a rank has one sequence of 8192 tokens. No GPU and no second process: ranks are fake, values have shapes
 only, and times are simulated. All activations are kept, whatever memory an H100 has. `share` is the time that the
-copies add to the step with moments on the GPUs.
+copies add to the step with moments on the GPUs. With `across_steps` the copies back may go on under the next step.
 """
 
 from __future__ import annotations
@@ -62,15 +62,17 @@ def rows(config: Config, sequence: int, clips: bool) -> Iterator[list[str]]:
     update = "clipped, after backward" if clips else "during backward"
     program = traced(config, sequence, clips)
     plain = lowered(program)
-    yield [update, "-", *figures(plain), "", ""]
+    yield [update, "-", "-", *figures(plain), "", ""]
     least = plain.timeline().seconds
-    moved = lowered(program, zt.offload(where=MOMENTS))
+    within = lowered(program, zt.offload(where=MOMENTS))
+    across = lowered(program, zt.offload(where=MOMENTS, across_steps=True))
     for name in LINKS:
-        here = dataclasses.replace(moved, cluster=machines(name)).with_plan(moved.plan)
-        timeline = here.timeline()
-        exposed = sum(s for (_, role), s in timeline.exposed.items() if role == "offload")
-        share = f"{100 * (timeline.seconds / least - 1):.1f}%"
-        yield [update, name, *figures(here), f"{1e3 * exposed:.1f}", share]
+        for ends, moved in (("in the step", within), ("in the next", across)):
+            here = dataclasses.replace(moved, cluster=machines(name)).with_plan(moved.plan)
+            timeline = here.timeline()
+            exposed = sum(s for (_, role), s in timeline.exposed.items() if role == "offload")
+            share = f"{100 * (timeline.seconds / least - 1):.1f}%"
+            yield [update, name, ends, *figures(here), f"{1e3 * exposed:.1f}", share]
 
 
 def figures(low: Lowered) -> list[str]:
@@ -88,6 +90,7 @@ def main(layers: int, sequence: int) -> None:
     columns = [
         "updates",
         "link to the host",
+        "copies back end",
         "step ms",
         "GPU GiB",
         "host GiB",

@@ -418,6 +418,8 @@ class Lowered(Printed):
             graph = carry_first_gathers(graph)
             plan = dataclasses.replace(plan, notes=(*plan.notes, _note_of_carried(graph)))
         graph = check(place_copies(graph, self.cluster))
+        if graph.hints.carry_copies:
+            plan = dataclasses.replace(plan, notes=(*plan.notes, _note_of_copies(graph)))
         check_host_memory(graph, self.cluster)
         # The last stage is the program without an order, and becomes the ordered one.
         history = (*self.history[:-1], ("lower", graph))
@@ -548,6 +550,14 @@ def _note_of_carried(graph: Graph) -> str:
     if not graph.carried:
         return "no gather of a parameter starts before the first operation, so none passes from step to step"
     return f"the first {graph.carried} gathers start in the step before, in its update"
+
+
+def _note_of_copies(graph: Graph) -> str:
+    """What a plan says about the copies to the host that go on after the step."""
+    count = sum(v.future for v in graph.inputs[: graph.num_state])
+    if not count:
+        return "every copy to the host ends within its step"
+    return f"the last {count} copies to the host go on under the next step"
 
 
 def _check_whole_here(recording: Recording, name: str) -> None:

@@ -128,6 +128,18 @@ def test_leaves_are_copied_alone_if_sets_would_raise_the_peak():
     assert memory(moved).peak < memory(copied_when_needed(moved, 1 << 30)).peak
 
 
+def test_a_slow_copy_of_what_the_step_also_returns_ends_with_the_step():
+    def with_momentum(state, x):
+        m = state["m"] + x
+        return {"m": m}, m
+
+    link = zt.Link("slow", latency=1.0, bandwidth=1e9)
+    moved = zt.offload(where="m")(with_momentum)
+    ones = torch.ones(4)
+    low = moved.lower({"m": ones}, ones, cluster=zt.cluster("h100", host_link=link))
+    assert places(low.graph)["out"][0][1] == len(low.graph.eqns) - 1
+
+
 def test_placing_twice_is_placing_once():
     low = lowered(5e9)
     again = place_copies(low.graph, low.cluster)

@@ -25,7 +25,7 @@ import torch
 
 from .collectives import rules
 from .graph import Eqn, Graph, Var, producers
-from .liveness import liveness
+from .liveness import liveness, read_after_step
 from .op_facts import is_random, is_written, op_facts, overloads
 from .pairing import pair
 from .relations import cached_on_graph, needed
@@ -119,6 +119,8 @@ class _StorageOwners:
         state: the leaves of the state.
         writes_from: the index of the first equation that may write over the state.
         writable: the values that fill a storage which the program may write.
+        read_after: the storages that a copy still reads when the step has ended. None is one of the caller's, who may
+            write over these.
         earlier_owner: for each result that took a storage over, the value that owned it before.
         read_until: for each storage, the index of the last equation during which a collective still reads it.
     """
@@ -127,7 +129,9 @@ class _StorageOwners:
         lifetimes = liveness(graph)
         self.root = lifetimes.root
         self.last = dict(lifetimes.last)
+        self.inputs = set(graph.inputs)
         self.state = set(graph.inputs[: graph.num_state])
+        self.read_after = {lifetimes.root[v] for v in read_after_step(graph)}
         self.writes_from = first_write(graph)
         self.writable = self.state | {v for v, _ in graph.donated}
         self.earlier_owner: dict[Var, Var] = {}
@@ -147,6 +151,9 @@ class _StorageOwners:
             return False
         if any(self.owner(v) in owners for v in _unwritten(e, overwritten)):
             return False
+        for owner, (_, result) in zip(owners, overwritten):
+            if owner in self.inputs and result in self.read_after:
+                return False
         fill = all(v in self.writable for v, _ in overwritten)
         return fill and all(self._is_free(index, storage) for storage in owners)
 

@@ -12,6 +12,7 @@ which part of it each rank holds:
     f32[4,16]         whole on every rank
     f32[4,16]!        a future: the result of a collective that was started and not yet waited for
     f32<host>[4,16]   in the memory of the host, where no operation can read it (see `copies`)
+    f32<host>[4,16]!  a leaf of the state that is being copied there, by the step before (see `carried_copies`)
 """
 
 from __future__ import annotations
@@ -163,6 +164,7 @@ class Hints:
         regather: how values are gathered again (see `Provenance`).
         offload: whether values of forward may wait for backward on the host, so that the step fits its limit.
         across_steps: whether the first gathers of the next step start in the update of this one.
+        carry_copies: whether copies of the new state to the host may go on under the next step.
     """
 
     memory: int | None = None
@@ -176,6 +178,7 @@ class Hints:
     regather: Literal["auto", "always"] | int = "auto"
     offload: bool = False
     across_steps: bool = False
+    carry_copies: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -297,6 +300,19 @@ class Graph:
     def carried_outputs(self) -> tuple[Var, ...]:
         """The futures of gathers that this step starts for the next one."""
         return self.outputs[len(self.outputs) - self.carried :]
+
+    @functools.cached_property
+    def carried_futures(self) -> dict[Var, Var]:
+        """The futures that the step returns, each with the input as which the next step takes it.
+
+        They are those of gathers that are carried, and leaves of the state that are being copied to the host.
+        """
+        futures = {}
+        for old, new in zip(self.inputs[: self.num_state], self.outputs):
+            if isinstance(new, Var) and new.future:
+                futures[new] = old
+        futures.update(zip(self.carried_outputs, self.carried_inputs))
+        return futures
 
     def __str__(self) -> str:
         from .printer import program

@@ -2,11 +2,12 @@
 
 A view shares the storage of its argument. The value of a future may share the buffer in which it was received. If a
 collective sends a member from the member's own storage, that storage is needed until the wait. The storage of outputs,
-and so of the new state, is needed to the end.
+and so of the new state, is needed to the end, and so is what a copy reads for which the next step waits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .collectives import rules
@@ -36,11 +37,19 @@ def liveness(graph: Graph) -> Liveness:
             start = waits[e].start
             member = waits[e].member
             shares = rules(start).shares_buffer(start, member)
-            if rules(start).sends_own(start, member, graph.axes):
+            is_of_this_step = waits[e].started.index >= 0
+            if is_of_this_step and rules(start).sends_own(start, member, graph.axes):
                 needed.append(start.ins[member])
         for out in e.results:
             root[out] = root[e.ins[0]] if shares and e.ins else out
         last.update((root[v], index) for v in needed)
-    for v in variables(graph.outputs):
+    for v in (*variables(graph.outputs), *read_after_step(graph)):
         last[root[v]] = len(graph.eqns)
     return Liveness(root, last)
+
+
+def read_after_step(graph: Graph) -> Iterator[Var]:
+    """The values that copies to the host read, for which the next step waits."""
+    for e in graph.eqns if graph.carried_futures else ():
+        if rules(e).copies and e.out in graph.carried_futures:
+            yield e.args[0]

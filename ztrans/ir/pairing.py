@@ -6,13 +6,13 @@ equation 9:  y = wait(g)                               PairedWait(that, member=1
 
 A copy between two memories is paired with its wait in the same way, for those who ask for copies.
 
-A gather that the step carries is paired with the wait in the next step: it is one that the program starts and does not
-wait for, and one that it waits for and that has started at index -1, in the step before.
+A gather or a copy that the step carries is paired with the wait in the next step: it is one that the program starts and
+does not wait for, and one that it waits for and that has started at index -1, in the step before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from .collectives import is_start, rules
@@ -78,7 +78,7 @@ def pair(graph: Graph, include_user: bool = False, include_copies: bool = False)
         if rules(e).waits:
             first_waits.setdefault(e.ins[0], index)
     starts: dict[Eqn, PairedStart] = {}
-    members = _carried_members(graph, first_waits)
+    members = _carried_members(graph, is_included, first_waits)
     waits: dict[Eqn, PairedWait] = {}
     for index, e in enumerate(graph.eqns):
         if rules(e).waits and e.ins[0] in members:
@@ -91,11 +91,13 @@ def pair(graph: Graph, include_user: bool = False, include_copies: bool = False)
     return Pairs(starts, waits)
 
 
-def _carried_members(graph: Graph, first_waits: Mapping[Var, int]) -> dict[Var, PairedWait]:
+def _carried_members(
+    graph: Graph, is_included: Callable[[Eqn], bool], first_waits: Mapping[Var, int]
+) -> dict[Var, PairedWait]:
     """The futures that the step before has started, as members of the equations that started them there."""
-    before_of = dict(zip(graph.carried_outputs, graph.carried_inputs))
+    before_of = graph.carried_futures
     members: dict[Var, PairedWait] = {}
-    for e in graph.eqns if before_of else ():
+    for e in filter(is_included, graph.eqns) if before_of else ():
         futures = [before_of[v] for v in e.results if v in before_of]
         indices = tuple(first_waits[v] for v in futures)
         started = PairedStart(e, -1, indices, min(indices, default=len(graph.eqns)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .axes import all_neighbours, with_joint_sizes
 from .collectives import rules
+from .copies import is_copy
 from .graph import Eqn, Graph, Var, producers, variables
 from .rules import Rules
 
@@ -16,10 +17,11 @@ def check(graph: Graph) -> Graph:
     """Verify that a program is well formed, and return it.
 
     Every value is bound once, and before it is read. Every future is waited for exactly once, and nothing else reads
-    it. One that is carried to the next step is a gather of the new state, and nothing reads it. Only a copy reads or
-    makes a value in the memory of the host. Every collective has a provenance, and its axis is one of the mesh. Members
-    and results of a collective agree in number and shape, and a gather sends what is cut. The numbers of neighbours
-    divide the ranks of their axis. Every leaf of the state is returned with the type that it had.
+    it. One that is carried to the next step is a gather of the new state, or a leaf of it that is being copied to the
+    host, and nothing reads it. Only a copy reads or makes a value in the memory of the host. Every collective has a
+    provenance, and its axis is one of the mesh. Members and results of a collective agree in number and shape, and a
+    gather sends what is cut. The numbers of neighbours divide the ranks of their axis. Every leaf of the state is
+    returned with the type that it had.
 
     Raises: ProgramError that names the equation.
     """
@@ -95,7 +97,7 @@ class _Bindings:
 
 
 def _check_outputs(graph: Graph, values: _Bindings) -> None:
-    carried = set(graph.carried_outputs)
+    carried = graph.carried_futures
     for var in variables(graph.outputs):
         if not values.is_bound(var):
             raise ProgramError(f"output {var} is not bound")
@@ -115,14 +117,17 @@ def _check_state(graph: Graph) -> None:
         raise ProgramError(
             f"{len(state)} leaves of state come back as {len(graph.outputs)} outputs"
         )
+    starts = producers(graph.eqns) if graph.carried_futures else {}
     for old, new in zip(state, graph.outputs):
-        if not isinstance(new, Var) or not old.is_like(new):
+        if not isinstance(new, Var) or not old.is_like(new) or old.future != new.future:
             raise ProgramError(f"state {old} comes back as {new}")
+        if new.future and not (new in starts and is_copy(starts[new]) and new.memory == "host"):
+            raise ProgramError(f"state {new} is a future, and no copy to the host makes it")
 
 
 def _check_carried(graph: Graph) -> None:
     """Check that what the step starts for the next one is what it has waited for itself, of the new state."""
-    for var in graph.tensor_inputs:
+    for var in graph.tensor_inputs[graph.num_state :]:
         if var.future:
             raise ProgramError(f"input {var} is a future, and the step does not carry it")
     new_leaves = set(graph.outputs[: graph.num_state])

@@ -94,7 +94,8 @@ def storages(graph: Graph, donated: Donation) -> list[Storage]:
     """Every storage and buffer of a program, from the equation that allocates it to the last one that needs it.
 
     Inputs are live throughout, because they belong to the caller, except for gathers that the step before has started.
-    The new state is in the storage of the old one. Those in the memory of the host are among them.
+    What its copies to the host read is live until their wait. The new state is in the storage of the old one. Those in
+    the memory of the host are among them.
     """
     size = local_bytes(graph)
     end = len(graph.eqns) - 1
@@ -124,18 +125,23 @@ def storages(graph: Graph, donated: Donation) -> list[Storage]:
 
 
 def _carried(graph: Graph, donated: Donation) -> list[Storage]:
-    """The storages and buffers of gathers that the step before has started."""
-    carried = set(graph.carried_inputs)
+    """The storages and buffers of gathers that the step before has started, and what its copies to the host read."""
+    if not graph.carried_futures:
+        return []
     every: list[Storage] = []
-    if not carried:
-        return every
-    for e, wait in pair(graph).waits.items():
+    for e, wait in pair(graph, include_copies=True).waits.items():
         v = e.ins[0]
-        if v not in carried:
-            continue
         start = wait.start
+        line = str(start.source or "")
+        if wait.started.index >= 0:
+            continue
+        if rules(start).copies:
+            source = donated.owner[start.ins[0]]
+            size = local_bytes(graph)(source)
+            every.append(Storage(source, size, line, 0, wait.started.first_wait))
+            continue
         size = rules(start).received_bytes(start, wait.member, graph.axes)
-        every.append(Storage(v, size, str(start.source or ""), 0, donated.last[v]))
+        every.append(Storage(v, size, line, 0, donated.last[v]))
         if not wait.member:
             every += _packing(graph, start, 0, wait.started.first_wait)
     return every

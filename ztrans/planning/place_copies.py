@@ -10,6 +10,9 @@ Each direction is a queue. Copies to the host start where their value exists, an
 Copies to the device end where their value is needed: from the last one back to the first, each starts just early
 enough. A copy that would raise the peak of memory is stretched less, and compute waits for it.
 
+With `offload(across_steps=True)` a copy to the host that has not ended when the step ends goes on under the next one,
+which waits for it where it has ended (see `ir.carried_copies`).
+
 Equal updates that stand together take one launch (see `ir.update_groups`), so no copy stands between them. Leaves are
 copied in sets, before and after the updates of a set. Copies that are under way start before a set or end after it.
 """
@@ -22,6 +25,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from ..ir.carried_copies import carriable_copies, carry_copies
 from ..ir.collectives import rules
 from ..ir.copies import is_copy
 from ..ir.donation import donation, first_write
@@ -214,6 +218,8 @@ class _Placing:
         position: where each equation will stand.
         time: for each equation and the end, when it begins if compute waits for no copy.
         live: for each equation, the bytes that are live on the device; `limit` is the most that may be.
+        carriable, carried: the copies to the host that may go on after the step, and those that do, each with its leaf.
+        arrives: for each of these leaves, the place of the next step at which it has arrived.
     """
 
     def __init__(self, graph: Graph, cluster: Cluster, limit: int) -> None:
@@ -231,6 +237,9 @@ class _Placing:
         self.time = play(equation_seconds(graph, cluster), collectives).start
         self.live = np.array(_live_on_device(graph), dtype=np.int64)
         self.before_updates, self.after_updates = _around_updates(graph)
+        self.carriable = carriable_copies(graph) if graph.hints.carry_copies else {}
+        self.carried: dict[Eqn, Var] = {}
+        self.arrives: dict[Var, int] = {}
 
     def run(self) -> Graph:
         """The program in the new order."""
@@ -238,7 +247,7 @@ class _Placing:
         self._place_waits(to_host)
         self._place_starts(to_device)
         in_order = sorted(self.graph.eqns, key=self.position.__getitem__)
-        return self.graph.replace(eqns=tuple(in_order))
+        return carry_copies(self.graph.replace(eqns=tuple(in_order)), self.carried)
 
     def _seconds(self, e: Eqn) -> float:
         """The seconds of a copy."""
@@ -246,11 +255,13 @@ class _Placing:
 
     def _place_waits(self, copies: list[Eqn]) -> None:
         """Wait for copies to the host where they have ended."""
-        end = 0.0  # of the copies so far
+        end = self._left_over(copies)  # of the copies so far
         for e in copies:
             (wait,) = self.readers[e.out]
             first = self.index[wait]
             end = max(end, self.time[first]) + self._seconds(e)
+            if e in self.carriable and end > self.time[-1] and self._carries(e, end):
+                continue
             readers = (self.index[reader] for reader in self.readers.get(wait.out, ()))
             latest = min(readers, default=len(self.live))
             place = min(bisect_left(self.time, end), latest)
@@ -258,10 +269,38 @@ class _Placing:
 
             # Other equations may need what is copied for longer anyway.
             value = e.ins[0]
-            needed_until = self.lifetimes.last[self.lifetimes.root[value]] + 1
-            begin = max(first, needed_until)
+            begin = max(first, self._needed_until(value))
             place = self._fitting_end(begin, place, self.bytes_on_device(value))
             self.position[wait] = (max(self.before_updates[place], first), _WAITS, first)
+
+    def _needed_until(self, v: Var) -> int:
+        """The place until which the storage of a value is needed anyway."""
+        return min(self.lifetimes.last[self.lifetimes.root[v]] + 1, len(self.live))
+
+    def _left_over(self, copies: list[Eqn]) -> float:
+        """The seconds of the next step in which copies of this one may go on."""
+        end = 0.0
+        for e in copies if self.carriable else ():
+            (wait,) = self.readers[e.out]
+            end = max(end, self.time[self.index[wait]]) + self._seconds(e)
+        return max(end - self.time[-1], 0.0)
+
+    def _carries(self, e: Eqn, end: float) -> bool:
+        """Let a copy that ends at the time `end` go on after the step, if there is room until the step ends."""
+        (wait,) = self.readers[e.out]
+        leaf = self.carriable[e]
+        size = self.bytes_on_device(e.ins[0])
+        first = max(self.index[wait], self._needed_until(e.ins[0]))
+        if (self.live[first:] + size > self.limit).any():
+            return False
+        self.live[first:] += size
+        latest = min(self.index[reader] for reader in self.readers[leaf])
+        place = min(bisect_left(self.time, end - self.time[-1]), latest)
+        place = self._fitting_end(0, place, size)
+        self.position[wait] = (place, _WAITS, self.index[wait])
+        self.carried[e] = leaf
+        self.arrives[leaf] = place
+        return True
 
     def _place_starts(self, copies: list[Eqn]) -> None:
         """Start copies to the device so that they have ended where they are needed."""
@@ -281,7 +320,9 @@ class _Placing:
 
     def _exists(self, host_value: Var) -> int:
         """The first place at which a value on the host can be read."""
-        return self.position[self.makers[host_value]][0] if host_value in self.makers else 0
+        if host_value in self.makers:
+            return self.position[self.makers[host_value]][0]
+        return self.arrives.get(host_value, 0)
 
     def _fitting_end(self, first: int, end: int, size: int) -> int:
         """The last place up to `end` until which `size` more bytes may be live from equation `first` on."""

@@ -273,13 +273,13 @@ def simulate(graph: Graph, cluster: Cluster) -> Timeline:
 def timeline_of(graph: Graph, cluster: Cluster, seconds: Sequence[float]) -> Timeline:
     """Simulate a program whose equations take these seconds of the compute queue.
 
-    A step that carries gathers is the second of two: its first gathers are under way when it begins.
+    A step that carries gathers or copies is the second of two: those of the first are under way when it begins.
 
     Raises:
         ValueError: the cluster has no link for an axis that the program communicates over.
     """
     every = messages(graph, cluster)
-    if graph.carried:
+    if graph.carried_futures:
         seconds = [*seconds, *seconds]
         every = _of_two_steps(graph, every)
     sent = [each.message for each in every]
@@ -291,7 +291,7 @@ def timeline_of(graph: Graph, cluster: Cluster, seconds: Sequence[float]) -> Tim
     events = _events(graph, cluster, seconds, every, played)
     begin = 0.0
     length = played.seconds
-    if graph.carried:
+    if graph.carried_futures:
         begin = played.arrive[len(graph.eqns)]
         length = played.arrive[-1] - begin
         events = _within(events, begin, length)
@@ -337,7 +337,7 @@ def _of_two_steps(graph: Graph, every: Sequence[Sent]) -> list[Sent]:
     """The messages of two steps in a row: what the first one carries, the second one needs."""
     count = len(graph.eqns)
     needed_in_next = {}
-    for wait in pair(graph).waits.values():
+    for wait in pair(graph, include_copies=True).waits.values():
         if wait.started.index < 0:  # the step before has started it
             needed_in_next[wait.start] = wait.started.first_wait
 

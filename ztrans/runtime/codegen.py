@@ -41,7 +41,7 @@ from .cuda.host_copies import StreamedHostCopy
 from .cuda.streams import Streams
 from .cuda.transport import inside_channel_of
 from .flex_attention import FlexAttention, structure_of
-from .host_copies import HostCopy
+from .host_copies import CarriedCopies, HostCopy, carried_copies
 
 aten = torch.ops.aten
 
@@ -280,6 +280,8 @@ def to_fx(
         device=device,
         in_place=donated.in_place_ops,
     )
+    copies = _carried_copies(streams)
+    _take_copies(emission, graph, copies)
     ends = [len(out.nodes)]  # by unit, how many nodes there are after it
     for unit in units:
         if on_write is not None and unit is first_write:
@@ -287,6 +289,7 @@ def to_fx(
         _emit(unit, emission, kernels, donated, emitters)
         ends.append(len(out.nodes))
     nodes = list(out.nodes)
+    _leave_copies(emission, graph, copies)
     out.output([emission.output(x) for x in graph.outputs])
     _describe(units, [nodes[begin:end] for begin, end in pairwise(ends)])
     return fx.GraphModule(emission.module, out, graph.name)
@@ -298,6 +301,30 @@ def _streams(graph: Graph, mesh: DeviceMesh | None, device: torch.device | None)
         return transport.side_streams(mesh)
     is_on_gpu = device is not None and device.type == "cuda"
     return Streams() if is_on_gpu and any(map(is_copy, graph.eqns)) else None
+
+
+def _carried_copies(streams: Streams | None) -> CarriedCopies:
+    """The copies that steps on the device of a program leave to each other; on a CPU, where they end at once, none."""
+    if streams is None:
+        return CarriedCopies()
+    return carried_copies(streams.cuda, streams.cuda.current_device())
+
+
+def _take_copies(emission: Emission, graph: Graph, copies: CarriedCopies) -> None:
+    """Emit the call that takes the copies to the host with which the step before has ended."""
+    leaves = [v for v in graph.inputs[: graph.num_state] if v.future]
+    is_streamed = emission.streams is not None and any(map(is_copy, graph.eqns))
+    if leaves or is_streamed:
+        call = emission.out.call_function(copies.take, tuple(emission.nodes[v] for v in leaves))
+        emission.bind(leaves, unpacked(emission.out, call, leaves))
+
+
+def _leave_copies(emission: Emission, graph: Graph, copies: CarriedCopies) -> None:
+    """Emit the call that leaves copies to the host to the next step. It returns the new leaves."""
+    leaves = [v for v in graph.outputs[: graph.num_state] if v.future]
+    if leaves:
+        call = emission.out.call_function(copies.leave, tuple(emission.nodes[v] for v in leaves))
+        emission.bind(leaves, unpacked(emission.out, call, leaves))
 
 
 def coordinates(graph: Graph, mesh: DeviceMesh | None) -> dict[str, int]:

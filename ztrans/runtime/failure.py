@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..calling.host_memory import let_copies_end
+from .host_copies import release_carried_copies
 from .process_groups import LostRank, ProcessGroups, all_process_groups, process_groups
 
 STOP_TOGETHER = (
@@ -84,6 +85,7 @@ def check_ended(leaves: Sequence[Any], name: str) -> None:
     # A device that has failed copies nothing more, and to wait for it raises its own error.
     if not device_has_failed:
         let_copies_end()
+        release_carried_copies()
     check_whole(leaves, name)
 
 

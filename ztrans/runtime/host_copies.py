@@ -6,6 +6,10 @@ there.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Hashable
+from typing import Any
+
 import torch
 
 from .collectives import Future, Member
@@ -20,3 +24,53 @@ class HostCopy(torch.nn.Module):
 
     def join(self) -> None:
         """Let compute wait for the copy. On a CPU it has ended."""
+
+
+class CarriedCopies:
+    """The copies of new leaves to the host with which the last step on a device has ended (see `ir.carried_copies`).
+
+    They belong to the device, as the queues of copies do. The next step there that copies anything takes those of its
+    own leaves, and waits for the others at once: its state is another one, or its program does not carry them. So what
+    they read on the device lives no longer than until then. A step that fails leaves none.
+    """
+
+    def __init__(self) -> None:
+        self.futures: dict[int, Future] = {}  # by the address of the leaf
+
+    def take(self, *leaves: torch.Tensor) -> tuple[Member, ...]:
+        """The copies over these leaves, as futures; one that is not under way has ended. All others are waited for."""
+        futures = self.futures
+        self.futures = {}
+        members = []
+        for leaf in leaves:
+            future = futures.pop(leaf.data_ptr(), None) or Future(None, None, {0: leaf})
+            members.append(Member(future, 0))
+        for future in futures.values():
+            future.value(0)
+        return tuple(members)
+
+    def leave(self, *members: Member) -> tuple[torch.Tensor, ...]:
+        """Leave these copies to the next step. Returns their leaves, which are not written completely yet."""
+        leaves = []
+        for member in members:
+            future = member.future
+            if future.finish is None:
+                leaves.append(future.value(0))  # on a CPU it has ended
+                continue
+            leaf = future.finish()[0]
+            if leaf.numel():
+                self.futures[leaf.data_ptr()] = future
+            leaves.append(leaf)
+        return tuple(leaves)
+
+
+def release_carried_copies() -> None:
+    """Free what carried copies read on all GPUs. They have ended."""
+    for device in range(torch.cuda.device_count()):
+        carried_copies(torch.cuda, device).futures.clear()
+
+
+@functools.cache
+def carried_copies(cuda: Any, device: Hashable) -> CarriedCopies:
+    """Those of a device. `cuda` is `torch.cuda`, or a double of it."""
+    return CarriedCopies()

@@ -25,7 +25,10 @@ _LISTED = 8  # leaves that an error lists
 
 @constructor
 def offload(
-    *, where: Where | None = None, memory: int | float | Literal["auto"] | None = None
+    *,
+    where: Where | None = None,
+    memory: int | float | Literal["auto"] | None = None,
+    across_steps: bool = False,
 ) -> Transform:
     """Use the memory of the host: for leaves of the state that only the update reads, such as moments, between steps;
     and for values of forward until backward reads them, as many as a limit of memory asks for.
@@ -51,11 +54,13 @@ def offload(
         memory: the greatest number of bytes that may be live on the device, a limit on the whole step (as that of
             `prefetch`). "auto" is the memory of the device, less a reserve, where that is known. By default all values
             of forward stay on the device.
+        across_steps: let copies of the leaves of `where` to the host go on under the forward of the next step, which
+            waits for them. Until then, what they copy stays on the device too, within the limit of memory.
 
-    Raises: TypeError if `where` is neither, or if both options are missing; ValueError if `memory` is no number of
-        bytes. When the step is lowered, ValueError if `where` matches no leaf, if forward or backward reads a leaf that
-        it matches, if the step does not fit the limit with all that can be moved on the host, or if the cluster's
-        `host_memory` is exceeded.
+    Raises: TypeError if `where` is neither, if it and `memory` are missing, or for `across_steps` without `where`;
+        ValueError if `memory` is no number of bytes. When the step is lowered, ValueError if `where` matches no leaf,
+        if forward or backward reads a leaf that it matches, if the step does not fit the limit with all that can be
+        moved on the host, if the cluster's `host_memory` is exceeded, or for micro-batches with `across_steps`.
 
     Source: Ren et al., ZeRO-Offload, 2021; Rhu et al., vDNN, 2016; the memory kinds of JAX.
 
@@ -67,13 +72,20 @@ def offload(
             "offload: nothing is to be moved. Pass where='optimizer.*.exp_avg*' for state, memory='auto' for values of "
             "forward, or both."
         )
+    if not isinstance(across_steps, bool):
+        raise TypeError(f"offload: across_steps={across_steps!r}; it is True or False.")
+    if across_steps and where is None:
+        raise TypeError(
+            "offload: across_steps=True is for leaves of the state, and `where` chooses none.\n"
+            "Pass where='optimizer.*.exp_avg*', or leave out across_steps."
+        )
     limit = byte_count("offload: memory", memory, 1, "auto") if memory is not None else None
     if where is not None and not isinstance(where, str) and not callable(where):
         raise TypeError(
             f"offload: where={where!r}; it is a pattern of paths, such as 'optimizer.*.exp_avg*', or a function "
             f"where(path, leaf) that returns a bool."
         )
-    return Offload(where, limit)
+    return Offload(where, limit, across_steps)
 
 
 @dataclass(frozen=True, repr=False)
@@ -82,6 +94,7 @@ class Offload(Transform):
 
     where: Where | None = None
     memory: int | str | None = None
+    across_steps: bool = False
 
     @property
     def memory_limit(self) -> int | None:
@@ -98,6 +111,8 @@ class Offload(Transform):
     def rewrite(self, graph: Graph) -> Graph:
         if self.memory is not None:
             graph = graph.with_hints(offload=True)
+        if self.across_steps:
+            graph = graph.with_hints(carry_copies=True)
         return graph if self.where is None else self._with_leaves_on_host(graph, self.where)
 
     def _with_leaves_on_host(self, graph: Graph, where: Where) -> Graph:

@@ -1,0 +1,83 @@
+"""Carried copies: copies of new leaves to the host that go on under the forward of the next step.
+
+    def step(w, m: f32<host>[4]):                      def step(w, m: f32<host>[4]!):
+      ...forward, backward...                            ...; m.host = wait(m); ...forward, backward...
+      m.device = wait(to_device(m))                      m.device = wait(to_device(m.host))
+      m1 = update(m.device)                        -->   m1 = update(m.device)
+      m1.host = wait(to_host(m1, over=m))                m1.host' = to_host(m1, over=m.host)
+      return w1, m1.host                                 return w1, m1.host'
+
+The leaf is a future from step to step, so the program stays a function. What the copy reads on the device lives until
+the wait: it takes memory at the end of the step, and at the beginning of the next one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+
+from .graph import Eqn, Graph, Names, Var, producers, users, variables
+from .liveness import liveness
+
+
+def carriable_copies(graph: Graph) -> dict[Eqn, Var]:
+    """The copies to the host that may go on after the step, each with the leaf of the state that it writes over.
+
+    Each writes over the old leaf in the same place of the state. It reads memory of the device that neither the caller
+    nor the next step can write over, and nothing else reads what it writes.
+
+    Raises: ValueError for a program of micro-batches.
+    """
+    _refuse_micro_batches(graph)
+    makers = producers(graph.eqns)
+    readers = users(graph)
+    times_returned = Counter(variables(graph.outputs))
+    root = liveness(graph).root
+    of_caller = {root[v] for v in (*graph.inputs, *times_returned)}
+    copies = {}
+    for leaf, new in zip(graph.inputs[: graph.num_state], graph.outputs):
+        wait = makers.get(new)
+        start = makers.get(wait.ins[0]) if wait is not None and wait.ins else None
+        if start is None or start.kwargs.get("over") is not leaf:
+            continue
+        is_private = root[start.ins[0]] not in of_caller
+        is_read = new in readers or leaf in times_returned or times_returned[new] > 1
+        if is_private and not is_read:
+            copies[start] = leaf
+    return copies
+
+
+def _refuse_micro_batches(graph: Graph) -> None:
+    if graph.micro > 1:
+        raise ValueError(
+            f"offload: across_steps=True, and {graph.name} has {graph.micro} micro-batches. Forward runs once for each "
+            f"of them, and the copies of the step before could go on under the first one only.\n"
+            f"Leave out accumulate, or across_steps."
+        )
+
+
+def carry_copies(graph: Graph, copies: Mapping[Eqn, Var]) -> Graph:
+    """The program in which these copies to the host, over these leaves, go on after the step.
+
+    The wait for each of them stands where the next step is to wait for it.
+    """
+    names = Names(v.name for v in (*graph.inputs, *producers(graph.eqns)))
+    waits = {wait: leaf for start, leaf in copies.items() for wait in users(graph)[start.out]}
+    futures = {leaf: dataclasses.replace(leaf, future=True) for leaf in waits.values()}
+    on_host: dict[Var, Var] = {}
+    eqns = []
+    for e in graph.eqns:
+        if e in waits:
+            leaf = waits[e]
+            on_host[leaf] = dataclasses.replace(leaf, name=names.fresh(f"{leaf.name}.host"))
+            e = e.replace(args=(futures[leaf],), outs=(on_host[leaf],), region="forward")
+        elif not on_host.keys().isdisjoint(e.ins):
+            e = e.with_inputs(lambda v: on_host.get(v, v))
+        eqns.append(e)
+    returned = {wait.out: wait.ins[0] for wait in waits}
+    return graph.replace(
+        inputs=tuple(futures.get(v, v) for v in graph.inputs),
+        eqns=tuple(eqns),
+        outputs=tuple(returned.get(x, x) if isinstance(x, Var) else x for x in graph.outputs),
+    )
