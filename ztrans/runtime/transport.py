@@ -36,6 +36,7 @@ def reserve(mesh: DeviceMesh, graphs: Iterable[Graph], streams: Streams | None =
     then fails is not waited for.
     """
     streams = streams or side_streams(mesh)
+    # All ranks open the channels in the order of the equations, because making a process group is collective.
     messages = []
     for graph in graphs:
         lanes = lane_count(graph, mesh, streams)

@@ -114,6 +114,7 @@ def fastest_attention(graph: Graph, clock: Clock) -> Graph:
     for attention, equal_sites in by_attention.items():
         seconds = {kernel: clock(kernel, attention) for kernel in KERNELS}
         fastest = min(KERNELS, key=seconds.__getitem__)
+        # A kernel that is hardly faster may be slower in the next run, and its bits are other ones.
         for site in equal_sites:
             if seconds[fastest] < _FASTER * seconds[site.kernel]:
                 rewritten.update(site.by(fastest, names))

@@ -132,6 +132,7 @@ def _makers(graph: Graph, casts: Mapping[Var, Sequence[Eqn]], fuses: bool) -> di
         is_ours = _is_ours(maker) and maker.args[0][0] is parameter and maker.outs[0] is new
         if not is_ours and not (fuses and _is_elementwise_update(maker)):
             continue
+        # The update writes the new copy over the old one, which is read in place of the casts.
         last_read = max(lifetimes.last[cast.out] for cast in casts[parameter])
         if last_read < position[maker]:
             makers[parameter] = maker

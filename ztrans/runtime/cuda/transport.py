@@ -90,6 +90,7 @@ def streamed_start(
     route = route_of(eqn, sizes, channel.hosts, gloo=False)
     carrier = choose_transport(collective, reduction, wire, times, route)
     common = eqn, sizes, coordinates, channel, streams, carrier
+    # Two levels cross hosts, and symmetric memory does not.
     if inside is not None:
         return ByHostStart(inside, *common)
     if symmetric is not None and not isinstance(kind, str):

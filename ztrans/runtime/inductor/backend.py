@@ -140,13 +140,13 @@ def _lay_out(
         return _LaidOut(graph, groups, rank, lifetimes, layouts)
 
     program = laid_out(groups)
-    kept_groups = []
+    on_one_device = []
     for group in groups:
         if group.is_update or _is_on_one_device(group, program.layouts):
-            kept_groups.append(group)
-    if len(kept_groups) == len(groups):
+            on_one_device.append(group)
+    if len(on_one_device) == len(groups):
         return program
-    return laid_out(kept_groups)
+    return laid_out(on_one_device)
 
 
 def _is_on_one_device(group: Group, layouts: Mapping[Var, Strided]) -> bool:

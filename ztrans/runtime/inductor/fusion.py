@@ -175,7 +175,7 @@ class _Items:
             self.append(eqn, latest)
         elif _is_fusible(eqn) and len(update) == 1:
             self.add_fusible(eqn, latest)
-        elif eqn is update[0]:
+        elif eqn is update[0]:  # the others come with it
             self.add_alone(update)
 
     def add_fusible(self, eqn: Eqn, latest: _Item) -> None:
