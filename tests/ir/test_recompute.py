@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 import ztrans as zt
 from tests.support.worlds import ALL, clone, distance, slices
 from ztrans.ir.op_facts import is_random
-from ztrans.ir.recompute import without_copies
+from ztrans.ir.recompute import originals, without_copies
 
 aten = torch.ops.aten
 PRODUCTS = [aten.mm.default, aten.bmm.default, aten.addmm.default]
@@ -159,12 +159,13 @@ def test_random_draws_are_kept():
 def test_a_program_knows_what_its_checkpoints_recompute(kind):
     step, state = make(kind)
     graph = zt.Step.of(step).trace(state, X, Y).graph
-    assert graph.copies and all(copy.is_like(v) for copy, v in graph.copies)
+    copies = originals(graph)
+    assert copies and all(copy.is_like(v) for copy, v in copies.items())
     plain, state = make("none")
     expected = [(e.op, e.region) for e in zt.Step.of(plain).trace(state, X, Y).graph.eqns]
     computed_once = without_copies(graph)
     zt.ir.check(computed_once)
-    assert [(e.op, e.region) for e in computed_once.eqns] == expected and not computed_once.copies
+    assert [(e.op, e.region) for e in computed_once.eqns] == expected and not originals(computed_once)
 
 
 def test_equations_have_the_demands_of_selective_checkpoints_and_not_their_preferences():

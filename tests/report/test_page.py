@@ -108,8 +108,9 @@ def test_operations_too_many_for_a_page_share_bars():
 
 def with_two_memories() -> Timeline:
     """A timeline with a recomputed operation, a copy to the host, the memory of the host, and a limit."""
-    x, again = (Var(name, torch.float32, (4,)) for name in ("x", "relu.again"))
-    repeated = Eqn(aten.relu.default, (x,), (again,), region="backward")
+    x, y, again = (Var(name, torch.float32, (4,)) for name in ("x", "y", "y.again"))
+    relu = Eqn(aten.relu.default, (x,), (y,))
+    repeated = relu.replace(outs=(again,), region="backward", repeats=relu)
     why = Provenance("offload", ("m",), "host")  # type: ignore[arg-type]
     future = Var("m'", torch.float32, (4,), future=True)
     copy = Eqn(aten.neg.default, (x,), (future,), provenance=why)

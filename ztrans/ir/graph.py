@@ -185,7 +185,9 @@ class Hints:
 class Eqn:
     """One equation, `outs = op(*args, **kwargs)`, with its region and the user's line.
 
-    `demand` is what a selective checkpoint around it demands of its results.
+    Attributes:
+        demand: what a selective checkpoint around it demands of its results.
+        repeats: the equation of forward whose results this one of backward computes again (see `recompute`).
     """
 
     op: torch._ops.OpOverload | Primitive
@@ -197,6 +199,7 @@ class Eqn:
     order: Move | None = None
     provenance: Provenance | None = None
     demand: Demand | None = None
+    repeats: Eqn | None = None
 
     @functools.cached_property
     def ins(self) -> tuple[Var, ...]:
@@ -235,7 +238,6 @@ class Graph:
         stage: the ZeRO stage, if there is one.
         micro: the number of `micro_batches`, for one of which it is written.
         donated: inputs besides the state that the program may overwrite, each with the result that replaces it.
-        copies: values that backward recomputes, each with the value of forward of which it is a copy.
         carried: the number of gathers that pass from step to step (see `across_steps`). The last inputs are their
             futures, which the step before has started, and the last outputs those that this step starts for the next.
         history, added: the transforms that were applied, in order; the names of the outputs that they have added.
@@ -256,7 +258,6 @@ class Graph:
     stage: int | None = None
     micro: int = 1
     donated: tuple[tuple[Var, Var], ...] = ()
-    copies: tuple[tuple[Var, Var], ...] = ()
     carried: int = 0
     added: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

@@ -10,7 +10,6 @@ A transform chooses the values (see `transforms.remat`), or the user does, by a 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Mapping, Set
 
 import torch
@@ -24,10 +23,6 @@ from .relations import reachable
 from .varying import varying
 
 _VARIES = getattr(torch.Tag, "nondeterministic_bitwise", None)  # torch 2.11 does not have it
-
-_COPY = re.compile(
-    r"\.again(_\d+)?$"
-)  # the end of the name of a value that backward computes again
 
 
 def recompute(graph: Graph, chosen: Set[Var]) -> Graph:
@@ -57,24 +52,29 @@ def recompute(graph: Graph, chosen: Set[Var]) -> Graph:
                 if root[out] in chosen:
                     copies[out] = dataclasses.replace(out, name=names.fresh(f"{out.name}.again"))
             outs = tuple(out and copies.get(out) for out in e.outs)
-            eqns.append(e.with_inputs(lambda v: copies.get(v, v), outs=outs, region="backward"))
+            again = e.with_inputs(lambda v: copies.get(v, v), outs=outs, region="backward")
+            eqns.append(again.replace(repeats=e))
         return copies.get(v, v)
 
     for e in graph.eqns:
         eqns.append(e.with_inputs(copy_of) if e.region == "backward" else e)
-    originals = tuple((copy, v) for v, copy in copies.items())
-    return graph.replace(eqns=tuple(eqns), copies=(*graph.copies, *originals))
+    return graph.replace(eqns=tuple(eqns))
+
+
+def originals(graph: Graph) -> dict[Var, Var]:
+    """The values that backward recomputes, each with the value of forward of which it is a copy."""
+    original_of = {}
+    for e in graph.eqns:
+        if e.repeats is not None:
+            pairs = zip(e.outs, e.repeats.outs)
+            original_of.update((copy, v) for copy, v in pairs if copy is not None)
+    return original_of
 
 
 def without_copies(graph: Graph) -> Graph:
     """The program in which backward reads all values of forward themselves: the inverse of `recompute`."""
-    originals = dict(graph.copies)
-    computed_once = []
-    for e in graph.eqns:
-        is_repeated = bool(e.results) and all(v in originals for v in e.results)
-        if not is_repeated:
-            computed_once.append(e)
-    return rename(graph.replace(eqns=tuple(computed_once), copies=()), originals)
+    computed_once = tuple(e for e in graph.eqns if e.repeats is None)
+    return rename(graph.replace(eqns=computed_once), originals(graph))
 
 
 def can_repeat(e: Eqn) -> bool:
@@ -154,14 +154,3 @@ def _read_elsewhere(
     storages = [root[v] for v in e.ins]
     number = checkpoint.get(e.out) if e.results else None
     return [v for v in storages if checkpoint.get(v) != number]
-
-
-def is_recomputed(e: Eqn) -> bool:
-    """Whether an equation of backward computes a value of forward again.
-
-    >>> import torch
-    >>> out = Var("mm.again_1", torch.float32, (4,))
-    >>> is_recomputed(Eqn(torch.ops.aten.mm.default, (), (out,), region="backward"))
-    True
-    """
-    return e.region == "backward" and any(_COPY.search(out.name) for out in e.results)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ..ir.recompute import is_recomputed
 from .event import COMPUTE, Event
 
 if TYPE_CHECKING:  # `timeline` imports this module
@@ -40,7 +39,7 @@ def kind_of(event: Event) -> str:
     'backward'
     """
     if event.lane == COMPUTE:
-        return "recomputed" if is_recomputed(event.eqn) else event.eqn.region
+        return event.eqn.region if event.eqn.repeats is None else "recomputed"
     if event.eqn.provenance is None:
         return "user"
     role = event.eqn.provenance.role

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, get_args
 from ..ir.graph import Demand, Eqn, Graph, Var, producers, variables
 from ..ir.liveness import liveness
 from ..ir.op_facts import is_matmul, op_facts
-from ..ir.recompute import recompute, reduced_storages, repeatable, without_copies
+from ..ir.recompute import originals, recompute, reduced_storages, repeatable, without_copies
 from ..ir.varying import varying
 from .base import Transform, byte_count, constructor
 
@@ -183,7 +183,10 @@ def _recompute_unsaved(graph: Graph, at_least: int | None) -> Graph:
     plain = without_copies(graph)
     root = liveness(plain).root
     makers = producers(plain.eqns)
-    values = {v for _, v in graph.copies if root[v] is v and makers[v].demand != "save"}
+    values = set()
+    for v in originals(graph).values():
+        if root[v] is v and makers[v].demand != "save":
+            values.add(v)
     for v, e in repeatable(plain).items():
         is_large = at_least is not None and v.numel * v.dtype.itemsize >= at_least
         if e.demand == "recompute" or (is_large and e.demand is None):
