@@ -78,8 +78,8 @@ def test_the_lowest_of_the_fastest_stages_that_fit_is_chosen():
     for memory, expected in ((ROOMY, 1), (MIDDLE, 3)):
         seconds = {s: lower(WIDE, s, memory).timeline().seconds for s in (1, 2, 3)}
         fast = [s for s in seconds if seconds[s] <= min(seconds.values()) * (1 + EQUAL)]
-        assert lower(WIDE, "auto", memory).graph.stage == min(fast) == expected
-    assert lower(WIDE, "auto", TIGHT).graph.stage == 3, "the others do not fit"
+        assert lower(WIDE, "auto", memory).graph.zero_stage == min(fast) == expected
+    assert lower(WIDE, "auto", TIGHT).graph.zero_stage == 3, "the others do not fit"
 
 
 def test_the_notes_of_the_plan_have_the_time_and_the_peak_of_every_stage():
@@ -103,7 +103,7 @@ def test_the_program_is_that_of_the_chosen_stage():
     tight = lower(WIDE, "auto", TIGHT)
     assert str(tight) == str(lower(WIDE, 3, TIGHT))
     assert "shard_params(axis='dp', stage=3)" in tight.graph.history
-    assert dict(tight.history)["shard_params"].stage == 3
+    assert dict(tight.history)["shard_params"].zero_stage == 3
 
 
 def test_an_open_stage_is_an_option_like_any_other():
@@ -122,7 +122,7 @@ def test_the_chosen_stage_computes_what_the_plain_step_computes(memory, stage):
     state = {k: torch.randn_like(w) / 16 for k, w in state.items()}
     batches = [(part,) for part in torch.randn(4 * len(x), x.shape[1]).chunk(4)]
     chosen = lower(WIDE, "auto", memory)
-    assert chosen.graph.stage == stage
+    assert chosen.graph.zero_stage == stage
     new, _ = chosen.lockstep(clone(state), batches)
     plain, _ = step(clone(state), torch.cat([x for (x,) in batches]))
     torch.testing.assert_close(new, plain)
@@ -135,18 +135,18 @@ def test_a_plan_is_for_the_stage_that_it_was_made_for(tmp_path):
     plan = zt.Plan.load(tmp_path / "plan")
     chain = zt.chain(zt.shard_params(MESH, stage="auto"), *PLANNED)
     roomy = chain(step).lower(*arguments(*WIDE), cluster=within(ROOMY), plan=plan)
-    assert roomy.graph.stage == 3 and str(roomy) == str(tight)
+    assert roomy.graph.zero_stage == 3 and str(roomy) == str(tight)
     assert roomy.plan.notes[:3] == tight.plan.notes[:3]
     smaller = chain(step).trace(*arguments(5, 512, 8))
-    assert smaller.follow(tight).graph.stage == 3
+    assert smaller.follow(tight).graph.zero_stage == 3
     with pytest.raises(ValueError, match="it was made for program"):
         chain(step).lower(*arguments(4, 512, 64), plan=plan)
 
 
 def test_all_micro_batches_have_the_chosen_stage():
     """Stages 1 and 2 gather once for all micro-batches, so they are faster where they fit."""
-    assert lower(WIDE, "auto", ROOMY, zt.accumulate(2)).graph.stage == 1
-    assert lower(WIDE, "auto", 10_000_000, zt.accumulate(2)).graph.stage == 3
+    assert lower(WIDE, "auto", ROOMY, zt.accumulate(2)).graph.zero_stage == 1
+    assert lower(WIDE, "auto", 10_000_000, zt.accumulate(2)).graph.zero_stage == 3
 
 
 def test_stages_1_to_3_store_the_same_state():

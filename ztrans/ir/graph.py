@@ -235,7 +235,7 @@ class Graph:
             neighbours on an axis (see `axes`).
         leaf_shapes: the shapes of the state leaves before the step itself divides them.
         hints: what transforms ask of the plan.
-        stage: the ZeRO stage, if there is one.
+        zero_stage: the ZeRO stage, if there is one.
         micro: the number of `micro_batches`, for one of which it is written.
         donated: inputs besides the state that the program may overwrite, each with the result that replaces it.
         carried: the number of gathers that pass from step to step (see `across_steps`). The last inputs are their
@@ -255,7 +255,7 @@ class Graph:
     leaf_shapes: tuple[tuple[int, ...], ...] = ()
     history: tuple[str, ...] = ()
     hints: Hints = Hints()
-    stage: int | None = None
+    zero_stage: int | None = None
     micro: int = 1
     donated: tuple[tuple[Var, Var], ...] = ()
     carried: int = 0

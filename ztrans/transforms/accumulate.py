@@ -79,7 +79,7 @@ class _Accumulate(Transform):
     def rewrite(self, graph: Graph) -> Graph:
         if self.micro == 1:
             return graph
-        stage = graph.stage or 0
+        stage = graph.zero_stage or 0
         keeps_whole = self.keep == "whole" or (self.keep == "auto" and stage <= 1)
         marking = _Marking(graph.replace(micro=self.micro), keeps_whole)
         # Stage 3 drops a parameter after each forward, so each micro-batch gathers it.

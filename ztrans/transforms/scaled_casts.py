@@ -431,7 +431,7 @@ class _Rewriting:
                 eqns += self.replacements.get(e, [e])
 
         edits = Edits(self.graph.replace(eqns=tuple(eqns)))
-        if self.graph.stage == 3:
+        if self.graph.zero_stage == 3:
             for start, values in self.needed.items():
                 self.regather(start, values, edits)
         return dce(rename(edits.applied(), self.alias))

@@ -223,7 +223,7 @@ class ShardParams(Transform):
         axes = LeafAxes.of_program(graph, self)
         self._check_neighbours(axes)
         joint = tuple(dict.fromkeys((*graph.joint, *axes.joint)))
-        plain = graph.replace(mesh=mesh_axes(self.mesh), stage=self.stage, joint=joint)
+        plain = graph.replace(mesh=mesh_axes(self.mesh), zero_stage=self.stage, joint=joint)
         plain = plain.with_hints(regather=self.reshard)
         if self.stage <= 1:
             plain = reduce_once(plain)
