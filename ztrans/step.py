@@ -25,7 +25,7 @@ from .calling.signature import Signature, Surroundings
 from .calling.trees import leaf_names
 from .compiled import Compiled
 from .ir.ambient import refuse_inside
-from .ir.graph import Layout, Memory
+from .ir.graph import Layout, MemoryKind
 from .ir.layout import AbstractMesh
 from .ir.source import user_source
 from .planning.cluster import Cluster
@@ -372,7 +372,7 @@ class Step(Generic[P, R]):
         """The layout of each leaf of the state, in the order of the leaves in its tree."""
         return self._chosen(layout_of, state)
 
-    def memories(self, state: Any) -> list[Memory]:
+    def memories(self, state: Any) -> list[MemoryKind]:
         """The memory in which each leaf of the state is kept, in the order of the leaves in its tree."""
         return self._chosen(memory_of, state)
 

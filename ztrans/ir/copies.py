@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from .graph import Eqn, Memory, Primitive, Provenance, Var
+from .graph import Eqn, MemoryKind, Primitive, Provenance, Var
 from .layout import local_shape
 from .rules import Memberwise, Sizes, wait_problem
 
@@ -29,8 +29,8 @@ class Copy(Memberwise):
 
     starts = True
     copies = True
-    source: ClassVar[Memory]
-    target: ClassVar[Memory]
+    source: ClassVar[MemoryKind]
+    target: ClassVar[MemoryKind]
 
     def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
         value, future = eqn.ins[0], eqn.outs[0]
@@ -61,16 +61,16 @@ class ToHost(Copy):
     """Rules of to_host."""
 
     lane = "out"
-    source: ClassVar[Memory] = "device"
-    target: ClassVar[Memory] = "host"
+    source: ClassVar[MemoryKind] = "device"
+    target: ClassVar[MemoryKind] = "host"
 
 
 class ToDevice(Copy):
     """Rules of to_device."""
 
     lane = "in"
-    source: ClassVar[Memory] = "host"
-    target: ClassVar[Memory] = "device"
+    source: ClassVar[MemoryKind] = "host"
+    target: ClassVar[MemoryKind] = "device"
 
 
 class CopyWait(Memberwise):
@@ -126,7 +126,7 @@ def _copy(
     kwargs: Mapping[str, Any],
     eqn: Mapping[str, Any],
 ) -> Eqn:
-    target: Memory = "host" if op is TO_HOST else "device"
+    target: MemoryKind = "host" if op is TO_HOST else "device"
     future = dataclasses.replace(value, name=f"{name}'", future=True, memory=target)
     return Eqn(
         op, (value,), (future,), kwargs, provenance=Provenance("offload", paths, LINK), **eqn

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # the module of the rules imports this one, because rules tak
     from .rules import Rules
 
 Region = Literal["forward", "backward", "update"]
-Memory = Literal["device", "host"]
+MemoryKind = Literal["device", "host"]
 DTYPES = {
     torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16",
     torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
@@ -71,7 +71,7 @@ class Var:
     shape: tuple[int, ...]
     layout: Layout = ()
     future: bool = False
-    memory: Memory = "device"
+    memory: MemoryKind = "device"
 
     @property
     def type(self) -> str:

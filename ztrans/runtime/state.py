@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..calling.host_memory import copied_to_host
 from ..ir.axes import members, submesh
-from ..ir.graph import Layout, Memory, Split
+from ..ir.graph import Layout, MemoryKind, Split
 from ..ir.layout import AbstractMesh, UserSharding, as_tensor, cut, mesh_axes
 from .agreement import agree_on_call
 from .mesh import check_runs
@@ -49,7 +49,7 @@ def shard_state(
     axes: Sequence[Sequence[str]],
     source: int | None,
     device: torch.device | str | None,
-    memories: Sequence[Memory],
+    memories: Sequence[MemoryKind],
 ) -> State:
     """Copy a state into DTensors in these layouts, and into these memories. All ranks must call it.
 
@@ -98,7 +98,7 @@ def unshard_state(
     return pytree.tree_unflatten(full, tree)
 
 
-def copied_state(state: State, memories: Sequence[Memory]) -> State:
+def copied_state(state: State, memories: Sequence[MemoryKind]) -> State:
     """A copy of a state in one process, with each tensor in its memory."""
     leaves, tree = pytree.tree_flatten(state)
     copies = []

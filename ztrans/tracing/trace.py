@@ -27,7 +27,7 @@ from ..calling.signature import (
 )
 from ..calling.trees import leaf_names, named_outputs, opened
 from ..ir.ambient import refuse_inside, without_autocast
-from ..ir.graph import Eqn, Graph, Memory, Var, dce
+from ..ir.graph import Eqn, Graph, MemoryKind, Var, dce
 from ..ir.higher_order import with_chosen_backend
 from ..ir.layout import UserSharding
 from ..ir.recompute import checkpointed
@@ -195,7 +195,7 @@ def _leaves_of(
     call: BoundCall,
     function: StepFunction,
     axes: Sequence[tuple[str, ...]],
-    memories: Sequence[Memory],
+    memories: Sequence[MemoryKind],
 ) -> list[_Leaf]:
     """The leaves of a call: first the state, then the batch, then the extra argument.
 

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.axes import members_of
-from ..ir.graph import Graph, Layout, Memory
+from ..ir.graph import Graph, Layout, MemoryKind
 from ..ir.layout import AbstractMesh, UserSharding
 from ..ir.source import Source, where
 from ..ir.verifier import ProgramError, check, check_interface
@@ -75,7 +75,7 @@ class Transform:
         """
         return None
 
-    def leaf_memory(self, path: str, leaf: torch.Tensor) -> Memory:
+    def leaf_memory(self, path: str, leaf: torch.Tensor) -> MemoryKind:
         """The memory in which a state leaf is kept between steps, "device" or "host".
 
         Args:
@@ -333,7 +333,7 @@ def layout_of(transforms: Sequence[Transform], name: str, leaf: object) -> Layou
     return ()
 
 
-def memory_of(transforms: Iterable[Transform], name: str, leaf: object) -> Memory:
+def memory_of(transforms: Iterable[Transform], name: str, leaf: object) -> MemoryKind:
     """The memory in which these transforms keep a state leaf. A number is on the device."""
     if not isinstance(leaf, torch.Tensor):
         return "device"

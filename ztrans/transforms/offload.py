@@ -12,7 +12,7 @@ import torch
 
 from ..ir.collectives import rules
 from ..ir.copies import is_copy, to_device, to_host, wait_for_copy
-from ..ir.graph import Eqn, Graph, Memory, Names, Var, producers, substitute, users
+from ..ir.graph import Eqn, Graph, MemoryKind, Names, Var, producers, substitute, users
 from ..ir.op_facts import is_random
 from ..ir.relations import sorted_by
 from ..ir.source import where as line_of
@@ -100,7 +100,7 @@ class Offload(Transform):
     def memory_limit(self) -> int | None:
         return self.memory if isinstance(self.memory, int) else None
 
-    def leaf_memory(self, path: str, leaf: torch.Tensor) -> Memory:
+    def leaf_memory(self, path: str, leaf: torch.Tensor) -> MemoryKind:
         if not leaf.shape or self.where is None:
             return "device"
         matches = (
