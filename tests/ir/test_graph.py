@@ -241,11 +241,11 @@ def test_attention_draws_only_with_dropout(op, args, kwargs, is_draw):
 
 def test_two_limits_of_one_step_are_refused():
     """Transforms that ask for memory mean the same limit."""
-    program = graph([X], [add(X, X, OUT)], [OUT]).with_memory(100, "prefetch")
-    same = program.with_memory(100, "remat")
-    assert (same.hints.memory, same.hints.memory_of) == (100, "prefetch(memory=100)")
+    program = graph([X], [add(X, X, OUT)], [OUT]).with_memory_limit(100, "prefetch")
+    same = program.with_memory_limit(100, "remat")
+    assert (same.hints.memory_limit, same.hints.limit_option) == (100, "prefetch(memory=100)")
     with pytest.raises(ValueError) as caught:
-        program.with_memory(200, "remat")
+        program.with_memory_limit(200, "remat")
     assert str(caught.value) == (
         "remat: remat(memory=200) and prefetch(memory=100) are two limits of one step.\n"
         "Give both the same limit, or leave one of them out."

@@ -60,7 +60,7 @@ def test_all_transforms_name_one_limit():
         "Give both the same limit, or leave one of them out."
     )
     same = lower(_Within(PEAK), zt.prefetch(memory=PEAK))
-    assert (same.unordered.hints.memory, same.unordered.hints.memory_of) == (
+    assert (same.unordered.hints.memory_limit, same.unordered.hints.limit_option) == (
         PEAK,
         f"within(memory={PEAK})",
     )
@@ -69,31 +69,31 @@ def test_all_transforms_name_one_limit():
         (zt.prefetch(memory=PEAK),),
         (_Within(PEAK),),
     ]:
-        assert lower(*transforms).unordered.hints.memory == PEAK, (
+        assert lower(*transforms).unordered.hints.memory_limit == PEAK, (
             "whoever names it, it is the limit"
         )
 
 
 def test_the_limit_is_the_memory_of_the_device_less_its_reserve():
-    assert lower().unordered.hints.memory == H100.limit == H100.memory - GPU_RESERVE
+    assert lower().unordered.hints.memory_limit == H100.limit == H100.memory - GPU_RESERVE
     h200 = lower(zt.prefetch(), cluster=zt.cluster("h200", dp="nvlink4"))
-    assert h200.unordered.hints.memory == 137e9 and h200.unordered.hints.memory_of == ""
-    assert h200.replan(zt.cluster("h100", dp="nvlink4")).unordered.hints.memory == H100.limit
+    assert h200.unordered.hints.memory_limit == 137e9 and h200.unordered.hints.limit_option == ""
+    assert h200.replan(zt.cluster("h100", dp="nvlink4")).unordered.hints.memory_limit == H100.limit
     named = lower(zt.prefetch(memory=PEAK)).replan(zt.cluster("h200", dp="nvlink4"))
-    assert named.unordered.hints.memory == PEAK
+    assert named.unordered.hints.memory_limit == PEAK
     assert (
-        lower(zt.prefetch(), cluster=zt.cluster("cpu", dp="ethernet-1g")).unordered.hints.memory
+        lower(zt.prefetch(), cluster=zt.cluster("cpu", dp="ethernet-1g")).unordered.hints.memory_limit
         is None
     )
 
 
 def test_a_step_without_a_mesh_has_the_memory_of_its_gpu():
-    assert zt.chain(zt.remat())(step).lower(STATE, BATCH).unordered.hints.memory is None, (
+    assert zt.chain(zt.remat())(step).lower(STATE, BATCH).unordered.hints.memory_limit is None, (
         "it is on a CPU"
     )
     meta = {k: w.to("meta") for k, w in STATE.items()}
     assert (
-        zt.chain(zt.remat())(step).lower(meta, BATCH.to("meta")).unordered.hints.memory
+        zt.chain(zt.remat())(step).lower(meta, BATCH.to("meta")).unordered.hints.memory_limit
         == H100.limit
     )
 

@@ -206,7 +206,7 @@ def test_a_limit_holds_for_the_end_of_the_step_too():
     """The gathers for the next step are live there."""
     lowered = lower(ACROSS)
     peak = lowered.memory_analysis().peak
-    limited = lowered.graph.with_memory(peak - 1, "prefetch")
+    limited = lowered.graph.with_memory_limit(peak - 1, "prefetch")
     with pytest.raises(DoesNotFit) as caught:
         check_peak(limited, lowered.cluster.device)
     assert str(caught.value) == (

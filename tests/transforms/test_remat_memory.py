@@ -359,7 +359,7 @@ WHOLE = partial(checkpoint, use_reentrant=False)
 
 def test_auto_without_a_limit_keeps_the_checkpoints():
     plain = traced(WHOLE).lower()
-    assert plain.graph.hints.memory is None
+    assert plain.graph.hints.memory_limit is None
     names = {e.out.name for e in again(plain.graph)}
     assert names and names <= {e.out.name for e in again(lowered("auto", around=WHOLE).graph)}
 

@@ -151,9 +151,9 @@ class Hints:
     """What transforms ask of the plan. Each sets fields of its own, so their order does not matter.
 
     Attributes:
-        memory: bytes that may be live on a rank, at most. None sets no limit.
-        memory_of: the transform that asks for this limit, with its option, as in "prefetch(memory=100)"; "" if it is
-            what the device has.
+        memory_limit: bytes that may be live on a rank, at most. None sets no limit.
+        limit_option: the option that asks for this limit, such as "prefetch(memory=100)"; "" if the limit is what the
+            device has.
         gathers_in_flight, reductions_in_flight: bytes that are started and not yet waited for, at most.
         bucket: bytes in a bucket of reductions, at most.
         matmuls_between: matmuls between the starts of two reductions, at most.
@@ -167,8 +167,8 @@ class Hints:
         carry_copies: whether copies of the new state to the host may go on under the next step.
     """
 
-    memory: int | None = None
-    memory_of: str = ""
+    memory_limit: int | None = None
+    limit_option: str = ""
     gathers_in_flight: int | None = None
     reductions_in_flight: int | None = None
     bucket: int | None = None
@@ -268,7 +268,7 @@ class Graph:
         """This program with other hints."""
         return self.replace(hints=dataclasses.replace(self.hints, **changes))
 
-    def with_memory(self, limit: int, transform: str) -> Graph:
+    def with_memory_limit(self, limit: int, transform: str) -> Graph:
         """This program with a limit of live bytes, for which the transform of this name asks.
 
         It is a limit of the whole step, so all transforms that ask for one must ask for the same.
@@ -276,12 +276,12 @@ class Graph:
         Raises: ValueError if a transform before this one asks for another limit.
         """
         asked = f"{transform}(memory={limit})"
-        if self.hints.memory_of and self.hints.memory != limit:
+        if self.hints.limit_option and self.hints.memory_limit != limit:
             raise ValueError(
-                f"{transform}: {asked} and {self.hints.memory_of} are two limits of one step.\n"
+                f"{transform}: {asked} and {self.hints.limit_option} are two limits of one step.\n"
                 f"Give both the same limit, or leave one of them out."
             )
-        return self.with_hints(memory=limit, memory_of=self.hints.memory_of or asked)
+        return self.with_hints(memory_limit=limit, limit_option=self.hints.limit_option or asked)
 
     @functools.cached_property
     def axes(self) -> dict[str, int]:

@@ -64,7 +64,7 @@ class DoesNotFit(ValueError):
 
 def with_device_limit(graph: Graph, device: Device) -> Graph:
     """The program with the limit of a device, unless a transform names one."""
-    return graph if graph.hints.memory_of else graph.with_hints(memory=device.limit)
+    return graph if graph.hints.limit_option else graph.with_hints(memory_limit=device.limit)
 
 
 def does_not_fit(graph: Graph, device: Device, least: Memory) -> DoesNotFit:
@@ -79,14 +79,14 @@ def does_not_fit(graph: Graph, device: Device, least: Memory) -> DoesNotFit:
         comment = f"  # {line}" if line else ""
         lines.append(f"  {format_bytes(size):>10}  {v!r}{comment}")
 
-    if graph.hints.memory_of:
+    if graph.hints.limit_option:
         advice = "Give it that much, a smaller batch, or more ranks."
     else:
         advice = (
             "Take a smaller batch, more ranks, or another device: lower(cluster=zt.cluster(...)). If you know that "
             "more may be live, name the limit: zt.prefetch(memory=...)."
         )
-    return DoesNotFit("\n".join(lines), advice, graph.hints.memory or 0, least)
+    return DoesNotFit("\n".join(lines), advice, graph.hints.memory_limit or 0, least)
 
 
 def check_peak(graph: Graph, device: Device) -> None:
@@ -94,7 +94,7 @@ def check_peak(graph: Graph, device: Device) -> None:
 
     Raises: DoesNotFit if it is not.
     """
-    limit = graph.hints.memory
+    limit = graph.hints.memory_limit
     needed = memory(graph)
     if limit is None or needed.peak <= limit:
         return
@@ -113,8 +113,8 @@ def check_peak(graph: Graph, device: Device) -> None:
 
 def limit_text(hints: Hints, device: Device) -> str:
     """What the limit of a program is, for errors: who names it, and how many bytes it has."""
-    limit = format_bytes(hints.memory or 0)
-    if hints.memory_of:
-        return f"{hints.memory_of}: {limit}"
+    limit = format_bytes(hints.memory_limit or 0)
+    if hints.limit_option:
+        return f"{hints.limit_option}: {limit}"
     reserve = format_bytes(int(device.memory) - (device.limit or 0))
     return f"{device.name}: {limit}, its memory without the reserve of {reserve},"

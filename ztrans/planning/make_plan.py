@@ -71,7 +71,7 @@ def plan_order(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
     if not s.gathers and not s.reductions:
         return _without_collectives(s, cluster)
 
-    limit = graph.hints.memory
+    limit = graph.hints.memory_limit
     budget = int(memory(graph).peak * (1 + SLACK)) if limit is None else limit
     problem, update = problem_within(s, cluster, budget)
     _check_near_limit(s, problem, cluster.device)
@@ -98,7 +98,7 @@ def _check_near_limit(s: Skeleton, problem: Problem, device: Device) -> None:
 
     Raises: DoesNotFit
     """
-    limit = s.graph.hints.memory
+    limit = s.graph.hints.memory_limit
     if limit is None or problem.memory <= limit * (1 + FAR):
         return
     least = memory(realise(s, solve(problem, WITHOUT_SEARCH), problem))
@@ -111,7 +111,7 @@ def _ordered(s: Skeleton, problem: Problem) -> tuple[Schedule, Graph]:
 
     Raises: ProgramError, ScheduleError
     """
-    limit = s.graph.hints.memory
+    limit = s.graph.hints.memory_limit
     for effort in (EFFORT, WITHOUT_SEARCH):
         schedule = solve(problem, effort)
         validate(problem, schedule)
@@ -131,7 +131,7 @@ def _without_collectives(s: Skeleton, cluster: Cluster) -> tuple[Plan, Graph]:
             graph = early
             update = "eager"
     needed = memory(graph)
-    if graph.hints.memory is not None and needed.peak > graph.hints.memory:
+    if graph.hints.memory_limit is not None and needed.peak > graph.hints.memory_limit:
         raise does_not_fit(graph, cluster.device, needed)
     plan = Plan(s.fingerprint, update=update)
     return _with_notes(plan, graph, needed.peak, cluster), check(graph)
@@ -191,8 +191,8 @@ def with_memory_notes(plan: Plan, peak: int, hints: Hints, device: Device) -> Pl
     """Add notes to a plan if the peak of its program is above the limit or the memory of the device."""
     notes = list(plan.notes)
     text = f"the peak is {format_bytes(peak)}"
-    if hints.memory is not None and peak > hints.memory:
-        limit = f"the limit {format_bytes(hints.memory)}"
+    if hints.memory_limit is not None and peak > hints.memory_limit:
+        limit = f"the limit {format_bytes(hints.memory_limit)}"
         notes.append(f"{text}, and {limit}: all ranks run in the same order")
     if peak > device.memory:
         notes.append(f"{text}, and the device ({device.name}) has {format_bytes(device.memory)}")

@@ -75,8 +75,8 @@ def _in_sets(graph: Graph) -> tuple[int, Graph]:
     """The bytes that may be live, and the program that copies leaves in sets, or each alone if that needs less."""
     alone = copied_when_needed(graph)
     allowed = memory(alone).peak
-    if graph.hints.offload and graph.hints.memory is not None:
-        allowed = max(allowed, graph.hints.memory)
+    if graph.hints.offload and graph.hints.memory_limit is not None:
+        allowed = max(allowed, graph.hints.memory_limit)
     together = copied_when_needed(graph, _TOGETHER)
     return allowed, together if memory(together).peak <= allowed else alone
 

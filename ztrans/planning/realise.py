@@ -50,7 +50,7 @@ def apply_plan(graph: Graph, plan: Plan) -> Graph:
         PlanError: something else is wrong with the plan.
     """
     program = follow_plan(graph, plan)
-    limit = graph.hints.memory
+    limit = graph.hints.memory_limit
     if limit is None:
         return program
     peak = memory(program).peak

@@ -303,7 +303,7 @@ def timeline_of(graph: Graph, cluster: Cluster, seconds: Sequence[float]) -> Tim
         tuple(events),
         tuple(zip(times, bytes_live.live)),
         host_memory=tuple(zip(times, bytes_live.live_on_host)),
-        limit=graph.hints.memory,
+        limit=graph.hints.memory_limit,
     )
 
 

@@ -433,7 +433,7 @@ def _timeline(graph: Graph, times: Times) -> Timeline:
     live = tuple(zip(times.marks, counted.live))
     host = tuple(zip(times.marks, counted.live_on_host))
     name = f"{graph.name}, measured"
-    limit = graph.hints.memory
+    limit = graph.hints.memory_limit
     return Timeline(name, times.end, (*compute, *bars), live, limit=limit, host_memory=host)
 
 

@@ -275,7 +275,7 @@ def with_limit(graph: Graph, transforms: Iterable[Transform]) -> Graph:
     """
     for t in transforms:
         if t.memory_limit is not None:
-            graph = graph.with_memory(t.memory_limit, t.name)
+            graph = graph.with_memory_limit(t.memory_limit, t.name)
     return graph
 
 

@@ -123,7 +123,7 @@ class _Remat(Transform):
         """Whether the option `memory` is a limit. With "auto" there may be none."""
         if self.memory is None:
             return False
-        return self.memory_limit is not None or graph.hints.memory is not None
+        return self.memory_limit is not None or graph.hints.memory_limit is not None
 
     def _with_demands(self, graph: Graph) -> Graph:
         """The program in which equations of forward have the demands of the policy. Those of checkpoints stay.

@@ -77,7 +77,7 @@ class Recomputation:
 
 def has_choice(hints: Hints) -> bool:
     """Whether the plan of a step also chooses what becomes of the values of forward."""
-    may_move = hints.offload and hints.memory is not None
+    may_move = hints.offload and hints.memory_limit is not None
     return may_move or hints.recompute_at_least is not None
 
 
@@ -94,7 +94,7 @@ def plan_recomputation(
 
     Raises: DoesNotFit if no choice that was tried fits the limit.
     """
-    limit = hinted.hints.memory
+    limit = hinted.hints.memory_limit
     if limit is None:
         raise ValueError(f"{graph.name}: without a limit of memory there is nothing to choose.")
     baseline = baseline_of(graph, hinted, cluster)
@@ -239,7 +239,7 @@ class _Planner:
         error = min(self.errors, key=lambda error: error.least.peak)
         for _ in range(_CORRECTIONS):
             try:
-                make_plan(hinted.with_hints(memory=error.least.peak), self.cluster)
+                make_plan(hinted.with_hints(memory_limit=error.least.peak), self.cluster)
                 break
             except DoesNotFit as larger:
                 error = larger
