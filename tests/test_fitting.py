@@ -102,7 +102,7 @@ def test_the_notes_of_the_plan_have_the_time_and_the_peak_of_every_stage():
 def test_the_program_is_that_of_the_chosen_stage():
     tight = lower(WIDE, "auto", TIGHT)
     assert str(tight) == str(lower(WIDE, 3, TIGHT))
-    assert "shard_params(axis='dp', stage=3)" in tight.graph.history
+    assert "shard_params(axis='dp', stage=3)" in tight.graph.transforms
     assert dict(tight.history)["shard_params"].zero_stage == 3
 
 

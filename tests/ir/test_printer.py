@@ -130,8 +130,8 @@ def test_every_line_of_a_program_fits(full):
         + " runs whole on every rank: "
         + "one message a matrix, " * 20,
     )
-    history = tuple(f"shard_params(axis='dp', stage={n})" for n in range(9))
-    text = program(of(*odd_equations(), notes=notes, history=history), full)
+    transforms = tuple(f"shard_params(axis='dp', stage={n})" for n in range(9))
+    text = program(of(*odd_equations(), notes=notes, transforms=transforms), full)
     assert max(map(len, text.splitlines())) <= WIDTH
     assert all(line.startswith("#") for line in text.partition("def f(")[0].splitlines())
     assert ("return (" in text) == full

@@ -240,7 +240,7 @@ class Graph:
         donated: inputs besides the state that the program may overwrite, each with the result that replaces it.
         carried: the number of gathers that pass from step to step (see `across_steps`). The last inputs are their
             futures, which the step before has started, and the last outputs those that this step starts for the next.
-        history, added: the transforms that were applied, in order; the names of the outputs that they have added.
+        transforms, added: the transforms that were applied, in order; the names of the outputs that they have added.
         notes: remarks of transforms on what they did, which print with the program.
     """
 
@@ -253,7 +253,7 @@ class Graph:
     mesh: tuple[tuple[str, int], ...] = ()
     joint: tuple[str, ...] = ()
     leaf_shapes: tuple[tuple[int, ...], ...] = ()
-    history: tuple[str, ...] = ()
+    transforms: tuple[str, ...] = ()
     hints: Hints = Hints()
     zero_stage: int | None = None
     micro: int = 1

@@ -127,7 +127,7 @@ def one_line(function: Function) -> str:
 def header(graph: Graph) -> str:
     """The first line of a program: its name, its mesh and its transforms, sorted, because they commute."""
     mesh = ", ".join(f"{axis}={size}" for axis, size in graph.mesh)
-    transforms = sorted(graph.history, key=lambda x: (not x.startswith("shard_params"), x))
+    transforms = sorted(graph.transforms, key=lambda x: (not x.startswith("shard_params"), x))
     parts = [graph.name, f"mesh: {mesh}" if mesh else "", " > ".join(transforms)]
     return "# " + "   ".join(filter(None, parts))
 

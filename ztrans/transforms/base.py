@@ -190,7 +190,7 @@ def rewritten(graph: Graph, transform: Transform) -> Graph:
             f"{transform!r} made a program that is not well formed: {error}.\n"
             f"Correct its rewrite: the program that it returns must pass zt.ir.check(graph)."
         ) from None
-    return new.replace(history=(*graph.history, repr(transform)))
+    return new.replace(transforms=(*graph.transforms, repr(transform)))
 
 
 # ---- chains
