@@ -55,7 +55,7 @@ def forward(layers: int = 3, twice: bool = False) -> Graph:
             )
             w = wait(start.outs[0])
             out = var(f"h{i}{suffix}")
-            eqns += [start.replace(order="gather"), w, Eqn(aten.add.Tensor, (h, w.out), (out,))]
+            eqns += [start.replace(hint="gather"), w, Eqn(aten.add.Tensor, (h, w.out), (out,))]
             h = out
     return Graph("f", (*shards, x), tuple(eqns), (h,), 0, mesh=(("dp", 2),))
 
@@ -70,9 +70,9 @@ def backward(layers: int = 3) -> Graph:
         born.append(
             Eqn(aten.add.Tensor, (born[-1].outs[0] if born else dy, dy), (g,), region="backward")
         )
-        casts.append(Eqn(aten._to_copy.default, (g,), (c,), region="backward", order="birth"))
+        casts.append(Eqn(aten._to_copy.default, (g,), (c,), region="backward", hint="birth"))
         start = reduce([c], [f"r{i}"], "dp", "mean", Split("dp"), provenance=why("grad"))
-        ends += [start.replace(order="reduce"), wait(start.outs[0])]
+        ends += [start.replace(hint="reduce"), wait(start.outs[0])]
         uses.append(Eqn(aten.sub.Tensor, (p, ends[-1].outs[0]), (new,), region="update"))
     eqns = [*born, *casts, *ends, *uses]
     return Graph(
@@ -82,7 +82,7 @@ def backward(layers: int = 3) -> Graph:
 
 def test_without_hints_nothing_moves():
     for graph in (forward(), backward()):
-        plain = graph.replace(eqns=tuple(e.replace(order=None) for e in graph.eqns))
+        plain = graph.replace(eqns=tuple(e.replace(hint=None) for e in graph.eqns))
         assert names(hoist(plain)) == names(graph)
         assert skeleton(plain).gathers == skeleton(plain).reductions == ()
 

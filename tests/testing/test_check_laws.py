@@ -111,7 +111,7 @@ def test_a_transform_that_is_no_value_is_found():
 @dataclass(frozen=True, repr=False)
 class _ReadsHints(zt.Transform):
     def rewrite(self, graph):
-        hinted = sum(e.order is not None for e in graph.eqns)
+        hinted = sum(e.hint is not None for e in graph.eqns)
         return graph.replace(notes=(*graph.notes, f"{hinted} hints"))
 
 

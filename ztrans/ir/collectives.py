@@ -361,7 +361,7 @@ def coalesce(starts: Sequence[Eqn]) -> Eqn:
     """
     first = starts[0]
     if len(starts) == 1:
-        return first.replace(order=None)
+        return first.replace(hint=None)
     for start in starts:
         if bucket_key(start) != bucket_key(first):
             names = f"{first.out.name} and {start.out.name}"
@@ -377,7 +377,7 @@ def coalesce(starts: Sequence[Eqn]) -> Eqn:
     provenance = first.provenance
     if provenance is not None:
         provenance = dataclasses.replace(provenance, paths=tuple(paths), regather=None)
-    return first.replace(args=(members,), outs=tuple(outs), provenance=provenance, order=None)
+    return first.replace(args=(members,), outs=tuple(outs), provenance=provenance, hint=None)
 
 
 def erase_trivial(graph: Graph) -> Graph:

@@ -141,7 +141,9 @@ class Provenance:
 # What a selective checkpoint of the step demands of the results of an equation. What it merely prefers is no demand.
 Demand = Literal["save", "recompute", "host"]
 
-# Where an equation moves. "birth": up, right after its last argument. "gather": the start of a gather, up.
+# Where a plan may move an equation.
+# "birth": up, right after its last argument.
+# "gather": the start of a gather, up.
 # "reduce": the start of a reduction, to any place after its last argument, and the wait for it, down.
 Move = Literal["birth", "gather", "reduce"]
 
@@ -186,6 +188,9 @@ class Eqn:
     """One equation, `outs = op(*args, **kwargs)`, with its region and the user's line.
 
     Attributes:
+        op, args, kwargs, outs: the operation, what it reads, and what it binds.
+        hint: where a plan may move it.
+        provenance: why it exists, if it is a collective or a copy that a transform placed.
         demand: what a selective checkpoint around it demands of its results.
         repeats: the equation of forward whose results this one of backward computes again (see `recompute`).
     """
@@ -196,7 +201,7 @@ class Eqn:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     region: Region = "forward"
     source: Source | None = None
-    order: Move | None = None
+    hint: Move | None = None
     provenance: Provenance | None = None
     demand: Demand | None = None
     repeats: Eqn | None = None

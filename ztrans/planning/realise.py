@@ -89,7 +89,7 @@ def _in_order(s: Skeleton, graph: Graph, plan: Plan) -> Graph:
         return with_early_updates(s.graph)
     if plan.update == WRITTEN:
         return without_hints(graph)
-    if plan.is_empty and not any(e.order for e in graph.eqns):
+    if plan.is_empty and not any(e.hint for e in graph.eqns):
         return without_hints(graph)
     problem = frame(s, plan.update)
     return realise(s, schedule_of(plan, s, problem), problem)
@@ -99,7 +99,7 @@ def without_hints(graph: Graph) -> Graph:
     """The program in its own order, without hints."""
     eqns = []
     for e in graph.eqns:
-        eqns.append(e if e.order is None else e.replace(order=None))
+        eqns.append(e if e.hint is None else e.replace(hint=None))
     return graph.replace(eqns=tuple(eqns))
 
 

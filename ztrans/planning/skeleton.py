@@ -34,7 +34,7 @@ THE_END = "the end"
 
 def hoist(graph: Graph) -> Graph:
     """Move every equation marked `birth`, and every planned reduction, right after the last of its inputs."""
-    hoisted = {e for e in graph.eqns if e.order in ("birth", "reduce")}
+    hoisted = {e for e in graph.eqns if e.hint in ("birth", "reduce")}
     if not hoisted:
         return graph
     makers = producers(graph.eqns)
@@ -48,7 +48,7 @@ def hoist(graph: Graph) -> Graph:
     eqns = []
     for e in sorted_by(keys.__getitem__, needs):
         # An equation at its birth needs its hint no longer.
-        eqns.append(e.replace(order=None) if e.order == "birth" else e)
+        eqns.append(e.replace(hint=None) if e.hint == "birth" else e)
     return graph.replace(eqns=tuple(eqns))
 
 
@@ -250,9 +250,9 @@ def skeleton(graph: Graph, neighbours: Neighbours = ()) -> Skeleton:
         return last
 
     latest = _last_wait(graph, planned_eqns, end)
-    gathers = sorted((c for c in collectives if c.start.order == "gather"), key=first_reader)
+    gathers = sorted((c for c in collectives if c.start.hint == "gather"), key=first_reader)
     repeats = _repeats(gathers)
-    reductions = sorted((c for c in collectives if c.start.order == "reduce"), key=birth)
+    reductions = sorted((c for c in collectives if c.start.hint == "reduce"), key=birth)
     return Skeleton(
         graph,
         ops,
@@ -316,12 +316,12 @@ def _collectives(graph: Graph, makers: Mapping[Var, Eqn]) -> list[Collective]:
     first_of_pairs = []
     second: dict[Eqn, tuple[Eqn, Eqn]] = {}  # by the wait for the first one
     for e, started in pairs.starts.items():
-        if e.order is None:
+        if e.hint is None:
             continue
         wait = graph.eqns[started.first_wait]
         maker = makers.get(e.ins[0])
         if maker is None or maker not in pairs.waits:
             first_of_pairs.append((e, wait))
-        elif e.order == "reduce":
+        elif e.hint == "reduce":
             second[maker] = e, wait
     return [Collective(start, wait, second.get(wait)) for start, wait in first_of_pairs]

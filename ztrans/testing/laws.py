@@ -129,7 +129,7 @@ def _check_world(
     if str(first) != str(last):
         raise LawError(
             f"{transform!r}: the program depends on its place among the schedules, {world}.\n"
-            f"Read no hint (`Eqn.order`) in its rewrite, and write none over those of other transforms."
+            f"Read no hint (`Eqn.hint`) in its rewrite, and write none over those of other transforms."
         )
     _check_same(case.results(first), expected, tolerance, f"{world}, among schedules")
 

@@ -132,7 +132,7 @@ def _is_average(start: Eqn) -> bool:
 
 
 def _reduced_average(graph: Graph, start: Eqn, term: Var, end: Eqn) -> Average:
-    is_planned = start.order is not None and graph.axes[start.kwargs["axis"]] > 1
+    is_planned = start.hint is not None and graph.axes[start.kwargs["axis"]] > 1
     paths: tuple[str, ...] = ()
     if start.provenance is not None and role(start) == "grad":
         paths = start.provenance.paths
@@ -323,8 +323,8 @@ class _Marking:
 
     def sum_whole(self, v: Var, term: Var, start: Eqn, is_planned: bool) -> None:
         """Sum a gradient before its reduction, in the dtype of the result: only the sum is rounded when it is sent."""
-        order: Move | None = "birth" if is_planned else None
-        template = start.replace(kwargs={}, provenance=None, order=order)
+        hint: Move | None = "birth" if is_planned else None
+        template = start.replace(kwargs={}, provenance=None, hint=hint)
         total = dataclasses.replace(term, name=self.names.fresh(f"{v.name}.sum"), dtype=v.dtype)
         self.edits.replace_reads([start], term, total)
         if term.dtype != v.dtype:

@@ -155,7 +155,7 @@ def _makes_scalars(e: Eqn) -> bool:
 
 
 def _may_move(e: Eqn) -> bool:
-    is_fixed = rules(e).remote or is_random(e) or e.order is not None
+    is_fixed = rules(e).remote or is_random(e) or e.hint is not None
     return e.region == "update" and not is_fixed
 
 

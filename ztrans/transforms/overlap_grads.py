@@ -93,7 +93,7 @@ class _OverlapGrads(Transform):
                 moves.update(dict.fromkeys(_preparing(v, makers), "birth"))
         eqns = []
         for e in graph.eqns:
-            eqns.append(e.replace(order=moves[e]) if e in moves else e)
+            eqns.append(e.replace(hint=moves[e]) if e in moves else e)
         return graph.replace(eqns=tuple(eqns)).with_hints(
             reductions_in_flight=self.max_in_flight,
             bucket=self.bucket if isinstance(self.bucket, int) else None,

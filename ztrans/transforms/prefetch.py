@@ -69,7 +69,7 @@ class _Prefetch(Transform):
         eqns = []
         for e in graph.eqns:
             is_gather = role(e) == "param" and rules(e).moves
-            eqns.append(e.replace(order="gather") if is_gather else e)
+            eqns.append(e.replace(hint="gather") if is_gather else e)
         return graph.replace(eqns=tuple(eqns)).with_hints(
             gathers_in_flight=self.max_in_flight, across_steps=self.across_steps
         )

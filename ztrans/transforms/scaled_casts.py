@@ -153,7 +153,7 @@ class Prologue:
 
     def add(self, eqn: Eqn) -> Eqn:
         """Add an equation, unless there is an equal one. Returns the equation that the prologue has."""
-        eqn = eqn.with_inputs(lambda v: self.values.get(v, v), region="forward", order=None)
+        eqn = eqn.with_inputs(lambda v: self.values.get(v, v), region="forward", hint=None)
         key = structure(eqn, lambda v: v)
         if key in self._by_structure:
             return self._by_structure[key]
