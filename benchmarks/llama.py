@@ -36,7 +36,7 @@ from benchmarks.torch_passes import torch_passes
 from ztrans.ir.collectives import ALL_GATHER, is_start
 from ztrans.ir.graph import Eqn, Graph, producers, users
 from ztrans.ir.op_facts import is_matmul, is_view_or_cast
-from ztrans.ir.user_collectives import is_users
+from ztrans.ir.user_collectives import is_user_collective
 from ztrans.planning.cluster import Cluster, cluster
 from ztrans.planning.cost import memory
 from ztrans.planning.formulate import formulate
@@ -157,7 +157,7 @@ def figures(graph: Graph, plain: Graph, cluster: Cluster) -> dict[str, float]:
         "reductions": len(grads),
         "reduced": sum(map(members, grads)),
         "reductions in a bucket": sum(members(e) for e in grads if members(e) > 1),
-        "tp all-reduces": sum(is_users(e) and "all_reduce" in str(e.op) for e in graph.eqns),
+        "tp all-reduces": sum(is_user_collective(e) and "all_reduce" in str(e.op) for e in graph.eqns),
         "matmuls between reductions": longest_run(graph, plain),
         "peak GiB": peak / 2**30,
         "step ms": 1e3 * line.seconds,

@@ -24,7 +24,7 @@ from ztrans.ir.collectives import ALL_GATHER, WAIT, buffer_bytes, is_start, lane
 from ztrans.ir.graph import Eqn, Graph
 from ztrans.ir.interpreter import coordinates, lockstep, scatter
 from ztrans.ir.op_facts import is_matmul
-from ztrans.ir.user_collectives import is_users
+from ztrans.ir.user_collectives import is_user_collective
 
 MESHES = (
     {"dp": 2, "tp": TP},
@@ -75,7 +75,7 @@ def results(step: Parallel, lowered: zt.stages.Lowered) -> list[list[torch.Tenso
 
 def own(graph: Graph) -> list[str]:
     """The step's own collectives with their arguments, as text, in order."""
-    return [str((e.op, e.ins, e.outs)) for e in graph.eqns if is_users(e)]
+    return [str((e.op, e.ins, e.outs)) for e in graph.eqns if is_user_collective(e)]
 
 
 @pytest.mark.slow
@@ -140,7 +140,7 @@ def lanes(graph: Graph) -> dict[str, list[str]]:
     """The collectives of each lane, as text, in order."""
     messages: dict[str, list[str]] = {}
     for e in graph.eqns:
-        if is_start(e) or (is_users(e) and "wait" not in str(e.op)):
+        if is_start(e) or (is_user_collective(e) and "wait" not in str(e.op)):
             messages.setdefault(lane(e), []).append(str((e.op, e.ins)))
     return messages
 
@@ -156,7 +156,7 @@ def each_future_is_waited_for_once(graph: Graph) -> None:
                 f"{v} is read before its wait"
             )
             waited[v] += waits
-        if is_start(e) or (is_users(e) and not waits):
+        if is_start(e) or (is_user_collective(e) and not waits):
             started.update(dict.fromkeys(e.outs))
     assert all(waited[v] == 1 for v in started)
 
@@ -250,7 +250,7 @@ def test_the_steps_own_collectives_in_the_update_keep_their_order(stage):
     plain = lower(traced, first)
     planned = lower(traced, first, zt.overlap_grads(bucket=0))
     assert own(zt.ir.check(planned.graph)) == own(plain.graph) and len(own(plain.graph)) == 6
-    sums = [e for e in planned.graph.eqns if is_users(e)]
+    sums = [e for e in planned.graph.eqns if is_user_collective(e)]
     for e in sums:
         for v in e.ins:
             assert v.split == e.outs[0].split and bool(v.split) == (stage > 0), "they run on shards"

@@ -25,7 +25,7 @@ from tests.support.worlds import ALL, batches, on_ranks, sharded, slices
 from ztrans.ir.collectives import rules
 from ztrans.ir.liveness import liveness
 from ztrans.ir.op_facts import is_matmul, is_random
-from ztrans.ir.user_collectives import is_users
+from ztrans.ir.user_collectives import is_user_collective
 from ztrans.planning.limit import DoesNotFit
 
 pytestmark = pytest.mark.slow  # each test plans several steps
@@ -330,7 +330,7 @@ def test_a_collective_of_the_step_is_not_sent_again():
 
     limit = least(lambda memory: lower(zt.remat(memory=memory, at_least=0)))
     low = lower(zt.remat(memory=limit, at_least=0))
-    collectives = [sum(is_users(e) for e in each.graph.eqns) for each in (low, lower())]
+    collectives = [sum(is_user_collective(e) for e in each.graph.eqns) for each in (low, lower())]
     assert again(low.graph) and collectives[0] == collectives[1]
     assert equal(low.lockstep(state, rows), lower().lockstep(state, rows))
 

@@ -3,7 +3,7 @@
 The user's frame is the innermost one on the stack whose code the user wrote. Code of torch, the standard library,
 ztrans or an installed package is not the user's, and neither is generated code. Code that was typed at a prompt, run in
 a cell, or passed to `exec` has no file. Python gives it a name in angle brackets, as it does to generated code;
-`is_users` distinguishes the two.
+`is_user_frame` distinguishes the two.
 """
 
 from __future__ import annotations
@@ -107,10 +107,10 @@ def is_plumbing(frame: FrameType) -> bool:
     """
     file = frame.f_code.co_filename
     is_models = _is_installed(file) and not os.path.realpath(file).startswith((_TORCH, *_OURS))
-    return not is_users(frame) and not is_models
+    return not is_user_frame(frame) and not is_models
 
 
-def is_users(frame: FrameType) -> bool:
+def is_user_frame(frame: FrameType) -> bool:
     """Whether the user wrote the code of a frame.
 
     Code that a library generated (torch.fx, dataclasses, attrs) and frozen modules are not the user's.
@@ -140,7 +140,7 @@ def library_line() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_plumbing(frame):
         frame = frame.f_back
-    if frame is None or is_users(frame):
+    if frame is None or is_user_frame(frame):
         return ""
     code = frame.f_code
     path = re.split(r"(?:site|dist)-packages.", code.co_filename)[-1]
@@ -159,7 +159,7 @@ def _user_frames(depth: int) -> Iterator[FrameType]:
     while frame is not None:
         if frame.f_code.co_name == TRACED and is_library(frame.f_code.co_filename):
             return
-        if is_users(frame):
+        if is_user_frame(frame):
             yield frame
         frame = frame.f_back
 

@@ -39,7 +39,7 @@ def collective_name(op: Any) -> str:
     return name.removeprefix(_NAMESPACE).removesuffix("_coalesced")
 
 
-def is_users(eqn: Eqn) -> bool:
+def is_user_collective(eqn: Eqn) -> bool:
     """Whether the equation is a collective of the user's own step, or a wait for one."""
     return collective_name(eqn.op) != ""
 
@@ -155,7 +155,7 @@ def _groups(graph: Graph) -> set[str]:
 
 def _names_group(eqn: Eqn) -> bool:
     """Whether an equation is a collective of the user's step, which names its group, and no wait for one."""
-    return is_users(eqn) and bool(eqn.args) and isinstance(eqn.args[-1], str)
+    return is_user_collective(eqn) and bool(eqn.args) and isinstance(eqn.args[-1], str)
 
 
 def _renamed(graph: Graph, names: Mapping[str, str]) -> Graph:

@@ -26,7 +26,7 @@ from ..ir.op_facts import is_matmul
 from ..ir.pairing import pair
 from ..ir.printer import header
 from ..ir.relations import sorted_by
-from ..ir.user_collectives import is_users
+from ..ir.user_collectives import is_user_collective
 
 THE_START = "the start"
 THE_END = "the end"
@@ -166,7 +166,7 @@ class Skeleton:
                 kind = "matmul"
             elif k in births:
                 kind = "gradient"
-            elif is_start(e) or is_users(e):
+            elif is_start(e) or is_user_collective(e):
                 kind = "collective"
             else:
                 continue

@@ -20,7 +20,7 @@ from ..ir.collectives import buffer_bytes, is_start, role, wire_dtype
 from ..ir.graph import DTYPES, Eqn, Graph, Var, variables
 from ..ir.pairing import pair
 from ..ir.printer import op_name
-from ..ir.user_collectives import is_users, is_wait
+from ..ir.user_collectives import is_user_collective, is_wait
 from ..ir.varying import replicated_equations
 from .agreement import agree, different_steps, everywhere, new_program_of
 from .collectives import has_second_level_at_wait
@@ -109,7 +109,7 @@ def messages(graph: Graph, sent_at_waits: Mapping[int, str]) -> list[str]:
             lines.append(sent_at_waits[index])
         elif is_start(eqn):
             lines.append(_message(graph, eqn))
-        elif is_users(eqn) and not is_wait(eqn):
+        elif is_user_collective(eqn) and not is_wait(eqn):
             lines.append(_users_message(eqn))
     return lines
 

@@ -37,7 +37,7 @@ from ..ir.axes import members, rows
 from ..ir.collectives import DIRECT
 from ..ir.graph import Graph
 from ..ir.routes import Hosts, common, hosts_of
-from ..ir.user_collectives import is_users
+from ..ir.user_collectives import is_user_collective
 from .cuda.abort import abort
 from .in_flight import InFlight
 
@@ -291,7 +291,7 @@ class ProcessGroups:
 
     def note_program(self, graph: Graph) -> None:
         """Note what the messages of a program need: those of the user's own go through the mesh's groups."""
-        if any(is_users(eqn) for eqn in graph.eqns):
+        if any(is_user_collective(eqn) for eqn in graph.eqns):
             self.carries_users = True
 
     def interrupt(self) -> None:

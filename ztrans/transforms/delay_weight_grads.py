@@ -10,7 +10,7 @@ from ..ir.graph import Eqn, Graph, Var, producers, users
 from ..ir.marks import GRADIENT
 from ..ir.op_facts import is_matmul, is_random, is_view_or_cast
 from ..ir.relations import needed, reachable
-from ..ir.user_collectives import is_users, is_wait
+from ..ir.user_collectives import is_user_collective, is_wait
 from .base import Transform, check_number, constructor
 
 
@@ -56,7 +56,7 @@ class _DelayWeightGrads(Transform):
         eqns: list[Eqn] = []
         since: list[Eqn] = []  # the equations after the last collective of the user
         for e in graph.eqns:
-            if not is_users(e):
+            if not is_user_collective(e):
                 since.append(e)
                 continue
             delayed: set[Eqn] = set()

@@ -41,7 +41,7 @@ from ..ir.printer import op_name
 from ..ir.relations import grouped, needed
 from ..ir.source import where
 from ..ir.structure import structure
-from ..ir.user_collectives import is_users
+from ..ir.user_collectives import is_user_collective
 from .edits import Edits
 
 aten = torch.ops.aten
@@ -267,7 +267,7 @@ class OnShards:
         The step's own collectives move if they are of scalars, such as maxima over the ranks of tensor parallelism.
         """
         values = [self.gathered[v] for v in e.ins if v in self.gathered]
-        if rules(e).remote and (values or not is_users(e)):
+        if rules(e).remote and (values or not is_user_collective(e)):
             return False
         are_alike = len({(value.start, value.views) for value in values}) <= 1
         return are_alike and all(v in self.gathered or v in self.prologue.values for v in e.ins)

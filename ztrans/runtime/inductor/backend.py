@@ -20,7 +20,7 @@ from ...ir.graph import Eqn, Graph, Var, producers
 from ...ir.layout import localize
 from ...ir.operations import compute
 from ...ir.structure import structures
-from ...ir.user_collectives import by_group, is_users
+from ...ir.user_collectives import by_group, is_user_collective
 from ...ir.varying import varying
 from ..codegen import Kernel, coordinates, to_fx
 from ..executable import Executable, aliased_outputs
@@ -286,7 +286,7 @@ def _donated(
     positions = []
     for k, v in enumerate(ins):
         eqn = maker.get(v)
-        if eqn is None or not isinstance(eqn.op, torch._ops.OpOverload) or is_users(eqn):
+        if eqn is None or not isinstance(eqn.op, torch._ops.OpOverload) or is_user_collective(eqn):
             continue
         is_owner = program.donation.owner[v] is v
         if is_owner and not is_constant(eqn) and _is_free(v, ins, program.donation, end):

@@ -23,7 +23,7 @@ from ...ir.printer import op_name
 from ...ir.relations import depending
 from ...ir.rules import INVARIANT
 from ...ir.source import where
-from ...ir.user_collectives import is_users, on_parts
+from ...ir.user_collectives import is_user_collective, on_parts
 from ...ir.varying import differing, varying
 from ...ops import EVERY_AXIS
 from ..base import meta_leaves
@@ -81,7 +81,7 @@ def whole_value_eqns(
 
 def _is_cheap_whole(e: Eqn, whole_values: Set[Var], layout_of: Callable[[Var], Layout]) -> bool:
     """Whether to gather what an equation reads sends no more bytes than to gather its results."""
-    if not isinstance(e.op, torch._ops.OpOverload) or is_random(e) or is_users(e):
+    if not isinstance(e.op, torch._ops.OpOverload) or is_random(e) or is_user_collective(e):
         return False
     gathered = {v for v in e.ins if layout_of(v) and v not in whole_values}
     return _size(gathered) <= _size(e.results)
@@ -215,7 +215,7 @@ class Walk:
         """
         if eqn in self.runs_whole:
             return Rule([None] * len(eqn.ins), [None] * len(eqn.outs))
-        if is_users(eqn):
+        if is_user_collective(eqn):
             layouts = on_parts(eqn, [(p,) if p else () for p in placements])
             parts = [on_axis(layout, axis) for layout in layouts]
             return Rule(parts, parts)
