@@ -34,7 +34,7 @@ from .ir.collectives import erase_trivial
 from .ir.differences import traffic
 from .ir.donation import writes_last
 from .ir.graph import Graph, dce
-from .ir.interpreter import join, lockstep, scatter
+from .ir.interpreter import join_state, lockstep, split_state
 from .ir.keep_on_host import demanded_on_host, keep_on_host
 from .ir.layout import AbstractMesh
 from .ir.marks import erase_marks
@@ -462,7 +462,7 @@ class Lowered(Printed):
         num_state = graph.num_state
         full_state = [x.contiguous() for x in inputs[0][:num_state]]
         ranks = []
-        for shards, leaves in zip(scatter(graph, full_state), inputs, strict=True):
+        for shards, leaves in zip(split_state(graph, full_state), inputs, strict=True):
             ranks.append(shards + leaves[num_state:])
         # The first step also runs the gathers that a step before it would have started.
         if graph.carried:

@@ -72,18 +72,18 @@ def test_no_value_is_read_before_its_wait(seed):
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=3), st.integers(1, 9))
 def test_cutting_and_joining_are_inverse(shape, ranks):
     from ztrans.ir.graph import Split, Var
-    from ztrans.ir.interpreter import join, scatter
+    from ztrans.ir.interpreter import join_state, split_state
 
     x = torch.arange(float(torch.Size(shape).numel())).view(shape)
     v = Var("x", x.dtype, tuple(shape), (Split("dp", 0),))
     graph = zt.ir.Graph("f", (v,), (), (v,), 1, mesh=(("dp", ranks),))
-    parts = scatter(graph, [x])
+    parts = split_state(graph, [x])
     chunks = torch.chunk(x, ranks)
     for r, (part,) in enumerate(parts):
         assert part.shape[0] == (
             chunks[r].shape[0] if r < len(chunks) else 0
         )  # as torch.chunk and DTensor cut
-    assert torch.equal(join(graph, parts)[0], x)
+    assert torch.equal(join_state(graph, parts)[0], x)
     assert [s[0].shape for s in slices((x,), 1)] == [x.shape]
 
 

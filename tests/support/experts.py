@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 import ztrans as zt
 from ztrans.ir.graph import Graph
-from ztrans.ir.interpreter import coordinates, lockstep, scatter
+from ztrans.ir.interpreter import coordinates, lockstep, split_state
 
 EXPERTS, WIDTH, INNER = 4, 6, 10
 
@@ -132,7 +132,7 @@ def trained(
 ) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """The full state after a step for each batch on all ranks of a program, and the losses of the last step."""
     places, ranks = coordinates(graph.mesh, graph.joint), graph.axes["ep"]
-    of_ep = [scatter(graph, pytree.tree_leaves(of_rank(full, e, ranks))) for e in range(ranks)]
+    of_ep = [split_state(graph, pytree.tree_leaves(of_rank(full, e, ranks))) for e in range(ranks)]
     states = [of_ep[at["ep"]][rank] for rank, at in enumerate(places)]
     for x in data:
         outs = lockstep(graph, [[*s, part] for s, part in zip(states, x.chunk(len(places)))])

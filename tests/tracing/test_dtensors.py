@@ -28,7 +28,7 @@ from tests.support.dtensors import (
     tokens,
 )
 from tests.support.worlds import ALL, distance
-from ztrans.ir.interpreter import scatter
+from ztrans.ir.interpreter import split_state
 
 STEPS = 3
 CASES = [(stage, transforms) for stage in range(4) for transforms in ((), ALL)]
@@ -75,7 +75,7 @@ def test_a_parallelized_llama_computes_what_one_process_computes(ranks, truth, c
     programs = [
         cases[case] for cases, _ in ranks
     ] * 2  # those of a rank do not depend on its place in dp
-    values = [scatter(programs[rank].graph, ranks[rank % 2][1])[rank] for rank in range(4)]
+    values = [split_state(programs[rank].graph, ranks[rank % 2][1])[rank] for rank in range(4)]
     losses = []
     for batch in tokens(STEPS):
         outs = lockstep(
@@ -105,7 +105,7 @@ def test_a_parallelized_llama_on_two_hosts(truth):
     programs = [
         program for program, _ in ranks
     ] * 4  # those of a rank do not depend on its place in host and dp
-    values = [scatter(programs[rank].graph, ranks[rank % 2][1])[rank] for rank in range(8)]
+    values = [split_state(programs[rank].graph, ranks[rank % 2][1])[rank] for rank in range(8)]
     for batch in tokens(STEPS):
         outs = lockstep(
             [p.graph for p in programs],

@@ -11,7 +11,7 @@ import ztrans as zt
 from tests.support import expert_tensor, experts
 from tests.support.dtensors import joined, local_leaves, lockstep, on_ranks
 from tests.support.worlds import ALL, distance
-from ztrans.ir.interpreter import scatter
+from ztrans.ir.interpreter import split_state
 
 CASES = [(stage, transforms) for stage in range(4) for transforms in ((), ALL)]
 DATA = experts.batches(3)
@@ -48,7 +48,7 @@ def test_it_computes_what_one_process_computes(ranks, case):
     programs = [
         cases[case] for cases, _ in ranks
     ] * 2  # those of a rank do not depend on its place in dp
-    values = [scatter(programs[rank].graph, ranks[rank % 4][1])[rank] for rank in range(8)]
+    values = [split_state(programs[rank].graph, ranks[rank % 4][1])[rank] for rank in range(8)]
     for x in DATA:
         truth, loss = step(truth, x)
         outs = lockstep(

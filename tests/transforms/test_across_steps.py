@@ -11,7 +11,7 @@ from tests.support.worlds import batches, distance, fake_mesh, on_ranks, plain, 
 from ztrans.ir.across_steps import gathers_before
 from ztrans.ir.collectives import is_start
 from ztrans.ir.donation import donation, first_write
-from ztrans.ir.interpreter import join, lockstep, scatter
+from ztrans.ir.interpreter import join_state, lockstep, split_state
 from ztrans.ir.printer import format_bytes
 from ztrans.ir.verifier import ProgramError, check
 from ztrans.planning.cluster import Link
@@ -41,13 +41,13 @@ def trained(lowered, case, ranks: int, steps: int):
         for batch in batches(case, steps)
     ]
     n = graph.num_state
-    state = scatter(graph, [x.contiguous() for x in data[0][0][:n]])
+    state = split_state(graph, [x.contiguous() for x in data[0][0][:n]])
     carried = lockstep(gathers_before(graph), [a + b[n:] for a, b in zip(state, data[0])])
     for inputs in data:
         outs = lockstep(graph, [a + b[n:] + c for a, b, c in zip(state, inputs, carried)])
         state = [out[:n] for out in outs]
         carried = [out[len(graph.outputs) - graph.carried :] for out in outs]
-    return join(graph, state)
+    return join_state(graph, state)
 
 
 def test_a_new_value_of_two_leaves_is_gathered_from_the_right_one():

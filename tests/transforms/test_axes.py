@@ -22,7 +22,7 @@ from tests.support.parallel import TP, Parallel, parallel, parallel_steps
 from tests.support.parallel import own as c10d
 from ztrans.ir.collectives import ALL_GATHER, WAIT, buffer_bytes, is_start, lane
 from ztrans.ir.graph import Eqn, Graph
-from ztrans.ir.interpreter import coordinates, lockstep, scatter
+from ztrans.ir.interpreter import coordinates, lockstep, split_state
 from ztrans.ir.op_facts import is_matmul
 from ztrans.ir.user_collectives import is_user_collective
 
@@ -68,7 +68,7 @@ def lower(traced: zt.stages.Traced, *transforms: zt.Transform) -> zt.stages.Lowe
 def results(step: Parallel, lowered: zt.stages.Lowered) -> list[list[torch.Tensor]]:
     """The outputs of every rank. Each rank of tp has its own weights, each rank of host and dp its own batch."""
     places = coordinates(lowered.graph.mesh)
-    parts = [scatter(lowered.graph, pytree.tree_leaves(step.state(tp))) for tp in range(TP)]
+    parts = [split_state(lowered.graph, pytree.tree_leaves(step.state(tp))) for tp in range(TP)]
     batch = [step.batch(at.get("host", 0) * 8 + at["dp"]) for at in places]
     return lockstep(lowered.graph, [[*parts[at["tp"]][r], batch[r]] for r, at in enumerate(places)])
 

@@ -25,7 +25,7 @@ from tests.support.fp8 import (
 from tests.support.fp8 import step_of as make_step
 from tests.support.parallel import own
 from ztrans.ir.collectives import ALL_GATHER, ALL_REDUCE
-from ztrans.ir.interpreter import coordinates, lockstep, scatter
+from ztrans.ir.interpreter import coordinates, lockstep, split_state
 
 FUSE = zt.fuse_cast_gather()
 SCHEDULES = (zt.overlap_grads(), zt.prefetch())
@@ -194,7 +194,7 @@ def test_a_scale_over_the_ranks_of_tensor_parallelism_too(transforms):
     for more in ((), (FUSE,)):
         lowered = lower(step_of(Recipe(over_tp)), *transforms, *more, mesh=mesh, axis="dp")
         places = coordinates(lowered.graph.mesh)
-        parts = [scatter(lowered.graph, state) for state in states]
+        parts = [split_state(lowered.graph, state) for state in states]
         ranks = [[*parts[at["tp"]][r], *batches[at["dp"]]] for r, at in enumerate(places)]
         results.append(lockstep(zt.ir.check(lowered.graph), ranks))
     assert equal(*results)

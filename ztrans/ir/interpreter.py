@@ -103,7 +103,7 @@ def _run(
             values[rank].update((v, x) for v, x in zip(eqn.outs, outs) if v is not None)
 
 
-def scatter(graph: Graph, state: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+def split_state(graph: Graph, state: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Every rank's part of a full flat state."""
     ranks = []
     for place in coordinates(graph.mesh, graph.joint):
@@ -117,8 +117,8 @@ def scatter(graph: Graph, state: Sequence[torch.Tensor]) -> list[list[torch.Tens
     return ranks
 
 
-def join(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """The full flat state, joined from the parts of all ranks: the inverse of `scatter`."""
+def join_state(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """The full flat state, joined from the parts of all ranks: the inverse of `split_state`."""
     places = coordinates(graph.mesh, graph.joint)
     full = list(ranks[0][: graph.num_state])
     for i, v in enumerate(graph.inputs[: graph.num_state]):

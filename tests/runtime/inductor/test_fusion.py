@@ -10,7 +10,7 @@ from tests.support.programs import CASES
 from tests.support.worlds import ALL, batches, clone, on_ranks, slices
 from ztrans.ir.collectives import WAIT, is_start
 from ztrans.ir.graph import Eqn, Graph, Var, producers
-from ztrans.ir.interpreter import lockstep, scatter
+from ztrans.ir.interpreter import lockstep, split_state
 from ztrans.ir.op_facts import is_random
 from ztrans.ir.update_groups import is_fused_update
 from ztrans.runtime.codegen import to_fx
@@ -49,7 +49,7 @@ def test_fusion_only_reorders_the_program(name, stage):
         )
     flat = [torch.as_tensor(x) for x in pytree.tree_leaves(clone(state))]
     rest = [[torch.as_tensor(x) for x in pytree.tree_leaves(part)] for part in slices(batch, 2)]
-    ranks = [mine + part for mine, part in zip(scatter(graph, flat), rest)]
+    ranks = [mine + part for mine, part in zip(split_state(graph, flat), rest)]
     if len(graph.inputs) == len(ranks[0]):
         outs = []
         for program in (graph, fused):
