@@ -157,7 +157,9 @@ def figures(graph: Graph, plain: Graph, cluster: Cluster) -> dict[str, float]:
         "reductions": len(grads),
         "reduced": sum(map(members, grads)),
         "reductions in a bucket": sum(members(e) for e in grads if members(e) > 1),
-        "tp all-reduces": sum(is_user_collective(e) and "all_reduce" in str(e.op) for e in graph.eqns),
+        "tp all-reduces": sum(
+            is_user_collective(e) and "all_reduce" in str(e.op) for e in graph.eqns
+        ),
         "matmuls between reductions": longest_run(graph, plain),
         "peak GiB": peak / 2**30,
         "step ms": 1e3 * line.seconds,

@@ -31,7 +31,6 @@ from .ir.across_steps import (
 )
 from .ir.ambient import refuse_inside, without_autocast
 from .ir.collectives import erase_trivial
-from .ir.differences import traffic
 from .ir.donation import writes_last
 from .ir.graph import Graph, dce
 from .ir.interpreter import join_state, lockstep, split_state
@@ -43,6 +42,7 @@ from .ir.neighbours import among_neighbours
 from .ir.printer import Printed, format_seconds
 from .ir.user_collectives import by_axis
 from .ir.verifier import check
+from .ir.wire_traffic import wire_traffic
 from .planning.buffers import local_bytes
 from .planning.cluster import Cluster, Device, default_cluster, default_device
 from .planning.cost import Cost, Memory, cost, memory
@@ -424,7 +424,7 @@ class Lowered(Printed):
         # The last stage is the program without an order, and becomes the ordered one.
         history = (*self.history[:-1], ("lower", graph))
         plan = with_memory_notes(plan, memory(graph).peak, graph.hints, self.cluster.device)
-        plan = dataclasses.replace(plan, traffic=tuple(traffic(graph).items()))
+        plan = dataclasses.replace(plan, traffic=tuple(wire_traffic(graph).items()))
         return dataclasses.replace(self, graph=graph, plan=plan, history=history)
 
     @ends_at_user

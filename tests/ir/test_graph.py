@@ -276,7 +276,9 @@ def test_the_text_of_a_program():
         s := wait(sums.outs[0]),
     ]
     text = str(
-        graph([W, X], eqns, [g.outs[0], s.outs[0], 3], 1, transforms=("prefetch()", "shard_params()"))
+        graph(
+            [W, X], eqns, [g.outs[0], s.outs[0], 3], 1, transforms=("prefetch()", "shard_params()")
+        )
     )
     assert text.splitlines() == [
         "# f   mesh: dp=2   shard_params() > prefetch()",

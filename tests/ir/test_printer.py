@@ -11,10 +11,10 @@ from tests.support.net import lower
 from tests.support.programs import CASES
 from tests.support.worlds import ALL, on_ranks
 from ztrans.ir.collectives import all_gather
-from ztrans.ir.differences import traffic
 from ztrans.ir.graph import Eqn, Graph, Provenance, Split, Var
 from ztrans.ir.printer import WIDTH, equation, fold, lines, program
 from ztrans.ir.source import Source
+from ztrans.ir.wire_traffic import wire_traffic
 
 aten = torch.ops.aten
 LONG = "params.model.layers.17.self_attention.query_key_value_projection.weight"
@@ -216,7 +216,7 @@ def test_diff_refuses_arguments_that_are_no_programs():
 
 def test_traffic_and_cost_analysis_count_the_same_bytes():
     lowered = lower(zt.overlap_grads(), zt.prefetch())
-    sent = traffic(lowered.graph)
+    sent = wire_traffic(lowered.graph)
     assert {key: total.bytes for key, total in sent.items()} == dict(lowered.cost_analysis().wire)
     gathers = str(sent["dp", "param"])
     assert gathers in str(lowered.plan) and gathers.startswith("1 collective of 2 values")

@@ -165,7 +165,9 @@ def test_a_program_knows_what_its_checkpoints_recompute(kind):
     expected = [(e.op, e.region) for e in zt.Step.of(plain).trace(state, X, Y).graph.eqns]
     computed_once = without_copies(graph)
     zt.ir.check(computed_once)
-    assert [(e.op, e.region) for e in computed_once.eqns] == expected and not originals(computed_once)
+    assert [(e.op, e.region) for e in computed_once.eqns] == expected and not originals(
+        computed_once
+    )
 
 
 def test_equations_have_the_demands_of_selective_checkpoints_and_not_their_preferences():

@@ -82,7 +82,9 @@ def test_the_limit_is_the_memory_of_the_device_less_its_reserve():
     named = lower(zt.prefetch(memory=PEAK)).replan(zt.cluster("h200", dp="nvlink4"))
     assert named.unordered.hints.memory_limit == PEAK
     assert (
-        lower(zt.prefetch(), cluster=zt.cluster("cpu", dp="ethernet-1g")).unordered.hints.memory_limit
+        lower(
+            zt.prefetch(), cluster=zt.cluster("cpu", dp="ethernet-1g")
+        ).unordered.hints.memory_limit
         is None
     )
 

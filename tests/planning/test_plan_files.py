@@ -117,7 +117,8 @@ def test_a_plan_that_does_not_fit_the_budget_is_refused():
     within = (zt.overlap_grads(), zt.prefetch(memory=2 * peak))
     lowered = on_ranks(CASE, 4, SHARD, *within)
     tight = dataclasses.replace(
-        lowered, unordered=lowered.unordered.with_hints(memory_limit=lowered.memory_analysis().peak - 1)
+        lowered,
+        unordered=lowered.unordered.with_hints(memory_limit=lowered.memory_analysis().peak - 1),
     )
     with pytest.raises(
         ValueError,

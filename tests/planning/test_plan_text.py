@@ -1,8 +1,8 @@
 """The text of a plan starts with a summary, and long lists fold."""
 
 import ztrans as zt
-from ztrans.ir.differences import Traffic
 from ztrans.ir.printer import WIDTH
+from ztrans.ir.wire_traffic import WireTraffic
 
 NAMES = tuple(
     f"params.model.layers.{i}.self_attention.query_key_value.weight.grad" for i in range(27)
@@ -13,7 +13,10 @@ LONG = zt.Plan(
     reductions=((NAMES, "the end"), (("b.grad", "c.grad"), "gradient 3 + 2")),
     dropped=tuple(f"w{i}.full_1" for i in range(40)),
     notes=("the peak is 3.00 MiB",),
-    traffic=((("dp", "param"), Traffic(40, 40, 40 << 20)), (("dp", "grad"), Traffic(1, 1, 512))),
+    traffic=(
+        (("dp", "param"), WireTraffic(40, 40, 40 << 20)),
+        (("dp", "grad"), WireTraffic(1, 1, 512)),
+    ),
 )
 
 

@@ -7,42 +7,15 @@ from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
 from typing import NamedTuple
 
-from .collectives import is_start, role, rules
 from .graph import Eqn, Graph
-from .micro_batches import in_order
-from .printer import HasGraph, entries, format_bytes
+from .printer import HasGraph, entries
+from .wire_traffic import WireTraffic, wire_traffic
 
 _LONGEST_RUN = 16  # a longer run of added or removed entries folds
 _MOST_PLACES = 24  # the places that print; more of them fold
 
 # Of difflib: an action, and the ranges of entries in the old and the new program.
 Code = tuple[str, int, int, int, int]
-
-
-class Traffic(NamedTuple):
-    """The traffic of a mesh axis and role: the numbers of collectives and of values, and the bytes a rank receives."""
-
-    collectives: int = 0
-    values: int = 0
-    bytes: int = 0
-
-    def __str__(self) -> str:
-        collectives = _count(self.collectives, "collective")
-        return f"{collectives} of {_count(self.values, 'value')}, {format_bytes(self.bytes)}"
-
-
-def traffic(graph: Graph) -> dict[tuple[str, str], Traffic]:
-    """The traffic of a program, by mesh axis and role."""
-    totals: dict[tuple[str, str], Traffic] = {}
-    for program in in_order(graph):
-        for eqn in filter(is_start, program.eqns):
-            key = eqn.kwargs["axis"], role(eqn)
-            old = totals.get(key, Traffic())
-            received = rules(eqn).wire_bytes(eqn, graph.axes)
-            totals[key] = Traffic(
-                old.collectives + 1, old.values + len(eqn.outs), old.bytes + received
-            )
-    return dict(sorted(totals.items()))
 
 
 def diff(
@@ -88,7 +61,7 @@ def diff(
                 new_parts += new[j:j_end]
     lines = [
         *_summary(old_parts, new_parts),
-        *_traffic_lines(traffic(old_graph), traffic(new_graph)),
+        *_traffic_lines(wire_traffic(old_graph), wire_traffic(new_graph)),
     ]
     ambiguous = _ambiguous([*old_parts, *new_parts])
     most = len(places) if full else _MOST_PLACES
@@ -203,16 +176,12 @@ def _results(parts: Iterable[_Part], known_texts: Counter[str]) -> Counter[tuple
 
 
 def _traffic_lines(
-    old_traffic: dict[tuple[str, str], Traffic], new_traffic: dict[tuple[str, str], Traffic]
+    old_traffic: dict[tuple[str, str], WireTraffic], new_traffic: dict[tuple[str, str], WireTraffic]
 ) -> list[str]:
     """A line for the traffic of each mesh axis and role, with an arrow if the two programs differ in it."""
     lines = []
     for key in sorted({*old_traffic, *new_traffic}):
-        old = old_traffic.get(key, Traffic())
-        new = new_traffic.get(key, Traffic())
+        old = old_traffic.get(key, WireTraffic())
+        new = new_traffic.get(key, WireTraffic())
         lines.append(f"#   {' '.join(key)}: {new if old == new else f'{old} -> {new}'}")
     return lines
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

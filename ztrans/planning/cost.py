@@ -17,7 +17,6 @@ from torch.utils.flop_counter import flop_registry
 
 from ..ir.collectives import rules
 from ..ir.copies import is_copy
-from ..ir.differences import traffic
 from ..ir.donation import donation, is_constant
 from ..ir.graph import Eqn, Graph, Primitive, Var
 from ..ir.higher_order import inner_work
@@ -28,6 +27,7 @@ from ..ir.pairing import pair
 from ..ir.printer import format_bytes
 from ..ir.relations import cached_on_graph
 from ..ir.update_groups import group_updates
+from ..ir.wire_traffic import wire_traffic
 from .buffers import by_memory, device_bytes, live_bytes, local_bytes, storages
 
 _LISTED = 12  # the values at a peak that print
@@ -139,7 +139,9 @@ def cost(graph: Graph) -> Cost:
             if not isinstance(e.op, Primitive) and not is_view(e):
                 bytes_moved += times * memory_traffic(e, part)
                 operations += times * flops(e, part)
-    wire = tuple((axis_and_role, total.bytes) for axis_and_role, total in traffic(graph).items())
+    wire = tuple(
+        (axis_and_role, total.bytes) for axis_and_role, total in wire_traffic(graph).items()
+    )
     return Cost(operations, bytes_moved, wire, calls, kernels)
 
 

@@ -21,8 +21,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ..ir.differences import Traffic
 from ..ir.printer import WIDTH, fold, wrap
+from ..ir.wire_traffic import WireTraffic
 from .skeleton import Collective, Neighbours, Skeleton
 from .solver.problem import Bucket, Levers, Problem, Schedule
 from .solver.validate import ScheduleError, validate
@@ -66,7 +66,7 @@ class Plan:
     update: str = "eager"
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     file: str = dataclasses.field(default="", compare=False, repr=False)
-    traffic: tuple[tuple[tuple[str, str], Traffic], ...] = dataclasses.field(
+    traffic: tuple[tuple[tuple[str, str], WireTraffic], ...] = dataclasses.field(
         default=(), compare=False, repr=False
     )
 
