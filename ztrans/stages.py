@@ -37,7 +37,7 @@ from .ir.interpreter import join_state, lockstep, split_state
 from .ir.keep_on_host import demanded_on_host, keep_on_host
 from .ir.layout import AbstractMesh
 from .ir.marks import erase_marks
-from .ir.micro_batches import parts
+from .ir.micro_batches import micro_batch_programs
 from .ir.neighbours import among_neighbours
 from .ir.printer import Printed, format_seconds
 from .ir.user_collectives import by_axis
@@ -574,7 +574,7 @@ def _micro_batch_bound(
     graph: Graph, cluster: Cluster, peak: int, neighbours: Neighbours
 ) -> tuple[float, str]:
     """The sum of the lower bounds of all micro-batches, and the bottleneck of the last one."""
-    programs = parts(graph)
+    programs = micro_batch_programs(graph)
     least: dict[Graph, tuple[float, str]] = {}
     for part in programs.different:
         order = skeleton(part, neighbours)

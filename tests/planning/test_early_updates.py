@@ -94,7 +94,11 @@ def test_no_bit_changes(name):
     assert early.memory_analysis().peak <= last.memory_analysis().peak
     results = []
     for program in (last, early):
-        graph = zt.ir.parts(program.graph).last if program.graph.micro > 1 else program.graph
+        graph = (
+            zt.ir.micro_batch_programs(program.graph).last
+            if program.graph.micro > 1
+            else program.graph
+        )
         flat = pytree.tree_leaves((clone(case.state()), batches(case, 1)[0]))
         inputs = [torch.as_tensor(x) for x in flat]
         results.append((graph, executable(graph, None)(inputs)))

@@ -116,7 +116,12 @@ def test_gradients_are_kept_whole_or_cut_and_parameters_gathered_once_or_each_ti
     stage, keep, gathered, reduced
 ):
     lowered = lower(3, stage, keep=keep)
-    starts = [e for part in zt.ir.parts(lowered.graph).in_order for e in part.eqns if is_start(e)]
+    starts = [
+        e
+        for part in zt.ir.micro_batch_programs(lowered.graph).in_order
+        for e in part.eqns
+        if is_start(e)
+    ]
 
     def count(role, *ops):
         return sum(len(e.outs) for e in starts if e.op in ops and e.provenance.role == role)
@@ -162,7 +167,8 @@ def test_a_program_is_as_long_for_sixteen_micro_batches_as_for_two(stage):
     # The plan then makes buckets, so it has no more messages.
     assert len(many.graph.eqns) <= len(many.unordered.eqns)
     lengths = [
-        [len(part.eqns) for part in zt.ir.parts(each.unordered).different] for each in (few, many)
+        [len(part.eqns) for part in zt.ir.micro_batch_programs(each.unordered).different]
+        for each in (few, many)
     ]
     assert lengths[0] == [lengths[1][0], lengths[1][2]]
     peaks = [
@@ -174,7 +180,7 @@ def test_a_program_is_as_long_for_sixteen_micro_batches_as_for_two(stage):
 
 def test_costs_are_those_of_all_micro_batches():
     lowered = lower(5, 2, rows=20)
-    first, middle, last = zt.ir.parts(lowered.graph).different
+    first, middle, last = zt.ir.micro_batch_programs(lowered.graph).different
 
     def flops(graph):
         return dataclasses.replace(lowered, graph=graph).cost_analysis().flops
@@ -197,7 +203,9 @@ def test_the_last_micro_batch_reduces_while_backward_runs(stage):
         zt.overlap_grads(bucket=0),
         zt.accumulate(3),
     )(train)
-    last = zt.ir.parts(step.lower(new_state(), *batch(12), cluster=cluster).graph).last
+    last = zt.ir.micro_batch_programs(
+        step.lower(new_state(), *batch(12), cluster=cluster).graph
+    ).last
     reduces = [k for k, e in enumerate(last.eqns) if is_start(e) and e.provenance.role == "grad"]
     matmuls = [k for k, e in enumerate(last.eqns) if "mm" in str(e.op)]
     assert len(reduces) == 3 and reduces[0] < matmuls[-1]
@@ -515,7 +523,7 @@ def test_a_failure_before_the_update_leaves_the_state_whole():
         zt.overlap_grads(update="last"),
         zt.accumulate(3),
     )(train)
-    last = zt.ir.parts(step.lower(new_state(), *batch(12)).graph).last
+    last = zt.ir.micro_batch_programs(step.lower(new_state(), *batch(12)).graph).last
     begin = first_write(last)
     assert all("add" in str(e.op) or e.region == "update" for e in last.eqns[begin:])
     assert begin > max(k for k, e in enumerate(last.eqns) if is_start(e))

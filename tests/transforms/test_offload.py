@@ -69,7 +69,7 @@ def test_micro_batches_have_the_same_bits_and_move_moments_once(name, micro):
     accumulate = zt.accumulate(micro)
     assert same(trained(case, (accumulate, MOMENTS)), trained(case, (accumulate,)))
     low = zt.chain(accumulate, MOMENTS)(case.step).lower(case.state(), *batches(case, 1)[0])
-    parts = zt.ir.parts(low.graph)
+    parts = zt.ir.micro_batch_programs(low.graph)
     assert not any(map(is_copy, parts.first.eqns)) and not any(map(is_copy, parts.middle.eqns))
     assert any(map(is_copy, parts.last.eqns))
 

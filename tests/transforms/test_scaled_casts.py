@@ -229,7 +229,7 @@ def test_micro_batches(stage, keep):
     fused = both(
         step_of(Recipe()), state_of(), *SCHEDULES, zt.accumulate(4, keep=keep), stage=stage
     )
-    programs = zt.ir.parts(fused.graph)
+    programs = zt.ir.micro_batch_programs(fused.graph)
     each = programs.first, programs.middle, programs.last
     maxima = [
         sum(e.op is ALL_REDUCE and e.kwargs["op"] == "max" for e in part.eqns) for part in each

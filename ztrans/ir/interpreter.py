@@ -18,7 +18,7 @@ from .axes import members, neighbour_count, with_joint_indices
 from .collectives import rules
 from .graph import Eqn, Graph, Var, substitute, variables
 from .layout import cut, localize
-from .micro_batches import Carry, parts
+from .micro_batches import Carry, micro_batch_programs
 from .relations import grouped
 
 Coordinates = Mapping[str, int]  # the index of a rank along each axis
@@ -83,7 +83,7 @@ def _dead_after(graph: Graph) -> dict[Eqn, list[Var]]:
 
 def _micro_batches(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[list[Any]]:
     """As `lockstep`, one micro-batch after the other."""
-    programs = parts(graph)
+    programs = micro_batch_programs(graph)
     carries = [Carry(graph, programs, inputs) for inputs in ranks]
     for program in programs.before_last:
         outputs = lockstep(program, [carry.inputs() for carry in carries])

@@ -9,7 +9,7 @@ equations before the marks are repeated, and the update, after them, runs once, 
 state that depends on the batch without a mark, such as a statistic of batch norm, changes with every micro-batch, as in
 a loop.
 
-`parts` writes the program as the three programs that run: for the first micro-batch, for each one in the middle, and
+`micro_batch_programs` writes the three programs that run: for the first micro-batch, for each one in the middle, and
 for the last. None of them has a mark, and their lengths do not depend on the number of micro-batches. `Carry` passes
 values from one micro-batch to the next.
 """
@@ -54,7 +54,7 @@ def changing(graph: Graph) -> set[Var]:
 
 
 @dataclass(frozen=True)
-class Parts:
+class MicroBatchPrograms:
     """The programs of the micro-batches of one step.
 
     Attributes:
@@ -99,7 +99,7 @@ class _Marks(NamedTuple):
     kept_values: list[Var]
 
 
-def parts(graph: Graph) -> Parts:
+def micro_batch_programs(graph: Graph) -> MicroBatchPrograms:
     """Write a program of several micro-batches as the programs that run one after the other."""
     graph = _without_kept_inputs(graph)
     marks = _Marks({}, {}, [])
@@ -112,7 +112,7 @@ def parts(graph: Graph) -> Parts:
         elif e.op is KEEP:
             marks.kept_values.append(e.out)
     programs = _first(graph, marks), _middle(graph, marks), _last(graph, marks)
-    return Parts(*programs, graph.micro, len(marks.sums), len(marks.joins))
+    return MicroBatchPrograms(*programs, graph.micro, len(marks.sums), len(marks.joins))
 
 
 def _first(graph: Graph, marks: _Marks) -> Graph:
@@ -160,7 +160,7 @@ def _without_update(graph: Graph) -> Graph:
 
 def in_order(graph: Graph) -> list[Graph]:
     """The programs of one step in the order in which they run, one for each micro-batch."""
-    return list(parts(graph).in_order) if graph.micro > 1 else [graph]
+    return list(micro_batch_programs(graph).in_order) if graph.micro > 1 else [graph]
 
 
 def _without_kept_inputs(graph: Graph) -> Graph:
@@ -221,7 +221,9 @@ class Carry:
     Raises: ValueError if an argument does not have the rows of all micro-batches.
     """
 
-    def __init__(self, graph: Graph, parts: Parts, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, graph: Graph, parts: MicroBatchPrograms, inputs: Sequence[torch.Tensor]
+    ) -> None:
         n = graph.num_state
         self.parts = parts
         self.state = list(inputs[:n])

@@ -21,7 +21,7 @@ from ..ir.donation import donation, is_constant
 from ..ir.graph import Eqn, Graph, Primitive, Var
 from ..ir.higher_order import inner_work
 from ..ir.layout import local_shape
-from ..ir.micro_batches import in_order, is_cut, parts
+from ..ir.micro_batches import in_order, is_cut, micro_batch_programs
 from ..ir.op_facts import is_view, op_facts
 from ..ir.pairing import pair
 from ..ir.printer import format_bytes
@@ -264,7 +264,7 @@ def memory(graph: Graph) -> Memory:
 
 def _highest(graph: Graph) -> Memory:
     """The memory of the micro-batch with the highest peak, with what others hold: their batch, and what they return."""
-    programs = parts(graph)
+    programs = micro_batch_programs(graph)
     size = local_bytes(graph)
     # The batches of the other micro-batches are live throughout. So is what those before one in the middle return.
     batch = (graph.micro - 1) * sum(size(v) for v in graph.inputs if is_cut(graph, v))

@@ -19,7 +19,7 @@ from ..ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, lane, rules
 from ..ir.copies import is_copy
 from ..ir.graph import DTYPES, Eqn, Graph, Primitive, Var
 from ..ir.layout import local_shape
-from ..ir.micro_batches import parts
+from ..ir.micro_batches import micro_batch_programs
 from ..ir.pairing import pair
 from ..ir.printer import op_name
 from ..report.event import COMPUTE, Event
@@ -264,7 +264,7 @@ def simulate(graph: Graph, cluster: Cluster) -> Timeline:
     """
     if graph.micro == 1:
         return timeline_of(graph, cluster, equation_seconds(graph, cluster))
-    programs = parts(graph)
+    programs = micro_batch_programs(graph)
     timelines = {part: simulate(part, cluster) for part in programs.different}
     in_order = [timelines[part] for part in programs.in_order]
     return one_by_one(f"{graph.name}, simulated", in_order)

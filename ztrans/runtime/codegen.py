@@ -254,7 +254,7 @@ def to_fx(
     if graph.micro > 1:
         raise ValueError(
             f"to_fx: {graph.name} runs for {graph.micro} micro-batches, in up to three programs.\n"
-            f"Write each of them: to_fx(zt.ir.parts(graph).last), and so first and middle."
+            f"Write each of them: to_fx(zt.ir.micro_batch_programs(graph).last), and so first and middle."
         )
     rank = coordinates(graph, mesh)
     over_axes = graph

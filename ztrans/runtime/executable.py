@@ -19,7 +19,7 @@ from ..ir.ambient import without_autocast, without_function_modes
 from ..ir.donation import donation, is_constant
 from ..ir.graph import Graph, Var
 from ..ir.layout import local_shape
-from ..ir.micro_batches import Carry, Parts, parts
+from ..ir.micro_batches import Carry, MicroBatchPrograms, micro_batch_programs
 from ..ir.source import Source, where
 from ..ir.update_groups import Group
 from .codegen import coordinates, to_fx
@@ -158,7 +158,7 @@ class MicroBatches:
     """
 
     graph: Graph
-    parts: Parts
+    parts: MicroBatchPrograms
     runs: Mapping[Graph, Executable]  # for each different part
     last_as_run: Graph
 
@@ -197,7 +197,7 @@ def micro_batches(
         inputs: its flat inputs on this rank, or others like them.
         compile_part: returns a program in the order in which it runs, and what runs it, for inputs like those given.
     """
-    programs = parts(graph)
+    programs = micro_batch_programs(graph)
     runs: dict[Graph, Executable] = {}
     last = graph
     for part in programs.different:
@@ -207,7 +207,7 @@ def micro_batches(
 
 def _example(
     graph: Graph,
-    programs: Parts,
+    programs: MicroBatchPrograms,
     part: Graph,
     mesh: DeviceMesh | None,
     inputs: Sequence[torch.Tensor],

@@ -19,7 +19,7 @@ import numpy as np
 
 from ...ir.graph import Graph
 from ...ir.keep_on_host import values_for_backward
-from ...ir.micro_batches import is_cut, parts
+from ...ir.micro_batches import is_cut, micro_batch_programs
 from ..buffers import by_operation, local_bytes
 from ..cluster import Cluster
 from ..formulate import formulate
@@ -109,7 +109,7 @@ class Baseline:
 
 def baseline_of(graph: Graph, hinted: Graph, cluster: Cluster) -> Baseline:
     """A step in which everything is kept: its program before it is sharded, and the hinted program of one rank."""
-    part = parts(hinted).last if hinted.micro > 1 else hinted
+    part = micro_batch_programs(hinted).last if hinted.micro > 1 else hinted
     s = skeleton(part, cluster.neighbours(part.axes))
     problem = formulate(s, cluster, float("inf"))
     size = local_bytes(hinted)
