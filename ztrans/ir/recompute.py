@@ -63,11 +63,13 @@ def recompute(graph: Graph, chosen: Set[Var]) -> Graph:
 
 def originals(graph: Graph) -> dict[Var, Var]:
     """The values that backward recomputes, each with the value of forward of which it is a copy."""
-    original_of = {}
+    original_of: dict[Var, Var] = {}
     for e in graph.eqns:
-        if e.repeats is not None:
-            pairs = zip(e.outs, e.repeats.outs)
-            original_of.update((copy, v) for copy, v in pairs if copy is not None)
+        if e.repeats is None:
+            continue
+        for copy, v in zip(e.outs, e.repeats.outs):
+            if copy is not None and v is not None:
+                original_of[copy] = v
     return original_of
 
 
