@@ -13,7 +13,7 @@ from ztrans.ir import collectives
 from ztrans.ir.collectives import (
     ALL_GATHER,
     ALL_REDUCE,
-    OWN_MESSAGE,
+    LARGE_MEMBER,
     REDUCE_SCATTER,
     SHARD,
     WAIT,
@@ -21,7 +21,7 @@ from ztrans.ir.collectives import (
     bucket_key,
     coalesce,
     erase_trivial,
-    has_own_message,
+    is_sent_alone,
     is_start,
     lane,
     rules,
@@ -58,7 +58,7 @@ class Broadcast(Start):
     def member(self, eqn, index, terms):
         return [terms[0] for _ in terms]
 
-    def sends_own(self, eqn, index, sizes):
+    def sends_without_copy(self, eqn, index, sizes):
         return True
 
     def wire_bytes(self, eqn, sizes):
@@ -151,7 +151,7 @@ def test_a_new_collective_has_bytes_and_a_lane_and_joins_buckets():
         128,
         "dp gather",
     )
-    assert is_start(START) and rule.sends_own(START, 0, AXES)
+    assert is_start(START) and rule.sends_without_copy(START, 0, AXES)
     second = broadcast(
         [var("z", 3)], ["z.first"], "dp", provenance=Provenance("param", ("z",), "dp")
     )
@@ -254,10 +254,10 @@ def gather_of(*rows: int) -> Eqn:
 
 
 @pytest.mark.parametrize("rows, alone", [
-    ((8, OWN_MESSAGE), [True, True]), ((8, 8, OWN_MESSAGE), [False, False, True]), ((OWN_MESSAGE, OWN_MESSAGE), [True, True]), ((8,), [True]),
+    ((8, LARGE_MEMBER), [True, True]), ((8, 8, LARGE_MEMBER), [False, False, True]), ((LARGE_MEMBER, LARGE_MEMBER), [True, True]), ((8,), [True]),
 ])  # fmt: skip
 def test_small_members_are_packed_if_there_are_several(rows, alone):
-    assert [has_own_message(gather_of(*rows), k, {"dp": 2}) for k in range(len(rows))] == alone
+    assert [is_sent_alone(gather_of(*rows), k, {"dp": 2}) for k in range(len(rows))] == alone
 
 
 def test_asking_every_member_whether_it_is_packed_takes_linear_time(monkeypatch):
@@ -265,4 +265,4 @@ def test_asking_every_member_whether_it_is_packed_takes_linear_time(monkeypatch)
     monkeypatch.setattr(
         collectives, "buffer_bytes", lambda *given: calls.append(given) or counted(*given)
     )
-    assert not any(has_own_message(gather, k, {"dp": 2}) for k in range(100)) and len(calls) <= 300
+    assert not any(is_sent_alone(gather, k, {"dp": 2}) for k in range(100)) and len(calls) <= 300

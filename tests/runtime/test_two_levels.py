@@ -8,7 +8,7 @@ import torch
 from tests.support.mailbox import channels
 from tests.support.races import Races
 from ztrans import ops
-from ztrans.ir.collectives import OWN_MESSAGE, all_gather, reduce, rules
+from ztrans.ir.collectives import LARGE_MEMBER, all_gather, reduce, rules
 from ztrans.ir.graph import Partial, Provenance, Split, Var
 from ztrans.ir.layout import cut
 from ztrans.ir.routes import Hosts, route_of
@@ -131,7 +131,7 @@ def test_bytes_on_each_link_are_those_of_the_route(hosts, dtype, wire):
 def test_the_terms_of_a_sum_are_released_once_it_is_there(hosts, dtype):
     """So a message takes the terms that it receives, and one sum of a host more where that is in fp32."""
     ranks = hosts.ranks
-    eqn = scatter([(ranks * OWN_MESSAGE,)], "sum", dtype)
+    eqn = scatter([(ranks * LARGE_MEMBER,)], "sum", dtype)
     _, groups, opened = channels(hosts)
     starts = [Start(eqn, {"dp": ranks}, {"dp": k}, channel) for k, channel in enumerate(opened)]
     terms = random_terms(eqn, ranks)
@@ -143,7 +143,7 @@ def test_the_terms_of_a_sum_are_released_once_it_is_there(hosts, dtype):
     with cuda:
         opened[1].advance()
     rows = hosts.count * (hosts.local - 1) + (2 if dtype is BF16 else 0)
-    assert cuda.peak == rows * OWN_MESSAGE * dtype.itemsize
+    assert cuda.peak == rows * LARGE_MEMBER * dtype.itemsize
     del groups
 
 

@@ -29,9 +29,9 @@ from .user_collectives import USER_START, USER_WAIT, collective_name
 
 HALF = (torch.bfloat16, torch.float16)
 # Ranks. In a larger group, messages to all ranks would be more than a gather of gloo needs.
-DIRECT = 8
+MOST_RANKS_OF_EXCHANGE = 8
 # Bytes. A member of which a rank holds this much is sent in a message of its own.
-OWN_MESSAGE = 1 << 16
+LARGE_MEMBER = 1 << 16
 
 
 def wire_dtype(eqn: Eqn, member: Var) -> torch.dtype:
@@ -62,10 +62,10 @@ def buffer_bytes(eqn: Eqn, index: int, sizes: Sizes) -> int:
 
 def is_small(eqn: Eqn, index: int, sizes: Sizes) -> bool:
     """Whether a collective packs a member with the other small members of its bucket."""
-    return buffer_bytes(eqn, index, sizes) < OWN_MESSAGE * sizes[eqn.kwargs["axis"]]
+    return buffer_bytes(eqn, index, sizes) < LARGE_MEMBER * sizes[eqn.kwargs["axis"]]
 
 
-def has_own_message(eqn: Eqn, index: int, sizes: Sizes) -> bool:
+def is_sent_alone(eqn: Eqn, index: int, sizes: Sizes) -> bool:
     """Whether a collective sends a member in a message of its own, instead of packed with other members.
 
     It does so for a large member, because a copy would cost more than a message, and for the only small one, because
@@ -103,7 +103,7 @@ class Start(Memberwise):
     def as_sent(self, eqn: Eqn, term: torch.Tensor) -> torch.Tensor:
         return term.to(eqn.kwargs["dtype"] or term.dtype)
 
-    def shares_buffer(self, eqn: Eqn, index: int) -> bool:
+    def stays_in_buffer(self, eqn: Eqn, index: int) -> bool:
         return wire_dtype(eqn, eqn.ins[index]) == eqn.results[index].dtype
 
     def wire_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
@@ -112,7 +112,7 @@ class Start(Memberwise):
         return total * (ranks - 1) * self.crossings // ranks
 
     def sent_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
-        packed = (k for k in range(len(eqn.outs)) if not self.sends_own(eqn, k, sizes))
+        packed = (k for k in range(len(eqn.outs)) if not self.sends_without_copy(eqn, k, sizes))
         return sum(buffer_bytes(eqn, k, sizes) for k in packed)
 
     def received_bytes(self, eqn: Eqn, index: int, sizes: Sizes) -> int:
@@ -142,7 +142,7 @@ class Gather(Start):
         return [torch.cat(list(terms), split.dim)] * len(terms)
 
     def is_exchanged(self, eqn: Eqn, ranks: int, gloo: bool) -> bool:
-        return gloo and ranks <= DIRECT
+        return gloo and ranks <= MOST_RANKS_OF_EXCHANGE
 
     def sent_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
         return self.unpacked_bytes(eqn, sizes) // sizes[self.axis(eqn)]
@@ -164,12 +164,12 @@ class Reduction(Start):
         """The sum, mean, maximum or minimum of the terms, in the dtype of the result."""
         return ops.reduce(terms, eqn.kwargs["op"], eqn.results[index].dtype)
 
-    def sends_own(self, eqn: Eqn, index: int, sizes: Sizes) -> bool:
+    def sends_without_copy(self, eqn: Eqn, index: int, sizes: Sizes) -> bool:
         """A member is sent as it is if it has a message of its own and needs neither a cast nor padding."""
         member, split = eqn.ins[index], eqn.results[index].split
         even = split is None or (split.dim == 0 and member.shape[0] % sizes[self.axis(eqn)] == 0)
         return (
-            even and wire_dtype(eqn, member) == member.dtype and has_own_message(eqn, index, sizes)
+            even and wire_dtype(eqn, member) == member.dtype and is_sent_alone(eqn, index, sizes)
         )
 
 
@@ -186,7 +186,7 @@ class ReduceScatter(Reduction):
         """NCCL would round half precision at every hop of a ring."""
         return gloo or (eqn.kwargs["op"] in ("sum", "mean") and wire_dtype(eqn, eqn.ins[0]) in HALF)
 
-    def shares_buffer(self, eqn: Eqn, index: int) -> bool:
+    def stays_in_buffer(self, eqn: Eqn, index: int) -> bool:
         return False  # the buffer holds the terms, and their sum is a new value
 
     def received_bytes(self, eqn: Eqn, index: int, sizes: Sizes) -> int:
@@ -206,15 +206,15 @@ class AllReduce(Reduction):
     def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [self.total(eqn, index, terms)] * len(terms)
 
-    def sends_own(self, eqn: Eqn, index: int, sizes: Sizes) -> bool:
-        return sizes[self.axis(eqn)] == 2 and super().sends_own(eqn, index, sizes)
+    def sends_without_copy(self, eqn: Eqn, index: int, sizes: Sizes) -> bool:
+        return sizes[self.axis(eqn)] == 2 and super().sends_without_copy(eqn, index, sizes)
 
     def sent_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
         return 0 if sizes[self.axis(eqn)] > 2 else super().sent_bytes(eqn, sizes)
 
 
 class Wait(Memberwise):
-    """Rules of wait. Whether the value shares the storage of its future depends on the start: see `shares_buffer`."""
+    """Rules of wait. Whether the value shares the storage of its future depends on the start: see `stays_in_buffer`."""
 
     waits = True
     reads_futures = True

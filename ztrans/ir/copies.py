@@ -45,10 +45,10 @@ class Copy(Memberwise):
             return f"a copy does not fit into the storage of {over}"
         return None
 
-    def shares_buffer(self, eqn: Eqn, index: int) -> bool:
+    def stays_in_buffer(self, eqn: Eqn, index: int) -> bool:
         return True
 
-    def sends_own(self, eqn: Eqn, index: int, sizes: Sizes) -> bool:
+    def sends_without_copy(self, eqn: Eqn, index: int, sizes: Sizes) -> bool:
         return True
 
     def received_bytes(self, eqn: Eqn, index: int, sizes: Sizes) -> int:

@@ -176,7 +176,7 @@ class _StorageOwners:
         if released is not None:
             for owner in map(self.owner, e.ins):
                 self.read_until[owner] = max(released, self.read_until.get(owner, -1))
-        if not rules(e).shares(e) and not is_constant(e):
+        if not rules(e).shares_storage(e) and not is_constant(e):
             self.writable.update(out for out in e.results if not out.future)
 
 

@@ -32,13 +32,13 @@ def liveness(graph: Graph) -> Liveness:
     last: dict[Var, int] = {}
     for index, e in enumerate(graph.eqns):
         needed = [*e.ins, *e.results]
-        shares = rules(e).shares(e)
+        shares = rules(e).shares_storage(e)
         if e in waits:
             start = waits[e].start
             member = waits[e].member
-            shares = rules(start).shares_buffer(start, member)
+            shares = rules(start).stays_in_buffer(start, member)
             is_of_this_step = waits[e].started.index >= 0
-            if is_of_this_step and rules(start).sends_own(start, member, graph.axes):
+            if is_of_this_step and rules(start).sends_without_copy(start, member, graph.axes):
                 needed.append(start.ins[member])
         for out in e.results:
             root[out] = root[e.ins[0]] if shares and e.ins else out

@@ -24,7 +24,7 @@ from .rules import INVARIANT, Axes, Memberwise, Sizes
 class Mark(Memberwise):
     """The rules of a mark whose result is a view of its first argument."""
 
-    def shares(self, eqn: Eqn) -> bool:
+    def shares_storage(self, eqn: Eqn) -> bool:
         return True
 
 

@@ -77,15 +77,15 @@ class Rules:
         """The axes over which the results differ from rank to rank; `axes_of` has the axes of the arguments."""
         return INVARIANT.union(*(axes_of.get(v, ()) for v in eqn.ins))
 
-    def shares(self, eqn: Eqn) -> bool:
+    def shares_storage(self, eqn: Eqn) -> bool:
         """Whether the results share the storage of the first argument."""
         return is_view(eqn)
 
-    def shares_buffer(self, eqn: Eqn, index: int) -> bool:
+    def stays_in_buffer(self, eqn: Eqn, index: int) -> bool:
         """Whether the value of a member stays in the buffer in which it was received."""
         return False
 
-    def sends_own(self, eqn: Eqn, index: int, sizes: Sizes) -> bool:
+    def sends_without_copy(self, eqn: Eqn, index: int, sizes: Sizes) -> bool:
         """Whether a collective sends a member from its own storage, which must then live until the wait."""
         return False
 

@@ -179,7 +179,7 @@ def launches(graph: Graph) -> Mapping[Eqn, Launches]:
             start = pairs.waits[e].start
             return Launches(1, bool(rules(start).unpacked_bytes(start, graph.axes)))
         if isinstance(e.op, Primitive):
-            return Launches(int(rules(e).shares(e)), 0)
+            return Launches(int(rules(e).shares_storage(e)), 0)
         inner = inner_work(e, lambda g: sum(not op_facts(each.op).view for each in g.eqns))
         if inner is not None:
             return Launches(inner, inner)

@@ -243,7 +243,7 @@ def _reduction(
         wire=rules(start).wire_bytes(start, axes),
         bytes=size(start.ins[0]),
         born=born,
-        copied=not rules(start).sends_own(start, 0, axes),
+        copied=not rules(start).sends_without_copy(start, 0, axes),
         small=is_small(start, 0, axes),
     )
 

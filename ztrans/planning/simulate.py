@@ -68,7 +68,7 @@ def equation_seconds(graph: Graph, cluster: Cluster) -> list[float]:
             return _after_wait(wait.start, graph, cluster)
         if rules(e).packs:
             return _before_issue(e, graph, cluster)
-        if rules(e).shares(e):
+        if rules(e).shares_storage(e):
             return device.call_overhead * every_launch[e].calls
         return queue_seconds(device, every_launch[e].kernels, roofline_seconds(e, graph, device))
 
@@ -112,7 +112,7 @@ def _packing(e: Eqn, graph: Graph, cluster: Cluster) -> float:
     size = local_bytes(graph)
     copied = 0
     for k, v in enumerate(e.ins):
-        if not rules(e).sends_own(e, k, graph.axes):
+        if not rules(e).sends_without_copy(e, k, graph.axes):
             copied += size(v)
     return 2 * copied / cluster.device.bandwidth  # each byte is read and written
 

@@ -25,9 +25,9 @@ from .. import ops
 from ..ir.collectives import (
     ALL_GATHER,
     ALL_REDUCE,
-    OWN_MESSAGE,
+    LARGE_MEMBER,
     REDUCE_SCATTER,
-    has_own_message,
+    is_sent_alone,
     partial_dtype,
     rules,
     wire_dtype,
@@ -138,7 +138,7 @@ class Start(torch.nn.Module):
     """Starts one collective equation. A call takes the members of the equation, and returns a `Member` for each.
 
     A group of members is sent as one message. A large member is a group of its own; all small members are packed into
-    one group (see `collectives.has_own_message`). Without a channel it can be printed, but not called.
+    one group (see `collectives.is_sent_alone`). Without a channel it can be printed, but not called.
     """
 
     def __init__(
@@ -328,7 +328,7 @@ class Start(torch.nn.Module):
         flat = [term.to(self.wire).reshape(-1) for term in terms]
         send = torch.cat(flat) if len(flat) > 1 else flat[0].contiguous()
         dtype = self.outs[ks[0]].dtype
-        is_short = send.numel() * send.itemsize <= OWN_MESSAGE
+        is_short = send.numel() * send.itemsize <= LARGE_MEMBER
         works: Sequence[Work]
         if self.direct and (self.size == 2 or is_short):
             # Every rank receives all terms, and adds them in rank order. Between two ranks a ring sends as much.
@@ -358,7 +358,7 @@ class Start(torch.nn.Module):
 
 def _message_groups(eqn: Eqn, sizes: Mapping[str, int]) -> list[list[int]]:
     """The members of each message: first those with a message of their own, then those that are packed together."""
-    large = [k for k in range(len(eqn.outs)) if has_own_message(eqn, k, sizes)]
+    large = [k for k in range(len(eqn.outs)) if is_sent_alone(eqn, k, sizes)]
     packed = [k for k in range(len(eqn.outs)) if k not in large]
     groups = [[k] for k in large]
     return [*groups, packed] if packed else groups

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.axes import members, rows
-from ..ir.collectives import DIRECT
+from ..ir.collectives import MOST_RANKS_OF_EXCHANGE
 from ..ir.graph import Graph
 from ..ir.routes import Hosts, common, hosts_of
 from ..ir.user_collectives import is_user_collective
@@ -109,7 +109,7 @@ class Channel:
     @property
     def is_direct(self) -> bool:
         """Whether each rank sends to every other rank directly, as over gloo in groups of a few ranks."""
-        return self.is_gloo and self.group.size() <= DIRECT
+        return self.is_gloo and self.group.size() <= MOST_RANKS_OF_EXCHANGE
 
     @property
     def is_gloo(self) -> bool:

@@ -139,12 +139,12 @@ def test_the_first_level_of_a_message_runs_beside_the_second_level_of_the_one_be
     ("hosts", "most"),
     [(Hosts(16, 2), 0), (Hosts(64, 8), 0), (Hosts(8, 2), 1 / 8), (Hosts(6, 2), 1 / 2)],
 )
-@pytest.mark.parametrize("sends_own", [True, False])
-def test_the_bytes_of_a_message_in_two_levels(monkeypatch, hosts, most, sends_own):
+@pytest.mark.parametrize("sends_without_copy", [True, False])
+def test_the_bytes_of_a_message_in_two_levels(monkeypatch, hosts, most, sends_without_copy):
     """The sums of hosts, and the terms for one host, or the sums of all hosts; no transposed copy of the terms."""
-    shape = (hosts.ranks * 4096,) if sends_own else (hosts.ranks * 4096 - 1,)
+    shape = (hosts.ranks * 4096,) if sends_without_copy else (hosts.ranks * 4096 - 1,)
     eqn = scatter([shape], "mean", BF16)
-    assert rules(eqn).sends_own(eqn, 0, {"dp": hosts.ranks}) == sends_own
+    assert rules(eqn).sends_without_copy(eqn, 0, {"dp": hosts.ranks}) == sends_without_copy
     monkeypatch.setattr(
         "ztrans.runtime.cuda.by_host.exchange", lambda into, terms, group, ranks: into.fill_(0)
     )
@@ -160,7 +160,7 @@ def test_the_bytes_of_a_message_in_two_levels(monkeypatch, hosts, most, sends_ow
     terms = hosts.ranks * 4096 * 2
     sums = terms * 2 // hosts.local
     taken = sums + max(terms // hosts.count, sums)
-    send_buffer = 0 if sends_own else terms
+    send_buffer = 0 if sends_without_copy else terms
     assert cuda.races == [] and cuda.peak == send_buffer + taken + value.nbytes
     assert rules(eqn).sent_bytes(eqn, sizes) == send_buffer
     assert taken - rules(eqn).received_bytes(eqn, 0, sizes) <= most * terms
@@ -257,8 +257,8 @@ class Traffic(TorchDispatchMode):
 def test_a_term_is_sent_from_its_storage_only_if_the_program_keeps_it(monkeypatch, kept):
     """The program may write over a term that it does not keep while the term is sent."""
     eqn = scatter([(4, 3)], "sum", F32)
-    assert rules(eqn).sends_own(eqn, 0, {"dp": 2})
-    monkeypatch.setattr(type(rules(eqn)), "sends_own", lambda *arguments: kept)
+    assert rules(eqn).sends_without_copy(eqn, 0, {"dp": 2})
+    monkeypatch.setattr(type(rules(eqn)), "sends_without_copy", lambda *arguments: kept)
     channel = Rank(Fabric(2), 0, Hosts(2))
     carrier = Transport("nccl reduce_scatter", "a double")
     start = StreamedStart(eqn, {"dp": 2}, {"dp": 0}, channel, Streams(FakeCuda()), carrier)

@@ -138,7 +138,7 @@ def with_packing(low):
             copied = (
                 v
                 for k, v in enumerate(e.ins)
-                if not rules(e).sends_own(e, k, axes) and v not in low.graph.inputs
+                if not rules(e).sends_without_copy(e, k, axes) and v not in low.graph.inputs
             )
             packed = sum(v.numel * v.dtype.itemsize for v in copied)
     return peak

@@ -92,7 +92,7 @@ class StreamedStart(Start):
         # The terms of a reduction that arrive, and their dtype.
         self.arriving_rows = self.size if self.is_exchanged else 1
         self.arriving_dtype = self.wire
-        self.sends_own = [rules(eqn).sends_own(eqn, k, sizes) for k in range(len(eqn.outs))]
+        self.sends_without_copy = [rules(eqn).sends_without_copy(eqn, k, sizes) for k in range(len(eqn.outs))]
         make_message = {
             ALL_GATHER: self._gathered,
             REDUCE_SCATTER: self._scattered,
@@ -246,7 +246,7 @@ class StreamedStart(Start):
         sizes = [self.parts[k] for k in ks]
         numel = self.size * sum(sizes)
         is_whole = term.is_contiguous() and term.numel() == numel
-        if len(ks) == 1 and self.sends_own[ks[0]] and is_whole:
+        if len(ks) == 1 and self.sends_without_copy[ks[0]] and is_whole:
             return term.view(-1), lambda: None
         send_buffer = term.new_empty(numel, dtype=self.wire)
         rows = [each.movedim(self.dim, 0) for each in terms]

@@ -119,7 +119,7 @@ def _of_primitive(
     if rules(eqn).copies:
         target = device if eqn.out.memory == "device" else torch.device("cpu")
         return [layouts[eqn.ins[0]]._replace(device=target)]
-    if rules(eqn).shares(eqn):
+    if rules(eqn).shares_storage(eqn):
         return [layouts[eqn.args[0]]._replace(shape=shapes[0])]
     device = layouts[eqn.ins[0]].device
     return [_received(v, shape, device) for v, shape in zip(eqn.results, shapes)]
