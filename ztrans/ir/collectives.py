@@ -22,7 +22,7 @@ import torch
 from .. import ops
 from .axes import members
 from .graph import Eqn, Graph, Partial, Primitive, Split, Var, dce, producers, rename, substitute
-from .layout import chunk, cut, cut_over, on_axis, without
+from .layout import chunk, cut, split_over, on_axis, without
 from .op_facts import CAST
 from .rules import Axes, Memberwise, Rules, Sizes, wait_problem
 from .user_collectives import USER_START, USER_WAIT, collective_name
@@ -138,7 +138,7 @@ class Gather(Start):
         return problem
 
     def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        split = cut_over(eqn.ins[index], self.axis(eqn))
+        split = split_over(eqn.ins[index], self.axis(eqn))
         return [torch.cat(list(terms), split.dim)] * len(terms)
 
     def is_exchanged(self, eqn: Eqn, ranks: int, gloo: bool) -> bool:
@@ -178,7 +178,7 @@ class ReduceScatter(Reduction):
 
     def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         total = self.total(eqn, index, terms)
-        split = cut_over(eqn.results[index], self.axis(eqn))
+        split = split_over(eqn.results[index], self.axis(eqn))
         # Cloned, because a view would keep the total alive.
         return [cut(total, split, len(terms), rank).clone() for rank in range(len(terms))]
 

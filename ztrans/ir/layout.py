@@ -72,13 +72,13 @@ def chunk(rows: int, size: int) -> int:
     return -(-rows // size)
 
 
-def is_worth_cutting(rows: int, size: int) -> bool:
+def is_worth_splitting(rows: int, size: int) -> bool:
     """Whether a leaf with `rows` rows is cut over `size` ranks.
 
     It is not if its rows are fewer than half of the ranks: each part is padded to a row, so a gather would need more
     than twice the bytes of the leaf.
 
-    >>> is_worth_cutting(10, 4), is_worth_cutting(2, 4), is_worth_cutting(1, 4)
+    >>> is_worth_splitting(10, 4), is_worth_splitting(2, 4), is_worth_splitting(1, 4)
     (True, True, False)
     """
     return chunk(rows, size) * size <= 2 * rows
@@ -104,7 +104,7 @@ def without(layout: Layout, axis: str) -> Layout:
     return tuple(p for p in layout if p.axis != axis)
 
 
-def cut_over(var: Var, axis: str) -> Split:
+def split_over(var: Var, axis: str) -> Split:
     """The split of `var` over `axis`.
 
     Raises: ValueError if it has none.
@@ -205,7 +205,7 @@ class UserSharding:
         return UserSharding(axes, sizes, placements, tuple(leaf.shape))
 
     @staticmethod
-    def cut_over(leaf: Any, axes: Collection[str]) -> list[str]:
+    def axes_of(leaf: Any, axes: Collection[str]) -> list[str]:
         """The axes of the mesh of a leaf, among `axes`, over which the leaf is not whole."""
         members_of_axes = set(members_of(axes))
         result = []
@@ -231,9 +231,9 @@ class UserSharding:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of the part of a rank."""
-        return tuple(n // self.cuts(dim) for dim, n in enumerate(self.shape))
+        return tuple(n // self.parts_along(dim) for dim, n in enumerate(self.shape))
 
-    def cuts(self, dim: int, axes: Collection[str] | None = None) -> int:
+    def parts_along(self, dim: int, axes: Collection[str] | None = None) -> int:
         """The number of parts into which the step cuts a dim of the leaf, over all of its axes or those of `axes`."""
         count = 1
         for axis, size, placement in zip(self.axes, self.sizes, self.placements):

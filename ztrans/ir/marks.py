@@ -47,7 +47,7 @@ class Reduced(Mark):
 class Accumulate(Memberwise):
     """Rules of accumulate: the sum has a storage of its own."""
 
-    over_all = True
+    over_all_micro_batches = True
 
     def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
         if eqn.out.is_like(*eqn.ins):
@@ -58,7 +58,7 @@ class Accumulate(Memberwise):
 class Join(Memberwise):
     """Rules of join: the result has a storage of its own, with the rows of all micro-batches."""
 
-    over_all = True
+    over_all_micro_batches = True
 
     def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
         (part,) = eqn.ins

@@ -45,7 +45,7 @@ def changing(graph: Graph) -> set[Var]:
     while True:
         for e in graph.eqns:
             draws = is_random(e) and e.region != "update"
-            if draws or (not rules(e).over_all and any(v in changes for v in e.ins)):
+            if draws or (not rules(e).over_all_micro_batches and any(v in changes for v in e.ins)):
                 changes.update(e.results)
         carried = {old for old, new in leaves if new in changes} - changes
         if not carried:

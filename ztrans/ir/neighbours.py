@@ -21,7 +21,7 @@ import torch
 from .axes import neighbour_count, neighbours
 from .collectives import SHARD, bucket_key, rules
 from .graph import Eqn, Graph, Split, Var
-from .layout import cut_over
+from .layout import split_over
 from .pairing import pair
 
 aten = torch.ops.aten
@@ -42,7 +42,7 @@ def kept_part(first: Eqn, again: Eqn, count: int) -> tuple[Eqn, Eqn]:
     """
     value = first.out
     axis = again.kwargs["axis"]
-    split = Split(neighbours(axis, count), cut_over(again.ins[0], axis).dim)
+    split = Split(neighbours(axis, count), split_over(again.ins[0], axis).dim)
     name = again.out.name.removesuffix("'")
     layout = (*value.layout, split)
     cut = dataclasses.replace(value, name=f"{name}.cut", layout=layout)

@@ -34,7 +34,7 @@ class Rules:
             memory of the host.
         packs: a GPU may still copy its arguments into a send buffer while the next equations run.
         moves: it moves elements without computing, so a cast before it and a cast after it give the same result.
-        over_all: its results belong to all micro-batches (see `marks`), so they do not differ between these.
+        over_all_micro_batches: its results belong to all micro-batches (see `marks`), so they do not differ between these.
         lane: the kind of its queue: each mesh axis has a queue for each kind (see `collectives.lane`).
     """
 
@@ -44,7 +44,7 @@ class Rules:
     copies: ClassVar[bool] = False
     packs: ClassVar[bool] = False
     moves: ClassVar[bool] = False
-    over_all: ClassVar[bool] = False
+    over_all_micro_batches: ClassVar[bool] = False
     lane: ClassVar[str | None] = None
 
     @property

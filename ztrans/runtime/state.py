@@ -234,7 +234,7 @@ def _placements(
         # The step cuts first, also along later axes of the mesh. A strided shard says so.
         parts = 1
         if user_sharding is not None:
-            parts = user_sharding.cuts(split.dim, names[names.index(split.axis) :])
+            parts = user_sharding.parts_along(split.dim, names[names.index(split.axis) :])
         if parts == 1:
             by_axis[split.axis] = Shard(split.dim)
         else:

@@ -214,7 +214,7 @@ def _leaves_of(
         user_sharding = UserSharding.of(value, leaf_axes)
         if user_sharding is not None and user_sharding.problem is not None:
             raise unequal_parts(path, user_sharding.problem)
-        if not is_state and UserSharding.cut_over(value, leaf_axes):
+        if not is_state and UserSharding.axes_of(value, leaf_axes):
             raise divided_batch(path)
         abstract: Any = Abstract.of(value, is_state, user_sharding)
         # A leaf on the host is traced as one without a device: on the device of the others.

@@ -34,7 +34,7 @@ from ..ir.graph import (
     users,
     variables,
 )
-from ..ir.layout import cut_over, part
+from ..ir.layout import split_over, part
 from ..ir.op_facts import CAST, is_random, op_facts, rearranges
 from ..ir.pairing import pair
 from ..ir.printer import op_name
@@ -322,7 +322,7 @@ class OnShards:
         """Whether a rank has no elements of a value: nothing has no maximum."""
         axis = shards.layout[0].axis
         ranks = self.graph.axes[axis]
-        rows = shards.shape[cut_over(shards, axis).dim]
+        rows = shards.shape[split_over(shards, axis).dim]
         return part(rows, ranks, ranks - 1)[1] == 0
 
     # ---- which gathers change

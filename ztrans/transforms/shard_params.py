@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.axes import joint_axis, members, unflattened
 from ..ir.graph import Eqn, Graph, Layout, Split, Var, dce, producers, users
-from ..ir.layout import AbstractMesh, is_worth_cutting, mesh_axes
+from ..ir.layout import AbstractMesh, is_worth_splitting, mesh_axes
 from ..ir.op_facts import is_view_or_cast, op_facts
 from ..ir.relations import reachable
 from ..ir.source import where
@@ -191,7 +191,7 @@ class ShardParams(Transform):
             return ()
         dim = self._dim(path, leaf)
         axis = self.leaf_axes(path, leaf)[0]
-        if not is_worth_cutting(shape[dim], self._ranks(axis)):
+        if not is_worth_splitting(shape[dim], self._ranks(axis)):
             return ()
         return (Split(axis, dim),)
 

@@ -16,7 +16,7 @@ import torch
 
 from ...ir.axes import members, members_of
 from ...ir.graph import Eqn, Graph, Layout, Split, Var, users
-from ...ir.layout import is_worth_cutting, on_axis
+from ...ir.layout import is_worth_splitting, on_axis
 from ...ir.marks import GRADIENT, PMEAN, PSUM
 from ...ir.op_facts import is_random
 from ...ir.printer import op_name
@@ -316,7 +316,7 @@ class Walk:
             return None
         readers = self.readers.get(out, [])
         only_update = readers and all(e.region == "update" for e in readers)
-        if not only_update or not is_worth_cutting(out.shape[0], self.graph.axes[main]):
+        if not only_update or not is_worth_splitting(out.shape[0], self.graph.axes[main]):
             return None
         return Split(main)
 
