@@ -62,10 +62,10 @@ def neighbour_count(axis: str) -> int | None:
     return int(count) if count else None
 
 
-def all_neighbours(axis: str) -> str:
+def whole_axis(axis: str) -> str:
     """The axis of which `axis` has some neighbours.
 
-    >>> all_neighbours("dp/4"), all_neighbours("dp")
+    >>> whole_axis("dp/4"), whole_axis("dp")
     ('dp', 'dp')
     """
     return axis.partition(_PARTED)[0]
@@ -129,7 +129,7 @@ def submesh(mesh: DeviceMesh, axes: Iterable[str]) -> DeviceMesh:
     return DeviceMesh._concatenate(meshes)
 
 
-def unflattened(mesh: Any, name: str) -> tuple[str, ...]:
+def members_of_flat(mesh: Any, name: str) -> tuple[str, ...]:
     """The axes that a flattened mesh of `mesh._flatten(name)` consists of; `name` itself if there is none."""
     flat = getattr(mesh, "_flatten_mapping", {}).get(name)
     axis = axis_of_ranks(mesh, flat.mesh.flatten().tolist()) if flat is not None else None
@@ -164,7 +164,7 @@ def axis_of_ranks(mesh: DeviceMesh, ranks: Sequence[int]) -> str | None:
     return joint_axis([order[k] for k in along], order)
 
 
-def rows(ranks: torch.Tensor, order: Sequence[str], axes: Collection[str]) -> list[list[int]]:
+def groups_along(ranks: torch.Tensor, order: Sequence[str], axes: Collection[str]) -> list[list[int]]:
     """The ranks of every group of a mesh whose members differ only along `axes`, joint or not, or are neighbours.
 
     Args:
@@ -172,9 +172,9 @@ def rows(ranks: torch.Tensor, order: Sequence[str], axes: Collection[str]) -> li
         order: the names of its axes.
 
     >>> import torch
-    >>> rows(torch.arange(8).view(2, 2, 2), ("dp", "tp", "cp"), ["dp*cp"])
+    >>> groups_along(torch.arange(8).view(2, 2, 2), ("dp", "tp", "cp"), ["dp*cp"])
     [[0, 1, 4, 5], [2, 3, 6, 7]]
-    >>> rows(torch.arange(8), ("dp",), ["dp/4"])
+    >>> groups_along(torch.arange(8), ("dp",), ["dp/4"])
     [[0, 1, 2, 3], [4, 5, 6, 7]]
     """
     along = [k for k, axis in enumerate(order) if axis in members_of(axes)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .axes import all_neighbours, with_joint_sizes
+from .axes import whole_axis, with_joint_sizes
 from .collectives import rules
 from .copies import is_copy
 from .graph import Eqn, Graph, Var, producers, variables
@@ -47,7 +47,7 @@ def check(graph: Graph) -> Graph:
 
 def _check_neighbours(graph: Graph) -> None:
     for axis in graph.joint:
-        ranks = with_joint_sizes(dict(graph.mesh), [all_neighbours(axis)])[all_neighbours(axis)]
+        ranks = with_joint_sizes(dict(graph.mesh), [whole_axis(axis)])[whole_axis(axis)]
         if ranks % graph.axes[axis]:
             raise ProgramError(
                 f"axis {axis} is of {graph.axes[axis]} neighbours, which do not divide {ranks} ranks"

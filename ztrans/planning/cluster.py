@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..ir.axes import all_neighbours, members, neighbour_count, neighbours
+from ..ir.axes import whole_axis, members, neighbour_count, neighbours
 from ..ir.collectives import rules
 from ..ir.graph import Eqn
 from ..ir.routes import RING, TWO_LEVELS, Hosts, Route, route_of
@@ -145,7 +145,7 @@ class Cluster:
         # Neighbours that are on one host have the link inside it.
         count = neighbour_count(axis)
         if count is not None:
-            link = self.link(all_neighbours(axis))
+            link = self.link(whole_axis(axis))
             if link.inside is not None and link.local % count == 0:
                 return link.inside
             return link
@@ -308,5 +308,5 @@ def default_device(device_type: str, memory: float | None = None) -> Device:
 def default_cluster(device: Device, axes: Mapping[str, int]) -> Cluster:
     """The cluster of a device to plan with if none is named: GPUs on InfiniBand, or CPUs on Ethernet."""
     link = "ethernet-1g" if device.gloo else "infiniband"
-    links: dict[str, Any] = dict.fromkeys(map(all_neighbours, axes), link)
+    links: dict[str, Any] = dict.fromkeys(map(whole_axis, axes), link)
     return cluster(device, **links)

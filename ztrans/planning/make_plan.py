@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
-from ..ir.axes import all_neighbours, neighbour_count
+from ..ir.axes import whole_axis, neighbour_count
 from ..ir.graph import Graph, Hints
 from ..ir.pairing import pair
 from ..ir.printer import format_bytes
@@ -145,7 +145,7 @@ def _note_of_parts(s: Skeleton, schedule: Schedule) -> list[str]:
     for axis, count in axes.items():
         ranks = neighbour_count(axis)
         notes.append(
-            f"each {ranks} neighbours of {all_neighbours(axis)} keep {count} of the {repeats} values that are gathered "
+            f"each {ranks} neighbours of {whole_axis(axis)} keep {count} of the {repeats} values that are gathered "
             f"again, a part on each"
         )
     return notes

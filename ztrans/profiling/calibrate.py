@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir import collectives
-from ..ir.axes import joint_axis, members, neighbours, rows, with_joint_sizes
+from ..ir.axes import joint_axis, members, neighbours, groups_along, with_joint_sizes
 from ..ir.graph import DTYPES, Partial, Split, Var
 from ..ir.routes import common, hosts_of
 from ..planning.cluster import Cluster, Link
@@ -100,7 +100,7 @@ def calibrate(
 
 def _link_name(axis: str, mesh: DeviceMesh, hosts: Mapping[int, tuple[str, ...]]) -> str:
     """The name of the link of an axis, by whether a group of it spans several hosts."""
-    for group in rows(mesh.mesh, mesh.mesh_dim_names or (), [axis]):
+    for group in groups_along(mesh.mesh, mesh.mesh_dim_names or (), [axis]):
         hosts_of_group = {hosts[rank] for rank in group}
         if len(hosts_of_group) > 1:
             return "network"
@@ -127,7 +127,7 @@ def _measure_links(
 def _neighbours_on_host(axis: str, mesh: DeviceMesh, hosts: Mapping[int, tuple[str, ...]]) -> int:
     """How many neighbours on an axis each host has; 1 if not every host has as many."""
     by_group = []
-    for group in rows(mesh.mesh, mesh.mesh_dim_names or (), [axis]):
+    for group in groups_along(mesh.mesh, mesh.mesh_dim_names or (), [axis]):
         by_group.append(hosts_of([hosts[rank] for rank in group]))
     on_hosts = common(by_group)
     return on_hosts.local if on_hosts.even else 1

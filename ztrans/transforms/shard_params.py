@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..ir.axes import joint_axis, members, unflattened
+from ..ir.axes import joint_axis, members, members_of_flat
 from ..ir.graph import Eqn, Graph, Layout, Split, Var, dce, producers, users
 from ..ir.layout import AbstractMesh, is_worth_splitting, mesh_axes
 from ..ir.op_facts import is_view_or_cast, op_facts
@@ -119,7 +119,7 @@ def _checked(
     Raises: ValueError if the mesh does not have one of them.
     """
     order = [axis for axis, _ in mesh_axes(mesh)]
-    names = unflattened(mesh, value) if isinstance(value, str) else tuple(value)
+    names = members_of_flat(mesh, value) if isinstance(value, str) else tuple(value)
     if not names or not set(names) <= set(order):
         raise ValueError(
             f"shard_params: {name}={value!r} is no axis of the mesh, which has {', '.join(map(repr, order))}."
