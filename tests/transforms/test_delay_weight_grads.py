@@ -13,7 +13,7 @@ from tests.support.programs import CASES
 from tests.support.worlds import ALL, batches, slices
 from ztrans.ir.graph import Graph
 from ztrans.ir.op_facts import is_matmul
-from ztrans.ir.user_collectives import is_user_collective, is_wait
+from ztrans.ir.user_collectives import is_user_collective, is_user_wait
 from ztrans.planning.formulate import formulate
 from ztrans.planning.skeleton import skeleton
 
@@ -46,10 +46,10 @@ def matmuls_during_collectives(graph: Graph) -> list[int]:
     counts = []
     count = None
     for e in graph.eqns:
-        if is_wait(e) and count is not None:
+        if is_user_wait(e) and count is not None:
             counts.append(count)
             count = None
-        elif is_user_collective(e) and not is_wait(e) and e.region == "backward":
+        elif is_user_collective(e) and not is_user_wait(e) and e.region == "backward":
             count = 0
         elif count is not None:
             count += is_matmul(e)

@@ -23,7 +23,7 @@ def unwrapped(kernel: Any) -> FunctionType:
     return kernel
 
 
-def chooses(kernel: Any) -> bool:
+def has_tuning_wrappers(kernel: Any) -> bool:
     """Whether wrappers choose arguments of a kernel when it runs. Then its grid may depend on their choice."""
     return hasattr(getattr(kernel, "fn", None), "fn")
 
@@ -78,7 +78,7 @@ def _interpreted(kernel: Any) -> Any:
 
     Raises: RuntimeError if it was compiled for a GPU.
     """
-    if chooses(kernel):
+    if has_tuning_wrappers(kernel):
         untimed = copy.copy(kernel)
         untimed.fn = _interpreted(kernel.fn)
         untimed.cache = {}

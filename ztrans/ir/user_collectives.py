@@ -44,7 +44,7 @@ def is_user_collective(eqn: Eqn) -> bool:
     return collective_name(eqn.op) != ""
 
 
-def is_wait(eqn: Eqn) -> bool:
+def is_user_wait(eqn: Eqn) -> bool:
     """Whether the equation waits for a collective of the user's own step."""
     return collective_name(eqn.op) == "wait_tensor"
 
@@ -107,7 +107,7 @@ def _total(op: str, terms: Sequence[torch.Tensor]) -> torch.Tensor:
     return ops.reduce(terms, "mean" if op == "avg" else op, terms[0].dtype)
 
 
-def on_parts(eqn: Eqn, layouts: Sequence[Layout]) -> list[Layout]:
+def accepted_layouts(eqn: Eqn, layouts: Sequence[Layout]) -> list[Layout]:
     """The layouts that a collective of the user's step takes its arguments in, and returns its results in.
 
     Args:

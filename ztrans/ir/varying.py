@@ -15,7 +15,7 @@ from .graph import Eqn, Graph, Var, producers, variables
 from .op_facts import is_random
 from .relations import needed
 from .rules import Axes
-from .user_collectives import is_user_collective, is_wait, scatters
+from .user_collectives import is_user_collective, is_user_wait, scatters
 
 Varying = dict[Var, Axes]
 
@@ -56,7 +56,7 @@ def replicated_equations(graph: Graph) -> set[Eqn]:
     """
     makers = {}
     for v, e in producers(graph.eqns).items():
-        is_exchange = is_user_collective(e) and not is_wait(e)
+        is_exchange = is_user_collective(e) and not is_user_wait(e)
         if not is_exchange and role(e) not in ("grad", "pmean", "state"):
             makers[v] = e
     new_state = variables(graph.outputs[: graph.num_state])

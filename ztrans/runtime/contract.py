@@ -20,7 +20,7 @@ from ..ir.collectives import buffer_bytes, is_start, role, wire_dtype
 from ..ir.graph import DTYPES, Eqn, Graph, Var, variables
 from ..ir.pairing import pair
 from ..ir.printer import op_name
-from ..ir.user_collectives import is_user_collective, is_wait
+from ..ir.user_collectives import is_user_collective, is_user_wait
 from ..ir.varying import replicated_equations
 from .agreement import agree, different_steps, everywhere, new_program_of
 from .collectives import has_second_level_at_wait

@@ -23,7 +23,7 @@ from ...ir.printer import op_name
 from ...ir.relations import depending
 from ...ir.rules import INVARIANT
 from ...ir.source import where
-from ...ir.user_collectives import is_user_collective, on_parts
+from ...ir.user_collectives import is_user_collective, accepted_layouts
 from ...ir.varying import differing, varying
 from ...ops import EVERY_AXIS
 from ..base import meta_leaves
@@ -216,7 +216,7 @@ class Walk:
         if eqn in self.runs_whole:
             return Rule([None] * len(eqn.ins), [None] * len(eqn.outs))
         if is_user_collective(eqn):
-            layouts = on_parts(eqn, [(p,) if p else () for p in placements])
+            layouts = accepted_layouts(eqn, [(p,) if p else () for p in placements])
             parts = [on_axis(layout, axis) for layout in layouts]
             return Rule(parts, parts)
         try:
