@@ -10,7 +10,7 @@ from .all_gather import all_gather
 from .barrier import barrier
 from .cast_pack import cast_pack
 from .marks import EVERY_AXIS, global_mean, gradient, pmean, psum
-from .reduce import mean, reduce
+from .reduce import HALF, mean, reduce
 from .reduce_scatter import reduce_scatter
 from .sum_terms import sum_terms
 from .symmetric import Symmetric, rendezvous

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-_HALF = (torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
 _COMBINE: Mapping[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
     "mean": torch.add,
@@ -41,7 +41,7 @@ def reduce(
         raise ValueError(f"reduce: unknown operation {op!r}; use sum, mean, max or min.")
     combine = _COMBINE[op]
     first, *rest = terms
-    if first.dtype in _HALF:
+    if first.dtype in HALF:
         first = out = first.to(torch.float32)
     total = combine(first, rest[0], out=out) if rest else first.clone()
     for term in rest[1:]:

@@ -281,5 +281,7 @@ def test_the_only_small_member_of_a_bucket_is_sent_without_packing():
     ):
         eqn = reduce(list(members), [f"{v.name}.grad" for v in members], "dp", "mean", Split("dp"))
         start = Start(eqn, {"dp": 2}, {"dp": 0}, None)
-        assert [rules(eqn).sends_without_copy(eqn, k, {"dp": 2}) for k in range(len(members))] == unpacked
+        assert [
+            rules(eqn).sends_without_copy(eqn, k, {"dp": 2}) for k in range(len(members))
+        ] == unpacked
         assert [[k] in start.groups for k in range(len(members))] == unpacked

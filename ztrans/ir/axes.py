@@ -164,7 +164,9 @@ def axis_of_ranks(mesh: DeviceMesh, ranks: Sequence[int]) -> str | None:
     return joint_axis([order[k] for k in along], order)
 
 
-def groups_along(ranks: torch.Tensor, order: Sequence[str], axes: Collection[str]) -> list[list[int]]:
+def groups_along(
+    ranks: torch.Tensor, order: Sequence[str], axes: Collection[str]
+) -> list[list[int]]:
     """The ranks of every group of a mesh whose members differ only along `axes`, joint or not, or are neighbours.
 
     Args:

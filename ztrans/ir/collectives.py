@@ -20,14 +20,14 @@ from typing import Any, ClassVar
 import torch
 
 from .. import ops
+from ..ops import HALF
 from .axes import members
 from .graph import Eqn, Graph, Partial, Primitive, Split, Var, dce, producers, rename, substitute
-from .layout import chunk, cut, split_over, on_axis, without
+from .layout import chunk, cut, on_axis, split_over, without
 from .op_facts import CAST
 from .rules import Axes, Memberwise, Rules, Sizes, wait_problem
 from .user_collectives import USER_START, USER_WAIT, collective_name
 
-HALF = (torch.bfloat16, torch.float16)
 # Ranks. In a larger group, messages to all ranks would be more than a gather of gloo needs.
 MOST_RANKS_OF_EXCHANGE = 8
 # Bytes. A member of which a rank holds this much is sent in a message of its own.
@@ -168,9 +168,7 @@ class Reduction(Start):
         """A member is sent as it is if it has a message of its own and needs neither a cast nor padding."""
         member, split = eqn.ins[index], eqn.results[index].split
         even = split is None or (split.dim == 0 and member.shape[0] % sizes[self.axis(eqn)] == 0)
-        return (
-            even and wire_dtype(eqn, member) == member.dtype and is_sent_alone(eqn, index, sizes)
-        )
+        return even and wire_dtype(eqn, member) == member.dtype and is_sent_alone(eqn, index, sizes)
 
 
 class ReduceScatter(Reduction):
@@ -233,7 +231,7 @@ class Shard(Memberwise):
         split = Split(self.axis(eqn), eqn.args[1])
         return [cut(value, split, len(terms), rank) for rank, value in enumerate(terms)]
 
-    def shares(self, eqn: Eqn) -> bool:
+    def shares_storage(self, eqn: Eqn) -> bool:
         return True
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from .collectives import HALF, SHARD, all_gather, reduce, wait
+from ..ops import HALF
+from .collectives import SHARD, all_gather, reduce, wait
 from .graph import Eqn, Partial, Provenance, Region, Split, Var
 from .layout import on_axis, without
 from .op_facts import CAST

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from .collectives import HALF, rules
+from ..ops import HALF
+from .collectives import rules
 from .graph import Eqn, Graph, Primitive, Var, producers, variables
 from .op_facts import is_random, op_facts, overloads
 from .relations import sorted_by

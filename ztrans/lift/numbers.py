@@ -20,8 +20,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ..ir.collectives import HALF
 from ..ir.relations import tensors_in
+from ..ops import HALF
 
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "bool")
 _ARITHMETIC = ("add", "sub", "mul", "div", "truediv", "pow", "neg", "sqrt")

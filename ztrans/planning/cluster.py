@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..ir.axes import whole_axis, members, neighbour_count, neighbours
+from ..ir.axes import members, neighbour_count, neighbours, whole_axis
 from ..ir.collectives import rules
 from ..ir.graph import Eqn
 from ..ir.routes import RING, TWO_LEVELS, Hosts, Route, route_of

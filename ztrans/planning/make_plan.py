@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
-from ..ir.axes import whole_axis, neighbour_count
+from ..ir.axes import neighbour_count, whole_axis
 from ..ir.graph import Graph, Hints
 from ..ir.pairing import pair
 from ..ir.printer import format_bytes

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir import collectives
-from ..ir.axes import joint_axis, members, neighbours, groups_along, with_joint_sizes
+from ..ir.axes import groups_along, joint_axis, members, neighbours, with_joint_sizes
 from ..ir.graph import DTYPES, Partial, Split, Var
 from ..ir.routes import common, hosts_of
 from ..planning.cluster import Cluster, Link

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..ir.axes import members, groups_along
+from ..ir.axes import groups_along, members
 from ..ir.collectives import MOST_RANKS_OF_EXCHANGE
 from ..ir.graph import Graph
 from ..ir.routes import Hosts, common, hosts_of
@@ -346,7 +346,9 @@ class ProcessGroups:
         """Open a channel. The first channel of a mesh also learns on which hosts the ranks are."""
         axes = tuple(self._bases)
         base = self._base(channel.axis or axes[0])
-        groups = groups_along(self._mesh_ranks, axes, axes if channel.axis is None else [channel.axis])
+        groups = groups_along(
+            self._mesh_ranks, axes, axes if channel.axis is None else [channel.axis]
+        )
         self._open_new(channel, groups, base)
         knows_hosts = channel.axis is None or channel.group.size() == channel.hosts.ranks
         if not knows_hosts and not self.is_alone:

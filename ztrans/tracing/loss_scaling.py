@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..ir.collectives import HALF
+from ..ops import HALF
 
 aten = torch.ops.aten
 

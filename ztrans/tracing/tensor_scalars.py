@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..ir.collectives import HALF
+from ..ops import HALF
 
 # The operations with a scalar, and how many operands precede it.
 _OPERANDS = {"add": 2, "sub": 2, "lerp": 2, "addcmul": 3, "addcdiv": 3}

@@ -34,7 +34,7 @@ from ..ir.graph import (
     users,
     variables,
 )
-from ..ir.layout import split_over, part
+from ..ir.layout import part, split_over
 from ..ir.op_facts import CAST, is_random, op_facts, rearranges
 from ..ir.pairing import pair
 from ..ir.printer import op_name

@@ -24,12 +24,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ...ir.collectives import HALF
 from ...ir.graph import Eqn, Graph, Var, producers, users, variables
 from ...ir.op_facts import CAST, is_matmul, op_facts, rearranges
 from ...ir.pairing import pair
 from ...ir.relations import depending
 from ...ir.verifier import check
+from ...ops import HALF
 
 aten = torch.ops.aten
 _NORM = aten.linalg_vector_norm.default

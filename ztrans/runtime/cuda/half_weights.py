@@ -26,11 +26,11 @@ import torch
 
 from ...calling.inputs import Inputs
 from ...calling.snapshot import Snapshot
-from ...ir.collectives import HALF
 from ...ir.graph import Eqn, Graph, Names, Var, producers, rename
 from ...ir.liveness import liveness
 from ...ir.op_facts import CAST, op_facts
 from ...ir.verifier import check
+from ...ops import HALF
 
 _UPDATES = ("ztrans::fused_adam", "ztrans::fused_adamw", "ztrans::fused_sgd")
 

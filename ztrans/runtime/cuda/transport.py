@@ -11,11 +11,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ... import ops
-from ...ir.collectives import ALL_GATHER, HALF, REDUCE_SCATTER, wire_dtype
+from ...ir.collectives import ALL_GATHER, REDUCE_SCATTER, wire_dtype
 from ...ir.graph import Eqn, Primitive
 from ...ir.printer import format_bytes, format_seconds
 from ...ir.routes import TWO_LEVELS, Route, route_of
 from ...ir.rules import Sizes
+from ...ops import HALF
 from ...ops.kernel import FLOATS
 from ..agreement import everywhere
 from ..collectives import channel_of

@@ -23,7 +23,7 @@ from ...ir.printer import op_name
 from ...ir.relations import depending
 from ...ir.rules import INVARIANT
 from ...ir.source import where
-from ...ir.user_collectives import is_user_collective, accepted_layouts
+from ...ir.user_collectives import accepted_layouts, is_user_collective
 from ...ir.varying import differing, varying
 from ...ops import EVERY_AXIS
 from ..base import meta_leaves
