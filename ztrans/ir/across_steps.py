@@ -26,8 +26,6 @@ from .collectives import role, rules
 from .graph import Eqn, Graph, Names, Var, producers
 from .pairing import pair
 
-_QUOTE = "'"  # ends the name of a future
-
 
 def carry_first_gathers(graph: Graph) -> Graph:
     """The program that starts the first gathers of the next step, each as soon as its parameters are written.
@@ -84,8 +82,8 @@ def _of_next_step(graph: Graph, first: Sequence[Eqn]) -> list[Eqn]:
     for e in first:
         futures = []
         for v in e.results:
-            name = names.fresh(f"{v.name.removesuffix(_QUOTE)}.next")
-            futures.append(dataclasses.replace(v, name=name + _QUOTE))
+            name = names.fresh(f"{v.base_name}.next")
+            futures.append(dataclasses.replace(v, name=f"{name}'"))
         members = [new_leaf[v] for v in e.ins]
         starts.append(e.replace(args=(members,), outs=tuple(futures), region="update"))
     return starts

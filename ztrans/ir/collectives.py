@@ -22,15 +22,29 @@ import torch
 from .. import ops
 from ..ops import HALF
 from .axes import members
-from .graph import Eqn, Graph, Partial, Primitive, Split, Var, dce, producers, rename, substitute
+from .copies import LINK
+from .graph import (
+    Eqn,
+    Graph,
+    Partial,
+    Primitive,
+    Split,
+    Var,
+    dce,
+    producers,
+    rename,
+    substitute,
+    value_of_future,
+)
 from .layout import chunk, cut, on_axis, split_over, without
 from .op_facts import CAST
-from .rules import Axes, Memberwise, Rules, Sizes, wait_problem
+from .rules import Axes, Memberwise, Rules, Sizes, Wait
 from .user_collectives import USER_START, USER_WAIT, collective_name
 
-# Ranks. In a larger group, messages to all ranks would be more than a gather of gloo needs.
+# The ranks of a group in which every rank sends its part to all others. In a larger group, a gather of gloo needs fewer
+# messages.
 MOST_RANKS_OF_EXCHANGE = 8
-# Bytes. A member of which a rank holds this much is sent in a message of its own.
+# The bytes on each rank from which on a member is sent in a message of its own, not packed with others.
 LARGE_MEMBER = 1 << 16
 
 
@@ -42,21 +56,28 @@ def wire_dtype(eqn: Eqn, member: Var) -> torch.dtype:
 def partial_dtype(eqn: Eqn, member: Var) -> torch.dtype:
     """The dtype in which the sum of a host is sent: fp32 for half precision, unless `reduce_dtype` asked for that."""
     wire = wire_dtype(eqn, member)
-    return torch.float32 if wire in HALF and eqn.kwargs.get("dtype") is None else wire
+    is_chosen = eqn.kwargs.get("dtype") is not None
+    return torch.float32 if wire in HALF and not is_chosen else wire
 
 
 def buffer_bytes(eqn: Eqn, index: int, sizes: Sizes) -> int:
     """The bytes of a member as it is sent: the padded parts of all ranks together."""
     member = eqn.ins[index]
-    layout = (*member.layout, *eqn.results[index].layout)
-    cut_by = {split.dim: split.axis for split in layout if isinstance(split, Split)}
+    axis_of_dim: dict[int, str] = {}
+    for split in (*member.layout, *eqn.results[index].layout):
+        if isinstance(split, Split):
+            axis_of_dim[split.dim] = split.axis
+
     total = wire_dtype(eqn, member).itemsize
     for dim, rows in enumerate(member.shape):
-        if dim in cut_by:
-            rows = chunk(rows, sizes[cut_by[dim]])
-            if cut_by[dim] == eqn.kwargs["axis"]:
-                rows *= sizes[cut_by[dim]]
-        total *= rows
+        axis = axis_of_dim.get(dim)
+        if axis is None:
+            total *= rows
+            continue
+        total *= chunk(rows, sizes[axis])
+        # Over the axis of the collective the buffer has the parts of all ranks; over another axis, only this rank's.
+        if axis == eqn.kwargs["axis"]:
+            total *= sizes[axis]
     return total
 
 
@@ -71,9 +92,11 @@ def is_sent_alone(eqn: Eqn, index: int, sizes: Sizes) -> bool:
     It does so for a large member, because a copy would cost more than a message, and for the only small one, because
     there is no other to pack it with.
     """
+    if not is_small(eqn, index, sizes):
+        return True
     # `any` ends at the first other small member, so asking for every member of a bucket takes linear time.
-    small = (k != index and is_small(eqn, k, sizes) for k in range(len(eqn.outs)))
-    return not is_small(eqn, index, sizes) or not any(small)
+    others = (k for k in range(len(eqn.outs)) if k != index)
+    return not any(is_small(eqn, k, sizes) for k in others)
 
 
 class Start(Memberwise):
@@ -93,8 +116,9 @@ class Start(Memberwise):
             return "no such mesh axis"
         if len(eqn.outs) != len(eqn.ins):
             return "members and futures differ in number"
-        if any(out is None or member.shape != out.shape for member, out in zip(eqn.ins, eqn.outs)):
-            return "shapes differ"
+        for member, out in zip(eqn.ins, eqn.outs):
+            if out is None or member.shape != out.shape:
+                return "shapes differ"
         return None
 
     def axis(self, eqn: Eqn) -> str:
@@ -112,8 +136,11 @@ class Start(Memberwise):
         return total * (ranks - 1) * self.crossings // ranks
 
     def sent_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
-        packed = (k for k in range(len(eqn.outs)) if not self.sends_without_copy(eqn, k, sizes))
-        return sum(buffer_bytes(eqn, k, sizes) for k in packed)
+        total = 0
+        for k in range(len(eqn.outs)):
+            if not self.sends_without_copy(eqn, k, sizes):
+                total += buffer_bytes(eqn, k, sizes)
+        return total
 
     def received_bytes(self, eqn: Eqn, index: int, sizes: Sizes) -> int:
         return buffer_bytes(eqn, index, sizes)
@@ -131,11 +158,13 @@ class Gather(Start):
 
     def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
         problem = super().problem(eqn, axes)
+        if problem is not None:
+            return problem
         axis = self.axis(eqn)
-        whole = [v for v in eqn.ins if not isinstance(on_axis(v.layout, axis), Split)]
-        if problem is None and whole:
-            problem = f"a gather over {axis} sends {whole[0]!r}, which is not cut over it"
-        return problem
+        for member in eqn.ins:
+            if not isinstance(on_axis(member.layout, axis), Split):
+                return f"a gather over {axis} sends {member!r}, which is not cut over it"
+        return None
 
     def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         split = split_over(eqn.ins[index], self.axis(eqn))
@@ -149,7 +178,9 @@ class Gather(Start):
 
     def unpacked_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
         small = [k for k in range(len(eqn.outs)) if is_small(eqn, k, sizes)]
-        return sum(buffer_bytes(eqn, k, sizes) for k in small) if len(small) > 1 else 0
+        if len(small) < 2:  # a single one is received where its value stays
+            return 0
+        return sum(buffer_bytes(eqn, k, sizes) for k in small)
 
 
 class Reduction(Start):
@@ -166,9 +197,16 @@ class Reduction(Start):
 
     def sends_without_copy(self, eqn: Eqn, index: int, sizes: Sizes) -> bool:
         """A member is sent as it is if it has a message of its own and needs neither a cast nor padding."""
-        member, split = eqn.ins[index], eqn.results[index].split
-        even = split is None or (split.dim == 0 and member.shape[0] % sizes[self.axis(eqn)] == 0)
-        return even and wire_dtype(eqn, member) == member.dtype and is_sent_alone(eqn, index, sizes)
+        member = eqn.ins[index]
+        if wire_dtype(eqn, member) != member.dtype:
+            return False
+        split = eqn.results[index].split
+        if split is not None:
+            # The rows for one rank are next to each other only along dim 0.
+            ranks = sizes[self.axis(eqn)]
+            if split.dim != 0 or member.shape[0] % ranks != 0:
+                return False
+        return is_sent_alone(eqn, index, sizes)
 
 
 class ReduceScatter(Reduction):
@@ -182,7 +220,8 @@ class ReduceScatter(Reduction):
 
     def is_exchanged(self, eqn: Eqn, ranks: int, gloo: bool) -> bool:
         """NCCL would round half precision at every hop of a ring."""
-        return gloo or (eqn.kwargs["op"] in ("sum", "mean") and wire_dtype(eqn, eqn.ins[0]) in HALF)
+        is_sum = eqn.kwargs["op"] in ("sum", "mean")
+        return gloo or (is_sum and wire_dtype(eqn, eqn.ins[0]) in HALF)
 
     def stays_in_buffer(self, eqn: Eqn, index: int) -> bool:
         return False  # the buffer holds the terms, and their sum is a new value
@@ -209,16 +248,6 @@ class AllReduce(Reduction):
 
     def sent_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
         return 0 if sizes[self.axis(eqn)] > 2 else super().sent_bytes(eqn, sizes)
-
-
-class Wait(Memberwise):
-    """Rules of wait. Whether the value shares the storage of its future depends on the start: see `stays_in_buffer`."""
-
-    waits = True
-    reads_futures = True
-
-    def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
-        return wait_problem(eqn)
 
 
 class Shard(Memberwise):
@@ -280,8 +309,7 @@ def reduce(
 
 def wait(future: Var, **eqn: Any) -> Eqn:
     """Wait for `future`; its value has the future's name without the quote."""
-    out = dataclasses.replace(future, name=future.name.removesuffix("'"), future=False)
-    return Eqn(WAIT, (future,), (out,), **eqn)
+    return Eqn(WAIT, (future,), (value_of_future(future),), **eqn)
 
 
 def rules(eqn: Eqn) -> Rules:
@@ -319,11 +347,11 @@ def role(eqn: Eqn) -> str:
 
 
 def lane(eqn: Eqn) -> str:
-    """The name of the queue of a collective. Gathers and reductions of an axis have queues of their own.
+    """The name of the queue of a collective or a copy.
 
-    So have the copies to the host and those from it.
+    Gathers and reductions of an axis have a queue each, and so have the copies to the host and from it.
     """
-    return f"{rules(eqn).axis(eqn) or 'host'} {rules(eqn).lane}"
+    return f"{rules(eqn).axis(eqn) or LINK} {rules(eqn).lane}"
 
 
 def bucket_key(start: Eqn) -> tuple:
@@ -360,10 +388,12 @@ def coalesce(starts: Sequence[Eqn]) -> Eqn:
     first = starts[0]
     if len(starts) == 1:
         return first.replace(hint=None)
+
     for start in starts:
         if bucket_key(start) != bucket_key(first):
             names = f"{first.out.name} and {start.out.name}"
             raise ValueError(f"coalesce: {names} share a bucket, but not one key.")
+
     members: list[Var] = []
     outs: list[Var] = []
     paths: dict[str, None] = {}
@@ -372,6 +402,7 @@ def coalesce(starts: Sequence[Eqn]) -> Eqn:
         outs += e.results
         if e.provenance is not None:
             paths.update(dict.fromkeys(e.provenance.paths))
+
     provenance = first.provenance
     if provenance is not None:
         provenance = dataclasses.replace(provenance, paths=tuple(paths), regather=None)
@@ -386,6 +417,7 @@ def erase_trivial(graph: Graph) -> Graph:
     trivial = {axis for axis, size in graph.axes.items() if size == 1}
     if not trivial:
         return graph
+
     alias: dict[Var, Var] = {}
     eqns: list[Eqn] = []
     for e in graph.eqns:
@@ -404,14 +436,14 @@ def erase_trivial(graph: Graph) -> Graph:
 def _casts(member: Var, out: Var, start: Eqn) -> list[Eqn]:
     """The casts of a member to the dtype in which it would be sent, and to the dtype of its result."""
     casts: list[Eqn] = []
-    result_name = out.name.removesuffix("'")
     for dtype in (start.kwargs.get("dtype"), out.dtype):
-        if dtype is not None and dtype != member.dtype:
-            name = f"{result_name}.{str(dtype).removeprefix('torch.')}"
-            value = Var(name, dtype, member.shape, member.layout)
-            kwargs = {"dtype": dtype}
-            casts.append(Eqn(CAST, (member,), (value,), kwargs, start.region, start.source))
-            member = value
+        if dtype is None or dtype == member.dtype:
+            continue
+        name = f"{out.base_name}.{str(dtype).removeprefix('torch.')}"
+        value = Var(name, dtype, member.shape, member.layout)
+        kwargs = {"dtype": dtype}
+        casts.append(Eqn(CAST, (member,), (value,), kwargs, start.region, start.source))
+        member = value
     return casts
 
 

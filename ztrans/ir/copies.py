@@ -17,11 +17,12 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from .graph import Eqn, MemoryKind, Primitive, Provenance, Var
+from .graph import Eqn, MemoryKind, Primitive, Provenance, Var, value_of_future
 from .layout import local_shape
-from .rules import Memberwise, Sizes, wait_problem
+from .rules import Memberwise, Sizes, Wait
 
-LINK = "host"  # stands where collectives have their mesh axis
+# Stands in the provenance and in the name of a queue, where collectives have their mesh axis.
+LINK = "host"
 
 
 class Copy(Memberwise):
@@ -73,15 +74,10 @@ class ToDevice(Copy):
     target: ClassVar[MemoryKind] = "device"
 
 
-class CopyWait(Memberwise):
-    """Rules of the wait for a copy. It prints as that for a collective, but no other rank takes part."""
+class CopyWait(Wait):
+    """Rules of the wait for a copy. It prints as the wait for a collective, but no other rank takes part."""
 
-    waits = True
-    reads_futures = True
     copies = True
-
-    def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
-        return wait_problem(eqn)
 
 
 TO_HOST = Primitive("to_host", ToHost())
@@ -109,8 +105,7 @@ def to_device(value: Var, name: str, paths: tuple[str, ...] = (), **eqn: Any) ->
 
 def wait_for_copy(future: Var, **eqn: Any) -> Eqn:
     """Wait for the `future` of a copy; its value has the future's name without the quote."""
-    out = dataclasses.replace(future, name=future.name.removesuffix("'"), future=False)
-    return Eqn(COPY_WAIT, (future,), (out,), **eqn)
+    return Eqn(COPY_WAIT, (future,), (value_of_future(future),), **eqn)
 
 
 def is_copy(eqn: Eqn) -> bool:
@@ -128,6 +123,5 @@ def _copy(
 ) -> Eqn:
     target: MemoryKind = "host" if op is TO_HOST else "device"
     future = dataclasses.replace(value, name=f"{name}'", future=True, memory=target)
-    return Eqn(
-        op, (value,), (future,), kwargs, provenance=Provenance("offload", paths, LINK), **eqn
-    )
+    provenance = Provenance("offload", paths, LINK)
+    return Eqn(op, (value,), (future,), kwargs, provenance=provenance, **eqn)

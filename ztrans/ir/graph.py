@@ -101,6 +101,11 @@ class Var:
         """The first split of the value over the mesh, or None."""
         return next((s for s in self.layout if isinstance(s, Split)), None)
 
+    @property
+    def base_name(self) -> str:
+        """The name without the quote with which the name of a future ends."""
+        return self.name.removesuffix("'")
+
     def is_like(self, other: Var) -> bool:
         """Whether another value has the same dtype, shape and layout, in the same memory."""
         mine = (self.dtype, self.shape, self.layout, self.memory)
@@ -108,6 +113,11 @@ class Var:
 
     def __repr__(self) -> str:
         return f"{self.name}: {self.type}"
+
+
+def value_of_future(future: Var) -> Var:
+    """The value that a wait for `future` binds."""
+    return dataclasses.replace(future, name=future.base_name, future=False)
 
 
 @dataclass(frozen=True, eq=False)

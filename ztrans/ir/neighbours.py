@@ -43,7 +43,7 @@ def kept_part(first: Eqn, again: Eqn, count: int) -> tuple[Eqn, Eqn]:
     value = first.out
     axis = again.kwargs["axis"]
     split = Split(neighbours(axis, count), split_over(again.ins[0], axis).dim)
-    name = again.out.name.removesuffix("'")
+    name = again.out.base_name
     layout = (*value.layout, split)
     cut = dataclasses.replace(value, name=f"{name}.cut", layout=layout)
     part = dataclasses.replace(value, name=f"{name}.part", layout=layout)

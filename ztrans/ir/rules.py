@@ -32,9 +32,9 @@ class Rules:
         reads_futures: its argument has the type of a future. The results of the user's own collectives do not.
         copies: it copies between the memory of the device and that of the host. Nothing else reads a value in the
             memory of the host.
-        packs: a GPU may still copy its arguments into a send buffer while the next equations run.
+        packs: it copies its arguments into a send buffer. A GPU may do so while the next equations run.
         moves: it moves elements without computing, so a cast before it and a cast after it give the same result.
-        over_all_micro_batches: its results belong to all micro-batches (see `marks`), so they do not differ between these.
+        over_all_micro_batches: its results belong to all micro-batches (see `marks`), and do not differ between them.
         lane: the kind of its queue: each mesh axis has a queue for each kind (see `collectives.lane`).
     """
 
@@ -137,11 +137,16 @@ class Memberwise(Rules):
         return terms
 
 
-def wait_problem(eqn: Eqn) -> str | None:
-    """What is wrong with a wait for a collective or a copy, as text for the verifier, or None."""
-    if len(eqn.ins) != 1 or len(eqn.outs) != 1:
-        return "a wait is for one future and has one result"
-    future, out = eqn.ins[0], eqn.outs[0]
-    if out is None or out.future or not out.is_like(future):
-        return f"wait changes the type of {future}"
-    return None
+class Wait(Memberwise):
+    """Rules of a wait. Whether its value stays in the receive buffer depends on the start (see `stays_in_buffer`)."""
+
+    waits = True
+    reads_futures = True
+
+    def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
+        if len(eqn.ins) != 1 or len(eqn.outs) != 1:
+            return "a wait is for one future and has one result"
+        future, out = eqn.ins[0], eqn.outs[0]
+        if out is None or out.future or not out.is_like(future):
+            return f"wait changes the type of {future}"
+        return None

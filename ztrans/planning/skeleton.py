@@ -68,7 +68,7 @@ class Collective:
     @property
     def name(self) -> str:
         """Its name in a plan; a gather among neighbours has theirs in it."""
-        name = self.start.out.name.removesuffix("'")
+        name = self.start.out.base_name
         axis = self.start.kwargs["axis"]
         return name if neighbour_count(axis) is None else f"{name}@{axis}"
 

@@ -107,7 +107,7 @@ def label(timeline: Timeline) -> str:
 
 def title(eqn: Eqn) -> str:
     """An equation in a few words: its first result, the number of further results, and its operation."""
-    names = [out.name.removesuffix("'") for out in eqn.results]
+    names = [out.base_name for out in eqn.results]
     more = f" +{len(names) - 1}" if len(names) > 1 else ""
     return f"{names[0] if names else '_'}{more} = {op_name(eqn.op)}"
 
