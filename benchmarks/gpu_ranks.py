@@ -281,7 +281,9 @@ def one_process(folder: str, rank: int, ranks: int) -> None:
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     sizes = [4096, 67]
-    memory = ops.rendezvous(4 * ranks * sum(sizes))
+    nbytes = 4 * ranks * sum(sizes)
+    memory = symmetric.connect(symmetric.allocate(nbytes, ranks), nbytes, dist.group.WORLD)
+    dist.barrier()  # the signals of all ranks must be zero before any rank sets one
     draws = [torch.Generator().manual_seed(r) for r in range(ranks)]
     by_rank = [torch.randn(ranks, sum(sizes), generator=draw).bfloat16() for draw in draws]
     memory.mine.view(torch.bfloat16)[: ranks * sum(sizes)].copy_(by_rank[rank].view(-1))

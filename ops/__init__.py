@@ -13,6 +13,6 @@ from .marks import EVERY_AXIS, global_mean, gradient, pmean, psum
 from .reduce import HALF, mean, reduce
 from .reduce_scatter import reduce_scatter
 from .sum_terms import sum_terms
-from .symmetric import Symmetric, rendezvous
+from .symmetric import Symmetric
 from .tables import filled_after_capture
 from .unpack import unpack

@@ -20,17 +20,17 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-EVERY_AXIS = "*"
+from .operation import LIBRARY
 
-_lib = torch.library.Library("ztrans", "FRAGMENT")
+EVERY_AXIS = "*"
 
 
 def _define(name: str, arguments: str) -> None:
     """Define the mark `name`. Its value is a copy of the first argument."""
     # Without the tag, PyTorch would keep a copy of the arguments with each call in a trace, for their strides.
-    _lib.define(f"{name}({arguments}) -> Tensor", tags=(torch.Tag.flexible_layout,))
-    _lib.impl(name, lambda x, _: x.clone(), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"ztrans::{name}", lambda x, _: torch.empty_like(x), lib=_lib)
+    LIBRARY.define(f"{name}({arguments}) -> Tensor", tags=(torch.Tag.flexible_layout,))
+    LIBRARY.impl(name, lambda x, _: x.clone(), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ztrans::{name}", lambda x, _: torch.empty_like(x), lib=LIBRARY)
 
 
 _define("gradient", "Tensor g, Tensor p")

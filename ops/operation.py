@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-_LIBRARY = torch.library.Library("ztrans", "FRAGMENT")
+LIBRARY = torch.library.Library("ztrans", "FRAGMENT")
 
 
 def define(schema: str, check: Callable, reference: Callable, launch: Callable) -> None:
@@ -26,13 +26,13 @@ def define(schema: str, check: Callable, reference: Callable, launch: Callable) 
         return implementation
 
     name = schema.partition("(")[0]
-    _LIBRARY.define(schema)
-    _LIBRARY.impl(name, checked(reference), "CPU")
-    _LIBRARY.impl(name, checked(launch), "CUDA")
-    torch.library.register_fake(f"ztrans::{name}", checked(lambda *_, **__: None), lib=_LIBRARY)
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, checked(reference), "CPU")
+    LIBRARY.impl(name, checked(launch), "CUDA")
+    torch.library.register_fake(f"ztrans::{name}", checked(lambda *_, **__: None), lib=LIBRARY)
 
 
 def define_composite(schema: str, function: Callable) -> None:
     """Define the operation of `schema`, which `function` computes by other operations on every device."""
-    _LIBRARY.define(schema)
-    _LIBRARY.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")
+    LIBRARY.define(schema)
+    LIBRARY.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")

@@ -1,17 +1,16 @@
 """symmetric memory: a buffer on every rank of a group, which all other ranks can read, and signals next to it.
 
-    memory = rendezvous(nbytes, group)                    ranks of one node, each with its GPU: torch's own
-    memories = in_one_process(ranks, nbytes, device)      all ranks in this process, for tests and benchmarks
-    memory = view(rank, bytes, nbytes, starts, mapping)   any memory that all ranks have mapped
+    memory = connect(allocate(nbytes, ranks), nbytes, group)   ranks of one node, each with its GPU: torch's own
+    memories = in_one_process(ranks, nbytes, device)           all ranks in this process
+    memory = view(rank, bytes, nbytes, starts, mapping)        any memory that all ranks have mapped
 
 `mine` is this rank's buffer of bytes. `parts` are the buffers of all ranks as tensors, which copies read without a
 kernel. `buffers` and `pads`, int64[ranks] on its device, are the addresses of every rank's buffer and signals, as this
-rank sees them. The signals of one rank are int32[CHANNELS, ranks], each row padded
-to a power of two. They are zero between collectives; `barrier.py` describes their use. `error`, int32[1], is zero until
-a barrier has waited in vain. The host reads it without synchronising.
+rank sees them. The signals of one rank are int32[CHANNELS, ranks], each row padded to a power of two. They are zero
+between collectives; `barrier.py` describes their use. `error`, int32[1], is zero until a barrier has waited in vain.
+The host reads it without synchronising.
 
-One memory serves one stream of collectives; collectives that run at the same time need a memory each. `rendezvous`
-is `allocate`, then `connect`, then a barrier; a caller that wants to know of failures on other ranks calls the parts.
+One memory serves one stream of collectives; collectives that run at the same time need a memory each.
 
 Signals are set and read by atomic operations on the memory of other GPUs. NVLink carries these and PCIe does not, so
 ask `has_native_atomics` first. `allocate` and `connect` use a private torch API, `_symmetric_memory`, because torch has
@@ -28,13 +27,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-CHANNELS = 128  # blocks of a collective's grid, each with signals of its own
-BLOCKS = 32  # of them that a collective uses, unless its caller says another number
-BLOCKS_ON_PROCESSOR = (
-    2  # that have room on a multiprocessor: each has 256 threads of at most 128 registers
-)
+# The most blocks in the grid of a collective. Each has signals of its own.
+CHANNELS = 128
+# The blocks of a collective whose caller names no number.
+BLOCKS = 32
+# The blocks that have room on a multiprocessor: each has 256 threads of at most 128 registers.
+BLOCKS_ON_PROCESSOR = 2
+# Of the signals, in bytes: a cache line of the GPU.
 ALIGNMENT = 128
-_NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED, in cuda.h
+# CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED, in cuda.h.
+_NATIVE_ATOMICS = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,16 +65,14 @@ class Symmetric:
 def check(error: torch.Tensor, rank: int) -> None:
     """Raise if `error` is set. The host of a rank interrupts its kernels by its own number."""
     late = int(error)
-    if late:
-        cause = "was told to wait no longer, because another rank has failed or does not come"
-        if late - 1 != rank:
-            cause = (
-                f"waited in vain for rank {late - 1}: it has died, is far behind, or runs other "
-                f"collectives"
-            )
-        raise RuntimeError(
-            f"rank {rank} {cause}. The symmetric memory is in no known state; make a new one."
-        )
+    if not late:
+        return
+    cause = "was told to wait no longer, because another rank has failed or does not come"
+    if late - 1 != rank:
+        cause = f"waited in vain for rank {late - 1}: it has died, is far behind, or runs other collectives"
+    raise RuntimeError(
+        f"rank {rank} {cause}. The symmetric memory is in no known state; make a new one."
+    )
 
 
 def check_arguments(name: str, kind: str, buffers, outs, sizes, rank: int, channels: int) -> None:
@@ -105,22 +105,6 @@ def in_one_process(ranks: int, nbytes: int, device: torch.device | str = "cpu") 
     return [view(rank, memories[rank], nbytes, starts, memories, parts) for rank in range(ranks)]
 
 
-def rendezvous(nbytes: int, group: dist.ProcessGroup | None = None) -> Symmetric:
-    """The memory of the ranks of `group`, on the current CUDA device; every rank must call it."""
-    if not torch.cuda.is_available():
-        raise RuntimeError(
-            "Symmetric memory over a process group needs CUDA devices, and torch sees none here."
-        )
-    group = group or dist.group.WORLD
-    if group is None:
-        raise RuntimeError(
-            "Symmetric memory needs a process group: call torch.distributed.init_process_group first."
-        )
-    memory = connect(allocate(nbytes, group.size()), nbytes, group)
-    dist.barrier(group)  # the signals of all ranks must be zero before any rank sets one
-    return memory
-
-
 def allocate(nbytes: int, ranks: int) -> torch.Tensor:
     """The part of this rank, on the current CUDA device: a buffer of `nbytes`, and its signals, all zero."""
     import torch.distributed._symmetric_memory as symm_mem
@@ -141,7 +125,8 @@ def allocate(nbytes: int, ranks: int) -> torch.Tensor:
 def connect(part: torch.Tensor, nbytes: int, group: dist.ProcessGroup) -> Symmetric:
     """The memory whose part on this rank is `part`; every rank of `group` must call it.
 
-    The caller lets the ranks meet before the first collective. By then the signals of all ranks are zero.
+    The caller lets the ranks meet before the first collective: the signals of all ranks must be zero before any rank
+    sets one.
     """
     import torch.distributed._symmetric_memory as symm_mem
 
@@ -180,7 +165,12 @@ def at_addresses(table: torch.Tensor, nbytes: int) -> list[torch.Tensor]:
 
 def room(nbytes: int, ranks: int) -> int:
     """Bytes of one rank's memory: the buffer, and its signals."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT + CHANNELS * (1 << (ranks - 1).bit_length()) * 4
+    signals = CHANNELS * (1 << (ranks - 1).bit_length())
+    return _aligned(nbytes) + 4 * signals
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def view(
@@ -196,10 +186,10 @@ def view(
     `parts` are their buffers; on a CPU they follow from `starts`.
     """
     device = memory.device
-    offset = -(-nbytes // ALIGNMENT) * ALIGNMENT
     buffers = torch.tensor(starts, dtype=torch.int64, device=device)
+    pads = buffers + _aligned(nbytes)
+    # In the memory of the host, which reads it while kernels run.
     error = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
     if device.type == "cpu":
         parts = at_addresses(buffers, nbytes)
-    pads = buffers + offset
     return Symmetric(rank, len(starts), memory[:nbytes], buffers, pads, error, mapping, parts)
