@@ -131,9 +131,11 @@ def _rows(
 ) -> torch.Tensor:
     # A row: the value, the start in its part, the offset of the part in a buffer, the size of a part, the elements of
     # the value.
-    pieces = [
-        (k, 0, sum(sizes[:k]), size, numel) for k, (size, numel) in enumerate(zip(sizes, numels))
-    ]
+    pieces = []
+    offset = 0
+    for k, (size, numel) in enumerate(zip(sizes, numels)):
+        pieces.append((k, 0, offset, size, numel))
+        offset += size
     return on_device(blocks(pieces, sizes, block, moving=(1,)), device)
 
 

@@ -73,10 +73,12 @@ def launch(
     parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out: torch.Tensor
 ) -> None:
     """cast_pack by the kernel: one launch for each dtype among the parts."""
-    dtypes = [
-        p.dtype if p.is_contiguous() and is_movable(p.dtype, out.dtype) else None for p in parts
-    ]
-    numels = tuple(p.numel() for p in parts)
+    dtypes: list[torch.dtype | None] = []
+    for part in parts:
+        by_kernel = part.is_contiguous() and is_movable(part.dtype, out.dtype)
+        dtypes.append(part.dtype if by_kernel else None)
+
+    numels = tuple(part.numel() for part in parts)
     for dtype in dict.fromkeys(dtypes):
         chosen = tuple(dtype == d for d in dtypes)
         if dtype is None:
@@ -95,7 +97,9 @@ def _rows(
     pieces = []
     total = sum(sizes)
     for k, (offset, size, numel) in enumerate(zip(accumulate(sizes, initial=0), sizes, numels)):
-        for r in range(ranks) if chosen[k] else ():
+        if not chosen[k]:
+            continue
+        for r in range(ranks):
             have = min(size, max(0, numel - r * size))
             pieces.append((k, r * size, len(sizes), r * total + offset, have, size))
     return plan(pieces, device)

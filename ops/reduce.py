@@ -43,10 +43,13 @@ def reduce(
     first, *rest = terms
     if first.dtype in HALF:
         first = out = first.to(torch.float32)
+
     total = combine(first, rest[0], out=out) if rest else first.clone()
     for term in rest[1:]:
         combine(total, term, out=total)
-    return (mean(total, count or len(terms)) if op == "mean" else total).to(dtype)
+    if op == "mean":
+        total = mean(total, count or len(terms))
+    return total.to(dtype)
 
 
 def mean(total: torch.Tensor, count: int) -> torch.Tensor:
@@ -68,5 +71,6 @@ def mean(total: torch.Tensor, count: int) -> torch.Tensor:
         return torch.view_as_complex(mean(torch.view_as_real(total), count))
     if total.is_floating_point() and count & (count - 1) == 0:
         return total.mul_(1 / count)
+    rounding = None if total.is_floating_point() else "trunc"
     divisor = torch.full((), count, device=total.device)
-    return total.div_(divisor, rounding_mode=None if total.is_floating_point() else "trunc")
+    return total.div_(divisor, rounding_mode=rounding)

@@ -8,14 +8,15 @@
 
 Terms are summed in float32 in rank order, whatever their dtype, and rounded once. So the result depends on neither the
 network nor its timing. There are two barriers, as in all_gather; if a rank does not come to the first, `outs` is NaN.
-Errors: mixed or unknown dtypes, parts larger than
-their sizes, a buffer that is too small. Bytes moved at least: over the wire the rows of the other ranks for this one;
-in memory those rows, this rank's own row, and one write of the parts.
+Errors: mixed or unknown dtypes, parts larger than their sizes, a buffer that is too small. Bytes moved at least: over
+the wire the rows of the other ranks for this one; in memory those rows, this rank's own row, and one write of the
+parts.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -198,11 +199,12 @@ def launch(
     values = len(outs) // together
     device = buffers.device
     rows = pieces_of(tuple(sizes), tuple(v.numel() for v in outs), together, device)
+    divisor = world if op == "mean" else 1
     with torch.cuda.device_of(buffers):
         sum_rows[(channels, together)](
             buffers, pads, error, rows, len(rows) // together, addresses(outs, device), values,
             rank, sum(sizes), spins,
-            TERM=element(dtype), OUT=element(outs[0].dtype), DIVISOR=world if op == "mean" else 1,
+            TERM=element(dtype), OUT=element(outs[0].dtype), DIVISOR=divisor,
             WORLD=world, ALIGNED=True, SYNC=sync and world > 1, BLOCK=BLOCK, launch_cooperative_grid=together > 1,
             num_warps=8, maxnreg=128,  # otherwise ptxas spills registers, to fit more blocks on an SM than it gets
         )  # fmt: skip
@@ -213,8 +215,11 @@ def pieces_of(
     sizes: tuple[int, ...], numels: tuple[int, ...], together: int, device: torch.device
 ) -> torch.Tensor:
     # A row: the value, the start in it, its offset in a row of the buffer, the elements left. A list for each rank.
-    values = len(sizes)
-    pieces = [(k % values, 0, sum(sizes[: k % values]), numel) for k, numel in enumerate(numels)]
+    offsets = list(itertools.accumulate(sizes, initial=0))
+    pieces = []
+    for k, numel in enumerate(numels):
+        value = k % len(sizes)
+        pieces.append((value, 0, offsets[value], numel))
     return on_device(blocks(pieces, sizes * together, BLOCK, moving=(1, ~3)), device)
 
 

@@ -20,9 +20,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-_MOST = 1 << 14  # tuples of addresses that are kept
-_ROOM = 1 << 18  # integers for the tables of a capture
-_ALIGNED = 2  # tables are aligned to this number of integers, which is 16 bytes
+# The most tuples of addresses whose tables are kept.
+_MOST = 1 << 14
+# Integers for the tables of a capture.
+_ROOM = 1 << 18
+# Tables are aligned to this number of integers, which is 16 bytes.
+_ALIGNED = 2
 # A table for each stream, by addresses and device.
 _by_addresses: OrderedDict[tuple, dict[int, torch.Tensor]] = OrderedDict()
 _captured: list[torch.Tensor] = []
@@ -37,6 +40,7 @@ def addresses(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Te
     _by_addresses.move_to_end(key)
     if len(_by_addresses) > _MOST:
         _by_addresses.popitem(last=False)
+
     is_cuda = device.type == "cuda"
     stream = torch.cuda.current_stream(device).cuda_stream if is_cuda else 0
     is_captured = is_cuda and torch.cuda.is_current_stream_capturing()

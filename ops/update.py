@@ -104,6 +104,7 @@ def _adam(
     step_size = tl.div_rn(lr, 1 - tl.load(powers + tensor))
     correction = tl.sqrt_rn(1 - tl.load(powers + count + tensor))
     i = tl.arange(0, BLOCK)
+    # Aligned addresses let Triton load and store 16 bytes at a time.
     if (((p | g | m | v | h) & 15) == 0) & (left % 8 == 0):
         _adam_block(
             tl.multiple_of(p.to(tl.pointer_type(tl.float32)), 16),
@@ -402,13 +403,14 @@ def _listed(things: Iterable[object]) -> str:
 
 
 def _check_scale(params: Tensors, scale: torch.Tensor | None) -> None:
-    if scale is not None and params:
-        is_scalar = scale.numel() == 1 and scale.dtype == torch.float32
-        if not is_scalar or scale.device != params[0].device:
-            raise ValueError(
-                f"update: scale must be an fp32 scalar on {params[0].device}; got {scale.dtype}{list(scale.shape)} on "
-                f"{scale.device}."
-            )
+    if scale is None or not params:
+        return
+    is_scalar = scale.numel() == 1 and scale.dtype == torch.float32
+    if not is_scalar or scale.device != params[0].device:
+        raise ValueError(
+            f"update: scale must be an fp32 scalar on {params[0].device}; got {scale.dtype}{list(scale.shape)} on "
+            f"{scale.device}."
+        )
 
 
 def _check_adam(
@@ -417,13 +419,17 @@ def _check_adam(
 ) -> None:  # fmt: skip
     _check_scale(self, scale)
     lists = {"self": self, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    _check(lists | ({"halves": halves} if halves else {}))
+    if halves:
+        lists["halves"] = halves
+    _check(lists)
     if len(state_steps) != len(self):
         raise ValueError(
             f"update: {len(self)} parameters, but {len(state_steps)} numbers of steps."
         )
-    if not {(x.dtype, x.device) for x in state_steps} <= {(torch.float32, p.device) for p in self}:
-        raise ValueError("update: state_steps must be fp32 on the device of the parameters.")
+    devices = {p.device for p in self}
+    for x in state_steps:
+        if x.dtype != torch.float32 or x.device not in devices:
+            raise ValueError("update: state_steps must be fp32 on the device of the parameters.")
 
 
 def _check_sgd(
@@ -432,22 +438,29 @@ def _check_sgd(
 ) -> None:  # fmt: skip
     _check_scale(self, scale)
     lists = {"self": self, "grads": grads}
-    lists |= {"momentum_buffer_list": momentum_buffer_list} if momentum_buffer_list else {}
-    _check(lists | ({"halves": halves} if halves else {}))
+    if momentum_buffer_list:
+        lists["momentum_buffer_list"] = momentum_buffer_list
+    if halves:
+        lists["halves"] = halves
+    _check(lists)
 
 
 def _define(name: str, arguments: str, *functions: Any) -> None:
     """Define `name`_, which writes in place, and `name`, which returns new tensors."""
     define(f"{name}_({arguments.format(*_WRITTEN)}) -> ()", *functions)
     in_place = getattr(torch.ops.ztrans, f"{name}_").default
+    names = [a.name for a in in_place._schema.arguments]
     lists = [a.name for a in in_place._schema.arguments if a.alias_info is not None]
 
     def copied(*args: Tensors, **numbers: Any) -> tuple:
         """The new parameters, the new moments, and the new copies in half precision, of which there may be none."""
-        passed = dict(zip((a.name for a in in_place._schema.arguments), args)) | numbers
-        new = {key: [x.clone() for x in passed.get(key) or ()] for key in lists}
-        in_place(**passed | new)
-        return tuple(new.values())
+        arguments = dict(zip(names, args)) | numbers
+        new_lists = {}
+        for key in lists:
+            old = arguments.get(key) or ()
+            new_lists[key] = [x.clone() for x in old]
+        in_place(**arguments | new_lists)
+        return tuple(new_lists.values())
 
     results = ", ".join(f"Tensor[] {result}_out" for result in lists)
     define_composite(f"{name}({arguments.format(*['Tensor[]'] * 4)}) -> ({results})", copied)
