@@ -43,8 +43,8 @@ def carry_first_gathers(graph: Graph) -> Graph:
         )
     first = _first_gathers(graph)
     starts = _of_next_step(graph, first)
-    before = [v for e in first for v in e.results]
-    after = [v for e in starts for v in e.results]
+    before = tuple(producers(first))
+    after = tuple(producers(starts))
     return graph.replace(
         inputs=(*graph.inputs, *before),
         eqns=_in_order(graph, first, starts),
@@ -55,17 +55,21 @@ def carry_first_gathers(graph: Graph) -> Graph:
 
 def _in_order(graph: Graph, first: Sequence[Eqn], starts: Sequence[Eqn]) -> tuple[Eqn, ...]:
     """The equations without the first gathers, and with the starts of those of the next step."""
-    written: dict[Var, int] = {}
+    written_by: dict[Var, int] = {}
     backward_ends = -1
     for i, e in enumerate(graph.eqns):
-        written.update((v, i) for v in e.results)
+        for v in e.results:
+            written_by[v] = i
         if e.region != "update":
             backward_ends = i
+
+    # Each start comes after the ones that the next step needs before it, so `place` only grows.
     started_after: dict[int, list[Eqn]] = {}
     place = backward_ends
     for start in starts:
-        place = max(place, *(written.get(v, -1) for v in start.ins))
+        place = max(place, *(written_by.get(v, -1) for v in start.ins))
         started_after.setdefault(place, []).append(start)
+
     eqns = started_after.pop(-1, [])
     for i, e in enumerate(graph.eqns):
         if e not in first:
@@ -80,11 +84,11 @@ def _of_next_step(graph: Graph, first: Sequence[Eqn]) -> list[Eqn]:
     names = Names(v.name for v in (*graph.inputs, *producers(graph.eqns)))
     starts = []
     for e in first:
+        members = [new_leaf[v] for v in e.ins]
         futures = []
         for v in e.results:
             name = names.fresh(f"{v.base_name}.next")
             futures.append(dataclasses.replace(v, name=f"{name}'"))
-        members = [new_leaf[v] for v in e.ins]
         starts.append(e.replace(args=(members,), outs=tuple(futures), region="update"))
     return starts
 
@@ -100,15 +104,19 @@ def carried_starts(graph: Graph) -> list[CarriedStart]:
     """The gathers that a program starts for the next step, in the order of the futures that it carries."""
     makers = producers(graph.eqns)
     position = {v: i for i, v in enumerate(graph.outputs[: graph.num_state])}
-    eqns = dict.fromkeys(makers[v] for v in graph.carried_outputs)
-    return [CarriedStart(e, tuple(position[v] for v in e.ins)) for e in eqns]
+    starts = []
+    for e in dict.fromkeys(makers[v] for v in graph.carried_outputs):
+        leaves = tuple(position[v] for v in e.ins)
+        starts.append(CarriedStart(e, leaves))
+    return starts
 
 
 def gathers_before(graph: Graph) -> Graph:
     """The program that starts what a step needs from the step before, where there is none: from the old state."""
     eqns = []
     for start in carried_starts(graph):
-        eqns.append(start.eqn.replace(args=([graph.inputs[i] for i in start.leaves],)))
+        members = [graph.inputs[i] for i in start.leaves]
+        eqns.append(start.eqn.replace(args=(members,)))
     return graph.replace(
         inputs=graph.tensor_inputs,
         eqns=tuple(eqns),

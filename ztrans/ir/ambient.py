@@ -78,5 +78,7 @@ def refuse_inside(name: str, arguments: Any) -> None:
 
 def _has_tangent(arguments: Any) -> bool:
     """Whether a tensor among the arguments is a dual tensor of forward-mode differentiation."""
-    tensors = (x for x in pytree.tree_leaves(arguments) if isinstance(x, torch.Tensor))
-    return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+    for x in pytree.tree_leaves(arguments):
+        if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            return True
+    return False

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-_JOINT = "*"
-_PARTED = "/"
+_JOINT = "*"  # between the members of a joint axis; alone it is `ops.EVERY_AXIS`, which is no axis
+_NEIGHBOURS = "/"  # between an axis and the number of neighbours
 
 
 def joint_axis(axes: Collection[str], order: Iterable[str]) -> str:
@@ -40,7 +40,7 @@ def members(axis: str) -> tuple[str, ...]:
     >>> members("dp*cp"), members("dp"), members("dp/4")
     (('dp', 'cp'), ('dp',), ('dp',))
     """
-    return tuple(axis.partition(_PARTED)[0].split(_JOINT))
+    return tuple(axis.partition(_NEIGHBOURS)[0].split(_JOINT))
 
 
 def neighbours(axis: str, count: int) -> str:
@@ -49,7 +49,7 @@ def neighbours(axis: str, count: int) -> str:
     >>> neighbours("dp", 4)
     'dp/4'
     """
-    return f"{axis}{_PARTED}{count}"
+    return f"{axis}{_NEIGHBOURS}{count}"
 
 
 def neighbour_count(axis: str) -> int | None:
@@ -58,7 +58,7 @@ def neighbour_count(axis: str) -> int | None:
     >>> neighbour_count("dp/4"), neighbour_count("dp")
     (4, None)
     """
-    _, _, count = axis.partition(_PARTED)
+    _, _, count = axis.partition(_NEIGHBOURS)
     return int(count) if count else None
 
 
@@ -68,7 +68,7 @@ def whole_axis(axis: str) -> str:
     >>> whole_axis("dp/4"), whole_axis("dp")
     ('dp', 'dp')
     """
-    return axis.partition(_PARTED)[0]
+    return axis.partition(_NEIGHBOURS)[0]
 
 
 def members_of(axes: Iterable[str]) -> tuple[str, ...]:
@@ -116,8 +116,11 @@ def submesh(mesh: DeviceMesh, axes: Iterable[str]) -> DeviceMesh:
     names = tuple(sorted(set(axes), key=lambda axis: order.index(members(axis)[0])))
     if set(names) <= set(order):
         return mesh if names == order else mesh[names]
-    # `_flatten` returns the mesh that it made before under the same name.
-    meshes = [mesh[axis] if axis in order else mesh[members(axis)]._flatten(axis) for axis in names]
+
+    meshes = []
+    for axis in names:
+        # `_flatten` returns the mesh that it made before under the same name.
+        meshes.append(mesh[axis] if axis in order else mesh[members(axis)]._flatten(axis))
     if len(meshes) == 1:
         return meshes[0]
     for axis in names:
@@ -132,7 +135,9 @@ def submesh(mesh: DeviceMesh, axes: Iterable[str]) -> DeviceMesh:
 def members_of_flat(mesh: Any, name: str) -> tuple[str, ...]:
     """The axes that a flattened mesh of `mesh._flatten(name)` consists of; `name` itself if there is none."""
     flat = getattr(mesh, "_flatten_mapping", {}).get(name)
-    axis = axis_of_ranks(mesh, flat.mesh.flatten().tolist()) if flat is not None else None
+    if flat is None:
+        return (name,)
+    axis = axis_of_ranks(mesh, flat.mesh.flatten().tolist())
     return members(axis) if axis is not None else (name,)
 
 
@@ -159,6 +164,7 @@ def axis_of_ranks(mesh: DeviceMesh, ranks: Sequence[int]) -> str | None:
     if len(ranks) < 2 or not all(places) or places != sorted(places):
         return None
     along = [k for k, indices in enumerate(zip(*places)) if len(set(indices)) > 1]
+    # Some ranks of an axis alone are no axis.
     if len(ranks) != math.prod(mesh.size(k) for k in along):
         return None
     return joint_axis([order[k] for k in along], order)
@@ -181,6 +187,7 @@ def groups_along(
     """
     along = [k for k, axis in enumerate(order) if axis in members_of(axes)]
     rest = [k for k in range(ranks.ndim) if k not in along]
-    counts = [count for axis in axes if (count := neighbour_count(axis)) is not None]
-    size = min(counts, default=math.prod(ranks.shape[k] for k in along))
+    size = math.prod(ranks.shape[k] for k in along)
+    for axis in axes:
+        size = min(size, neighbour_count(axis) or size)
     return ranks.permute(*rest, *along).reshape(-1, size).tolist()

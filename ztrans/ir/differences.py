@@ -52,6 +52,7 @@ def diff(
     places = list(matcher.get_grouped_opcodes(context))
     if not places:
         return ""
+
     old_parts: list[_Part] = []
     new_parts: list[_Part] = []
     for place in places:
@@ -59,6 +60,7 @@ def diff(
             if action != "equal":
                 old_parts += old[i:i_end]
                 new_parts += new[j:j_end]
+
     lines = [
         *_summary(old_parts, new_parts),
         *_traffic_lines(wire_traffic(old_graph), wire_traffic(new_graph)),
@@ -109,8 +111,10 @@ def _parts(graph: Graph, full: bool) -> list[_Part]:
 
 def _ambiguous(parts: list[_Part]) -> set[tuple[str, ...]]:
     """The short forms that several entries share although they differ."""
-    forms = Counter(short for short, _ in {(part.short, part.text) for part in parts})
-    return {short for short, texts in forms.items() if texts > 1}
+    texts: dict[tuple[str, ...], set[str]] = {}
+    for part in parts:
+        texts.setdefault(part.short, set()).add(part.text)
+    return {short for short, of_form in texts.items() if len(of_form) > 1}
 
 
 def _place(
@@ -126,7 +130,8 @@ def _place(
     lines = [f"@@ -{_range(old, i, i_end)} +{_range(new, j, j_end)} @@"]
     for action, i, i_end, j, j_end in codes:
         if action == "equal":
-            lines += [f" {line}" for part in old[i:i_end] for line in part.short]
+            for part in old[i:i_end]:
+                lines += [f" {line}" for line in part.short]
         else:
             lines += _run("-", old[i:i_end], ambiguous, full)
             lines += _run("+", new[j:j_end], ambiguous, full)
@@ -171,8 +176,11 @@ def _summary(old_parts: list[_Part], new_parts: list[_Part]) -> list[str]:
 
 def _results(parts: Iterable[_Part], known_texts: Counter[str]) -> Counter[tuple[str, ...]]:
     """The names of the results of equations whose texts are not known."""
-    eqns = (part.eqn for part in parts if part.eqn and part.text not in known_texts)
-    return Counter(tuple(out.name for out in eqn.results) for eqn in eqns)
+    names: Counter[tuple[str, ...]] = Counter()
+    for part in parts:
+        if part.eqn is not None and part.text not in known_texts:
+            names[tuple(out.name for out in part.eqn.results)] += 1
+    return names
 
 
 def _traffic_lines(
@@ -183,5 +191,6 @@ def _traffic_lines(
     for key in sorted({*old_traffic, *new_traffic}):
         old = old_traffic.get(key, WireTraffic())
         new = new_traffic.get(key, WireTraffic())
-        lines.append(f"#   {' '.join(key)}: {new if old == new else f'{old} -> {new}'}")
+        change = str(new) if old == new else f"{old} -> {new}"
+        lines.append(f"#   {' '.join(key)}: {change}")
     return lines

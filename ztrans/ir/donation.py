@@ -16,6 +16,7 @@ rank: every collective, forward and backward. A step that fails before the first
 from __future__ import annotations
 
 import functools
+import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ from .relations import cached_on_graph, needed
 # Arguments that are overwritten, each with the result that replaces it.
 Overwritten = list[tuple[Var, Var | None]]
 
-_SMALL = 16 << 10  # bytes of a constant that is kept from step to step
+# The most bytes of a constant that is made once, and used by every step.
+_SMALL = 16 << 10
 _BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
 
 
@@ -69,7 +71,10 @@ def _can_fail(e: Eqn) -> bool:
 
 
 def is_constant(e: Eqn) -> bool:
-    """Whether an equation makes a small constant. It is made once and used by every step, so nothing writes over it."""
+    """Whether an equation makes a small constant.
+
+    Nothing may write over it, because it is made once and used by every step.
+    """
     if e.ins or len(e.results) != 1 or not isinstance(e.op, torch._ops.OpOverload):
         return False
     is_small = e.out.numel * e.out.dtype.itemsize <= _SMALL
@@ -154,8 +159,9 @@ class _StorageOwners:
         for owner, (_, result) in zip(owners, overwritten):
             if owner in self.inputs and result in self.read_after:
                 return False
-        fill = all(v in self.writable for v, _ in overwritten)
-        return fill and all(self._is_free(index, storage) for storage in owners)
+        if any(v not in self.writable for v, _ in overwritten):
+            return False
+        return all(self._is_free(index, storage) for storage in owners)
 
     def _is_free(self, index: int, storage: Var) -> bool:
         """Whether equation `index` is the last that needs a storage, and no collective still reads it."""
@@ -189,10 +195,13 @@ def _released(graph: Graph) -> dict[Eqn, int]:
     """
     collectives = pair(graph, include_user=True, include_copies=True).starts.values()
     packed = [c for c in collectives if rules(c.start).packs]
-    events = sorted({c.index for c in packed} | {c.first_wait for c in packed})
+    starts_and_waits = {c.index for c in packed} | {c.first_wait for c in packed}
+    events = sorted(starts_and_waits)
+
     released = {c.start: c.first_wait for c in collectives}
     for c in packed:
-        released[c.start] = events[bisect_right(events, c.index)]
+        next_event = events[bisect_right(events, c.index)]
+        released[c.start] = next_event
     return released
 
 
@@ -201,15 +210,19 @@ def _fits(e: Eqn, overwritten: Overwritten) -> bool:
 
     The devices are unknown if a scalar is computed from several: one of them may be on the CPU, another on the GPU.
     """
-    if not overwritten or any(out is None or not v.is_like(out) for v, out in overwritten):
+    if not overwritten:
         return False
+    for v, out in overwritten:
+        if out is None or not v.is_like(out):
+            return False
     is_scalar = len(overwritten) == 1 and not overwritten[0][0].shape
     return not (is_scalar and _unwritten(e, overwritten))
 
 
 def _unwritten(e: Eqn, overwritten: Overwritten) -> list[Var]:
     """The arguments of an equation that are not overwritten."""
-    return [v for v in e.ins if all(v is not target for target, _ in overwritten)]
+    targets = {target for target, _ in overwritten}
+    return [v for v in e.ins if v not in targets]
 
 
 def _choices(e: Eqn) -> Iterator[tuple[Any, Overwritten]]:
@@ -217,11 +230,13 @@ def _choices(e: Eqn) -> Iterator[tuple[Any, Overwritten]]:
     twin = in_place(e.op)
     if e.kwargs.get("over") is not None and rules(e).copies:
         yield e.op, [(e.kwargs["over"], e.out)]
+
     # The running mean and variance are arguments 3 and 4, and so are their new values among the results.
     if e.op is _BATCH_NORM:
         yield batch_norm_over, list(zip(e.args[3:5], e.outs[3:5]))
     elif twin is not None:
         yield twin, _overwritten(e, twin)
+
     # A twin writes over its first argument only. Arithmetic may write over the second one.
     if _out_form(e.op) is not None and (twin is None or op_facts(e.op).arithmetic):
         for k, v in enumerate(e.args):
@@ -246,15 +261,17 @@ def updated(e: Eqn, twin: Any) -> Overwritten:
     for declared, x in zip(twin._schema.arguments, e.args):
         if is_written(declared):
             flat += x if isinstance(x, (list, tuple)) else [x]
-    is_whole = len(flat) == len(e.outs) and all(isinstance(v, Var) for v in flat)
-    return list(zip(flat, e.outs)) if is_whole else []
+    if len(flat) != len(e.outs) or not all(isinstance(v, Var) for v in flat):
+        return []
+    return list(zip(flat, e.outs))
 
 
 def _overwritten(e: Eqn, twin: Any) -> Overwritten:
-    """The arguments that the in-place twin overwrites. PyTorch's fused optimizers write gradients to unscale them."""
+    """The arguments that the in-place twin overwrites."""
     pairs = updated(e, twin)
-    is_scaled = e.kwargs.get("grad_scale") is not None
-    if op_facts(e.op).fused_update and is_written(twin._schema.arguments[1]) and not is_scaled:
+    # PyTorch's fused optimizers declare that they write gradients. They do so only to unscale them.
+    declares_gradients = op_facts(e.op).fused_update and is_written(twin._schema.arguments[1])
+    if declares_gradients and e.kwargs.get("grad_scale") is None:
         del pairs[1:2]
     return pairs
 
@@ -300,7 +317,10 @@ def onto(op: Any, place: int) -> Callable:
     def overwrite(*args: Any, **kwargs: Any) -> torch.Tensor:
         target = args[place]
         fits = op_facts(op).arithmetic and _keeps_strides(target, args[1 - place])
-        if fits or all(x.is_contiguous() for x, tensor in zip(args, is_tensor) if tensor):
+        if not fits:
+            tensors = itertools.compress(args, is_tensor)
+            fits = all(x.is_contiguous() for x in tensors)
+        if fits:
             return form(*args, **kwargs, **{out.name: target})
         return op(*args, **kwargs)
 

@@ -28,7 +28,7 @@ import torch
 
 from .axes import with_joint_sizes
 from .op_facts import is_random
-from .relations import ATOMS, cached_on_graph, grouped, instances
+from .relations import ATOMS, cached_on_graph, instances
 from .source import Source
 
 if TYPE_CHECKING:  # the module of the rules imports this one, because rules take equations
@@ -87,10 +87,11 @@ class Var:
                 dims[p.dim] = f"{self.shape[p.dim]}@{p.axis}"
             else:
                 terms += f"{{{p.op}@{p.axis}}}"
+
         dtype = DTYPES.get(self.dtype, str(self.dtype))
-        if self.memory != "device":
-            dtype = f"{dtype}<{self.memory}>"
-        return f"{dtype}[{','.join(dims)}]{terms}{'!' if self.future else ''}"
+        memory = "" if self.memory == "device" else f"<{self.memory}>"
+        not_awaited = "!" if self.future else ""
+        return f"{dtype}{memory}[{','.join(dims)}]{terms}{not_awaited}"
 
     @property
     def numel(self) -> int:
@@ -300,6 +301,7 @@ class Graph:
 
     @functools.cached_property
     def axes(self) -> dict[str, int]:
+        """The size of each axis of the mesh, of each joint axis, and of each set of neighbours."""
         return with_joint_sizes(dict(self.mesh), self.joint)
 
     @property
@@ -375,12 +377,20 @@ def substitute(tree: Any, value_of: Callable[[Var], Any]) -> Any:
 
 def producers(eqns: Iterable[Eqn]) -> dict[Var, Eqn]:
     """The equation that binds each variable."""
-    return {out: eqn for eqn in eqns for out in eqn.results}
+    makers = {}
+    for eqn in eqns:
+        for out in eqn.results:
+            makers[out] = eqn
+    return makers
 
 
 def users(graph: Graph) -> dict[Var, list[Eqn]]:
     """The equations that read each variable, in program order, each once."""
-    return grouped((var, eqn) for eqn in graph.eqns for var in dict.fromkeys(eqn.ins))
+    readers: dict[Var, list[Eqn]] = {}
+    for eqn in graph.eqns:
+        for var in dict.fromkeys(eqn.ins):
+            readers.setdefault(var, []).append(eqn)
+    return readers
 
 
 def used_once(graph: Graph) -> dict[Var, Eqn]:

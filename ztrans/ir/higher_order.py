@@ -25,7 +25,7 @@ from .operations import compute
 from .relations import instances
 
 hops = torch.ops.higher_order
-# The tensors of scores at the peak of dense attention.
+# How many tensors of scores dense attention holds at its peak.
 _SCORES: Mapping[object, int] = {hops.flex_attention: 3, hops.flex_attention_backward: 7}
 
 
@@ -44,7 +44,9 @@ class Function:
     def __call__(self, *values: Any) -> Any:
         env = dict(zip(self.graph.inputs, values, strict=True))
         for e in self.graph.eqns:
-            env.update((v, x) for v, x in zip(e.outs, compute(e, env)) if v is not None)
+            for v, x in zip(e.outs, compute(e, env)):
+                if v is not None:
+                    env[v] = x
         return self.returned([substitute(out, env.__getitem__) for out in self.graph.outputs])
 
     def returned(self, outputs: Sequence[Any]) -> Any:
@@ -70,8 +72,10 @@ def inner_work(eqn: Eqn, count: Callable[[Graph], int]) -> int | None:
         return None
     if eqn.op is hops.cond:
         return max(counts)
-    rows = eqn.args[2][0].shape[0] if eqn.op is hops.scan else 1
-    return sum(counts) * rows
+    if eqn.op is hops.scan:
+        first_input = eqn.args[2][0]
+        return sum(counts) * first_input.shape[0]
+    return sum(counts)
 
 
 def is_attention(eqn: Eqn) -> bool:

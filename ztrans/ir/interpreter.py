@@ -67,10 +67,10 @@ def lockstep(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[list
     with torch.no_grad(), without_autocast():
         for eqn in graph.eqns:
             _run(eqn, graph, places, values)
-            for env in values:
-                for v in dead_after.get(eqn, ()):
+            for v in dead_after.get(eqn, ()):
+                for env in values:
                     del env[v]
-    return [[substitute(out, env.__getitem__) for out in graph.outputs] for env in values]
+    return [list(substitute(graph.outputs, env.__getitem__)) for env in values]
 
 
 def _dead_after(graph: Graph) -> dict[Eqn, list[Var]]:
@@ -99,8 +99,10 @@ def _run(
     for group in _groups(places, rules(eqn).axis(eqn)):
         local = [localize(eqn, graph.axes, places[rank]) for rank in group]
         results = rules(eqn).meaning(local, [values[rank] for rank in group])
-        for rank, outs in zip(group, results):
-            values[rank].update((v, x) for v, x in zip(eqn.outs, outs) if v is not None)
+        for rank, results_of_rank in zip(group, results):
+            for v, x in zip(eqn.outs, results_of_rank):
+                if v is not None:
+                    values[rank][v] = x
 
 
 def split_state(graph: Graph, state: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -110,9 +112,9 @@ def split_state(graph: Graph, state: Sequence[torch.Tensor]) -> list[list[torch.
         parts = []
         for v, leaf in zip(graph.inputs, state):
             split = v.split
-            parts.append(
-                cut(leaf, split, graph.axes[split.axis], place[split.axis]) if split else leaf
-            )
+            if split is not None:
+                leaf = cut(leaf, split, graph.axes[split.axis], place[split.axis])
+            parts.append(leaf)
         ranks.append(parts)
     return ranks
 
@@ -135,13 +137,18 @@ def _groups(places: Sequence[Coordinates], axis: str | None) -> list[list[int]]:
     if axis not in places[0]:
         axes = ", ".join(map(repr, places[0]))
         raise ValueError(f"lockstep: {axis!r} is no axis of the mesh, which has {axes}.")
+
     along = set(members(axis))
     groups: dict[tuple, list[int]] = {}
     for rank, place in enumerate(places):
         fixed = tuple(index for a, index in place.items() if along.isdisjoint(members(a)))
         groups.setdefault(fixed, []).append(rank)
-    rows: list[list[int]] = []
-    for row in groups.values():
-        size = neighbour_count(axis) or len(row)
-        rows += (row[first : first + size] for first in range(0, len(row), size))
-    return rows
+
+    count = neighbour_count(axis)
+    if count is None:
+        return list(groups.values())
+    neighbours = []
+    for group in groups.values():
+        for first in range(0, len(group), count):
+            neighbours.append(group[first : first + count])
+    return neighbours

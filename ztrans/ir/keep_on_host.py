@@ -21,8 +21,11 @@ from .liveness import liveness
 def demanded_on_host(graph: Graph) -> set[Var]:
     """The values that selective checkpoints of the step move to the host."""
     movable = values_for_backward(graph)
-    demanded = (e for e in graph.eqns if e.demand == "host")
-    return {v for e in demanded for v in e.results if v in movable}
+    demanded: set[Var] = set()
+    for e in graph.eqns:
+        if e.demand == "host":
+            demanded.update(movable.intersection(e.results))
+    return demanded
 
 
 def values_for_backward(graph: Graph) -> set[Var]:
@@ -32,9 +35,17 @@ def values_for_backward(graph: Graph) -> set[Var]:
     for e in graph.eqns:
         read_by[e.region].update(root[v] for v in e.ins)
     returned = {root[v] for v in variables(graph.outputs)}
-    owners = {v for e in graph.eqns if _may_be_moved(e) for v in e.results if root[v] is v}
-    with_dims = {v for v in owners & read_by["backward"] if v.shape}
-    return with_dims - read_by["update"] - returned
+    stay = read_by["update"] | returned
+
+    values = set()
+    for e in graph.eqns:
+        if not _may_be_moved(e):
+            continue
+        for v in e.results:
+            owns_storage = root[v] is v
+            if owns_storage and v.shape and v in read_by["backward"] and v not in stay:
+                values.add(v)
+    return values
 
 
 def _may_be_moved(e: Eqn) -> bool:
@@ -84,20 +95,28 @@ class _Moving:
 
     def on_device(self, v: Var) -> Var:
         """What backward reads for a value. The views that forward has made of a value are made again."""
+        if v in self.returned:
+            return self.returned[v]
         maker = self.makers.get(v)
-        is_moved = maker is not None and maker.region == "forward" and self.root[v] in self.chosen
-        if maker is None or not is_moved or v in self.returned:
-            return self.returned.get(v, v)
+        if maker is None or maker.region != "forward" or self.root[v] not in self.chosen:
+            return v
         if v in self.chosen:
-            name = self.names.fresh(f"{v.name}.device")
-            start = to_device(self.on_host[v], name, region="backward", source=maker.source)
-            wait = wait_for_copy(start.out, region="backward", source=maker.source)
-            self.eqns += (start, wait)
-            self.returned[v] = wait.out
+            self._copy_back(v, maker)
         else:
-            again = maker.with_inputs(self.on_device, region="backward")
-            names = {x: self.names.fresh(f"{x.name}.device") for x in maker.results}
-            self.returned.update((x, dataclasses.replace(x, name=names[x])) for x in maker.results)
-            outs = tuple(x and self.returned[x] for x in maker.outs)
-            self.eqns.append(again.replace(outs=outs))
+            self._repeat_view(maker)
         return self.returned[v]
+
+    def _copy_back(self, v: Var, maker: Eqn) -> None:
+        name = self.names.fresh(f"{v.name}.device")
+        start = to_device(self.on_host[v], name, region="backward", source=maker.source)
+        wait = wait_for_copy(start.out, region="backward", source=maker.source)
+        self.eqns += (start, wait)
+        self.returned[v] = wait.out
+
+    def _repeat_view(self, view: Eqn) -> None:
+        again = view.with_inputs(self.on_device, region="backward")
+        for x in view.results:
+            name = self.names.fresh(f"{x.name}.device")
+            self.returned[x] = dataclasses.replace(x, name=name)
+        outs = tuple(x and self.returned[x] for x in view.outs)
+        self.eqns.append(again.replace(outs=outs))

@@ -47,8 +47,9 @@ class Launch:
     numbers: Mapping[str, Any]
 
     def __repr__(self) -> str:
+        grid = "..." if callable(self.grid) else self.grid
         numbers = ", ".join(f"{name}={x}" for name, x in self.numbers.items())
-        return f"{self.name}[{'...' if callable(self.grid) else self.grid}]({numbers})"
+        return f"{self.name}[{grid}]({numbers})"
 
     @property
     def name(self) -> str:
@@ -65,6 +66,7 @@ class Launch:
             tensors[name] = tensors[name].clone()
         on_cpus = all(x.is_cpu for x in values)
         kernel = _interpreted(self.kernel) if on_cpus else self.kernel
+
         # Functions that prune the configurations of a kernel get its positional arguments by name.
         options = {**tensors, **self.numbers}
         names = list(takewhile(options.__contains__, kernel.arg_names))

@@ -1,8 +1,8 @@
-"""Layouts: how values and the leaves of a state are cut over a mesh. Only this module computes the parts.
+"""Layouts: how values and the leaves of a state are split over a mesh. Only this module computes the parts.
 
-A value that is split over n ranks is cut as `torch.chunk` and DTensor's `Shard` cut it: rank r holds the rows
+A value is split over n ranks as `torch.chunk` and DTensor's `Shard` split it: rank r holds the rows
 [r*c, (r+1)*c) with c = ceil(rows / n), so the last parts may be short or empty. Inside a collective every part is
-padded to c rows; between steps nothing is padded. A leaf whose rows are fewer than half of the ranks is not cut.
+padded to c rows; between steps nothing is padded. A leaf whose rows are fewer than half of the ranks is not split.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def chunk(rows: int, size: int) -> int:
 
 
 def is_worth_splitting(rows: int, size: int) -> bool:
-    """Whether a leaf with `rows` rows is cut over `size` ranks.
+    """Whether a leaf with `rows` rows is split over `size` ranks.
 
     It is not if its rows are fewer than half of the ranks: each part is padded to a row, so a gather would need more
     than twice the bytes of the leaf.
@@ -159,11 +159,14 @@ def _squeezed(x: Var, dims: int | Sequence[int] | None = None) -> list[int]:
     >>> _squeezed(Var("x", torch.float32, (1, 3, 1))), _squeezed(Var("x", torch.float32, (1, 3, 1)), [0, 1])
     ([0, 2], [0])
     """
+    rank = len(x.shape)
     if dims is None:
-        dims = range(len(x.shape))
-    listed = [dims] if isinstance(dims, int) else dims
-    candidates = [d % max(len(x.shape), 1) for d in listed]
-    return [d for d in candidates if x.shape[d : d + 1] == (1,)]
+        dims = range(rank)
+    elif isinstance(dims, int):
+        dims = [dims]
+    # A scalar has no dims, and may be squeezed along dim 0 or -1 nevertheless.
+    dims = [d % max(rank, 1) for d in dims]
+    return [d for d in dims if d < rank and x.shape[d] == 1]
 
 
 def as_tensor(leaf: Any) -> torch.Tensor:
@@ -208,24 +211,25 @@ class UserSharding:
     def axes_of(leaf: Any, axes: Collection[str]) -> list[str]:
         """The axes of the mesh of a leaf, among `axes`, over which the leaf is not whole."""
         members_of_axes = set(members_of(axes))
-        result = []
+        split_axes = []
         for axis, size, placement in _placements(leaf):
             is_whole = size == 1 or isinstance(placement, Replicate)
             if not is_whole and members_of_axes.intersection(members(axis)):
-                result.append(axis)
-        return result
+                split_axes.append(axis)
+        return split_axes
 
     @property
     def problem(self) -> str | None:
         """Why no program can hold the parts of the leaf, or None."""
         for axis, size, placement in zip(self.axes, self.sizes, self.placements):
-            if isinstance(placement, Shard) and self.shape[placement.dim] % size:
-                rows = self.shape[placement.dim]
-                return (
-                    f"its dim {placement.dim} has {rows} rows, which {axis}={size} does not divide"
-                )
             if not isinstance(placement, Shard | Replicate):
                 return f"it is {placement} over {axis}"
+            if isinstance(placement, Replicate):
+                continue
+            dim = placement.dim
+            rows = self.shape[dim]
+            if rows % size:
+                return f"its dim {dim} has {rows} rows, which {axis}={size} does not divide"
         return None
 
     @property
@@ -234,11 +238,12 @@ class UserSharding:
         return tuple(n // self.parts_along(dim) for dim, n in enumerate(self.shape))
 
     def parts_along(self, dim: int, axes: Collection[str] | None = None) -> int:
-        """The number of parts into which the step cuts a dim of the leaf, over all of its axes or those of `axes`."""
+        """The number of parts into which the step splits a dim of the leaf, over all of its axes or those of `axes`."""
         count = 1
         for axis, size, placement in zip(self.axes, self.sizes, self.placements):
-            is_cut = isinstance(placement, Shard) and placement.dim % len(self.shape) == dim
-            if is_cut and (axes is None or axis in axes):
+            if axes is not None and axis not in axes:
+                continue
+            if isinstance(placement, Shard) and placement.dim % len(self.shape) == dim:
                 count *= size
         return count
 
@@ -247,4 +252,5 @@ def _placements(leaf: Any) -> list[tuple[str, int, Placement]]:
     """Each axis of the mesh of a DTensor, with its size and the placement; empty for any other leaf."""
     if not isinstance(leaf, DTensor) or not leaf.device_mesh.mesh_dim_names:
         return []
-    return [(*axis, p) for axis, p in zip(mesh_axes(leaf.device_mesh), leaf.placements)]
+    axes = mesh_axes(leaf.device_mesh)
+    return [(axis, size, p) for (axis, size), p in zip(axes, leaf.placements)]

@@ -34,12 +34,14 @@ def liveness(graph: Graph) -> Liveness:
         needed = [*e.ins, *e.results]
         shares = rules(e).shares_storage(e)
         if e in waits:
+            # What a wait binds depends on its start: on how that receives the member, and from where it sends it.
             start = waits[e].start
             member = waits[e].member
             shares = rules(start).stays_in_buffer(start, member)
             is_of_this_step = waits[e].started.index >= 0
             if is_of_this_step and rules(start).sends_without_copy(start, member, graph.axes):
                 needed.append(start.ins[member])
+
         for out in e.results:
             root[out] = root[e.ins[0]] if shares and e.ins else out
         last.update((root[v], index) for v in needed)

@@ -1,14 +1,15 @@
 """Marks: equations that say what a value is, for the transform or the loop that gives them their meaning.
 
+A transform that shards a program replaces these by reductions; otherwise they are the identity:
+
     g = gradient(g0, w)                   g0 is the gradient of w
     y = pmean(x, axis) | psum(x, axis)    zt.pmean and zt.psum in the user's step; the axis "*" stands for all axes
+
+These make up a program that runs once for each micro-batch (see `micro_batches`):
+
     s = accumulate(g)                     the sum of g over all micro-batches
     y = join(x)                           the values x of all micro-batches, one after the other along dim 0
     w = keep(w0)                          w0 of the first micro-batch, which all others read too
-
-A transform that shards a program replaces the marks of the first two lines by reductions. The marks of the other lines
-make up a program that runs once for each micro-batch (see `micro_batches`). A mark of the first two lines that nothing
-replaces is the identity.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class Reduced(Mark):
 
     def varies(self, eqn: Eqn, axes_of: Mapping[Var, Axes]) -> Axes:
         value, axis = eqn.args
-        return INVARIANT if axis == EVERY_AXIS else axes_of.get(value, INVARIANT) - {*members(axis)}
+        if axis == EVERY_AXIS:
+            return INVARIANT
+        return axes_of.get(value, INVARIANT) - {*members(axis)}
 
 
 class Accumulate(Memberwise):
@@ -62,8 +65,9 @@ class Join(Memberwise):
 
     def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
         (part,) = eqn.ins
-        fits = part.shape and part.shape[1:] == eqn.out.shape[1:] and part.dtype == eqn.out.dtype
-        return None if fits else "the parts of micro-batches do not make up the joined value"
+        if part.shape and part.shape[1:] == eqn.out.shape[1:] and part.dtype == eqn.out.dtype:
+            return None
+        return "the parts of micro-batches do not make up the joined value"
 
 
 GRADIENT = Primitive("gradient", Gradient())
@@ -72,16 +76,16 @@ PSUM = Primitive("psum", Reduced())
 ACCUMULATE = Primitive("accumulate", Accumulate())
 JOIN = Primitive("join", Join())
 KEEP = Primitive("keep", Mark())
-MARKS = (GRADIENT, PMEAN, PSUM)
+_IDENTITIES = (GRADIENT, PMEAN, PSUM)
 
 
 def reduced_values(graph: Graph) -> list[Var]:
     """The values that `zt.pmean` and `zt.psum` reduce, as marks."""
-    return [v for e in graph.eqns if e.op in (PMEAN, PSUM) for v in e.ins]
+    return [e.args[0] for e in graph.eqns if e.op in (PMEAN, PSUM)]
 
 
 def erase_marks(graph: Graph) -> Graph:
     """Drop the marks that no transform has replaced; they are the identity."""
-    marked = {e.out: e.args[0] for e in graph.eqns if e.op in MARKS}
-    eqns = tuple(e for e in graph.eqns if e.op not in MARKS)
+    marked = {e.out: e.args[0] for e in graph.eqns if e.op in _IDENTITIES}
+    eqns = tuple(e for e in graph.eqns if e.op not in _IDENTITIES)
     return rename(graph.replace(eqns=eqns), marked)

@@ -44,13 +44,15 @@ def changing(graph: Graph) -> set[Var]:
     leaves = list(zip(graph.inputs, graph.outputs[: graph.num_state]))
     while True:
         for e in graph.eqns:
-            draws = is_random(e) and e.region != "update"
-            if draws or (not rules(e).over_all_micro_batches and any(v in changes for v in e.ins)):
+            is_mark = rules(e).over_all_micro_batches
+            reads_change = not is_mark and not changes.isdisjoint(e.ins)
+            if reads_change or _draws_before_the_update(e):
                 changes.update(e.results)
-        carried = {old for old, new in leaves if new in changes} - changes
-        if not carried:
+        # A leaf that has changed is another value in the next micro-batch, so the program is searched again.
+        new_changes = {old for old, new in leaves if new in changes} - changes
+        if not new_changes:
             return changes
-        changes |= carried
+        changes |= new_changes
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,11 @@ class _Marks(NamedTuple):
     joins: dict[Eqn, Var]
     kept_values: list[Var]
 
+    @property
+    def joined_parts(self) -> list[Var]:
+        """The values of this micro-batch that are joined."""
+        return [e.args[0] for e in self.joins]
+
 
 def micro_batch_programs(graph: Graph) -> MicroBatchPrograms:
     """Write a program of several micro-batches as the programs that run one after the other."""
@@ -111,28 +118,36 @@ def micro_batch_programs(graph: Graph) -> MicroBatchPrograms:
             marks.joins[e] = _earlier_input(e, (rows, *e.out.shape[1:]))
         elif e.op is KEEP:
             marks.kept_values.append(e.out)
-    programs = _first(graph, marks), _middle(graph, marks), _last(graph, marks)
-    return MicroBatchPrograms(*programs, graph.micro, len(marks.sums), len(marks.joins))
+    return MicroBatchPrograms(
+        _first(graph, marks),
+        _middle(graph, marks),
+        _last(graph, marks),
+        graph.micro,
+        len(marks.sums),
+        len(marks.joins),
+    )
 
 
 def _first(graph: Graph, marks: _Marks) -> Graph:
     copied = _copied(graph, marks.sums)
-    kwargs = {"memory_format": torch.contiguous_format}
-    clones = {e: e.replace(op=aten.clone.default, kwargs=kwargs) for e in copied}
+    contiguous = {"memory_format": torch.contiguous_format}
+    clones = {e: e.replace(op=aten.clone.default, kwargs=contiguous) for e in copied}
     terms = [e.out if e in copied else e.args[0] for e in marks.sums]
-    outputs = (*_state(graph), *terms, *(e.args[0] for e in marks.joins), *marks.kept_values)
-    values = {e.out: e.args[0] for e in graph.eqns if e.op is KEEP}
-    return _without_update(rename(_with(graph, clones, (), outputs), values))
+    outputs = (*_state(graph), *terms, *marks.joined_parts, *marks.kept_values)
+    first = _with(graph, clones, (), outputs)
+    kept_values = {e.out: e.args[0] for e in graph.eqns if e.op is KEEP}
+    return _without_update(rename(first, kept_values))
 
 
 def _middle(graph: Graph, marks: _Marks) -> Graph:
     inputs = (*marks.sums.values(), *marks.kept_values)
-    sums = (e.out for e in marks.sums)
-    outputs = (*_state(graph), *sums, *(e.args[0] for e in marks.joins))
+    sums = [e.out for e in marks.sums]
+    outputs = (*_state(graph), *sums, *marks.joined_parts)
     return _without_update(_with(graph, _adds(marks), inputs, outputs))
 
 
 def _last(graph: Graph, marks: _Marks) -> Graph:
+    # The last micro-batch has the update, so joined values are put together here.
     joins = {}
     for e, earlier in marks.joins.items():
         joins[e] = e.replace(op=aten.cat.default, args=([earlier, *e.args],))
@@ -184,12 +199,12 @@ def _copied(graph: Graph, sums: Collection[Eqn]) -> set[Eqn]:
     """The sums whose first term must be copied, because it shares its storage, and later terms are added there."""
     root = liveness(graph).root
     makers = producers(graph.eqns)
-    count = Counter(root[e.args[0]] for e in sums)
+    terms_of_storage = Counter(root[e.args[0]] for e in sums)
     copied = set()
     for e in sums:
-        v = e.args[0]
-        owns_storage = v in makers and root[v] is v and count[v] == 1
-        if not owns_storage or is_constant(makers[v]):
+        term = e.args[0]
+        owns_storage = term in makers and root[term] is term and terms_of_storage[term] == 1
+        if not owns_storage or is_constant(makers[term]):
             copied.add(e)
     return copied
 
@@ -199,14 +214,23 @@ def _with(
 ) -> Graph:
     """The program with other equations in place of marks, with more inputs, and with other outputs."""
     new_inputs = set(inputs)
-    eqns = tuple(instead.get(e, e) for e in graph.eqns if new_inputs.isdisjoint(e.results))
+    eqns = []
+    for e in graph.eqns:
+        if new_inputs.isdisjoint(e.results):
+            eqns.append(instead.get(e, e))
+
+    # A sum is added up in the storage of its input.
     donated = []
     for e in instead.values():
         first = e.args[0]  # a list, where the values of all micro-batches are joined
         if isinstance(first, Var) and first in new_inputs:
             donated.append((first, e.out))
     return graph.replace(
-        inputs=(*graph.inputs, *inputs), eqns=eqns, outputs=outputs, micro=1, donated=tuple(donated)
+        inputs=(*graph.inputs, *inputs),
+        eqns=tuple(eqns),
+        outputs=outputs,
+        micro=1,
+        donated=tuple(donated),
     )
 
 
@@ -222,24 +246,24 @@ class Carry:
     """
 
     def __init__(
-        self, graph: Graph, parts: MicroBatchPrograms, inputs: Sequence[torch.Tensor]
+        self, graph: Graph, programs: MicroBatchPrograms, inputs: Sequence[torch.Tensor]
     ) -> None:
         n = graph.num_state
-        self.parts = parts
+        self.programs = programs
         self.state = list(inputs[:n])
         self.done = 0  # micro-batches
         self.batches = [
             _rows(graph, v, x) for v, x in zip(graph.inputs[n:], inputs[n:], strict=True)
         ]
         self.sums: list[torch.Tensor] = []
-        self.joins: list[list[torch.Tensor]] = [[] for _ in range(parts.joins)]
+        self.joins: list[list[torch.Tensor]] = [[] for _ in range(programs.joins)]
         self.kept: list[torch.Tensor] = []
 
     def inputs(self) -> list[torch.Tensor]:
         """The inputs of the next micro-batch."""
         rows = [micro_batches[self.done] for micro_batches in self.batches]
         joins: list[torch.Tensor] = []
-        if self.done == self.parts.micro - 1:
+        if self.done == self.programs.micro - 1:
             joins = [torch.cat(earlier) for earlier in self.joins]
             self.joins = []
         return [*self.state, *rows, *self.sums, *joins, *self.kept]
@@ -248,7 +272,7 @@ class Carry:
         """Take the outputs of a micro-batch that is not the last."""
         unread = iter(outputs)
         self.state = list(islice(unread, len(self.state)))
-        self.sums = list(islice(unread, self.parts.sums))
+        self.sums = list(islice(unread, self.programs.sums))
         for earlier in self.joins:
             earlier.append(next(unread))
         if not self.done:

@@ -8,7 +8,7 @@
     z = g(w.full_1)                                  z = g(w.full_1)
 
 Each 8 neighbours of dp hold the whole value together, so the second gather sends nothing to other hosts. Both programs
-have the same bits. The part is a copy, because a view would keep the whole value alive.
+have the same bits.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def kept_part(first: Eqn, again: Eqn, count: int) -> tuple[Eqn, Eqn]:
     layout = (*value.layout, split)
     cut = dataclasses.replace(value, name=f"{name}.cut", layout=layout)
     part = dataclasses.replace(value, name=f"{name}.part", layout=layout)
+    shard = Eqn(SHARD, (value, split.dim), (cut,), {"axis": split.axis}, first.region, first.source)
     contiguous = {"memory_format": torch.contiguous_format}
-    return (
-        Eqn(SHARD, (value, split.dim), (cut,), {"axis": split.axis}, first.region, first.source),
-        Eqn(aten.clone.default, (cut,), (part,), contiguous, first.region, first.source),
-    )
+    # A copy, because a view would keep the whole value alive.
+    clone = Eqn(aten.clone.default, (cut,), (part,), contiguous, first.region, first.source)
+    return shard, clone
 
 
 def gather_of_parts(part: Var, again: Eqn) -> Eqn:
@@ -84,12 +84,14 @@ def among_neighbours(graph: Graph) -> Graph:
         elif value in firsts and provenance.regather < graph.axes[provenance.axis]:
             if value not in parts:
                 first = firsts[value]
-                after[first] = kept_part(first, start, provenance.regather)
-                parts[value] = after[first][-1].out
+                shard, clone = kept_part(first, start, provenance.regather)
+                after[first] = shard, clone
+                parts[value] = clone.out
             replacements[start] = gather_of_parts(parts[value], start)
         else:
             dropped = dataclasses.replace(provenance, regather="always")
             replacements[start] = start.replace(provenance=dropped)
+
     eqns: list[Eqn] = []
     for e in graph.eqns:
         eqns += (replacements.get(e, e), *after.get(e, ()))
@@ -100,7 +102,9 @@ def with_neighbours_as_axes(graph: Graph) -> Graph:
     """The program with all neighbours among which it gathers as axes."""
     new_axes: dict[str, None] = {}
     for e in graph.eqns:
-        axis = e.kwargs["axis"] if rules(e).moves else None
-        if axis is not None and neighbour_count(axis) is not None and axis not in graph.axes:
+        if not rules(e).moves:
+            continue
+        axis = e.kwargs["axis"]
+        if neighbour_count(axis) is not None and axis not in graph.axes:
             new_axes[axis] = None
     return graph.replace(joint=(*graph.joint, *new_axes)) if new_axes else graph

@@ -1,4 +1,4 @@
-"""op_facts: what kind of operation an equation has, in one row an operation.
+"""op_facts: what kind of operation an equation has, in one row for each operation.
 
 PyTorch itself says much: its tags say which operations are elementwise or random, a schema says which are views, and
 its FLOP counter knows the matrix products. A row of `_ROWS` says what PyTorch does not. A fact is a property of the
@@ -36,8 +36,9 @@ class OpFacts:
 
     Attributes:
         name: its name without the overload, such as `add`; of an operation that is not PyTorch's, with its namespace.
-        pointwise: each element of the result is computed from the elements of the arguments at the same place.
-        elementwise: it is pointwise, or a copy, a constructor or a draw of random numbers that works in the same way.
+        pointwise: each element of the result is computed from the elements of the arguments at the same place. PyTorch
+            tags these operations.
+        elementwise: it is pointwise, or a copy, a constructor or a draw of random numbers, which PyTorch does not tag.
         reduction: each element of the result is computed from the elements along some dims.
         random: it may draw random numbers. Whether an equation does depends on its arguments too (see `draws`).
         view: its results are new tensors that share memory with an argument.
@@ -48,7 +49,8 @@ class OpFacts:
         permutes: it is a view that shows every element of its argument once.
         lazy: it is a view that negates or conjugates the elements when they are read.
         by_row: each row of the result is computed from the same row of the arguments, and written after it was read.
-        arithmetic: it may write over an argument, even if the arguments have different strides.
+        arithmetic: it is a sum, a difference, a product or a quotient, and may write over an argument, even if the
+            arguments have different strides.
         cheap: it takes no longer than to read the arguments and write the result, as elementwise operations do.
         fuses: TorchInductor fuses it with its neighbours, although it is neither elementwise nor a reduction.
     """
@@ -263,5 +265,6 @@ def rearranges(eqn: Eqn) -> bool:
     Such a view commutes with an elementwise operation. A view of the same bytes as another dtype does not, and neither
     does a lazy view.
     """
-    same_dtype = all(out is None or out.dtype == eqn.ins[0].dtype for out in eqn.outs)
-    return is_view(eqn) and same_dtype and not op_facts(eqn.op).lazy
+    if not is_view(eqn) or op_facts(eqn.op).lazy:
+        return False
+    return all(out.dtype == eqn.ins[0].dtype for out in eqn.results)

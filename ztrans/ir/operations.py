@@ -23,6 +23,7 @@ from .launch import Launch
 aten = torch.ops.aten
 _FROM = getattr(aten.random, "from")  # `from` is a word of Python, so generated code cannot name it
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
+# Collectives of torch 2.11 take contiguous arguments only.
 _NEED_CONTIGUOUS = TorchVersion(torch.__version__) < "2.13"
 
 
@@ -84,7 +85,7 @@ _STRIDE_SAFE: Mapping[Any, Callable] = {
 
 @functools.cache
 def stride_safe(op: Any) -> Callable:
-    """A function that computes `op` for arguments with any strides. Collectives of torch 2.11 need contiguous ones."""
+    """A function that computes `op` for arguments with any strides."""
     is_collective = getattr(op, "namespace", None) == "_c10d_functional" and op is not _WAIT
     if is_collective and _NEED_CONTIGUOUS:
         return lambda x, *args, **kwargs: op(_contiguous(x), *args, **kwargs)
@@ -92,7 +93,9 @@ def stride_safe(op: Any) -> Callable:
 
 
 def _contiguous(x: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
-    return x.contiguous() if isinstance(x, torch.Tensor) else [each.contiguous() for each in x]
+    if isinstance(x, torch.Tensor):
+        return x.contiguous()
+    return [each.contiguous() for each in x]
 
 
 def bound_results(eqn: Eqn) -> tuple[bool, ...]:
@@ -105,11 +108,13 @@ def call_operator(
 ) -> list[Any]:
     """Call a higher-order operator, and return the leaves of its result, which are the results of its equation.
 
-    `binds` says of each of them whether the equation binds it. The backward of attention computes the gradients of the
-    tensors that `score_mod` captures if these require some. In a program no value does.
+    `binds` says of each of them whether the equation binds it.
     """
     if args and isinstance(args[0], Launch):
         return args[0](*args[1:])
+
+    # The backward of attention computes the gradients of the tensors that `score_mod` captures only if these require
+    # gradients, and no value of a program does.
     if op is torch.ops.higher_order.flex_attention_backward:
         *rest, captured, of_mask = args
         tracked = [x.detach().requires_grad_(is_bound) for x, is_bound in zip(captured, binds[3:])]

@@ -77,6 +77,7 @@ def pair(graph: Graph, include_user: bool = False, include_copies: bool = False)
     for index, e in enumerate(graph.eqns):
         if rules(e).waits:
             first_waits.setdefault(e.ins[0], index)
+
     starts: dict[Eqn, PairedStart] = {}
     members = _carried_members(graph, is_included, first_waits)
     waits: dict[Eqn, PairedWait] = {}
@@ -97,9 +98,15 @@ def _carried_members(
     """The futures that the step before has started, as members of the equations that started them there."""
     before_of = graph.carried_futures
     members: dict[Var, PairedWait] = {}
-    for e in filter(is_included, graph.eqns) if before_of else ():
+    if not before_of:
+        return members
+    # A gather or a copy starts in each step as it did in the one before, so this step's equation stands for that one.
+    for e in filter(is_included, graph.eqns):
         futures = [before_of[v] for v in e.results if v in before_of]
+        if not futures:
+            continue
         indices = tuple(first_waits[v] for v in futures)
-        started = PairedStart(e, -1, indices, min(indices, default=len(graph.eqns)))
-        members.update((v, PairedWait(started, k)) for k, v in enumerate(futures))
+        started = PairedStart(e, -1, indices, min(indices))
+        for k, v in enumerate(futures):
+            members[v] = PairedWait(started, k)
     return members

@@ -1,9 +1,9 @@
 """Print programs.
 
-`equation` is an equation on a single line, which fingerprints and comparisons use. No list folds in it, but a large
-constant is a checksum, and overloads have no text. `program` is for people to read: every printed line has at most
-`WIDTH` columns, and long lists fold. A pass does not rename values,
-so two stages of a program print differently only where a pass changed the program.
+`program` is for people to read: every printed line has at most `WIDTH` columns, and long lists fold. `equation` is for
+fingerprints and differences: one line, in which nothing folds. It omits overloads and memory formats, and prints a
+large constant as a checksum, so it does not say all that `structure` compares. A pass does not rename values, so two
+stages of a program print differently only where a pass changed the program.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def fold(items: Sequence[str], size: str = "") -> str:
     >>> fold(["up", "down", "out"]), fold(["up", "down"], ": 3.00 MiB"), fold(["up"], ": 3.00 MiB")
     ('up, ... 2 more', 'up, ... 1 more: 3.00 MiB', 'up')
     """
-    return f"{items[0]}, ... {len(items) - 1} more{size}" if len(items) > 1 else "".join(items)
+    if len(items) < 2:
+        return "".join(items)
+    return f"{items[0]}, ... {len(items) - 1} more{size}"
 
 
 def wrap(line: str, room: int = WIDTH) -> list[str]:
@@ -105,10 +107,7 @@ def value(x: Any) -> str:
 
 
 def equation(eqn: Eqn) -> str:
-    """The whole equation on a single line, without the user's line.
-
-    This text is canonical: it never folds, so fingerprints and differences use it. The functions that the operation
-    calls are a part of it.
+    """The whole equation on a single line, with the functions that it calls, and without the user's line.
 
     >>> x, y = Var("x", torch.float32, (4,)), Var("y", torch.float32, (4,))
     >>> equation(Eqn(torch.ops.aten.relu.default, (x,), (y,)))
@@ -126,9 +125,13 @@ def one_line(function: Function) -> str:
 
 def header(graph: Graph) -> str:
     """The first line of a program: its name, its mesh and its transforms, sorted, because they commute."""
-    mesh = ", ".join(f"{axis}={size}" for axis, size in graph.mesh)
-    transforms = sorted(graph.transforms, key=lambda x: (not x.startswith("shard_params"), x))
-    parts = [graph.name, f"mesh: {mesh}" if mesh else "", " > ".join(transforms)]
+    parts = [graph.name]
+    if graph.mesh:
+        axes = ", ".join(f"{axis}={size}" for axis, size in graph.mesh)
+        parts.append(f"mesh: {axes}")
+    if graph.transforms:
+        transforms = sorted(graph.transforms, key=lambda x: (not x.startswith("shard_params"), x))
+        parts.append(" > ".join(transforms))
     return "# " + "   ".join(filter(None, parts))
 
 
@@ -179,6 +182,7 @@ def entries(graph: Graph, full: bool = False) -> Iterator[Entry]:
     for var in graph.carried_inputs:
         yield _entry(f"    {var.name}: {var.type},")
     yield _entry("):")
+
     region = None
     column = min([_MARGIN, *(WIDTH - len(_comment(eqn.source)) for eqn in graph.eqns)])
     for eqn in graph.eqns:
@@ -206,8 +210,10 @@ def _returned(graph: Graph, full: bool) -> tuple[str, ...]:
     if len(line) <= WIDTH:
         return (line,)
     if full:
-        lines = [part for x in outputs for part in wrap(f"    {x},")]
-        return ("  return (", *lines, "  )")
+        lines = ["  return ("]
+        for x in outputs:
+            lines += wrap(f"    {x},")
+        return (*lines, "  )")
     parts = outputs[: graph.num_state], outputs[graph.num_state :]
     return tuple(wrap("  return " + ", ".join(fold(part) for part in parts if part)))
 
@@ -235,10 +241,12 @@ def lines(eqn: Eqn, full: bool = False, column: int = _MARGIN, width: int = WIDT
     `[w, ... 26 more: 3 MiB]`. With `full` each result and each member of a list has a line of its own instead.
     """
     comment = _comment(eqn.source)
-    room = width - (len(comment) + 2 if comment else 0)
+    room = width - len(comment) - 2 if comment else width
+    # The last layout is taken even if it does not fit. Its lines are wrapped.
     for layout in _layouts(eqn, full):
         if len(layout[0]) <= room and max(map(len, layout)) <= width:
             break
+
     first, *rest = wrap(layout[0], room)
     for line in layout[1:]:
         rest += wrap(line, width)
@@ -254,11 +262,13 @@ def _layouts(eqn: Eqn, full: bool) -> Iterator[list[str]]:
     all_results = ", ".join(results)
     call = _call(eqn, value)
     yield [f"  {all_results} = {call}"]
+
     if full:
-        *first, last = (f"  {result}" for result in results)
+        *first, last = results
         members = f"    = {_call(eqn, _one_a_line)}".split("\n")
-        yield [*(f"{line}," for line in first), last, *members]
+        yield [*(f"  {result}," for result in first), f"  {last}", *members]
         return
+
     yield [f"  {all_results}", f"    = {call}"]
     in_lists = any(_is_bucket(x) for _, x in _arguments(eqn))
     few = fold(results) if in_lists or len(results) > _MANY else all_results
@@ -277,9 +287,11 @@ def _call(eqn: Eqn, show: Callable[[Any], str]) -> str:
 def _arguments(eqn: Eqn) -> list[tuple[str, Any]]:
     """The arguments that print, each with the key that prints before it."""
     arguments = [("", x) for x in eqn.args]
-    for key, x in eqn.kwargs.items():
-        if x is not None and key not in _DEFAULTS:
-            arguments.append(("" if key in ("dtype", "op") else f"{key}=", x))
+    for name, x in eqn.kwargs.items():
+        if x is None or name in _DEFAULTS:
+            continue
+        key = "" if name in ("dtype", "op") else f"{name}="
+        arguments.append((key, x))
     return arguments
 
 
@@ -309,10 +321,13 @@ def _one_a_line(x: Any) -> str:
 
 def _comment(source: Source | None) -> str:
     """The user's line as a comment; of a long one, the start and the end."""
-    text = str(source) if source else ""
+    if source is None:
+        return ""
+    text = str(source)
     if len(text) > _LONGEST_SOURCE:
-        text = f"{text[: _LONGEST_SOURCE // 2]}...{text[3 - _LONGEST_SOURCE // 2 :]}"
-    return f"# {text}" if text else ""
+        half = _LONGEST_SOURCE // 2
+        text = f"{text[:half]}...{text[3 - half :]}"
+    return f"# {text}"
 
 
 class HasGraph(Protocol):

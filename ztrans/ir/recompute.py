@@ -22,7 +22,8 @@ from .op_facts import is_random
 from .relations import reachable
 from .varying import varying
 
-_VARIES = getattr(torch.Tag, "nondeterministic_bitwise", None)  # torch 2.11 does not have it
+# Of operations that may have other bits in every run. torch 2.11 does not have the tag.
+_VARIES = getattr(torch.Tag, "nondeterministic_bitwise", None)
 
 
 def recompute(graph: Graph, chosen: Set[Var]) -> Graph:
@@ -41,19 +42,23 @@ def recompute(graph: Graph, chosen: Set[Var]) -> Graph:
     copies: dict[Var, Var] = {}
 
     def missing(values: Iterable[Var]) -> list[Eqn]:
-        """The equations of forward that must run again to compute those of some values which have no copies yet."""
+        """The equations of forward that must run again for the values that have no copies yet."""
         equations = [makers[v] for v in values if root[v] in chosen and v not in copies]
         return [e for e in equations if e.region == "forward"]
 
     def copy_of(v: Var) -> Var:
+        """What backward reads for a value of forward. The equations that compute it again are added first."""
         repeated = reachable(missing([v]), lambda e: missing(e.ins))
         for e in sorted(repeated, key=position.__getitem__):
             for out in e.results:
                 if root[out] in chosen:
-                    copies[out] = dataclasses.replace(out, name=names.fresh(f"{out.name}.again"))
+                    name = names.fresh(f"{out.name}.again")
+                    copies[out] = dataclasses.replace(out, name=name)
             outs = tuple(out and copies.get(out) for out in e.outs)
-            again = e.with_inputs(lambda v: copies.get(v, v), outs=outs, region="backward")
-            eqns.append(again.replace(repeats=e))
+            again = e.with_inputs(
+                lambda v: copies.get(v, v), outs=outs, region="backward", repeats=e
+            )
+            eqns.append(again)
         return copies.get(v, v)
 
     for e in graph.eqns:
@@ -85,8 +90,9 @@ def can_repeat(e: Eqn) -> bool:
     A draw would draw other numbers, and a collective of the step would be sent twice. Some operations may have other
     bits in every run, such as sums of atomic additions; PyTorch marks them.
     """
-    is_repeatable = _VARIES is None or _VARIES not in getattr(e.op, "tags", ())
-    return e.region == "forward" and is_repeatable and not is_random(e) and not rules(e).remote
+    if e.region != "forward" or is_random(e) or rules(e).remote:
+        return False
+    return _VARIES is None or _VARIES not in getattr(e.op, "tags", ())
 
 
 def needed_after_backward(graph: Graph) -> set[Var]:
@@ -116,10 +122,11 @@ def repeatable(graph: Graph) -> dict[Var, Eqn]:
     needed = needed_after_backward(graph) | reduced_storages(graph)
     values = {}
     for e in graph.eqns:
-        if can_repeat(e):
-            for v in e.results:
-                if root[v] is v and v in over_batch and v not in needed:
-                    values[v] = e
+        if not can_repeat(e):
+            continue
+        for v in e.results:
+            if root[v] is v and v in over_batch and v not in needed:
+                values[v] = e
     return values
 
 
@@ -138,13 +145,14 @@ def checkpointed(graph: Graph, checkpoint: Mapping[Var, int | None], drops: Set[
     needed = needed_after_backward(graph)
     for e in graph.eqns:
         needed.update(_read_elsewhere(e, root, checkpoint))
-    makers = producers(graph.eqns)
-    candidates = {v for v in drops if v in makers and root[v] is v and v not in needed}
-    return recompute(graph, {v for v in candidates if _can_run_again(makers[v])})
-
-
-def _can_run_again(e: Eqn) -> bool:
-    return e.region == "forward" and not is_random(e)
+    chosen = set()
+    for e in graph.eqns:
+        if e.region != "forward" or is_random(e):
+            continue
+        for v in e.results:
+            if v in drops and root[v] is v and v not in needed:
+                chosen.add(v)
+    return recompute(graph, chosen)
 
 
 def _read_elsewhere(

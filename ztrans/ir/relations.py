@@ -96,7 +96,8 @@ def instances(tree: Any, kind: type[V]) -> Iterator[V]:
     if isinstance(tree, kind):
         yield tree
     elif isinstance(tree, (list, tuple, Mapping)):
-        for item in tree.values() if isinstance(tree, Mapping) else tree:
+        items = tree.values() if isinstance(tree, Mapping) else tree
+        for item in items:
             if isinstance(item, kind):
                 yield item
             elif type(item) not in ATOMS:  # most items need no generator of their own

@@ -57,15 +57,20 @@ def redistribute(
     placement = on_axis(v.layout, site.axis)
     if placement == to:
         return [], v
-    split = to if isinstance(to, Split) else None
-    if isinstance(placement, Partial) and placement.op.startswith("norm"):
-        return _norm(v, float(placement.op.removeprefix("norm")), split, site, name)
+
     if isinstance(placement, Partial):
+        split = to if isinstance(to, Split) else None
+        if placement.op.startswith("norm"):
+            p = float(placement.op.removeprefix("norm"))
+            return _norm(v, p, split, site, name)
         return reduced(v, placement.op, split, site, name)
+
     if isinstance(placement, Split):
+        # A value that is split along another dim is whole in between.
         eqns = _gathered(v, site, name)
         more, out = redistribute(eqns[-1].out, to, site, name)
         return [*eqns, *more], out
+
     if not isinstance(to, Split):
         raise ValueError(f"redistribute: {v!r} to {to}: a whole value is not spread into terms.")
     out = dataclasses.replace(v, name=site.fresh(name), layout=(*v.layout, to))
@@ -91,8 +96,9 @@ def reduced(
 ) -> tuple[list[Eqn], Var]:
     """The equations that reduce `v`, of which each rank of the axis has a term, to a whole value or to shards."""
     if to is not None and to.dim >= len(v.shape):
-        to = None
-    eqns = site.start_and_wait(reduce([v], [site.fresh(name)], site.axis, op, to, dtype, result))
+        to = None  # a scalar has no dim to split
+    start = reduce([v], [site.fresh(name)], site.axis, op, to, dtype, result)
+    eqns = site.start_and_wait(start)
     return eqns, eqns[-1].out
 
 
@@ -100,16 +106,20 @@ def _norm(v: Var, p: float, to: Split | None, site: Site, name: str) -> tuple[li
     """Combine the p-norms of parts: the p-th root of the sum of their p-th powers, or their max or min if p = inf."""
     if math.isinf(p):
         return reduced(v, "max" if p > 0 else "min", to, site, name)
-    if v.dtype in HALF:  # the square of a norm above 256 is no number of fp16
+
+    # The square of a norm above 256 is infinite in fp16.
+    if v.dtype in HALF:
         wide = dataclasses.replace(v, name=site.fresh(f"{v.name}.float32"), dtype=torch.float32)
         eqns, root = _norm(wide, p, to, site, f"{name}.float32")
         out = dataclasses.replace(root, name=site.fresh(name), dtype=v.dtype)
         widen = site.equation(CAST, (v,), wide, dtype=wide.dtype)
-        return [widen, *eqns, site.equation(CAST, (root,), out, dtype=out.dtype)], out
+        narrow = site.equation(CAST, (root,), out, dtype=out.dtype)
+        return [widen, *eqns, narrow], out
+
     layout = (*without(v.layout, site.axis), Partial(site.axis, "sum"))
     power = dataclasses.replace(v, name=site.fresh(f"{v.name}.pow"), layout=layout)
+    take_power = site.equation(aten.pow.Tensor_Scalar, (v, p), power)
     eqns, total = reduced(power, "sum", to, site, f"{name}.pow")
     root = dataclasses.replace(total, name=site.fresh(name))
-    first = site.equation(aten.pow.Tensor_Scalar, (v, p), power)
-    last = site.equation(aten.pow.Tensor_Scalar, (total, 1 / p), root)
-    return [first, *eqns, last], root
+    take_root = site.equation(aten.pow.Tensor_Scalar, (total, 1 / p), root)
+    return [take_power, *eqns, take_root], root

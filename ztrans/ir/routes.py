@@ -47,9 +47,11 @@ def hosts_of(names: Sequence[Hashable]) -> Hosts:
     >>> hosts_of("aabb"), hosts_of("abab")
     (Hosts(ranks=4, count=2, even=True), Hosts(ranks=4, count=2, even=False))
     """
-    runs = [len(list(run)) for _, run in itertools.groupby(names)]
     count = len(set(names))
-    return Hosts(len(names), count, len(runs) == count and len(set(runs)) == 1)
+    runs = [len(list(run)) for _, run in itertools.groupby(names)]
+    next_to_each_other = len(runs) == count
+    equally_many = len(set(runs)) == 1
+    return Hosts(len(names), count, next_to_each_other and equally_many)
 
 
 def common(groups: Sequence[Hosts]) -> Hosts:
@@ -104,10 +106,13 @@ def route_of(eqn: Eqn, sizes: Sizes, hosts: Hosts, gloo: bool) -> Route:
     reduces = "op" in eqn.kwargs
     wire = wire_dtype(eqn, eqn.ins[0])
     received = rules(eqn).wire_bytes(eqn, sizes)
+
     if not rules(eqn).is_exchanged(eqn, ranks, gloo):
         between = received / local if spans_hosts else 0.0
+        backend = "gloo" if gloo else "NCCL"
         work = f"reduces {DTYPES[wire]} on the way" if reduces else "gathers"
-        return Route(RING, f"{'gloo' if gloo else 'NCCL'} {work}", received - between, between)
+        return Route(RING, f"{backend} {work}", received - between, between)
+
     all_bytes = received * ranks / max(ranks - 1, 1)
     partial = partial_dtype(eqn, eqn.ins[0]) if reduces else wire
     # The shares of all bytes that come from other hosts: as terms of ranks, or as sums of hosts.
@@ -116,9 +121,10 @@ def route_of(eqn: Eqn, sizes: Sizes, hosts: Hosts, gloo: bool) -> Route:
     reason = _why_one_level(hosts, wire, partial, sums < terms)
     if reason:
         return Route(EXCHANGE, reason, received - terms * all_bytes, terms * all_bytes)
-    precision = f", sent in {DTYPES[partial]}" if partial != wire else ""
+
     reason = f"{sums:.0%} of the bytes come from other hosts, not {terms:.0%}"
     if reduces:
+        precision = f", sent in {DTYPES[partial]}" if partial != wire else ""
         reason = f"sums inside each of {hosts.count} hosts first{precision}: {reason}"
     else:
         reason = f"parts go to one rank of each of {hosts.count} hosts first: {reason}"

@@ -105,9 +105,11 @@ def is_plumbing(frame: FrameType) -> bool:
 
     Such code only leads to the code of the user, or of other installed packages, such as a library of models.
     """
+    if is_user_frame(frame):
+        return False
     file = frame.f_code.co_filename
-    is_models = _is_installed(file) and not os.path.realpath(file).startswith((_TORCH, *_OURS))
-    return not is_user_frame(frame) and not is_models
+    is_other_package = not os.path.realpath(file).startswith((_TORCH, *_OURS))
+    return not (_is_installed(file) and is_other_package)
 
 
 def is_user_frame(frame: FrameType) -> bool:
@@ -185,8 +187,9 @@ def _cell(file: str) -> str:
     A notebook names each cell after a temporary file; only the running shell of IPython knows the number of the cell.
     """
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    name = shell.compile.format_code_name(file) if shell is not None else None
-    if name:
-        return name[1]
+    if shell is not None:
+        name = shell.compile.format_code_name(file)
+        if name:
+            return name[1]
     in_terminal = _TERMINAL_CELL.match(file)
     return f"In[{in_terminal[1]}]" if in_terminal else ""

@@ -42,19 +42,21 @@ def structures(
 ) -> Hashable:
     """What several equations compute together, from `inputs` that `of_input` describes.
 
-    Values are compared by their places in the order in which they are bound, so names do not count.
+    Values are compared by their numbers in the order in which they are bound, so names do not count.
     """
-    place: dict[Var, int] = {}
+    number: dict[Var, int] = {}
     for v in inputs:
-        place.setdefault(v, len(place))
-    types = tuple(map(of_input, place))
+        number.setdefault(v, len(number))
+    types = tuple(map(of_input, number))
+    # An input may be passed twice, under one number.
+    passed = tuple(number[v] for v in inputs)
+
     bodies = []
     for eqn in eqns:
-        bodies.append(structure(eqn, place.__getitem__))
+        bodies.append(structure(eqn, number.__getitem__))
         for out in eqn.results:
-            place[out] = len(place)
-    passed = tuple(place[v] for v in inputs)
-    return types, passed, tuple(bodies), argument(tuple(outputs), place.__getitem__)
+            number[out] = len(number)
+    return types, passed, tuple(bodies), argument(tuple(outputs), number.__getitem__)
 
 
 def argument(x: Any, of_var: OfVar) -> Hashable:
@@ -74,6 +76,7 @@ def argument(x: Any, of_var: OfVar) -> Hashable:
         return x.returns, structures(graph.eqns, graph.inputs, graph.outputs, lambda v: v.type)
     if isinstance(x, Launch):
         return x.kernel, x.grid, x.tensors, x.changed, argument(x.numbers, of_var)
+    # With its type, because 1 == 1.0 == True.
     return type(x), x
 
 

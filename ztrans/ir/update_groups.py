@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -42,15 +42,15 @@ def group_updates(
     Returns the program in the new order, and its groups of several equations.
     """
     passed_once = _passed_once(graph)
-    parts: list[list[Eqn]] = []
+    parts: list[Group] = []
     for movable, run in groupby(graph.eqns, may_change_places):
         eqns = list(run)
         if movable and len(eqns) > 1:
             parts += _regrouped(eqns, passed_once, may_move)
         else:
-            parts += [[e] for e in eqns]
-    groups = tuple(tuple(part) for part in parts if len(part) > 1)
-    return graph.replace(eqns=tuple(e for part in parts for e in part)), groups
+            parts += ((e,) for e in eqns)
+    groups = tuple(part for part in parts if len(part) > 1)
+    return graph.replace(eqns=tuple(chain.from_iterable(parts))), groups
 
 
 def is_fused_update(e: Eqn) -> bool:
@@ -64,7 +64,9 @@ def has_list_form(e: Eqn) -> bool:
     It does so where it works element by element, and not in half precision, in which it rounds numbers first.
     """
     facts = op_facts(e.op)
-    if not facts.pointwise or any(v.dtype in HALF for v in (*e.ins, *e.results)):
+    if not facts.pointwise:
+        return False
+    if any(v.dtype in HALF for v in (*e.ins, *e.results)):
         return False
     return hasattr(aten, f"_foreach_{facts.name}")
 
@@ -93,7 +95,9 @@ class _Numbering:
     def _of_var(self, v: Var) -> Hashable:
         if v in self.passed_once:
             return v
-        return self._sources.get(v, (v.dtype, not v.shape))
+        # What the run does not compute, such as a gradient, may be another tensor for each parameter.
+        of_other_value = v.dtype, not v.shape
+        return self._sources.get(v, of_other_value)
 
 
 def _passed_once(graph: Graph) -> set[Var]:
@@ -105,36 +109,41 @@ def _passed_once(graph: Graph) -> set[Var]:
     of_keywords: set[Var] = set()
     readers: Counter[tuple[Hashable, int, Var]] = Counter()
     for e in graph.eqns:
-        if e.region == "update":
-            of_keywords.update(variables(e.kwargs))
-            literals = structure(e, lambda v: None)
-            for place, v in enumerate(e.args):
-                if isinstance(v, Var) and not v.shape:
-                    readers[literals, place, v] += 1
+        if e.region != "update":
+            continue
+        of_keywords.update(variables(e.kwargs))
+        literals = structure(e, lambda v: None)
+        for place, v in enumerate(e.args):
+            if isinstance(v, Var) and not v.shape:
+                readers[literals, place, v] += 1
     return of_keywords | {v for (_, _, v), count in readers.items() if count > 1}
 
 
 def _regrouped(
     run: list[Eqn], passed_once: Collection[Var], may_move: Callable[[Eqn], bool]
-) -> list[list[Eqn]]:
+) -> list[Group]:
     """The equations of a run as parts of equal ones: each part stands where the last of its equations stood."""
     numbering = _Numbering(passed_once)
     parts: dict[Hashable, list[Eqn]] = {}
     for e in run:
         number = numbering.number(e)
-        joins = may_move(e) and (is_fused_update(e) or has_list_form(e))
-        parts.setdefault(number if joins else e, []).append(e)
-    return _ordered(run, list(parts.values()))
+        has_one_call = is_fused_update(e) or has_list_form(e)
+        key = number if has_one_call and may_move(e) else e
+        parts.setdefault(key, []).append(e)
+    return _ordered(run, list(map(tuple, parts.values())))
 
 
-def _ordered(run: Sequence[Eqn], parts: Sequence[list[Eqn]]) -> list[list[Eqn]]:
+def _ordered(run: Sequence[Eqn], parts: Sequence[Group]) -> list[Group]:
     """The parts in an order in which every value is computed before it is read, and otherwise as in the run."""
-    part_of = {e: k for k, part in enumerate(parts) for e in part}
+    part_of: dict[Eqn, int] = {}
+    for k, part in enumerate(parts):
+        part_of.update(dict.fromkeys(part, k))
     last_place = {part_of[e]: place for place, e in enumerate(run)}
-    maker = producers(run)
-    needs: dict[int, set[int]] = {k: set() for k in part_of.values()}
+
+    makers = producers(run)
+    needs: dict[int, set[int]] = {k: set() for k in range(len(parts))}
     for e in run:
-        needs[part_of[e]].update(part_of[maker[v]] for v in e.ins if v in maker)
+        needs[part_of[e]].update(part_of[makers[v]] for v in e.ins if v in makers)
     return [parts[k] for k in sorted_by(last_place.__getitem__, needs)]
 
 
@@ -153,10 +162,13 @@ def list_call(eqns: Sequence[Eqn], in_place: bool) -> ListCall | None:
         return None
     if in_place and not isinstance(first.args[0], Var):
         return None
-    packet = getattr(aten, f"_foreach_{op_facts(first.op).name}{'_' if in_place else ''}")
+    suffix = "_" if in_place else ""
+    packet = getattr(aten, f"_foreach_{op_facts(first.op).name}{suffix}")
+
     # `value` is a keyword of operations on one tensor alone.
     kwargs = dict(first.kwargs)
     value = [kwargs.pop("value")] if "value" in kwargs else []
+
     for shared_once in (True, False):
         args = [*_list_arguments(eqns, shared_once), *value]
         for overload in overloads(packet):
@@ -179,15 +191,15 @@ def _list_arguments(eqns: Sequence[Eqn], shared_once: bool) -> Iterator[Any]:
 
 def _accepts(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether the arguments have the types of an overload over lists."""
-    positional = [a for a in overload._schema.arguments if not a.kwarg_only]
     keywords = {a.name for a in overload._schema.arguments if a.kwarg_only}
+    if not kwargs.keys() <= keywords:
+        return False
+    positional = [a for a in overload._schema.arguments if not a.kwarg_only]
     kinds = [str(a.type) for a in positional[: len(args)]]
+    if kinds != list(map(_kind, args)):
+        return False
     rest = positional[len(args) :]
-    return (
-        kinds == list(map(_kind, args))
-        and kwargs.keys() <= keywords
-        and all(a.has_default_value() for a in rest)
-    )
+    return all(a.has_default_value() for a in rest)
 
 
 def _kind(x: Any) -> str:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import ops
 from .axes import axis_of_group, members, submesh
-from .graph import Eqn, Graph, Layout, Split, Var
+from .graph import Eqn, Graph, Layout, Partial, Split, Var
 from .layout import mesh_axes
 from .rules import Axes, Memberwise
 from .source import where
@@ -66,8 +66,9 @@ class UserStart(Memberwise):
     def varies(self, eqn: Eqn, axes_of: Mapping[Var, Axes]) -> Axes:
         """A result that is the same on all ranks of an axis does not vary over it."""
         axes = super().varies(eqn, axes_of)
-        same = collective_name(eqn.op) in _SAME_EVERYWHERE
-        return axes - {*members(self.axis(eqn))} if same else axes
+        if collective_name(eqn.op) in _SAME_EVERYWHERE:
+            return axes - {*members(self.axis(eqn))}
+        return axes
 
     def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         options = eqn.args[1:-1]
@@ -121,7 +122,10 @@ def accepted_layouts(eqn: Eqn, layouts: Sequence[Layout]) -> list[Layout]:
     if collective_name(eqn.op) not in _ELEMENTWISE:
         return [() for _ in layouts]
     axes = set(members(eqn.args[-1])) if _names_group(eqn) else set()
-    stays = lambda p: isinstance(p, Split) and axes.isdisjoint(members(p.axis))
+
+    def stays(placement: Split | Partial) -> bool:
+        return isinstance(placement, Split) and axes.isdisjoint(members(placement.axis))
+
     return [tuple(filter(stays, layout)) for layout in layouts]
 
 
@@ -131,10 +135,12 @@ def by_axis(graph: Graph, mesh: DeviceMesh) -> Graph:
     A group that the step made itself is named by the axis along which its ranks lie, several axes as a joint axis.
     """
     names: dict[str, str] = {mesh.get_group(axis).group_name: axis for axis, _ in mesh_axes(mesh)}
-    for group in _groups(graph) - {*names, *names.values()}:
+    other_groups = _groups(graph) - {*names, *names.values()}
+    for group in other_groups:
         axis = axis_of_group(mesh, group)
         if axis is not None:
             names[group] = axis
+
     joint = {axis for axis in names.values() if len(members(axis)) > 1}
     new = sorted(joint.difference(graph.joint))
     return _renamed(graph, names).replace(joint=(*graph.joint, *new))
@@ -159,5 +165,10 @@ def _names_group(eqn: Eqn) -> bool:
 
 
 def _renamed(graph: Graph, names: Mapping[str, str]) -> Graph:
-    renamed = lambda e: e.replace(args=(*e.args[:-1], names.get(e.args[-1], e.args[-1])))
-    return graph.replace(eqns=tuple(renamed(e) if _names_group(e) else e for e in graph.eqns))
+    eqns = []
+    for e in graph.eqns:
+        if _names_group(e):
+            *args, group = e.args
+            e = e.replace(args=(*args, names.get(group, group)))
+        eqns.append(e)
+    return graph.replace(eqns=tuple(eqns))

@@ -54,6 +54,7 @@ def replicated_equations(graph: Graph) -> set[Eqn]:
 
     The new state depends on them other than through a reduction or the step's own collectives.
     """
+    # Without the equations that make values equal on all ranks, however their arguments differ.
     makers = {}
     for v, e in producers(graph.eqns).items():
         is_exchange = is_user_collective(e) and not is_user_wait(e)
@@ -68,5 +69,6 @@ def _draws_on_shards(eqn: Eqn, axes_of: Varying) -> bool:
 
     Each rank then draws for its own part of that value, so the draws together are one invariant value.
     """
-    invariant = all(v not in axes_of for v in eqn.ins)
-    return eqn.region == "update" and invariant and any(v.shape for v in eqn.ins)
+    if eqn.region != "update" or any(v in axes_of for v in eqn.ins):
+        return False
+    return any(v.shape for v in eqn.ins)

@@ -47,7 +47,8 @@ def check(graph: Graph) -> Graph:
 
 def _check_neighbours(graph: Graph) -> None:
     for axis in graph.joint:
-        ranks = with_joint_sizes(dict(graph.mesh), [whole_axis(axis)])[whole_axis(axis)]
+        whole = whole_axis(axis)
+        ranks = with_joint_sizes(dict(graph.mesh), [whole])[whole]
         if ranks % graph.axes[axis]:
             raise ProgramError(
                 f"axis {axis} is of {graph.axes[axis]} neighbours, which do not divide {ranks} ranks"
@@ -78,7 +79,6 @@ class _Bindings:
             self.unwaited[var] = None
 
     def check_read(self, var: Var, of_eqn: Rules, eqn: Eqn | None) -> None:
-        waits = of_eqn.reads_futures
         if not self.is_bound(var):
             raise _wrong(f"{var} is read before it is bound", eqn)
         if var.memory == "host" and not of_eqn.copies:
@@ -86,6 +86,8 @@ class _Bindings:
                 f"{var} is in the memory of the host, where nothing computes: copy it with to_device, and wait",
                 eqn,
             )
+
+        waits = of_eqn.reads_futures
         if var.future and not waits:
             raise _wrong(f"{var} is a future and is read before its wait", eqn)
         if waits and not var.future:
@@ -117,6 +119,7 @@ def _check_state(graph: Graph) -> None:
         raise ProgramError(
             f"{len(state)} leaves of state come back as {len(graph.outputs)} outputs"
         )
+
     starts = producers(graph.eqns) if graph.carried_futures else {}
     for old, new in zip(state, graph.outputs):
         if not isinstance(new, Var) or not old.is_like(new) or old.future != new.future:
@@ -130,6 +133,7 @@ def _check_carried(graph: Graph) -> None:
     for var in graph.tensor_inputs[graph.num_state :]:
         if var.future:
             raise ProgramError(f"input {var} is a future, and the step does not carry it")
+
     new_leaves = set(graph.outputs[: graph.num_state])
     starts = producers(graph.eqns) if graph.carried else {}
     for before, after in zip(graph.carried_inputs, graph.carried_outputs):
@@ -156,6 +160,7 @@ def check_interface(before: Graph, after: Graph) -> None:
     for old, new in zip(before.inputs, after.inputs):
         if (old.name, old.dtype, old.shape) != (new.name, new.dtype, new.shape):
             raise ProgramError(f"input {old} has become {new}")
+
     more = after.added[len(before.added) :]
     if after.added != (*before.added, *more) or len(set(after.added)) != len(after.added):
         raise ProgramError(
@@ -167,7 +172,6 @@ def check_interface(before: Graph, after: Graph) -> None:
             f"there are {len(after.outputs)} outputs, and there were {len(before.outputs)}{extra}. Add outputs behind "
             f"the others, with a name for each: graph.replace(outputs=(*graph.outputs, y), added=(*graph.added, 'y'))"
         )
-    if not after.batch <= set(after.inputs):
-        raise ProgramError(
-            f"{', '.join(map(str, after.batch - set(after.inputs)))} of the batch is no input"
-        )
+    no_inputs = after.batch.difference(after.inputs)
+    if no_inputs:
+        raise ProgramError(f"{', '.join(map(str, no_inputs))} of the batch is no input")
