@@ -69,7 +69,8 @@ def _gather(
     WORLD: tl.constexpr, SYNC: tl.constexpr, ITEM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # One launch may run several ranks, along the second axis of the grid.
-    block, blocks = tl.program_id(0), tl.num_programs(0)
+    block = tl.program_id(0)
+    blocks = tl.num_programs(0)
     rank = (first + tl.program_id(1)).to(tl.int64)
     all_here = True
     if SYNC:
@@ -83,15 +84,15 @@ def _gather(
         k = block
         while k < count:
             row = rows + k.to(tl.int64) * 5
-            start, size, numel = tl.load(row + 1), tl.load(row + 3), tl.load(row + 4)
-            n = tl.minimum(tl.maximum(tl.minimum(size, numel - p * size) - start, 0), BLOCK).to(
-                tl.int32
-            )
+            start = tl.load(row + 1)
+            size = tl.load(row + 3)
+            numel = tl.load(row + 4)
+            # The part of rank p is short or empty where the value ends.
+            left = tl.maximum(tl.minimum(size, numel - p * size) - start, 0)
+            n = tl.minimum(left, BLOCK).to(tl.int32)
             src = peer + (tl.load(row + 2) + start) * width
-            dst = (
-                tl.load(bases + tl.program_id(1) * values + tl.load(row))
-                + (p * size + start) * width
-            )
+            base = tl.load(bases + tl.program_id(1) * values + tl.load(row))
+            dst = base + (p * size + start) * width
             if (n >= BLOCK) & (((src | dst) & 15) == 0):
                 x = tl.load(tl.multiple_of(src.to(tl.pointer_type(ITEM)), 16) + i)
                 x = tl.where(all_here, x, -1)

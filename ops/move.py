@@ -23,18 +23,20 @@ BLOCK = 4096
 @kernel
 def _move(rows, bases, SRC: tl.constexpr, DST: tl.constexpr, BLOCK: tl.constexpr):
     row = rows + tl.program_id(0).to(tl.int64) * 6
-    have, want = tl.load(row + 4).to(tl.int32), tl.load(row + 5).to(tl.int32)
+    reads = tl.load(row + 4).to(tl.int32)
+    writes = tl.load(row + 5).to(tl.int32)
     src = tl.load(bases + tl.load(row)) + tl.load(row + 1) * (SRC.primitive_bitwidth // 8)
     dst = tl.load(bases + tl.load(row + 2)) + tl.load(row + 3) * (DST.primitive_bitwidth // 8)
     i = tl.arange(0, BLOCK)
-    if (have >= BLOCK) & (want >= BLOCK) & (((src | dst) & 15) == 0):
+    # Without a mask, and aligned, a thread moves 16 bytes at a time.
+    if (reads >= BLOCK) & (writes >= BLOCK) & (((src | dst) & 15) == 0):
         x = tl.load(
             tl.multiple_of(src.to(tl.pointer_type(SRC)), 16) + i, eviction_policy="evict_first"
         )
         tl.store(tl.multiple_of(dst.to(tl.pointer_type(DST)), 16) + i, x.to(DST))
     else:
-        x = tl.load(src.to(tl.pointer_type(SRC)) + i, mask=i < have, other=0)
-        tl.store(dst.to(tl.pointer_type(DST)) + i, x.to(DST), mask=i < want)
+        x = tl.load(src.to(tl.pointer_type(SRC)) + i, mask=i < reads, other=0)
+        tl.store(dst.to(tl.pointer_type(DST)) + i, x.to(DST), mask=i < writes)
 
 
 Piece = tuple[int, int, int, int, int, int]
@@ -58,7 +60,8 @@ def move(
     if not len(rows):
         return
     as_bits = src == dst
-    types = {"SRC": element(src, as_bits), "DST": element(dst, as_bits)}
+    source = element(src, as_bits)
+    target = element(dst, as_bits)
     with torch.cuda.device_of(rows):
         bases = addresses(tensors, rows.device)
-        _move[(len(rows),)](rows, bases, **types, BLOCK=BLOCK, num_warps=8)
+        _move[(len(rows),)](rows, bases, SRC=source, DST=target, BLOCK=BLOCK, num_warps=8)

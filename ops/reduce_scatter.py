@@ -70,8 +70,10 @@ def reference(buffers, pads, error, outs, sizes, op, dtype, rank, channels, spin
     wait_for_all(pads, error, rank, spins)
     total = sum(sizes)
     memories = at_addresses(buffers, len(buffers) * total * dtype.itemsize)
-    rows = [memory.view(dtype).view(len(buffers), total)[rank] for memory in memories]
-    parts = [row.split(list(sizes)) for row in rows]
+    parts = []
+    for memory in memories:
+        row = memory.view(dtype).view(len(buffers), total)[rank]
+        parts.append(row.split(list(sizes)))
     for out, *terms in zip(outs, *parts, strict=True):
         out.view(-1).copy_(reduce([term[: out.numel()] for term in terms], op, out.dtype))
     wait_for_all(pads, error, rank, spins)
@@ -153,7 +155,8 @@ def sum_rows(
     WORLD: tl.constexpr, ALIGNED: tl.constexpr, SYNC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # One launch may run several ranks, along the second axis of the grid. The buffers are ALIGNED to 16 bytes, or not.
-    block, blocks = tl.program_id(0), tl.num_programs(0)
+    block = tl.program_id(0)
+    blocks = tl.num_programs(0)
     rank = (first + tl.program_id(1)).to(tl.int64)
     all_here = True
     if SYNC:
@@ -162,11 +165,11 @@ def sum_rows(
     k = block
     while k < count:
         row = rows + (tl.program_id(1) * count + k).to(tl.int64) * 4
-        start, n = tl.load(row + 1), tl.load(row + 3).to(tl.int32)
+        start = tl.load(row + 1)
+        n = tl.load(row + 3).to(tl.int32)
         offset = (rank * total + tl.load(row + 2) + start) * (TERM.primitive_bitwidth // 8)
-        dst = tl.load(bases + tl.program_id(1) * values + tl.load(row)) + start * (
-            OUT.primitive_bitwidth // 8
-        )
+        base = tl.load(bases + tl.program_id(1) * values + tl.load(row))
+        dst = base + start * (OUT.primitive_bitwidth // 8)
         if ALIGNED & (n >= BLOCK) & (((offset | dst) & 15) == 0):
             x = _sum_whole(buffers, offset, i, all_here, TERM, OUT, WORLD, DIVISOR)
             tl.store(tl.multiple_of(dst.to(tl.pointer_type(OUT)), 16) + i, x)

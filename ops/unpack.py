@@ -58,9 +58,10 @@ def launch(
 ) -> None:
     """unpack by the kernel: one launch."""
     if not is_movable(buffer.dtype, buffer.dtype):
-        return reference(buffer, sizes, ranks, outs)
+        reference(buffer, sizes, ranks, outs)
+        return
     rows = _rows(tuple(sizes), tuple(v.numel() for v in outs), ranks, buffer.device)
-    return move(rows, [*outs, buffer], buffer.dtype, buffer.dtype)
+    move(rows, [*outs, buffer], buffer.dtype, buffer.dtype)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 import ztrans as zt
-from ztrans.ir.source import Source, is_library, user_source
+from ztrans.ir.source import Source, is_library, is_user_frame
 
 ROOT = Path(__file__).parents[2]
 STEP = """
@@ -85,23 +85,24 @@ def test_a_dataclass_is_not_the_users_line():
 
     class Watched:
         def __set__(self, owner, value):
-            frames.append((sys._getframe(1).f_code, user_source(2)))
+            frames.append(sys._getframe(1))
 
     class Holder:
         w = Watched()
 
     State.__init__(Holder(), 0)
-    ((caller, source),) = frames
-    assert caller is State.__init__.__code__ and caller.co_filename == "<string>"
-    assert source.function == "test_a_dataclass_is_not_the_users_line" and source.file == __file__
+    (constructor,) = frames
+    assert constructor.f_code is State.__init__.__code__
+    assert constructor.f_code.co_filename == "<string>" and not is_user_frame(constructor)
+    assert constructor.f_back is sys._getframe() and is_user_frame(sys._getframe())
 
 
 def test_the_constructor_of_a_namedtuple_is_not_the_users_line():
-    lines = []
+    frames = []
 
     def trace(frame, *_):
         if frame.f_code.co_filename == "<string>":
-            lines.append((frame.f_code.co_name, user_source(2)))
+            frames.append(frame)
 
     pair = namedtuple("pair", "a b")
     sys.setprofile(trace)
@@ -109,7 +110,9 @@ def test_the_constructor_of_a_namedtuple_is_not_the_users_line():
         pair(1, 2)
     finally:
         sys.setprofile(None)
-    assert lines[0][0] == "<lambda>" and lines[0][1].file == __file__
+    constructor = frames[0]
+    assert constructor.f_code.co_name == "<lambda>" and not is_user_frame(constructor)
+    assert constructor.f_back is sys._getframe()
 
 
 def test_generated_modules_are_not_the_users_line():

@@ -355,7 +355,7 @@ def lane(eqn: Eqn) -> str:
 
 
 def bucket_key(start: Eqn) -> tuple:
-    """The properties that all members of a bucket share.
+    """The properties that all members of a bucket share, so that one message and one rule serve them all.
 
     >>> from ztrans.ir import Provenance
     >>> w = Var("w", torch.float32, (4, 2), (Split("dp"),))

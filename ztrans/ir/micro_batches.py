@@ -129,6 +129,7 @@ def micro_batch_programs(graph: Graph) -> MicroBatchPrograms:
 
 
 def _first(graph: Graph, marks: _Marks) -> Graph:
+    """The program of the first micro-batch. It returns the terms to which the others add theirs."""
     copied = _copied(graph, marks.sums)
     contiguous = {"memory_format": torch.contiguous_format}
     clones = {e: e.replace(op=aten.clone.default, kwargs=contiguous) for e in copied}
@@ -140,6 +141,7 @@ def _first(graph: Graph, marks: _Marks) -> Graph:
 
 
 def _middle(graph: Graph, marks: _Marks) -> Graph:
+    """The program of each micro-batch between the first and the last."""
     inputs = (*marks.sums.values(), *marks.kept_values)
     sums = [e.out for e in marks.sums]
     outputs = (*_state(graph), *sums, *marks.joined_parts)
@@ -147,7 +149,7 @@ def _middle(graph: Graph, marks: _Marks) -> Graph:
 
 
 def _last(graph: Graph, marks: _Marks) -> Graph:
-    # The last micro-batch has the update, so joined values are put together here.
+    """The program of the last micro-batch, with the update. It puts joined values together."""
     joins = {}
     for e, earlier in marks.joins.items():
         joins[e] = e.replace(op=aten.cat.default, args=([earlier, *e.args],))

@@ -123,12 +123,12 @@ def is_user_frame(frame: FrameType) -> bool:
     return _is_executed(frame) if file == "<string>" else _TYPED.match(file) is not None
 
 
-def user_source(depth: int = 1) -> Source | None:
-    """The innermost line of the user's code, at least `depth` frames up the stack, or None.
+def user_source() -> Source | None:
+    """The innermost line of the user's code on the stack, or None.
 
     While a step is traced, that is a line of the step, and not the line that started the trace.
     """
-    for frame in _user_frames(depth + 1):
+    for frame in _user_frames():
         code = frame.f_code
         return Source(code.co_filename, frame.f_lineno, re.sub(r"\.<\w+>", "", code.co_qualname))
     return None
@@ -152,12 +152,12 @@ def library_line() -> str:
 
 def user_names() -> set[str]:
     """The names of globals and attributes in the functions on the stack that the user wrote."""
-    return {name for frame in _user_frames(2) for name in frame.f_code.co_names}
+    return {name for frame in _user_frames() for name in frame.f_code.co_names}
 
 
-def _user_frames(depth: int) -> Iterator[FrameType]:
+def _user_frames() -> Iterator[FrameType]:
     """The frames of the user's code from the innermost one on; while a step is traced, the frames of the step."""
-    frame: FrameType | None = sys._getframe(depth)
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == TRACED and is_library(frame.f_code.co_filename):
             return

@@ -102,7 +102,7 @@ class Gradients(TorchFunctionMode):
             attribute = getattr(func.__self__, "__name__", "a property")
         tensor = id(args[0]) if args else None
         if tensor in self._ids_in_module and _has_effect(name, attribute):
-            raise outside_tensor(args[0], user_source(2), "the loop step")
+            raise outside_tensor(args[0], user_source(), "the loop step")
         if attribute == "grad" and tensor in self._names:
             self._see_access(self._names[tensor], name, _caller())
         return func(*args, **(kwargs or {}))
@@ -112,7 +112,7 @@ class Gradients(TorchFunctionMode):
         if caller.f_code in _ZERO_GRAD:
             self._mark_reset(name)
             if self._carried is None and not caller.f_locals["set_to_none"]:
-                raise _of_zeros(user_source(2))
+                raise _of_zeros(user_source())
         elif access == "__set__":
             self._mark_reset(name)
         else:
@@ -129,18 +129,18 @@ class Gradients(TorchFunctionMode):
             if name in self._added:
                 self._used.setdefault(name, ("adds to", self._added[name]))
             else:
-                self._used.setdefault(name, ("reads", user_source(3)))
+                self._used.setdefault(name, ("reads", user_source()))
 
     def _see_backward(self, p: torch.Tensor) -> None:
         """Record that backward has reached a parameter, before hooks of the loop see it."""
         name = self._names[id(p)]
         self._reached.add(name)
         if name not in self._reset:
-            self._added.setdefault(name, user_source(2))
+            self._added.setdefault(name, user_source())
 
     def after_step(self, params: Iterable[torch.Tensor]) -> None:
         """Record that an optimizer has stepped these parameters, maybe in a hook, where this mode sees nothing."""
-        source = user_source(2)
+        source = user_source()
         for p in params:
             name = self._names[id(p)]
             if name in self._added:

@@ -166,7 +166,7 @@ def schedulers_refused() -> Iterator[None]:
         raise TraceError(
             f"lift: the loop step uses a scheduler, {type(scheduler).__name__} ({name}), and what it reads there would "
             f"be a constant of its program.\n"
-            f"  at {where(user_source(2))}\n"
+            f"  at {where(user_source())}\n"
             f"Step the scheduler after the lifted step, and read the rate of the call in the loop step: "
             f"optimizer.param_groups[0]['lr']."
         )

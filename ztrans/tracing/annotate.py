@@ -117,7 +117,7 @@ class Annotate(TorchDispatchMode):
         if func is DEVICE or get_proxy_mode() is None:
             return func(*args, **kwargs)
         origin = self._origin()
-        line = origin.source or user_source(2)
+        line = origin.source or user_source()
         tensors = tensors_in((args, kwargs))
         if isinstance(func, HigherOrderOperator):
             self._check_higher_order(func, args, line)
@@ -139,7 +139,7 @@ class Annotate(TorchDispatchMode):
     def _origin(self) -> Origin:
         """Where the operation comes from that is being called."""
         running = torch._C._current_autograd_node()
-        source = user_source(3) if running is None else self._line_of.get(running._sequence_nr())
+        source = user_source() if running is None else self._line_of.get(running._sequence_nr())
         # Autograd numbers its nodes, and has made those of this operation before the operation is dispatched here.
         latest = torch.autograd._get_sequence_nr() - 1
         for number in range(self._last_number + 1, latest + 1):

@@ -86,20 +86,20 @@ class StepFunctions(TorchFunctionMode):
             if not isinstance(error.args[0], TransformType):
                 raise
             transform = error.args[0].name.lower()
-            raise operator_without_rule(func, transform, user_source(2), self.step) from None
+            raise operator_without_rule(func, transform, user_source(), self.step) from None
 
     def _check_traced(self, args: tuple) -> None:
         """Raises: ValueError for a tensor from outside of the step, whose values no dispatch mode sees being read."""
         for x in tensors_in(args):
             if type(x) in _PLAIN and not is_functorch_wrapped_tensor(x):
-                raise outside_tensor(x, user_source(3), self.step)
+                raise outside_tensor(x, user_source(), self.step)
 
     def _explained(self, error: Exception, func: Callable, args: tuple, kwargs: dict) -> Exception:
         """The error of a function with the user's line and what its arguments are."""
         tensors = list(tensors_in((args, kwargs)))
         described = ", ".join(map(self._described, tensors))
         by_func = any(map(is_functorch_wrapped_tensor, tensors))
-        return failed(error, func, described, user_source(3), self.step, by_func)
+        return failed(error, func, described, user_source(), self.step, by_func)
 
     def _described(self, x: torch.Tensor) -> str:
         """A tensor as errors show it: its type, and its name if it is an input of the step."""
@@ -123,7 +123,7 @@ def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
         return _SET_DATA(x, value)
     for tensor in (x, value):
         if get_proxy_slot(tensor, mode.tracer, None) is None:
-            raise outside_tensor(tensor, user_source(3), "the step")
+            raise outside_tensor(tensor, user_source(), "the step")
     _SET_DATA(x, value)
     set_proxy_slot(x, mode.tracer, get_proxy_slot(value, mode.tracer))
 

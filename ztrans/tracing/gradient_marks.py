@@ -60,7 +60,7 @@ def backward(
 def _dense(gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
     """These gradients. Raises: ValueError if one is sparse: its shape depends on values."""
     if any(g is not None and g.layout is not torch.strided for g in gradients):
-        raise sparse_gradient(user_source(2))
+        raise sparse_gradient(user_source())
     return gradients
 
 

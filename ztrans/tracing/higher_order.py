@@ -185,7 +185,7 @@ class _ReplaceArguments(TorchFunctionMode):
         self.visit = visit
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        with noting(Origin(user_source(2), Fact())):
+        with noting(Origin(user_source(), Fact())):
             if isinstance(func, HigherOrderOperator):
                 return call_closed(func, args, kwargs or {}, self.visit)
             return func(*self.visit(args), **self.visit(kwargs or {}))
