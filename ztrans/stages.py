@@ -470,7 +470,7 @@ class Lowered(Printed):
             ranks = [leaves + futures for leaves, futures in zip(ranks, gathered)]
         outs = lockstep(graph, ranks)
 
-        new_state = join(graph, outs)
+        new_state = join_state(graph, outs)
         tree = recording.returned(graph.added)
         end = len(graph.outputs) - graph.carried
         results = [pytree.tree_unflatten([*new_state, *out[num_state:end]], tree) for out in outs]

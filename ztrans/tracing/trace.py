@@ -47,7 +47,7 @@ def trace(
     micro: int = 1,
     device: str | None = None,
     axes: Sequence[tuple[str, ...]] = (),
-    memories: Sequence[Memory] = (),
+    memories: Sequence[MemoryKind] = (),
 ) -> Recording:
     """Record a call of a train step, `fn(state, *batch) -> (state, output)`, as a `Recording`.
 

@@ -57,7 +57,7 @@ def _recorded_launch(kernel: Any, grid: Any) -> Callable:
         arguments = dict(zip(kernel.arg_names, args)) | options
         # The grid of a kernel that chooses its block sizes depends on its choice, which is made when it runs.
         size = grid
-        if callable(grid) and not chooses(kernel):
+        if callable(grid) and not has_tuning_wrappers(kernel):
             size = grid(arguments)
         if isinstance(size, int):
             size = (size,)
