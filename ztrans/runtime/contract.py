@@ -109,7 +109,7 @@ def messages(graph: Graph, sent_at_waits: Mapping[int, str]) -> list[str]:
             lines.append(sent_at_waits[index])
         elif is_start(eqn):
             lines.append(_message(graph, eqn))
-        elif is_user_collective(eqn) and not is_wait(eqn):
+        elif is_user_collective(eqn) and not is_user_wait(eqn):
             lines.append(_users_message(eqn))
     return lines
 

@@ -96,7 +96,7 @@ def different_leaf(
     `by_rank` has the descriptions of all leaves, in the order of their `axes`.
     """
     names = mesh.mesh_dim_names or ()
-    groups = {of_leaf: rows(mesh.mesh, names, of_leaf) for of_leaf in set(map(tuple, axes))}
+    groups = {of_leaf: groups_along(mesh.mesh, names, of_leaf) for of_leaf in set(map(tuple, axes))}
     for position, of_leaf in enumerate(axes):
         for first, *others in groups[tuple(of_leaf)]:
             for rank in others:

@@ -92,7 +92,9 @@ class StreamedStart(Start):
         # The terms of a reduction that arrive, and their dtype.
         self.arriving_rows = self.size if self.is_exchanged else 1
         self.arriving_dtype = self.wire
-        self.sends_without_copy = [rules(eqn).sends_without_copy(eqn, k, sizes) for k in range(len(eqn.outs))]
+        self.sends_without_copy = [
+            rules(eqn).sends_without_copy(eqn, k, sizes) for k in range(len(eqn.outs))
+        ]
         make_message = {
             ALL_GATHER: self._gathered,
             REDUCE_SCATTER: self._scattered,
