@@ -154,7 +154,7 @@ def at_waits(graph: Graph, mesh: DeviceMesh) -> dict[int, str]:
 
 def _member_name(start: Eqn, out: Var) -> str:
     """The name of a member. If it belongs to no leaf, its number may be another one for a batch of another size."""
-    name = out.name.removesuffix("'")
+    name = out.base_name
     return name if role(start) in ("param", "grad", "state") else re.sub(r"_\d+\b", "", name)
 
 
