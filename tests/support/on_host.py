@@ -37,7 +37,9 @@ def trained(mesh: DeviceMesh, folder: Path, *transforms: zt.Transform) -> tuple:
 def on_host(mesh: DeviceMesh, report: Callable) -> None:
     (folder, *_) = everywhere(tempfile.mkdtemp(), mesh)
     plain = trained(mesh, Path(folder) / "plain")
-    moved = trained(mesh, Path(folder) / "moved", zt.offload(where="[mv].*"))
-    pairs = zip(*map(pytree.tree_leaves, (plain, moved)), strict=True)
-    same = all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
-    report("on host", RANK, bitwise=same)
+    for across_steps in (False, True):
+        offload = zt.offload(where="[mv].*", across_steps=across_steps)
+        moved = trained(mesh, Path(folder) / f"moved_{across_steps}", offload)
+        pairs = zip(*map(pytree.tree_leaves, (plain, moved)), strict=True)
+        same = all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
+        report("on host", RANK, across_steps=across_steps, bitwise=same)
