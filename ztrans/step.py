@@ -29,6 +29,7 @@ from .ir.graph import Layout, MemoryKind
 from .ir.layout import AbstractMesh
 from .ir.source import user_source
 from .planning.cluster import Cluster
+from .planning.limit import DoesNotFit
 from .planning.plan import Plan
 from .planning.realise import OtherProgramError, OverLimitError
 from .profiling.profile import Profile
@@ -256,7 +257,7 @@ class Step(Generic[P, R]):
         if plan is None and self.plan is not None:
             try:
                 return traced.lower(cluster=cluster, plan=self.plan)
-            except (OtherProgramError, OverLimitError) as error:
+            except (OtherProgramError, OverLimitError, DoesNotFit) as error:
                 # For instance, the plan is for another batch size.
                 warn(f"{error}\nThis program is planned again.", user_source())
         return traced.lower(cluster=cluster, plan=plan)

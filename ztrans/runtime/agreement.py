@@ -6,8 +6,8 @@ of what must be the same on all ranks, to every other rank. If the records diffe
 nothing else has been sent.
 
 On GPUs the host launches work ahead of the device, and would have to wait for the other hosts in every step. So there
-the answer about a step is read when the next call begins. If the ranks differ, that step has run, and its state is
-marked as half updated.
+the answer about a step is read when the next call begins. If the ranks differ, that step has been launched, and its
+state is marked as half updated. Its messages may wait for each other forever, so all ranks close their channels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.relations import grouped
-from .failure import STOP_TOGETHER, fail, leave_lost_ranks, rank_names
+from .failure import STOP_TOGETHER, fail, leave_disagreement, leave_lost_ranks, rank_names
 from .process_groups import LostRank, ProcessGroups, Work, process_groups
 
 T = TypeVar("T")
@@ -115,8 +115,9 @@ def settle(mesh: DeviceMesh) -> None:
     groups.pending = None
     calls, problem = question.answer(mesh)
     if problem:
-        groups.forget_carried()
-        if_late(f"the ranks did not do the same in {calls}")
+        cause = f"the ranks did not do the same in {calls}"
+        if_late(cause)
+        leave_disagreement(groups, cause)
         raise RuntimeError(f"{calls}: {_LATE}{problem}")
 
 

@@ -39,12 +39,19 @@ class Carried:
     Attributes:
         sent: what they send, a line for each message.
         members: the gathers in progress.
+        starts: what has started them.
         leaves: the leaves that they gather, as the step has left them; None if the gathers may not be used.
     """
 
     sent: tuple[str, ...]
     members: tuple[Member, ...]
+    starts: tuple[Start, ...]
     leaves: tuple[Snapshot, ...] | None = None
+
+    def join(self) -> None:
+        """Let compute wait for the gathers, so that the memory that they fill may be freed."""
+        for start in self.starts:
+            start.join()
 
 
 class CarryingExecutable:
@@ -78,16 +85,22 @@ class CarryingExecutable:
         all_inputs: list[Any] = [*inputs, *members]
         outputs = self.run(all_inputs)
         end = len(outputs) - len(members)
-        self.groups.carried = Carried(self.sent, tuple(outputs[end:]))
+        self.groups.carried = Carried(self.sent, tuple(outputs[end:]), tuple(self.starts))
         self.starts[-1].release_members()
         return outputs[:end]
 
     def start(self, inputs: Sequence[torch.Tensor]) -> tuple[Member, ...]:
         """Start the gathers from the state itself."""
         members: list[Member] = []
-        with torch.no_grad(), without_autocast():
-            for start, leaves in zip(self.starts, self.leaves):
-                members += start(*(inputs[i] for i in leaves))
+        try:
+            with torch.no_grad(), without_autocast():
+                for start, leaves in zip(self.starts, self.leaves):
+                    members += start(*(inputs[i] for i in leaves))
+        except BaseException:
+            # Those that have started still fill the memory that the error lets go of.
+            for start in self.starts:
+                start.join()
+            raise
         return tuple(members)
 
     def goes_on(self, inputs: Inputs) -> bool:

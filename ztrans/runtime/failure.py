@@ -199,6 +199,17 @@ def leave_lost_ranks(groups: ProcessGroups, name: str, error: BaseException) -> 
     return LostRank(f"{head}{text}The backend says: {_in_one_line(error, with_type=False)}", reason)
 
 
+def leave_disagreement(groups: ProcessGroups, cause: str) -> None:
+    """Leave the messages of steps in which the ranks of a mesh did not do the same. All ranks do this together.
+
+    One may wait for a message that no rank sends, so this closes the channels, and marks the states of steps that a GPU
+    had not ended. The next call opens the channels again.
+    """
+    for step in groups.in_flight.reset():
+        _mark(step.leaves, cause)
+    groups.close()
+
+
 def _leave_as_broken(groups: ProcessGroups, name: str) -> RuntimeError:
     """Leave the other ranks because the device of this one has failed; they learn why. Returns the error to raise."""
     of_device = groups.in_flight.device_error

@@ -259,7 +259,9 @@ class ProcessGroups:
     def close(self) -> None:
         """Close all channels of steps, so that the other ranks do not wait for this one."""
         self.pending = None
-        self.carried = None
+        if self.carried is not None:
+            self.carried.join()
+            self.carried = None
         self.failures += 1
         self.interrupt()
         for channel in self._channels.values():

@@ -85,6 +85,15 @@ def limit_of(share: float) -> int:
     return size + int(share * (peak - size))
 
 
+@pytest.mark.parametrize("what", ["recomputed", "on_host"])
+def test_a_step_with_a_plan_of_another_program_is_planned_again(what):
+    plan = zt.Plan("another program", **{what: ("nothing",)})
+    planned = zt.offload(memory=limit_of(0.8))(step).with_plan(plan)
+    with pytest.warns(UserWarning, match="This program is planned again"):
+        low = planned.lower(state(), X, cluster=CPU())
+    assert low.plan.on_host
+
+
 def test_the_earliest_layers_go_first():
     low = zt.offload(memory=limit_of(0.8))(step).lower(state(), X, cluster=CPU())
     names = [e.ins[0].name for e in low.graph.eqns if is_copy(e) and e.out.memory == "host"]

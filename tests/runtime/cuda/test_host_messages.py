@@ -12,6 +12,7 @@ from tests.support.fake_cuda import FakeCuda
 from tests.support.programs import CASES
 from tests.support.worlds import batches, slices
 from ztrans.compiled import LocalProgram
+from ztrans.runtime.agreement import agree, settle
 from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.contract import Contract
 from ztrans.runtime.cuda.graph_capture import Capture
@@ -143,3 +144,15 @@ def test_a_replay_sends_nothing_to_the_host_of_another_rank(mesh, messages, monk
     trained(compiled, state, STEPS, case, messages)
     assert captured.captured.replays == STEPS + 1
     assert messages.begun == []
+
+
+def test_after_a_late_difference_no_message_of_that_step_is_waited_for(mesh, messages):
+    """Ranks that did not do the same may wait for each other on the device, so all of them close their channels."""
+    groups = process_groups(mesh)
+    causes = []
+    agree(mesh, "a step", (1, True), lambda values: "they differ", causes.append)
+    question, _ = groups.pending
+    question.records[0, 0] += 1  # the digest of the other rank
+    with pytest.raises(RuntimeError, match="they differ"):
+        settle(mesh)
+    assert groups.is_closed and causes == ["the ranks did not do the same in a step"]

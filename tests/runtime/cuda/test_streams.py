@@ -128,6 +128,19 @@ def test_the_state_may_be_written_when_a_step_returns(mesh, monkeypatch, waits):
     assert (cuda.races == []) == waits
 
 
+def test_a_failure_between_two_steps_frees_no_gather_that_is_under_way(mesh):
+    """Compute writes over the memory that a carried gather fills as soon as it is free."""
+    across = (zt.overlap_grads(), zt.prefetch(across_steps=True))
+    low, local = lowered(mesh, "mlp_momentum", 3, across, outputs="local")
+    with Races() as cuda:
+        program = bind(low.graph, to_fx(low.graph, mesh, True, streams=Streams(cuda)))
+        CarryingExecutable(program, low.graph, mesh)(local)
+        process_groups(mesh).close()  # as when another rank is lost
+        loaded = [torch.zeros(x.numel()) for x in local[: low.graph.num_state]]
+    process_groups(mesh).open()
+    assert loaded and cuda.races == []
+
+
 def with_packing(low):
     """The peak of the memory analysis, if packed gradients stay live until the next collective, as on a GPU."""
     axes, packed, peak = low.graph.axes, 0, 0

@@ -29,7 +29,7 @@ from ..limit import DoesNotFit, does_not_fit
 from ..make_plan import make_plan, plan_order
 from ..place_copies import place_copies
 from ..plan import Plan
-from ..realise import PlanError
+from ..realise import OtherProgramError
 from ..simulate import simulate
 from ..solver.validate import ScheduleError
 from .estimate import Baseline, baseline_of
@@ -269,17 +269,17 @@ def _with_note(planned: Recomputation, candidates: list[Candidate]) -> Recomputa
 def with_recomputation(graph: Graph, plan: Plan) -> Graph:
     """The program before it is sharded, with the recomputation of a plan.
 
-    Raises: PlanError if the program has no value of such a name, or must keep it.
+    Raises: OtherProgramError if the program has no value of such a name, or must keep it.
     """
     if plan.recomputed and graph.hints.recompute_at_least is None:
-        raise PlanError(
+        raise OtherProgramError(
             f"{plan.title}: it recomputes {plan.recomputed[0]!r}, and the step has no remat(memory=...).\n"
             f"Lower without the plan, and save it again."
         )
     values = {v.name: v for v in repeatable(graph)}
     for name in plan.recomputed:
         if name not in values:
-            raise PlanError(
+            raise OtherProgramError(
                 f"{plan.title}: it recomputes {name!r}, and the program has no such value of forward that backward "
                 f"may recompute.\nLower without the plan, and save it again."
             )
@@ -289,17 +289,17 @@ def with_recomputation(graph: Graph, plan: Plan) -> Graph:
 def values_on_host(plan: Plan, hinted: Graph) -> set[Var]:
     """The values of a program that wait on the host because its plan says so.
 
-    Raises: PlanError if the program has no value of such a name, or must keep it on the device.
+    Raises: OtherProgramError if the program has no value of such a name, or must keep it on the device.
     """
     if plan.on_host and not hinted.hints.offload:
-        raise PlanError(
+        raise OtherProgramError(
             f"{plan.title}: it moves {plan.on_host[0]!r} to the host, and the step has no offload(memory=...).\n"
             f"Lower without the plan, and save it again."
         )
     values = {v.name: v for v in values_for_backward(hinted)} if plan.on_host else {}
     for name in plan.on_host:
         if name not in values:
-            raise PlanError(
+            raise OtherProgramError(
                 f"{plan.title}: it moves {name!r} to the host, and the program has no such value of forward that only "
                 f"backward reads later.\nLower without the plan, and save it again."
             )
