@@ -19,6 +19,7 @@ from .ir.relations import grouped
 from .planning.cluster import Cluster
 from .planning.cost import Memory
 from .planning.limit import DoesNotFit, Way
+from .planning.place_copies import HostIsFull
 from .planning.plan import Plan
 from .planning.simulate import simulate
 from .planning.skeleton import skeleton
@@ -95,7 +96,8 @@ def with_chosen_options(traced: Variant[P], cluster: Cluster | None) -> P:
 
     The notes of the plan say what was chosen, and what each variant takes.
 
-    Raises: DoesNotFit if no variant fits. It is the error of the one that needs least.
+    Raises: DoesNotFit if no variant fits. It is the error of the one that needs least. HostIsFull if the host has too
+        little memory for any of them.
     """
     variants = traced.variants
     if len(variants) == 1:
@@ -104,7 +106,9 @@ def with_chosen_options(traced: Variant[P], cluster: Cluster | None) -> P:
     trials = [result for result in results if isinstance(result, Trial)]
     if not trials:
         errors = [result for result in results if isinstance(result, DoesNotFit)]
-        raise min(errors, key=lambda error: error.least.peak)
+        if errors:
+            raise min(errors, key=lambda error: error.least.peak)
+        raise next(result for result in results if isinstance(result, HostIsFull))
     chosen = _first_of_fastest(trials)
 
     notes = []
@@ -124,17 +128,19 @@ def _chosen_options(traced: Variant[Any], variant: Variant[Any]) -> str:
     return ", ".join(repr(t) for t in variant.transforms if t not in traced.transforms)
 
 
-def _result(variant: Variant[P], cluster: Cluster | None) -> Trial[P] | DoesNotFit:
+def _result(variant: Variant[P], cluster: Cluster | None) -> Trial[P] | DoesNotFit | HostIsFull:
     try:
         return Trial.of(variant, cluster)
-    except DoesNotFit as error:
+    except (DoesNotFit, HostIsFull) as error:
         return error
 
 
-def _takes(options: str, result: Trial[P] | DoesNotFit) -> str:
+def _takes(options: str, result: Trial[P] | DoesNotFit | HostIsFull) -> str:
     """What a variant with these options takes, for a note."""
     if isinstance(result, Trial):
         return str(result.way(options))
+    if isinstance(result, HostIsFull):
+        return f"{options}: the host has too little memory"
     return f"{options}: it needs {format_bytes(result.least.peak)}"
 
 

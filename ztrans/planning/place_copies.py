@@ -81,14 +81,20 @@ def _in_sets(graph: Graph) -> tuple[int, Graph]:
     return allowed, together if memory(together).peak <= allowed else alone
 
 
+class HostIsFull(ValueError):
+    """A step keeps more on the host than a rank may use there."""
+
+
 def check_host_memory(graph: Graph, cluster: Cluster) -> None:
-    """Raises: ValueError if a program keeps more on the host than a rank may use there."""
+    """Raises: HostIsFull if a program keeps more on the host than a rank may use there."""
     most = memory(graph).host_peak
     if most > cluster.host_memory:
-        raise ValueError(
+        has_leaves = any(v.memory == "host" for v in graph.inputs[: graph.num_state])
+        advice = "Choose fewer leaves with `where`" if has_leaves else "Move less to the host"
+        raise HostIsFull(
             f"offload: {graph.name} keeps {format_bytes(most)} in the memory of the host, and a rank has "
             f"{format_bytes(cluster.host_memory)} there: zt.cluster(..., host_memory={cluster.host_memory:.0f}).\n"
-            f"Choose fewer leaves with `where`, or shard the state over more ranks."
+            f"{advice}, or shard the state over more ranks."
         )
 
 

@@ -13,6 +13,7 @@ import ztrans as zt
 from tests.support.worlds import ALL
 from ztrans.ir.copies import is_copy
 from ztrans.planning.cost import memory
+from ztrans.planning.limit import DoesNotFit
 from ztrans.planning.realise import PlanError
 
 LAYERS, WIDTH, ROWS = 6, 64, 512
@@ -83,6 +84,16 @@ def test_micro_batches_stay_within_the_limit(moved):
 def limit_of(share: float) -> int:
     peak, size = peak_of_plain()
     return size + int(share * (peak - size))
+
+
+def test_with_too_little_memory_of_the_host_values_are_recomputed():
+    limit = limit_of(0.8)
+    poor = CPU(host_memory=1)
+    both = zt.chain(zt.remat(memory=limit), zt.offload(memory=limit))
+    low = both(step).lower(state(), X, cluster=poor)
+    assert low.plan.recomputed and not low.plan.on_host
+    with pytest.raises(DoesNotFit):
+        zt.offload(memory=limit)(step).lower(state(), X, cluster=poor)
 
 
 @pytest.mark.parametrize("what", ["recomputed", "on_host"])

@@ -29,12 +29,14 @@ class HostLink(NamedTuple):
         clock: by place, and at the end, the seconds of compute before it.
         latency, pace: the seconds of a copy, and those for each of its bytes.
         call: the seconds of compute that the start of a copy takes.
+        room: the bytes that values of forward may take on the host.
     """
 
     clock: tuple[float, ...]
     latency: float
     pace: float
     call: float
+    room: float = float("inf")
 
     def seconds(self, size: int) -> float:
         """How long a copy of so many bytes takes its lane."""

@@ -168,7 +168,7 @@ class _Search:
     def _stay_on_host(self, i: int, copied: Copied) -> Proposal | None:
         """To move the results of a computation to the host. The score is the excess that it removes for a byte."""
         size = self._movable_bytes(i)
-        if not size or i in self.residency.repeated:
+        if not size or i in self.residency.repeated or not self._has_room(size):
             return None
         change = self.residency.change({}, {i: copied})
         score = self._removed(change) / size
@@ -185,6 +185,8 @@ class _Search:
             if size:
                 prices[i] = self.model.computations[i].seconds / size
         for i in sorted(prices, key=lambda i: (-prices[i], i)):
+            if not self._has_room(self._movable_bytes(i)):
+                continue
             change = self.residency.change({i: False}, {i: "hidden"})
             if change.price < 0 and self._removed(change) >= 0:
                 self.residency.apply(change)
@@ -192,6 +194,12 @@ class _Search:
     def _movable_bytes(self, i: int) -> int:
         """The bytes of the results of a computation that may wait on the host."""
         return sum(self.model.values[v].bytes for v in self.model.computations[i].movable)
+
+    def _has_room(self, size: int) -> bool:
+        """Whether the host has room for so many bytes more: at the end of forward it has all values that go there."""
+        link = self.model.link
+        on_host = sum(self._movable_bytes(i) for i in self.residency.on_host)
+        return link is not None and on_host + size <= link.room
 
     def _removed(self, change: Change) -> float:
         """The excess that a change removes."""

@@ -22,6 +22,7 @@ from ...ir.keep_on_host import values_for_backward
 from ...ir.micro_batches import is_cut, micro_batch_programs
 from ..buffers import by_operation, local_bytes
 from ..cluster import Cluster
+from ..cost import memory
 from ..formulate import formulate
 from ..simulate import equation_seconds
 from ..skeleton import skeleton
@@ -121,7 +122,10 @@ def baseline_of(graph: Graph, hinted: Graph, cluster: Cluster) -> Baseline:
     movable: set[str] = set()
     if hinted.hints.offload:
         latency, pace = cluster.copy_seconds(1)
-        link = HostLink(problem.seconds_before, latency, pace, cluster.device.kernel_gap)
+        room = (
+            cluster.host_memory - memory(hinted).host_peak
+        )  # leaves of the state may be there too
+        link = HostLink(problem.seconds_before, latency, pace, cluster.device.kernel_gap, room)
         movable = {v.name for v in values_for_backward(hinted) if size(v) >= _LEAST_MOVED}
 
     at_least = graph.hints.recompute_at_least
