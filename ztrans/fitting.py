@@ -105,10 +105,7 @@ def with_chosen_options(traced: Variant[P], cluster: Cluster | None) -> P:
     results = [_result(variant, cluster) for variant in variants]
     trials = [result for result in results if isinstance(result, Trial)]
     if not trials:
-        errors = [result for result in results if isinstance(result, DoesNotFit)]
-        if errors:
-            raise min(errors, key=lambda error: error.least.peak)
-        raise next(result for result in results if isinstance(result, HostIsFull))
+        raise _closest_error(results)
     chosen = _first_of_fastest(trials)
 
     notes = []
@@ -116,6 +113,14 @@ def with_chosen_options(traced: Variant[P], cluster: Cluster | None) -> P:
         verb = "chosen" if result is chosen else "not chosen"
         notes.append(f"{verb}: {_takes(_chosen_options(traced, variant), result)}")
     return chosen.lowered.with_notes(notes)
+
+
+def _closest_error(results: Sequence[Trial[P] | DoesNotFit | HostIsFull]) -> ValueError:
+    """The error of the variant that needs least on the device, of those for which the host has enough memory."""
+    too_large = [result for result in results if isinstance(result, DoesNotFit)]
+    if too_large:
+        return min(too_large, key=lambda error: error.least.peak)
+    return next(result for result in results if isinstance(result, HostIsFull))
 
 
 def _first_of_fastest(trials: Sequence[Trial[P]]) -> Trial[P]:
