@@ -7,8 +7,7 @@ A part is a model on a cluster of H100s. Its limits are its state and 1.0 to 0.3
 in which everything is kept has live besides. Within each limit the same step is planned four times: with
 `remat(memory=...)`, with a checkpoint around each block, with a selective checkpoint that saves the results of matrix
 products and attention, and with `remat()`. Programs have shapes only, times are simulated, and bytes are counted. The
-last columns are the seconds of recomputation, and those in which the plan was made. Writes
-benchmarks/results/frontier.md, .json and .svg.
+last column is the time of recomputation. Writes benchmarks/results/frontier.md, .json and .svg.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import argparse
 import dataclasses
 import json
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from functools import partial
@@ -63,7 +61,6 @@ class Row(NamedTuple):
     method: str
     seconds: float | None
     peak: int
-    planning: float
     recomputed: float = 0.0
 
 
@@ -111,16 +108,14 @@ class Subject:
             yield self._row(share, method, self._with(traced, *more, limit=limit))[0]
 
     def _row(self, share: float, method: str, traced: Traced) -> tuple[Row, Lowered | None]:
-        begin = time.perf_counter()
-        row = Row(self.name, share, self.limit(share), method, None, 0, 0.0)
+        row = Row(self.name, share, self.limit(share), method, None, 0)
         try:
             lowered = traced.planned(self.cluster)
         except DoesNotFit as error:
             return row._replace(peak=error.least.peak), None
-        took = time.perf_counter() - begin
         step = lowered.timeline().seconds
         peak = lowered.memory_analysis().peak
-        return row._replace(seconds=step, peak=peak, planning=took), lowered
+        return row._replace(seconds=step, peak=peak), lowered
 
 
 def recomputed(lowered: Lowered) -> float:
@@ -135,8 +130,8 @@ def recomputed(lowered: Lowered) -> float:
 def table(rows: Sequence[Row]) -> str:
     """The rows of one part: a line for each limit."""
     lines = [
-        "| activations | limit | remat(memory=) | peak | block | selective | remat() | recomputed | planned in |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| activations | limit | remat(memory=) | peak | block | selective | remat() | recomputed |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     by_share: dict[float, dict[str, Row]] = {}
     for row in rows:
@@ -145,7 +140,7 @@ def table(rows: Sequence[Row]) -> str:
         ours = methods[OURS]
         cells = [f"{share}", _size(ours.limit), _seconds(ours), _size(ours.peak)]
         cells += [_seconds(methods[other]) for other in OTHERS]
-        cells += [f"{1e3 * ours.recomputed:.2f} ms", f"{ours.planning:.1f} s"]
+        cells.append(f"{1e3 * ours.recomputed:.2f} ms")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

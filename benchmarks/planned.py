@@ -1,4 +1,4 @@
-"""The scheduling problems by which `benchmarks.ablations` weighs the moves of the planner's search.
+"""The scheduling problems by which `benchmarks.ablations` weighs the changes of the planner's search.
 
 They are the steps of `benchmarks.plan_cases`, Llama-3-8B with and without tensor parallelism, the GPT of
 `benchmarks.peers` on two hosts, and small models of `benchmarks.analyses`. Programs have shapes only, and costs are

@@ -1,7 +1,7 @@
 """The models of published runs as their authors write them: MPT of llm-foundry and Llama 3 of torchtitan.
 
-    step = make_step(model, checkpoint="block", update=DECOUPLED)
-    state, tokens = init(model), model.tokens(batch=6, sequence=2048)
+    model = make_model(sizes, sequence=2048, checkpoint="block")
+    step, state = make_step(model, decoupled_adamw), init(model)
 
 Parameters are fp32 and are cast to bf16 where they are used, as under FSDP's mixed precision. Everything is on the meta
 device.

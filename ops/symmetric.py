@@ -2,7 +2,7 @@
 
     memory = connect(allocate(nbytes, ranks), nbytes, group)   ranks of one node, each with its GPU: torch's own
     memories = in_one_process(ranks, nbytes, device)           all ranks in this process
-    memory = view(rank, bytes, nbytes, starts, mapping)        any memory that all ranks have mapped
+    memory = view(rank, memory, nbytes, starts, mapping)        any memory that all ranks have mapped
 
 `mine` is this rank's buffer of bytes. `parts` are the buffers of all ranks as tensors, which copies read without a
 kernel. `buffers` and `pads`, int64[ranks] on its device, are the addresses of every rank's buffer and signals, as this

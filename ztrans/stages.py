@@ -186,16 +186,16 @@ class Traced(Printed):
         """The program of one rank in a new order, where the plan also chooses what becomes of the values of forward."""
         graph, history = self._before_sharding(lowered.cluster.device)
         # The search knows programs alone. Its answer leads back to the stage with that program.
-        choices = {lowered.unordered: lowered}
+        lowered_of = {lowered.unordered: lowered}
 
         def lower(program: Graph, on_host: tuple[str, ...]) -> Graph:
             stages = history if program is graph else (*history, ("recompute", program))
             choice = self._sharded(program, stages, lowered.cluster, Plan("", on_host=on_host))
-            choices[choice.unordered] = choice
+            lowered_of[choice.unordered] = choice
             return choice.unordered
 
         chosen = plan_recomputation(graph, lowered.unordered, lower, lowered.cluster)
-        return choices[chosen.unordered]._ordered(chosen.plan, chosen.ordered).within_limit()
+        return lowered_of[chosen.unordered]._ordered(chosen.plan, chosen.ordered).within_limit()
 
     @no_collection()
     @without_autocast()

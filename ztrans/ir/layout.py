@@ -115,12 +115,14 @@ def split_over(var: Var, axis: str) -> Split:
     return split
 
 
-def local_shape(var: Var, sizes: Mapping[str, int], place: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of `var` on the rank at coordinates `place`."""
+def local_shape(
+    var: Var, sizes: Mapping[str, int], coordinates: Mapping[str, int]
+) -> tuple[int, ...]:
+    """The shape of `var` on the rank at these coordinates."""
     shape = list(var.shape)
     for split in var.layout:
         if isinstance(split, Split):
-            shape[split.dim] = part(shape[split.dim], sizes[split.axis], place[split.axis])[1]
+            shape[split.dim] = part(shape[split.dim], sizes[split.axis], coordinates[split.axis])[1]
     return tuple(shape)
 
 

@@ -2,8 +2,8 @@
 
 `Rules` itself describes an ordinary operation of PyTorch. Each primitive has a subclass, in `marks`, `collectives`,
 `copies` or `user_collectives`, which overrides what differs. A pass asks `rules(eqn)` (see `collectives`) instead of
-testing which primitive an equation has. The table "Where to add" of docs/architecture.md lists what a new collective
-needs besides.
+testing which primitive an equation has. "Where to add" in docs/architecture.md lists what a new collective needs
+besides.
 """
 
 from __future__ import annotations

@@ -158,14 +158,14 @@ class MicroBatches:
     """
 
     graph: Graph
-    parts: MicroBatchPrograms
-    runs: Mapping[Graph, Executable]  # for each different part
+    programs: MicroBatchPrograms
+    runs: Mapping[Graph, Executable]  # for each different program
     last_as_run: Graph
 
     @property
     def program(self) -> fx.GraphModule:
         """The FX module of the last micro-batch."""
-        return self.runs[self.parts.last].program
+        return self.runs[self.programs.last].program
 
     @property
     def modules(self) -> torch.nn.Module:
@@ -173,13 +173,13 @@ class MicroBatches:
         return torch.nn.ModuleList(run.program for run in self.runs.values())
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
-        return self.runs[self.parts.last](self.before_last(inputs))
+        return self.runs[self.programs.last](self.before_last(inputs))
 
     def before_last(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run all micro-batches but the last. Returns the inputs of the last."""
-        carry = Carry(self.graph, self.parts, inputs)
-        for part in self.parts.before_last:
-            carry.take(self.runs[part](carry.inputs()))
+        carry = Carry(self.graph, self.programs, inputs)
+        for program in self.programs.before_last:
+            carry.take(self.runs[program](carry.inputs()))
         return carry.inputs()
 
 
@@ -187,7 +187,7 @@ def micro_batches(
     graph: Graph,
     mesh: DeviceMesh | None,
     inputs: Sequence[torch.Tensor],
-    compile_part: Callable[[Graph, Sequence[torch.Tensor]], tuple[Graph, Executable]],
+    compile_program: Callable[[Graph, Sequence[torch.Tensor]], tuple[Graph, Executable]],
 ) -> MicroBatches:
     """What runs the micro-batches of a program.
 
@@ -195,13 +195,14 @@ def micro_batches(
         graph: the program.
         mesh: the mesh that it runs on.
         inputs: its flat inputs on this rank, or others like them.
-        compile_part: returns a program in the order in which it runs, and what runs it, for inputs like those given.
+        compile_program: returns a program in the order in which it runs, and what runs it, for inputs like those given.
     """
     programs = micro_batch_programs(graph)
     runs: dict[Graph, Executable] = {}
     last = graph
-    for part in programs.different:
-        last, runs[part] = compile_part(part, _example(graph, programs, part, mesh, inputs))
+    for program in programs.different:
+        example = _example(graph, programs, program, mesh, inputs)
+        last, runs[program] = compile_program(program, example)
     return MicroBatches(graph, programs, runs, last)
 
 

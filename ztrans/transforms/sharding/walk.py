@@ -255,14 +255,14 @@ class Walk:
         the number of these ranks, and not reduced over them.
         """
         gradient, value = eqn.args
-        differs = self.differing.get(value, INVARIANT)
-        varies = self.varying.get(gradient, INVARIANT) - self.varying.get(value, INVARIANT)
-        if not varies:
+        over_leaves = self.differing.get(value, INVARIANT)
+        over_batch = self.varying.get(gradient, INVARIANT) - self.varying.get(value, INVARIANT)
+        if not over_batch:
             self.values.bind(eqn.out, self.values.value(gradient, eqn))
             return
         split = self.values.placed[value].split if value in self.values.placed else None
-        axes = self.axes.cover(varies - differs, value)
-        ranks = math.prod(self.graph.axes[axis] for axis in differs & varies)
+        axes = self.axes.cover(over_batch - over_leaves, value)
+        ranks = math.prod(self.graph.axes[axis] for axis in over_leaves & over_batch)
         mean = eqn.out
         if ranks > 1:
             mean = dataclasses.replace(mean, name=self.values.names.fresh(f"{mean.name}.sum"))
