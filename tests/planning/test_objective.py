@@ -39,6 +39,6 @@ def test_the_solver_predicts_the_simulated_seconds_of_reductions_over_replicas(n
         assert evaluate(problem, schedule).seconds == pytest.approx(seconds, rel=tolerance)
         predicted[len(mesh)] = problem, schedule, seconds
     problem, schedule, seconds = predicted[2]
-    without_second = [r._replace(again=None) for r in problem.reductions]
+    without_second = [r._replace(second=None) for r in problem.reductions]
     before = evaluate(replace(problem, reductions=tuple(without_second)), schedule).seconds
     assert before < 0.85 * seconds, "the second reductions take a large part of the step"

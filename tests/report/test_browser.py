@@ -134,7 +134,7 @@ def test_a_page_shows_recomputation_and_two_memories():
     ]
     operation, copy, memory = seen["tips"]
     assert (
-        operation.startswith("compute, recomputed") and "relu.again: f32[4] = relu(x)" in operation
+        operation.startswith("compute, recomputed") and "y.again: f32[4] = relu(x)" in operation
     )
     assert copy.startswith("host out, offload") and "1.00 MiB" in copy
     assert memory.splitlines()[0].startswith("300") and "50 B on the host" in memory
