@@ -133,9 +133,7 @@ def test_a_page_shows_recomputation_and_two_memories():
         "compute stands still",
     ]
     operation, copy, memory = seen["tips"]
-    assert (
-        operation.startswith("compute, recomputed") and "y.again: f32[4] = relu(x)" in operation
-    )
+    assert operation.startswith("compute, recomputed") and "y.again: f32[4] = relu(x)" in operation
     assert copy.startswith("host out, offload") and "1.00 MiB" in copy
     assert memory.splitlines()[0].startswith("300") and "50 B on the host" in memory
     drawn = {*seen["colours"]}
