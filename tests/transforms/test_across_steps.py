@@ -196,6 +196,16 @@ def test_a_cuda_graph_is_refused():
     )
 
 
+def test_micro_batches_are_refused_before_the_step_is_planned():
+    """A step that does not fit says so after that: ways to fit have micro-batches, too."""
+    tight = zt.prefetch(memory=1, across_steps=True)
+    with pytest.raises(
+        ValueError, match="across_steps=True, and step has 2 micro-batches"
+    ) as caught:
+        lower(tight, zt.accumulate(2))
+    assert not isinstance(caught.value, DoesNotFit)
+
+
 def test_an_option_that_is_neither_true_nor_false_is_refused():
     with pytest.raises(TypeError) as caught:
         zt.prefetch(across_steps=2)

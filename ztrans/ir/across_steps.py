@@ -32,15 +32,7 @@ def carry_first_gathers(graph: Graph) -> Graph:
 
     They start in the order in which the next step needs them: one that is needed later would delay the others. None
     starts before backward has ended, so they take no memory from it.
-
-    Raises: ValueError for a program of micro-batches.
     """
-    if graph.micro > 1:
-        raise ValueError(
-            f"prefetch: across_steps=True, and {graph.name} has {graph.micro} micro-batches, each of which gathers "
-            f"parameters. Only the first of them could begin with gathers that the step before has started.\n"
-            f"Leave out accumulate, or across_steps."
-        )
     first = _first_gathers(graph)
     starts = _of_next_step(graph, first)
     before = tuple(producers(first))

@@ -26,10 +26,7 @@ def carriable_copies(graph: Graph) -> dict[Eqn, Var]:
 
     Each writes over the old leaf in the same place of the state. It reads memory of the device that neither the caller
     nor the next step can write over, and nothing else reads what it writes.
-
-    Raises: ValueError for a program of micro-batches.
     """
-    _refuse_micro_batches(graph)
     makers = producers(graph.eqns)
     readers = users(graph)
     times_returned = Counter(variables(graph.outputs))
@@ -46,15 +43,6 @@ def carriable_copies(graph: Graph) -> dict[Eqn, Var]:
         if is_private and not is_read:
             copies[start] = leaf
     return copies
-
-
-def _refuse_micro_batches(graph: Graph) -> None:
-    if graph.micro > 1:
-        raise ValueError(
-            f"offload: across_steps=True, and {graph.name} has {graph.micro} micro-batches. Forward runs once for each "
-            f"of them, and the copies of the step before could go on under the first one only.\n"
-            f"Leave out accumulate, or across_steps."
-        )
 
 
 def carry_copies(graph: Graph, copies: Mapping[Eqn, Var]) -> Graph:

@@ -79,11 +79,27 @@ class _Accumulate(Transform):
     def rewrite(self, graph: Graph) -> Graph:
         if self.micro == 1:
             return graph
+        self._refuse_across_steps(graph)
         stage = graph.zero_stage or 0
         keeps_whole = self.keep == "whole" or (self.keep == "auto" and stage <= 1)
         marking = _Marking(graph.replace(micro=self.micro), keeps_whole)
         # Stage 3 drops a parameter after each forward, so each micro-batch gathers it.
         return marking.run(gathers_once=stage in (1, 2))
+
+    def _refuse_across_steps(self, graph: Graph) -> None:
+        """Raises: ValueError if the step passes gathers or copies to the next one. Forward runs several times here."""
+        if graph.hints.across_steps:
+            raise ValueError(
+                f"prefetch: across_steps=True, and {graph.name} has {self.micro} micro-batches, each of which gathers "
+                f"parameters. Only the first of them could begin with gathers that the step before has started.\n"
+                f"Leave out accumulate, or across_steps."
+            )
+        if graph.hints.carry_copies:
+            raise ValueError(
+                f"offload: across_steps=True, and {graph.name} has {self.micro} micro-batches. Forward runs once for "
+                f"each of them, and the copies of the step before could go on under the first one only.\n"
+                f"Leave out accumulate, or across_steps."
+            )
 
 
 # ---- what is averaged
