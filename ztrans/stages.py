@@ -59,7 +59,7 @@ from .planning.recompute.plan_recomputation import (
     with_recomputation,
 )
 from .planning.simulate import simulate
-from .planning.skeleton import Neighbours, skeleton
+from .planning.skeleton import THE_START, Neighbours, skeleton
 from .planning.solver.bound import bound
 from .profiling.profile import Profile
 from .report.progress import stage
@@ -415,7 +415,8 @@ class Lowered(Printed):
         places in it.
         """
         if graph.hints.across_steps:
-            graph = carry_first_gathers(graph)
+            at_start = {n for names, place in plan.gathers if place == THE_START for n in names}
+            graph = carry_first_gathers(graph, at_start)
             plan = dataclasses.replace(plan, notes=(*plan.notes, _note_of_carried(graph)))
         graph = check(place_copies(graph, self.cluster))
         if graph.hints.carry_copies:

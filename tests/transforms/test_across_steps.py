@@ -1,5 +1,7 @@
 """`prefetch(across_steps=True)`: the first gathers of the next step start in the update of this one."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -194,6 +196,27 @@ def test_a_cuda_graph_is_refused():
         "a CUDA graph contains all messages of its step.\n"
         "Compile without cuda_graph, or leave across_steps out."
     )
+
+
+def test_a_bucket_behind_a_copy_that_another_size_does_not_need_is_not_carried():
+    """One row is contiguous, three are copied first. All ranks must carry the same gathers, whatever their batch."""
+
+    def step(state, x):
+        weights = {k: p.detach().requires_grad_() for k, p in state.items()}
+        y = torch.tanh(x.contiguous() @ weights["a"]) @ weights["b"]
+        grads = torch.autograd.grad(y.square().mean(), list(weights.values()))
+        return {k: p - g for (k, p), g in zip(state.items(), grads)}, y.mean()
+
+    state, data = {"a": torch.ones(8, 8), "b": torch.ones(8, 8)}, torch.ones(3, 16)[:, :8]
+    sharded = zt.chain(zt.shard_params(MESH, stage=1), ACROSS)(step)
+    first = sharded.lower(state, data)
+    gathers = []
+    for names, place in first.plan.gathers:
+        for name in names:
+            gathers.append(((name,), "the start + 1" if name == "b.full" else place))
+    first = first.with_plan(dataclasses.replace(first.plan, gathers=tuple(gathers)))
+    other = sharded.trace(state, data[:1]).follow(first)
+    assert [len(x.graph.carried_inputs) for x in (first, other)] == [1, 1]
 
 
 def test_micro_batches_are_refused_before_the_step_is_planned():

@@ -11,15 +11,15 @@ What is carried is the value of a future, so a program stays a function: it take
 started, and returns those that it has started itself. Nothing hides the gathers with which a step begins. Now the rest
 of the update hides them, and what the host does between two steps. The state itself is complete when a step ends.
 
-The gathers that are carried are those that start before the first operation, and whose members are leaves of the state.
-So this depends on the order of the program alone, and is the same on every rank and for every size of the batch.
+The gathers that are carried are those of the buckets that start with the step by its plan, and whose members are leaves
+of the state. So they are the same on every rank and for every size of the batch.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from .collectives import role, rules
@@ -27,13 +27,15 @@ from .graph import Eqn, Graph, Names, Var, producers
 from .pairing import pair
 
 
-def carry_first_gathers(graph: Graph) -> Graph:
+def carry_first_gathers(graph: Graph, at_start: Collection[str]) -> Graph:
     """The program that starts the first gathers of the next step, each as soon as its parameters are written.
+
+    They are those of the values `at_start`, by name, which its plan gathers when the step starts.
 
     They start in the order in which the next step needs them: one that is needed later would delay the others. None
     starts before backward has ended, so they take no memory from it.
     """
-    first = _first_gathers(graph)
+    first = _first_gathers(graph, at_start)
     starts = _of_next_step(graph, first)
     before = tuple(producers(first))
     after = tuple(producers(starts))
@@ -132,11 +134,12 @@ def without_gathers_of(graph: Graph, places: set[int]) -> Graph:
     return graph.replace(inputs=(*graph.inputs, *values), eqns=eqns)
 
 
-def _first_gathers(graph: Graph) -> list[Eqn]:
-    """The gathers of parameters that start before the first operation.
+def _first_gathers(graph: Graph, at_start: Collection[str]) -> list[Eqn]:
+    """The gathers of these values, all of which start before the first operation.
 
-    A gather is carried only if the new value of each of its leaves belongs to no other leaf. Otherwise the program
-    would not say which of the two leaves is gathered where there is no step before.
+    Others may stand there too, behind an operation that only a batch of another size needs. A gather is carried if the
+    new value of each of its leaves belongs to no other leaf. Otherwise the program would not say which of the two
+    leaves is gathered where there is no step before.
     """
     new_values = Counter(graph.outputs[: graph.num_state])
     state = set()
@@ -147,6 +150,7 @@ def _first_gathers(graph: Graph) -> list[Eqn]:
     for e in graph.eqns:
         if not rules(e).remote:
             break
-        if role(e) == "param" and rules(e).moves and state.issuperset(e.ins):
+        is_gather = role(e) == "param" and rules(e).moves and state.issuperset(e.ins)
+        if is_gather and all(v.base_name in at_start for v in e.results):
             first.append(e)
     return first
