@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections import Counter
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -390,3 +391,15 @@ def test_what_a_mean_over_ranks_reads_is_not_recomputed():
 
 def sends(graph) -> Counter:
     return Counter(e.op for e in graph.eqns if rules(e).starts)
+
+
+def test_a_line_none_of_whose_values_can_wait_on_the_host_is_an_error():
+    def step(state, x):
+        w = state["w"].detach().requires_grad_()
+        y = torch.tanh(x @ w)  # returned
+        (g,) = torch.autograd.grad(y.square().mean(), [w])
+        return {"w": state["w"] - g}, y.detach()
+
+    line = f"{Path(__file__).name}:{step.__code__.co_firstlineno + 2}"
+    with pytest.raises(ValueError, match=f"save moves the values of {line} to the host, and none"):
+        zt.remat(save={line: "host"})(step).lower({"w": torch.ones(4, 4)}, torch.ones(2, 4))

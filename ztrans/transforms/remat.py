@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 from ..ir.graph import Demand, Eqn, Graph, Var, producers, variables
+from ..ir.keep_on_host import values_for_backward
 from ..ir.liveness import liveness
 from ..ir.op_facts import is_matmul, op_facts
 from ..ir.recompute import originals, recompute, reduced_storages, repeatable, without_copies
@@ -151,7 +152,7 @@ class _Remat(Transform):
 def _demands_of_lines(graph: Graph, lines: Lines) -> dict[Eqn, Demand]:
     """What lines of the step demand of the equations of forward.
 
-    Raises: ValueError if a line has no equation of forward.
+    Raises: ValueError if a line has no equation of forward, or none of its values could wait on the host as it says.
     """
     demand_of: dict[Eqn, Demand] = {}
     lines_of_forward: set[str] = set()
@@ -161,8 +162,7 @@ def _demands_of_lines(graph: Graph, lines: Lines) -> dict[Eqn, Demand]:
             continue
         lines_of_forward.add(f"{os.path.basename(e.source.file)}:{e.source.line}")
         for line, demand in lines.items():
-            # A line may name a file by its last folders, as in "models/net.py:14".
-            if f"/{e.source.file}:{e.source.line}".endswith(f"/{line}"):
+            if _is_from(e, line):
                 demand_of[e] = demand
                 unused.discard(line)
     for line in lines:
@@ -171,7 +171,29 @@ def _demands_of_lines(graph: Graph, lines: Lines) -> dict[Eqn, Demand]:
                 f"remat: save names {line}, and no equation of forward in {graph.name} comes from there.\n"
                 f"Its lines are {', '.join(sorted(lines_of_forward))}."
             )
+        if lines[line] == "host":
+            _check_moves(graph, line, demand_of)
     return demand_of
+
+
+def _check_moves(graph: Graph, line: str, demand_of: Mapping[Eqn, Demand]) -> None:
+    """Raises: ValueError if no result of a line can wait on the host."""
+    results: set[Var] = set()
+    for e, demand in demand_of.items():
+        if demand == "host" and _is_from(e, line):
+            results.update(e.results)
+    movable = values_for_backward(graph)
+    if results and movable.isdisjoint(results):
+        raise ValueError(
+            f"remat: save moves the values of {line} to the host, and none of them can be there until backward: it "
+            f"does not read them, or the update reads them too, or the step returns them.\n"
+            f"Name another line, or leave this one out."
+        )
+
+
+def _is_from(e: Eqn, line: str) -> bool:
+    """Whether an equation comes from a line. It may name a file by its last folders, as in "models/net.py:14"."""
+    return e.source is not None and f"/{e.source.file}:{e.source.line}".endswith(f"/{line}")
 
 
 def _recompute_unsaved(graph: Graph, at_least: int | None) -> Graph:
