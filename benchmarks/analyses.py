@@ -79,7 +79,7 @@ compared only for models whose leaves are all trained and have optimizer state. 
 stage 2, which holds its shard and the whole leaf, than at stage 0, which holds the whole leaf alone. The limit of
 "auto" is the memory of the GPU less its reserve. On CPUs it is 1.05 of the peak in the written order, or the least peak
 of any order. Within it, a plan at a higher stage may have a higher peak than that at the lower one, if it is faster;
-such programs are listed.
+such programs are listed. The seconds to plan are wall time, also on a machine that does other work.
 """
 
 
