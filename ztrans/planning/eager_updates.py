@@ -21,12 +21,15 @@ from .skeleton import Skeleton
 
 
 class Movable(NamedTuple):
-    """The equations that an eager update may take from their places."""
+    """The equations that an eager update may take from their places.
 
-    after_reductions: tuple[Eqn, ...]  # in order: those that depend on a planned reduction
-    of_state: Mapping[
-        Var, Eqn
-    ]  # by the values that they compute: those that depend on the state only
+    Attributes:
+        after_reductions: the equations that depend on a planned reduction, in order.
+        of_state: the equations that depend on the state only, by the values that they compute.
+    """
+
+    after_reductions: tuple[Eqn, ...]
+    of_state: Mapping[Var, Eqn]
 
 
 @dataclass(frozen=True)

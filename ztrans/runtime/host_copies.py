@@ -27,18 +27,22 @@ class HostCopy(torch.nn.Module):
 
 
 class CarriedCopies:
-    """The copies of new leaves to the host with which the last step on a device has ended (see `ir.carried_copies`).
+    """The copies to the host that a step on a device has started for its new leaves, and has not waited for.
 
-    They belong to the device, as the queues of copies do. The next step there that copies anything takes those of its
-    own leaves, and waits for the others at once: its state is another one, or its program does not carry them. So what
-    they read on the device lives no longer than until then. A step that fails leaves none.
+    They belong to the device, as the queues of copies do (see `ir.carried_copies`). The next step on the device that
+    copies anything takes the copies of its own leaves. It waits for all others when it begins, because its state is
+    another one, or its program carries no copies. Then the memory that these read is free. A step that fails leaves no
+    copies.
     """
 
     def __init__(self) -> None:
         self.futures: dict[int, Future] = {}  # by the address of the leaf
 
     def take(self, *leaves: torch.Tensor) -> tuple[Member, ...]:
-        """The copies over these leaves, as futures; one that is not under way has ended. All others are waited for."""
+        """The copies over these leaves, as futures. Without a copy under way, a future has the leaf itself.
+
+        Waits for the copies over all other leaves.
+        """
         futures = self.futures
         self.futures = {}
         members = []
@@ -72,5 +76,5 @@ def release_carried_copies() -> None:
 
 @functools.cache
 def carried_copies(cuda: Any, device: Hashable) -> CarriedCopies:
-    """Those of a device. `cuda` is `torch.cuda`, or a double of it."""
+    """The copies that steps on a device leave to each other. `cuda` is `torch.cuda`, or a double of it."""
     return CarriedCopies()
