@@ -71,17 +71,22 @@ def table(
     lines: list[dict] = [{"subject": name, **rates} for name, rates in link(device)]
     yield lines
     digests: dict[str, list[Tensor]] = {}
-    for name, transforms in (("on the GPU", ()), ("on the host", (zt.offload(where=MOMENTS),))):
+    subjects = (
+        ("on the GPU", ()),
+        ("on the host", (zt.offload(where=MOMENTS),)),
+        ("on the host, across steps", (zt.offload(where=MOMENTS, across_steps=True),)),
+    )
+    for name, transforms in subjects:
         if left() < 10:
             lines.append({"subject": name, "failed": "not run: the time was over"})
             continue
         line, digests[name] = trained(zt.chain(*transforms)(train_step), device, sizes)
+        if len(digests) > 1:
+            first = next(iter(digests.values()))
+            is_equal = all(map(torch.equal, first, digests[name]))
+            line |= {"bits": "equal"} if is_equal else {"failed": "other bits than on the GPU"}
         lines.append({"subject": f"moments {name}", **line})
         yield lines
-    if len(digests) == 2:
-        first, second = digests.values()
-        lines[-1]["bits"] = "equal" if all(map(torch.equal, first, second)) else "DIFFERENT"
-    yield lines
 
 
 def trained(

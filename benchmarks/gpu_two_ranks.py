@@ -506,6 +506,71 @@ def an_exception(device: str) -> None:
     compiled.close()
 
 
+def a_disagreement(device: str) -> None:
+    """Rank 1 calls a step with another static argument, so it sends fewer messages. Both learn of it and go on.
+
+    On GPUs rank 0 has launched a gather that has no partner, so the channels must be closed before a new step.
+    """
+    import torch
+    import torch.distributed as dist
+
+    import ztrans as zt
+
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=TIMEOUT))
+    mesh = zt.make_mesh(device, dp=-1)
+    rank = dist.get_rank()
+
+    def two_layers(state: dict, x: torch.Tensor, both: bool) -> tuple[dict, torch.Tensor]:
+        params = {key: value.detach().requires_grad_() for key, value in state.items()}
+        y = x @ params["first"]
+        if both:
+            y = y.relu() @ params["second"]
+        loss = y.square().mean()
+        used = ["first", "second"] if both else ["first"]
+        grads = torch.autograd.grad(loss, [params[key] for key in used])
+        moved = {key: state[key] - 0.1 * grad for key, grad in zip(used, grads)}
+        return state | moved, loss.detach()
+
+    torch.manual_seed(0)
+    whole = {key: torch.randn(64, 64, device=device) / 8 for key in ("first", "second")}
+    x = torch.ones(8, 64, device=device) * (1 + rank)
+    step = zt.shard_params(mesh, stage=3)(two_layers)
+    local = step.shard(clone(whole))
+    for both in (True, False):
+        local, _ = step(local, x, both)
+    began = time.monotonic()
+    error = "none"
+    try:
+        local, _ = step(local, x, rank == 0)
+        local, _ = step(local, x, True)
+    except Exception as caught:
+        error = f"{type(caught).__name__}: {str(caught).splitlines()[0][:160]}"
+    took = time.monotonic() - began
+    did = "do" if device == "cpu" else "did"  # on GPUs the step has run before the answer is read
+    expected = f"RuntimeError: a step of two_layers: the ranks of the mesh {did} not do the same"
+    is_right = error.startswith(expected) and took < TIMEOUT
+    report("ranks that call one step in two ways", error, is_right, seconds=round(took, 1))
+    torn = "none"
+    if device == "cuda":
+        try:
+            step(local, x, True)
+        except Exception as caught:
+            torn = f"{type(caught).__name__}: {str(caught).splitlines()[0][:120]}"
+        report("the state of that step, given again", torn, "half updated" in torn)
+    local = step.shard(clone(whole))
+    lowered = step.lower(local, x, True)
+    for _ in range(STEPS):
+        local, _ = step(local, x, True)
+        rows = [
+            (torch.ones(8, 64, device=device) * (1 + r), True) for r in range(dist.get_world_size())
+        ]
+        whole, _ = lowered.lockstep(whole, rows)
+    report_distance(
+        f"{STEPS} steps after it, with a new state", distance(step.unshard(local), whole)
+    )
+
+
 def a_kill(device: str) -> None:
     """The last rank is killed before its second step. How long do the others take to raise?"""
     killed(device)
@@ -576,6 +641,7 @@ RUNS: dict[str, Callable[[str], None]] = {
     "hybrid": hybrid,
     "two hosts": two_hosts,
     "an exception": an_exception,
+    "a disagreement": a_disagreement,
     "a rank is killed": a_kill,
     "a rank is killed in a step": a_kill_inside,
     "a rank is killed between replays": a_kill_of_a_captured_step,
