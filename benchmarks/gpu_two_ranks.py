@@ -300,16 +300,21 @@ def captured(device: str) -> None:
         )
 
 
-def transports(world: World, **how: Any) -> None:
-    """What carries the collectives of stage 3, as the program prints it."""
+def transports(world: World, expected: str = "", **how: Any) -> None:
+    """Report what carries the collectives of stage 3, as the program prints it, and whether `expected` is among it.
+
+    The ranks decide that when they first run a step with such messages, so this is called after one.
+    """
     from ztrans.runtime.codegen import to_fx
 
     step, state = world.step(**{"stage": 3, **how})
     local = step.shard(state)
     lowered = step.lower(local, *world.batches(0)[world.rank])
     text = str(to_fx(lowered.graph, world.mesh))
-    ways = sorted({part.split("]")[0][:90] for part in text.split("by=")[1:]})
-    report("transports of stage 3", "; ".join(ways)[:600])
+    parts = text.split("by=")[1:]
+    ways = sorted({part.splitlines()[0].split("]")[0] for part in parts})
+    is_right = world.device == "cpu" or any(way.startswith(expected) for way in ways)
+    report("transports of stage 3", "; ".join(ways), is_right)
 
 
 def symmetric(device: str) -> None:
@@ -322,9 +327,9 @@ def symmetric(device: str) -> None:
     SymmetricMemory.trial = lambda self, buffer, kind, exchange: Times(1e-6, 2e-6, kind.nbytes)
     CudaSource.check_links = lambda self, devices: None
     world = World(device)
-    transports(world)
     half = {"stage": 3, "autocast": True, "reduce_dtype": torch.bfloat16}
     compared(world, "symmetric memory, stage 3, fp32", stage=3)
+    transports(world, "symmetric all_gather")
     compared(world, "symmetric memory, stage 3, reductions in bf16", **half)
     compared(world, "symmetric memory, accumulate(2)", (zt.accumulate(2),), **half)
     compared(
@@ -352,8 +357,8 @@ def copied(device: str) -> None:
     SymmetricMemory.trial = trial
     CudaSource.check_links = lambda self, devices: None
     world = World(device)
-    transports(world)
     compared(world, "copies, stage 3, fp32", stage=3)
+    transports(world, "copied all_gather")
     compared(
         world,
         f"copies, CUDA graph, {REPLAYS} steps with random pauses",
@@ -376,8 +381,8 @@ def two_hosts(device: str) -> None:
     process_groups.host_name = lambda: (f"host {rank // 2}",)
     world = World(device)
     half = {"stage": 3, "autocast": True, "reduce_dtype": torch.bfloat16}
-    transports(world, **half)
     compared(world, "two levels, stage 3", most=HALF_ROUNDING, **half)
+    transports(world, "nccl all_to_all in two levels", **half)
     what = "two levels, CUDA graph, 12 steps with random pauses"
     options = {"steps": 12, "pause": True, "cuda_graph": True}
     compared(world, what, most=HALF_ROUNDING, **options, **half)
