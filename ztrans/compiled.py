@@ -94,7 +94,7 @@ class LocalProgram(NamedTuple):
             self.half_weights.note(inputs)
 
 
-class BoundProgram:
+class Binding:
     """What a compiled program has on this rank, and what its runs change. The first run binds it.
 
     Attributes:
@@ -137,12 +137,12 @@ class Compiled(Printed):
     cast_ahead: bool = False
     attention: str = "traced"
     agreed: bool = field(default=False, compare=False, repr=False)
-    bound: BoundProgram = field(default_factory=BoundProgram, compare=False, repr=False)
+    binding: Binding = field(default_factory=Binding, compare=False, repr=False)
 
     @property
     def graph(self) -> Graph:
         """The program that runs; before the first call, the lowered program."""
-        local_program = self.bound.local_program
+        local_program = self.binding.local_program
         return (local_program.lowered if local_program is not None else self.lowered).graph
 
     def memory_analysis(self) -> Memory:
@@ -168,7 +168,7 @@ class Compiled(Printed):
         call = BoundCall.of(recording.function, args, kwargs)
         refuse_inside(self.lowered.graph.name, call)
         surroundings = Surroundings.of(recording.function)
-        inputs = self.bound.match(call, surroundings)
+        inputs = self.binding.match(call, surroundings)
         if inputs is not None:
             return self.run_guarded(call, inputs)
         # Unlike a step, a compiled program has no other program to run instead.
@@ -189,7 +189,7 @@ class Compiled(Printed):
             if isinstance(leaf, torch.Tensor):
                 outputs[i] = leaf
         state, output = pytree.tree_unflatten(outputs, recording.returned(self.graph.added))
-        self.bound.guard = Guard(call._replace(state=state), surroundings)
+        self.binding.guard = Guard(call._replace(state=state), surroundings)
         return state, output
 
     def run_guarded(self, call: BoundCall, inputs: Inputs) -> tuple[Any, Any]:
@@ -197,7 +197,7 @@ class Compiled(Printed):
         with self._step(inputs) as (run, tensors):
             outputs = run(tensors)
         graph = self.graph
-        output_tree = self.bound.output_tree(self.lowered.recording, graph)
+        output_tree = self.binding.output_tree(self.lowered.recording, graph)
         return call.state, pytree.tree_unflatten(outputs[graph.num_state :], output_tree)
 
     @ends_at_user
@@ -243,7 +243,7 @@ class Compiled(Printed):
         """
         if self._mesh is not None:  # the mesh has them, whichever program has started them
             process_groups(self._mesh).forget_carried()
-        local_program = self.bound.local_program
+        local_program = self.binding.local_program
         if local_program is None:
             return
         if isinstance(local_program.function, Capture):
@@ -262,7 +262,7 @@ class Compiled(Printed):
         """
         before = self.profile(*args, steps=steps, **kwargs)
         lowered = self._local_program.lowered.replan(before)
-        replanned = dataclasses.replace(self, lowered=lowered, agreed=False, bound=BoundProgram())
+        replanned = dataclasses.replace(self, lowered=lowered, agreed=False, binding=Binding())
         after = replanned.profile(*args, steps=steps, **kwargs)
 
         # All ranks decide by the same two numbers, so they keep the same plan.
@@ -274,8 +274,8 @@ class Compiled(Printed):
             note = f"{note} and was kept"
         plan = dataclasses.replace(faster.lowered.plan, notes=(*faster.lowered.plan.notes, note))
         lowered = dataclasses.replace(faster.lowered, plan=plan, cluster=replanned.lowered.cluster)
-        bound = BoundProgram(faster._replace(lowered=lowered))
-        return dataclasses.replace(self, lowered=lowered, bound=bound), before
+        binding = Binding(faster._replace(lowered=lowered))
+        return dataclasses.replace(self, lowered=lowered, binding=binding), before
 
     @property
     def _mesh(self) -> DeviceMesh | None:
@@ -292,9 +292,9 @@ class Compiled(Printed):
     @property
     def _local_program(self) -> LocalProgram:
         """The program as it runs. A run has bound it."""
-        if self.bound.local_program is None:
+        if self.binding.local_program is None:
             raise RuntimeError(f"{self.lowered.graph.name} has not run yet.")
-        return self.bound.local_program
+        return self.binding.local_program
 
     @contextlib.contextmanager
     def _step(self, inputs: Inputs) -> Iterator[tuple[Any, list[torch.Tensor]]]:
@@ -304,11 +304,11 @@ class Compiled(Printed):
         local = inputs.tensors
         state = inputs.state
         check_whole(state, name)
-        thread = self.bound.thread if mesh is None else process_groups(mesh).thread
+        thread = self.binding.thread if mesh is None else process_groups(mesh).thread
         with one_thread(thread, name), self._current_device(local):
             if mesh is not None:
                 check_launched(mesh, name)
-            local_program = self.bound.local_program or self._bind(local, state)
+            local_program = self.binding.local_program or self._bind(local, state)
             half_weights = local_program.half_weights
             if half_weights is not None:
                 local = half_weights.inserted(local)
@@ -316,7 +316,7 @@ class Compiled(Printed):
             if mesh is not None:
                 self._agree(mesh, local_program, local, state, goes_on)
             # Only now, so that all ranks bind again if one of them could not.
-            self.bound.local_program = local_program
+            self.binding.local_program = local_program
 
             if isinstance(local_program.function, Capture):
                 local_program.function.check_inputs(local)
@@ -341,7 +341,7 @@ class Compiled(Printed):
 
         PyTorch makes streams and events, and Triton launches kernels, on the current device.
         """
-        local_program = self.bound.local_program
+        local_program = self.binding.local_program
         device = local_program.device if local_program is not None else device_of(local)
         return torch.accelerator.device_index(device.index if device is not None else None)
 
@@ -375,7 +375,7 @@ class Compiled(Printed):
     @property
     def is_bound(self) -> bool:
         """Whether it has run, so that the ranks have agreed on its order."""
-        return self.bound.local_program is not None
+        return self.binding.local_program is not None
 
     def for_other_sizes(self, traced: Traced) -> Compiled:
         """The program of the same step for other batch sizes, in the order of this program.
@@ -383,7 +383,7 @@ class Compiled(Printed):
         The ranks have agreed on that order, so a single rank may have a batch of such sizes. A program with other
         collectives cannot follow the order: it gets a plan of its own, on which all ranks must agree.
         """
-        local_program = self.bound.local_program
+        local_program = self.binding.local_program
         leader = local_program.lowered if local_program is not None else self.lowered
         agreed = self.is_bound
         try:
@@ -391,7 +391,7 @@ class Compiled(Printed):
         except PlanError:
             lowered = traced.lower(cluster=leader.cluster)
             agreed = False
-        return dataclasses.replace(self, lowered=lowered, agreed=agreed, bound=BoundProgram())
+        return dataclasses.replace(self, lowered=lowered, agreed=agreed, binding=Binding())
 
     def _inputs(self, call: BoundCall) -> Inputs:
         """The inputs of a call whose signature fits.

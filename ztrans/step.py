@@ -91,7 +91,7 @@ class ProgramCache:
     def match(self, call: BoundCall, surroundings: Surroundings) -> tuple[Compiled, Inputs] | None:
         """The program whose last call is like this one, and the inputs of this call; None if no program matches."""
         for compiled in reversed(self._programs.values()):
-            inputs = compiled.bound.match(call, surroundings)
+            inputs = compiled.binding.match(call, surroundings)
             if inputs is not None:
                 return compiled, inputs
         return None

@@ -363,10 +363,10 @@ def test_every_program_of_a_step_recognises_its_state(run):
 def test_a_compiled_step_is_frozen_and_its_runs_change_the_bound_program():
     compiled = zt.Step.of(step).lower(fresh(), X).compile()
     with pytest.raises(AttributeError):
-        compiled.bound = None
-    assert compiled.bound.local_program is None and compiled.bound.guard is None
+        compiled.binding = None
+    assert compiled.binding.local_program is None and compiled.binding.guard is None
     compiled(fresh(), X)
-    assert compiled.bound.local_program is not None and compiled.bound.guard is not None
+    assert compiled.binding.local_program is not None and compiled.binding.guard is not None
 
 
 def test_an_output_that_is_a_number_of_the_call_may_be_written():

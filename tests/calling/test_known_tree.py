@@ -80,14 +80,14 @@ def test_what_is_known_of_a_batch_is_kept_while_batches_are_alike():
     run, state = zt.Step.of(step), torch.zeros((), dtype=torch.float64)
     state, _ = run(state, {"a": A}, y=0.5)
     (program,) = run._cache.values()
-    guard = program.bound.guard
+    guard = program.binding.guard
     for k in range(3):
         state, total = run(state, {"a": A * k}, y=k / 2)
-        assert program.bound.guard is guard and total == 3 * k + k / 2
+        assert program.binding.guard is guard and total == 3 * k + k / 2
     state, _ = run(state, {"a": A.double()}, y=0.5)
     assert len(run._cache) == 2
     state, _ = run(state, {"a": A}, y=0.5)
-    assert program.bound.guard is guard, "both programs recognise the state"
+    assert program.binding.guard is guard, "both programs recognise the state"
 
 
 def test_a_batch_that_begins_to_require_gradients_is_traced_again():

@@ -31,7 +31,7 @@ def calls(make_optimizer, samples=64):
     state = step.shard(state)
     compiled = step.compiled(state, torch.ones(samples, 4))
     compiled(state, torch.ones(samples, 4))
-    nodes = compiled.bound.local_program.function.program.graph.nodes
+    nodes = compiled.binding.local_program.function.program.graph.nodes
     names = [
         n.target.__name__.partition(".")[0]
         for n in nodes

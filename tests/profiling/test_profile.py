@@ -154,7 +154,7 @@ def test_tune_keeps_the_faster_plan(alone, monkeypatch, second):
     verdict = f"measured {second:.2f} s a step, where the plan before took 2.00 s"
     assert kept.lowered.plan.notes[-1] == (verdict if second < 2 else f"{verdict} and was kept")
     assert any(n.startswith("expected ") for n in kept.lowered.plan.notes) == (second < 2)
-    assert (kept.bound.local_program.function is compiled.bound.local_program.function) == (
+    assert (kept.binding.local_program.function is compiled.binding.local_program.function) == (
         second > 2
     )
     assert torch.isfinite(kept(state, *batch)[1])
@@ -289,7 +289,7 @@ def test_kernels_of_values_that_are_equal_on_all_ranks_are_deterministic(pretend
     state, x = step.shard({"w": torch.randn(8, 4)}), torch.randn(6, 8)
     compiled = step.lower(state, x).compile(backend="inductor")
     compiled(state, x)
-    kernels = [*compiled.bound.local_program.function.kernels]
+    kernels = [*compiled.binding.local_program.function.kernels]
     assert {("sin" in str(computed), deterministic) for computed, *_, deterministic in kernels} == {
         (True, False),
         (False, True),

@@ -147,7 +147,7 @@ def test_ranks_that_do_not_go_on_alike_disagree(mesh):
     state = step.shard(CASE.state())
     compiled = step.compiled(state, *BATCH)
     state, _ = compiled(state, *BATCH)
-    contract = compiled.bound.local_program.contract
+    contract = compiled.binding.local_program.contract
     terms = partial(contract.terms, [torch.zeros(())] * len(compiled.graph.inputs), 1)
     text = contract.explain(
         mesh, {0: terms(goes_on=True), 2: terms(goes_on=False), 3: terms(goes_on=True)}

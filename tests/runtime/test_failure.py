@@ -166,7 +166,7 @@ def test_a_half_updated_state_is_refused_and_another_state_is_not():
         raise MemoryError("none is left")
 
     bound = compiled._bind([state["a"], state["b"], x], [state["a"], state["b"]])
-    compiled.bound.local_program = bound._replace(
+    compiled.binding.local_program = bound._replace(
         function=lambda local: (bound.writes.begin(), broken())
     )
     with pytest.raises(MemoryError) as error:
@@ -201,7 +201,7 @@ def test_a_tuned_program_marks_a_half_updated_state_too():
         .compile()
     )
     tuned, _ = compiled.tune(state, x, steps=1)
-    program = tuned.bound.local_program.function.program
+    program = tuned.binding.local_program.function.program
     forward = program.forward
 
     def broken(*inputs):

@@ -69,7 +69,7 @@ def captured(fn, state, batch):
         return run(inputs)
 
     compiled = lowered.compile()
-    compiled.bound.local_program = LocalProgram(
+    compiled.binding.local_program = LocalProgram(
         lowered, Capture(counted, lowered.graph, cuda, "cpu"), Writes()
     )
     return compiled, cuda, calls
@@ -170,7 +170,7 @@ def test_another_state_is_refused_until_the_graph_is_closed():
 def test_a_failed_capture_says_why_and_leaves_the_state_unchanged():
     data = [(batch_of(k),) for k in range(2)]
     compiled, cuda, _ = captured(step, state_of(), data[0])
-    capture = compiled.bound.local_program.function
+    capture = compiled.binding.local_program.function
     inner = capture.run
 
     def reads(inputs):
@@ -193,7 +193,7 @@ def test_a_failed_capture_says_why_and_leaves_the_state_unchanged():
 @pytest.mark.slow
 def test_a_first_run_that_fails_is_repeated_and_the_caller_is_behind_what_it_launched():
     compiled, cuda, calls = captured(step, state_of(), (batch_of(0),))
-    capture = compiled.bound.local_program.function
+    capture = compiled.binding.local_program.function
     run = capture.run
 
     def failing(inputs):
@@ -281,7 +281,7 @@ def test_a_learning_rate_of_a_lifted_loop_is_read_at_every_call(monkeypatch):
         lambda *_: [names.index("x"), names.index(rate)],
     )
     compiled = lowered.compile()
-    compiled.bound.local_program = LocalProgram(
+    compiled.binding.local_program = LocalProgram(
         lowered, Capture(executable(graph, None), graph, cuda, "cpu"), Writes()
     )
     state_after, losses = run(optimizer, compiled, state)
@@ -311,7 +311,7 @@ def test_a_number_that_a_kernel_takes_by_value_stays_what_it_was():
     check_values(graph)
     compiled = lowered.compile()
     capture = Capture(executable(graph, None), graph, FakeCuda(), "cpu")
-    compiled.bound.local_program = LocalProgram(lowered, capture, Writes())
+    compiled.binding.local_program = LocalProgram(lowered, capture, Writes())
     state = zt.Step.of(function).shard(state)
     for rate in (0.1, 0.2, 0.3):
         optimizer.param_groups[0]["lr"] = rate
@@ -465,7 +465,7 @@ def captured_on_a_mesh(steps: int, cuda: FakeCuda, **options):
     run = executable(lowered.graph, mesh)
     capture = Capture(run, lowered.graph, cuda, "cpu", **options)
     compiled = lowered.compile()
-    compiled.bound.local_program = LocalProgram(
+    compiled.binding.local_program = LocalProgram(
         lowered, capture, Writes(), Contract(lowered.graph, "")
     )
     return compiled, capture, state, data

@@ -136,7 +136,7 @@ def test_a_compiled_step_trains_alike(name, backend, monkeypatch):
     assert distance(after[0], before[0]) < 1e-4 and distance(after[1][0], before[1][0]) < 1e-4
     assert updates(plain.graph) != updates(run.graph)
     kind = "fused_" + name.split()[0].rstrip(",")
-    code = run.bound.local_program.function.program.code
+    code = run.binding.local_program.function.program.code
     assert [
         code.count(f"{library}.{op}") for library, op in (("ztrans", kind), ("aten", f"_{kind}"))
     ] == [1, 1], code
@@ -182,7 +182,9 @@ def test_a_norm_reads_halves_and_an_update_scales(name, change, monkeypatch):
         results.append((tensors, output[:2]))
     assert distance(*results) < 1e-4
     calls = [
-        n for n in run.bound.local_program.function.program.graph.nodes if "fused_" in str(n.target)
+        n
+        for n in run.binding.local_program.function.program.graph.nodes
+        if "fused_" in str(n.target)
     ]
     assert len(calls) == 2, "one for halves, and one for fp32"
 

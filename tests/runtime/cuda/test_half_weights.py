@@ -81,7 +81,7 @@ def on_gpu(monkeypatch):
 
 
 def copies(run) -> list[torch.Tensor]:
-    return run.bound.local_program.half_weights.copies
+    return run.binding.local_program.half_weights.copies
 
 
 def weights(state) -> list[torch.Tensor]:
@@ -91,7 +91,7 @@ def weights(state) -> list[torch.Tensor]:
 def counted(run, monkeypatch) -> list[int]:
     """The numbers of casts of each later step, while it runs."""
     numbers = []
-    half_weights = run.bound.local_program.half_weights
+    half_weights = run.binding.local_program.half_weights
     refresh = half_weights.refresh
 
     def counting(inputs):
@@ -143,7 +143,7 @@ def test_the_same_bits(name, backend, on_gpu, monkeypatch):
     numbers = None
     for step in range(4):
         check_equal_steps(subjects, states, step)
-        half_weights = subjects[1].bound.local_program.half_weights
+        half_weights = subjects[1].binding.local_program.half_weights
         leaves = pytree.tree_leaves(states[1])
         assert len(half_weights.copies) == (3 if backend == "eager" else 2)
         for place, copy in zip(half_weights.positions, half_weights.copies):
@@ -187,9 +187,9 @@ def test_kernels_of_inductor_write_copies_too(name, monkeypatch):
             numbers = counted(subjects[1], monkeypatch)
     assert numbers == [0, 0, 0] and len(copies(subjects[1])) == 3
     assert all(map(torch.equal, copies(subjects[1]), (w.bfloat16() for w in weights(states[1]))))
-    graphs = [run.bound.local_program.lowered.graph for run in subjects]
+    graphs = [run.binding.local_program.lowered.graph for run in subjects]
     assert [casts_of_weights(graph) for graph in graphs] == [3, 0]
-    calls = [run.bound.local_program.function.program.graph.nodes for run in subjects]
+    calls = [run.binding.local_program.function.program.graph.nodes for run in subjects]
     kernels = [sum(isinstance(n.target, KernelCall) for n in nodes) for nodes in calls]
     casts = [sum(n.target is CAST for n in nodes) for nodes in calls]
     assert kernels[1] + casts[1] < kernels[0] + casts[0]
@@ -249,13 +249,13 @@ def by_another_program(state, program):
     """Whose kernels, as those of Inductor and of a replay, do not count what they write."""
     other = program.compile()
     other(clone(state), X)
-    local = other.bound.local_program
+    local = other.binding.local_program
 
     def uncounted(inputs):
         with torch.autograd._unsafe_preserve_version_counter(tuple(inputs)):
             return local.function(inputs)
 
-    other.bound.local_program = local._replace(function=uncounted)
+    other.binding.local_program = local._replace(function=uncounted)
     return other(state, X)[0]
 
 
@@ -317,15 +317,15 @@ def test_after_a_failed_step_all_weights_are_cast(on_gpu, monkeypatch):
     run = program.compile(cast_ahead=True)
     state, _ = run(state, X)
     numbers = counted(run, monkeypatch)
-    local = run.bound.local_program
+    local = run.binding.local_program
 
     def failing(inputs):
         raise ValueError("no more")
 
-    run.bound.local_program = local._replace(function=failing)
+    run.binding.local_program = local._replace(function=failing)
     with pytest.raises(ValueError, match="no more"):
         run(state, X)
-    run.bound.local_program = local
+    run.binding.local_program = local
     state, _ = run(state, X)
     state, _ = run(state, X)
     assert numbers == [0, 3, 0]
@@ -354,10 +354,10 @@ def test_a_replay_reads_the_copies(on_gpu):
     mine, true = clone(state), clone(state)
     mine, _ = run(mine, X)
     true, _ = plain(true, X)
-    local = run.bound.local_program
+    local = run.binding.local_program
     cuda = FakeCuda()
     capture = Capture(local.function, local.lowered.graph, cuda, "cpu")
-    run.bound.local_program = local._replace(function=capture)
+    run.binding.local_program = local._replace(function=capture)
     for step in range(5):
         if step == 3:
             mine, true = changed_in_place(mine, program), changed_in_place(true, program)
@@ -411,4 +411,4 @@ def test_what_stays_as_it_is():
         assert rewritten(sharded.lower(state, X[:4]).graph)[1] is None
     run = lowered()[0].compile(cast_ahead=True)
     run(clone(state), X)
-    assert run.bound.local_program.half_weights is None
+    assert run.binding.local_program.half_weights is None

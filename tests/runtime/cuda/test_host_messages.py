@@ -121,7 +121,7 @@ def compiled_step(mesh, case, messages, cuda_graph=False):
     function = Capture(launched, lowered.graph, cuda, "cpu") if cuda_graph else launched
     compiled = lowered.compile()
     contract = Contract(lowered.graph, "")
-    compiled.bound.local_program = LocalProgram(lowered, function, Writes(), contract)
+    compiled.binding.local_program = LocalProgram(lowered, function, Writes(), contract)
     return compiled, state
 
 
@@ -140,7 +140,7 @@ def test_a_replay_sends_nothing_to_the_host_of_another_rank(mesh, messages, monk
     monkeypatch.setattr("ztrans.compiled.answers_late", lambda mesh: True)
     case = CASES["mlp_momentum"]
     compiled, state = compiled_step(mesh, case, messages, cuda_graph=True)
-    captured = compiled.bound.local_program.function
+    captured = compiled.binding.local_program.function
     trained(compiled, state, STEPS, case, messages)
     assert captured.captured.replays == STEPS + 1
     assert messages.begun == []

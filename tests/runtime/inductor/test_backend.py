@@ -108,7 +108,7 @@ def test_random_draws_are_equal_and_the_state_is_updated_in_place():
     homes = [x.data_ptr() for x in mine.values()]
     held, before = compiled(mine, *data[0])[1][1], mine["m"].clone()
     assert [x.data_ptr() for x in mine.values()] == homes
-    program = compiled.bound.local_program.function.program
+    program = compiled.binding.local_program.function.program
     kernels = [node.target for node in program.graph.nodes if isinstance(node.target, KernelCall)]
     written = [k for kernel in kernels for k in kernel.written if k is not None]
     assert len(written) == 2, "kernels overwrite w and v, but not m, which is an output"
@@ -154,7 +154,7 @@ def two_layers():
 
 def test_equal_layers_are_compiled_once(two_layers):
     few, more = (
-        [*compiled.bound.local_program.function.kernels]
+        [*compiled.binding.local_program.function.kernels]
         for _, compiled, *_ in (two_layers, deep(4))
     )
     assert few == more
@@ -168,7 +168,7 @@ def test_the_program_that_runs_is_printed_and_profiled(two_layers):
         assert event.start == pytest.approx(end), "equations follow each other without a gap"
         end = event.start + event.seconds
     assert 0 < end <= measured.timeline.seconds
-    run = compiled.bound.local_program.lowered.graph
+    run = compiled.binding.local_program.lowered.graph
     assert set(run.eqns) == set(lowered.graph.eqns) and str(run) == compiled.as_text() != str(
         lowered
     )
@@ -253,7 +253,7 @@ def test_an_argument_is_donated_if_nothing_else_reads_its_memory(function, donat
         pytree.tree_leaves(compiled(torch.ones(1), a)[1]), pytree.tree_leaves(function(a))
     ):
         torch.testing.assert_close(x, y)
-    first = next(iter(compiled.bound.local_program.function.kernels))
+    first = next(iter(compiled.binding.local_program.function.kernels))
     _, _, donated, _ = first
     assert donated == ((0,) if donates else ())
 
