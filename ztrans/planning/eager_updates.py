@@ -33,7 +33,7 @@ class Movable(NamedTuple):
 
 
 @dataclass(frozen=True)
-class UpdateGroup:
+class EagerGroup:
     """Equations of the update that need the same reductions and may run from the same place on."""
 
     after: tuple[int, ...]  # the indices of these reductions
@@ -64,7 +64,7 @@ def movable_eqns(s: Skeleton) -> Movable:
     return Movable(tuple(after_reductions), of_state)
 
 
-def update_groups(s: Skeleton) -> tuple[UpdateGroup, ...]:
+def eager_groups(s: Skeleton) -> tuple[EagerGroup, ...]:
     """The equations of the update that leave their places, in groups.
 
     An equation may need a value that an operation at a fixed place computes after the last reduction was waited for,
@@ -83,10 +83,10 @@ def update_groups(s: Skeleton) -> tuple[UpdateGroup, ...]:
 
     for key, eqns in _state_computations(movable.of_state, groups).items():
         groups.setdefault(key, []).extend(eqns)
-    update: list[UpdateGroup] = []
+    update: list[EagerGroup] = []
     for (reductions, release), eqns in groups.items():
         in_order = tuple(sorted(eqns, key=s.places.__getitem__))
-        update.append(UpdateGroup(tuple(sorted(reductions)), release, in_order))
+        update.append(EagerGroup(tuple(sorted(reductions)), release, in_order))
     return tuple(update)
 
 

@@ -21,7 +21,7 @@ from ..ir.printer import op_name
 from ..ir.rules import Sizes
 from .buffers import Buffer, local_bytes
 from .cluster import Cluster
-from .eager_updates import UpdateGroup, deadlines, update_groups
+from .eager_updates import EagerGroup, deadlines, eager_groups
 from .network import Message
 from .problem_memory import with_memory
 from .simulate import NO_UNPACKING, UNPACKING, equation_seconds, messages, transfers
@@ -65,9 +65,9 @@ def frame(s: Skeleton, update: str | None = None) -> Problem:
 
 
 @functools.lru_cache(maxsize=2)  # as `skeleton`
-def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[UpdateGroup, ...]]:
+def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[EagerGroup, ...]]:
     """The frame of a problem, and the equations of the update that leave their places."""
-    groups = update_groups(s) if (update or s.asked_update) == "eager" else ()
+    groups = eager_groups(s) if (update or s.asked_update) == "eager" else ()
     gathers = _gathers(s)
     reductions = _reductions(s, _floating(groups))
     hints = s.graph.hints
@@ -88,7 +88,7 @@ def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[UpdateGroup
     return problem, groups
 
 
-def _floating(groups: Sequence[UpdateGroup]) -> set[Eqn]:
+def _floating(groups: Sequence[EagerGroup]) -> set[Eqn]:
     """The equations that leave their places."""
     return set(chain.from_iterable(group.eqns for group in groups))
 

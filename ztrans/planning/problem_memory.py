@@ -17,12 +17,12 @@ from ..ir.collectives import rules
 from ..ir.donation import donation
 from ..ir.graph import Eqn, Var, variables
 from .buffers import AT_START, AT_WAIT, Buffer, Storage, device_bytes, live_by_slot, storages
-from .eager_updates import UpdateGroup, movable_eqns
+from .eager_updates import EagerGroup, movable_eqns
 from .skeleton import Skeleton
 from .solver.problem import Problem, Reduction
 
 
-def with_memory(s: Skeleton, groups: Sequence[UpdateGroup], problem: Problem) -> Problem:
+def with_memory(s: Skeleton, groups: Sequence[EagerGroup], problem: Problem) -> Problem:
     """Add to a problem what is live in every schedule, and the buffers of its reductions."""
     uses = _StorageUses(s, groups)
     of_reductions = _ReductionBuffers(uses)
@@ -65,7 +65,7 @@ class _StorageUses:
         outputs: the storages of the results of the program.
     """
 
-    def __init__(self, s: Skeleton, groups: Sequence[UpdateGroup]) -> None:
+    def __init__(self, s: Skeleton, groups: Sequence[EagerGroup]) -> None:
         self.s = s
         self.groups = groups
         self.donated = donation(s.graph)
@@ -270,7 +270,7 @@ class _ReductionBuffers:
                 self.second[later] += size
         self.buffers[i].append(Buffer(size, first, last))
 
-    def _add_temporaries(self, group: UpdateGroup) -> None:
+    def _add_temporaries(self, group: EagerGroup) -> None:
         """Add the most bytes of temporaries that the equations of a group have live at once."""
         uses = self.uses
         latest = max(group.after)

@@ -19,7 +19,7 @@ from ..ir.printer import format_bytes
 from ..ir.relations import grouped
 from ..ir.verifier import ProgramError, check
 from .cost import memory
-from .eager_updates import update_groups
+from .eager_updates import eager_groups
 from .early_updates import with_early_updates
 from .formulate import frame
 from .network import Successors
@@ -181,7 +181,7 @@ class _Emission:
         self.s = s
         self.problem = problem
         self.eqns: dict[Eqn, None] = {}
-        self.groups = update_groups(s) if problem.updates else ()
+        self.groups = eager_groups(s) if problem.updates else ()
         self.updates = PendingUpdates(problem)
         self.under_way = 0  # the bytes of gradients whose reduction is under way
         self.second_buckets: Successors[Bucket] = Successors()
