@@ -22,7 +22,7 @@ from .ir.donation import donation
 from .ir.graph import Eqn, Graph
 from .ir.micro_batches import in_order
 from .ir.printer import Printed, format_seconds
-from .ir.update_groups import Group, group_updates
+from .ir.update_groups import EqnGroup, group_updates
 from .planning.cost import Memory, memory
 from .planning.realise import PlanError
 from .profiling.profile import Profile, profile
@@ -525,7 +525,7 @@ def _failures(mesh: DeviceMesh | None) -> int:
     return process_groups(mesh).failures if mesh is not None else 0
 
 
-def _grouped(graph: Graph) -> tuple[Graph, Sequence[Group]]:
+def _grouped(graph: Graph) -> tuple[Graph, Sequence[EqnGroup]]:
     """The program with equal updates next to each other, and their groups.
 
     Updates that compute temporary values are left in their places where the peak of memory would rise otherwise.

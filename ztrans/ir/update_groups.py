@@ -29,20 +29,20 @@ from .relations import sorted_by
 from .structure import structure
 
 aten = torch.ops.aten
-Group = tuple[Eqn, ...]  # equations that one call computes
+EqnGroup = tuple[Eqn, ...]  # equations that one call computes
 # An operation over lists, its arguments and its keyword arguments.
 ListCall = tuple[Any, tuple, Mapping[str, Any]]
 
 
 def group_updates(
     graph: Graph, may_move: Callable[[Eqn], bool] = lambda e: True
-) -> tuple[Graph, tuple[Group, ...]]:
+) -> tuple[Graph, tuple[EqnGroup, ...]]:
     """Put equal updates next to each other, among those that may move.
 
     Returns the program in the new order, and its groups of several equations.
     """
     passed_once = _passed_once(graph)
-    parts: list[Group] = []
+    parts: list[EqnGroup] = []
     for movable, run in groupby(graph.eqns, may_change_places):
         eqns = list(run)
         if movable and len(eqns) > 1:
@@ -121,7 +121,7 @@ def _passed_once(graph: Graph) -> set[Var]:
 
 def _regrouped(
     run: list[Eqn], passed_once: Collection[Var], may_move: Callable[[Eqn], bool]
-) -> list[Group]:
+) -> list[EqnGroup]:
     """The equations of a run as parts of equal ones: each part stands where the last of its equations stood."""
     numbering = _Numbering(passed_once)
     parts: dict[Hashable, list[Eqn]] = {}
@@ -133,7 +133,7 @@ def _regrouped(
     return _ordered(run, list(map(tuple, parts.values())))
 
 
-def _ordered(run: Sequence[Eqn], parts: Sequence[Group]) -> list[Group]:
+def _ordered(run: Sequence[Eqn], parts: Sequence[EqnGroup]) -> list[EqnGroup]:
     """The parts in an order in which every value is computed before it is read, and otherwise as in the run."""
     part_of: dict[Eqn, int] = {}
     for k, part in enumerate(parts):

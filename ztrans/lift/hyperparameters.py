@@ -24,22 +24,22 @@ from ..calling.signature import is_number
 from ..ir.source import user_source, where
 from ..tracing.errors import TraceError
 
-Group = dict[str, Any]
+ParamGroup = dict[str, Any]
 
 # The coefficients of Muon's polynomial: `torch.addmm` takes them by value, so they are constants.
 _TAKEN_BY_VALUE = ("ns_coefficients",)
 _PLAIN = (bool, int, str, type(None))
 
 
-def groups_of(optimizers: Sequence[Optimizer]) -> list[Group]:
+def groups_of(optimizers: Sequence[Optimizer]) -> list[ParamGroup]:
     """The parameter groups of all optimizers, one after another."""
-    groups: list[Group] = []
+    groups: list[ParamGroup] = []
     for optimizer in optimizers:
         groups += optimizer.param_groups
     return groups
 
 
-def inputs_of(optimizers: Sequence[Optimizer]) -> list[Group]:
+def inputs_of(optimizers: Sequence[Optimizer]) -> list[ParamGroup]:
     """For each group the present values of its inputs, by key."""
     inputs = []
     for group in groups_of(optimizers):
@@ -62,7 +62,7 @@ def constants_of(optimizers: Sequence[Optimizer]) -> Hashable:
 
 
 def numbers_of_groups(
-    groups: Sequence[Group], inputs: Sequence[Group]
+    groups: Sequence[ParamGroup], inputs: Sequence[ParamGroup]
 ) -> Iterator[tuple[Any, int | None]]:
     """Each input that stands for a number of a group, with the sign of that number. That of a rate is None."""
     for group, stand_ins in zip(groups, inputs):

@@ -28,7 +28,7 @@ from ..calling.global_state import patched
 from ..tracing.errors import OutsideTensorError, ReadsValueError, TraceError
 from .gradients import Gradients
 from .hyperparameters import (
-    Group,
+    ParamGroup,
     constants_of,
     groups_of,
     inputs_of,
@@ -84,7 +84,7 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
     def __call__(self, state: State, /, *batch: P.args, **kwargs: P.kwargs) -> tuple[State, T]:
         return self.call_with(self.extra_inputs(), state, *batch, **kwargs)
 
-    def extra_inputs(self) -> list[Group]:
+    def extra_inputs(self) -> list[ParamGroup]:
         """The values of the parameter groups that are inputs of a program."""
         return inputs_of(self._optimizers)
 
@@ -99,7 +99,7 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         }
 
     def call_with(
-        self, extra: list[Group], state: State, /, *batch: P.args, **kwargs: P.kwargs
+        self, extra: list[ParamGroup], state: State, /, *batch: P.args, **kwargs: P.kwargs
     ) -> tuple[State, T]:
         """Run the loop step from `state`, with these values of the parameter groups."""
         check_lifted(state, self.__name__)
@@ -135,7 +135,7 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         state: State,
         names: Mapping[int, str],
         params: Mapping[str, torch.Tensor],
-        extra: list[Group],
+        extra: list[ParamGroup],
     ) -> Iterator[None]:
         """Let the module and the optimizers have the tensors of a state inside.
 
@@ -254,8 +254,8 @@ def _signature_of(loop_step: Callable) -> inspect.Signature:
 
 
 def _groups_with(
-    optimizer: Optimizer, stand_ins: Mapping[int, torch.Tensor], inputs: Iterator[Group]
-) -> list[Group]:
+    optimizer: Optimizer, stand_ins: Mapping[int, torch.Tensor], inputs: Iterator[ParamGroup]
+) -> list[ParamGroup]:
     """The parameter groups of an optimizer with stand-ins, and in the form in which they are traced.
 
     A lifted step that is called without a `Step` is not traced, and runs the optimizer as it is.

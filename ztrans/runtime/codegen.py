@@ -33,7 +33,7 @@ from ..ir.marks import GRADIENT, PMEAN, PSUM
 from ..ir.op_facts import arguments_by_name
 from ..ir.operations import bound_results, call_operator, stride_safe
 from ..ir.printer import op_name
-from ..ir.update_groups import Group, is_fused_update, list_call
+from ..ir.update_groups import EqnGroup, is_fused_update, list_call
 from ..ir.user_collectives import by_group
 from . import transport
 from .collectives import channel_of, wait
@@ -225,8 +225,8 @@ def to_fx(
     graph: Graph,
     mesh: DeviceMesh | None = None,
     donate: bool = False,
-    groups: Sequence[Group] = (),
-    kernels: Mapping[Group, Kernel] = MappingProxyType({}),
+    groups: Sequence[EqnGroup] = (),
+    kernels: Mapping[EqnGroup, Kernel] = MappingProxyType({}),
     streams: Streams | None = None,
     on_write: Callable[[], None] | None = None,
     emitters: Mapping[Primitive, Emitter] = EMITTERS,
@@ -360,14 +360,14 @@ class _Unit(NamedTuple):
     """Equations that run as one call, or a single one, and the position of the first of them."""
 
     position: int
-    eqns: Group
+    eqns: EqnGroup
 
 
 def _units(
-    graph: Graph, groups: Sequence[Group], kernels: Mapping[Group, Kernel], donated: Donation
+    graph: Graph, groups: Sequence[EqnGroup], kernels: Mapping[EqnGroup, Kernel], donated: Donation
 ) -> Iterator[_Unit]:
     """The units of a program, in order: the groups that have a kernel, or that one call computes, are one unit each."""
-    by_first: dict[Eqn, Group] = {}
+    by_first: dict[Eqn, EqnGroup] = {}
     inside: set[Eqn] = set()
     for group in groups:
         if group in kernels or _is_one_call(group, donated):
@@ -378,7 +378,7 @@ def _units(
             yield _Unit(index, by_first.get(eqn, (eqn,)))
 
 
-def _is_one_call(group: Group, donated: Donation) -> bool:
+def _is_one_call(group: EqnGroup, donated: Donation) -> bool:
     """Whether a fused optimizer, or an operation over lists, can compute equal equations at once.
 
     All of them write in place, or none does. What one of them writes no other may read, for one kernel may compute
@@ -403,7 +403,10 @@ def _is_one_call(group: Group, donated: Donation) -> bool:
 
 
 def _first_write(
-    units: Sequence[_Unit], kernels: Mapping[Group, Kernel], donated: Donation, state: Sequence[Var]
+    units: Sequence[_Unit],
+    kernels: Mapping[EqnGroup, Kernel],
+    donated: Donation,
+    state: Sequence[Var],
 ) -> _Unit | None:
     """The first unit that writes over the state."""
     of_state = set(state)
@@ -422,7 +425,7 @@ def _first_write(
 def _emit(
     unit: _Unit,
     emission: Emission,
-    kernels: Mapping[Group, Kernel],
+    kernels: Mapping[EqnGroup, Kernel],
     donated: Donation,
     emitters: Mapping[Primitive, Emitter],
 ) -> None:

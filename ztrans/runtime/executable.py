@@ -21,7 +21,7 @@ from ..ir.graph import Graph, Var
 from ..ir.layout import local_shape
 from ..ir.micro_batches import Carry, MicroBatchPrograms, micro_batch_programs
 from ..ir.source import Source, where
-from ..ir.update_groups import Group
+from ..ir.update_groups import EqnGroup
 from .codegen import coordinates, to_fx
 from .collectives import Start
 from .host_copies import HostCopy
@@ -75,7 +75,7 @@ def executable(
     graph: Graph,
     mesh: DeviceMesh | None,
     on_write: Callable[[], None] | None = None,
-    groups: Sequence[Group] = (),
+    groups: Sequence[EqnGroup] = (),
     device: torch.device | None = None,
 ) -> Executable:
     """The program of this rank of `mesh`, ready to run eagerly; equations of a group are one call."""

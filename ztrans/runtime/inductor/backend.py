@@ -25,7 +25,7 @@ from ...ir.varying import varying
 from ..codegen import Kernel, coordinates, to_fx
 from ..executable import Executable, aliased_outputs
 from .compiler import Strided, bare, fused, infer_layouts
-from .fusion import Group, fuse
+from .fusion import FusedGroup, fuse
 
 
 class KernelCall:
@@ -110,7 +110,7 @@ class _LaidOut:
     """A program and its groups, with the layouts and the lifetimes of its values on one rank."""
 
     graph: Graph
-    groups: Sequence[Group]
+    groups: Sequence[FusedGroup]
     coordinates: Mapping[str, int]
     donation: Donation
     layouts: Mapping[Var, Strided]
@@ -118,7 +118,7 @@ class _LaidOut:
 
 def _lay_out(
     graph: Graph,
-    groups: Sequence[Group],
+    groups: Sequence[FusedGroup],
     mesh: DeviceMesh | None,
     inputs: Sequence[torch.Tensor],
 ) -> _LaidOut:
@@ -130,7 +130,7 @@ def _lay_out(
     rank = coordinates(graph, mesh)
     bound = by_group(graph, mesh) if mesh is not None else graph
 
-    def laid_out(groups: Sequence[Group]) -> _LaidOut:
+    def laid_out(groups: Sequence[FusedGroup]) -> _LaidOut:
         in_kernels: set[Eqn] = set()
         for group in groups:
             if not group.is_update:
@@ -149,7 +149,7 @@ def _lay_out(
     return laid_out(on_one_device)
 
 
-def _is_on_one_device(group: Group, layouts: Mapping[Var, Strided]) -> bool:
+def _is_on_one_device(group: FusedGroup, layouts: Mapping[Var, Strided]) -> bool:
     """Whether all values of a group are on one device. A scalar, such as lr, may be on another one."""
     of_group = [layouts[v] for v in (*group.ins, *group.outs)]
     devices = {x.device for x in of_group if x.shape}
@@ -217,7 +217,7 @@ def _compile(
     return kernels, compiled
 
 
-def _kernel_sources(program: _LaidOut) -> Iterator[tuple[Group, _KernelSource]]:
+def _kernel_sources(program: _LaidOut) -> Iterator[tuple[FusedGroup, _KernelSource]]:
     """The kernel of each group that is to be compiled."""
     graph = program.graph
     position = {eqn: i for i, eqn in enumerate(graph.eqns)}
@@ -259,7 +259,7 @@ def _old_values(graph: Graph) -> dict[Var, Var]:
 
 
 def _overwritten(
-    program: _LaidOut, group: Group, old_by_new: Mapping[Var, Var], end: int
+    program: _LaidOut, group: FusedGroup, old_by_new: Mapping[Var, Var], end: int
 ) -> dict[Var, Var]:
     """For each result of a group that may be written over an input, a leaf of the state or a donated one, that input.
 

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...ir import update_groups
 from ...ir.graph import Eqn, Graph, Var, variables
 from ...ir.op_facts import is_view, op_facts
 from ...ir.pairing import Pairs, pair
 from ...ir.relations import instances
-from ...ir.update_groups import group_updates, has_list_form, is_fused_update
+from ...ir.update_groups import EqnGroup, group_updates, has_list_form, is_fused_update
 
 # Equations of a kernel: to compile a larger one takes longer than its fusion saves.
 MOST = 64
@@ -26,7 +25,7 @@ _CONSTANTS = {"arange", "full", "ones", "scalar_tensor", "zeros"}
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class FusedGroup:
     """Equations that run as one.
 
     Attributes:
@@ -42,7 +41,7 @@ class Group:
     is_update: bool
 
 
-def fuse(graph: Graph) -> tuple[Graph, tuple[Group, ...]]:
+def fuse(graph: Graph) -> tuple[Graph, tuple[FusedGroup, ...]]:
     """Group the equations of a program.
 
     Returns the program with the equations of each group next to each other, and the groups in their order.
@@ -66,7 +65,9 @@ def fuse(graph: Graph) -> tuple[Graph, tuple[Group, ...]]:
     return graph.replace(eqns=tuple(eqns)), tuple(groups)
 
 
-def _group(k: int, eqns: Sequence[Eqn], readers: Mapping[Var, set[int]], is_update: bool) -> Group:
+def _group(
+    k: int, eqns: Sequence[Eqn], readers: Mapping[Var, set[int]], is_update: bool
+) -> FusedGroup:
     """The group of part k of the program; `readers` has the parts that read each value."""
     reads: dict[Var, None] = {}
     results: dict[Var, None] = {}
@@ -75,7 +76,7 @@ def _group(k: int, eqns: Sequence[Eqn], readers: Mapping[Var, set[int]], is_upda
         results.update(dict.fromkeys(eqn.results))
     ins = [v for v in reads if v not in results]
     outs = [v for v in results if readers.get(v, set()) - {k}]
-    return Group(tuple(eqns), tuple(ins), tuple(outs), is_update)
+    return FusedGroup(tuple(eqns), tuple(ins), tuple(outs), is_update)
 
 
 def _readers(parts: Sequence[list[Eqn]], graph: Graph) -> dict[Var, set[int]]:
@@ -150,9 +151,9 @@ class _Items:
     item that they read. Constants, and views of them, are deferred until an equation reads them.
     """
 
-    def __init__(self, pairs: Pairs, updates: Sequence[update_groups.Group]) -> None:
+    def __init__(self, pairs: Pairs, updates: Sequence[EqnGroup]) -> None:
         self.pairs = pairs
-        self.update_of: dict[Eqn, update_groups.Group] = {}
+        self.update_of: dict[Eqn, EqnGroup] = {}
         for update in updates:
             self.update_of.update(dict.fromkeys(update, update))
         self.items = [_Item((0, 0))]  # the first item holds the views of inputs
