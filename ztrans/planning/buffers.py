@@ -38,23 +38,27 @@ class Buffer(NamedTuple):
     last: int
 
 
-def changes(buffers: Iterable[Buffer]) -> np.ndarray:
-    """Two rows: slots, and how many more bytes are live there than at the slot before. All events are slots."""
+def rises(buffers: Iterable[Buffer]) -> np.ndarray:
+    """The curve of live bytes by its steps: a row of slots, and a row of the bytes by which it rises at each of them.
+
+    A fall is a negative rise. All events of the buffers are slots. Rises in any order can be joined, and `sum_rises`
+    makes the curve of them.
+    """
     rows = [*buffers, (0, 0, 0)]  # one at least, so that there are columns
     size, first, last = np.array(rows, dtype=np.int64).T
     return np.concatenate([[first, size], [last + 1, -size]], axis=1)
 
 
-def sum_changes(several: Sequence[np.ndarray], count: int) -> np.ndarray:
-    """By slot, the live bytes after several `changes`."""
-    slots, sizes = np.concatenate([*several, changes(())], axis=1)
-    change = np.bincount(np.minimum(slots, count), sizes, count + 1)
-    return change.cumsum()[:count].astype(np.int64)  # sums of bytes are exact as floats
+def sum_rises(several: Sequence[np.ndarray], count: int) -> np.ndarray:
+    """By slot, of `count` slots, the live bytes of several `rises` together."""
+    slots, sizes = np.concatenate([*several, rises(())], axis=1)
+    rise = np.bincount(np.minimum(slots, count), sizes, count + 1)
+    return rise.cumsum()[:count].astype(np.int64)  # sums of bytes are exact as floats
 
 
 def live_by_slot(buffers: Iterable[Buffer], count: int) -> np.ndarray:
     """By slot, of `count` slots, the bytes of all buffers that are live there."""
-    return sum_changes([changes(buffers)], count)
+    return sum_rises([rises(buffers)], count)
 
 
 def by_operation(slots: np.ndarray) -> np.ndarray:

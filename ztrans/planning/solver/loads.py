@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..buffers import Buffer, changes, live_by_slot, sum_changes
+from ..buffers import Buffer, live_by_slot, rises, sum_rises
 from ..network import NEVER, Message
 from .messages import (
     ReductionBytes,
@@ -61,7 +61,7 @@ class GatherLoad(NamedTuple):
         burst: the bytes that are live in addition where it starts, if that is before its use.
         message: as if it started at its use.
         alone: the seconds that the message takes if no other one is under way.
-        changes: how many more bytes are live than with a bucket for each member.
+        rises: how many more bytes are live than with a bucket for each member, as in `buffers.rises`.
     """
 
     members: MemberIndices
@@ -72,7 +72,7 @@ class GatherLoad(NamedTuple):
     burst: int
     message: Message
     alone: float
-    changes: np.ndarray
+    rises: np.ndarray
 
 
 class ReductionLoad(NamedTuple):
@@ -93,7 +93,7 @@ class ReductionLoad(NamedTuple):
         room: what it needs to be waited for later than at its first wait.
         message: as if it was waited for at its first wait.
         second: the reductions of its results, as a message.
-        changes: how many more bytes are live than with a bucket for each member.
+        rises: how many more bytes are live than with a bucket for each member, as in `buffers.rises`.
     """
 
     members: MemberIndices
@@ -111,14 +111,16 @@ class ReductionLoad(NamedTuple):
     room: RoomNeeded
     message: Message
     second: Message | None
-    changes: np.ndarray
+    rises: np.ndarray
 
 
 class RoomNeeded:
     """The room that a bucket of reductions needs from its first wait on, to be waited for later.
 
-    What is counted as live in every case needs no room: values that stay after the first wait, up to the slot `until`,
-    and temporaries of updates that run later. The array has as many slots as were asked for.
+    The bytes of its first wait are counted already, so they need no room again: values that stay after that wait, up
+    to the slot `until`, and temporaries of updates, each at the place of its release. `size` and `burst` contain both.
+
+    `slots` is the room by slot, from the operation after the first wait on. It grows when a later slot is asked for.
     """
 
     def __init__(
@@ -178,7 +180,7 @@ def gather_load(problem: Problem, members: MemberIndices) -> GatherLoad:
         burst=packed,
         message=message,
         alone=message.alone,
-        changes=changes([*early, *gather_buffers(problem, gathers, use, use)]),
+        rises=rises([*early, *gather_buffers(problem, gathers, use, use)]),
     )
 
 
@@ -193,7 +195,7 @@ def reduction_load(
     Args:
         problem: the reductions.
         first_waits: the first wait of each, before which no result is needed.
-        minus_alone: from a reduction, the negative of what it has live in a bucket of its own, as changes.
+        minus_alone: from a reduction, the negative of what it has live in a bucket of its own, as `buffers.rises`.
         members: the reductions in the bucket.
     """
     reductions = [problem.reductions[i] for i in members]
@@ -210,7 +212,7 @@ def reduction_load(
     size_at_wait = total.at_wait(end)
     size = total.under_way + total.waiting
     burst = size_at_wait - total.under_way
-    load_changes = [changes(total.buffers(start, first_wait)), *map(minus_alone, members)]
+    load_rises = [rises(total.buffers(start, first_wait)), *map(minus_alone, members)]
     return ReductionLoad(
         members=members,
         reductions=reductions,
@@ -227,15 +229,15 @@ def reduction_load(
         room=RoomNeeded(first_wait, size, burst, staying, total),
         message=message_of(problem, reductions, start, first_wait),
         second=second_message(problem, reductions, first_wait),
-        changes=np.concatenate(load_changes, axis=1),
+        rises=np.concatenate(load_rises, axis=1),
     )
 
 
 def _minus_alone(problem: Problem, first_waits: Sequence[int], i: int) -> np.ndarray:
-    """The negative of what a reduction has live in a bucket of its own, as changes."""
+    """The negative of what a reduction has live in a bucket of its own, as `buffers.rises`."""
     r = problem.reductions[i]
     buffers = ReductionBytes([r]).buffers(r.born + 1, first_waits[i])
-    return changes(b._replace(bytes=-b.bytes) for b in buffers)
+    return rises(b._replace(bytes=-b.bytes) for b in buffers)
 
 
 class Fixed(NamedTuple):
@@ -306,10 +308,10 @@ class Loads:
             raise Rejected
 
         # A bucket of one member changes nothing.
-        shared = [load.changes for load in gathers if len(load.members) > 1]
-        shared += [load.changes for load in reductions if len(load.members) > 1]
+        shared = [load.rises for load in gathers if len(load.members) > 1]
+        shared += [load.rises for load in reductions if len(load.members) > 1]
         unchanged = self.fixed(choice.levers)
-        room = self.memory - unchanged.live - sum_changes(shared, len(unchanged.live))
+        room = self.memory - unchanged.live - sum_rises(shared, len(unchanged.live))
         second_bytes = reserved_for_second(load.reductions for load in reductions)
         if second_bytes > self.second_bytes:
             room[2 * problem.births[0] :] -= second_bytes - self.second_bytes

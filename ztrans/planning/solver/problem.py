@@ -392,8 +392,15 @@ def gather_levers(gathers: Sequence[Gather]) -> tuple[Lever, ...]:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Members by index; a gather bucket starts at place `start`, a reduction bucket at the place after
-    its last member's birth, and is waited for at place `wait` (a gather: at its first use)."""
+    """Gathers or reductions that share a message.
+
+    A schedule decides one of the two places. The other one follows from the members.
+
+    Attributes:
+        members: by index, in the gathers or in the reductions of the problem.
+        start: the place at which it starts. Reductions start right after the birth of the last member.
+        wait: the place at which it is waited for. Gathers are waited for at the first use of a member.
+    """
 
     members: tuple[int, ...]
     start: int
