@@ -47,7 +47,7 @@ def test_a_step_takes_a_plan(tmp_path):
 
 
 def messages_of(lowered) -> list[str]:
-    return contract.messages(lowered.graph, {})
+    return contract.message_lines(lowered.graph, {})
 
 
 def test_a_plan_holds_for_a_batch_of_another_size():

@@ -27,7 +27,7 @@ from ..ir.across_steps import carried_starts
 from ..ir.ambient import without_autocast
 from ..ir.graph import Graph
 from .collectives import Member, Start, wait
-from .contract import messages
+from .contract import message_lines
 from .executable import Executable
 from .process_groups import process_groups
 
@@ -68,7 +68,9 @@ class CarryingExecutable:
     def __init__(self, run: Executable, graph: Graph, mesh: DeviceMesh) -> None:
         carried = carried_starts(graph)
         self.run = run
-        self.sent = tuple(messages(graph.replace(eqns=tuple(start.eqn for start in carried)), {}))
+        self.sent = tuple(
+            message_lines(graph.replace(eqns=tuple(start.eqn for start in carried)), {})
+        )
         self.starts = [_module(run.program, start.eqn.out.name) for start in carried]
         self.leaves = [start.leaves for start in carried]
         self.groups = process_groups(mesh)

@@ -42,7 +42,7 @@ class Contract:
     """
 
     def __init__(self, graph: Graph, update: str, mesh: DeviceMesh | None = None) -> None:
-        lines = messages(graph, at_waits(graph, mesh) if mesh is not None else {})
+        lines = message_lines(graph, lines_at_waits(graph, mesh) if mesh is not None else {})
         self.lines = [*lines, _NO_MORE, f"an update with the hash {update}"]
         self.digest = hashlib.sha256("\n".join(self.lines).encode()).hexdigest()
         self._numbers = _shared_numbers(graph)
@@ -98,7 +98,7 @@ def _shared_numbers(graph: Graph) -> dict[int, str]:
 # ---- messages
 
 
-def messages(graph: Graph, sent_at_waits: Mapping[int, str]) -> list[str]:
+def message_lines(graph: Graph, sent_at_waits: Mapping[int, str]) -> list[str]:
     """The messages that a program sends, in order, a line for each. They must be the same on every rank.
 
     `sent_at_waits` are the lines of those that a wait sends, by the index of that wait.
@@ -135,7 +135,7 @@ def _users_message(eqn: Eqn) -> str:
     return f"{op_name(eqn.op)} over {group} of {', '.join(values)}"
 
 
-def at_waits(graph: Graph, mesh: DeviceMesh) -> dict[int, str]:
+def lines_at_waits(graph: Graph, mesh: DeviceMesh) -> dict[int, str]:
     """The messages that the waits of a program send, a line for each, by the index of the wait.
 
     Over gloo, the first wait for a message in two levels sends its second level, unless that has been sent before. If

@@ -31,7 +31,7 @@ import numpy as np
 from ...ir.relations import grouped
 from .absences import Copied
 from .model import NEVER, Computation, Model
-from .residency import Change, Residency
+from .residency import ResidencyChange, Residency
 
 # How many equations before a computation tell it from others.
 _DEPTH = 4
@@ -83,7 +83,7 @@ class Proposal(NamedTuple):
     """A change that removes excess, and its score: the excess that it removes for what it costs."""
 
     score: float
-    change: Change
+    change: ResidencyChange
 
 
 class _Search:
@@ -201,7 +201,7 @@ class _Search:
         on_host = sum(self._movable_bytes(i) for i in self.residency.on_host)
         return link is not None and on_host + size <= link.room
 
-    def _removed(self, change: Change) -> float:
+    def _removed(self, change: ResidencyChange) -> float:
         """The excess that a change removes."""
         before, after = self.residency.window(change)
         return _excess(before, self.target) - _excess(after, self.target)
@@ -287,7 +287,7 @@ class _Descent:
                 return
             self.score_of[i] = 0.0
 
-    def _make(self, change: Change) -> None:
+    def _make(self, change: ResidencyChange) -> None:
         self.residency.apply(change)
         for i in (*change.repeats, *change.hosts):
             self._leave(i)
@@ -299,7 +299,7 @@ class _Descent:
             if proposal is not None and proposal.score > self.score_of[i]:
                 self._propose(i, proposal.score)
 
-    def _around(self, change: Change) -> set[int]:
+    def _around(self, change: ResidencyChange) -> set[int]:
         """The computations that compute what the repeated ones read, or read what they compute."""
         model = self.search.model
         around: set[int] = set()

@@ -1,6 +1,6 @@
 """residency: what backward repeats, what waits on the host, and the places, bytes and seconds that follow from it.
 
-A residency changes by small steps, and a search weighs thousands of them. So a `Change` has only what it changes:
+A residency changes by small steps, and a search weighs thousands of them. So a `ResidencyChange` has only what it changes:
 bytes from one place to another, and seconds. It is found without copying the residency, and applied only if it is made.
 The result of any changes is the same as that of the choice made at once.
 """
@@ -21,7 +21,7 @@ Hosts = Mapping[int, Copied | None]
 _NO_HOSTS: Hosts = {}
 
 
-class Change(NamedTuple):
+class ResidencyChange(NamedTuple):
     """What changes if computations join or leave those that are repeated, or those whose results wait on the host.
 
     Attributes:
@@ -100,7 +100,7 @@ class Residency:
         """The seconds that the step takes in addition, as far as the model knows."""
         return self.seconds + self.stalls
 
-    def change(self, repeats: Mapping[int, bool], hosts: Hosts = _NO_HOSTS) -> Change:
+    def change(self, repeats: Mapping[int, bool], hosts: Hosts = _NO_HOSTS) -> ResidencyChange:
         """What changes if computations join or leave those that are repeated, or whose results wait on the host."""
         model = self.model
         runs_at: dict[int, int] = {}
@@ -134,7 +134,9 @@ class Residency:
         seconds += self._call_seconds(absent) - self._call_seconds(self.absent)
         spans = self._spans(repeats, first, last, absent)
         more_stalls = stalls - self.stalls
-        return Change(repeats, hosts, runs_at, first, last, absent, spans, seconds, more_stalls)
+        return ResidencyChange(
+            repeats, hosts, runs_at, first, last, absent, spans, seconds, more_stalls
+        )
 
     @property
     def _link(self) -> HostLink:
@@ -220,7 +222,7 @@ class Residency:
                 spans += [(value.bytes, begin, end) for begin, end in after]
         return tuple(spans)
 
-    def apply(self, change: Change) -> None:
+    def apply(self, change: ResidencyChange) -> None:
         """Make a change."""
         for i, is_repeated in change.repeats.items():
             if is_repeated:
@@ -243,7 +245,7 @@ class Residency:
         self.seconds += change.seconds
         self.stalls += change.stalls
 
-    def window(self, change: Change) -> tuple[np.ndarray, np.ndarray]:
+    def window(self, change: ResidencyChange) -> tuple[np.ndarray, np.ndarray]:
         """The live bytes before and after a change, from the first place where it changes them to the last."""
         window_begin = min((begin for _, begin, _ in change.spans), default=0)
         window_end = max((end for _, _, end in change.spans), default=-1) + 1
