@@ -31,7 +31,7 @@ import numpy as np
 from ...ir.relations import grouped
 from .absences import Copied
 from .model import NEVER, Computation, Model
-from .residency import ResidencyChange, Residency
+from .residency import Residency, ResidencyChange
 
 # How many equations before a computation tell it from others.
 _DEPTH = 4
