@@ -179,7 +179,7 @@ def arithmetic(whole: float, ranks: int, hosts: int) -> dict[str, float]:
     return {
         "ring": hosts * whole * (ranks - 1) / ranks,
         "exchange": ranks * whole * (ranks - local) / ranks,
-        "exchange in two levels": ranks * whole * (hosts - 1) / ranks,
+        "hierarchical exchange": ranks * whole * (hosts - 1) / ranks,
     }
 
 

@@ -372,7 +372,7 @@ def copied(device: str) -> None:
 
 
 def two_hosts(device: str) -> None:
-    """Two ranks count as one host, so half precision is reduced in two levels, which rounds the sums of hosts."""
+    """Two ranks count as one host, so half precision is reduced hierarchically, which rounds the sums of hosts."""
     import torch
 
     from ztrans.runtime import process_groups
@@ -381,9 +381,9 @@ def two_hosts(device: str) -> None:
     process_groups.host_name = lambda: (f"host {rank // 2}",)
     world = World(device)
     half = {"stage": 3, "autocast": True, "reduce_dtype": torch.bfloat16}
-    compared(world, "two levels, stage 3", most=HALF_ROUNDING, **half)
-    transports(world, "nccl all_to_all in two levels", **half)
-    what = "two levels, CUDA graph, 12 steps with random pauses"
+    compared(world, "hierarchical, stage 3", most=HALF_ROUNDING, **half)
+    transports(world, "nccl hierarchical all_to_all", **half)
+    what = "hierarchical, CUDA graph, 12 steps with random pauses"
     options = {"steps": 12, "pause": True, "cuda_graph": True}
     compared(world, what, most=HALF_ROUNDING, **options, **half)
 

@@ -140,7 +140,7 @@ def report(
         "|---|---:|---:|---:|---|",
         *rows,
         "",
-        "By arithmetic, in two levels, with P bytes of parameters: a gather or a reduce_scatter over all ranks sends P "
+        "By arithmetic, with P bytes of parameters: a hierarchical gather or reduce_scatter over all ranks sends P "
         f"({size:.0f} MiB), and HSDP's all_reduce of shards sends 2 P.",
         "",
     ])  # fmt: skip

@@ -7,7 +7,7 @@ import torch
 
 from ztrans.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, all_gather, reduce
 from ztrans.ir.graph import Partial, Provenance, Split, Var
-from ztrans.ir.routes import EXCHANGE, RING, TWO_LEVELS, Hosts, Route, common, hosts_of, route_of
+from ztrans.ir.routes import EXCHANGE, HIERARCHICAL, RING, Hosts, Route, common, hosts_of, route_of
 
 F32, BF16, I64 = torch.float32, torch.bfloat16, torch.int64
 ROWS = 64 * 15  # which all numbers of ranks divide
@@ -31,25 +31,25 @@ def route(kind, op, wire, partial, hosts, gloo) -> Route:
 @pytest.mark.parametrize(("kind", "op", "wire", "partial", "hosts", "gloo", "way", "reason"), [
     (REDUCE_SCATTER, "mean", F32, F32, Hosts(4), True, EXCHANGE, "one host"),
     (REDUCE_SCATTER, "mean", F32, F32, Hosts(4, 4), True, EXCHANGE, "one rank on each host"),
-    (REDUCE_SCATTER, "mean", F32, F32, Hosts(4, 2), True, TWO_LEVELS,
+    (REDUCE_SCATTER, "mean", F32, F32, Hosts(4, 2), True, HIERARCHICAL,
      "sums inside each of 2 hosts first: 25% of the bytes come from other hosts, not 50%"),
-    (REDUCE_SCATTER, "max", I64, I64, Hosts(16, 4), True, TWO_LEVELS,
+    (REDUCE_SCATTER, "max", I64, I64, Hosts(16, 4), True, HIERARCHICAL,
      "sums inside each of 4 hosts first: 19% of the bytes come from other hosts, not 75%"),
     (REDUCE_SCATTER, "mean", F32, F32, Hosts(5, 2, False), True, EXCHANGE,
      "the ranks of 2 hosts are not equally many, and neighbours, in every group of the axis"),
     (REDUCE_SCATTER, "mean", F32, F32, Hosts(64, 8), False, RING, "NCCL reduces f32 on the way"),
     (REDUCE_SCATTER, "mean", BF16, F32, Hosts(8), False, EXCHANGE, "one host"),
-    (REDUCE_SCATTER, "mean", BF16, F32, Hosts(64, 8), False, TWO_LEVELS,
+    (REDUCE_SCATTER, "mean", BF16, F32, Hosts(64, 8), False, HIERARCHICAL,
      "sums inside each of 8 hosts first, sent in f32: 22% of the bytes come from other hosts, not 88%"),
-    (REDUCE_SCATTER, "mean", BF16, BF16, Hosts(64, 8), False, TWO_LEVELS,
+    (REDUCE_SCATTER, "mean", BF16, BF16, Hosts(64, 8), False, HIERARCHICAL,
      "sums inside each of 8 hosts first: 11% of the bytes come from other hosts, not 88%"),
     (REDUCE_SCATTER, "sum", BF16, F32, Hosts(4, 2), False, EXCHANGE,
      "the sum of a host in f32 has as many bytes as its 2 terms in bf16"),
     (REDUCE_SCATTER, "max", BF16, F32, Hosts(64, 8), False, RING, "NCCL reduces bf16 on the way"),
     (ALL_GATHER, None, F32, F32, Hosts(4), True, EXCHANGE, "one host"),
-    (ALL_GATHER, None, F32, F32, Hosts(4, 2), True, TWO_LEVELS,
+    (ALL_GATHER, None, F32, F32, Hosts(4, 2), True, HIERARCHICAL,
      "parts go to one rank of each of 2 hosts first: 25% of the bytes come from other hosts, not 50%"),
-    (ALL_GATHER, None, BF16, F32, Hosts(8, 2), True, TWO_LEVELS,
+    (ALL_GATHER, None, BF16, F32, Hosts(8, 2), True, HIERARCHICAL,
      "parts go to one rank of each of 2 hosts first: 12% of the bytes come from other hosts, not 50%"),
     (ALL_GATHER, None, F32, F32, Hosts(5, 2, False), True, EXCHANGE,
      "the ranks of 2 hosts are not equally many, and neighbours, in every group of the axis"),

@@ -287,7 +287,7 @@ def charged(cluster, eqn, ranks, fast):
     by = cluster.route(eqn, {"dp": ranks})
     whole = 32 * 3 * (eqn.kwargs["dtype"] or eqn.ins[0].dtype).itemsize
     received = whole * (ranks - 1) / ranks
-    # A ring sends inside of hosts and between them at once; two levels follow one another, or have a lane each.
+    # A ring sends inside of hosts and between them at once; the two levels of a hierarchical exchange follow one another, or have a lane each.
     weight = cluster.weight(eqn, {"dp": ranks})
     charged = by.between + by.inside / fast
     if by.way == "ring":
@@ -315,7 +315,7 @@ def test_on_one_host_a_message_takes_the_seconds_of_the_link_inside():
     assert zt.cluster("h100", dp="infiniband").weight(reduced(BF16), {"dp": 8}) == 1
 
 
-def test_the_first_of_two_levels_is_a_message_for_each_host():
+def test_the_first_level_is_a_message_for_each_host():
     graph = SimpleNamespace(axes={"dp": 32})
     first, second = transfers(reduced(BF16), "dp", graph, TWO_HOSTS)
     assert first.latency == 4 * LINKS["nvlink4"].seconds("reduce_scatter", 1, 8)[0]
@@ -346,9 +346,9 @@ def sharded_over_two_hosts(cluster):
 def test_the_plan_says_which_way_reductions_go_and_the_simulation_charges_it():
     low = sharded_over_two_hosts(ON_CPUS)
     flat = zt.cluster("cpu", dp="ethernet-1g")
-    way = "exchange in two levels (sums inside each of 2 hosts first: 25% of the bytes come from other hosts, not 50%)"
+    way = "hierarchical exchange (sums inside each of 2 hosts first: 25% of the bytes come from other hosts, not 50%)"
     assert [note for note in low.plan.notes if " over dp: " in note] == [
-        "all_gather over dp: exchange in two levels (parts go to one rank of each of 2 hosts first: 25% of the bytes "
+        "all_gather over dp: hierarchical exchange (parts go to one rank of each of 2 hosts first: 25% of the bytes "
         "come from other hosts, not 50%)",
         f"reduce_scatter over dp: {way}",
         "all_reduce over dp: ring (gloo reduces f32 on the way)",

@@ -18,7 +18,7 @@ def programs(draw, lanes=("a", "b", "c"), links=("x", "y"), host=0, beside=0):
     """Durations of operations, and messages in the order of their places.
 
     For each message compute spends up to `host` on sending it, and up to `host` on unpacking it. Packing and unpacking
-    it beside compute take up to `beside`, and it may have two levels.
+    it beside compute take up to `beside`, and it may be hierarchical.
     """
     compute = draw(st.lists(st.integers(0, 6), min_size=1, max_size=5))
     link = {lane: draw(st.sampled_from(links)) for lane in lanes}

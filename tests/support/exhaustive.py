@@ -77,7 +77,7 @@ def rich(chance: Random) -> Problem:
     """A random problem with every feature.
 
     It has updates that follow reductions, messages at fixed places, buffers that small members share, bytes that are
-    live at places, reduced values that stay live, packing beside compute, messages in two levels, and reductions whose
+    live at places, reduced values that stay live, packing beside compute, hierarchical messages, and reductions whose
     results are reduced again.
     """
     p = problem(chance, host=True)

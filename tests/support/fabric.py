@@ -18,9 +18,9 @@ import torch.distributed as dist
 from tests.support.fake_cuda import FakeCuda
 from ztrans.ir.collectives import wire_dtype
 from ztrans.ir.graph import Eqn
-from ztrans.ir.routes import TWO_LEVELS, Hosts, route_of
+from ztrans.ir.routes import HIERARCHICAL, Hosts, route_of
 from ztrans.runtime.collectives import wait
-from ztrans.runtime.cuda.by_host import ByHostStart
+from ztrans.runtime.cuda.hierarchical import HierarchicalStart
 from ztrans.runtime.cuda.nccl import StreamedStart
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.cuda.transport import choose_transport
@@ -101,13 +101,13 @@ def on_all_ranks(
     sizes = {axis: hosts.ranks}
     route = route_of(eqn, sizes, hosts, gloo=False)
     wire = wire_dtype(eqn, eqn.ins[0])
-    carrier = choose_transport(eqn.op, eqn.kwargs.get("op"), wire, lambda: "a double", route)
+    transport = choose_transport(eqn.op, eqn.kwargs.get("op"), wire, lambda: "a double", route)
 
     def run(rank: int) -> list[torch.Tensor]:
         channel = Rank(fabric, rank, hosts)
-        common = eqn, sizes, {axis: rank}, channel, Streams(FakeCuda()), carrier
-        of_hosts = [Rank(inside, rank, hosts)] if route.way == TWO_LEVELS else []
-        start = (ByHostStart if of_hosts else StreamedStart)(*of_hosts, *common)
+        common = eqn, sizes, {axis: rank}, channel, Streams(FakeCuda()), transport
+        of_hosts = [Rank(inside, rank, hosts)] if route.way == HIERARCHICAL else []
+        start = (HierarchicalStart if of_hosts else StreamedStart)(*of_hosts, *common)
         with modes[rank] if modes else nullcontext():
             return [wait(member) for member in start(*terms[rank])]
 

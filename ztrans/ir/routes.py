@@ -1,9 +1,10 @@
 """Routes: where the ranks of a group are, and which way the bytes of a collective take between them, and why.
 
-    exchange     every rank sends every other rank its part; a reduction sums the parts in rank order
-    ring         the backend passes parts from rank to rank, and reduces them on the way
-    two levels   a reduction: an exchange inside each host, then the sums of hosts are exchanged, and summed in the
-                 order of hosts; a gather: parts go to one rank of each other host, which sends them on inside it
+    exchange               every rank sends every other rank its part; a reduction sums the parts in rank order
+    ring                   the backend passes parts from rank to rank, and reduces them on the way
+    hierarchical exchange  a reduction: an exchange inside each host, then the sums of hosts are exchanged, and summed
+                           in the order of hosts; a gather: parts go to one rank of each other host, which sends them
+                           on inside it
 
 Between hosts, an exchange sends each part once for each rank of a host, and the other two send it about once for each
 host. The order of both exchanges does not depend on the schedule. The runtime sends as the route says, and the planner
@@ -24,7 +25,7 @@ from .rules import Sizes
 
 EXCHANGE = "exchange"
 RING = "ring"
-TWO_LEVELS = "exchange in two levels"
+HIERARCHICAL = "hierarchical exchange"
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def route_of(eqn: Eqn, sizes: Sizes, hosts: Hosts, gloo: bool) -> Route:
     >>> g = Var("g", torch.float32, (8,), (Partial("dp", "sum"),))
     >>> scatter = reduce([g], ["f"], "dp", "sum", Split("dp"))
     >>> print(route_of(scatter, {"dp": 4}, Hosts(4, 2), gloo=True))
-    exchange in two levels (sums inside each of 2 hosts first: 25% of the bytes come from other hosts, not 50%)
+    hierarchical exchange (sums inside each of 2 hosts first: 25% of the bytes come from other hosts, not 50%)
     >>> print(route_of(scatter, {"dp": 4}, Hosts(4, 2), gloo=False))
     ring (NCCL reduces f32 on the way)
     """
@@ -118,7 +119,7 @@ def route_of(eqn: Eqn, sizes: Sizes, hosts: Hosts, gloo: bool) -> Route:
     # The shares of all bytes that come from other hosts: as terms of ranks, or as sums of hosts.
     terms = (ranks - local) / ranks if spans_hosts else 0.0
     sums = (hosts.count - 1) / ranks * partial.itemsize / wire.itemsize
-    reason = _why_one_level(hosts, wire, partial, sums < terms)
+    reason = _why_not_hierarchical(hosts, wire, partial, sums < terms)
     if reason:
         return Route(EXCHANGE, reason, received - terms * all_bytes, terms * all_bytes)
 
@@ -128,11 +129,13 @@ def route_of(eqn: Eqn, sizes: Sizes, hosts: Hosts, gloo: bool) -> Route:
         reason = f"sums inside each of {hosts.count} hosts first{precision}: {reason}"
     else:
         reason = f"parts go to one rank of each of {hosts.count} hosts first: {reason}"
-    return Route(TWO_LEVELS, reason, all_bytes * (local - 1) / local, all_bytes * sums)
+    return Route(HIERARCHICAL, reason, all_bytes * (local - 1) / local, all_bytes * sums)
 
 
-def _why_one_level(hosts: Hosts, wire: torch.dtype, partial: torch.dtype, fewer: bool) -> str:
-    """Why an exchange has one level; empty if it has two. `fewer`: two levels send fewer bytes between hosts."""
+def _why_not_hierarchical(
+    hosts: Hosts, wire: torch.dtype, partial: torch.dtype, fewer: bool
+) -> str:
+    """Why an exchange is not hierarchical; empty if it is. `fewer`: then fewer bytes would be sent between hosts."""
     if hosts.count == 1:
         return "one host"
     if not hosts.even:

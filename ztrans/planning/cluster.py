@@ -16,7 +16,7 @@ from typing import Any
 from ..ir.axes import members, neighbour_count, neighbours, whole_axis
 from ..ir.collectives import rules
 from ..ir.graph import Eqn
-from ..ir.routes import RING, TWO_LEVELS, Hosts, Route, route_of
+from ..ir.routes import HIERARCHICAL, RING, Hosts, Route, route_of
 from .devices import CPU, DEVICES, H100, Device
 
 
@@ -211,14 +211,14 @@ class Cluster:
         return charged / received
 
     def weight_inside(self, eqn: Eqn, sizes: Mapping[str, int]) -> float:
-        """The same factor for the link inside a host, of a collective in two levels."""
+        """The same factor for the link inside a host, of a hierarchical collective."""
         route = self.route(eqn, sizes)
         return route.inside / rules(eqn).wire_bytes(eqn, sizes) if route is not None else 0.0
 
     def has_two_lanes(self, eqn: Eqn, sizes: Mapping[str, int]) -> bool:
-        """Whether a collective has two levels, each with a lane of its own, as on GPUs."""
+        """Whether a collective is hierarchical, and each level has a lane of its own, as on GPUs."""
         route = self.route(eqn, sizes)
-        return route is not None and route.way == TWO_LEVELS and not self.device.gloo
+        return route is not None and route.way == HIERARCHICAL and not self.device.gloo
 
     def with_measured(self, seconds: Mapping[str, float]) -> Cluster:
         """This cluster with measured durations of operations in seconds, by `simulate.signature`."""

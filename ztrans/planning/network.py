@@ -5,8 +5,8 @@ the same time share its bandwidth equally. All times are in seconds.
 
 Between CPUs, compute packs a message before it is issued, and unpacks it after the wait. A GPU does both beside
 compute: a packing queue packs the messages of all lanes, one after the other, and the lane of a message unpacks it. A
-message may be sent in two levels, each with a lane and a link of its own. In both lanes messages are in the order of
-their issue.
+message may be hierarchical: then it has two levels, inside hosts and between them, each with a lane and a link. In both
+lanes messages are in the order of their issue.
 
 While a message is under way on a GPU, its kernels take a share of the processor. Compute that runs meanwhile loses that
 share of its speed. It is charged when the message is waited for.

@@ -321,7 +321,7 @@ def _events(
         if lost:
             events.append(Event(COMPUTE, waited_for, lost, e))
 
-        # Of two levels, each has a bar, and the bytes that its link is charged with.
+        # Each level of a hierarchical collective has a bar, and the bytes that its link is charged with.
         first = played.inside[k]
         if message.inside is not None and first is not None:
             begin, end = first

@@ -3,7 +3,7 @@
 `Start` starts a collective and returns a `Future` of its values; `wait` returns one of these values. A gather moves
 bytes only. A reduce_scatter is an all-to-all, followed by a local sum in rank order, so the result has the same bits
 for any order of the program. On gloo that sends half of the bytes of gloo's own reduce_scatter, which is an all-reduce
-and a slice. Between hosts, sums are sent in place of terms (see `two_levels`).
+and a slice. Between hosts, sums are sent in place of terms (see `hierarchical`).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from ..ir.collectives import (
 )
 from ..ir.graph import Eqn, Primitive, Split
 from ..ir.layout import chunk, local_shape, on_axis, part, without
-from ..ir.routes import TWO_LEVELS, Hosts, Route, route_of
+from ..ir.routes import HIERARCHICAL, Hosts, Route, route_of
 from ..ops.cast_pack import reference as pack
+from .hierarchical import HierarchicalMessage, exchange_parts, exchange_sums
 from .process_groups import Channel, Work, process_groups
-from .two_levels import TwoLevels, exchange_parts, exchange_sums
 
 # How a backend reduces the terms of a reduction. It adds those of a mean, and the sum is divided afterwards.
 REDUCE_OPS = {
@@ -102,7 +102,7 @@ class Works:
     def wait(self) -> None:
         self.channel.advance()
         for work in self.works:
-            if isinstance(work, TwoLevels):
+            if isinstance(work, HierarchicalMessage):
                 work.advance()
         with self.channel.errors():
             for work in self.works:
@@ -161,8 +161,9 @@ class Start(torch.nn.Module):
         self.dim = _split_dim(eqn, axis)
         self.wire = wire_dtype(eqn, eqn.ins[0])
         self.partial = partial_dtype(eqn, eqn.ins[0])
-        self.carrier: Any = _gloo_route(eqn, sizes, channel)  # the program prints it
-        self.is_by_host = self.carrier is not None and self.carrier.way == TWO_LEVELS
+        route = _gloo_route(eqn, sizes, channel)
+        self.is_hierarchical = route is not None and route.way == HIERARCHICAL
+        self.transport: Any = route  # the printed program shows it
         # Of each value, whole over this axis: its shape with the split dim first, and the elements of a padded part.
         self.shapes = []
         self.parts = []
@@ -198,7 +199,7 @@ class Start(torch.nn.Module):
         return self.channel.group
 
     def extra_repr(self) -> str:
-        by = f", by={self.carrier}" if self.carrier else ""
+        by = f", by={self.transport}" if self.transport else ""
         return (
             f"{self.collective}, ranks={self.size}, members={len(self.outs)}, wire={self.wire}{by}"
         )
@@ -240,7 +241,7 @@ class Start(torch.nn.Module):
         mine = received[self.rank]
         pack([shard.movedim(self.dim, 0) for shard in shards], sizes, 1, mine)
         works: Sequence[Work]
-        if self.is_by_host:
+        if self.is_hierarchical:
             works = [exchange_parts(self.channel, self.rank, list(received))]
         elif self.direct:
             works = self.channel.exchange([mine] * self.size, list(received))
@@ -286,7 +287,7 @@ class Start(torch.nn.Module):
 
     def _all_to_all(self, send: torch.Tensor) -> tuple[list[torch.Tensor], Sequence[Work]]:
         """Send row r of `send` to rank r. Returns the rows, or sums of hosts, that this rank receives, and the work."""
-        if self.is_by_host:
+        if self.is_hierarchical:
             return exchange_sums(self.channel, self.rank, send, self.reduction, self.partial)
         if not self.direct:
             received = torch.empty_like(send)
@@ -303,7 +304,7 @@ class Start(torch.nn.Module):
 
         Over a piece of such a buffer, the sum would keep the whole buffer alive.
         """
-        if self.is_by_host:
+        if self.is_hierarchical:
             return pieces[0]
         if not self.direct or self.size == 1:
             return None
@@ -385,10 +386,10 @@ def _bytes(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def has_second_level_at_wait(mesh: DeviceMesh, eqn: Eqn, sizes: Mapping[str, int]) -> bool:
-    """Whether the wait for a collective may send the second of its two levels: over gloo."""
+    """Whether the wait for a collective may send its second level: if it is hierarchical, and over gloo."""
     channel = channel_of(mesh, eqn)
     route = _gloo_route(eqn, sizes, channel) if channel.is_gloo else None
-    return route is not None and route.way == TWO_LEVELS
+    return route is not None and route.way == HIERARCHICAL
 
 
 def _gloo_route(eqn: Eqn, sizes: Mapping[str, int], channel: Channel | None) -> Route | None:

@@ -138,7 +138,7 @@ def _users_message(eqn: Eqn) -> str:
 def lines_at_waits(graph: Graph, mesh: DeviceMesh) -> dict[int, str]:
     """The messages that the waits of a program send, a line for each, by the index of the wait.
 
-    Over gloo, the first wait for a message in two levels sends its second level, unless that has been sent before. If
+    Over gloo, the first wait for a hierarchical message sends its second level, unless that has been sent before. If
     ranks waited in different orders, each could wait for what the other one sends at a later wait.
     """
     lines = {}

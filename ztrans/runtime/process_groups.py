@@ -1,7 +1,7 @@
 """The process groups that ztrans makes for a mesh: one for each axis and purpose, in addition to the mesh's own.
 
-Gathers and reductions have a group each, so neither queues behind the other. On GPUs of several hosts, reductions in
-two levels have another one for the first level. In one more group the ranks compare what they are about to do (see
+Gathers and reductions have a group each, so neither queues behind the other. On GPUs of several hosts, hierarchical
+reductions have another one for the first level. In one more group the ranks compare what they are about to do (see
 `agreement`). All have the time-out and the tuning of the user's group. Only torch's registry owns the groups, so
 `destroy_process_group` ends them together with those of the mesh.
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from .carried import Carried
     from .collectives import Future
     from .cuda.symmetric import SymmetricMemory
-    from .two_levels import TwoLevels
+    from .hierarchical import HierarchicalMessage
 
 T = TypeVar("T")
 ONE_HOST = Hosts(1)
@@ -91,7 +91,7 @@ class Channel:
     hosts: Hosts = ONE_HOST
     tags: Iterator[int] = field(default_factory=itertools.count)
     futures: weakref.WeakSet[Future] = field(default_factory=weakref.WeakSet)
-    first_levels: list[TwoLevels] = field(default_factory=list)
+    first_levels: list[HierarchicalMessage] = field(default_factory=list)
     _group: weakref.ref[dist.ProcessGroup] | None = None  # None while the channel is closed
 
     @property

@@ -51,7 +51,7 @@ def reserve(mesh: DeviceMesh, graphs: Iterable[Graph], streams: Streams | None =
 def lane_count(graph: Graph, mesh: DeviceMesh | None, streams: Streams | None) -> int:
     """The number of lanes of a program, with those of the collectives that the user's step calls itself.
 
-    On streams, reductions of two levels have another lane for the level inside hosts.
+    On streams, hierarchical reductions have another lane for the level inside hosts.
     """
     lanes = {lane(eqn) for eqn in graph.eqns if rules(eqn).starts and rules(eqn).remote}
     inside = set()
@@ -78,7 +78,7 @@ def start_module(
     """The module that starts a collective equation of a program with so many lanes, on `streams` if there are any.
 
     It sends nothing: what carries the messages has been decided by `reserve`. `inside` carries the first level of a
-    reduction in two levels. Without a channel the module can be printed, not called.
+    hierarchical reduction. Without a channel the module can be printed, not called.
     """
     if streams is None or channel is None:
         return Start(eqn, sizes, coordinates, channel)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.runtime.test_two_levels import by_hosts, random_terms, scatter
+from tests.runtime.test_hierarchical import by_hosts, random_terms, scatter
 from tests.support.fabric import Fabric, Rank, on_all_ranks
 from tests.support.fake_cuda import FakeCuda
 from tests.support.races import Races
@@ -22,8 +22,8 @@ from ztrans.ir.graph import Eqn, Split, Var
 from ztrans.ir.routes import Hosts
 from ztrans.runtime import mesh
 from ztrans.runtime.collectives import Start, wait
-from ztrans.runtime.cuda.by_host import ByHostStart
-from ztrans.runtime.cuda.nccl import BY_HOST, StreamedStart, Transport
+from ztrans.runtime.cuda.hierarchical import HierarchicalStart
+from ztrans.runtime.cuda.nccl import HIERARCHICAL_ALL_TO_ALL, StreamedStart, Transport
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.process_groups import Channel, _tuning
 
@@ -115,13 +115,20 @@ def test_the_first_level_of_a_message_runs_beside_the_second_level_of_the_one_be
         into.fill_(0)
         launched.append((group, list(ranks), dict(cuda.now.clock)))
 
-    monkeypatch.setattr("ztrans.runtime.cuda.by_host.exchange", exchange)
+    monkeypatch.setattr("ztrans.runtime.cuda.hierarchical.exchange", exchange)
     inside = Rank(Fabric(6), 1, hosts)
     between = Rank(Fabric(6), 1, hosts)
     (term,) = random_terms(eqn, 1)[0]
     with Races() as cuda:
-        common = eqn, {"dp": 6}, {"dp": 1}, between, Streams(cuda), Transport(BY_HOST, "a double")
-        start = ByHostStart(inside, *common)
+        common = (
+            eqn,
+            {"dp": 6},
+            {"dp": 1},
+            between,
+            Streams(cuda),
+            Transport(HIERARCHICAL_ALL_TO_ALL, "a double"),
+        )
+        start = HierarchicalStart(inside, *common)
         futures = [start(term), start(term)]
         for (member,) in futures:
             wait(member)
@@ -140,21 +147,21 @@ def test_the_first_level_of_a_message_runs_beside_the_second_level_of_the_one_be
     [(Hosts(16, 2), 0), (Hosts(64, 8), 0), (Hosts(8, 2), 1 / 8), (Hosts(6, 2), 1 / 2)],
 )
 @pytest.mark.parametrize("sends_without_copy", [True, False])
-def test_the_bytes_of_a_message_in_two_levels(monkeypatch, hosts, most, sends_without_copy):
+def test_the_bytes_of_a_hierarchical_message(monkeypatch, hosts, most, sends_without_copy):
     """The sums of hosts, and the terms for one host, or the sums of all hosts; no transposed copy of the terms."""
     shape = (hosts.ranks * 4096,) if sends_without_copy else (hosts.ranks * 4096 - 1,)
     eqn = scatter([shape], "mean", BF16)
     assert rules(eqn).sends_without_copy(eqn, 0, {"dp": hosts.ranks}) == sends_without_copy
     monkeypatch.setattr(
-        "ztrans.runtime.cuda.by_host.exchange", lambda into, terms, group, ranks: into.fill_(0)
+        "ztrans.runtime.cuda.hierarchical.exchange", lambda into, terms, group, ranks: into.fill_(0)
     )
     inside, between = (Rank(Fabric(1), 1, hosts) for _ in range(2))
     (term,) = random_terms(eqn, 1)[0]
     with Races() as cuda:
         streams = Streams(cuda)
-        carrier = Transport(BY_HOST, "a double")
+        transport = Transport(HIERARCHICAL_ALL_TO_ALL, "a double")
         sizes = {"dp": hosts.ranks}
-        start = ByHostStart(inside, eqn, sizes, {"dp": 1}, between, streams, carrier)
+        start = HierarchicalStart(inside, eqn, sizes, {"dp": 1}, between, streams, transport)
         (member,) = start(term)
         value = wait(member)
     terms = hosts.ranks * 4096 * 2
@@ -260,8 +267,8 @@ def test_a_term_is_sent_from_its_storage_only_if_the_program_keeps_it(monkeypatc
     assert rules(eqn).sends_without_copy(eqn, 0, {"dp": 2})
     monkeypatch.setattr(type(rules(eqn)), "sends_without_copy", lambda *arguments: kept)
     channel = Rank(Fabric(2), 0, Hosts(2))
-    carrier = Transport("nccl reduce_scatter", "a double")
-    start = StreamedStart(eqn, {"dp": 2}, {"dp": 0}, channel, Streams(FakeCuda()), carrier)
+    transport = Transport("nccl reduce_scatter", "a double")
+    start = StreamedStart(eqn, {"dp": 2}, {"dp": 0}, channel, Streams(FakeCuda()), transport)
     term = torch.ones(4, 3)
     message = start.message([0], [term])
     assert (message.send_buffer.data_ptr() == term.data_ptr()) == kept

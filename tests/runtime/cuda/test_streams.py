@@ -257,7 +257,7 @@ def test_the_choice_of_a_transport_prints_its_reason(kind, op, wire, text):
 
 @pytest.mark.parametrize(("wire", "hosts", "text"), [
     (torch.bfloat16, Hosts(64, 8),
-     "nccl all_to_all in two levels (sums half precision in fp32 and in the order of hosts; "
+     "nccl hierarchical all_to_all (sums half precision in fp32 and in the order of hosts; "
      "sums inside each of 8 hosts first, sent in f32: 22% of the bytes come from other hosts, not 88%)"),
     (torch.bfloat16, Hosts(4, 2),
      "nccl all_to_all (sums half precision in fp32 and in rank order; no symmetric memory: ranks on 2 hosts)"),

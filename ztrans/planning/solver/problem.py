@@ -34,7 +34,7 @@ UNKNOWN = -(2**52)
 
 
 class Inside(NamedTuple):
-    """How the first of two levels of a message travels, inside each host. Received bytes are then summed there."""
+    """How the first level of a hierarchical message travels, inside each host. Received bytes are then summed there."""
 
     lane: str
     link: str
@@ -55,7 +55,7 @@ class Wire(NamedTuple):
         pack: seconds to copy a byte that is sent.
         copy_out: seconds for a received byte that is copied out of a buffer, or summed.
         beside: whether these two happen beside compute, which otherwise stands still for them.
-        inside: the first level, of a message in two.
+        inside: the first level, of a hierarchical message.
         taken: the share of compute that a message takes while it is under way.
         tree: the latency and pace of a message that goes by a tree, where that may be faster.
     """

@@ -2,8 +2,8 @@
 
 One call sends all messages of an equation, and one launch packs each of them. A gather of a single member is received
 in the memory of its value. NCCL would round terms of half precision at every hop, so these are exchanged, and summed in
-fp32 and in rank order: between hosts in two levels, if that sends fewer bytes (see `by_host`). NCCL reduces all other
-terms. A mean is a sum that is then scaled.
+fp32 and in rank order: hierarchically between hosts, if that sends fewer bytes (see `hierarchical`). NCCL reduces all
+other terms. A mean is a sum that is then scaled.
 
 The calls are not asynchronous to torch, so they run on the current stream, which here is the lane of the
 communicator. Torch then holds no tensors for them and uses no stream of its own, and a CUDA graph captures them like
@@ -34,8 +34,8 @@ from ..process_groups import Channel
 from .streams import Done, Streams
 
 # The calls of reductions of half precision, which are exchanged and summed here.
-EXCHANGE = "nccl all_to_all"
-BY_HOST = "nccl all_to_all in two levels"
+ALL_TO_ALL = "nccl all_to_all"
+HIERARCHICAL_ALL_TO_ALL = "nccl hierarchical all_to_all"
 # A value inside a larger buffer starts at a multiple of this many elements.
 _ALIGNED = 16
 
@@ -87,8 +87,8 @@ class StreamedStart(Start):
         super().__init__(eqn, sizes, coordinates, channel)
         self.streams = streams
         self.lane = streams.lane(channel)
-        self.carrier = transport
-        self.is_exchanged = transport.call == EXCHANGE
+        self.transport = transport
+        self.is_exchanged = transport.call == ALL_TO_ALL
         # The terms of a reduction that arrive, and their dtype.
         self.arriving_rows = self.size if self.is_exchanged else 1
         self.arriving_dtype = self.wire

@@ -14,15 +14,22 @@ from ... import ops
 from ...ir.collectives import ALL_GATHER, REDUCE_SCATTER, wire_dtype
 from ...ir.graph import Eqn, Primitive
 from ...ir.printer import format_bytes, format_seconds
-from ...ir.routes import TWO_LEVELS, Route, route_of
+from ...ir.routes import HIERARCHICAL, Route, route_of
 from ...ir.rules import Sizes
 from ...ops import HALF
 from ...ops.kernel import FLOATS
 from ..agreement import everywhere
 from ..collectives import channel_of
 from ..process_groups import Channel, process_groups
-from .by_host import ByHostStart
-from .nccl import BY_HOST, EXCHANGE, PackedMessage, StreamedStart, Transport, moved_back
+from .hierarchical import HierarchicalStart
+from .nccl import (
+    ALL_TO_ALL,
+    HIERARCHICAL_ALL_TO_ALL,
+    PackedMessage,
+    StreamedStart,
+    Transport,
+    moved_back,
+)
 from .streams import Streams
 from .symmetric import (
     SPINS,
@@ -36,9 +43,9 @@ from .symmetric import (
 
 
 def inside_channel_of(mesh: DeviceMesh, eqn: Eqn, sizes: Sizes) -> Channel | None:
-    """The channel that carries the first of two levels of a reduction on GPUs, or None if it has one level."""
+    """The channel that carries the first level of a hierarchical reduction on GPUs; None for other collectives."""
     channel = channel_of(mesh, eqn)
-    if route_of(eqn, sizes, channel.hosts, gloo=False).way != TWO_LEVELS:
+    if route_of(eqn, sizes, channel.hosts, gloo=False).way != HIERARCHICAL:
         return None
     return process_groups(mesh).channel(channel.axis, f"{channel.purpose} inside hosts")
 
@@ -89,15 +96,15 @@ def streamed_start(
     reduction = eqn.kwargs.get("op")
     wire = wire_dtype(eqn, eqn.ins[0])
     route = route_of(eqn, sizes, channel.hosts, gloo=False)
-    carrier = choose_transport(collective, reduction, wire, times, route)
-    common = eqn, sizes, coordinates, channel, streams, carrier
-    # Two levels cross hosts, and symmetric memory does not.
+    transport = choose_transport(collective, reduction, wire, times, route)
+    common = eqn, sizes, coordinates, channel, streams, transport
+    # A hierarchical reduction crosses hosts, and symmetric memory does not.
     if inside is not None:
-        return ByHostStart(inside, *common)
+        return HierarchicalStart(inside, *common)
     if symmetric is not None and not isinstance(kind, str):
-        if carrier.is_copied:
+        if transport.is_copied:
             return CopiedStart(symmetric.buffer_of[channel, kind], *common)
-        if carrier.is_symmetric:
+        if transport.is_symmetric:
             return SymmetricStart(symmetric.buffer_of[channel, kind], *common)
     return StreamedStart(*common)
 
@@ -117,7 +124,7 @@ def has_two_ways(
         return True
     # NCCL would round half precision at every hop. So both ways sum terms that were exchanged, in rank order.
     sums_half = collective is REDUCE_SCATTER and reduction in ("sum", "mean") and wire in HALF
-    return sums_half and (route is None or route.way != TWO_LEVELS)
+    return sums_half and (route is None or route.way != HIERARCHICAL)
 
 
 def choose_transport(
@@ -137,9 +144,9 @@ def choose_transport(
     >>> print(choose_transport(ALL_GATHER, None, torch.bfloat16, lambda: "ranks on 2 hosts"))
     nccl all_gather (moves bytes; no symmetric memory: ranks on 2 hosts)
     """
-    if route is not None and route.way == TWO_LEVELS:
+    if route is not None and route.way == HIERARCHICAL:
         work = "sums half precision in fp32 and in the order of hosts"
-        return Transport(BY_HOST, f"{work}; {route.reason}")
+        return Transport(HIERARCHICAL_ALL_TO_ALL, f"{work}; {route.reason}")
     if not has_two_ways(collective, reduction, wire, route):
         dtype = str(wire).removeprefix("torch.")
         return Transport(f"nccl {collective.name}", f"reduces {dtype} on the way")
@@ -147,7 +154,7 @@ def choose_transport(
     nccl_call = f"nccl {collective.name}"
     if reduction is not None:
         work = "sums half precision in fp32 and in rank order"
-        nccl_call = EXCHANGE
+        nccl_call = ALL_TO_ALL
     seconds = times()
     if isinstance(seconds, str):
         return Transport(nccl_call, f"{work}; no symmetric memory: {seconds}")

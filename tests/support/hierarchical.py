@@ -1,6 +1,6 @@
 """Reductions on two hosts of three ranks, which are one machine here. Run by torchrun on six ranks.
 
-torchrun --standalone --nproc-per-node 6 tests/support/by_host.py
+torchrun --standalone --nproc-per-node 6 tests/support/hierarchical.py
 """
 
 from __future__ import annotations

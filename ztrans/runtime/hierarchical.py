@@ -1,4 +1,4 @@
-"""Messages between CPUs of several hosts in two levels, one inside each host and one between hosts.
+"""Hierarchical messages between CPUs of several hosts, with one level inside each host and one between hosts.
 
     a reduction   the terms of a host are summed inside it; then the sums of hosts are exchanged
     a gather      parts go to one rank of each other host; then they are sent on inside that host
@@ -17,8 +17,8 @@ from .. import ops
 from .process_groups import Channel, Work
 
 
-class TwoLevels:
-    """A message in two levels.
+class HierarchicalMessage:
+    """A message with two levels: the second one sends what the first one has brought.
 
     Nothing runs in the background, so this rank begins the second level when it next starts or waits for a message of
     the channel, or for this one. The tags of both levels are taken at the start, so a thread that waits earlier changes
@@ -87,12 +87,14 @@ def exchange_sums(
         sums.extend(x if k == host else torch.empty_like(x) for k, x in enumerate(mine))
         return channel.exchange(mine, sums, peers, tag)
 
-    message = TwoLevels(begin_second)
+    message = HierarchicalMessage(begin_second)
     channel.first_levels.append(message)
     return sums, [message]
 
 
-def exchange_parts(channel: Channel, rank: int, rows: Sequence[torch.Tensor]) -> TwoLevels:
+def exchange_parts(
+    channel: Channel, rank: int, rows: Sequence[torch.Tensor]
+) -> HierarchicalMessage:
     """Send this rank's row of `rows` to all ranks, and receive row r from rank r.
 
     On 2 hosts of 2 ranks, rank 1 receives the row of rank 3, and sends it on to rank 0 with its own. So between hosts,
@@ -116,4 +118,4 @@ def exchange_parts(channel: Channel, rank: int, rows: Sequence[torch.Tensor]) ->
             works += channel.exchange([rows[peer]] * hosts.local, of_peer, of_host, tag)
         return works
 
-    return TwoLevels(begin_second)
+    return HierarchicalMessage(begin_second)

@@ -1,4 +1,4 @@
-"""Messages in two levels, between ranks that are objects of one process: bits, bytes, order and errors."""
+"""Hierarchical messages, between ranks that are objects of one process: bits, bytes, order and errors."""
 
 import dataclasses
 
@@ -13,8 +13,8 @@ from ztrans.ir.graph import Partial, Provenance, Split, Var
 from ztrans.ir.layout import cut
 from ztrans.ir.routes import Hosts, route_of
 from ztrans.runtime.collectives import Start, wait
+from ztrans.runtime.hierarchical import HierarchicalMessage
 from ztrans.runtime.process_groups import LostRank
-from ztrans.runtime.two_levels import TwoLevels
 
 F32, F64, BF16, I64 = torch.float32, torch.float64, torch.bfloat16, torch.int64
 LARGE = 6 * 2**15  # rows that are sent in a message of their own
@@ -77,7 +77,7 @@ def test_the_bits_are_those_of_sums_by_host(hosts, op, dtype, wire, partial):
     eqn = scatter([(LARGE,), (7, 3), (hosts.ranks,), (hosts.ranks + 1, 2)], op, dtype, wire)
     terms = random_terms(eqn, hosts.ranks)
     starts, values, _ = values_of(eqn, hosts, terms)
-    if not starts[0].is_by_host:
+    if not starts[0].is_hierarchical:
         assert dtype is BF16 and hosts.local == 2, (
             "fp32 sums of two ranks in half precision are no smaller"
         )
@@ -180,7 +180,7 @@ def test_the_program_says_which_way_and_why():
     why = "sums inside each of 2 hosts first: 25% of the bytes come from other hosts, not 50%"
     assert (
         start.extra_repr()
-        == f"reduce_scatter, ranks=4, members=1, wire=torch.float32, by=exchange in two levels ({why})"
+        == f"reduce_scatter, ranks=4, members=1, wire=torch.float32, by=hierarchical exchange ({why})"
     )
     _, groups, opened = channels(Hosts(4))
     start = Start(scatter([(8,)], "mean", F32), {"dp": 4}, {"dp": 0}, opened[0])
@@ -194,7 +194,7 @@ def test_a_first_level_that_failed_fails_at_every_wait():
     def begin():
         raise LostRank("rank 1 has ended")
 
-    message = TwoLevels(begin)
+    message = HierarchicalMessage(begin)
     for wait_for in (message.advance, message.wait):
         with pytest.raises(LostRank):
             wait_for()
@@ -254,7 +254,7 @@ def gathered(eqn, hosts, wholes):
     for (member, *_), channel in zip(started, opened):
         channel.advance()
         for message in member.future.work.works:
-            if isinstance(message, TwoLevels):
+            if isinstance(message, HierarchicalMessage):
                 message.advance()
     values = [[wait(member) for member in members] for members in started]
     assert not mail.sent, "everything that was sent was received"

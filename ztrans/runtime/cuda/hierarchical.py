@@ -1,4 +1,4 @@
-"""Reductions between hosts in two levels: terms are summed inside each host, and then the sums of hosts are summed.
+"""Hierarchical reductions: terms are summed inside each host, and then the sums of hosts are summed.
 
 Each level has a communicator and a lane of its own. So the first level of a message, over the links inside a host, runs
 while the second level of the message before it, over those between hosts, is under way:
@@ -22,8 +22,8 @@ from ..process_groups import Channel
 from .nccl import PackedMessage, StreamedStart, exchange
 
 
-class ByHostStart(StreamedStart):
-    """Starts one reduce_scatter, like `StreamedStart`, in two levels."""
+class HierarchicalStart(StreamedStart):
+    """Starts one hierarchical reduce_scatter, like `StreamedStart`."""
 
     def __init__(self, inside: Channel, *common: Any) -> None:
         """`inside` carries the first level. `common` are the arguments of a `StreamedStart`."""
