@@ -1,4 +1,4 @@
-"""kernel: a decorator for functions that become Triton kernels when they are first launched.
+"""A decorator for functions that become Triton kernels when they are first launched.
 
     @kernel
     def _double(x, n, BLOCK: tl.constexpr): ...        defined at module level, as any Triton kernel

@@ -1,4 +1,4 @@
-"""marks: operations that say what a value is, and compute nothing. A traced program keeps them.
+"""Operations that say what a value is, and compute nothing. A traced program keeps them.
 
     gradient(g, p)   marks `g` as the gradient for `p`, a tensor of the same shape.  ->  g
     pmean(x, axis)   asks for the mean of `x` over a mesh axis; "*" means all axes of the sharding.  ->  a tensor like x

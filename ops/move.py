@@ -1,4 +1,4 @@
-"""move: copy many pieces of tensors to places in other tensors and cast them, in one launch.
+"""Copy many pieces of tensors to places in other tensors and cast them, in one launch.
 
     rows   int64[blocks, 6]  for each block of BLOCK elements: tensor and element to read from, tensor and element to
                              write to, number of elements to read, number of elements to write

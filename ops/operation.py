@@ -1,4 +1,4 @@
-"""operation: define an operation of `torch.ops.ztrans` that writes its results into its arguments.
+"""Define an operation of `torch.ops.ztrans` that writes its results into its arguments.
 
     define("double(Tensor x, Tensor(a!) out) -> ()", check, reference, launch)
 

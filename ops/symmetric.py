@@ -1,4 +1,4 @@
-"""symmetric memory: a buffer on every rank of a group, which all other ranks can read, and signals next to it.
+"""A buffer on every rank of a group, which all other ranks can read, and signals next to it: symmetric memory.
 
     memory = connect(allocate(nbytes, ranks), nbytes, group)   ranks of one node, each with its GPU: torch's own
     memories = in_one_process(ranks, nbytes, device)           all ranks in this process

@@ -1,4 +1,4 @@
-"""tables: integers on a kernel's device, which tell the kernel where its pieces are.
+"""Integers on a kernel's device, which tell the kernel where its pieces are.
 
 A launch over many tensors needs their addresses, and for each block the tensor that it belongs to. Both repeat from
 step to step, so tables are cached. Tables that depend on sizes alone are kept for good. Tables of addresses may never

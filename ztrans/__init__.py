@@ -1,4 +1,4 @@
-"""ztrans: composable function transforms of PyTorch train steps."""
+"""Composable function transforms of PyTorch train steps."""
 
 from . import ir, stages, testing
 from .ir.layout import AbstractMesh

@@ -1,4 +1,4 @@
-"""Compiled: the program of one rank, bound to its device. It can be run, profiled and tuned."""
+"""The program of one rank, bound to its device. It can be run, profiled and tuned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fitting: which variants of a step fit its limit of memory, and how long each takes.
+"""Which variants of a step fit its limit of memory, and how long each takes.
 
 A transform may leave an option open, such as the stage of `shard_params`. Then each value that the option may have is
 planned and simulated. A step that does not fit is tried with other transforms, so that its error can say what to write.

@@ -1,4 +1,4 @@
-"""Traced and Lowered: the stages of a step before it is compiled, as in `jax.stages`.
+"""`Traced` and `Lowered`, the stages of a step before it is compiled, as in `jax.stages`.
 
 `Traced` is the program as the user wrote it. `Lowered` is the program of one rank, with all transforms applied and its
 order planned. Printing a stage prints its program.

@@ -1,4 +1,4 @@
-"""Step: a train step and the transforms applied to it.
+"""A train step and the transforms applied to it.
 
 Decorating a step appends to its tuple of transforms; steps never nest. The first call with some signature traces,
 lowers and compiles a program for it, and all calls with that signature run it. `trace`, `lower` and `compiled` do so up

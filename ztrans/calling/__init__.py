@@ -1,1 +1,1 @@
-"""Calling: how the arguments of a step become the flat tensors of a program."""
+"""How the arguments of a step become the flat tensors of a program."""

@@ -1,4 +1,4 @@
-"""Calls: the arguments of a step in the order of its parameters, however the caller passed them."""
+"""The arguments of a step in the order of its parameters, however the caller passed them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The errors of arguments: leaves that can be neither inputs nor constants of a program."""
+"""Errors of leaves that can be neither inputs nor constants of a program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guard of a program: it recognises a call like the last one without examining it.
+"""The guard of a program recognises a call like the last one without examining it.
 
 In a loop every step gets the state that the step before it returned, and a batch like the one before. So what was found
 out about the last call is still true: its signature, the layout of its leaves, and that they share no memory.

@@ -1,4 +1,4 @@
-"""Host memory: tensors in the memory of the host, from which a GPU copies them while it computes.
+"""Tensors in the memory of the host, from which a GPU copies them while it computes.
 
 A leaf of the state that a step keeps there is an ordinary tensor on the CPU, pinned if there is a GPU. A step returns
 before its last copies have ended, so whoever reads such a leaf on the host lets them end first.

@@ -1,4 +1,4 @@
-"""Inputs: the flat tensors of a call on this rank, and whether a step may overwrite its state."""
+"""The flat tensors of a call on this rank, and whether a step may overwrite its state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""purity: trace a step, and refuse it if Python would have to run again in every call.
+"""Trace a step, and refuse it if Python would have to run again in every call.
 
 Python runs once, while a step is traced. So a step is a pure function of its arguments and of what it reads besides
 them. This is checked: what the step reads (see `reads`) and the random generators are compared before and after. A

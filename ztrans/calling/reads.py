@@ -1,4 +1,4 @@
-"""reads: the Python values that a step reads besides its arguments.
+"""The Python values that a step reads besides its arguments.
 
 They are constants of a program, so the step is traced again when one of them changes. They are numbers, strings, bools,
 None, dtypes, devices and enums, and short containers of these. The step reads them where its code, or the code of the

@@ -1,4 +1,4 @@
-"""Signatures: what a program is made for. Calls with equal signatures share a program.
+"""What a program is made for. Calls with equal signatures share a program.
 
 It is the tree of the arguments and what their leaves are, and the surroundings of the call: PyTorch's modes, the values
 that the step reads besides its arguments, and what an `ExtraInputs` adds.

@@ -1,4 +1,4 @@
-"""Snapshot: whether a leaf of the state is as a step has left it.
+"""Whether a leaf of the state is as a step has left it.
 
 A leaf is the same if it is the very tensor that the step has returned, and PyTorch's version counter says that nothing
 has changed it since. The counter does not see what is written through `.data`, by a collective of torch.distributed, or

@@ -1,4 +1,4 @@
-"""Trees: the leaves of the arguments of a step, their containers and their names.
+"""The leaves of the arguments of a step, their containers and their names.
 
 These are PyTorch's pytrees, with one difference. In a batch or an output, a dataclass, and a mapping that is not a dict
 (such as the BatchEncoding of transformers), is a container. It is a node of a type of ours, which unflattens to the

@@ -1,4 +1,4 @@
-"""Across steps: the first gathers of the next step start in the update of this one.
+"""The first gathers of the next step start in the update of this one.
 
     def step(w, x):                                 def step(w, x, w.full'):
       w.full' = all_gather([w])                       w.full = wait(w.full'); y = mm(x, w.full)

@@ -1,4 +1,4 @@
-"""Carried copies: copies of new leaves to the host that go on under the forward of the next step.
+"""Copies of new leaves to the host that go on under the forward of the next step.
 
     def step(w, m: f32<host>[4]):                      def step(w, m: f32<host>[4]!):
       ...forward, backward...                            ...; m.host = wait(m); ...forward, backward...

@@ -1,4 +1,4 @@
-"""Donation: which equations may write their result over an argument that nothing reads any more.
+"""Which equations may write their result over an argument that nothing reads any more.
 
 The caller of a step gives the storage of the state away, so an elementwise update of the state runs in place. An
 operation on a temporary also runs in place if the argument fills its storage, the equation is the last to read it, and

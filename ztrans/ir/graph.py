@@ -1,4 +1,4 @@
-"""The staged graph: an explicitly typed, functional, straight-line program.
+"""The staged graph, which is an explicitly typed, functional, straight-line program.
 
     graph  ::=  inputs eqn* outputs          eqn  ::=  var, ... = op(arg, ..., key=arg)
     var    ::=  name: dtype[shape]           arg  ::=  var | literal | list of args

@@ -1,4 +1,4 @@
-"""keep_on_host: let values of forward wait for backward in the memory of the host.
+"""Let values of forward wait for backward in the memory of the host.
 
     a = attention(q, k, v); y = mm(a, w)        a = attention(q, k, v); h = wait(to_host(a)); y = mm(a, w)
     ...                                   -->   ...

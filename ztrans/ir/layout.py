@@ -1,4 +1,4 @@
-"""Layouts: how values and the leaves of a state are split over a mesh. Only this module computes the parts.
+"""How values and the leaves of a state are split over a mesh. Only this module computes the parts.
 
 A value is split over n ranks as `torch.chunk` and DTensor's `Shard` split it: rank r holds the rows
 [r*c, (r+1)*c) with c = ceil(rows / n), so the last parts may be short or empty. Inside a collective every part is

@@ -1,4 +1,4 @@
-"""Liveness: which values share storage, and how long each storage is needed.
+"""Which values share storage, and how long each storage is needed.
 
 A view shares the storage of its argument. The value of a future may share the buffer in which it was received. If a
 collective sends a member from the member's own storage, that storage is needed until the wait. The storage of outputs,

@@ -1,4 +1,4 @@
-"""Marks: equations that say what a value is, for the transform or the loop that gives them their meaning.
+"""Equations that say what a value is: a gradient, a mean over ranks, a sum over micro-batches.
 
 A transform that shards a program replaces these by reductions; otherwise they are the identity:
 

@@ -1,4 +1,4 @@
-"""op_facts: what kind of operation an equation has, in one row for each operation.
+"""What kind of operation an equation has, in one row for each operation.
 
 PyTorch itself says much: its tags say which operations are elementwise or random, a schema says which are views, and
 its FLOP counter knows the matrix products. A row of `_ROWS` says what PyTorch does not. A fact is a property of the

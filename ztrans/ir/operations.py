@@ -1,4 +1,4 @@
-"""Operations: compute an equation of PyTorch's operations.
+"""What an equation of PyTorch's operations computes.
 
 On fake tensors PyTorch's operations do not always lay out their results as on real ones. For instance, batch norm of a
 transposed input returns a contiguous tensor, but a transposed one in a trace. A view that was possible in the trace may

@@ -1,4 +1,4 @@
-"""Pairing: which waits belong to which start, and at which index of the program they are.
+"""Which waits belong to which start, and at which index of the program they are.
 
 equation 4:  f, g = all_gather([a, b], axis=dp)        PairedStart(start, index=4, waits=(5, 9), first_wait=5)
 equation 5:  x = wait(f)                               PairedWait(that, member=0)

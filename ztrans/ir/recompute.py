@@ -1,4 +1,4 @@
-"""recompute: let backward recompute values of forward, so that these need not be kept until then.
+"""Let backward recompute values of forward, so that these need not be kept until then.
 
     a = gelu(h); y = mm(a, w)               a = gelu(h); y = mm(a, w)
     ...                              -->    ...

@@ -1,4 +1,4 @@
-"""reshard: the equations that change the layout of a value over one mesh axis.
+"""The equations that change the layout of a value over one mesh axis.
 
 split  -> whole     all_gather          terms -> split     reduce_scatter
 terms  -> whole     all_reduce          whole -> split     shard (nothing moves)

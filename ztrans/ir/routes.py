@@ -1,4 +1,4 @@
-"""Routes: where the ranks of a group are, and which way the bytes of a collective take between them, and why.
+"""Where the ranks of a group are, and which way the bytes of a collective take between them, and why.
 
     exchange               every rank sends every other rank its part; a reduction sums the parts in rank order
     ring                   the backend passes parts from rank to rank, and reduces them on the way

@@ -1,4 +1,4 @@
-"""Rules: everything that the rest of ztrans needs to know about an operation.
+"""How an operation behaves in a program: its meaning, its storage, its bytes. `op_facts` says of what kind it is.
 
 `Rules` itself describes an ordinary operation of PyTorch. Each primitive has a subclass, in `marks`, `collectives`,
 `copies` or `user_collectives`, which overrides what differs. A pass asks `rules(eqn)` (see `collectives`) instead of

@@ -1,4 +1,4 @@
-"""source: find the user's line that an operation comes from, and print it.
+"""Find the user's line that an operation comes from, and print it.
 
 The user's frame is the innermost one on the stack whose code the user wrote. Code of torch, the standard library,
 ztrans or an installed package is not the user's, and neither is generated code. Code that was typed at a prompt, run in

@@ -1,4 +1,4 @@
-"""structure: what an equation computes, as a value that can be compared and hashed.
+"""What an equation computes, as a value that can be compared and hashed.
 
 Two equations with equal structures, which read equal values, have equal results, bit for bit: `mul(x, 2)` and
 `mul(y, 2)` are equal if `of_var` describes x and y by one value. The names of results, the user's line and the region

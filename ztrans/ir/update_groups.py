@@ -1,4 +1,4 @@
-"""Update groups: equal updates of many parameters, next to each other, so that one call computes them all.
+"""Equal updates of many parameters, next to each other, so that one call computes them all.
 
 An optimizer does the same to every parameter. A program has one equation for each parameter, so that each can be
 updated as soon as its gradient is there. Where several can be updated at one place, a fused optimizer or an operation

@@ -1,4 +1,4 @@
-"""Invariant and varying values: which values differ from rank to rank, and over which mesh axes.
+"""Which values differ from rank to rank, and over which mesh axes.
 
 The batch varies, and so does every value that depends on it, and every random draw. The state is invariant. So is the
 gradient of an invariant value, because it will be reduced, and the result of a `pmean`, a `psum` or an all_reduce over

@@ -1,4 +1,4 @@
-"""verifier: check that a program is well formed, as is done for every program that a transform or a plan returns."""
+"""Check that a program is well formed, as is done for every program that a transform or a plan returns."""
 
 from __future__ import annotations
 

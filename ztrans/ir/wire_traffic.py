@@ -1,4 +1,4 @@
-"""wire_traffic: what a program sends, by mesh axis and by what it is sent for."""
+"""What a program sends, by mesh axis and by what it is sent for."""
 
 from __future__ import annotations
 

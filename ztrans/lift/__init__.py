@@ -1,1 +1,1 @@
-"""Lift: an ordinary training loop as a pure train step and its state."""
+"""An ordinary training loop as a pure train step and its state."""

@@ -1,4 +1,4 @@
-"""Gradients: whether a loop step resets the gradients of its parameters, or carries them in its state.
+"""Whether a loop step resets the gradients of its parameters, or carries them in its state.
 
 In an ordinary loop `.backward()` adds to the gradients of earlier calls, and `zero_grad` resets them. A lifted step
 starts from its state alone. If the state carries gradients, its parameters start each call with these, and the first

@@ -1,4 +1,4 @@
-"""Hyperparameters: which values in the parameter groups of optimizers are inputs of a program, and which are constants.
+"""Which values in the parameter groups of optimizers are inputs of a program, and which are constants.
 
 Every call reads the groups, so what a scheduler has set is what the next step uses. Floats, tuples of floats, and
 tensors are inputs. Whole numbers, bools, None and text are constants, and so is the sign of each float, because an

@@ -1,4 +1,4 @@
-"""lift: turn the body of an ordinary training loop, with its nn.Module and torch.optim, into a pure step and its state.
+"""Turn the body of an ordinary training loop, with its nn.Module and torch.optim, into a pure step and its state.
 
 The loop body is not changed. While it is traced, tensors of the state replace the module's tensors and the optimizer's
 state. Their values after the loop body are the new state.

@@ -1,4 +1,4 @@
-"""The lifted step: it runs the body of a loop on tensors of a state, and refuses what cannot be lifted.
+"""A lifted step runs the body of a loop on tensors of a state, and refuses what cannot be lifted.
 
 While the loop step is traced, tensors of the state replace the module's tensors and the optimizer's state. Their values
 after the loop step are the new state.

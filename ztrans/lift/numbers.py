@@ -1,4 +1,4 @@
-"""Numbers: tensors that stand for the Python numbers of a loop, so that their values are inputs of its program.
+"""Tensors that stand for the Python numbers of a loop, so that their values are inputs of its program.
 
 They are the floats of parameter groups, and the counts that an optimizer keeps as Python numbers. As tensors they have
 fp64 and int64, and PyTorch's arithmetic. But they behave as Python numbers: `x += 1` gives another number, a cast

@@ -1,4 +1,4 @@
-"""Scaler: the scale of a loss in fp16, and the steps that a `GradScaler` skips.
+"""The scale of a loss in fp16, and the steps that a `GradScaler` skips.
 
 The scale, and the count of steps since it last changed, are part of the state. A GradScaler skips a step whose
 gradients are not all finite: it reads whether they are. A program takes every step, and then selects the old values if

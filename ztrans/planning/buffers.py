@@ -1,4 +1,4 @@
-"""buffers: which bytes are live, and when.
+"""Which bytes are live, and when.
 
 A buffer is live from one event to another. Memory analysis, formulation and solver count with the same buffers. The
 events of a program are its equations, by number. Those of a scheduling problem are numbered slots: slot 2k is place k,

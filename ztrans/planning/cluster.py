@@ -1,4 +1,4 @@
-"""cluster: the speeds of the machines that a schedule depends on.
+"""The speeds of the machines that a schedule depends on.
 
 A `Device` computes (see `devices`). A `Link` has a latency and a bandwidth, and may lie between hosts, each of which
 has a link inside. A `Cluster` says which link each mesh axis crosses. It may also hold measured durations of the

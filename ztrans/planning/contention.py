@@ -1,4 +1,4 @@
-"""contention: messages and kernels share the memory of a device while they overlap.
+"""Messages and kernels share the memory of a device while they overlap.
 
 A message reads what it sends and writes what it receives, while compute goes on. A kernel that computes for longer than
 it needs its bytes loses nothing. One that waits for memory ends later, by the seconds in which the messages had the

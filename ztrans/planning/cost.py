@@ -1,4 +1,4 @@
-"""cost: count the operations, bytes of memory traffic, bytes on the wire and live bytes of a program.
+"""Count the operations, bytes of memory traffic, bytes on the wire and live bytes of a program.
 
 The figures are for rank 0, whose shards are the largest. They follow from the program; nothing runs.
 """

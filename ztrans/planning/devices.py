@@ -1,4 +1,4 @@
-"""devices: the processors that a step may run on, as figures of the cost model, and those that ztrans ships.
+"""The processors that a step may run on, as figures of the cost model, and those that ztrans ships.
 
 A shipped figure is that of the data sheet, dense, times the share of it that long runs reach. `benchmarks/published.py`
 fits the share of matmuls on Hopper, once, to three published runs on H100s; the other shares have a source beside them.

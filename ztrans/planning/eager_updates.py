@@ -1,4 +1,4 @@
-"""eager_updates: which equations of the update leave their places, and from where on they may run.
+"""Which equations of the update leave their places, and from where on they may run.
 
 With eager updates, the update of a parameter runs as soon as the reductions that it needs have been waited for, which
 frees its gradient. Where that is depends on the schedule; here are the conditions. `early_updates` does the same for a

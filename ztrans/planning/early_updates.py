@@ -1,4 +1,4 @@
-"""early_updates: in a program that reduces no gradient, parameters are updated while backward continues.
+"""In a program that reduces no gradient, parameters are updated while backward continues.
 
     g = mm(x, dy)                      g = mm(x, dy)
     ...rest of backward...      -->    w1 = update(w, g)

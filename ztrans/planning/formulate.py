@@ -1,4 +1,4 @@
-"""formulate: build the scheduling `Problem` of a program for a given cluster.
+"""Build the scheduling `Problem` of a program for a given cluster.
 
 The skeleton has the places: between which a collective may start and be waited for. Durations come from the cluster.
 `problem_memory` counts the bytes that are live besides the planned collectives.

@@ -1,4 +1,4 @@
-"""limit: the bytes that a step may have live on a rank, and the error of a step that needs more.
+"""The bytes that a step may have live on a rank, and the error of a step that needs more.
 
 A transform may name the limit. Otherwise it is the memory of the device, less a reserve, where that is known.
 """

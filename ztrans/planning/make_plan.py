@@ -1,4 +1,4 @@
-"""make_plan: choose the order of a program with hints, and say in a plan what was chosen and why.
+"""Choose the order of a program with hints, and say in a plan what was chosen and why.
 
 The budget of the solver is the limit of the step, which a transform names, or which the device has. Without a limit,
 it is what the program would need as written and a little more. If no schedule fits the budget, updates run last. If

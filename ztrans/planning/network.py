@@ -1,4 +1,4 @@
-"""network: messages under way, each in the lane of its communicator, and over a link that lanes may share.
+"""Messages under way, each in the lane of its communicator, and over a link that lanes may share.
 
 A lane is first in, first out, and independent of the others. Messages of different lanes that cross the same link at
 the same time share its bandwidth equally. All times are in seconds.

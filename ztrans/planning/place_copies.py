@@ -1,4 +1,4 @@
-"""place_copies: start the copies between two memories early, and wait for them late, so that compute hides them.
+"""Start the copies between two memories early, and wait for them late, so that compute hides them.
 
 A copy involves no other rank, so it is placed last, in the order that the plan has given to everything else:
 

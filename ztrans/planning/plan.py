@@ -1,4 +1,4 @@
-"""plan: the decisions that give a program its order, as a value that can be printed, saved and compared.
+"""The decisions that give a program its order, as a value that can be printed, saved and compared.
 
 A plan names the buckets of gathers and where each starts, the buckets of reductions and where each is waited for, the
 gathers that are dropped because an earlier value is kept, the values that backward recomputes or finds on the host, and

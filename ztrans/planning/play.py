@@ -1,4 +1,4 @@
-"""play: when operations run, and when messages arrive, given the seconds of each.
+"""When operations run, and when messages arrive, given the seconds of each.
 
 Operations run one after the other in the compute queue. A message is issued just before an operation and joins its lane
 (see `network`); a later operation waits for it. `simulate` plays the program of one rank. The solver plays schedules,

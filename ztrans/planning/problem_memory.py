@@ -1,4 +1,4 @@
-"""problem_memory: the bytes that are live besides the planned collectives of a scheduling problem.
+"""The bytes that are live besides the planned collectives of a scheduling problem.
 
 They are an upper bound, counted before the program of a schedule is written. A value that an operation at a fixed place
 computes is live up to the last operation at a fixed place that needs it, in every order. How long reduced values live,

@@ -1,4 +1,4 @@
-"""realise: write a program in the order of a plan or of a schedule.
+"""Write a program in the order of a plan or of a schedule.
 
 The planned collectives return to the program as buckets. With eager updates, the update of a parameter may follow the
 reduction of its gradient at once. The order depends on the program and the plan only, so it is the same on every rank.

@@ -1,4 +1,4 @@
-"""roofline: how many seconds of the compute queue an operation takes.
+"""How many seconds of the compute queue an operation takes.
 
 A kernel takes as long as its arithmetic, or as its bytes, whichever is longer. Three things make it slower than the
 data sheet. Products of thin matrices are slower for each operation, because their edges do not fill the tiles of a

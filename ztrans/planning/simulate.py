@@ -1,4 +1,4 @@
-"""simulate: predict how long the program of one rank takes on a cluster, and which communication compute waits for.
+"""Predict how long the program of one rank takes on a cluster, and which communication compute waits for.
 
 Every equation is an operation of the compute queue. Its duration was measured, or follows from the roofline. Every
 started collective is a message. Each axis has a lane for gathers, one for reductions, and one for the step's own

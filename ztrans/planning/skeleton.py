@@ -1,4 +1,4 @@
-"""skeleton: a program without the collectives that a plan will place.
+"""A program without the collectives that a plan will place.
 
 Transforms that schedule only write hints on equations. Planning follows all hints at once, so the order in which the
 transforms were applied does not matter. `hoist` moves equations marked `birth` up to the last of their inputs.

@@ -1,4 +1,4 @@
-"""calibrate: measure this machine as a `Cluster`, in a few seconds, with the process groups of a mesh."""
+"""Measure this machine as a `Cluster`, in a few seconds, with the process groups of a mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Link fit: the figures of links that explain measured messages best.
+"""The figures of links that explain measured messages best.
 
 A message of kind k takes `latency + bytes / (bandwidth * efficiency[k])`, with one latency for all kinds. The fit
 minimises the error of the logarithm of the duration, so small and large messages have the same weight. Small errors are

@@ -1,4 +1,4 @@
-"""Profile: a measured step as a timeline, and the speeds of the cluster that follow from it.
+"""A measured step as a timeline, and the speeds of the cluster that follow from it.
 
 The clock is read in the generated code of the program: after every equation, when a collective is started, when it is
 done, and when the first wait for it returns. The lifetimes of values are the same as in the code without readings.

@@ -1,4 +1,4 @@
-"""event: the bars of a timeline, and the curve of live bytes under them."""
+"""The bars of a timeline, and the curve of live bytes under them."""
 
 from __future__ import annotations
 

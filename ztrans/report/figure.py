@@ -1,4 +1,4 @@
-"""figure: draw timelines as a picture, with matplotlib.
+"""Draw timelines as a picture, with matplotlib.
 
 The picture shows the same as the page (see `page`): the lanes with compute on top, the stalls of compute hatched, and
 the curves of live memory under the lanes, with the limit. Two timelines are drawn one under the other, on the same

@@ -1,4 +1,4 @@
-"""page: show timelines on one page of HTML, which loads nothing.
+"""Show timelines on one page of HTML, which loads nothing.
 
 `page.html` is the page, with a script that draws it. `page` puts the timelines into that script as JSON, in which each
 text occurs once, and a bar is a row of numbers. The JSON is compressed, because the texts of equal layers differ in a

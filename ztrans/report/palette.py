@@ -1,4 +1,4 @@
-"""palette: the kinds of bars of a timeline, and their colours.
+"""The kinds of bars of a timeline, and their colours.
 
 Compute has cool colours, by region; what backward computes again has one of its own. Communication has warm ones, by
 the role of the collective. So have copies between the device and the host, whose role is "offload".

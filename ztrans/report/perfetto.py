@@ -1,4 +1,4 @@
-"""perfetto: save timelines as a trace in the Chrome format, for ui.perfetto.dev and chrome://tracing.
+"""Save timelines as a trace in the Chrome format, for ui.perfetto.dev and chrome://tracing.
 
 The trace has a process for each timeline, a thread for each lane, and a counter of live bytes, on the device and on the
 host. An arrow goes from the operation that starts a collective to its message.

@@ -1,4 +1,4 @@
-"""Progress: what ztrans does while its user waits, and how many seconds that takes.
+"""What ztrans does while its user waits, and how many seconds that takes.
 
 The logger "ztrans" tells when a step is traced, transformed, planned and compiled, once a job, on rank 0. On a terminal
 the present stage is shown on one line, and stages of more than a second leave a line. Elsewhere nothing is shown unless

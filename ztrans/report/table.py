@@ -1,4 +1,4 @@
-"""table: print a timeline as text, or two timelines side by side.
+"""Print a timeline as text, or two timelines side by side.
 
 The rows are: the time of the step, how long each lane is busy, the exposed communication by axis and role, the lower
 bound, and the peak of memory.

@@ -1,4 +1,4 @@
-"""timeline: when everything ran on one rank, simulated or measured.
+"""When everything ran on one rank, simulated or measured.
 
 One lane shows compute, and each communicator has a lane. Communication is exposed while compute waits for it. A curve
 below the lanes shows the live memory.

@@ -1,4 +1,4 @@
-"""Tracebacks: an error ends at the user's line, without the frames of ztrans, torch and the standard library.
+"""An error ends at the user's line, without the frames of ztrans, torch and the standard library.
 
 The methods that a user calls are decorated with `ends_at_user`. `ZTRANS_TRACEBACK=full` keeps all frames.
 

@@ -1,4 +1,4 @@
-"""Agreement: the ranks of a mesh compare what they are about to do.
+"""The ranks of a mesh compare what they are about to do.
 
 The messages of a step have no names. If ranks made different calls, one would take the bytes of another for its own,
 or wait forever. So each call that communicates begins with `agree`: every rank sends the name of its call, and a digest

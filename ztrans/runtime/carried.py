@@ -1,4 +1,4 @@
-"""Carried: the gathers that one step has started, and for which the next step waits.
+"""The gathers that one step has started, and for which the next step waits.
 
 A step whose program carries gathers (see `ir.across_steps`) ends while these are under way. They belong to the mesh, as
 its channels do: the next step of the mesh uses them, or lets them end and drops them. It uses them if it starts with

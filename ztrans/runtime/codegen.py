@@ -1,4 +1,4 @@
-"""Code generation: turn the program of one rank into Python code.
+"""Turn the program of one rank into Python code.
 
 `to_fx` writes a program as a `torch.fx.GraphModule`, whose generated code drops each value after its last use. With
 `donate`, elementwise equations write over values that nothing reads any more, the state above all. So a step holds one

@@ -1,4 +1,4 @@
-"""Contract: what a program does that must be the same on all ranks.
+"""What a program does that must be the same on all ranks.
 
 These are its messages, its update of the state, and the numbers that the new state depends on. The sizes of batches may
 differ from rank to rank, and with them the program.

@@ -1,4 +1,4 @@
-"""Executable: generated code as a function from flat inputs to flat outputs, which overwrites the state.
+"""Generated code as a function from flat inputs to flat outputs, which overwrites the state.
 
 A program of several micro-batches has an executable for the first, one for each in the middle, and one for the last.
 """

@@ -1,4 +1,4 @@
-"""Failure: what happens to the other ranks, and to the state, when a step fails.
+"""What happens to the other ranks, and to the state, when a step fails.
 
 A step updates its state in place, part of it while backward still runs. If the step fails in between, some leaves are
 new and some are old, and the values do not show which. So the leaves of such a state are marked, and the next use of

@@ -1,4 +1,4 @@
-"""Host copies: the copies of one rank between the memory of its device and that of its host.
+"""The copies of one rank between the memory of its device and that of its host.
 
 On a CPU both are the same memory. A copy is made all the same, and counted apart, so that what runs on a GPU is tested
 there.

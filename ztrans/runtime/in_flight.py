@@ -1,4 +1,4 @@
-"""In flight: the steps that a GPU runs or is told to run, and that have not been seen to end.
+"""The steps that a GPU runs or is told to run, and that have not been seen to end.
 
 The call of a step returns before a GPU has run it. If another rank fails meanwhile, kernels of this rank stop
 with results that nobody may use, and no error is raised. So every step records an event after its work. A step has

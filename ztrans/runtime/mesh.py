@@ -1,4 +1,4 @@
-"""make_mesh: a DeviceMesh from axis names, under torchrun or in a single process."""
+"""A DeviceMesh from axis names, under torchrun or in a single process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas: ranks that hold the same leaf of a state compare it.
+"""Ranks that hold the same leaf of a state compare it.
 
 Ranks that initialised their model from different random numbers would train different replicas, or a mixture of
 several models, and nothing would show it. So each rank sends a digest of its leaves, and all ranks compare them.

@@ -1,4 +1,4 @@
-"""State: a train state as the ranks of a mesh hold it between steps, each leaf a DTensor, and back in full tensors.
+"""A train state as the ranks of a mesh hold it between steps, each leaf a DTensor, and back in full tensors.
 
 A leaf lives on the axes over which its transform shards or replicates it, and on those over which the step itself
 divides it (see `layout.UserSharding`). If both cut the same dim, the step's cut comes first, as with FSDP2 and tensor

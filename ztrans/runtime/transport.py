@@ -1,4 +1,4 @@
-"""Transport: what sends the messages of a program: gloo between CPUs, or streams next to compute on GPUs.
+"""What sends the messages of a program: gloo between CPUs, or streams next to compute on GPUs.
 
 All ranks first `reserve` what a program needs: its channels, and on GPUs the symmetric memory. Then each rank makes
 the modules that start its collectives.

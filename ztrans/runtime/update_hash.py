@@ -1,4 +1,4 @@
-"""update_hash: a hash of the update of the state, which ranks compare. It is the same for every size of the batch."""
+"""A hash of the update of the state, which ranks compare. It is the same for every size of the batch."""
 
 from __future__ import annotations
 

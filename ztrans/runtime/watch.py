@@ -1,4 +1,4 @@
-"""Watch: a thread that sees that another rank has failed while a GPU of this rank waits for it.
+"""A thread that sees that another rank has failed while a GPU of this rank waits for it.
 
 On CPUs the host waits for messages, and fails as soon as a connection is lost. On GPUs kernels wait, and the host may
 wait for a kernel, also while it launches the step: the queue of launches may be full. So while a step is in flight, a

@@ -1,4 +1,4 @@
-"""laws: check that a transform obeys the laws of ztrans, on a step of one's own.
+"""Check that a transform obeys the laws of ztrans, on a step of one's own.
 
 The laws are those of SPEC.md. All ranks run in this process, in lock-step, so no process group is needed.
 """

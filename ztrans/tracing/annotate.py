@@ -1,4 +1,4 @@
-"""Annotate: a dispatch mode that watches a trace, and notes for each operation where it comes from.
+"""A dispatch mode that watches a trace, and notes for each operation where it comes from.
 
 make_fx records the operations of a step as nodes of an FX graph. This mode stands above it. For each operation it notes
 the user's line, whether autograd runs the operation, whether autograd records it, and which checkpoint it is in. The

@@ -1,4 +1,4 @@
-"""Checkpoints: while a step is traced, a checkpoint runs its function once, and marks its operations.
+"""While a step is traced, a checkpoint runs its function once, and marks its operations.
 
 PyTorch's own checkpoints run their function again in backward. They do so by hooks on saved tensors, which `torch.func`
 does not support, or by a nested `.backward()`, which a trace cannot follow. After a `functional_call` they

@@ -1,4 +1,4 @@
-"""Function mode: runs each function of PyTorch that a step calls while it is traced, or what replaces it there.
+"""A mode that runs each function of PyTorch that a step calls while it is traced, or what replaces it there.
 
 make_fx records the operations below these functions. Where they would read values, or show the trace nothing, a
 function is replaced:

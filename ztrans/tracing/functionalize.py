@@ -1,4 +1,4 @@
-"""Functionalize: emit equations, and replace in-place changes of tensors and views by equations of new values.
+"""Emit equations, and replace in-place changes of tensors and views by equations of new values.
 
 A `Storage` holds the current value of its base tensor. Each tensor of the step is an `Alias`: a storage, and the views
 that lead from the base to the tensor. Reading a tensor whose storage has changed since applies its views to the new

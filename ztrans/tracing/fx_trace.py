@@ -1,4 +1,4 @@
-"""trace_by_make_fx: trace a function by `make_fx`, on PyTorch's fake tensors, into an FX graph.
+"""Trace a function by `make_fx`, on PyTorch's fake tensors, into an FX graph.
 
 The function runs once, whole: forward, backward and update. `make_fx` records its operations as nodes. Two modes stand
 inside: one notes where each operation comes from (see `annotate`), the other replaces functions that cannot be traced

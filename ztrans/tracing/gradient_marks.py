@@ -1,4 +1,4 @@
-"""Gradient marks: while a step is traced, each gradient is marked with the value that it is the gradient of.
+"""While a step is traced, each gradient is marked with the value that it is the gradient of.
 
 `torch.autograd.grad`, which `torch.func.grad` calls too, gets marks on what it returns (see `ops.marks`). `.backward()`
 is expressed by it. The marks tell transforms which values are gradients, and of which leaves.

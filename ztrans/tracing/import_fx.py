@@ -1,4 +1,4 @@
-"""import_fx(module, inputs): turn the FX graph of a step into functional equations.
+"""Turn the FX graph of a step into functional equations.
 
 An in-place operation becomes its functional form, and the result is written to the storage of the tensor that it
 changes (see `functionalize`). A fused optimizer (`_fused_adamw_`) becomes one equation for each member of its lists, so

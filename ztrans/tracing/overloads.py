@@ -1,4 +1,4 @@
-"""Overloads: the functional form of an in-place operation.
+"""The functional form of an in-place operation.
 
 Overloads are matched by the names and types of their arguments, because the names of overloads follow no rule: the
 functional form of `pow_.Scalar` is `pow.Tensor_Scalar`.

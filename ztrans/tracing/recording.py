@@ -1,4 +1,4 @@
-"""Recording: a step as it was traced, and how calls lead to its inputs and outputs."""
+"""A step as it was traced, and how calls lead to its inputs and outputs."""
 
 from __future__ import annotations
 

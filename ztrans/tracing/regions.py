@@ -1,4 +1,4 @@
-"""The regions of a step: every equation belongs to forward, backward or update.
+"""The regions of a step. Every equation belongs to forward, backward or update.
 
 - backward: autograd ran the equation.
 - forward: autograd recorded the equation for a backward; or it precedes the last backward and depends on the batch; or

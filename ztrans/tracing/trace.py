@@ -1,4 +1,4 @@
-"""trace: record a call of a train step as a `Recording`, whose graph has its forward, backward and update.
+"""Record a call of a train step as a `Recording`, whose graph has its forward, backward and update.
 
 make_fx traces the step into an FX graph (see `fx_trace`), in which each node has the user's line and the facts for its
 region (see `annotate`). The graph is imported as functional equations (see `import_fx`). A step that changes the Python

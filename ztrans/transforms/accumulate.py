@@ -1,4 +1,4 @@
-"""accumulate: run a step in micro-batches, whose gradients are averaged before the update.
+"""Run a step in micro-batches, whose gradients are averaged before the update.
 
 The program is written for one micro-batch. Marks say which of its values are summed or joined over all micro-batches;
 `ir.micro_batches` says how such a program runs.

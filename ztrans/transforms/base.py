@@ -1,4 +1,4 @@
-"""Transform and chain: a transform is a frozen value that describes a rewrite of a train step.
+"""A transform is a frozen value that describes a rewrite of a train step.
 
 A public function such as `prefetch()` builds the value. Applying it to a step appends it to the step's tuple of
 transforms; nothing runs. Chains form a monoid: `chain()` is the identity, and

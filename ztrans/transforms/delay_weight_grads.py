@@ -1,4 +1,4 @@
-"""delay_weight_grads: compute weight gradients while the step's own collectives are under way."""
+"""Compute weight gradients while the step's own collectives are under way."""
 
 from __future__ import annotations
 

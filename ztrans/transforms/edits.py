@@ -1,4 +1,4 @@
-"""Edits: insert equations into a program, and let others read new values, in one pass over the program."""
+"""Insert equations into a program, and let others read new values, in one pass over the program."""
 
 from __future__ import annotations
 

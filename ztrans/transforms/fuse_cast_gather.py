@@ -1,4 +1,4 @@
-"""fuse_cast_gather: cast a parameter before it is gathered, not after."""
+"""Cast a parameter before it is gathered, not after."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""offload: keep state that only the update reads, and values of forward, in the memory of the host."""
+"""Keep state that only the update reads, and values of forward, in the memory of the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""overlap_grads: reduce gradients while the backward pass continues."""
+"""Reduce gradients while the backward pass continues."""
 
 from __future__ import annotations
 

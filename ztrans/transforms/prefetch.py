@@ -1,4 +1,4 @@
-"""prefetch: start the gathers of parameters before these are needed."""
+"""Start the gathers of parameters before these are needed."""
 
 from __future__ import annotations
 

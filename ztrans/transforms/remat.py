@@ -1,4 +1,4 @@
-"""remat: recompute activations in backward, instead of keeping them from forward."""
+"""Recompute activations in backward, instead of keeping them from forward."""
 
 from __future__ import annotations
 

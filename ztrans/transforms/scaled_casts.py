@@ -1,4 +1,4 @@
-"""Scaled casts: gather what each rank computes on its shards of a parameter, instead of the parameter.
+"""Gather what each rank computes on its shards of a parameter, instead of the parameter.
 
     a = wait(all_gather(w))                        m = wait(all_reduce(max(abs(w)), max))
     s = div(448, max(abs(a)))                -->   s = div(448, m); c = cast(mul(w, s), f8)

@@ -1,4 +1,4 @@
-"""shard_params: turn a plain step into the program of one rank of many (ZeRO stages 0 to 3, HSDP).
+"""Turn a plain step into the program of one rank of many (ZeRO stages 0 to 3, HSDP).
 
 State is sharded between steps. Forward and backward run on whole parameters, which are gathered where they are used.
 Gradients are reduced where autograd returns them. The update runs on shards as far as a table of rules knows how; other

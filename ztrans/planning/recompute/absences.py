@@ -1,4 +1,4 @@
-"""absences: when values of forward that wait for backward on the host are away from the device.
+"""When values of forward that wait for backward on the host are away from the device.
 
 The link to the host has two lanes beside compute, one in each direction. Values leave in the order in which they are
 computed, and return in the order in which backward needs them:

@@ -1,4 +1,4 @@
-"""choose: what backward repeats, and what waits for it on the host, so that the live bytes stay within a target.
+"""What backward repeats, and what waits for it on the host, so that the live bytes stay within a target.
 
     repeated = what the user demands
     while some live bytes exceed the target:

@@ -1,4 +1,4 @@
-"""estimate: how long a step takes that recomputes a choice of values, without its program.
+"""How long a step takes that recomputes a choice of values, without its program.
 
 Writing the program of every choice, and planning it in full, takes seconds for each. But a choice changes little of
 the scheduling problem: which bytes are live, and where compute takes longer. So the problem of the step in which

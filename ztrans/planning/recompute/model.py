@@ -1,4 +1,4 @@
-"""model: the values of forward that backward needs, and what it takes to repeat them or to keep them on the host.
+"""The values of forward that backward needs, and what it takes to repeat them or to keep them on the host.
 
 A computation is an equation of forward that depends on the batch. If it is repeated, backward runs it again right
 before backward first needs one of its results, and its results are not live in between. Or its results wait on the

@@ -1,4 +1,4 @@
-"""plan_recomputation: plan a step whose plan also chooses what backward recomputes, or finds on the host.
+"""Plan a step whose plan also chooses what backward recomputes, or finds on the host.
 
 Messages and activations share one limit of memory, and no price says how: a bucket that is held longer may be worth
 more than the compute that makes room for it, or nothing. So several candidates are tried. The first leaves to

@@ -1,4 +1,4 @@
-"""residency: what backward repeats, what waits on the host, and the places, bytes and seconds that follow from it.
+"""What backward repeats, what waits on the host, and the places, bytes and seconds that follow from it.
 
 A residency changes by small steps, and a search weighs thousands of them. So a `ResidencyChange` has only what changes:
 bytes from one place to another, and seconds. It is found without copying the residency, and applied only if it is made.

@@ -1,4 +1,4 @@
-"""bound: the least time that any schedule of a problem can take, whatever its buckets and its order.
+"""The least time that any schedule of a problem can take, whatever its buckets and its order.
 
 A recursion over places finds the earliest time at which each operation can start: everything before it has run, and
 everything that it needs has arrived. For these messages a link needs at least the largest of three times:

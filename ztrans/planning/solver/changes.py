@@ -1,4 +1,4 @@
-"""changes: other choices of buckets and levers, near a given one.
+"""Other choices of buckets and levers, near a given one.
 
 A change takes a source of random numbers, the problem and a choice. It returns another choice, or the same where it
 cannot be made.

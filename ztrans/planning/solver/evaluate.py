@@ -1,4 +1,4 @@
-"""evaluate: the seconds that a schedule takes, and the bytes that it has live.
+"""The seconds that a schedule takes, and the bytes that it has live.
 
 A search does not ask here: `place` chooses places and counts seconds and bytes in one pass, with the same result.
 """

@@ -1,4 +1,4 @@
-"""full_buckets: buckets of neighbours that are large enough for their latency, with which a search begins."""
+"""Buckets of neighbours that are large enough for their latency, with which a search begins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""loads: the messages of given buckets, and the bytes that are live with them.
+"""The messages of given buckets, and the bytes that are live with them.
 
 A search places thousands of choices, and few of their buckets are new. So what follows from a bucket alone, or from the
 levers alone, is computed once.

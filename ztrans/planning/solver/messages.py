@@ -1,4 +1,4 @@
-"""messages: a bucket as a message, and the bytes that are live for it."""
+"""A bucket as a message, and the bytes that are live for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""place: choose where given buckets start and are waited for, so that they fit and compute waits little.
+"""Choose where given buckets start and are waited for, so that they fit and compute waits little.
 
 The schedule is simulated from the first place to the last, and each decision depends on what has happened by then. The
 bytes that are live in every schedule with these buckets are taken from the budget first: those of gathers from their

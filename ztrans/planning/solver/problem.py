@@ -1,4 +1,4 @@
-"""problem: what a schedule of collectives decides, without the program that it belongs to.
+"""What a schedule of collectives decides, without the program that it belongs to.
 
 Operations 0..n-1 run in a fixed order. Place k is before operation k, and place n is the end. A gather must have
 arrived before the operation that first uses it. Its value is live from its start to its last use. A gradient is live

@@ -1,4 +1,4 @@
-"""search: find a schedule of collectives for a problem.
+"""Find a schedule of collectives for a problem.
 
 Memory is a hard limit. Live bytes are counted by slot (see `buffers`), and the program in the order of a schedule never
 has more of them live than its schedule counts.

@@ -1,4 +1,4 @@
-"""validate: whether a schedule keeps every limit of its problem, except that of memory.
+"""Whether a schedule keeps every limit of its problem, except that of memory.
 
 Memory is counted in the program that is written from the schedule (see `cost.memory`).
 """

@@ -1,1 +1,1 @@
-"""Checkpoints: write a state to files while steps go on, and read it in the layouts of a step."""
+"""Write a state to files while steps go on, and read it in the layouts of a step."""

@@ -1,4 +1,4 @@
-"""load: read a state in the layouts that a step needs."""
+"""Read a state in the layouts that a step needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""save: write a state while steps go on.
+"""Write a state while steps go on.
 
 A checkpoint is a folder in the format of torch.distributed.checkpoint. It is written in a temporary folder beside it.
 Once all ranks have written and the files are on the disk, the temporary folder takes the name of the checkpoint. So a

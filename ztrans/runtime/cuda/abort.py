@@ -1,4 +1,4 @@
-"""Abort: end NCCL communicators whose other ranks do not come.
+"""End NCCL communicators whose other ranks do not come.
 
 Private torch APIs live here, because torch has no public way to remove a group without waiting for its messages;
 checked on torch 2.13.

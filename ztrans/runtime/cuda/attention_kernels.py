@@ -1,4 +1,4 @@
-"""attention_kernels: attention on a GPU by the fastest of the kernels that PyTorch has for it.
+"""Attention on a GPU by the fastest of the kernels that PyTorch has for it.
 
     o, l, ... = flash_attention(q, k, v)                       o, l, ... = cudnn_attention(q, k, v)
     ...                                                 -->    ...

@@ -1,4 +1,4 @@
-"""Graph capture: capture a whole step, update included, as one CUDA graph, which each call replays.
+"""Capture a whole step, update included, as one CUDA graph, which each call replays.
 
 The first call runs the step without a graph, on a stream of its own: it sets up communicators, compiles kernels, and
 lets libraries allocate their workspaces. The second call captures the step and replays it, as every later call does.

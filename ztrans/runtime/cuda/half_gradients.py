@@ -1,4 +1,4 @@
-"""half_gradients: on a GPU, an update reads its half-precision gradient itself.
+"""On a GPU, an update reads its half-precision gradient itself.
 
     g0 = mm(a, b)                                     g0 = mm(a, b)
     g = cast(g0, f32)                                 n = norm(g0, dtype=f32)

@@ -1,4 +1,4 @@
-"""half_weights: an update also writes the half-precision copy of its parameter that the next step reads.
+"""An update also writes the half-precision copy of its parameter that the next step reads.
 
     h = cast(p, bf16)
     y = mm(x, h)                                      y = mm(x, h)

@@ -1,4 +1,4 @@
-"""Host copies on a GPU: asynchronous copies from and to pinned memory, on a stream for each direction.
+"""Asynchronous copies from and to pinned memory, on a stream for each direction.
 
     start:  compute ──● event ───────────────▶ continues
                       lane ──■ copy ──●

@@ -1,4 +1,4 @@
-"""NCCL: the collectives of one rank on a GPU, on streams of their own.
+"""The collectives of one rank on a GPU by NCCL, on streams of their own.
 
 One call sends all messages of an equation, and one launch packs each of them. A gather of a single member is received
 in the memory of its value. NCCL would round terms of half precision at every hop, so these are exchanged, and summed in

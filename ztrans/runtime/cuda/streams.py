@@ -1,4 +1,4 @@
-"""Streams: the streams on which a GPU packs and communicates while it computes, and when memory may be reused.
+"""The streams on which a GPU packs and communicates while it computes, and when memory may be reused.
 
     compute    the current stream, on which the equations of the program run
     packing    one stream for all collectives, which casts and packs members, and never queues behind a collective

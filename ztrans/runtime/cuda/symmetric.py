@@ -1,4 +1,4 @@
-"""Symmetric memory: collectives whose messages the other ranks of a host read out of this rank's memory.
+"""Collectives whose messages the other ranks of a host read out of this rank's memory.
 
 A message is packed as for NCCL, then copied on its lane to a buffer that the other ranks of the communicator can read.
 A kernel reads the messages of all ranks from there, directly into the final tensors. It sums terms of half precision in

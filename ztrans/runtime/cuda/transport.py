@@ -1,4 +1,4 @@
-"""Transport on GPUs: whether NCCL or symmetric memory carries a collective, and the module that starts it."""
+"""Whether NCCL or symmetric memory carries a collective, and the module that starts it."""
 
 from __future__ import annotations
 

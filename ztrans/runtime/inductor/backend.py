@@ -1,4 +1,4 @@
-"""Backend: compile groups of equations of a program to kernels, with Inductor.
+"""Compile groups of equations of a program to kernels, with Inductor.
 
 Equal groups share a kernel, so a model of many equal layers compiles a few kernels. Nothing is sent while a program is
 compiled. Results are those of the eager backend up to rounding: a fused sum adds in another order, and values inside a

@@ -1,4 +1,4 @@
-"""Compiler: a function of tensors as one kernel that Inductor compiles, for tensors of given layouts.
+"""A function of tensors as one kernel that Inductor compiles, for tensors of given layouts.
 
 The layouts of the values of a program are found without computing any: each kind of equation runs once, on fake
 tensors.

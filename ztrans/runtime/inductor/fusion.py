@@ -1,4 +1,4 @@
-"""Fusion: choose the equations of a program that run as one, and put these next to each other.
+"""Choose the equations of a program that run as one, and put these next to each other.
 
 A group is a connected set of elementwise equations and reductions, which become a kernel. Equal updates of a fused
 optimizer, one equation for each tensor, are a group that a single call of PyTorch computes, and so are equal counters

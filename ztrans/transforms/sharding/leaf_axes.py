@@ -1,4 +1,4 @@
-"""Leaf axes: over which mesh axes each leaf of a state is sharded or replicated, and its gradient reduced.
+"""Over which mesh axes each leaf of a state is sharded or replicated, and its gradient reduced.
 
 Most leaves have the same axes. The experts of an expert-parallel model do not: each rank of `ep` holds other experts.
 So their gradients are reduced over `dp` alone, and those of all other leaves over the joint axis `dp*ep`.

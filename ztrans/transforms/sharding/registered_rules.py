@@ -1,4 +1,4 @@
-"""Registered rules: the sharding rules that users register for their operators.
+"""The sharding rules that users register for their operators.
 
 `torch.distributed.tensor.experimental.register_sharding` writes them to a table of DTensor, which is not public.
 DTensor chooses among the layouts that a rule accepts. It is asked about one equation at a time, with shapes only: there

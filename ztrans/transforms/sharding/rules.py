@@ -1,4 +1,4 @@
-"""Sharding rules: how an equation of the update runs on the shards of its arguments.
+"""How an equation of the update runs on the shards of its arguments.
 
 Parameters, their gradients and the state of their optimizers are cut along one dim over one mesh axis.
 

@@ -1,4 +1,4 @@
-"""The walk: how `shard_params` turns a plain program into the program of one rank, equation by equation.
+"""How `shard_params` turns a plain program into the program of one rank, equation by equation.
 
 Equations of forward and backward read whole values, which are gathered where they are used. Equations of the update run
 on shards as far as their rules allow. A gradient is reduced at its mark. Each leaf of the new state has the layout of
