@@ -69,7 +69,8 @@ def by_ztrans(mesh: DeviceMesh, tokens: Tensor, cluster: zt.Cluster, **options: 
     state = step.shard(state)
     lowered = step.lower(state, tokens, cluster=cluster)
     again = [name for members, _ in lowered.plan.gathers for name in members if "@" in name]
-    plan = f"{len(again)} in parts, {len(lowered.plan.dropped)} kept whole"
+    simulated = lowered.timeline().seconds
+    plan = f"{len(again)} in parts, {len(lowered.plan.dropped)} kept whole; {simulated:.2f} s simulated"
     return Subject(with_state(lowered.compile(), state), True, plan)
 
 
@@ -134,7 +135,7 @@ def report(
         f"{CONFIG.layers} layers of {CONFIG.width} ({size:.1f} MiB of parameters), {BATCH} x {SEQUENCE} tokens a rank, "
         f"AdamW. Bytes of the first host's interface in both directions, headers included; medians of {rounds} steps, "
         f"in turns. The last column says how the plan gathers the parameters that backward reads: the others are "
-        f"gathered again over all ranks.",
+        f"gathered again over all ranks. It also has the seconds of the step as simulated with the measured cluster.",
         "",
         "| | MiB between the hosts | seconds a step | mean loss of the last step | of the parameters |",
         "|---|---:|---:|---:|---|",
