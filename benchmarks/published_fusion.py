@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from networkx.utils import UnionFind
 
+from ztrans.ir.dependencies import grouped
 from ztrans.ir.donation import is_constant
 from ztrans.ir.graph import Eqn, Graph, Primitive, Var, variables
 from ztrans.ir.liveness import liveness
 from ztrans.ir.op_facts import is_view, op_facts
-from ztrans.ir.relations import grouped
 from ztrans.planning.buffers import local_bytes
 from ztrans.planning.cluster import Cluster
 from ztrans.planning.roofline import memory_seconds, queue_seconds

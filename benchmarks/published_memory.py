@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 from benchmarks.published_fusion import fused_kernels
 from benchmarks.published_schedule import ROOT, is_gather, unit_of, whole_bytes
+from ztrans.ir.dependencies import grouped
 from ztrans.ir.donation import donation
 from ztrans.ir.graph import Eqn, Graph, Var
 from ztrans.ir.pairing import pair
-from ztrans.ir.relations import grouped
 from ztrans.planning.buffers import storages
 
 MIB = 2**20

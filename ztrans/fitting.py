@@ -13,9 +13,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
+from .ir.dependencies import grouped
 from .ir.graph import Graph, Var
 from .ir.printer import format_bytes
-from .ir.relations import grouped
 from .planning.cluster import Cluster
 from .planning.cost import Memory
 from .planning.limit import DoesNotFit, Way

@@ -12,7 +12,7 @@ import pytest
 import ztrans as zt
 from tests.support.programs import CASES
 from tests.support.worlds import on_ranks
-from ztrans.ir.relations import grouped
+from ztrans.ir.dependencies import grouped
 from ztrans.planning.cluster import Link
 from ztrans.planning.cost import memory
 from ztrans.planning.formulate import formulate, frame

@@ -32,10 +32,10 @@ from benchmarks.llama_model import Config
 from tests.support.worlds import ALL, distance
 from ztrans.ir.axes import members
 from ztrans.ir.collectives import rules
+from ztrans.ir.dependencies import grouped
 from ztrans.ir.graph import Graph, Split, Var, substitute
 from ztrans.ir.interpreter import coordinates
 from ztrans.ir.layout import localize
-from ztrans.ir.relations import grouped
 
 T = TypeVar("T")
 CONFIG = Config(layers=2, width=16, heads=4, kv_heads=2, hidden=24, vocab=40)

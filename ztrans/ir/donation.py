@@ -24,12 +24,13 @@ from typing import Any
 
 import torch
 
+from .cached_analysis import cached_on_graph
 from .collectives import rules
+from .dependencies import needed
 from .graph import Eqn, Graph, Var, producers
 from .liveness import liveness, read_after_step
 from .op_facts import is_random, is_written, op_facts, overloads
 from .pairing import pair
-from .relations import cached_on_graph, needed
 
 # Arguments that are overwritten, each with the result that replaces it.
 Overwritten = list[tuple[Var, Var | None]]

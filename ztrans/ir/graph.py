@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from .axes import with_joint_sizes
+from .cached_analysis import cached_on_graph
+from .nested import ATOMS, instances
 from .op_facts import is_random
-from .relations import ATOMS, cached_on_graph, instances
 from .source import Source
 
 if TYPE_CHECKING:  # the module of the rules imports this one, because rules take equations

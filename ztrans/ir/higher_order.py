@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from .graph import Eqn, Graph, Var, substitute, variables
+from .nested import instances
 from .op_facts import is_matmul
 from .operations import compute
-from .relations import instances
 
 hops = torch.ops.higher_order
 # How many tensors of scores dense attention holds at its peak.

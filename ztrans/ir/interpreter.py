@@ -16,10 +16,10 @@ import torch
 from .ambient import refuse_inside, without_autocast
 from .axes import members, neighbour_count, with_joint_indices
 from .collectives import rules
+from .dependencies import grouped
 from .graph import Eqn, Graph, Var, substitute, variables
 from .layout import cut, localize
 from .micro_batches import Carry, micro_batch_programs
-from .relations import grouped
 
 Coordinates = Mapping[str, int]  # the index of a rank along each axis
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from .cached_analysis import cached_on_graph
 from .collectives import rules
 from .graph import Graph, Var, variables
 from .pairing import pair
-from .relations import cached_on_graph
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from .cached_analysis import cached_on_graph
 from .collectives import is_start, rules
 from .graph import Eqn, Graph, Var
-from .relations import cached_on_graph
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Mapping, Set
 import torch
 
 from .collectives import rules
+from .dependencies import reachable
 from .graph import Eqn, Graph, Names, Var, producers, rename, variables
 from .liveness import liveness
 from .marks import reduced_values
 from .op_facts import is_random
-from .relations import reachable
 from .varying import varying
 
 # Of operations that may have other bits in every run. torch 2.11 does not have the tag.

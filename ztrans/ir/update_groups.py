@@ -23,9 +23,9 @@ import torch
 
 from ..ops import HALF
 from .collectives import rules
+from .dependencies import sorted_by
 from .graph import Eqn, Graph, Primitive, Var, producers, variables
 from .op_facts import is_random, op_facts, overloads
-from .relations import sorted_by
 from .structure import structure
 
 aten = torch.ops.aten

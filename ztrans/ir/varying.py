@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 
 from .axes import members
 from .collectives import role, rules
+from .dependencies import needed
 from .graph import Eqn, Graph, Var, producers, variables
 from .op_facts import is_random
-from .relations import needed
 from .rules import Axes
 from .user_collectives import is_user_collective, is_user_wait, scatters
 

@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ..ir.relations import tensors_in
+from ..ir.nested import tensors_in
 from ..ops import HALF
 
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "bool")

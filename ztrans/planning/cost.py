@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from ..ir.cached_analysis import cached_on_graph
 from ..ir.collectives import rules
 from ..ir.copies import is_copy
 from ..ir.donation import donation, is_constant
@@ -25,7 +26,6 @@ from ..ir.micro_batches import in_order, is_cut, micro_batch_programs
 from ..ir.op_facts import is_view, op_facts
 from ..ir.pairing import pair
 from ..ir.printer import format_bytes
-from ..ir.relations import cached_on_graph
 from ..ir.update_groups import group_updates
 from ..ir.wire_traffic import wire_traffic
 from .buffers import by_memory, device_bytes, live_bytes, local_bytes, storages

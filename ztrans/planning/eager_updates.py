@@ -13,10 +13,10 @@ from itertools import chain
 from typing import NamedTuple
 
 from ..ir.collectives import rules
+from ..ir.dependencies import needed
 from ..ir.donation import donation
 from ..ir.graph import Eqn, Var, users, variables
 from ..ir.op_facts import is_random
-from ..ir.relations import needed
 from .skeleton import Skeleton
 
 

@@ -20,10 +20,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..ir.collectives import rules
+from ..ir.dependencies import grouped, reachable
 from ..ir.donation import donation
 from ..ir.graph import Eqn, Graph, Primitive, Var, producers
 from ..ir.op_facts import is_random
-from ..ir.relations import grouped, reachable
 from .buffers import local_bytes
 
 # Bytes of gradients; with fewer, a launch would cost more than their memory is worth.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ..ir.relations import grouped
+from ..ir.dependencies import grouped
 from .network import Message, Network, Stalls, Successors
 
 NO_SUCCESSORS: Mapping[int, int] = {}

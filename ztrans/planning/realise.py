@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from itertools import chain
 
 from ..ir.collectives import coalesce
+from ..ir.dependencies import grouped
 from ..ir.graph import Eqn, Graph, Var, rename
 from ..ir.neighbours import with_neighbours_as_axes
 from ..ir.printer import format_bytes
-from ..ir.relations import grouped
 from ..ir.verifier import ProgramError, check
 from .cost import memory
 from .eager_updates import eager_groups

@@ -18,6 +18,7 @@ from itertools import accumulate, chain
 
 from ..ir.axes import neighbour_count
 from ..ir.collectives import bucket_key, is_start, role
+from ..ir.dependencies import sorted_by
 from ..ir.donation import first_write
 from ..ir.graph import Eqn, Graph, Var, producers, users
 from ..ir.liveness import Liveness, liveness
@@ -25,7 +26,6 @@ from ..ir.neighbours import gather_of_parts, gathered_value, kept_part
 from ..ir.op_facts import is_matmul
 from ..ir.pairing import pair
 from ..ir.printer import header
-from ..ir.relations import sorted_by
 from ..ir.user_collectives import is_user_collective
 
 THE_START = "the start"

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..ir.relations import grouped
+from ..ir.dependencies import grouped
 from ..planning.cluster import Link
 from ..planning.network import Message
 from ..planning.play import play

@@ -24,10 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.axes import members
 from ..ir.collectives import WAIT, is_start, lane
+from ..ir.dependencies import grouped
 from ..ir.graph import Eqn, Graph
 from ..ir.pairing import Pairs, pair
 from ..ir.printer import op_name
-from ..ir.relations import grouped
 from ..planning.cluster import Cluster, default_cluster
 from ..planning.cost import memory
 from ..planning.devices import CPU

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..ir.dependencies import grouped
 from ..ir.printer import format_bytes, format_seconds
-from ..ir.relations import grouped
 from .event import COMPUTE, Curve
 from .palette import COLOURS, kind_of, used_kinds
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..ir.relations import grouped
+from ..ir.dependencies import grouped
 from .failure import STOP_TOGETHER, fail, leave_disagreement, leave_lost_ranks, rank_names
 from .process_groups import LostRank, ProcessGroups, Work, process_groups
 

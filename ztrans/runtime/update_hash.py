@@ -11,9 +11,9 @@ from torch.utils import _pytree as pytree
 from ..ir.collectives import role
 from ..ir.graph import Eqn, Graph, Var
 from ..ir.higher_order import Function
+from ..ir.nested import instances
 from ..ir.op_facts import is_random
 from ..ir.printer import one_line
-from ..ir.relations import instances
 from ..ir.structure import elements
 from ..ir.varying import replicated_equations
 

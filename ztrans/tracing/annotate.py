@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass_type,
 )
 
+from ..ir.nested import tensors_in
 from ..ir.op_facts import draws, is_written
-from ..ir.relations import tensors_in
 from ..ir.source import Source, user_source, where
 from . import c10d, errors
 from .checkpoints import CheckpointMark, forget_policy, mark_of_operation

@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, s
 from torch.overrides import TorchFunctionMode
 
 from ..ir.graph import Var
-from ..ir.relations import tensors_in
+from ..ir.nested import tensors_in
 from ..ir.source import user_source
 from .errors import FAILURES, failed, operator_without_rule, outside_tensor
 from .gradient_marks import backward, check_differentiable, marked_gradients

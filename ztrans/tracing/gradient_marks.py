@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..ir.relations import reachable
+from ..ir.dependencies import reachable
 from ..ir.source import user_source
 from .dtensors import marked
 from .errors import no_gradient, sparse_gradient

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..calling.global_state import patched
-from ..ir.relations import tensors_in
+from ..ir.nested import tensors_in
 from ..ir.source import user_source
 from .annotate import Origin, noting
 from .errors import other_containers

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
+from ..ir.dependencies import depending
 from ..ir.graph import Demand, Eqn, Graph, Region, Var, variables
 from ..ir.marks import GRADIENT, PMEAN, PSUM
 from ..ir.op_facts import is_random
-from ..ir.relations import depending
 from ..ir.varying import varying
 
 

@@ -29,8 +29,8 @@ from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._library.triton import set_wrap_triton_enabled
 
 from ..calling.global_state import patched
+from ..ir.dependencies import reachable
 from ..ir.launch import Launch, has_tuning_wrappers, unwrapped
-from ..ir.relations import reachable
 from .errors import writes_nothing
 from .functionalize import Builder
 

@@ -15,12 +15,12 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 
 from ..ir.collectives import SHARD, role, rules
+from ..ir.dependencies import depending, needed
 from ..ir.graph import Eqn, Graph, Move, Names, Var, producers, substitute, users, variables
 from ..ir.marks import ACCUMULATE, GRADIENT, JOIN, KEEP, PMEAN
 from ..ir.micro_batches import changing
 from ..ir.op_facts import CAST
 from ..ir.pairing import pair
-from ..ir.relations import depending, needed
 from ..ir.source import Source, where
 from ..ir.varying import varying
 from .base import Transform, check_number, constructor

@@ -6,10 +6,10 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..ir.dependencies import needed, reachable
 from ..ir.graph import Eqn, Graph, Var, producers, users
 from ..ir.marks import GRADIENT
 from ..ir.op_facts import is_matmul, is_random, is_view_or_cast
-from ..ir.relations import needed, reachable
 from ..ir.user_collectives import is_user_collective, is_user_wait
 from .base import Transform, check_number, constructor
 

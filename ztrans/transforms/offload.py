@@ -12,9 +12,9 @@ import torch
 
 from ..ir.collectives import rules
 from ..ir.copies import is_copy, to_device, to_host, wait_for_copy
+from ..ir.dependencies import sorted_by
 from ..ir.graph import Eqn, Graph, MemoryKind, Names, Var, producers, substitute, users
 from ..ir.op_facts import is_random
-from ..ir.relations import sorted_by
 from ..ir.source import where as line_of
 from .base import Transform, byte_count, constructor, meta_leaves
 from .edits import Edits

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from ..ir.collectives import bucket_key, coalesce, reduce, role, rules, wait
+from ..ir.dependencies import grouped, needed
 from ..ir.graph import (
     DTYPES,
     Eqn,
@@ -38,7 +39,6 @@ from ..ir.layout import part, split_over
 from ..ir.op_facts import CAST, is_random, op_facts, rearranges
 from ..ir.pairing import pair
 from ..ir.printer import op_name
-from ..ir.relations import grouped, needed
 from ..ir.source import where
 from ..ir.structure import structure
 from ..ir.user_collectives import is_user_collective

@@ -18,10 +18,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.axes import joint_axis, members, members_of_flat
+from ..ir.dependencies import reachable
 from ..ir.graph import Eqn, Graph, Layout, Split, Var, dce, producers, users
 from ..ir.layout import AbstractMesh, is_worth_splitting, mesh_axes
 from ..ir.op_facts import is_view_or_cast, op_facts
-from ..ir.relations import reachable
 from ..ir.source import where
 from ..ir.varying import varying
 from .base import Transform, check_number, constructor

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...ir.relations import grouped
+from ...ir.dependencies import grouped
 from .absences import Copied
 from .model import NEVER, Computation, Model
 from .residency import Residency, ResidencyChange

@@ -27,7 +27,7 @@ from typing import Literal
 
 import numpy as np
 
-from ...ir.relations import grouped
+from ...ir.dependencies import grouped
 from ..buffers import Buffer, live_by_slot
 from .messages import copy_seconds
 from .problem import Gather, Problem, Reduction

@@ -11,7 +11,7 @@ from itertools import chain
 from random import Random
 from typing import Literal
 
-from ...ir.relations import grouped
+from ...ir.dependencies import grouped
 from .loads import Choice, MemberIndices
 from .problem import Levers, Problem
 

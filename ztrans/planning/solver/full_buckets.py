@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 
-from ...ir.relations import grouped
+from ...ir.dependencies import grouped
 from .loads import MemberIndices
 from .problem import Gather, Problem, Reduction
 

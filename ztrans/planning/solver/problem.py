@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...ir.relations import grouped
+from ...ir.dependencies import grouped
 from ..buffers import Buffer
 from ..network import Message
 from ..play import play

@@ -26,10 +26,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...ir.copies import is_copy
+from ...ir.dependencies import grouped
 from ...ir.graph import Eqn, Graph, Names, Var, producers, users, variables
 from ...ir.op_facts import arguments_by_name
 from ...ir.printer import format_seconds
-from ...ir.relations import grouped
 from ...ir.verifier import check
 
 aten = torch.ops.aten

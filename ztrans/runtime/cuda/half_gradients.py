@@ -24,10 +24,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ...ir.dependencies import depending
 from ...ir.graph import Eqn, Graph, Var, producers, users, variables
 from ...ir.op_facts import CAST, is_matmul, op_facts, rearranges
 from ...ir.pairing import pair
-from ...ir.relations import depending
 from ...ir.verifier import check
 from ...ops import HALF
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import torch
 
 from ...ir.graph import Eqn, Graph, Var, variables
+from ...ir.nested import instances
 from ...ir.op_facts import is_view, op_facts
 from ...ir.pairing import Pairs, pair
-from ...ir.relations import instances
 from ...ir.update_groups import EqnGroup, group_updates, has_list_form, is_fused_update
 
 # Equations of a kernel: to compile a larger one takes longer than its fusion saves.

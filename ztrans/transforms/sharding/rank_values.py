@@ -14,7 +14,7 @@ import torch
 
 from ...ir.graph import Eqn, Graph, Names, Provenance, Region, Split, Var, producers
 from ...ir.op_facts import CAST, is_view_or_cast
-from ...ir.reshard import Site, redistribute, reduced
+from ...ir.redistribute import Site, redistribute, reduced
 from ...ir.source import Source
 from .registered_rules import Placement
 

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ...ir.axes import members, members_of
+from ...ir.dependencies import depending
 from ...ir.graph import Eqn, Graph, Layout, Split, Var, users
 from ...ir.layout import is_worth_splitting, on_axis
 from ...ir.marks import GRADIENT, PMEAN, PSUM
 from ...ir.op_facts import is_random
 from ...ir.printer import op_name
-from ...ir.relations import depending
 from ...ir.rules import INVARIANT
 from ...ir.source import where
 from ...ir.user_collectives import accepted_layouts, is_user_collective

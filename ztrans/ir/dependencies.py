@@ -1,14 +1,11 @@
-"""relations: group, reach, sort and search values, and keep the results of an analysis on a program."""
+"""What needs what: values in groups, all that a search reaches, and an order in which nothing precedes its needs."""
 
 from __future__ import annotations
 
-import functools
 import heapq
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from graphlib import TopologicalSorter
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from .graph import Eqn, Var
@@ -16,13 +13,6 @@ if TYPE_CHECKING:
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 T = TypeVar("T", bound=Hashable)
-G = TypeVar("G")
-P = ParamSpec("P")
-# The types of most constants among the arguments of operations. They contain nothing.
-ATOMS = frozenset(
-    {int, float, complex, bool, str, type(None)}
-    | {torch.dtype, torch.device, torch.layout, torch.memory_format}
-)
 
 
 def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
@@ -85,54 +75,3 @@ def sorted_by(key: Callable[[T], Any], needs: Mapping[T, Iterable[T]]) -> list[T
         sorter.done(first)
         order.append(first)
     return order
-
-
-def instances(tree: Any, kind: type[V]) -> Iterator[V]:
-    """Every object of a class in nested lists, tuples and dicts, in order.
-
-    >>> list(instances([1, {"a": (2, "b")}], int))
-    [1, 2]
-    """
-    if isinstance(tree, kind):
-        yield tree
-    elif isinstance(tree, (list, tuple, Mapping)):
-        items = tree.values() if isinstance(tree, Mapping) else tree
-        for item in items:
-            if isinstance(item, kind):
-                yield item
-            elif type(item) not in ATOMS:  # most items need no generator of their own
-                yield from instances(item, kind)
-
-
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Every tensor in nested lists, tuples and dicts.
-
-    >>> len(tensors_in(([torch.ones(2)], {"alpha": torch.ones(())}, 3)))
-    2
-    """
-    return [*instances(tree, torch.Tensor)]
-
-
-def cached_on_graph(analysis: Callable[Concatenate[G, P], V]) -> Callable[Concatenate[G, P], V]:
-    """Keep the results of an analysis with the object that it analyses, such as a program.
-
-    The object must be frozen. A later call with the same arguments returns the same result, which nobody may change.
-    The results are freed with the object.
-
-    >>> from types import SimpleNamespace
-    >>> total = cached_on_graph(lambda subject: print("adds") or sum(subject.numbers))
-    >>> subject = SimpleNamespace(numbers=(1, 2, 3))
-    >>> total(subject), total(subject)
-    adds
-    (6, 6)
-    """
-
-    @functools.wraps(analysis)
-    def cached(subject: G, *args: P.args, **kwargs: P.kwargs) -> V:
-        results = vars(subject).setdefault("_results", {})
-        key = analysis, args, tuple(kwargs.items())
-        if key not in results:
-            results[key] = analysis(subject, *args, **kwargs)
-        return results[key]
-
-    return cached
