@@ -173,6 +173,9 @@ class Start(torch.nn.Module):
             self.shapes.append(shape)
             self.parts.append(chunk(shape[0], self.size) * math.prod(shape[1:]) if shape else 1)
         self.groups = _message_groups(eqn, sizes)
+        self.sends_without_copy = [
+            rules(eqn).sends_without_copy(eqn, k, sizes) for k in range(len(self.outs))
+        ]
         start = {
             ALL_GATHER: self._gather,
             REDUCE_SCATTER: self._scatter,
@@ -266,7 +269,7 @@ class Start(torch.nn.Module):
         rows = []
         for k, term in zip(ks, terms):
             rows.append(self._by_rank(term.movedim(self.dim, 0), self.parts[k]))
-        send = torch.cat(rows, 1) if len(rows) > 1 else rows[0]
+        send = torch.cat(rows, 1) if len(rows) > 1 else self._unshared(rows[0], ks[0], terms[0])
         pieces, works = self._all_to_all(send)
 
         def finish() -> list[torch.Tensor]:
@@ -323,11 +326,19 @@ class Start(torch.nn.Module):
             flat = torch.nn.functional.pad(flat, (0, missing))
         return flat.view(self.size, size)
 
+    def _unshared(self, send: torch.Tensor, k: int, term: torch.Tensor) -> torch.Tensor:
+        """What a message of one member sends; a copy if the program may overwrite the term before the wait.
+
+        Gloo reads it when the other rank receives it, which may be much later.
+        """
+        is_copied = _is_same_memory(send, term) and not self.sends_without_copy[k]
+        return send.clone() if is_copied else send
+
     # ---- reductions to whole values
 
     def _reduce(self, ks: list[int], terms: Sequence[torch.Tensor]) -> InProgress:
-        flat = [term.to(self.wire).reshape(-1) for term in terms]
-        send = torch.cat(flat) if len(flat) > 1 else flat[0].contiguous()
+        flat = [term.to(self.wire).contiguous().view(-1) for term in terms]
+        send = torch.cat(flat) if len(flat) > 1 else self._unshared(flat[0], ks[0], terms[0])
         dtype = self.outs[ks[0]].dtype
         is_short = send.numel() * send.itemsize <= LARGE_MEMBER
         works: Sequence[Work]
@@ -339,7 +350,8 @@ class Start(torch.nn.Module):
             def reduced() -> torch.Tensor:
                 return ops.reduce(pieces, self.reduction, dtype, self._sum_buffer(pieces))
         else:
-            total = send.clone() if len(flat) == 1 else send  # the all_reduce overwrites it
+            # The all_reduce overwrites what it sends.
+            total = send.clone() if _is_same_memory(send, terms[0]) else send
             # The sum of bools is their maximum: gloo would add their bytes, to bools that hold 2.
             reduce_op = REDUCE_OPS["max" if self.wire == torch.bool else self.reduction]
             with self.channel.errors():
@@ -363,6 +375,11 @@ def _message_groups(eqn: Eqn, sizes: Mapping[str, int]) -> list[list[int]]:
     packed = [k for k in range(len(eqn.outs)) if k not in large]
     groups = [[k] for k in large]
     return [*groups, packed] if packed else groups
+
+
+def _is_same_memory(send: torch.Tensor, term: torch.Tensor) -> bool:
+    """Whether a term is its own send buffer."""
+    return send.data_ptr() == term.data_ptr()
 
 
 def _split_dim(eqn: Eqn, axis: str) -> int:

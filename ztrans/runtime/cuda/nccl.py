@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from ... import ops
-from ...ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, rules
+from ...ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ...ir.graph import Eqn
 from ...ops.kernel import FLOATS
 from ..collectives import REDUCE_OPS, Future, Member, Start
@@ -92,9 +92,6 @@ class StreamedStart(Start):
         # The terms of a reduction that arrive, and their dtype.
         self.arriving_rows = self.size if self.is_exchanged else 1
         self.arriving_dtype = self.wire
-        self.sends_without_copy = [
-            rules(eqn).sends_without_copy(eqn, k, sizes) for k in range(len(eqn.outs))
-        ]
         make_message = {
             ALL_GATHER: self._gathered,
             REDUCE_SCATTER: self._scattered,
