@@ -288,14 +288,14 @@ def charged(cluster, eqn, ranks, fast):
     whole = 32 * 3 * (eqn.kwargs["dtype"] or eqn.ins[0].dtype).itemsize
     received = whole * (ranks - 1) / ranks
     # A ring sends inside of hosts and between them at once; the two levels of a hierarchical exchange follow one another, or have a lane each.
-    weight = cluster.weight(eqn, {"dp": ranks})
+    weight = cluster.charge_factor(eqn, {"dp": ranks})
     charged = by.between + by.inside / fast
     if by.way == "ring":
         charged = max(by.between, by.inside / fast)
     elif cluster.has_two_lanes(eqn, {"dp": ranks}):
         charged = by.between
     assert weight * received == pytest.approx(charged)
-    assert cluster.weight_inside(eqn, {"dp": ranks}) * received == pytest.approx(by.inside)
+    assert cluster.charge_factor_inside(eqn, {"dp": ranks}) * received == pytest.approx(by.inside)
     return by.inside / whole, by.between / whole
 
 
@@ -310,9 +310,9 @@ def test_a_reduction_takes_of_its_link_what_is_sent_between_hosts(eqn, inside, b
 
 
 def test_on_one_host_a_message_takes_the_seconds_of_the_link_inside():
-    within = TWO_HOSTS.weight(reduced(BF16), {"dp": 8})
+    within = TWO_HOSTS.charge_factor(reduced(BF16), {"dp": 8})
     assert within == pytest.approx(LINKS["infiniband"].bandwidth / LINKS["nvlink4"].bandwidth)
-    assert zt.cluster("h100", dp="infiniband").weight(reduced(BF16), {"dp": 8}) == 1
+    assert zt.cluster("h100", dp="infiniband").charge_factor(reduced(BF16), {"dp": 8}) == 1
 
 
 def test_the_first_level_is_a_message_for_each_host():

@@ -38,9 +38,9 @@ class Abstract(NamedTuple):
         """The dtype and the shape, as programs print them."""
         return Var("", self.dtype, self.shape).type
 
-    def empty(self, otherwise: str, requires_grad: bool) -> torch.Tensor:
-        """An uninitialised tensor like this. That of a meta leaf is on the device `otherwise`."""
-        device = otherwise if self.device == "meta" else self.device
+    def empty(self, device_of_meta: str, requires_grad: bool) -> torch.Tensor:
+        """An uninitialised tensor like this, on its own device, or for a meta leaf on `device_of_meta`."""
+        device = device_of_meta if self.device == "meta" else self.device
         empty = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
         return empty.requires_grad_(requires_grad)
 

@@ -120,9 +120,9 @@ def gathers_before(graph: Graph) -> Graph:
     )
 
 
-def without_gathers_of(graph: Graph, places: set[int]) -> Graph:
-    """A program that takes leaves of the state as whole values too, and gathers these leaves nowhere."""
-    leaves = {graph.inputs[i] for i in places}
+def without_gathers_of(graph: Graph, positions: set[int]) -> Graph:
+    """A program that takes leaves of the state, by their positions, as whole values too, and gathers them nowhere."""
+    leaves = {graph.inputs[i] for i in positions}
     left_out: set[Eqn] = set()
     values: list[Var] = []
     for start, started in pair(graph).starts.items():

@@ -90,18 +90,18 @@ def with_joint_sizes(sizes: Mapping[str, int], joint: Iterable[str]) -> dict[str
 
 
 def with_joint_indices(
-    place: Mapping[str, int], sizes: Mapping[str, int], joint: Iterable[str]
+    coordinates: Mapping[str, int], sizes: Mapping[str, int], joint: Iterable[str]
 ) -> dict[str, int]:
     """The index of a rank along the axes of a mesh, along some joint axes, and among some neighbours.
 
     >>> with_joint_indices({"dp": 1, "cp": 3}, {"dp": 2, "cp": 4}, ["dp*cp", "cp/2"])
     {'dp': 1, 'cp': 3, 'dp*cp': 7, 'cp/2': 1}
     """
-    indices = dict(place)
+    indices = dict(coordinates)
     for axis in joint:
         index = 0
         for member in members(axis):
-            index = index * sizes[member] + place[member]
+            index = index * sizes[member] + coordinates[member]
         count = neighbour_count(axis)
         indices[axis] = index if count is None else index % count
     return indices

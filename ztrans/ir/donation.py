@@ -190,9 +190,9 @@ class _StorageOwners:
 def _released(graph: Graph) -> dict[Eqn, int]:
     """For the start of each collective, the index of the equation until which it reads its members.
 
-    A GPU packs them while the following equations run, until the next start or the next first wait. The user's own
-    collectives read theirs until they are waited for. Members that are sent from their own storage live until the wait
-    in any case.
+    A GPU packs members while the following equations run, until the next start or the next first wait at the latest.
+    The user's own collectives read theirs until they are waited for. A member that is sent unpacked is read until its
+    wait, too: `liveness` sees to that.
     """
     collectives = pair(graph, include_user=True, include_copies=True).starts.values()
     packed = [c for c in collectives if rules(c.start).packs]

@@ -57,16 +57,16 @@ def lockstep(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[list
     refuse_inside("lockstep", ranks)
     if graph.micro > 1:
         return _micro_batches(graph, ranks)
-    places = coordinates(graph.mesh, graph.joint)
-    if len(ranks) != len(places):
+    rank_coordinates = coordinates(graph.mesh, graph.joint)
+    if len(ranks) != len(rank_coordinates):
         raise ValueError(
-            f"lockstep: the program is for {len(places)} ranks and was given inputs for {len(ranks)}."
+            f"lockstep: the program is for {len(rank_coordinates)} ranks and was given inputs for {len(ranks)}."
         )
     values = [dict(zip(graph.inputs, inputs, strict=True)) for inputs in ranks]
     dead_after = _dead_after(graph)
     with torch.no_grad(), without_autocast():
         for eqn in graph.eqns:
-            _run(eqn, graph, places, values)
+            _run(eqn, graph, rank_coordinates, values)
             for v in dead_after.get(eqn, ()):
                 for env in values:
                     del env[v]
@@ -93,11 +93,14 @@ def _micro_batches(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> lis
 
 
 def _run(
-    eqn: Eqn, graph: Graph, places: Sequence[Coordinates], values: Sequence[dict[Var, Any]]
+    eqn: Eqn,
+    graph: Graph,
+    rank_coordinates: Sequence[Coordinates],
+    values: Sequence[dict[Var, Any]],
 ) -> None:
     """Compute one equation on every rank, group by group, and add its results to `values`."""
-    for group in _groups(places, rules(eqn).axis(eqn)):
-        local = [localize(eqn, graph.axes, places[rank]) for rank in group]
+    for group in _groups(rank_coordinates, rules(eqn).axis(eqn)):
+        local = [localize(eqn, graph.axes, rank_coordinates[rank]) for rank in group]
         results = rules(eqn).meaning(local, [values[rank] for rank in group])
         for rank, results_of_rank in zip(group, results):
             for v, x in zip(eqn.outs, results_of_rank):
@@ -121,27 +124,29 @@ def split_state(graph: Graph, state: Sequence[torch.Tensor]) -> list[list[torch.
 
 def join_state(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
     """The full flat state, joined from the parts of all ranks: the inverse of `split_state`."""
-    places = coordinates(graph.mesh, graph.joint)
+    rank_coordinates = coordinates(graph.mesh, graph.joint)
     full = list(ranks[0][: graph.num_state])
     for i, v in enumerate(graph.inputs[: graph.num_state]):
         if v.split is not None:
-            group = _groups(places, v.split.axis)[0]
+            group = _groups(rank_coordinates, v.split.axis)[0]
             full[i] = torch.cat([ranks[rank][i] for rank in group], v.split.dim)
     return full
 
 
-def _groups(places: Sequence[Coordinates], axis: str | None) -> list[list[int]]:
+def _groups(rank_coordinates: Sequence[Coordinates], axis: str | None) -> list[list[int]]:
     """Groups of the ranks that differ only along `axis`, in the order of the axis; without an axis, single ranks."""
     if axis is None:
-        return [[rank] for rank in range(len(places))]
-    if axis not in places[0]:
-        axes = ", ".join(map(repr, places[0]))
+        return [[rank] for rank in range(len(rank_coordinates))]
+    if axis not in rank_coordinates[0]:
+        axes = ", ".join(map(repr, rank_coordinates[0]))
         raise ValueError(f"lockstep: {axis!r} is no axis of the mesh, which has {axes}.")
 
     along = set(members(axis))
     groups: dict[tuple, list[int]] = {}
-    for rank, place in enumerate(places):
-        fixed = tuple(index for a, index in place.items() if along.isdisjoint(members(a)))
+    for rank, coordinates_of_rank in enumerate(rank_coordinates):
+        fixed = tuple(
+            index for a, index in coordinates_of_rank.items() if along.isdisjoint(members(a))
+        )
         groups.setdefault(fixed, []).append(rank)
 
     count = neighbour_count(axis)

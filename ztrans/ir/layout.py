@@ -131,7 +131,7 @@ def cut(x: torch.Tensor, split: Split, size: int, rank: int) -> torch.Tensor:
     return x.narrow(split.dim, *part(x.shape[split.dim], size, rank))
 
 
-def localize(eqn: Eqn, sizes: Mapping[str, int], place: Mapping[str, int]) -> Eqn:
+def localize(eqn: Eqn, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> Eqn:
     """`eqn` with the sizes of this rank's parts as arguments, in place of the global sizes that a program has.
 
     `squeeze` gets the dims that it removes from the whole value: a part may have a single row of a dim that has more.
@@ -144,7 +144,7 @@ def localize(eqn: Eqn, sizes: Mapping[str, int], place: Mapping[str, int]) -> Eq
     args = list(eqn.args)
     for k in _shape_arguments(eqn.op):
         if k < len(args) and isinstance(args[k], (list, tuple)):
-            args[k] = list(local_shape(out, sizes, place))
+            args[k] = list(local_shape(out, sizes, coordinates))
     return eqn.replace(args=tuple(args))
 
 

@@ -83,7 +83,9 @@ class _Numbering:
     def __init__(self, passed_once: Collection[Var]) -> None:
         self.passed_once = passed_once
         self._numbers: dict[Hashable, int] = {}
-        self._sources: dict[Var, tuple[int, int]] = {}  # the number of its equation, and its place
+        self._sources: dict[
+            Var, tuple[int, int]
+        ] = {}  # the number of its equation, and which of its results it is
 
     def number(self, e: Eqn) -> int:
         """The number of an equation; those that compute its arguments have been numbered before."""

@@ -191,12 +191,13 @@ class Cluster:
         hosts = Hosts(ranks, -(-ranks // link.local), ranks % link.local == 0)
         return route_of(eqn, sizes, hosts, self.device.gloo)
 
-    def weight(self, eqn: Eqn, sizes: Mapping[str, int]) -> float:
+    def charge_factor(self, eqn: Eqn, sizes: Mapping[str, int]) -> float:
         """The factor from the bytes that a rank receives, by `rules`, to the bytes that its link is charged with.
 
-        It is 1 unless the axis lies over several hosts (`by_host`). Then bytes between hosts take the link, and those
-        inside a host count as the bytes that the link would send in the same time, unless they are a level of their
-        own. A ring sends both at once, and so takes as long as the slower of them.
+        It is 1 unless the axis lies over several hosts (`by_host`). Then bytes between hosts take the link. Bytes
+        inside a host are converted to the bytes that the link would send in the same time. A ring sends both at once,
+        so the larger of the two counts; other routes send one after the other, so the sum counts. If each level of a
+        hierarchical collective has a lane of its own, only the bytes between hosts count here.
         """
         route = self.route(eqn, sizes)
         link = self.link(eqn.kwargs["axis"])
@@ -210,7 +211,7 @@ class Cluster:
         charged = max(route.between, inside) if route.way == RING else route.between + inside
         return charged / received
 
-    def weight_inside(self, eqn: Eqn, sizes: Mapping[str, int]) -> float:
+    def charge_factor_inside(self, eqn: Eqn, sizes: Mapping[str, int]) -> float:
         """The same factor for the link inside a host, of a hierarchical collective."""
         route = self.route(eqn, sizes)
         return route.inside / rules(eqn).wire_bytes(eqn, sizes) if route is not None else 0.0

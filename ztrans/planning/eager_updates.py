@@ -212,8 +212,17 @@ def _fixed_places(s: Skeleton, floating: set[Eqn]) -> tuple[dict[Var, int], dict
 
 
 def deadlines(s: Skeleton, floating: Set[Eqn]) -> list[int]:
-    """The last place to wait for each reduction: before what needs it, and before the floating equations there."""
-    starts = [0]  # for each place, the first of the floating equations right before it
+    """The last place to wait for each reduction.
+
+    It is the place of the first operation that needs the result. Floating equations that stand right before that
+    operation run after the wait, so then it is the place of the first of them. No wait is before the start.
+    """
+    # By place: that of the first of the floating equations which stand right before it, or itself.
+    before_floating = [0]
     for k, e in enumerate(s.ops):
-        starts.append(starts[k] if e in floating else k + 1)
-    return [max(starts[need], min(born + 1, need)) for born, need in zip(s.born, s.need)]
+        before_floating.append(before_floating[k] if e in floating else k + 1)
+    places = []
+    for born, need in zip(s.born, s.need):
+        start = min(born + 1, need)
+        places.append(max(before_floating[need], start))
+    return places

@@ -294,12 +294,16 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
         inside = Inside(lane, wire, latency_inside, seconds_inside / received)
     else:
         # Of a ring and a tree, the faster one depends on the bytes of a bucket.
-        charged = cluster.weight(start, graph.axes)  # bytes of the link for each received byte
+        charged = cluster.charge_factor(
+            start, graph.axes
+        )  # bytes of the link for each received byte
         (latency, pace), *others = link.ways(kind, charged, graph.axes[axis])
         tree = others[0] if others else None
 
     measured_unpack = dict(link.unpack).get(kind)
-    unpacked = UNPACKING.get(start.op, NO_UNPACKING).times if measured_unpack is None else 0
+    unpacked = 0
+    if measured_unpack is None:
+        unpacked = UNPACKING.get(start.op, NO_UNPACKING).bytes_per_received_byte
     if link.includes_packing and not device.gloo:
         unpacked = 0
     launches = 1 if link.includes_packing else 2  # of the message, and of what packs it

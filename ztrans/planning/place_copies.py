@@ -22,6 +22,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,12 +44,27 @@ from .simulate import equation_seconds, messages
 _TOGETHER = 64 << 20
 _TRIALS = 4  # with less and less memory: a value that is copied cannot be overwritten meanwhile
 
-# Where an equation stands: before the equation with a number, in an order among those that do, which begins with waits,
-# and among equals by its former place.
-_Position = tuple[int, int, int]
-_WAITS = 0
-_STARTS = 1
-_ITSELF = 2
+# The order of the equations that stand at one index: what moves there, around the equation that was there before.
+_EARLIER_WAITS = 0  # for copies that have started before this index
+_STARTS_BEFORE = 1
+_WAITS_BEFORE = 2
+_ITSELF = 3
+_STARTS_AFTER = 4
+_WAITS_AFTER = 5
+
+
+class _Position(NamedTuple):
+    """Where an equation will stand, as a key for sorting.
+
+    Attributes:
+        anchor: the index of an equation in the old order, at which it will stand.
+        turn: among the equations there, as in the constants above.
+        former: its own index in the old order.
+    """
+
+    anchor: int
+    turn: int
+    former: int
 
 
 def place_copies(graph: Graph, cluster: Cluster) -> Graph:
@@ -107,13 +123,13 @@ def copied_when_needed(graph: Graph, together: int = 0) -> Graph:
     """
     readers = users(graph)
     makers = producers(graph.eqns)
-    keys: dict[Eqn, _Position] = {e: (i, 0, i) for i, e in enumerate(graph.eqns)}
+    positions = _unmoved(graph)
     to_host, to_device = _copies(graph)
     first_reader: dict[Eqn, int] = {}
     for e in to_device:
         (wait,) = readers[e.out]
-        places = (keys[reader][0] for reader in readers.get(wait.out, ()))
-        first_reader[e] = min(places, default=len(graph.eqns))
+        indices = (positions[reader].anchor for reader in readers.get(wait.out, ()))
+        first_reader[e] = min(indices, default=len(graph.eqns))
     begins: dict[int, int] = {}
     ends: dict[int, int] = {}
     if together:
@@ -122,23 +138,31 @@ def copied_when_needed(graph: Graph, together: int = 0) -> Graph:
     # Right before the first reader, or the set of updates that it is in.
     for e, first in first_reader.items():
         (wait,) = readers[e.out]
-        place = begins.get(first, first)
-        keys[e] = (place, -2, keys[e][2])
-        keys[wait] = (place, -1, keys[e][2])
+        index = begins.get(first, first)
+        former = positions[e].former
+        positions[e] = _Position(index, _STARTS_BEFORE, former)
+        positions[wait] = _Position(index, _WAITS_BEFORE, former)
 
     # Right after the value and all readers of what is overwritten, or the sets of updates that they are in.
     for e in to_host:
         (wait,) = readers[e.out]
         before = [makers[v] for v in e.ins if v in makers]
-        place = -1
+        index = -1
         if "over" in e.kwargs:
             before += _waits_before_writing(e, readers)
-            place = first_write(graph) - 1
+            index = first_write(graph) - 1
         for each in before:
-            place = max(place, ends.get(keys[each][0], keys[each][0]))
-        keys[e] = (place, 1, keys[e][2])
-        keys[wait] = (place, 2, keys[e][2])
-    return graph.replace(eqns=tuple(sorted(graph.eqns, key=keys.__getitem__)))
+            anchor = positions[each].anchor
+            index = max(index, ends.get(anchor, anchor))
+        former = positions[e].former
+        positions[e] = _Position(index, _STARTS_AFTER, former)
+        positions[wait] = _Position(index, _WAITS_AFTER, former)
+    return graph.replace(eqns=tuple(sorted(graph.eqns, key=positions.__getitem__)))
+
+
+def _unmoved(graph: Graph) -> dict[Eqn, _Position]:
+    """The positions of the equations of a program, if all stay where they are."""
+    return {e: _Position(i, _ITSELF, i) for i, e in enumerate(graph.eqns)}
 
 
 def _sets(
@@ -233,7 +257,7 @@ class _Placing:
         self.cluster = cluster
         self.limit = limit
         self.index = {e: i for i, e in enumerate(graph.eqns)}
-        self.position: dict[Eqn, _Position] = {e: (i, _ITSELF, i) for e, i in self.index.items()}
+        self.position = _unmoved(graph)
         self.readers = users(graph)
         self.makers = producers(graph.eqns)
         self.lifetimes = liveness(graph)
@@ -277,7 +301,8 @@ class _Placing:
             value = e.ins[0]
             begin = max(first, self._needed_until(value))
             place = self._fitting_end(begin, place, self.bytes_on_device(value))
-            self.position[wait] = (max(self.before_updates[place], first), _WAITS, first)
+            index = max(self.before_updates[place], first)
+            self.position[wait] = _Position(index, _EARLIER_WAITS, first)
 
     def _needed_until(self, v: Var) -> int:
         """The place until which the storage of a value is needed anyway."""
@@ -303,7 +328,7 @@ class _Placing:
         latest = min(self.index[reader] for reader in self.readers[leaf])
         place = min(bisect_left(self.time, end - self.time[-1]), latest)
         place = self._fitting_end(0, place, size)
-        self.position[wait] = (place, _WAITS, self.index[wait])
+        self.position[wait] = _Position(place, _EARLIER_WAITS, self.index[wait])
         self.carried[e] = leaf
         self.arrives[leaf] = place
         return True
@@ -322,12 +347,12 @@ class _Placing:
         latest = 0
         for e in copies:  # a queue: none starts before another one that is needed earlier
             latest = max(latest, places[e])
-            self.position[e] = (latest, _STARTS, self.index[e])
+            self.position[e] = _Position(latest, _STARTS_BEFORE, self.index[e])
 
     def _exists(self, host_value: Var) -> int:
         """The first place at which a value on the host can be read."""
         if host_value in self.makers:
-            return self.position[self.makers[host_value]][0]
+            return self.position[self.makers[host_value]].anchor
         return self.arrives.get(host_value, 0)
 
     def _fitting_end(self, first: int, end: int, size: int) -> int:

@@ -128,7 +128,7 @@ def _after_wait(e: Eqn, graph: Graph, cluster: Cluster) -> float:
 
 def _unpacking(e: Eqn, graph: Graph, cluster: Cluster) -> float:
     """The seconds that follow from the bytes that are moved to turn received bytes into values."""
-    return UNPACKING.get(e.op, NO_UNPACKING).exact(e, graph) / cluster.device.bandwidth
+    return UNPACKING.get(e.op, NO_UNPACKING).exact_bytes(e, graph) / cluster.device.bandwidth
 
 
 def _terms_and_sums(e: Eqn, graph: Graph) -> int:
@@ -138,10 +138,13 @@ def _terms_and_sums(e: Eqn, graph: Graph) -> int:
 
 
 class Unpacking(NamedTuple):
-    """The bytes that are read and written to turn the received bytes of a collective into values."""
+    """The bytes that are read and written to turn the received bytes of a collective into values.
 
-    exact: Callable[[Eqn, Graph], int]  # counts them
-    times: int  # the planner's estimate of them, for each received byte
+    A simulation has the program and counts them. A plan decides what shares a message, so it estimates them.
+    """
+
+    exact_bytes: Callable[[Eqn, Graph], int]
+    bytes_per_received_byte: int
 
 
 NO_UNPACKING = Unpacking(lambda e, graph: 0, 0)
@@ -216,13 +219,13 @@ def transfers(e: Eqn, axis: str, graph: Graph, cluster: Cluster) -> list[Level]:
 
     levels = []
     if link.inside is not None and cluster.has_two_lanes(e, graph.axes):
-        received = size * cluster.weight_inside(e, graph.axes)
+        received = size * cluster.charge_factor_inside(e, graph.axes)
         latency, seconds = link.inside.seconds(kind, received, link.local)
         ranks //= link.local
         # It is sent as a message for each host.
         levels.append(Level(inside_lane(e), link.inside.name, latency * ranks, seconds))
         link = dataclasses.replace(link, inside=None, local=1)  # the second level, between hosts
-    received = size * cluster.weight(e, graph.axes)
+    received = size * cluster.charge_factor(e, graph.axes)
     return [*levels, Level(lane(e), link.name, *link.seconds(kind, received, ranks))]
 
 
@@ -325,9 +328,9 @@ def _events(
         first = played.inside[k]
         if message.inside is not None and first is not None:
             begin, end = first
-            received = int(size * cluster.weight_inside(e, graph.axes))
+            received = int(size * cluster.charge_factor_inside(e, graph.axes))
             events.append(Event(message.inside.lane, begin, end - begin, e, 0.0, received))
-            size = int(size * cluster.weight(e, graph.axes))
+            size = int(size * cluster.charge_factor(e, graph.axes))
         begin = played.begin[k]
         events.append(Event(message.lane, begin, played.end[k] - begin, e, played.stall[k], size))
     return events

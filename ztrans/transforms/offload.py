@@ -246,11 +246,11 @@ class _Moving:
     def applied(self) -> Graph:
         """The program, in which the new values of the leaves are copied to the host."""
         outputs = [substitute(v, lambda v: self.on_device.get(v, v)) for v in self.graph.outputs]
-        for place, leaf in enumerate(self.graph.inputs[: self.graph.num_state]):
+        for i, leaf in enumerate(self.graph.inputs[: self.graph.num_state]):
             if leaf in self.on_host:
-                unchanged = self.graph.outputs[place] is leaf
-                new = self.on_host[leaf] if unchanged else self._to_host(leaf, outputs[place])
-                outputs[place] = new
+                # Where the step returns another leaf here, its value on the device is copied.
+                unchanged = self.graph.outputs[i] is leaf
+                outputs[i] = self.on_host[leaf] if unchanged else self._to_host(leaf, outputs[i])
         inputs = tuple(self.on_host.get(v, v) for v in self.graph.inputs)
         return self.edits.applied().replace(inputs=inputs, outputs=tuple(outputs))
 

@@ -78,7 +78,9 @@ class Baseline:
         """What backward recomputes so that the live bytes stay within a target, if they can.
 
         The model counts with reductions that are waited for where they start. A wait that has no room there moves to
-        a later place. With such waits fewer bytes are live at the peak, so it may be enough to recompute less.
+        a later place. With such waits fewer bytes are live at the peak, so it may be enough to recompute less. So this
+        chooses with the waits of the model, places the waits for that choice, and chooses again with the bytes that are
+        live then. Of the two choices, it takes the cheaper one that fits.
         """
         first = choose(self.model, target)
         if first.peak > target:
@@ -122,9 +124,8 @@ def baseline_of(graph: Graph, hinted: Graph, cluster: Cluster) -> Baseline:
     movable: set[str] = set()
     if hinted.hints.offload:
         latency, pace = cluster.copy_seconds(1)
-        room = (
-            cluster.host_memory - memory(hinted).host_peak
-        )  # leaves of the state may be there too
+        # Leaves of the state may be on the host too.
+        room = cluster.host_memory - memory(hinted).host_peak
         link = HostLink(problem.seconds_before, latency, pace, cluster.device.kernel_gap, room)
         movable = {v.name for v in values_for_backward(hinted) if size(v) >= _LEAST_MOVED}
 

@@ -211,8 +211,8 @@ def _earliest(
     if wire:
         for name, jobs_of_link in grouped((job.link, job) for job in jobs).items():
             links[name] = _LinkLoad(problem, jobs_of_link, arrive, room)
-    seconds_left = _seconds_left(problem, jobs)
-    end = seconds_before[-1] + seconds_left[0]
+    compute_from = _compute_from(problem, jobs)
+    end = seconds_before[-1] + compute_from[0]
 
     for place, group in groupby(jobs, key=lambda job: job.deadline):
         arrive[now + 1 : place + 1] += delay
@@ -228,14 +228,15 @@ def _earliest(
             start = max(start, link.clear(place))
         delay = start - seconds_before[place]
         now = place
-        end = max(end, seconds_before[-1] + delay + seconds_left[place + 1])
+        end = max(end, seconds_before[-1] + delay + compute_from[place + 1])
     return float(end)
 
 
-def _seconds_left(problem: Problem, jobs: list[_Job]) -> np.ndarray:
-    """By place: the compute of sending, unpacking and updating that no schedule can do before it."""
-    # While the bytes of a message move, it takes a part of compute, or compute stands still, which is no less: unless
-    # messages of so many lanes move then that together they take all of it.
+def _compute_from(problem: Problem, jobs: list[_Job]) -> np.ndarray:
+    """By place: the seconds of sending, unpacking and updating that no schedule can do before it."""
+    # A message that moves takes a share of compute. If compute stands still then, it loses at least as much. Only if
+    # messages of many lanes move at once could their shares add up to more than all of compute. So each counts `share`
+    # of what it takes.
     lanes: set[str] = set()
     taken = 0.0
     for wire in problem.wires.values():

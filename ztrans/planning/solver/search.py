@@ -47,7 +47,7 @@ LITTLE = 4000
 
 
 def least_memory(problem: Problem) -> int:
-    """Find the least memory for which every message can be sent alone (see `loads.first_waits`), to 60 millionths.
+    """Find the least memory for which every message can be sent alone (see `loads.first_waits`), to one part in 16384.
 
     If that fits the memory of the problem, these are the bytes that are live then.
     """

@@ -68,7 +68,7 @@ def fuse(graph: Graph) -> tuple[Graph, tuple[FusedGroup, ...]]:
 def _group(
     k: int, eqns: Sequence[Eqn], readers: Mapping[Var, set[int]], is_update: bool
 ) -> FusedGroup:
-    """The group of part k of the program; `readers` has the parts that read each value."""
+    """The group of the equations with number k among those that run together; `readers` has such numbers by value."""
     reads: dict[Var, None] = {}
     results: dict[Var, None] = {}
     for eqn in eqns:

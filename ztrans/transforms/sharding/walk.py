@@ -262,7 +262,9 @@ class Walk:
             return
         split = self.values.placed[value].split if value in self.values.placed else None
         axes = self.axes.cover(over_batch - over_leaves, value)
-        ranks = math.prod(self.graph.axes[axis] for axis in over_leaves & over_batch)
+        already_summed = over_batch & over_leaves
+        ranks = math.prod(self.graph.axes[axis] for axis in already_summed)
+        # Over `axes` this is the mean. Over the axes of `already_summed` it is a sum, until it is divided below.
         mean = eqn.out
         if ranks > 1:
             mean = dataclasses.replace(mean, name=self.values.names.fresh(f"{mean.name}.sum"))
