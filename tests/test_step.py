@@ -18,6 +18,8 @@ from torch import nn
 from torch.func import functional_call, grad_and_value
 
 import ztrans as zt
+from tests.support.programs import CASES
+from tests.support.worlds import batches, fake_mesh, slices
 
 ROOT = Path(__file__).parents[1]
 MESH = zt.AbstractMesh(dp=2)
@@ -315,6 +317,22 @@ def step_of_mean(state, x):
     return {"w": state["w"] - 0.1 * grads}, loss
 
 
+def test_a_size_that_was_compiled_before_the_first_step_follows_the_plan_of_the_size_that_ran():
+    """All ranks have agreed on the plan of that size; this rank may be the only one with the other size."""
+    case = CASES["mlp_momentum"]
+    with fake_mesh() as mesh:
+        step = zt.chain(zt.shard_params(mesh), zt.overlap_grads())(case.step)
+        state = step.shard(case.state())
+        batch, smaller = (slices(batches(case, 1)[0], ranks)[1] for ranks in (4, 8))
+        for size in (batch, smaller):
+            assert not step.compiled(state, *size).agreed
+        state, _ = step(state, *batch)
+        before = step.compiled(state, *smaller)
+        assert before.agreed and before is step.compiled(state, *smaller)
+        step(state, *smaller)
+        assert before.is_bound, "a call runs the same program"
+
+
 def test_a_users_transform_may_distribute_the_step():
     own, ours = (t(step_of_mean) for t in (DataParallel(MESH), zt.shard_params(MESH, stage=0)))
     state, x = {"w": X.clone()}, torch.randn(4, 4)
@@ -355,6 +373,8 @@ SCRIPT = """
 import torch
 
 import ztrans as zt
+from tests.support.programs import CASES
+from tests.support.worlds import batches, fake_mesh, slices
 
 State = dict[str, torch.Tensor]
 Result = tuple[State, torch.Tensor]

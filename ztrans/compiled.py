@@ -417,7 +417,11 @@ class Compiled(Printed):
         """Agree with the other ranks on a program, and make what runs it."""
         lowered = self.lowered if self.agreed else _agreed(self.lowered)
         writes = Writes()
-        with ending_together(lowered.graph.name, state, self._mesh, writes):
+        mesh = self._mesh
+        with ending_together(lowered.graph.name, state, mesh, writes):
+            if mesh is not None:
+                # After a failed step they are closed, and what starts messages asks them what carries these.
+                process_groups(mesh).open()
             return self._local_program_of(lowered, local, writes)
 
     def _local_program_of(

@@ -97,20 +97,32 @@ class ProgramCache:
         return None
 
     def get(self, signature: Signature) -> Compiled | None:
-        """The program for a signature, if there is one. It is about to run."""
+        """The program for a signature, if there is one. It is about to run.
+
+        One that was made before the ranks agreed on the plan of another size is forgotten: it does not follow that
+        plan, and this rank may be the only one with a batch of this size.
+        """
         signature = self._after_trace.get(signature, signature)
         compiled = self._programs.pop(signature, None)
-        if compiled is not None:
-            self._programs[signature] = compiled
+        if compiled is None:
+            return None
+        if not (compiled.is_bound or compiled.agreed):
+            of_other_size = self.of_any_size(signature)
+            if of_other_size is not None and of_other_size.is_bound:
+                return None
+        self._programs[signature] = compiled
         return compiled
 
     def of_any_size(self, signature: Signature) -> Compiled | None:
-        """A program for a signature that differs in the sizes of the batch alone."""
+        """A program for a signature that differs in the sizes of the batch alone; one that has run if there is one."""
         sizeless = signature.without_sizes()
+        found = None
         for signature_of_program, compiled in self._programs.items():
             if signature_of_program.without_sizes() == sizeless:
-                return compiled
-        return None
+                if compiled.is_bound:
+                    return compiled
+                found = found or compiled
+        return found
 
     def add(self, compiled: Compiled, signature_before: Signature | None = None) -> None:
         """Add a program under its signature.

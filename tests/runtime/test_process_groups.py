@@ -7,10 +7,13 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.support.worlds import fake_mesh
+import ztrans as zt
+from tests.support.programs import CASES
+from tests.support.worlds import batches, fake_mesh, slices
+from ztrans.runtime.failure import has_note, leave_note
 from ztrans.runtime.mesh import _end
 from ztrans.runtime.process_groups import LostRank, process_groups
 
@@ -59,6 +62,30 @@ def test_messages_of_the_users_own_are_aborted_with_the_mesh(mesh, monkeypatch):
     groups.carries_users = True
     groups.interrupt()
     assert aborted == [[mine], [mesh.get_group()]], "each of them once"
+
+
+def test_after_a_failed_step_a_batch_may_have_a_size_that_is_new(mesh):
+    """As a smaller batch, after an error about memory. Its program asks the channels what carries its messages."""
+    case = CASES["mlp_momentum"]
+    step = zt.chain(zt.shard_params(mesh), zt.overlap_grads(), zt.prefetch())(case.step)
+    batch, smaller = (slices(batches(case, 1)[0], ranks)[1] for ranks in (4, 8))
+    state, _ = step(step.shard(case.state()), *batch)
+    process_groups(mesh).close()
+    step(state, *smaller)
+    assert not process_groups(mesh).is_closed
+
+
+def test_two_meshes_of_the_same_ranks_have_notes_of_their_own(mesh):
+    """A mesh whose first axis has all ranks of the world has the group of the world, and so its store."""
+    other = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
+    flat = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "fsdp"))
+    store = dist.HashStore()
+    for each in (mesh, other, flat):
+        process_groups(each)._client = store
+    leave_note(process_groups(mesh), "failed")
+    assert has_note(process_groups(mesh))
+    assert not has_note(process_groups(other))
+    assert not has_note(process_groups(flat))
 
 
 @pytest.mark.parametrize(

@@ -317,7 +317,11 @@ class ProcessGroups:
     def store(self) -> dist.Store:
         """A key-value store that any rank of the mesh can write and read at any time."""
         store = self._base(next(iter(self._bases))).get_group_store()
-        prefix = f"ztrans/{'-'.join(map(str, self.ranks))}/{self.epoch}"
+        # Meshes of the same ranks may have one group and its store in common, and fail apart.
+        axes = ",".join(self._bases)
+        shape = ",".join(map(str, self._mesh_ranks.shape))
+        ranks = "-".join(map(str, self.ranks))
+        prefix = f"ztrans/{axes}/{shape}/{ranks}/{self.epoch}"
         return dist.PrefixStore(prefix, self._client or store)
 
     def connect_store(self) -> None:
