@@ -24,6 +24,8 @@ from .ir.micro_batches import in_order
 from .ir.printer import Printed, format_seconds
 from .ir.update_groups import EqnGroup, group_updates
 from .planning.cost import Memory, memory
+from .planning.limit import DoesNotFit
+from .planning.place_copies import HostIsFull
 from .planning.realise import PlanError
 from .profiling.profile import Profile, profile
 from .report.progress import stage
@@ -381,14 +383,15 @@ class Compiled(Printed):
         """The program of the same step for other batch sizes, in the order of this program.
 
         The ranks have agreed on that order, so a single rank may have a batch of such sizes. A program with other
-        collectives cannot follow the order: it gets a plan of its own, on which all ranks must agree.
+        collectives cannot follow the order, and one that is larger may not fit in it: it gets a plan of its own, on
+        which all ranks must agree.
         """
         local_program = self.binding.local_program
         leader = local_program.lowered if local_program is not None else self.lowered
         agreed = self.is_bound
         try:
             lowered = traced.follow(leader)
-        except PlanError:
+        except (PlanError, DoesNotFit, HostIsFull):
             lowered = traced.lower(cluster=leader.cluster)
             agreed = False
         return dataclasses.replace(self, lowered=lowered, agreed=agreed, binding=Binding())

@@ -30,6 +30,7 @@ from .ir.layout import AbstractMesh
 from .ir.source import user_source
 from .planning.cluster import Cluster
 from .planning.limit import DoesNotFit
+from .planning.place_copies import HostIsFull
 from .planning.plan import Plan
 from .planning.realise import OtherProgramError, OverLimitError
 from .profiling.profile import Profile
@@ -269,7 +270,7 @@ class Step(Generic[P, R]):
         if plan is None and self.plan is not None:
             try:
                 return traced.lower(cluster=cluster, plan=self.plan)
-            except (OtherProgramError, OverLimitError, DoesNotFit) as error:
+            except (OtherProgramError, OverLimitError, DoesNotFit, HostIsFull) as error:
                 # For instance, the plan is for another batch size.
                 warn(f"{error}\nThis program is planned again.", user_source())
         return traced.lower(cluster=cluster, plan=plan)

@@ -157,3 +157,22 @@ def test_a_step_that_needs_far_more_than_its_limit_is_refused_without_a_search(m
         lower(zt.prefetch(memory=fits // 4))
     assert efforts[1] == WITHOUT_SEARCH
     assert fits // 4 < caught.value.least.peak
+
+
+@pytest.mark.parametrize("share", [0.9, 0.97, 1.0, 1.09])
+def test_micro_batches_fit_where_an_order_of_them_fits(share):
+    """Sums of gradients and the batches of other micro-batches are in the limit before messages are."""
+    state = {f"w{k}": torch.zeros(256, 256, device="meta") for k in range(4)}
+    batch = torch.zeros(128, 256, device="meta")
+    shard = zt.shard_params(zt.AbstractMesh(dp=2))
+
+    def lowered(*transforms):
+        chain = zt.chain(shard, *transforms, zt.accumulate(2))
+        return chain(step).lower(state, batch, cluster=zt.cluster("h100", dp="infiniband"))
+
+    as_written = lowered()
+    limit = int(share * as_written.memory_analysis().peak)
+    planned = lowered(zt.overlap_grads(), zt.prefetch(memory=limit))
+    assert planned.memory_analysis().peak <= limit
+    assert planned.plan.update == "eager"
+    assert planned.timeline().seconds < 0.8 * as_written.timeline().seconds

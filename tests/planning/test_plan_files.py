@@ -1,6 +1,7 @@
 """Plans in files: what a file may hold, and errors that name the file. `tests/faults` has writes that fail."""
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -125,3 +126,27 @@ def test_a_plan_that_does_not_fit_the_budget_is_refused():
         match=r"plan: the program that it makes has \d+ bytes live .*, and the limit of the step is \d+",
     ):
         tight.with_plan(lowered.plan)
+
+
+class Config:
+    """A user's object. As Python prints it, it has an address."""
+
+    def shards(self, path, leaf):
+        return True
+
+
+@pytest.mark.parametrize("option", [
+    lambda: Config().shards,
+    lambda: functools.partial(Config.shards, Config()),
+    lambda: functools.partial(Config().shards),
+])  # fmt: skip
+def test_a_plan_does_not_depend_on_the_address_of_an_option(option):
+    """It is another one on each rank, and in each process that loads the plan."""
+
+    def lowered(where, **how):
+        shard = zt.shard_params(zt.AbstractMesh(dp=4), where=where)
+        return on_ranks(CASE, 4, shard, *ALL, **how)
+
+    first, second = option(), option()
+    plan = lowered(first).plan
+    assert lowered(second, plan=plan).plan == plan

@@ -10,8 +10,10 @@ import ztrans as zt
 from tests.support.net import lower
 from tests.support.programs import CASES, mlp_momentum
 from tests.support.worlds import on_ranks, sharded
-from ztrans.ir.collectives import REDUCE_SCATTER, WAIT
-from ztrans.ir.op_facts import is_matmul, is_view_or_cast
+from ztrans.ir import Provenance
+from ztrans.ir.collectives import REDUCE_SCATTER, WAIT, reduce, wait
+from ztrans.ir.graph import Eqn, Graph, Partial, Split, Var
+from ztrans.ir.op_facts import ADD, is_matmul, is_view_or_cast
 from ztrans.planning import make_plan as plans
 from ztrans.planning.cluster import Link
 from ztrans.planning.solver.validate import ScheduleError
@@ -232,3 +234,20 @@ def test_new_statistics_of_batch_norms_share_messages():
         return [len(e.ins) for e in graph.eqns if e.op is REDUCE_SCATTER]
 
     assert messages() == [1] * 5 and max(messages(zt.overlap_grads())) >= 4
+
+
+def test_a_gradient_may_be_the_sum_of_a_thousand_terms():
+    """As that of a weight of a recurrent network: each use adds a term, and each sum reads the one before."""
+    terms = [Var(f"x{k}", torch.float32, (4,), (Partial("dp", "mean"),)) for k in range(1201)]
+    eqns = []
+    total = terms[0]
+    for k, term in enumerate(terms[1:]):
+        longer = Var(f"s{k}", torch.float32, (4,), term.layout)
+        eqns.append(Eqn(ADD, (total, term), (longer,), region="backward"))
+        total = longer
+    of_w = Provenance("grad", ("w",), "dp")
+    start = reduce([total], ["g"], "dp", "mean", Split("dp"), provenance=of_w, region="backward")
+    end = wait(start.out, region="backward")
+    graph = Graph("f", tuple(terms), (*eqns, start, end), (end.out,), 0, mesh=(("dp", 2),))
+    hints = {e.hint for e in zt.overlap_grads().rewrite(graph).eqns if e.op is ADD}
+    assert hints == {"birth"}

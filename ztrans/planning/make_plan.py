@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from typing import NamedTuple
 
 from ..ir.axes import neighbour_count, whole_axis
 from ..ir.graph import Graph, Hints
@@ -33,6 +34,7 @@ SLACK = 0.05
 # A step that needs more than its limit by this share is refused at once. The bytes that a schedule counts are an upper
 # bound, so a step that needs a little more may still fit.
 FAR = 0.05
+_ROUNDS = 4  # of searches for an order of micro-batches, each in less room
 
 
 def make_plan(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
@@ -73,9 +75,7 @@ def plan_order(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
 
     limit = graph.hints.memory_limit
     budget = int(memory(graph).peak * (1 + SLACK)) if limit is None else limit
-    problem, update = problem_within(s, cluster, budget)
-    _check_near_limit(s, problem, cluster.device)
-    schedule, ordered = _ordered(s, problem)
+    problem, update, schedule, ordered = _ordered(s, cluster, budget)
     needed = memory(ordered)
     if limit is not None and needed.peak > limit:
         raise does_not_fit(graph, cluster.device, needed)
@@ -106,19 +106,51 @@ def _check_near_limit(s: Skeleton, problem: Problem, device: Device) -> None:
         raise does_not_fit(s.graph, device, least)
 
 
-def _ordered(s: Skeleton, problem: Problem) -> tuple[Schedule, Graph]:
-    """The fastest schedule, and the program in its order. If that is above the limit, the messages may be sent alone.
+class _Order(NamedTuple):
+    """A schedule of a problem, and the program in its order."""
+
+    problem: Problem
+    update: str
+    schedule: Schedule
+    graph: Graph
+
+
+def _ordered(s: Skeleton, cluster: Cluster, budget: int) -> _Order:
+    """The fastest order found. If that is above the limit of the step, the messages may be sent alone.
+
+    A problem of micro-batches counts too little: sums of gradients are live through all of them but the first, and so
+    are the batches of the others. So what the program of a schedule needs above the budget is taken from the room of
+    the next search.
+
+    Raises: DoesNotFit, ProgramError, ScheduleError
+    """
+    limit = s.graph.hints.memory_limit
+    room = budget
+    taken = 0
+    for _ in range(_ROUNDS if s.graph.micro > 1 else 1):
+        problem, update = problem_within(s, cluster, room)
+        _check_near_limit(s, problem, cluster.device)
+        order = _solved(s, problem, update, EFFORT)
+        above = memory(order.graph).peak - budget
+        if above <= 0 or problem.memory > room:  # no room is too small for this problem
+            break
+        taken = max(
+            taken, above
+        )  # the peak falls in steps of whole messages, so less than before may not be enough
+        room -= taken
+    if limit is None or memory(order.graph).peak <= limit:
+        return order
+    return _solved(s, problem, update, WITHOUT_SEARCH)
+
+
+def _solved(s: Skeleton, problem: Problem, update: str, effort: int) -> _Order:
+    """The order of a problem.
 
     Raises: ProgramError, ScheduleError
     """
-    limit = s.graph.hints.memory_limit
-    for effort in (EFFORT, WITHOUT_SEARCH):
-        schedule = solve(problem, effort)
-        validate(problem, schedule)
-        ordered = check(realise(s, schedule, problem))
-        if limit is None or memory(ordered).peak <= limit:
-            break
-    return schedule, ordered
+    schedule = solve(problem, effort)
+    validate(problem, schedule)
+    return _Order(problem, update, schedule, check(realise(s, schedule, problem)))
 
 
 def _without_collectives(s: Skeleton, cluster: Cluster) -> tuple[Plan, Graph]:

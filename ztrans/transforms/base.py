@@ -137,8 +137,14 @@ class Transform:
 
 
 def _as_text(option: object) -> str:
-    """An option as text; a function by its name, because its address differs from rank to rank."""
-    return option.__name__ if inspect.isfunction(option) else repr(option)
+    """An option as text; a function by its name.
+
+    The text of a transform is part of its program, which ranks and plan files compare. So it has no addresses, as
+    Python prints them for methods, partials and objects: they differ from process to process.
+    """
+    if inspect.isfunction(option):
+        return option.__name__
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(option))
 
 
 def constructor(build: Callable[P, R]) -> Callable[P, R]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from ..ir.collectives import role
+from ..ir.dependencies import reachable
 from ..ir.graph import Eqn, Graph, Move, Var, used_once
 from ..ir.op_facts import ADD, SCALES, is_view_or_cast
 from .base import Transform, byte_count, check_number, constructor
@@ -107,10 +108,10 @@ def _preparing(v: Var, makers: Mapping[Var, Eqn]) -> Iterator[Eqn]:
 
     `makers` has the values with one reader. What anything else reads stays where it is.
     """
-    maker = makers.get(v)
-    if maker is None:
-        return
-    if is_view_or_cast(maker) or maker.op is ADD or maker.op in SCALES:
-        yield maker
-        for x in maker.ins:
-            yield from _preparing(x, makers)
+
+    def makers_of(values: Iterable[Var]) -> list[Eqn]:
+        found = [makers[x] for x in values if x in makers]
+        return [e for e in found if is_view_or_cast(e) or e.op is ADD or e.op in SCALES]
+
+    # A parameter that is used a thousand times has a thousand sums, one behind the other.
+    return reachable(makers_of([v]), lambda e: makers_of(e.ins))

@@ -244,3 +244,14 @@ def test_a_plan_that_moves_what_it_cannot_is_refused(name, moves, message):
     with pytest.raises(PlanError) as caught:
         zt.chain(zt.remat(), *transforms)(step).lower(state(), X, plan=plan)
     assert message in str(caught.value)
+
+
+def test_a_plan_for_which_the_host_is_too_small_is_made_again():
+    limit = limit_of(0.6)
+    low = both(limit, cluster=SLOW())
+    assert low.plan.on_host
+    poor = SLOW(host_memory=low.memory_analysis().host_peak - 1)
+    made = zt.chain(zt.remat(memory=limit), zt.offload(memory=limit))(step).with_plan(low.plan)
+    with pytest.warns(UserWarning, match="planned again"):
+        again = made.lower(state(), X, cluster=poor)
+    assert again.memory_analysis().host_peak < low.memory_analysis().host_peak
