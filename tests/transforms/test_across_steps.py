@@ -18,6 +18,7 @@ from ztrans.ir.printer import format_bytes
 from ztrans.ir.verifier import ProgramError, check
 from ztrans.planning.cluster import Link
 from ztrans.planning.limit import DoesNotFit, check_peak
+from ztrans.report.event import COMPUTE
 
 ACROSS = zt.prefetch(across_steps=True)
 MESH = zt.AbstractMesh(dp=4)
@@ -150,6 +151,20 @@ def test_a_step_that_begins_with_arrived_gathers_waits_for_none_of_them():
         assert timeline.bound[0] <= timeline.seconds
         assert all(0 <= e.start <= e.end <= timeline.seconds * (1 + 1e-9) for e in timeline.events)
     assert exposed[ACROSS] < exposed[zt.prefetch()]
+
+
+def test_what_a_carried_gather_takes_from_compute_is_shown_where_it_is_waited_for():
+    """On a GPU a gather takes compute while it is under way. The bar of that time is in forward, as its wait is."""
+    schedules = zt.overlap_grads(), ACROSS
+    lowered = zt.chain(zt.shard_params(MESH), *schedules)(CASES["mlp_momentum"].step).lower(
+        CASES["mlp_momentum"].state(),
+        *CASES["mlp_momentum"].batch(4),
+        cluster=zt.cluster("h100", dp="infiniband"),
+    )
+    bars = [bar for bar in lowered.timeline().events if bar.lane == COMPUTE]
+    bars.sort(key=lambda bar: bar.start)
+    regions = [bar.eqn.region for bar in bars]
+    assert "update" not in regions[: regions.index("backward")]
 
 
 def broken(graph, change: str):

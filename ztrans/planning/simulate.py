@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import cycle
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -315,14 +315,16 @@ def _events(
 ) -> list[Event]:
     """The equations and the messages of a program as bars of a timeline."""
     events = []
-    for e, start, duration in zip(cycle(graph.eqns), played.start, seconds):
+    eqns = list(islice(cycle(graph.eqns), len(seconds)))  # of one step, or of two
+    for e, start, duration in zip(eqns, played.start, seconds):
         if duration > 0:
             events.append(Event(COMPUTE, start, duration, e))
     for k, (e, message, size) in enumerate(every):
         # What a message has taken from compute passes once it has been waited for.
         waited_for, lost = played.lost[k]
         if lost:
-            events.append(Event(COMPUTE, waited_for, lost, e))
+            has_wait = message.need < len(eqns)
+            events.append(Event(COMPUTE, waited_for, lost, eqns[message.need] if has_wait else e))
 
         # Each level of a hierarchical collective has a bar, and the bytes that its link is charged with.
         first = played.inside[k]
