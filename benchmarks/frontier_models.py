@@ -52,7 +52,7 @@ def _saves_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointP
     return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _Around(nn.Module):
+class Wrapped(nn.Module):
     """A block with something around it."""
 
     def __init__(self, block: nn.Module, around: Around) -> None:
@@ -67,7 +67,7 @@ class _Around(nn.Module):
 def gpt(around: Around = plain, *, layers=10, width=1280, heads=10, sequence=1536, batch=4) -> Made:
     """A GPT in bf16 autocast, with SGD and momentum."""
     model, params = on_meta(lambda: GPT(Config(layers, width, heads, 256, sequence)))
-    model.blocks = nn.ModuleList(_Around(block, around) for block in model.blocks)
+    model.blocks = nn.ModuleList(Wrapped(block, around) for block in model.blocks)
     params = {k: p.detach() for k, p in model.named_parameters()}
 
     def step(state: dict, tokens: Tensor) -> tuple[dict, Tensor]:

@@ -51,8 +51,16 @@ def ddp(task: Task, compile: bool = False, bucket: float = 25) -> Callable[[], T
 
 
 def fsdp(task: Task, compile: bool = False, tuned: bool = False) -> Callable[[], Tensor]:
-    """With `tuned`, FSDP2 is set up for gloo: gathers start ahead, and messages use both directions of a link."""
     dist.init_process_group("gloo")
+    # FSDP2's policy casts, so autocast is off.
+    return loop(replace(task, bf16=False), sharded(task, tuned), compile)
+
+
+def sharded(task: Task, tuned: bool) -> nn.Module:
+    """The model of a task with FSDP2 around each block.
+
+    With `tuned`, it is set up for gloo: gathers start ahead, and messages use both directions of a link.
+    """
     model = task.model()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for module in (*model.blocks, model):
@@ -65,6 +73,4 @@ def fsdp(task: Task, compile: bool = False, tuned: bool = False) -> Callable[[],
             module.set_custom_reduce_scatter(ReduceScatter())
         for before, after in zip([model, *model.blocks], model.blocks):
             before.set_modules_to_forward_prefetch([after])
-    return loop(
-        replace(task, bf16=False), model, compile
-    )  # FSDP2's policy casts, so autocast is off
+    return model
