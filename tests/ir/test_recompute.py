@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 import ztrans as zt
 from tests.support.worlds import ALL, clone, distance, slices
 from ztrans.ir.op_facts import is_random
-from ztrans.ir.recompute import originals, without_copies
+from ztrans.ir.recompute import originals, without_repeats
 
 aten = torch.ops.aten
 PRODUCTS = [aten.mm.default, aten.bmm.default, aten.addmm.default]
@@ -163,7 +163,7 @@ def test_a_program_knows_what_its_checkpoints_recompute(kind):
     assert copies and all(copy.is_like(v) for copy, v in copies.items())
     plain, state = make("none")
     expected = [(e.op, e.region) for e in zt.Step.of(plain).trace(state, X, Y).graph.eqns]
-    computed_once = without_copies(graph)
+    computed_once = without_repeats(graph)
     zt.ir.check(computed_once)
     assert [(e.op, e.region) for e in computed_once.eqns] == expected and not originals(
         computed_once

@@ -57,12 +57,15 @@ def _in_order(graph: Graph, first: Sequence[Eqn], starts: Sequence[Eqn]) -> tupl
         if e.region != "update":
             backward_ends = i
 
-    # Each start comes after the ones that the next step needs before it, so `place` only grows.
+    # Each start comes after the ones that the next step needs before it, so `index` only grows.
     started_after: dict[int, list[Eqn]] = {}
-    place = backward_ends
+    index = backward_ends
     for start in starts:
-        place = max(place, *(written_by.get(v, -1) for v in start.ins))
-        started_after.setdefault(place, []).append(start)
+        for v in start.ins:
+            index = max(
+                index, written_by.get(v, -1)
+            )  # a leaf that the step does not change has no writer
+        started_after.setdefault(index, []).append(start)
 
     eqns = started_after.pop(-1, [])
     for i, e in enumerate(graph.eqns):
@@ -79,6 +82,7 @@ def _of_next_step(graph: Graph, first: Sequence[Eqn]) -> list[Eqn]:
     starts = []
     for e in first:
         members = [new_leaf[v] for v in e.ins]
+        # The prime says, here and in the inputs, that a future passes from one step to the next.
         futures = []
         for v in e.results:
             name = names.fresh(f"{v.base_name}.next")
@@ -127,9 +131,11 @@ def without_gathers_of(graph: Graph, positions: set[int]) -> Graph:
     values: list[Var] = []
     for start, started in pair(graph).starts.items():
         if rules(start).moves and leaves.issuperset(start.ins):
-            waits = [graph.eqns[i] for i in started.waits]
-            left_out.update((start, *waits))
-            values += (wait.out for wait in waits)
+            left_out.add(start)
+            for i in started.waits:
+                wait = graph.eqns[i]
+                left_out.add(wait)
+                values.append(wait.out)
     eqns = tuple(e for e in graph.eqns if e not in left_out)
     return graph.replace(inputs=(*graph.inputs, *values), eqns=eqns)
 
@@ -148,6 +154,7 @@ def _first_gathers(graph: Graph, at_start: Collection[str]) -> list[Eqn]:
             state.add(leaf)
     first = []
     for e in graph.eqns:
+        # The first operation. Gathers after it may stand elsewhere in the program of another batch size.
         if not rules(e).remote:
             break
         is_gather = role(e) == "param" and rules(e).moves and state.issuperset(e.ins)

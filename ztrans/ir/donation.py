@@ -45,8 +45,12 @@ def writes_last(graph: Graph) -> Graph:
 
     Random draws must keep their order, so they, and what they depend on, stay.
     """
-    fixed = (e for e in graph.eqns if _can_fail(e) or is_random(e))
+    fixed = []
+    for e in graph.eqns:
+        if _can_fail(e) or is_random(e):
+            fixed.append(e)
     first = needed(fixed, producers(graph.eqns))
+    # The sort is stable, so both halves keep their order.
     eqns = sorted(graph.eqns, key=lambda e: e not in first)
     return graph.replace(eqns=tuple(eqns)).with_hints(update="last")
 
@@ -108,6 +112,7 @@ def donation(graph: Graph, kept_out_of_place: frozenset[Eqn] = frozenset()) -> D
     for index, eqn in enumerate(graph.eqns):
         if eqn not in kept_out_of_place:
             for op, overwritten in _choices(eqn):
+                # The first choice that is safe is taken: PyTorch's own twin comes before ours.
                 if _fits(eqn, overwritten) and storages.may_write(index, eqn, overwritten):
                     in_place_ops[eqn] = op
                     storages.take_over(overwritten)
@@ -153,10 +158,13 @@ class _StorageOwners:
     def may_write(self, index: int, e: Eqn, overwritten: Overwritten) -> bool:
         """Whether each overwritten argument fills a storage of its own, which nothing else needs any more."""
         owners = [self.owner(v) for v, _ in overwritten]
+        # Two arguments in one storage would get one result.
         if len(set(owners)) < len(owners):
             return False
+        # A kernel may read an element of another argument after it has written the same memory.
         if any(self.owner(v) in owners for v in _unwritten(e, overwritten)):
             return False
+        # The caller may write over an input after the step, while a copy of the step still reads the result.
         for owner, (_, result) in zip(owners, overwritten):
             if owner in self.inputs and result in self.read_after:
                 return False
@@ -168,6 +176,7 @@ class _StorageOwners:
         """Whether equation `index` is the last that needs a storage, and no collective still reads it."""
         if self.last[storage] != index or self.read_until.get(storage, -1) >= index:
             return False
+        # If another rank fails before that, the state is still the old one.
         return index >= self.writes_from or storage not in self.state
 
     def take_over(self, overwritten: Overwritten) -> None:
@@ -201,6 +210,7 @@ def _released(graph: Graph) -> dict[Eqn, int]:
 
     released = {c.start: c.first_wait for c in collectives}
     for c in packed:
+        # There is one: every start has a wait after it.
         next_event = events[bisect_right(events, c.index)]
         released[c.start] = next_event
     return released

@@ -75,7 +75,9 @@ def lockstep(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[list
 
 def _dead_after(graph: Graph) -> dict[Eqn, list[Var]]:
     """For each equation, the values that it is the last to read."""
-    last = {v: e for e in graph.eqns for v in e.ins}
+    last: dict[Var, Eqn] = {}
+    for e in graph.eqns:
+        last.update(dict.fromkeys(e.ins, e))
     for v in variables(graph.outputs):
         last.pop(v, None)
     return grouped((e, v) for v, e in last.items())
@@ -111,12 +113,13 @@ def _run(
 def split_state(graph: Graph, state: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Every rank's part of a full flat state."""
     ranks = []
-    for place in coordinates(graph.mesh, graph.joint):
+    for coordinates_of_rank in coordinates(graph.mesh, graph.joint):
         parts = []
         for v, leaf in zip(graph.inputs, state):
             split = v.split
             if split is not None:
-                leaf = cut(leaf, split, graph.axes[split.axis], place[split.axis])
+                index = coordinates_of_rank[split.axis]
+                leaf = cut(leaf, split, graph.axes[split.axis], index)
             parts.append(leaf)
         ranks.append(parts)
     return ranks
@@ -128,6 +131,7 @@ def join_state(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[to
     full = list(ranks[0][: graph.num_state])
     for i, v in enumerate(graph.inputs[: graph.num_state]):
         if v.split is not None:
+            # Groups that differ along other axes hold the same parts, so the first one will do.
             group = _groups(rank_coordinates, v.split.axis)[0]
             full[i] = torch.cat([ranks[rank][i] for rank in group], v.split.dim)
     return full
@@ -144,10 +148,12 @@ def _groups(rank_coordinates: Sequence[Coordinates], axis: str | None) -> list[l
     along = set(members(axis))
     groups: dict[tuple, list[int]] = {}
     for rank, coordinates_of_rank in enumerate(rank_coordinates):
-        fixed = tuple(
-            index for a, index in coordinates_of_rank.items() if along.isdisjoint(members(a))
-        )
-        groups.setdefault(fixed, []).append(rank)
+        # Ranks of one group agree along every axis, joint or not, that contains no member of this one.
+        fixed = []
+        for other, index in coordinates_of_rank.items():
+            if along.isdisjoint(members(other)):
+                fixed.append(index)
+        groups.setdefault(tuple(fixed), []).append(rank)
 
     count = neighbour_count(axis)
     if count is None:

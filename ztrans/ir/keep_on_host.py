@@ -35,6 +35,7 @@ def values_for_backward(graph: Graph) -> set[Var]:
     for e in graph.eqns:
         read_by[e.region].update(root[v] for v in e.ins)
     returned = {root[v] for v in variables(graph.outputs)}
+    # After backward these are still needed, so to move them would only add copies.
     stay = read_by["update"] | returned
 
     values = set()
@@ -42,6 +43,7 @@ def values_for_backward(graph: Graph) -> set[Var]:
         if not _may_be_moved(e):
             continue
         for v in e.results:
+            # A view moves with the value whose storage it has. A scalar is not worth a copy.
             owns_storage = root[v] is v
             if owns_storage and v.shape and v in read_by["backward"] and v not in stay:
                 values.add(v)
@@ -114,6 +116,7 @@ class _Moving:
         self.returned[v] = wait.out
 
     def _repeat_view(self, view: Eqn) -> None:
+        # A view of the copy that came back takes no memory; the old one would keep the storage that was given up.
         again = view.with_inputs(self.on_device, region="backward")
         for x in view.results:
             name = self.names.fresh(f"{x.name}.device")

@@ -132,8 +132,12 @@ def _first(graph: Graph, marks: _Marks) -> Graph:
     """The program of the first micro-batch. It returns the terms to which the others add theirs."""
     copied = _copied(graph, marks.sums)
     contiguous = {"memory_format": torch.contiguous_format}
-    clones = {e: e.replace(op=aten.clone.default, kwargs=contiguous) for e in copied}
-    terms = [e.out if e in copied else e.args[0] for e in marks.sums]
+    clones = {}
+    terms = []
+    for e in marks.sums:
+        if e in copied:
+            clones[e] = e.replace(op=aten.clone.default, kwargs=contiguous)
+        terms.append(e.out if e in copied else e.args[0])
     outputs = (*_state(graph), *terms, *marks.joined_parts, *marks.kept_values)
     first = _with(graph, clones, (), outputs)
     kept_values = {e.out: e.args[0] for e in graph.eqns if e.op is KEEP}
@@ -206,6 +210,7 @@ def _copied(graph: Graph, sums: Collection[Eqn]) -> set[Eqn]:
     for e in sums:
         term = e.args[0]
         owns_storage = term in makers and root[term] is term and terms_of_storage[term] == 1
+        # A constant is made once for all steps, so nothing may be added to it.
         if not owns_storage or is_constant(makers[term]):
             copied.add(e)
     return copied

@@ -43,8 +43,12 @@ def recompute(graph: Graph, chosen: Set[Var]) -> Graph:
 
     def missing(values: Iterable[Var]) -> list[Eqn]:
         """The equations of forward that must run again for the values that have no copies yet."""
-        equations = [makers[v] for v in values if root[v] in chosen and v not in copies]
-        return [e for e in equations if e.region == "forward"]
+        equations = []
+        for v in values:
+            # The owner of a storage is chosen, and its views are computed again with it.
+            if root[v] in chosen and v not in copies and makers[v].region == "forward":
+                equations.append(makers[v])
+        return equations
 
     def copy_of(v: Var) -> Var:
         """What backward reads for a value of forward. The equations that compute it again are added first."""
@@ -54,6 +58,7 @@ def recompute(graph: Graph, chosen: Set[Var]) -> Graph:
                 if root[out] in chosen:
                     name = names.fresh(f"{out.name}.again")
                     copies[out] = dataclasses.replace(out, name=name)
+            # Of the results of one equation, those that nobody chose are left out.
             outs = tuple(out and copies.get(out) for out in e.outs)
             again = e.with_inputs(
                 lambda v: copies.get(v, v), outs=outs, region="backward", repeats=e
@@ -78,7 +83,7 @@ def originals(graph: Graph) -> dict[Var, Var]:
     return original_of
 
 
-def without_copies(graph: Graph) -> Graph:
+def without_repeats(graph: Graph) -> Graph:
     """The program in which backward reads all values of forward themselves: the inverse of `recompute`."""
     computed_once = tuple(e for e in graph.eqns if e.repeats is None)
     return rename(graph.replace(eqns=computed_once), originals(graph))

@@ -99,6 +99,7 @@ def without_hints(graph: Graph) -> Graph:
     """The program in its own order, without hints."""
     eqns = []
     for e in graph.eqns:
+        # The same object where nothing changes: analyses of the program know equations by identity.
         eqns.append(e if e.hint is None else e.replace(hint=None))
     return graph.replace(eqns=tuple(eqns))
 
@@ -147,6 +148,7 @@ def _gather_eqns(
     waits: dict[int, list[Eqn]] = {}
     collectives = s.all_gathers
     uses = (*s.use, *(s.use[each.instead] for each in s.of_parts))
+    # A member is waited for at its own first use, later than its bucket if others are used before it.
     for bucket in schedule.gathers:
         start = coalesce([collectives[i].start for i in bucket.members])
         starts.setdefault(bucket.start, []).append(start)
@@ -196,6 +198,7 @@ class _Emission:
         """Start reductions at place k. If too many are under way, wait for some of `waits` first; return the others."""
         remaining = deque(waits)
         for bucket in starts:
+            # A bucket cannot wait for itself to make room.
             while remaining and remaining[0] is not bucket and not self.fits(bucket):
                 self.wait(remaining.popleft(), k)
             self.reduce(bucket)

@@ -11,7 +11,7 @@ from ..ir.graph import Demand, Eqn, Graph, Var, producers, variables
 from ..ir.keep_on_host import values_for_backward
 from ..ir.liveness import liveness
 from ..ir.op_facts import is_matmul, op_facts
-from ..ir.recompute import originals, recompute, reduced_storages, repeatable, without_copies
+from ..ir.recompute import originals, recompute, reduced_storages, repeatable, without_repeats
 from ..ir.varying import varying
 from .base import Transform, byte_count, constructor
 
@@ -112,7 +112,7 @@ class _Remat(Transform):
     def rewrite(self, graph: Graph) -> Graph:
         if self._is_limited(graph):
             # The plan chooses what is recomputed, and checkpoints of the step are wishes.
-            plain = self._with_demands(without_copies(graph))
+            plain = self._with_demands(without_repeats(graph))
             return plain.with_hints(recompute_at_least=self.at_least)
         if self.save is None:
             return recompute(graph, _cheap_values(graph, self.at_least))
@@ -202,7 +202,7 @@ def _recompute_unsaved(graph: Graph, at_least: int | None) -> Graph:
     Without `at_least`, nothing is recomputed but what is demanded. What a policy saves is not recomputed, also within a
     checkpoint.
     """
-    plain = without_copies(graph)
+    plain = without_repeats(graph)
     root = liveness(plain).root
     makers = producers(plain.eqns)
     values = set()

@@ -190,7 +190,7 @@ class ShardParams(Transform):
         if self.stage == 0 or not shape or is_replicated:
             return ()
         dim = self._dim(path, leaf)
-        axis = self.leaf_axes(path, leaf)[0]
+        axis = self.leaf_axes(path, leaf)[0]  # the others are those of its replicas
         if not is_worth_splitting(shape[dim], self._ranks(axis)):
             return ()
         return (Split(axis, dim),)
@@ -225,6 +225,7 @@ class ShardParams(Transform):
         joint = tuple(dict.fromkeys((*graph.joint, *axes.joint)))
         plain = graph.replace(mesh=mesh_axes(self.mesh), zero_stage=self.stage, joint=joint)
         plain = plain.with_hints(regather=self.reshard)
+        # From stage 2 on each micro-batch reduces its own gradients, so that they need the memory of shards only.
         if self.stage <= 1:
             plain = reduce_once(plain)
         _warn_of_psum_quotients(plain, axes.all)
@@ -276,7 +277,11 @@ class _PsumQuotients:
         self.makers = producers(graph.eqns)
         self.readers = users(graph)
         outputs = graph.outputs[graph.num_state :]
-        self.averaged_outputs = {v for v in outputs if v in self.varying and not v.shape}
+        # Of the outputs, these are averaged over the ranks.
+        self.averaged_outputs = set()
+        for v in outputs:
+            if v in self.varying and not v.shape:
+                self.averaged_outputs.add(v)
 
     def divides_by_psum(self, e: Eqn) -> bool:
         """Whether an equation divides a value that varies by one that was computed from a `psum` alone."""
@@ -286,13 +291,19 @@ class _PsumQuotients:
         if value not in self.varying or divisor in self.varying or divisor.shape:
             return False
         makers = [self.makers[divisor]] if divisor in self.makers else []
-        return any(REDUCTIONS.get(x.op) == "sum" for x in reachable(makers, self._inputs))
+        return any(REDUCTIONS.get(x.op) == "sum" for x in reachable(makers, self._invariant_inputs))
 
-    def _inputs(self, e: Eqn) -> list[Eqn]:
-        return [self.makers[v] for v in e.ins if v in self.makers and v not in self.varying]
+    def _invariant_inputs(self, e: Eqn) -> list[Eqn]:
+        """The equations that compute arguments which are the same on all ranks, as every psum is."""
+        makers = []
+        for v in e.ins:
+            if v in self.makers and v not in self.varying:
+                makers.append(self.makers[v])
+        return makers
 
     def is_too_small(self, e: Eqn) -> bool:
         """Whether a quotient is averaged over the ranks, and is nowhere multiplied by their number."""
+        # Some users multiply by the number of ranks themselves, before or after the division.
         numerator = self.makers.get(e.args[0])
         if numerator is not None and self._multiplies_by_ranks(numerator):
             return False
