@@ -91,6 +91,7 @@ class ProgramCache:
 
     def match(self, call: BoundCall, surroundings: Surroundings) -> tuple[Compiled, Inputs] | None:
         """The program whose last call is like this one, and the inputs of this call; None if no program matches."""
+        # What was made or looked up last comes first: a loop seldom goes back to an older program.
         for compiled in reversed(self._programs.values()):
             inputs = compiled.binding.match(call, surroundings)
             if inputs is not None:
@@ -104,6 +105,7 @@ class ProgramCache:
         plan, and this rank may be the only one with a batch of this size.
         """
         signature = self._after_trace.get(signature, signature)
+        # Put back at the end, so that the dict is in the order of use.
         compiled = self._programs.pop(signature, None)
         if compiled is None:
             return None

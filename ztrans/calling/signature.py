@@ -150,7 +150,7 @@ class Leaf(NamedTuple):
         """This leaf without the sizes of its dims."""
         if isinstance(self.value, Constant):
             return self
-        sizes = (0,) * len(self.value.shape)
+        sizes = (0,) * len(self.value.shape)  # the number of dims still counts
         return self._replace(value=self.value._replace(shape=sizes, stride=()))
 
     def without_layout(self) -> Leaf:
@@ -272,6 +272,7 @@ class Signature:
     @functools.cached_property
     def paths(self) -> list[str]:
         """The path of each leaf in messages, such as `state.params.weight`."""
+        # Names follow from the tree alone, so any leaves will do.
         arguments = pytree.tree_unflatten([0] * len(self.leaves), self.tree)
         state, *batch_leaves = arguments
         return leaf_names(self.parameters, (state, *map(opened, batch_leaves)))[1]

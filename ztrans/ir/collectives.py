@@ -133,6 +133,7 @@ class Start(Memberwise):
     def wire_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
         ranks = sizes[self.axis(eqn)]
         total = sum(buffer_bytes(eqn, k, sizes) for k in range(len(eqn.outs)))
+        # Of each value, its own part does not come over the wire.
         return total * (ranks - 1) * self.crossings // ranks
 
     def sent_bytes(self, eqn: Eqn, sizes: Sizes) -> int:

@@ -90,6 +90,7 @@ def part(rows: int, size: int, rank: int) -> tuple[int, int]:
     >>> [part(10, 4, r) for r in range(4)]
     [(0, 3), (3, 3), (6, 3), (9, 1)]
     """
+    # Short and empty parts come last, so every part begins at a multiple of the same number.
     start = min(chunk(rows, size) * rank, rows)
     return start, min(chunk(rows, size), rows - start)
 
@@ -141,6 +142,7 @@ def localize(eqn: Eqn, sizes: Mapping[str, int], coordinates: Mapping[str, int])
         return eqn
     if eqn.op.overloadpacket is aten.squeeze:
         return eqn.replace(op=aten.squeeze.dims, args=(eqn.args[0], _squeezed(*eqn.args)))
+    # Other operations get their sizes from their arguments, which are parts.
     args = list(eqn.args)
     for k in _shape_arguments(eqn.op):
         if k < len(args) and isinstance(args[k], (list, tuple)):

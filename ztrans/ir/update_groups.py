@@ -83,9 +83,8 @@ class _Numbering:
     def __init__(self, passed_once: Collection[Var]) -> None:
         self.passed_once = passed_once
         self._numbers: dict[Hashable, int] = {}
-        self._sources: dict[
-            Var, tuple[int, int]
-        ] = {}  # the number of its equation, and which of its results it is
+        # For each value, the number of its equation, and which of the results it is.
+        self._sources: dict[Var, tuple[int, int]] = {}
 
     def number(self, e: Eqn) -> int:
         """The number of an equation; those that compute its arguments have been numbered before."""
@@ -115,10 +114,15 @@ def _passed_once(graph: Graph) -> set[Var]:
             continue
         of_keywords.update(variables(e.kwargs))
         literals = structure(e, lambda v: None)
-        for place, v in enumerate(e.args):
+        for position, v in enumerate(e.args):
             if isinstance(v, Var) and not v.shape:
-                readers[literals, place, v] += 1
-    return of_keywords | {v for (_, _, v), count in readers.items() if count > 1}
+                readers[literals, position, v] += 1
+    # One reader alone may be a scalar of its own parameter, such as a count of steps.
+    shared = set()
+    for (_, _, v), count in readers.items():
+        if count > 1:
+            shared.add(v)
+    return of_keywords | shared
 
 
 def _regrouped(
@@ -140,13 +144,13 @@ def _ordered(run: Sequence[Eqn], parts: Sequence[EqnGroup]) -> list[EqnGroup]:
     part_of: dict[Eqn, int] = {}
     for k, part in enumerate(parts):
         part_of.update(dict.fromkeys(part, k))
-    last_place = {part_of[e]: place for place, e in enumerate(run)}
+    last_index = {part_of[e]: i for i, e in enumerate(run)}
 
     makers = producers(run)
     needs: dict[int, set[int]] = {k: set() for k in range(len(parts))}
     for e in run:
         needs[part_of[e]].update(part_of[makers[v]] for v in e.ins if v in makers)
-    return [parts[k] for k in sorted_by(last_place.__getitem__, needs)]
+    return [parts[k] for k in sorted_by(last_index.__getitem__, needs)]
 
 
 def list_call(eqns: Sequence[Eqn], in_place: bool) -> ListCall | None:
@@ -171,6 +175,7 @@ def list_call(eqns: Sequence[Eqn], in_place: bool) -> ListCall | None:
     kwargs = dict(first.kwargs)
     value = [kwargs.pop("value")] if "value" in kwargs else []
 
+    # To pass a scalar once spares its copies, but not every operation over lists takes a tensor there.
     for shared_once in (True, False):
         args = [*_list_arguments(eqns, shared_once), *value]
         for overload in overloads(packet):
@@ -184,9 +189,9 @@ def _list_arguments(eqns: Sequence[Eqn], shared_once: bool) -> Iterator[Any]:
 
     With `shared_once` a scalar that all equations share is passed once too, unless it is the first argument.
     """
-    for place, column in enumerate(zip(*(e.args for e in eqns))):
+    for position, column in enumerate(zip(*(e.args for e in eqns))):
         passed_once = not isinstance(column[0], Var)
-        if not passed_once and shared_once and place > 0:
+        if not passed_once and shared_once and position > 0:
             passed_once = not column[0].shape and len(set(column)) == 1
         yield column[0] if passed_once else list(column)
 

@@ -67,6 +67,7 @@ class UserStart(Memberwise):
         """A result that is the same on all ranks of an axis does not vary over it."""
         axes = super().varies(eqn, axes_of)
         if collective_name(eqn.op) in _SAME_EVERYWHERE:
+            # A joint axis stands for all its members.
             return axes - {*members(self.axis(eqn))}
         return axes
 
@@ -83,6 +84,7 @@ class UserStart(Memberwise):
             case "broadcast":
                 return [terms[options[0]]] * ranks
             case "all_to_all_single":
+                # options[1] are the sizes that each rank sends, the same on all of them in one program.
                 parts = [term.split(options[1]) for term in terms]
                 return [torch.cat(received) for received in zip(*parts)]
             case kind:

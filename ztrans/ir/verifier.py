@@ -72,6 +72,7 @@ class _Bindings:
         return self.by_name.get(var.name) is var
 
     def bind(self, var: Var, eqn: Eqn | None) -> None:
+        # Printed programs, plans and generated code know values by their names.
         if var.name in self.by_name:
             raise _wrong(f"{var} is bound twice", eqn)
         self.by_name[var.name] = var
@@ -120,6 +121,7 @@ def _check_state(graph: Graph) -> None:
             f"{len(state)} leaves of state come back as {len(graph.outputs)} outputs"
         )
 
+    # Most programs carry nothing, and need no table of what computes their values.
     starts = producers(graph.eqns) if graph.carried_futures else {}
     for old, new in zip(state, graph.outputs):
         if not isinstance(new, Var) or not old.is_like(new) or old.future != new.future:
@@ -161,6 +163,7 @@ def check_interface(before: Graph, after: Graph) -> None:
         if (old.name, old.dtype, old.shape) != (new.name, new.dtype, new.shape):
             raise ProgramError(f"input {old} has become {new}")
 
+    # Outputs are added at the end, so that the callers of earlier transforms find theirs where they were.
     more = after.added[len(before.added) :]
     if after.added != (*before.added, *more) or len(set(after.added)) != len(after.added):
         raise ProgramError(

@@ -55,6 +55,7 @@ def constants_of(optimizers: Sequence[Optimizer]) -> Hashable:
     """The constants of each group, the signs of its floats, and which parameters it has."""
     constants = []
     for group in groups_of(optimizers):
+        # By identity: if a group gets another parameter, the step is another one.
         members = tuple(map(id, group["params"]))
         values = [(key, _constant(key, x)) for key, x in group.items() if key != "params"]
         constants.append((members, *values))
@@ -102,6 +103,7 @@ def _constant(key: str, value: Any) -> Hashable:
         return type(value), value
     if not _is_input(key, value):
         return repr(value)
+    # A schedule may begin or end at zero, so the sign of a rate is no constant.
     if key == "lr":
         return "an input"
     return tuple([_sign(x) for x in _entries(value)])

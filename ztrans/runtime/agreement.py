@@ -134,6 +134,7 @@ class _Question:
     @staticmethod
     def ask(groups: ProcessGroups, call: str, mine: Any, explain: Explain) -> _Question:
         """Send this rank's record, and begin to receive those of the others."""
+        # Every step sends this record, so it is a hash of a fixed size. Values are sent only if hashes differ.
         digest = hashlib.sha256(repr(mine).encode()).digest()[:16]
         record = bytearray(_RECORD.pack(digest, call.encode()[:112]))
         records = torch.frombuffer(record, dtype=torch.uint8).repeat(len(groups.ranks), 1)

@@ -81,6 +81,7 @@ class CarryingExecutable:
         return self.run.program
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        # A step that fails leaves nothing to the next one, which then starts its gathers itself.
         carried = self.groups.carried
         self.groups.carried = None
         members = carried.members if carried is not None else self.start(inputs)
@@ -88,6 +89,7 @@ class CarryingExecutable:
         outputs = self.run(all_inputs)
         end = len(outputs) - len(members)
         self.groups.carried = Carried(self.sent, tuple(outputs[end:]), tuple(self.starts))
+        # The caller may change the leaves before the next step, and the last start may not have packed them yet.
         self.starts[-1].release_members()
         return outputs[:end]
 
@@ -110,8 +112,8 @@ class CarryingExecutable:
         carried = self.groups.carried
         if carried is None or carried.leaves is None or carried.sent != self.sent:
             return False
-        places = chain(*self.leaves)
-        return all(leaf.is_unchanged(inputs, i) for leaf, i in zip(carried.leaves, places))
+        positions = chain(*self.leaves)
+        return all(leaf.is_unchanged(inputs, i) for leaf, i in zip(carried.leaves, positions))
 
     def note(self, inputs: Inputs) -> None:
         """Note that a step on these inputs has ended well: the next one may use what it has started."""

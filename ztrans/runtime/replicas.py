@@ -79,6 +79,7 @@ def digest(x: torch.Tensor) -> tuple[int, ...]:
     x = x.detach().resolve_conj().resolve_neg()
     if x.is_complex():
         x = torch.view_as_real(x)
+    # Bits, not values: NaN differs from itself, and 0.0 equals -0.0.
     words = x.contiguous().view(-1).view(_WORDS[x.itemsize])
     rest = words.numel() % _ROW
     sums = words[: words.numel() - rest].view(-1, _ROW).sum(0, dtype=torch.int64)
@@ -96,7 +97,9 @@ def different_leaf(
     `by_rank` has the descriptions of all leaves, in the order of their `axes`.
     """
     names = mesh.mesh_dim_names or ()
-    groups = {of_leaf: groups_along(mesh.mesh, names, of_leaf) for of_leaf in set(map(tuple, axes))}
+    groups = {}  # by axes: most leaves have the same ones
+    for of_leaf in set(map(tuple, axes)):
+        groups[of_leaf] = groups_along(mesh.mesh, names, of_leaf)
     for position, of_leaf in enumerate(axes):
         for first, *others in groups[tuple(of_leaf)]:
             for rank in others:

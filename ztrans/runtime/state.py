@@ -294,6 +294,7 @@ def _gathered(leaf: DTensor, user_sharding: UserSharding) -> torch.Tensor:
 def _dtensor(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> DTensor:
+    # Without a shape, `from_local` takes all parts for equally large.
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride

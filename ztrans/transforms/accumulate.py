@@ -192,8 +192,11 @@ class Division:
     @functools.cached_property
     def _runs_once(self) -> set[Eqn]:
         """The equations of the update."""
-        state = self.graph.outputs[: self.graph.num_state]
-        reaching_state = needed([self.makers[v] for v in state if v in self.makers], self.makers)
+        new_values = []
+        for v in self.graph.outputs[: self.graph.num_state]:
+            if v in self.makers:
+                new_values.append(self.makers[v])
+        reaching_state = needed(new_values, self.makers)
         in_each = self._runs_in_each()
         from_gradients = set(self.gradients)
         once: set[Eqn] = set()
@@ -209,7 +212,10 @@ class Division:
     def _runs_in_each(self) -> set[Eqn]:
         """The equations that every micro-batch runs: forward and backward, and what they need."""
         independent = self._independent()
-        eqns = [e for e in self.graph.eqns if e.region != "update" or e in independent]
+        eqns = []
+        for e in self.graph.eqns:
+            if e.region != "update" or e in independent:
+                eqns.append(e)
         return needed(eqns, self.makers)
 
     def _independent(self) -> set[Eqn]:
@@ -222,6 +228,7 @@ class Division:
             if _brings_values(wait.start):
                 candidates.add(e)
         candidates |= self._shards_of_forward()
+        # A gradient is whole only after the last micro-batch, so what depends on one cannot run in each.
         from_gradients = depending(self.graph.eqns, self.gradients)
         return {e for e in candidates if from_gradients.isdisjoint(e.ins)}
 
@@ -297,6 +304,7 @@ class _Marking:
         average = self.division.averages.get(v)
         is_averaged = average is not None or not v.shape
         is_float = v.dtype.is_floating_point or v.dtype.is_complex
+        # Logits and other outputs with dims belong to the samples, so those of all micro-batches are joined.
         if not is_averaged and not readers:
             return self.joined(v)
         if not (is_averaged and is_float):

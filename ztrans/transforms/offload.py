@@ -145,6 +145,7 @@ def leaf_by_leaf(graph: Graph) -> Graph:
         if e in moved:
             keys[e] = (leaves.first[leaves.number[e]], 0, i)
         elif e in leaves.number and _makes_scalars(e):
+            # Such as a bias correction, which every leaf reads. It runs before the first leaf, if it can.
             ready = max((keys[maker][0] for maker in needs[e]), default=-1)
             keys[e] = (min(max(ready, begin), i), -1, i)
     return graph.replace(eqns=tuple(sorted_by(keys.__getitem__, needs)))
@@ -177,6 +178,7 @@ class _LeafUpdates:
                 continue
             number = i
             self.members[i] = [e]
+            # Copies do not count: the set moves to the first equation that computes.
             self.first[i] = len(graph.eqns) if rules(e).copies else i
             for v in e.ins:
                 maker = makers.get(v)
@@ -189,6 +191,7 @@ class _LeafUpdates:
         """One set of two, with the number of the larger one."""
         if a == b:
             return a
+        # The smaller set is renumbered, so that many joins stay cheap.
         if len(self.members[a]) > len(self.members[b]):
             a, b = b, a
         for e in self.members.pop(a):
@@ -230,9 +233,10 @@ class _Moving:
             if e.region != "update":
                 raise _is_read(leaf, e)
         self.on_host[leaf] = with_changes(leaf, memory="host")
-        places = [place for place, v in enumerate(self.graph.outputs) if v is leaf]
-        own_place = self.graph.inputs.index(leaf)
-        if not readers and places in ([], [own_place]):
+        returned_at = [i for i, v in enumerate(self.graph.outputs) if v is leaf]
+        position = self.graph.inputs.index(leaf)
+        # A leaf that nothing reads stays on the host. Only a return as another leaf needs it on the device.
+        if not readers and returned_at in ([], [position]):
             return
         name = self.names.fresh(f"{leaf.name}.device")
         first = readers[0] if readers else None

@@ -120,6 +120,7 @@ class _Search:
         best: Proposal | None = None
         for variant in self._variants(i):
             change = self.residency.change(dict.fromkeys(variant, True))
+            # A change may be free. Of such changes, the one that removes most is the best.
             score = self._removed(change) / max(change.price, 1e-9)
             if score > 0 and (best is None or score > best.score):
                 best = Proposal(score, change)
@@ -184,6 +185,7 @@ class _Search:
             size = self._movable_bytes(i)
             if size:
                 prices[i] = self.model.computations[i].seconds / size
+        # Equal prices in the order of the program, so that every rank comes to the same choice.
         for i in sorted(prices, key=lambda i: (-prices[i], i)):
             if not self._has_room(self._movable_bytes(i)):
                 continue
@@ -271,7 +273,7 @@ class _Descent:
 
     def _leave(self, i: int) -> None:
         """Propose a computation no more. If it stood for its class, the next member does."""
-        self.score_of[i] = 0.0
+        self.score_of[i] = 0.0  # so that its old proposals, which stay in the heap, do not count
         if i in self.fronts:
             self.fronts.remove(i)
             self._propose_next(self.unproposed[self.class_of[i]])

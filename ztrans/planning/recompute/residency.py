@@ -114,6 +114,7 @@ class Residency:
         while waiting:
             i = -heapq.heappop(waiting)
             computation = model.computations[i]
+            # It runs right before the first of its results is needed; if none is needed, it does not run.
             place = NEVER
             if repeats.get(i, i in self.repeated):
                 place = min(first.get(v, self.first[v]) for v in computation.droppable)
@@ -217,6 +218,7 @@ class Residency:
                 value, was_repeated, old_first, old_last, self.absent.get(v)
             )
             after = _live_after_forward(value, is_repeated, new_first, new_last, absent.get(v))
+            # Where the old spans and the new ones overlap, the bytes cancel out.
             if before != after:
                 spans += [(-value.bytes, begin, end) for begin, end in before]
                 spans += [(value.bytes, begin, end) for begin, end in after]

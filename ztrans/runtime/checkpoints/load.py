@@ -56,7 +56,8 @@ def load(path: str | os.PathLike[str], like: State, step: Callable) -> State:
     sharded = pytree.tree_leaves(blank if shard is None else shard(blank))
     parts = [_allocated(part, leaf) for part, leaf in zip(sharded, leaves)]
     checkpoint.fill({name: part.detach() for name, part in zip(leaves_by_name, parts)})
-    return pytree.tree_unflatten([_as_like(x, leaf) for x, leaf in zip(parts, leaves)], tree)
+    new_leaves = [_as_like(x, leaf) for x, leaf in zip(parts, leaves)]
+    return pytree.tree_unflatten(new_leaves, tree)
 
 
 class _Checkpoint:
@@ -72,6 +73,7 @@ class _Checkpoint:
 
     def fill(self, parts: Mapping[str, torch.Tensor]) -> None:
         """Read this rank's part of each tensor in place. Nothing is communicated."""
+        # `dcp.load` would make all ranks plan together. Here each rank is its own coordinator.
         planner = dcp.DefaultLoadPlanner()
         planner.set_up_planner(dict(parts), self._metadata, is_coordinator=True)
         self._reader.set_up_storage_reader(self._metadata, True)

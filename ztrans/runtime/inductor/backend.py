@@ -212,8 +212,9 @@ def _compile(
         if key not in compiled:
             compiled[key] = source.compile(layouts)
         call = KernelCall(compiled[key], source.written, [layouts[v] for v in source.ins])
-        writes = any(source.ins[k] in state for k in source.written if k is not None)
-        kernels[group.eqns] = Kernel(call, source.ins, group.outs, writes)
+        overwritten = [source.ins[k] for k in source.written if k is not None]
+        writes_state = not state.isdisjoint(overwritten)
+        kernels[group.eqns] = Kernel(call, source.ins, group.outs, writes_state)
     return kernels, compiled
 
 

@@ -288,6 +288,7 @@ def _grouped(item: _Item) -> set[Eqn]:
     group_reads: set[Var] = set()
     for eqn in grouped:
         group_reads.update(eqn.ins)
+    # Backwards, so that a view of a view is found too.
     for eqn in reversed(item.eqns):
         if eqn not in grouped and not group_reads.isdisjoint(eqn.outs):
             group_reads.update(eqn.ins)

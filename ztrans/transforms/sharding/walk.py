@@ -71,6 +71,7 @@ def whole_value_eqns(
     """
     runs_whole: set[Eqn] = set()
     whole_values: set[Var] = set()
+    # Backwards, so that the readers of a value are known before the equation that computes it.
     for e in reversed(graph.eqns):
         makes_whole_value = e.region == "update" and not whole_values.isdisjoint(e.results)
         if e in wants_whole or (makes_whole_value and _is_cheap_whole(e, whole_values, layout_of)):
@@ -83,7 +84,11 @@ def _is_cheap_whole(e: Eqn, whole_values: Set[Var], layout_of: Callable[[Var], L
     """Whether to gather what an equation reads sends no more bytes than to gather its results."""
     if not isinstance(e.op, torch._ops.OpOverload) or is_random(e) or is_user_collective(e):
         return False
-    gathered = {v for v in e.ins if layout_of(v) and v not in whole_values}
+    gathered = set()
+    for v in e.ins:
+        # What another equation needs whole is gathered anyway.
+        if layout_of(v) and v not in whole_values:
+            gathered.add(v)
     return _size(gathered) <= _size(e.results)
 
 
@@ -189,6 +194,7 @@ class Walk:
         placements = [on_axis(self.values.value(v, eqn).layout, axis) for v in eqn.ins]
         sharding_rule = self.rule(eqn, placements, axis)
         has_cuts = any(isinstance(p, Split) for p in placements)
+        # A second walk runs more equations on whole values for the sake of these (see `shard_program`).
         if has_cuts and not any(sharding_rule.ins):
             self.wants_whole.add(eqn)
         if is_random(eqn) and any(placements) and not any(sharding_rule.outs):
