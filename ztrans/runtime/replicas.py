@@ -98,8 +98,8 @@ def different_leaf(
     """
     names = mesh.mesh_dim_names or ()
     groups = {}  # by axes: most leaves have the same ones
-    for of_leaf in set(map(tuple, axes)):
-        groups[of_leaf] = groups_along(mesh.mesh, names, of_leaf)
+    for different_axes in set(map(tuple, axes)):
+        groups[different_axes] = groups_along(mesh.mesh, names, different_axes)
     for position, of_leaf in enumerate(axes):
         for first, *others in groups[tuple(of_leaf)]:
             for rank in others:
