@@ -114,11 +114,14 @@ class Network:
             self._step()
         return self.end[i]
 
-    def first_arrival(self, several: Sequence[int]) -> float:
-        """Let time pass until one of several messages has arrived, and return when the first of them did."""
-        while all(self.end[i] == NEVER for i in several):
+    def first_of(self, several: Sequence[int]) -> int:
+        """Let time pass until one of several messages has arrived, and return its position among them."""
+        while True:
+            ends = [self.end[i] for i in several]
+            first = min(ends)
+            if first != NEVER:
+                return ends.index(first)
             self._step()
-        return min(self.end[i] for i in several)
 
     def first_level(self, i: int) -> tuple[float, float] | None:
         """When the first level of message `i` began and ended; None if it has one level."""
@@ -257,15 +260,16 @@ class _Link:
     """The messages that move bytes over one link, in equal shares.
 
     `served` is the service that a message active from the start would have had up to time `since`, in seconds with the
-    link to itself.
+    link to itself. For `idle` seconds before that no message was active.
     """
 
-    __slots__ = ("active", "next", "served", "since")
+    __slots__ = ("active", "idle", "next", "served", "since")
 
     def __init__(self) -> None:
         # In order: the value of `served` at which a message is done, and its number.
         self.active: list[tuple[float, int]] = []
         self.served = 0.0
+        self.idle = 0.0
         self.since = 0.0
         self.next = NEVER  # the time at which the first of them is done
 
@@ -274,6 +278,8 @@ class _Link:
         if active:
             # Until now, each of them had an equal share of the link.
             self.served += (now - self.since) / len(active)
+        else:
+            self.idle += now - self.since
         insort(active, (self.served + seconds, i))
         self.since = now
         self.next = now + (active[0][0] - self.served) * len(active)

@@ -94,8 +94,7 @@ def play(
         # What has arrived first is unpacked while the others are still under way.
         waiting = list(needed.get(k, ()))
         while waiting:
-            i = rank.first_of(waiting)
-            waiting.remove(i)
+            i = waiting.pop(rank.first_of(waiting))
             rank.wait(i)
             rank.clock += follows(i, k)
             if i in successor:
@@ -129,9 +128,8 @@ class _Rank:
         self.number[i] = self.network.issue(self.messages[i], self.clock)
 
     def first_of(self, waiting: Sequence[int]) -> int:
-        """The first of some messages to arrive."""
-        first = self.network.first_arrival([self.number[i] for i in waiting])
-        return next(i for i in waiting if self.network.end[self.number[i]] == first)
+        """The position of the message that arrives first."""
+        return self.network.first_of([self.number[i] for i in waiting])
 
     def wait(self, i: int) -> None:
         """Let compute stand still until message `i` has arrived, and unpack it."""

@@ -24,7 +24,7 @@ from .messages import (
     second_buffer,
     second_message,
 )
-from .problem import Levers, Problem, Reduction
+from .problem import Levers, Problem
 
 # Bytes: more than there are, and exact as a float.
 ENDLESS = 2**52
@@ -80,7 +80,6 @@ class ReductionLoad(NamedTuple):
 
     Attributes:
         members: the reductions, by index.
-        reductions: the reductions themselves.
         start: the place after the birth of the last gradient.
         first_wait, deadline: the first and the last place at which it may be waited for.
         gradients: the bytes of its gradients.
@@ -93,11 +92,11 @@ class ReductionLoad(NamedTuple):
         room: what it needs to be waited for later than at its first wait.
         message: as if it was waited for at its first wait.
         second: the reductions of its results, as a message.
+        second_bytes: the bytes that are live for it.
         rises: how many more bytes are live than with a bucket for each member, as in `buffers.rises`.
     """
 
     members: MemberIndices
-    reductions: list[Reduction]
     start: int
     first_wait: int
     deadline: int
@@ -111,6 +110,7 @@ class ReductionLoad(NamedTuple):
     room: RoomNeeded
     message: Message
     second: Message | None
+    second_bytes: int
     rises: np.ndarray
 
 
@@ -215,7 +215,6 @@ def reduction_load(
     load_rises = [rises(total.buffers(start, first_wait)), *map(minus_alone, members)]
     return ReductionLoad(
         members=members,
-        reductions=reductions,
         start=start,
         first_wait=first_wait,
         deadline=deadline,
@@ -229,6 +228,7 @@ def reduction_load(
         room=RoomNeeded(first_wait, size, burst, staying, total),
         message=message_of(problem, reductions, start, first_wait),
         second=second_message(problem, reductions, first_wait),
+        second_bytes=reserved_for_second([reductions]),
         rises=np.concatenate(load_rises, axis=1),
     )
 
@@ -312,7 +312,7 @@ class Loads:
         shared += [load.rises for load in reductions if len(load.members) > 1]
         unchanged = self.fixed(choice.levers)
         room = self.memory - unchanged.live - sum_rises(shared, len(unchanged.live))
-        second_bytes = reserved_for_second(load.reductions for load in reductions)
+        second_bytes = max((load.second_bytes for load in reductions), default=0)
         if second_bytes > self.second_bytes:
             room[2 * problem.births[0] :] -= second_bytes - self.second_bytes
         if room.min(initial=0) < 0:

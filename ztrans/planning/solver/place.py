@@ -23,6 +23,9 @@ from ..network import NEVER, Message, Network, Stalls, Successors, in_lane
 from .loads import Choice, GatherLoad, Loaded, Loads, ReductionLoad, Rejected
 from .problem import Bucket, PendingUpdates, Schedule
 
+# Sums of the same seconds in another order differ by less than this share.
+ROUNDING = 1e-9
+
 
 @dataclass(slots=True, eq=False)
 class InFlight:
@@ -149,6 +152,8 @@ class _Simulation:
         self.second_under_way: Successors[tuple[InFlight, ReductionLoad]] = Successors()
         self.lanes: dict[str, Lane] = {}
         self._fill_lanes()
+        # By link: the seconds of its messages, and of compute after the last place where one is waited for.
+        self.least_of_link = self._least_of_link()
 
         self.queued = [lane for lane in self.lanes.values() if lane.queue]
         for lane in self.queued:
@@ -170,6 +175,21 @@ class _Simulation:
                 self._lane(message.inside.lane).work += in_lane(message.inside)
         for gather in self.gathers:
             self.lanes[gather.message.lane].queue.append(gather)
+
+    def _least_of_link(self) -> dict[str, float]:
+        """The seconds that a step takes if a link is never idle. Second reductions are left out."""
+        last_wait = 0
+        least: dict[str, float] = {}
+        for each in (*self.gathers, *self.reductions, *self.fixed):
+            message = each.message
+            latest = each.load.deadline if isinstance(each, ReductionInFlight) else message.need
+            last_wait = max(last_wait, latest)
+            least[message.link] = least.get(message.link, 0.0) + message.seconds
+            inside = message.inside
+            if inside is not None:
+                least[inside.link] = least.get(inside.link, 0.0) + inside.seconds
+        after = self.seconds_before[-1] - self.seconds_before[last_wait]
+        return {link: seconds + after for link, seconds in least.items()}
 
     def _lane(self, name: str) -> Lane:
         if name not in self.lanes:
@@ -412,14 +432,11 @@ class _Simulation:
         needed = [first]
         while self.agenda and self.agenda[0][:2] == (place, _WAIT):
             needed.append(heapq.heappop(self.agenda)[3])
-        needed.sort(key=lambda each: each.turn)
 
         # What has arrived first is unpacked while the others are still under way.
         while needed:
-            end = self.network.first_arrival([each.number for each in needed])
-            arrived = next(each for each in needed if self.network.end[each.number] == end)
-            needed.remove(arrived)
-            self._receive(arrived, end, place)
+            arrived = needed.pop(self.network.first_of([each.number for each in needed]))
+            self._receive(arrived, self.network.end[arrived.number], place)
             if isinstance(arrived, GatherInFlight):
                 self.gathers_under_way.remove(arrived)
             elif isinstance(arrived, ReductionInFlight):
@@ -430,6 +447,18 @@ class _Simulation:
 
         if self.clock + self.seconds_before[-1] - self.seconds_before[place] > self.most_seconds:
             raise Rejected
+        self._check_links()
+
+    def _check_links(self) -> None:
+        """Give up if a link was idle for too long: the last of its messages will be waited for too late.
+
+        Raises: Rejected
+        """
+        # These sums are rounded otherwise than the time at which that message arrives.
+        most = self.most_seconds * (1 + ROUNDING)
+        for name, link in self.network.links.items():
+            if self.least_of_link.get(name, 0.0) + link.idle > most:
+                raise Rejected
 
     def _receive(self, arrived: InFlight, end: float, place: int) -> None:
         """Let compute stand still until `end`, when a message arrives, and unpack it."""

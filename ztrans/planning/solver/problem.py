@@ -365,6 +365,8 @@ class Problem:
 
     def gap_between_starts(self, starts: Iterable[int]) -> tuple[int, int] | None:
         """Two places between which reductions must start and do not, given all their starts; None if there are none."""
+        if self.max_between == float("inf"):
+            return None
         for a, b in pairwise(sorted({*self.births[:1], *starts})):
             has_birth = bisect_left(self.births, b) > bisect_right(self.births, a)
             if has_birth and self.matmuls[b] - self.matmuls[a] > self.max_between:
@@ -435,6 +437,8 @@ class PendingUpdates:
 
     def complete(self, reductions: Iterable[int]) -> None:
         """Note that reductions have been waited for."""
+        if not self.pending:
+            return
         for r in reductions:
             ready: list[int] = []
             for k in self.dependents_of.get(r, ()):
