@@ -36,6 +36,7 @@ from ztrans.ir.collectives import ALL_GATHER, WAIT
 from ztrans.runtime import agreement
 from ztrans.runtime import process_groups as process_groups_of_a_mesh
 from ztrans.runtime.agreement import agree, agree_on_call, settle
+from ztrans.runtime.checkpoints import load as load_module
 from ztrans.runtime.checkpoints.save import FolderWriter
 from ztrans.runtime.in_flight import StepInFlight
 from ztrans.runtime.process_groups import Channel, process_groups
@@ -582,6 +583,52 @@ def killed_while_saving() -> None:
     shutil.rmtree(folder[0])
 
 
+def failed_saves() -> None:
+    """Rank 1 cannot copy its part of a save; it writes another part too late; the ranks load different checkpoints."""
+
+    def filled(value: float) -> dict[str, torch.Tensor]:
+        return step.shard({"w": torch.full((8, 4), value)})
+
+    def rows(path: Path) -> list[float]:
+        return zt.load(path, {"w": torch.zeros(8, 4)}, train_step)["w"][:, 0].tolist()
+
+    def without_memory(*_) -> None:
+        raise MemoryError("no memory is left on the host (simulated)")
+
+    def write_late(*arguments) -> object:
+        time.sleep(TIMEOUT.total_seconds() + 2)
+        return write_data(*arguments)
+
+    warnings.simplefilter("ignore")
+    step = zt.shard_params(start(), stage=3)(train_step)
+    folder = [tempfile.mkdtemp() if RANK == 0 else ""]
+    dist.broadcast_object_list(folder)
+    path = Path(folder[0]) / "checkpoint"
+    stage, write_data = FolderWriter.stage, FolderWriter.write_data
+    if RANK == 1:
+        FolderWriter.stage = without_memory
+    report("copied", **failed(lambda: zt.save(path, filled(1.0)).result()))
+    FolderWriter.stage = stage
+    zt.save(path, filled(2.0)).result()
+    report("after a copy", rows=rows(path))
+    if RANK == 1:
+        FolderWriter.write_data = write_late
+    report("late", **failed(lambda: zt.save(path, filled(3.0)).result()))
+    FolderWriter.write_data = write_data
+    dist.barrier()
+    zt.save(path, filled(4.0)).result()
+    report("after a late one", rows=rows(path))
+    other = Path(folder[0]) / "other"
+    zt.save(other, filled(5.0)).result()
+    like = {"w": torch.zeros(8, 4)}
+    if RANK == 1:  # as if the folder of rank 1 were on another file system
+        load_module._complete_folder = lambda path: other
+    report("load", **failed(lambda: zt.load(path, like, step)))
+    dist.barrier()
+    if RANK == 0:
+        shutil.rmtree(folder[0])
+
+
 SCENARIOS: dict[str, Callable[[], None]] = {
     "uneven": uneven,
     "disagreements": disagreements,
@@ -603,6 +650,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "in_a_part": in_a_part,
     "killed_last": last(signalled(signal.SIGKILL)),
     "killed_while_saving": killed_while_saving,
+    "failed_saves": failed_saves,
 }
 
 

@@ -298,7 +298,7 @@ def test_a_channel_may_be_opened_while_kernels_are_told_to_leave(mesh):
 
     class Opened:
         def live_group(self):
-            groups._channels[None, "saves"] = Channel(None, "saves")
+            groups._channels["dp", "gathers"] = Channel("dp", "gathers")
 
     groups._channels[None, "ranks"] = Opened()
     groups.interrupt()

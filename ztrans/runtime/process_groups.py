@@ -7,7 +7,8 @@ reductions have another one for the first level. In one more group the ranks com
 
 When a step fails on one rank, that rank closes its groups: the other ranks lose their connections to it, and stop
 waiting at once. The next step makes new groups. So no message of it can meet one of the failed step, which some ranks
-have sent and others have not. No step uses the mesh's own groups, which nobody may close.
+have sent and others have not. Checkpoints have a group that no failed step closes, because a save may run beside steps.
+No step uses the mesh's own groups, which nobody may close.
 
 The options of a group are in private attributes of torch; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -78,20 +79,20 @@ class Channel:
     Attributes:
         axis: the axis along which the ranks lie.
         purpose: what the messages are for, such as gathers.
-        lasting: whether it stays open if a step fails, because it carries no messages of steps.
         hosts: on which hosts the ranks are.
         tags: numbers for the exchanges, equal on all ranks.
         futures: the collectives that were started on it.
         first_levels: messages whose second level has not begun.
+        is_broken: whether messages on it were given up, which other ranks may have sent.
     """
 
     axis: Axis
     purpose: str
-    lasting: bool = False
     hosts: Hosts = ONE_HOST
     tags: Iterator[int] = field(default_factory=itertools.count)
     futures: weakref.WeakSet[Future] = field(default_factory=weakref.WeakSet)
     first_levels: list[HierarchicalMessage] = field(default_factory=list)
+    is_broken: bool = False
     _group: weakref.ref[dist.ProcessGroup] | None = None  # None while the channel is closed
 
     @property
@@ -170,6 +171,7 @@ class Channel:
         """Use this group from now on."""
         self._group = weakref.ref(group)
         self.tags = itertools.cycle(range(1 << 20))
+        self.is_broken = False
 
     def close(self) -> None:
         """End the group, and with it the connections to the other ranks. `interrupt` ends a group over NCCL."""
@@ -193,6 +195,7 @@ class ProcessGroups:
         thread: the thread that runs a step (see `failure.one_thread`).
         pending: a comparison whose answer has not been read yet (see `agreement`).
         carried: gathers that the last step has started for the next one (see `carried`).
+        saves: the channel of checkpoints, which a failed step does not close; `reopen` opens it.
         symmetric: the symmetric memory of the mesh, if its devices have any.
         epoch: how often closed channels were reopened.
         failures: how often a step that failed has closed the channels.
@@ -207,6 +210,7 @@ class ProcessGroups:
         self.thread: dict[str, int] = {}
         self.pending: Any = None
         self.carried: Carried | None = None
+        self.saves = Channel(None, "saves")
         self.symmetric: SymmetricMemory | None = None
         self.epoch = 0
         self.failures = 0
@@ -228,11 +232,11 @@ class ProcessGroups:
         """Whether a failed step has closed the channels, and none has opened them again."""
         return any(channel.is_closed for channel in self._channels.values())
 
-    def channel(self, axis: Axis, purpose: str, lasting: bool = False) -> Channel:
+    def channel(self, axis: Axis, purpose: str) -> Channel:
         """The channel along a mesh axis for one purpose. All ranks of the mesh must call this together."""
         key = axis, purpose
         if key not in self._channels:
-            self._channels[key] = self._open(Channel(axis, purpose, lasting))
+            self._channels[key] = self._open(Channel(axis, purpose))
         return self._channels[key]
 
     def open(self) -> None:
@@ -256,6 +260,16 @@ class ProcessGroups:
         if self.symmetric is not None:
             self.symmetric.renew(closed_channels, self.from_all)
 
+    def reopen(self, channel: Channel) -> None:
+        """Open a channel, so that no message on it meets one from before. All ranks must call it, within the time-out.
+
+        Raises: LostRank if a rank does not.
+        """
+        channel.close()
+        self._skip_names(1)
+        with channel.errors():
+            self._open(channel)
+
     def close(self) -> None:
         """Close all channels of steps, so that the other ranks do not wait for this one."""
         self.pending = None
@@ -265,8 +279,7 @@ class ProcessGroups:
         self.failures += 1
         self.interrupt()
         for channel in self._channels.values():
-            if not channel.lasting:
-                channel.close()
+            channel.close()
 
     def forget_carried(self) -> None:
         """Let no step use what the last one has started. The next step drops it."""

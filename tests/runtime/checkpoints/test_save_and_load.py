@@ -139,6 +139,18 @@ def test_a_failed_save_says_so_at_once_and_leaves_the_checkpoint_whole(
     assert [file.name for file in tmp_path.iterdir()] == ["a"]
 
 
+def test_a_load_waits_for_the_save_that_runs(trained, tmp_path, monkeypatch):
+    step, state = trained
+    zt.save(tmp_path / "a", state).result()
+    loads, write = threading.Event(), FolderWriter.write
+    monkeypatch.setattr(FolderWriter, "write", lambda *args: loads.wait(60) and write(*args))
+    newer = pytree.tree_map(lambda x: x + 1, state)
+    saving = zt.save(tmp_path / "a", newer)
+    threading.Timer(0.2, loads.set).start()
+    assert same(zt.load(tmp_path / "a", as_meta(newer), step), newer)
+    assert saving.done()
+
+
 def test_a_save_deletes_no_other_folder(tmp_path):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "notes").write_text("keep")
@@ -164,7 +176,7 @@ def test_a_missing_checkpoint_is_an_error(tmp_path):
         zt.load(tmp_path / "a", {}, lambda state: state)
     (tmp_path / "a.partial").mkdir()
     with pytest.raises(
-        FileNotFoundError, match=r"The first save to it is not complete: call .result\(\)"
+        FileNotFoundError, match=r"The first save to it has failed, was killed, or runs in another"
     ):
         zt.load(tmp_path / "a", {}, lambda state: state)
 

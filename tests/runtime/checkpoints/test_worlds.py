@@ -97,3 +97,21 @@ def test_a_rank_that_is_killed_in_mid_save_leaves_the_old_checkpoint_whole():
     report = first.reports["save"]
     assert "was not written" in report["text"] and "before is whole" in report["text"]
     assert report["whole"]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_save_that_one_rank_cannot_begin_or_end_fails_on_all_and_harms_no_later_one():
+    """Messages of two saves would be taken for each other's, and a checkpoint would have parts of two steps."""
+    for rank in launch("failed_saves", 2, seconds=90):
+        assert rank.code == 0, rank.errors
+        copied = rank.reports["copied"]
+        assert copied["after"] < 5, "long before the time-out"
+        assert "MemoryError: no memory is left" in copied["text"] or copied["kind"] == "MemoryError"
+        assert rank.reports["after a copy"]["rows"] == [2.0] * 8
+        assert "was not written" in rank.reports["late"]["text"]
+        assert rank.reports["after a late one"]["rows"] == [4.0] * 8
+        text = rank.reports["load"]["text"]
+        assert "checkpoint: the ranks of the mesh do not do the same" in text
+        assert "\n  They have found different checkpoints:\n  rank 0 found " in text
+        assert "file system of all ranks" in text

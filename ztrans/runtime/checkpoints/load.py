@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,8 +15,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from ...calling.trees import named_leaves
+from ...ir.dependencies import grouped
 from ...ir.layout import as_tensor
-from .save import committed, is_model_file, partial
+from ..agreement import agree
+from ..failure import rank_names
+from ..state import mesh_of_state
+from .save import committed, index_of, is_model_file, partial, wait_for_saves
 
 State = TypeVar("State")
 
@@ -23,8 +28,9 @@ State = TypeVar("State")
 def load(path: str | os.PathLike[str], like: State, step: Callable) -> State:
     """Read a state, in the layouts that `step` needs. All ranks must call it.
 
-    The number of ranks, the mesh, the axis and the stage may differ from those with which it was saved. Each rank reads
-    its own parts only. Values are converted to the dtypes of `like`. What the checkpoint has besides is not read.
+    It waits for a save that runs, and all ranks read the same checkpoint. The number of ranks, the mesh, the axis and
+    the stage may differ from those with which it was saved. Each rank reads its own parts only. Values are converted to
+    the dtypes of `like`. What the checkpoint has besides is not read.
 
     Args:
         path: what `zt.save` or `torch.distributed.checkpoint` has written.
@@ -35,7 +41,8 @@ def load(path: str | os.PathLike[str], like: State, step: Callable) -> State:
     Returns: The state, a new one, as `step.shard` returns it.
 
     Raises: FileNotFoundError if there is no complete checkpoint; ValueError if it has not all leaves of `like`, or
-        leaves of other shapes, or if `path` is the file of an ordinary model.
+        leaves of other shapes, or if `path` is the file of an ordinary model; RuntimeError if ranks find different
+        checkpoints.
 
     >>> import tempfile, ztrans as zt
     >>> folder = Path(tempfile.mkdtemp()) / "checkpoint"
@@ -45,6 +52,7 @@ def load(path: str | os.PathLike[str], like: State, step: Callable) -> State:
     """
     if callable(like) and not callable(step):
         raise TypeError("load: the state comes before the step: zt.load(path, like, step).")
+    wait_for_saves()
     checkpoint = _Checkpoint(_complete_folder(Path(path)))
     leaves_by_name = named_leaves(like)
     _check_fits(checkpoint.shapes, path, leaves_by_name)
@@ -54,6 +62,9 @@ def load(path: str | os.PathLike[str], like: State, step: Callable) -> State:
     blank = pytree.tree_unflatten([_blank(leaf) for leaf in leaves_by_name.values()], tree)
     shard = getattr(step, "shard", None)
     sharded = pytree.tree_leaves(blank if shard is None else shard(blank))
+    mesh = mesh_of_state(sharded)
+    if mesh is not None:
+        agree(mesh, f"load of {str(path)[-80:]}", checkpoint.digest, _different_checkpoints)
     parts = [_allocated(part, leaf) for part, leaf in zip(sharded, leaves)]
     checkpoint.fill({name: part.detach() for name, part in zip(leaves_by_name, parts)})
     new_leaves = [_as_like(x, leaf) for x, leaf in zip(parts, leaves)]
@@ -61,9 +72,10 @@ def load(path: str | os.PathLike[str], like: State, step: Callable) -> State:
 
 
 class _Checkpoint:
-    """A checkpoint to read: the shapes of its tensors by name, and their values."""
+    """A checkpoint to read: the shapes of its tensors by name, and their values; `digest` differs for each save."""
 
     def __init__(self, path: Path) -> None:
+        self.digest = hashlib.sha256(index_of(path).read_bytes()).hexdigest()
         self._reader = dcp.FileSystemReader(path)
         self._metadata = self._reader.read_metadata()
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -81,6 +93,18 @@ class _Checkpoint:
         self._reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
+def _different_checkpoints(by_rank: Mapping[int, str]) -> str:
+    """What an error says about ranks that find checkpoints with different digests."""
+    by_digest = grouped((digest, rank) for rank, digest in by_rank.items())
+    lines = "".join(
+        f"  {rank_names(same)} found {digest[:8]}\n" for digest, same in by_digest.items()
+    )
+    return (
+        f"  They have found different checkpoints:\n{lines}"
+        f"The path must be on a file system of all ranks, and no other program may save to it meanwhile."
+    )
+
+
 def _complete_folder(path: Path) -> Path:
     """The folder of a complete checkpoint."""
     folder = committed(path)
@@ -92,7 +116,7 @@ def _complete_folder(path: Path) -> Path:
             f"Load it into the model before zt.lift: model.load_state_dict(...). If only rank 0 can hold the whole "
             f"model, build it on meta on the other ranks, and call step.shard(state, source=0)."
         )
-    begun = " The first save to it is not complete: call .result() of a save that runs."
+    begun = " The first save to it has failed, was killed, or runs in another program."
     raise FileNotFoundError(
         f"load: {path} is no checkpoint.{begun if partial(path).exists() else ''}\nzt.save writes one."
     )

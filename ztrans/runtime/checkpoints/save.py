@@ -7,6 +7,7 @@ folder with that name is always complete.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import warnings
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
@@ -27,13 +27,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from ...calling.trees import named_leaves
 from ...ir.axes import members_of
 from ...ir.layout import as_tensor, mesh_axes
-from ..agreement import agree, different_steps
-from ..failure import check_ended, steps_of
-from ..process_groups import process_groups
+from ..agreement import agree, different_steps, everywhere
+from ..failure import check_ended, leave_lost_ranks, steps_of
+from ..process_groups import Channel, LostRank, process_groups
 from ..replicas import different_leaf, digest
 from ..state import mesh_of_state
 
-_INDEX = ".metadata"  # the file that makes a folder a checkpoint
 _running: list[Future[Path]] = []  # the save in progress
 
 
@@ -72,17 +71,28 @@ def save(path: str | os.PathLike[str], state: Any) -> Future[Path]:
     leaves = list(leaves_by_name.values())
     tensors = {name: _tensor(name, leaf) for name, leaf in leaves_by_name.items()}
     check_ended(leaves, "save")
+    wait_for_saves()  # so that there is one copy of the state at a time
     mesh = mesh_of_state(leaves)
-    if mesh is not None:
-        _agree_on_save(target, tensors, steps_of(leaves), mesh)
-    wait(_running)  # so that there is one copy of the state at a time
+    channel = None
+    if mesh is not None and not process_groups(mesh).is_alone:
+        channel = _agreed_channel(target, tensors, steps_of(leaves), mesh)
     writer = FolderWriter(target)
-    staged = writer.stage(tensors)
-    executor = ThreadPoolExecutor(1, "ztrans-save")
-    future = executor.submit(_write_folder, writer, staged, _group(mesh))
+    try:
+        staged = writer.stage(tensors)
+        executor = ThreadPoolExecutor(1, "ztrans-save")
+        future = executor.submit(_write_folder, writer, staged, channel)
+    except BaseException as error:
+        if channel is not None:
+            writer.give_up(error, channel)
+        raise
     executor.shutdown(wait=False)
     _running[:] = [future]
     return future
+
+
+def wait_for_saves() -> None:
+    """Wait until no save of this process runs. If one fails, it has said so."""
+    wait(_running)
 
 
 def _tensor(name: str, leaf: Any) -> torch.Tensor:
@@ -93,10 +103,13 @@ def _tensor(name: str, leaf: Any) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) and not tensor.ndim else tensor
 
 
-def _agree_on_save(
+def _agreed_channel(
     target: Path, tensors: Mapping[str, torch.Tensor], steps: int, mesh: DeviceMesh
-) -> None:
-    """Check that all ranks save the same state, in which copies of a leaf have the same values."""
+) -> Channel:
+    """Check that all ranks save the same state, in which copies of a leaf have the same values.
+
+    Returns: the channel on which they save it. From here on a rank that fails must tell the others, by `give_up`.
+    """
     axes = []
     digests = []
     for x in tensors.values():
@@ -120,6 +133,13 @@ def _agree_on_save(
         )
 
     agree(mesh, f"save to {str(target)[-80:]}", (steps, digests), explain)
+    groups = process_groups(mesh)
+    if any(everywhere(groups.saves.is_closed or groups.saves.is_broken, mesh)):
+        try:
+            groups.reopen(groups.saves)
+        except LostRank as error:
+            raise leave_lost_ranks(groups, "save", error) from error
+    return groups.saves
 
 
 def _copied_axes(x: torch.Tensor, mesh: DeviceMesh) -> list[str]:
@@ -132,22 +152,15 @@ def _copied_axes(x: torch.Tensor, mesh: DeviceMesh) -> list[str]:
     return [axis for axis, size in mesh_axes(mesh) if size > 1 and axis not in members_of(cut_axes)]
 
 
-def _group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
-    if mesh is None or process_groups(mesh).is_alone:
-        return None
-    return process_groups(mesh).channel(None, "saves", lasting=True).group
-
-
 def _write_folder(
     writer: FolderWriter,
     staged: Mapping[str, torch.Tensor],
-    group: dist.ProcessGroup | None,
+    channel: Channel | None,
 ) -> Path:
     try:
-        writer.write(staged, group)
+        writer.write(staged, channel)
     except BaseException as error:
-        if group is None or group.rank() == 0:
-            writer.discard()
+        writer.discard()
         text = f"save: {writer.target} was not written. {_causes(error)}\nA checkpoint that it had before is whole."
         warnings.warn(text, stacklevel=1)
         raise RuntimeError(text) from error
@@ -170,12 +183,14 @@ class FolderWriter(dcp.FileSystemWriter):
     def __init__(self, target: Path) -> None:
         self.target = target
         self.partial = partial(target)
+        self._has_made_folder = False
+        self._obstacle: BaseException | None = None
         super().__init__(self.partial)
 
-    def write(self, staged: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
-        """Write a staged state. All ranks of the group must call it."""
-        if group is not None:
-            dcp.save(dict(staged), storage_writer=self, process_group=group)
+    def write(self, staged: Mapping[str, torch.Tensor], channel: Channel | None) -> None:
+        """Write a staged state. All ranks of the channel must call it, or `give_up`."""
+        if channel is not None:
+            self._write_together(dict(staged), channel)
             return
         planner = dcp.DefaultSavePlanner()
         planner.set_up_planner(dict(staged), self.storage_meta(), is_coordinator=True)
@@ -184,8 +199,25 @@ class FolderWriter(dcp.FileSystemWriter):
         (plan,) = self.prepare_global_plan(plans)
         self.finish(metadata, [self.write_data(planner.finish_plan(plan), planner).wait()])
 
+    def give_up(self, error: BaseException, channel: Channel) -> None:
+        """Let the save fail on the other ranks too, because this one cannot write."""
+        self._obstacle = error
+        with contextlib.suppress(CheckpointException, Exception):
+            self._write_together({}, channel)
+
+    def _write_together(self, staged: dict[str, torch.Tensor], channel: Channel) -> None:
+        try:
+            dcp.save(staged, storage_writer=self, process_group=channel.group)
+        except CheckpointException:  # all ranks have it, and none sends anything more
+            raise
+        except BaseException:
+            channel.is_broken = True
+            raise
+
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
-        """Leave the temporary folder to the first rank."""
+        """Leave the temporary folder to the first rank. What is raised here, all ranks raise."""
+        if self._obstacle is not None:
+            raise self._obstacle
         return plan
 
     def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
@@ -193,6 +225,7 @@ class FolderWriter(dcp.FileSystemWriter):
         is_other = self.target.exists() and not _is_checkpoint(self.target)
         if is_other and any(self.target.iterdir()):
             raise FileExistsError(f"{self.target} exists and is no checkpoint; choose a new name")
+        self._has_made_folder = True
         shutil.rmtree(self.partial, ignore_errors=True)
         self.partial.mkdir(parents=True)
         return super().prepare_global_plan(plans)
@@ -217,8 +250,9 @@ class FolderWriter(dcp.FileSystemWriter):
         shutil.rmtree(old, ignore_errors=True)
 
     def discard(self) -> None:
-        """Delete the temporary folder of a save that has failed."""
-        shutil.rmtree(self.partial, ignore_errors=True)
+        """Delete the temporary folder of a save that has failed, if this rank has made it."""
+        if self._has_made_folder:
+            shutil.rmtree(self.partial, ignore_errors=True)
 
 
 def committed(path: Path) -> Path | None:
@@ -243,8 +277,13 @@ def _old(path: Path) -> Path:
     return path.with_name(f"{path.name}.old")
 
 
+def index_of(path: Path) -> Path:
+    """The file that makes a folder a checkpoint."""
+    return path / ".metadata"
+
+
 def _is_checkpoint(path: Path) -> bool:
-    return (path / _INDEX).is_file()
+    return index_of(path).is_file()
 
 
 def _sync(path: Path) -> None:
