@@ -51,6 +51,34 @@ def test_a_process_whose_last_step_failed_destroys_no_groups_at_its_end(mesh):
     dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
 
 
+@pytest.mark.parametrize("backend", [None, "cpu:gloo", "gloo"])
+def test_a_channel_has_one_backend_however_that_of_the_world_is_named(backend):
+    """Its name decides how messages are sent, so the bits of a reduction depend on it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    channel = process_groups(mesh).channel("dp", "reductions")
+    assert channel.is_gloo and channel.is_direct
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("backends", "is_aborted"),
+    [("cuda:nccl", True), ("cpu:gloo,cuda:nccl", True), ("cpu:gloo,cuda:gloo", False)],
+)
+def test_groups_with_a_backend_for_each_device_are_aborted_if_one_is_nccl(
+    mesh, monkeypatch, backends, is_aborted
+):
+    aborted = []
+    groups = process_groups(mesh)
+    groups.carries_users = True
+    monkeypatch.setattr("ztrans.runtime.process_groups.abort", aborted.extend)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    groups.interrupt()
+    assert aborted == [mesh.get_group()] * is_aborted
+
+
 def test_messages_of_the_users_own_are_aborted_with_the_mesh(mesh, monkeypatch):
     """Their kernels would keep the device from freeing anything."""
     aborted = []
@@ -115,7 +143,7 @@ def test_an_error_of_a_connection_is_a_lost_rank(mesh, error):
 def test_an_error_of_this_rank_stays_what_it_is(mesh, monkeypatch, backend, error):
     """Else the other ranks would be searched for what has happened here."""
     channel = process_groups(mesh).channel("dp", "gathers")
-    monkeypatch.setattr(dist, "get_backend", lambda group: backend)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: f"cuda:{backend}")
     with pytest.raises(type(error)) as raised, channel.errors():
         raise error
     assert raised.value is error

@@ -206,7 +206,9 @@ class ProcessGroups:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.ranks: tuple[int, ...] = tuple(mesh.mesh.flatten().tolist())
-        self.is_alone = len(self.ranks) == 1 or dist.get_backend(mesh.get_group(0)) == "fake"
+        self.is_alone = (
+            len(self.ranks) == 1 or backend_of(mesh.get_group(0), mesh.device_type) == "fake"
+        )
         self.thread: dict[str, int] = {}
         self.pending: Any = None
         self.carried: Carried | None = None
@@ -221,6 +223,7 @@ class ProcessGroups:
         self._aborting = threading.Lock()  # torch cannot abort a group in two threads at once
         self._client: dist.Store | None = None
         self._mesh_ranks = mesh.mesh
+        self._device_type = mesh.device_type
         # The mesh keeps its groups alive, so this object holds weak references only.
         self._bases: dict[str, weakref.ref[dist.ProcessGroup]] = {}
         for axis in mesh.mesh_dim_names or ():
@@ -394,9 +397,11 @@ class ProcessGroups:
     def _open_new(self, channel: Channel, groups: list[list[int]], base: dist.ProcessGroup) -> None:
         """Make a process group for the row of `groups` that has this rank, like the group `base` of the mesh."""
         timeout = _timeout(base)
-        # On the whole mesh ranks compare what they do, and save: the host waits for that, also on GPUs.
-        backend = "gloo" if channel.axis is None else None
-        options = _tuning(base, timeout) if backend is None else None
+        # On the whole mesh ranks compare what they do, and save: the host waits for that, also on GPUs. A group of the
+        # user's may have a backend for each kind of device. That of a channel has one, which its name says.
+        is_whole = channel.axis is None
+        backend = "gloo" if is_whole else backend_of(base, self._device_type)
+        options = None if is_whole else _tuning(base, timeout)
         # If only its members make a group, torch names it by the number of groups that they have made, which may differ
         # between them (pytorch#189073). So all ranks make the groups of all rows. They cannot if the world has ranks
         # that are not in this mesh, because these do not take part.
@@ -474,14 +479,22 @@ def host_name() -> tuple[str, ...]:
     )
 
 
-def _is_nccl(group: dist.ProcessGroup | None) -> bool:
-    """Whether NCCL carries the messages of a group, which may have been closed or destroyed."""
-    if group is None:
-        return False
+def backend_of(group: dist.ProcessGroup, device_type: str) -> str | None:
+    """The backend that carries the messages of a group between devices of one kind.
+
+    None if it has none for them, or has been destroyed.
+    """
     try:
-        return dist.get_backend(group) == "nccl"
-    except ValueError:  # it has been destroyed
-        return False
+        config = dist.get_backend_config(group)
+    except (ValueError, TypeError):  # it has been destroyed
+        return None
+    backends = dict(pair.split(":") for pair in config.split(","))
+    return backends.get(device_type)
+
+
+def _is_nccl(group: dist.ProcessGroup | None) -> bool:
+    """Whether NCCL carries the messages of a group between GPUs. The group may have been closed or destroyed."""
+    return group is not None and backend_of(group, "cuda") == "nccl"
 
 
 def _alive(reference: weakref.ref[dist.ProcessGroup] | None) -> dist.ProcessGroup:
