@@ -30,8 +30,8 @@ from .planning.realise import PlanError
 from .profiling.profile import Profile, profile
 from .report.progress import stage
 from .report.tracebacks import ends_at_user
-from .runtime.agreement import agree, answers_late, everywhere, step_of
-from .runtime.carried import CarryingExecutable, drop_carried
+from .runtime.agreement import agree, answers_late, everywhere, say_failure, step_of
+from .runtime.carried import CarryingExecutable
 from .runtime.contract import Contract, Proposal, agree_on_plan, agree_on_program
 from .runtime.cuda.attention_kernels import fastest_attention, seconds_by_events
 from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rates
@@ -44,6 +44,7 @@ from .runtime.failure import (
     check_launched,
     check_whole,
     ending_together,
+    leave_lost_ranks,
     marker,
     one_thread,
     running,
@@ -51,7 +52,7 @@ from .runtime.failure import (
 )
 from .runtime.inductor import backend as inductor
 from .runtime.inductor.compiler import check_compiler
-from .runtime.process_groups import process_groups
+from .runtime.process_groups import LostRank, process_groups
 from .runtime.state import check_laid_out
 from .runtime.transport import reserve
 from .runtime.update_hash import update_hash
@@ -232,19 +233,26 @@ class Compiled(Printed):
                     inputs = [*inputs, *run.start(inputs)]
                 return inputs
 
-            drop_carried(mesh)
+            if mesh is not None:
+                process_groups(mesh).drop_carried()
             measured = profile(graph, run.program, local, steps, prepared)
             return measured if mesh is None else measured.agreed(mesh)
 
     def close(self) -> None:
         """Release the captured CUDA graph, if there is one, and forget the casts of `cast_ahead`, and gathers that
-        the last step has started for the next one.
+        the last step has started for the next one. They end first, so all ranks must call it.
 
         Call it before the process group is destroyed, or to continue with another state. The next call then runs
         without a graph, and the one after it captures a new graph.
+
+        Raises: LostRank if a rank has ended before these gathers.
         """
         if self._mesh is not None:  # the mesh has them, whichever program has started them
-            process_groups(self._mesh).forget_carried()
+            groups = process_groups(self._mesh)
+            try:
+                groups.drop_carried()
+            except LostRank as error:
+                raise leave_lost_ranks(groups, "close", error) from error
         local_program = self.binding.local_program
         if local_program is None:
             return
@@ -323,8 +331,8 @@ class Compiled(Printed):
             if isinstance(local_program.function, Capture):
                 local_program.function.check_inputs(local)
             with watched(mesh, name, state), running(name, state, mesh, local_program.writes):
-                if not goes_on:
-                    drop_carried(mesh)
+                if mesh is not None and not goes_on:
+                    process_groups(mesh).drop_carried()
                 if half_weights is not None:
                     half_weights.refresh(inputs)
                 if self.cuda_graph:
@@ -425,6 +433,9 @@ class Compiled(Printed):
             if mesh is not None:
                 # After a failed step they are closed, and what starts messages asks them what carries these.
                 process_groups(mesh).open()
+                if not self.agreed and mesh.size() > 1:
+                    # A program that one rank later binds alone sends the same messages.
+                    reserve(mesh, in_order(lowered.graph))
             return self._local_program_of(lowered, local, writes)
 
     def _local_program_of(
@@ -556,8 +567,6 @@ def _grouped(graph: Graph) -> tuple[Graph, Sequence[EqnGroup]]:
 def _agreed(lowered: Lowered) -> Lowered:
     """The program in the order of rank 0's plan. This rank's own plan may differ, if it measured other times.
 
-    The ranks also reserve symmetric memory. A program that one rank later binds alone sends the same messages.
-
     Raises: RuntimeError on every rank if the ranks have lowered different programs, or if that plan does not fit the
         program of a rank.
     """
@@ -580,6 +589,8 @@ def _agreed(lowered: Lowered) -> Lowered:
     except ValueError as error:
         # A PlanError, or too little memory of the host.
         problem = str(error)
+    except Exception as error:
+        say_failure(mesh, name, error)
+        raise
     agree_on_plan(name, mesh, problem)
-    reserve(mesh, in_order(lowered.graph))
     return lowered

@@ -337,8 +337,7 @@ class Step(Generic[P, R]):
             return self._compiled(call, signature)
         except Exception as error:
             if isinstance(self.mesh, DeviceMesh):
-                other = self._cache.of_any_size(signature)
-                say_failure(self.mesh, self.__name__, error, other is None or not other.is_bound)
+                say_failure(self.mesh, self.__name__, error)
             raise
 
     def _compiled(self, call: BoundCall, signature: Signature) -> Compiled:

@@ -33,9 +33,8 @@ from torch.utils import _pytree as pytree
 import ztrans as zt
 from ztrans import compiled, stages
 from ztrans.ir.collectives import ALL_GATHER, WAIT
-from ztrans.runtime import agreement
 from ztrans.runtime import process_groups as process_groups_of_a_mesh
-from ztrans.runtime.agreement import agree, agree_on_call, settle
+from ztrans.runtime.agreement import agree, agree_on_call
 from ztrans.runtime.checkpoints import load as load_module
 from ztrans.runtime.checkpoints.save import FolderWriter
 from ztrans.runtime.in_flight import StepInFlight
@@ -290,7 +289,7 @@ def late() -> None:
         time.sleep(1)
     ask = functools.partial(agree, mesh, "a step", 0, lambda values: "", lambda cause: None)
     report("asked", **failed(ask))
-    settle(mesh)
+    process_groups(mesh).settle()
     compiled.answers_late = lambda mesh: True
     sized = transformed(mesh, 3, step=sized_step)
     first = {"params": params(), "seen": torch.zeros(()), "own": torch.zeros(())}
@@ -498,7 +497,7 @@ def has_no_program() -> None:
     report("batch", **failed(lambda: step(state, wrong, y)))
     report("goes on too", **failed(lambda: step(state, x, y)))
     report("everywhere", **failed(lambda: step(state, x[:, 1:], y)))
-    compiled.answers_late = agreement.answers_late = lambda mesh: True
+    compiled.answers_late = lambda mesh: True
     report("launched", **failed(lambda: step(state, wrong, y)))
 
 
@@ -545,7 +544,7 @@ def in_flight() -> None:
     step = transformed(mesh, 3)
     state = step.shard(first_state())
     state, _ = step(state, *batch(0, RANK))
-    settle(mesh)
+    process_groups(mesh).settle()
     if RANK == 1:
         with Armed(out_of_memory, 1, "gathers"):
             report("failed", **failed(lambda: step(state, *batch(1, RANK))))

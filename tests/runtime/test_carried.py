@@ -1,15 +1,18 @@
 """What a step leaves to the next one on its mesh, and when that uses it. The other ranks do not exist."""
 
+import os
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ztrans as zt
 from tests.support.programs import CASES
 from tests.support.worlds import batches, fake_mesh, slices
 from ztrans.runtime.carried import CarryingExecutable
 from ztrans.runtime.collectives import Start
+from ztrans.runtime.mesh import _end
 from ztrans.runtime.process_groups import process_groups
 
 CASE = CASES["mlp_momentum"]
@@ -103,9 +106,27 @@ def test_a_program_that_is_closed_starts_anew(mesh, starts):
     step = made(mesh)
     state = step.shard(CASE.state())
     state, _ = step(state, *BATCH)
+    members = process_groups(mesh).carried.members
     step.compiled(state, *BATCH).close()
+    assert all(member.future.work is None for member in members), "its messages have ended"
     step(state, *BATCH)
     assert len(starts) == 2
+
+
+def test_a_process_ends_after_the_gathers_that_its_last_step_has_started(mesh, monkeypatch):
+    """A slower rank needs them to end its own last step."""
+    step = made(mesh)
+    step(step.shard(CASE.state()), *BATCH)
+    members = process_groups(mesh).carried.members
+    have_ended = []
+
+    def destroy() -> None:
+        have_ended.append(all(member.future.work is None for member in members))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "destroy_process_group", destroy)
+        _end(os.getpid())
+    assert have_ended == [True]
 
 
 def test_a_program_that_has_not_run_forgets_what_another_one_has_started(mesh, starts):

@@ -13,6 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import ztrans as zt
 from tests.support.programs import CASES
 from tests.support.worlds import batches, fake_mesh, slices
+from ztrans.runtime.agreement import agree_on_call
 from ztrans.runtime.failure import has_note, leave_note
 from ztrans.runtime.mesh import _end
 from ztrans.runtime.process_groups import LostRank, process_groups
@@ -114,6 +115,17 @@ def test_two_meshes_of_the_same_ranks_have_notes_of_their_own(mesh):
     assert has_note(process_groups(mesh))
     assert not has_note(process_groups(other))
     assert not has_note(process_groups(flat))
+
+
+def test_a_rank_that_does_not_come_to_open_a_channel_is_lost(mesh, monkeypatch):
+    def new_group(*_, **__):
+        raise dist.DistStoreError("wait timeout after 6000ms")
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    groups = process_groups(mesh)
+    groups.is_alone = False
+    with pytest.raises(LostRank, match=r"has lost other ranks of the mesh(.|\n)*wait timeout"):
+        agree_on_call(mesh, "shard")
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,13 @@ nothing else has been sent.
 
 On GPUs the host launches work ahead of the device, and would have to wait for the other hosts in every step. So there
 the answer about a step is read when the next call begins. If the ranks differ, that step has been launched, and its
-state is marked as half updated. Its messages may wait for each other forever, so all ranks close their channels.
+state is marked as half updated. Its messages may wait for each other forever, so all ranks close their channels. A rank
+that makes another call meanwhile, such as `save`, learns that a step has been launched, and leaves the others at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -23,14 +25,25 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.dependencies import grouped
-from .failure import STOP_TOGETHER, fail, leave_disagreement, leave_lost_ranks, rank_names
+from .failure import (
+    STOP_TOGETHER,
+    leave_disagreement,
+    leave_lost_ranks,
+    leave_with_note,
+    rank_names,
+)
 from .process_groups import LostRank, ProcessGroups, Work, process_groups
 
 T = TypeVar("T")
 Explain = Callable[[Mapping[int, Any]], str]
 
-_RECORD = struct.Struct("<16s112s")  # the digest of a value, and the name of a call
+# The digest of a value, whether the rank reads the answer when its next call begins, and the name of a call.
+_RECORD = struct.Struct("<16s?111s")
 _IN_TIME = "the ranks of the mesh do not do the same, so none of them has sent anything.\n"
+_LAUNCHED = (
+    "the ranks of the mesh do not make the same call. This rank has sent nothing, but others have launched "
+    "a step.\n"
+)
 _LATE = (
     "the ranks of the mesh did not do the same, and the step has run: its state is half updated.\n"
 )
@@ -59,38 +72,42 @@ def agree(
     groups = process_groups(mesh)
     if groups.is_alone:
         return
-    settle(mesh)
-    question = _Question.ask(groups, call, mine, explain)
+    groups.settle()
+    question = _Question.ask(groups, call, mine, explain, if_late is not None)
     if if_late is not None:
-        groups.pending = question, if_late
+        groups.pending = _LateAnswer(question, if_late)
         return
-    calls, problem = question.answer(mesh)
-    if problem:
+    answer = question.answer(groups)
+    if answer.others_have_launched:
+        note = mine.note if isinstance(mine, Failure) else f"made another call, {call}"
+        leave_with_note(groups, note, f"rank {dist.get_rank()} {note}")
+        raise RuntimeError(f"{answer.calls}: {_LAUNCHED}{answer.problem}")
+    if answer.problem:
         groups.forget_carried()
-        raise RuntimeError(f"{calls}: {_IN_TIME}{problem}")
+        raise RuntimeError(f"{answer.calls}: {_IN_TIME}{answer.problem}")
 
 
 class Failure(NamedTuple):
     """What a rank that cannot make a call sends in place of its value."""
 
+    call: str
     reason: str
 
+    @property
+    def note(self) -> str:
+        """What this rank leaves for others that do not wait for it."""
+        return f"failed in {self.call} with {self.reason.splitlines()[0]}"
 
-def say_failure(mesh: DeviceMesh, name: str, error: Exception, is_new: bool) -> None:
+
+def say_failure(mesh: DeviceMesh, name: str, error: Exception) -> None:
     """Tell the other ranks that this one has no program for a step, and why.
 
-    They raise an error before they send anything. On GPUs they do not wait for this rank, unless the step `is_new` to
-    all of them: they have launched it, and this rank leaves them.
+    They raise an error before they send anything. If they have launched the step, as on GPUs, this rank leaves them.
     """
-    is_launched = answers_late(mesh) and not is_new
-    call = new_program_of(name) if is_new else step_of(name)
-    if is_launched:  # they answer no question about this step before their next call
-        call = f"{call}, without a program"
-    try:
-        agree(mesh, call, Failure(f"{type(error).__name__}: {error}"), lambda by_rank: "")
-    except RuntimeError:  # of all ranks; the error of this one says more
-        if is_launched:
-            fail(process_groups(mesh), step_of(name), error)
+    failure = Failure(step_of(name), f"{type(error).__name__}: {error}")
+    # The error of this rank says more than the one of all ranks.
+    with contextlib.suppress(RuntimeError):
+        agree(mesh, f"{step_of(name)}, without a program", failure, lambda by_rank: "")
 
 
 def agree_on_call(mesh: DeviceMesh, call: str) -> None:
@@ -103,22 +120,35 @@ def answers_late(mesh: DeviceMesh) -> bool:
     return mesh.device_type != "cpu"
 
 
-def settle(mesh: DeviceMesh) -> None:
-    """Read the answer about the last step, if it has not been read yet.
+class _Answer(NamedTuple):
+    """What a comparison has found.
 
-    Raises: RuntimeError on every rank if the ranks made different calls; LostRank if a rank has ended.
+    Attributes:
+        calls: the calls of the ranks.
+        problem: what differs, in words; empty if the ranks agree.
+        others_have_launched: whether some ranks have gone on with their call, and others, as this one, have not.
     """
-    groups = process_groups(mesh)
-    if groups.pending is None:
-        return
-    question, if_late = groups.pending
-    groups.pending = None
-    calls, problem = question.answer(mesh)
-    if problem:
-        cause = f"the ranks did not do the same in {calls}"
-        if_late(cause)
-        leave_disagreement(groups, cause)
-        raise RuntimeError(f"{calls}: {_LATE}{problem}")
+
+    calls: str
+    problem: str = ""
+    others_have_launched: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class _LateAnswer:
+    """The answer about a step that this rank has launched; `if_late` marks the state of the step."""
+
+    question: _Question
+    if_late: Callable[[str], None]
+
+    def read(self, groups: ProcessGroups) -> None:
+        """Raises: RuntimeError on every rank if the ranks made different calls; LostRank if a rank has ended."""
+        answer = self.question.answer(groups)
+        if answer.problem:
+            cause = f"the ranks did not do the same in {answer.calls}"
+            self.if_late(cause)
+            leave_disagreement(groups, cause)
+            raise RuntimeError(f"{answer.calls}: {_LATE}{answer.problem}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,15 +158,18 @@ class _Question:
     call: str
     mine: Any
     explain: Explain
+    is_late: bool
     records: torch.Tensor
     works: Sequence[Work]
 
     @staticmethod
-    def ask(groups: ProcessGroups, call: str, mine: Any, explain: Explain) -> _Question:
+    def ask(
+        groups: ProcessGroups, call: str, mine: Any, explain: Explain, is_late: bool
+    ) -> _Question:
         """Send this rank's record, and begin to receive those of the others."""
         # Every step sends this record, so it is a hash of a fixed size. Values are sent only if hashes differ.
         digest = hashlib.sha256(repr(mine).encode()).digest()[:16]
-        record = bytearray(_RECORD.pack(digest, call.encode()[:112]))
+        record = bytearray(_RECORD.pack(digest, is_late, call.encode()[:111]))
         records = torch.frombuffer(record, dtype=torch.uint8).repeat(len(groups.ranks), 1)
         works: Sequence[Work]
         try:
@@ -150,11 +183,10 @@ class _Question:
                     works = [dist.all_gather(list(records), this_rank, channel.group, True)]
         except LostRank as error:
             raise leave_lost_ranks(groups, call, error) from error
-        return _Question(call, mine, explain, records, works)
+        return _Question(call, mine, explain, is_late, records, works)
 
-    def answer(self, mesh: DeviceMesh) -> tuple[str, str]:
-        """Wait for all records. Returns the calls of the ranks, and what differs; that is empty if they agree."""
-        groups = process_groups(mesh)
+    def answer(self, groups: ProcessGroups) -> _Answer:
+        """Wait for all records, and compare them."""
         try:
             with groups.channel(None, "ranks").errors():
                 for work in self.works:
@@ -163,13 +195,21 @@ class _Question:
             raise leave_lost_ranks(groups, self.call, error) from error
         records = list(_RECORD.iter_unpack(self.records.numpy().tobytes()))
         if len(set(records)) == 1:
-            return self.call, ""
-        names = [name.rstrip(b"\0").decode(errors="replace") for _, name in records]
+            return _Answer(self.call)
+        names = [name.rstrip(b"\0").decode(errors="replace") for *_, name in records]
+        calls = " and ".join(dict.fromkeys(names))
+        if any(is_late != self.is_late for _, is_late, _ in records):
+            # Ranks that have launched a step read this at another time, so no rank may ask for the values.
+            problem = _different_calls(groups.ranks, names)
+            return _Answer(calls, problem, others_have_launched=not self.is_late)
+        # Only now are the values themselves sent.
+        values = dict(zip(groups.ranks, _from_all(groups, self.mine)))
+        failure = _failed(values)
+        if failure:
+            return _Answer(self.call, failure)
         if len(set(names)) > 1:
-            return " and ".join(dict.fromkeys(names)), _different_calls(groups.ranks, names)
-        # The ranks make the same call with different values. Only now are the values themselves sent.
-        values = dict(zip(groups.ranks, everywhere(self.mine, mesh)))
-        return self.call, _failed(values) or self.explain(values)
+            return _Answer(calls, _different_calls(groups.ranks, names))
+        return _Answer(self.call, self.explain(values))
 
 
 def everywhere(value: T, mesh: DeviceMesh) -> list[T]:
@@ -177,7 +217,11 @@ def everywhere(value: T, mesh: DeviceMesh) -> list[T]:
 
     Raises: LostRank if a rank has ended or does not answer.
     """
-    groups = process_groups(mesh)
+    return _from_all(process_groups(mesh), value)
+
+
+def _from_all(groups: ProcessGroups, value: T) -> list[T]:
+    """The values that the ranks pass; LostRank says why another rank is lost."""
     try:
         if not groups.is_alone:
             groups.open()

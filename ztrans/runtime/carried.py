@@ -48,6 +48,11 @@ class Carried:
     starts: tuple[Start, ...]
     leaves: tuple[Snapshot, ...] | None = None
 
+    def wait(self) -> None:
+        """Let the gathers end, and drop what they bring."""
+        for member in self.members:
+            wait(member)
+
     def join(self) -> None:
         """Let compute wait for the gathers, so that the memory that they fill may be freed."""
         for start in self.starts:
@@ -121,17 +126,6 @@ class CarryingExecutable:
         if carried is not None:
             leaves = tuple(Snapshot.of(inputs, i) for i in chain(*self.leaves))
             self.groups.carried = dataclasses.replace(carried, leaves=leaves)
-
-
-def drop_carried(mesh: DeviceMesh | None) -> None:
-    """Let the gathers end that the last step has started: their messages are on their way, and need their buffers."""
-    groups = process_groups(mesh) if mesh is not None else None
-    if groups is None or groups.carried is None:
-        return
-    members = groups.carried.members
-    groups.carried = None
-    for member in members:
-        wait(member)
 
 
 def _module(program: fx.GraphModule, name: str) -> Start:

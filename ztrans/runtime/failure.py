@@ -72,10 +72,11 @@ def check_whole(leaves: Sequence[Any], name: str) -> None:
 def check_ended(leaves: Sequence[Any], name: str) -> None:
     """Let all steps on GPUs, and their copies to the host, end; then check that none has left this state half updated.
 
-    Raises: RuntimeError if one has.
+    Raises: RuntimeError if one has, or if the ranks did not do the same in one.
     """
     device_has_failed = False
     for groups in all_process_groups():
+        groups.settle()  # a step in which the ranks differ may never end
         error = _end_steps(groups)
         if groups.in_flight.device_error:
             device_has_failed = True
@@ -104,11 +105,11 @@ def check_launched(mesh: DeviceMesh, name: str) -> None:
 
 def marker(leaves: Sequence[Any]) -> Callable[[str], None]:
     """A function that marks a state as half updated, for a cause. It does not keep the state alive."""
-    first = _first_tensor(leaves)
-    reference = weakref.ref(first) if first is not None else lambda: None
+    # The next state may have some of these leaves, and others that are new.
+    references = [weakref.ref(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def mark(cause: str) -> None:
-        _mark([reference()], cause)
+        _mark([reference() for reference in references], cause)
 
     return mark
 
@@ -270,12 +271,20 @@ def _is_of_another_rank(error: BaseException, groups: ProcessGroups) -> bool:
 
 
 def fail(groups: ProcessGroups, name: str, error: BaseException) -> None:
-    """Leave the other ranks because this one has failed. The steps before may end first."""
+    """Leave the other ranks because this one has failed."""
+    note = f"failed in {name} with {_in_one_line(error)}"
+    leave_with_note(groups, note, f"{name} failed with {type(error).__name__}")
+
+
+def leave_with_note(groups: ProcessGroups, note: str, cause: str) -> None:
+    """Leave the other ranks of a mesh. They learn why by the note.
+
+    The steps before may end first. The states of those that do not are marked, for a `cause` on this rank.
+    """
     _end_steps(groups)
-    failure = f"{name} failed with {type(error).__name__}"
     for step in groups.in_flight.reset():
-        _mark(step.leaves, f"{failure} before {step.name} had ended")
-    _leave(groups, f"failed in {name} with {_in_one_line(error)}")
+        _mark(step.leaves, f"{cause} before {step.name} had ended")
+    _leave(groups, note)
 
 
 def _end_steps(groups: ProcessGroups) -> str:

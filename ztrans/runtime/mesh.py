@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import math
 import os
 import sys
@@ -118,8 +119,13 @@ def _end(process: int) -> None:
     # Destroying a NCCL communicator waits for all of its ranks. If the program or its last step failed on this rank,
     # the others may still be inside a collective, so the wait would not end. They must see this process end instead.
     has_failed = hasattr(sys, "last_type") or any(x.is_closed for x in all_process_groups())
-    if dist.is_initialized() and not has_failed:
-        dist.destroy_process_group()
+    if has_failed or not dist.is_initialized():
+        return
+    for groups in all_process_groups():
+        # Another rank may be slower, and wait for the messages of these gathers before its last step ends.
+        with contextlib.suppress(RuntimeError):  # it has ended before
+            groups.drop_carried()
+    dist.destroy_process_group()
 
 
 def device_memory(device_type: str) -> int | None:

@@ -236,7 +236,10 @@ class ProcessGroups:
         return any(channel.is_closed for channel in self._channels.values())
 
     def channel(self, axis: Axis, purpose: str) -> Channel:
-        """The channel along a mesh axis for one purpose. All ranks of the mesh must call this together."""
+        """The channel along a mesh axis for one purpose. All ranks of the mesh must call this together.
+
+        Raises: LostRank if it is new, and a rank does not come.
+        """
         key = axis, purpose
         if key not in self._channels:
             self._channels[key] = self._open(Channel(axis, purpose))
@@ -258,8 +261,7 @@ class ProcessGroups:
         self.epoch += 1
         self._skip_names(len(closed_channels))
         for channel in closed_channels:
-            with channel.errors():
-                self._open(channel)
+            self._open(channel)
         if self.symmetric is not None:
             self.symmetric.renew(closed_channels, self.from_all)
 
@@ -283,6 +285,24 @@ class ProcessGroups:
         self.interrupt()
         for channel in self._channels.values():
             channel.close()
+
+    def settle(self) -> None:
+        """Read the answer about the last step, if it has not been read yet.
+
+        Raises: RuntimeError on every rank if the ranks made different calls; LostRank if a rank has ended.
+        """
+        pending = self.pending
+        self.pending = None
+        # The answer of a mesh that has been destroyed does not come.
+        if pending is not None and self.channel(None, "ranks").live_group() is not None:
+            pending.read(self)
+
+    def drop_carried(self) -> None:
+        """Let the gathers end that the last step has started: their messages are under way, and need their buffers."""
+        carried = self.carried
+        self.carried = None
+        if carried is not None:
+            carried.wait()
 
     def forget_carried(self) -> None:
         """Let no step use what the last one has started. The next step drops it."""
@@ -353,8 +373,9 @@ class ProcessGroups:
     def _host_names(self) -> dict[int, tuple[str, ...]]:
         """The host of every rank of the mesh. All ranks must ask for them together."""
         names: list = [None] * len(self.ranks)
-        group = self.channel(None, "ranks").group
-        dist.all_gather_object(names, (dist.get_rank(), host_name()), group=group)
+        channel = self.channel(None, "ranks")
+        with channel.errors():
+            dist.all_gather_object(names, (dist.get_rank(), host_name()), group=channel.group)
         return dict(names)
 
     def _error_of_kernels(self) -> str:
@@ -365,13 +386,17 @@ class ProcessGroups:
         return _alive(self._bases[members(axis)[0]])
 
     def _open(self, channel: Channel) -> Channel:
-        """Open a channel. The first channel of a mesh also learns on which hosts the ranks are."""
+        """Open a channel. The first channel of a mesh also learns on which hosts the ranks are.
+
+        Raises: LostRank if a rank does not come.
+        """
         axes = tuple(self._bases)
         base = self._base(channel.axis or axes[0])
         groups = groups_along(
             self._mesh_ranks, axes, axes if channel.axis is None else [channel.axis]
         )
-        self._open_new(channel, groups, base)
+        with channel.errors():
+            self._open_new(channel, groups, base)
         knows_hosts = channel.axis is None or channel.group.size() == channel.hosts.ranks
         if not knows_hosts and not self.is_alone:
             hosts = []

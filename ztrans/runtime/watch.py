@@ -42,8 +42,9 @@ def watched(mesh: DeviceMesh | None, name: str, leaves: Sequence[Any]) -> Iterat
         yield
         return
     end = End()
-    watch_step(groups, StepInFlight(f"step {steps_of(leaves) + 1} of {name}", leaves, end))
+    step = StepInFlight(f"step {steps_of(leaves) + 1} of {name}", leaves, end)
     try:
+        watch_step(groups, step)
         yield
         event = torch.Event(mesh.device_type)
         event.record()
@@ -57,10 +58,15 @@ def watch_step(groups: ProcessGroups, step: StepInFlight) -> None:
     """Watch a step in flight, in a thread of the process."""
     groups.in_flight.add(step)
     if groups.watched_by != os.getpid():
-        groups.watched_by = os.getpid()
-        threading.Thread(
+        thread = threading.Thread(
             target=_watch, args=(weakref.ref(groups),), name="ztrans-watch", daemon=True
-        ).start()
+        )
+        groups.watched_by = os.getpid()
+        try:
+            thread.start()
+        except BaseException:
+            groups.watched_by = 0  # so the next step tries again
+            raise
 
 
 class Watch:

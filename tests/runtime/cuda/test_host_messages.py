@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -12,13 +13,14 @@ from tests.support.fake_cuda import FakeCuda
 from tests.support.programs import CASES
 from tests.support.worlds import batches, slices
 from ztrans.compiled import LocalProgram
-from ztrans.runtime.agreement import agree, settle
+from ztrans.runtime.agreement import _RECORD, agree, agree_on_call
 from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.contract import Contract
 from ztrans.runtime.cuda.graph_capture import Capture
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.executable import bind
-from ztrans.runtime.failure import Writes
+from ztrans.runtime.failure import Writes, check_ended, has_note, marker
+from ztrans.runtime.in_flight import StepInFlight
 from ztrans.runtime.process_groups import process_groups
 
 RANKS = 2
@@ -35,6 +37,7 @@ class HostMessages:
         self.begun: list[str] = []
         self.blocking: list[str] = []
         self.launched = 0
+        self.records_of_others = bytearray()  # what rank 0 asks; by default what this rank asks
 
     def launch(self) -> None:
         self.launched += 1
@@ -50,12 +53,22 @@ class HostMessages:
     def gather(self, records, mine, group, is_async) -> Arriving:
         for record in records:
             record.copy_(mine)
+        if self.records_of_others:
+            record_of_rank_0 = torch.frombuffer(self.records_of_others, dtype=torch.uint8)
+            records[0].copy_(record_of_rank_0)
         self.begun.append("all_gather")
         return Arriving(self)
 
     def gather_objects(self, values, value, group=None) -> None:
         self.block("all_gather_object")
         values[:] = [value] * len(values)
+
+
+class NeverDone:
+    """The event of a step that does not end."""
+
+    def query(self) -> bool:
+        return False
 
 
 class Arriving:
@@ -151,8 +164,50 @@ def test_after_a_late_difference_no_message_of_that_step_is_waited_for(mesh, mes
     groups = process_groups(mesh)
     causes = []
     agree(mesh, "a step", (1, True), lambda values: "they differ", causes.append)
-    question, _ = groups.pending
-    question.records[0, 0] += 1  # the digest of the other rank
+    groups.pending.question.records[0, 0] += 1  # the digest of the other rank
     with pytest.raises(RuntimeError, match="they differ"):
-        settle(mesh)
+        groups.settle()
     assert groups.is_closed and causes == ["the ranks did not do the same in a step"]
+
+
+def test_a_difference_is_read_before_a_save_waits_for_the_step(mesh, messages, monkeypatch):
+    """Its messages may wait for each other forever, and the error says in what the ranks differ."""
+    groups = process_groups(mesh)
+    monkeypatch.setattr(type(groups), "timeout", 0.1)
+    leaf = torch.zeros(2)
+    agree(mesh, "a step", 1, lambda values: "they differ", marker([leaf]))
+    groups.pending.question.records[0, 0] += 1
+    groups.in_flight.add(StepInFlight("step 2", [leaf], NeverDone()))
+    with pytest.raises(RuntimeError, match="they differ"):
+        check_ended([leaf], "save")
+
+
+def test_a_rank_that_makes_another_call_leaves_those_that_have_launched_a_step(mesh, messages):
+    """Their kernels wait for this rank, which is in another call."""
+    groups = process_groups(mesh)
+    groups._client = dist.HashStore()
+    messages.records_of_others = bytearray(_RECORD.pack(b"", True, b"a step of train"))
+    text = "unshard: the ranks of the mesh do not make the same call. This rank has sent nothing"
+    with pytest.raises(RuntimeError, match=text):
+        agree_on_call(mesh, "unshard")
+    assert has_note(groups)
+    assert groups.store().get("note/1") == b"made another call, unshard"
+    assert groups.is_closed
+
+
+def test_a_failure_before_the_channels_are_open_is_told_to_the_others(mesh, messages, monkeypatch):
+    """They wait for this rank to open channels with them."""
+
+    def reserve(*_):
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr("ztrans.compiled.reserve", reserve)
+    case = CASES["mlp_momentum"]
+    groups = process_groups(mesh)
+    groups._client = dist.HashStore()
+    step = zt.shard_params(mesh)(case.step)
+    state = step.shard(case.state())
+    with pytest.raises(MemoryError, match="no memory"):
+        step(state, *slices(batches(case, 1)[0], RANKS)[1])
+    assert groups.is_closed
+    assert groups.store().get("note/1") == b"failed in step 1 of step with MemoryError: no memory"
