@@ -385,3 +385,25 @@ def test_zeros_of_both_signs_are_numbers_of_their_own():
     for rate in (0.0, 0.0, -0.0, 0.0):
         state, output = run(state, torch.ones(3), rate)
         assert output.signbit().all() == (str(rate) == "-0.0")
+
+
+def test_a_distributed_leaf_that_is_frozen_is_noticed():
+    def step(state, x):
+        trained = [key for key, p in state.items() if p.requires_grad]
+        weights = {key: p.detach().requires_grad_(key in trained) for key, p in state.items()}
+        loss = (x @ weights["a"] @ weights["b"]).mean()
+        gradients = torch.autograd.grad(loss, [weights[key] for key in trained])
+        new = {key: p.detach() for key, p in state.items()}
+        for key, gradient in zip(trained, gradients):
+            new[key] = new[key] - gradient
+        return new, x.sum()
+
+    run = zt.shard_params(zt.make_mesh("cpu", dp=-1))(step)
+    state = run.shard({key: torch.ones(4, 4).requires_grad_() for key in "ab"})
+    for _ in range(2):
+        state, _ = run(state, torch.ones(2, 4))
+    before = state["a"].full_tensor().clone()
+    state["a"].requires_grad_(False)
+    state, _ = run(state, torch.ones(2, 4))
+    assert torch.equal(state["a"].full_tensor(), before)
+    assert len(run._cache) == 2

@@ -321,3 +321,67 @@ def test_a_parameter_of_another_module_is_refused_later_too():
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     with pytest.raises(ValueError, match=r"a parameter \[3\] that is not the model's"):
         run(state, *data()[0])
+
+
+# ---- parameters in one memory
+
+
+def lookahead(copies):
+    """A loop step that moves slow weights towards fast ones, and gives these to the fast ones."""
+    model = nn.ModuleDict({"fast": nn.Linear(4, 2), "slow": nn.Linear(4, 2)})
+    sgd = torch.optim.SGD(model["fast"].parameters(), 0.1)
+
+    def loop_step(x):
+        sgd.zero_grad()
+        loss = model["fast"](x).square().mean()
+        loss.backward()
+        sgd.step()
+        for p, q in zip(model["fast"].parameters(), model["slow"].parameters()):
+            q.data.lerp_(p.data, 0.5)
+            if copies:
+                p.data.copy_(q.data)
+            else:
+                p.data = q.data
+        return loss
+
+    return model, sgd, loop_step
+
+
+def test_a_loop_that_leaves_two_parameters_in_one_memory_is_refused_at_its_line():
+    model, sgd, loop_step = lookahead(copies=False)
+    step, state = zt.lift(loop_step, model, sgd)
+    text = "params.fast.weight and params.slow.weight share memory"
+    with pytest.raises(ValueError, match=text) as e:
+        zt.Step.of(step).trace(state, torch.ones(2, 4))
+    assert "test_loops.py:" in str(e.value) and "p.data.copy_(q.data)" in str(e.value)
+
+
+def test_a_loop_that_copies_one_parameter_into_another_is_lifted():
+    torch.manual_seed(0)
+    model, sgd, loop_step = lookahead(copies=True)
+    torch.manual_seed(0)
+    _, _, plain = lookahead(copies=True)
+    step, state = zt.lift(loop_step, model, sgd)
+    run = zt.Step.of(step)
+    state = run.shard(state)
+    for _ in range(3):
+        state, loss = run(state, torch.ones(2, 4))
+        assert torch.equal(loss, plain(torch.ones(2, 4)))
+
+
+def test_parameters_that_become_parts_of_one_tensor_are_lifted():
+    """They share a storage, and no memory."""
+    model = make_model()
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+
+    def loop_step(x):
+        vector = nn.utils.parameters_to_vector(model.parameters())
+        nn.utils.vector_to_parameters(vector * 0.5, model.parameters())
+        sgd.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        sgd.step()
+        return loss
+
+    step, state = zt.lift(loop_step, model, sgd)
+    zt.Step.of(step).trace(state, data()[0][0])

@@ -300,3 +300,54 @@ def test_an_expanded_tensor_is_restored():
     state, _ = run(run.shard(state), torch.ones(4, 3))
     zt.write_back(model, sgd, state)
     assert torch.equal(model.mask, torch.ones(2, 3))
+
+
+class Views(nn.Module):
+    """A buffer, and a view of it in an attribute. `write` changes one of them in a forward."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("stats", torch.zeros(2, 4))
+        self.mean = self.stats[0]
+        self.write = write
+
+    @torch.no_grad()
+    def update(self, x):
+        if self.write == "the view":
+            self.mean.lerp_(x.mean(0), 0.5)
+        if self.write == "the data of the view":
+            self.mean.data.lerp_(x.mean(0), 0.5)
+        if self.write == "the buffer":
+            self.stats[0].lerp_(x.mean(0), 0.5)
+
+    def forward(self, x):
+        self.update(x)
+        return (x - self.stats[0] - self.mean) * self.weight
+
+
+WRITES = {
+    "the view": "buffers.mean",
+    "the data of the view": "buffers.mean",
+    "the buffer": "buffers.stats",
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_into_one_of_two_buffers_that_share_memory_is_refused(write):
+    model = Views(write)
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    step, state = zt.lift(loop_of(model, sgd), model, sgd)
+    run = zt.Step.of(step)
+    shared = "buffers.mean and buffers.stats share memory, and the loop step changes"
+    with pytest.raises(ValueError, match=f"{shared} {WRITES[write]}.*\n.*self.table"):
+        run(run.shard(state), torch.arange(8.0).view(2, 4))
+
+
+def test_buffers_that_share_memory_may_be_read():
+    plain, lifted = Views(""), Views("")
+    sgds = [torch.optim.SGD(m.parameters(), 0.1) for m in (plain, lifted)]
+    step, state = zt.lift(loop_of(lifted, sgds[1]), lifted, sgds[1])
+    run = zt.Step.of(step)
+    x = torch.arange(8.0).view(2, 4)
+    assert torch.equal(run(run.shard(state), x)[1], loop_of(plain, sgds[0])(x))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +36,13 @@ class ExtraInputs(abc.ABC):
     @abc.abstractmethod
     def constants(self) -> Mapping[str, Hashable]:
         """What a program of this function is specialised on, besides arguments and reads, by its names in messages."""
+
+    @abc.abstractmethod
+    def check_changed(self, changed: Collection[str]) -> None:
+        """Check a program of this function, of which these leaves of the state change, by their names.
+
+        Raises: ValueError if they must not.
+        """
 
     @abc.abstractmethod
     def call_with(self, extra: Any, state: Any, /, *batch: Any, **kwargs: Any) -> tuple[Any, Any]:

@@ -102,6 +102,8 @@ class KnownState:
         ]
         self._distributed = [i for i, x in enumerate(leaves) if isinstance(x, DTensor)]
         self._trained = [i for i, x in enumerate(leaves) if x.requires_grad]
+        # Their local tensors, which are compared, never require gradients.
+        self._distributed_trained = self._flags(leaves)
         tensors = self._local(leaves)
         # Types, sizes, strides, dtypes and devices, in the way in which TorchDynamo compares them.
         self._guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
@@ -112,6 +114,8 @@ class KnownState:
         """The leaves of `state`, if it is the known state and has not changed; else None."""
         leaves = self._tree.leaves(state)
         if leaves is None or any(reference() is not leaves[i] for i, reference in self._references):
+            return None
+        if self._flags(leaves) != self._distributed_trained:
             return None
         tensors = self._local(leaves)
         # A leaf that is not a tensor now is a TypeError.
@@ -129,6 +133,10 @@ class KnownState:
     def shares_storage(self, x: torch.Tensor) -> bool:
         """Whether a tensor is in a storage in which a leaf is too."""
         return x.untyped_storage().data_ptr() in self._storages
+
+    def _flags(self, leaves: Sequence[torch.Tensor]) -> list[bool]:
+        """Which DTensors require gradients."""
+        return [leaves[i].requires_grad for i in self._distributed]
 
     def _local(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors that this rank holds of the leaves."""

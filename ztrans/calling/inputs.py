@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -89,22 +89,32 @@ def _not_writable(graph: Graph, reason: str) -> TypeError:
 def span(x: torch.Tensor) -> tuple[int, int]:
     """The addresses of the first byte of a tensor, and of the one after its last byte."""
     start = x.data_ptr()
+    return start, start + extent(x)
+
+
+def extent(x: torch.Tensor) -> int:
+    """How many bytes lie between the first byte of a tensor and its last one, both included."""
     count = x.numel()
     # There may be gaps between its elements.
     if count and not x.is_contiguous():
         count = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride()))
-    return start, start + count * x.itemsize
+    return count * x.itemsize
 
 
-def overlapping(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
-    """For each tensor that shares memory with one that begins before it: their positions."""
-    spans = [(*span(x), i) for i, x in enumerate(tensors) if x.numel()]
+def overlapping(
+    tensors: Sequence[torch.Tensor], span_of: Callable[[torch.Tensor], tuple[Any, Any]] = span
+) -> Iterator[tuple[int, int]]:
+    """For each tensor that shares memory with one that begins before it: their positions.
+
+    `span_of` says where a tensor begins and ends.
+    """
+    spans = [(*span_of(x), i) for i, x in enumerate(tensors) if x.numel()]
     # The end of the memory of the tensors so far, and the position of the tensor that ends there.
-    farthest = 0
+    farthest: Any = None
     last = 0
     for start, end, i in sorted(spans):
-        if start < farthest:
+        if farthest is not None and start < farthest:
             yield last, i
-        if end > farthest:
+        if farthest is None or end > farthest:
             farthest = end
             last = i

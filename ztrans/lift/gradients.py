@@ -48,6 +48,7 @@ class Gradients(TorchFunctionMode):
 
     Attributes:
         params: the tensors that stand for the parameters. They have the hooks of these.
+        data_set: the lines that set `.data` of a parameter, by its name.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Gradients(TorchFunctionMode):
         self._used: dict[str, tuple[str, Source | None]] = {}
         # The lines of steps of parameters that backward had not reached.
         self._stepped_early: dict[str, Source | None] = {}
+        self.data_set: dict[str, Source | None] = {}
         self.params: dict[str, torch.Tensor] = {}
         for name, value in values.items():
             gradient = carried.get(name) if carried is not None else None
@@ -105,6 +107,8 @@ class Gradients(TorchFunctionMode):
             raise outside_tensor(args[0], user_source(), "the loop step")
         if attribute == "grad" and tensor in self._names:
             self._see_access(self._names[tensor], name, _caller())
+        if attribute == "data" and name == "__set__" and tensor in self._names:
+            self.data_set[self._names[tensor]] = user_source()
         return func(*args, **(kwargs or {}))
 
     def _see_access(self, name: str, access: str, caller: FrameType) -> None:

@@ -88,8 +88,8 @@ def lift(
                 "lift: the model has no parameters, so there is no gradient for a scaler to scale."
             )
         state["scaler"] = scale_of(scaler, next(iter(params.values())).device)
-    check_apart(state)
-    return LiftedStep(loop_step, model, optimizers, carry_grads, scaler), state
+    sharing = check_apart(state)
+    return LiftedStep(loop_step, model, optimizers, carry_grads, scaler, sharing), state
 
 
 def _check_model(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

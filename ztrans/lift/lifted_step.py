@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -36,7 +36,7 @@ from .hyperparameters import (
     schedulers_refused,
     unchanged,
 )
-from .lifted_state import State, check_lifted
+from .lifted_state import State, check_lifted, check_still_apart, check_unchanged
 from .module_tensors import buffers_of, explain_outside, substituted, tensors_of
 from .numbers import Numbers
 from .optimizer_state import (
@@ -71,6 +71,7 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         optimizers: Sequence[Optimizer],
         carry_grads: bool,
         scaler: GradScaler | None,
+        sharing: Sequence[tuple[str, str]],
     ) -> None:
         functools.update_wrapper(self, loop_step)
         self.__name__ = getattr(loop_step, "__name__", "step")
@@ -79,6 +80,8 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         self._optimizers = optimizers
         self._carry_grads = carry_grads
         self._scaler = scaler
+        # The pairs of buffers that share memory in the module.
+        self._sharing = sharing
         self.__signature__ = _signature_of(loop_step)
 
     def __call__(self, state: State, /, *batch: P.args, **kwargs: P.kwargs) -> tuple[State, T]:
@@ -97,6 +100,10 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
             "a setting of an optimizer": constants_of(self._optimizers),
             "a setting of the scaler": settings_of(self._scaler),
         }
+
+    def check_changed(self, changed: Collection[str]) -> None:
+        """Raises: TraceError if a program changes one of two buffers that share memory in the module."""
+        check_unchanged(self._sharing, changed)
 
     def call_with(
         self, extra: list[ParamGroup], state: State, /, *batch: P.args, **kwargs: P.kwargs
@@ -127,6 +134,7 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
             new["grads"] = carried
         if scale is not None:
             new["scaler"] = scale
+        check_still_apart(new, gradients.data_set)
         return new, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
 
     @contextlib.contextmanager

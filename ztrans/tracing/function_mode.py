@@ -52,7 +52,7 @@ class StepFunctions(TorchFunctionMode):
     def __init__(self, step: str, inputs: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self.step = step
-        self._names = {_storage(x): name for name, x in inputs.items()}
+        self._names = {storage_of(x): name for name, x in inputs.items()}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -103,12 +103,12 @@ class StepFunctions(TorchFunctionMode):
 
     def _described(self, x: torch.Tensor) -> str:
         """A tensor as errors show it: its type, and its name if it is an input of the step."""
-        name = self._names.get(_storage(x))
+        name = self._names.get(storage_of(x))
         var = Var(name or "", x.dtype, tuple(x.shape))
         return str(var) if name else var.type
 
 
-def _storage(x: torch.Tensor) -> int | None:
+def storage_of(x: torch.Tensor) -> int | None:
     """The storage of a tensor, also inside transforms of torch.func; None for a tensor without one."""
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)

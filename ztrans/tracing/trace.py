@@ -77,6 +77,9 @@ def trace(
 
     def record() -> Recording:
         graph, module, out_tree = _traced_graph(step, device_of_meta)
+        if function.extra is not None:
+            pairs = zip(graph.inputs, graph.outputs[: graph.num_state])
+            function.extra.check_changed({old.name for old, new in pairs if new is not old})
         return Recording(
             graph=graph,
             fx=module,
