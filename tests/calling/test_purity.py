@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import random
 from pathlib import Path
+from random import uniform
 
 import numpy as np
 import pytest
@@ -308,6 +309,46 @@ def test_a_draw_that_changes_nothing_is_allowed():
     for _ in range(2):
         assert torch.equal(run(S.clone(), X)[1], X * 2)
     assert len(run._cache) == 1
+
+
+BRANCHES = {
+    "a small probability": lambda: random.random() < 0.1,
+    "a large probability": lambda: random.uniform(0, 1) < 0.9,
+    "an imported function": lambda: uniform(0, 1) < 0.1,
+    "a choice": lambda: random.choice([True, False]),
+    "an integer": lambda: random.randrange(6) == 0,
+    "numpy": lambda: np.random.rand() < 0.1,
+    "an integer of numpy": lambda: np.random.randint(6) == 0,
+}
+
+
+@pytest.mark.parametrize("kind", BRANCHES)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_branch_that_depends_on_a_draw_is_refused_whatever_is_drawn(kind, seed):
+    def step(state, x):
+        return state, x * 2 if BRANCHES[kind]() else x
+
+    random.seed(seed)
+    np.random.seed(seed)
+    with pytest.raises(ImpureStepError, match="draws from"):
+        zt.Step.of(step).trace(S, X)
+
+
+def test_a_trace_with_draws_advances_the_generators_once():
+    def step(state, x):
+        random.random()
+        np.random.rand()
+        return state, x
+
+    random.seed(0)
+    np.random.seed(0)
+    zt.Step.of(step).trace(S, X)
+    drawn = random.random(), np.random.rand()
+    random.seed(0)
+    np.random.seed(0)
+    random.random()
+    np.random.rand()
+    assert drawn == (random.random(), np.random.rand())
 
 
 def test_a_step_that_seeds_pytorch_is_refused_at_its_line():

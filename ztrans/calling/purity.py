@@ -3,8 +3,9 @@
 Python runs once, while a step is traced. So a step is a pure function of its arguments and of what it reads besides
 them. This is checked: what the step reads (see `reads`) and the random generators are compared before and after. A
 step that seeds PyTorch's generator, or sets its state, is refused. If anything else changed, the step is traced once
-more, from the values that the first trace left. A step that only prepares itself in its first run, or draws a number
-that changes nothing, then gives the same program. Nothing is undone.
+more, from the values that the first trace left. A step that only prepares itself in its first run then gives the same
+program. A step that draws in Python is traced twice more, with the lowest draws and the highest ones (see
+`next_draws`). If the draws change nothing, it gives the same program. Nothing else is undone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from ..ir.graph import Graph
 from ..ir.printer import HasGraph, program
 from ..ir.structure import structures
+from .next_draws import HIGHEST, LOWEST, next_draws
 from .reads import Reads
 
 # The most changes that a message lists.
@@ -67,22 +69,25 @@ def trace_without_side_effects(record: Callable[[], T], reads: Reads, step_name:
         return first
 
     # A step that only prepares itself in its first run changes nothing in a second trace, and its program is the same.
-    second = record()
-    changes = reads_after.changes(reads.values())
-    if changes:
-        raise ImpureStepError(
-            f"trace: {step_name} changes what it reads, and its program will not do so again:\n"
-            f"{_listed(changes)}{_KEEP}"
-        )
-    difference = first_difference(first.graph, second.graph)
-    if difference:
-        draws = [f"it draws from {name}" for name in generators_drawn]
-        raise ImpureStepError(
-            f"trace: {step_name} was traced twice, and its programs differ, because of what the first "
-            f"trace changed:\n{_listed(reads_before.changes(reads_after) + draws)}{difference}\n"
-            f"{_DRAW if draws else _KEEP}"
-        )
-    return second
+    chosen_draws = [LOWEST, HIGHEST] if generators_drawn else [()]
+    for words in chosen_draws:
+        with next_draws(words):
+            again = record()
+        changes = reads_after.changes(reads.values())
+        if changes:
+            raise ImpureStepError(
+                f"trace: {step_name} changes what it reads, and its program will not do so again:\n"
+                f"{_listed(changes)}{_KEEP}"
+            )
+        difference = first_difference(first.graph, again.graph)
+        if difference:
+            draws = [f"it draws from {name}" for name in generators_drawn]
+            raise ImpureStepError(
+                f"trace: {step_name} was traced twice, and its programs differ, because of what the first "
+                f"trace changed:\n{_listed(reads_before.changes(reads_after) + draws)}{difference}\n"
+                f"{_DRAW if draws else _KEEP}"
+            )
+    return again
 
 
 def _seeds(reads: Reads, step_name: str) -> ImpureStepError:
