@@ -166,3 +166,30 @@ def test_retrace_forgets_all_programs():
     run(Y, X)
     (after,) = run._cache.values()
     assert all(after is not program for program in before)
+
+
+NOT_STRIDED = {
+    "coo": lambda: torch.eye(3).to_sparse(),
+    "csr": lambda: torch.eye(3).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged": lambda: torch.nested.nested_tensor(
+        [torch.ones(2), torch.ones(3)], layout=torch.jagged
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", NOT_STRIDED)
+def test_a_sparse_or_nested_tensor_is_refused(kind):
+    run = zt.Step.of(lambda state, x: (state, x))
+    with pytest.raises(TypeError, match=r"an argument holds a (sparse|nested) tensor"):
+        run({"w": torch.ones(3)}, NOT_STRIDED[kind]())
+
+
+def test_a_sparse_tensor_in_place_of_a_dense_one_is_refused():
+    run = zt.Step.of(lambda state, x: (state, x.sum()))
+    state = {"w": torch.ones(3)}
+    for _ in range(2):
+        state, _ = run(state, torch.eye(3))
+    with pytest.raises(TypeError, match="an argument holds a sparse tensor"):
+        run(state, torch.eye(3).to_sparse())

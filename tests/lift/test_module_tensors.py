@@ -351,3 +351,44 @@ def test_buffers_that_share_memory_may_be_read():
     run = zt.Step.of(step)
     x = torch.arange(8.0).view(2, 4)
     assert torch.equal(run(run.shard(state), x)[1], loop_of(plain, sgds[0])(x))
+
+
+class Remembers(nn.Module):
+    """It keeps its last activation."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        y = self.head(x)
+        self.last = y.detach()
+        return y
+
+
+def test_an_activation_in_an_attribute_whose_shape_changes_is_refused_by_its_name():
+    model = Remembers()
+    model(torch.ones(8, 4))
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    step, state = zt.lift(loop_of(model, sgd), model, sgd)
+    with pytest.raises(
+        ValueError, match=r"in the attribute last of the module, which had \[8, 2\]"
+    ) as e:
+        zt.Step.of(step).trace(state, torch.ones(4, 4))
+    assert "delete the attribute before lift" in str(e.value)
+
+
+def test_spectral_norm_before_its_first_forward_is_refused():
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 2)))
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ValueError, match="Call the model once before lift"):
+        zt.lift(loop_of(model, sgd), model, sgd)
+    model(torch.ones(2, 4))
+    zt.lift(loop_of(model, sgd), model, sgd)
+
+
+def test_a_sparse_buffer_is_refused_by_its_name():
+    model = nn.Linear(3, 3)
+    model.register_buffer("adjacency", torch.eye(3).to_sparse())
+    with pytest.raises(TypeError, match="the buffer adjacency is a sparse tensor"):
+        zt.lift(lambda x: model(x), model)

@@ -11,6 +11,7 @@ from torch import nn, optim
 import ztrans as zt
 from tests.support import optimizers as written
 from tests.support.worlds import ALL, clone, distance, slices
+from ztrans.lift.numbers import Numbers
 from ztrans.tracing.tensor_scalars import with_tensor_scalar
 
 FUSED = [name for name in OPTIMIZERS if name.endswith("_fused")]
@@ -269,3 +270,13 @@ def test_a_quotient_is_rounded_down(dtype):
     step, state = zt.lift(loop(model, optimizer), model, optimizer)
     new, _ = zt.Step(step)(clone(state), torch.ones(4, 3, dtype=dtype), torch.ones(4, 2))
     assert torch.equal(new["params"]["weight"], torch.full((2, 3), 4.0, dtype=dtype))
+
+
+def test_a_number_on_the_left_is_not_rounded_to_half_precision():
+    torch.manual_seed(0)
+    number = torch.tensor(0.97, dtype=torch.float64)
+    x = torch.randn(1000).bfloat16()
+    with Numbers([(number, 1)]):
+        left = number * x
+        right = x * number
+    assert torch.equal(left, 0.97 * x) and torch.equal(right, x * 0.97)

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import ztrans as zt
 from tests.support import optimizers as written
+from tests.support.lifted import loop_of
 from tests.support.processes import run_ranks
 from tests.support.worlds import ALL, distance
 
@@ -284,3 +285,16 @@ def test_lift_runs_no_hooks_of_an_optimizer(kind):
     finally:
         everywhere.remove()
     assert calls == []
+
+
+def test_a_checkpoint_that_is_loaded_into_the_optimizer_after_lift_is_refused():
+    model = nn.Linear(3, 2)
+    adam = optim.Adam(model.parameters(), lr=0.1)
+    step, state = zt.lift(loop_of(model, adam), model, adam)
+    run = zt.Step.of(step)
+    state, _ = run(run.shard(state), torch.ones(4, 3))
+    zt.write_back(model, adam, state)
+    state, _ = run(state, torch.ones(4, 3))
+    adam.load_state_dict(adam.state_dict())
+    with pytest.raises(ValueError, match="the state of Adam was replaced after lift"):
+        run(state, torch.ones(4, 3))

@@ -28,6 +28,17 @@ def not_comparable(leaf: Any, is_state: bool) -> TypeError:
     )
 
 
+def not_strided(x: torch.Tensor, is_state: bool) -> TypeError:
+    """A sparse or nested tensor, which is not stored as one block of elements."""
+    kind = "nested" if x.is_nested else "sparse"
+    return TypeError(
+        f"trace: {'the state' if is_state else 'an argument'} holds a {kind} tensor ({x.dtype}, {x.layout}), and a "
+        f"program takes dense ones.\n"
+        f"Pass what it is made of as tensors, such as its indices and its values, and compute with these in the step: "
+        f"index_add for the product of a sparse matrix, a mask for rows of different lengths."
+    )
+
+
 def _kind(leaf: Any) -> str:
     return f"a {type(leaf).__module__}.{type(leaf).__qualname__}"
 

@@ -20,7 +20,7 @@ from ..ir.ambient import ambient
 from ..ir.graph import Var
 from ..ir.layout import UserSharding
 from .call import BoundCall, StepFunction
-from .errors import not_comparable
+from .errors import not_comparable, not_strided
 from .reads import ReadValues
 from .trees import leaf_names, opened
 
@@ -140,9 +140,14 @@ class Leaf(NamedTuple):
 
     @staticmethod
     def of(x: Any, is_state: bool) -> Leaf:
-        """The signature of a leaf of the state, or of another argument."""
+        """The signature of a leaf of the state, or of another argument.
+
+        Raises: TypeError for a leaf that a program cannot have.
+        """
         if not isinstance(x, torch.Tensor):
             return Leaf(Abstract.of(x, is_state), None, is_state, False)
+        if x.layout is not torch.strided or x.is_nested:
+            raise not_strided(x, is_state)
         placements = (x.device_mesh, x.placements) if isinstance(x, DTensor) else None
         return Leaf(Abstract.of(x, is_state), placements, True, x.requires_grad)
 

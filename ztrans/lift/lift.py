@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Concatenate, ParamSpec, TypeVar
 
+import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -63,7 +64,6 @@ def lift(
     module, or a scheduler, or another GradScaler; or whose optimizer makes its state in its first step and is not one
     of torch.optim: it takes one step before `lift`.
 
-    >>> import torch
     >>> model = nn.Linear(2, 1)
     >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> def loop_step(x):
@@ -81,6 +81,7 @@ def lift(
     check_optimizers(model, optimizers)
     params = dict(model.named_parameters())
     refuse_wrappers(params.items(), "lift")
+    _check_buffers(model)
     state = state_of(model, optimizers, carry_grads)
     if scaler is not None:
         if not params:
@@ -88,8 +89,18 @@ def lift(
                 "lift: the model has no parameters, so there is no gradient for a scaler to scale."
             )
         state["scaler"] = scale_of(scaler, next(iter(params.values())).device)
-    sharing = check_apart(state)
+    sharing = check_apart(state, model)
     return LiftedStep(loop_step, model, optimizers, carry_grads, scaler, sharing), state
+
+
+def _check_buffers(model: nn.Module) -> None:
+    for name, x in model.named_buffers():
+        if x.layout is not torch.strided:
+            raise TypeError(
+                f"lift: the buffer {name} is a sparse tensor ({x.layout}), and a state has dense ones.\n"
+                f"Register its indices and its values as two buffers, and compute with these: index_add for the "
+                f"product of a sparse matrix."
+            )
 
 
 def _check_model(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -169,7 +169,7 @@ def check_lifted_from(state: State, model: nn.Module, scaler: GradScaler | None)
         )
 
 
-def check_apart(state: State) -> list[tuple[str, str]]:
+def check_apart(state: State, model: nn.Module) -> list[tuple[str, str]]:
     """The pairs of buffers that share memory, by their names in the state. The loop step may not change these.
 
     Raises: ValueError for other tensors that share memory, because leaves of a state do not.
@@ -179,14 +179,24 @@ def check_apart(state: State) -> list[tuple[str, str]]:
         if isinstance(x, torch.Tensor) and not x.is_meta and x.layout is torch.strided:
             in_memory[name] = local_part(x)
     names = list(in_memory)
+    registered = {f"buffers.{name}" for name, _ in model.named_buffers()}
     of_buffers = []
     for i, j in overlapping(list(in_memory.values())):
-        if not (names[i].startswith("buffers.") and names[j].startswith("buffers.")):
-            raise ValueError(
-                f"lift: {names[i]} and {names[j]} share memory, and in a state each would have its own.\n"
-                f"Use one parameter for both, first.weight = second.weight, or give one of them a copy: .clone()."
-            )
-        of_buffers.append((names[i], names[j]))
+        pair = names[i], names[j]
+        if all(name.startswith("buffers.") for name in pair):
+            of_buffers.append(pair)
+            continue
+        advice = "Use one parameter for both, first.weight = second.weight, or give one of them a copy: .clone()."
+        for name in pair:
+            # nn.utils.spectral_norm has the parameter's own memory in an attribute before the first forward.
+            if name.startswith("buffers.") and name not in registered:
+                advice = (
+                    f"{name} is a plain attribute. Call the model once before lift, if its forward computes it; or "
+                    f"delete it."
+                )
+        raise ValueError(
+            f"lift: {pair[0]} and {pair[1]} share memory, and in a state each would have its own.\n{advice}"
+        )
     return of_buffers
 
 

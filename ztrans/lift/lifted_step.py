@@ -78,6 +78,7 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         self._loop_step = loop_step
         self._model = model
         self._optimizers = optimizers
+        self._states_of_optimizers = [optimizer.state for optimizer in optimizers]
         self._carry_grads = carry_grads
         self._scaler = scaler
         # The pairs of buffers that share memory in the module.
@@ -88,7 +89,14 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         return self.call_with(self.extra_inputs(), state, *batch, **kwargs)
 
     def extra_inputs(self) -> list[ParamGroup]:
-        """The values of the parameter groups that are inputs of a program."""
+        """The values of the parameter groups that are inputs of a program.
+
+        Raises: ValueError if a checkpoint has been loaded into an optimizer since `lift`.
+        """
+        for optimizer, state in zip(self._optimizers, self._states_of_optimizers):
+            # `load_state_dict` replaces the dict; an optimizer writes into it.
+            if optimizer.state is not state:
+                raise _loaded(optimizer)
         return inputs_of(self._optimizers)
 
     def modules(self) -> tuple[nn.Module]:
@@ -217,14 +225,23 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
                 raise TraceError(
                     f"lift: the loop step makes a tensor in the attribute {name} of the module, and the state does "
                     f"not have it.\n"
-                    f"Call the model once before lift, if a later call reads it. If none does, return it as output "
-                    f"instead."
+                    f"If no later call reads it, return it as output instead. Call the model once before lift, "
+                    f"if one does; its shape may not change then."
                 )
         for name in state["buffers"]:
             if name not in buffers:
                 raise TraceError(
                     f"lift: the loop step takes the tensor {name} from the module, and a state keeps its tensors.\n"
                     f"Leave the tensor there, or keep it out of the attributes of modules."
+                )
+            old_shape = tuple(state["buffers"][name].shape)
+            new_shape = tuple(buffers[name].shape)
+            if new_shape != old_shape:
+                raise TraceError(
+                    f"lift: the loop step stores a tensor {list(new_shape)} in the attribute {name} of the module, "
+                    f"which had {list(old_shape)} before, and a state keeps its shapes.\n"
+                    f"If no later call reads it, as with the last activation, delete the attribute before lift, and "
+                    f"return the tensor as output instead."
                 )
 
         new = dict(state)
@@ -348,6 +365,15 @@ def _reads_value(optimizer: Optimizer, error: ReadsValueError) -> TraceError:
         f"number of its trace. Compute with the tensor itself: torch.as_tensor(step), not torch.tensor(float(step)); "
         f"torch.sqrt, not math.sqrt; torch.where, not if; or write the update in the loop step. Or use an optimizer "
         f"that does so, such as AdamW."
+    )
+
+
+def _loaded(optimizer: Optimizer) -> ValueError:
+    return ValueError(
+        f"lift: the state of {type(optimizer).__name__} was replaced after lift, as load_state_dict does, and the "
+        f"lifted state does not have what was loaded.\n"
+        f"Load the model and the optimizer before lift. Or load the lifted state: state = zt.load(path, state, step); "
+        f"and then set learning rates in optimizer.param_groups."
     )
 
 

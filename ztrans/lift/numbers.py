@@ -57,6 +57,9 @@ class Numbers(TorchFunctionMode):
             return _call_fused(func, args, kwargs)
         if all(are_numbers):
             return self._of_numbers(func, name, args, kwargs)
+        # A number on the left: PyTorch would round a tensor there to half precision.
+        if name == "mul" and are_numbers[0] and len(tensors) == 2:
+            args = (tensors[1], tensors[0])
         if name in _ROUNDED_ONCE and args[0].dtype in HALF:
             return _rounded_once(name, *args, **kwargs)
         return func(*args, **kwargs)
