@@ -168,3 +168,19 @@ def test_the_analyses_of_an_empty_program_print():
         *lines,
         "host                    1 calls, 1 kernel launches",
     ]
+
+
+def test_the_timeline_of_micro_batches_has_the_peak_of_the_memory_analysis():
+    """It has the batches of the other micro-batches, and what those before return."""
+
+    def loss_of(w, x):
+        y = torch.tanh(x @ w)
+        return y.square().mean(), y
+
+    def step(state, x):
+        grad, (_, y) = grad_and_value(loss_of, has_aux=True)(state["w"], x)
+        return {"w": state["w"] - 0.1 * grad}, y
+
+    state = {"w": torch.zeros(16, 4)}
+    lowered = zt.accumulate(8)(step).lower(state, torch.zeros(4096, 16))
+    assert lowered.timeline().peak == lowered.memory_analysis().peak

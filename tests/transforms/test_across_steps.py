@@ -262,3 +262,14 @@ def test_a_limit_holds_for_the_end_of_the_step_too():
         f"starts for the next one: {peak} bytes ({format_bytes(peak)}).\n"
         f"Leave out across_steps, or give the step that much."
     )
+
+
+@pytest.mark.parametrize("cluster", [
+    zt.cluster("cpu", dp="ethernet-10g"), zt.cluster("h100", dp="infiniband"),
+])  # fmt: skip
+def test_the_timeline_counts_a_carried_gather_once(cluster):
+    """It has a bar in the step that starts it, and one in the step in which it arrives."""
+    lowered = on_ranks(CASES["mlp_momentum"], 4, zt.shard_params(MESH), ACROSS, cluster=cluster)
+    assert lowered.graph.carried
+    timeline = lowered.timeline()
+    assert sum(event.bytes for event in timeline.events) == lowered.cost_analysis().wire_bytes

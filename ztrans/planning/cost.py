@@ -22,7 +22,7 @@ from ..ir.donation import donation, is_constant
 from ..ir.graph import Eqn, Graph, Primitive, Var
 from ..ir.higher_order import inner_work
 from ..ir.layout import local_shape
-from ..ir.micro_batches import in_order, is_cut, micro_batch_programs
+from ..ir.micro_batches import MicroBatchPrograms, in_order, is_cut, micro_batch_programs
 from ..ir.op_facts import is_view, op_facts
 from ..ir.pairing import pair
 from ..ir.printer import format_bytes
@@ -263,18 +263,25 @@ def memory(graph: Graph) -> Memory:
 
 
 def _highest(graph: Graph) -> Memory:
-    """The memory of the micro-batch with the highest peak, with what others hold: their batch, and what they return."""
-    programs = micro_batch_programs(graph)
-    size = local_bytes(graph)
-    # The batches of the other micro-batches are live throughout. So is what those before one in the middle return.
-    batch = (graph.micro - 1) * sum(size(v) for v in graph.inputs if is_cut(graph, v))
-    joined_outputs = programs.first.outputs[graph.num_state + programs.sums :][: programs.joins]
-    joined = (graph.micro - 2) * sum(size(v) for v in joined_outputs)
-
+    """The memory of the micro-batch with the highest peak, with what others hold."""
     memories = []
-    for part in programs.different:
+    for part, more in held_by_others(graph, micro_batch_programs(graph)).items():
         by_itself = memory(part)
-        more = batch + joined if part is programs.middle else batch
         live = tuple(n + more for n in by_itself.live)
         memories.append(dataclasses.replace(by_itself, live=live, peak=by_itself.peak + more))
     return max(memories, key=lambda each: each.peak)
+
+
+def held_by_others(graph: Graph, programs: MicroBatchPrograms) -> dict[Graph, int]:
+    """The different programs of micro-batches, and the bytes that other micro-batches hold while each of them runs.
+
+    The batches of the others are live throughout. So is what those before one in the middle return.
+    """
+    size = local_bytes(graph)
+    batch = (graph.micro - 1) * sum(size(v) for v in graph.inputs if is_cut(graph, v))
+    joined_outputs = programs.first.outputs[graph.num_state + programs.sums :][: programs.joins]
+    joined = (graph.micro - 2) * sum(size(v) for v in joined_outputs)
+    held = dict.fromkeys(programs.different, batch)
+    if programs.middle in held:
+        held[programs.middle] += joined
+    return held

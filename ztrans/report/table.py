@@ -37,7 +37,9 @@ def table(timeline: Timeline) -> str:
         work = f"{len(bars)} operations"
         if lane != COMPUTE:
             received = sum(event.bytes for event in bars)
-            work = f"{len(bars)} messages, {format_bytes(received)}"
+            # The bar of a message that arrives in the next step has no bytes in this one.
+            arrived = sum(event.bytes > 0 for event in bars)
+            work = f"{arrived} messages, {format_bytes(received)}"
         rows.append(row(lane, timeline.busy(lane), work))
     rows.append(row(_EXPOSED, timeline.stalled))
     for (axis, role), seconds in timeline.exposed.items():

@@ -47,8 +47,8 @@ def overlap_grads(
         max_matmuls_between: the greatest number of matmuls between the starts of two reductions, or between the first
             gradient and the first start, while a gradient is ready to be sent. None sets no limit.
         max_in_flight: the greatest size in bytes of the gradients whose reduction was started and not yet waited for.
-            One bucket is always allowed. An unreduced gradient is freed at its wait. None sets no limit besides that
-            of the whole step.
+            A largest gradient that has more bytes counts in its place, as the limit of all. An unreduced gradient is
+            freed at its wait. None sets no limit besides that of the whole step.
         update: "eager" updates the parameters of a bucket as soon as it is reduced, unless the update depends on all
             gradients, for instance by a global norm. "last" writes the state only when every reduction of the step is
             complete. A step that fails before then leaves the old state unchanged, but it takes more memory and

@@ -33,8 +33,8 @@ def prefetch(
             memory of the device less its reserve, `Device.limit`. On CPUs, whose memory is shared with everything
             else on the host, it is 5% more than the unscheduled program needs, or what the order with one message at
             a time needs, if that is more.
-        max_in_flight: the greatest number of bytes in gathers that were started and not yet waited for. One bucket is
-            always allowed.
+        max_in_flight: the greatest number of bytes in gathers that were started and not yet waited for. A largest
+            parameter that has more bytes counts in its place, as the limit of all.
         across_steps: start the gathers with which a step begins in the update of the step before, as soon as their
             parameters are written. The program takes them as inputs, and returns those of the next step. A call with
             another state, or with a state that has changed since, starts them anew. See docs/across-steps.md.
