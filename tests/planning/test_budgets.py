@@ -1,6 +1,7 @@
 """Budgets that cannot be met, plans of another program, and sizes that make no sense: the whole text of each error."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -22,10 +23,18 @@ def loss(params, x):
     return x.square().mean()
 
 
-def lower(*transforms, stage=3, rows=2, **how):
+@functools.cache
+def traced(rows):
+    return zt.Step.of(step).trace({k: torch.zeros(W, W) for k in "abc"}, torch.zeros(rows, W))
+
+
+def transformed(*transforms, stage=3, rows=2):
     shard = zt.shard_params(zt.AbstractMesh(dp=4), stage=stage)
-    state = {k: torch.zeros(W, W) for k in "abc"}
-    return zt.chain(shard, *transforms)(step).lower(state, torch.zeros(rows, W), **how)
+    return dataclasses.replace(traced(rows), transforms=(shard, *transforms))
+
+
+def lower(*transforms, stage=3, rows=2, **how):
+    return transformed(*transforms, stage=stage, rows=rows).lower(**how)
 
 
 def refused(memory: int, **how) -> list[str]:
@@ -39,7 +48,7 @@ def test_the_error_of_a_small_budget_says_how_much_is_needed_where_and_for_what(
     needs = int(first.split("any order tried: ")[1].split()[0])
     assert first == (
         f"prefetch(memory=1000): 1000 B is less than the step needs in any order tried: {needs} bytes "
-        f"({needs / 1024:.2f} KiB) at {__file__}:21 in loss."
+        f"({needs / 1024:.2f} KiB) at {__file__}:22 in loss."
     )
     # No order needs less than the state, one gathered layer, one gradient, and the received parts of its reduction.
     assert (
@@ -49,19 +58,28 @@ def test_the_error_of_a_small_budget_says_how_much_is_needed_where_and_for_what(
     )
     assert len(holders) == 5 and all(" KiB  " in row for row in holders)
     assert holders[0].split()[:2] == ["16.00", "KiB"] and "f32[64,64]" in holders[0]
-    assert holders[0].endswith("  # test_budgets.py:21 loss"), "the user's line"
+    assert holders[0].endswith("  # test_budgets.py:22 loss"), "the user's line"
     assert last == "Give it that much, a smaller batch, or more ranks."
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("rows", [2, 200])
 def test_the_budget_that_the_error_names_is_enough_and_a_byte_less_is_not(stage, rows):
-    needs = int(refused(1, stage=stage, rows=rows)[0].split("any order tried: ")[1].split()[0])
-    fits = lower(zt.overlap_grads(), zt.prefetch(memory=needs), stage=stage, rows=rows)
+
+    def planned(memory):
+        """As `lower`, but an error does not say what would fit."""
+        schedules = zt.overlap_grads(), zt.prefetch(memory=memory)
+        return transformed(*schedules, stage=stage, rows=rows).planned(None)
+
+    def needs_of_error(memory):
+        with pytest.raises(ValueError) as caught:
+            planned(memory)
+        return int(str(caught.value).split("any order tried: ")[1].split()[0])
+
+    needs = needs_of_error(1)
+    fits = planned(needs)
     assert fits.memory_analysis().peak <= needs and zt.ir.check(fits.graph)
-    assert refused(needs - 1, stage=stage, rows=rows)[0].split("any order tried: ")[1].split()[
-        0
-    ] == str(needs)
+    assert needs_of_error(needs - 1) == needs
 
 
 def every_other(params, x):

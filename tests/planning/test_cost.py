@@ -1,11 +1,13 @@
 """Costs and memory of small programs, compared with figures that are computed by hand."""
 
+import functools
+
 import torch
 from torch.func import grad_and_value
 
 import ztrans as zt
 from tests.support.programs import CASES
-from tests.support.worlds import sharded
+from tests.support.worlds import lower_traced, sharded
 from ztrans.ir.collectives import WAIT
 from ztrans.ir.liveness import liveness
 from ztrans.planning.cost import cost as cost_of
@@ -24,11 +26,15 @@ def step(state, batch):
 CPUS = zt.cluster("cpu", dp="ethernet-1g")
 
 
-def lowered(mesh=zt.AbstractMesh(dp=4), cluster=None, **options) -> zt.stages.Lowered:  # noqa: B008
+@functools.cache
+def traced() -> zt.stages.Traced:
     state = {"a": torch.zeros(64, 128), "b": torch.zeros(128, 32)}
-    batch = (torch.zeros(16, 64), torch.zeros(16, 32))
+    return zt.Step.of(step).trace(state, (torch.zeros(16, 64), torch.zeros(16, 32)))
+
+
+def lowered(mesh=zt.AbstractMesh(dp=4), cluster=None, **options) -> zt.stages.Lowered:  # noqa: B008
     chain = zt.chain(zt.shard_params(mesh, **options), zt.overlap_grads())
-    return chain(step).lower(state, batch, cluster=cluster)
+    return lower_traced(traced(), chain(step), cluster=cluster)
 
 
 def test_flops_of_matmuls():

@@ -17,7 +17,7 @@ from torch.func import grad
 
 import ztrans as zt
 from tests.support.programs import CASES
-from tests.support.worlds import ALL, on_ranks
+from tests.support.worlds import ALL, lower_traced, on_ranks
 from ztrans.ir.collectives import reduce, rules
 from ztrans.ir.graph import Split, Var
 from ztrans.planning.cluster import Link
@@ -139,13 +139,17 @@ def at_once(spans: dict[str, tuple[int, int]], at: range) -> int:
 
 
 @functools.cache
+def traced(step: Callable, rows: int) -> zt.stages.Traced:
+    return zt.Step.of(step).trace(state(), torch.zeros(rows, W), torch.zeros(rows, W))
+
+
+@functools.cache
 def lower(
     step: Callable, stage: int, cluster: zt.Cluster, rows: int = ROWS, more: tuple = (), **how
 ) -> zt.stages.Lowered:
     shard = zt.shard_params(zt.AbstractMesh(dp=RANKS), stage=stage, outputs="local")
-    lowered = zt.chain(shard, zt.overlap_grads(**how), *more)(step).lower(
-        state(), torch.zeros(rows, W), torch.zeros(rows, W), cluster=cluster
-    )
+    transformed = zt.chain(shard, zt.overlap_grads(**how), *more)(step)
+    lowered = lower_traced(traced(step, rows), transformed, cluster=cluster)
     zt.ir.check(lowered.graph)
     return lowered
 

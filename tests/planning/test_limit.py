@@ -1,12 +1,14 @@
 """The limit of a step's memory: who names it, and what a device has."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
 from torch.func import grad
 
 import ztrans as zt
+from tests.support.worlds import lower_traced
 from ztrans.planning import make_plan
 from ztrans.planning.devices import GPU_RESERVE, H100
 from ztrans.planning.limit import DoesNotFit
@@ -33,9 +35,14 @@ STATE = {k: torch.zeros(W, W) for k in "abc"}
 BATCH = torch.zeros(8, W)
 
 
+@functools.cache
+def traced():
+    return zt.Step.of(step).trace(STATE, BATCH)
+
+
 def lower(*transforms, stage=3, **how):
     shard = zt.shard_params(zt.AbstractMesh(dp=4), stage=stage)
-    return zt.chain(shard, zt.overlap_grads(), *transforms)(step).lower(STATE, BATCH, **how)
+    return lower_traced(traced(), zt.chain(shard, zt.overlap_grads(), *transforms)(step), **how)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -128,7 +135,7 @@ def test_what_does_not_fit_the_device_is_an_error():
     needs = int(first.split("any order tried: ")[1].split()[0])
     assert first == (
         f"small: 38.06 KiB, its memory without the reserve of 1.00 KiB, is less than the step needs in any order tried: "
-        f"{needs} bytes ({needs / 1024:.2f} KiB) at {__file__}:28 in step."
+        f"{needs} bytes ({needs / 1024:.2f} KiB) at {__file__}:30 in step."
     )
     assert len(holders) == 5
     assert advice == (

@@ -11,7 +11,7 @@ import pytest
 
 import ztrans as zt
 from tests.support.programs import CASES
-from tests.support.worlds import on_ranks
+from tests.support.worlds import on_ranks, unordered
 from ztrans.ir.dependencies import grouped
 from ztrans.planning.cluster import Link
 from ztrans.planning.cost import memory
@@ -34,20 +34,16 @@ TWO_HOSTS = zt.cluster("cpu", dp=zt.by_host(4, "ethernet-100g", "ethernet-1g"))
 PROGRAMS = ["mlp_momentum", "clipped", "uneven", "cast_inside", "lora"]
 
 
+def transforms(ranks: int, stage: int, prefetch: zt.Transform) -> tuple[zt.Transform, ...]:
+    shard = zt.shard_params(zt.AbstractMesh(dp=ranks), stage=stage)
+    return shard, zt.overlap_grads(), prefetch, zt.fuse_cast_gather()
+
+
 def lower(
     name: str, ranks: int, stage: int, budget: int | None, cluster: zt.Cluster
 ) -> zt.stages.Lowered:
-    shard = zt.shard_params(zt.AbstractMesh(dp=ranks), stage=stage)
     prefetch = zt.prefetch() if budget is None else zt.prefetch(memory=budget)
-    return on_ranks(
-        CASES[name],
-        ranks,
-        shard,
-        zt.overlap_grads(),
-        prefetch,
-        zt.fuse_cast_gather(),
-        cluster=cluster,
-    )
+    return on_ranks(CASES[name], ranks, *transforms(ranks, stage, prefetch), cluster=cluster)
 
 
 def counted(problem: Problem, schedule: Schedule) -> int:
@@ -123,7 +119,8 @@ def both(name: str, count: int) -> Iterator[tuple[int, int]]:
         (8, 3, "last", FAST),
         (8, 3, "eager", TWO_HOSTS),
     ):
-        hinted = lower(name, ranks, stage, None, cluster).unordered
+        chain = transforms(ranks, stage, zt.prefetch())
+        hinted = unordered(CASES[name], ranks, *chain, cluster=cluster)
         s = skeleton(hinted, cluster.neighbours(hinted.axes))
         problem = formulate(s, cluster, float("inf"), update)
         for schedule in schedules(problem, chance, count):

@@ -10,7 +10,7 @@ from torch.func import grad_and_value
 
 import ztrans as zt
 from tests.support.programs import Case, regression
-from tests.support.worlds import ALL, batches, distance, on_ranks, slices
+from tests.support.worlds import ALL, batches, distance, on_ranks, slices, unordered
 from ztrans.ir.collectives import SHARD, is_start, rules
 from ztrans.planning.formulate import formulate
 from ztrans.planning.plan import Plan
@@ -55,7 +55,7 @@ def lower(case=DEEP, cluster=SLOW, transforms=ALL, mesh=MESH, **options):
 
 def tight(case, share):
     """The same, with little more memory than any order needs."""
-    hinted = lower(case).unordered
+    hinted = unordered(case, 8, zt.shard_params(MESH), *ALL, cluster=SLOW)
     least = least_memory(formulate(skeleton(hinted), SLOW, float("inf")))
     return lower(
         case,

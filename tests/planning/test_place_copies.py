@@ -1,6 +1,7 @@
 """Copies between two memories start early and are waited for late, and the peak of memory does not rise."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 import ztrans as zt
 from tests.support.pages import data_of
 from tests.support.programs import CASES
-from tests.support.worlds import batches
+from tests.support.worlds import batches, lower_traced, traced
 from ztrans.ir.copies import TO_DEVICE, TO_HOST, is_copy
 from ztrans.ir.pairing import pair
 from ztrans.planning.cluster import HOST_LINKS
@@ -39,12 +40,16 @@ def state(layers: int = LAYERS):
     return {"weights": weights, "moments": dict(weights)}
 
 
+@functools.cache
+def traced_step(rows: int):
+    return zt.Step.of(step).trace(state(), torch.zeros(rows, WIDTH))
+
+
+@functools.cache
 def lowered(bandwidth: float = 50e9, rows: int = 4096, **changes):
     link = dataclasses.replace(HOST_LINKS["pcie5"], bandwidth=bandwidth, **changes)
     moved = zt.offload(where="moments.*")(step)
-    return moved.lower(
-        state(), torch.zeros(rows, WIDTH), cluster=zt.cluster("h100", host_link=link)
-    )
+    return lower_traced(traced_step(rows), moved, cluster=zt.cluster("h100", host_link=link))
 
 
 def places(graph) -> dict[str, list[tuple[int, int]]]:
@@ -93,7 +98,7 @@ def test_the_peak_does_not_rise(bandwidth):
 
 
 def test_the_peak_falls_by_the_bytes_moved():
-    plain = zt.Step(step).lower(state(), torch.zeros(4096, WIDTH))
+    plain = traced_step(4096).lower()
     moved = lowered()
     size = LAYERS * WIDTH * WIDTH * 4
     assert memory(plain.graph).peak - memory(moved.graph).peak == size
@@ -101,7 +106,7 @@ def test_the_peak_falls_by_the_bytes_moved():
 
 
 def test_compute_keeps_its_order_but_for_updates_which_stand_together_by_leaf():
-    plain = zt.Step(step).lower(state(), torch.zeros(64, WIDTH)).graph
+    plain = traced_step(64).lower().graph
     moved = lowered(rows=64).graph
     computed = [e for e in moved.eqns if not is_copy(e) and not e.ins[0].future]
     for region in ("forward", "backward"):
@@ -116,7 +121,7 @@ def names(eqns, region):
 @pytest.mark.parametrize("bandwidth", [1e9, 50e9])
 def test_updates_take_as_few_launches_as_without_copies(bandwidth):
     """Equal updates that stand together take one launch, so no copy stands between them."""
-    plain = zt.Step(step).lower(state(), torch.zeros(4096, WIDTH)).graph
+    plain = traced_step(4096).lower().graph
     moved = lowered(bandwidth).graph
     assert cost(moved).launches - sum(map(is_copy, moved.eqns)) == cost(plain).launches
 
@@ -155,9 +160,8 @@ def test_placing_twice_is_placing_once():
 def test_any_link_gives_a_valid_program_that_needs_no_more_memory(bandwidth, latency, name):
     case = CASES[name]
     link = zt.Link("link", latency, bandwidth)
-    low = zt.offload(where="m.*")(case.step).lower(
-        case.state(), *batches(case, 1)[0], cluster=zt.cluster("h100", host_link=link)
-    )
+    moved = zt.offload(where="m.*")(case.step)
+    low = lower_traced(traced(case, 1), moved, cluster=zt.cluster("h100", host_link=link))
     zt.ir.check(low.graph)
     assert memory(low.graph).peak <= memory(copied_when_needed(low.graph)).peak
 

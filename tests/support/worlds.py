@@ -64,9 +64,14 @@ def plain(case: Case, steps: int = 5, step: Callable | None = None) -> tuple[Any
     return state, outputs
 
 
+def traced(case: Case, ranks: int) -> zt.stages.Traced:
+    """What a rank traces, which is the same whatever the transforms."""
+    return _traced(case, ranks, torch.get_default_dtype())
+
+
 @functools.cache
 def _traced(case: Case, ranks: int, dtype: torch.dtype) -> zt.stages.Traced:
-    """What a rank traces, which is the same whatever the transforms; kept, for it takes most of the time."""
+    """Kept, for it takes most of the time."""
     return zt.Step.of(case.step).trace(case.state(), *slices(batches(case, 1)[0], ranks)[0])
 
 
@@ -79,12 +84,23 @@ def on_ranks(case: Case, ranks: int, *transforms: zt.Transform, **how: Any) -> z
 def _lowered(
     case: Case, ranks: int, dtype: torch.dtype, transforms: tuple, how: tuple
 ) -> zt.stages.Lowered:
-    traced = _traced(case, ranks, dtype)
-    lowered = dataclasses.replace(
-        traced, transforms=zt.chain(*transforms)(case.step).transforms
-    ).lower(**dict(how))
+    lowered = lower_traced(traced(case, ranks), zt.chain(*transforms)(case.step), **dict(how))
     zt.ir.check(lowered.graph)
     return lowered
+
+
+def unordered(
+    case: Case, ranks: int, *transforms: zt.Transform, cluster: zt.Cluster
+) -> zt.ir.Graph:
+    """The program of `on_ranks` before a plan orders it, which takes no search."""
+    step = zt.chain(*transforms)(case.step)
+    stage = dataclasses.replace(traced(case, ranks), transforms=step.transforms)
+    return stage.without_order(cluster).unordered
+
+
+def lower_traced(traced: zt.stages.Traced, step: zt.Step, **how: Any) -> zt.stages.Lowered:
+    """What `step` would lower to, from a trace of its function, which several steps share."""
+    return dataclasses.replace(traced, transforms=step.transforms).lower(**how)
 
 
 def sharded(

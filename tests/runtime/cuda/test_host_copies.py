@@ -8,7 +8,7 @@ import torch
 import ztrans as zt
 from tests.support.programs import CASES
 from tests.support.races import Races
-from tests.support.worlds import batches
+from tests.support.worlds import batches, lower_traced, traced
 from ztrans.calling.call import BoundCall
 from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.cuda.host_copies import StreamedHostCopy
@@ -23,7 +23,7 @@ def lowered(name: str, *transforms: zt.Transform):
     step = zt.chain(*transforms)(case.step)
     state = step.shard(case.state())
     batch = batches(case, 1)[0]
-    low = step.lower(state, *batch)
+    low = lower_traced(traced(case, 1), step)
     return low, low.recording.local_inputs(BoundCall(state, batch)).tensors
 
 

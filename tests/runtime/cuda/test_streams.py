@@ -17,7 +17,7 @@ from tests.support.fake_cuda import TimedEvent
 from tests.support.processes import run_ranks
 from tests.support.programs import CASES
 from tests.support.races import Races
-from tests.support.worlds import ALL, batches, slices
+from tests.support.worlds import ALL, batches, lower_traced, slices, traced
 from ztrans import ops
 from ztrans.calling.call import BoundCall
 from ztrans.ir import donation
@@ -69,7 +69,7 @@ def lowered(mesh, name, stage, chain=ALL, **options):
     case = CASES[name]
     step = zt.chain(zt.shard_params(mesh, stage=stage, **options), *chain)(case.step)
     state, batch = step.shard(case.state()), slices(batches(case, 1)[0], WORLD)[1]
-    low = step.lower(state, *batch)
+    low = lower_traced(traced(case, WORLD), step)
     local = low.recording.local_inputs(BoundCall(state, batch)).tensors
     return low, local
 
