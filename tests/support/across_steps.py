@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -31,7 +32,9 @@ def report(check: str, **figures) -> None:
     print(json.dumps({"check": check, "rank": RANK, **figures}), flush=True)
 
 
+@functools.cache
 def made(mesh: DeviceMesh, prefetch: zt.Transform) -> zt.Step:
+    """A step that all checks share, with the programs that it has lowered."""
     return zt.chain(zt.shard_params(mesh), zt.overlap_grads(), prefetch)(CASE.step)
 
 

@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 import ztrans as zt
 from benchmarks import llama_dtensor
 from benchmarks.llama_model import Config
-from tests.support.worlds import ALL, distance
+from tests.support.worlds import ALL, distance, lower_traced
 from ztrans.ir.axes import members
 from ztrans.ir.collectives import rules
 from ztrans.ir.dependencies import grouped
@@ -140,14 +140,16 @@ def parallelized(mesh: DeviceMesh, report: Callable[..., None]) -> None:
     """The small Llama on the ranks of `mesh`. All stages with and without buckets run in lock-step."""
     dp = mesh.get_local_rank("dp")
     truth, plain_loss = _trained(llama())
+    make_model = lambda: llama_dtensor.parallel(llama(), mesh["tp"], source=0)
+    data = [batch.chunk(2)[dp] for batch in tokens(3)]
+    plain = llama_dtensor.make_step(make_model(), torch.float32)
+    traced = zt.Step.of(plain).trace(llama_dtensor.init(make_model()), data[0])
     for stage, transforms in ((0, ()), (3, ALL)):
-        model = llama_dtensor.parallel(llama(), mesh["tp"], source=0)
-        step = zt.chain(zt.shard_params(mesh, stage=stage), *transforms)(
-            llama_dtensor.make_step(model, torch.float32)
-        )
-        state = step.shard(llama_dtensor.init(model))
-        for batch in tokens(3):
-            state, loss = step(state, batch.chunk(2)[dp])
+        step = zt.chain(zt.shard_params(mesh, stage=stage), *transforms)(plain)
+        compiled = lower_traced(traced, step).compile()
+        state = step.shard(llama_dtensor.init(make_model()))
+        for batch in data:
+            state, loss = compiled(state, batch)
         full = step.unshard(state)
         report("parallelized", stage=stage, bucketed=bool(transforms), state=distance(full, truth),
                loss=distance(loss, plain_loss), rows=len(state["params"]["out.weight"].to_local()))  # fmt: skip

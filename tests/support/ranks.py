@@ -34,6 +34,7 @@ from tests.support.worlds import (
     batches,
     default_dtype,
     distance,
+    lower_traced,
     on_ranks,
     plain,
     sharded,
@@ -121,8 +122,25 @@ def micro_batches(mesh) -> None:
         report("micro_batches", stage=stage, bitwise=bits)
 
 
+def cast_to_half() -> Case:
+    """An MLP whose parameters are all cast to bf16 at the start of the loss."""
+    model = mlp(8, 16, 4)
+    inner = square_loss(model)
+
+    def step(state, batch):
+        x, y = (part.to(torch.bfloat16) for part in batch)
+
+        def loss(params):
+            return inner({k: p.to(torch.bfloat16) for k, p in params.items()}, x, y)
+
+        grads, value = grad_and_value(loss)(state["params"])
+        return adam(state, grads), value
+
+    return Case("cast_to_half", step, adam_state(model), regression(8, 4))
+
+
 def wire_bytes(mesh) -> None:
-    case = CASES["cast_inside"]
+    case = cast_to_half()
     for stage in (1, 3):  # at stage 2 the gathers are those of stage 1
         measured, predicted = {}, {}
         for fused, transforms in ((False, ALL[:2]), (True, ALL)):
@@ -158,7 +176,7 @@ def disagreement(mesh) -> None:
 
 
 def sharding(mesh) -> None:
-    case = CASES["gpt_adam"]
+    case = CASES["clipped"]
     step = zt.shard_params(mesh)(case.step)
     whole = case.state()
     mine = (
@@ -192,10 +210,10 @@ def sharding(mesh) -> None:
         torch.nn.init.normal_(leaf)
     for tree in (state["m"], state["v"], state["step"]):
         pytree.tree_map(torch.nn.init.zeros_, tree)
-    state, loss = step(state, *slices(batches(case, 1)[0], WORLD)[RANK])
+    state, output = step(state, *slices(batches(case, 1)[0], WORLD)[RANK])
     local = sum(x.to_local().numel() for x in pytree.tree_leaves(state))
     total = sum(x.numel() for x in pytree.tree_leaves(state))
-    report("meta", finite=bool(torch.isfinite(loss)), share=local / total)
+    report("meta", finite=bool(torch.isfinite(output["loss"])), share=local / total)
 
     before = step.unshard(state)
     folder = [tempfile.mkdtemp() if RANK == 0 else None]
@@ -402,17 +420,21 @@ def mixture_of_experts(mesh) -> None:
         "axis": lambda path, leaf: "dp" if experts.is_expert(path) else ("dp", "ep"),
         "dim": experts.inner,
     }
+    mine = [x.chunk(WORLD)[RANK] for x in data]
+    with_tensors = experts.make_step(exchange, 2)
+    with_dtensors = experts.with_dtensors(with_tensors)
+    traced = zt.Step.of(with_dtensors).trace(experts.divided(experts.state(), ep), mine[0])
     for stage, as_dtensors in ((0, True), (3, True), (3, False)):
-        step, state = (
-            experts.make_step(exchange, 2),
-            experts.of_rank(experts.state(), mesh.get_local_rank("ep"), 2),
-        )
+        shard = zt.shard_params(mesh, stage=stage, **options)
         if as_dtensors:
-            step, state = experts.with_dtensors(step), experts.divided(experts.state(), ep)
-        step = zt.chain(zt.shard_params(mesh, stage=stage, **options), *ALL)(step)
-        state = step.shard(state)
-        for x in data:
-            state, loss = step(state, x.chunk(WORLD)[RANK])
+            step = zt.chain(shard, *ALL)(with_dtensors)
+            run = lower_traced(traced, step).compile()
+            state = step.shard(experts.divided(experts.state(), ep))
+        else:
+            run = step = zt.chain(shard, *ALL)(with_tensors)
+            state = step.shard(experts.of_rank(experts.state(), mesh.get_local_rank("ep"), 2))
+        for x in mine:
+            state, loss = run(state, x)
         full = step.unshard(state)
         wanted = truth if as_dtensors else experts.of_rank(truth, mesh.get_local_rank("ep"), 2)
         report(

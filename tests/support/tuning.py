@@ -13,7 +13,7 @@ from tests.support.worlds import ALL, batches, slices
 
 def tuned(mesh, report) -> None:
     """Train with and without tuning in the middle. Bits must be equal, and all ranks must have the same plan."""
-    case, rank, world = CASES["gpt_adam"], dist.get_rank(), dist.get_world_size()
+    case, rank, world = CASES["mlp_momentum"], dist.get_rank(), dist.get_world_size()
     part = slices(batches(case, 1)[0], world)[rank]
     plain, step = (zt.chain(zt.shard_params(mesh), *ALL)(case.step) for _ in range(2))
     state, plain_state = step.shard(case.state()), plain.shard(case.state())
