@@ -22,9 +22,9 @@ WORLDS = [(1, 0, "auto"), (2, 2, "auto"), (3, 3, "auto")]
 
 
 @functools.cache
-def traced(case, ranks, micro, dtype):
-    parts = slices(batches(case, 1)[0], ranks)[0]
-    return zt.accumulate(micro)(case.step).trace(case.state(), *parts)
+def traced(rank, micro, dtype):
+    """What a rank traces for its samples."""
+    return zt.accumulate(micro)(rank.step).trace(rank.state(), *batches(rank, 1)[0])
 
 
 def accumulated(case, ranks, stage, keep, transforms=ALL, micro=2, steps=2):
@@ -34,9 +34,9 @@ def accumulated(case, ranks, stage, keep, transforms=ALL, micro=2, steps=2):
         zt.shard_params(zt.AbstractMesh(dp=ranks), stage=stage),
         *transforms,
     )
+    rank = dataclasses.replace(case, samples=case.samples // ranks)
     lowered = dataclasses.replace(
-        traced(case, ranks, micro, torch.get_default_dtype()),
-        transforms=chain(case.step).transforms,
+        traced(rank, micro, torch.get_default_dtype()), transforms=chain(case.step).transforms
     ).lower()
     state, outputs = case.state(), []
     for batch in batches(case, steps):
@@ -48,10 +48,12 @@ def accumulated(case, ranks, stage, keep, transforms=ALL, micro=2, steps=2):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MEANS, ids=lambda c: c.name)
 def test_micro_batches_equal_the_whole_batch(case):
+    """A rank has as many samples in each world, so that its program is traced once."""
     with default_dtype(torch.float64):
-        truth, outputs = plain(case, 1)
         for ranks, stage, keep in WORLDS:
-            state, each, lowered = accumulated(case, ranks, stage, keep, steps=1)
+            world = dataclasses.replace(case, samples=ranks * case.samples // 4)
+            truth, outputs = plain(world, 1)
+            state, each, lowered = accumulated(world, ranks, stage, keep, steps=1)
             zt.ir.check(lowered.graph)
             assert distance(state, truth) <= 1e-10, f"{ranks} ranks, stage {stage}"
             assert distance(each, outputs) <= 1e-8, f"outputs, {ranks} ranks, stage {stage}"
@@ -83,7 +85,8 @@ def test_micro_batches_equal_the_loop(name, ranks, stage, keep):
 def test_accumulate_stands_anywhere_in_a_chain(stage):
     case, micro = CASES["autocast"], zt.accumulate(2)
     shard = zt.shard_params(zt.AbstractMesh(dp=2), stage=stage)
-    trace = traced(case, 2, 2, torch.float32)
+    rank = dataclasses.replace(case, samples=case.samples // 2)
+    trace = traced(rank, 2, torch.float32)
     orders = [
         (micro, shard, *ALL),
         (shard, micro, *ALL),

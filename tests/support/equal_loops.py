@@ -13,7 +13,7 @@ from tests.support.worlds import distance, slices
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), lr=1e-2)
+    return torch.optim.Adam(model.parameters(), lr=1e-2, fused=True)
 
 
 def model_of(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> nn.Module:

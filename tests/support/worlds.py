@@ -64,27 +64,32 @@ def plain(case: Case, steps: int = 5, step: Callable | None = None) -> tuple[Any
     return state, outputs
 
 
+def of_a_rank(case: Case, ranks: int) -> Case:
+    """The case with the samples of rank 0, of a batch cut into as many slices as there are ranks."""
+    return dataclasses.replace(case, samples=math.ceil(case.samples / ranks))
+
+
 def traced(case: Case, ranks: int) -> zt.stages.Traced:
     """What a rank traces, which is the same whatever the transforms."""
-    return _traced(case, ranks, torch.get_default_dtype())
+    return _traced(of_a_rank(case, ranks), torch.get_default_dtype())
 
 
 @functools.cache
-def _traced(case: Case, ranks: int, dtype: torch.dtype) -> zt.stages.Traced:
-    """Kept, for it takes most of the time."""
-    return zt.Step.of(case.step).trace(case.state(), *slices(batches(case, 1)[0], ranks)[0])
+def _traced(rank: Case, dtype: torch.dtype) -> zt.stages.Traced:
+    """What a rank traces for its samples. Tracing takes most of the time, and needs no transforms and no other ranks."""
+    return zt.Step.of(rank.step).trace(rank.state(), *batches(rank, 1)[0])
 
 
 def on_ranks(case: Case, ranks: int, *transforms: zt.Transform, **how: Any) -> zt.stages.Lowered:
     """The step through `transforms`, for a batch cut into as many slices as there are ranks."""
-    return _lowered(case, ranks, torch.get_default_dtype(), transforms, tuple(how.items()))
+    rank = of_a_rank(case, ranks)
+    return _lowered(rank, torch.get_default_dtype(), transforms, tuple(how.items()))
 
 
 @functools.cache
-def _lowered(
-    case: Case, ranks: int, dtype: torch.dtype, transforms: tuple, how: tuple
-) -> zt.stages.Lowered:
-    lowered = lower_traced(traced(case, ranks), zt.chain(*transforms)(case.step), **dict(how))
+def _lowered(rank: Case, dtype: torch.dtype, transforms: tuple, how: tuple) -> zt.stages.Lowered:
+    step = zt.chain(*transforms)(rank.step)
+    lowered = lower_traced(_traced(rank, dtype), step, **dict(how))
     zt.ir.check(lowered.graph)
     return lowered
 
