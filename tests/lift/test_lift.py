@@ -126,12 +126,6 @@ def started(make_optimizer):
     return make
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_lifted_step_agrees_with_the_loop_for_each_optimizer(name):
-    compare(make_matrices if name == "muon" else make_model, OPTIMIZERS[name])
-
-
 class Turned(nn.Module):
     """A model whose gradients are transposed and expanded when autograd returns them."""
 
