@@ -55,9 +55,20 @@ def equal(a, b) -> bool:
     )
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", ["gpt_adam", "batch_norm_mean", "autocast"])
+RECOMPUTING = {"gpt_adam", "batch_norm_mean", "autocast"}
+# Every program at stage 3. At the other stages, one step of each kind that recomputation treats by rules of its own: a
+# mean over ranks inside forward, one gather with a cast, and neither.
+PROGRAMS = [
+    *((name, 3) for name in sorted(CASES)),
+    *(("batch_norm_mean", stage) for stage in (0, 1, 2)),
+    *(("autocast", stage) for stage in (0, 2)),
+    ("gpt_adam", 1),
+]
+
+
+@pytest.mark.parametrize(("name", "stage"), PROGRAMS)
 def test_no_bit_changes_within_the_least_limit_that_fits(name, stage):
+    """Second derivatives, recurrent nets, per-sample gradients and updates that read forward are among them."""
     case = CASES[name]
     shard = zt.shard_params(zt.AbstractMesh(dp=2), stage=stage)
 
@@ -65,33 +76,16 @@ def test_no_bit_changes_within_the_least_limit_that_fits(name, stage):
         return on_ranks(case, 2, shard, *ALL, zt.remat(memory=memory, at_least=0))
 
     limit = least(lower)
-    lowered = lower(limit)
-    kept = on_ranks(case, 2, shard, *ALL)
-    assert lowered.memory_analysis().peak <= limit
-    assert again(lowered.graph) and lowered.plan.recomputed
-    assert lowered.memory_analysis().peak < kept.memory_analysis().peak
     limited = (*ALL, zt.remat(memory=limit, at_least=0))
-    after = sharded(case, 2, stage=stage, steps=2, transforms=limited)
-    before = sharded(case, 2, stage=stage, steps=2)
-    assert equal(before[:2], after[:2])
+    *after, lowered = sharded(case, 2, stage=stage, steps=2, transforms=limited)
+    *before, kept = sharded(case, 2, stage=stage, steps=2)
+    assert equal(before, after)
+    assert lowered.memory_analysis().peak <= limit
+    if name in RECOMPUTING:
+        assert again(lowered.graph) and lowered.plan.recomputed
+        assert lowered.memory_analysis().peak < kept.memory_analysis().peak
     draws = Counter(e.op for e in kept.graph.eqns if is_random(e))
     assert Counter(e.op for e in lowered.graph.eqns if is_random(e)) == draws
-
-
-@pytest.mark.parametrize("name", sorted(CASES))
-def test_no_bit_changes_in_any_program(name):
-    """Second derivatives, recurrent nets, per-sample gradients and updates that read forward are among them."""
-    case = CASES[name]
-    shard = zt.shard_params(zt.AbstractMesh(dp=2))
-
-    def lower(memory: int):
-        return on_ranks(case, 2, shard, *ALL, zt.remat(memory=memory, at_least=0))
-
-    limit = least(lower)
-    limited = (*ALL, zt.remat(memory=limit, at_least=0))
-    new, outputs, lowered = sharded(case, 2, steps=2, transforms=limited)
-    assert lowered.memory_analysis().peak <= limit
-    assert equal(sharded(case, 2, steps=2)[:2], (new, outputs))
 
 
 # A step with everything that may go wrong.
