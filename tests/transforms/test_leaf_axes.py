@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 
 import pytest
@@ -59,6 +60,23 @@ def of_function(mesh: zt.AbstractMesh, **options) -> zt.Transform:
     return zt.shard_params(mesh, axis=axis, dim=experts.inner, **options)
 
 
+@functools.cache
+def traced_experts(hosts: int) -> zt.stages.Traced:
+    """What a rank of one or two hosts traces, at any stage."""
+    step = experts.make_step(exchanged, ranks=2)
+    rows = experts.batches(1)[0].chunk(4 * hosts)[0]
+    return zt.Step.of(step).trace(experts.of_rank(experts.state(), 0, 2), rows)
+
+
+@functools.cache
+def trained_experts(steps: int) -> tuple[dict, torch.Tensor]:
+    """The state and the last output of the plain step."""
+    step, state, value = experts.make_step(), experts.state(), None
+    for x in experts.batches(steps):
+        state, value = step(state, x)
+    return state, value
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("hosts", [1, 2])
@@ -66,16 +84,13 @@ def test_experts_and_dense_layers_are_reduced_in_one_step(stage, hosts):
     """Gradients of experts are summed over `ep` by the step's own messages, and reduced over `dp`; all others over both."""
     mesh = zt.AbstractMesh(dp=2, ep=2) if hosts == 1 else zt.AbstractMesh(host=2, dp=2, ep=2)
     hsdp = {"replicate_axis": "host"} if hosts > 1 else {}
-    data = experts.batches(3)
-    plain_step = experts.make_step()
-    truth = experts.state()
-    for x in data:
-        truth, value = plain_step(truth, x)
-    step = zt.chain(of_function(mesh, stage=stage, **hsdp), *ALL)(
-        experts.make_step(exchanged, ranks=2)
+    truth, value = trained_experts(3)
+    lowered = (
+        traced_experts(hosts)
+        .with_transforms((of_function(mesh, stage=stage, **hsdp), *ALL))
+        .lower()
     )
-    lowered = step.lower(experts.of_rank(experts.state(), 0, 2), data[0].chunk(4 * hosts)[0])
-    new, values = experts.trained(lowered.graph, experts.state(), data)
+    new, values = experts.trained(lowered.graph, experts.state(), experts.batches(3))
     assert distance(new, truth) < 1e-12
     assert distance(values[0], value) < 1e-12
     axes = {}  # of each leaf, that over which its gradient is reduced

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 import ztrans as zt
 from tests.support.programs import CASES, gpt_adam
-from tests.support.worlds import ALL, batches, sharded, slices
+from tests.support.worlds import ALL, on_ranks, sharded
 from ztrans.ir.op_facts import is_random
 from ztrans.ir.printer import op_name
 
@@ -72,8 +72,7 @@ def _is_dear(eqn) -> bool:
 def test_remat_lowers_the_peak_of_a_gpt():
     """In each block it recomputes gelu, both norms, and the reordered result of attention."""
     case = gpt_adam(layers=2)
-    args = case.state(), *slices(batches(case, 1)[0], 2)[0]
-    kept, remat = (zt.chain(SHARD, *more, *ALL)(case.step).lower(*args) for more in ((), (EVERY,)))
+    kept, remat = (on_ranks(case, 2, SHARD, *more, *ALL) for more in ((), (EVERY,)))
     repeated = Counter(
         op_name(e.op) for e in remat.graph.eqns if any(v and ".again" in v.name for v in e.outs)
     )
@@ -89,11 +88,10 @@ def test_remat_lowers_the_peak_of_a_gpt():
 @pytest.mark.parametrize("name", ["gpt_adam", "autocast"])
 def test_remat_may_be_anywhere_in_a_chain(name):
     case = CASES[name]
-    args = case.state(), *slices(batches(case, 1)[0], 2)[0]
     chain = [SHARD, *ALL]
     orders = [[*chain[:k], EVERY, *chain[k:]] for k in range(len(chain) + 1)]
     orders.append([SHARD, *ALL[::-1], EVERY])
-    assert len({str(zt.chain(*order)(case.step).lower(*args)) for order in orders}) == 1
+    assert len({str(on_ranks(case, 2, *order)) for order in orders}) == 1
 
 
 @pytest.mark.parametrize("size", [-1, 1.5, True, "64k"])
