@@ -64,8 +64,10 @@ class Scheduled:
             self.scheduler.step()
 
 
-PAIRS = [(s, o) for s in SCHEDULERS for o in ("sgd_fused", "adamw_fused")] + [
-    ("one_cycle", o) for o in OPTIMIZERS if "_fused" not in o
+# Every scheduler writes the rate. Two of them write the momentum of SGD and a beta of Adam, too.
+PAIRS = [(s, "adamw_fused") for s in SCHEDULERS] + [
+    ("cyclic", "sgd_fused"),
+    *(("one_cycle", o) for o in OPTIMIZERS if o != "adamw_fused"),
 ]
 
 
@@ -105,8 +107,8 @@ def lifted_with(scheduler, optimizer, *transforms, make=make_model):
     return lifted, zt.chain(*transforms)(step) if transforms else zt.Step(step), state
 
 
-RANKS = [(s, "adamw", stage) for s in SCHEDULERS for stage in (0, 3)] + [
-    ("one_cycle", o, stage) for o in ("tensor_lr", "adamw_fused") for stage in (0, 3)
+RANKS = [(s, "adamw_fused", 3) for s in SCHEDULERS if s != "one_cycle"] + [
+    ("one_cycle", o, stage) for o in ("adamw", "tensor_lr", "adamw_fused") for stage in (0, 3)
 ]
 
 
