@@ -55,9 +55,8 @@ def test_every_kind_of_part_comes_up():
     assert used == {"remat", "delay_weight_grads", "overlap_grads", "fuse_cast_gather"}
     assert any(case.options.prefetch and case.options.budget for case in cases)
     every = set().union(*map(pairs, cases))
-    assert every == set().union(*(pairs(cases[seed]) for seed in SEEDS)), (
-        "python -m tests.fuzz.cover"
-    )
+    covered = set().union(*(pairs(Case.of(seed)) for seed in SEEDS))
+    assert every <= covered, "python -m tests.fuzz.cover"
 
 
 def _made_by(layer: Layer) -> str:
