@@ -69,12 +69,14 @@ def all_builds() -> list[Build]:
     return builds
 
 
-def loop(build: Build) -> tuple[nn.Module, torch.optim.Optimizer, Callable[..., Tensor]]:
+def loop(
+    build: Build, fused: bool = False
+) -> tuple[nn.Module, torch.optim.Optimizer, Callable[..., Tensor]]:
     """The model of a build, its optimizer, and the body of an ordinary loop."""
     torch.manual_seed(0)
     model = build.make().to(build.dtype).train()
     optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-5
+        [p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-5, fused=fused
     )
 
     def loop_step(*batch: Tensor) -> Tensor:
@@ -95,9 +97,11 @@ def batches(build: Build) -> list[tuple[Tensor, ...]]:
     ]
 
 
-def untouched(build: Build, world: int) -> tuple[list[float], dict[str, Tensor]]:
+def untouched(
+    build: Build, world: int, fused: bool = False
+) -> tuple[list[float], dict[str, Tensor]]:
     """The losses of a loop without ztrans, and the values of its parameters and buffers after it."""
-    model, optimizer, loop_step = loop(build)
+    model, optimizer, loop_step = loop(build, fused)
     losses = []
     for batch in batches(build):
         if not build.apart:
@@ -127,10 +131,10 @@ def restore_buffers(model: nn.Module, values: Sequence[Tensor]) -> None:
             buffer.copy_(value)
 
 
-def distance(build: Build, world: int, stages: Sequence[int]) -> float:
+def distance(build: Build, world: int, stages: Sequence[int], fused: bool = False) -> float:
     """How far the sharded loop is off the untouched one, relative to what the loop has changed."""
-    losses, truth = untouched(build, world)
-    model, optimizer, loop_step = loop(build)
+    losses, truth = untouched(build, world, fused)
+    model, optimizer, loop_step = loop(build, fused)
     step, first = zt.lift(loop_step, model, optimizer)
     rows = [
         [tuple(x.chunk(world)[rank] for x in batch) for rank in range(world)]
@@ -169,12 +173,15 @@ def _apart(state: dict[str, Tensor], truth: dict[str, Tensor], first: dict) -> I
 
 
 def outcome(
-    build: Build, worlds: Sequence[int] = WORLDS, stages: Sequence[int] = STAGES
+    build: Build,
+    worlds: Sequence[int] = WORLDS,
+    stages: Sequence[int] = STAGES,
+    fused: bool = False,
 ) -> Outcome:
     """Compare a build with the untouched loop."""
     start = time.perf_counter()
     try:
-        worst = max(distance(build, world, stages) for world in worlds)
+        worst = max(distance(build, world, stages, fused) for world in worlds)
         kind, detail = "equal" if worst <= TOLERANCE[build.dtype] else "different", f"{worst:.0e}"
     except Exception as error:
         text = str(error).splitlines() or [""]
