@@ -45,7 +45,7 @@ from .ir.verifier import check
 from .ir.wire_traffic import wire_traffic
 from .planning.buffers import local_bytes
 from .planning.cluster import Cluster, Device, default_cluster, default_device
-from .planning.cost import Cost, Memory, cost, held_by_others, memory
+from .planning.cost import Cost, Memory, bytes_of_others, cost, memory
 from .planning.formulate import formulate
 from .planning.limit import DoesNotFit, check_peak, with_device_limit
 from .planning.make_plan import make_plan, with_memory_notes
@@ -330,7 +330,7 @@ class Lowered(Printed):
         peak = timeline.peak
         if self.graph.micro > 1:  # the bound is of each micro-batch by itself
             programs = micro_batch_programs(self.graph)
-            peak -= min(held_by_others(self.graph, programs).values())
+            peak -= min(bytes_of_others(self.graph, programs).values())
         return dataclasses.replace(timeline, bound=self._lower_bound(cluster, peak))
 
     def _lower_bound(self, cluster: Cluster, peak: int) -> tuple[float, str] | None:

@@ -273,3 +273,5 @@ def test_the_timeline_counts_a_carried_gather_once(cluster):
     assert lowered.graph.carried
     timeline = lowered.timeline()
     assert sum(event.bytes for event in timeline.events) == lowered.cost_analysis().wire_bytes
+    sent = [event for event in timeline.events if event.lane != "compute" and event.arrives]
+    assert len(sent) == sum(is_start(e) for e in lowered.graph.eqns)

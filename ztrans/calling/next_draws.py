@@ -25,24 +25,25 @@ HIGHEST = [0xFFFFFFBF] * 300 + [0x7FFFFF01] * 100
 def next_draws(words: Sequence[int]) -> Iterator[None]:
     """Inside, the generators first draw these words, and then random ones. Afterwards they are as before.
 
-    Without words they draw on."""
+    Without words, the context does nothing.
+    """
     if not words:
         yield
         return
     python = random.getstate()
-    numpys = numpy.random.get_state(legacy=False)
+    of_numpy = numpy.random.get_state(legacy=False)
     chosen = [_word_of_state(word) for word in words]
     try:
         version, (*state, _), _ = python
         random.setstate((version, (*chosen, *state[len(chosen) :], 0), None))
         # A caller may have set another kind of generator.
-        if numpys["bit_generator"] == "MT19937":
-            key = numpy.array([*chosen, *numpys["state"]["key"][len(chosen) :]], numpy.uint32)
+        if of_numpy["bit_generator"] == "MT19937":
+            key = numpy.array([*chosen, *of_numpy["state"]["key"][len(chosen) :]], numpy.uint32)
             numpy.random.set_state(("MT19937", key, 0, 0, 0.0))
         yield
     finally:
         random.setstate(python)
-        numpy.random.set_state(numpys)
+        numpy.random.set_state(of_numpy)
 
 
 def _word_of_state(drawn: int) -> int:

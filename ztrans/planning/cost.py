@@ -263,17 +263,17 @@ def memory(graph: Graph) -> Memory:
 
 
 def _highest(graph: Graph) -> Memory:
-    """The memory of the micro-batch with the highest peak, with what others hold."""
+    """The memory of the micro-batch with the highest peak, with the bytes of the others."""
     memories = []
-    for part, more in held_by_others(graph, micro_batch_programs(graph)).items():
+    for part, of_others in bytes_of_others(graph, micro_batch_programs(graph)).items():
         by_itself = memory(part)
-        live = tuple(n + more for n in by_itself.live)
-        memories.append(dataclasses.replace(by_itself, live=live, peak=by_itself.peak + more))
+        live = tuple(n + of_others for n in by_itself.live)
+        memories.append(dataclasses.replace(by_itself, live=live, peak=by_itself.peak + of_others))
     return max(memories, key=lambda each: each.peak)
 
 
-def held_by_others(graph: Graph, programs: MicroBatchPrograms) -> dict[Graph, int]:
-    """The different programs of micro-batches, and the bytes that other micro-batches hold while each of them runs.
+def bytes_of_others(graph: Graph, programs: MicroBatchPrograms) -> dict[Graph, int]:
+    """By program of a micro-batch, the bytes that the other micro-batches have live while it runs.
 
     The batches of the others are live throughout. So is what those before one in the middle return.
     """
@@ -281,7 +281,7 @@ def held_by_others(graph: Graph, programs: MicroBatchPrograms) -> dict[Graph, in
     batch = (graph.micro - 1) * sum(size(v) for v in graph.inputs if is_cut(graph, v))
     joined_outputs = programs.first.outputs[graph.num_state + programs.sums :][: programs.joins]
     joined = (graph.micro - 2) * sum(size(v) for v in joined_outputs)
-    held = dict.fromkeys(programs.different, batch)
-    if programs.middle in held:
-        held[programs.middle] += joined
-    return held
+    of_others = dict.fromkeys(programs.different, batch)
+    if programs.middle in of_others:
+        of_others[programs.middle] += joined
+    return of_others

@@ -294,9 +294,8 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
         inside = Inside(lane, wire, latency_inside, seconds_inside / received)
     else:
         # Of a ring and a tree, the faster one depends on the bytes of a bucket.
-        charged = cluster.charge_factor(
-            start, graph.axes
-        )  # bytes of the link for each received byte
+        # Bytes of the link for each received byte.
+        charged = cluster.charge_factor(start, graph.axes)
         (latency, pace), *others = link.ways(kind, charged, graph.axes[axis])
         tree = others[0] if others else None
 

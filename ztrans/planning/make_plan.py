@@ -34,7 +34,8 @@ SLACK = 0.05
 # A step that needs more than its limit by this share is refused at once. The bytes that a schedule counts are an upper
 # bound, so a step that needs a little more may still fit.
 FAR = 0.05
-_ROUNDS = 4  # of searches for an order of micro-batches, each in less room
+# How many searches for an order of micro-batches there are, each within fewer bytes.
+_ROUNDS = 4
 
 
 def make_plan(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
@@ -126,18 +127,17 @@ def _ordered(s: Skeleton, cluster: Cluster, budget: int) -> _Order:
     """
     limit = s.graph.hints.memory_limit
     room = budget
-    taken = 0
+    cut = 0
     for _ in range(_ROUNDS if s.graph.micro > 1 else 1):
         problem, update = problem_within(s, cluster, room)
         _check_near_limit(s, problem, cluster.device)
         order = _solved(s, problem, update, EFFORT)
         above = memory(order.graph).peak - budget
-        if above <= 0 or problem.memory > room:  # no room is too small for this problem
+        if above <= 0 or problem.memory > room:  # less room gives the same problem
             break
-        taken = max(
-            taken, above
-        )  # the peak falls in steps of whole messages, so less than before may not be enough
-        room -= taken
+        # The peak falls by whole messages, so a smaller cut than the last one may change nothing.
+        cut = max(cut, above)
+        room -= cut
     if limit is None or memory(order.graph).peak <= limit:
         return order
     return _solved(s, problem, update, WITHOUT_SEARCH)

@@ -27,7 +27,7 @@ from ..report.timeline import Timeline, one_by_one
 from .buffers import local_bytes
 from .cluster import Cluster
 from .contention import TOUCHED, Transfer, contended
-from .cost import held_by_others, launches, memory, memory_traffic
+from .cost import bytes_of_others, launches, memory, memory_traffic
 from .network import Level, Message
 from .play import Played, play
 from .roofline import memory_seconds, queue_seconds, roofline_seconds
@@ -269,9 +269,9 @@ def simulate(graph: Graph, cluster: Cluster) -> Timeline:
         return timeline_of(graph, cluster, equation_seconds(graph, cluster))
     programs = micro_batch_programs(graph)
     timelines = {}
-    for part, held in held_by_others(graph, programs).items():
+    for part, of_others in bytes_of_others(graph, programs).items():
         alone = simulate(part, cluster)
-        curve = tuple((time, live + held) for time, live in alone.memory)
+        curve = tuple((time, live + of_others) for time, live in alone.memory)
         timelines[part] = dataclasses.replace(alone, memory=curve)
     in_order = [timelines[part] for part in programs.in_order]
     return one_by_one(f"{graph.name}, simulated", in_order)
@@ -365,15 +365,16 @@ def _of_two_steps(graph: Graph, every: Sequence[Sent]) -> list[Sent]:
 def _within(events: Iterable[Event], begin: float, length: float) -> list[Event]:
     """The parts of events that are in a step, in seconds from its start.
 
-    A message that goes on in the next step is in both. Its bytes count in the step in which it arrives.
+    A message that goes on in the next step has a bar in both. Its bytes count in the step in which it arrives.
     """
     inside = []
     for event in events:
         start = max(event.start - begin, 0.0)
         end = min(event.end - begin, length)
         if end > start:
-            received = event.bytes if event.end - begin <= length else 0
-            part = dataclasses.replace(event, start=start, seconds=end - start, bytes=received)
+            part = dataclasses.replace(event, start=start, seconds=end - start)
+            if event.end - begin > length:
+                part = dataclasses.replace(part, bytes=0, arrives=False)
             inside.append(part)
     return inside
 

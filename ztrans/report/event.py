@@ -12,7 +12,12 @@ Curve = tuple[tuple[float, int], ...]  # (time, live bytes)
 
 @dataclass(frozen=True)
 class Event:
-    """One bar: an equation on a lane, from `start` for `seconds`. Compute waited for it for `stall` seconds."""
+    """One bar: an equation on a lane, from `start` for `seconds`. Compute waited for it for `stall` seconds.
+
+    Attributes:
+        bytes: what a message brings.
+        arrives: whether it ends in this step. A message for the next step may arrive there.
+    """
 
     lane: str
     start: float
@@ -20,6 +25,7 @@ class Event:
     eqn: Eqn
     stall: float = 0.0
     bytes: int = 0
+    arrives: bool = True
 
     @property
     def end(self) -> float:

@@ -37,8 +37,7 @@ def table(timeline: Timeline) -> str:
         work = f"{len(bars)} operations"
         if lane != COMPUTE:
             received = sum(event.bytes for event in bars)
-            # The bar of a message that arrives in the next step has no bytes in this one.
-            arrived = sum(event.bytes > 0 for event in bars)
+            arrived = sum(event.arrives for event in bars)
             work = f"{arrived} messages, {format_bytes(received)}"
         rows.append(row(lane, timeline.busy(lane), work))
     rows.append(row(_EXPOSED, timeline.stalled))
