@@ -36,7 +36,7 @@ ARROWS = {
     "profiling": {"ir", "planning", "report", "runtime"},
 }
 # The modules on top of all packages. Each may import all packages, and the modules before it in this list.
-TOP = ("compiled", "fitting", "stages", "step", "testing", "__init__")
+TOP = ("running_order", "compiled", "fitting", "stages", "step", "testing", "__init__")
 
 # The exceptions: imports of a higher module, inside a method.
 DOORS = {

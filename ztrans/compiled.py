@@ -18,11 +18,9 @@ from .calling.guard import Guard
 from .calling.inputs import Inputs, check_donation, check_memory, device_of
 from .calling.signature import Surroundings
 from .ir.ambient import refuse_inside, without_autocast
-from .ir.donation import donation
-from .ir.graph import Eqn, Graph
+from .ir.graph import Graph
 from .ir.micro_batches import in_order
 from .ir.printer import Printed, format_seconds
-from .ir.update_groups import EqnGroup, group_updates
 from .planning.cost import Memory, memory
 from .planning.limit import DoesNotFit
 from .planning.place_copies import HostIsFull
@@ -30,6 +28,7 @@ from .planning.realise import PlanError
 from .profiling.profile import Profile, profile
 from .report.progress import stage
 from .report.tracebacks import ends_at_user
+from .running_order import fused_within_peak, with_grouped_updates
 from .runtime.agreement import agree, answers_late, everywhere, say_failure, step_of
 from .runtime.carried import CarryingExecutable
 from .runtime.contract import Contract, Proposal, agree_on_plan, agree_on_program
@@ -507,8 +506,19 @@ def _eager(
     on_write: Callable[[], None] | None,
 ) -> tuple[Graph, Executable]:
     """A program with equal updates next to each other, and what runs it operation by operation."""
-    graph, groups = _grouped(graph)
+    graph, groups = with_grouped_updates(graph)
     return graph, executable(graph, mesh, on_write, groups, device_of(local))
+
+
+def _inductor(
+    graph: Graph,
+    mesh: DeviceMesh | None,
+    local: Sequence[torch.Tensor],
+    on_write: Callable[[], None] | None,
+) -> tuple[Graph, Executable]:
+    """A program with the equations of each kernel next to each other, and what runs it kernel by kernel."""
+    graph, groups = fused_within_peak(graph)
+    return graph, inductor.executable(graph, groups, mesh, local, on_write)
 
 
 class Backend(NamedTuple):
@@ -528,7 +538,7 @@ class Backend(NamedTuple):
 
 BACKENDS: Mapping[str, Backend] = {
     "eager": Backend(_eager, fuses=False, check=lambda: None),
-    "inductor": Backend(inductor.executable, fuses=True, check=check_compiler),
+    "inductor": Backend(_inductor, fuses=True, check=check_compiler),
 }
 
 
@@ -541,27 +551,6 @@ def _changed(graph: Graph) -> list[int]:
 def _failures(mesh: DeviceMesh | None) -> int:
     """How often a step of this mesh has failed on this rank."""
     return process_groups(mesh).failures if mesh is not None else 0
-
-
-def _grouped(graph: Graph) -> tuple[Graph, Sequence[EqnGroup]]:
-    """The program with equal updates next to each other, and their groups.
-
-    Updates that compute temporary values are left in their places where the peak of memory would rise otherwise.
-    """
-    in_place = donation(graph).in_place_ops
-    peak = memory(graph).peak
-
-    def may_move_any(eqn: Eqn) -> bool:
-        return True
-
-    def may_move_without_temporary(eqn: Eqn) -> bool:
-        return eqn in in_place or not any(v.shape for v in eqn.results)
-
-    for may_move in (may_move_any, may_move_without_temporary):
-        grouped, groups = group_updates(graph, may_move)
-        if memory(grouped).peak <= peak:
-            return grouped, groups
-    return graph, ()
 
 
 def _agreed(lowered: Lowered) -> Lowered:

@@ -25,7 +25,7 @@ from ...ir.varying import varying
 from ..codegen import Kernel, coordinates, to_fx
 from ..executable import Executable, aliased_outputs
 from .compiler import Strided, bare, fused, infer_layouts
-from .fusion import FusedGroup, fuse
+from .fusion import FusedGroup
 
 
 class KernelCall:
@@ -86,23 +86,24 @@ class InductorExecutable(Executable):
 
 def executable(
     graph: Graph,
+    groups: Sequence[FusedGroup],
     mesh: DeviceMesh | None,
     inputs: Sequence[torch.Tensor],
     on_write: Callable[[], None] | None = None,
-) -> tuple[Graph, InductorExecutable]:
+) -> InductorExecutable:
     """Compile the program of this rank of `mesh`, for inputs with the layouts of `inputs`.
 
-    Returns the program in the order in which it runs, and a function of flat inputs (see `executable.Executable`).
+    The equations of each of the `groups` are next to each other. Returns a function of flat inputs (see
+    `executable.Executable`).
     """
-    program = _lay_out(*fuse(graph), mesh, inputs)
+    program = _lay_out(graph, groups, mesh, inputs)
     kernels, compiled = _compile(program)
-    groups = [group.eqns for group in program.groups]
+    together = [group.eqns for group in program.groups]
     device = device_of(inputs)
-    code = to_fx(program.graph, mesh, True, groups, kernels, on_write=on_write, device=device)
+    code = to_fx(graph, mesh, True, together, kernels, on_write=on_write, device=device)
     layouts = [program.layouts[v] for v in graph.tensor_inputs]
-    outputs = aliased_outputs(program.graph)
-    run = InductorExecutable(code, graph.num_state, on_write, outputs, compiled, layouts)
-    return program.graph, run
+    outputs = aliased_outputs(graph)
+    return InductorExecutable(code, graph.num_state, on_write, outputs, compiled, layouts)
 
 
 @dataclass(frozen=True, eq=False)

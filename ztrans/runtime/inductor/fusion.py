@@ -8,7 +8,7 @@ depend on the equations only, not on where the plan placed the collectives, so e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -41,13 +41,15 @@ class FusedGroup:
     is_update: bool
 
 
-def fuse(graph: Graph) -> tuple[Graph, tuple[FusedGroup, ...]]:
-    """Group the equations of a program.
+def fuse(
+    graph: Graph, in_place: Collection[Eqn] = frozenset()
+) -> tuple[Graph, tuple[FusedGroup, ...]]:
+    """Group the equations of a program. Those in `in_place` join a group only if they need not move.
 
     Returns the program with the equations of each group next to each other, and the groups in their order.
     """
     graph, updates = group_updates(graph, lambda eqn: is_fused_update(eqn) or _is_counter(eqn))
-    items = _Items(pair(graph), updates)
+    items = _Items(pair(graph), updates, in_place)
     for eqn in _waits_together(graph, items.pairs):
         items.add(eqn)
 
@@ -151,8 +153,11 @@ class _Items:
     item that they read. Constants, and views of them, are deferred until an equation reads them.
     """
 
-    def __init__(self, pairs: Pairs, updates: Sequence[EqnGroup]) -> None:
+    def __init__(
+        self, pairs: Pairs, updates: Sequence[EqnGroup], in_place: Collection[Eqn]
+    ) -> None:
         self.pairs = pairs
+        self.in_place = in_place
         self.update_of: dict[Eqn, EqnGroup] = {}
         for update in updates:
             self.update_of.update(dict.fromkeys(update, update))
@@ -248,6 +253,8 @@ class _Items:
         """
         if not item.fusible or len(item.eqns) >= MOST:
             return False
+        if eqn in self.in_place and item is not self.items[-1]:
+            return False
         shared = [v for v in eqn.ins if v in self.item_of and self.item_of[v].root is item]
         return _is_small(eqn) or any(v.numel > 1 for v in shared)
 
@@ -256,7 +263,9 @@ class _Items:
         fits = item.fusible and len(item.eqns) + len(earlier.eqns) < MOST
         if not fits or not self.may_join(eqn, earlier):
             return False
-        return all(reader.root is item for reader in earlier.read_by)
+        if not all(reader.root is item for reader in earlier.read_by):
+            return False
+        return not any(each in self.in_place for each in earlier.eqns)
 
 
 def _waits_together(graph: Graph, pairs: Pairs) -> Iterator[Eqn]:
