@@ -6,7 +6,8 @@
 
 Each host has two processes on one core. The Llama, its loop and the counting of bytes are those of `between_hosts.py`.
 All subjects train the same model on the same batches, in turns. "the plan" knows the links by `zt.calibrate`, and
-nothing else is asked of it. Writes benchmarks/results/host_shards.md, unless --quick.
+nothing else is asked of it: without a limit it stays near the memory of stage 3. So it is also made within the memory
+that HSDP takes. Writes benchmarks/results/host_shards.md, unless --quick.
 """
 
 from __future__ import annotations
@@ -41,28 +42,36 @@ from .tensor_parallel_fsdp import CONFIG
 
 LOCAL = 2  # ranks of a host
 PLAN = "ztrans, the plan"
+PLAN_IN_MEMORY_OF_HSDP = "ztrans, the plan within the memory of HSDP"
 HSDP = "ztrans, HSDP"
 
 
 class Subject(NamedTuple):
-    """A way to train: a step that returns the loss of this rank, or of all, and what its plan decided."""
+    """A way to train: a step that returns the loss of this rank, or of all, its peak, and what its plan decided."""
 
     step: TrainStep
     is_mean: bool
     plan: str = ""
+    peak: int | None = None
 
 
 def by_fsdp(mesh: DeviceMesh, **options: Any) -> Subject:
     return Subject(loop({"mesh": mesh, **options})[1], is_mean=False)
 
 
-def by_ztrans(mesh: DeviceMesh, tokens: Tensor, cluster: zt.Cluster, **options: Any) -> Subject:
+def by_ztrans(
+    mesh: DeviceMesh,
+    tokens: Tensor,
+    cluster: zt.Cluster,
+    memory: int | str = "auto",
+    **options: Any,
+) -> Subject:
     model, train_step, optimizer = loop(None)
     lifted, state = zt.lift(train_step, model, optimizer)
     transforms = (
         zt.shard_params(mesh, **options),
         zt.overlap_grads(),
-        zt.prefetch(),
+        zt.prefetch(memory=memory),
         zt.fuse_cast_gather(),
     )
     step = zt.chain(*transforms)(zt.Step.of(lifted))
@@ -71,7 +80,8 @@ def by_ztrans(mesh: DeviceMesh, tokens: Tensor, cluster: zt.Cluster, **options: 
     again = [name for members, _ in lowered.plan.gathers for name in members if "@" in name]
     simulated = lowered.timeline().seconds
     plan = f"{len(again)} in parts, {len(lowered.plan.dropped)} kept whole; {simulated:.2f} s simulated"
-    return Subject(with_state(lowered.compile(), state), True, plan)
+    peak = lowered.memory_analysis().peak
+    return Subject(with_state(lowered.compile(), state), True, plan, peak)
 
 
 def subjects(tokens: Tensor) -> dict[str, Subject]:
@@ -82,14 +92,16 @@ def subjects(tokens: Tensor) -> dict[str, Subject]:
     of_hosts = zt.calibrate(hosts)
     if dist.get_rank() == 0:
         print(cluster)
+    replicated = by_ztrans(hosts, tokens, of_hosts, replicate_axis="host")
     return {
         "FSDP2": by_fsdp(flat),
         f"FSDP2, reshard_after_forward={LOCAL}": by_fsdp(flat, reshard_after_forward=LOCAL),
         "FSDP2, HSDP": by_fsdp(hosts),
         'ztrans, reshard="always"': by_ztrans(flat, tokens, cluster, reshard="always"),
-        HSDP: by_ztrans(hosts, tokens, of_hosts, replicate_axis="host"),
+        HSDP: replicated,
         f"ztrans, reshard={LOCAL}": by_ztrans(flat, tokens, cluster, reshard=LOCAL),
         PLAN: by_ztrans(flat, tokens, cluster),
+        PLAN_IN_MEMORY_OF_HSDP: by_ztrans(flat, tokens, cluster, memory=replicated.peak),
     }
 
 
@@ -125,9 +137,11 @@ def report(
     hosts = dist.get_world_size() // LOCAL
     rows = []
     for name, each in used.items():
-        rows.append(
-            f"| {name} | {each.mebibytes:.0f} | {each.seconds:.2f} | {losses[name]:.4f} | {every[name].plan} |"
-        )
+        peak = every[name].peak
+        cells = [name, f"{each.mebibytes:.0f}", f"{each.seconds:.2f}"]
+        cells.append("" if peak is None else f"{peak / MiB:.0f} MiB")
+        cells += [f"{losses[name]:.4f}", every[name].plan]
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join([
         f"# Parameters kept in parts by the ranks of a host: {network(hosts)}, {dist.get_world_size()} ranks",
         "",
@@ -137,8 +151,8 @@ def report(
         f"in turns. The last column says how the plan gathers the parameters that backward reads: the others are "
         f"gathered again over all ranks. It also has the seconds of the step as simulated with the measured cluster.",
         "",
-        "| | MiB between the hosts | seconds a step | mean loss of the last step | of the parameters |",
-        "|---|---:|---:|---:|---|",
+        "| | MiB between the hosts | seconds a step | planned peak | mean loss of the last step | of the parameters |",
+        "|---|---:|---:|---:|---:|---|",
         *rows,
         "",
         "By arithmetic, with P bytes of parameters: a hierarchical gather or reduce_scatter over all ranks sends P "
