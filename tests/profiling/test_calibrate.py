@@ -9,6 +9,12 @@ from tests.support import dtensors
 
 
 @pytest.mark.slow
+def test_a_matmul_that_takes_longer_than_a_burst_is_measured(monkeypatch):
+    monkeypatch.setattr("ztrans.profiling.calibrate._BURST", 0.0)
+    ((cluster,),) = dtensors.on_ranks([0], lambda mesh: [zt.calibrate(mesh)], dp=2)
+    assert cluster.link("dp").bandwidth > 0
+
+
 def test_joint_axes_are_measured_where_they_are_asked_for(monkeypatch):
     """The other ranks are fake, so messages arrive at once."""
     monkeypatch.setattr("ztrans.profiling.calibrate._BURST", 0.01)

@@ -310,10 +310,11 @@ def _compute_lost(start_message: StartMessage, mesh: DeviceMesh, device: torch.d
     run = _matmul(256, torch.float32, device)
 
     def run_while(goes_on: Callable[[], bool]) -> tuple[int, float, float]:
-        """The number of matmuls, and the seconds that they take by both clocks."""
+        """The number of matmuls, at least one, and the seconds that they take by both clocks."""
         begin = time.perf_counter()
         begin_process = time.process_time()
-        count = 0
+        _seconds(run, device)
+        count = 1
         while goes_on():
             _seconds(run, device)
             count += 1
