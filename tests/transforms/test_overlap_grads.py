@@ -16,6 +16,7 @@ from ztrans.ir.graph import Eqn, Graph, Partial, Split, Var
 from ztrans.ir.op_facts import ADD, is_matmul, is_view_or_cast
 from ztrans.planning import make_plan as plans
 from ztrans.planning.cluster import Link
+from ztrans.planning.limit import DoesNotFit
 from ztrans.planning.solver.validate import ScheduleError
 
 
@@ -192,6 +193,21 @@ def test_an_invalid_order_is_replaced_by_the_order_as_written(broken, monkeypatc
     assert reason in note and note in " ".join(str(lowered.plan).split())
     monkeypatch.undo()
     assert str(lowered.with_plan(lowered.plan)) == str(lowered)
+
+
+@pytest.mark.parametrize("remat", [(), (zt.remat(memory=1),)])
+def test_an_invalid_order_is_no_way_around_the_limit(remat, monkeypatch):
+    """The order as written needs more than the limit, so it is refused too, also where the plan may recompute."""
+    case = mlp_momentum()
+    ahead = zt.prefetch(memory=1)
+    monkeypatch.setattr(plans, "_check_near_limit", lambda *a: None)
+    monkeypatch.setattr(
+        plans,
+        "validate",
+        lambda *a: (_ for _ in ()).throw(ScheduleError("out of order: Bucket")),
+    )
+    with pytest.raises(DoesNotFit, match="is less than the step needs in any order tried"):
+        on_ranks(case, 4, zt.shard_params(zt.AbstractMesh(dp=4)), ahead, *remat)
 
 
 @pytest.mark.parametrize("options, message", [

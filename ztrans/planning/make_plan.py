@@ -202,10 +202,16 @@ def problem_within(s: Skeleton, cluster: Cluster, budget: int) -> tuple[Problem,
 
 
 def _as_written(graph: Graph, cluster: Cluster, reason: str) -> tuple[Plan, Graph]:
-    """The program in the order in which it was written, and a plan that says why."""
+    """The program in the order in which it was written, and a plan that says why.
+
+    Raises: DoesNotFit
+    """
+    needed = memory(graph)
+    if graph.hints.memory_limit is not None and needed.peak > graph.hints.memory_limit:
+        raise does_not_fit(graph, cluster.device, needed)
     fingerprint = skeleton(graph).fingerprint
     plan = Plan(fingerprint, update=WRITTEN, notes=(f"the order is as written: {reason}",))
-    return _with_notes(plan, graph, memory(graph).peak, cluster), check(without_hints(graph))
+    return _with_notes(plan, graph, needed.peak, cluster), check(without_hints(graph))
 
 
 def _with_notes(plan: Plan, graph: Graph, peak: int, cluster: Cluster) -> Plan:

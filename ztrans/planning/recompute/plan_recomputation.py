@@ -192,12 +192,10 @@ class _Planner:
         """The plan of a choice, or None if no order of its program fits the limit."""
         hinted = self._rewritten(residency)
         try:
-            plan, ordered = ordering(hinted, self.cluster)
+            plan, ordered = self._ordered(hinted, ordering)
         except DoesNotFit as error:
             self.errors.append(error)
             return None
-        except (ProgramError, ScheduleError):
-            plan, ordered = make_plan(hinted, self.cluster)  # its notes say what was wrong
         plan = dataclasses.replace(
             plan,
             recomputed=self._names(residency.recomputed()),
@@ -206,6 +204,16 @@ class _Planner:
         )
         seconds = simulate(place_copies(ordered, self.cluster), self.cluster).seconds
         return Recomputation(plan, hinted, ordered, seconds)
+
+    def _ordered(self, hinted: Graph, ordering: Ordering) -> tuple[Plan, Graph]:
+        """The program of one rank in an order. If the planned one is not valid, the notes say what was wrong.
+
+        Raises: DoesNotFit
+        """
+        try:
+            return ordering(hinted, self.cluster)
+        except (ProgramError, ScheduleError):
+            return make_plan(hinted, self.cluster)
 
     def _notes(self, residency: Residency) -> Iterator[str]:
         """What becomes of the values of forward."""
