@@ -7,7 +7,7 @@ that the step reads besides its arguments, and what an `ExtraInputs` adds.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -68,21 +68,18 @@ _INTEGER = Abstract((), torch.int64, (), "cpu")
 _FLOAT = Abstract((), torch.float64, (), "cpu")
 
 
-def device_of_leaves(leaves: Iterable[Abstract]) -> str:
-    """The first device of the leaves other than the CPU, or the CPU."""
-    for leaf in leaves:
-        if leaf.device not in ("cpu", "meta"):
-            return leaf.device
-    return "cpu"
-
-
-def run_on_cpus(leaves: Sequence[Abstract]) -> bool:
-    """Whether a program of these leaves runs on CPUs. One that has meta tensors alone is planned for GPUs.
+def device_of_program(leaves: Iterable[Abstract]) -> str:
+    """The accelerator of the leaves; "cpu" if they have none, and a tensor on the CPU; otherwise "meta".
 
     Scalars, such as the counters of an optimizer, may be on CPUs beside a GPU.
     """
-    has_tensor_on_cpu = any(leaf.device == "cpu" and leaf.shape for leaf in leaves)
-    return has_tensor_on_cpu and device_of_leaves(leaves) == "cpu"
+    device = "meta"
+    for leaf in leaves:
+        if leaf.device not in ("cpu", "meta"):
+            return leaf.device
+        if leaf.device == "cpu" and leaf.shape:
+            device = "cpu"
+    return device
 
 
 class Constant(NamedTuple):

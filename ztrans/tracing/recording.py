@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ..calling.call import BoundCall, StepFunction
 from ..calling.inputs import Inputs, local_part, read_argument
-from ..calling.signature import Abstract, Signature, device_of_leaves, run_on_cpus
+from ..calling.signature import Abstract, Signature, device_of_program
 from ..calling.trees import opened
 from ..ir.graph import Graph
 from ..ir.layout import UserSharding
@@ -49,14 +49,8 @@ class Recording:
     @property
     def device_type(self) -> str:
         """The device of the tensors that it was traced for: an accelerator if one is there, "cpu", or "meta"."""
-        tensors = []
-        for leaf in self.signature.leaves:
-            if isinstance(leaf.value, Abstract) and leaf.value.shape:
-                tensors.append(leaf.value)
-        device = device_of_leaves(tensors)
-        if device != "cpu":
-            return device
-        return "cpu" if run_on_cpus(tensors) else "meta"
+        values = [leaf.value for leaf in self.signature.leaves]
+        return device_of_program(value for value in values if isinstance(value, Abstract))
 
     def check_fits(self, call: BoundCall, name: str = "") -> None:
         """Check that a call has the signature that the step was traced for, in whatever layout its leaves are.

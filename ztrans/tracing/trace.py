@@ -18,13 +18,7 @@ from torch.utils import _pytree as pytree
 from ..calling.call import BoundCall, StepFunction
 from ..calling.inputs import check_state
 from ..calling.purity import trace_without_side_effects
-from ..calling.signature import (
-    Abstract,
-    Constant,
-    Signature,
-    device_of_leaves,
-    run_on_cpus,
-)
+from ..calling.signature import Abstract, Constant, Signature, device_of_program
 from ..calling.trees import leaf_names, named_outputs, opened
 from ..ir.ambient import refuse_inside, without_autocast
 from ..ir.graph import Eqn, Graph, MemoryKind, Var, dce
@@ -73,10 +67,9 @@ def trace(
     refuse_inside(f"trace: {name}", call)
     part = call.micro_batch(function, micro) if micro > 1 else call
     step = _FlatStep(fn, name, part, _leaves_of(part, function, axes, memories))
-    device_of_meta = device or device_of_leaves(leaf.abstract for leaf in step.inputs)
 
     def record() -> Recording:
-        graph, module, out_tree = _traced_graph(step, device_of_meta)
+        graph, module, out_tree = _traced_graph(step, device)
         if function.extra is not None:
             pairs = zip(graph.inputs, graph.outputs[: graph.num_state])
             function.extra.check_changed({old.name for old, new in pairs if new is not old})
@@ -155,10 +148,16 @@ class _FlatStep:
         return _local_results(self.state, *result)
 
 
-def _traced_graph(step: _FlatStep, device: str) -> tuple[Graph, fx.GraphModule, pytree.TreeSpec]:
+def _traced_graph(
+    step: _FlatStep, device_of_meta: str | None
+) -> tuple[Graph, fx.GraphModule, pytree.TreeSpec]:
     """The program of a step, the FX graph that it comes from, and the tree of what the step returns."""
+    device = device_of_program(leaf.abstract for leaf in step.inputs)
+    if device_of_meta is None:
+        # A program without tensors on a device is planned for GPUs, which may not be there to trace on.
+        device_of_meta = "cpu" if device == "meta" else device
     names = [leaf.name for leaf in step.inputs]
-    traced = trace_by_make_fx(step, lambda: step.empty_inputs(device), names, step.name)
+    traced = trace_by_make_fx(step, lambda: step.empty_inputs(device_of_meta), names, step.name)
 
     variables: list[Var] = []
     batch: set[Var] = set()
@@ -190,7 +189,7 @@ def _traced_graph(step: _FlatStep, device: str) -> tuple[Graph, fx.GraphModule, 
     )
     _check_state(graph, step.state)
     graph = _annotated(graph, facts)
-    graph = with_chosen_backend(graph, run_on_cpus([leaf.abstract for leaf in step.inputs]))
+    graph = with_chosen_backend(graph, device == "cpu")
     return graph, traced.module, traced.out_tree
 
 
