@@ -12,7 +12,7 @@ Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -156,16 +156,23 @@ class KnownTree:
     def __init__(self, tree: Any) -> None:
         # For each container its position among all nodes, its type and its keys.
         self._containers: list[tuple[int, Any, Any]] = []
-        nodes = [tree]
-        below: dict[int, range] = {}
-        # The list grows meanwhile.
-        for position, node in enumerate(nodes):
-            children, keys = _children(node)
-            if children is not None:
-                self._containers.append((position, type(node), keys))
-                below[position] = range(len(nodes), len(nodes) + len(children))
-                nodes += children
-        self._leaves = list(_leaf_positions(0, below))
+        # The positions of the leaves, from left to right.
+        self._leaves: list[int] = []
+        self._num_nodes = 1
+        self._record(tree, 0)
+
+    def _record(self, node: Any, position: int) -> None:
+        """Note what is at a position and under it."""
+        children, keys = _children(node)
+        if children is None:
+            self._leaves.append(position)
+            return
+        self._containers.append((position, type(node), keys))
+        # The method `leaves` meets containers in this order, and appends the children of each to the nodes before.
+        first = self._num_nodes
+        self._num_nodes += len(children)
+        for k, child in enumerate(children):
+            self._record(child, first + k)
 
     def leaves(self, tree: Any) -> list[Any] | None:
         """The leaves of a tree of this structure, as if it was flattened; None for another one.
@@ -205,11 +212,3 @@ def _children(node: Any) -> tuple[list | None, Any]:
     if structure.is_leaf():
         return None, None
     return children, structure
-
-
-def _leaf_positions(position: int, below: dict[int, range]) -> Iterator[int]:
-    """The positions of the leaves under a node, from left to right."""
-    if position not in below:
-        yield position
-    for child in below.get(position, ()):
-        yield from _leaf_positions(child, below)
