@@ -365,19 +365,13 @@ class Lowered(Printed):
         Source: DeepSpeed DeepCompile, 2025, which also plans again after some recorded steps.
         """
         cluster = profile if isinstance(profile, Cluster) else profile.cluster(self.cluster)
-        unordered = with_device_limit(self.unordered, cluster.device)
-        if has_choice(unordered.hints):
-            replanned = self.traced.planned(cluster)
-            plan = replanned.plan
-            graph = replanned.graph
-        else:
-            plan, graph = make_plan(unordered, cluster)
+        replanned = self.traced.planned(cluster)
         before = simulate(self.graph, cluster).seconds
-        after = simulate(graph, cluster).seconds
+        after = simulate(replanned.graph, cluster).seconds
         change = f"where the plan before has {format_seconds(before)} ({after / before - 1:+.1%})"
         note = f"expected {format_seconds(after)} a step, {change}"
-        plan = dataclasses.replace(plan, notes=(*plan.notes, note))
-        return dataclasses.replace(self, cluster=cluster, unordered=unordered).with_plan(plan)
+        plan = dataclasses.replace(replanned.plan, notes=(*replanned.plan.notes, note))
+        return dataclasses.replace(replanned, plan=plan)
 
     def with_plan(self, plan: Plan) -> Lowered:
         """This program in the order of the given plan."""
