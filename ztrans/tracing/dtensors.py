@@ -10,7 +10,7 @@ Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import ops
@@ -71,22 +70,6 @@ def unrecorded_layouts() -> Iterator[None]:
         yield
 
 
-def local_results(
-    state: Sequence[Any], specs: Sequence[DTensorSpec | None], paths: Sequence[str], output: Any
-) -> tuple[list[Any], Any]:
-    """The results of a step as local tensors.
-
-    Args:
-        state: the leaves of the new state, with the `specs` and the `paths` of the old ones.
-        output: the output, any tree.
-
-    Raises: ValueError for a leaf that was a DTensor and is none any more, or the other way round.
-    """
-    with torch.no_grad():
-        new = [_in_layout(x, spec, path) for x, spec, path in zip(state, specs, paths)]
-        return new, pytree.tree_map_only(DTensor, DTensor.full_tensor, output)
-
-
 def refuse_wrappers(leaves_by_path: Iterable[tuple[str, Any]], caller: str = "trace") -> None:
     """Raises: TypeError for a tensor of a user's class that holds other tensors, as DTensor does."""
     for name, x in leaves_by_path:
@@ -100,8 +83,11 @@ def refuse_wrappers(leaves_by_path: Iterable[tuple[str, Any]], caller: str = "tr
             )
 
 
-def _in_layout(new: Any, spec: DTensorSpec | None, path: str) -> Any:
-    """This rank's part of a leaf of the new state, in the layout of the old leaf."""
+def in_layout(new: Any, spec: DTensorSpec | None, path: str) -> Any:
+    """This rank's part of a leaf of the new state, in the layout of the old leaf.
+
+    Raises: TraceError for a leaf that was a DTensor and is a full tensor now, or the other way round.
+    """
     old_kind = "a full tensor" if spec is None else "a DTensor"
     new_kind = "a DTensor" if isinstance(new, DTensor) else "a full tensor"
     if old_kind != new_kind:

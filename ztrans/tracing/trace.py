@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from ..calling.call import BoundCall, StepFunction
@@ -25,7 +26,7 @@ from ..ir.graph import Eqn, Graph, MemoryKind, Var, dce
 from ..ir.higher_order import with_chosen_backend
 from ..ir.layout import UserSharding
 from ..ir.recompute import checkpointed
-from .dtensors import around, local_results, refuse_wrappers, spec_of
+from .dtensors import around, in_layout, refuse_wrappers, spec_of
 from .errors import divided_batch, unequal_parts
 from .fx_trace import check_torch, trace_by_make_fx
 from .import_fx import import_fx
@@ -252,13 +253,17 @@ def _seen_by_step(leaves: Sequence[_Leaf], tensors: Sequence[torch.Tensor]) -> l
 def _local_results(state: Sequence[_Leaf], new_state: Any, output: Any) -> tuple[Any, Any]:
     """The new state and the output of a step, with local tensors for DTensors.
 
-    Raises: TypeError for an object among the outputs that is neither a tensor nor a constant.
+    Raises:
+        TraceError: a leaf of the state was a DTensor and is a full tensor now, or the other way round.
+        TypeError: an object among the outputs is neither a tensor nor a constant.
     """
-    paths = [leaf.path for leaf in state]
     new, tree = pytree.tree_flatten(new_state)
-    new, output = local_results(new, [leaf.spec for leaf in state], paths, opened(output))
+    with torch.no_grad():
+        new = [in_layout(x, leaf.spec, leaf.path) for x, leaf in zip(new, state)]
+        output = pytree.tree_map_only(DTensor, DTensor.full_tensor, opened(output))
     # A map over an opened tree gives the user's containers again.
     output = opened(output)
+    paths = [leaf.path for leaf in state]
     refuse_wrappers((*zip(paths, new), *named_outputs(output)))
     return pytree.tree_unflatten(new, tree), output
 
