@@ -64,7 +64,7 @@ ATTRIBUTES = {
     "runtime.state": {"_local_tensor", "_spec"},
     "tracing.annotate": {"_sequence_nr"},
     "tracing.dtensors": {"_propagate_tensor_meta_non_cached"},
-    "tracing.fx_trace": {"_op_dk", "_rename", "_validate_args"},
+    "tracing.fx_trace": {"_op_dk", "_rename"},
     "tracing.function_mode": {"_cdata"},
     "tracing.gradient_marks": {"_post_accumulate_grad_hooks"},
 }

@@ -133,7 +133,8 @@ def _settings() -> Iterator[None]:
         # A region inside of torch.compile is traced as any other code.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_without_onednn())
-        stack.enter_context(_without_checks_of_distributions())
+        # Distributions check their arguments, which reads the values of tensors.
+        stack.enter_context(patched(torch.distributions.Distribution, _validate_args=False))
         # Where shapes do not fit, this logger would write a second traceback.
         logger = logging.getLogger("torch._subclasses.fake_tensor")
         stack.callback(setattr, logger, "disabled", logger.disabled)
@@ -161,18 +162,6 @@ def _without_onednn() -> contextlib.AbstractContextManager:
     return onednn.flags(
         enabled=False, deterministic=onednn.deterministic, allow_tf32=onednn.allow_tf32
     )
-
-
-@contextlib.contextmanager
-def _without_checks_of_distributions() -> Iterator[None]:
-    """Let distributions not check their arguments, which reads the values of tensors."""
-    distribution = torch.distributions.Distribution
-    validates = distribution._validate_args
-    distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        distribution.set_default_validate_args(validates)
 
 
 @functools.cache
