@@ -32,6 +32,14 @@ def test_a_value_of_a_tensor_cannot_be_read(read):
         zt.Step.of(lambda state, x: (state, x * read(x))).trace(STATE, X)
 
 
+def test_an_operation_on_a_storage_is_refused():
+    step = zt.Step.of(lambda state, x: (state, x.clone().set_(x.untyped_storage())))
+    with pytest.raises(
+        ValueError, match=r"does not run on tensors without values: (.*)UntypedStorage"
+    ):
+        step.trace(STATE, X)
+
+
 def transformed(**how):
     """A step of a transformer with a mask, and its arguments."""
     torch.manual_seed(0)

@@ -178,10 +178,6 @@ class Annotate(TorchDispatchMode):
         for x in (*args, *kwargs.values()):
             if isinstance(x, torch.Generator):
                 raise errors.own_generator(func, line, self.step)
-            if isinstance(x, torch.UntypedStorage):
-                raise errors.cannot_be_traced(
-                    func, TypeError("an argument is a storage"), line, self.step
-                )
         if backward and draws(func, args, kwargs):
             raise errors.draws_again(func, line, self.step)
         if _has_only_an_effect(func):

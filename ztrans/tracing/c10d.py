@@ -6,7 +6,8 @@ namespace c10d, whose schema does not declare that it writes `x`. This module re
     dist.all_reduce(x)   -->   x.copy_(wait_tensor(all_reduce(x, "sum", group)))
 
 In the trace a call with `async_op=True` completes at once, and so does the `Work` that it returns. A collective in
-which ranks do different things, such as a scatter from one rank, or one that takes a list to send, is an error.
+which ranks do different things, such as a scatter from one rank, one that takes a list to send, or a barrier, is an
+error.
 """
 
 from __future__ import annotations
@@ -65,10 +66,10 @@ def functionalized(op: Any, finished_work: Callable[[], Any], *args: Any, **kwar
     Raises: NoForm for a collective that has no functional form.
     """
     name = op._schema.name.split("::")[1]
-    if name in _BARRIERS:
-        raise NoForm("it moves no values, and a program runs as soon as its values are there")
     if name not in _FORMS:
-        raise NoForm("ranks take different parts in it, or it takes a list of tensors")
+        raise NoForm(
+            "ranks take different parts in it, it takes a list of tensors, or it moves no values"
+        )
     form, output_name, input_name = _FORMS[name]
     defaults = {a.name: a.default_value for a in op._schema.arguments}
     call = Call(defaults | arguments_by_name(op, args, kwargs))
@@ -135,4 +136,3 @@ _FORMS: dict[str, tuple[Callable[[Call, Any, Any], None], str, str]] = {
     "alltoall_base_": (_all_to_all, "output", "input"),
 }
 _OF_ONE_RANK = tuple(f"_c10d_functional::{name}" for name in ("isend", "irecv", "batch_p2p_ops"))
-_BARRIERS = ("barrier", "monitored_barrier_")
