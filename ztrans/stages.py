@@ -413,12 +413,12 @@ class Lowered(Printed):
         places in it.
         """
         if graph.hints.across_steps:
-            at_start = {n for names, place in plan.gathers if place == THE_START for n in names}
+            at_start: set[str] = set()
+            for names, place in plan.gathers:
+                if place == THE_START:
+                    at_start.update(names)
             graph = carry_first_gathers(graph, at_start)
-            plan = dataclasses.replace(plan, notes=(*plan.notes, _note_of_carried(graph)))
         graph = check(place_copies(graph, self.cluster))
-        if graph.hints.carry_copies:
-            plan = dataclasses.replace(plan, notes=(*plan.notes, _note_of_copies(graph)))
         check_host_memory(graph, self.cluster)
         # The last stage is the program without an order, and becomes the ordered one.
         history = (*self.history[:-1], ("lower", graph))
@@ -542,21 +542,6 @@ class Lowered(Printed):
             check_device(getattr(self.mesh, "device_type", None))
         check_attention(attention, self.mesh)
         return Compiled(self, backend, cuda_graph, cast_ahead, attention)
-
-
-def _note_of_carried(graph: Graph) -> str:
-    """What a plan says about the gathers that pass from step to step."""
-    if not graph.carried:
-        return "no gather of a parameter starts before the first operation, so none passes from step to step"
-    return f"the first {graph.carried} gathers start in the step before, in its update"
-
-
-def _note_of_copies(graph: Graph) -> str:
-    """What a plan says about the copies to the host that go on after the step."""
-    count = sum(v.future for v in graph.inputs[: graph.num_state])
-    if not count:
-        return "every copy to the host ends within its step"
-    return f"the last {count} copies to the host go on under the next step"
 
 
 def _check_whole_here(recording: Recording, name: str) -> None:

@@ -132,9 +132,7 @@ def test_programs_for_other_sizes_of_the_batch_carry_the_same_gathers():
 
 
 def test_one_rank_carries_nothing():
-    lowered = lower(ACROSS, mesh=zt.AbstractMesh(dp=1))
-    assert lowered.graph.carried == 0
-    assert "no gather of a parameter starts before the first operation" in str(lowered.plan)
+    assert lower(ACROSS, mesh=zt.AbstractMesh(dp=1)).graph.carried == 0
 
 
 def test_a_step_that_begins_with_arrived_gathers_waits_for_none_of_them():

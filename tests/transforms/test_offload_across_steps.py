@@ -85,8 +85,6 @@ def test_a_copy_that_ends_within_the_step_does_not_go_on():
     cluster = zt.cluster("h100", dp="nvlink4", host_link=link)
     low = lower(shard, moved, zt.overlap_grads(), name="mlp_momentum", cluster=cluster)
     assert not carried(low.graph)
-    assert "every copy to the host ends within its step" in str(low.plan)
-    assert "the last 8 copies to the host go on under the next step" in str(lower(ACROSS).plan)
 
 
 @pytest.mark.parametrize("leaf", ["returned twice", "returned as an output", "the batch", "a view"])
