@@ -308,7 +308,7 @@ def test_groups_that_a_step_made_are_named_by_their_axes():
     assert all(text == first for text in others)
 
 
-def test_routing_without_a_capacity_is_refused_by_name():
+def test_routing_without_a_capacity_is_refused_at_its_line():
     def as_list(splits):
         return splits.tolist()
 
@@ -317,11 +317,8 @@ def test_routing_without_a_capacity_is_refused_by_name():
         received = c10d.wait_tensor(c10d.all_to_all_single(counts, [1], [1], "ep"))
         return state, c10d.all_to_all_single(x, as_list(received), as_list(counts), "ep").sum()
 
-    with pytest.raises(
-        ValueError, match=r"If the splits of an all_to_all depend on it \(dropless routing\)"
-    ) as error:
+    with pytest.raises(ValueError, match="reads a tensor's value") as error:
         zt.Step.of(step).trace({"w": torch.ones(2)}, torch.ones(4, 2))
     lines, start = inspect.getsourcelines(as_list)
     line = start + next(i for i, text in enumerate(lines) if "splits.tolist" in text)
-    text = str(error.value)
-    assert f"test_leaf_axes.py:{line} in " in text and "capacity_factor * tokens / experts" in text
+    assert f"test_leaf_axes.py:{line} in " in str(error.value)

@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType, ModuleType
 from typing import Any
@@ -128,9 +128,15 @@ def user_source() -> Source | None:
 
     While a step is traced, that is a line of the step, and not the line that started the trace.
     """
-    for frame in _user_frames():
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
         code = frame.f_code
-        return Source(code.co_filename, frame.f_lineno, re.sub(r"\.<\w+>", "", code.co_qualname))
+        if code.co_name == TRACED and is_library(code.co_filename):
+            return None
+        if is_user_frame(frame):
+            function = re.sub(r"\.<\w+>", "", code.co_qualname)
+            return Source(code.co_filename, frame.f_lineno, function)
+        frame = frame.f_back
     return None
 
 
@@ -148,22 +154,6 @@ def library_line() -> str:
     path = re.split(r"(?:site|dist)-packages.", code.co_filename)[-1]
     text = linecache.getline(code.co_filename, frame.f_lineno).strip()
     return f"{path}:{frame.f_lineno} in {code.co_qualname}: {text}"
-
-
-def user_names() -> set[str]:
-    """The names of globals and attributes in the functions on the stack that the user wrote."""
-    return {name for frame in _user_frames() for name in frame.f_code.co_names}
-
-
-def _user_frames() -> Iterator[FrameType]:
-    """The frames of the user's code from the innermost one on; while a step is traced, the frames of the step."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == TRACED and is_library(frame.f_code.co_filename):
-            return
-        if is_user_frame(frame):
-            yield frame
-        frame = frame.f_back
 
 
 def _is_executed(frame: FrameType) -> bool:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._ops import OpOverload
 
-from ..ir.source import Source, library_line, user_names, user_source, where
+from ..ir.source import Source, library_line, user_source, where
 
 
 class TraceError(ValueError):
@@ -94,17 +94,7 @@ def _in_library(why: str) -> str:
 def reads_value(
     op: Any, source: Source | None, step: str, *, needs_shape: bool = False
 ) -> ReadsValueError:
-    """The step reads a value of a tensor, or with `needs_shape` uses a shape that depends on values.
-
-    The names in the user's code tell why it may do so: to send tokens to experts without dropping any, or to see
-    whether a mask is causal.
-    """
-    names = user_names()
-    special = ""
-    if any(name.startswith("all_to_all") for name in names):
-        special = _DROPLESS
-    elif any("mask" in name for name in names):
-        special = _CAUSAL
+    """The step reads a value of a tensor, or with `needs_shape` uses a shape that depends on values."""
     action = "reads a tensor's value"
     if needs_shape:
         action = "takes a shape from a tensor's values"
@@ -118,7 +108,6 @@ def reads_value(
         f"A traced step runs on tensors without values: replace .item(), bool() and `if` on tensors by "
         f"torch.where, and boolean indexing by masks. To log a value, return its tensor as output, and read it after "
         f"the step. To check it, do the same. A number that you pass is an input too: decide before, and pass a bool."
-        f"{special}"
     )
 
 
@@ -139,15 +128,6 @@ def failed(
     )
 
 
-_DROPLESS = (
-    "\nIf the splits of an all_to_all depend on it (dropless routing): a program has the same shapes for every batch, "
-    "so give each expert a capacity, such as capacity_factor * tokens / experts. Place tokens in [experts, capacity, "
-    "width], drop those beyond it, fill the rest with zeros, and call all_to_all with equal splits."
-)
-_CAUSAL = (
-    "\nnn.Transformer, its encoder and its decoder read a mask to see whether it is causal, unless the call says so: "
-    "is_causal=True, tgt_is_causal=True, or False."
-)
 _WITH_NUMPY = (
     "A traced step runs on tensors without values: compute with torch inside the step, or with NumPy outside, and "
     "pass the result in."
