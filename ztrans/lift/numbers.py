@@ -26,7 +26,9 @@ from ..ops import HALF
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "bool")
 _ARITHMETIC = ("add", "sub", "mul", "div", "truediv", "pow", "neg", "sqrt")
 _ROUNDED_ONCE = ("mul", "mul_", "div", "div_")
-_TENSORS_OF_FUSED = ("lr", "grad_scale", "found_inf")
+# The numbers that a fused kernel takes as tensors.
+_TAKEN_AS_TENSORS = ("lr", "grad_scale", "found_inf")
+# What stands for a number in the call of a fused kernel that is traced.
 _ANY_VALUE = 0.5
 
 
@@ -51,7 +53,8 @@ class Numbers(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         tensors = tensors_in((args, kwargs))
         are_numbers = [id(x) in self._numbers for x in tensors]
-        if not any(are_numbers) or name == "__get__":
+        # `__get__` reads an attribute, such as the dtype.
+        if name == "__get__" or not any(are_numbers):
             return func(*args, **kwargs)
         if name.startswith("_fused_"):
             return _call_fused(func, args, kwargs)
@@ -83,10 +86,11 @@ class Numbers(TorchFunctionMode):
 
     def _arithmetic(self, func: Callable, name: str, args: tuple) -> torch.Tensor:
         # `x += 1` gives another number, and does not write into this one.
-        if name.endswith("_") and not name.endswith("__"):
+        is_special_method = name.endswith("__")
+        if name.endswith("_") and not is_special_method:
             func = getattr(torch.Tensor, name.removesuffix("_"))
         # PyTorch would compute with a whole number and a literal in fp32, and Python does so in fp64.
-        if any(isinstance(x, float) for x in args) or "div" in name:
+        if "div" in name or any(isinstance(x, float) for x in args):
             args = pytree.tree_map_only(torch.Tensor, torch.Tensor.double, args)
         result = func(*args)
         self._numbers[id(result)] = result
@@ -102,18 +106,23 @@ def _rounded_once(name: str, x: torch.Tensor, *number: Any, **options: Any) -> t
 
 def _call_fused(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call a fused optimizer. Its keyword arguments may be tensors where it takes numbers by value."""
-    tensors = {}
-    for key, x in kwargs.items():
-        if isinstance(x, torch.Tensor) and key not in _TENSORS_OF_FUSED:
-            tensors[key] = x
     mode = get_proxy_mode()
-    if mode is None or not tensors:
+    if mode is None:
+        return func(*args, **kwargs)
+    # PyTorch would read these tensors, and there is nothing to read. So it gets other numbers, and the node that the
+    # call adds gets the tensors.
+    nodes_of_numbers = {}
+    for key, x in kwargs.items():
+        if isinstance(x, torch.Tensor) and key not in _TAKEN_AS_TENSORS:
+            nodes_of_numbers[key] = get_proxy_slot(x, mode.tracer).proxy.node
+    if not nodes_of_numbers:
         return func(*args, **kwargs)
 
-    # PyTorch would read the tensors, and there is nothing to read. So it gets other numbers, and the node that it has
-    # just added gets the tensors.
-    result = func(*args, **{**kwargs, **dict.fromkeys(tensors, _ANY_VALUE)})
-    node = next(n for n in reversed(mode.tracer.graph.nodes) if "_fused_" in str(n.target))
-    nodes = {key: get_proxy_slot(x, mode.tracer).proxy.node for key, x in tensors.items()}
-    node.kwargs = {**node.kwargs, **nodes}
+    stand_ins = dict.fromkeys(nodes_of_numbers, _ANY_VALUE)
+    result = func(*args, **{**kwargs, **stand_ins})
+    # The call has added the last node of a fused optimizer.
+    for node in reversed(mode.tracer.graph.nodes):
+        if "_fused_" in str(node.target):
+            node.kwargs = {**node.kwargs, **nodes_of_numbers}
+            break
     return result

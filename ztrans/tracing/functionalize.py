@@ -142,17 +142,17 @@ class Builder:
         if like is None:
             like = self.on_meta(op, args, kwargs)
 
-        # A result that is no tensor, such as a gradient that is not asked for, has no variable.
+        label = name or op_name(op)
+        leaves = pytree.tree_leaves(like)
         outs: list[Var | None] = []
-        tensors = pytree.tree_leaves(like)
-        for i, x in enumerate(tensors):
-            out = None
-            if hasattr(x, "stride"):
-                label = name or op_name(op)
-                if len(tensors) > 1:
-                    label += f".{i}"
-                out = Var(self.names.fresh(label), x.dtype, tuple(x.shape))
-                self.strides[out] = x.stride()
+        for i, x in enumerate(leaves):
+            # A result that is no tensor, such as a gradient that is not asked for, has no variable.
+            if not isinstance(x, torch.Tensor):
+                outs.append(None)
+                continue
+            numbered = label if len(leaves) == 1 else f"{label}.{i}"
+            out = Var(self.names.fresh(numbered), x.dtype, tuple(x.shape))
+            self.strides[out] = x.stride()
             outs.append(out)
 
         demand = self.fact.demand
@@ -170,7 +170,10 @@ class Builder:
         if not isinstance(x, Alias):
             return x
         if x.value is None or x.seen_version != x.storage.version:
-            x.value = functools.reduce(self.view, x.views, x.storage.value)
+            value = x.storage.value
+            for view in x.views:
+                value = self.view(value, view)
+            x.value = value
             x.seen_version = x.storage.version
         return x.value
 
@@ -179,15 +182,16 @@ class Builder:
         storage = x.storage
         old = self.read(x)
 
-        # The values that the views are applied to, from the base of the storage on. The inverses go back through them.
+        # The values that the views are applied to, from the base of the storage on.
         bases = [storage.value]
         for view in x.views[:-1]:
             bases.append(self.view(bases[-1], view))
+        # The inverses go back through them, from the tensor to the base.
         new = value
         for base, view in zip(reversed(bases), reversed(x.views)):
             new = self.unview(base, view, new)
 
-        storage.value = self.laid_out(new, bases[0])
+        storage.value = self.laid_out(new, storage.value)
         storage.version += 1
         storage.written_at = self.source
         # With other strides, the next read applies the views to the new base.
@@ -198,8 +202,8 @@ class Builder:
     def laid_out(self, value: Var, old: Var) -> Var:
         """`value` in the memory order of `old`, so that every view of `old` is also a view of it."""
         dense = _dense(old.shape, self.strides[old])
-        # The stride of a dim with one element means nothing.
-        if all(n < 2 or a == b for n, a, b in zip(old.shape, self.strides[value], dense)):
+        shape = old.shape
+        if _effective_strides(shape, self.strides[value]) == _effective_strides(shape, dense):
             return value
         if self.meta(old).is_contiguous():
             return self.contiguous(value)
@@ -250,24 +254,34 @@ def _dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
 
 
+def _effective_strides(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """The strides without those of dims with one element, which mean nothing."""
+    return [stride for size, stride in zip(shape, strides) if size > 1]
+
+
 def _scalar_key(op: Any, args: Sequence, kwargs: dict) -> Hashable | None:
     """What identifies the scalar that an operation computes from scalars and numbers; None for other operations."""
     is_literal = op is aten.full.default and args[0] == []
-    if not is_literal and not _is_arithmetic(op, args):
-        return None
-    return structure(Eqn(op, tuple(args), (), kwargs), lambda v: v)
+    if is_literal or _is_arithmetic(op, args):
+        return structure(Eqn(op, tuple(args), (), kwargs), lambda v: v)
+    return None
 
 
 def _is_arithmetic(op: Any, args: Sequence) -> bool:
-    """Whether an operation computes a number from numbers: scalar tensors and literals."""
+    """Whether an operation computes a number from numbers: scalar tensors, at least one, and literals."""
     facts = op_facts(op)
-    if facts.random or not (facts.pointwise or op is CAST):
+    is_elementwise = facts.pointwise or op is CAST
+    if facts.random or not is_elementwise:
         return False
-    return any(isinstance(x, Var) for x in args) and all(map(_is_scalar, args))
-
-
-def _is_scalar(x: Any) -> bool:
-    return not x.shape if isinstance(x, Var) else type(x) in (int, float)
+    has_tensor = False
+    for x in args:
+        if isinstance(x, Var):
+            has_tensor = True
+            if x.shape:
+                return False
+        elif type(x) not in (int, float):
+            return False
+    return has_tensor
 
 
 def inverse_order(dims: Sequence[int]) -> list[int]:

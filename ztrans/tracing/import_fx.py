@@ -189,8 +189,8 @@ def _view(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -> Any
         return base
     # `as_strided` is a view of the whole storage, not of the view that it is called with.
     if op is aten.as_strided.default and base.views:
-        is_computed = any(view.op in _COMPUTED.values() for view in base.views)
-        if is_computed or val.dtype != base.storage.value.dtype:
+        has_computed_values = any(view.op in _COMPUTED.values() for view in base.views)
+        if has_computed_values or val.dtype != base.storage.value.dtype:
             raise TraceError(
                 f"trace: the step calls as_strided on a view whose values are not those in memory, such as the real "
                 f"part of a complex tensor.\n  at {where(builder.source)}\nCopy the view first: .clone()."
@@ -214,7 +214,11 @@ def _in_place(builder: Builder, op: Any, args: Sequence, kwargs: dict, val: Any 
     Its functional form returns the new values of these arguments last.
     """
     arguments = arguments_by_name(op, args, kwargs)
-    targets = pytree.tree_leaves([arguments[a.name] for a in op._schema.arguments if is_written(a)])
+    # The tensors that it changes. An argument may be a list of them.
+    targets: list[Any] = []
+    for parameter in op._schema.arguments:
+        if is_written(parameter):
+            targets += pytree.tree_leaves(arguments[parameter.name])
     if _is_of_library(op):
         results = _of_new_tensors(builder, op, arguments, targets, val)
     else:
@@ -225,7 +229,8 @@ def _in_place(builder: Builder, op: Any, args: Sequence, kwargs: dict, val: Any 
     # A fused optimizer writes its gradients only to unscale them.
     unwritten: set[int] = set()
     if op_facts(op).fused_update and kwargs.get("grad_scale") is None:
-        unwritten.update(map(id, args[1]))
+        gradients = args[1]
+        unwritten.update(map(id, gradients))
     for target, value in zip(targets, new_values):
         if id(target) not in unwritten:
             builder.write(target, _written_value(builder, op, value, builder.read(target)))
@@ -267,7 +272,8 @@ def _functional_results(
 
 def _functional_form(builder: Builder, op: Any, targets: list) -> Any:
     form = functional(op)
-    if form is None or not all(isinstance(x, Alias) for x in targets):
+    all_traced = all(isinstance(x, Alias) for x in targets)
+    if form is None or not all_traced:
         raise TraceError(
             f"trace: the in-place operation {op} has no functional form.\n"
             f"  at {where(builder.source)}\nUse the operation that returns a new tensor."
@@ -308,10 +314,12 @@ def _of_new_tensors(
             f"trace: the operator {op} changes an argument and returns a list, which PyTorch cannot functionalize.\n"
             f"  at {where(builder.source)}\nReturn a tuple of tensors, or let it change no argument."
         )
-    like = [*pytree.tree_leaves(val), *(builder.meta(builder.read(x)) for x in targets)]
-    return builder.emit(
-        hops.auto_functionalized, (op,), pytree.tree_map(builder.read, arguments), like
-    )
+    # It returns what the operator returns, and then the changed copies.
+    like = pytree.tree_leaves(val)
+    for target in targets:
+        like.append(builder.meta(builder.read(target)))
+    values = pytree.tree_map(builder.read, arguments)
+    return builder.emit(hops.auto_functionalized, (op,), values, like)
 
 
 def _written_value(builder: Builder, op: Any, new: Any, old: Var) -> Var:
@@ -348,9 +356,10 @@ def _higher_order(builder: Builder, node: fx.Node, args: tuple, kwargs: dict) ->
     args, kwargs = pytree.tree_map(builder.read, (args, kwargs))
     if node.target is hops.flex_attention_backward:
         # The results after those for q, k and v are for the tensors that score_mod reads. Fakes have one for each of
-        # them, and the operator returns None where the joint function computes no gradient.
-        joint = args[8].graph.outputs
-        for i, gradient in enumerate(joint[5:], 3):
+        # them, and the operator returns None where the joint function computes no gradient. Its first five outputs are
+        # the gradients of the score and its four indices.
+        gradients_of_read_tensors = args[8].graph.outputs[5:]
+        for i, gradient in enumerate(gradients_of_read_tensors, start=3):
             if gradient is None:
                 results[i] = None
     values = builder.emit(node.target, args, kwargs, results)
@@ -368,20 +377,21 @@ def _function(name: str, module: fx.GraphModule, caller: Origin) -> Function:
     arguments = [Alias(Storage(v)) for v in inputs]
     outputs = _import_nodes(builder, module, arguments, caller)
     # FX has lists of a class of its own, and the function returns plain ones.
-    returns: type = torch.Tensor
+    returns: type = list
     if isinstance(outputs, tuple):
         returns = tuple
-    elif isinstance(outputs, list):
-        returns = list
-    listed = [outputs] if returns is torch.Tensor else outputs
-    results = _in_separate_memory(builder, listed, arguments)
+    elif not isinstance(outputs, list):
+        returns = torch.Tensor
+        outputs = [outputs]
+    results = _in_separate_memory(builder, outputs, arguments)
 
     # make_fx numbers the functions of a whole trace. Calls of equal functions have equal names here, and share kernels.
     short = re.sub(r"\d+$", "0", name.replace("_graph", ""))
     graph = dce(Graph(short, inputs, tuple(builder.eqns), tuple(results), 0))
     problem = _problem_of_function(graph)
-    if any(x.storage.version for x in arguments):
-        problem = "changes its argument in place"
+    for argument in arguments:
+        if argument.storage.version:
+            problem = "changes its argument in place"
     if problem:
         raise unsupported_function(name, problem, caller.source)
     return Function(graph, returns)
@@ -419,5 +429,6 @@ def letters(index: int) -> str:
     >>> letters(0), letters(25), letters(26)
     ('a', 'z', 'a1')
     """
-    turn, letter = divmod(index, 26)
-    return string.ascii_lowercase[letter] + (str(turn) if turn else "")
+    turn, position = divmod(index, 26)
+    letter = string.ascii_lowercase[position]
+    return f"{letter}{turn}" if turn else letter

@@ -61,12 +61,17 @@ def _recorded_launch(kernel: Any, grid: Any) -> Callable:
             size = grid(arguments)
         if isinstance(size, int):
             size = (size,)
-        tensors = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)}
-        numbers = {name: x for name, x in arguments.items() if name not in tensors}
-        launched = {"grid": size, "numbers": numbers}
+        tensors = {}
+        numbers = {}
+        for name, x in arguments.items():
+            if isinstance(x, torch.Tensor):
+                tensors[name] = x
+            else:
+                numbers[name] = x
+        constants = {"grid": size, "numbers": numbers}
         torch.ops.higher_order.triton_kernel_wrapper_mutation(
             kernel_idx=kernel_side_table.add_kernel(kernel),
-            constant_args_idx=kernel_side_table.add_constant_args(launched),
+            constant_args_idx=kernel_side_table.add_constant_args(constants),
             grid=[],
             tma_descriptor_metadata={},
             kwargs=tensors,
@@ -112,12 +117,12 @@ def changed_arguments(function: FunctionType) -> set[str]:
         for name in _names(target):
             computed_from[name] += _names(value)
     scope = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
-    stored_to: list[str] = []
+    pointers: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            stored_to += _stored_to(node, scope)
-    pointers = reachable(stored_to, computed_from.__getitem__)
-    return set(pointers) & inspect.signature(function).parameters.keys()
+            pointers += _stored_to(node, scope)
+    sources = reachable(pointers, computed_from.__getitem__)
+    return set(sources) & inspect.signature(function).parameters.keys()
 
 
 def _assignments(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
@@ -149,15 +154,17 @@ def _names(tree: ast.expr) -> Iterator[str]:
 
 def _stored_to(call: ast.Call, scope: Mapping[str, Any]) -> Iterator[str]:
     """The names of the pointers through which a call writes. `scope` has the globals of the kernel."""
-    name = _called_name(call)
-    arguments = [*call.args, *(k.value for k in call.keywords)]
+    arguments = list(call.args)
+    by_name: dict[str | None, ast.expr] = {}
+    for keyword in call.keywords:
+        arguments.append(keyword.value)
+        by_name[keyword.arg] = keyword.value
     if _calls_another_kernel(call, scope):
         for argument in arguments:
             yield from _names(argument)
-    elif isinstance(call.func, ast.Attribute) and name.startswith(_WRITES):
+    elif isinstance(call.func, ast.Attribute) and call.func.attr.startswith(_WRITES):
         # `descriptor.store(...)` writes through its object, `tl.store(pointer, ...)` through its first argument.
         yield from _names(call.func.value)
-        by_name = {keyword.arg: keyword.value for keyword in call.keywords}
         yield from _names(by_name.get("pointer", arguments[0]))
 
 
