@@ -117,19 +117,21 @@ def with_chosen_options(traced: Variant[P], cluster: Cluster | None) -> P:
 
 def _closest_error(results: Sequence[Trial[P] | DoesNotFit | HostIsFull]) -> ValueError:
     """The error of the variant that needs least on the device, of those for which the host has enough memory."""
-    too_large = [result for result in results if isinstance(result, DoesNotFit)]
+    errors = [result for result in results if not isinstance(result, Trial)]
+    too_large = [error for error in errors if isinstance(error, DoesNotFit)]
     if too_large:
         return min(too_large, key=lambda error: error.least.peak)
-    return next(result for result in results if isinstance(result, HostIsFull))
+    return errors[0]
 
 
 def _first_of_fastest(trials: Sequence[Trial[P]]) -> Trial[P]:
     fastest = min(trial.seconds for trial in trials)
-    return next(trial for trial in trials if trial.seconds <= fastest * (1 + EQUAL))
+    as_fast = [trial for trial in trials if trial.seconds <= fastest * (1 + EQUAL)]
+    return as_fast[0]
 
 
 def _chosen_options(traced: Variant[Any], variant: Variant[Any]) -> str:
-    """The transforms of a variant that leave no option open, and do in the step."""
+    """The transforms of a variant that stand for those of the step with an open option."""
     return ", ".join(repr(t) for t in variant.transforms if t not in traced.transforms)
 
 
@@ -152,9 +154,11 @@ def _takes(options: str, result: Trial[P] | DoesNotFit | HostIsFull) -> str:
 def variant_of_plan(traced: Variant[P], plan: Plan, cluster: Cluster | None) -> P:
     """The variant of a step with the program of a plan, before it has an order; the first variant if none has it."""
     variants = [variant.without_order(cluster, plan) for variant in traced.variants]
-    for variant in variants:
-        if len(variants) > 1 and skeleton(variant.unordered).fingerprint == plan.program:
-            return variant
+    # The only variant is taken without a comparison, which takes time.
+    if len(variants) > 1:
+        for variant in variants:
+            if skeleton(variant.unordered).fingerprint == plan.program:
+                return variant
     return variants[0]
 
 
@@ -167,7 +171,7 @@ Remedy = Callable[[Variant[Any], DoesNotFit], Iterator[Line]]
 
 
 class _Attempt(NamedTuple):
-    """A step that does not fit: the lines that were added to it, and the remedies that may be added to these."""
+    """A step that does not fit, with the lines that were added to it, and the remedies that may still be added."""
 
     lines: tuple[str, ...]
     traced: Variant[Any]
@@ -183,9 +187,9 @@ def ways_to_fit(traced: Variant[Any], cluster: Cluster | None, error: DoesNotFit
         failed: list[_Attempt] = []
         for attempt in attempts:
             for number, remedy in enumerate(attempt.remedies):
-                # Remedies are combined in their order, so that no set of them is tried twice.
-                next_remedies = attempt.remedies[number + 1 :]
-                result = _tried(attempt, remedy, next_remedies, cluster)
+                # Only later remedies may follow one, so that no set of them is tried twice.
+                later_remedies = attempt.remedies[number + 1 :]
+                result = _tried(attempt, remedy, later_remedies, cluster)
                 if isinstance(result, Way):
                     ways.append(result)
                 elif result is not None:
@@ -198,9 +202,12 @@ def ways_to_fit(traced: Variant[Any], cluster: Cluster | None, error: DoesNotFit
 
 
 def _tried(
-    attempt: _Attempt, remedy: Remedy, next_remedies: tuple[Remedy, ...], cluster: Cluster | None
+    attempt: _Attempt, remedy: Remedy, later_remedies: tuple[Remedy, ...], cluster: Cluster | None
 ) -> Way | _Attempt | None:
-    """The first way that a remedy gives. If it gives none: the attempt with it that needs least, if that is less."""
+    """The first way that a remedy gives.
+
+    If no line of it is enough, the attempt with the line that needs least; None if none needs less than before.
+    """
     least = attempt
     for line, variant in remedy(attempt.traced, attempt.error):
         lines = (*attempt.lines, line)
@@ -208,7 +215,7 @@ def _tried(
             return Trial.of(variant, cluster).way(" and ".join(lines))
         except DoesNotFit as error:
             if error.least.peak < least.error.least.peak:
-                least = _Attempt(lines, variant, error, next_remedies)
+                least = _Attempt(lines, variant, error, later_remedies)
         except ValueError:
             # The transform refuses this step.
             continue
@@ -224,11 +231,12 @@ def _higher_stages(traced: Variant[Any], error: DoesNotFit) -> Iterator[Line]:
 
 
 def _recomputation(traced: Variant[Any], error: DoesNotFit) -> Iterator[Line]:
-    planned = remat(memory="auto")
-    present = [t for t in traced.transforms if type(t) is type(planned)]
-    if error.room > 0 and present in ([], [remat()]):
-        instead = " in place of zt.remat()" if present else ""
-        yield f'zt.remat(memory="auto"){instead}', _with(traced, planned)
+    by_plan = remat(memory="auto")
+    present = [t for t in traced.transforms if type(t) is type(by_plan)]
+    if error.room > 0 and not present:
+        yield 'zt.remat(memory="auto")', _with(traced, by_plan)
+    elif error.room > 0 and present == [remat()]:
+        yield 'zt.remat(memory="auto") in place of zt.remat()', _with(traced, by_plan)
 
 
 def _activations_on_host(traced: Variant[Any], error: DoesNotFit) -> Iterator[Line]:
@@ -262,10 +270,13 @@ def _bytes_of_moments(graph: Graph) -> dict[str, int]:
     for e in graph.eqns:
         if e.region != "update":
             read_before.update(e.ins)
-    state = graph.inputs[: graph.num_state]
-    leaves_of = grouped((v.name.partition(".")[0], v) for v in state if "." in v.name)
+    leaves_in_parts: list[tuple[str, Var]] = []
+    for v in graph.inputs[: graph.num_state]:
+        part, dot, _ = v.name.partition(".")
+        if dot:
+            leaves_in_parts.append((part, v))
     sizes = {}
-    for name, leaves in leaves_of.items():
+    for name, leaves in grouped(leaves_in_parts).items():
         size = sum(v.numel * v.dtype.itemsize for v in leaves if v.shape)
         if size and read_before.isdisjoint(leaves):
             sizes[name] = size
@@ -301,9 +312,8 @@ _REMEDIES: tuple[Remedy, ...] = (
 def _with(traced: Variant[Any], transform: Transform) -> Variant[Any]:
     """A step with a transform, in place of one of the same kind if it has one."""
     transforms = list(traced.transforms)
-    same_kind = [i for i, t in enumerate(transforms) if type(t) is type(transform)]
-    if same_kind:
-        transforms[same_kind[0]] = transform
-    else:
-        transforms.append(transform)
-    return traced.with_transforms(tuple(transforms))
+    for i, present in enumerate(transforms):
+        if type(present) is type(transform):
+            transforms[i] = transform
+            return traced.with_transforms(tuple(transforms))
+    return traced.with_transforms((*transforms, transform))

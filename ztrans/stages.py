@@ -117,8 +117,11 @@ class Traced(Printed):
     @property
     def variants(self) -> list[Traced]:
         """This step with each choice of the options that its transforms leave open."""
-        choices = itertools.product(*(t.variants for t in self.transforms))
-        return [dataclasses.replace(self, transforms=transforms) for transforms in choices]
+        choices = [transform.variants for transform in self.transforms]
+        return [
+            dataclasses.replace(self, transforms=transforms)
+            for transforms in itertools.product(*choices)
+        ]
 
     def with_transforms(self, transforms: tuple[Transform, ...]) -> Traced:
         """This step with other transforms. It is traced again if they have another number of micro-batches.
@@ -206,7 +209,7 @@ class Traced(Printed):
             cluster: as for `lower`.
             plan: what this plan recomputes or moves to the host, the program does too.
         """
-        device = cluster.device if cluster is not None else self._default_device()
+        device = self._default_device() if cluster is None else cluster.device
         graph, history = self._before_sharding(device)
         if plan is None:
             plan = Plan("")
@@ -230,7 +233,8 @@ class Traced(Printed):
         self, graph: Graph, history: History, is_meant: Callable[[Transform], bool]
     ) -> tuple[Graph, History]:
         """The program after some of the transforms, phase by phase."""
-        for transform in sorted(filter(is_meant, self.transforms), key=lambda t: t.phase):
+        meant = [transform for transform in self.transforms if is_meant(transform)]
+        for transform in sorted(meant, key=lambda t: t.phase):
             with stage(graph.name, transform.name, logging.DEBUG):
                 graph = rewritten(graph, transform)
             history = (*history, (transform.name, graph))
@@ -278,14 +282,16 @@ class Traced(Printed):
         no memory is known.
         """
         mesh = mesh_of(self.transforms)
-        if isinstance(mesh, DeviceMesh):
+        if mesh is None:
+            device_type = self.recording.device_type
+            if device_type == "cpu":
+                return default_device("cuda", math.inf)
+        elif isinstance(mesh, DeviceMesh):
             device_type = mesh.device_type
         else:
-            device_type = self.recording.device_type if mesh is None else "meta"
+            device_type = "meta"
         if device_type == "meta":
             return default_device("cuda")
-        if device_type == "cpu" and mesh is None:
-            return default_device("cuda", math.inf)
         return default_device(device_type, device_memory(device_type))
 
     def __repr__(self) -> str:
@@ -328,7 +334,8 @@ class Lowered(Printed):
         cluster = cluster or self.cluster
         timeline = simulate(self.graph, cluster)
         peak = timeline.peak
-        if self.graph.micro > 1:  # the bound is of each micro-batch by itself
+        if self.graph.micro > 1:
+            # The bound is of each micro-batch by itself.
             programs = micro_batch_programs(self.graph)
             peak -= min(bytes_of_others(self.graph, programs).values())
         return dataclasses.replace(timeline, bound=self._lower_bound(cluster, peak))
@@ -346,8 +353,9 @@ class Lowered(Printed):
             size = local_bytes(unordered)
             peak += sum(size(v) for v in unordered.inputs[len(self.unordered.inputs) :])
 
-        every = (*cluster.neighbours(self.unordered.axes), *self.plan.neighbours)
-        neighbours = tuple(dict.fromkeys(every))
+        # Those that the cluster has, and those that the plan names, each once.
+        all_neighbours = (*cluster.neighbours(self.unordered.axes), *self.plan.neighbours)
+        neighbours = tuple(dict.fromkeys(all_neighbours))
         order = skeleton(unordered, neighbours)
         if not order.gathers and not order.reductions:
             return None
@@ -467,13 +475,17 @@ class Lowered(Printed):
         if graph.carried:
             gathered = lockstep(gathers_before(graph), ranks)
             ranks = [leaves + futures for leaves, futures in zip(ranks, gathered)]
-        outs = lockstep(graph, ranks)
+        results = lockstep(graph, ranks)
 
-        new_state = join_state(graph, outs)
+        new_leaves = join_state(graph, results)
         tree = recording.returned(graph.added)
+        # The last results are futures for the next step.
         end = len(graph.outputs) - graph.carried
-        results = [pytree.tree_unflatten([*new_state, *out[num_state:end]], tree) for out in outs]
-        return results[0][0], [output for _, output in results]
+        outputs = []
+        for result in results:
+            new_state, output = pytree.tree_unflatten([*new_leaves, *result[num_state:end]], tree)
+            outputs.append(output)
+        return new_state, outputs
 
     def _inputs_of_rank(
         self, rank: int, state: Any, batch: tuple | Mapping[str, Any]
