@@ -36,7 +36,8 @@ from .functionalize import Builder
 
 # How the names of operations that write begin.
 _WRITES = ("store", "atomic_")
-_LANGUAGE = ("tl", "triton", "language", "libdevice", "range", "min", "max", "len", "float", "int")
+# Python's functions that a kernel may call. Triton's own are called as attributes: `tl.arange`.
+_PYTHON = ("range", "min", "max", "len", "float", "int")
 
 
 @contextlib.contextmanager
@@ -171,12 +172,15 @@ def _stored_to(call: ast.Call, scope: Mapping[str, Any]) -> Iterator[str]:
 def _calls_another_kernel(call: ast.Call, scope: Mapping[str, Any]) -> bool:
     """Whether a call is of a kernel function that the user wrote, by its name or in a module."""
     if not isinstance(call.func, ast.Attribute):
-        return _called_name(call) not in _LANGUAGE
+        return _called_name(call) not in _PYTHON
     owner = call.func.value
     while isinstance(owner, ast.Attribute):
         owner = owner.value
     module = scope.get(owner.id) if isinstance(owner, ast.Name) else None
-    return isinstance(module, ModuleType) and module.__name__.split(".")[0] != "triton"
+    if not isinstance(module, ModuleType):
+        return False
+    package, _, _ = module.__name__.partition(".")
+    return package != "triton"
 
 
 def _called_name(call: ast.Call) -> str:
