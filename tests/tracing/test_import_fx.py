@@ -133,6 +133,12 @@ def named_shape(x):
     return x.set_(x.new_ones(6, 4).t())
 
 
+def set_to_another(x, y):
+    z = y * 2
+    x.set_(z), z.add_(1), x[0].mul_(3)
+    return x, z
+
+
 def filled(x, y, value):
     x[0].fill_(3), x[1, 1:].fill_(value), x[:, 2:4].zero_()
     return x.t().masked_fill_(y.t() > 0, 1.5), x[2:].masked_fill_(y[2:] < 0, value)
@@ -250,7 +256,7 @@ STEPS = {
     "copy_ transposed": (lambda x, z: (x.copy_(z.t()), x.view(-1)), X, T(6, 4)), "copy_ to a view": (transposed_into_a_view, X, T(2, 12)),
     "memory order": (memory_order, X, T(6, 4).t(), Y),
     "fill": (filled, X, Y, T(())), "index": (indexed, X, Y, I2), "scatter": (scattered, X, Y, I46), "out": (into, X, Y),
-    "random": (drawn, X), "bits": (bits, X), "lazy": (conjugated, torch.complex(X, Y)), "literals": (literal, X), "data": (renamed, X, Y), "set_": (named_shape, X),
+    "random": (drawn, X), "bits": (bits, X), "lazy": (conjugated, torch.complex(X, Y)), "literals": (literal, X), "data": (renamed, X, Y), "set_": (named_shape, X), "set_ to another": (set_to_another, X, Y),
     "autograd through views": (backward_in_place, X, Y), "gradients": (grads_are_accumulated, X, Y),
     "activations": (lambda x: (F.relu_(x[0]), F.elu_(x[1]), F.leaky_relu_(x[2], 0.1), F.silu(x[3], inplace=True), x.clamp_(max=0.5)), X),
     "matmuls": (lambda x, a, b: (x.addmm_(a, b, beta=0.5, alpha=2), x[0].addmv_(b.t(), a[0]), x.triu_(), x.cumsum_(0)), X, T(4, 3), T(3, 6)),
