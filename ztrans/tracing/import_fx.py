@@ -357,7 +357,7 @@ def _higher_order(builder: Builder, node: fx.Node, args: tuple, kwargs: dict) ->
     if node.target is hops.flex_attention_backward:
         # The results after those for q, k and v are for the tensors that score_mod reads. Fakes have one for each of
         # them, and the operator returns None where the joint function computes no gradient. Its first five outputs are
-        # the gradients of the score and its four indices.
+        # the gradients of the score and of its four indices.
         gradients_of_read_tensors = args[8].graph.outputs[5:]
         for i, gradient in enumerate(gradients_of_read_tensors, start=3):
             if gradient is None:
