@@ -43,7 +43,9 @@ SIZES = Config(layers=4, width=192, heads=3, vocab=512, sequence=512, batch=3)
 BACKENDS = ("eager", "inductor")
 BUDGETS = (1.0, 0.8, 0.6, 0.4, 0.2)  # of torch.compile
 ROUNDS = 15
-OBSERVED = 6  # steps in which the bytes are watched: a look at them may come too late for a short peak
+OBSERVED = (
+    6  # steps in which the bytes are watched: a look at them may come too late for a short peak
+)
 
 BYTES_APART = 0.01  # that a measured peak may be above its limit: allocations that are no tensors
 TIME_APART = 0.02  # that a step may be slower than another: the noise of medians
