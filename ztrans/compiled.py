@@ -32,7 +32,6 @@ from .running_order import fused_within_peak, with_grouped_updates
 from .runtime.agreement import agree, answers_late, everywhere, say_failure, step_of
 from .runtime.carried import CarryingExecutable
 from .runtime.contract import Contract, Proposal, agree_on_plan, agree_on_program
-from .runtime.cuda.attention_kernels import fastest_attention, seconds_by_events
 from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rates
 from .runtime.cuda.half_gradients import half_gradients, inputs_on_gpu
 from .runtime.cuda.half_weights import HalfWeights, with_half_weights
@@ -137,7 +136,6 @@ class Compiled(Printed):
     backend: str = "eager"
     cuda_graph: bool = False
     cast_ahead: bool = False
-    attention: str = "traced"
     agreed: bool = field(default=False, compare=False, repr=False)
     binding: Binding = field(default_factory=Binding, compare=False, repr=False)
 
@@ -160,8 +158,6 @@ class Compiled(Printed):
             options.append("cuda_graph=True")
         if self.cast_ahead:
             options.append("cast_ahead=True")
-        if self.attention != "traced":
-            options.append(f"attention={self.attention!r}")
         return f"Compiled({self.graph!r}, {', '.join(options)})"
 
     @ends_at_user
@@ -483,8 +479,6 @@ class Compiled(Printed):
         has_rates = any(x.is_cuda and x.dtype == torch.float64 and not x.ndim for x in local)
         if has_rates or self.cuda_graph:
             graph = with_rates(graph)
-        if self.attention == "fastest":
-            graph = fastest_attention(graph, seconds_by_events)
         fuses = BACKENDS[self.backend].fuses
         graph = half_gradients(graph, inputs_on_gpu(graph, local), of_products=fuses)
         if not self.cast_ahead:

@@ -66,7 +66,6 @@ from .report.progress import stage
 from .report.timeline import Timeline
 from .report.tracebacks import ends_at_user
 from .runtime.codegen import to_fx
-from .runtime.cuda.attention_kernels import check_attention
 from .runtime.cuda.graph_capture import check_device, check_on_device
 from .runtime.mesh import check_runs, device_memory
 from .tracing.recording import Recording
@@ -515,7 +514,6 @@ class Lowered(Printed):
         backend: str = "eager",
         cuda_graph: bool = False,
         cast_ahead: bool = False,
-        attention: str = "traced",
     ) -> Compiled:
         """Bind the program to this rank's device, so that it can be called.
 
@@ -530,12 +528,8 @@ class Lowered(Printed):
                 It takes 2 bytes more for each of these parameters. A parameter that has changed since, by PyTorch's
                 version counter, is cast again. The counter does not see what is written through `.data`, by a
                 collective of torch.distributed, or by a kernel of your own: call `Compiled.close` after that.
-            attention: "traced" runs the kernels of attention that PyTorch chose when the step was traced. "fastest"
-                times those of flash attention, cuDNN and memory-efficient attention on a GPU, for the sizes of the
-                step, when the program first runs. Each rounds in its own way, so results may differ from run to run.
 
-        Raises: ValueError for an unknown option, without a compiler for "inductor", without a GPU for a CUDA graph or
-            for "fastest", or for "fastest" on several ranks.
+        Raises: ValueError for an unknown backend, without a compiler for "inductor", or without a GPU for a CUDA graph.
         """
         if backend not in BACKENDS:
             there_are = " and ".join(map(repr, BACKENDS))
@@ -552,8 +546,7 @@ class Lowered(Printed):
         if cuda_graph:
             check_on_device(self.graph)
             check_device(getattr(self.mesh, "device_type", None))
-        check_attention(attention, self.mesh)
-        return Compiled(self, backend, cuda_graph, cast_ahead, attention)
+        return Compiled(self, backend, cuda_graph, cast_ahead)
 
 
 def _check_whole_here(recording: Recording, name: str) -> None:
