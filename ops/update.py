@@ -1,27 +1,25 @@
-"""fused_adamw, fused_adam, fused_sgd: update many parameters of fp32 from gradients in half precision, in one launch.
+"""fused_adamw: update many parameters of fp32 from gradients in half precision, in one launch.
 
     self         parameters, fp32 and contiguous; overwritten
     grads        a gradient for each, fp32, bf16 or fp16, all of one dtype
-    exp_avgs, exp_avg_sqs, momentum_buffer_list
-                 the moments, like the parameters; overwritten. SGD without momentum has none.
+    exp_avgs, exp_avg_sqs
+                 the moments, like the parameters; overwritten
     state_steps  for each parameter the number of its steps, this one included: fp32 scalars
     halves       copies of the parameters in bf16 or fp16, if there are any; overwritten with the new parameters
     lr           a scalar tensor: fp32 on the device of the parameters, or of any dtype on the CPU
     scale        a factor of all gradients, such as that of clipping, if there is one: an fp32 scalar tensor
-    the others   as in `torch._fused_adamw_`, `torch._fused_adam_` and `torch._fused_sgd_`
+    the others   as in `torch._fused_adamw_`
 
-`fused_adamw_`, `fused_adam_` and `fused_sgd_` write in place; those without the last `_` return new tensors. They
-compute the bits that PyTorch's fused optimizers compute on a GPU from the same gradients in fp32, but need no copy of
-the gradients in fp32. Bytes moved at least, for each element besides those of its gradient: AdamW and Adam 24, SGD 8,
-SGD with momentum 16, and 2 more for a copy in half precision. There is one launch for all parameters, and three small
-ones for the powers of beta.
+`fused_adamw_` writes in place; `fused_adamw` returns new tensors. They compute the bits that PyTorch's fused AdamW, and
+without `weight_decay` its fused Adam, compute on a GPU from the same gradients in fp32, but need no copy of the
+gradients in fp32. Bytes moved at least, for each element besides those of its gradient: 24, and 2 more for a copy in
+half precision. There is one launch for all parameters, and three small ones for the powers of beta.
 
-The order of operations is that of PyTorch's `native/cuda/fused_adam_utils.cuh` and `FusedSgdKernel.cu`. From some
-products and sums nvcc makes one operation, which rounds once. The machine code of PyTorch 2.11 for sm_90 shows which:
-each is a call of `fma` here, and nothing else is fused. Adam with an L2 penalty is the exception: there PyTorch rounds
-the product of the first of every four elements by itself, so a few last bits differ. `torch.pow` computes the powers of
-beta, because each version of CUDA rounds powers in its own way, and `torch.pow` is compiled together with the
-optimizers. `maximize`, `amsgrad` and gradients that are divided by a loss scale are left to PyTorch.
+The order of operations is that of PyTorch's `native/cuda/fused_adam_utils.cuh`. From some products and sums nvcc makes
+one operation, which rounds once. The machine code of PyTorch 2.11 for sm_90 shows which: each is a call of `fma` here,
+and nothing else is fused. `torch.pow` computes the powers of beta, because each version of CUDA rounds powers in its
+own way, and `torch.pow` is compiled together with the optimizers. `maximize`, `amsgrad` and gradients that are divided
+by a loss scale are left to PyTorch.
 
 Errors: other dtypes, parameters or moments that are not contiguous, and lists whose lengths or sizes do not agree.
 """
@@ -30,7 +28,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -40,14 +37,9 @@ from .operation import define, define_composite
 from .tables import addresses, blocks, on_device
 
 BLOCK = 2048
-_ADAM = (
+_ARGUMENTS = (
     "{0} self, Tensor[] grads, {1} exp_avgs, {2} exp_avg_sqs, Tensor[] state_steps, {3}? halves=None, *, "
     "Tensor lr, float beta1, float beta2, float weight_decay, float eps, Tensor? scale=None"
-)
-_SGD = (
-    "{0} self, Tensor[] grads, {1} momentum_buffer_list, {3}? halves=None, *, "
-    "float weight_decay, float momentum, Tensor lr, float dampening, bool nesterov, bool is_first_step, "
-    "Tensor? scale=None"
 )
 _WRITTEN = ("Tensor(a!)[]", "Tensor(b!)[]", "Tensor(c!)[]", "Tensor(d!)[]")
 Tensors = Sequence[torch.Tensor]
@@ -56,7 +48,7 @@ Tensors = Sequence[torch.Tensor]
 @kernel
 def _adam_block(
     p, g, m, v, h, mask, factor, step_size, correction, lr, beta1, beta2, weight_decay, eps,
-    HALVES: tl.constexpr, SCALES: tl.constexpr, DECAYS: tl.constexpr, DECOUPLED: tl.constexpr, BLOCK: tl.constexpr,
+    HALVES: tl.constexpr, SCALES: tl.constexpr, DECAYS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.arange(0, BLOCK)
     param = tl.load(p + i, mask=mask, other=0.0)
@@ -66,10 +58,7 @@ def _adam_block(
     exp_avg = tl.load(m + i, mask=mask, other=0.0)
     exp_avg_sq = tl.load(v + i, mask=mask, other=0.0)
     if DECAYS:
-        if DECOUPLED:
-            param = tl.fma(-(lr * weight_decay), param, param)
-        else:
-            grad = tl.fma(param, weight_decay, grad)
+        param = tl.fma(-(lr * weight_decay), param, param)
     square = grad * grad
     exp_avg = tl.fma(beta1, exp_avg, tl.fma(-beta1, grad, grad))
     exp_avg_sq = tl.fma(beta2, exp_avg_sq, tl.fma(-beta2, square, square))
@@ -86,7 +75,7 @@ def _adam_block(
 def _adam(
     rows, bases, scale, powers, rate, beta1, beta2, weight_decay, eps, count,
     GRAD: tl.constexpr, HALF: tl.constexpr, HALVES: tl.constexpr, SCALES: tl.constexpr, LOADS_RATE: tl.constexpr,
-    DECAYS: tl.constexpr, DECOUPLED: tl.constexpr, BLOCK: tl.constexpr,
+    DECAYS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = rows + tl.program_id(0).to(tl.int64) * 3
     tensor = tl.load(row)
@@ -114,7 +103,7 @@ def _adam(
             tl.multiple_of(h.to(tl.pointer_type(HALF)), 16),
             i < tl.multiple_of(left, 8),
             factor, step_size, correction, lr, beta1, beta2, weight_decay, eps,
-            HALVES, SCALES, DECAYS, DECOUPLED, BLOCK,
+            HALVES, SCALES, DECAYS, BLOCK,
         )  # fmt: skip
     else:
         _adam_block(
@@ -125,132 +114,32 @@ def _adam(
             h.to(tl.pointer_type(HALF)),
             i < left,
             factor, step_size, correction, lr, beta1, beta2, weight_decay, eps,
-            HALVES, SCALES, DECAYS, DECOUPLED, BLOCK,
+            HALVES, SCALES, DECAYS, BLOCK,
         )  # fmt: skip
 
 
-@kernel
-def _sgd_block(
-    p, g, b, h, mask, factor, lr, weight_decay, momentum, dampening,
-    HALVES: tl.constexpr, SCALES: tl.constexpr, DECAYS: tl.constexpr, HAS_MOMENTUM: tl.constexpr,
-    NESTEROV: tl.constexpr, IS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    i = tl.arange(0, BLOCK)
-    param = tl.load(p + i, mask=mask, other=0.0)
-    grad = tl.load(g + i, mask=mask, other=0.0).to(tl.float32)
-    if SCALES:
-        grad = grad * factor
-    if DECAYS:
-        grad = tl.fma(weight_decay, param, grad)
-    if HAS_MOMENTUM:
-        buffer = grad
-        if not IS_FIRST:
-            buffer = momentum * tl.load(b + i, mask=mask, other=0.0)
-            buffer = tl.fma(1 - tl.cast(dampening, tl.float32), grad, buffer)
-        tl.store(b + i, buffer, mask=mask)
-        grad = tl.fma(momentum, buffer, grad) if NESTEROV else buffer
-    param = tl.fma(-lr, grad, param)
-    tl.store(p + i, param, mask=mask)
-    if HALVES:
-        tl.store(h + i, param.to(h.dtype.element_ty), mask=mask)
-
-
-@kernel(numbers="count")
-def _sgd(
-    rows, bases, scale, rate, weight_decay, momentum, dampening, count,
-    GRAD: tl.constexpr, HALF: tl.constexpr, HALVES: tl.constexpr, SCALES: tl.constexpr, LOADS_RATE: tl.constexpr,
-    DECAYS: tl.constexpr, HAS_MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, IS_FIRST: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = rows + tl.program_id(0).to(tl.int64) * 3
-    tensor = tl.load(row)
-    start = tl.load(row + 1)
-    left = tl.load(row + 2).to(tl.int32)
-    p = tl.load(bases + tensor) + start * 4
-    g = tl.load(bases + count + tensor) + start * (GRAD.primitive_bitwidth // 8)
-    b = p
-    if HAS_MOMENTUM:
-        b = tl.load(bases + 2 * count + tensor) + start * 4
-    h = p
-    if HALVES:
-        h = tl.load(bases + (2 + HAS_MOMENTUM) * count + tensor) + start * 2
-    factor = tl.load(scale) if SCALES else 1.0
-    lr = tl.load(rate) if LOADS_RATE else tl.cast(rate, tl.float32)
-    i = tl.arange(0, BLOCK)
-    if (((p | g | b | h) & 15) == 0) & (left % 8 == 0):
-        _sgd_block(
-            tl.multiple_of(p.to(tl.pointer_type(tl.float32)), 16),
-            tl.multiple_of(g.to(tl.pointer_type(GRAD)), 16),
-            tl.multiple_of(b.to(tl.pointer_type(tl.float32)), 16),
-            tl.multiple_of(h.to(tl.pointer_type(HALF)), 16),
-            i < tl.multiple_of(left, 8),
-            factor, lr, weight_decay, momentum, dampening,
-            HALVES, SCALES, DECAYS, HAS_MOMENTUM, NESTEROV, IS_FIRST, BLOCK,
-        )  # fmt: skip
-    else:
-        _sgd_block(
-            p.to(tl.pointer_type(tl.float32)),
-            g.to(tl.pointer_type(GRAD)),
-            b.to(tl.pointer_type(tl.float32)),
-            h.to(tl.pointer_type(HALF)),
-            i < left,
-            factor, lr, weight_decay, momentum, dampening,
-            HALVES, SCALES, DECAYS, HAS_MOMENTUM, NESTEROV, IS_FIRST, BLOCK,
-        )  # fmt: skip
-
-
-def launch_adam(
+def launch(
     self: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, state_steps: Tensors,
     halves: Tensors | None = None, *, lr: torch.Tensor, beta1: float, beta2: float, weight_decay: float, eps: float,
-    scale: torch.Tensor | None = None, decoupled: bool,
+    scale: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """fused_adamw_ (`decoupled`) and fused_adam_ by the kernel."""
+    """fused_adamw_ by the kernel."""
     if not self:
         return
-    rate = _rate(lr, self[0].device)
-    _launch(
-        _adam, (self, grads, exp_avgs, exp_avg_sqs), halves or [], scale, _powers(beta1, beta2, state_steps), rate,
-        beta1, beta2, weight_decay, eps, len(self), DECAYS=weight_decay != 0, DECOUPLED=decoupled,
-        LOADS_RATE=isinstance(rate, torch.Tensor),
-    )  # fmt: skip
-
-
-def launch_sgd(
-    self: Tensors, grads: Tensors, momentum_buffer_list: Tensors, halves: Tensors | None = None,
-    *, weight_decay: float, momentum: float, lr: torch.Tensor, dampening: float, nesterov: bool,
-    is_first_step: bool, scale: torch.Tensor | None = None,
-) -> None:  # fmt: skip
-    """fused_sgd_ by the kernel."""
-    if not self:
-        return
-    rate = _rate(lr, self[0].device)
-    _launch(
-        _sgd, (self, grads, momentum_buffer_list), halves or [], scale, rate, weight_decay, momentum, dampening,
-        len(self), DECAYS=weight_decay != 0, HAS_MOMENTUM=bool(momentum_buffer_list),
-        NESTEROV=nesterov, IS_FIRST=is_first_step, LOADS_RATE=isinstance(rate, torch.Tensor),
-    )  # fmt: skip
-
-
-def _launch(
-    kernel: Any,
-    lists: Sequence[Tensors],
-    halves: Tensors,
-    scale: torch.Tensor | None,
-    *numbers: Any,
-    **constants: Any,
-) -> None:
-    """Launch a kernel for all elements of the tensors in `lists`, whose second list has the gradients."""
-    params, grads, *moments = lists
-    rows = _rows(tuple(p.numel() for p in params), params[0].device)
+    rows = _rows(tuple(p.numel() for p in self), self[0].device)
     if not len(rows):
         return
+    powers = _powers(beta1, beta2, state_steps)
+    rate = _rate(lr, rows.device)
+    halves = halves or []
     grads = [g.contiguous() for g in grads]
     with torch.cuda.device_of(rows):
-        bases = addresses([*params, *grads, *chain.from_iterable(moments), *halves], rows.device)
-        kernel[(len(rows),)](
-            rows, bases, scale, *numbers, **constants, GRAD=element(grads[0].dtype),
-            HALF=element((halves or grads)[0].dtype), HALVES=bool(halves),
-            SCALES=scale is not None, BLOCK=BLOCK, num_warps=8,
+        bases = addresses([*self, *grads, *exp_avgs, *exp_avg_sqs, *halves], rows.device)
+        _adam[(len(rows),)](
+            rows, bases, scale, powers, rate, beta1, beta2, weight_decay, eps, len(self),
+            GRAD=element(grads[0].dtype), HALF=element((halves or grads)[0].dtype), HALVES=bool(halves),
+            SCALES=scale is not None, LOADS_RATE=isinstance(rate, torch.Tensor), DECAYS=weight_decay != 0,
+            BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
 
 
@@ -275,12 +164,12 @@ def _powers(beta1: float, beta2: float, state_steps: Tensors) -> torch.Tensor:
     return powers
 
 
-def reference_adam(
+def reference(
     self: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, state_steps: Tensors,
     halves: Tensors | None = None, *, lr: torch.Tensor, beta1: float, beta2: float, weight_decay: float, eps: float,
-    scale: torch.Tensor | None = None, decoupled: bool,
+    scale: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """fused_adamw_ (`decoupled`) and fused_adam_ in plain torch, tensor by tensor."""
+    """fused_adamw_ in plain torch, tensor by tensor."""
     if not self:
         return
     powers = _powers(beta1, beta2, state_steps)
@@ -288,37 +177,14 @@ def reference_adam(
     first, second = map(_fp32, (beta1, beta2))
     for k, (p, grad, m, v) in enumerate(zip(self, grads, exp_avgs, exp_avg_sqs)):
         g = _scaled(grad, scale)
-        if weight_decay and decoupled:
+        if weight_decay:
             p.copy_(fma(-(rate * decay), p, p))
-        elif weight_decay:
-            g = fma(p, decay, g)
         square = g * g
         m.copy_(fma(first, m, fma(-first, g, g)))
         v.copy_(fma(second, v, fma(-second, square, square)))
         step_size = rate / (1 - powers[0, k])
         denominator = _sqrt(v) / _sqrt(1 - powers[1, k]) + epsilon
         p.sub_(step_size * m / denominator)
-    for half, p in zip(halves or [], self):
-        half.copy_(p)
-
-
-def reference_sgd(
-    self: Tensors, grads: Tensors, momentum_buffer_list: Tensors, halves: Tensors | None = None,
-    *, weight_decay: float, momentum: float, lr: torch.Tensor, dampening: float, nesterov: bool,
-    is_first_step: bool, scale: torch.Tensor | None = None,
-) -> None:  # fmt: skip
-    """fused_sgd_ in plain torch, tensor by tensor."""
-    rate, decay = map(_fp32, (lr, weight_decay))
-    factor, damping = map(_fp32, (momentum, dampening))
-    for k, (p, grad) in enumerate(zip(self, grads)):
-        g = _scaled(grad, scale)
-        if weight_decay:
-            g = fma(decay, p, g)
-        if momentum_buffer_list:
-            buffer = momentum_buffer_list[k]
-            buffer.copy_(g if is_first_step else fma(1 - damping, g, factor * buffer))
-            g = fma(factor, buffer, g) if nesterov else buffer
-        p.copy_(fma(-rate, g, p))
     for half, p in zip(halves or [], self):
         half.copy_(p)
 
@@ -355,7 +221,7 @@ def fma(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     return odd.view(torch.float64).to(torch.float32)
 
 
-def _check(lists: dict[str, Tensors]) -> None:
+def _check_lists(lists: dict[str, Tensors]) -> None:
     """Check the lists of an update by their names: the parameters, the gradients, and the moments."""
     for name, tensors in lists.items():
         _check_shapes(name, tensors, lists["self"])
@@ -413,7 +279,7 @@ def _check_scale(params: Tensors, scale: torch.Tensor | None) -> None:
         )
 
 
-def _check_adam(
+def _check(
     self: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, state_steps: Tensors,
     halves: Tensors | None = None, *, scale: torch.Tensor | None = None, **numbers: Any,
 ) -> None:  # fmt: skip
@@ -421,7 +287,7 @@ def _check_adam(
     lists = {"self": self, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
     if halves:
         lists["halves"] = halves
-    _check(lists)
+    _check_lists(lists)
     if len(state_steps) != len(self):
         raise ValueError(
             f"update: {len(self)} parameters, but {len(state_steps)} numbers of steps."
@@ -432,46 +298,25 @@ def _check_adam(
             raise ValueError("update: state_steps must be fp32 on the device of the parameters.")
 
 
-def _check_sgd(
-    self: Tensors, grads: Tensors, momentum_buffer_list: Tensors, halves: Tensors | None = None,
-    *, scale: torch.Tensor | None = None, **numbers: Any,
-) -> None:  # fmt: skip
-    _check_scale(self, scale)
-    lists = {"self": self, "grads": grads}
-    if momentum_buffer_list:
-        lists["momentum_buffer_list"] = momentum_buffer_list
-    if halves:
-        lists["halves"] = halves
-    _check(lists)
+define(f"fused_adamw_({_ARGUMENTS.format(*_WRITTEN)}) -> ()", _check, reference, launch)
+_in_place = torch.ops.ztrans.fused_adamw_.default
 
 
-def _define(name: str, arguments: str, *functions: Any) -> None:
-    """Define `name`_, which writes in place, and `name`, which returns new tensors."""
-    define(f"{name}_({arguments.format(*_WRITTEN)}) -> ()", *functions)
-    in_place = getattr(torch.ops.ztrans, f"{name}_").default
-    names = [a.name for a in in_place._schema.arguments]
-    lists = [a.name for a in in_place._schema.arguments if a.alias_info is not None]
-
-    def copied(*args: Tensors, **numbers: Any) -> tuple:
-        """The new parameters, the new moments, and the new copies in half precision, of which there may be none."""
-        arguments = dict(zip(names, args)) | numbers
-        new_lists = {}
-        for key in lists:
-            old = arguments.get(key) or ()
-            new_lists[key] = [x.clone() for x in old]
-        in_place(**arguments | new_lists)
-        return tuple(new_lists.values())
-
-    results = ", ".join(f"Tensor[] {result}_out" for result in lists)
-    define_composite(f"{name}({arguments.format(*['Tensor[]'] * 4)}) -> ({results})", copied)
+def _fused_adamw(
+    self: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, state_steps: Tensors,
+    halves: Tensors | None = None, **numbers: Any,
+) -> tuple[Tensors, ...]:  # fmt: skip
+    """The new parameters, the new moments, and the new copies in half precision, of which there may be none."""
+    new_lists = []
+    for tensors in (self, exp_avgs, exp_avg_sqs, halves or []):
+        new_lists.append([x.clone() for x in tensors])
+    params, first, second, casts = new_lists
+    _in_place(params, grads, first, second, state_steps, casts, **numbers)
+    return params, first, second, casts
 
 
-for _name, _decoupled in (("fused_adamw", True), ("fused_adam", False)):
-    _define(
-        _name,
-        _ADAM,
-        _check_adam,
-        functools.partial(reference_adam, decoupled=_decoupled),
-        functools.partial(launch_adam, decoupled=_decoupled),
-    )
-_define("fused_sgd", _SGD, _check_sgd, reference_sgd, launch_sgd)
+define_composite(
+    f"fused_adamw({_ARGUMENTS.format(*['Tensor[]'] * 4)}) -> "
+    "(Tensor[] self_out, Tensor[] exp_avgs_out, Tensor[] exp_avg_sqs_out, Tensor[] halves_out)",
+    _fused_adamw,
+)

@@ -524,10 +524,10 @@ class Lowered(Printed):
                 it. See `Compiled.close`. A call returns before a pinned batch has been copied to the GPU: write to it
                 only after `torch.cuda.synchronize()`.
             cast_ahead: let updates also write the half-precision copies of parameters that the next step reads, for
-                instance under autocast: on a GPU those of fused optimizers, with "inductor" those that are elementwise.
-                It takes 2 bytes more for each of these parameters. A parameter that has changed since, by PyTorch's
-                version counter, is cast again. The counter does not see what is written through `.data`, by a
-                collective of torch.distributed, or by a kernel of your own: call `Compiled.close` after that.
+                instance under autocast: on a GPU those of fused Adam and AdamW, with "inductor" those that are
+                elementwise. It takes 2 bytes more for each of these parameters. A parameter that has changed since, by
+                PyTorch's version counter, is cast again. The counter does not see what is written through `.data`, by
+                a collective of torch.distributed, or by a kernel of your own: call `Compiled.close` after that.
 
         Raises: ValueError for an unknown backend, without a compiler for "inductor", or without a GPU for a CUDA graph.
         """

@@ -129,9 +129,7 @@ def test_terms_in_bf16_are_summed_in_fp32_for_a_result_in_fp16(capability, tmp_p
     assert not kernel.count(r"\badd\S*\.f16")
 
 
-NUMBERS = {
-    name: "fp32" for name in ("beta1", "beta2", "weight_decay", "eps", "momentum", "dampening")
-}
+NUMBERS = {name: "fp32" for name in ("beta1", "beta2", "weight_decay", "eps")}
 SCALARS = {"powers": "*fp32", "rate": "*fp32", "scale": "*fp32", "count": "i32"}
 UPDATE = TABLES | NUMBERS | SCALARS
 
@@ -140,39 +138,18 @@ UPDATE = TABLES | NUMBERS | SCALARS
     "dtype, loads", [(torch.bfloat16, 7), (torch.float16, 7), (torch.float32, 8)], ids=str
 )
 @pytest.mark.parametrize("halves", [False, True], ids=["", "halves"])
-@pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
-def test_adam(capability, tmp_path, dtype, loads, decoupled, halves):
+def test_adamw(capability, tmp_path, dtype, loads, halves):
     """A thread has 8 elements. Each is decayed, and has two moments, a root and two divisions, all rounded exactly."""
     constants = {
-        "GRAD": element(dtype), "HALF": element(torch.bfloat16), "HALVES": halves, "SCALES": True, "LOADS_RATE": True, "DECAYS": True, "DECOUPLED": decoupled, "BLOCK": 2048,
+        "GRAD": element(dtype), "HALF": element(torch.bfloat16), "HALVES": halves, "SCALES": True, "LOADS_RATE": True, "DECAYS": True, "BLOCK": 2048,
     }  # fmt: skip
-    types = without(module["update"]._adam, UPDATE)
-    kernel = compiled(module["update"]._adam, capability, tmp_path, types, constants, num_warps=8)
+    kernel = compiled(module["update"]._adam, capability, tmp_path, UPDATE, constants, num_warps=8)
     check(kernel, loads, 7 if halves else 6, 80)
     rounds_exactly(kernel)
     both_paths = 2 * 8
     assert kernel.count(r"\bfma\.rn\.f32") == 5 * both_paths
     assert kernel.count(r"\bsqrt\.rn\.f32") == both_paths + 1
     assert kernel.count(r"\bdiv\.rn\.f32") == 2 * both_paths + 1
-
-
-@pytest.mark.parametrize("halves", [False, True], ids=["", "halves"])
-@pytest.mark.parametrize("momentum", [True, False], ids=["momentum", "plain"])
-def test_sgd(capability, tmp_path, momentum, halves):
-    constants = {
-        "GRAD": element(torch.bfloat16), "HALF": element(torch.bfloat16), "HALVES": halves, "SCALES": True, "LOADS_RATE": True, "DECAYS": True, "HAS_MOMENTUM": momentum,
-        "NESTEROV": momentum, "IS_FIRST": False, "BLOCK": 2048,
-    }  # fmt: skip
-    types = without(module["update"]._sgd, UPDATE)
-    kernel = compiled(module["update"]._sgd, capability, tmp_path, types, constants, num_warps=8)
-    check(kernel, 5 if momentum else 3, (4 if momentum else 2) + halves, 64)
-    rounds_exactly(kernel)
-    assert kernel.count(r"\bfma\.rn\.f32") == 2 * 8 * (4 if momentum else 2)
-
-
-def without(kernel, types: dict) -> dict:
-    """The types of the arguments that a kernel has."""
-    return {name: type_ for name, type_ in types.items() if name in kernel.jit.arg_names}
 
 
 def rounds_exactly(kernel) -> None:

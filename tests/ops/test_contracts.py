@@ -69,28 +69,13 @@ def fused_adamw(device):
     )
 
 
-def fused_adam(device):
-    return (
-        T.fused_adam_.default,
-        adam_lists(device),
-        ADAM | {"lr": torch.tensor(0.1, device=device)},
-    )
-
-
 ADAM = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-6}
-SGD = {"weight_decay": 0.1, "momentum": 0.9, "dampening": 0.0, "nesterov": False}
 
 
 def adam_lists(device):
     lists = [[torch.rand(5, device=device), torch.rand(2, 3, device=device)] for _ in range(4)]
     lists[1] = [g.bfloat16() for g in lists[1]]
     return (*lists, [torch.ones((), device=device) for _ in range(2)])
-
-
-def fused_sgd(device):
-    params, grads, buffers = adam_lists(device)[:3]
-    numbers = SGD | {"lr": torch.tensor(0.1, device=device), "is_first_step": False}
-    return T.fused_sgd_.default, (params, grads, buffers), numbers
 
 
 MEMORY = symmetric.in_one_process(1, 1024)[0]
@@ -105,7 +90,7 @@ def tables(device):
 
 SAMPLES = [
     *(cast_pack, unpack, barrier, all_gather, reduce_scatter, sum_terms),
-    *(fused_adamw, fused_adam, fused_sgd),
+    fused_adamw,
 ]
 
 
@@ -298,15 +283,15 @@ WRONG = {
         "update: 1 parameters, but 0 tensors in exp_avgs",
     ),
     "steps": (
-        lambda: T.fused_adam([X], [X], [X], [X], [], **ADAM, lr=ONE),
+        lambda: T.fused_adamw([X], [X], [X], [X], [], **ADAM, lr=ONE),
         "1 parameters, but 0 numbers of steps",
     ),
     "scale": (
-        lambda: T.fused_adam([X], [X], [X], [X], [ONE], **ADAM, lr=ONE, scale=ONE.double()),
+        lambda: T.fused_adamw([X], [X], [X], [X], [ONE], **ADAM, lr=ONE, scale=ONE.double()),
         r"scale must be an fp32 scalar on cpu; got torch.float64\[\] on cpu",
     ),
     "step dtype": (
-        lambda: T.fused_adam([X], [X], [X], [X], [ONE.double()], **ADAM, lr=ONE),
+        lambda: T.fused_adamw([X], [X], [X], [X], [ONE.double()], **ADAM, lr=ONE),
         "state_steps must be fp32 on the device of the parameters",
     ),
     "gradient shape": (
@@ -318,11 +303,11 @@ WRONG = {
         "gradients must be all fp32, all bf16 or all fp16; got torch.float16, torch.float32",
     ),
     "parameters": (
-        lambda: T.fused_sgd([X.half()], [X], [], **SGD, lr=ONE, is_first_step=False),
+        lambda: T.fused_adamw([X.half()], [X], [X], [X], [ONE], **ADAM, lr=ONE),
         "self must be fp32; got torch.float16",
     ),
     "gaps": (
-        lambda: T.fused_sgd_([torch.ones(8)[::2]], [X], [], **SGD, lr=ONE, is_first_step=False),
+        lambda: T.fused_adamw_([torch.ones(8)[::2]], [X], [X], [X], [ONE], **ADAM, lr=ONE),
         "self must be contiguous",
     ),
     "halves": (
@@ -330,17 +315,19 @@ WRONG = {
         "update: halves must be all bf16 or all fp16; got torch.float32",
     ),
     "halves with gaps": (
-        lambda: T.fused_sgd_(
-            [X], [X], [], [torch.ones(8).half()[::2]], **SGD, lr=ONE, is_first_step=False
+        lambda: T.fused_adamw_(
+            [X], [X], [X], [X], [ONE], [torch.ones(8).half()[::2]], **ADAM, lr=ONE
         ),
         "update: halves must be contiguous",
     ),
     "too few halves": (
-        lambda: T.fused_sgd([X, X], [X, X], [], [X.half()], **SGD, lr=ONE, is_first_step=False),
+        lambda: T.fused_adamw(
+            [X, X], [X, X], [X, X], [X, X], [ONE, ONE], [X.half()], **ADAM, lr=ONE
+        ),
         "update: 2 parameters, but 1 tensors in halves",
     ),
     "update devices": (
-        lambda: T.fused_sgd_([X], [META], [], **SGD, lr=ONE, is_first_step=False),
+        lambda: T.fused_adamw_([X], [META], [X], [X], [ONE], **ADAM, lr=ONE),
         "all tensors must be on one device; got cpu, meta",
     ),
     "channels": (

@@ -1,4 +1,4 @@
-"""Updates by fused optimizers: the reference beside PyTorch's own, and the rounding of `fma`."""
+"""The update of AdamW: the reference beside PyTorch's own, and the rounding of `fma`."""
 
 from __future__ import annotations
 
@@ -22,38 +22,20 @@ def lists(count: int) -> list[list[torch.Tensor]]:
     return [[torch.rand(shape, generator=draw) for shape in shapes] for _ in range(count)]
 
 
-@pytest.mark.parametrize("name", ["adamw", "adam"])
+@pytest.mark.parametrize(("name", "decay"), [("adamw", 0.1), ("adamw", 0.0), ("adam", 0.0)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_adam_is_that_of_pytorch(name, dtype):
-    """On a CPU to 1e-5, because PyTorch has other roundings there than on a GPU."""
+def test_adamw_is_that_of_pytorch(name, decay, dtype):
+    """And Adam without a penalty is AdamW. On a CPU to 1e-5: PyTorch has other roundings there than on a GPU."""
     params, grads, exp_avgs, exp_avg_sqs = lists(4)
     halves = [g.to(dtype) for g in grads]
     steps = [torch.tensor(3.0) for _ in params]
-    ours = getattr(T, f"fused_{name}")(params, halves, exp_avgs, exp_avg_sqs, steps, **ADAM)
+    numbers = ADAM | {"weight_decay": decay}
+    ours = T.fused_adamw(params, halves, exp_avgs, exp_avg_sqs, steps, **numbers)
     wide = [g.float() for g in halves]
     in_place = getattr(torch, f"_fused_{name}_")
-    in_place(params, wide, exp_avgs, exp_avg_sqs, [], steps, **ADAM, **PLAIN)
+    in_place(params, wide, exp_avgs, exp_avg_sqs, [], steps, **numbers, **PLAIN)
     for result, true in zip(ours, (params, exp_avgs, exp_avg_sqs)):
         torch.testing.assert_close(result, true, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("is_first", [False, True])
-@pytest.mark.parametrize(
-    ("momentum", "dampening", "nesterov"),
-    [(0.0, 0.0, False), (0.9, 0.0, False), (0.9, 0.2, False), (0.9, 0.0, True)],
-)
-def test_sgd_is_that_of_pytorch(is_first, momentum, dampening, nesterov):
-    params, grads, buffers = lists(3)
-    buffers = buffers if momentum else []
-    grads = [g.bfloat16() for g in grads]
-    options = {
-        "lr": RATE, "weight_decay": 0.1, "momentum": momentum, "dampening": dampening, "nesterov": nesterov,
-        "is_first_step": is_first and bool(momentum),
-    }  # fmt: skip
-    ours = T.fused_sgd(params, grads, buffers, **options)
-    torch._fused_sgd_(params, [g.float() for g in grads], buffers, **options, maximize=False)
-    for result, true in zip(ours, (params, buffers)):
-        torch.testing.assert_close(result, true, rtol=1e-6, atol=1e-7)
 
 
 def test_a_scale_multiplies_the_gradients():

@@ -163,7 +163,7 @@ _ROWS: Mapping[str, tuple[str, ...]] = {
     "slice_backward": ("fuses",),
 }
 
-_FUSED_UPDATES = ("_fused_ada", "_fused_sgd", "fused_adam", "fused_sgd")  # PyTorch's, and ours
+_FUSED_UPDATES = ("_fused_ada", "_fused_sgd", "fused_adamw")  # PyTorch's, and ours
 
 
 @functools.cache

@@ -23,8 +23,6 @@ X = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
 OPTIMIZERS = {
     "adamw": lambda params: optim.AdamW(params, lr=0.01, weight_decay=0.1, fused=True),
     "adam": lambda params: optim.Adam(params, lr=0.01, fused=True),
-    "sgd": lambda params: optim.SGD(params, lr=0.1, fused=True),
-    "sgd with momentum": lambda params: optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
 }
 
 

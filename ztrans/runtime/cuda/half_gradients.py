@@ -8,13 +8,13 @@
     p1, m1, v1 = _fused_adamw([p], [c], [m], [v], ...)
 
 PyTorch's fused optimizers take gradients of the dtype of the parameters, so backward under autocast ends with casts.
-The kernel of `ops/update.py` needs none of them: AdamW then moves 26 bytes for each parameter, not 34. With clipping by
-the norm it is 28, not 46, because the norm reads the gradient in half precision and the update multiplies it.
+The kernel of AdamW in `ops/update.py` needs none of them. It moves 26 bytes for each parameter, not 34. With clipping
+by the norm it is 28, not 46, because the norm reads the gradient in half precision and the update multiplies it.
 
 No bit of an update changes; a norm may add its terms in another order. A gradient that anything else reads keeps its
-cast. So does the gradient of an update with options that the kernel does not have. Inductor fuses a cast with what
-computes its argument, without rounding that to half precision, unless that is a matrix product; so for Inductor only
-casts of products are dropped.
+cast. So does the gradient of an update with options that the kernel does not have. Adam without an L2 penalty is AdamW
+without decay. Inductor fuses a cast with what computes its argument, without rounding that to half precision, unless
+that is a matrix product; so for Inductor only casts of products are dropped.
 """
 
 from __future__ import annotations
@@ -33,18 +33,11 @@ from ...ops import HALF
 
 aten = torch.ops.aten
 _NORM = aten.linalg_vector_norm.default
-# The operations of `ops/update.py`, and which lists of PyTorch's operation they take.
-_UPDATES = {
-    "_fused_adam": (torch.ops.ztrans.fused_adam.default, (0, 1, 2, 3, 5)),
-    "_fused_adamw": (torch.ops.ztrans.fused_adamw.default, (0, 1, 2, 3, 5)),
-    "_fused_sgd": (torch.ops.ztrans.fused_sgd.default, (0, 1, 2)),
-}
-_REFUSED = (
-    "amsgrad",
-    "maximize",
-    "grad_scale",
-    "found_inf",
-)  # options that the kernels do not have
+_FUSED_ADAMW = torch.ops.ztrans.fused_adamw.default
+# The updates of PyTorch that it computes, the lists of theirs that it takes, and their options that it does not have.
+_UPDATES = ("_fused_adam", "_fused_adamw")
+_LISTS = (0, 1, 2, 3, 5)
+_REFUSED = ("amsgrad", "maximize", "grad_scale", "found_inf")
 
 
 def inputs_on_gpu(graph: Graph, inputs: Sequence[torch.Tensor]) -> set[Var]:
@@ -192,7 +185,7 @@ def _moves(graph: Graph) -> bool:
 
 
 def _has_kernel(eqn: Eqn, on_gpu: Set[Var]) -> bool:
-    """Whether the kernel can compute an update, whose parameter and moments are inputs on a GPU."""
+    """Whether the kernel can compute an update: the parameter and the moments are inputs on a GPU."""
     name = op_facts(eqn.op).name
     if name not in _UPDATES or any(eqn.kwargs.get(option) for option in _REFUSED):
         return False
@@ -207,11 +200,11 @@ def _has_kernel(eqn: Eqn, on_gpu: Set[Var]) -> bool:
 
 def _reading_half(eqn: Eqn, gradient: _Gradient) -> Eqn:
     """The update that reads what its gradient was cast from."""
-    op, lists = _UPDATES[op_facts(eqn.op).name]
-    args = [eqn.args[k] for k in lists]
+    args = [eqn.args[k] for k in _LISTS]
     args[1] = [gradient.half]
-    declared = {argument.name for argument in op._schema.arguments}
+    declared = {argument.name for argument in _FUSED_ADAMW._schema.arguments}
     kwargs = {name: x for name, x in eqn.kwargs.items() if name in declared}
     if gradient.product is not None:
         kwargs["scale"] = gradient.product.args[1]
-    return eqn.replace(op=op, args=tuple(args), outs=(eqn.outs[0], *eqn.outs[2:]), kwargs=kwargs)
+    outs = (eqn.outs[0], *eqn.outs[2:])
+    return eqn.replace(op=_FUSED_ADAMW, args=tuple(args), outs=outs, kwargs=kwargs)

@@ -8,7 +8,7 @@
 
 A step under autocast begins with casts of its parameters. The update has just had them in registers, so it writes the
 copy too: 2 bytes for each parameter, in place of a cast that reads 4 and writes 2. The bits are those of the cast. The
-kernels of `ops/update.py` do so, and kernels of Inductor for an elementwise update, on CPUs too.
+kernel of `ops/update.py` does so, and kernels of Inductor for an elementwise update, on CPUs too.
 
 The copies are leaves of the state of the program, which the user does not see. A copy is used if the parameter is the
 very tensor that the step before returned, and PyTorch's version counter says that nothing has changed it since.
@@ -31,8 +31,6 @@ from ...ir.liveness import liveness
 from ...ir.op_facts import CAST, op_facts
 from ...ir.verifier import check
 from ...ops import HALF
-
-_UPDATES = ("ztrans::fused_adam", "ztrans::fused_adamw", "ztrans::fused_sgd")
 
 
 @dataclass
@@ -140,8 +138,8 @@ def _makers(graph: Graph, casts: Mapping[Var, Sequence[Eqn]], fuses: bool) -> di
 
 
 def _is_ours(eqn: Eqn) -> bool:
-    """Whether a kernel of `ops/update.py` computes an update."""
-    return op_facts(eqn.op).name in _UPDATES
+    """Whether the kernel of `ops/update.py` computes an update."""
+    return op_facts(eqn.op).name == "ztrans::fused_adamw"
 
 
 def _is_elementwise_update(eqn: Eqn) -> bool:
