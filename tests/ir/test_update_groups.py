@@ -31,12 +31,10 @@ def calls(make_optimizer, samples=64):
     state = step.shard(state)
     compiled = step.compiled(state, torch.ones(samples, 4))
     compiled(state, torch.ones(samples, 4))
-    nodes = compiled.binding.local_program.function.program.graph.nodes
-    names = [
-        n.target.__name__.partition(".")[0]
-        for n in nodes
-        if n.op == "call_function" and n.meta.get("region") == "update"
-    ]
+    names = []
+    for n in compiled.binding.local_program.function.program.graph.nodes:
+        if n.op == "call_function" and "eqn" in n.meta and n.meta["eqn"].region == "update":
+            names.append(n.target.__name__.partition(".")[0])
     return [name for name in names if name not in ("begin", "getitem")]
 
 

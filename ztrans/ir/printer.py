@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from .collectives import is_placed
-from .graph import DTYPES, Eqn, Graph, Region, Var
+from .graph import DTYPES, Eqn, Graph, Var
 from .higher_order import Function, functions
 from .op_facts import op_facts
 from .source import Source
@@ -159,13 +159,11 @@ class Entry(NamedTuple):
     Attributes:
         text: the whole entry on one line, which `diff` compares.
         lines: the lines that print, in which lists may be folded.
-        region: the region of the last heading; None before the first equation and after the last.
         eqn: the equation, if it is one.
     """
 
     text: str
     lines: tuple[str, ...]
-    region: Region | None = None
     eqn: Eqn | None = None
 
 
@@ -189,9 +187,9 @@ def entries(graph: Graph, full: bool = False) -> Iterator[Entry]:
         # A schedule moves collectives and copies into other regions.
         if eqn.region != region and (region is None or not is_placed(eqn)):
             region = eqn.region
-            yield Entry(f"  # {region}", (f"  # {region}",), region)
+            yield Entry(f"  # {region}", (f"  # {region}",))
         text = [*lines(eqn, full, column), *_nested_lines(eqn, full, column)]
-        yield Entry(f"{equation(eqn)}  # {eqn.source}", tuple(text), region, eqn)
+        yield Entry(f"{equation(eqn)}  # {eqn.source}", tuple(text), eqn)
     yield Entry("  return " + ", ".join(map(value, graph.outputs)), _returned(graph, full))
 
 

@@ -229,13 +229,12 @@ def to_fx(
     kernels: Mapping[EqnGroup, Kernel] = MappingProxyType({}),
     streams: Streams | None = None,
     on_write: Callable[[], None] | None = None,
-    emitters: Mapping[Primitive, Emitter] = EMITTERS,
     device: torch.device | None = None,
 ) -> fx.GraphModule:
     """The program of one rank (rank 0 without a mesh) as an FX module with flat inputs and outputs.
 
-    A collective becomes a submodule, which starts it, and calls of `wait`. The metadata of a node has the equations
-    that it runs, their region, and the user's line.
+    A collective becomes a submodule, which starts it, and calls of `wait`. `meta["eqn"]` of a node is the first
+    equation that it runs.
 
     Args:
         graph: the program.
@@ -248,7 +247,6 @@ def to_fx(
         streams: the streams of the collectives; by default those of the mesh's devices. Nothing is sent or timed
             here: `transport.reserve` has decided what carries the messages.
         on_write: a function that the program calls before the first equation that writes over the state.
-        emitters: for each primitive, the function that emits its calls.
         device: the device of the program; by default a CPU, or that of the mesh.
     """
     if graph.micro > 1:
@@ -286,7 +284,7 @@ def to_fx(
     for unit in units:
         if on_write is not None and unit is first_write:
             out.call_function(on_write)
-        _emit(unit, emission, kernels, donated, emitters)
+        _emit(unit, emission, kernels, donated)
         ends.append(len(out.nodes))
     nodes = list(out.nodes)
     _leave_copies(emission, graph, copies)
@@ -427,7 +425,6 @@ def _emit(
     emission: Emission,
     kernels: Mapping[EqnGroup, Kernel],
     donated: Donation,
-    emitters: Mapping[Primitive, Emitter],
 ) -> None:
     """Emit the calls of a unit."""
     first = unit.eqns[0]
@@ -442,7 +439,7 @@ def _emit(
         for eqn, results in zip(unit.eqns, emit_group(emission, unit.eqns, in_place)):
             emission.bind(eqn.outs, results)
     elif isinstance(first.op, Primitive):
-        emission.bind(first.outs, emitters[first.op](emission, first, unit.position))
+        emission.bind(first.outs, EMITTERS[first.op](emission, first, unit.position))
     else:
         local = localize(first, emission.sizes, emission.coordinates)
         emission.bind(first.outs, _operation(emission, local, in_place))
@@ -547,29 +544,21 @@ def _over_lists(emission: Emission, eqns: Sequence[Eqn], in_place: Any) -> list[
 
 
 def _describe(units: Sequence[_Unit], emitted: Sequence[list[fx.Node]]) -> None:
-    """Write into the metadata of nodes which equations they run, in which region, and the user's line.
+    """Write into the metadata of nodes the first equation of their unit, and which equations share their time.
 
-    `emitted` are the nodes of each unit. Equations without a node take no time. They are said to run with the next
-    unit that has one; its `weights` say which equations share its time.
+    `emitted` are the nodes of each unit. Equations without a node take no time: they are said to run with the next unit
+    that has one, with the weight 0.
     """
-    silent: tuple[Eqn, ...] = ()  # the equations without a node since the last unit that has one
+    silent = 0  # the number of equations without a node since the last unit that has one
     last: list[fx.Node] = []
     for unit, nodes in zip(units, emitted):
         if not nodes:
-            silent += unit.eqns
+            silent += len(unit.eqns)
             continue
-        first = unit.eqns[0]
-        facts = {
-            "eqn": first,
-            "region": first.region,
-            "source": str(first.source or ""),
-            "eqns": (*silent, *unit.eqns),
-            "weights": (0,) * len(silent) + (1,) * len(unit.eqns),
-        }
+        weights = (0,) * silent + (1,) * len(unit.eqns)
         for node in nodes:
-            node.meta.update(facts)
-        silent = ()
+            node.meta.update(eqn=unit.eqns[0], weights=weights)
+        silent = 0
         last = nodes
     for node in last:
-        node.meta["eqns"] += silent
-        node.meta["weights"] += (0,) * len(silent)
+        node.meta["weights"] += (0,) * silent
