@@ -8,13 +8,14 @@ step calls. The tests compare every transform with this file, which uses no proc
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .ambient import refuse_inside, without_autocast
-from .axes import members, neighbour_count, with_joint_indices
+from .axes import groups_along, with_joint_indices
 from .collectives import rules
 from .dependencies import grouped
 from .graph import Eqn, Graph, Var, substitute, variables
@@ -101,7 +102,7 @@ def _run(
     values: Sequence[dict[Var, Any]],
 ) -> None:
     """Compute one equation on every rank, group by group, and add its results to `values`."""
-    for group in _groups(rank_coordinates, rules(eqn).axis(eqn)):
+    for group in _groups(graph, rules(eqn).axis(eqn)):
         local = [localize(eqn, graph.axes, rank_coordinates[rank]) for rank in group]
         results = rules(eqn).meaning(local, [values[rank] for rank in group])
         for rank, results_of_rank in zip(group, results):
@@ -127,39 +128,23 @@ def split_state(graph: Graph, state: Sequence[torch.Tensor]) -> list[list[torch.
 
 def join_state(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
     """The full flat state, joined from the parts of all ranks: the inverse of `split_state`."""
-    rank_coordinates = coordinates(graph.mesh, graph.joint)
     full = list(ranks[0][: graph.num_state])
     for i, v in enumerate(graph.inputs[: graph.num_state]):
         if v.split is not None:
             # Groups that differ along other axes hold the same parts, so the first one will do.
-            group = _groups(rank_coordinates, v.split.axis)[0]
+            group = _groups(graph, v.split.axis)[0]
             full[i] = torch.cat([ranks[rank][i] for rank in group], v.split.dim)
     return full
 
 
-def _groups(rank_coordinates: Sequence[Coordinates], axis: str | None) -> list[list[int]]:
+def _groups(graph: Graph, axis: str | None) -> list[list[int]]:
     """Groups of the ranks that differ only along `axis`, in the order of the axis; without an axis, single ranks."""
+    sizes = dict(graph.mesh)
+    count = math.prod(sizes.values())
     if axis is None:
-        return [[rank] for rank in range(len(rank_coordinates))]
-    if axis not in rank_coordinates[0]:
-        axes = ", ".join(map(repr, rank_coordinates[0]))
+        return [[rank] for rank in range(count)]
+    if axis not in graph.axes:
+        axes = ", ".join(map(repr, graph.axes))
         raise ValueError(f"lockstep: {axis!r} is no axis of the mesh, which has {axes}.")
-
-    along = set(members(axis))
-    groups: dict[tuple, list[int]] = {}
-    for rank, coordinates_of_rank in enumerate(rank_coordinates):
-        # Ranks of one group agree along every axis, joint or not, that contains no member of this one.
-        fixed = []
-        for other, index in coordinates_of_rank.items():
-            if along.isdisjoint(members(other)):
-                fixed.append(index)
-        groups.setdefault(tuple(fixed), []).append(rank)
-
-    count = neighbour_count(axis)
-    if count is None:
-        return list(groups.values())
-    neighbours = []
-    for group in groups.values():
-        for first in range(0, len(group), count):
-            neighbours.append(group[first : first + count])
-    return neighbours
+    ranks = torch.arange(count, device="cpu").view(tuple(sizes.values()))
+    return groups_along(ranks, tuple(sizes), [axis])
