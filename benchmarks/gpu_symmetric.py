@@ -14,7 +14,7 @@ from ztrans.calling.call import BoundCall
 from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.cuda.symmetric import SymmetricMemory, Times
-from ztrans.runtime.cuda.transport import SymmetricStart, check_waits
+from ztrans.runtime.cuda.transport import SymmetricStart
 from ztrans.runtime.executable import bind
 from ztrans.runtime.transport import reserve
 
@@ -68,7 +68,8 @@ def stepped(mesh: DeviceMesh, streams: Streams) -> int:
         arguments = BoundCall(mine, tuple(part[rank] for part in batch))
         run(lowered.recording.local_inputs(arguments).tensors)
         state, _ = lowered.lockstep(state, list(zip(*batch)))
-    check_waits(run.program)
+    if streams.symmetric.error():
+        raise AssertionError(streams.symmetric.error())
     for (
         name,
         w,

@@ -35,7 +35,6 @@ from .runtime.contract import Contract, Proposal, agree_on_plan, agree_on_progra
 from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rates
 from .runtime.cuda.half_gradients import half_gradients, inputs_on_gpu
 from .runtime.cuda.half_weights import HalfWeights, with_half_weights
-from .runtime.cuda.transport import check_waits
 from .runtime.executable import Executable, MicroBatches, executable, micro_batches
 from .runtime.failure import (
     Writes,
@@ -455,12 +454,7 @@ class Compiled(Printed):
 
         # What stands around the code of a step: the replay of a CUDA graph, and gathers that pass to the next step.
         if self.cuda_graph:
-            run = Capture(
-                run,
-                graph,
-                check=functools.partial(check_waits, run.modules),
-                failures=functools.partial(_failures, mesh),
-            )
+            run = Capture(run, graph, failures=functools.partial(_failures, mesh))
         contract = None
         if mesh is not None:
             if graph.carried:

@@ -41,11 +41,6 @@ class Executable:
     on_write: Callable[[], None] | None
     aliased_outputs: tuple[int, ...]
 
-    @property
-    def modules(self) -> torch.nn.Module:
-        """The module that holds all collectives of the program."""
-        return self.program
-
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         with torch.no_grad(), without_autocast(), without_function_modes():
             try:
@@ -166,11 +161,6 @@ class MicroBatches:
     def program(self) -> fx.GraphModule:
         """The FX module of the last micro-batch."""
         return self.runs[self.programs.last].program
-
-    @property
-    def modules(self) -> torch.nn.Module:
-        """The FX modules of all micro-batches."""
-        return torch.nn.ModuleList(run.program for run in self.runs.values())
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         return self.runs[self.programs.last](self.before_last(inputs))

@@ -55,7 +55,7 @@ def test_without_a_wait_there_is_a_race(missing, monkeypatch):
         monkeypatch.setattr(Done, "wait", lambda done: None)
     with Races() as cuda:
         program = bind(low.graph, to_fx(low.graph, None, True, streams=Streams(cuda)))
-        for module in program.modules.modules():
+        for module in program.program.modules():
             if isinstance(module, StreamedHostCopy) and missing == "the copy waits for compute":
                 monkeypatch.setattr(module.lane, "wait_stream", lambda stream: None)
         for _ in range(2):

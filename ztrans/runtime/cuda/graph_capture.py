@@ -158,7 +158,6 @@ class Capture:
         graph: its program.
         cuda: `torch.cuda`, or a test double of it.
         device: the type of its device.
-        check: called before each replay; raises an error if the replay before it failed.
         failures: returns how often a failed step has closed the channels of the mesh. A graph captured before that
             holds collectives of communicators that are gone, so the next call is a first one again.
     """
@@ -169,14 +168,12 @@ class Capture:
         graph: Graph,
         cuda: Any = torch.cuda,
         device: str = "cuda",
-        check: Callable[[], None] = lambda: None,
         failures: Callable[[], int] = lambda: 0,
     ) -> None:
         self.run = run
         self.graph = graph
         self.cuda = cuda
         self.device = device
-        self.check = check
         self.failures = failures
         self.failures_before = 0  # the capture
         self.stream: Any = None
@@ -207,7 +204,6 @@ class Capture:
         else:
             if self.captured is None:
                 self._capture(run_inputs)
-            self.check()
             self.captured.replay()
             outputs = self.outputs
 

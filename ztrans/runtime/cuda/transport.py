@@ -109,13 +109,6 @@ def streamed_start(
     return StreamedStart(*common)
 
 
-def check_waits(program: torch.nn.Module) -> None:
-    """Raises: RuntimeError if this rank has given up waiting for another one, in the part that has run so far."""
-    starts = [module for module in program.modules() if isinstance(module, _OfBuffer)]
-    for buffer in dict.fromkeys(start.buffer for start in starts):
-        buffer.check()
-
-
 def has_two_ways(
     collective: Primitive, reduction: str | None, wire: torch.dtype, route: Route | None
 ) -> bool:
