@@ -56,6 +56,11 @@ class Launch:
         """The name of the kernel."""
         return unwrapped(self.kernel).__name__
 
+    @property
+    def __name__(self) -> str:
+        """The name of the function in the code that calls it."""
+        return self.name
+
     def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
         """The new values of the arguments that the kernel changes.
 
@@ -95,11 +100,3 @@ def _interpreted(kernel: Any) -> Any:
             f"Run the step on a GPU, or set TRITON_INTERPRET=1 before Triton is imported."
         )
     return kernel
-
-
-class LaunchModule(torch.nn.Module):
-    """A launch as a submodule of generated code."""
-
-    def __init__(self, launch: Launch) -> None:
-        super().__init__()
-        self.forward = launch

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from types import MappingProxyType
@@ -27,7 +27,7 @@ from ..ir.copies import COPY_WAIT, TO_DEVICE, TO_HOST, is_copy
 from ..ir.donation import Donation, donation, is_constant
 from ..ir.graph import Eqn, Graph, Primitive, Var, substitute
 from ..ir.higher_order import Function, is_attention
-from ..ir.launch import Launch, LaunchModule
+from ..ir.launch import Launch
 from ..ir.layout import local_shape, localize, part
 from ..ir.marks import GRADIENT, PMEAN, PSUM
 from ..ir.op_facts import arguments_by_name
@@ -95,7 +95,8 @@ class Emission:
     device: torch.device | None = None  # on which values from the host are computed with
     in_place: Collection[Eqn] = ()  # the equations that write over an argument
     numbers: Iterator[int] = field(default_factory=itertools.count)  # for the names of attributes
-    attentions: dict[str, FlexAttention] = field(default_factory=dict)  # submodules by name
+    # The submodules of attention and their names, by structure.
+    attentions: dict[Hashable, tuple[str, FlexAttention]] = field(default_factory=dict)
     hoists: bool = True  # make small constants once; a function returns fresh ones, to write over
 
     def bind(self, outs: Sequence[Var | None], nodes: Sequence[Any]) -> None:
@@ -465,8 +466,8 @@ def _higher_order(emission: Emission, eqn: Eqn) -> list:
     """Emit the call of a higher-order operator, or the launch of a kernel. Returns the node of each result."""
     launch = eqn.args[0] if eqn.args else None
     if isinstance(launch, Launch):
-        name = f"{launch.name}_{next(emission.numbers)}"
-        leaves = emission.call(name, LaunchModule(launch), *eqn.ins)
+        ins = tuple(emission.nodes[v] for v in eqn.ins)
+        leaves = emission.out.call_function(launch, ins)
     elif is_attention(eqn):
         leaves = emission.call(*_attention(emission, eqn), *eqn.ins)
     else:
@@ -479,12 +480,10 @@ def _higher_order(emission: Emission, eqn: Eqn) -> list:
 def _attention(emission: Emission, eqn: Eqn) -> tuple[str, FlexAttention]:
     """The submodule that computes attention, and its name. Equal layers share it, and so its kernel."""
     structure = structure_of(eqn)
-    for name, module in emission.attentions.items():
-        if module.structure == structure:
-            return name, module
-    name = f"{op_name(eqn.op)}_{next(emission.numbers)}"
-    emission.attentions[name] = FlexAttention(eqn, nested)
-    return name, emission.attentions[name]
+    if structure not in emission.attentions:
+        name = f"{op_name(eqn.op)}_{next(emission.numbers)}"
+        emission.attentions[structure] = name, FlexAttention(eqn, nested)
+    return emission.attentions[structure]
 
 
 def unpacked(out: fx.Graph, call: fx.Node, outs: Sequence[Var | None]) -> list:

@@ -31,7 +31,6 @@ class FlexAttention(torch.nn.Module):
     def __init__(self, eqn: Eqn, nested: Callable[[Function], torch.nn.Module]) -> None:
         """The equation has the sizes of one rank. `nested` returns the code of a function that it calls."""
         super().__init__()
-        self.structure = structure_of(eqn)
         self._op: Any = eqn.op
         self._ins = eqn.ins
         self._bound = bound_results(eqn)
