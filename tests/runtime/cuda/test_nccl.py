@@ -23,7 +23,7 @@ from ztrans.ir.routes import Hosts
 from ztrans.runtime import mesh
 from ztrans.runtime.collectives import Start, wait
 from ztrans.runtime.cuda.hierarchical import HierarchicalStart
-from ztrans.runtime.cuda.nccl import HIERARCHICAL_ALL_TO_ALL, StreamedStart, Transport
+from ztrans.runtime.cuda.nccl import StreamedStart, Transport
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.process_groups import Channel, _tuning
 
@@ -126,7 +126,7 @@ def test_the_first_level_of_a_message_runs_beside_the_second_level_of_the_one_be
             {"dp": 1},
             between,
             Streams(cuda),
-            Transport(HIERARCHICAL_ALL_TO_ALL, "a double"),
+            Transport("hierarchical", "reduce_scatter", "a double"),
         )
         start = HierarchicalStart(inside, *common)
         futures = [start(term), start(term)]
@@ -159,7 +159,7 @@ def test_the_bytes_of_a_hierarchical_message(monkeypatch, hosts, most, sends_wit
     (term,) = random_terms(eqn, 1)[0]
     with Races() as cuda:
         streams = Streams(cuda)
-        transport = Transport(HIERARCHICAL_ALL_TO_ALL, "a double")
+        transport = Transport("hierarchical", "reduce_scatter", "a double")
         sizes = {"dp": hosts.ranks}
         start = HierarchicalStart(inside, eqn, sizes, {"dp": 1}, between, streams, transport)
         (member,) = start(term)
@@ -267,7 +267,7 @@ def test_a_term_is_sent_from_its_storage_only_if_the_program_keeps_it(monkeypatc
     assert rules(eqn).sends_without_copy(eqn, 0, {"dp": 2})
     monkeypatch.setattr(type(rules(eqn)), "sends_without_copy", lambda *arguments: kept)
     channel = Rank(Fabric(2), 0, Hosts(2))
-    transport = Transport("nccl reduce_scatter", "a double")
+    transport = Transport("nccl", "reduce_scatter", "a double")
     start = StreamedStart(eqn, {"dp": 2}, {"dp": 0}, channel, Streams(FakeCuda()), transport)
     term = torch.ones(4, 3)
     message = start.message([0], [term])

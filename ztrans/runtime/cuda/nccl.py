@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -33,24 +33,29 @@ from ..collectives import REDUCE_OPS, Future, Member, Start
 from ..process_groups import Channel
 from .streams import Done, Streams
 
-# The calls of reductions of half precision, which are exchanged and summed here.
-ALL_TO_ALL = "nccl all_to_all"
-HIERARCHICAL_ALL_TO_ALL = "nccl hierarchical all_to_all"
+# What carries a collective. Reductions of half precision are exchanged by all_to_all, and summed here.
+Way = Literal["nccl", "all_to_all", "hierarchical", "symmetric", "copied"]
+_CALLS: Mapping[Way, str] = {
+    "nccl": "nccl {}",
+    "all_to_all": "nccl all_to_all",
+    "hierarchical": "nccl hierarchical all_to_all",
+    "symmetric": "symmetric {}",
+    "copied": "copied {}",
+}
 # A value inside a larger buffer starts at a multiple of this many elements.
 _ALIGNED = 16
 
 
 @dataclass(frozen=True)
 class Transport:
-    """The call that carries a collective, and the reason for the choice, which printed programs show."""
+    """What carries a collective, by its name, and the reason for the choice, which printed programs show."""
 
-    call: str
+    way: Way
+    collective: str
     reason: str
-    is_symmetric: bool = False
-    is_copied: bool = False
 
     def __str__(self) -> str:
-        return f"{self.call} ({self.reason})"
+        return f"{_CALLS[self.way].format(self.collective)} ({self.reason})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +93,7 @@ class StreamedStart(Start):
         self.streams = streams
         self.lane = streams.lane(channel)
         self.transport = transport
-        self.is_exchanged = transport.call == ALL_TO_ALL
+        self.is_exchanged = transport.way == "all_to_all"
         # The terms of a reduction that arrive, and their dtype.
         self.arriving_rows = self.size if self.is_exchanged else 1
         self.arriving_dtype = self.wire

@@ -22,14 +22,7 @@ from ..agreement import everywhere
 from ..collectives import channel_of
 from ..process_groups import Channel, process_groups
 from .hierarchical import HierarchicalStart
-from .nccl import (
-    ALL_TO_ALL,
-    HIERARCHICAL_ALL_TO_ALL,
-    PackedMessage,
-    StreamedStart,
-    Transport,
-    moved_back,
-)
+from .nccl import PackedMessage, StreamedStart, Transport, Way, moved_back
 from .streams import Streams
 from .symmetric import (
     SPINS,
@@ -102,9 +95,9 @@ def streamed_start(
     if inside is not None:
         return HierarchicalStart(inside, *common)
     if symmetric is not None and not isinstance(kind, str):
-        if transport.is_copied:
+        if transport.way == "copied":
             return CopiedStart(symmetric.buffer_of[channel, kind], *common)
-        if transport.is_symmetric:
+        if transport.way == "symmetric":
             return SymmetricStart(symmetric.buffer_of[channel, kind], *common)
     return StreamedStart(*common)
 
@@ -139,25 +132,27 @@ def choose_transport(
     """
     if route is not None and route.way == HIERARCHICAL:
         work = "sums half precision in fp32 and in the order of hosts"
-        return Transport(HIERARCHICAL_ALL_TO_ALL, f"{work}; {route.reason}")
+        return Transport("hierarchical", collective.name, f"{work}; {route.reason}")
     if not has_two_ways(collective, reduction, wire, route):
         dtype = str(wire).removeprefix("torch.")
-        return Transport(f"nccl {collective.name}", f"reduces {dtype} on the way")
+        return Transport("nccl", collective.name, f"reduces {dtype} on the way")
+    way: Way = "nccl"
     work = "moves bytes"
-    nccl_call = f"nccl {collective.name}"
     if reduction is not None:
+        way = "all_to_all"
         work = "sums half precision in fp32 and in rank order"
-        nccl_call = ALL_TO_ALL
     seconds = times()
     if isinstance(seconds, str):
-        return Transport(nccl_call, f"{work}; no symmetric memory: {seconds}")
-    if seconds.is_copied:
-        reason = f"{work}; {_figures('copies', seconds)}"
-        return Transport(f"copied {collective.name}", reason, is_copied=True)
-    if seconds.is_faster:
-        reason = f"{work}; {_figures('symmetric memory', seconds)}"
-        return Transport(f"symmetric {collective.name}", reason, is_symmetric=True)
-    return Transport(nccl_call, f"{work}; {_figures('NCCL', seconds)}")
+        figures = f"no symmetric memory: {seconds}"
+    elif seconds.is_copied:
+        way = "copied"
+        figures = _figures("copies", seconds)
+    elif seconds.is_faster:
+        way = "symmetric"
+        figures = _figures("symmetric memory", seconds)
+    else:
+        figures = _figures("NCCL", seconds)
+    return Transport(way, collective.name, f"{work}; {figures}")
 
 
 def _figures(chosen: str, times: Times) -> str:
