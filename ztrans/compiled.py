@@ -41,7 +41,7 @@ from .runtime.failure import (
     check_launched,
     check_whole,
     ending_together,
-    leave_lost_ranks,
+    leaving_lost_ranks,
     marker,
     one_thread,
     running,
@@ -49,7 +49,7 @@ from .runtime.failure import (
 )
 from .runtime.inductor import backend as inductor
 from .runtime.inductor.compiler import check_compiler
-from .runtime.process_groups import LostRank, process_groups
+from .runtime.process_groups import process_groups
 from .runtime.state import check_laid_out
 from .runtime.transport import reserve
 from .runtime.update_hash import update_hash
@@ -243,10 +243,8 @@ class Compiled(Printed):
         """
         if self._mesh is not None:  # the mesh has them, whichever program has started them
             groups = process_groups(self._mesh)
-            try:
+            with leaving_lost_ranks(groups, "close"):
                 groups.drop_carried()
-            except LostRank as error:
-                raise leave_lost_ranks(groups, "close", error) from error
         local_program = self.binding.local_program
         if local_program is None:
             return

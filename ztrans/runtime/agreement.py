@@ -28,11 +28,11 @@ from ..ir.dependencies import grouped
 from .failure import (
     STOP_TOGETHER,
     leave_disagreement,
-    leave_lost_ranks,
     leave_with_note,
+    leaving_lost_ranks,
     rank_names,
 )
-from .process_groups import LostRank, ProcessGroups, Work, process_groups
+from .process_groups import ProcessGroups, Work, process_groups
 
 T = TypeVar("T")
 Explain = Callable[[Mapping[int, Any]], str]
@@ -172,7 +172,7 @@ class _Question:
         record = bytearray(_RECORD.pack(digest, is_late, call.encode()[:111]))
         records = torch.frombuffer(record, dtype=torch.uint8).repeat(len(groups.ranks), 1)
         works: Sequence[Work]
-        try:
+        with leaving_lost_ranks(groups, call):
             groups.open()
             channel = groups.channel(None, "ranks")
             this_rank = records[channel.group.rank()]
@@ -181,18 +181,13 @@ class _Question:
                     works = channel.exchange([this_rank] * len(records), list(records))
                 else:
                     works = [dist.all_gather(list(records), this_rank, channel.group, True)]
-        except LostRank as error:
-            raise leave_lost_ranks(groups, call, error) from error
         return _Question(call, mine, explain, is_late, records, works)
 
     def answer(self, groups: ProcessGroups) -> _Answer:
         """Wait for all records, and compare them."""
-        try:
-            with groups.channel(None, "ranks").errors():
-                for work in self.works:
-                    work.wait()
-        except LostRank as error:
-            raise leave_lost_ranks(groups, self.call, error) from error
+        with leaving_lost_ranks(groups, self.call), groups.channel(None, "ranks").errors():
+            for work in self.works:
+                work.wait()
         records = list(_RECORD.iter_unpack(self.records.numpy().tobytes()))
         if len(set(records)) == 1:
             return _Answer(self.call)
@@ -222,12 +217,10 @@ def everywhere(value: T, mesh: DeviceMesh) -> list[T]:
 
 def _from_all(groups: ProcessGroups, value: T) -> list[T]:
     """The values that the ranks pass; LostRank says why another rank is lost."""
-    try:
+    with leaving_lost_ranks(groups, "ztrans"):
         if not groups.is_alone:
             groups.open()
         return groups.from_all(value)
-    except LostRank as error:
-        raise leave_lost_ranks(groups, "ztrans", error) from error
 
 
 def _failed(values: Mapping[int, Any]) -> str:

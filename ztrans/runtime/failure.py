@@ -200,6 +200,18 @@ def leave_lost_ranks(groups: ProcessGroups, name: str, error: BaseException) -> 
     return LostRank(f"{head}{text}The backend says: {_in_one_line(error, with_type=False)}", reason)
 
 
+@contextlib.contextmanager
+def leaving_lost_ranks(groups: ProcessGroups, name: str) -> Iterator[None]:
+    """Talk to the other ranks of a mesh, and leave it if they are lost.
+
+    Raises: LostRank, with the text of their notes.
+    """
+    try:
+        yield
+    except LostRank as error:
+        raise leave_lost_ranks(groups, name, error) from error
+
+
 def leave_disagreement(groups: ProcessGroups, cause: str) -> None:
     """Leave the messages of steps in which the ranks of a mesh did not do the same. All ranks do this together.
 
