@@ -31,7 +31,7 @@ from .report.tracebacks import ends_at_user
 from .running_order import fused_within_peak, with_grouped_updates
 from .runtime.agreement import agree, answers_late, everywhere, say_failure, step_of
 from .runtime.carried import CarryingExecutable
-from .runtime.contract import Contract, Proposal, agree_on_plan, agree_on_program
+from .runtime.contract import Contract, agree_on_plan, agree_on_program
 from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rates
 from .runtime.cuda.half_gradients import half_gradients, inputs_on_gpu
 from .runtime.cuda.half_weights import HalfWeights, with_half_weights
@@ -551,10 +551,8 @@ def _agreed(lowered: Lowered) -> Lowered:
         return lowered
     plan = lowered.plan
     contract = Contract(lowered.unordered, update_hash(lowered.unordered))
-    proposal = Proposal(plan.program, plan)
-    with stage(name, "wait for the plans of the other ranks"):
-        everyone = agree_on_program(name, mesh, contract, proposal)
-    first = everyone[0].plan
+    with stage(name, "wait for the other ranks"):
+        first = agree_on_program(name, mesh, contract, plan)
 
     # A plan that does not fit on one rank is an error on all of them, so each says whether it fits.
     problem = ""

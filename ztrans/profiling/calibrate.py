@@ -23,7 +23,7 @@ from ..ir.graph import DTYPES, Partial, Split, Var
 from ..ir.routes import common, hosts_of
 from ..planning.cluster import Cluster, Link
 from ..planning.devices import GPU, TAKEN, Device
-from ..runtime.agreement import agree_on_call, everywhere
+from ..runtime.agreement import agree_on_call, everywhere, from_first
 from ..runtime.collectives import Future, channel
 from ..runtime.cuda.streams import Streams, back_to_back_seconds
 from ..runtime.cuda.transport import reserve_messages
@@ -95,7 +95,7 @@ def calibrate(
 
     sharing = list(hosts.values()).count(hosts[dist.get_rank()])
     mine = Cluster(_measure_device(device, sharing), tuple(axis_links))
-    return everywhere(mine, mesh)[0]
+    return from_first(mine, mesh)
 
 
 def _link_name(axis: str, mesh: DeviceMesh, hosts: Mapping[int, tuple[str, ...]]) -> str:

@@ -215,6 +215,18 @@ def everywhere(value: T, mesh: DeviceMesh) -> list[T]:
     return _from_all(process_groups(mesh), value)
 
 
+def from_first(value: T, mesh: DeviceMesh) -> T:
+    """The value that the first rank of a mesh passes. All of its ranks must call it together.
+
+    Raises: LostRank if a rank has ended or does not answer.
+    """
+    groups = process_groups(mesh)
+    with leaving_lost_ranks(groups, "ztrans"):
+        if not groups.is_alone:
+            groups.open()
+        return groups.from_first(value)
+
+
 def _from_all(groups: ProcessGroups, value: T) -> list[T]:
     """The values that the ranks pass; LostRank says why another rank is lost."""
     with leaving_lost_ranks(groups, "ztrans"):

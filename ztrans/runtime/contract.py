@@ -10,7 +10,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,11 @@ from ..ir.pairing import pair
 from ..ir.printer import op_name
 from ..ir.user_collectives import is_user_collective, is_user_wait
 from ..ir.varying import replicated_equations
-from .agreement import agree, different_steps, everywhere, new_program_of
+from .agreement import agree, different_steps, everywhere, from_first, new_program_of
 from .collectives import has_second_level_at_wait
 from .failure import rank_names
 
+T = TypeVar("T")
 _NO_MORE = "no more messages"
 _SAME_PROGRAM = (
     "Batches may differ in size from rank to rank, but every rank must take the same branches, with the same "
@@ -177,17 +178,8 @@ def first_difference(ranks: Sequence[int], lines: Sequence[Sequence[str]]) -> st
 # ---- one program for all ranks
 
 
-class Proposal(NamedTuple):
-    """What a rank proposes to run."""
-
-    program: str  # a hash of its program
-    plan: Any
-
-
-def agree_on_program(
-    name: str, mesh: DeviceMesh, contract: Contract, mine: Proposal
-) -> list[Proposal]:
-    """The proposals of all ranks of a mesh. They must be for the same step; the sizes of its batches may differ.
+def agree_on_program(name: str, mesh: DeviceMesh, contract: Contract, plan: T) -> T:
+    """The plan of the first rank of a mesh. All ranks must plan the same step; the sizes of its batches may differ.
 
     Raises: RuntimeError on every rank if the steps differ. It names the ranks and the first message in which they do.
     """
@@ -196,7 +188,7 @@ def agree_on_program(
         return first_difference(list(lines), list(lines.values()))
 
     agree(mesh, new_program_of(name), contract.lines, explain)
-    return everywhere(mine, mesh)
+    return from_first(plan, mesh)
 
 
 def agree_on_plan(name: str, mesh: DeviceMesh, problem: str) -> None:

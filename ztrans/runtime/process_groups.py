@@ -321,6 +321,18 @@ class ProcessGroups:
                 dist.all_gather_object(values, value, group=channel.group)
         return values
 
+    def from_first(self, value: T) -> T:
+        """The value that the first rank of the mesh passes. All of them must call this together.
+
+        Raises: LostRank if a rank has ended or does not answer.
+        """
+        values = [value]
+        if not self.is_alone:
+            channel = self.channel(None, "ranks")
+            with channel.errors():
+                dist.broadcast_object_list(values, group=channel.group, group_src=0)
+        return values[0]
+
     @property
     def timeout(self) -> float:
         """The seconds after which a rank that does not answer is lost."""
@@ -372,11 +384,7 @@ class ProcessGroups:
     @functools.cached_property
     def _host_names(self) -> dict[int, tuple[str, ...]]:
         """The host of every rank of the mesh. All ranks must ask for them together."""
-        names: list = [None] * len(self.ranks)
-        channel = self.channel(None, "ranks")
-        with channel.errors():
-            dist.all_gather_object(names, (dist.get_rank(), host_name()), group=channel.group)
-        return dict(names)
+        return dict(self.from_all((dist.get_rank(), host_name())))
 
     def _error_of_kernels(self) -> str:
         return self.symmetric.error() if self.symmetric is not None else ""
