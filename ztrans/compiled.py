@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -100,13 +101,13 @@ class Binding:
     Attributes:
         local_program: the program as it runs on this rank; None before the first run.
         guard: recognises the next call if it is like the last one.
-        thread: the identifier of the thread that runs the program, if it has no mesh.
+        lock: held by the thread that runs the program, if it has no mesh.
     """
 
     def __init__(self, local_program: LocalProgram | None = None) -> None:
         self.local_program = local_program
         self.guard: Guard | None = None
-        self.thread: dict[str, int] = {}
+        self.lock = threading.RLock()
         self._output_tree: pytree.TreeSpec | None = None
 
     def match(self, call: BoundCall, surroundings: Surroundings) -> Inputs | None:
@@ -306,8 +307,8 @@ class Compiled(Printed):
         local = inputs.tensors
         state = inputs.state
         check_whole(state, name)
-        thread = self.binding.thread if mesh is None else process_groups(mesh).thread
-        with one_thread(thread, name), self._current_device(local):
+        lock = self.binding.lock if mesh is None else process_groups(mesh).lock
+        with one_thread(lock, name), self._current_device(local):
             if mesh is not None:
                 check_launched(mesh, name)
             local_program = self.binding.local_program or self._bind(local, state)

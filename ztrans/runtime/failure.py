@@ -162,15 +162,14 @@ def ending_together(
 
 
 @contextlib.contextmanager
-def one_thread(thread: dict[str, int], name: str) -> Iterator[None]:
-    """Let one thread run at a time. `thread` holds the identifier of the thread that runs.
+def one_thread(lock: threading.RLock, name: str) -> Iterator[None]:
+    """Let one thread run at a time, the one that holds the lock.
 
-    If a thread finds its own identifier there, an interrupt kept it from being removed, and the thread may run. A lock
-    would stay locked.
+    If an interrupt keeps a thread from releasing it, that thread may still run, and no other.
 
     Raises: RuntimeError if another thread runs.
     """
-    if thread.setdefault("thread", threading.get_ident()) != threading.get_ident():
+    if not lock.acquire(blocking=False):
         raise RuntimeError(
             f"{name}: another thread runs a step of this mesh. Their messages would be taken for each other's.\n"
             f"Run the steps of one mesh from one thread."
@@ -178,7 +177,7 @@ def one_thread(thread: dict[str, int], name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        thread.clear()
+        lock.release()
 
 
 def leave_lost_ranks(groups: ProcessGroups, name: str, error: BaseException) -> LostRank:

@@ -192,7 +192,7 @@ class ProcessGroups:
     Attributes:
         ranks: the ranks of the mesh.
         is_alone: whether no other rank exists: a mesh of one, or one whose other ranks are fake.
-        thread: the thread that runs a step (see `failure.one_thread`).
+        lock: held by the thread that runs a step (see `failure.one_thread`).
         pending: a comparison whose answer has not been read yet (see `agreement`).
         carried: gathers that the last step has started for the next one (see `carried`).
         saves: the channel of checkpoints, which a failed step does not close; `reopen` opens it.
@@ -209,7 +209,7 @@ class ProcessGroups:
         self.is_alone = (
             len(self.ranks) == 1 or backend_of(mesh.get_group(0), mesh.device_type) == "fake"
         )
-        self.thread: dict[str, int] = {}
+        self.lock = threading.RLock()
         self.pending: Any = None
         self.carried: Carried | None = None
         self.saves = Channel(None, "saves")
