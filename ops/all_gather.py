@@ -137,7 +137,7 @@ def _rows(
     for k, (size, numel) in enumerate(zip(sizes, numels)):
         pieces.append((k, 0, offset, size, numel))
         offset += size
-    return on_device(blocks(pieces, sizes, block, moving=(1,)), device)
+    return on_device(blocks(pieces, sizes, block, advancing=(1,)), device)
 
 
 def _check(buffers, pads, error, outs, sizes, rank, channels, spins) -> None:

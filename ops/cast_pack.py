@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from itertools import accumulate, compress
+from itertools import accumulate
 
 import torch
 
@@ -73,35 +73,36 @@ def launch(
     parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out: torch.Tensor
 ) -> None:
     """cast_pack by the kernel: one launch for each dtype among the parts."""
-    dtypes: list[torch.dtype | None] = []
-    for part in parts:
-        by_kernel = part.is_contiguous() and is_movable(part.dtype, out.dtype)
-        dtypes.append(part.dtype if by_kernel else None)
+    by_torch: list[int] = []
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for k, part in enumerate(parts):
+        if part.is_contiguous() and is_movable(part.dtype, out.dtype):
+            by_dtype.setdefault(part.dtype, []).append(k)
+        else:
+            by_torch.append(k)
+    if by_torch:
+        places = out.view(ranks, -1).split(list(sizes), dim=1)
+        for k in by_torch:
+            _copy(parts[k], places[k])
 
     numels = tuple(part.numel() for part in parts)
-    for dtype in dict.fromkeys(dtypes):
-        chosen = tuple(dtype == d for d in dtypes)
-        if dtype is None:
-            places = out.view(ranks, -1).split(list(sizes), dim=1)
-            for part, place in compress(zip(parts, places), chosen):
-                _copy(part, place)
-        else:
-            rows = _rows(tuple(sizes), numels, chosen, ranks, out.device)
-            move(rows, [*parts, out], dtype, out.dtype)
+    for dtype, chosen in by_dtype.items():
+        rows = _rows(tuple(sizes), numels, tuple(chosen), ranks, out.device)
+        move(rows, [*parts, out], dtype, out.dtype)
 
 
 @functools.cache
 def _rows(
-    sizes: tuple[int, ...], numels: tuple[int, ...], chosen: tuple[bool, ...], ranks: int, device
+    sizes: tuple[int, ...], numels: tuple[int, ...], chosen: tuple[int, ...], ranks: int, device
 ):
     pieces = []
     total = sum(sizes)
-    for k, (offset, size, numel) in enumerate(zip(accumulate(sizes, initial=0), sizes, numels)):
-        if not chosen[k]:
-            continue
+    offsets = list(accumulate(sizes, initial=0))
+    for k in chosen:
+        size = sizes[k]
         for r in range(ranks):
-            have = min(size, max(0, numel - r * size))
-            pieces.append((k, r * size, len(sizes), r * total + offset, have, size))
+            have = min(size, max(0, numels[k] - r * size))
+            pieces.append((k, r * size, len(sizes), r * total + offsets[k], have, size))
     return plan(pieces, device)
 
 

@@ -45,7 +45,7 @@ Piece = tuple[int, int, int, int, int, int]
 def plan(pieces: Sequence[Piece], device: torch.device) -> torch.Tensor:
     """The rows of some pieces, on `device`. A piece is (source, start, target, start, elements to read, to write)."""
     lengths = [piece[5] for piece in pieces]
-    return on_device(blocks(pieces, lengths, BLOCK, moving=(1, 3, ~4, ~5)), device)
+    return on_device(blocks(pieces, lengths, BLOCK, advancing=(1, 3), remaining=(4, 5)), device)
 
 
 def is_movable(src: torch.dtype, dst: torch.dtype) -> bool:

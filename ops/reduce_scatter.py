@@ -223,7 +223,9 @@ def pieces_of(
     for k, numel in enumerate(numels):
         value = k % len(sizes)
         pieces.append((value, 0, offsets[value], numel))
-    return on_device(blocks(pieces, sizes * together, BLOCK, moving=(1, ~3)), device)
+    return on_device(
+        blocks(pieces, sizes * together, BLOCK, advancing=(1,), remaining=(3,)), device
+    )
 
 
 def _check(buffers, pads, error, outs, sizes, op, dtype, rank, channels, spins) -> None:

@@ -95,14 +95,18 @@ def on_device(rows: torch.Tensor, device: torch.device, shared: bool = True) -> 
 
 
 def blocks(
-    pieces: Sequence[tuple[int, ...]], lengths: Sequence[int], block: int, moving: Sequence[int]
+    pieces: Sequence[tuple[int, ...]],
+    lengths: Sequence[int],
+    block: int,
+    advancing: Sequence[int],
+    remaining: Sequence[int] = (),
 ) -> torch.Tensor:
     """int64[blocks, columns]: each piece cut into blocks of `block` elements.
 
-    A piece is a row of integers, and has a length. Its columns `moving` grow by `block` from block to block. A column
-    that is given as `~column` counts elements, and in each block holds how many of them are left for the block.
+    A piece is a row of integers, and has a length. Its columns `advancing` grow by `block` from block to block. Its
+    columns `remaining` count elements, and in each block hold how many of them are left for the block.
 
-    >>> blocks([(7, 0, 5)], [5], 4, moving=(1, ~2))
+    >>> blocks([(7, 0, 5)], [5], 4, advancing=(1,), remaining=(2,))
     tensor([[7, 0, 4],
             [7, 4, 1]])
     """
@@ -110,10 +114,9 @@ def blocks(
     for piece, length in zip(pieces, lengths, strict=True):
         start = torch.arange(0, length, block)
         row = torch.tensor(piece, dtype=torch.int64).repeat(len(start), 1)
-        for column in moving:
-            if column >= 0:
-                row[:, column] += start
-            else:
-                row[:, ~column] = (row[:, ~column] - start).clamp(0, block)
+        for column in advancing:
+            row[:, column] += start
+        for column in remaining:
+            row[:, column] = (row[:, column] - start).clamp(0, block)
         rows.append(row)
     return torch.cat(rows) if rows else torch.empty(0, 0, dtype=torch.int64)

@@ -147,7 +147,7 @@ def launch(
 def _rows(numels: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """int64[blocks, 3]: for each block its tensor, its first element, and how many elements it has."""
     pieces = [(k, 0, numel) for k, numel in enumerate(numels)]
-    return on_device(blocks(pieces, numels, BLOCK, moving=(1, ~2)), device)
+    return on_device(blocks(pieces, numels, BLOCK, advancing=(1,), remaining=(2,)), device)
 
 
 def _rate(lr: torch.Tensor, device: torch.device) -> torch.Tensor | float:

@@ -160,10 +160,18 @@ def axis_of_ranks(mesh: DeviceMesh, ranks: Sequence[int]) -> str | None:
     ('cp', 'dp*cp', None)
     """
     order = mesh.mesh_dim_names or ()
-    places = [(mesh.mesh == rank).nonzero().flatten().tolist() for rank in ranks]
-    if len(ranks) < 2 or not all(places) or places != sorted(places):
+    places = []
+    for rank in ranks:
+        place = (mesh.mesh == rank).nonzero().flatten().tolist()
+        if not place:
+            return None  # a rank of another mesh
+        places.append(place)
+    if len(ranks) < 2 or places != sorted(places):
         return None
-    along = [k for k, indices in enumerate(zip(*places)) if len(set(indices)) > 1]
+    along = []
+    for k in range(mesh.ndim):
+        if len({place[k] for place in places}) > 1:
+            along.append(k)
     # Some ranks of an axis alone are no axis.
     if len(ranks) != math.prod(mesh.size(k) for k in along):
         return None

@@ -17,7 +17,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 
-from .graph import Eqn, Graph, Names, Var, producers, users, variables
+from .graph import Eqn, Graph, Names, Var, producers, substitute, users, variables
 from .liveness import liveness
 
 
@@ -51,8 +51,13 @@ def carry_copies(graph: Graph, copies: Mapping[Eqn, Var]) -> Graph:
     The wait for each of them stands where the next step is to wait for it.
     """
     names = Names(v.name for v in (*graph.inputs, *producers(graph.eqns)))
-    waits = {wait: leaf for start, leaf in copies.items() for wait in users(graph)[start.out]}
-    futures = {leaf: dataclasses.replace(leaf, future=True) for leaf in waits.values()}
+    readers = users(graph)
+    waits: dict[Eqn, Var] = {}
+    futures: dict[Var, Var] = {}
+    for start, leaf in copies.items():
+        (wait,) = readers[start.out]
+        waits[wait] = leaf
+        futures[leaf] = dataclasses.replace(leaf, future=True)
     on_host: dict[Var, Var] = {}
     eqns = []
     for e in graph.eqns:
@@ -64,8 +69,6 @@ def carry_copies(graph: Graph, copies: Mapping[Eqn, Var]) -> Graph:
             e = e.with_inputs(lambda v: on_host.get(v, v))
         eqns.append(e)
     returned = {wait.out: wait.ins[0] for wait in waits}
-    return graph.replace(
-        inputs=tuple(futures.get(v, v) for v in graph.inputs),
-        eqns=tuple(eqns),
-        outputs=tuple(returned.get(x, x) if isinstance(x, Var) else x for x in graph.outputs),
-    )
+    inputs = tuple(futures.get(v, v) for v in graph.inputs)
+    outputs = substitute(graph.outputs, lambda v: returned.get(v, v))
+    return graph.replace(inputs=inputs, eqns=tuple(eqns), outputs=outputs)

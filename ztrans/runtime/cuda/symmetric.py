@@ -48,9 +48,10 @@ from .streams import back_to_back_seconds
 T = TypeVar("T")
 Exchange = Callable[[Any], list]  # takes the value of this rank, returns the values of all ranks
 
-# The ways of a message through symmetric memory.
+# The ways of a message: two through symmetric memory, and NCCL.
 KERNEL = "a kernel"
 COPIES = "copies"
+NCCL = "NCCL"
 # Bytes of a whole message for a kernel. For a larger one the wire is the limit either way.
 LARGEST_FOR_KERNEL = 32 * 2**20
 LARGEST_COPIED = 256 * 2**20  # bytes of a whole message that is copied
@@ -298,14 +299,14 @@ class SymmetricMemory:
         seconds = {KERNEL: math.inf, COPIES: math.inf}
         for way in trial.received:
             seconds[way] = on_all_ranks(functools.partial(trial.seconds_of, way), exchange)
-        nccl = on_all_ranks(trial.seconds_of_nccl, exchange)
+        seconds[NCCL] = on_all_ranks(trial.seconds_of_nccl, exchange)
         is_equal = on_all_ranks(trial.gave_equal_bits, exchange)
-        by_rank = exchange([is_equal, seconds[KERNEL], nccl, seconds[COPIES]])
-        if not all(is_equal_there for is_equal_there, *_ in by_rank):
+        by_rank = exchange([is_equal, seconds])
+        if not all(is_equal_there for is_equal_there, _ in by_rank):
             return "tried here, it gave other bits"
         # The ranks wait for each other, so the slowest one counts.
-        _, symmetric, nccl, copies = (max(of_all_ranks) for of_all_ranks in zip(*by_rank))
-        return Times(symmetric, nccl, kind.nbytes, copies)
+        slowest = {way: max(of_rank[way] for _, of_rank in by_rank) for way in seconds}
+        return Times(slowest[KERNEL], slowest[NCCL], kind.nbytes, slowest[COPIES])
 
     def _refusal_of_lanes(self, lanes: int, exchange: Exchange) -> str:
         """Why the devices have no room for the kernels of so many lanes; empty if they have."""
