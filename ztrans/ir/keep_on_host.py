@@ -14,8 +14,9 @@ from collections.abc import Set
 
 from .collectives import rules
 from .copies import to_device, to_host, wait_for_copy
-from .graph import Eqn, Graph, Names, Var, producers, variables
+from .graph import Eqn, Graph, Names, Var, producers
 from .liveness import liveness
+from .recompute import needed_after_backward
 
 
 def demanded_on_host(graph: Graph) -> set[Var]:
@@ -31,12 +32,12 @@ def demanded_on_host(graph: Graph) -> set[Var]:
 def values_for_backward(graph: Graph) -> set[Var]:
     """The values of forward that only forward and backward read, each the owner of its storage."""
     root = liveness(graph).root
-    read_by: dict[str, set[Var]] = {"forward": set(), "backward": set(), "update": set()}
+    # To move what is needed after backward too would only add copies.
+    stay = needed_after_backward(graph)
+    read_in_backward: set[Var] = set()
     for e in graph.eqns:
-        read_by[e.region].update(root[v] for v in e.ins)
-    returned = {root[v] for v in variables(graph.outputs)}
-    # After backward these are still needed, so to move them would only add copies.
-    stay = read_by["update"] | returned
+        if e.region == "backward":
+            read_in_backward.update(root[v] for v in e.ins)
 
     values = set()
     for e in graph.eqns:
@@ -45,7 +46,7 @@ def values_for_backward(graph: Graph) -> set[Var]:
         for v in e.results:
             # A view moves with the value whose storage it has. A scalar is not worth a copy.
             owns_storage = root[v] is v
-            if owns_storage and v.shape and v in read_by["backward"] and v not in stay:
+            if owns_storage and v.shape and v in read_in_backward and v not in stay:
                 values.add(v)
     return values
 
