@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ztrans.ops.symmetric import Symmetric, room, view
+from ztrans.runtime.cuda.symmetric import CudaSource
 
 
 def over_files(folder: str | Path, rank: int, ranks: int, nbytes: int) -> Symmetric:
@@ -26,7 +27,7 @@ def over_files(folder: str | Path, rank: int, ranks: int, nbytes: int) -> Symmet
     return view(rank, whole[rank], nbytes, [t.data_ptr() for t in whole], whole)
 
 
-class FileSource:
+class FileSource(CudaSource):
     """Allocates symmetric memories of the ranks of the world in files, each memory in a folder of its own.
 
     `note` is called with each memory, and returns it.

@@ -86,7 +86,7 @@ def test_what_carries_a_message_is_looked_up_and_never_decided_by_one_rank(mesh)
     assert answer == "not tried, because this rank alone has made the program"
 
 
-class Local:
+class Local(CudaSource):
     """A source for one of two ranks, whose memories are all in this process."""
 
     def __init__(self, refuse=""):

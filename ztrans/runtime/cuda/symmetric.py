@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -125,32 +125,15 @@ def message_kind(eqn: Eqn, sizes: Sizes, lanes: int) -> MessageKind | str:
     return MessageKind(is_gather, wire, power_of_two, lanes)
 
 
-class Source(Protocol):
-    """Where symmetric memory comes from."""
-
-    def device(self) -> Hashable:
-        """The name of this rank's device."""
-
-    def check_room(self, lanes: int) -> None:
-        """Raises: RuntimeError if the kernels of so many lanes may not be on this rank's device at the same time."""
-
-    def check_links(self, devices: Mapping[int, Hashable]) -> None:
-        """Raises: RuntimeError if kernels of this rank cannot signal these devices, which are given by rank."""
-
-    def allocate(self, nbytes: int, ranks: int) -> Any:
-        """This rank's part of a memory. Called by each rank alone."""
-
-    def connect(self, part: Any, nbytes: int, group: dist.ProcessGroup) -> ops.Symmetric:
-        """The memory whose part on this rank is `part`. All ranks of the group call it together."""
-
-
 class CudaSource:
     """Symmetric memory of the current CUDA device."""
 
     def device(self) -> Hashable:
+        """The name of this rank's device."""
         return _uuid(torch.cuda.current_device())
 
     def check_room(self, lanes: int) -> None:
+        """Raises: RuntimeError if the kernels of so many lanes may not be on this rank's device at the same time."""
         # A kernel that waits for another rank keeps its room. If two such kernels did not fit on the device, one of
         # them could keep out the other, which a rank waits for that in turn keeps out the first.
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -162,6 +145,7 @@ class CudaSource:
             )
 
     def check_links(self, devices: Mapping[int, Hashable]) -> None:
+        """Raises: RuntimeError if kernels of this rank cannot signal these devices, which are given by rank."""
         index_of = {_uuid(index): index for index in range(torch.cuda.device_count())}
         mine = torch.cuda.current_device()
         for rank, device in devices.items():
@@ -174,10 +158,12 @@ class CudaSource:
                     f"no NVLink to the GPU of rank {rank}, and PCIe carries no atomic operations"
                 )
 
-    def allocate(self, nbytes: int, ranks: int) -> torch.Tensor:
+    def allocate(self, nbytes: int, ranks: int) -> Any:
+        """This rank's part of a memory. Called by each rank alone."""
         return allocate(nbytes, ranks)
 
-    def connect(self, part: torch.Tensor, nbytes: int, group: dist.ProcessGroup) -> ops.Symmetric:
+    def connect(self, part: Any, nbytes: int, group: dist.ProcessGroup) -> ops.Symmetric:
+        """The memory whose part on this rank is `part`. All ranks of the group call it together."""
         return connect(part, nbytes, group)
 
 
@@ -235,8 +221,8 @@ class SymmetricMemory:
         lane_refusals: by a number of lanes, why the devices have no room for their kernels; empty if they have.
     """
 
-    def __init__(self, source: Source | None = None) -> None:
-        self.source: Source = source or CudaSource()
+    def __init__(self, source: CudaSource | None = None) -> None:
+        self.source = source or CudaSource()
         self.buffers: list[Buffer] = []
         self.answers: dict[tuple[Channel, MessageKind], Times | str] = {}
         self.buffer_of: dict[tuple[Channel, MessageKind], Buffer] = {}
