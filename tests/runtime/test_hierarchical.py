@@ -11,7 +11,7 @@ from ztrans import ops
 from ztrans.ir.collectives import LARGE_MEMBER, all_gather, reduce, rules
 from ztrans.ir.graph import Partial, Provenance, Split, Var
 from ztrans.ir.layout import cut
-from ztrans.ir.routes import Hosts, route_of
+from ztrans.ir.routes import HIERARCHICAL, Hosts, route_of
 from ztrans.runtime.collectives import Start, wait
 from ztrans.runtime.hierarchical import HierarchicalMessage
 from ztrans.runtime.process_groups import LostRank
@@ -77,7 +77,7 @@ def test_the_bits_are_those_of_sums_by_host(hosts, op, dtype, wire, partial):
     eqn = scatter([(LARGE,), (7, 3), (hosts.ranks,), (hosts.ranks + 1, 2)], op, dtype, wire)
     terms = random_terms(eqn, hosts.ranks)
     starts, values, _ = values_of(eqn, hosts, terms)
-    if not starts[0].is_hierarchical:
+    if starts[0].way != HIERARCHICAL:
         assert dtype is BF16 and hosts.local == 2, (
             "fp32 sums of two ranks in half precision are no smaller"
         )

@@ -60,7 +60,7 @@ def test_a_channel_has_one_backend_however_that_of_the_world_is_named(backend):
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
     channel = process_groups(mesh).channel("dp", "reductions")
-    assert channel.is_gloo and channel.is_direct
+    assert channel.is_gloo
     dist.destroy_process_group()
 
 

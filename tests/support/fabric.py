@@ -48,7 +48,7 @@ class Fabric:
 class Rank:
     """The channel of one rank, and its process group. The calls have the names of torch 2.11 and of 2.13."""
 
-    is_direct = False
+    is_gloo = False
 
     def __init__(self, fabric: Fabric, rank: int, hosts: Hosts) -> None:
         self.fabric = fabric

@@ -208,15 +208,15 @@ def on_processes(mesh, report: Callable) -> None:
     for each in batches:
         expected, outputs = lowered.lockstep(expected, each)
     for direct in (True, False):
-        original = Channel.is_direct
-        Channel.is_direct = direct
+        original = Channel.is_gloo
+        Channel.is_gloo = direct
         try:
             step = zt.chain(zt.shard_params(mesh), *transforms)(fn)
             state = step.shard(whole)
             for each in batches:
                 state, output = step(state, *each[rank])
         finally:
-            Channel.is_direct = original
+            Channel.is_gloo = original
         pairs = zip(pytree.tree_leaves(step.unshard(state)), pytree.tree_leaves(expected))
         bits = all(torch.equal(a, b) for a, b in pairs) and torch.equal(output, outputs[rank])
         report("fp8", direct=direct, bitwise=bits)

@@ -92,7 +92,7 @@ def contest(mesh: DeviceMesh, files: FileSource) -> None:
 
 def main() -> None:
     # Without streams too, half precision is added as over NCCL, by its all_reduces and by an exchange.
-    Channel.is_direct = False
+    Channel.is_gloo = False
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     files = FileSource()
     contest(mesh, files)

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..ir.collectives import MOST_RANKS_OF_EXCHANGE
 from ..ir.dependencies import grouped
 from .failure import (
     STOP_TOGETHER,
@@ -177,7 +178,7 @@ class _Question:
             channel = groups.channel(None, "ranks")
             this_rank = records[channel.group.rank()]
             with channel.errors():
-                if channel.is_direct:
+                if len(records) <= MOST_RANKS_OF_EXCHANGE:
                     works = channel.exchange([this_rank] * len(records), list(records))
                 else:
                     works = [dist.all_gather(list(records), this_rank, channel.group, True)]

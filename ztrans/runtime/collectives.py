@@ -26,6 +26,7 @@ from ..ir.collectives import (
     ALL_GATHER,
     ALL_REDUCE,
     LARGE_MEMBER,
+    MOST_RANKS_OF_EXCHANGE,
     REDUCE_SCATTER,
     is_sent_alone,
     partial_dtype,
@@ -34,7 +35,7 @@ from ..ir.collectives import (
 )
 from ..ir.graph import Eqn, Primitive, Split
 from ..ir.layout import chunk, local_shape, on_axis, part, without
-from ..ir.routes import HIERARCHICAL, Hosts, Route, route_of
+from ..ir.routes import EXCHANGE, HIERARCHICAL, RING, Hosts, route_of
 from ..ops.cast_pack import reference as pack
 from .hierarchical import HierarchicalMessage, exchange_parts, exchange_sums
 from .process_groups import Channel, Work, process_groups
@@ -156,14 +157,16 @@ class Start(torch.nn.Module):
         self.size = sizes[axis]
         self.rank = coordinates[axis]
         self._channel = channel
-        self.direct = channel is not None and channel.is_direct
+        self.is_gloo = channel is not None and channel.is_gloo
         self.outs = eqn.results
         self.dim = _split_dim(eqn, axis)
         self.wire = wire_dtype(eqn, eqn.ins[0])
         self.partial = partial_dtype(eqn, eqn.ins[0])
-        route = _gloo_route(eqn, sizes, channel)
-        self.is_hierarchical = route is not None and route.way == HIERARCHICAL
-        self.transport: Any = route  # the printed program shows it
+        hosts = channel.hosts if channel is not None else Hosts(self.size)
+        route = route_of(eqn, sizes, hosts, self.is_gloo)
+        self.way = route.way
+        # The printed program shows it.
+        self.transport: Any = route if hosts.count > 1 and route.way != RING else None
         # Of each value, whole over this axis: its shape with the split dim first, and the elements of a padded part.
         self.shapes = []
         self.parts = []
@@ -244,9 +247,9 @@ class Start(torch.nn.Module):
         mine = received[self.rank]
         pack([shard.movedim(self.dim, 0) for shard in shards], sizes, 1, mine)
         works: Sequence[Work]
-        if self.is_hierarchical:
+        if self.way == HIERARCHICAL:
             works = [exchange_parts(self.channel, self.rank, list(received))]
-        elif self.direct:
+        elif self.way == EXCHANGE:
             works = self.channel.exchange([mine] * self.size, list(received))
         else:
             buffers = _bytes(received), _bytes(mine)
@@ -290,9 +293,9 @@ class Start(torch.nn.Module):
 
     def _all_to_all(self, send: torch.Tensor) -> tuple[list[torch.Tensor], Sequence[Work]]:
         """Send row r of `send` to rank r. Returns the rows, or sums of hosts, that this rank receives, and the work."""
-        if self.is_hierarchical:
+        if self.way == HIERARCHICAL:
             return exchange_sums(self.channel, self.rank, send, self.reduction, self.partial)
-        if not self.direct:
+        if not self.is_gloo:
             received = torch.empty_like(send)
             buffers = _bytes(received), _bytes(send)
             with self.channel.errors():
@@ -307,9 +310,9 @@ class Start(torch.nn.Module):
 
         Over a piece of such a buffer, the sum would keep the whole buffer alive.
         """
-        if self.is_hierarchical:
+        if self.way == HIERARCHICAL:
             return pieces[0]
-        if not self.direct or self.size == 1:
+        if not self.is_gloo or self.size == 1:
             return None
         return pieces[0 if self.rank else 1]
 
@@ -341,8 +344,9 @@ class Start(torch.nn.Module):
         send = torch.cat(flat) if len(flat) > 1 else self._unshared(flat[0], ks[0], terms[0])
         dtype = self.outs[ks[0]].dtype
         is_short = send.numel() * send.itemsize <= LARGE_MEMBER
+        is_exchanged = self.size == 2 or (self.size <= MOST_RANKS_OF_EXCHANGE and is_short)
         works: Sequence[Work]
-        if self.direct and (self.size == 2 or is_short):
+        if self.is_gloo and is_exchanged:
             # Every rank receives all terms, and adds them in rank order. Between two ranks a ring sends as much.
             pieces = [send if r == self.rank else torch.empty_like(send) for r in range(self.size)]
             works = self.channel.exchange([send] * self.size, pieces)
@@ -405,12 +409,4 @@ def _bytes(buffer: torch.Tensor) -> torch.Tensor:
 def has_second_level_at_wait(mesh: DeviceMesh, eqn: Eqn, sizes: Mapping[str, int]) -> bool:
     """Whether the wait for a collective may send its second level: if it is hierarchical, and over gloo."""
     channel = channel_of(mesh, eqn)
-    route = _gloo_route(eqn, sizes, channel) if channel.is_gloo else None
-    return route is not None and route.way == HIERARCHICAL
-
-
-def _gloo_route(eqn: Eqn, sizes: Mapping[str, int], channel: Channel | None) -> Route | None:
-    """The route of an equation whose parts are exchanged over gloo between several hosts, or None."""
-    hosts = channel.hosts if channel is not None else Hosts(1)
-    is_far = hosts.count > 1 and rules(eqn).is_exchanged(eqn, hosts.ranks, gloo=True)
-    return route_of(eqn, sizes, hosts, gloo=True) if is_far else None
+    return channel.is_gloo and route_of(eqn, sizes, channel.hosts, True).way == HIERARCHICAL

@@ -35,7 +35,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.axes import groups_along, members
-from ..ir.collectives import MOST_RANKS_OF_EXCHANGE
 from ..ir.graph import Graph
 from ..ir.routes import Hosts, common, hosts_of
 from ..ir.user_collectives import is_user_collective
@@ -106,11 +105,6 @@ class Channel:
     @property
     def is_closed(self) -> bool:
         return self._group is None
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether each rank sends to every other rank directly, as over gloo in groups of a few ranks."""
-        return self.is_gloo and self.group.size() <= MOST_RANKS_OF_EXCHANGE
 
     @property
     def is_gloo(self) -> bool:

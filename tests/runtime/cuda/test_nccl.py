@@ -66,7 +66,7 @@ def test_gloo_does_not_add_the_bytes_of_bools(monkeypatch):
 
     monkeypatch.setattr(dist, "all_reduce", as_gloo)
     monkeypatch.setattr(Channel, "group", None)
-    monkeypatch.setattr(Channel, "is_direct", False)
+    monkeypatch.setattr(Channel, "is_gloo", False)
     eqn = reduce([Var("x", torch.bool, (4,))], ["x"], "dp", "sum", None)
     start = Start(eqn, {"dp": 9}, {"dp": 0}, Channel("dp", "reductions"))
     (member,) = start(torch.tensor([True, False, True, False]))
