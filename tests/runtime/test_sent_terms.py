@@ -22,6 +22,7 @@ def reduction(shape, cut_dim=None):
 @pytest.mark.parametrize(("hosts", "eqn"), [
     (Hosts(2), reduction((64,))), (Hosts(4), reduction((64,))), (Hosts(2), reduction((64,), 0)),
     (Hosts(2), reduction((1, 64), 1)), (Hosts(2), reduction((3, 64), 1)), (Hosts(4, 2), reduction((1, 64), 1)),
+    (Hosts(9), reduction((63,), 0)),
 ])  # fmt: skip
 def test_a_program_may_overwrite_a_term_that_it_does_not_keep_until_the_wait(hosts, eqn):
     """Gloo reads what it sends when the other rank receives it, which may be later."""
