@@ -267,9 +267,7 @@ def steps(
 def variants(
     device: torch.device, left: Callable[[], float] = lambda: 450.0
 ) -> Iterator[list[dict]]:
-    """The same step of 8192 tokens with cuDNN's attention, with recomputation, and sharded over a group of one
-    rank.
-    """
+    """The same step of 8192 tokens with cuDNN's attention, with recomputation, and sharded over a group of one rank."""
     yield from steps(device, left, tables=TABLES[:1], names=[BASE, *VARIANTS], rounds=3)
 
 
