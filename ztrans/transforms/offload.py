@@ -132,10 +132,16 @@ def leaf_by_leaf(graph: Graph) -> Graph:
     An optimizer may compute all first moments, then all second ones, and so on. All of them would then be on the device
     at once. What scalars alone need is computed before.
     """
-    leaves = _LeafUpdates(graph)
-    moved = leaves.with_copies()
+    sets = _leaf_updates(graph)
+    moved_sets = {sets[e] for e in sets if is_copy(e)}
+    moved = {e for e in sets if sets[e] in moved_sets}
     if not moved:
         return graph
+    # Copies do not count: a set moves to its first equation that computes.
+    first: dict[Eqn, int] = {}
+    for i, e in enumerate(graph.eqns):
+        if e in moved and not rules(e).copies:
+            first.setdefault(sets[e], i)
     makers = producers(graph.eqns)
     needs = {e: [makers[v] for v in e.ins if v in makers] for e in graph.eqns}
     begin = min(i for i, e in enumerate(graph.eqns) if e in moved)
@@ -143,8 +149,8 @@ def leaf_by_leaf(graph: Graph) -> Graph:
     for i, e in enumerate(graph.eqns):
         keys[e] = (i, 0, i)
         if e in moved:
-            keys[e] = (leaves.first[leaves.number[e]], 0, i)
-        elif e in leaves.number and _makes_scalars(e):
+            keys[e] = (first.get(sets[e], len(graph.eqns)), 0, i)
+        elif e in sets and _makes_scalars(e):
             # Such as a bias correction, which every leaf reads. It runs before the first leaf, if it can.
             ready = max((keys[maker][0] for maker in needs[e]), default=-1)
             keys[e] = (min(max(ready, begin), i), -1, i)
@@ -160,53 +166,29 @@ def _may_move(e: Eqn) -> bool:
     return e.region == "update" and not is_fixed
 
 
-class _LeafUpdates:
-    """The equations of an update, by the leaf that they are for: those that pass values with dims to each other.
+def _leaf_updates(graph: Graph) -> dict[Eqn, Eqn]:
+    """The equations of an update, by the leaf that they are for: each with the one that stands for its set.
 
-    Attributes:
-        number: for each equation, the number of its set.
-        first: for each set, the index of its first equation that is no copy.
+    A set has the equations that pass values with dims to each other.
     """
+    makers = producers(graph.eqns)
+    parents: dict[Eqn, Eqn] = {}
 
-    def __init__(self, graph: Graph) -> None:
-        self.number: dict[Eqn, int] = {}
-        self.members: dict[int, list[Eqn]] = {}
-        self.first: dict[int, int] = {}
-        makers = producers(graph.eqns)
-        for i, e in enumerate(graph.eqns):
-            if not _may_move(e):
-                continue
-            number = i
-            self.members[i] = [e]
-            # Copies do not count: the set moves to the first equation that computes.
-            self.first[i] = len(graph.eqns) if rules(e).copies else i
-            for v in e.ins:
-                maker = makers.get(v)
-                if v.shape and maker in self.number:
-                    number = self._join(number, self.number[maker])
-            for each in self.members[number]:
-                self.number[each] = number
+    def root(e: Eqn) -> Eqn:
+        while parents[e] is not e:
+            parents[e] = parents[parents[e]]
+            e = parents[e]
+        return e
 
-    def _join(self, a: int, b: int) -> int:
-        """One set of two, with the number of the larger one."""
-        if a == b:
-            return a
-        # The smaller set is renumbered, so that many joins stay cheap.
-        if len(self.members[a]) > len(self.members[b]):
-            a, b = b, a
-        for e in self.members.pop(a):
-            self.number[e] = b
-            self.members[b].append(e)
-        self.first[b] = min(self.first[b], self.first.pop(a))
-        return b
-
-    def with_copies(self) -> set[Eqn]:
-        """The equations of all sets that have a copy."""
-        moved: set[Eqn] = set()
-        for eqns in self.members.values():
-            if any(map(is_copy, eqns)):
-                moved.update(eqns)
-        return moved
+    for e in graph.eqns:
+        if not _may_move(e):
+            continue
+        parents[e] = e
+        for v in e.ins:
+            maker = makers.get(v)
+            if v.shape and maker in parents:
+                parents[root(maker)] = root(e)
+    return {e: root(e) for e in parents}
 
 
 class _Moving:
