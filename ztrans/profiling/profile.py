@@ -103,12 +103,14 @@ class Profile:
         if mesh.size() == 1:
             return self
         mine = self.timeline.compute, dict(self.seconds_by_signature), self.messages
-        compute, seconds, steps = zip(*everywhere(mine, mesh))
-        slowest = seconds[compute.index(max(compute))]
-        over_ranks = []
-        for step in zip(*steps):
-            over_ranks.append(tuple(_combined(same, max) for same in zip(*step)))
-        return dataclasses.replace(self, seconds_by_signature=slowest, messages=tuple(over_ranks))
+        by_rank = everywhere(mine, mesh)
+        _, seconds_of_slowest, _ = max(by_rank, key=lambda of_rank: of_rank[0])
+        steps = []
+        for step_by_rank in zip(*(of_rank[2] for of_rank in by_rank)):
+            steps.append(tuple(_combined(same, max) for same in zip(*step_by_rank)))
+        return dataclasses.replace(
+            self, seconds_by_signature=seconds_of_slowest, messages=tuple(steps)
+        )
 
 
 def _combined(same: Sequence[Observed], moment: Callable[[Iterable[float]], float]) -> Observed:
@@ -326,11 +328,18 @@ def _attributes(program: fx.GraphModule) -> dict[str, Any]:
 
 def _medians(runs: Sequence[Times]) -> Times:
     """The median of each reading. Medians keep the order of readings, so the bars of a lane never overlap."""
-    readings: list[tuple[float, ...]] = []
-    for same in zip(*(times[:-1] for times in runs)):
-        readings.append(tuple(map(median, zip(*same))))
-    marks, started, done, arrived = readings
-    return Times(marks, started, done, arrived, median(times.end for times in runs))
+    return Times(
+        marks=_median_of_each([times.marks for times in runs]),
+        started=_median_of_each([times.started for times in runs]),
+        done=_median_of_each([times.done for times in runs]),
+        arrived=_median_of_each([times.arrived for times in runs]),
+        end=median(times.end for times in runs),
+    )
+
+
+def _median_of_each(readings: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """The medians of readings that were taken in every run."""
+    return tuple(median(same) for same in zip(*readings))
 
 
 class _Sent(NamedTuple):

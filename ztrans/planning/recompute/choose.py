@@ -28,7 +28,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...ir.dependencies import grouped
 from .absences import Copied
 from .model import NEVER, Computation, Model
 from .residency import Residency, ResidencyChange
@@ -345,14 +344,12 @@ def classes(model: Model) -> tuple[tuple[int, ...], ...]:
             new_keys.append(number((key, inputs)))
         keys = new_keys
 
-    members = grouped(zip(zip(keys, readers), range(len(computations))))
-    several = []
-    for of_class in members.values():
-        # Equal computations have results of the same kinds, so the first one speaks for all.
-        first = computations[of_class[0]]
-        if first.droppable or first.movable:
-            several.append(tuple(of_class))
-    return tuple(several)
+    # Equal computations have results of the same kinds, so all of a class are kept, or none.
+    members: dict[Hashable, list[int]] = {}
+    for i, computation in enumerate(computations):
+        if computation.droppable or computation.movable:
+            members.setdefault((keys[i], readers[i]), []).append(i)
+    return tuple(map(tuple, members.values()))
 
 
 def _description(model: Model, computation: Computation) -> Hashable:
