@@ -86,7 +86,6 @@ def test_where_the_wire_binds_recomputation_makes_room_for_messages():
     lowered = lower("large gpt", 64, "infiniband", zt.remat(memory=limit))
     assert lowered.memory_analysis().peak <= limit
     assert lowered.timeline().seconds <= 0.92 * full.timeline().seconds
-    assert any("recomputation leaves to messages" in note for note in lowered.plan.notes)
 
 
 @functools.cache

@@ -157,9 +157,8 @@ class _Planner:
 
         Raises: DoesNotFit if none fits. It is the error of the one that needs least.
         """
-        candidates = candidates_within(self.baseline, limit)
         best: Recomputation | None = None
-        for candidate in _fastest(candidates):
+        for candidate in _fastest(candidates_within(self.baseline, limit)):
             if best is not None and self.baseline.compute(candidate.residency) >= best.seconds:
                 continue
             planned = self._plan_or_corrected(candidate.residency, limit)
@@ -173,7 +172,7 @@ class _Planner:
             best = self._plan(self.baseline.lowest, make_plan)
         if best is None:
             raise self._does_not_fit()
-        return _with_note(best, candidates)
+        return best
 
     def _plan_or_corrected(self, residency: Residency, limit: int) -> Recomputation | None:
         """The plan of a choice. While no order of its program fits the limit, it recomputes a little more."""
@@ -258,20 +257,6 @@ def _fastest(candidates: list[Candidate]) -> list[Candidate]:
     """The candidates that seem fastest, in order."""
     ranked = sorted(candidates, key=lambda candidate: candidate.seconds)[:_PLANS]
     return [each for each in ranked if each.seconds <= (1 + _CLOSE) * ranked[0].seconds]
-
-
-def _with_note(planned: Recomputation, candidates: list[Candidate]) -> Recomputation:
-    """A plan with a note on the candidates that were estimated."""
-    if len(candidates) < 2:
-        return planned
-    most = candidates[0].residency.peak
-    rooms = []
-    for candidate in candidates:
-        room = format_bytes(max(most - candidate.residency.peak, 0))
-        rooms.append(f"{room} takes about {format_seconds(candidate.seconds)}")
-    note = f"memory that recomputation leaves to messages: {', '.join(rooms)}"
-    plan = dataclasses.replace(planned.plan, notes=(*planned.plan.notes, note))
-    return dataclasses.replace(planned, plan=plan)
 
 
 def with_recomputation(graph: Graph, plan: Plan) -> Graph:
