@@ -66,7 +66,7 @@ def _at_place(model: Model, target: float, place: int) -> float:
 
 def _bytes_across(model: Model, place: int) -> float:
     """The bytes of values of forward that are live at a place, because backward reads them there or later."""
-    return float(sum(v.bytes for v in model.values if v.forward < place <= v.last))
+    return float(sum(v.use.bytes for v in model.values if v.use.forward < place <= v.use.last))
 
 
 def _cut(model: Model, place: int, price: float) -> tuple[float, float]:
@@ -82,20 +82,20 @@ def _cut(model: Model, place: int, price: float) -> tuple[float, float]:
     size = 0.0
     for node in reached:
         if node[0] == "value" and ("live", node[1]) not in reached:
-            size += model.values[node[1]].bytes
+            size += model.values[node[1]].use.bytes
     return seconds, size
 
 
 def _network(model: Model, place: int, price: float) -> nx.DiGraph:
     """The network of a place, with the values that backward needs there or later, and what they are computed from."""
     graph = nx.DiGraph()
-    unread = [i for i, v in enumerate(model.values) if v.forward < place <= v.last]
+    unread = [i for i, v in enumerate(model.values) if v.use.forward < place <= v.use.last]
     graph.add_edges_from((("live", i), "sink") for i in unread)
     seen = set(unread)
     while unread:
         i = unread.pop()
         value = model.values[i]
-        graph.add_edge(("value", i), ("live", i), capacity=round(_SCALE * price * value.bytes))
+        graph.add_edge(("value", i), ("live", i), capacity=round(_SCALE * price * value.use.bytes))
         if not value.may_go:  # it is live, or nobody needs it
             graph.add_edge("source", ("value", i))
             continue

@@ -23,7 +23,7 @@ from ztrans.planning.cluster import cluster
 from ztrans.planning.recompute.absences import HostLink
 from ztrans.planning.recompute.choose import choose, choose_least, classes
 from ztrans.planning.recompute.estimate import baseline_of
-from ztrans.planning.recompute.model import NEVER, Computation, Model, Value
+from ztrans.planning.recompute.model import NEVER, Computation, Model, Use, Value
 from ztrans.planning.recompute.residency import Residency
 
 aten = torch.ops.aten
@@ -185,7 +185,9 @@ def test_the_link_is_for_what_is_dear_to_recompute():
 
     def dearness(computations):
         seconds = sum(both.computations[i].seconds for i in computations)
-        size = sum(both.values[v].bytes for i in computations for v in both.computations[i].results)
+        size = sum(
+            both.values[v].use.bytes for i in computations for v in both.computations[i].results
+        )
         return seconds / size
 
     assert dearness(chosen.on_host) > 1.5 * dearness(chosen.repeated)
@@ -220,7 +222,7 @@ def small_model(seconds, sizes, reads, backward, may_move=False) -> Model:
         place = end - 1 - i if backward[i] else NEVER
         last = place if backward[i] else -1
         eqn = computations[i].eqn
-        values.append(Value(eqn.out, sizes[i], i, forward, place, last, True, i, True))
+        values.append(Value(eqn.out, i, Use(sizes[i], i, forward, place, last), True, True))
         live[i : max(forward, last) + 1] += sizes[i]
     clock = tuple(itertools.accumulate([*seconds, *reversed(seconds)], initial=0.0))
     link = HostLink(clock, latency=1e-7, pace=2e-7, call=1e-8)
@@ -299,7 +301,7 @@ def test_a_choice_with_the_host_has_the_bytes_of_its_values(model, share):
     assert chosen.repeated.isdisjoint(chosen.on_host)
     for v, (left, returns) in chosen.absent.items():
         value = model.values[v]
-        assert value.forward < left and returns < chosen.first[v]
+        assert value.use.forward < left and returns < chosen.first[v]
 
 
 def assert_as_made_at_once(residency):

@@ -156,7 +156,7 @@ class _Search:
             for v in model.computations[unread.pop()].args:
                 value = model.values[v]
                 maker = value.maker
-                is_live = max(value.forward, self.residency.last[v]) >= place
+                is_live = max(value.use.forward, self.residency.last[v]) >= place
                 if is_live or not value.may_go or maker == stop or maker in found:
                     continue
                 if maker in self.residency.repeated or maker in self.residency.on_host:
@@ -194,7 +194,7 @@ class _Search:
 
     def _movable_bytes(self, i: int) -> int:
         """The bytes of the results of a computation that may wait on the host."""
-        return sum(self.model.values[v].bytes for v in self.model.computations[i].movable)
+        return sum(self.model.values[v].use.bytes for v in self.model.computations[i].movable)
 
     def _has_room(self, size: int) -> bool:
         """Whether the host has room for so many bytes more: at the end of forward it has all values that go there."""
@@ -355,5 +355,5 @@ def classes(model: Model) -> tuple[tuple[int, ...], ...]:
 def _description(model: Model, computation: Computation) -> Hashable:
     """What a computation is by itself: its operation, its types, and which results backward reads."""
     values = [model.values[v] for v in computation.results]
-    read = tuple((v.may_go, v.may_wait, v.first == NEVER) for v in values)
+    read = tuple((v.may_go, v.may_wait, v.use.first == NEVER) for v in values)
     return computation.eqn.op, tuple(v.type for v in computation.eqn.results), read

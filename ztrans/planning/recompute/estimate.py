@@ -32,7 +32,7 @@ from ..solver.problem import NO_LEVERS, Problem
 from ..solver.search import least_memory, solve
 from .absences import HostLink
 from .choose import choose, choose_least
-from .model import NEVER, Model, model_of, places_of
+from .model import NEVER, Model, model_of, uses_of
 from .residency import Residency
 
 # Messages that the search of an estimate places.
@@ -130,8 +130,9 @@ def baseline_of(graph: Graph, hinted: Graph, cluster: Cluster) -> Baseline:
         movable = {v.name for v in values_for_backward(hinted) if size(v) >= _LEAST_MOVED}
 
     at_least = graph.hints.recompute_at_least
-    places = places_of(s.graph, s.ops)
-    model = model_of(graph, duration.__getitem__, places, live, at_least, link, movable)
+    model = model_of(
+        graph, duration.__getitem__, uses_of(s.graph, s.ops), live, at_least, link, movable
+    )
     return Baseline(model, problem, hinted.micro, other_bytes)
 
 

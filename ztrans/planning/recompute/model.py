@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,28 +37,39 @@ from .absences import HostLink
 NEVER = sys.maxsize
 
 
+@dataclass
+class Use:
+    """Where the program of one rank needs a storage. It may have no such storage, or not need it.
+
+    Attributes:
+        bytes: of one rank.
+        born: the place of its computation.
+        forward: the last place before backward that needs it.
+        first, last: the first and the last place in backward that needs it; `NEVER` and -1 if none does.
+    """
+
+    bytes: int = 0
+    born: int = 0
+    forward: int = 0
+    first: int = NEVER
+    last: int = -1
+
+
 class Value(NamedTuple):
     """A storage that forward allocates: where it is used, and whether backward may recompute it.
 
     Attributes:
         var: the first value that has the storage.
-        bytes: of one rank.
         maker: the computation that allocates it, by index.
-        forward: the last place before backward that needs it.
-        first, last: the first and the last place in backward that needs it; `NEVER` and -1 if none does.
+        use: where the program of one rank needs it.
         may_go: whether it need not be kept from forward.
-        born: the place of its computation.
         may_wait: whether it may wait for backward on the host.
     """
 
     var: Var
-    bytes: int
     maker: int
-    forward: int
-    first: int
-    last: int
+    use: Use
     may_go: bool
-    born: int
     may_wait: bool
 
 
@@ -108,41 +119,28 @@ class Model:
         return tuple(forced)
 
 
-class Places(NamedTuple):
-    """The places at which a program needs the storages of forward, by the names of their first values.
-
-    The fields are those of `Value`.
-    """
-
-    born: dict[str, int]
-    forward: dict[str, int]
-    first: dict[str, int]
-    last: dict[str, int]
-    bytes: dict[str, int]
-
-
-def places_of(graph: Graph, operations: Sequence[Eqn]) -> Places:
-    """Where the operations of a program, by number, need its storages."""
+def uses_of(graph: Graph, operations: Sequence[Eqn]) -> dict[str, Use]:
+    """Where the operations of a program, by number, need its storages, by the names of their first values."""
     root = liveness(graph).root
     size = local_bytes(graph)
-    places = Places({}, {}, {}, {}, {})
+    uses: dict[str, Use] = {}
     for place, e in enumerate(operations):
         for v in (*e.ins, *e.results):
-            name = root[v].name
+            use = uses.setdefault(root[v].name, Use(born=place))
             if e.region == "backward":
-                places.first.setdefault(name, place)
-                places.last[name] = place
+                use.first = min(use.first, place)
+                use.last = place
             else:
-                places.born.setdefault(name, place)
-                places.forward[name] = place
-        places.bytes.update((v.name, size(v)) for v in e.results)
-    return places
+                use.forward = place
+        for v in e.results:
+            uses.setdefault(v.name, Use()).bytes = size(v)
+    return uses
 
 
 def model_of(
     graph: Graph,
     seconds: Callable[[Eqn], float],
-    places: Places,
+    uses: Mapping[str, Use],
     live: np.ndarray,
     at_least: int | None,
     link: HostLink | None,
@@ -153,7 +151,7 @@ def model_of(
     Args:
         graph: the program before it is sharded, in which backward recomputes nothing.
         seconds: how long an equation of it takes.
-        places: where the program of one rank needs the storages of `graph`.
+        uses: where the program of one rank needs the storages of `graph`, by name.
         live: by operation, the live bytes of the program of one rank.
         at_least: the least size of a value that is recomputed, unless the user demands it. If it is None, none is.
         link: to the host, if values may wait there.
@@ -162,7 +160,7 @@ def model_of(
     root = liveness(graph).root
     over_batch = varying(graph, ("batch",))
     views = _views_for_backward(graph)
-    may_go = set() if at_least is None else _may_go(graph, places, at_least)
+    may_go = set() if at_least is None else _may_go(graph, uses, at_least)
     number: dict[Var, int] = {}
     values: list[Value] = []
     computations: list[Computation] = []
@@ -175,21 +173,30 @@ def model_of(
         results = range(len(values), len(values) + len(allocated))
         number.update(zip(allocated, results))
         for v in allocated:
-            values.append(_value(v, len(computations), places, v in may_go, v.name in movable))
+            use = uses.get(v.name, Use())
+            values.append(Value(v, len(computations), use, v in may_go, v.name in movable))
 
-        total = seconds(e) + sum(map(seconds, views.get(e, ())))
-        computations.append(_computation(e, total, args, results, values))
+        computations.append(
+            Computation(
+                eqn=e,
+                seconds=seconds(e) + sum(map(seconds, views.get(e, ()))),
+                args=args,
+                results=tuple(results),
+                droppable=tuple(v for v in results if values[v].may_go),
+                movable=tuple(v for v in results if values[v].may_wait),
+            )
+        )
     return Model(tuple(values), tuple(computations), _readers(values, computations), live, link)
 
 
-def _may_go(graph: Graph, places: Places, at_least: int) -> set[Var]:
+def _may_go(graph: Graph, uses: Mapping[str, Use], at_least: int) -> set[Var]:
     """The values that need not be kept from forward: large ones, and those that the user wants to recompute."""
     may_go = set()
     for v, e in repeatable(graph).items():
-        size = places.bytes.get(v.name)
-        if size is None:
-            continue  # the program of one rank does not have it
-        is_large = e.demand is None and size >= at_least
+        use = uses.get(v.name)
+        if use is None or not use.bytes:
+            continue  # the program of one rank does not compute it
+        is_large = e.demand is None and use.bytes >= at_least
         if is_large or e.demand == "recompute":
             may_go.add(v)
     return may_go
@@ -224,32 +231,3 @@ def _views_for_backward(graph: Graph) -> dict[Eqn, list[Eqn]]:
         if maker is not None and maker is not e:
             views.setdefault(maker, []).append(e)
     return views
-
-
-def _computation(
-    e: Eqn, seconds: float, args: tuple[int, ...], results: range, values: Sequence[Value]
-) -> Computation:
-    return Computation(
-        eqn=e,
-        seconds=seconds,
-        args=args,
-        results=tuple(results),
-        droppable=tuple(v for v in results if values[v].may_go),
-        movable=tuple(v for v in results if values[v].may_wait),
-    )
-
-
-def _value(v: Var, maker: int, places: Places, may_go: bool, may_wait: bool) -> Value:
-    """A value of the model. The program of one rank may have no such storage, or not need it."""
-    name = v.name
-    return Value(
-        var=v,
-        bytes=places.bytes.get(name, 0),
-        maker=maker,
-        forward=places.forward.get(name, 0),
-        first=places.first.get(name, NEVER),
-        last=places.last.get(name, -1),
-        may_go=may_go,
-        born=places.born.get(name, 0),
-        may_wait=may_wait,
-    )

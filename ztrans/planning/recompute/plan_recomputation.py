@@ -235,7 +235,7 @@ class _Planner:
         return tuple(self.baseline.model.values[v].var.name for v in values)
 
     def _size(self, values: Sequence[int]) -> str:
-        return format_bytes(sum(self.baseline.model.values[v].bytes for v in values))
+        return format_bytes(sum(self.baseline.model.values[v].use.bytes for v in values))
 
     def _does_not_fit(self) -> DoesNotFit:
         """The error if no plan was found within the limit. It names a limit within which one was found.

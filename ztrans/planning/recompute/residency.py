@@ -71,8 +71,8 @@ class Residency:
         self.on_host: dict[int, Copied] = {}
         self.absent: Mapping[int, Absence] = {}
         self.runs_at = [NEVER for _ in model.computations]
-        self.first = [v.first for v in model.values]
-        self.last = [v.last for v in model.values]
+        self.first = [v.use.first for v in model.values]
+        self.last = [v.use.last for v in model.values]
         self.live = model.live.copy()
         self.seconds = 0.0
         self.stalls = 0.0
@@ -162,22 +162,21 @@ class Residency:
             if copied is None:
                 continue
             for v in self.model.computations[i].movable:
-                value = self.model.values[v]
+                use = self.model.values[v].use
                 place = first.get(v, self.first[v])
                 if place == NEVER:
                     continue
-                stays.append(Stay(v, value.bytes, value.born, value.forward, place, copied))
+                stays.append(Stay(v, use.bytes, use.born, use.forward, place, copied))
                 if copied == "exposed":
-                    stalls += 2 * self._link.seconds(value.bytes)
+                    stalls += 2 * self._link.seconds(use.bytes)
         return absences(self._link, stays), stalls
 
     def _needed(
         self, v: int, runs_at: Mapping[int, int], first: dict[int, int], last: dict[int, int]
     ) -> None:
         """Note where backward needs a value if computations run again elsewhere."""
-        value = self.model.values[v]
-        earliest = value.first
-        latest = value.last
+        earliest = self.model.values[v].use.first
+        latest = self.model.values[v].use.last
         for reader in self.model.readers[v]:
             place = runs_at.get(reader, self.runs_at[reader])
             if place != NEVER:
@@ -220,8 +219,8 @@ class Residency:
             after = _live_after_forward(value, is_repeated, new_first, new_last, absent.get(v))
             # Where the old spans and the new ones overlap, the bytes cancel out.
             if before != after:
-                spans += [(-value.bytes, begin, end) for begin, end in before]
-                spans += [(value.bytes, begin, end) for begin, end in after]
+                spans += [(-value.use.bytes, begin, end) for begin, end in before]
+                spans += [(value.use.bytes, begin, end) for begin, end in after]
         return tuple(spans)
 
     def apply(self, change: ResidencyChange) -> None:
@@ -264,9 +263,9 @@ def _live_after_forward(
     """When a value is live besides the time up to its last use in forward: at most two spans of places."""
     if absent is not None and absent[0] <= absent[1]:
         left, returns = absent
-        spans = (value.forward + 1, left - 1), (returns + 1, last)
+        spans = (value.use.forward + 1, left - 1), (returns + 1, last)
         return [(begin, end) for begin, end in spans if begin <= end]
-    begin = value.forward + 1
+    begin = value.use.forward + 1
     if is_repeated and value.may_go:
         begin = first
     return [(begin, last)] if begin <= last else []
