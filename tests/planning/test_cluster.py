@@ -256,9 +256,6 @@ def test_calibrate_refuses_an_abstract_mesh():
 def test_calibrate_measures_the_device_on_one_rank():
     mesh = zt.make_mesh("cpu", dp=1)
     try:
-        with pytest.raises(ValueError) as caught:
-            zt.calibrate(mesh, {"tp": "network"})
-        assert str(caught.value) == "calibrate: no mesh axis 'tp'; there are 'dp'."
         cluster = zt.calibrate(mesh)
     finally:
         torch.distributed.destroy_process_group()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir import collectives
-from ..ir.axes import groups_along, joint_axis, members, neighbours, with_joint_sizes
+from ..ir.axes import groups_along, neighbours
 from ..ir.graph import DTYPES, Partial, Split, Var
 from ..ir.routes import common, hosts_of
 from ..planning.cluster import Cluster, Link
@@ -46,9 +45,7 @@ _BURST = 0.25
 StartMessage = Callable[[], Future]
 
 
-def calibrate(
-    mesh: DeviceMesh, links: Mapping[str, str] | None = None, joint: Sequence[Sequence[str]] = ()
-) -> Cluster:
+def calibrate(mesh: DeviceMesh) -> Cluster:
     """Measure this machine: matmul rates, memory bandwidth, launch overhead, and the link of every mesh axis.
 
     All ranks must call it. All get the same `Cluster`, which the first rank has measured. No measurement shows which
@@ -57,11 +54,8 @@ def calibrate(
 
     Args:
         mesh: the mesh, whose process groups send the messages.
-        links: gives the link of an axis another name, and those of the joint axes that it is the first of.
-        joint: axes that act as one, as in `shard_params(axis=("dp", "cp"))`, to be measured too: [("dp", "cp")]. The
-            link of a joint axis that is not measured is the slowest one of its axes.
 
-    Raises: ValueError if the mesh is abstract, or `links` or `joint` name an axis that the mesh does not have.
+    Raises: ValueError if the mesh is abstract.
 
     >>> from ztrans.runtime.mesh import make_mesh
     >>> cluster = calibrate(make_mesh("cpu", dp=-1))  # a mesh of one: the device alone
@@ -70,28 +64,19 @@ def calibrate(
     """
     check_runs(mesh)
     axes = mesh.mesh_dim_names or ()
-    names = links or {}
-    for axis in (*names, *itertools.chain(*joint)):
-        if axis not in axes:
-            raise ValueError(
-                f"calibrate: no mesh axis {axis!r}; there are {', '.join(map(repr, axes))}."
-            )
     device = torch.device(mesh.device_type)
     if mesh.size() == 1:
         return Cluster(_measure_device(device, 1), ())
 
     agree_on_call(mesh, "zt.calibrate")
     hosts = dict(zip(mesh.mesh.flatten().tolist(), everywhere(host_name(), mesh)))
-    joint_axes = [joint_axis(each, axes) for each in joint]
     axis_links: list[tuple[str, Link]] = []
-    for axis, size in with_joint_sizes(dict(zip(axes, mesh.shape)), joint_axes).items():
+    for axis, size in zip(axes, mesh.shape):
         if size == 1:
             # A joint axis may have members of one rank, whose link costs nothing.
             axis_links.append((axis, Link("local", 0.0, math.inf)))
             continue
-        names_of_members = [names[each] for each in members(axis) if each in names]
-        name = names_of_members[0] if names_of_members else _link_name(axis, mesh, hosts)
-        axis_links += _measure_links(name, axis, mesh, device, hosts)
+        axis_links += _measure_links(axis, mesh, device, hosts)
 
     sharing = list(hosts.values()).count(hosts[dist.get_rank()])
     mine = Cluster(_measure_device(device, sharing), tuple(axis_links))
@@ -108,7 +93,6 @@ def _link_name(axis: str, mesh: DeviceMesh, hosts: Mapping[int, tuple[str, ...]]
 
 
 def _measure_links(
-    name: str,
     axis: str,
     mesh: DeviceMesh,
     device: torch.device,
@@ -116,7 +100,7 @@ def _measure_links(
 ) -> list[tuple[str, Link]]:
     """The link of an axis, and that between the neighbours of a host, if these are some of its ranks."""
     local = _neighbours_on_host(axis, mesh, hosts)
-    link = _measure_link(name, axis, mesh, device)
+    link = _measure_link(_link_name(axis, mesh, hosts), axis, mesh, device)
     links = [(axis, dataclasses.replace(link, local=local))]
     if 1 < local < channel(mesh, axis, gathers=True).group.size():
         inside = neighbours(axis, local)
