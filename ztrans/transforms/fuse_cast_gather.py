@@ -31,8 +31,7 @@ def fuse_cast_gather() -> Transform:
 
     A cast of a scaled parameter moves too, if the scale is one number for the whole tensor, as in fp8 training. The
     scale may follow from a maximum of the parameter: the maxima of all parameters take one small all_reduce, at the
-    start of the step. At stage 3 backward gathers the fp8 value again. A note of the program names each parameter that
-    is cast to fp8 after its gather, and says why.
+    start of the step. At stage 3 backward gathers the fp8 value again.
 
     Rewrites:
         a = wait(all_gather(w))                 m = wait(all_reduce(max(abs(w)), max))

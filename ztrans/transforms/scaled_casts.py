@@ -12,9 +12,8 @@ maximum of the whole value is the maximum of those of all shards.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,7 +21,6 @@ import torch
 from ..ir.collectives import bucket_key, coalesce, reduce, role, rules, wait
 from ..ir.dependencies import grouped, needed
 from ..ir.graph import (
-    DTYPES,
     Eqn,
     Graph,
     Names,
@@ -38,14 +36,11 @@ from ..ir.graph import (
 from ..ir.layout import part, split_over
 from ..ir.op_facts import CAST, is_random, op_facts, rearranges
 from ..ir.pairing import pair
-from ..ir.printer import op_name
-from ..ir.source import where
 from ..ir.structure import structure
 from ..ir.user_collectives import is_user_collective
 from .edits import Edits
 
 aten = torch.ops.aten
-_EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 _NORM = aten.linalg_vector_norm.default
 _EXTREMES: Mapping[object, str] = {
     aten.max.default: "max",
@@ -59,21 +54,16 @@ _EXTREMES: Mapping[object, str] = {
 
 def cast_on_shards(graph: Graph) -> Graph:
     """The program in which parameters are scaled and cast on shards, as far as all that reads them allows it."""
-    notes: dict[Var, str] = {}  # by the leaf
     starts = _gathers_of_leaves(graph)
     while starts:
         on_shards = OnShards(graph, starts)
         unchanged = [start for start in starts if not on_shards.can_change(start)]
         if not unchanged:
-            graph = _Rewriting(on_shards).run()
-            break
+            return _Rewriting(on_shards).run()
         # A gather that stays may be an obstacle for others, so they are looked at again without it.
         for start in unchanged:
             del starts[start]
-            note = on_shards.note(start)
-            if note:
-                notes.setdefault(start.ins[0], note)
-    return graph.replace(notes=(*graph.notes, *notes.values()))
+    return graph
 
 
 def _gathers_of_leaves(graph: Graph) -> dict[Eqn, Var]:
@@ -232,7 +222,6 @@ class OnShards:
         prologue: the equations that compute their shards, and scalars.
         replaced: the equations of the program that are then superfluous.
         needed: for each gather, the whole values that other equations read, or that the step returns.
-        position: for each equation of the program, its index.
     """
 
     def __init__(self, graph: Graph, parameters: Mapping[Eqn, Var]) -> None:
@@ -240,7 +229,6 @@ class OnShards:
         self.prologue = Prologue(graph)
         self.readers_of = users(graph)
         self.outputs = set(variables(graph.outputs))
-        self.position = {e: i for i, e in enumerate(graph.eqns)}
         self.gathered = {v: Gathered(start.ins[0], start) for start, v in parameters.items()}
         self.replaced: set[Eqn] = set()
         for e in graph.eqns:
@@ -333,71 +321,11 @@ class OnShards:
         A parameter that is merely cast is not for this module: its gather casts it.
         """
         values = self.needed[start]
-        is_plain = bool(values) and all(self.gathered[v].is_plain for v in values)
-        return not is_plain and not self._obstacle(start)
-
-    def note(self, start: Eqn) -> str:
-        """Why a parameter is cast to eight bits after its gather; empty if it is not, or may be."""
-        obstacle = self._obstacle(start)
-        dtype = self._narrow_dtypes.get(start)
-        if not obstacle or dtype is None:
-            return ""
-        return (
-            f"{start.ins[0].name} is cast to {DTYPES.get(dtype, dtype)} after its gather, because {obstacle}: "
-            f"fuse_cast_gather needs a scale that is one number, from a maximum of the whole tensor, of which every "
-            f"rank has a part"
-        )
-
-    def _obstacle(self, start: Eqn) -> str:
-        """Why not all that is read of a parameter follows from one narrow value; empty if it does."""
-        values = self.needed[start]
+        if values and all(self.gathered[v].is_plain for v in values):
+            return False
         itemsize = start.ins[0].dtype.itemsize
-        wide = [v for v in values if v.dtype.itemsize >= itemsize]
-        if wide:
-            return self._first_read(wide)
-        casts = dict.fromkeys(self.gathered[v].shards for v in values)
-        if len(casts) > 1:
-            return f"it is used in {len(casts)} ways, {' and '.join(map(str, casts))}"
-        return ""
-
-    def _first_read(self, wide: Sequence[Var]) -> str:
-        """What reads one of several values first, as text."""
-        readers: dict[Eqn, Var] = {}
-        for v in wide:
-            readers.update(dict.fromkeys(self.readers(v), v))
-        if not readers:
-            return f"the step returns it in {DTYPES.get(wide[0].dtype, wide[0].dtype)}"
-        reader = min(readers, key=self.position.__getitem__)
-        dtype = readers[reader].dtype
-        line = where(reader.source)
-        return f"{op_name(reader.op)} ({line}) reads it in {DTYPES.get(dtype, dtype)}"
-
-    @functools.cached_property
-    def _narrow_dtypes(self) -> dict[Eqn, torch.dtype]:
-        """For each gather whose value is cast to a float of eight bits, scaled in any way, that dtype."""
-        dtypes: dict[Eqn, torch.dtype] = {}
-        starts_of: dict[Var, set[Eqn]] = {}  # the gathers whose scaled values these are
-        for v, value in self.gathered.items():
-            starts_of[v] = {value.start}
-        for e in self.graph.eqns:
-            starts = _same_size(e, starts_of)
-            if not starts:
-                continue
-            if e.op is CAST and e.out.dtype in _EIGHT_BITS:
-                for start in starts:
-                    dtypes.setdefault(start, e.out.dtype)
-            if e.op is CAST or op_facts(e.op).pointwise or _is_bijection(e):
-                starts_of.setdefault(e.out, set()).update(starts)
-        return dtypes
-
-
-def _same_size(e: Eqn, starts_of: Mapping[Var, Set[Eqn]]) -> set[Eqn]:
-    """The gathers whose scaled values an equation reads, if its result has as many elements."""
-    starts: set[Eqn] = set()
-    for v in e.ins:
-        if v in starts_of and v.numel == e.out.numel:
-            starts |= starts_of[v]
-    return starts
+        are_narrow = all(v.dtype.itemsize < itemsize for v in values)
+        return are_narrow and len({self.gathered[v].shards for v in values}) <= 1
 
 
 # ---- the new program
@@ -411,6 +339,7 @@ class _Rewriting:
         self.graph = on_shards.graph
         self.names = on_shards.prologue.names
         self.makers = producers(self.graph.eqns)
+        self.position = {e: i for i, e in enumerate(self.graph.eqns)}
         self.waits = {paired.start: e for e, paired in pair(self.graph).waits.items()}
         self.needed = {start: values for start, values in on_shards.needed.items() if values}
         self.replacements: dict[Eqn, list[Eqn]] = {}
@@ -489,7 +418,7 @@ class _Rewriting:
         if not all_readers or start.region == "backward":
             return
 
-        first = min(all_readers, key=self.on_shards.position.__getitem__)
+        first = min(all_readers, key=self.position.__getitem__)
         provenance = start.provenance
         if provenance is not None:
             provenance = dataclasses.replace(provenance, regather=self.graph.hints.regather)
