@@ -93,6 +93,11 @@ def doubled(grads, state):
     return {k: g + g for k, g in grads[0].items()}
 
 
+def doubled_and_added(grads, state):
+    """The gradient that is added to itself is later than the one that is added to it, and is reduced alone."""
+    return {k: (grads[2][k] + grads[2][k]) + grads[0][k] for k in grads[0]}
+
+
 def step_with(total_of):
     def step(state, batch):
         parts = zip(*(t.chunk(MICRO) for t in batch))
@@ -162,7 +167,9 @@ def test_a_gradient_with_another_use_is_reduced_alone(total_of, most):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "total_of", [*MERGED, also_looked_at, multiplied, crossed, doubled], ids=lambda f: f.__name__
+    "total_of",
+    [*MERGED, also_looked_at, multiplied, crossed, doubled, doubled_and_added],
+    ids=lambda f: f.__name__,
 )
 @pytest.mark.parametrize("stage", [0, 1])
 def test_merged_reductions_compute_what_the_plain_step_computes(total_of, stage):
@@ -235,3 +242,19 @@ def test_a_gradient_that_two_leaves_share_is_merged_for_each_of_them():
     params = {"a": torch.randn(8, 4), "b": torch.randn(8, 4)}
     lowered = zt.shard_params(zt.AbstractMesh(dp=2), stage=1)(step).lower(params, torch.randn(4, 8))
     zt.ir.check(lowered.graph)
+
+
+def test_gradients_of_two_leaves_in_one_sum_are_merged_for_each_of_them():
+    def loss(params, x):
+        return ((x @ params["a"]).relu() @ params["b"]).square().mean()
+
+    def step(params, x):
+        grads = [grad(loss)(params, part) for part in x.chunk(2)]
+        total = grads[0]["a"] + grads[0]["b"] + grads[1]["a"] + grads[1]["b"]
+        return {k: p - 0.1 * total for k, p in params.items()}, 0.0
+
+    params = {"a": torch.randn(4, 4), "b": torch.randn(4, 4)}
+    lowered = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2), stage=1), zt.overlap_grads())(
+        step
+    ).lower(params, torch.randn(4, 4))
+    assert reductions(lowered) == {"a": 1, "b": 1}
