@@ -181,16 +181,14 @@ class Search:
             rivals = self.problem.rivals[i] & pulled
             if rivals and self.problem.levers[i].sends is not None:
                 continue
-            changes = self.problem.lever_buffers([i])
-            for buffer in self.problem.lever_buffers(rivals):
-                changes.append(buffer._replace(bytes=-buffer.bytes))
-            for change in changes:
-                room[change.first : change.last + 1] -= change.bytes
-            if all(room[change.first : change.last + 1].min(initial=0) >= 0 for change in changes):
+            left = room.copy()
+            for kept in self.problem.lever_buffers([i]):
+                left[kept.first : kept.last + 1] -= kept.bytes
+            for freed in self.problem.lever_buffers(rivals):
+                left[freed.first : freed.last + 1] += freed.bytes
+            if left.min(initial=0) >= 0:
+                room = left
                 pulled = pulled - rivals | {i}
-            else:
-                for change in changes:
-                    room[change.first : change.last + 1] += change.bytes
         return pulled
 
     def _full(self, levers: Levers) -> Choice:
