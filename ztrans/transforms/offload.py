@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from dataclasses import replace as with_changes
 from fnmatch import fnmatchcase
@@ -133,23 +133,17 @@ def leaf_by_leaf(graph: Graph) -> Graph:
     at once. What scalars alone need is computed before.
     """
     sets = _leaf_updates(graph)
-    moved_sets = {sets[e] for e in sets if is_copy(e)}
-    moved = {e for e in sets if sets[e] in moved_sets}
-    if not moved:
+    places = _places_of_moved(graph, sets)
+    if not places:
         return graph
-    # Copies do not count: a set moves to its first equation that computes.
-    first: dict[Eqn, int] = {}
-    for i, e in enumerate(graph.eqns):
-        if e in moved and not rules(e).copies:
-            first.setdefault(sets[e], i)
     makers = producers(graph.eqns)
     needs = {e: [makers[v] for v in e.ins if v in makers] for e in graph.eqns}
-    begin = min(i for i, e in enumerate(graph.eqns) if e in moved)
+    begin = min(i for i, e in enumerate(graph.eqns) if sets.get(e) in places)
     keys: dict[Eqn, tuple[int, int, int]] = {}
     for i, e in enumerate(graph.eqns):
         keys[e] = (i, 0, i)
-        if e in moved:
-            keys[e] = (first.get(sets[e], len(graph.eqns)), 0, i)
+        if sets.get(e) in places:
+            keys[e] = (places[sets[e]], 0, i)
         elif e in sets and _makes_scalars(e):
             # Such as a bias correction, which every leaf reads. It runs before the first leaf, if it can.
             ready = max((keys[maker][0] for maker in needs[e]), default=-1)
@@ -189,6 +183,15 @@ def _leaf_updates(graph: Graph) -> dict[Eqn, Eqn]:
             if v.shape and maker in parents:
                 parents[root(maker)] = root(e)
     return {e: root(e) for e in parents}
+
+
+def _places_of_moved(graph: Graph, sets: Mapping[Eqn, Eqn]) -> dict[Eqn, int]:
+    """Where each set with a copy stands: at its first equation that computes. Copies do not count."""
+    places = {sets[e]: len(graph.eqns) for e in sets if is_copy(e)}
+    for i, e in enumerate(graph.eqns):
+        if sets.get(e) in places and not rules(e).copies:
+            places[sets[e]] = min(places[sets[e]], i)
+    return places
 
 
 class _Moving:

@@ -176,16 +176,8 @@ def model_of(
             use = uses.get(v.name, Use())
             values.append(Value(v, len(computations), use, v in may_go, v.name in movable))
 
-        computations.append(
-            Computation(
-                eqn=e,
-                seconds=seconds(e) + sum(map(seconds, views.get(e, ()))),
-                args=args,
-                results=tuple(results),
-                droppable=tuple(v for v in results if values[v].may_go),
-                movable=tuple(v for v in results if values[v].may_wait),
-            )
-        )
+        total = seconds(e) + sum(map(seconds, views.get(e, ())))
+        computations.append(_computation(e, total, args, results, values))
     return Model(tuple(values), tuple(computations), _readers(values, computations), live, link)
 
 
@@ -231,3 +223,16 @@ def _views_for_backward(graph: Graph) -> dict[Eqn, list[Eqn]]:
         if maker is not None and maker is not e:
             views.setdefault(maker, []).append(e)
     return views
+
+
+def _computation(
+    e: Eqn, seconds: float, args: tuple[int, ...], results: range, values: Sequence[Value]
+) -> Computation:
+    return Computation(
+        eqn=e,
+        seconds=seconds,
+        args=args,
+        results=tuple(results),
+        droppable=tuple(v for v in results if values[v].may_go),
+        movable=tuple(v for v in results if values[v].may_wait),
+    )
