@@ -23,8 +23,8 @@ from pathlib import Path
 
 import torch
 
+from tests.support.evaluate import evaluate
 from ztrans.planning.solver.changes import CHANGES
-from ztrans.planning.solver.evaluate import evaluate
 from ztrans.planning.solver.problem import Problem
 from ztrans.planning.solver.search import solve
 

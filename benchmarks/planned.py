@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ztrans as zt
+from tests.support.evaluate import evaluate
 from tests.support.synthetic import fsdp2, seven
 from ztrans.planning.cost import memory
 from ztrans.planning.make_plan import SLACK, problem_within
 from ztrans.planning.skeleton import skeleton
-from ztrans.planning.solver.evaluate import evaluate
 from ztrans.planning.solver.problem import Problem
 
 from .analysis_models import MODELS

@@ -4,9 +4,9 @@ import pytest
 
 from benchmarks import ablations
 from benchmarks.ablations import CHOICES, Part, planned_step
+from tests.support.evaluate import evaluate
 from tests.support.synthetic import seven
 from ztrans.planning.solver.changes import CHANGES
-from ztrans.planning.solver.evaluate import evaluate
 from ztrans.planning.solver.search import solve
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 import ztrans as zt
+from tests.support.evaluate import evaluate
 from tests.support.programs import CASES
 from tests.support.worlds import on_ranks
 from ztrans.planning.cluster import Link
@@ -12,7 +13,6 @@ from ztrans.planning.formulate import formulate, frame
 from ztrans.planning.plan import schedule_of
 from ztrans.planning.simulate import simulate
 from ztrans.planning.skeleton import skeleton
-from ztrans.planning.solver.evaluate import evaluate
 
 SLOW = Link("wire", 1e-4, 1e7)
 REPLICAS = zt.cluster("cpu", dp=SLOW, host=Link("hosts", 1e-4, 2e6))

@@ -10,6 +10,7 @@ from random import Random
 import pytest
 
 import ztrans as zt
+from tests.support.evaluate import evaluate
 from tests.support.programs import CASES
 from tests.support.worlds import on_ranks, unordered
 from ztrans.ir.dependencies import grouped
@@ -19,7 +20,6 @@ from ztrans.planning.formulate import formulate, frame
 from ztrans.planning.plan import schedule_of
 from ztrans.planning.realise import realise
 from ztrans.planning.skeleton import skeleton
-from ztrans.planning.solver.evaluate import evaluate
 from ztrans.planning.solver.loads import Choice, Loads
 from ztrans.planning.solver.place import place_choice
 from ztrans.planning.solver.problem import Problem, Schedule

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.evaluate import play_with_updates
 from ztrans.planning.network import Level, Message, Network
 from ztrans.planning.play import play
 
@@ -247,7 +248,8 @@ def test_twice_as_long_operations_and_messages_take_twice_as_long(program):
 def test_places_without_messages_may_be_left_out(program):
     compute, messages = program
     places = sorted({0, len(compute), *(m.issue for m in messages), *(m.need for m in messages)})
-    few, all_ = play(compute, messages, places), play(compute, messages)
+    few = play_with_updates(compute, messages, places, lambda i, k: 0.0, lambda k: 0.0, {})
+    all_ = play(compute, messages)
     assert few.start == tuple(all_.start[k] for k in places)
     assert (few.begin, few.end, few.stall, few.seconds) == (
         all_.begin,
@@ -328,7 +330,10 @@ def test_a_message_that_follows_another_is_waited_for_after_the_next_of_its_kind
     first = Message(0, 1, "a", "x", 0.0, 2.0)
     second = Message(1, 2, "a", "x", 0.0, 2.0)
     followers = [Message(k, 3, "b", "y", 0.0, 5.0) for k in (1, 2)]
-    played = play([1.0, 1.0, 1.0], [first, second, *followers], successor={0: 2, 1: 3})
+    messages = [first, second, *followers]
+    played = play_with_updates(
+        [1.0, 1.0, 1.0], messages, range(4), lambda i, k: 0.0, lambda k: 0.0, {0: 2, 1: 3}
+    )
     assert played.end == (2.0, 4.0, 7.0, 12.0)
     assert played.stall == (1.0, 1.0, 3.0, 4.0)
     assert played.start == (0.0, 2.0, 7.0, 12.0)

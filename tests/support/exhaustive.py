@@ -7,9 +7,9 @@ from dataclasses import replace
 from itertools import combinations, pairwise, permutations, product
 from random import Random
 
+from tests.support.evaluate import memory
 from ztrans.planning.buffers import AT_START, AT_WAIT, Buffer
 from ztrans.planning.network import Message
-from ztrans.planning.solver.evaluate import memory
 from ztrans.planning.solver.problem import (
     END,
     Bucket,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 
-from ztrans.planning.solver.evaluate import evaluate
+from tests.support.evaluate import evaluate
 from ztrans.planning.solver.problem import (
     Bucket,
     Gather,

@@ -2,20 +2,18 @@
 
 Operations run one after the other in the compute queue. A message is issued just before an operation and joins its lane
 (see `network`); a later operation waits for it. `simulate` plays the program of one rank. The solver plays schedules,
-which have no program: `solver/place.py` keeps the same rules for partial ones, and `solver/bound.py` bounds all of
-them. The tests of the solver compare the three.
+which have no program: `solver/place.py` keeps the same rules, and `solver/bound.py` bounds all of them. The tests of
+the solver compare the three.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from ..ir.dependencies import grouped
-from .network import Message, Network, Stalls, Successors
-
-NO_SUCCESSORS: Mapping[int, int] = {}
+from .network import Message, Network, Stalls
 
 
 @dataclass(frozen=True)
@@ -47,70 +45,38 @@ class Played:
         return max((self.start[-1], *self.end))
 
 
-def play(
-    compute: Sequence[float],
-    messages: Sequence[Message],
-    places: Sequence[int] | None = None,
-    follows: Callable[[int, int], float] = lambda message, place: 0.0,
-    precedes: Callable[[int], float] = lambda place: 0.0,
-    successor: Mapping[int, int] = NO_SUCCESSORS,
-) -> Played:
+def play(compute: Sequence[float], messages: Sequence[Message]) -> Played:
     """Simulate operations and messages.
 
     Args:
         compute: the seconds of each operation.
         messages: in the order in which they are issued.
-        places: the places that are simulated, and for which times are returned; by default all. It is faster to leave
-            out those at which no message is issued or needed. A message at a place that is left out is not sent.
-        follows: `follows(i, k)` is the seconds of further compute that run after message i was waited for at place k.
-        precedes: `precedes(k)` is the seconds of further compute at place k, before any message is waited for there.
-        successor: for some messages, the one that is sent right after it has been waited for. The next successor that
-            is sent, or else the place where it is needed, ends the time in which it is under way (see `Successors`).
 
     >>> gather = Message(issue=0, need=1, lane="gather", link="wire", latency=0.0, seconds=3.0)
     >>> played = play([1.0, 1.0], [gather])
     >>> played.seconds, played.stall
     (4.0, (2.0,))
     """
+    issued = grouped((message.issue, i) for i, message in enumerate(messages))
+    needed = grouped((message.need, i) for i, message in enumerate(messages))
+    rank = Rank(messages)
     compute_before = [0.0, *accumulate(compute)]
-    if places is None:
-        places = range(len(compute_before))
-    at_places = set(range(len(messages))).difference(successor.values())
-    issued = grouped((messages[i].issue, i) for i in sorted(at_places))
-    needed = grouped((messages[i].need, i) for i in sorted(at_places))
-    under_way: Successors[int] = Successors()
-    rank = _Rank(messages)
-    now = 0
     arrive: list[float] = []
     start: list[float] = []
-    for k in places:
-        rank.clock += compute_before[k] - compute_before[now]
-        now = k
+    for k, before in enumerate(compute_before):
+        rank.clock += before - compute_before[max(k - 1, 0)]
         arrive.append(rank.clock)
         for i in issued.get(k, ()):
             rank.send(i)
-        rank.clock += precedes(k)
-
         # What has arrived first is unpacked while the others are still under way.
         waiting = list(needed.get(k, ()))
         while waiting:
-            i = waiting.pop(rank.first_of(waiting))
-            rank.wait(i)
-            rank.clock += follows(i, k)
-            if i in successor:
-                j = successor[i]
-                rank.send(j)
-                for earlier in under_way.add(j, messages[j].need):
-                    rank.wait(earlier)
-                    rank.clock += follows(earlier, k)
-        for i in under_way.needed(k):
-            rank.wait(i)
-            rank.clock += follows(i, k)
+            rank.wait(waiting.pop(rank.first_of(waiting)))
         start.append(rank.clock)
     return rank.played(arrive, start)
 
 
-class _Rank:
+class Rank:
     """One rank while it is simulated: the time of its compute queue, and its messages."""
 
     def __init__(self, messages: Sequence[Message]) -> None:

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.support.evaluate import evaluate, memory
 from tests.support.exhaustive import parted, problem, rich, schedules
 from tests.support.synthetic import by_size, fsdp2, plan_in_the_memory_of_fsdp2, seven
 from ztrans.planning.buffers import Buffer
 from ztrans.planning.network import Message
 from ztrans.planning.solver.bound import bound
-from ztrans.planning.solver.evaluate import evaluate, memory
 from ztrans.planning.solver.full_buckets import gather_buckets, reduction_buckets
 from ztrans.planning.solver.loads import Choice, Loads
 from ztrans.planning.solver.place import place_choice
@@ -36,7 +36,7 @@ from ztrans.planning.solver.problem import (
     Wire,
     gather_levers,
 )
-from ztrans.planning.solver.search import Search, least_memory, solve
+from ztrans.planning.solver.search import Search, best_placed, least_memory, solve
 from ztrans.planning.solver.validate import ScheduleError, validate
 
 INF = float("inf")
@@ -235,7 +235,7 @@ def test_plans_are_valid_and_keep_every_limit(p):
     assert outcome.peak <= p.memory
     assert outcome.seconds >= bound(p).seconds - 1e-9
     assert solve(p) is schedule, "the last schedules are kept"
-    solve.cache_clear()
+    best_placed.cache_clear()
     assert solve(p) == schedule
 
 

@@ -26,10 +26,9 @@ from ..cost import memory
 from ..formulate import formulate
 from ..simulate import equation_seconds
 from ..skeleton import skeleton
-from ..solver.evaluate import evaluate
 from ..solver.loads import Loads
 from ..solver.problem import NO_LEVERS, Problem
-from ..solver.search import least_memory, solve
+from ..solver.search import best_placed, least_memory
 from .absences import HostLink
 from .choose import choose, choose_least
 from .model import NEVER, Model, model_of, uses_of
@@ -67,7 +66,7 @@ class Baseline:
         """The seconds that a step takes within a limit if it recomputes a choice, as they are estimated."""
         problem = self._within(residency, limit)
         problem = dataclasses.replace(problem, memory=max(problem.memory, least_memory(problem)))
-        seconds = evaluate(problem, solve(problem, _EFFORT)).seconds
+        seconds = best_placed(problem, _EFFORT).seconds
         # No message of the problem is a copy to the host: what copies take of compute comes on top.
         repeated = sum(problem.seconds) - sum(self.problem.seconds)
         seconds = seconds + residency.price - repeated

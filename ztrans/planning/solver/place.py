@@ -6,8 +6,8 @@ use on, and those of gradients until they are sent. Two decisions share the room
 gradients until it has arrived, or until there is no more room for them; it is waited for there. The next gather of
 each lane starts once it is due, and as soon as there is room for it until its use.
 
-`evaluate` simulates a finished schedule by `play.play`. It must come to the same seconds and bytes as the
-simulation here, and never to fewer seconds than `bound`. The tests of the solver compare all three.
+The tests of the solver simulate each finished schedule once more. They must come to the same seconds and bytes as the
+simulation here, and never to fewer seconds than `bound`.
 """
 
 from __future__ import annotations

@@ -281,10 +281,10 @@ def _merged(buckets: Sequence[MemberIndices], firsts: set[int]) -> list[MemberIn
 
 
 @functools.lru_cache(maxsize=32)
-def solve(
+def best_placed(
     problem: Problem, effort: int = EFFORT, changes: tuple[tuple[Change, int], ...] = CHANGES
-) -> Schedule:
-    """Find the fastest schedule whose peak fits the memory.
+) -> Placed:
+    """Find the fastest schedule whose peak fits the memory, with its seconds and its peak.
 
     The same problem has the same schedule on every rank, because effort is counted and not timed. The schedules of the
     last problems are kept, for a step that is decorated again, as in a notebook.
@@ -304,4 +304,11 @@ def solve(
     search.climb(search.best, changes)
     # With the effort that is left, in case the first climb got stuck.
     search.climb(search.first, changes)
-    return search.result.schedule
+    return search.result
+
+
+def solve(
+    problem: Problem, effort: int = EFFORT, changes: tuple[tuple[Change, int], ...] = CHANGES
+) -> Schedule:
+    """The schedule of `best_placed`."""
+    return best_placed(problem, effort, changes).schedule

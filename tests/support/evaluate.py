@@ -1,19 +1,22 @@
 """The seconds that a schedule takes, and the bytes that it has live.
 
-A search does not ask here: `place` chooses places and counts seconds and bytes in one pass, with the same result.
+A search counts both while it chooses places (`place.py` of the solver). This simulates a finished schedule, which must
+come to the same result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
-from ..buffers import Buffer, by_operation, live_by_slot
-from ..network import Message
-from ..play import Played, play
-from .messages import (
+from ztrans.ir.dependencies import grouped
+from ztrans.planning.buffers import Buffer, by_operation, live_by_slot
+from ztrans.planning.network import Message, Successors
+from ztrans.planning.play import Played, Rank
+from ztrans.planning.solver.messages import (
     ReductionBytes,
     gather_buffers,
     message_of,
@@ -21,7 +24,7 @@ from .messages import (
     second_buffer,
     second_message,
 )
-from .problem import PendingUpdates, Problem, Schedule
+from ztrans.planning.solver.problem import PendingUpdates, Problem, Schedule
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,67 @@ def evaluate(problem: Problem, schedule: Schedule) -> Outcome:
     places.update(update.release for update in problem.updates)
     for message in messages:
         places.update((message.issue, message.need))
-    played = play(compute, messages, sorted(places), follows, updates.seconds, successor)
+    played = play_with_updates(
+        compute, messages, sorted(places), follows, updates.seconds, successor
+    )
     seconds = max(played.start[-1] + updates.seconds_left, *played.end, 0.0)
     bytes_live = memory(problem, schedule)
     return Outcome(seconds, int(bytes_live.max(initial=0)), messages, played, bytes_live)
+
+
+def play_with_updates(
+    compute: Sequence[float],
+    messages: Sequence[Message],
+    places: Sequence[int],
+    follows: Callable[[int, int], float],
+    precedes: Callable[[int], float],
+    successor: Mapping[int, int],
+) -> Played:
+    """As `play`, with compute that has no place of its own, and messages that follow others.
+
+    Args:
+        compute: the seconds of each operation.
+        messages: in the order in which they are issued.
+        places: the places that are simulated, and for which times are returned. A message at another place is not sent.
+        follows: `follows(i, k)` is the seconds of further compute that run after message i was waited for at place k.
+        precedes: `precedes(k)` is the seconds of further compute at place k, before any message is waited for there.
+        successor: for some messages, the one that is sent right after it has been waited for. The next successor that
+            is sent, or else the place where it is needed, ends the time in which it is under way (see `Successors`).
+    """
+    compute_before = [0.0, *accumulate(compute)]
+    at_places = set(range(len(messages))).difference(successor.values())
+    issued = grouped((messages[i].issue, i) for i in sorted(at_places))
+    needed = grouped((messages[i].need, i) for i in sorted(at_places))
+    under_way: Successors[int] = Successors()
+    rank = Rank(messages)
+    now = 0
+    arrive: list[float] = []
+    start: list[float] = []
+    for k in places:
+        rank.clock += compute_before[k] - compute_before[now]
+        now = k
+        arrive.append(rank.clock)
+        for i in issued.get(k, ()):
+            rank.send(i)
+        rank.clock += precedes(k)
+
+        # What has arrived first is unpacked while the others are still under way.
+        waiting = list(needed.get(k, ()))
+        while waiting:
+            i = waiting.pop(rank.first_of(waiting))
+            rank.wait(i)
+            rank.clock += follows(i, k)
+            if i in successor:
+                j = successor[i]
+                rank.send(j)
+                for earlier in under_way.add(j, messages[j].need):
+                    rank.wait(earlier)
+                    rank.clock += follows(earlier, k)
+        for i in under_way.needed(k):
+            rank.wait(i)
+            rank.clock += follows(i, k)
+        start.append(rank.clock)
+    return rank.played(arrive, start)
 
 
 def _with_successors(
