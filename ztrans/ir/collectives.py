@@ -319,7 +319,10 @@ def rules(eqn: Eqn) -> Rules:
     >>> rules(Eqn(SHARD, (), ())).lane, rules(Eqn(WAIT, (), ())).remote
     (None, True)
     """
-    return _rules(eqn.op)
+    kept = eqn.__dict__  # passes ask dozens of times, and PyTorch hashes an operation in Python
+    if "_rules" not in kept:
+        kept["_rules"] = _rules(eqn.op)
+    return kept["_rules"]
 
 
 @functools.cache
@@ -453,10 +456,17 @@ def _without_axes(graph: Graph, axes: set[str]) -> Graph:
     new_values: dict[Var, Var] = {}
     for v in (*graph.inputs, *producers(graph.eqns)):
         layout = tuple(part for part in v.layout if part.axis not in axes)
-        new_values[v] = dataclasses.replace(v, layout=layout) if layout != v.layout else v
+        if layout != v.layout:
+            new_values[v] = dataclasses.replace(v, layout=layout)
+    if not new_values:
+        return dce(graph)
+
+    def new_value(v: Var) -> Var:
+        return new_values.get(v, v)
+
     graph = graph.replace(
-        inputs=tuple(new_values[v] for v in graph.inputs),
-        batch=frozenset(new_values[v] for v in graph.batch),
-        eqns=tuple(e.replace(outs=substitute(e.outs, new_values.__getitem__)) for e in graph.eqns),
+        inputs=tuple(map(new_value, graph.inputs)),
+        batch=frozenset(map(new_value, graph.batch)),
+        eqns=tuple(e.replace(outs=substitute(e.outs, new_value)) for e in graph.eqns),
     )
-    return dce(rename(graph, {v: new for v, new in new_values.items() if new is not v}))
+    return dce(rename(graph, new_values))

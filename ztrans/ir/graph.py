@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -358,7 +358,7 @@ class Names:
         return unique
 
 
-def variables(tree: Any) -> Iterator[Var]:
+def variables(tree: Any) -> list[Var]:
     """Every `Var` in nested lists, tuples and dicts, in order."""
     return instances(tree, Var)
 
@@ -411,7 +411,7 @@ def dce(graph: Graph, has_effect: Callable[[Eqn], bool] = is_random) -> Graph:
     live = set(variables(graph.outputs))
     eqns = []
     for eqn in reversed(graph.eqns):
-        if has_effect(eqn) or any(out in live for out in eqn.outs):
+        if not live.isdisjoint(eqn.results) or has_effect(eqn):
             eqns.append(eqn)
             live.update(eqn.ins)
     return graph.replace(eqns=tuple(reversed(eqns)))

@@ -58,7 +58,7 @@ def functions(eqn: Eqn) -> list[Function]:
     """The functions that an equation calls, in the order in which they stand among its arguments."""
     if isinstance(eqn.op, torch._ops.OpOverload):  # most equations
         return []
-    return list(instances((eqn.args, eqn.kwargs), Function))
+    return instances((eqn.args, eqn.kwargs), Function)
 
 
 def inner_work(eqn: Eqn, count: Callable[[Graph], int]) -> int | None:

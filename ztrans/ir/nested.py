@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -15,21 +15,23 @@ ATOMS = frozenset(
 )
 
 
-def instances(tree: Any, kind: type[V]) -> Iterator[V]:
+def instances(tree: Any, kind: type[V]) -> list[V]:
     """Every object of a class in nested lists, tuples and dicts, in order.
 
-    >>> list(instances([1, {"a": (2, "b")}], int))
+    >>> instances([1, {"a": (2, "b")}], int)
     [1, 2]
     """
     if isinstance(tree, kind):
-        yield tree
-    elif isinstance(tree, (list, tuple, Mapping)):
+        return [tree]
+    found: list[V] = []
+    if isinstance(tree, (list, tuple, Mapping)):
         items = tree.values() if isinstance(tree, Mapping) else tree
         for item in items:
             if isinstance(item, kind):
-                yield item
-            elif type(item) not in ATOMS:  # most items need no generator of their own
-                yield from instances(item, kind)
+                found.append(item)
+            elif type(item) not in ATOMS:  # most items need no call of their own
+                found += instances(item, kind)
+    return found
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
@@ -38,4 +40,4 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     >>> len(tensors_in(([torch.ones(2)], {"alpha": torch.ones(())}, 3)))
     2
     """
-    return [*instances(tree, torch.Tensor)]
+    return instances(tree, torch.Tensor)

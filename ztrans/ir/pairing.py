@@ -12,7 +12,7 @@ does not wait for, and one that it waits for and that has started at index -1, i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from .cached_analysis import cached_on_graph
@@ -68,32 +68,34 @@ def pair(graph: Graph, include_user: bool = False, include_copies: bool = False)
         include_copies: include the copies between the memory of the device and that of the host.
     """
 
-    def is_included(e: Eqn) -> bool:
-        if rules(e).copies:
-            return include_copies and rules(e).starts
-        return is_start(e) or (include_user and rules(e).starts)
+    def is_included(start: Eqn) -> bool:
+        if rules(start).copies:
+            return include_copies
+        return include_user or is_start(start)
 
+    index_of: dict[Eqn, int] = {}  # of the equations that start something
+    waiting: list[Eqn] = []
     first_waits: dict[Var, int] = {}
     for index, e in enumerate(graph.eqns):
         if rules(e).waits:
+            waiting.append(e)
             first_waits.setdefault(e.ins[0], index)
+        elif rules(e).starts and is_included(e):
+            index_of[e] = index
 
     starts: dict[Eqn, PairedStart] = {}
-    members = _carried_members(graph, is_included, first_waits)
-    waits: dict[Eqn, PairedWait] = {}
-    for index, e in enumerate(graph.eqns):
-        if rules(e).waits and e.ins[0] in members:
-            waits[e] = members[e.ins[0]]
-        elif is_included(e):
-            indices = tuple(first_waits[v] for v in e.results if v in first_waits)
-            starts[e] = PairedStart(e, index, indices, min(indices, default=len(graph.eqns)))
-            for k, v in enumerate(e.results):
-                members[v] = PairedWait(starts[e], k)
+    members = _carried_members(graph, index_of, first_waits)
+    for e, index in index_of.items():
+        indices = tuple(first_waits[v] for v in e.results if v in first_waits)
+        starts[e] = PairedStart(e, index, indices, min(indices, default=len(graph.eqns)))
+        for k, v in enumerate(e.results):
+            members[v] = PairedWait(starts[e], k)
+    waits = {e: members[e.ins[0]] for e in waiting if e.ins[0] in members}
     return Pairs(starts, waits)
 
 
 def _carried_members(
-    graph: Graph, is_included: Callable[[Eqn], bool], first_waits: Mapping[Var, int]
+    graph: Graph, starting: Iterable[Eqn], first_waits: Mapping[Var, int]
 ) -> dict[Var, PairedWait]:
     """The futures that the step before has started, as members of the equations that started them there."""
     before_of = graph.carried_futures
@@ -101,7 +103,7 @@ def _carried_members(
     if not before_of:
         return members
     # A gather or a copy starts in each step as it did in the one before, so this step's equation stands for that one.
-    for e in filter(is_included, graph.eqns):
+    for e in starting:
         futures = [before_of[v] for v in e.results if v in before_of]
         if not futures:
             continue

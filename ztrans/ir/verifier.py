@@ -30,13 +30,14 @@ def check(graph: Graph) -> Graph:
     for var in graph.inputs:
         values.bind(var, None)
     for eqn in graph.eqns:
+        of_eqn = rules(eqn)
         for var in eqn.ins:
-            values.check_read(var, rules(eqn), eqn)
-        problem = rules(eqn).problem(eqn, graph.axes)
+            values.check_read(var, of_eqn, eqn)
+        problem = of_eqn.problem(eqn, graph.axes)
         if problem is not None:
             raise _wrong(problem, eqn)
         for out in eqn.results:
-            if out.memory == "host" and not rules(eqn).copies:
+            if out.memory == "host" and not of_eqn.copies:
                 raise _wrong(f"{out} is in the memory of the host, where nothing computes", eqn)
             values.bind(out, eqn)
     _check_outputs(graph, values)

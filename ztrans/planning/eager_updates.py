@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
+from ..ir.cached_analysis import cached_on_graph
 from ..ir.collectives import rules
 from ..ir.dependencies import needed
 from ..ir.donation import donation
@@ -44,6 +45,7 @@ class EagerGroup:
 _GroupKey = tuple[frozenset[int], int]  # the reductions that a group needs, and its release
 
 
+@cached_on_graph
 def movable_eqns(s: Skeleton) -> Movable:
     """The equations that an eager update may take from their places.
 
@@ -64,6 +66,7 @@ def movable_eqns(s: Skeleton) -> Movable:
     return Movable(tuple(after_reductions), of_state)
 
 
+@cached_on_graph
 def eager_groups(s: Skeleton) -> tuple[EagerGroup, ...]:
     """The equations of the update that leave their places, in groups.
 

@@ -106,7 +106,7 @@ def _is_fusible(eqn: Eqn) -> bool:
     if not fuses or facts.random or _is_complex(eqn):
         return False
     # A tensor among the arguments is a constant of the user's, which no kernel takes.
-    constants = list(instances((eqn.args, eqn.kwargs), torch.Tensor))
+    constants = instances((eqn.args, eqn.kwargs), torch.Tensor)
     return not constants
 
 
