@@ -178,19 +178,25 @@ class Traced(Printed):
 
         Raises: DoesNotFit if it needs more memory than its limit.
         """
-        lowered = self.without_order(cluster)
+        graph, history = self._before_sharding(cluster)
+        lowered = self._sharded(graph, history, cluster, Plan(""))
         with stage(self.graph.name, "plan"):
             if has_choice(lowered.unordered.hints):
-                return self._with_choice(lowered)
+                return self._with_choice(lowered, graph, history)
             return lowered._ordered(*make_plan(lowered.graph, lowered.cluster)).within_limit()
 
-    def _with_choice(self, lowered: Lowered) -> Lowered:
-        """The program of one rank in a new order, where the plan also chooses what becomes of the values of forward."""
-        graph, history = self._before_sharding(lowered.cluster.device)
+    def _with_choice(self, lowered: Lowered, graph: Graph, history: History) -> Lowered:
+        """The program of one rank in a new order, where the plan also chooses what becomes of the values of forward.
+
+        `lowered` is the program of one rank without an order, in which nothing becomes of them, and `graph` the program
+        before it was sharded, with its `history`.
+        """
         # The search knows programs alone. Its answer leads back to the stage with that program.
         lowered_of = {lowered.unordered: lowered}
 
         def lower(program: Graph, on_host: tuple[str, ...]) -> Graph:
+            if program is graph and not on_host:
+                return lowered.unordered
             stages = history if program is graph else (*history, ("recompute", program))
             choice = self._sharded(program, stages, lowered.cluster, Plan("", on_host=on_host))
             lowered_of[choice.unordered] = choice
@@ -208,8 +214,7 @@ class Traced(Printed):
             cluster: as for `lower`.
             plan: what this plan recomputes or moves to the host, the program does too.
         """
-        device = self._default_device() if cluster is None else cluster.device
-        graph, history = self._before_sharding(device)
+        graph, history = self._before_sharding(cluster)
         if plan is None:
             plan = Plan("")
         if plan.recomputed:
@@ -217,8 +222,9 @@ class Traced(Printed):
             history = (*history, ("recompute", graph))
         return self._sharded(graph, history, cluster, plan)
 
-    def _before_sharding(self, device: Device) -> tuple[Graph, History]:
+    def _before_sharding(self, cluster: Cluster | None) -> tuple[Graph, History]:
         """The program after the transforms that rewrite it as it was traced, and the stages up to there."""
+        device = cluster.device if cluster is not None else self._default_device()
         mesh = mesh_of(self.transforms)
         graph = self.graph
         # The collectives of the step itself name process groups, and a program names axes of the mesh.
@@ -250,7 +256,8 @@ class Traced(Printed):
         graph, history = self._transformed(graph, history, lambda t: t.phase >= Transform.phase)
         graph = among_neighbours(dce(erase_trivial(erase_marks(graph))))
         on_host = demanded_on_host(graph) | values_on_host(plan, graph)
-        graph = dce(keep_on_host(graph, on_host))
+        if on_host:
+            graph = dce(keep_on_host(graph, on_host))
         if graph.hints.update == "last":
             graph = writes_last(graph)
 

@@ -58,8 +58,7 @@ def evaluate(problem: Problem, schedule: Schedule) -> Outcome:
 
     compute = problem.compute(schedule.levers)
     # Between two of these places nothing happens but compute.
-    places = {0, len(compute)}
-    places.update(update.release for update in problem.updates)
+    places = {0, len(compute), *problem.releases}
     for message in messages:
         places.update((message.issue, message.need))
     played = play_with_updates(

@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -239,6 +240,8 @@ class Eqn:
         """The equation with `value_of(v)` in place of each variable `v` that it reads, and with other changes."""
         args = substitute(self.args, value_of)
         kwargs = substitute(self.kwargs, value_of)
+        if args is self.args and kwargs is self.kwargs and not changes:
+            return self
         return self.replace(args=args, kwargs=kwargs, **changes)
 
 
@@ -364,15 +367,17 @@ def variables(tree: Any) -> list[Var]:
 
 
 def substitute(tree: Any, value_of: Callable[[Var], Any]) -> Any:
-    """`tree` with every `Var` replaced by `value_of(var)`."""
+    """`tree` with every `Var` replaced by `value_of(var)`; `tree` itself if these are the same."""
     if isinstance(tree, Var):
         return value_of(tree)
     if type(tree) in ATOMS:
         return tree
     if isinstance(tree, (tuple, list)):
-        return type(tree)([substitute(x, value_of) for x in tree])
+        items = [substitute(x, value_of) for x in tree]
+        return tree if all(map(operator.is_, items, tree)) else type(tree)(items)
     if isinstance(tree, Mapping):
-        return {key: substitute(x, value_of) for key, x in tree.items()}
+        by_key = {key: substitute(x, value_of) for key, x in tree.items()}
+        return tree if all(map(operator.is_, by_key.values(), tree.values())) else by_key
     return tree
 
 
@@ -427,6 +432,6 @@ def rename(graph: Graph, alias: Mapping[Var, Any]) -> Graph:
 
     eqns = []
     for e in graph.eqns:
-        reads_alias = any(v in alias for v in e.ins)
+        reads_alias = not alias.keys().isdisjoint(e.ins)
         eqns.append(e.with_inputs(end_of_alias) if reads_alias else e)
     return graph.replace(eqns=tuple(eqns), outputs=substitute(graph.outputs, end_of_alias))

@@ -21,12 +21,11 @@ from .recompute import needed_after_backward
 
 def demanded_on_host(graph: Graph) -> set[Var]:
     """The values that selective checkpoints of the step move to the host."""
-    movable = values_for_backward(graph)
     demanded: set[Var] = set()
     for e in graph.eqns:
         if e.demand == "host":
-            demanded.update(movable.intersection(e.results))
-    return demanded
+            demanded.update(e.results)
+    return demanded & values_for_backward(graph) if demanded else demanded
 
 
 def values_for_backward(graph: Graph) -> set[Var]:

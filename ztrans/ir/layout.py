@@ -120,6 +120,8 @@ def local_shape(
     var: Var, sizes: Mapping[str, int], coordinates: Mapping[str, int]
 ) -> tuple[int, ...]:
     """The shape of `var` on the rank at these coordinates."""
+    if not var.layout:
+        return var.shape
     shape = list(var.shape)
     for split in var.layout:
         if isinstance(split, Split):

@@ -34,6 +34,8 @@ def recompute(graph: Graph, chosen: Set[Var]) -> Graph:
         chosen: values of forward, each the owner of its storage. Their views are recomputed with them. If a chosen
             value is computed from another one, its copy is computed from the copy of the other.
     """
+    if not chosen:
+        return graph
     makers = producers(graph.eqns)
     root = liveness(graph).root
     position = {e: i for i, e in enumerate(graph.eqns)}

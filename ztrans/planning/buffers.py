@@ -44,14 +44,18 @@ def rises(buffers: Iterable[Buffer]) -> np.ndarray:
     A fall is a negative rise. All events of the buffers are slots. Rises in any order can be joined, and `sum_rises`
     makes the curve of them.
     """
-    rows = [*buffers, (0, 0, 0)]  # one at least, so that there are columns
-    size, first, last = np.array(rows, dtype=np.int64).T
-    return np.concatenate([[first, size], [last + 1, -size]], axis=1)
+    steps = [(0, 0)]  # one at least, so that there are columns
+    for size, first, last in buffers:
+        steps += ((first, size), (last + 1, -size))
+    return np.array(steps, dtype=np.int64).T
+
+
+_NO_RISES = rises(())
 
 
 def sum_rises(several: Sequence[np.ndarray], count: int) -> np.ndarray:
     """By slot, of `count` slots, the live bytes of several `rises` together."""
-    slots, sizes = np.concatenate([*several, rises(())], axis=1)
+    slots, sizes = np.concatenate([*several, _NO_RISES], axis=1)
     rise = np.bincount(np.minimum(slots, count), sizes, count + 1)
     return rise.cumsum()[:count].astype(np.int64)  # sums of bytes are exact as floats
 

@@ -56,7 +56,8 @@ def equation_seconds(graph: Graph, cluster: Cluster) -> list[float]:
 
     def seconds_of(e: Eqn) -> float:
         wait = waits.get(e)
-        if rules(e).copies:
+        of_e = rules(e)
+        if of_e.copies:
             return device.kernel_gap * every_launch[e].kernels
         if wait and wait.member:
             return 0.0  # the wait for the first member unpacks the whole bucket
@@ -66,9 +67,9 @@ def equation_seconds(graph: Graph, cluster: Cluster) -> list[float]:
                 return measured[name]
         if wait:
             return _after_wait(wait.start, graph, cluster)
-        if rules(e).packs:
+        if of_e.packs:
             return _before_issue(e, graph, cluster)
-        if rules(e).shares_storage(e):
+        if of_e.shares_storage(e):
             return device.call_overhead * every_launch[e].calls
         return queue_seconds(device, every_launch[e].kernels, roofline_seconds(e, graph, device))
 

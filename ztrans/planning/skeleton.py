@@ -18,7 +18,6 @@ from itertools import accumulate, chain
 
 from ..ir.axes import neighbour_count
 from ..ir.collectives import bucket_key, is_start, role
-from ..ir.dependencies import sorted_by
 from ..ir.donation import first_write
 from ..ir.graph import Eqn, Graph, Var, producers, users
 from ..ir.liveness import Liveness, liveness
@@ -38,15 +37,14 @@ def hoist(graph: Graph) -> Graph:
     if not hoisted:
         return graph
     makers = producers(graph.eqns)
-    # The position of an equation, 0 for that equation itself or 1 for one moved after it, and the former position.
+    # The position of an equation, 0 for that equation itself or 1 for one moved after it, and the former position. All
+    # that an equation needs has a smaller key.
     keys: dict[Eqn, tuple[int, int, int]] = {}
-    needs: dict[Eqn, set[Eqn]] = {}
     for i, e in enumerate(graph.eqns):
-        needs[e] = {makers[v] for v in e.ins if v in makers}
-        born = max((keys[maker][0] for maker in needs[e]), default=-1)
+        born = max((keys[makers[v]][0] for v in e.ins if v in makers), default=-1)
         keys[e] = (born, 1, i) if e in hoisted else (i, 0, i)
     eqns = []
-    for e in sorted_by(keys.__getitem__, needs):
+    for e in sorted(graph.eqns, key=keys.__getitem__):
         # An equation at its birth needs its hint no longer.
         eqns.append(e.replace(hint=None) if e.hint == "birth" else e)
     return graph.replace(eqns=tuple(eqns))

@@ -123,9 +123,9 @@ class _Simulation:
         self.choice = choice
         self.most_seconds = most_seconds
         self.seconds_before = loaded.seconds_before
-        self.first_gradient = min(
-            (r.born for r in problem.reductions), default=len(self.seconds_before)
-        )
+        self.first_gradient = len(self.seconds_before)
+        if problem.births:
+            self.first_gradient = problem.births[0] - 1
         self.reserve = 0
         if choice.reserve:
             self.reserve = max((load.size for load in loaded.reductions), default=0)
@@ -209,7 +209,7 @@ class _Simulation:
                 last_places_of_second.add(reduction.load.second.need)
         for place in last_places_of_second:
             yield place, _WAIT_SECOND, 0, None
-        for place in {update.release for update in self.problem.updates}:
+        for place in self.problem.releases:
             yield place, _UPDATE, 0, None
         for each in (*self.gathers, *self.fixed):
             yield each.message.need, _WAIT, each.turn, each

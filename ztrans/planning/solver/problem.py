@@ -344,6 +344,11 @@ class Problem:
         return dependents_of
 
     @functools.cached_property
+    def releases(self) -> frozenset[int]:
+        """The places from which on updates may run."""
+        return frozenset(update.release for update in self.updates)
+
+    @functools.cached_property
     def births(self) -> tuple[int, ...]:
         """The places right after the births of gradients."""
         return tuple(sorted({r.born + 1 for r in self.reductions}))

@@ -137,6 +137,8 @@ def _check_in_flight(
     limit: float,
 ) -> None:
     """Bytes started and not yet waited for."""
+    if limit == float("inf"):
+        return
     under_way = []
     for bucket in buckets:
         size = sum(messages[i].bytes for i in bucket.members)
