@@ -390,6 +390,7 @@ def producers(eqns: Iterable[Eqn]) -> dict[Var, Eqn]:
     return makers
 
 
+@cached_on_graph
 def users(graph: Graph) -> dict[Var, list[Eqn]]:
     """The equations that read each variable, in program order, each once."""
     readers: dict[Var, list[Eqn]] = {}

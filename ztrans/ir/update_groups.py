@@ -113,10 +113,11 @@ def _passed_once(graph: Graph) -> set[Var]:
         if e.region != "update":
             continue
         of_keywords.update(variables(e.kwargs))
-        literals = structure(e, lambda v: None)
-        for position, v in enumerate(e.args):
-            if isinstance(v, Var) and not v.shape:
-                readers[literals, position, v] += 1
+        scalars = [k for k, v in enumerate(e.args) if isinstance(v, Var) and not v.shape]
+        if scalars:
+            literals = structure(e, lambda v: None)
+            for position in scalars:
+                readers[literals, position, e.args[position]] += 1
     # One reader alone may be a scalar of its own parameter, such as a count of steps.
     shared = set()
     for (_, _, v), count in readers.items():

@@ -116,6 +116,9 @@ class Network:
 
     def first_of(self, several: Sequence[int]) -> int:
         """Let time pass until one of several messages has arrived, and return its position among them."""
+        if len(several) == 1:
+            self.arrival(several[0])
+            return 0
         while True:
             ends = [self.end[i] for i in several]
             first = min(ends)

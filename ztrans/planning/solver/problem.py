@@ -344,6 +344,11 @@ class Problem:
         return dependents_of
 
     @functools.cached_property
+    def unawaited_updates(self) -> tuple[int, ...]:
+        """The updates that need no reduction, by index."""
+        return tuple(u for u, update in enumerate(self.updates) if not update.after)
+
+    @functools.cached_property
     def releases(self) -> frozenset[int]:
         """The places from which on updates may run."""
         return frozenset(update.release for update in self.updates)
@@ -435,7 +440,7 @@ class PendingUpdates:
         self.dependents = problem.dependents
         self.dependents_of = problem.dependents_of
         self.missing = [len(each.reductions) for each in self.dependents]
-        self.ready_updates = [u for u, update in enumerate(self.updates) if not update.after]
+        self.ready_updates = list(problem.unawaited_updates)
         self.pending = set(range(len(self.updates)))
         # The first place at which one of the ready updates that follow a reduction may run.
         self.first_release = END
