@@ -168,6 +168,14 @@ def test_substitute_and_variables_visit_every_argument():
     assert names == ["X", (2, "X"), {"k": ["Y", None, 1.5]}, torch.float32, "x"]
 
 
+def test_an_equation_that_reads_the_same_values_stays_itself():
+    x, y = var("x", 4, 2), var("y", 4, 2)
+    clamp = zt.ir.Eqn(aten.clamp.Tensor, ([x], 2), (OUT,), {"min": y, "max": None})
+    assert clamp.with_inputs(lambda v: v) is clamp
+    assert clamp.with_inputs(lambda v: x).ins == (x, x)
+    assert clamp.with_inputs(lambda v: v, region="backward").region == "backward"
+
+
 def test_rename_follows_chains_in_arguments_keywords_and_outputs():
     a, b, c = (var(n, 4, 2) for n in "abc")
     clamp = zt.ir.Eqn(aten.clamp.Tensor, ([a],), (OUT,), {"min": b})
