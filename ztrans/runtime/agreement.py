@@ -178,7 +178,7 @@ class _Question:
             channel = groups.channel(None, "ranks")
             this_rank = records[channel.group.rank()]
             with channel.errors():
-                if len(records) <= MOST_RANKS_OF_EXCHANGE:
+                if channel.is_gloo and len(records) <= MOST_RANKS_OF_EXCHANGE:
                     works = channel.exchange([this_rank] * len(records), list(records))
                 else:
                     works = [dist.all_gather(list(records), this_rank, channel.group, True)]
