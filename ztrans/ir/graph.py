@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -261,7 +261,6 @@ class Graph:
         carried: the number of gathers that pass from step to step (see `across_steps`). The last inputs are their
             futures, which the step before has started, and the last outputs those that this step starts for the next.
         transforms, added: the transforms that were applied, in order; the names of the outputs that they have added.
-        notes: remarks of transforms on what they did, which print with the program.
     """
 
     name: str
@@ -280,7 +279,6 @@ class Graph:
     donated: tuple[tuple[Var, Var], ...] = ()
     carried: int = 0
     added: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
     replace = dataclasses.replace
 
@@ -391,8 +389,8 @@ def producers(eqns: Iterable[Eqn]) -> dict[Var, Eqn]:
 
 
 @cached_on_graph
-def users(graph: Graph) -> dict[Var, list[Eqn]]:
-    """The equations that read each variable, in program order, each once."""
+def users(graph: Graph) -> Mapping[Var, Sequence[Eqn]]:
+    """The equations that read each variable, in program order, each once. Nobody may change the result."""
     readers: dict[Var, list[Eqn]] = {}
     for eqn in graph.eqns:
         for var in dict.fromkeys(eqn.ins):

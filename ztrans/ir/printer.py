@@ -170,8 +170,6 @@ class Entry(NamedTuple):
 def entries(graph: Graph, full: bool = False) -> Iterator[Entry]:
     """The entries of a program in order."""
     yield _entry(header(graph))
-    for note in graph.notes:
-        yield _entry(f"# note: {note}")
     yield _entry(f"def {graph.name}(")
     for var in graph.tensor_inputs:
         yield _entry(f"    {var.name}: {var.type},")

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -201,7 +201,7 @@ def _sets(
     return begins, ends
 
 
-def _waits_before_writing(e: Eqn, readers: Mapping[Var, list[Eqn]]) -> list[Eqn]:
+def _waits_before_writing(e: Eqn, readers: Mapping[Var, Sequence[Eqn]]) -> list[Eqn]:
     """The waits for the copies of what a copy to the host writes over."""
     waits: list[Eqn] = []
     for copy in readers[e.kwargs["over"]]:

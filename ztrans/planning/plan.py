@@ -12,7 +12,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import re
+import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -94,9 +96,22 @@ class Plan:
         return {field.name: getattr(self, field.name) for field in compared}
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
+        """Write the plan as JSON.
+
+        A new file in the same folder is written first, and then replaces the old one. If the disk is full or the
+        process is killed, the old file stays unchanged.
+        """
         text = json.dumps({**self._decisions(), "notes": self.notes}, indent=1)
-        Path(path).write_text(f"{text}\n")
+        target = Path(os.path.realpath(path))
+        part = target.with_name(f"{target.name}.{uuid.uuid4().hex}.part")
+        try:
+            with part.open("x") as file:
+                file.write(f"{text}\n")
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
 
     @staticmethod
     def load(path: str | Path) -> Plan:

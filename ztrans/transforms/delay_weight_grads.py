@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -69,7 +69,7 @@ class _DelayWeightGrads(Transform):
         return graph.replace(eqns=(*eqns, *since))
 
     def _movable_after(
-        self, collective: Eqn, since: Sequence[Eqn], readers: dict[Var, list[Eqn]]
+        self, collective: Eqn, since: Sequence[Eqn], readers: Mapping[Var, Sequence[Eqn]]
     ) -> set[Eqn]:
         """Which of `since`, the equations after the previous collective, may run after `collective`."""
         computing = needed([collective], producers(since))
@@ -92,7 +92,7 @@ class _DelayWeightGrads(Transform):
         return delayed
 
 
-def _readers(e: Eqn, readers: dict[Var, list[Eqn]]) -> list[Eqn]:
+def _readers(e: Eqn, readers: Mapping[Var, Sequence[Eqn]]) -> list[Eqn]:
     """The equations that read the results of an equation."""
     found: list[Eqn] = []
     for v in e.results:
@@ -100,7 +100,7 @@ def _readers(e: Eqn, readers: dict[Var, list[Eqn]]) -> list[Eqn]:
     return found
 
 
-def _dependent(e: Eqn, among: Set[Eqn], readers: dict[Var, list[Eqn]]) -> set[Eqn]:
+def _dependent(e: Eqn, among: Set[Eqn], readers: Mapping[Var, Sequence[Eqn]]) -> set[Eqn]:
     """The equations of `among` that depend on `e`."""
 
     def following(x: Eqn) -> list[Eqn]:
