@@ -5,9 +5,10 @@ import torch
 
 import ztrans as zt
 from benchmarks.peers.model import GPT, Config, adamw, loss_of
+from tests.support.fusion import fused_anywhere
+from ztrans import AbstractMesh
 from ztrans.planning.cost import memory
 from ztrans.running_order import fused_within_peak
-from ztrans.runtime.inductor.fusion import fuse
 
 CONFIG = Config(layers=3, width=192, heads=3, vocab=512, sequence=512, batch=3)
 
@@ -30,13 +31,11 @@ def lowered(*transforms: zt.Transform):
 
 
 @pytest.mark.parametrize("save", [None, "save_matmuls"])
-@pytest.mark.parametrize(
-    "transforms", [(), (zt.shard_params(zt.AbstractMesh(dp=2)), zt.prefetch())]
-)
+@pytest.mark.parametrize("transforms", [(), (zt.shard_params(AbstractMesh(dp=2)), zt.prefetch())])
 def test_a_value_that_is_recomputed_does_not_join_a_kernel_of_forward(transforms, save):
     graph = lowered(*transforms, zt.remat(save=save)).graph
     planned = memory(graph).peak
-    freely, groups_at_any_place = fuse(graph)
+    freely, groups_at_any_place = fused_anywhere(graph)
     assert memory(freely).peak > 1.02 * planned
 
     fused, groups = fused_within_peak(graph)
@@ -45,3 +44,84 @@ def test_a_value_that_is_recomputed_does_not_join_a_kernel_of_forward(transforms
     assert memory(fused).peak <= planned
     at_any_place = sum(len(group.eqns) for group in groups_at_any_place)
     assert sum(len(group.eqns) for group in groups) > 0.9 * at_any_place
+
+
+def layers(count: int, make_optimizer, *transforms: zt.Transform, **leaf):
+    """A step of linear layers, and its state."""
+    model = torch.nn.Sequential()
+    for _ in range(count):
+        model += torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False, **leaf), torch.nn.GELU())
+    optimizer = make_optimizer(model.parameters())
+
+    def loop_step(x):
+        optimizer.zero_grad()
+        loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step, state = zt.lift(loop_step, model, optimizer)
+    return zt.chain(*transforms)(zt.Step.of(step)), state
+
+
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda p: torch.optim.SGD(p, momentum=0.9, weight_decay=0.1),
+        lambda p: torch.optim.RMSprop(p, momentum=0.9),
+    ],
+)
+def test_an_update_that_writes_in_place_still_does(make_optimizer):
+    """In front of an equation that reads the old parameter it could not write over it."""
+    one_rank = zt.shard_params(AbstractMesh(dp=1))
+    step, state = layers(4, make_optimizer, one_rank, zt.overlap_grads(bucket=0))
+    graph = step.lower(state, torch.ones(2, 64)).graph
+    planned = memory(graph).peak
+    assert memory(fused_anywhere(graph)[0]).peak > 1.02 * planned
+    assert memory(fused_within_peak(graph)[0]).peak <= 1.001 * planned
+
+
+def test_fused_updates_are_one_call_only_if_that_takes_no_more_memory():
+    """The casts of all gradients and the copies of all leaves would be live at the first of them."""
+
+    def step(state, x):
+        weights = [w.bfloat16().requires_grad_() for w in state["w"]]
+        for w in weights:
+            x = torch.nn.functional.gelu(x @ w)
+        grads = torch.autograd.grad(x.float().square().mean(), weights)
+        new = {"w": [], "m": []}
+        numbers = {"weight_decay": 0.0, "momentum": 0.9, "lr": 0.1, "dampening": 0.0}
+        flags = {"nesterov": False, "maximize": False, "is_first_step": False}
+        for w, m, g in zip(state["w"], state["m"], grads):
+            w, m = w.clone(), m.clone()
+            torch._fused_sgd_([w], [g.float()], [m], **numbers, **flags)
+            new["w"].append(w)
+            new["m"].append(m)
+        return new, x.float().mean()
+
+    state = {name: [torch.zeros(64, 64) for _ in range(6)] for name in "wm"}
+    graph = zt.Step.of(step).lower(state, torch.zeros(2, 64, dtype=torch.bfloat16)).graph
+    planned = memory(graph).peak
+    assert memory(fused_anywhere(graph)[0]).peak > 1.1 * planned
+    assert memory(fused_within_peak(graph)[0]).peak <= 1.001 * planned
+
+
+def test_kernels_of_the_update_do_not_depend_on_the_size_of_the_batch():
+    """Ranks may have batches of other sizes. Replicas of a parameter that other kernels update would drift apart."""
+
+    def make_optimizer(params):
+        return torch.optim.Adam(params, weight_decay=0.1, foreach=True)
+
+    shard = zt.shard_params(AbstractMesh(dp=2), stage=0)
+    step, state = layers(4, make_optimizer, shard, dtype=torch.bfloat16)
+    first = step.lower(state, torch.ones(64, 64, dtype=torch.bfloat16))
+    kernels = []
+    for batch in (64, 80, 88):
+        traced = step.trace(state, torch.ones(batch, 64, dtype=torch.bfloat16))
+        graph = traced.follow(first).graph
+        in_update = []
+        for group in fused_within_peak(graph)[1]:
+            if group.eqns[0].region == "update":
+                in_update.append([str(eqn.outs) for eqn in group.eqns])
+        kernels.append(in_update)
+    assert all(each == kernels[0] for each in kernels)

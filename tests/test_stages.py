@@ -1,6 +1,7 @@
 """Compiled steps: which state is updated in place, and which state a step refuses because it cannot be."""
 
 import contextlib
+import copy
 
 import numpy as np
 import pytest
@@ -201,6 +202,15 @@ def test_shard_changes_the_layout_of_a_sharded_state(mesh):
         ValueError, match="shard: source=1 on a mesh of 2 axes; only its first rank"
     ):
         zt.shard_params(second_mesh)(step).shard({"a": X, "b": X}, source=1)
+
+
+def test_a_module_that_holds_a_compiled_step_can_be_copied():
+    """The copy binds the program anew."""
+    step = zt.Step.of(lambda state, x: (state + x, state.sum()))
+    compiled = step.lower(torch.ones(2), torch.ones(2)).compile()
+    compiled(torch.ones(2), torch.ones(2))
+    same, total = copy.deepcopy(compiled)(torch.ones(2), torch.ones(2))
+    assert same.tolist() == [2, 2] and total == 2
 
 
 def test_traced_and_lowered_steps_are_keys():

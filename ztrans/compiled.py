@@ -145,6 +145,10 @@ class Compiled(Printed):
         local_program = self.binding.local_program
         return (local_program.lowered if local_program is not None else self.lowered).graph
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
+        """A copy, as of a module that holds this: it shares the program, which is frozen, and has run nothing yet."""
+        return dataclasses.replace(self, binding=Binding())
+
     def memory_analysis(self) -> Memory:
         """The bytes that are live at each equation of `graph`, their peak, and the values that are live at the peak.
 

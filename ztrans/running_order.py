@@ -8,34 +8,34 @@ their places where the peak of memory would rise above that of the plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Set
 
 from .ir.donation import donation
-from .ir.graph import Eqn, Graph
+from .ir.graph import Eqn, Graph, Var
 from .ir.update_groups import EqnGroup, group_updates
 from .planning.buffers import Storage, by_memory, live_bytes, storages
 from .planning.cost import memory
-from .runtime.inductor.fusion import FusedGroup, fuse
+from .runtime.inductor.fusion import FusedGroup, computed_alike, fuse, runs_in_one_call
 
-# How often more equations are left in their places, before all of them are.
+# How often more equations are left in their places.
 _ROUNDS = 10
 
 
-def with_grouped_updates(graph: Graph) -> tuple[Graph, Sequence[EqnGroup]]:
-    """The program with equal updates next to each other, and their groups.
+def with_grouped_updates(
+    graph: Graph, may_group: Callable[[Eqn], bool] = lambda eqn: True
+) -> tuple[Graph, tuple[EqnGroup, ...]]:
+    """The program with equal updates next to each other, among those that may be grouped, and their groups.
 
     Updates that compute temporary values are left in their places where the peak of memory would rise otherwise.
     """
     in_place = donation(graph).in_place_ops
     peak = memory(graph).peak
 
-    def may_move_any(eqn: Eqn) -> bool:
-        return True
+    def may_group_without_temporary(eqn: Eqn) -> bool:
+        needs_no_memory = eqn in in_place or not any(v.shape for v in eqn.results)
+        return needs_no_memory and may_group(eqn)
 
-    def may_move_without_temporary(eqn: Eqn) -> bool:
-        return eqn in in_place or not any(v.shape for v in eqn.results)
-
-    for may_move in (may_move_any, may_move_without_temporary):
+    for may_move in (may_group, may_group_without_temporary):
         grouped, groups = group_updates(graph, may_move)
         if memory(grouped).peak <= peak:
             return grouped, groups
@@ -45,28 +45,47 @@ def with_grouped_updates(graph: Graph) -> tuple[Graph, Sequence[EqnGroup]]:
 def fused_within_peak(graph: Graph) -> tuple[Graph, tuple[FusedGroup, ...]]:
     """The program with the equations of each kernel next to each other, and the groups of equations that are kernels.
 
-    The peak of memory is that of the program, except for scalars, and for buckets that are unpacked at once.
+    An equation joins no kernel that would raise the peak of memory above that of the program, except for scalars, for
+    buckets that are unpacked at once, and for values that all ranks must compute alike. Their kernels may not depend on
+    the size of the batch, as the peak does.
     """
     peak = memory(graph).peak
+    grouped, updates = with_grouped_updates(graph, runs_in_one_call)
+    alike = computed_alike(graph)
     in_place: frozenset[Eqn] = frozenset()
+    fused, groups = fuse(grouped, updates)
     for _ in range(_ROUNDS):
-        fused, groups = fuse(graph, in_place)
-        more = _Moves(graph, fused).that_raise(peak) - in_place
+        more = _Moves(graph, fused, alike | in_place).that_raise(peak)
         if not more:
-            return fused, groups
+            break
         in_place |= more
-    return fuse(graph, frozenset(graph.eqns))
+        fused, groups = fuse(grouped, updates, in_place)
+    return fused, groups
 
 
 class _Moves:
-    """How the equations of a program were moved to fuse it, and which bytes are live because of that."""
+    """How the equations of a program were moved to fuse it, and which bytes are live because of that.
 
-    def __init__(self, graph: Graph, fused: Graph) -> None:
+    Attributes:
+        fused: the program with its equations moved.
+        fixed: the equations that are not to blame: they are in their places already, or must stay where they are.
+        number: of each equation in the program before it was fused.
+        owner: by value, the first value that had its storage, before the program was fused.
+        last_use: by such a value, the number of the last equation that needed it.
+        storages: of the fused program, on the device, the largest first.
+    """
+
+    def __init__(self, graph: Graph, fused: Graph, fixed: Set[Eqn]) -> None:
         self.fused = fused
+        self.fixed = fixed
         self.number = {eqn: i for i, eqn in enumerate(graph.eqns)}
         lifetimes = donation(graph)
         self.owner = lifetimes.owner
-        self.last_use = {each.value: each.last for each in storages(graph, lifetimes)}
+        self.last_use: dict[Var, int] = {}
+        for storage in storages(graph, lifetimes):
+            # Some buffers of equations are listed under the name of a value, too.
+            last = self.last_use.get(storage.value, -1)
+            self.last_use[storage.value] = max(last, storage.last)
         self.storages, _ = by_memory(storages(fused, donation(fused)))
         self.storages.sort(key=lambda storage: -storage.bytes)
 
@@ -94,18 +113,21 @@ class _Moves:
     def cause(self, storage: Storage, i: int) -> Eqn | None:
         """The equation that was moved so that a storage is live at equation `i` of the fused program.
 
-        It is the one that makes the storage, if that ran later than equation `i`; or the last one that reads it, if
-        that ran earlier. None if the storage was live there before.
+        None if the storage was live there before, or if the equation is fixed.
         """
         maker = self.fused.eqns[storage.first]
         if storage.value not in maker.outs:
             return None  # the caller's, or a buffer of the equation
         here = self.number[self.fused.eqns[i]]
-        if self.number[maker] > here:
-            return maker
-        if self.last_use[self.owner[storage.value]] < here:
-            return self.fused.eqns[storage.last]
-        return None
+        owner = self.owner[storage.value]
+        eqn: Eqn | None = None
+        if owner is not storage.value or self.number[maker] > here:
+            # It wrote over an argument that others now read after it, or it ran later than this equation.
+            eqn = maker
+        elif self.last_use[owner] < here:
+            # The last equation that reads it ran earlier than this one.
+            eqn = self.fused.eqns[storage.last]
+        return None if eqn in self.fixed else eqn
 
 
 def _is_live(storage: Storage, i: int) -> bool:

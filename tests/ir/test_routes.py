@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+import ztrans as zt
 from ztrans.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, all_gather, reduce
 from ztrans.ir.graph import Partial, Provenance, Split, Var
 from ztrans.ir.routes import EXCHANGE, HIERARCHICAL, RING, Hosts, Route, common, hosts_of, route_of
@@ -111,3 +112,14 @@ def test_hosts_are_even_if_their_ranks_are_neighbours_and_equally_many():
         and not common([hosts_of("aa"), hosts_of("ab")]).even
     )
     assert not hosts_of("abab").even and not hosts_of("aab").even and not hosts_of("aabbaa").even
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fnuz])
+def test_a_dtype_without_a_short_name_is_reduced_too(dtype):
+    def step(state, x, n):
+        return {"w": state["w"] - zt.psum(x.mean(), "dp")}, zt.psum(n, "dp")
+
+    shard = zt.shard_params(zt.AbstractMesh(dp=2))
+    batch = torch.ones(2), torch.ones(3).to(dtype)
+    lowered = shard(step).lower({"w": torch.ones(4)}, *batch)
+    assert "all_reduce" in lowered.to_fx().code

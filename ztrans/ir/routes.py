@@ -111,7 +111,7 @@ def route_of(eqn: Eqn, sizes: Sizes, hosts: Hosts, gloo: bool) -> Route:
     if not rules(eqn).is_exchanged(eqn, ranks, gloo):
         between = received / local if spans_hosts else 0.0
         backend = "gloo" if gloo else "NCCL"
-        work = f"reduces {DTYPES[wire]} on the way" if reduces else "gathers"
+        work = f"reduces {DTYPES.get(wire, wire)} on the way" if reduces else "gathers"
         return Route(RING, f"{backend} {work}", received - between, between)
 
     all_bytes = received * ranks / max(ranks - 1, 1)
@@ -125,7 +125,7 @@ def route_of(eqn: Eqn, sizes: Sizes, hosts: Hosts, gloo: bool) -> Route:
 
     reason = f"{sums:.0%} of the bytes come from other hosts, not {terms:.0%}"
     if reduces:
-        precision = f", sent in {DTYPES[partial]}" if partial != wire else ""
+        precision = f", sent in {DTYPES.get(partial, partial)}" if partial != wire else ""
         reason = f"sums inside each of {hosts.count} hosts first{precision}: {reason}"
     else:
         reason = f"parts go to one rank of each of {hosts.count} hosts first: {reason}"
@@ -143,5 +143,6 @@ def _why_not_hierarchical(
     if hosts.local == 1:
         return "one rank on each host"
     if not fewer:
-        return f"the sum of a host in {DTYPES[partial]} has as many bytes as its {hosts.local} terms in {DTYPES[wire]}"
+        terms = f"its {hosts.local} terms in {DTYPES.get(wire, wire)}"
+        return f"the sum of a host in {DTYPES.get(partial, partial)} has as many bytes as {terms}"
     return ""

@@ -219,7 +219,7 @@ def everywhere(value: T, mesh: DeviceMesh) -> list[T]:
 def from_first(value: T, mesh: DeviceMesh) -> T:
     """The value that the first rank of a mesh passes. All of its ranks must call it together.
 
-    Raises: LostRank if a rank has ended or does not answer.
+    Raises: LostRank, on the other ranks, if the first one has ended or does not answer.
     """
     groups = process_groups(mesh)
     with leaving_lost_ranks(groups, "ztrans"):

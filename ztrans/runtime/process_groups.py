@@ -318,7 +318,7 @@ class ProcessGroups:
     def from_first(self, value: T) -> T:
         """The value that the first rank of the mesh passes. All of them must call this together.
 
-        Raises: LostRank if a rank has ended or does not answer.
+        Raises: LostRank, on the other ranks, if the first one has ended or does not answer.
         """
         values = [value]
         if not self.is_alone:

@@ -9,6 +9,7 @@ import torch
 from torch import nn, optim
 
 import ztrans as zt
+from tests.support.fusion import fused_anywhere
 from tests.support.programs import CASES
 from tests.support.worlds import clone, distance, on_ranks
 from ztrans import compiled
@@ -16,7 +17,6 @@ from ztrans.ir.interpreter import evaluate
 from ztrans.ir.op_facts import CAST, op_facts
 from ztrans.planning.cost import memory
 from ztrans.runtime.cuda.half_gradients import half_gradients, inputs_on_gpu
-from ztrans.runtime.inductor.fusion import fuse
 
 MUL = torch.ops.aten.mul.Tensor
 X = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
@@ -103,7 +103,7 @@ def test_inductor_keeps_casts_that_it_fuses():
 
 def test_inductor_reads_halves_in_elementwise_updates():
     """Of weights, whose gradients are products: the cast is in the kernel of the update, on CPUs too."""
-    graph, groups = fuse(lowered(NOT_OURS["foreach"])[0].graph)
+    graph, groups = fused_anywhere(lowered(NOT_OURS["foreach"])[0].graph)
     read = {v.name: {x.dtype for x in group.ins} for group in groups for v in group.ins}
     for name in ("params.0.weight", "params.2.weight"):
         assert torch.bfloat16 in read[name]

@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
+from tests.support.fusion import fused_anywhere
 from tests.support.programs import CASES
 from tests.support.worlds import ALL, batches, clone, on_ranks, slices
 from ztrans.ir.collectives import WAIT, is_start
@@ -14,7 +15,6 @@ from ztrans.ir.interpreter import lockstep, split_state
 from ztrans.ir.op_facts import is_random
 from ztrans.ir.update_groups import is_fused_update
 from ztrans.runtime.codegen import to_fx
-from ztrans.runtime.inductor.fusion import fuse
 
 aten = torch.ops.aten
 
@@ -37,7 +37,7 @@ def test_fusion_only_reorders_the_program(name, stage):
     case = CASES[name]
     graph = on_ranks(case, 2, zt.shard_params(zt.AbstractMesh(dp=2), stage=stage), *ALL).graph
     state, (batch,) = case.state(), batches(case, 1)
-    fused, groups = fuse(graph)
+    fused, groups = fused_anywhere(graph)
     zt.ir.check(fused)
     assert set(fused.eqns) == set(graph.eqns) and len(fused.eqns) == len(graph.eqns)
     assert kept_in_order(fused) == kept_in_order(graph)
@@ -76,7 +76,7 @@ def program(*eqns: tuple, outputs: str) -> Graph:
 
 
 def names(graph: Graph) -> list[str]:
-    return [" ".join(e.outs[0].name for e in group.eqns) for group in fuse(graph)[1]]
+    return [" ".join(e.outs[0].name for e in group.eqns) for group in fused_anywhere(graph)[1]]
 
 
 def test_fused_optimizer_updates_are_grouped_by_dtype():
@@ -92,7 +92,7 @@ def test_fused_optimizer_updates_are_grouped_by_dtype():
         optimizer.step()
 
     step, state = zt.lift(loop_step, model, optimizer)
-    _, groups = fuse(zt.Step.of(step).lower(state, torch.ones(3, 2)).graph)
+    _, groups = fused_anywhere(zt.Step.of(step).lower(state, torch.ones(3, 2)).graph)
     dtypes_by_group = [
         [e.args[0][0].dtype for e in g.eqns] for g in groups if is_fused_update(g.eqns[0])
     ]
@@ -109,7 +109,7 @@ def test_equal_counters_are_grouped_and_those_that_follow_one_another_are_not():
     a, b, c = (add(v, 1, f"{v.name}1") for v in counts)
     again, other = add(c.outs[0], 1, "c2"), add(counts[0], 2, "a2")
     outputs = tuple(e.outs[0] for e in (a, b, again, other))
-    _, groups = fuse(Graph("f", tuple(counts), (a, b, c, again, other), outputs, 0))
+    _, groups = fused_anywhere(Graph("f", tuple(counts), (a, b, c, again, other), outputs, 0))
     assert [[v.name for v in g.outs] for g in groups if g.is_update] == [["a1", "b1", "c1"]]
 
 
@@ -123,7 +123,7 @@ def test_the_counters_of_a_fused_optimizer_are_one_call():
         optimizer.step()
 
     step, state = zt.lift(loop_step, model, optimizer)
-    graph, groups = fuse(zt.Step.of(step).lower(state, torch.ones(3, 2)).graph)
+    graph, groups = fused_anywhere(zt.Step.of(step).lower(state, torch.ones(3, 2)).graph)
     updates = [group.eqns for group in groups if group.is_update]
     assert [len(eqns) for eqns in updates] == [70, 70]
     code = to_fx(graph, None, True, updates).code
@@ -140,7 +140,7 @@ def test_a_reader_of_a_group_joins_it_across_a_product():
         outputs="e c",
     )
     assert names(graph) == ["a c", "d e"]
-    assert [e.outs[0].name for e in fuse(graph)[0].eqns] == ["a", "c", "b", "d", "e"]
+    assert [e.outs[0].name for e in fused_anywhere(graph)[0].eqns] == ["a", "c", "b", "d", "e"]
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.GroupNorm(2, 4)], ids=["batch", "group"])
@@ -154,7 +154,7 @@ def test_a_norm_is_fused_with_its_activation(norm):
         optimizer.zero_grad()
 
     step, state = zt.lift(loop_step, model, optimizer)
-    _, groups = fuse(zt.Step.of(step).lower(state, torch.randn(2, 4, 3, 3)).graph)
+    _, groups = fused_anywhere(zt.Step.of(step).lower(state, torch.randn(2, 4, 3, 3)).graph)
     together = [{str(e.op).split(".")[1] for e in group.eqns} for group in groups]
     assert any("relu" in names and any("norm" in name for name in names) for names in together)
     assert any(
@@ -218,6 +218,6 @@ def test_a_constant_is_computed_just_before_its_first_reader():
         *make, ("m", aten.mm.default, "x", "x"), ("a", aten.add.Tensor, "m", "v"), outputs="a"
     )
     assert names(used) == []
-    assert [e.outs[0].name for e in fuse(used)[0].eqns] == ["m", "o", "v", "a"]
+    assert [e.outs[0].name for e in fused_anywhere(used)[0].eqns] == ["m", "o", "v", "a"]
     unused = program(*make, ("m", aten.mm.default, "x", "x"), outputs="m o v")
-    assert [e.outs[0].name for e in fuse(unused)[0].eqns] == ["m", "o", "v"]
+    assert [e.outs[0].name for e in fused_anywhere(unused)[0].eqns] == ["m", "o", "v"]

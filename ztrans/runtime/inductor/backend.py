@@ -21,11 +21,10 @@ from ...ir.layout import localize
 from ...ir.operations import compute
 from ...ir.structure import structures
 from ...ir.user_collectives import by_group, is_user_collective
-from ...ir.varying import varying
 from ..codegen import Kernel, coordinates, to_fx
 from ..executable import Executable, aliased_outputs
 from .compiler import Strided, bare, fused, infer_layouts
-from .fusion import FusedGroup
+from .fusion import FusedGroup, computed_alike
 
 
 class KernelCall:
@@ -225,7 +224,7 @@ def _kernel_sources(program: _LaidOut) -> Iterator[tuple[FusedGroup, _KernelSour
     position = {eqn: i for i, eqn in enumerate(graph.eqns)}
     writes_from = first_write(graph)
     maker = producers(graph.eqns)
-    may_differ = varying(graph, ("batch",))
+    alike = computed_alike(graph)
     old_by_new = _old_values(graph)
     for group in program.groups:
         if group.is_update:
@@ -237,15 +236,14 @@ def _kernel_sources(program: _LaidOut) -> Iterator[tuple[FusedGroup, _KernelSour
             old_state = _overwritten(program, group, old_by_new, end)
         ins = tuple(dict.fromkeys((*group.ins, *old_state.values())))
         written = [ins.index(old_state[v]) if v in old_state else None for v in group.outs]
-        # Results that are the same on all ranks must be computed in the same way on all, even if another is faster.
-        must_agree = any(maker[v].region == "update" or v not in may_differ for v in group.outs)
         source = _KernelSource(
             eqns=[localize(eqn, graph.axes, program.coordinates) for eqn in group.eqns],
             ins=ins,
             outs=group.outs,
             written=tuple(written),
             donated=_donated(program, ins, maker, end),
-            deterministic=bool(graph.axes) and must_agree,
+            # What all ranks must compute alike takes the same kernel on all of them, even if another is faster.
+            deterministic=any(maker[v] in alike for v in group.outs),
         )
         yield group, source
 

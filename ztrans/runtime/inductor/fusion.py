@@ -3,7 +3,8 @@
 A group is a connected set of elementwise equations and reductions, which become a kernel. Equal updates of a fused
 optimizer, one equation for each tensor, are a group that a single call of PyTorch computes, and so are equal counters
 of steps. Matrix products, attention, random draws and communication are in no group, and keep their order. Groups
-depend on the equations only, not on where the plan placed the collectives, so equal layers have equal groups.
+depend on the equations, not on where the plan placed the collectives, so equal layers have equal groups. The exception
+are equations that would keep values live at the peak of memory (see `running_order`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from ...ir.graph import Eqn, Graph, Var, variables
 from ...ir.nested import instances
 from ...ir.op_facts import is_view, op_facts
 from ...ir.pairing import Pairs, pair
-from ...ir.update_groups import EqnGroup, group_updates, has_list_form, is_fused_update
+from ...ir.update_groups import EqnGroup, has_list_form, is_fused_update
+from ...ir.varying import varying
 
 # Equations of a kernel: to compile a larger one takes longer than its fusion saves.
 MOST = 64
@@ -42,13 +44,17 @@ class FusedGroup:
 
 
 def fuse(
-    graph: Graph, in_place: Collection[Eqn] = frozenset()
+    graph: Graph, updates: Sequence[EqnGroup], in_place: Collection[Eqn] = frozenset()
 ) -> tuple[Graph, tuple[FusedGroup, ...]]:
-    """Group the equations of a program. Those in `in_place` join a group only if they need not move.
+    """Group the equations of a program.
 
-    Returns the program with the equations of each group next to each other, and the groups in their order.
+    Args:
+        graph: the program, in which equal updates are next to each other.
+        updates: those of its groups that one call of PyTorch computes (see `runs_in_one_call`).
+        in_place: the equations that join a group only if they need not move.
+
+    Returns: The program with the equations of each group next to each other, and the groups in their order.
     """
-    graph, updates = group_updates(graph, lambda eqn: is_fused_update(eqn) or _is_counter(eqn))
     items = _Items(pair(graph), updates, in_place)
     for eqn in _waits_together(graph, items.pairs):
         items.add(eqn)
@@ -91,6 +97,27 @@ def _readers(parts: Sequence[list[Eqn]], graph: Graph) -> dict[Var, set[int]]:
     for v in variables(graph.outputs):
         readers.setdefault(v, set()).add(len(parts))
     return readers
+
+
+def computed_alike(graph: Graph) -> frozenset[Eqn]:
+    """The equations whose results must have the same bits on all ranks, if there are several.
+
+    They are those of the update, and those on which no batch has an effect. Their kernels must not depend on anything
+    in which ranks may differ, such as the size of a batch: a kernel rounds otherwise than its equations one by one.
+    """
+    if all(size == 1 for size in graph.axes.values()):
+        return frozenset()
+    may_differ = varying(graph, ("batch",))
+    alike = []
+    for eqn in graph.eqns:
+        if eqn.region == "update" or any(v not in may_differ for v in eqn.results):
+            alike.append(eqn)
+    return frozenset(alike)
+
+
+def runs_in_one_call(eqn: Eqn) -> bool:
+    """Whether one call of PyTorch computes such an equation together with its equals: a fused update or a counter."""
+    return is_fused_update(eqn) or _is_counter(eqn)
 
 
 def _is_counter(eqn: Eqn) -> bool:
