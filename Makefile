@@ -2,11 +2,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+# Tests of several processes often wait, so there is one worker more than processors.
+WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() + 1))')
+PYTEST := $(BIN)/pytest -q -n $(WORKERS) --dist loadfile
 
 export OMP_NUM_THREADS = 1
 unexport PYTHONDONTWRITEBYTECODE  # without compiled files, each process of the tests compiles all modules again
 
-.PHONY: install lint types quick test golden demo peers models bench gpu clean
+.PHONY: install lint types quick test exhaustive golden demo peers models bench gpu clean
 
 install: $(STAMP)
 
@@ -25,10 +28,14 @@ types: install
 
 # What needs neither processes nor compilers: the inner loop.
 quick: lint types
-	$(BIN)/pytest -q -n auto --maxprocesses 8 --dist loadfile -m 'not distributed and not compiles and not slow'
+	$(PYTEST) -m 'not distributed and not compiles and not slow and not exhaustive'
 
 test: lint types
-	$(BIN)/pytest -q -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+	$(PYTEST) --no-loadscope-reorder --max-worker-restart 0 -m 'not exhaustive'
+
+# The tests that `make test` leaves out.
+exhaustive: install
+	$(PYTEST) --max-worker-restart 0 -m exhaustive
 
 golden: install
 	$(BIN)/pytest -q --update-golden

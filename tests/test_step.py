@@ -445,6 +445,7 @@ def lines_of(path: Path, output: str) -> set[int]:
     return {int(line) for line in re.findall(rf"{path.name}:(\d+):.*\berror\b", output)}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_mypy_reports_the_wrong_calls_and_no_others(script):
     pytest.importorskip("mypy")
@@ -455,6 +456,7 @@ def test_mypy_reports_the_wrong_calls_and_no_others(script):
     assert lines_of(script, run.stdout) == wrong_lines(), run.stdout + run.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_pyright_reports_the_wrong_calls_and_no_others(script):
     pytest.importorskip("pyright", reason="needs pyright: pip install 'pyright[nodejs]'")

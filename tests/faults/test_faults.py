@@ -152,6 +152,7 @@ def test_a_forked_child_that_ends_does_not_harm_its_parent():
     assert all(rank.reports["forked"]["whole"] for rank in ended_well(launch("forked", 2)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_thousand_steps_and_six_process_groups_leave_nothing_behind():
     for rank in ended_well(launch("steady", 2, seconds=100)):

@@ -114,6 +114,7 @@ def test_a_section_that_fails_is_a_line_of_the_report(monkeypatch):
 SMALL = {"layers": 1, "width": 32, "heads": 2, "vocab": 64, "sequence": 16, "batch": 2}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_subjects_take_turns_in_processes():
     """A subject that does not exist is a line that says so."""
@@ -213,6 +214,7 @@ def _dies(pipe):
     os._exit(3)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_section_in_a_process_of_its_own_that_dies_or_hangs_leaves_its_lines():
     import gpu
@@ -276,6 +278,7 @@ def test_all_subjects_train_alike():
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_several_ranks_run_over_gloo_too():
     import gpu_two_ranks

@@ -11,10 +11,23 @@ import pytest
 
 
 @pytest.mark.slow
-def test_kernels_pass_their_tests_in_the_interpreter():
+@pytest.mark.parametrize(
+    "marked", ["not exhaustive", pytest.param("exhaustive", marks=pytest.mark.exhaustive)]
+)
+def test_kernels_pass_their_tests_in_the_interpreter(marked):
     pytest.importorskip("triton", reason="kernels need Triton")
     folder = Path(__file__).parent / "interpreted"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        marked,
+        str(folder),
+    ]
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stdout + run.stderr

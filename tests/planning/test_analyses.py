@@ -18,7 +18,9 @@ def programs_of(model: str) -> list[analyses.Row]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", SMALL)
+@pytest.mark.parametrize(
+    "model", [pytest.param(SMALL[0], marks=pytest.mark.exhaustive), *SMALL[1:]]
+)
 def test_bounds_budgets_and_stages_hold_in_real_programs(model):
     """No step beats its bound, and no peak exceeds its budget, or rises with the stage for nothing.
 

@@ -5,6 +5,7 @@ import pytest
 from tests.support.processes import run_ranks
 
 
+@pytest.mark.exhaustive
 @pytest.mark.distributed
 def test_reductions_of_two_hosts_of_three_ranks():
     figures = run_ranks(6, "hierarchical.py")

@@ -89,6 +89,7 @@ def test_a_parallelized_llama_computes_what_one_process_computes(ranks, truth, c
     assert distance(state, wanted) < 1e-5
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_parallelized_llama_on_two_hosts(truth):
     """Parts over tp=2, shards over dp=2, copies over host=2."""

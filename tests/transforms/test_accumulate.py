@@ -471,6 +471,7 @@ def test_a_recorded_step_advances_the_state_and_tunes_the_plan():
     assert any("mm" in signature for signature in profile.seconds_by_signature)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.compiles
 @pytest.mark.slow
 @pytest.mark.filterwarnings(

@@ -21,8 +21,9 @@ unpack = importlib.import_module("ztrans.ops.unpack")
 NUMELS = (9001, 3, 8192, 0, 130)
 
 
-def test_kernels_work_between_processes_over_shared_memory():
-    run_ranks(3, 2, TRITON_INTERPRET="1")
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_kernels_work_between_processes_over_shared_memory(world):
+    run_ranks(world, TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])

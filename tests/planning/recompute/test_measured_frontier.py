@@ -51,6 +51,7 @@ def test_rows_that_break_a_rule_are_named():
     assert all(f"- {each}" in text for each in wrong)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_steps_within_a_limit_need_what_is_planned_and_compute_the_same():
     config = Config(layers=2, width=64, heads=2, vocab=64, sequence=256, batch=8)

@@ -57,8 +57,8 @@ def limits(name, ranks, link, shares):
     ("name", "ranks", "link"),
     [
         ("GPT 2 x 128, fp32", 8, "nvlink4"),
-        ("GPT 2 x 128, fp32", 64, "infiniband"),
-        ("MLP 8 x 4096", 8, "nvlink4"),
+        pytest.param("GPT 2 x 128, fp32", 64, "infiniband", marks=pytest.mark.exhaustive),
+        pytest.param("MLP 8 x 4096", 8, "nvlink4", marks=pytest.mark.exhaustive),
         ("MLP, uneven and thin leaves", 8, "nvlink4"),
     ],
 )

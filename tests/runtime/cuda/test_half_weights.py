@@ -170,6 +170,7 @@ ELEMENTWISE = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.parametrize("name", ELEMENTWISE)

@@ -392,6 +392,7 @@ def test_a_program_is_printed_without_a_message_to_any_rank(mesh, monkeypatch):
     assert source.sizes == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.distributed
 def test_two_ranks_decide_together_and_go_on_with_batches_of_other_sizes():
     """The smaller batch of one rank has a program that this rank has bound alone."""
