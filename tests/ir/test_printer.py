@@ -124,14 +124,8 @@ def test_the_full_form_of_a_bucket_has_a_line_for_each_member():
 
 @pytest.mark.parametrize("full", [False, True], ids=["short", "full"])
 def test_every_line_of_a_program_fits(full):
-    notes = (
-        "the chain of matrix products of "
-        + LONG
-        + " runs whole on every rank: "
-        + "one message a matrix, " * 20,
-    )
     transforms = tuple(f"shard_params(axis='dp', stage={n})" for n in range(9))
-    text = program(of(*odd_equations(), notes=notes, transforms=transforms), full)
+    text = program(of(*odd_equations(), transforms=transforms), full)
     assert max(map(len, text.splitlines())) <= WIDTH
     assert all(line.startswith("#") for line in text.partition("def f(")[0].splitlines())
     assert ("return (" in text) == full

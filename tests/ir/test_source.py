@@ -168,7 +168,7 @@ def test_code_in_a_doctest_is_the_users_line():
 @pytest.mark.parametrize(
     "how",
     [
-        ("-i",),
+        pytest.param(("-i",), marks=pytest.mark.exhaustive),
         ("-",),
         (
             "-c",

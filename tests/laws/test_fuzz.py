@@ -25,7 +25,7 @@ def groups_of_seeds():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", groups_of_seeds())
+@pytest.mark.parametrize("first", list(groups_of_seeds()))
 def test_random_programs(first):
     """Sharded they are the plain step, their programs are well formed, and schedules and fusion change no bit."""
     failures = [text for seed in SEEDS[first : first + EACH] if (text := failure(seed))]

@@ -52,7 +52,7 @@ def counted(problem: Problem, schedule: Schedule) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.exhaustive), 8])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_plan_is_counted_as_its_program_is_analysed(name, ranks, stage):
     """The names of a plan are resolved anew, so the problem of the program alone has to say what the analysis says."""

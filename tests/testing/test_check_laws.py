@@ -112,7 +112,7 @@ def test_a_transform_that_is_no_value_is_found():
 class _ReadsHints(zt.Transform):
     def rewrite(self, graph):
         hinted = sum(e.hint is not None for e in graph.eqns)
-        return graph.replace(added=(*graph.added, f"{hinted} hints"))
+        return graph.replace(name=f"{graph.name}_{hinted}")
 
 
 def test_a_transform_that_depends_on_its_place_is_found():

@@ -78,6 +78,7 @@ def test_the_peak_is_within_the_limit_and_a_larger_one_is_hardly_slower(name, ra
         assert larger <= 1.005 * smaller
 
 
+@pytest.mark.exhaustive
 def test_where_the_wire_binds_recomputation_makes_room_for_messages():
     """At the peak at which all fits, a step that recomputes a little is faster. Fitting activations tightly fails this."""
     written = kept("large gpt", 64, "infiniband").peak

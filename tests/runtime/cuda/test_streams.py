@@ -471,6 +471,7 @@ def test_a_value_is_not_overwritten_while_a_collective_sends_it(mesh, monkeypatc
     assert play(program, [torch.ones(2), torch.ones(8)], mesh).races
 
 
+@pytest.mark.exhaustive
 @pytest.mark.distributed
 def test_two_ranks_compute_the_same_bits_on_streams():
     """Over gloo, whose collectives have the same names and results as NCCL's."""
