@@ -50,6 +50,7 @@ def attentions(graph) -> list:
     return [e for e in graph.eqns if is_attention(e)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.compiles
 @pytest.mark.slow
 def test_the_kernel_computes_what_the_dense_meaning_does():
