@@ -50,8 +50,12 @@ def fused_within_peak(graph: Graph) -> tuple[Graph, tuple[FusedGroup, ...]]:
     the size of the batch, as the peak does.
     """
     peak = memory(graph).peak
-    grouped, updates = with_grouped_updates(graph, runs_in_one_call)
     alike = computed_alike(graph)
+    if alike:
+        # Which updates are grouped has an effect on the kernels of the others, so it may not depend on the peak either.
+        grouped, updates = group_updates(graph, runs_in_one_call)
+    else:
+        grouped, updates = with_grouped_updates(graph, runs_in_one_call)
     in_place: frozenset[Eqn] = frozenset()
     fused, groups = fuse(grouped, updates)
     for _ in range(_ROUNDS):
