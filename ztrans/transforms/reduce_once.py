@@ -34,7 +34,7 @@ def reduce_once(graph: Graph) -> Graph:
 
 @dataclass(frozen=True)
 class _Gradient:
-    """A gradient of a leaf that a value is, or has as a summand. Nothing else reads it.
+    """A marked gradient that reaches a value: as the value itself, or as a summand of it.
 
     Attributes:
         mark: its mark, in the program as it was.
@@ -93,6 +93,7 @@ class _Sums:
         return [g for g in self.gradients.get(value, []) if g.rest is None]
 
     def _of_sum(self, e: Eqn, a: Var, b: Var) -> list[_Gradient]:
+        """The gradients in the sum of `a` and `b`. If each has a gradient of one leaf, these two are merged."""
         for x, y in product(self.gradients.get(a, []), self.gradients.get(b, [])):
             are_of_one_leaf = x.mark.args[1] is y.mark.args[1]
             if not are_of_one_leaf or (x.rest is not None and y.rest is not None):
