@@ -44,7 +44,9 @@ def test_on_a_gpu_messages_slow_the_kernels_that_wait_for_memory_and_on_a_cpu_th
     slow = dataclasses.replace(H100, bandwidth=1e6, launch_overhead=0.0)
     wire = Link("wire", 1e-6, 1e6)
     quiet = Link("wire", 1e-6, 1e-3)  # so slow that it moves no bytes while a kernel runs
-    lowered = on_ranks(CASES["mlp_momentum"], 4, shard, zt.overlap_grads(), zt.prefetch())
+    transforms = shard, zt.overlap_grads(), zt.prefetch()
+    cluster = zt.cluster(slow, dp=wire)  # on which a plan has messages beside kernels
+    lowered = on_ranks(CASES["mlp_momentum"], 4, *transforms, cluster=cluster)
     for device, slower in ((slow, 1.001), (CPU, 1.0)):
         beside, alone = (
             simulate(lowered.graph, zt.cluster(device, dp=link)).compute for link in (wire, quiet)

@@ -77,8 +77,8 @@ def rich(chance: Random) -> Problem:
     """A random problem with every feature.
 
     It has updates that follow reductions, messages at fixed places, buffers that small members share, bytes that are
-    live at places, reduced values that stay live, packing beside compute, hierarchical messages, and reductions whose
-    results are reduced again.
+    live at places, reduced values that stay live, packing beside compute, hierarchical messages, reductions whose results
+    are reduced again, and updates that share launches.
     """
     p = problem(chance, host=True)
     ops, lanes, links = len(p.seconds), ["lane", "other", "third"], ["link", "other", "third"]
@@ -153,7 +153,18 @@ def rich(chance: Random) -> Problem:
             taken = chance.choice([0.0, 0.25, 0.5])
             inside = chance.choice([None, inside])
             beside[key] = wire._replace(beside=True, inside=inside, taken=taken)
-    return with_second_reductions(chance, replace(drawn, wires=wires | beside))
+    return with_shared_launches(
+        chance, with_second_reductions(chance, replace(drawn, wires=wires | beside))
+    )
+
+
+def with_shared_launches(chance: Random, p: Problem) -> Problem:
+    """A problem whose updates share some of two launches."""
+    updates = []
+    for update in p.updates:
+        launches = frozenset(chance.sample(range(2), chance.randint(0, 2)))
+        updates.append(update._replace(launches=launches))
+    return replace(p, updates=tuple(updates), launch_seconds=(0.5, 0.25))
 
 
 def with_second_reductions(chance: Random, p: Problem) -> Problem:

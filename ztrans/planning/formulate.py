@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from itertools import chain
 
 from ..ir.collectives import bucket_key, is_small, rules
@@ -19,12 +19,20 @@ from ..ir.layout import local_shape
 from ..ir.op_facts import is_matmul
 from ..ir.printer import op_name
 from ..ir.rules import Sizes
+from ..ir.update_groups import group_updates
 from .buffers import Buffer, local_bytes
 from .cluster import Cluster
 from .eager_updates import EagerGroup, deadlines, eager_groups
 from .network import Message
 from .problem_memory import with_memory
-from .simulate import NO_UNPACKING, UNPACKING, equation_seconds, messages, transfers
+from .simulate import (
+    NO_UNPACKING,
+    UNPACKING,
+    equation_seconds,
+    messages,
+    shared_launch_seconds,
+    transfers,
+)
 from .skeleton import Collective, Skeleton
 from .solver.problem import Gather, Inside, Lever, Problem, Reduction, Update, Wire, gather_levers
 
@@ -45,15 +53,14 @@ def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None =
     duration = dict(zip(s.graph.eqns, equation_seconds(s.graph, cluster)))
     # The equations of updates have no place of their own: their groups take the seconds.
     at_places = {**duration, **dict.fromkeys(_floating(groups), 0.0)}
-    updates = []
-    for group in groups:
-        updates.append(Update(sum(duration[e] for e in group.eqns), group.after, group.release))
+    updates, launch_seconds = _updates(s, cluster, groups, duration)
     return dataclasses.replace(
         with_memory(s, groups, problem),
         seconds=tuple(at_places[e] for e in s.ops),
         wires=_wires(s, problem, cluster),
         memory=budget,
-        updates=tuple(updates),
+        updates=updates,
+        launch_seconds=launch_seconds,
         fixed_messages=_fixed_messages(s, cluster),
         levers=(*gather_levers(problem.gathers), *_levers_of_parts(s, problem.gathers, cluster)),
     )
@@ -86,6 +93,31 @@ def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[EagerGroup,
         levers=(*gather_levers(gathers), *_levers_of_parts(s, gathers)),
     )
     return problem, groups
+
+
+def _updates(
+    s: Skeleton, cluster: Cluster, groups: Sequence[EagerGroup], duration: Mapping[Eqn, float]
+) -> tuple[tuple[Update, ...], tuple[float, ...]]:
+    """The updates that leave their places, and the seconds of each launch that they share.
+
+    In the skeleton all updates stand together, so the first of equal ones makes the launch for all. In a schedule they
+    run at several places, and at each of them one is made.
+    """
+    launch_of: dict[Eqn, int] = {}
+    work: dict[Eqn, float] = {}
+    launch_seconds: list[float] = []
+    for equal in group_updates(s.graph)[1] if groups else ():
+        seconds = shared_launch_seconds(equal[0], s.graph, cluster)
+        work[equal[0]] = duration[equal[0]] - seconds
+        launch_of.update(dict.fromkeys(equal, len(launch_seconds)))
+        launch_seconds.append(seconds)
+
+    updates = []
+    for group in groups:
+        seconds = sum(work.get(e, duration[e]) for e in group.eqns)
+        launches = frozenset(launch_of[e] for e in group.eqns if e in launch_of)
+        updates.append(Update(seconds, group.after, group.release, launches))
+    return tuple(updates), tuple(launch_seconds)
 
 
 def _floating(groups: Sequence[EagerGroup]) -> set[Eqn]:

@@ -76,6 +76,17 @@ def equation_seconds(graph: Graph, cluster: Cluster) -> list[float]:
     return list(map(seconds_of, graph.eqns))
 
 
+def shared_launch_seconds(e: Eqn, graph: Graph, cluster: Cluster) -> float:
+    """The seconds that its launch adds to the work of an update. Equal updates that stand together share it.
+
+    A measured duration has no launch of its own.
+    """
+    if not launches(graph)[e].kernels or signature(e, graph) in dict(cluster.measured):
+        return 0.0
+    work = roofline_seconds(e, graph, cluster.device)
+    return queue_seconds(cluster.device, 1, work) - work
+
+
 def signature(eqn: Eqn, graph: Graph) -> str:
     """Everything that the duration of an operation depends on, as text: its name, local types and literals."""
     first_rank = dict.fromkeys(graph.axes, 0)

@@ -17,7 +17,7 @@ from ztrans.ir.recompute import recompute
 from ztrans.planning.buffers import by_operation
 from ztrans.planning.recompute.choose import choose
 from ztrans.planning.recompute.estimate import baseline_of, problem_of
-from ztrans.planning.recompute.plan_recomputation import candidates_within
+from ztrans.planning.recompute.plan_recomputation import candidates_within, fastest
 from ztrans.planning.simulate import simulate
 from ztrans.planning.solver.loads import Loads
 from ztrans.planning.solver.problem import NO_LEVERS
@@ -72,8 +72,8 @@ def test_the_problem_of_a_choice_has_the_bytes_and_the_compute_of_its_model(shar
     assert added.sum() == pytest.approx(chosen.seconds) and added.min() >= 0
 
 
-def test_the_candidate_that_is_estimated_to_be_the_fastest_is_so_in_full_plans():
-    """To 1%: an estimate leaves out some messages, and what messages and kernels take of one memory."""
+def test_the_fastest_of_all_candidates_is_among_those_that_are_planned_in_full():
+    """To 1%. A short search gives the estimates, so each is off by a few percent."""
     step = baseline("GPT 2 x 128, fp32", 64)
     limit = int(0.9 * step.model.live.max())
     candidates = candidates_within(step, limit)
@@ -84,7 +84,9 @@ def test_the_candidate_that_is_estimated_to_be_the_fastest_is_so_in_full_plans()
         values = {step.model.values[v].var for v in candidate.residency.recomputed()}
         seconds.append(full_seconds(recompute(graph, values), limit))
     estimated = [candidate.seconds for candidate in candidates]
-    assert seconds[int(np.argmin(estimated))] <= 1.01 * min(seconds)
+    assert np.divide(estimated, seconds) == pytest.approx(1.0, abs=0.065)
+    planned = [seconds[candidates.index(candidate)] for candidate in fastest(candidates)]
+    assert min(planned) <= 1.01 * min(seconds)
 
 
 def full_seconds(graph, limit):

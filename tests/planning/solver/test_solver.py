@@ -491,6 +491,28 @@ def test_an_update_runs_while_the_next_message_is_under_way():
     assert solve(p) == apart
 
 
+def test_updates_that_run_at_one_place_share_a_launch():
+    """Both updates take 1 and a launch of 2: 4 together, and 6 at two places."""
+    wires = {"r": Wire("reduce", "link", 0.0, 0.0)}
+    reductions = (Reduction("r", 4, 1, 0, deadline=2), Reduction("r", 4, 1, 1, deadline=2))
+    updates = tuple(Update(1.0, (r,), launches=frozenset({0})) for r in range(2))
+    p = Problem(
+        (1.0, 1.0),
+        (0, 0),
+        (False,) * 2,
+        (),
+        reductions,
+        wires,
+        updates=updates,
+        launch_seconds=(2,),
+    )
+    apart = Schedule((), (Bucket((0,), 1, 1), Bucket((1,), 2, 2)))
+    together = Schedule((), (Bucket((0, 1), 2, 2),))
+    assert evaluate(p, apart).seconds == 8.0 and evaluate(p, together).seconds == 6.0
+    assert bound(p).seconds == 6.0
+    assert solve(p) == together
+
+
 def test_a_message_that_the_plan_cannot_move_takes_its_share_of_the_link():
     wires = {"w": Wire("gather", "link", 0.0, 1.0)}
     fixed = Message(0, 1, "tp (step)", "link", 0.0, 2.0)

@@ -158,7 +158,7 @@ class _Planner:
         Raises: DoesNotFit if none fits. It is the error of the one that needs least.
         """
         best: Recomputation | None = None
-        for candidate in _fastest(candidates_within(self.baseline, limit)):
+        for candidate in fastest(candidates_within(self.baseline, limit)):
             if best is not None and self.baseline.compute(candidate.residency) >= best.seconds:
                 continue
             planned = self._plan_or_corrected(candidate.residency, limit)
@@ -253,7 +253,7 @@ class _Planner:
         return does_not_fit(hinted, self.cluster.device, error.least)
 
 
-def _fastest(candidates: list[Candidate]) -> list[Candidate]:
+def fastest(candidates: list[Candidate]) -> list[Candidate]:
     """The candidates that seem fastest, in order."""
     ranked = sorted(candidates, key=lambda candidate: candidate.seconds)[:_PLANS]
     return [each for each in ranked if each.seconds <= (1 + _CLOSE) * ranked[0].seconds]

@@ -250,10 +250,17 @@ def _compute_from(problem: Problem, jobs: list[_Job]) -> np.ndarray:
     for job in jobs:
         if job.first:
             spent[job.release] += job.overhead + job.unpack + job.lost * share
+    last_run: dict[int, int] = {}
     for dependents in problem.dependents:
         for u in dependents.updates:
             update = problem.updates[u]
-            spent[max(update.release, dependents.born + 1)] += update.seconds
+            place = max(update.release, dependents.born + 1)
+            spent[place] += update.seconds
+            for launch in update.launches:
+                last_run[launch] = max(last_run.get(launch, 0), place)
+    # A launch is made at least once, with or after the last of its updates that can run.
+    for launch, place in last_run.items():
+        spent[place] += problem.launch_seconds[launch]
     return spent[::-1].cumsum()[::-1]
 
 

@@ -154,14 +154,16 @@ class Update(NamedTuple):
     """Compute that runs once all the reductions that it needs have been waited for.
 
     Attributes:
-        seconds: its duration.
+        seconds: its duration, without the launches that it shares with others.
         after: the reductions, by index.
         release: the earliest place at which it may run.
+        launches: those that it shares, by index in `Problem.launch_seconds`.
     """
 
     seconds: float
     after: tuple[int, ...]
     release: int = 0
+    launches: frozenset[int] = frozenset()
 
 
 class Dependents(NamedTuple):
@@ -219,6 +221,7 @@ class Problem:
         memory: bytes that may be live.
         max_between: matmuls between two starts of reductions; the first birth counts as a start.
         gathers_in_flight, reductions_in_flight: bytes that are started and not yet waited for, at most.
+        launch_seconds: of launches that several updates share. All that run at one place need a launch once.
         fixed_messages: messages at places that no schedule changes.
         names: of the places, for errors.
         levers: what a schedule may pull, the best first.
@@ -236,6 +239,7 @@ class Problem:
     reductions_in_flight: float = float("inf")
     live_at_places: tuple[int, ...] = ()
     updates: tuple[Update, ...] = ()
+    launch_seconds: tuple[float, ...] = ()
     fixed_messages: tuple[Message, ...] = ()
     names: tuple[str, ...] = ()
     levers: tuple[Lever, ...] = ()
@@ -322,6 +326,16 @@ class Problem:
         if not self.fixed_messages:
             return self.seconds_before
         return play(self.seconds, self.fixed_messages).start
+
+    def update_seconds(self, updates: Sequence[int]) -> float:
+        """The seconds of updates that run one after the other at a place."""
+        seconds = sum(self.updates[u].seconds for u in updates)
+        if not self.launch_seconds or not updates:
+            return seconds
+        launches = self.updates[updates[0]].launches.union(
+            *(self.updates[u].launches for u in updates[1:])
+        )
+        return seconds + sum(self.launch_seconds[launch] for launch in sorted(launches))
 
     @functools.cached_property
     def dependents(self) -> tuple[Dependents, ...]:
@@ -436,6 +450,7 @@ class PendingUpdates:
     """
 
     def __init__(self, problem: Problem) -> None:
+        self.problem = problem
         self.updates = problem.updates
         self.dependents = problem.dependents
         self.dependents_of = problem.dependents_of
@@ -481,9 +496,9 @@ class PendingUpdates:
 
     def seconds(self, place: int) -> float:
         """Run the updates that can run at a place, and return their seconds."""
-        return sum(self.updates[u].seconds for u in self.run(place))
+        return self.problem.update_seconds(self.run(place))
 
     @property
     def seconds_left(self) -> float:
         """The seconds of the updates that have not run: they run at the end."""
-        return sum(self.updates[u].seconds for u in sorted(self.pending))
+        return self.problem.update_seconds(sorted(self.pending))
