@@ -24,8 +24,8 @@ from ..calling.trees import leaf_names, named_outputs, opened
 from ..ir.ambient import refuse_inside, without_autocast
 from ..ir.graph import Eqn, Graph, MemoryKind, Var, dce
 from ..ir.higher_order import with_chosen_backend
-from ..ir.layout import UserSharding
 from ..ir.recompute import checkpointed
+from ..ir.user_sharding import UserSharding
 from .dtensors import around, in_layout, refuse_wrappers, spec_of
 from .errors import divided_batch, unequal_parts
 from .fx_trace import check_torch, trace_by_make_fx

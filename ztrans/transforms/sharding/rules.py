@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...ir.graph import Eqn, Partial, Split, variables
+from ...ir.graph import Eqn, Partial, Placement, Split, variables
 from ...ir.higher_order import functions
 from ...ir.layout import chunk, part
 from ...ir.nested import tensors_in
 from ...ir.op_facts import ADD, SCALES, adds_zero, arguments_by_name, op_facts, rearranges
 from ...ir.operations import compute
-from .registered_rules import NoRule, Placement, registered_rule
+from .registered_rules import NoRule, registered_rule
 
 # Reductions, and what combines their results on parts. Norms are combined by their order.
 _REDUCTIONS: Mapping[str, str] = {
