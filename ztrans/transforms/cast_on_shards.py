@@ -199,10 +199,10 @@ class Prologue:
 
 
 class Gathered(NamedTuple):
-    """A whole value of the program: views of a value whose shards each rank computes.
+    """How a whole value of the program follows from shards: they are gathered, and `views` are applied.
 
     Attributes:
-        shards: that value, on shards.
+        shards: the value that is gathered; each rank computes its part.
         start: the gather of the parameter that the whole value is computed from.
         views: the views, in order.
         is_plain: whether only views and casts lead to it from the parameter.
@@ -232,12 +232,14 @@ class OnShards:
         self.gathered = {v: Gathered(start.ins[0], start) for start, v in parameters.items()}
         self.replaced: set[Eqn] = set()
         for e in graph.eqns:
-            if _may_move(e) and self._is_readable(e) and self._compute(e):
-                self.replaced.add(e)
+            if _may_move(e) and self._is_readable(e):
+                is_computed = self._compute(e)
+                if is_computed:
+                    self.replaced.add(e)
         self.needed: dict[Eqn, list[Var]] = {start: [] for start in parameters}
-        for v, value in self.gathered.items():
+        for v, gathered in self.gathered.items():
             if self.is_needed(v):
-                self.needed[value.start].append(v)
+                self.needed[gathered.start].append(v)
 
     def is_needed(self, v: Var) -> bool:
         """Whether the step returns a value, or an equation reads it that no rank computes on shards."""
