@@ -70,7 +70,7 @@ def among_neighbours(graph: Graph) -> Graph:
     Where the neighbours would be all ranks of the axis, or no gather has brought the value before, the second gather
     stays as it is.
     """
-    firsts: dict[Hashable, Eqn] = {}  # the wait for each value
+    first_waits: dict[Hashable, Eqn] = {}  # for each value
     parts: dict[Hashable, Var] = {}
     after: dict[Eqn, tuple[Eqn, Eqn]] = {}  # what follows the wait for a value
     replacements: dict[Eqn, Eqn] = {}
@@ -80,17 +80,18 @@ def among_neighbours(graph: Graph) -> Graph:
         value = gathered_value(start)
         provenance = start.provenance
         if provenance is None or not isinstance(provenance.regather, int):
-            firsts.setdefault(value, graph.eqns[started.first_wait])
-        elif value in firsts and provenance.regather < graph.axes[provenance.axis]:
-            if value not in parts:
-                first = firsts[value]
-                shard, clone = kept_part(first, start, provenance.regather)
-                after[first] = shard, clone
-                parts[value] = clone.out
-            replacements[start] = gather_of_parts(parts[value], start)
-        else:
-            dropped = dataclasses.replace(provenance, regather="always")
-            replacements[start] = start.replace(provenance=dropped)
+            first_waits.setdefault(value, graph.eqns[started.first_wait])
+            continue
+        if value not in first_waits or provenance.regather >= graph.axes[provenance.axis]:
+            whole = dataclasses.replace(provenance, regather="always")
+            replacements[start] = start.replace(provenance=whole)
+            continue
+        if value not in parts:
+            first_wait = first_waits[value]
+            shard, clone = kept_part(first_wait, start, provenance.regather)
+            after[first_wait] = shard, clone
+            parts[value] = clone.out
+        replacements[start] = gather_of_parts(parts[value], start)
 
     eqns: list[Eqn] = []
     for e in graph.eqns:
