@@ -123,7 +123,7 @@ class Offload(Transform):
         chosen = [v for v, leaf in leaves if self.leaf_memory(v.name, leaf) == "host"]
         if not chosen:
             raise _matches_none(where, graph)
-        moving = _Moving(graph)
+        moving = _MovingLeaves(graph)
         for v in chosen:
             moving.move(v)
         return leaf_by_leaf(moving.applied())
@@ -203,7 +203,7 @@ def _places_of_moved(graph: Graph, update_of: Mapping[Eqn, Eqn]) -> dict[Eqn, in
     return places
 
 
-class _Moving:
+class _MovingLeaves:
     """The edits that move leaves of a program to the host.
 
     Attributes:

@@ -53,8 +53,9 @@ _PRODUCTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "mm": (("ik", "kj"), "ij"),
     "mv": (("ik", "k"), "i"),
 }
-# Linear operations of one value. Sums and products of several run on terms under conditions of their own.
-_LINEAR = {"_to_copy", "mean", "neg", "sum"}
+# Operations of one value that run on terms: f(x + y) = f(x) + f(y). Sums and products of several values run on terms
+# under conditions of their own.
+_ADDITIVE = {"_to_copy", "mean", "neg", "sum"}
 Cuts = Sequence[Split | None]
 
 
@@ -322,7 +323,7 @@ def _on_terms(eqn: Eqn, placements: Sequence[Placement]) -> Rule | None:
 
 def _is_sum_or_cast(eqn: Eqn) -> bool:
     is_sum_of_two = eqn.op is ADD and len(eqn.ins) == 2
-    return is_sum_of_two or op_facts(eqn.op).name in _LINEAR
+    return is_sum_of_two or op_facts(eqn.op).name in _ADDITIVE
 
 
 def _keeps_kind(eqn: Eqn) -> bool:
