@@ -1,8 +1,8 @@
 """Which values differ from rank to rank, and over which mesh axes.
 
 `varying` has the values that differ because of the batch: every value that depends on it, and every random draw. The
-state does not depend on it. Nor does the gradient of an invariant value, because it will be reduced, nor the result of
-a `pmean`, a `psum` or an all_reduce over its axis. JAX checks this property by `check_vma`; here it is derived from the
+state does not differ. Nor does the gradient of an invariant value, because it will be reduced, nor the result of a
+`pmean`, a `psum` or an all_reduce over its axis. JAX checks this property by `check_vma`; here it is derived from the
 program. `varying_by_leaf` has the values that differ because each rank holds another leaf of the state, such as its own
 experts. `replicated_equations` are those that every rank must compute alike.
 """
