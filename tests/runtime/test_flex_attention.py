@@ -8,7 +8,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import ztrans as zt
 from tests.support.worlds import clone, distance
-from ztrans.ir.higher_order import is_attention
+from ztrans.ir.flex_attention import is_attention
 from ztrans.ir.operations import compute
 from ztrans.runtime.codegen import nested, to_fx
 from ztrans.runtime.flex_attention import FlexAttention

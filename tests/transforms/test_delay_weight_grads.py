@@ -14,7 +14,7 @@ from tests.support.programs import CASES
 from tests.support.worlds import ALL, on_ranks
 from ztrans.ir.graph import Graph
 from ztrans.ir.op_facts import is_matmul
-from ztrans.ir.user_collectives import is_user_collective, is_user_wait
+from ztrans.ir.user_collectives import is_user_start, is_user_wait
 from ztrans.planning.formulate import formulate
 from ztrans.planning.skeleton import skeleton
 
@@ -56,7 +56,7 @@ def matmuls_during_collectives(graph: Graph) -> list[int]:
         if is_user_wait(e) and count is not None:
             counts.append(count)
             count = None
-        elif is_user_collective(e) and not is_user_wait(e) and e.region == "backward":
+        elif is_user_start(e) and e.region == "backward":
             count = 0
         elif count is not None:
             count += is_matmul(e)

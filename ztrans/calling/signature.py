@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ..ir.ambient import ambient
 from ..ir.graph import Var
-from ..ir.layout import UserSharding
+from ..ir.user_sharding import UserSharding
 from .call import BoundCall, StepFunction
 from .errors import not_comparable, not_strided
 from .reads import ReadValues

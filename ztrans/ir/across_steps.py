@@ -12,7 +12,8 @@ started, and returns those that it has started itself. Nothing hides the gathers
 of the update hides them, and what the host does between two steps. The state itself is complete when a step ends.
 
 The gathers that are carried are those of the buckets that start with the step by its plan, and whose members are leaves
-of the state. So they are the same on every rank and for every size of the batch.
+of the state. So they are the same on every rank and for every size of the batch. For the lower bound of such a step,
+`without_gathers_of` makes the program that finds them done.
 """
 
 from __future__ import annotations
@@ -47,6 +48,30 @@ def carry_first_gathers(graph: Graph, at_start: Collection[str]) -> Graph:
     )
 
 
+def _first_gathers(graph: Graph, at_start: Collection[str]) -> list[Eqn]:
+    """The gathers of the values `at_start` that the step before can start, in order.
+
+    Other gathers may stand before the first operation too. They are not carried, because in the program of another
+    batch size an operation may precede them. A leaf whose new value is that of another leaf too is left out: the
+    program would not say which of the two is gathered where there is no step before.
+    """
+    new_leaves = graph.outputs[: graph.num_state]
+    times_returned = Counter(new_leaves)
+    carriable = set()
+    for leaf, new_leaf in zip(graph.inputs, new_leaves):
+        if times_returned[new_leaf] == 1:
+            carriable.add(leaf)
+    first = []
+    for e in graph.eqns:
+        # The first operation. Gathers after it may stand elsewhere in the program of another batch size.
+        if not rules(e).remote:
+            break
+        is_gather = role(e) == "param" and rules(e).moves and carriable.issuperset(e.ins)
+        if is_gather and all(v.base_name in at_start for v in e.results):
+            first.append(e)
+    return first
+
+
 def _in_order(graph: Graph, first: Sequence[Eqn], starts: Sequence[Eqn]) -> tuple[Eqn, ...]:
     """The equations without the first gathers, and with the starts of those of the next step."""
     written_by: dict[Var, int] = {}
@@ -62,9 +87,8 @@ def _in_order(graph: Graph, first: Sequence[Eqn], starts: Sequence[Eqn]) -> tupl
     index = backward_ends
     for start in starts:
         for v in start.ins:
-            index = max(
-                index, written_by.get(v, -1)
-            )  # a leaf that the step does not change has no writer
+            # A leaf that the step does not change has no writer.
+            index = max(index, written_by.get(v, -1))
         started_after.setdefault(index, []).append(start)
 
     eqns = started_after.pop(-1, [])
@@ -125,7 +149,10 @@ def gathers_before(graph: Graph) -> Graph:
 
 
 def without_gathers_of(graph: Graph, positions: set[int]) -> Graph:
-    """A program that takes leaves of the state, by their positions, as whole values too, and gathers them nowhere."""
+    """The program with whole values of these leaves of the state as more inputs, and without their gathers.
+
+    It is for a lower bound: the step before may have gathered all of them.
+    """
     leaves = {graph.inputs[i] for i in positions}
     left_out: set[Eqn] = set()
     values: list[Var] = []
@@ -138,26 +165,3 @@ def without_gathers_of(graph: Graph, positions: set[int]) -> Graph:
                 values.append(wait.out)
     eqns = tuple(e for e in graph.eqns if e not in left_out)
     return graph.replace(inputs=(*graph.inputs, *values), eqns=eqns)
-
-
-def _first_gathers(graph: Graph, at_start: Collection[str]) -> list[Eqn]:
-    """The gathers of these values, all of which start before the first operation.
-
-    Others may stand there too, behind an operation that only a batch of another size needs. A gather is carried if the
-    new value of each of its leaves belongs to no other leaf. Otherwise the program would not say which of the two
-    leaves is gathered where there is no step before.
-    """
-    new_values = Counter(graph.outputs[: graph.num_state])
-    state = set()
-    for leaf, new_value in zip(graph.inputs, graph.outputs[: graph.num_state]):
-        if new_values[new_value] == 1:
-            state.add(leaf)
-    first = []
-    for e in graph.eqns:
-        # The first operation. Gathers after it may stand elsewhere in the program of another batch size.
-        if not rules(e).remote:
-            break
-        is_gather = role(e) == "param" and rules(e).moves and state.issuperset(e.ins)
-        if is_gather and all(v.base_name in at_start for v in e.results):
-            first.append(e)
-    return first

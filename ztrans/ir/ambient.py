@@ -1,4 +1,7 @@
-"""PyTorch's global state around a call: the settings that a trace depends on, and the modes that no program runs in.
+"""PyTorch's global state around a call.
+
+It has the settings that a trace depends on, modes that are off while a program runs, and transforms of PyTorch inside
+of which no program may be called.
 
 A step is traced under the caller's autocast, default dtype and default device, and its program is valid for these
 only. The program contains every cast that autocast inserted, and runs without autocast. Other modes of PyTorch, such as

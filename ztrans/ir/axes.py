@@ -124,7 +124,9 @@ def submesh(mesh: DeviceMesh, axes: Iterable[str]) -> DeviceMesh:
     if len(meshes) == 1:
         return meshes[0]
     for axis in names:
-        if f"*{axis}*" not in f"*{_JOINT.join(order)}*":
+        names_in_axis = members(axis)
+        first = order.index(names_in_axis[0])
+        if order[first : first + len(names_in_axis)] != names_in_axis:
             raise ValueError(
                 f"shard_params: DTensor cannot divide a leaf over {' and '.join(map(repr, names))} of a mesh of the "
                 f"axes {', '.join(order)}.\nPut {' and '.join(members(axis))} next to each other in the mesh."

@@ -7,7 +7,8 @@
     s    = shard(x, dim, axis=dp)                      a whole value -> this rank's part; nothing moves
 
 A list is a bucket. The operation itself packs, casts and unpacks its members; a program has no equations for that. Each
-collective has a class here, with all of its rules. `rules(eqn)` gives the rules of any equation.
+collective has a class here, with all of its rules. `rules(eqn)` gives the rules of any equation, also of those that are
+no collectives. `erase_trivial` removes collectives over axes of one rank.
 """
 
 from __future__ import annotations
@@ -41,8 +42,7 @@ from .op_facts import CAST
 from .rules import Axes, Memberwise, Rules, Sizes, Wait
 from .user_collectives import USER_START, USER_WAIT, collective_name
 
-# The ranks of a group in which every rank sends its part to all others. In a larger group, a gather of gloo needs fewer
-# messages.
+# The most ranks that send their parts to all others over gloo. Among more, gloo's own gather needs fewer messages.
 MOST_RANKS_OF_EXCHANGE = 8
 # The bytes on each rank from which on a member is sent in a message of its own, not packed with others.
 LARGE_MEMBER = 1 << 16
@@ -53,8 +53,8 @@ def wire_dtype(eqn: Eqn, member: Var) -> torch.dtype:
     return eqn.kwargs.get("dtype") or member.dtype
 
 
-def partial_dtype(eqn: Eqn, member: Var) -> torch.dtype:
-    """The dtype in which the sum of a host is sent: fp32 for half precision, unless `reduce_dtype` asked for that."""
+def host_sum_dtype(eqn: Eqn, member: Var) -> torch.dtype:
+    """The dtype in which a host sends the sum of its ranks: fp32 for half precision, unless a dtype was asked for."""
     wire = wire_dtype(eqn, member)
     is_chosen = eqn.kwargs.get("dtype") is not None
     return torch.float32 if wire in HALF and not is_chosen else wire
@@ -236,7 +236,8 @@ class AllReduce(Reduction):
     """Rules of all_reduce.
 
     Two ranks send each other their whole terms. Among more ranks, the total is computed in the send buffer, which is
-    then the receive buffer too.
+    then the receive buffer too. A short message over gloo is exchanged among up to 8 ranks (see `routes`), but is
+    counted as the others are.
     """
 
     crossings = 2
@@ -375,7 +376,7 @@ def bucket_key(start: Eqn) -> tuple:
         axis,
         start.provenance.role if start.provenance else None,
         wire_dtype(start, member),
-        partial_dtype(start, member) if op else None,
+        host_sum_dtype(start, member) if op else None,
         member.dtype,
         future.dtype,
         op,

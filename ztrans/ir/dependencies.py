@@ -1,4 +1,4 @@
-"""What needs what: values in groups, all that a search reaches, and an order in which nothing precedes its needs."""
+"""What equations need, and what depends on values; and for any values a group-by, a search, and a sort by needs."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def _released(graph: Graph) -> dict[Eqn, int]:
 def _fits(e: Eqn, overwritten: Overwritten) -> bool:
     """Whether every overwritten argument has the type and the device of its result.
 
-    The devices are unknown if a scalar is computed from several: one of them may be on the CPU, another on the GPU.
+    A scalar that is computed with another argument does not fit: it may be on the CPU, and its result on the GPU.
     """
     if not overwritten:
         return False

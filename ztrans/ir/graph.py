@@ -61,6 +61,7 @@ class Partial:
     op: str
 
 
+Placement = Split | Partial | None  # over one mesh axis; None is a value that every rank has whole
 Layout = tuple[Split | Partial, ...]
 
 

@@ -60,7 +60,7 @@ def keep_on_host(graph: Graph, chosen: Set[Var]) -> Graph:
 
     They are among the `values_for_backward` of the program.
     """
-    moving = _Moving(graph, chosen)
+    moving = _MovingValues(graph, chosen)
     for e in graph.eqns:
         if e.region == "backward":
             e = e.with_inputs(moving.on_device)
@@ -71,7 +71,7 @@ def keep_on_host(graph: Graph, chosen: Set[Var]) -> Graph:
     return graph.replace(eqns=tuple(moving.eqns))
 
 
-class _Moving:
+class _MovingValues:
     """The equations of a program so far, with the copies of the chosen values.
 
     Attributes:

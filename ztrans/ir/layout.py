@@ -1,4 +1,6 @@
-"""How values and the leaves of a state are split over a mesh. Only this module computes the parts.
+"""Meshes, and how values and the leaves of a state are split over them. Only this module computes the parts of ranks.
+
+A mesh is PyTorch's `DeviceMesh`, or an `AbstractMesh`, which has no devices.
 
 A value is split over n ranks as `torch.chunk` and DTensor's `Shard` split it: rank r holds the rows
 [r*c, (r+1)*c) with c = ceil(rows / n), so the last parts may be short or empty. Inside a collective every part is
@@ -8,17 +10,15 @@ padded to c rows; between steps nothing is padded. A leaf whose rows are fewer t
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from .axes import members, members_of
-from .graph import Eqn, Layout, Partial, Split, Var
+from .graph import Eqn, Layout, Placement, Split, Var
 
 aten = torch.ops.aten
 
@@ -95,7 +95,7 @@ def part(rows: int, size: int, rank: int) -> tuple[int, int]:
     return start, min(chunk(rows, size), rows - start)
 
 
-def on_axis(layout: Layout, axis: str) -> Split | Partial | None:
+def on_axis(layout: Layout, axis: str) -> Placement:
     """The part of `layout` that is about `axis`, or None if the value is whole on every rank of it."""
     return next((p for p in layout if p.axis == axis), None)
 
@@ -184,79 +184,3 @@ def as_tensor(leaf: Any) -> torch.Tensor:
     if isinstance(leaf, torch.Tensor):
         return leaf
     return torch.tensor(leaf, dtype=torch.int64 if isinstance(leaf, Integral) else torch.float64)
-
-
-@dataclass(frozen=True)
-class UserSharding:
-    """How the step itself divides a leaf over mesh axes of its own, as `parallelize_module` does.
-
-    A program holds the local part of such a leaf. Along the other axes of the mesh that part is cut as any leaf is.
-
-    Attributes:
-        axes: the names of these axes, in the order of the mesh, and `sizes` their sizes.
-        placements: the placement of the leaf on each of them.
-        shape: the shape of the whole leaf.
-    """
-
-    axes: tuple[str, ...]
-    sizes: tuple[int, ...]
-    placements: tuple[Placement, ...]
-    shape: tuple[int, ...]
-
-    @staticmethod
-    def of(leaf: Any, other_axes: Collection[str]) -> UserSharding | None:
-        """How the step divides a leaf over the axes of its mesh that are not in `other_axes`; None if it does not."""
-        excluded = set(members_of(other_axes))
-        rest = [x for x in _placements(leaf) if excluded.isdisjoint(members(x[0]))]
-        if not rest:
-            return None
-        axes, sizes, placements = zip(*rest)
-        return UserSharding(axes, sizes, placements, tuple(leaf.shape))
-
-    @staticmethod
-    def axes_of(leaf: Any, axes: Collection[str]) -> list[str]:
-        """The axes of the mesh of a leaf, among `axes`, over which the leaf is not whole."""
-        members_of_axes = set(members_of(axes))
-        split_axes = []
-        for axis, size, placement in _placements(leaf):
-            is_whole = size == 1 or isinstance(placement, Replicate)
-            if not is_whole and members_of_axes.intersection(members(axis)):
-                split_axes.append(axis)
-        return split_axes
-
-    @property
-    def problem(self) -> str | None:
-        """Why no program can hold the parts of the leaf, or None."""
-        for axis, size, placement in zip(self.axes, self.sizes, self.placements):
-            if not isinstance(placement, Shard | Replicate):
-                return f"it is {placement} over {axis}"
-            if isinstance(placement, Replicate):
-                continue
-            dim = placement.dim
-            rows = self.shape[dim]
-            if rows % size:
-                return f"its dim {dim} has {rows} rows, which {axis}={size} does not divide"
-        return None
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """The shape of the part of a rank."""
-        return tuple(n // self.parts_along(dim) for dim, n in enumerate(self.shape))
-
-    def parts_along(self, dim: int, axes: Collection[str] | None = None) -> int:
-        """The number of parts into which the step splits a dim of the leaf, over all of its axes or those of `axes`."""
-        count = 1
-        for axis, size, placement in zip(self.axes, self.sizes, self.placements):
-            if axes is not None and axis not in axes:
-                continue
-            if isinstance(placement, Shard) and placement.dim % len(self.shape) == dim:
-                count *= size
-        return count
-
-
-def _placements(leaf: Any) -> list[tuple[str, int, Placement]]:
-    """Each axis of the mesh of a DTensor, with its size and the placement; empty for any other leaf."""
-    if not isinstance(leaf, DTensor) or not leaf.device_mesh.mesh_dim_names:
-        return []
-    axes = mesh_axes(leaf.device_mesh)
-    return [(axis, size, p) for (axis, size), p in zip(axes, leaf.placements)]

@@ -2,7 +2,7 @@
 
 A view shares the storage of its argument. The value of a future may share the buffer in which it was received. If a
 collective sends a member from the member's own storage, that storage is needed until the wait. The storage of outputs,
-and so of the new state, is needed to the end, and so is what a copy reads for which the next step waits.
+and so of the new state, is needed to the end. So is the source of a copy that goes on after the step.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def liveness(graph: Graph) -> Liveness:
 
 
 def read_after_step(graph: Graph) -> Iterator[Var]:
-    """The values that copies to the host read, for which the next step waits."""
-    for e in graph.eqns if graph.carried_futures else ():
+    """The sources of the copies to the host that go on after the step."""
+    if not graph.carried_futures:
+        return
+    for e in graph.eqns:
         if rules(e).copies and e.out in graph.carried_futures:
             yield e.args[0]

@@ -139,7 +139,7 @@ def _first(graph: Graph, marks: _Marks) -> Graph:
             clones[e] = e.replace(op=aten.clone.default, kwargs=contiguous)
         terms.append(e.out if e in copied else e.args[0])
     outputs = (*_state(graph), *terms, *marks.joined_parts, *marks.kept_values)
-    first = _with(graph, clones, (), outputs)
+    first = _with_marks_replaced(graph, clones, (), outputs)
     kept_values = {e.out: e.args[0] for e in graph.eqns if e.op is KEEP}
     return _without_update(rename(first, kept_values))
 
@@ -149,7 +149,7 @@ def _middle(graph: Graph, marks: _Marks) -> Graph:
     inputs = (*marks.sums.values(), *marks.kept_values)
     sums = [e.out for e in marks.sums]
     outputs = (*_state(graph), *sums, *marks.joined_parts)
-    return _without_update(_with(graph, _adds(marks), inputs, outputs))
+    return _without_update(_with_marks_replaced(graph, _adds(marks), inputs, outputs))
 
 
 def _last(graph: Graph, marks: _Marks) -> Graph:
@@ -158,7 +158,7 @@ def _last(graph: Graph, marks: _Marks) -> Graph:
     for e, earlier in marks.joins.items():
         joins[e] = e.replace(op=aten.cat.default, args=([earlier, *e.args],))
     inputs = (*marks.sums.values(), *marks.joins.values(), *marks.kept_values)
-    return dce(_with(graph, {**_adds(marks), **joins}, inputs, graph.outputs))
+    return dce(_with_marks_replaced(graph, {**_adds(marks), **joins}, inputs, graph.outputs))
 
 
 def _adds(marks: _Marks) -> dict[Eqn, Eqn]:
@@ -216,7 +216,7 @@ def _copied(graph: Graph, sums: Collection[Eqn]) -> set[Eqn]:
     return copied
 
 
-def _with(
+def _with_marks_replaced(
     graph: Graph, instead: Mapping[Eqn, Eqn], inputs: Collection[Var], outputs: tuple
 ) -> Graph:
     """The program with other equations in place of marks, with more inputs, and with other outputs."""

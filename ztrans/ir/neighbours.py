@@ -32,36 +32,37 @@ def gathered_value(start: Eqn) -> Hashable:
     return start.ins[0], start.out.dtype, bucket_key(start)
 
 
-def kept_part(first: Eqn, again: Eqn, count: int) -> tuple[Eqn, Eqn]:
+def kept_part(first_wait: Eqn, second_gather: Eqn, count: int) -> tuple[Eqn, Eqn]:
     """The equations that keep a part of a gathered value on each of `count` neighbours.
 
     Args:
-        first: the wait for the value.
-        again: the gather that brings the value again. It gives the part its name.
+        first_wait: the wait for the value.
+        second_gather: the gather that brings the value again. It gives the part its name.
         count: the number of neighbours.
     """
-    value = first.out
-    axis = again.kwargs["axis"]
-    split = Split(neighbours(axis, count), split_over(again.ins[0], axis).dim)
-    name = again.out.base_name
+    value = first_wait.out
+    axis = second_gather.kwargs["axis"]
+    split = Split(neighbours(axis, count), split_over(second_gather.ins[0], axis).dim)
+    name = second_gather.out.base_name
+    origin = (first_wait.region, first_wait.source)
     layout = (*value.layout, split)
     cut = dataclasses.replace(value, name=f"{name}.cut", layout=layout)
     part = dataclasses.replace(value, name=f"{name}.part", layout=layout)
-    shard = Eqn(SHARD, (value, split.dim), (cut,), {"axis": split.axis}, first.region, first.source)
+    shard = Eqn(SHARD, (value, split.dim), (cut,), {"axis": split.axis}, *origin)
     contiguous = {"memory_format": torch.contiguous_format}
     # A copy, because a view would keep the whole value alive.
-    clone = Eqn(aten.clone.default, (cut,), (part,), contiguous, first.region, first.source)
+    clone = Eqn(aten.clone.default, (cut,), (part,), contiguous, *origin)
     return shard, clone
 
 
-def gather_of_parts(part: Var, again: Eqn) -> Eqn:
-    """The gather among neighbours that brings the same value as the gather `again`, from the part of each."""
-    (split,) = set(part.layout) - set(again.out.layout)
-    provenance = again.provenance
+def gather_of_parts(part: Var, second_gather: Eqn) -> Eqn:
+    """The gather among neighbours that brings the same value as `second_gather`, from the part of each."""
+    (split,) = set(part.layout) - set(second_gather.out.layout)
+    provenance = second_gather.provenance
     if provenance is not None:
         provenance = dataclasses.replace(provenance, axis=split.axis, regather="always")
     kwargs = {"dtype": None, "axis": split.axis}
-    return again.replace(args=([part],), kwargs=kwargs, provenance=provenance)
+    return second_gather.replace(args=([part],), kwargs=kwargs, provenance=provenance)
 
 
 def among_neighbours(graph: Graph) -> Graph:
@@ -70,7 +71,7 @@ def among_neighbours(graph: Graph) -> Graph:
     Where the neighbours would be all ranks of the axis, or no gather has brought the value before, the second gather
     stays as it is.
     """
-    firsts: dict[Hashable, Eqn] = {}  # the wait for each value
+    first_waits: dict[Hashable, Eqn] = {}  # for each value
     parts: dict[Hashable, Var] = {}
     after: dict[Eqn, tuple[Eqn, Eqn]] = {}  # what follows the wait for a value
     replacements: dict[Eqn, Eqn] = {}
@@ -80,17 +81,18 @@ def among_neighbours(graph: Graph) -> Graph:
         value = gathered_value(start)
         provenance = start.provenance
         if provenance is None or not isinstance(provenance.regather, int):
-            firsts.setdefault(value, graph.eqns[started.first_wait])
-        elif value in firsts and provenance.regather < graph.axes[provenance.axis]:
-            if value not in parts:
-                first = firsts[value]
-                shard, clone = kept_part(first, start, provenance.regather)
-                after[first] = shard, clone
-                parts[value] = clone.out
-            replacements[start] = gather_of_parts(parts[value], start)
-        else:
-            dropped = dataclasses.replace(provenance, regather="always")
-            replacements[start] = start.replace(provenance=dropped)
+            first_waits.setdefault(value, graph.eqns[started.first_wait])
+            continue
+        if value not in first_waits or provenance.regather >= graph.axes[provenance.axis]:
+            whole = dataclasses.replace(provenance, regather="always")
+            replacements[start] = start.replace(provenance=whole)
+            continue
+        if value not in parts:
+            first_wait = first_waits[value]
+            shard, clone = kept_part(first_wait, start, provenance.regather)
+            after[first_wait] = shard, clone
+            parts[value] = clone.out
+        replacements[start] = gather_of_parts(parts[value], start)
 
     eqns: list[Eqn] = []
     for e in graph.eqns:

@@ -1,5 +1,7 @@
 """What an equation of PyTorch's operations computes.
 
+The interpreter calls `compute`. Generated code calls the function that `stride_safe` returns for an operation.
+
 On fake tensors PyTorch's operations do not always lay out their results as on real ones. For instance, batch norm of a
 transposed input returns a contiguous tensor, but a transposed one in a trace. A view that was possible in the trace may
 then need a copy when the program runs (see `stride_safe`). This changes no value: a program is functional, so it does
@@ -18,7 +20,7 @@ from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
 from .graph import Eqn, Var, substitute
-from .launch import Launch
+from .triton_launch import Launch
 
 aten = torch.ops.aten
 _FROM = getattr(aten.random, "from")  # `from` is a word of Python, so generated code cannot name it

@@ -6,8 +6,8 @@ equation 9:  y = wait(g)                               PairedWait(that, member=1
 
 A copy between two memories is paired with its wait in the same way, for those who ask for copies.
 
-A gather or a copy that the step carries is paired with the wait in the next step: it is one that the program starts and
-does not wait for, and one that it waits for and that has started at index -1, in the step before.
+A gather or a copy may start in one step and be waited for in the next. A program has it twice: as a start without
+waits, for the next step, and as a start at index -1, in the step before, with its waits.
 """
 
 from __future__ import annotations
@@ -104,11 +104,11 @@ def _carried_members(
         return members
     # A gather or a copy starts in each step as it did in the one before, so this step's equation stands for that one.
     for e in starting:
-        futures = [before_of[v] for v in e.results if v in before_of]
+        futures = {k: before_of[v] for k, v in enumerate(e.results) if v in before_of}
         if not futures:
             continue
-        indices = tuple(first_waits[v] for v in futures)
+        indices = tuple(first_waits[v] for v in futures.values())
         started = PairedStart(e, -1, indices, min(indices))
-        for k, v in enumerate(futures):
+        for k, v in futures.items():
             members[v] = PairedWait(started, k)
     return members

@@ -238,13 +238,13 @@ def lines(eqn: Eqn, full: bool = False, column: int = _MARGIN, width: int = WIDT
     """
     comment = _comment(eqn.source)
     room = width - len(comment) - 2 if comment else width
-    # The last layout is taken even if it does not fit. Its lines are wrapped.
-    for layout in _layouts(eqn, full):
-        if len(layout[0]) <= room and max(map(len, layout)) <= width:
+    # The last way is taken even if it does not fit. Its lines are wrapped.
+    for lines in _ways_to_print(eqn, full):
+        if len(lines[0]) <= room and max(map(len, lines)) <= width:
             break
 
-    first, *rest = wrap(layout[0], room)
-    for line in layout[1:]:
+    first, *rest = wrap(lines[0], room)
+    for line in lines[1:]:
         rest += wrap(line, width)
     if comment:
         column = max(len(first) + 2, min(column, width - len(comment)))
@@ -252,7 +252,7 @@ def lines(eqn: Eqn, full: bool = False, column: int = _MARGIN, width: int = WIDT
     return [first, *rest]
 
 
-def _layouts(eqn: Eqn, full: bool) -> Iterator[list[str]]:
+def _ways_to_print(eqn: Eqn, full: bool) -> Iterator[list[str]]:
     """The ways to print an equation in lines, the preferred one first; the last is the shortest, or the `full` one."""
     results = _results(eqn)
     all_results = ", ".join(results)

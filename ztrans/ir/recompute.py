@@ -22,8 +22,8 @@ from .marks import reduced_values
 from .op_facts import is_random
 from .varying import varying
 
-# Of operations that may have other bits in every run. torch 2.11 does not have the tag.
-_VARIES = getattr(torch.Tag, "nondeterministic_bitwise", None)
+# The tag of operations that may have other bits in every run. torch 2.11 does not have it.
+_NONDETERMINISTIC = getattr(torch.Tag, "nondeterministic_bitwise", None)
 
 
 def recompute(graph: Graph, chosen: Set[Var]) -> Graph:
@@ -99,7 +99,7 @@ def can_repeat(e: Eqn) -> bool:
     """
     if e.region != "forward" or is_random(e) or rules(e).remote:
         return False
-    return _VARIES is None or _VARIES not in getattr(e.op, "tags", ())
+    return _NONDETERMINISTIC is None or _NONDETERMINISTIC not in getattr(e.op, "tags", ())
 
 
 def needed_after_backward(graph: Graph) -> set[Var]:

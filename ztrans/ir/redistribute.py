@@ -17,7 +17,7 @@ import torch
 
 from ..ops import HALF
 from .collectives import SHARD, all_gather, reduce, wait
-from .graph import Eqn, Partial, Provenance, Region, Split, Var
+from .graph import Eqn, Partial, Placement, Provenance, Region, Split, Var
 from .layout import on_axis, without
 from .op_facts import CAST
 from .source import Source
@@ -50,9 +50,7 @@ class Site:
         return [start, wait(start.out, region=self.region, source=self.source)]
 
 
-def redistribute(
-    v: Var, to: Split | Partial | None, site: Site, name: str
-) -> tuple[list[Eqn], Var]:
+def redistribute(v: Var, to: Placement, site: Site, name: str) -> tuple[list[Eqn], Var]:
     """The equations that lay `v` out as `to`, and their result, which is called `name`."""
     placement = on_axis(v.layout, site.axis)
     if placement == to:

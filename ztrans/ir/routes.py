@@ -8,7 +8,8 @@
 
 Between hosts, an exchange sends each part once for each rank of a host, and the other two send it about once for each
 host. The order of both exchanges does not depend on the schedule. The runtime sends as the route says, and the planner
-charges the bytes of the route.
+charges the bytes of the route, with one exception: an all_reduce over gloo has the route of a ring, and a message of it
+between 2 ranks, or a short one among up to 8, is exchanged. Among more than 2 it has more bytes than are charged.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .collectives import partial_dtype, rules, wire_dtype
+from .collectives import host_sum_dtype, rules, wire_dtype
 from .graph import DTYPES, Eqn
 from .rules import Sizes
 
@@ -115,25 +116,27 @@ def route_of(eqn: Eqn, sizes: Sizes, hosts: Hosts, gloo: bool) -> Route:
         return Route(RING, f"{backend} {work}", received - between, between)
 
     all_bytes = received * ranks / max(ranks - 1, 1)
-    partial = partial_dtype(eqn, eqn.ins[0]) if reduces else wire
-    # The shares of all bytes that come from other hosts: as terms of ranks, or as sums of hosts.
-    terms = (ranks - local) / ranks if spans_hosts else 0.0
-    sums = (hosts.count - 1) / ranks * partial.itemsize / wire.itemsize
-    reason = _why_not_hierarchical(hosts, wire, partial, sums < terms)
+    host_dtype = host_sum_dtype(eqn, eqn.ins[0]) if reduces else wire
+    # The shares of all bytes that come from other hosts, if each rank sends its part there, or each host sends one.
+    flat_share = (ranks - local) / ranks if spans_hosts else 0.0
+    hierarchical_share = (hosts.count - 1) / ranks * host_dtype.itemsize / wire.itemsize
+    reason = _why_not_hierarchical(hosts, wire, host_dtype, hierarchical_share < flat_share)
     if reason:
-        return Route(EXCHANGE, reason, received - terms * all_bytes, terms * all_bytes)
+        between = flat_share * all_bytes
+        return Route(EXCHANGE, reason, received - between, between)
 
-    reason = f"{sums:.0%} of the bytes come from other hosts, not {terms:.0%}"
+    reason = f"{hierarchical_share:.0%} of the bytes come from other hosts, not {flat_share:.0%}"
     if reduces:
-        precision = f", sent in {DTYPES.get(partial, partial)}" if partial != wire else ""
+        precision = f", sent in {DTYPES.get(host_dtype, host_dtype)}" if host_dtype != wire else ""
         reason = f"sums inside each of {hosts.count} hosts first{precision}: {reason}"
     else:
         reason = f"parts go to one rank of each of {hosts.count} hosts first: {reason}"
-    return Route(HIERARCHICAL, reason, all_bytes * (local - 1) / local, all_bytes * sums)
+    inside = all_bytes * (local - 1) / local
+    return Route(HIERARCHICAL, reason, inside, all_bytes * hierarchical_share)
 
 
 def _why_not_hierarchical(
-    hosts: Hosts, wire: torch.dtype, partial: torch.dtype, fewer: bool
+    hosts: Hosts, wire: torch.dtype, host_dtype: torch.dtype, fewer: bool
 ) -> str:
     """Why an exchange is not hierarchical; empty if it is. `fewer`: then fewer bytes would be sent between hosts."""
     if hosts.count == 1:
@@ -144,5 +147,5 @@ def _why_not_hierarchical(
         return "one rank on each host"
     if not fewer:
         terms = f"its {hosts.local} terms in {DTYPES.get(wire, wire)}"
-        return f"the sum of a host in {DTYPES.get(partial, partial)} has as many bytes as {terms}"
+        return f"the sum of a host in {DTYPES.get(host_dtype, host_dtype)} has as many bytes as {terms}"
     return ""

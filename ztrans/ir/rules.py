@@ -1,9 +1,9 @@
-"""How an operation behaves in a program: its meaning, its storage, its bytes. `op_facts` says of what kind it is.
+"""The classes of rules: how an operation behaves in a program, which is its meaning, its storage, and its bytes.
 
-`Rules` itself describes an ordinary operation of PyTorch. Each primitive has a subclass, in `marks`, `collectives`,
-`copies` or `user_collectives`, which overrides what differs. A pass asks `rules(eqn)` (see `collectives`) instead of
-testing which primitive an equation has. "Where to add" in docs/architecture.md lists what a new collective needs
-besides.
+`Rules` itself describes an ordinary operation of PyTorch; `op_facts` says of what kind it is. Each primitive has a
+subclass, in `marks`, `collectives`, `copies` or `user_collectives`, which overrides what differs. A pass asks
+`collectives.rules(eqn)` instead of testing which primitive an equation has. "Where to add" in docs/architecture.md
+lists what a new collective needs besides.
 """
 
 from __future__ import annotations

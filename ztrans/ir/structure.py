@@ -16,7 +16,7 @@ import torch
 
 from .graph import Eqn, Var
 from .higher_order import Function
-from .launch import Launch
+from .triton_launch import Launch
 
 OfVar = Callable[[Var], Hashable]  # what stands for a variable that an equation reads
 

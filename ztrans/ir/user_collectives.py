@@ -44,6 +44,11 @@ def is_user_collective(eqn: Eqn) -> bool:
     return collective_name(eqn.op) != ""
 
 
+def is_user_start(eqn: Eqn) -> bool:
+    """Whether the equation is a collective of the user's own step, and no wait for one."""
+    return is_user_collective(eqn) and not is_user_wait(eqn)
+
+
 def is_user_wait(eqn: Eqn) -> bool:
     """Whether the equation waits for a collective of the user's own step."""
     return collective_name(eqn.op) == "wait_tensor"

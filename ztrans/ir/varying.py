@@ -1,8 +1,10 @@
 """Which values differ from rank to rank, and over which mesh axes.
 
-The batch varies, and so does every value that depends on it, and every random draw. The state is invariant. So is the
-gradient of an invariant value, because it will be reduced, and the result of a `pmean`, a `psum` or an all_reduce over
-its axis. JAX checks the same property by `check_vma`; here it is derived from the program.
+`varying` has the values that differ because of the batch: every value that depends on it, and every random draw. The
+state does not differ. Nor does the gradient of an invariant value, because it will be reduced, nor the result of a
+`pmean`, a `psum` or an all_reduce over its axis. JAX checks this property by `check_vma`; here it is derived from the
+program. `varying_by_leaf` has the values that differ because each rank holds another leaf of the state, such as its own
+experts. `replicated_equations` are those that every rank must compute alike.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from .dependencies import needed
 from .graph import Eqn, Graph, Var, producers, variables
 from .op_facts import is_random
 from .rules import Axes
-from .user_collectives import is_user_collective, is_user_wait, scatters
+from .user_collectives import is_user_start, scatters
 
 Varying = dict[Var, Axes]
 
@@ -31,8 +33,8 @@ def varying(graph: Graph, axes: Sequence[str]) -> Varying:
     return axes_of
 
 
-def differing(graph: Graph, leaves: Mapping[Var, Axes], axes: Sequence[str]) -> Varying:
-    """For each value, the axes over which it differs because leaves of the state do.
+def varying_by_leaf(graph: Graph, leaves: Mapping[Var, Axes], axes: Sequence[str]) -> Varying:
+    """For each value, the axes over which it differs because ranks hold other leaves of the state.
 
     Args:
         graph: the program.
@@ -57,8 +59,7 @@ def replicated_equations(graph: Graph) -> set[Eqn]:
     # Without the equations that make values equal on all ranks, however their arguments differ.
     makers = {}
     for v, e in producers(graph.eqns).items():
-        is_exchange = is_user_collective(e) and not is_user_wait(e)
-        if not is_exchange and role(e) not in ("grad", "pmean", "state"):
+        if not is_user_start(e) and role(e) not in ("grad", "pmean", "state"):
             makers[v] = e
     new_state = variables(graph.outputs[: graph.num_state])
     return needed((makers[v] for v in new_state if v in makers), makers)

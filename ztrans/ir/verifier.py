@@ -132,7 +132,7 @@ def _check_state(graph: Graph) -> None:
 
 
 def _check_carried(graph: Graph) -> None:
-    """Check that what the step starts for the next one is what it has waited for itself, of the new state."""
+    """Check that each future that the step carries is a gather of new leaves, and has the type of the input for it."""
     for var in graph.tensor_inputs[graph.num_state :]:
         if var.future:
             raise ProgramError(f"input {var} is a future, and the step does not carry it")

@@ -17,8 +17,9 @@ import torch
 
 from ..ir.collectives import rules
 from ..ir.donation import Donation, donation
+from ..ir.flex_attention import is_attention, score_bytes
 from ..ir.graph import Eqn, Graph, Var, variables
-from ..ir.higher_order import functions, is_attention, score_bytes
+from ..ir.higher_order import functions
 from ..ir.layout import local_shape
 from ..ir.pairing import pair
 

@@ -25,14 +25,15 @@ from ..ir.axes import with_joint_indices
 from ..ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SHARD, WAIT, lane
 from ..ir.copies import COPY_WAIT, TO_DEVICE, TO_HOST, is_copy
 from ..ir.donation import Donation, donation, is_constant
+from ..ir.flex_attention import is_attention
 from ..ir.graph import Eqn, Graph, Primitive, Var, substitute
-from ..ir.higher_order import Function, is_attention
-from ..ir.launch import Launch
+from ..ir.higher_order import Function
 from ..ir.layout import local_shape, localize, part
 from ..ir.marks import GRADIENT, PMEAN, PSUM
 from ..ir.op_facts import arguments_by_name
 from ..ir.operations import bound_results, call_operator, stride_safe
 from ..ir.printer import op_name
+from ..ir.triton_launch import Launch
 from ..ir.update_groups import EqnGroup, is_fused_update, list_call
 from ..ir.user_collectives import by_group
 from . import transport

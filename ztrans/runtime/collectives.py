@@ -28,8 +28,8 @@ from ..ir.collectives import (
     LARGE_MEMBER,
     MOST_RANKS_OF_EXCHANGE,
     REDUCE_SCATTER,
+    host_sum_dtype,
     is_sent_alone,
-    partial_dtype,
     rules,
     wire_dtype,
 )
@@ -161,7 +161,7 @@ class Start(torch.nn.Module):
         self.outs = eqn.results
         self.dim = _split_dim(eqn, axis)
         self.wire = wire_dtype(eqn, eqn.ins[0])
-        self.partial = partial_dtype(eqn, eqn.ins[0])
+        self.partial = host_sum_dtype(eqn, eqn.ins[0])
         hosts = channel.hosts if channel is not None else Hosts(self.size)
         route = route_of(eqn, sizes, hosts, self.is_gloo)
         self.way = route.way

@@ -20,7 +20,7 @@ from ..ir.collectives import buffer_bytes, is_start, role, wire_dtype
 from ..ir.graph import DTYPES, Eqn, Graph, Var, variables
 from ..ir.pairing import pair
 from ..ir.printer import op_name
-from ..ir.user_collectives import is_user_collective, is_user_wait
+from ..ir.user_collectives import is_user_start
 from ..ir.varying import replicated_equations
 from .agreement import agree, different_steps, everywhere, from_first, new_program_of
 from .collectives import has_second_level_at_wait
@@ -110,7 +110,7 @@ def message_lines(graph: Graph, sent_at_waits: Mapping[int, str]) -> list[str]:
             lines.append(sent_at_waits[index])
         elif is_start(eqn):
             lines.append(_message(graph, eqn))
-        elif is_user_collective(eqn) and not is_user_wait(eqn):
+        elif is_user_start(eqn):
             lines.append(_users_message(eqn))
     return lines
 

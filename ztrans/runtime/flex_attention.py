@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from ..ir.flex_attention import has_kernel, is_dense
 from ..ir.graph import Eqn, substitute
-from ..ir.higher_order import Function, has_kernel, is_dense
+from ..ir.higher_order import Function
 from ..ir.operations import bound_results, call_operator
 from ..ir.structure import structures
 from .inductor.compiler import Strided, fused

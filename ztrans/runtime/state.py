@@ -1,7 +1,7 @@
 """A train state as the ranks of a mesh hold it between steps, each leaf a DTensor, and back in full tensors.
 
 A leaf lives on the axes over which its transform shards or replicates it, and on those over which the step itself
-divides it (see `layout.UserSharding`). If both cut the same dim, the step's cut comes first, as with FSDP2 and tensor
+divides it (see `user_sharding`). If both cut the same dim, the step's cut comes first, as with FSDP2 and tensor
 parallelism: DTensor calls the placement of the second cut `_StridedShard`.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
@@ -22,7 +22,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..calling.host_memory import copied_to_host
 from ..ir.axes import members, submesh
 from ..ir.graph import Layout, MemoryKind, Split
-from ..ir.layout import AbstractMesh, UserSharding, as_tensor, cut, mesh_axes
+from ..ir.layout import AbstractMesh, as_tensor, cut, mesh_axes
+from ..ir.user_sharding import UserSharding
 from .agreement import agree_on_call
 from .mesh import check_runs
 from .replicas import agree_on_state

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .. import ops
 from ..calling.global_state import patched
 from ..ir.ambient import without_function_modes
-from ..ir.layout import UserSharding
+from ..ir.user_sharding import UserSharding
 from .errors import TraceError, TraceTypeError
 
 

@@ -15,7 +15,7 @@ from ..calling.inputs import Inputs, local_part, read_argument
 from ..calling.signature import Abstract, Signature, device_of_program
 from ..calling.trees import opened
 from ..ir.graph import Graph
-from ..ir.layout import UserSharding
+from ..ir.user_sharding import UserSharding
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from ..calling.purity import trace_without_side_effects
 from ..calling.signature import Abstract, Constant, Signature, device_of_program
 from ..calling.trees import leaf_names, named_outputs, opened
 from ..ir.ambient import refuse_inside, without_autocast
+from ..ir.flex_attention import with_kernels_chosen
 from ..ir.graph import Eqn, Graph, MemoryKind, Var, dce
-from ..ir.higher_order import with_chosen_backend
-from ..ir.layout import UserSharding
 from ..ir.recompute import checkpointed
+from ..ir.user_sharding import UserSharding
 from .dtensors import around, in_layout, refuse_wrappers, spec_of
 from .errors import divided_batch, unequal_parts
 from .fx_trace import check_torch, trace_by_make_fx
@@ -190,7 +190,7 @@ def _traced_graph(
     )
     _check_state(graph, step.state)
     graph = _annotated(graph, facts)
-    graph = with_chosen_backend(graph, device == "cpu")
+    graph = with_kernels_chosen(graph, device == "cpu")
     return graph, traced.module, traced.out_tree
 
 

@@ -30,7 +30,7 @@ from torch._library.triton import set_wrap_triton_enabled
 
 from ..calling.global_state import patched
 from ..ir.dependencies import reachable
-from ..ir.launch import Launch, has_tuning_wrappers, unwrapped
+from ..ir.triton_launch import Launch, has_tuning_wrappers, unwrapped
 from .errors import writes_nothing
 from .functionalize import Builder
 

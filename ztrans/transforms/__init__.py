@@ -1,1 +1,1 @@
-"""The transforms, a file for each. `base` has their class; `edits`, `reduce_once`, `scaled_casts` are parts of some."""
+"""The transforms, a file for each. `base` has their class; `edits`, `reduce_once` and `cast_on_shards` serve some."""

@@ -122,13 +122,17 @@ class Average(NamedTuple):
     is_planned: bool = False
     paths: tuple[str, ...] = ()
 
+    @property
+    def is_gradient(self) -> bool:
+        return bool(self.paths)
+
 
 def find_averages(graph: Graph) -> dict[Var, Average]:
     """The values of a program that are averaged over micro-batches."""
     averages: dict[Var, Average] = {}
     depends_on_batch = varying(graph, ("batch",))
     for e in graph.eqns:
-        leaves = e.ins[1:]
+        leaves = e.ins[1:]  # of the mark of a gradient; a pmean has none
         if e.op in (GRADIENT, PMEAN) and depends_on_batch.keys().isdisjoint(leaves):
             averages[e.out] = Average(e.args[0], e, paths=tuple(leaf.name for leaf in leaves))
     for e, wait in pair(graph).waits.items():
@@ -158,7 +162,7 @@ def _reduced_average(graph: Graph, start: Eqn, term: Var, end: Eqn) -> Average:
 # ---- what runs in each micro-batch
 
 
-class Division:
+class Partition:
     """Which equations run in each micro-batch and which once a step, and which values enter the update.
 
     Forward and backward run in each micro-batch, with everything that they need. The update runs once: the equations
@@ -170,7 +174,7 @@ class Division:
         self.graph = graph
         self.makers = producers(graph.eqns)
         self.averages = find_averages(graph)
-        self.gradients = {v for v, average in self.averages.items() if average.paths}
+        self.gradients = {v for v, average in self.averages.items() if average.is_gradient}
 
     @functools.cached_property
     def changes(self) -> set[Var]:
@@ -223,9 +227,9 @@ class Division:
 
         These are the means that the user asked for, and what brings values of forward into the new state or the output.
         """
-        candidates = {average.end for average in self.averages.values() if not average.paths}
+        candidates = {average.end for average in self.averages.values() if not average.is_gradient}
         for e, wait in pair(self.graph).waits.items():
-            if _brings_values(wait.start):
+            if _is_of_state_or_output(wait.start):
                 candidates.add(e)
         candidates |= self._shards_of_forward()
         # A gradient is whole only after the last micro-batch, so what depends on one cannot run in each.
@@ -261,8 +265,8 @@ class Division:
                 )
 
 
-def _brings_values(start: Eqn) -> bool:
-    """Whether a reduction is of state, or of outputs that have dims."""
+def _is_of_state_or_output(start: Eqn) -> bool:
+    """Whether a reduction brings a value of forward into the new state, or into an output that has dims."""
     return role(start) == "state" or (role(start) == "output" and any(v.shape for v in start.ins))
 
 
@@ -275,20 +279,20 @@ class _Marking:
     def __init__(self, graph: Graph, keeps_whole: bool) -> None:
         self.graph = graph
         self.keeps_whole = keeps_whole
-        self.division = Division(graph)
+        self.partition = Partition(graph)
         self.edits = Edits(graph)
-        self.names = Names(v.name for v in (*graph.inputs, *self.division.makers))
+        self.names = Names(v.name for v in (*graph.inputs, *self.partition.makers))
         self.readers = users(graph)
 
     def run(self, gathers_once: bool) -> Graph:
         """The program with marks; with `gathers_once`, parameters are gathered once for all micro-batches."""
-        self.division.check_state()
+        self.partition.check_state()
         num_state = self.graph.num_state
         new_state = self.graph.outputs[:num_state]
         outputs = self.graph.outputs[num_state:]
-        returned = [v for v in variables(outputs) if v in self.division.changes]
+        returned = [v for v in variables(outputs) if v in self.partition.changes]
         over_all: dict[Var, Var] = {}
-        for v in dict.fromkeys((*self.division.entering, *returned)):
+        for v in dict.fromkeys((*self.partition.entering, *returned)):
             over_all[v] = self.over_all(v)
         self.keep_gathered(gathers_once)
         results = substitute(outputs, lambda v: over_all.get(v, v))
@@ -299,9 +303,9 @@ class _Marking:
 
         Raises: ValueError if it is neither a mean nor an output that can be joined.
         """
-        readers = self.division.entering.get(v, [])
+        readers = self.partition.entering.get(v, [])
         reader = readers[0] if readers else None
-        average = self.division.averages.get(v)
+        average = self.partition.averages.get(v)
         is_averaged = average is not None or not v.shape
         is_float = v.dtype.is_floating_point or v.dtype.is_complex
         # Logits and other outputs with dims belong to the samples, so those of all micro-batches are joined.
@@ -314,7 +318,7 @@ class _Marking:
             total = self.fresh(v, "sum")
             self.edits.insert_before(reader, self.eqn(ACCUMULATE, (v,), total, reader))
         else:
-            total = self.sum_of_gradient(v, average, reader)
+            total = self.summed(v, average, reader)
         mean = self.fresh(v, "mean")
         divide = self.eqn(torch.ops.aten.div.Tensor, (total, self.graph.micro), mean, reader)
         self.edits.insert_before(reader, divide)
@@ -328,16 +332,16 @@ class _Marking:
         self.edits.insert_before(None, self.eqn(JOIN, (v,), joined, None))
         return joined
 
-    def sum_of_gradient(self, v: Var, average: Average, reader: Eqn | None) -> Var:
-        """Sum a gradient over micro-batches, before its reduction or after it, and return the reduced sum."""
+    def summed(self, v: Var, average: Average, reader: Eqn | None) -> Var:
+        """The sum of an average over micro-batches. It is summed before its reduction, or after it."""
         start = average.start
-        only_update_reads = len(self.readers.get(v, ())) == len(self.division.entering.get(v, ()))
+        only_update_reads = len(self.readers.get(v, ())) == len(self.partition.entering.get(v, ()))
         if start is not None and self.keeps_whole and only_update_reads:
             self.sum_whole(v, average.term, start, average.is_planned)
             return v
         term = average.term if start is None else v
         total = self.fresh(v, "sum")
-        maker = self.division.makers.get(term)
+        maker = self.partition.makers.get(term)
         add = self.eqn(ACCUMULATE, (term,), total, reader)
         if average.is_planned or maker is None:  # a plan moves it after the wait
             self.edits.insert_before(reader, add)
@@ -362,8 +366,10 @@ class _Marking:
     def keep_gathered(self, gathers_once: bool) -> None:
         """Mark what only the first micro-batch computes: maxima of parameters and, if asked, gathered parameters."""
         for e, wait in pair(self.graph).waits.items():
-            is_of_parameter = role(wait.start) == "param" and e.out not in self.division.changes
-            if is_of_parameter and (gathers_once or not rules(wait.start).moves):
+            is_of_parameter = role(wait.start) == "param" and e.out not in self.partition.changes
+            # A parameter has no other reductions than maxima for the scale of a cast (see `cast_on_shards`).
+            is_maximum = not rules(wait.start).moves
+            if is_of_parameter and (gathers_once or is_maximum):
                 value = self.fresh(e.out, "kept")
                 self.edits.insert_after(e, e.replace(op=KEEP, args=(e.out,), outs=(value,)))
                 self.edits.replace_reads(self.readers.get(e.out, ()), e.out, value)
@@ -380,14 +386,14 @@ class _Marking:
         return Eqn(op, args, (out,), region="update", source=source)
 
     def source(self, v: Var) -> Source | None:
-        maker = self.division.makers.get(v)
+        maker = self.partition.makers.get(v)
         return maker.source if maker else None
 
     # ---- errors
 
     def not_averaged(self, v: Var, reader: Eqn | None) -> ValueError:
         reads = "the update reads" if reader else "the step returns"
-        if v in self.division.averages:
+        if v in self.partition.averages:
             kind = "no float"
             advice = "Average it as a float, zt.pmean(x.float())."
         elif v.shape:

@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.axes import members_of
 from ..ir.graph import Graph, Layout, MemoryKind
-from ..ir.layout import AbstractMesh, UserSharding
+from ..ir.layout import AbstractMesh
 from ..ir.source import Source, where
+from ..ir.user_sharding import UserSharding
 from ..ir.verifier import ProgramError, check, check_interface
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from ..ir.dependencies import needed, reachable
 from ..ir.graph import Eqn, Graph, Var, producers, users
 from ..ir.marks import GRADIENT
 from ..ir.op_facts import is_matmul, is_random, is_view_or_cast
-from ..ir.user_collectives import is_user_collective, is_user_wait
+from ..ir.user_collectives import is_user_collective, is_user_start
 from .base import Transform, check_number, constructor
 
 
@@ -60,7 +60,7 @@ class _DelayWeightGrads(Transform):
                 since.append(e)
                 continue
             delayed: set[Eqn] = set()
-            if e.region == "backward" and not is_user_wait(e):
+            if e.region == "backward" and is_user_start(e):
                 delayed = self._movable_after(e, since, readers)
             eqns += [x for x in since if x not in delayed]
             eqns.append(e)

@@ -13,7 +13,7 @@ from ..ir.graph import Eqn, Graph, Var, rename, users, variables
 from ..ir.op_facts import CAST, rearranges
 from ..ir.operations import compute
 from .base import Transform, constructor
-from .scaled_casts import cast_on_shards
+from .cast_on_shards import cast_on_shards
 
 
 @constructor
@@ -55,14 +55,16 @@ class _FuseCastGather(Transform):
         narrow: dict[Var, Var] = {}  # the values that become narrower
         alias: dict[Var, Var] = {}  # the results of casts that disappear
         for e in graph.eqns:
-            if rules(e).moves and e.kwargs["dtype"] is None and len(e.outs) == 1:
-                narrowing = _Narrowing(readers, outputs)
-                dtype = narrowing.dtype_of(e)
-                if dtype is not None:
-                    for v in (e.out, *narrowing.values):
-                        narrow[v] = dataclasses.replace(v, dtype=dtype)
-                    for cast in narrowing.casts:
-                        alias[cast.out] = cast.args[0]
+            if not rules(e).moves or e.kwargs["dtype"] is not None or len(e.outs) != 1:
+                continue
+            narrowing = _Narrowing(readers, outputs)
+            dtype = narrowing.dtype_of(e)
+            if dtype is None:
+                continue
+            for v in (e.out, *narrowing.values):
+                narrow[v] = dataclasses.replace(v, dtype=dtype)
+            for cast in narrowing.casts:
+                alias[cast.out] = cast.args[0]
 
         eqns = []
         for e in graph.eqns:

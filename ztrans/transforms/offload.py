@@ -1,10 +1,13 @@
-"""Keep state that only the update reads, and values of forward, in the memory of the host."""
+"""Keep state that only the update reads, and values of forward, in the memory of the host.
+
+The leaves of the state are moved here. For values of forward there is only a hint, by which a plan chooses among them.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from dataclasses import replace as with_changes
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -120,7 +123,7 @@ class Offload(Transform):
         chosen = [v for v, leaf in leaves if self.leaf_memory(v.name, leaf) == "host"]
         if not chosen:
             raise _matches_none(where, graph)
-        moving = _Moving(graph)
+        moving = _MovingLeaves(graph)
         for v in chosen:
             moving.move(v)
         return leaf_by_leaf(moving.applied())
@@ -130,24 +133,29 @@ def leaf_by_leaf(graph: Graph) -> Graph:
     """The program in which the equations that update a leaf on the host stand together.
 
     An optimizer may compute all first moments, then all second ones, and so on. All of them would then be on the device
-    at once. What scalars alone need is computed before.
+    at once. Scalars of the update, such as a bias correction that every leaf reads, are computed before the first leaf,
+    if they can be.
     """
-    sets = _leaf_updates(graph)
-    places = _places_of_moved(graph, sets)
+    update_of = _leaf_updates(graph)
+    places = _places_of_moved(graph, update_of)
     if not places:
         return graph
     makers = producers(graph.eqns)
     needs = {e: [makers[v] for v in e.ins if v in makers] for e in graph.eqns}
-    begin = min(i for i, e in enumerate(graph.eqns) if sets.get(e) in places)
-    keys: dict[Eqn, tuple[int, int, int]] = {}
+    first_moved = min(i for i, e in enumerate(graph.eqns) if update_of.get(e) in places)
+    # An equation is sorted by its place. At one place scalars come first, and then the old order counts.
+    keys: dict[Eqn, tuple[int, bool, int]] = {}
     for i, e in enumerate(graph.eqns):
-        keys[e] = (i, 0, i)
-        if sets.get(e) in places:
-            keys[e] = (places[sets[e]], 0, i)
-        elif e in sets and _makes_scalars(e):
-            # Such as a bias correction, which every leaf reads. It runs before the first leaf, if it can.
+        update = update_of.get(e)
+        place = i
+        follows_scalars = True
+        if update in places:
+            place = places[update]
+        elif update is not None and _makes_scalars(e):
+            follows_scalars = False
             ready = max((keys[maker][0] for maker in needs[e]), default=-1)
-            keys[e] = (min(max(ready, begin), i), -1, i)
+            place = min(max(ready, first_moved), i)
+        keys[e] = (place, follows_scalars, i)
     return graph.replace(eqns=tuple(sorted_by(keys.__getitem__, needs)))
 
 
@@ -161,9 +169,9 @@ def _may_move(e: Eqn) -> bool:
 
 
 def _leaf_updates(graph: Graph) -> dict[Eqn, Eqn]:
-    """The equations of an update, by the leaf that they are for: each with the one that stands for its set.
+    """For each equation of the update that may move, one equation that stands for its set (union-find).
 
-    A set has the equations that pass values with dims to each other.
+    A set has the equations that pass values with dims to each other, so it updates one leaf.
     """
     makers = producers(graph.eqns)
     parents: dict[Eqn, Eqn] = {}
@@ -185,16 +193,17 @@ def _leaf_updates(graph: Graph) -> dict[Eqn, Eqn]:
     return {e: root(e) for e in parents}
 
 
-def _places_of_moved(graph: Graph, sets: Mapping[Eqn, Eqn]) -> dict[Eqn, int]:
+def _places_of_moved(graph: Graph, update_of: Mapping[Eqn, Eqn]) -> dict[Eqn, int]:
     """Where each set with a copy stands: at its first equation that computes. Copies do not count."""
-    places = {sets[e]: len(graph.eqns) for e in sets if is_copy(e)}
+    places = {update: len(graph.eqns) for e, update in update_of.items() if is_copy(e)}
     for i, e in enumerate(graph.eqns):
-        if sets.get(e) in places and not rules(e).copies:
-            places[sets[e]] = min(places[sets[e]], i)
+        update = update_of.get(e)
+        if update in places and not rules(e).copies:
+            places[update] = min(places[update], i)
     return places
 
 
-class _Moving:
+class _MovingLeaves:
     """The edits that move leaves of a program to the host.
 
     Attributes:
@@ -217,7 +226,7 @@ class _Moving:
         for e in readers:
             if e.region != "update":
                 raise _is_read(leaf, e)
-        self.on_host[leaf] = with_changes(leaf, memory="host")
+        self.on_host[leaf] = dataclasses.replace(leaf, memory="host")
         returned_at = [i for i, v in enumerate(self.graph.outputs) if v is leaf]
         position = self.graph.inputs.index(leaf)
         # A leaf that nothing reads stays on the host. Only a return as another leaf needs it on the device.
@@ -225,9 +234,9 @@ class _Moving:
             return
         name = self.names.fresh(f"{leaf.name}.device")
         first = readers[0] if readers else None
-        facts = {"region": "update", "source": first.source if first else None}
-        start = to_device(self.on_host[leaf], name, (leaf.name,), **facts)
-        wait = wait_for_copy(start.out, **facts)
+        origin = {"region": "update", "source": first.source if first else None}
+        start = to_device(self.on_host[leaf], name, (leaf.name,), **origin)
+        wait = wait_for_copy(start.out, **origin)
         self.edits.insert_before(first, start, wait)
         self.edits.replace_reads(readers, leaf, wait.out)
         self.on_device[leaf] = wait.out
@@ -246,10 +255,10 @@ class _Moving:
     def _to_host(self, leaf: Var, new: Var) -> Var:
         """The new value of a leaf, on the host."""
         maker = self.makers.get(new)
-        facts = {"region": "update", "source": maker.source if maker else None}
+        origin = {"region": "update", "source": maker.source if maker else None}
         name = self.names.fresh(f"{new.name}.host")
-        start = to_host(new, name, (leaf.name,), over=self.on_host[leaf], **facts)
-        wait = wait_for_copy(start.out, **facts)
+        start = to_host(new, name, (leaf.name,), over=self.on_host[leaf], **origin)
+        wait = wait_for_copy(start.out, **origin)
         if maker is None:
             self.edits.insert_before(None, start, wait)
         else:

@@ -1,4 +1,7 @@
-"""Reduce gradients while the backward pass continues."""
+"""Reduce gradients while the backward pass continues.
+
+The transform only writes hints: which equations may move, and within which limits. A plan moves them.
+"""
 
 from __future__ import annotations
 

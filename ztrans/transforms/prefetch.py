@@ -1,4 +1,7 @@
-"""Start the gathers of parameters before these are needed."""
+"""Start the gathers of parameters before these are needed.
+
+The transform only writes hints: which gathers may move, and within which limits. A plan moves them.
+"""
 
 from __future__ import annotations
 

@@ -90,28 +90,35 @@ class _Sums:
         return self._of_sum(e, a, b) if isinstance(b, Var) and a is not b else []
 
     def _without_rest(self, value: Var) -> list[_Gradient]:
+        """The gradients that are the value itself, and not one of its two summands."""
         return [g for g in self.gradients.get(value, []) if g.rest is None]
 
     def _of_sum(self, e: Eqn, a: Var, b: Var) -> list[_Gradient]:
         """The gradients in the sum of `a` and `b`. If each has a gradient of one leaf, these two are merged."""
-        for x, y in product(self.gradients.get(a, []), self.gradients.get(b, [])):
-            are_of_one_leaf = x.mark.args[1] is y.mark.args[1]
-            if not are_of_one_leaf or (x.rest is not None and y.rest is not None):
-                continue
+        pair = self._of_one_leaf(a, b)
+        if pair is not None:
+            x, y = pair
             merged = self._merged(x, y)
             rest = x.rest if y.rest is None else y.rest
             if rest is None:
                 self.alias[e.out] = merged.mark.out
                 return [merged]
+            # (rest + x) + y becomes rest + (x + y).
             a = rest
             b = merged.mark.out
             self.gradients[b] = [merged]
             self.replaced[e] = e.replace(args=(a, b))
-            break
-        return [
-            *(dataclasses.replace(g, rest=a) for g in self._without_rest(b)),
-            *(dataclasses.replace(g, rest=b) for g in self._without_rest(a)),
-        ]
+        gradients = [dataclasses.replace(g, rest=a) for g in self._without_rest(b)]
+        gradients += [dataclasses.replace(g, rest=b) for g in self._without_rest(a)]
+        return gradients
+
+    def _of_one_leaf(self, a: Var, b: Var) -> tuple[_Gradient, _Gradient] | None:
+        """A gradient in `a` and one in `b` that are of one leaf, and of which at most one has a rest; or None."""
+        for x, y in product(self.gradients.get(a, []), self.gradients.get(b, [])):
+            are_of_one_leaf = x.mark.args[1] is y.mark.args[1]
+            if are_of_one_leaf and (x.rest is None or y.rest is None):
+                return x, y
+        return None
 
     def _merged(self, x: _Gradient, y: _Gradient) -> _Gradient:
         """Mark the sum of two gradients, where the later of their marks is."""

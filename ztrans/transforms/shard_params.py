@@ -2,7 +2,7 @@
 
 State is sharded between steps. Forward and backward run on whole parameters, which are gathered where they are used.
 Gradients are reduced where autograd returns them. The update runs on shards as far as a table of rules knows how; other
-equations of the update run on whole values (see `sharding.rules`).
+equations of the update run on whole values (see `sharding.rules`). A loss that is divided by a `psum` is a warning.
 """
 
 from __future__ import annotations

@@ -23,10 +23,10 @@ from ...calling.inputs import device_of
 from ...ir.collectives import rules
 from ...ir.donation import in_place, updated
 from ...ir.graph import Eqn, Graph, Primitive, Var
-from ...ir.launch import Launch
 from ...ir.layout import local_shape, localize
 from ...ir.operations import compute
 from ...ir.structure import structure
+from ...ir.triton_launch import Launch
 from ...ir.update_groups import is_fused_update
 
 

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
-from ...ir.graph import Eqn, Graph, Names, Provenance, Region, Split, Var, producers
+from ...ir.graph import Eqn, Graph, Names, Placement, Provenance, Region, Split, Var, producers
 from ...ir.op_facts import CAST, is_view_or_cast
 from ...ir.redistribute import Site, redistribute, reduced
 from ...ir.source import Source
-from .registered_rules import Placement
 
 if TYPE_CHECKING:  # `shard_params` imports this module
     from ..shard_params import ShardParams
@@ -43,8 +42,8 @@ class RankValues:
 
     Attributes:
         eqns: the equations.
-        placed: values that are split over the mesh, or of which each rank has a term. Each has one layout.
-        local: values that are whole on every rank, or vary.
+        with_layout: values that are split over the mesh, or of which each rank has a term. Each has one layout.
+        without_layout: values that are whole on every rank, or vary.
         producers: the equations of the plain program, by the values that they compute.
     """
 
@@ -53,8 +52,8 @@ class RankValues:
         self.eqns: list[Eqn] = []
         self.producers = producers(graph.eqns)
         self.names = Names(v.name for v in (*graph.inputs, *self.producers))
-        self.placed: dict[Var, Var] = {}
-        self.local: dict[Var, Var] = {}
+        self.with_layout: dict[Var, Var] = {}
+        self.without_layout: dict[Var, Var] = {}
         self._converted: dict[tuple[Var, Placement], Var] = {}
         # Views and casts of values that will be gathered, which are computed where they are used.
         self._deferred: dict[Var, Eqn] = {}
@@ -62,10 +61,10 @@ class RankValues:
         self._gathered: dict[Var, dict[Phase | None, Var]] = {}
         self._phase: Phase = (0, "forward")
 
-    def bind(self, plain: Var, local: Var) -> None:
-        """Let `local` be the value of the program of one rank for `plain` of the plain program."""
-        values = self.placed if local.layout else self.local
-        values[plain] = local
+    def bind(self, plain: Var, value: Var) -> None:
+        """Let `value` stand for `plain` of the plain program."""
+        values = self.with_layout if value.layout else self.without_layout
+        values[plain] = value
 
     def enter_phase(self, eqn: Eqn) -> None:
         """Count the forwards and backwards: at stage 3, a gathered parameter is dropped after each of them."""
@@ -80,20 +79,16 @@ class RankValues:
 
     def value(self, v: Var, reader: Reader) -> Var:
         """A value in the layout that it has."""
-        return self.placed.get(v) or self.whole_value(v, reader)
+        return self.with_layout.get(v) or self.whole_value(v, reader)
 
     def in_layout(self, v: Var, to: Placement, reader: Reader) -> Var:
         """A value in the layout that an equation of the update needs."""
         value = self.value(v, reader)
         axis = value.layout[0].axis if value.layout else None
-        if axis is not None and to is not None and axis != to.axis:
-            value = self._convert(
-                value, None, axis, reader
-            )  # shards over another axis become whole
-            axis = None
-        if axis is None and to is None:
-            return value
-        return self._convert(value, to, axis or to.axis, reader)  # type: ignore[union-attr]
+        # Between layouts over two axes, the value is whole.
+        if axis is not None and (to is None or to.axis != axis):
+            value = self._convert(value, None, axis, reader)
+        return value if to is None else self._convert(value, to, to.axis, reader)
 
     def _convert(self, value: Var, to: Placement, axis: str, reader: Reader) -> Var:
         if (value, to) not in self._converted:
@@ -105,14 +100,14 @@ class RankValues:
 
     def whole_value(self, v: Var, reader: Reader) -> Var:
         """A value whole on every rank, gathered at its first use; at stage 3, at its first use in each phase."""
-        if v in self.local:
-            return self.local[v]
+        if v in self.without_layout:
+            return self.without_layout[v]
         phase = self._phase if self.options.stage == 3 else None
         by_phase = self._gathered.setdefault(v, {})
         if phase not in by_phase and v in self._deferred:
             self._compute_deferred(self._deferred[v], phase, reader, is_first=not by_phase)
         elif phase not in by_phase:
-            shards = self.placed[v]
+            shards = self.with_layout[v]
             regather = self.options.reshard if by_phase else None
             provenance = Provenance("param", (v.name,), shards.layout[0].axis, regather)
             site = self._site(reader, provenance)
@@ -128,7 +123,7 @@ class RankValues:
         if not is_view_or_cast(eqn):
             return False
         v = eqn.ins[0]
-        is_gathered_later = v in self._deferred or v in self.placed
+        is_gathered_later = v in self._deferred or v in self.with_layout
         if is_gathered_later:
             self._deferred.update(dict.fromkeys(eqn.results, eqn))
         return is_gathered_later
@@ -168,7 +163,7 @@ class RankValues:
         # A complex gradient is sent in its own dtype: a cast to a real dtype would lose its imaginary part.
         is_real_grad = role == "grad" and not x.dtype.is_complex
         dtype = self.options.reduce_dtype if is_real_grad else None
-        value = self._before_cast(x, dtype, reader)
+        value = self._value_to_send(x, dtype, reader)
         for axis in axes:
             split = to if to is not None and axis == to.axis else None
             name = out.name if axis == axes[-1] else f"{out.name}.{axis}"
@@ -177,12 +172,12 @@ class RankValues:
             self.eqns.extend(eqns)
         self.bind(out, value)
 
-    def _before_cast(self, x: Var, dtype: torch.dtype | None, reader: Reader) -> Var:
-        """The value to send for `x`: that before its cast, if that widened it and would be undone."""
+    def _value_to_send(self, x: Var, dtype: torch.dtype | None, reader: Reader) -> Var:
+        """The value to send for `x` in `dtype`. If `x` was cast from `dtype` to a wider one, it is the narrow value."""
         cast = self.producers.get(x)
-        if cast is not None and cast.op is CAST and _has_widened(cast, dtype):
+        if cast is not None and cast.op is CAST and _widens(cast, dtype):
             x = cast.args[0]
-        return self.local[x] if x in self.local else self.in_layout(x, None, reader)
+        return self.in_layout(x, None, reader)
 
     def _site(self, reader: Reader, provenance: Provenance, fixed_name: str | None = None) -> Site:
         """Where new equations are: `fixed_name` is a name of the plain program, which their result keeps."""
@@ -193,8 +188,8 @@ class RankValues:
         return Site(reader.region, reader.source, fresh, provenance)
 
 
-def _has_widened(cast: Eqn, dtype: torch.dtype | None) -> bool:
-    """Whether a cast has widened a value of this dtype, so that a cast back gives the same value."""
+def _widens(cast: Eqn, dtype: torch.dtype | None) -> bool:
+    """Whether a cast widens a value of `dtype`, so that a cast back to it gives the same bits."""
     former = cast.args[0].dtype
     wide = cast.out.dtype
     return former == dtype and torch.promote_types(former, wide) == wide

@@ -20,9 +20,7 @@ from torch.distributed.tensor import Partial as DPartial
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils import _pytree as pytree
 
-from ...ir.graph import Eqn, Partial, Split, Var, substitute
-
-Placement = Split | Partial | None  # over one mesh axis; None is a value that every rank has whole
+from ...ir.graph import Eqn, Partial, Placement, Split, Var, substitute
 
 
 class NoRule(Exception):

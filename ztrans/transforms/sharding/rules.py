@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...ir.graph import Eqn, Partial, Split, variables
+from ...ir.graph import Eqn, Partial, Placement, Split, variables
 from ...ir.higher_order import functions
 from ...ir.layout import chunk, part
 from ...ir.nested import tensors_in
 from ...ir.op_facts import ADD, SCALES, adds_zero, arguments_by_name, op_facts, rearranges
 from ...ir.operations import compute
-from .registered_rules import NoRule, Placement, registered_rule
+from .registered_rules import NoRule, registered_rule
 
 # Reductions, and what combines their results on parts. Norms are combined by their order.
 _REDUCTIONS: Mapping[str, str] = {
@@ -53,8 +53,9 @@ _PRODUCTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "mm": (("ik", "kj"), "ij"),
     "mv": (("ik", "k"), "i"),
 }
-# Linear operations of one value. Sums and products of several run on terms under conditions of their own.
-_LINEAR = {"_to_copy", "mean", "neg", "sum"}
+# Operations of one value that run on terms: f(x + y) = f(x) + f(y). Sums and products of several values run on terms
+# under conditions of their own.
+_ADDITIVE = {"_to_copy", "mean", "neg", "sum"}
 Cuts = Sequence[Split | None]
 
 
@@ -322,7 +323,7 @@ def _on_terms(eqn: Eqn, placements: Sequence[Placement]) -> Rule | None:
 
 def _is_sum_or_cast(eqn: Eqn) -> bool:
     is_sum_of_two = eqn.op is ADD and len(eqn.ins) == 2
-    return is_sum_of_two or op_facts(eqn.op).name in _LINEAR
+    return is_sum_of_two or op_facts(eqn.op).name in _ADDITIVE
 
 
 def _keeps_kind(eqn: Eqn) -> bool:

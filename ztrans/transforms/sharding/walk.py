@@ -16,7 +16,7 @@ import torch
 
 from ...ir.axes import members, members_of
 from ...ir.dependencies import depending
-from ...ir.graph import Eqn, Graph, Layout, Split, Var, users
+from ...ir.graph import Eqn, Graph, Layout, Placement, Split, Var, users
 from ...ir.layout import is_worth_splitting, on_axis
 from ...ir.marks import GRADIENT, PMEAN, PSUM
 from ...ir.op_facts import is_random
@@ -24,12 +24,12 @@ from ...ir.printer import op_name
 from ...ir.rules import INVARIANT
 from ...ir.source import where
 from ...ir.user_collectives import accepted_layouts, is_user_collective
-from ...ir.varying import differing, varying
+from ...ir.varying import varying, varying_by_leaf
 from ...ops import EVERY_AXIS
 from ..base import meta_leaves
 from .leaf_axes import LeafAxes
 from .rank_values import EndOfStep, RankValues
-from .registered_rules import NoRule, Placement
+from .registered_rules import NoRule
 from .rules import Rule, rule
 
 if TYPE_CHECKING:  # `shard_params` imports this module
@@ -106,7 +106,7 @@ class Walk:
         values: the program of one rank so far.
         axes: over which axes each leaf is sharded or replicated.
         varying: the axes over which values differ from rank to rank because of the batch.
-        differing: the axes over which values differ because a leaf of the state does, such as the experts of a rank.
+        varying_by_leaf: the axes over which values differ because ranks hold other leaves, such as their own experts.
         of_tensors: the values that depend on a tensor of the state or of the batch.
     """
 
@@ -120,7 +120,7 @@ class Walk:
         self.values = RankValues(graph, options)
         self.axes = LeafAxes.of_program(graph, options)
         self.varying = varying(graph, self.axes.all)
-        self.differing = differing(graph, self.axes.absent, self.axes.all)
+        self.varying_by_leaf = varying_by_leaf(graph, self.axes.absent, self.axes.all)
         self.readers = users(graph)
         tensors = (*graph.inputs[: graph.num_state], *graph.batch)
         self.of_tensors = depending(graph.eqns, tensors)
@@ -157,7 +157,8 @@ class Walk:
 
     def layout_of(self, v: Var) -> Layout:
         """The layout that the walk has given to a value of the plain program."""
-        return self.values.placed[v].layout if v in self.values.placed else ()
+        value = self.values.with_layout.get(v)
+        return value.layout if value is not None else ()
 
     # ---- equations
 
@@ -244,7 +245,7 @@ class Walk:
         """
         apart: set[str] = set()  # the axes whose ranks have different elements
         for v in eqn.ins:
-            apart.update(self.differing.get(v, ()))
+            apart.update(self.varying_by_leaf.get(v, ()))
             cut_axes = [p.axis for p in self.layout_of(v) if isinstance(p, Split)]
             apart.update(members_of(cut_axes))
         if any(self.graph.axes[axis] > 1 and axis not in apart for axis in self.axes.all):
@@ -261,24 +262,25 @@ class Walk:
         the number of these ranks, and not reduced over them.
         """
         gradient, value = eqn.args
-        over_leaves = self.differing.get(value, INVARIANT)
         over_batch = self.varying.get(gradient, INVARIANT) - self.varying.get(value, INVARIANT)
         if not over_batch:
             self.values.bind(eqn.out, self.values.value(gradient, eqn))
             return
-        split = self.values.placed[value].split if value in self.values.placed else None
+        over_leaves = self.varying_by_leaf.get(value, INVARIANT)
         axes = self.axes.cover(over_batch - over_leaves, value)
-        already_summed = over_batch & over_leaves
-        ranks = math.prod(self.graph.axes[axis] for axis in already_summed)
-        # Over `axes` this is the mean. Over the axes of `already_summed` it is a sum, until it is divided below.
-        mean = eqn.out
-        if ranks > 1:
-            mean = dataclasses.replace(mean, name=self.values.names.fresh(f"{mean.name}.sum"))
+        summed_ranks = math.prod(self.graph.axes[axis] for axis in over_batch & over_leaves)
+        # The mean over `axes`. Over the axes on which ranks hold other leaves it is a sum, until it is divided below.
+        reduced = eqn.out
+        if summed_ranks > 1:
+            name = self.values.names.fresh(f"{eqn.out.name}.sum")
+            reduced = dataclasses.replace(eqn.out, name=name)
+        leaf = self.values.with_layout.get(value)
+        split = leaf.split if leaf is not None else None
         self.values.reduce(
-            gradient, mean, axes, split, eqn, op="mean", role="grad", path=value.name
+            gradient, reduced, axes, split, eqn, op="mean", role="grad", path=value.name
         )
-        if ranks > 1:
-            self.add_quotient(eqn, self.values.value(mean, eqn), ranks)
+        if summed_ranks > 1:
+            self.add_quotient(eqn, self.values.value(reduced, eqn), summed_ranks)
 
     def add_quotient(self, eqn: Eqn, value: Var, ranks: int) -> None:
         """Divide a value by a number of ranks. The quotient is the result of `eqn`."""
@@ -346,7 +348,7 @@ class Walk:
 
     def varies_over(self, v: Var) -> frozenset[str]:
         """The axes over which a value differs from rank to rank, because of the batch or because the state does."""
-        return self.varying.get(v, INVARIANT) | self.differing.get(v, INVARIANT)
+        return self.varying.get(v, INVARIANT) | self.varying_by_leaf.get(v, INVARIANT)
 
     def may_vary_over(self, v: Var) -> frozenset[str]:
         """As `varies_over`. What is computed from numbers and constants alone, as the size of a batch, may vary."""

@@ -1,4 +1,4 @@
-"""An equation of a Triton kernel, `out1 = triton(add_kernel[(2,)](n=24, BLOCK=16), x, y, out)`.
+"""The launch of a Triton kernel by an equation, `out1 = triton(add_kernel[(2,)](n=24, BLOCK=16), x, y, out)`.
 
 A kernel writes into its arguments. The equation copies those that it changes, and its results are the copies. The
 wrappers of a kernel, `triton.autotune` and `triton.heuristics`, choose some of its arguments when it runs.

@@ -199,10 +199,10 @@ class Prologue:
 
 
 class Gathered(NamedTuple):
-    """A whole value of the program: views of a value whose shards each rank computes.
+    """How a whole value of the program follows from shards: they are gathered, and `views` are applied.
 
     Attributes:
-        shards: that value, on shards.
+        shards: the value that is gathered; each rank computes its part.
         start: the gather of the parameter that the whole value is computed from.
         views: the views, in order.
         is_plain: whether only views and casts lead to it from the parameter.
@@ -232,12 +232,14 @@ class OnShards:
         self.gathered = {v: Gathered(start.ins[0], start) for start, v in parameters.items()}
         self.replaced: set[Eqn] = set()
         for e in graph.eqns:
-            if _may_move(e) and self._is_readable(e) and self._compute(e):
-                self.replaced.add(e)
+            if _may_move(e) and self._is_readable(e):
+                is_computed = self._compute(e)
+                if is_computed:
+                    self.replaced.add(e)
         self.needed: dict[Eqn, list[Var]] = {start: [] for start in parameters}
-        for v, value in self.gathered.items():
+        for v, gathered in self.gathered.items():
             if self.is_needed(v):
-                self.needed[value.start].append(v)
+                self.needed[gathered.start].append(v)
 
     def is_needed(self, v: Var) -> bool:
         """Whether the step returns a value, or an equation reads it that no rank computes on shards."""
@@ -254,23 +256,23 @@ class OnShards:
 
         The step's own collectives move if they are of scalars, such as maxima over the ranks of tensor parallelism.
         """
-        values = [self.gathered[v] for v in e.ins if v in self.gathered]
-        if rules(e).remote and (values or not is_user_collective(e)):
+        arguments = [self.gathered[v] for v in e.ins if v in self.gathered]
+        if rules(e).remote and (arguments or not is_user_collective(e)):
             return False
-        are_alike = len({(value.start, value.views) for value in values}) <= 1
+        are_alike = len({(gathered.start, gathered.views) for gathered in arguments}) <= 1
         return are_alike and all(v in self.gathered or v in self.prologue.values for v in e.ins)
 
     def _compute(self, e: Eqn) -> bool:
         """Compute an equation in the prologue, on shards or on scalars. Returns: Whether that is possible."""
-        value = next((self.gathered[v] for v in e.ins if v in self.gathered), None)
-        if value is None:
+        gathered = next((self.gathered[v] for v in e.ins if v in self.gathered), None)
+        if gathered is None:
             self.prologue.repeat(e)
         elif _is_bijection(e):
-            self.gathered[e.out] = value._replace(views=(*value.views, e))
+            self.gathered[e.out] = gathered._replace(views=(*gathered.views, e))
         elif _is_exact(e) and self._has_one_shape(e):
-            self.gathered[e.out] = self._elementwise(e, value)
-        elif _extreme(e) and not self._has_empty_part(value.shards):
-            self._reduce_extreme(e, value)
+            self.gathered[e.out] = self._elementwise(e, gathered)
+        elif _extreme(e) and not self._has_empty_part(gathered.shards):
+            self._reduce_extreme(e, gathered)
         else:
             return False
         return True
@@ -288,23 +290,23 @@ class OnShards:
                 return False
         return True
 
-    def _elementwise(self, e: Eqn, value: Gathered) -> Gathered:
+    def _elementwise(self, e: Eqn, gathered: Gathered) -> Gathered:
         name = self.prologue.names.fresh(f"{e.out.name}.shard")
-        out = dataclasses.replace(value.shards, name=name, dtype=e.out.dtype)
+        out = dataclasses.replace(gathered.shards, name=name, dtype=e.out.dtype)
         of_shards = e.with_inputs(
             lambda v: self.gathered[v].shards if v in self.gathered else v, outs=(out,)
         )
         shards = self.prologue.add(of_shards).out
-        return value._replace(shards=shards, is_plain=value.is_plain and e.op is CAST)
+        return gathered._replace(shards=shards, is_plain=gathered.is_plain and e.op is CAST)
 
-    def _reduce_extreme(self, e: Eqn, value: Gathered) -> None:
+    def _reduce_extreme(self, e: Eqn, gathered: Gathered) -> None:
         """Compute the maximum or minimum of a whole value: of the shards, and then over the ranks."""
         op = _extreme(e)
         order = e.args[1:2] if e.op is _NORM else ()
         name = self.prologue.names.fresh(f"{e.out.name}.shard")
-        term = Var(name, e.out.dtype, (), (Partial(value.shards.layout[0].axis, op),))
-        of_shards = e.replace(args=(value.shards, *order), kwargs={}, outs=(term,))
-        self.prologue.reduce(e, self.prologue.add(of_shards).out, op, value.start.ins[0].name)
+        term = Var(name, e.out.dtype, (), (Partial(gathered.shards.layout[0].axis, op),))
+        of_shards = e.replace(args=(gathered.shards, *order), kwargs={}, outs=(term,))
+        self.prologue.reduce(e, self.prologue.add(of_shards).out, op, gathered.start.ins[0].name)
 
     def _has_empty_part(self, shards: Var) -> bool:
         """Whether a rank has no elements of a value: nothing has no maximum."""
