@@ -30,7 +30,7 @@ from .profiling.profile import Profile, profile
 from .report.progress import stage
 from .report.tracebacks import ends_at_user
 from .running_order import fused_within_peak, with_grouped_updates
-from .runtime.agreement import agree, answers_late, everywhere, say_failure, step_of
+from .runtime.agreement import agree, everywhere, launches_first, say_failure, step_of
 from .runtime.carried import CarryingExecutable
 from .runtime.contract import Contract, agree_on_plan, agree_on_program
 from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rates
@@ -42,9 +42,9 @@ from .runtime.failure import (
     check_launched,
     check_whole,
     ending_together,
-    leaving_lost_ranks,
     marker,
     one_thread,
+    quitting_after_loss,
     running,
     steps_of,
 )
@@ -248,7 +248,7 @@ class Compiled(Printed):
         """
         if self._mesh is not None:  # the mesh has them, whichever program has started them
             groups = process_groups(self._mesh)
-            with leaving_lost_ranks(groups, "close"):
+            with quitting_after_loss(groups, "close"):
                 groups.drop_carried()
         local_program = self.binding.local_program
         if local_program is None:
@@ -362,7 +362,7 @@ class Compiled(Printed):
     ) -> None:
         """Compare this step with those of the other ranks. The replay of a CUDA graph is compared with nothing.
 
-        On GPUs the answer is read one step later, unless the step captures a graph, which takes long anyway.
+        On GPUs the step is launched before the answer is read, unless it captures a graph, which takes long anyway.
         """
         contract = local_program.contract
         function = local_program.function
@@ -370,13 +370,13 @@ class Compiled(Printed):
         if contract is None or is_replay:
             return
         explain = functools.partial(contract.explain, mesh)
-        is_late = answers_late(mesh) and not self.cuda_graph
+        launches = launches_first(mesh) and not self.cuda_graph
         agree(
             mesh,
             step_of(self.lowered.graph.name),
             contract.terms(local, steps_of(state), goes_on),
             explain,
-            marker(state) if is_late else None,
+            marker(state) if launches else None,
         )
 
     @property

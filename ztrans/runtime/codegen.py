@@ -288,7 +288,7 @@ def to_fx(
         _emit(unit, emission, kernels, donated)
         ends.append(len(out.nodes))
     nodes = list(out.nodes)
-    _leave_copies(emission, graph, copies)
+    _put_copies(emission, graph, copies)
     out.output([emission.output(x) for x in graph.outputs])
     _describe(units, [nodes[begin:end] for begin, end in pairwise(ends)])
     return fx.GraphModule(emission.module, out, graph.name)
@@ -318,11 +318,11 @@ def _take_copies(emission: Emission, graph: Graph, copies: CarriedCopies) -> Non
         emission.bind(leaves, unpacked(emission.out, call, leaves))
 
 
-def _leave_copies(emission: Emission, graph: Graph, copies: CarriedCopies) -> None:
+def _put_copies(emission: Emission, graph: Graph, copies: CarriedCopies) -> None:
     """Emit the call that leaves copies to the host to the next step. It returns the new leaves."""
     leaves = [v for v in graph.outputs[: graph.num_state] if v.future]
     if leaves:
-        call = emission.out.call_function(copies.leave, tuple(emission.nodes[v] for v in leaves))
+        call = emission.out.call_function(copies.put, tuple(emission.nodes[v] for v in leaves))
         emission.bind(leaves, unpacked(emission.out, call, leaves))
 
 

@@ -53,7 +53,7 @@ class CarriedCopies:
             future.value(0)
         return tuple(members)
 
-    def leave(self, *members: Member) -> tuple[torch.Tensor, ...]:
+    def put(self, *members: Member) -> tuple[torch.Tensor, ...]:
         """Leave these copies to the next step. Returns their leaves, which are not written completely yet."""
         leaves = []
         for member in members:

@@ -28,7 +28,7 @@ from ...calling.trees import named_leaves
 from ...ir.axes import members_of
 from ...ir.layout import as_tensor, mesh_axes
 from ..agreement import agree, different_steps, everywhere
-from ..failure import check_ended, leaving_lost_ranks, steps_of
+from ..failure import check_ended, quitting_after_loss, steps_of
 from ..process_groups import Channel, process_groups
 from ..replicas import different_leaf, digest
 from ..state import mesh_of_state
@@ -135,7 +135,7 @@ def _agreed_channel(
     agree(mesh, f"save to {str(target)[-80:]}", (steps, digests), explain)
     groups = process_groups(mesh)
     if any(everywhere(groups.saves.is_closed or groups.saves.is_broken, mesh)):
-        with leaving_lost_ranks(groups, "save"):
+        with quitting_after_loss(groups, "save"):
             groups.reopen(groups.saves)
     return groups.saves
 

@@ -180,9 +180,7 @@ class _Items:
     item that they read. Constants, and views of them, are deferred until an equation reads them.
     """
 
-    def __init__(
-        self, pairs: Pairs, updates: Sequence[EqnGroup], unmoved: Collection[Eqn]
-    ) -> None:
+    def __init__(self, pairs: Pairs, updates: Sequence[EqnGroup], unmoved: Collection[Eqn]) -> None:
         self.pairs = pairs
         self.unmoved = unmoved
         self.update_of: dict[Eqn, EqnGroup] = {}
