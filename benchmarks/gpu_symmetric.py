@@ -24,14 +24,14 @@ STEPS = 3
 class Always(SymmetricMemory):
     """Symmetric memory that claims to be faster than NCCL for every message, so that it is always chosen."""
 
-    def trial(self, buffer, kind, exchange) -> Times:
+    def trial(self, buffer, kind, from_all) -> Times:
         return Times(1e-6, 2e-6, kind.nbytes)
 
 
 class AlwaysCopied(Always):
     """Like `Always`, and copies carry every gather."""
 
-    def trial(self, buffer, kind, exchange) -> Times:
+    def trial(self, buffer, kind, from_all) -> Times:
         return Times(1e-6, 2e-6, kind.nbytes, copies=1e-6 if kind.is_gather else math.inf)
 
 

@@ -147,7 +147,7 @@ def choose_transport(
     elif seconds.is_copied:
         way = "copied"
         figures = _figures("copies", seconds)
-    elif seconds.is_faster:
+    elif seconds.uses_symmetric_memory:
         way = "symmetric"
         figures = _figures("symmetric memory", seconds)
     else:
@@ -157,7 +157,7 @@ def choose_transport(
 
 def _figures(chosen: str, times: Times) -> str:
     """The seconds of a message as text: of the chosen way, then of the other ways that can carry it."""
-    ways = {"symmetric memory": times.symmetric, "copies": times.copies, "NCCL": times.nccl}
+    ways = {"symmetric memory": times.kernel, "copies": times.copies, "NCCL": times.nccl}
     figures = [f"{format_seconds(ways.pop(chosen))} for {format_bytes(times.nbytes)}"]
     for way, seconds in ways.items():
         if seconds < math.inf:
@@ -165,7 +165,7 @@ def _figures(chosen: str, times: Times) -> str:
     return ", ".join(figures)
 
 
-class _OfBuffer(StreamedStart):
+class _ThroughBuffer(StreamedStart):
     """Starts one collective equation, like `StreamedStart`, through a buffer of symmetric memory."""
 
     def __init__(self, buffer: Buffer, *common: Any) -> None:
@@ -174,14 +174,14 @@ class _OfBuffer(StreamedStart):
         self.buffer = buffer
 
 
-class CopiedStart(_OfBuffer):
+class CopiedStart(_ThroughBuffer):
     """Starts one gather: copy engines copy the parts of the other ranks, so it takes no multiprocessors."""
 
     def _call(self, received: list[torch.Tensor], send_buffers: list[torch.Tensor]) -> None:
         copy_all(self.buffer.ready, received, send_buffers, SPINS)
 
 
-class SymmetricStart(_OfBuffer):
+class SymmetricStart(_ThroughBuffer):
     """Starts one collective equation by a kernel that reads the messages of all ranks."""
 
     def _call(self, received: list[torch.Tensor], send_buffers: list[torch.Tensor]) -> None:
