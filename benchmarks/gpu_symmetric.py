@@ -77,4 +77,4 @@ def stepped(mesh: DeviceMesh, streams: Streams) -> int:
         if not torch.equal(w.to_local(), state[name].chunk(ranks, w.placements[0].dim)[rank]):
             raise AssertionError(f"{name} differs from its value in lockstep")
     starts = [m for m in run.program.modules() if isinstance(m, SymmetricStart)]
-    return sum(len(start.groups) for start in starts)
+    return sum(len(start.members_by_message) for start in starts)

@@ -187,11 +187,11 @@ class SymmetricStart(_ThroughBuffer):
     def _call(self, received: list[torch.Tensor], send_buffers: list[torch.Tensor]) -> None:
         """Do nothing: the kernel that finishes a message also communicates."""
 
-    def _gathered(self, ks: list[int], shards: Sequence[torch.Tensor]) -> PackedMessage:
+    def _gather_message(self, ks: list[int], shards: Sequence[torch.Tensor]) -> PackedMessage:
         shapes = [self.shapes[k] for k in ks]
         return self._message(ks, shards, 1, shapes, self.wire, gather)
 
-    def _scattered(self, ks: list[int], terms: Sequence[torch.Tensor]) -> PackedMessage:
+    def _scatter_message(self, ks: list[int], terms: Sequence[torch.Tensor]) -> PackedMessage:
         shapes = [self.part_shape(k) for k in ks]
         read = functools.partial(scatter, op=self.reduction)
         return self._message(ks, terms, self.size, shapes, self.outs[ks[0]].dtype, read)
@@ -210,7 +210,7 @@ class SymmetricStart(_ThroughBuffer):
         `read` takes the symmetric memory, the packed message, the flat tensors that it fills, which become the values,
         and the number of elements that each has for a rank.
         """
-        sizes = [self.parts[k] for k in ks]
+        sizes = [self.part_sizes[k] for k in ks]
         rows = [member.movedim(self.dim, 0) for member in members]
         send_buffer = members[0].new_empty(ranks * sum(sizes), dtype=self.wire)
         values = [
@@ -226,6 +226,6 @@ class SymmetricStart(_ThroughBuffer):
             read(self.buffer.ready, send_buffer, outs, sizes, spins=SPINS)
 
         def finish(received: torch.Tensor) -> None:
-            self._filled(fill, read_dtype, shapes, values)
+            self._fill_values(fill, read_dtype, shapes, values)
 
         return PackedMessage(send_buffer, values, pack, lambda: send_buffer, finish)
