@@ -63,7 +63,7 @@ def reference(buffers, pads, error, outs, sizes, rank, channels, spins) -> None:
     wait_for_all(pads, error, rank, spins)
 
 
-@kernel(numbers="count values first spins")
+@kernel(unspecialized="count values first spins")
 def _gather(
     buffers, pads, error, rows, count, bases, values, first, spins,
     WORLD: tl.constexpr, SYNC: tl.constexpr, ITEM: tl.constexpr, BLOCK: tl.constexpr,

@@ -115,7 +115,7 @@ def meet(pads, error, rank, channel, spins, WORLD: tl.constexpr):
     return all_here
 
 
-@kernel(numbers="first spins")
+@kernel(unspecialized="first spins")
 def _barrier(pads, error, first, spins, WORLD: tl.constexpr):
     meet(pads, error, first + tl.program_id(1), tl.program_id(0), spins, WORLD)
 

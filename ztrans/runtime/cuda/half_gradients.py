@@ -8,8 +8,8 @@
     p1, m1, v1 = _fused_adamw([p], [c], [m], [v], ...)
 
 PyTorch's fused optimizers take gradients of the dtype of the parameters, so backward under autocast ends with casts.
-The kernel of AdamW in `ops/update.py` needs none of them. It moves 26 bytes for each parameter, not 34. With clipping
-by the norm it is 28, not 46, because the norm reads the gradient in half precision and the update multiplies it.
+The kernel of `ops/fused_adamw.py` needs none of them. It moves 26 bytes for each parameter, not 34. With clipping by
+the norm it is 28, not 46, because the norm reads the gradient in half precision and the update multiplies it.
 
 No bit of an update changes; a norm may add its terms in another order. A gradient that anything else reads keeps its
 cast. So does the gradient of an update with options that the kernel does not have. Adam without an L2 penalty is AdamW
