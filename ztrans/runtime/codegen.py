@@ -256,13 +256,12 @@ def to_fx(
             f"Write each of them: to_fx(zt.ir.micro_batch_programs(graph).last), and so first and middle."
         )
     rank = coordinates(graph, mesh)
-    if mesh is not None:
-        device = device or torch.device(mesh.device_type)
     streams = streams or _streams(graph, mesh, device)
     # Before `by_group`, which puts process groups in place of the axes of the step's own collectives.
     lanes = transport.lane_count(graph, mesh, streams)
     if mesh is not None:
         graph = by_group(graph, mesh)
+        device = device or torch.device(mesh.device_type)
     in_kernels = frozenset(chain.from_iterable(kernels))
     donated = donation(graph, in_kernels) if donate else Donation({}, {}, {}, {})
     units = list(_units(graph, groups, kernels, donated))
