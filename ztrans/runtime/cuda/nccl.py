@@ -156,7 +156,7 @@ class StreamedStart(Start):
             work = self.group.allreduce_coalesced(send_buffers, options)
         elif self.is_exchanged:
             for into, terms in zip(received, send_buffers):
-                exchange(into, terms, self.group)
+                all_to_all(into, terms, self.group)
         else:
             names = "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
             options = self._options(ReduceScatterOptions())
@@ -345,7 +345,7 @@ class StreamedStart(Start):
             value.copy_(x.view(shape).movedim(0, self.dim) if shape else x.view(()))
 
 
-def exchange(
+def all_to_all(
     into: torch.Tensor,
     send_buffer: torch.Tensor,
     group: dist.ProcessGroup,
