@@ -10,8 +10,8 @@ when they lose their connection to that rank, and can say why. On GPUs they watc
 A GPU runs a step after its call has returned. If the step fails then, or is cut off by the failure of a later one, its
 state is marked too (see `in_flight`). `check_ended` waits for such steps, before a state is read.
 
-The names of steps in errors have numbers, so the steps of each state are counted here. `one_thread` keeps the steps of
-two threads from failing by each other.
+The steps of each state are counted here: errors name a step by its number, and ranks compare these. `one_thread`
+refuses a second thread, whose steps would fail.
 """
 
 from __future__ import annotations
