@@ -58,7 +58,7 @@ WAITING = (
 )
 
 
-@kernel(numbers="spins")
+@kernel(unspecialized="spins")
 def _hold(flag, values, spins, BLOCK: tl.constexpr):
     # The values stay in registers while the block waits.
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

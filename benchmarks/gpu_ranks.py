@@ -38,7 +38,7 @@ ROUNDS = 5000
 SPINS = 1 << 20  # how often a rank looks for a signal before it gives up: about a second
 
 
-@kernel(numbers="rounds spins")
+@kernel(unspecialized="rounds spins")
 def _rounds(buffers, pads, error, wrong, rounds, spins, WORLD: tl.constexpr, BLOCK: tl.constexpr):
     # Every rank writes, then a barrier, then every rank reads the values of all ranks, then a barrier, then every rank
     # overwrites its own values.

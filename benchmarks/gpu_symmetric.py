@@ -24,14 +24,14 @@ STEPS = 3
 class Always(SymmetricMemory):
     """Symmetric memory that claims to be faster than NCCL for every message, so that it is always chosen."""
 
-    def trial(self, buffer, kind, exchange) -> Times:
+    def trial(self, buffer, kind, from_all) -> Times:
         return Times(1e-6, 2e-6, kind.nbytes)
 
 
 class AlwaysCopied(Always):
     """Like `Always`, and copies carry every gather."""
 
-    def trial(self, buffer, kind, exchange) -> Times:
+    def trial(self, buffer, kind, from_all) -> Times:
         return Times(1e-6, 2e-6, kind.nbytes, copies=1e-6 if kind.is_gather else math.inf)
 
 
@@ -77,4 +77,4 @@ def stepped(mesh: DeviceMesh, streams: Streams) -> int:
         if not torch.equal(w.to_local(), state[name].chunk(ranks, w.placements[0].dim)[rank]):
             raise AssertionError(f"{name} differs from its value in lockstep")
     starts = [m for m in run.program.modules() if isinstance(m, SymmetricStart)]
-    return sum(len(start.groups) for start in starts)
+    return sum(len(start.members_by_message) for start in starts)

@@ -324,7 +324,7 @@ def symmetric(device: str) -> None:
     import ztrans as zt
     from ztrans.runtime.cuda.symmetric import CudaSource, SymmetricMemory, Times
 
-    SymmetricMemory.trial = lambda self, buffer, kind, exchange: Times(1e-6, 2e-6, kind.nbytes)
+    SymmetricMemory.trial = lambda self, buffer, kind, from_all: Times(1e-6, 2e-6, kind.nbytes)
     CudaSource.check_links = lambda self, devices: None
     world = World(device)
     half = {"stage": 3, "autocast": True, "reduce_dtype": torch.bfloat16}
@@ -351,7 +351,7 @@ def copied(device: str) -> None:
 
     from ztrans.runtime.cuda.symmetric import CudaSource, SymmetricMemory, Times
 
-    def trial(self: Any, buffer: Any, kind: Any, exchange: Any) -> Times:
+    def trial(self: Any, buffer: Any, kind: Any, from_all: Any) -> Times:
         return Times(1e-6, 2e-6, kind.nbytes, 1e-6 if kind.is_gather else math.inf)
 
     SymmetricMemory.trial = trial

@@ -63,7 +63,7 @@ def reference(buffers, pads, error, outs, sizes, rank, channels, spins) -> None:
     wait_for_all(pads, error, rank, spins)
 
 
-@kernel(numbers="count values first spins")
+@kernel(unspecialized="count values first spins")
 def _gather(
     buffers, pads, error, rows, count, bases, values, first, spins,
     WORLD: tl.constexpr, SYNC: tl.constexpr, ITEM: tl.constexpr, BLOCK: tl.constexpr,
@@ -83,15 +83,17 @@ def _gather(
         peer = tl.load(buffers + p)
         k = block
         while k < count:
-            row = rows + k.to(tl.int64) * 5
+            row = rows + k.to(tl.int64) * 5  # as `_rows` describes it
+            value = tl.load(row)
             start = tl.load(row + 1)
+            offset = tl.load(row + 2)
             size = tl.load(row + 3)
             numel = tl.load(row + 4)
             # The part of rank p is short or empty where the value ends.
             left = tl.maximum(tl.minimum(size, numel - p * size) - start, 0)
             n = tl.minimum(left, BLOCK).to(tl.int32)
-            src = peer + (tl.load(row + 2) + start) * width
-            base = tl.load(bases + tl.program_id(1) * values + tl.load(row))
+            src = peer + (offset + start) * width
+            base = tl.load(bases + tl.program_id(1) * values + value)
             dst = base + (p * size + start) * width
             if (n >= BLOCK) & (((src | dst) & 15) == 0):
                 x = tl.load(tl.multiple_of(src.to(tl.pointer_type(ITEM)), 16) + i)

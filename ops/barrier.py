@@ -5,10 +5,10 @@ sets it to 0. So only one of them may write at a time. After a barrier all signa
 count is kept, so a captured CUDA graph may replay it. Writes before the barrier are visible after it: a signal is set
 with release semantics and read with acquire semantics, at the scope of the whole system.
 
-A rank reads a signal `spins` times before it gives up. Then `error` holds 1 + the rank that did not arrive, and the
-host raises when it next checks `error`. This rank sets no signal any more, not even to itself, so its later barriers
-give up soon. A rank that is only late then waits in vain too: it must not take for a message what this rank, which goes
-on, has in its memory. On the CPU the barrier raises at once.
+A rank reads a signal at most `spins` times. Then it gives up: it writes 1 + the rank that did not arrive to `error`,
+and the host raises when it next checks `error`. It sends the others no signal any more. Its signal to itself stays at
+1, so its later barriers give up soon. A rank that is only late then waits in vain too, and must: the memory of the rank
+that has given up may hold another message by then. On the CPU the barrier raises at once.
 Errors: `error` was set by an earlier barrier. Bytes moved at least: 4 to and from every other rank.
 """
 
@@ -105,16 +105,17 @@ def meet(pads, error, rank, channel, spins, WORLD: tl.constexpr):
         patience = _patience(error, looks, patience)
     in_vain = wrong | (all_right & missing)
     all_here = tl.max(in_vain.to(tl.int32), 0) == 0
+    # `lane >= 0` makes the mask a vector.
     tl.atomic_xchg(ours, 0, mask=all_here & (lane >= 0), sem="release", scope="sys")
     late = tl.max(tl.where(in_vain & (lane != rank), lane + 1, 0), 0)
-    # An error that is there says why.
+    # An earlier error stays: it has the first cause.
     is_first = tl.load(error, mask=late > 0, other=1, volatile=True) == 0
     tl.store(error, late, mask=is_first)
     tl.debug_barrier()
     return all_here
 
 
-@kernel(numbers="first spins")
+@kernel(unspecialized="first spins")
 def _barrier(pads, error, first, spins, WORLD: tl.constexpr):
     meet(pads, error, first + tl.program_id(1), tl.program_id(0), spins, WORLD)
 

@@ -29,9 +29,9 @@ class Kernel:
 
     __name__: str
 
-    def __init__(self, function: Callable, numbers: str = "") -> None:
+    def __init__(self, function: Callable, unspecialized: str = "") -> None:
         self.function = function
-        self.numbers = numbers.split()
+        self.unspecialized = unspecialized.split()
         self.__name__ = function.__name__
         self.__module__ = function.__module__
         self.__doc__ = function.__doc__
@@ -50,22 +50,23 @@ class Kernel:
                 scope[name] = value.jit if isinstance(value, Kernel) else value
         scope.update(__name__=function.__module__, tl=triton.language)
         copy = types.FunctionType(code, scope, function.__name__, function.__defaults__)
-        return triton.jit(
-            functools.update_wrapper(copy, function, updated=()), do_not_specialize=self.numbers
-        )
+        functools.update_wrapper(copy, function, updated=())
+        return triton.jit(copy, do_not_specialize=self.unspecialized)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable:
         # Without fused multiply-add, every product and every sum is rounded by itself, as in the reference.
         return functools.partial(self.jit[grid], enable_fp_fusion=False)
 
 
-def kernel(function: Callable | None = None, *, numbers: str = "") -> Any:
+def kernel(function: Callable | None = None, *, unspecialized: str = "") -> Any:
     """Mark `function` as a Triton kernel, or as a part of one.
 
-    Triton does not compile variants for special values of the arguments named in `numbers`. A variant that one rank
-    has to compile in the middle of a step would keep the other ranks waiting.
+    Triton does not compile variants for special values of the `unspecialized` arguments. A variant that one rank has to
+    compile in the middle of a step would keep the other ranks waiting.
     """
-    return Kernel(function, numbers) if function else functools.partial(Kernel, numbers=numbers)
+    if function is None:
+        return functools.partial(Kernel, unspecialized=unspecialized)
+    return Kernel(function, unspecialized)
 
 
 def element(dtype: torch.dtype, bits: bool = False) -> Any:

@@ -1,4 +1,4 @@
-"""reduce(terms, op, dtype): combine one term of every rank, in rank order.
+"""reduce(terms, op, dtype, out, count): combine one term of every rank, in rank order.
 
     terms   one tensor for each rank, of equal shapes and dtypes
     op      sum, mean, max or min
@@ -41,7 +41,7 @@ def reduce(
         raise ValueError(f"reduce: unknown operation {op!r}; use sum, mean, max or min.")
     combine = _COMBINE[op]
     first, *rest = terms
-    if first.dtype in HALF:
+    if first.dtype in HALF:  # summed in a new tensor: `out` has no room for fp32
         first = out = first.to(torch.float32)
 
     total = combine(first, rest[0], out=out) if rest else first.clone()

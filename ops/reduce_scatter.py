@@ -148,7 +148,7 @@ def _sum_whole(
     return _finished(total, all_here, DIVISOR).to(OUT)
 
 
-@kernel(numbers="count values first total spins")
+@kernel(unspecialized="count values first total spins")
 def sum_rows(
     buffers, pads, error, rows, count, bases, values, first, total, spins,
     TERM: tl.constexpr, OUT: tl.constexpr, DIVISOR: tl.constexpr,
@@ -217,7 +217,8 @@ def launch(
 def pieces_of(
     sizes: tuple[int, ...], numels: tuple[int, ...], together: int, device: torch.device
 ) -> torch.Tensor:
-    # A row: the value, the start in it, its offset in a row of the buffer, the elements left. A list for each rank.
+    # A row: the value, the start in it, its offset in a row of the buffer, the elements left. `numels` has the values
+    # of one rank after those of another.
     offsets = list(itertools.accumulate(sizes, initial=0))
     pieces = []
     for k, numel in enumerate(numels):

@@ -33,7 +33,7 @@ CHANNELS = 128
 BLOCKS = 32
 # The blocks that have room on a multiprocessor: each has 256 threads of at most 128 registers.
 BLOCKS_ON_PROCESSOR = 2
-# Of the signals, in bytes: a cache line of the GPU.
+# The signals of a rank start at a multiple of this many bytes, a cache line of the GPU.
 ALIGNMENT = 128
 # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED, in cuda.h.
 _NATIVE_ATOMICS = 3
@@ -63,13 +63,15 @@ class Symmetric:
 
 
 def check(error: torch.Tensor, rank: int) -> None:
-    """Raise if `error` is set. The host of a rank interrupts its kernels by its own number."""
-    late = int(error)
-    if not late:
+    """Raise if `error` is set: to 1 + a rank that did not come, or by the host of `rank`, to 1 + `rank`, to stop it."""
+    code = int(error)
+    if not code:
         return
-    cause = "was told to wait no longer, because another rank has failed or does not come"
-    if late - 1 != rank:
-        cause = f"waited in vain for rank {late - 1}: it has died, is far behind, or runs other collectives"
+    missing = code - 1
+    if missing == rank:
+        cause = "was told to wait no longer, because another rank has failed or does not come"
+    else:
+        cause = f"waited in vain for rank {missing}: it has died, is far behind, or runs other collectives"
     raise RuntimeError(
         f"rank {rank} {cause}. The symmetric memory is in no known state; make a new one."
     )

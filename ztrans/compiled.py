@@ -30,7 +30,7 @@ from .profiling.profile import Profile, profile
 from .report.progress import stage
 from .report.tracebacks import ends_at_user
 from .running_order import fused_within_peak, with_grouped_updates
-from .runtime.agreement import agree, answers_late, everywhere, say_failure, step_of
+from .runtime.agreement import agree, everywhere, launches_first, say_failure, step_of
 from .runtime.carried import CarryingExecutable
 from .runtime.contract import Contract, agree_on_plan, agree_on_program
 from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rates
@@ -42,9 +42,9 @@ from .runtime.failure import (
     check_launched,
     check_whole,
     ending_together,
-    leaving_lost_ranks,
     marker,
     one_thread,
+    quitting_after_loss,
     running,
     steps_of,
 )
@@ -82,10 +82,10 @@ class LocalProgram(NamedTuple):
     changed: Sequence[int] = ()
     device: torch.device | None = None
 
-    def goes_on(self, inputs: Inputs) -> bool:
+    def uses_carried(self, inputs: Inputs) -> bool:
         """Whether a step on these inputs uses gathers that the step before has started."""
         function = self.function
-        return isinstance(function, CarryingExecutable) and function.goes_on(inputs)
+        return isinstance(function, CarryingExecutable) and function.uses_carried(inputs)
 
     def note(self, inputs: Inputs) -> None:
         """Note that a step on these inputs has ended well, for what it leaves to the next step."""
@@ -248,7 +248,7 @@ class Compiled(Printed):
         """
         if self._mesh is not None:  # the mesh has them, whichever program has started them
             groups = process_groups(self._mesh)
-            with leaving_lost_ranks(groups, "close"):
+            with quitting_after_loss(groups, "close"):
                 groups.drop_carried()
         local_program = self.binding.local_program
         if local_program is None:
@@ -319,16 +319,16 @@ class Compiled(Printed):
             half_weights = local_program.half_weights
             if half_weights is not None:
                 local = half_weights.inserted(local)
-            goes_on = local_program.goes_on(inputs)
+            uses_carried = local_program.uses_carried(inputs)
             if mesh is not None:
-                self._agree(mesh, local_program, local, state, goes_on)
+                self._agree(mesh, local_program, local, state, uses_carried)
             # Only now, so that all ranks bind again if one of them could not.
             self.binding.local_program = local_program
 
             if isinstance(local_program.function, Capture):
                 local_program.function.check_inputs(local)
             with watched(mesh, name, state), running(name, state, mesh, local_program.writes):
-                if mesh is not None and not goes_on:
+                if mesh is not None and not uses_carried:
                     process_groups(mesh).drop_carried()
                 if half_weights is not None:
                     half_weights.refresh(inputs)
@@ -358,11 +358,11 @@ class Compiled(Printed):
         local_program: LocalProgram,
         local: Sequence[torch.Tensor],
         state: Sequence[Any],
-        goes_on: bool,
+        uses_carried: bool,
     ) -> None:
         """Compare this step with those of the other ranks. The replay of a CUDA graph is compared with nothing.
 
-        On GPUs the answer is read one step later, unless the step captures a graph, which takes long anyway.
+        On GPUs the step is launched before the answer is read, unless it captures a graph, which takes long anyway.
         """
         contract = local_program.contract
         function = local_program.function
@@ -370,13 +370,13 @@ class Compiled(Printed):
         if contract is None or is_replay:
             return
         explain = functools.partial(contract.explain, mesh)
-        is_late = answers_late(mesh) and not self.cuda_graph
+        launches = launches_first(mesh) and not self.cuda_graph
         agree(
             mesh,
             step_of(self.lowered.graph.name),
-            contract.terms(local, steps_of(state), goes_on),
+            contract.terms(local, steps_of(state), uses_carried),
             explain,
-            marker(state) if is_late else None,
+            marker(state) if launches else None,
         )
 
     @property

@@ -56,14 +56,14 @@ def fused_within_peak(graph: Graph) -> tuple[Graph, tuple[FusedGroup, ...]]:
         grouped, updates = group_updates(graph, runs_in_one_call)
     else:
         grouped, updates = with_grouped_updates(graph, runs_in_one_call)
-    in_place: frozenset[Eqn] = frozenset()
+    unmoved: frozenset[Eqn] = frozenset()
     fused, groups = fuse(grouped, updates)
     for _ in range(_ROUNDS):
-        more = _Moves(graph, fused, alike | in_place).that_raise(peak)
+        more = _Moves(graph, fused, alike | unmoved).that_raise(peak)
         if not more:
             break
-        in_place |= more
-        fused, groups = fuse(grouped, updates, in_place)
+        unmoved |= more
+        fused, groups = fuse(grouped, updates, unmoved)
     return fused, groups
 
 

@@ -290,7 +290,7 @@ def late() -> None:
     ask = functools.partial(agree, mesh, "a step", 0, lambda values: "", lambda cause: None)
     report("asked", **failed(ask))
     process_groups(mesh).settle()
-    compiled.answers_late = lambda mesh: True
+    compiled.launches_first = lambda mesh: True
     sized = transformed(mesh, 3, step=sized_step)
     first = {"params": params(), "seen": torch.zeros(()), "own": torch.zeros(())}
     seen = sized.shard(first)
@@ -497,7 +497,7 @@ def has_no_program() -> None:
     report("batch", **failed(lambda: step(state, wrong, y)))
     report("goes on too", **failed(lambda: step(state, x, y)))
     report("everywhere", **failed(lambda: step(state, x[:, 1:], y)))
-    compiled.answers_late = lambda mesh: True
+    compiled.launches_first = lambda mesh: True
     report("launched", **failed(lambda: step(state, wrong, y)))
 
 
@@ -540,7 +540,7 @@ class NeverDone:
 def in_flight() -> None:
     """As on GPUs: the host of rank 0 has launched a step, and rank 1 fails in it."""
     mesh = start()
-    compiled.answers_late = lambda mesh: True
+    compiled.launches_first = lambda mesh: True
     step = transformed(mesh, 3)
     state = step.shard(first_state())
     state, _ = step(state, *batch(0, RANK))

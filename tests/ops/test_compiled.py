@@ -18,7 +18,7 @@ from ztrans.ops.kernel import element
 
 module = {
     name: importlib.import_module(f"ztrans.ops.{name}")
-    for name in ("all_gather", "barrier", "move", "reduce_scatter", "update")
+    for name in ("all_gather", "barrier", "move", "reduce_scatter", "fused_adamw")
 }
 
 LOAD, STORE = r"ld\.global\S*\.v4", r"st\.global\S*\.v4"
@@ -143,7 +143,9 @@ def test_adamw(capability, tmp_path, dtype, loads, halves):
     constants = {
         "GRAD": element(dtype), "HALF": element(torch.bfloat16), "HALVES": halves, "SCALES": True, "LOADS_RATE": True, "DECAYS": True, "BLOCK": 2048,
     }  # fmt: skip
-    kernel = compiled(module["update"]._adam, capability, tmp_path, UPDATE, constants, num_warps=8)
+    kernel = compiled(
+        module["fused_adamw"]._adam, capability, tmp_path, UPDATE, constants, num_warps=8
+    )
     check(kernel, loads, 7 if halves else 6, 80)
     rounds_exactly(kernel)
     both_paths = 2 * 8

@@ -25,7 +25,7 @@ op = {
         "reduce_scatter",
         "sum_terms",
         "unpack",
-        "update",
+        "fused_adamw",
     )
 }
 
@@ -111,6 +111,8 @@ def test_updates(kernels):
         lists = [[torch.ones(n) for n in numels] for _ in range(3)]
         grads = [torch.ones(n).bfloat16() for n in numels]
         steps = [torch.tensor(1.0) for _ in numels]
-        op["update"].launch(lists[0], grads, *lists[1:], steps, lr=torch.tensor(0.1), **numbers)
+        op["fused_adamw"].launch(
+            lists[0], grads, *lists[1:], steps, lr=torch.tensor(0.1), **numbers
+        )
     assert all("cubin" in k.asm for k in kernels)
     assert len(kernels) == 3 and len({id(k) for k in kernels}) == 1

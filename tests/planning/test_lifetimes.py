@@ -288,4 +288,4 @@ def test_the_only_small_member_of_a_bucket_is_sent_without_packing():
         assert [
             rules(eqn).sends_without_copy(eqn, k, {"dp": 2}) for k in range(len(members))
         ] == unpacked
-        assert [[k] in start.groups for k in range(len(members))] == unpacked
+        assert [[k] in start.members_by_message for k in range(len(members))] == unpacked

@@ -14,7 +14,7 @@ import ztrans as zt
 from tests.support.programs import CASES
 from tests.support.worlds import batches, fake_mesh, slices
 from ztrans.runtime.agreement import agree_on_call
-from ztrans.runtime.failure import has_note, leave_note
+from ztrans.runtime.failure import has_note, write_note
 from ztrans.runtime.mesh import _end
 from ztrans.runtime.process_groups import LostRank, process_groups
 
@@ -111,7 +111,7 @@ def test_two_meshes_of_the_same_ranks_have_notes_of_their_own(mesh):
     store = dist.HashStore()
     for each in (mesh, other, flat):
         process_groups(each)._client = store
-    leave_note(process_groups(mesh), "failed")
+    write_note(process_groups(mesh), "failed")
     assert has_note(process_groups(mesh))
     assert not has_note(process_groups(other))
     assert not has_note(process_groups(flat))

@@ -25,8 +25,8 @@ from ztrans.runtime.failure import (
     check_launched,
     check_whole,
     has_note,
-    leave_note,
     running,
+    write_note,
 )
 from ztrans.runtime.in_flight import InFlight, StepInFlight
 from ztrans.runtime.process_groups import Channel, LostRank, process_groups
@@ -187,9 +187,9 @@ def test_a_rank_that_fails_lets_earlier_steps_end_before_it_says_so(mesh, monkey
 
     def note(groups, text):
         notes.append((text, step.end.is_done))
-        leave_note(groups, text)
+        write_note(groups, text)
 
-    monkeypatch.setattr("ztrans.runtime.failure.leave_note", note)
+    monkeypatch.setattr("ztrans.runtime.failure.write_note", note)
     query = step.end.query
 
     def ends_later() -> bool:
@@ -364,7 +364,7 @@ def test_time_counts_although_the_store_does_not_answer(mesh, monkeypatch):
         raise AssertionError("the store is asked before the clock")
 
     monkeypatch.setattr(groups, "store", silent)
-    monkeypatch.setattr("ztrans.runtime.watch.leave_note", lambda groups, note: None)
+    monkeypatch.setattr("ztrans.runtime.watch.write_note", lambda groups, note: None)
     in_flight(mesh)
     looking = Watch()
     looking.since = 0.0
@@ -395,7 +395,7 @@ def test_notes_are_read_while_a_group_waits_in_the_store():
         waits.wait()
         time.sleep(0.2)
         began = time.monotonic()
-        leave_note(groups, "failed")
+        write_note(groups, "failed")
         assert has_note(groups)
         assert time.monotonic() - began < 2
         thread.join()

@@ -190,7 +190,7 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 
 def _measure_link(name: str, axis: str, mesh: DeviceMesh, device: torch.device) -> Link:
     """Time messages of all kinds and sizes over one axis, in all of its groups at once, as in a step."""
-    gathers = channel(mesh, axis, gathers=True)
+    queue = channel(mesh, axis, gathers=True)  # it carries all kinds here
     on_cpu = device.type == "cpu"
     streams = side_streams(mesh)
     samples: list[Sample] = []
@@ -199,7 +199,7 @@ def _measure_link(name: str, axis: str, mesh: DeviceMesh, device: torch.device) 
         for size in _SIZES:
             if on_cpu and size > _LARGEST:
                 break
-            start_message, received = _collective(kind, size, gathers, mesh, streams)
+            start_message, received = _collective(kind, size, queue, mesh, streams)
             time_message = functools.partial(_message_seconds, start_message, size, device)
             time_message()
             # The slowest of all ranks, so that all of them take the same decisions.
@@ -217,13 +217,13 @@ def _measure_link(name: str, axis: str, mesh: DeviceMesh, device: torch.device) 
     if on_cpu:
         # The messages of gloo take compute. A gather of a quarter of a second shows how much.
         size = min(16 * _LARGEST, max(_SIZES[0], int(_BURST / gather_seconds_per_byte)))
-        start_message, received = _collective("all_gather", size, gathers, mesh, streams)
+        start_message, received = _collective("all_gather", size, queue, mesh, streams)
         byte_overhead = (
             median(_compute_lost(start_message, mesh, device) for _ in range(3)) / received
         )
-        overhead = median(_start_seconds(gathers, mesh) for _ in range(15))
+        overhead = median(_start_seconds(queue, mesh) for _ in range(15))
         guess = Link(name, 1e-4, 1e9, byte_overhead=byte_overhead, overhead=overhead)
-    return fit(guess, samples, gathers.group.size())
+    return fit(guess, samples, queue.group.size())
 
 
 def _message_seconds(start_message: StartMessage, size: int, device: torch.device) -> float:
@@ -243,10 +243,10 @@ def _message_seconds(start_message: StartMessage, size: int, device: torch.devic
 
 
 def _collective(
-    kind: str, size: int, messages: Channel, mesh: DeviceMesh, streams: Streams | None
+    kind: str, size: int, queue: Channel, mesh: DeviceMesh, streams: Streams | None
 ) -> tuple[StartMessage, int]:
     """A function that starts a collective in which a rank receives about `size` bytes, and the exact number."""
-    n = messages.group.size()
+    n = queue.group.size()
     sizes = {"axis": n}
     # In an all_reduce each part passes twice: once to be summed, and once as a sum.
     passes = 2 if kind == "all_reduce" else 1
@@ -262,10 +262,10 @@ def _collective(
         eqn = collectives.reduce([x], ["y"], "axis", "sum", into)
         member = torch.zeros(elements, device=mesh.device_type)
 
-    rank = {"axis": messages.group.rank()}
+    rank = {"axis": queue.group.rank()}
     if streams is not None:
-        reserve_messages(mesh, [(messages, eqn, sizes, 1)], streams)
-    module: Any = start_module(eqn, sizes, rank, messages, streams, lanes=1)
+        reserve_messages(mesh, [(queue, eqn, sizes, 1)], streams)
+    module: Any = start_module(eqn, sizes, rank, queue, streams, lanes=1)
     return lambda: module(member)[0].future, collectives.rules(eqn).wire_bytes(eqn, sizes)
 
 
@@ -275,9 +275,9 @@ def _wait(future: Future) -> None:
         future.work.wait()
 
 
-def _start_seconds(gathers: Channel, mesh: DeviceMesh) -> float:
+def _start_seconds(queue: Channel, mesh: DeviceMesh) -> float:
     """The seconds that it takes a CPU to start the smallest message."""
-    start_message, _ = _collective("all_gather", _SIZES[0], gathers, mesh, None)
+    start_message, _ = _collective("all_gather", _SIZES[0], queue, mesh, None)
     begin = time.perf_counter()
     future = start_message()
     took = time.perf_counter() - begin

@@ -6,7 +6,8 @@ noise, and count squared. Large errors count linearly, so a few messages that we
 
 The messages of a step queue behind each other and share wires, so the duration of one says little about its link. For
 them, all messages are simulated from the times at which they were issued, and the figures are changed until the
-simulated messages end when the measured ones did.
+simulated messages end when the measured ones did. The costs of sending and of unpacking a message are fitted to the
+seconds of compute that these took.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def fit(link: Link, samples: Sequence[Sample], ranks: int) -> Link:
     figures = Figures((link,), [(0, sample.kind) for sample in samples])
 
     def predict(values: np.ndarray) -> list[float]:
-        (new_link,) = figures.put(values.tolist())
+        (new_link,) = figures.links_with(values.tolist())
         durations = []
         for sample in samples:
             latency, seconds = new_link.seconds(sample.kind, sample.received, ranks)
@@ -97,7 +98,7 @@ def fit(link: Link, samples: Sequence[Sample], ranks: int) -> Link:
         return durations
 
     took = [sample.seconds for sample in samples]
-    (fitted,) = figures.put(solve(predict, took, figures.start))
+    (fitted,) = figures.links_with(solve(predict, took, figures.start))
     efficiency = [(kind, share) for kind, share in fitted.efficiency if abs(share - 1) > _ALIKE]
     return dataclasses.replace(fitted, efficiency=tuple(efficiency))
 
@@ -124,22 +125,22 @@ def fit_to_step(
     slow = Figures([_slowed(link, axis, observed) for axis, link in links], kinds)
 
     def predict(values: np.ndarray) -> list[float]:
-        new_links = dict(zip(axes, figures.put(values.tolist())))
+        new_links = dict(zip(axes, figures.links_with(values.tolist())))
         return _simulated_seconds(new_links, observed)
 
     took = [max(message.done - message.issued, 0.0) + _ISSUE for message in observed]
     fitted = solve(predict, took, figures.start, _PRIOR_IN_STEP, slow.start)
-    return tuple(zip(axes, figures.put(fitted)))
+    return tuple(zip(axes, figures.links_with(fitted)))
 
 
 def _slowed(link: Link, axis: str, observed: Sequence[Observed]) -> Link:
     """`link` with the bandwidth at which the largest message moved, if no other message used the wire."""
-    received = 0
-    seconds = 0.0
+    largest = (0, 0.0)  # its bytes and its seconds
     for message in observed:
         took = message.done - message.issued
         if message.axis == axis and took > 0:
-            received, seconds = max((received, seconds), (message.received, took))
+            largest = max(largest, (message.received, took))
+    received, seconds = largest
     return dataclasses.replace(link, bandwidth=received / seconds) if received else link
 
 
@@ -225,7 +226,7 @@ class Figures:
                 values += [efficiency.get(kind, 1.0) for kind in kinds[1:]]
         return values
 
-    def put(self, values: Sequence[float]) -> list[Link]:
+    def links_with(self, values: Sequence[float]) -> list[Link]:
         """The links with the figures `values`."""
         rest = iter(values)
         new_links = []
@@ -298,7 +299,9 @@ def solve(
                 break
         return loss(figures, errors), np.exp(figures).tolist()
 
-    return min(descend(np.log(begin)) for begin in (start, second_start) if len(begin))[1]
+    starts = [figures for figures in (start, second_start) if len(figures)]
+    _, best = min(descend(np.log(figures)) for figures in starts)
+    return best
 
 
 def _size(errors: np.ndarray) -> float:

@@ -105,8 +105,9 @@ class Profile:
         mine = self.timeline.compute, dict(self.seconds_by_signature), self.messages
         by_rank = everywhere(mine, mesh)
         _, seconds_of_slowest, _ = max(by_rank, key=lambda of_rank: of_rank[0])
+        messages_by_rank = [messages for _, _, messages in by_rank]
         steps = []
-        for step_by_rank in zip(*(of_rank[2] for of_rank in by_rank)):
+        for step_by_rank in zip(*messages_by_rank):
             steps.append(tuple(_combined(same, max) for same in zip(*step_by_rank)))
         return dataclasses.replace(
             self, seconds_by_signature=seconds_of_slowest, messages=tuple(steps)
@@ -114,7 +115,10 @@ class Profile:
 
 
 def _combined(same: Sequence[Observed], moment: Callable[[Iterable[float]], float]) -> Observed:
-    """One message from several observations of it: medians, and with `moment` when it was issued and when done."""
+    """One message from several observations of it.
+
+    `moment` combines the times of issue, and those of the end. All durations are medians.
+    """
     return same[0]._replace(
         issued=moment(message.issued for message in same),
         done=moment(message.done for message in same),
@@ -414,7 +418,7 @@ def _timeline(graph: Graph, times: Times) -> Timeline:
         stall = 0.0
         if readings is not None:
             issue, finish, arrived = readings
-            # The rest of that equation's time is spent on recording.
+            # Operation `issue - 1` starts the message. The rest of its time is spent on recording.
             end[message.issue - 1] = issue
             if finish > begin[need]:
                 stall = max(arrived - begin[need], 0.0)
@@ -426,6 +430,7 @@ def _timeline(graph: Graph, times: Times) -> Timeline:
                 finish = end[need]
                 stall = end[need] - begin[need]
         if stall:
+            # The bar of the wait begins when compute goes on.
             finish = begin[need] + stall
             begin[need] = finish
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..ir.graph import Eqn
+from ..ir.printer import op_name
 
 COMPUTE = "compute"  # the lane of operations; every other lane has messages
 Curve = tuple[tuple[float, int], ...]  # (time, live bytes)
@@ -30,3 +31,15 @@ class Event:
     @property
     def end(self) -> float:
         return self.start + self.seconds
+
+    @property
+    def title(self) -> str:
+        """The equation in a few words: its first result, the number of further results, and its operation."""
+        names = [out.base_name for out in self.eqn.results]
+        more = f" +{len(names) - 1}" if len(names) > 1 else ""
+        return f"{names[0] if names else '_'}{more} = {op_name(self.eqn.op)}"
+
+    @property
+    def source_line(self) -> str:
+        """The user's line of the equation, or an empty text if it is unknown."""
+        return str(self.eqn.source or "")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ..ir.printer import equation
 from .event import COMPUTE, Curve, Event
 from .palette import COLOURS, kind_of, used_kinds
-from .table import compared, label, source_line, table, title
+from .table import compared, label, table
 
 if TYPE_CHECKING:  # `timeline` imports this module
     from .timeline import Timeline
@@ -59,7 +59,7 @@ def _data(timelines: Sequence[Timeline]) -> dict[str, Any]:
 
     def bar(events: Sequence[Event], lane: int) -> list[float]:
         longest = max(events, key=lambda e: e.seconds)
-        what = title(longest.eqn)
+        what = longest.title
         if len(events) > 1:
             noun = "messages" if lane else "operations"
             what = f"{len(events)} {noun}, the longest {what}"
@@ -70,7 +70,7 @@ def _data(timelines: Sequence[Timeline]) -> dict[str, Any]:
             sum(e.bytes for e in events),
             text_number(what),
             text_number(equation(longest.eqn)[:_LONGEST]),
-            text_number(source_line(longest.eqn)),
+            text_number(longest.source_line),
         ]
 
     def timeline_data(timeline: Timeline) -> dict[str, Any]:

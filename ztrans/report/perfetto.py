@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..ir.printer import equation
 from .event import COMPUTE
-from .table import source_line, title
 
 if TYPE_CHECKING:  # `timeline` imports this module
     from .timeline import Timeline
@@ -50,8 +49,8 @@ def _events(process: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
 
     starts = {e.eqn: e.start for e in timeline.events if e.lane == COMPUTE}
     for number, e in enumerate(timeline.events):
-        name = title(e.eqn)
-        source = source_line(e.eqn)
+        name = e.title
+        source = e.source_line
         facts = {"equation": equation(e.eqn), "source": source, "region": e.eqn.region}
         if e.lane == COMPUTE:
             yield bar(name, COMPUTE, e.start, e.seconds, **facts)

@@ -1,15 +1,14 @@
 """Print a timeline as text, or two timelines side by side.
 
 The rows are: the time of the step, how long each lane is busy, the exposed communication by axis and role, the lower
-bound, and the peak of memory.
+bound, and the peak of memory. `label` is the name of a column.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..ir.graph import Eqn
-from ..ir.printer import format_bytes, format_seconds, op_name
+from ..ir.printer import format_bytes, format_seconds
 from .event import COMPUTE, Event
 
 if TYPE_CHECKING:  # `timeline` imports this module
@@ -51,7 +50,7 @@ def table(timeline: Timeline) -> str:
 
     stalls = []
     for event in _worst_stalls(timeline):
-        stalls.append(row(f"  {title(event.eqn)}", event.stall, source_line(event.eqn)))
+        stalls.append(row(f"  {event.title}", event.stall, event.source_line))
     return f"{text}\nworst stalls\n{_columns(stalls)}" if stalls else text
 
 
@@ -104,18 +103,6 @@ def _shown(row: str, figure: float | None) -> str:
 def label(timeline: Timeline) -> str:
     """The kind of a timeline, `simulated` or `measured`, which distinguishes it from another of the same step."""
     return timeline.name.rpartition(", ")[2]
-
-
-def title(eqn: Eqn) -> str:
-    """An equation in a few words: its first result, the number of further results, and its operation."""
-    names = [out.base_name for out in eqn.results]
-    more = f" +{len(names) - 1}" if len(names) > 1 else ""
-    return f"{names[0] if names else '_'}{more} = {op_name(eqn.op)}"
-
-
-def source_line(eqn: Eqn) -> str:
-    """The user's line of an equation, or an empty text if it is unknown."""
-    return str(eqn.source or "")
 
 
 def _figures(timeline: Timeline) -> dict[str, float]:

@@ -8,7 +8,7 @@ nothing else has been sent.
 On GPUs the host launches work ahead of the device, and would have to wait for the other hosts in every step. So there
 the answer about a step is read when the next call begins. If the ranks differ, that step has been launched, and its
 state is marked as half updated. Its messages may wait for each other forever, so all ranks close their channels. A rank
-that makes another call meanwhile, such as `save`, learns that a step has been launched, and leaves the others at once.
+that makes another call meanwhile, such as `save`, learns that a step has been launched, and quits the mesh at once.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from ..ir.collectives import MOST_RANKS_OF_EXCHANGE
 from ..ir.dependencies import grouped
 from .failure import (
     STOP_TOGETHER,
-    leave_disagreement,
-    leave_with_note,
-    leaving_lost_ranks,
+    quit_after_disagreement,
+    quit_with_note,
+    quitting_after_loss,
     rank_names,
 )
 from .process_groups import ProcessGroups, Work, process_groups
@@ -38,7 +38,7 @@ from .process_groups import ProcessGroups, Work, process_groups
 T = TypeVar("T")
 Explain = Callable[[Mapping[int, Any]], str]
 
-# The digest of a value, whether the rank reads the answer when its next call begins, and the name of a call.
+# A record: the digest of a value, whether the rank launches its step before it reads the answer, the name of a call.
 _RECORD = struct.Struct("<16s?111s")
 _IN_TIME = "the ranks of the mesh do not do the same, so none of them has sent anything.\n"
 _LAUNCHED = (
@@ -55,7 +55,7 @@ def agree(
     call: str,
     mine: Any,
     explain: Explain,
-    if_late: Callable[[str], None] | None = None,
+    mark: Callable[[str], None] | None = None,
 ) -> None:
     """Check that all ranks of a mesh make the same call. All of them must call this together.
 
@@ -65,7 +65,8 @@ def agree(
         mine: what must be the same on all ranks, a value of numbers and texts.
         explain: returns what the error says about the values of all ranks, by rank, if they differ; an empty text if
             they may differ in this way. All ranks call it, so it may ask them for more.
-        if_late: read the answer when the next call begins. If it is bad, this function gets a line about it.
+        mark: if it is given, the step is launched first, and the answer is read when the next call begins. If the
+            ranks differ, this function marks the state of the step; it gets the cause.
 
     Raises: RuntimeError on every rank if the ranks make different calls; LostRank if a rank has ended or does not
         answer.
@@ -74,14 +75,14 @@ def agree(
     if groups.is_alone:
         return
     groups.settle()
-    question = _Question.ask(groups, call, mine, explain, if_late is not None)
-    if if_late is not None:
-        groups.pending = _LateAnswer(question, if_late)
+    question = _Question.ask(groups, call, mine, explain, launches=mark is not None)
+    if mark is not None:
+        groups.pending = _PendingAnswer(question, mark)
         return
     answer = question.answer(groups)
     if answer.others_have_launched:
         note = mine.note if isinstance(mine, Failure) else f"made another call, {call}"
-        leave_with_note(groups, note, f"rank {dist.get_rank()} {note}")
+        quit_with_note(groups, note, f"rank {dist.get_rank()} {note}")
         raise RuntimeError(f"{answer.calls}: {_LAUNCHED}{answer.problem}")
     if answer.problem:
         groups.forget_carried()
@@ -96,14 +97,14 @@ class Failure(NamedTuple):
 
     @property
     def note(self) -> str:
-        """What this rank leaves for others that do not wait for it."""
+        """What this rank writes for others that have gone on without it."""
         return f"failed in {self.call} with {self.reason.splitlines()[0]}"
 
 
 def say_failure(mesh: DeviceMesh, name: str, error: Exception) -> None:
     """Tell the other ranks that this one has no program for a step, and why.
 
-    They raise an error before they send anything. If they have launched the step, as on GPUs, this rank leaves them.
+    They raise an error before they send anything. If they have launched the step, as on GPUs, this rank quits the mesh.
     """
     failure = Failure(step_of(name), f"{type(error).__name__}: {error}")
     # The error of this rank says more than the one of all ranks.
@@ -116,8 +117,8 @@ def agree_on_call(mesh: DeviceMesh, call: str) -> None:
     agree(mesh, call, None, lambda by_rank: "")
 
 
-def answers_late(mesh: DeviceMesh) -> bool:
-    """Whether the ranks of a mesh read the answer about a step when the next call begins: on GPUs."""
+def launches_first(mesh: DeviceMesh) -> bool:
+    """Whether the ranks of a mesh launch a step before they read the answer about it: on GPUs."""
     return mesh.device_type != "cpu"
 
 
@@ -136,44 +137,47 @@ class _Answer(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class _LateAnswer:
-    """The answer about a step that this rank has launched; `if_late` marks the state of the step."""
+class _PendingAnswer:
+    """The answer about a step that this rank has launched; `mark` marks the state of the step."""
 
     question: _Question
-    if_late: Callable[[str], None]
+    mark: Callable[[str], None]
 
     def read(self, groups: ProcessGroups) -> None:
         """Raises: RuntimeError on every rank if the ranks made different calls; LostRank if a rank has ended."""
         answer = self.question.answer(groups)
         if answer.problem:
             cause = f"the ranks did not do the same in {answer.calls}"
-            self.if_late(cause)
-            leave_disagreement(groups, cause)
+            self.mark(cause)
+            quit_after_disagreement(groups, cause)
             raise RuntimeError(f"{answer.calls}: {_LATE}{answer.problem}")
 
 
 @dataclass(frozen=True, eq=False)
 class _Question:
-    """A comparison that has begun: `works` fill the records of all ranks."""
+    """A comparison that has begun: `works` fill the records of all ranks.
+
+    This rank `launches` its step before it reads the answer, or waits for the answer.
+    """
 
     call: str
     mine: Any
     explain: Explain
-    is_late: bool
+    launches: bool
     records: torch.Tensor
     works: Sequence[Work]
 
     @staticmethod
     def ask(
-        groups: ProcessGroups, call: str, mine: Any, explain: Explain, is_late: bool
+        groups: ProcessGroups, call: str, mine: Any, explain: Explain, launches: bool
     ) -> _Question:
         """Send this rank's record, and begin to receive those of the others."""
         # Every step sends this record, so it is a hash of a fixed size. Values are sent only if hashes differ.
         digest = hashlib.sha256(repr(mine).encode()).digest()[:16]
-        record = bytearray(_RECORD.pack(digest, is_late, call.encode()[:111]))
+        record = bytearray(_RECORD.pack(digest, launches, call.encode()[:111]))
         records = torch.frombuffer(record, dtype=torch.uint8).repeat(len(groups.ranks), 1)
         works: Sequence[Work]
-        with leaving_lost_ranks(groups, call):
+        with quitting_after_loss(groups, call):
             groups.open()
             channel = groups.channel(None, "ranks")
             this_rank = records[channel.group.rank()]
@@ -182,11 +186,11 @@ class _Question:
                     works = channel.exchange([this_rank] * len(records), list(records))
                 else:
                     works = [dist.all_gather(list(records), this_rank, channel.group, True)]
-        return _Question(call, mine, explain, is_late, records, works)
+        return _Question(call, mine, explain, launches, records, works)
 
     def answer(self, groups: ProcessGroups) -> _Answer:
         """Wait for all records, and compare them."""
-        with leaving_lost_ranks(groups, self.call), groups.channel(None, "ranks").errors():
+        with quitting_after_loss(groups, self.call), groups.channel(None, "ranks").errors():
             for work in self.works:
                 work.wait()
         records = list(_RECORD.iter_unpack(self.records.numpy().tobytes()))
@@ -194,10 +198,10 @@ class _Question:
             return _Answer(self.call)
         names = [name.rstrip(b"\0").decode(errors="replace") for *_, name in records]
         calls = " and ".join(dict.fromkeys(names))
-        if any(is_late != self.is_late for _, is_late, _ in records):
+        if any(launches != self.launches for _, launches, _ in records):
             # Ranks that have launched a step read this at another time, so no rank may ask for the values.
             problem = _different_calls(groups.ranks, names)
-            return _Answer(calls, problem, others_have_launched=not self.is_late)
+            return _Answer(calls, problem, others_have_launched=not self.launches)
         # Only now are the values themselves sent.
         values = dict(zip(groups.ranks, _from_all(groups, self.mine)))
         failure = _failed(values)
@@ -222,7 +226,7 @@ def from_first(value: T, mesh: DeviceMesh) -> T:
     Raises: LostRank, on the other ranks, if the first one has ended or does not answer.
     """
     groups = process_groups(mesh)
-    with leaving_lost_ranks(groups, "ztrans"):
+    with quitting_after_loss(groups, "ztrans"):
         if not groups.is_alone:
             groups.open()
         return groups.from_first(value)
@@ -230,7 +234,7 @@ def from_first(value: T, mesh: DeviceMesh) -> T:
 
 def _from_all(groups: ProcessGroups, value: T) -> list[T]:
     """The values that the ranks pass; LostRank says why another rank is lost."""
-    with leaving_lost_ranks(groups, "ztrans"):
+    with quitting_after_loss(groups, "ztrans"):
         if not groups.is_alone:
             groups.open()
         return groups.from_all(value)

@@ -6,7 +6,8 @@ the same gathers, and each leaf that they gather is as the last step has left it
 one that starts gathers sends messages that the others do not expect. So it is a part of what they compare (see
 `agreement`).
 
-A step that fails closes the channels of the mesh, and what was carried goes with them.
+`Compiled` asks `uses_carried` before a step, and calls `ProcessGroups.drop_carried` if the answer is no. A step that
+fails closes the channels of the mesh, and what was carried goes with them.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class CarryingExecutable:
             raise
         return tuple(members)
 
-    def goes_on(self, inputs: Inputs) -> bool:
+    def uses_carried(self, inputs: Inputs) -> bool:
         """Whether a step on these inputs uses what the last step of the mesh has started."""
         carried = self.groups.carried
         if carried is None or carried.leaves is None or carried.sent != self.sent:

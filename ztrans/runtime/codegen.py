@@ -257,11 +257,12 @@ def to_fx(
             f"Write each of them: to_fx(zt.ir.micro_batch_programs(graph).last), and so first and middle."
         )
     rank = coordinates(graph, mesh)
-    over_axes = graph
+    streams = streams or _streams(graph, mesh, device)
+    # Before `by_group`, which puts process groups in place of the axes of the step's own collectives.
+    lanes = transport.lane_count(graph, mesh, streams)
     if mesh is not None:
         graph = by_group(graph, mesh)
         device = device or torch.device(mesh.device_type)
-    streams = streams or _streams(graph, mesh, device)
     in_kernels = frozenset(chain.from_iterable(kernels))
     donated = donation(graph, in_kernels) if donate else Donation({}, {}, {}, {})
     units = list(_units(graph, groups, kernels, donated))
@@ -276,7 +277,7 @@ def to_fx(
         coordinates=rank,
         mesh=mesh,
         streams=streams,
-        lanes=transport.lane_count(over_axes, mesh, streams),
+        lanes=lanes,
         device=device,
         in_place=donated.in_place_ops,
     )
@@ -289,9 +290,9 @@ def to_fx(
         _emit(unit, emission, kernels, donated)
         ends.append(len(out.nodes))
     nodes = list(out.nodes)
-    _leave_copies(emission, graph, copies)
+    _put_copies(emission, graph, copies)
     out.output([emission.output(x) for x in graph.outputs])
-    _describe(units, [nodes[begin:end] for begin, end in pairwise(ends)])
+    _add_metadata(units, [nodes[begin:end] for begin, end in pairwise(ends)])
     return fx.GraphModule(emission.module, out, graph.name)
 
 
@@ -319,11 +320,11 @@ def _take_copies(emission: Emission, graph: Graph, copies: CarriedCopies) -> Non
         emission.bind(leaves, unpacked(emission.out, call, leaves))
 
 
-def _leave_copies(emission: Emission, graph: Graph, copies: CarriedCopies) -> None:
+def _put_copies(emission: Emission, graph: Graph, copies: CarriedCopies) -> None:
     """Emit the call that leaves copies to the host to the next step. It returns the new leaves."""
     leaves = [v for v in graph.outputs[: graph.num_state] if v.future]
     if leaves:
-        call = emission.out.call_function(copies.leave, tuple(emission.nodes[v] for v in leaves))
+        call = emission.out.call_function(copies.put, tuple(emission.nodes[v] for v in leaves))
         emission.bind(leaves, unpacked(emission.out, call, leaves))
 
 
@@ -384,12 +385,11 @@ def _is_one_call(group: EqnGroup, donated: Donation) -> bool:
     All of them write in place, or none does. What one of them writes no other may read, for one kernel may compute
     them in any order.
     """
-    in_place = [eqn in donated.in_place_ops for eqn in group]
-    if is_fused_update(group[0]):
-        return all(in_place)
-    if not any(in_place):
-        return list_call(group, in_place=False) is not None
     in_place_ops = [donated.in_place_ops.get(eqn) for eqn in group]
+    if is_fused_update(group[0]):
+        return None not in in_place_ops
+    if not any(in_place_ops):
+        return list_call(group, in_place=False) is not None
     if not all(isinstance(op, torch._ops.OpOverload) for op in in_place_ops):
         return False
     overwritten: set[Var] = set()
@@ -504,7 +504,8 @@ def _results(out: fx.Graph, eqn: Eqn, call: fx.Node) -> list:
         return unpacked(out, call, eqn.outs) if is_list[0] else [call]
     if not all(is_list):
         return unpacked(out, call, eqn.outs)
-    # Lists of one tensor each, or none: an SGD may have no momenta.
+    # An update over lists returns a list for each list that it takes, named like it, with "_out". Each has one tensor,
+    # or none: an SGD may have no momenta.
     args = arguments_by_name(op, eqn.args, {})
     filled = []
     for k, result in enumerate(returns):
@@ -543,7 +544,7 @@ def _over_lists(emission: Emission, eqns: Sequence[Eqn], in_place: Any) -> list[
     return [[result] for result in results]
 
 
-def _describe(units: Sequence[_Unit], emitted: Sequence[list[fx.Node]]) -> None:
+def _add_metadata(units: Sequence[_Unit], emitted: Sequence[list[fx.Node]]) -> None:
     """Write into the metadata of nodes the first equation of their unit, and which equations share their time.
 
     `emitted` are the nodes of each unit. Equations without a node take no time: they are said to run with the next unit

@@ -165,17 +165,18 @@ class Start(torch.nn.Module):
         hosts = channel.hosts if channel is not None else Hosts(self.size)
         route = route_of(eqn, sizes, hosts, self.is_gloo)
         self.way = route.way
-        # The printed program shows it.
+        # What the printed program says about the transport; a subclass has a `Transport`.
         self.transport: Any = route if hosts.count > 1 and route.way != RING else None
         # Of each value, whole over this axis: its shape with the split dim first, and the elements of a padded part.
         self.shapes = []
-        self.parts = []
+        self.part_sizes = []
         for v in self.outs:
             unsplit = dataclasses.replace(v, layout=without(v.layout, axis))
             shape = _dim_first(local_shape(unsplit, sizes, coordinates), self.dim)
             self.shapes.append(shape)
-            self.parts.append(chunk(shape[0], self.size) * math.prod(shape[1:]) if shape else 1)
-        self.groups = _message_groups(eqn, sizes)
+            part_size = chunk(shape[0], self.size) * math.prod(shape[1:]) if shape else 1
+            self.part_sizes.append(part_size)
+        self.members_by_message = _message_groups(eqn, sizes)
         self.sends_without_copy = [
             rules(eqn).sends_without_copy(eqn, k, sizes) for k in range(len(self.outs))
         ]
@@ -213,12 +214,12 @@ class Start(torch.nn.Module):
     def forward(self, *members: torch.Tensor) -> tuple[Member, ...]:
         self.channel.advance()
         started = []
-        for ks in self.groups:
+        for ks in self.members_by_message:
             started.append(self.start(ks, [members[k] for k in ks]))
 
         def finish() -> dict[int, torch.Tensor]:
             values: dict[int, torch.Tensor] = {}
-            for ks, (_, make_values) in zip(self.groups, started):
+            for ks, (_, make_values) in zip(self.members_by_message, started):
                 values.update(zip(ks, make_values()))
             started.clear()  # this releases the send and receive buffers
             return values
@@ -242,7 +243,7 @@ class Start(torch.nn.Module):
     # ---- gathers
 
     def _gather(self, ks: list[int], shards: Sequence[torch.Tensor]) -> InProgress:
-        sizes = [self.parts[k] for k in ks]
+        sizes = [self.part_sizes[k] for k in ks]
         received = shards[0].new_empty(self.size, sum(sizes), dtype=self.wire)
         mine = received[self.rank]
         pack([shard.movedim(self.dim, 0) for shard in shards], sizes, 1, mine)
@@ -271,7 +272,7 @@ class Start(torch.nn.Module):
     def _scatter(self, ks: list[int], terms: Sequence[torch.Tensor]) -> InProgress:
         rows = []
         for k, term in zip(ks, terms):
-            rows.append(self._by_rank(term.movedim(self.dim, 0), self.parts[k]))
+            rows.append(self._by_rank(term.movedim(self.dim, 0), self.part_sizes[k]))
         send = torch.cat(rows, 1) if len(rows) > 1 else self._unshared(rows[0], ks[0], terms[0])
         pieces, works = self._all_to_all(send)
 
@@ -286,7 +287,7 @@ class Start(torch.nn.Module):
                 result = None if sum_buffer is None else sum_buffer[here]
                 value = ops.reduce(parts, self.reduction, self.outs[k].dtype, result, self.size)
                 values.append(self._dim_back(value.view(shape)))
-                offset += self.parts[k]
+                offset += self.part_sizes[k]
             return values
 
         return works, finish
@@ -295,7 +296,7 @@ class Start(torch.nn.Module):
         """Send row r of `send` to rank r. Returns the rows, or sums of hosts, that this rank receives, and the work."""
         if self.way == HIERARCHICAL:
             return exchange_sums(self.channel, self.rank, send, self.reduction, self.partial)
-        if not self.is_gloo:
+        if not self.is_gloo:  # another backend for CPUs, such as MPI
             received = torch.empty_like(send)
             buffers = _bytes(received), _bytes(send)
             with self.channel.errors():
@@ -308,13 +309,14 @@ class Start(torch.nn.Module):
     def _sum_buffer(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The received piece that the sum may overwrite, or None if all pieces share one buffer.
 
-        Over a piece of such a buffer, the sum would keep the whole buffer alive.
+        It is one of the first two, as `ops.reduce` demands. This rank's own piece may be the term itself, which the
+        program may still read. Over a piece of a shared buffer, the sum would keep the whole buffer alive.
         """
         if self.way == HIERARCHICAL:
             return pieces[0]
         if not self.is_gloo or self.size == 1:
             return None
-        return pieces[0 if self.rank else 1]
+        return pieces[1] if self.rank == 0 else pieces[0]
 
     def part_shape(self, k: int) -> tuple[int, ...]:
         """The shape of this rank's part of a member, with the split dim first."""

@@ -1,7 +1,7 @@
-"""What a program does that must be the same on all ranks.
+"""What a program does that must be the same on all ranks, and how they agree on a new program and its plan.
 
-These are its messages, its update of the state, and the numbers that the new state depends on. The sizes of batches may
-differ from rank to rank, and with them the program.
+These are its messages, its update of the state, and the numbers that the new state depends on. The sizes of batches
+may differ from rank to rank, and with them the program. All ranks take the plan that the first one makes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,22 @@ _SAME_PROGRAM = (
 )
 
 
+class Terms(NamedTuple):
+    """What the ranks compare in a step.
+
+    Attributes:
+        digest: of the contract.
+        numbers: the numbers that the new state depends on.
+        steps: the number of steps that the state has taken.
+        uses_carried: whether the step uses gathers that the step before has started, or starts them itself.
+    """
+
+    digest: str
+    numbers: list[str]
+    steps: int
+    uses_carried: bool
+
+
 class Contract:
     """What a program does that must be the same on all ranks: its messages, its update, and the numbers that it reads.
 
@@ -48,35 +64,34 @@ class Contract:
         self.digest = hashlib.sha256("\n".join(self.lines).encode()).hexdigest()
         self._numbers = _shared_numbers(graph)
 
-    def terms(self, inputs: Sequence[torch.Tensor], steps: int, goes_on: bool = False) -> tuple:
-        """What the ranks compare in a step on these inputs, with a state that has taken so many steps.
-
-        A step `goes_on` with the gathers that the step before has started, or starts them itself.
-        """
+    def terms(
+        self, inputs: Sequence[torch.Tensor], steps: int, uses_carried: bool = False
+    ) -> Terms:
+        """What the ranks compare in a step on these inputs."""
         # Numbers on a GPU are not compared: the host would wait for them.
         numbers = []
         for i, name in self._numbers.items():
             if inputs[i].is_cpu:
                 numbers.append(f"{name} = {inputs[i].tolist()}")
-        return self.digest, numbers, steps, goes_on
+        return Terms(self.digest, numbers, steps, uses_carried)
 
-    def explain(self, mesh: DeviceMesh, terms: Mapping[int, tuple]) -> str:
+    def explain(self, mesh: DeviceMesh, terms: Mapping[int, Terms]) -> str:
         """What an error says about terms that differ, by rank. All ranks of the mesh must call it."""
         first, *others = terms.values()
-        if all(of_rank[:3] == first[:3] for of_rank in others):
-            return _different_ways({rank: goes_on for rank, (*_, goes_on) in terms.items()})
-        if all(of_rank[:2] == first[:2] for of_rank in others):
-            return different_steps({rank: steps for rank, (_, _, steps, _) in terms.items()})
-        mine = [*self.lines, *terms[dist.get_rank()][1]]
-        return first_difference(list(terms), everywhere(mine, mesh))
+        if any((x.digest, x.numbers) != (first.digest, first.numbers) for x in others):
+            mine = [*self.lines, *terms[dist.get_rank()].numbers]
+            return first_difference(list(terms), everywhere(mine, mesh))
+        if any(x.steps != first.steps for x in others):
+            return different_steps({rank: x.steps for rank, x in terms.items()})
+        return _different_gathers({rank: x.uses_carried for rank, x in terms.items()})
 
 
-def _different_ways(goes_on: Mapping[int, bool]) -> str:
+def _different_gathers(uses_carried: Mapping[int, bool]) -> str:
     """What an error says if only some ranks can use the gathers that the step before has started, by rank."""
-    going_on = [rank for rank, does in goes_on.items() if does]
-    starting = [rank for rank, does in goes_on.items() if not does]
+    using = [rank for rank, uses in uses_carried.items() if uses]
+    starting = [rank for rank, uses in uses_carried.items() if not uses]
     return (
-        f"  On {rank_names(going_on)} the step begins with gathers that the step before has started, as "
+        f"  On {rank_names(using)} the step begins with gathers that the step before has started, as "
         f"prefetch(across_steps=True) says. On {rank_names(starting)} it has another state, or one that has "
         f"changed since.\nChange the state between the same two steps on all ranks. The next call starts these gathers "
         f"anew on all of them."

@@ -46,7 +46,7 @@ class Executable:
             try:
                 outputs = self.program.forward(*inputs)
             except BaseException as error:
-                # The traceback still holds the values of the program. They may go when it does.
+                # The traceback holds the values of the program. When it frees them, no message may use them any more.
                 self._join()
                 line = _line_of(error, self.program) if isinstance(error, Exception) else None
                 if line is not None:

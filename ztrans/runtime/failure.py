@@ -4,11 +4,14 @@ A step updates its state in place, part of it while backward still runs. If the 
 new and some are old, and the values do not show which. So the leaves of such a state are marked, and the next use of
 them raises an error. A step that fails before its first write leaves the state as it was, unmarked.
 
-A rank that fails leaves a note in the store of the process group, and closes its connections. The others read the note
+A rank that fails writes a note into the store of the process group, and closes its connections. The others read it
 when they lose their connection to that rank, and can say why. On GPUs they watch for the note (see `watch`).
 
 A GPU runs a step after its call has returned. If the step fails then, or is cut off by the failure of a later one, its
-state is marked too (see `in_flight`).
+state is marked too (see `in_flight`). `check_ended` waits for such steps, before a state is read.
+
+The steps of each state are counted here: errors name a step by its number, and ranks compare these. `one_thread`
+refuses a second thread, whose steps would fail.
 """
 
 from __future__ import annotations
@@ -80,9 +83,9 @@ def check_ended(leaves: Sequence[Any], name: str) -> None:
         error = _end_steps(groups)
         if groups.in_flight.device_error:
             device_has_failed = True
-            _leave_as_broken(groups, name)
+            _quit_after_device_failure(groups, name)
         elif error:
-            leave_lost_ranks(groups, name, RuntimeError(error))
+            quit_after_loss(groups, name, RuntimeError(error))
     # A device that has failed copies nothing more, and to wait for it raises its own error.
     if not device_has_failed:
         let_copies_end()
@@ -98,9 +101,9 @@ def check_launched(mesh: DeviceMesh, name: str) -> None:
     groups = process_groups(mesh)
     error = groups.in_flight.error()
     if groups.in_flight.device_error:
-        raise _leave_as_broken(groups, name)
+        raise _quit_after_device_failure(groups, name)
     if error:
-        raise leave_lost_ranks(groups, name, RuntimeError(error))
+        raise quit_after_loss(groups, name, RuntimeError(error))
 
 
 def marker(leaves: Sequence[Any]) -> Callable[[str], None]:
@@ -150,13 +153,13 @@ def ending_together(
         groups = process_groups(mesh) if mesh is not None else None
         if groups is not None and _is_of_another_rank(error, groups):
             groups.in_flight.drop_failed()
-            cause = leave_lost_ranks(groups, name, error)
+            loss = quit_after_loss(groups, name, error)
             if writes.begun:
-                _mark(leaves, cause.reason)
-            raise LostRank(f"{cause}\n{_remark(leaves)}", cause.reason) from error
+                _mark(leaves, loss.reason)
+            raise LostRank(f"{loss}\n{_remark(leaves)}", loss.reason) from error
         if groups is not None:
             groups.in_flight.drop_failed()
-            fail(groups, name, error)
+            quit_after_failure(groups, name, error)
         error.add_note(f"ztrans: {name} was ended by this. {_remark(leaves)}")
         raise
 
@@ -180,15 +183,15 @@ def one_thread(lock: threading.RLock, name: str) -> Iterator[None]:
         lock.release()
 
 
-def leave_lost_ranks(groups: ProcessGroups, name: str, error: BaseException) -> LostRank:
-    """Leave a mesh whose other ranks are lost. Returns the error to raise, with the text of their notes.
+def quit_after_loss(groups: ProcessGroups, name: str, error: BaseException) -> LostRank:
+    """Quit a mesh whose other ranks are lost. Returns the error to raise, with the text of their notes.
 
     This closes the channels of this rank, so that no other rank waits for it, and marks the states of steps that a GPU
     had not ended.
     """
     unfinished = groups.in_flight.reset()
-    _leave(groups, "")
-    notes = _notes(groups)
+    _write_note_and_close(groups, "")
+    notes = _read_notes(groups)
     silent = [rank for rank in groups.ranks if rank not in notes and rank != dist.get_rank()]
     causes = explain_loss(notes, silent)
     head = f"{name}: rank {dist.get_rank()} has lost other ranks of the mesh.\n"
@@ -200,19 +203,19 @@ def leave_lost_ranks(groups: ProcessGroups, name: str, error: BaseException) -> 
 
 
 @contextlib.contextmanager
-def leaving_lost_ranks(groups: ProcessGroups, name: str) -> Iterator[None]:
-    """Talk to the other ranks of a mesh, and leave it if they are lost.
+def quitting_after_loss(groups: ProcessGroups, name: str) -> Iterator[None]:
+    """Talk to the other ranks of a mesh, and quit it if they are lost.
 
     Raises: LostRank, with the text of their notes.
     """
     try:
         yield
     except LostRank as error:
-        raise leave_lost_ranks(groups, name, error) from error
+        raise quit_after_loss(groups, name, error) from error
 
 
-def leave_disagreement(groups: ProcessGroups, cause: str) -> None:
-    """Leave the messages of steps in which the ranks of a mesh did not do the same. All ranks do this together.
+def quit_after_disagreement(groups: ProcessGroups, cause: str) -> None:
+    """Give up the messages of steps in which the ranks of a mesh did not do the same. All ranks do this together.
 
     One may wait for a message that no rank sends, so this closes the channels, and marks the states of steps that a GPU
     had not ended. The next call opens the channels again.
@@ -222,13 +225,13 @@ def leave_disagreement(groups: ProcessGroups, cause: str) -> None:
     groups.close()
 
 
-def _leave_as_broken(groups: ProcessGroups, name: str) -> RuntimeError:
-    """Leave the other ranks because the device of this one has failed; they learn why. Returns the error to raise."""
+def _quit_after_device_failure(groups: ProcessGroups, name: str) -> RuntimeError:
+    """Quit the mesh because the device of this rank has failed; the others learn why. Returns the error to raise."""
     of_device = groups.in_flight.device_error
     cause = f"the device of rank {dist.get_rank()} has failed: {of_device}"
     for step in groups.in_flight.reset():
         _mark(step.leaves, cause)
-    _leave(groups, f"failed in {name} with {of_device}")
+    _write_note_and_close(groups, f"failed in {name} with {of_device}")
     return RuntimeError(
         f"{name}: {cause}\n"
         f"It runs nothing more in this process. Start again from a checkpoint in new processes; with "
@@ -237,9 +240,9 @@ def _leave_as_broken(groups: ProcessGroups, name: str) -> RuntimeError:
 
 
 def explain_loss(notes: Mapping[int, str], silent: Sequence[int]) -> list[str]:
-    """Sentences that say why ranks are lost, from their notes; `silent` ranks left none.
+    """Sentences that say why ranks are lost, from their notes; `silent` ranks wrote none.
 
-    A rank that failed because it had lost others leaves an empty note. The ranks that it lost say why.
+    A rank that failed because it had lost others writes an empty note. The ranks that it lost say why.
     """
     causes = [f"Rank {rank} {note}." for rank, note in sorted(notes.items()) if note]
     if silent and not causes:
@@ -281,21 +284,21 @@ def _is_of_another_rank(error: BaseException, groups: ProcessGroups) -> bool:
     return is_found and not groups.in_flight.device_error
 
 
-def fail(groups: ProcessGroups, name: str, error: BaseException) -> None:
-    """Leave the other ranks because this one has failed."""
+def quit_after_failure(groups: ProcessGroups, name: str, error: BaseException) -> None:
+    """Quit the mesh because this rank has failed."""
     note = f"failed in {name} with {_in_one_line(error)}"
-    leave_with_note(groups, note, f"{name} failed with {type(error).__name__}")
+    quit_with_note(groups, note, f"{name} failed with {type(error).__name__}")
 
 
-def leave_with_note(groups: ProcessGroups, note: str, cause: str) -> None:
-    """Leave the other ranks of a mesh. They learn why by the note.
+def quit_with_note(groups: ProcessGroups, note: str, cause: str) -> None:
+    """Quit a mesh. The other ranks learn why by the note.
 
     The steps before may end first. The states of those that do not are marked, for a `cause` on this rank.
     """
     _end_steps(groups)
     for step in groups.in_flight.reset():
         _mark(step.leaves, f"{cause} before {step.name} had ended")
-    _leave(groups, note)
+    _write_note_and_close(groups, note)
 
 
 def _end_steps(groups: ProcessGroups) -> str:
@@ -305,16 +308,16 @@ def _end_steps(groups: ProcessGroups) -> str:
     return groups.in_flight.wait(groups.timeout)
 
 
-def _leave(groups: ProcessGroups, note: str) -> None:
-    """Leave a note for the other ranks of a mesh, and close the connections to them."""
+def _write_note_and_close(groups: ProcessGroups, note: str) -> None:
+    """Write a note for the other ranks of a mesh, and close the connections to them."""
     if groups.is_alone:
         return
-    leave_note(groups, note)
+    write_note(groups, note)
     groups.close()
 
 
-def leave_note(groups: ProcessGroups, note: str) -> None:
-    """Leave a note for the other ranks of a mesh, which may watch for one."""
+def write_note(groups: ProcessGroups, note: str) -> None:
+    """Write a note for the other ranks of a mesh, which may watch for one."""
 
     def write() -> None:
         store = groups.store()
@@ -325,14 +328,14 @@ def leave_note(groups: ProcessGroups, note: str) -> None:
 
 
 def has_note(groups: ProcessGroups) -> bool:
-    """Whether any rank of a mesh has left a note.
+    """Whether any rank of a mesh has written a note.
 
     Raises: RuntimeError if the store has gone.
     """
     return groups.store().check([_ANY_NOTE])
 
 
-def _notes(groups: ProcessGroups) -> dict[int, str]:
+def _read_notes(groups: ProcessGroups) -> dict[int, str]:
     """The notes of the other ranks."""
     notes: dict[int, str] = {}
     peers = [rank for rank in groups.ranks if rank != dist.get_rank()]

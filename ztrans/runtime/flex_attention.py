@@ -2,9 +2,9 @@
 
     out, lse, _ = flex_attention(q, k, v, score_mod, mask, ...)
 
-A kernel never holds the scores [B, H, S, S]. On CPUs a program computes the dense meaning of the operator, which holds
-them: PyTorch has no kernel of backward there, and its kernel of forward does not return `lse`, which backward reads.
-In f64 it does so on GPUs too.
+A kernel never holds the scores [B, H, S, S]. On CPUs, and in f64 on GPUs too, a program computes the dense meaning of
+the operator, which holds them. On CPUs PyTorch has no kernel of backward, and its kernel of forward does not return
+`lse`, which backward reads.
 """
 
 from __future__ import annotations

@@ -56,36 +56,39 @@ def exchange_sums(
     Returns: the terms of this rank's result, one from each host, which are valid when the returned work is done.
     """
     hosts = channel.hosts
-    host, local = divmod(rank, hosts.local)
+    host, place = divmod(rank, hosts.local)
     of_host = range(host * hosts.local, (host + 1) * hosts.local)
-    peers = range(local, hosts.ranks, hosts.local)  # the ranks at this rank's place on each host
+    peers = range(place, hosts.ranks, hosts.local)  # the ranks at this rank's place on each host
 
     received: list[list[torch.Tensor]] = []
     first: list[Work] = []
     for peer in peers:
+        # Each rank of this host gets the terms for the rank at its own place on the host of `peer`.
         terms = [rows[peer] if r == rank else torch.empty_like(rows[peer]) for r in of_host]
-        pieces = [rows[peer - local + k] for k in range(hosts.local)]
+        pieces = [rows[peer - place + k] for k in range(hosts.local)]
         first += channel.exchange(pieces, terms, of_host)
         received.append(terms)
 
     tag = next(channel.tags)
-    mine: list[torch.Tensor] = []
-    sums: list[torch.Tensor] = []
+    sums_here: list[torch.Tensor] = []  # of this host, one for each peer
+    sums: list[torch.Tensor] = []  # for this rank, one from each host
 
     def begin_second() -> Sequence[Work]:
         with channel.errors():
             for work in first:
                 work.wait()
         first.clear()  # they hold what they have received
-        # The sums of hosts are divided for a mean when they are added.
+        # A mean is divided once, when the sums of hosts are added.
         first_reduction = "sum" if reduction == "mean" else reduction
         while received:
             terms = received[0]
-            # The first term that was received may be overwritten; this rank's own may belong to the caller.
-            mine.append(ops.reduce(terms, first_reduction, partial, terms[0 if local else 1]))
-            del received[0], terms  # the next sums take their memory
-        sums.extend(x if k == host else torch.empty_like(x) for k, x in enumerate(mine))
-        return channel.exchange(mine, sums, peers, tag)
+            # Written over a term that was received: this rank's own may belong to the caller.
+            out = terms[1] if place == 0 else terms[0]
+            sums_here.append(ops.reduce(terms, first_reduction, partial, out))
+            del received[0], terms, out  # the next sums take their memory
+        for k, sum_here in enumerate(sums_here):
+            sums.append(sum_here if k == host else torch.empty_like(sum_here))
+        return channel.exchange(sums_here, sums, peers, tag)
 
     message = HierarchicalMessage(begin_second)
     channel.first_levels.append(message)
@@ -102,9 +105,9 @@ def exchange_parts(
     the first level of a message that is needed later would let compute stand still.
     """
     hosts = channel.hosts
-    host, local = divmod(rank, hosts.local)
+    host, place = divmod(rank, hosts.local)
     of_host = range(host * hosts.local, (host + 1) * hosts.local)
-    peers = range(local, hosts.ranks, hosts.local)  # the ranks at this rank's place on each host
+    peers = range(place, hosts.ranks, hosts.local)  # the ranks at this rank's place on each host
     first = channel.exchange([rows[rank]] * hosts.count, [rows[peer] for peer in peers], peers)
     tags = [next(channel.tags) for _ in peers]
 
@@ -114,7 +117,7 @@ def exchange_parts(
                 work.wait()
         works: list[Work] = []
         for peer, tag in zip(peers, tags):
-            of_peer = rows[peer - local : peer - local + hosts.local]
+            of_peer = rows[peer - place : peer - place + hosts.local]
             works += channel.exchange([rows[peer]] * hosts.local, of_peer, of_host, tag)
         return works
 

@@ -1,7 +1,7 @@
 """The copies of one rank between the memory of its device and that of its host.
 
-On a CPU both are the same memory. A copy is made all the same, and counted apart, so that what runs on a GPU is tested
-there.
+On a CPU both are the same memory. A copy is made and counted all the same, so tests on CPUs run what a GPU runs.
+`CarriedCopies` has the copies that a step leaves to the next one.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CarriedCopies:
             future.value(0)
         return tuple(members)
 
-    def leave(self, *members: Member) -> tuple[torch.Tensor, ...]:
+    def put(self, *members: Member) -> tuple[torch.Tensor, ...]:
         """Leave these copies to the next step. Returns their leaves, which are not written completely yet."""
         leaves = []
         for member in members:

@@ -2,7 +2,8 @@
 
 The call of a step returns before a GPU has run it. If another rank fails meanwhile, kernels of this rank stop
 with results that nobody may use, and no error is raised. So every step records an event after its work. A step has
-ended well if its event is done, and no error is found after that. The states of all other steps are marked when one is.
+ended well if its event is done, and no error is found after that. If one is found, the states of all other steps are
+marked.
 """
 
 from __future__ import annotations
@@ -75,18 +76,21 @@ class InFlight:
         with self._lock:
             return self._forget_ended()
 
-    def give_up(self, step: StepInFlight, cause: str, leave: Callable[[], None]) -> None:
-        """Wait for the other ranks no longer, and `leave` them, if this step is still the oldest one.
+    def give_up(self, step: StepInFlight, cause: str, stop: Callable[[], None]) -> None:
+        """Wait for the other ranks no longer, if this step is still the oldest one: `stop` what waits for them.
 
-        Other threads see the cause when this has been done: what they open next must not be left.
+        Other threads see the cause when this has been done: what they open next must not be stopped.
         """
         with self._lock:
             if self._steps and self._steps[0] is step and not self.given_up:
                 self.given_up = cause
-                leave()
+                stop()
 
     def renew(self) -> None:
-        """Watch the step that the host is launching as a new one: a profile runs it again."""
+        """Restart the time-out of the step that the host is launching: a profile runs it again.
+
+        `Watch` knows a step by its identity, so a copy of it counts as a new step.
+        """
         with self._lock:
             if self._steps:
                 self._steps.append(self._steps.pop()._replace())
@@ -126,7 +130,7 @@ class InFlight:
             if not self.given_up:
                 self.device_error = str(error_of_device).partition("\n")[0]
             return self.given_up or self.device_error
-        # An error that is found now may be of a step whose event is done. So the order of the looks counts.
+        # Errors come after the events: a step whose event is done may have failed all the same.
         error = self.given_up or (self.find_error() if self._steps else "")
         if not error:
             for _ in range(ended):

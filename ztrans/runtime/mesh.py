@@ -1,4 +1,4 @@
-"""A DeviceMesh from axis names, under torchrun or in a single process."""
+"""A DeviceMesh from axis names, under torchrun or in a single process; whether it can run, and its memory."""
 
 from __future__ import annotations
 

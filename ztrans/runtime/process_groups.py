@@ -10,6 +10,9 @@ waiting at once. The next step makes new groups. So no message of it can meet on
 have sent and others have not. Checkpoints have a group that no failed step closes, because a save may run beside steps.
 No step uses the mesh's own groups, which nobody may close.
 
+`ProcessGroups` has these groups, and all else that the steps of a mesh share: the lock of the thread that runs them,
+the answer that is still to be read, carried gathers, symmetric memory, the steps in flight, and the store for notes.
+
 The options of a group are in private attributes of torch; checked on torch 2.11, 2.13 and 2.14.
 """
 
@@ -164,6 +167,7 @@ class Channel:
     def open(self, group: dist.ProcessGroup) -> None:
         """Use this group from now on."""
         self._group = weakref.ref(group)
+        # Far more tags than messages that are under way at once.
         self.tags = itertools.cycle(range(1 << 20))
         self.is_broken = False
 
@@ -181,7 +185,7 @@ class Channel:
 
 
 class ProcessGroups:
-    """The channels of one mesh, in the order in which they were first opened, which is the same on all ranks.
+    """What the steps of one mesh share. Its channels are opened in the same order on all ranks.
 
     Attributes:
         ranks: the ranks of the mesh.
@@ -368,12 +372,13 @@ class ProcessGroups:
 
     def connect_store(self) -> None:
         """Use a connection to the store that no group of torch uses: one that waits in the store locks its own."""
-        if self._client is None:
-            # A store that is written in Python has one connection only, and a group may have been destroyed.
-            with contextlib.suppress(RuntimeError):
-                store: Any = self._base(next(iter(self._bases))).get_group_store()
-                self._client = store
-                self._client = store.clone()
+        if self._client is not None:
+            return
+        with contextlib.suppress(RuntimeError):  # a group may have been destroyed
+            store: Any = self._base(next(iter(self._bases))).get_group_store()
+            # A store that is written in Python has one connection only, and cannot be cloned. Then it is used itself.
+            self._client = store
+            self._client = store.clone()
 
     @functools.cached_property
     def _host_names(self) -> dict[int, tuple[str, ...]]:
@@ -388,7 +393,7 @@ class ProcessGroups:
         return _alive(self._bases[members(axis)[0]])
 
     def _open(self, channel: Channel) -> Channel:
-        """Open a channel. The first channel of a mesh also learns on which hosts the ranks are.
+        """Open a channel. Along an axis, it learns on which hosts its ranks are when it is first opened.
 
         Raises: LostRank if a rank does not come.
         """
@@ -398,7 +403,8 @@ class ProcessGroups:
             self._mesh_ranks, axes, axes if channel.axis is None else [channel.axis]
         )
         with channel.errors():
-            self._open_new(channel, groups, base)
+            self._make_group(channel, groups, base)
+        # A new channel has `ONE_HOST`, the host of a single rank.
         knows_hosts = channel.axis is None or channel.group.size() == channel.hosts.ranks
         if not knows_hosts and not self.is_alone:
             hosts = []
@@ -408,10 +414,11 @@ class ProcessGroups:
         return channel
 
     def _skip_names(self, count: int) -> None:
-        """Keep torch from naming the next groups like those that were closed.
+        """Keep torch from giving the next groups the names of those that were closed.
 
-        The store still has the addresses of the old ones, and a rank could take them for those of the new ones. Groups
-        of a part of the world are named by the number of groups, so this makes groups of this rank alone, which stay.
+        The store still has the addresses of the old ones under these names, and a rank could connect to them. Torch
+        names groups of a part of the world by their number. So this makes `count` groups of this rank alone, which
+        stay, to use up the numbers.
         """
         if not self._is_world:
             for _ in range(count):
@@ -421,7 +428,9 @@ class ProcessGroups:
     def _is_world(self) -> bool:
         return len(self.ranks) == dist.get_world_size()
 
-    def _open_new(self, channel: Channel, groups: list[list[int]], base: dist.ProcessGroup) -> None:
+    def _make_group(
+        self, channel: Channel, groups: list[list[int]], base: dist.ProcessGroup
+    ) -> None:
         """Make a process group for the row of `groups` that has this rank, like the group `base` of the mesh."""
         timeout = _timeout(base)
         # On the whole mesh ranks compare what they do, and save: the host waits for that, also on GPUs. A group of the

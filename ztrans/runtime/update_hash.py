@@ -1,4 +1,4 @@
-"""A hash of the update of the state, which ranks compare. It is the same for every size of the batch."""
+"""A hash of what the new state depends on, which ranks compare. It is the same for every size of the batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def update_hash(graph: Graph) -> str:
     digest = hashlib.sha256()
     sized = _batch_sized(graph)
     of_state = replicated_equations(graph)
-    # Without reductions of gradients all of forward is of the state. It may differ along the step's own axes.
+    # Without reductions of gradients, the new state depends on all of forward, which may differ along the step's own
+    # axes. Then only the update is hashed.
     reduces = any(role(e) == "grad" for e in graph.eqns)
     numbers: dict[Var, Any] = {v: v.name for v in graph.inputs}
     for e in graph.eqns:

@@ -4,11 +4,11 @@ On CPUs the host waits for messages, and fails as soon as a connection is lost. 
 wait for a kernel, also while it launches the step: the queue of launches may be full. So while a step is in flight, a
 thread looks whether
 
-- another rank has left a note in the store, because it has failed;
+- another rank has written a note into the store, because it has failed;
 - the step has not ended within nine tenths of the time-out of the process group. After the whole time-out torch would
   end the process.
 
-This rank then gives up: it leaves a note itself, and stops its kernels that wait, also those of a captured graph. So
+This rank then gives up: it writes a note itself, and stops its kernels that wait, also those of a captured graph. So
 the host goes on. No later step starts from what these kernels have returned: the next call marks the states of all
 steps in flight, and raises LostRank. A loss that the host reads before that may be wrong.
 """
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from .failure import has_note, leave_note, steps_of
+from .failure import has_note, steps_of, write_note
 from .in_flight import End, StepInFlight
 from .process_groups import ProcessGroups, process_groups
 
@@ -95,7 +95,7 @@ def _give_up(groups: ProcessGroups, step: StepInFlight) -> None:
     If the device of this rank has failed, the note says so. It is empty if another rank has failed.
     """
     of_device = groups.in_flight.device_error
-    leave_note(groups, f"failed in {step.name} with {of_device}" if of_device else "")
+    write_note(groups, f"failed in {step.name} with {of_device}" if of_device else "")
     groups.interrupt()
 
 

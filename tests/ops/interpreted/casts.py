@@ -35,10 +35,10 @@ def exact_casts() -> None:
 def exact_fma() -> None:
     """Have the interpreter round x * y + z of fp32 once, as GPUs do."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
-    update = importlib.import_module("ztrans.ops.update")
+    fused_adamw = importlib.import_module("ztrans.ops.fused_adamw")
 
     def fma(self, x, y, z):
         arrays = (torch.from_numpy(np.asarray(each.data).copy()) for each in (x, y, z))
-        return interpreter.TensorHandle(update.fma(*arrays).numpy(), z.dtype.scalar)
+        return interpreter.TensorHandle(fused_adamw.fma(*arrays).numpy(), z.dtype.scalar)
 
     interpreter.InterpreterBuilder.create_fma = fma

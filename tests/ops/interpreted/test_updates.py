@@ -11,7 +11,7 @@ from triton.runtime import interpreter
 
 from tests.ops.interpreted.patterns import same
 
-update = importlib.import_module("ztrans.ops.update")
+fused_adamw = importlib.import_module("ztrans.ops.fused_adamw")
 
 NUMELS = (2048 * 2 + 8, 3, 0, 2048, 1, 4099)
 ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
@@ -45,8 +45,8 @@ def test_adamw(dtype, decay, rate_dtype, skew):
     for step in range(1, 4):
         grads = [g.to(dtype) for g in tensors(10.0**-step, step, skew)]
         steps = [torch.tensor(float(step + k)) for k in range(len(NUMELS))]
-        update.launch(ours[0], grads, *ours[1:3], steps, *ours[3:], **options)
-        update.reference(true[0], grads, *true[1:3], steps, *true[3:], **options)
+        fused_adamw.launch(ours[0], grads, *ours[1:3], steps, *ours[3:], **options)
+        fused_adamw.reference(true[0], grads, *true[1:3], steps, *true[3:], **options)
         assert_same(ours, true)
         assert all(map(same, ours[-1], [p.to(ours[-1][0].dtype) for p in true[0]])) or not lists[3:]
     assert not same(true[0][0], lists[0][0])
@@ -55,12 +55,12 @@ def test_adamw(dtype, decay, rate_dtype, skew):
 def test_a_gradient_with_gaps_is_copied():
     params, moments, squares = ([torch.ones(6, 4)] for _ in range(3))
     grad = torch.randn(4, 6).bfloat16().t()
-    update.launch(
+    fused_adamw.launch(
         params, [grad], moments, squares, [torch.tensor(1.0)],
         lr=torch.tensor(0.1), weight_decay=0.0, **ADAM,
     )  # fmt: skip
     true = [[torch.ones(6, 4)] for _ in range(3)]
-    update.reference(
+    fused_adamw.reference(
         true[0], [grad], true[1], true[2], [torch.tensor(1.0)],
         lr=torch.tensor(0.1), weight_decay=0.0, **ADAM,
     )  # fmt: skip
@@ -99,6 +99,6 @@ def test_each_element_is_moved_once(dtype, has_halves, monkeypatch):
     steps = [torch.ones(()) for _ in NUMELS]
     options = {"lr": rate, "weight_decay": 0.1, **ADAM}
     squares = [x.square() for x in squares]
-    update.launch(params, grads, moments, squares, steps, halves, **options)
-    count = sum(-(-n // update.BLOCK) for n in NUMELS)
+    fused_adamw.launch(params, grads, moments, squares, steps, halves, **options)
+    count = sum(-(-n // fused_adamw.BLOCK) for n in NUMELS)
     assert sum(moved) - BYTES[dtype, has_halves] * sum(NUMELS) in range(1, 80 * count)

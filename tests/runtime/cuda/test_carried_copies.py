@@ -171,7 +171,7 @@ def test_a_leaf_without_elements_is_not_taken_for_another_one():
     streams = Streams(Races())
     leaves = [torch.empty(0, 2), torch.empty(0, 3)]
     out = StreamedHostCopy("host out", streams, None)
-    returned = copies.leave(*(out(torch.empty_like(leaf), leaf) for leaf in leaves))
+    returned = copies.put(*(out(torch.empty_like(leaf), leaf) for leaf in leaves))
     assert [x.shape for x in returned] == [(0, 2), (0, 3)]
     members = copies.take(*leaves)
     assert [m.future.value(0).shape for m in members] == [(0, 2), (0, 3)]
@@ -185,7 +185,7 @@ def test_who_lets_all_copies_end_frees_what_they_read(monkeypatch):
     source = torch.ones(4)
     reference = weakref.ref(source)
     out = StreamedHostCopy("host out", Streams(FakeCuda()), None)
-    copies.leave(out(source, torch.zeros(4)))
+    copies.put(out(source, torch.zeros(4)))
     del source
     assert reference() is not None
     check_ended([], "save")

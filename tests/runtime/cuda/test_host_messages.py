@@ -138,10 +138,12 @@ def compiled_step(mesh, case, messages, cuda_graph=False):
     return compiled, state
 
 
-@pytest.mark.parametrize(("is_late", "blocking"), [(True, 0), (False, STEPS)])
-def test_no_step_waits_for_the_host_of_another_rank(mesh, messages, monkeypatch, is_late, blocking):
+@pytest.mark.parametrize(("launches", "blocking"), [(True, 0), (False, STEPS)])
+def test_no_step_waits_for_the_host_of_another_rank(
+    mesh, messages, monkeypatch, launches, blocking
+):
     """Each step asks the others, and reads the answer when the next step begins. On CPUs it waits for the answer."""
-    monkeypatch.setattr("ztrans.compiled.answers_late", lambda mesh: is_late)
+    monkeypatch.setattr("ztrans.compiled.launches_first", lambda mesh: launches)
     case = CASES["mlp_momentum"]
     compiled, state = compiled_step(mesh, case, messages)
     trained(compiled, state, STEPS, case, messages)
@@ -150,7 +152,7 @@ def test_no_step_waits_for_the_host_of_another_rank(mesh, messages, monkeypatch,
 
 
 def test_a_replay_sends_nothing_to_the_host_of_another_rank(mesh, messages, monkeypatch):
-    monkeypatch.setattr("ztrans.compiled.answers_late", lambda mesh: True)
+    monkeypatch.setattr("ztrans.compiled.launches_first", lambda mesh: True)
     case = CASES["mlp_momentum"]
     compiled, state = compiled_step(mesh, case, messages, cuda_graph=True)
     captured = compiled.binding.local_program.function

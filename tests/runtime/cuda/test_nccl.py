@@ -111,11 +111,11 @@ def test_the_first_level_of_a_message_runs_beside_the_second_level_of_the_one_be
     eqn = scatter([(6 * 2**15,)], "mean", F32, BF16)
     launched = []
 
-    def exchange(into, terms, group, ranks):
+    def all_to_all(into, terms, group, ranks):
         into.fill_(0)
         launched.append((group, list(ranks), dict(cuda.now.clock)))
 
-    monkeypatch.setattr("ztrans.runtime.cuda.hierarchical.exchange", exchange)
+    monkeypatch.setattr("ztrans.runtime.cuda.hierarchical.all_to_all", all_to_all)
     inside = Rank(Fabric(6), 1, hosts)
     between = Rank(Fabric(6), 1, hosts)
     (term,) = random_terms(eqn, 1)[0]
@@ -153,7 +153,8 @@ def test_the_bytes_of_a_hierarchical_message(monkeypatch, hosts, most, sends_wit
     eqn = scatter([shape], "mean", BF16)
     assert rules(eqn).sends_without_copy(eqn, 0, {"dp": hosts.ranks}) == sends_without_copy
     monkeypatch.setattr(
-        "ztrans.runtime.cuda.hierarchical.exchange", lambda into, terms, group, ranks: into.fill_(0)
+        "ztrans.runtime.cuda.hierarchical.all_to_all",
+        lambda into, terms, group, ranks: into.fill_(0),
     )
     inside, between = (Rank(Fabric(1), 1, hosts) for _ in range(2))
     (term,) = random_terms(eqn, 1)[0]

@@ -115,12 +115,12 @@ class Local(CudaSource):
 class Fast(SymmetricMemory):
     """Every message is faster through this memory, except for those of 16 bytes."""
 
-    def trial(self, buffer, kind, exchange):
+    def trial(self, buffer, kind, from_all):
         return Times(3e-6 if kind.nbytes == 16 else 1e-6, 2e-6, kind.nbytes)
 
 
 def alike(value):
-    """An exchange with three ranks that do what this rank does."""
+    """The values of this rank and of three others, which do what it does."""
     return [value] * 4 if not isinstance(value, tuple) else [(rank, value[1]) for rank in range(4)]
 
 
@@ -158,7 +158,7 @@ def test_programs_share_the_buffer_of_a_channel(mesh):
 def test_copies_carry_a_gather_if_they_are_nearly_as_fast_as_the_fastest(times, way):
     """They take no multiprocessors."""
     assert times.is_copied == (way == "copies")
-    assert times.is_faster == (way != "NCCL")
+    assert times.uses_symmetric_memory == (way != "NCCL")
 
 
 def test_a_large_gather_is_tried_by_copies_and_not_by_a_kernel(mesh, monkeypatch):
@@ -196,7 +196,7 @@ def test_more_lanes_than_a_device_has_room_for_are_refused(mesh):
     memory.reserve([(channel, KIND)], alike)
     memory.reserve([(channel, crowded)], alike)
     assert memory.answer(channel, crowded) == "rank 1: no room for so many lanes"
-    assert memory.answer(channel, KIND).is_faster
+    assert memory.answer(channel, KIND).uses_symmetric_memory
     assert list(memory.buffer_of) == [(channel, KIND)]
 
 

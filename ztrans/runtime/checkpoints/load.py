@@ -20,7 +20,7 @@ from ...ir.layout import as_tensor
 from ..agreement import agree
 from ..failure import rank_names
 from ..state import mesh_of_state
-from .save import committed, index_of, is_model_file, partial, wait_for_saves
+from .save import committed, index_of, is_model_file, unfinished, wait_for_saves
 
 State = TypeVar("State")
 
@@ -118,7 +118,7 @@ def _complete_folder(path: Path) -> Path:
         )
     begun = " The first save to it has failed, was killed, or runs in another program."
     raise FileNotFoundError(
-        f"load: {path} is no checkpoint.{begun if partial(path).exists() else ''}\nzt.save writes one."
+        f"load: {path} is no checkpoint.{begun if unfinished(path).exists() else ''}\nzt.save writes one."
     )
 
 

@@ -28,7 +28,7 @@ from ...calling.trees import named_leaves
 from ...ir.axes import members_of
 from ...ir.layout import as_tensor, mesh_axes
 from ..agreement import agree, different_steps, everywhere
-from ..failure import check_ended, leaving_lost_ranks, steps_of
+from ..failure import check_ended, quitting_after_loss, steps_of
 from ..process_groups import Channel, process_groups
 from ..replicas import different_leaf, digest
 from ..state import mesh_of_state
@@ -135,7 +135,7 @@ def _agreed_channel(
     agree(mesh, f"save to {str(target)[-80:]}", (steps, digests), explain)
     groups = process_groups(mesh)
     if any(everywhere(groups.saves.is_closed or groups.saves.is_broken, mesh)):
-        with leaving_lost_ranks(groups, "save"):
+        with quitting_after_loss(groups, "save"):
             groups.reopen(groups.saves)
     return groups.saves
 
@@ -180,10 +180,10 @@ class FolderWriter(dcp.FileSystemWriter):
 
     def __init__(self, target: Path) -> None:
         self.target = target
-        self.partial = partial(target)
+        self.unfinished = unfinished(target)
         self._has_made_folder = False
         self._obstacle: BaseException | None = None
-        super().__init__(self.partial)
+        super().__init__(self.unfinished)
 
     def write(self, staged: Mapping[str, torch.Tensor], channel: Channel | None) -> None:
         """Write a staged state. All ranks of the channel must call it, or `give_up`."""
@@ -224,15 +224,15 @@ class FolderWriter(dcp.FileSystemWriter):
         if is_other and any(self.target.iterdir()):
             raise FileExistsError(f"{self.target} exists and is no checkpoint; choose a new name")
         self._has_made_folder = True
-        shutil.rmtree(self.partial, ignore_errors=True)
-        self.partial.mkdir(parents=True)
+        shutil.rmtree(self.unfinished, ignore_errors=True)
+        self.unfinished.mkdir(parents=True)
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
         """Write the parts of this rank."""
-        if not self.partial.is_dir():
+        if not self.unfinished.is_dir():
             raise FileNotFoundError(
-                f"{self.partial}, which the first rank has made, is not on a file system of all ranks"
+                f"{self.unfinished}, which the first rank has made, is not on a file system of all ranks"
             )
         return super().write_data(plan, planner)
 
@@ -243,14 +243,14 @@ class FolderWriter(dcp.FileSystemWriter):
         if self.target.exists():
             shutil.rmtree(old, ignore_errors=True)
             self.target.rename(old)  # `committed` finds it there if this process is killed now
-        self.partial.rename(self.target)
+        self.unfinished.rename(self.target)
         _sync(self.target.parent)
         shutil.rmtree(old, ignore_errors=True)
 
     def discard(self) -> None:
         """Delete the temporary folder of a save that has failed, if this rank has made it."""
         if self._has_made_folder:
-            shutil.rmtree(self.partial, ignore_errors=True)
+            shutil.rmtree(self.unfinished, ignore_errors=True)
 
 
 def committed(path: Path) -> Path | None:
@@ -266,7 +266,7 @@ def is_model_file(path: Path) -> bool:
     return path.suffix in (".pt", ".pth", ".bin", ".safetensors")
 
 
-def partial(path: Path) -> Path:
+def unfinished(path: Path) -> Path:
     """Where a checkpoint is written before it is complete."""
     return path.with_name(f"{path.name}.partial")
 

@@ -175,7 +175,7 @@ class Capture:
         self.cuda = cuda
         self.device = device
         self.failures = failures
-        self.failures_before = 0  # the capture
+        self.failures_before = 0  # before the capture
         self.stream: Any = None
         self.buffers: dict[int, torch.Tensor] = {}  # the copied inputs, by position
         self.captured: Any = None

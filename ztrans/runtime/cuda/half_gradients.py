@@ -8,8 +8,8 @@
     p1, m1, v1 = _fused_adamw([p], [c], [m], [v], ...)
 
 PyTorch's fused optimizers take gradients of the dtype of the parameters, so backward under autocast ends with casts.
-The kernel of AdamW in `ops/update.py` needs none of them. It moves 26 bytes for each parameter, not 34. With clipping
-by the norm it is 28, not 46, because the norm reads the gradient in half precision and the update multiplies it.
+The kernel of `ops/fused_adamw.py` needs none of them. It moves 26 bytes for each parameter, not 34. With clipping by
+the norm it is 28, not 46, because the norm reads the gradient in half precision and the update multiplies it.
 
 No bit of an update changes; a norm may add its terms in another order. A gradient that anything else reads keeps its
 cast. So does the gradient of an update with options that the kernel does not have. Adam without an L2 penalty is AdamW
@@ -34,9 +34,11 @@ from ...ops import HALF
 aten = torch.ops.aten
 _NORM = aten.linalg_vector_norm.default
 _FUSED_ADAMW = torch.ops.ztrans.fused_adamw.default
-# The updates of PyTorch that it computes, the lists of theirs that it takes, and their options that it does not have.
+# The updates of PyTorch that our kernel can compute.
 _UPDATES = ("_fused_adam", "_fused_adamw")
+# The positions of their arguments that it takes: all lists but max_exp_avg_sqs, which only amsgrad has.
 _LISTS = (0, 1, 2, 3, 5)
+# Their options that it does not have.
 _REFUSED = ("amsgrad", "maximize", "grad_scale", "found_inf")
 
 
@@ -58,12 +60,12 @@ def half_gradients(graph: Graph, on_gpu: Set[Var], of_products: bool = False) ->
     it is.
     """
     updates = [eqn for eqn in graph.eqns if _has_kernel(eqn, on_gpu)]
-    if not updates or _moves(graph):
+    if not updates or _spans_devices(graph):
         return graph
     uses = _Uses.of(graph, on_gpu, of_products)
     rewritten: dict[Eqn, Eqn | None] = {}
     for update in updates:
-        gradient = uses.half(update)
+        gradient = uses.gradient_of(update)
         if gradient is not None:
             rewritten.update(gradient.rewritten(update))
     if not rewritten:
@@ -82,12 +84,12 @@ class _Gradient:
 
     Attributes:
         cast: the cast of the half-precision gradient to fp32.
-        product: what multiplies the gradient by a scalar, or None.
+        scaling: what multiplies the gradient by a scalar, or None.
         norms: the norms that read the gradient.
     """
 
     cast: Eqn
-    product: Eqn | None
+    scaling: Eqn | None
     norms: tuple[Eqn, ...]
 
     @property
@@ -97,8 +99,8 @@ class _Gradient:
     def rewritten(self, update: Eqn) -> dict[Eqn, Eqn | None]:
         """The equations that change if the update reads the half-precision gradient; None for those that vanish."""
         rewritten: dict[Eqn, Eqn | None] = {update: _reading_half(update, self), self.cast: None}
-        if self.product is not None:
-            rewritten[self.product] = None
+        if self.scaling is not None:
+            rewritten[self.scaling] = None
         for norm in self.norms:
             args = (self.half, *norm.args[1:])
             rewritten[norm] = norm.replace(args=args, kwargs={"dtype": torch.float32})
@@ -129,27 +131,28 @@ class _Uses:
         halves = {v for v in candidates if v.dtype in HALF}
         return _Uses(makers, readers, depending(graph.eqns, on_gpu), halves)
 
-    def half(self, update: Eqn) -> _Gradient | None:
+    def gradient_of(self, update: Eqn) -> _Gradient | None:
         """Where the gradient of an update comes from; None if it is not half, or if anything else reads it."""
         gradient = update.args[1][0]
         if update.outs[1] in self.readers:  # the gradient as the update leaves it
             return None
-        product = self._product(gradient, update)
-        cast = self.makers.get(product.args[0] if product is not None else gradient)
+        scaling = self._scaling(gradient, update)
+        unscaled = scaling.args[0] if scaling is not None else gradient
+        cast = self.makers.get(unscaled)
         if cast is None or not self._widens(cast):
             return None
         norms = []
-        for reader in self._other_readers(cast.out, product or update):
+        for reader in self._other_readers(cast.out, scaling or update):
             if reader is None or reader.op is not _NORM or reader.kwargs:
                 return None
             norms.append(reader)
-        return _Gradient(cast, product, tuple(norms))
+        return _Gradient(cast, scaling, tuple(norms))
 
     def _widens(self, eqn: Eqn) -> bool:
         """Whether an equation casts half precision to fp32."""
         return eqn.op is CAST and eqn.ins[0] in self.halves and eqn.out.dtype == torch.float32
 
-    def _product(self, gradient: Var, update: Eqn) -> Eqn | None:
+    def _scaling(self, gradient: Var, update: Eqn) -> Eqn | None:
         """What multiplies a gradient by an fp32 scalar on the GPU for an update alone, or None."""
         maker = self.makers.get(gradient)
         if maker is None or maker.op is not aten.mul.Tensor:
@@ -175,7 +178,7 @@ def _products(graph: Graph) -> set[Var]:
     return products
 
 
-def _moves(graph: Graph) -> bool:
+def _spans_devices(graph: Graph) -> bool:
     """Whether casts move tensors between devices, so that a gradient may be elsewhere than its parameter."""
     devices = set()
     for eqn in graph.eqns:
@@ -204,7 +207,7 @@ def _reading_half(eqn: Eqn, gradient: _Gradient) -> Eqn:
     args[1] = [gradient.half]
     declared = {argument.name for argument in _FUSED_ADAMW._schema.arguments}
     kwargs = {name: x for name, x in eqn.kwargs.items() if name in declared}
-    if gradient.product is not None:
-        kwargs["scale"] = gradient.product.args[1]
+    if gradient.scaling is not None:
+        kwargs["scale"] = gradient.scaling.args[1]
     outs = (eqn.outs[0], *eqn.outs[2:])
     return eqn.replace(op=_FUSED_ADAMW, args=tuple(args), outs=outs, kwargs=kwargs)

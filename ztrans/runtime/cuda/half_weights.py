@@ -8,12 +8,13 @@
 
 A step under autocast begins with casts of its parameters. The update has just had them in registers, so it writes the
 copy too: 2 bytes for each parameter, in place of a cast that reads 4 and writes 2. The bits are those of the cast. The
-kernel of `ops/update.py` does so, and kernels of Inductor for an elementwise update, on CPUs too.
+kernel of `ops/fused_adamw.py` does so, and kernels of Inductor for an elementwise update, on CPUs too.
 
-The copies are leaves of the state of the program, which the user does not see. A copy is used if the parameter is the
-very tensor that the step before returned, and PyTorch's version counter says that nothing has changed it since.
-Otherwise the parameter is cast before the step. So any other state may be passed, in any order. The counter does not
-see what is written through `.data`, by a collective of torch.distributed, or by a kernel that PyTorch does not know.
+`with_half_weights` rewrites the program, and `HalfWeights` keeps the copies from step to step. They are leaves of the
+state of the program, which the user does not see. A copy is used if the parameter is the very tensor that the step
+before returned, and PyTorch's version counter says that nothing has changed it since. Otherwise the parameter is cast
+before the step. So any other state may be passed, in any order. The counter does not see what is written through
+`.data`, by a collective of torch.distributed, or by a kernel that PyTorch does not know.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def _makers(graph: Graph, casts: Mapping[Var, Sequence[Eqn]], fuses: bool) -> di
 
 
 def _is_ours(eqn: Eqn) -> bool:
-    """Whether the kernel of `ops/update.py` computes an update."""
+    """Whether the kernel of `ops/fused_adamw.py` computes an update."""
     return op_facts(eqn.op).name == "ztrans::fused_adamw"
 
 

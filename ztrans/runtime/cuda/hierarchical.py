@@ -19,7 +19,7 @@ import torch
 
 from ... import ops
 from ..process_groups import Channel
-from .nccl import PackedMessage, StreamedStart, exchange
+from .nccl import PackedMessage, StreamedStart, all_to_all
 
 
 class HierarchicalStart(StreamedStart):
@@ -55,7 +55,7 @@ class HierarchicalStart(StreamedStart):
             for message, sum_of_host in zip(messages, sums):
                 received = message.receive_buffer()
                 with self.channel.errors():
-                    exchange(received, sum_of_host, self.group, peers)
+                    all_to_all(received, sum_of_host, self.group, peers)
                 message.finish(received)
         return [*(message.send_buffer for message in messages), *sums]
 
@@ -71,7 +71,7 @@ class HierarchicalStart(StreamedStart):
         for terms_for_host, sum_for_host in zip(for_hosts, sums.view(self.hosts.count, -1)):
             received = torch.empty_like(terms_for_host)
             with self.inside.errors():
-                exchange(received, terms_for_host, self.inside.group, range(first, first + local))
+                all_to_all(received, terms_for_host, self.inside.group, range(first, first + local))
             rows = received.view(local, -1)
             ops.sum_terms(rows, [sum_for_host], [len(sum_for_host)], "sum", local)
             del received, rows

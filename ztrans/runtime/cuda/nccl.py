@@ -98,9 +98,9 @@ class StreamedStart(Start):
         self.arriving_rows = self.size if self.is_exchanged else 1
         self.arriving_dtype = self.wire
         make_message = {
-            ALL_GATHER: self._gathered,
-            REDUCE_SCATTER: self._scattered,
-            ALL_REDUCE: self._reduced,
+            ALL_GATHER: self._gather_message,
+            REDUCE_SCATTER: self._scatter_message,
+            ALL_REDUCE: self._reduce_message,
         }
         self.message = make_message[self.collective]
 
@@ -108,7 +108,7 @@ class StreamedStart(Start):
         streams = self.streams
         streams.release()
         messages = []
-        for ks in self.groups:
+        for ks in self.members_by_message:
             messages.append(self.message(ks, [members[k] for k in ks]))
         with streams.pack(members):
             for message in messages:
@@ -116,7 +116,7 @@ class StreamedStart(Start):
         buffers = self._send(messages)
         done = Done(streams, self.lane, self.lane.record_event(), buffers)
         values: dict[int, torch.Tensor] = {}
-        for ks, message in zip(self.groups, messages):
+        for ks, message in zip(self.members_by_message, messages):
             values.update(zip(ks, message.values))
         future = Future(done, lambda: values)
         return tuple(Member(future, k) for k in range(len(members)))
@@ -156,7 +156,7 @@ class StreamedStart(Start):
             work = self.group.allreduce_coalesced(send_buffers, options)
         elif self.is_exchanged:
             for into, terms in zip(received, send_buffers):
-                exchange(into, terms, self.group)
+                all_to_all(into, terms, self.group)
         else:
             names = "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
             options = self._options(ReduceScatterOptions())
@@ -179,13 +179,13 @@ class StreamedStart(Start):
 
     # ---- messages
 
-    def _gathered(self, ks: list[int], shards: Sequence[torch.Tensor]) -> PackedMessage:
-        sizes = [self.parts[k] for k in ks]
+    def _gather_message(self, ks: list[int], shards: Sequence[torch.Tensor]) -> PackedMessage:
+        sizes = [self.part_sizes[k] for k in ks]
         shapes = [self.shapes[k] for k in ks]
         rows = [shard.movedim(self.dim, 0) for shard in shards]
         new = shards[0].new_empty
 
-        def pack() -> None:
+        def pack() -> None:  # `send_buffer` is chosen below
             ops.cast_pack(rows, sizes, self.wire, out=send_buffer)
 
         # A single member is received in the memory of its value, and this rank packs its part there.
@@ -209,13 +209,13 @@ class StreamedStart(Start):
 
         return PackedMessage(send_buffer, values, pack, receive_buffer, finish)
 
-    def _scattered(self, ks: list[int], terms: Sequence[torch.Tensor]) -> PackedMessage:
-        sizes = [self.parts[k] for k in ks]
+    def _scatter_message(self, ks: list[int], terms: Sequence[torch.Tensor]) -> PackedMessage:
+        sizes = [self.part_sizes[k] for k in ks]
         shapes = [self.part_shape(k) for k in ks]
         dtype = self.outs[ks[0]].dtype
         total = sum(sizes)
         new = terms[0].new_empty
-        send_buffer, pack = self._terms(ks, terms)
+        send_buffer, pack = self._send_buffer_of(ks, terms)
 
         # NCCL writes a single sum into the memory of its value.
         is_single = len(ks) == 1 and self.dim == 0
@@ -239,7 +239,7 @@ class StreamedStart(Start):
 
         return PackedMessage(send_buffer, values, pack, receive_buffer, finish)
 
-    def _terms(
+    def _send_buffer_of(
         self, ks: list[int], terms: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, Callable[[], object]]:
         """The send buffer of a reduction, and the function that fills it.
@@ -247,7 +247,7 @@ class StreamedStart(Start):
         A term is its own send buffer if the program keeps it until it has been sent, and if it is contiguous here.
         """
         term = terms[0]
-        sizes = [self.parts[k] for k in ks]
+        sizes = [self.part_sizes[k] for k in ks]
         numel = self.size * sum(sizes)
         is_whole = term.is_contiguous() and term.numel() == numel
         if len(ks) == 1 and self.sends_without_copy[ks[0]] and is_whole:
@@ -260,7 +260,7 @@ class StreamedStart(Start):
 
         return send_buffer, pack
 
-    def _reduced(self, ks: list[int], terms: Sequence[torch.Tensor]) -> PackedMessage:
+    def _reduce_message(self, ks: list[int], terms: Sequence[torch.Tensor]) -> PackedMessage:
         new = terms[0].new_empty
         shapes = [self.shapes[k] for k in ks]
         dtype = self.outs[ks[0]].dtype
@@ -305,9 +305,9 @@ class StreamedStart(Start):
         def fill(outs: list[torch.Tensor]) -> None:
             ops.sum_terms(terms, outs, sizes, self.reduction, self.size)
 
-        self._filled(fill, dtype, shapes, values)
+        self._fill_values(fill, dtype, shapes, values)
 
-    def _filled(
+    def _fill_values(
         self,
         fill: Callable[[list[torch.Tensor]], None],
         dtype: torch.dtype,
@@ -345,7 +345,7 @@ class StreamedStart(Start):
             value.copy_(x.view(shape).movedim(0, self.dim) if shape else x.view(()))
 
 
-def exchange(
+def all_to_all(
     into: torch.Tensor,
     send_buffer: torch.Tensor,
     group: dist.ProcessGroup,

@@ -46,7 +46,7 @@ from ..process_groups import Channel
 from .streams import back_to_back_seconds
 
 T = TypeVar("T")
-Exchange = Callable[[Any], list]  # takes the value of this rank, returns the values of all ranks
+FromAll = Callable[[Any], list]  # takes the value of this rank, returns the values of all ranks
 
 # The ways of a message: two through symmetric memory, and NCCL.
 KERNEL = "a kernel"
@@ -70,7 +70,7 @@ class Times(NamedTuple):
     They are infinite for a way that cannot carry it.
     """
 
-    symmetric: float
+    kernel: float
     nccl: float
     nbytes: int
     copies: float = math.inf
@@ -78,12 +78,12 @@ class Times(NamedTuple):
     @property
     def is_copied(self) -> bool:
         """Whether copies carry it: they take no multiprocessors, so they may be a little slower."""
-        return self.copies <= _NEARLY * min(self.symmetric, self.nccl)
+        return self.copies <= _NEARLY * min(self.kernel, self.nccl)
 
     @property
-    def is_faster(self) -> bool:
-        """Whether symmetric memory carries it, by a kernel or by copies, and not NCCL."""
-        return self.is_copied or self.symmetric < self.nccl
+    def uses_symmetric_memory(self) -> bool:
+        """Whether symmetric memory carries it, by a kernel or by copies."""
+        return self.is_copied or self.kernel < self.nccl
 
 
 class MessageKind(NamedTuple):
@@ -134,8 +134,8 @@ class CudaSource:
 
     def check_room(self, lanes: int) -> None:
         """Raises: RuntimeError if the kernels of so many lanes may not be on this rank's device at the same time."""
-        # A kernel that waits for another rank keeps its room. If two such kernels did not fit on the device, one of
-        # them could keep out the other, which a rank waits for that in turn keeps out the first.
+        # A kernel that waits for another rank keeps its multiprocessors. If two of them did not fit, two ranks could
+        # wait for each other forever: on each, one kernel would keep out the one that the other rank waits for.
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
         processors = device.multi_processor_count
         needed = BLOCKS // BLOCKS_ON_PROCESSOR + (lanes - 1) * _NCCL_BLOCKS
@@ -236,19 +236,19 @@ class SymmetricMemory:
             (channel, kind), "not tried, because this rank alone has made the program"
         )
 
-    def reserve(self, messages: Iterable[tuple[Channel, MessageKind]], exchange: Exchange) -> None:
+    def reserve(self, messages: Iterable[tuple[Channel, MessageKind]], from_all: FromAll) -> None:
         """Decide for the kinds of messages that are new. All ranks of the mesh must call this together."""
         new: dict[Channel, list[MessageKind]] = {}
         for channel, kind in dict.fromkeys(messages):
             if channel.group.size() == 1 or (channel, kind) in self.answers:
                 continue
-            refusal = self._refusal_of_lanes(kind.lanes, exchange)
+            refusal = self._refusal_of_lanes(kind.lanes, from_all)
             if refusal:
                 self.answers[channel, kind] = refusal
             else:
                 new.setdefault(channel, []).append(kind)
         for channel, kinds in new.items():
-            self._decide(channel, kinds, exchange)
+            self._decide(channel, kinds, from_all)
 
     def error(self) -> str:
         """What this rank has waited for in vain, in the work that has run so far; empty if nothing."""
@@ -264,61 +264,61 @@ class SymmetricMemory:
         for buffer in self.buffers:
             buffer.interrupt()
 
-    def renew(self, channels: Sequence[Channel], exchange: Exchange) -> None:
+    def renew(self, channels: Sequence[Channel], from_all: FromAll) -> None:
         """Allocate the buffers of channels that were opened again. All ranks of the mesh must call this together."""
         for buffer in self.buffers:
             if buffer.channel in channels:
                 buffer.memory = None
                 try:
-                    self._allocate(buffer, exchange)
+                    self._allocate(buffer, from_all)
                 except Refused as refused:
                     buffer.refusal = str(refused)
 
-    def trial(self, buffer: Buffer, kind: MessageKind, exchange: Exchange) -> Times | str:
+    def trial(self, buffer: Buffer, kind: MessageKind, from_all: FromAll) -> Times | str:
         """Time a message in all ways, and compare the bits that arrive. All ranks of the mesh call this together.
 
         Raises: Refused if it fails on one of them.
         """
         group = buffer.channel.group
-        trial = on_all_ranks(lambda: _Trial(kind, group, buffer.ready), exchange)
-        on_all_ranks(trial.compile, exchange)
+        trial = on_all_ranks(lambda: _Trial(kind, group, buffer.ready), from_all)
+        on_all_ranks(trial.compile, from_all)
         seconds = {KERNEL: math.inf, COPIES: math.inf}
         for way in trial.received:
-            seconds[way] = on_all_ranks(functools.partial(trial.seconds_of, way), exchange)
-        seconds[NCCL] = on_all_ranks(trial.seconds_of_nccl, exchange)
-        is_equal = on_all_ranks(trial.gave_equal_bits, exchange)
-        by_rank = exchange([is_equal, seconds])
+            seconds[way] = on_all_ranks(functools.partial(trial.seconds_of, way), from_all)
+        seconds[NCCL] = on_all_ranks(trial.seconds_of_nccl, from_all)
+        is_equal = on_all_ranks(trial.gave_equal_bits, from_all)
+        by_rank = from_all([is_equal, seconds])
         if not all(is_equal_there for is_equal_there, _ in by_rank):
             return "tried here, it gave other bits"
         # The ranks wait for each other, so the slowest one counts.
         slowest = {way: max(of_rank[way] for _, of_rank in by_rank) for way in seconds}
         return Times(slowest[KERNEL], slowest[NCCL], kind.nbytes, slowest[COPIES])
 
-    def _refusal_of_lanes(self, lanes: int, exchange: Exchange) -> str:
+    def _refusal_of_lanes(self, lanes: int, from_all: FromAll) -> str:
         """Why the devices have no room for the kernels of so many lanes; empty if they have."""
         if lanes not in self.lane_refusals:
             try:
-                on_all_ranks(lambda: self.source.check_room(lanes), exchange)
+                on_all_ranks(lambda: self.source.check_room(lanes), from_all)
                 self.lane_refusals[lanes] = ""
             except Refused as refused:
                 self.lane_refusals[lanes] = str(refused)
         return self.lane_refusals[lanes]
 
-    def _decide(self, channel: Channel, kinds: Sequence[MessageKind], exchange: Exchange) -> None:
+    def _decide(self, channel: Channel, kinds: Sequence[MessageKind], from_all: FromAll) -> None:
         """Time messages of these kinds on a channel, and note what carries them."""
         # The trials have a buffer of their own. If one fails, its signals are left over.
         ranks = channel.group.size()
         buffer = Buffer(channel, max(kind.room(ranks) for kind in kinds))
         answers: list[Times | str]
         try:
-            self._check_links(channel, exchange)
-            self._allocate(buffer, exchange)
-            answers = [self.trial(buffer, kind, exchange) for kind in kinds]
+            self._check_links(channel, from_all)
+            self._allocate(buffer, from_all)
+            answers = [self.trial(buffer, kind, from_all) for kind in kinds]
         except Refused as refused:
             answers = [str(refused) for _ in kinds]
         for kind, answer in zip(kinds, answers):
             self.answers[channel, kind] = answer
-            if isinstance(answer, Times) and answer.is_faster:
+            if isinstance(answer, Times) and answer.uses_symmetric_memory:
                 self.buffer_of[channel, kind] = self._shared(buffer)
 
     def _shared(self, buffer: Buffer) -> Buffer:
@@ -329,23 +329,23 @@ class SymmetricMemory:
         self.buffers.append(buffer)
         return buffer
 
-    def _check_links(self, channel: Channel, exchange: Exchange) -> None:
+    def _check_links(self, channel: Channel, from_all: FromAll) -> None:
         if channel.hosts.count > 1:
             raise Refused(f"ranks on {channel.hosts.count} hosts")
-        device_of = dict(exchange((dist.get_rank(), self.source.device())))
+        device_of = dict(from_all((dist.get_rank(), self.source.device())))
         members = dist.get_process_group_ranks(channel.group)
         devices = {rank: device_of[rank] for rank in members}
-        on_all_ranks(lambda: self.source.check_links(devices), exchange)
+        on_all_ranks(lambda: self.source.check_links(devices), from_all)
 
-    def _allocate(self, buffer: Buffer, exchange: Exchange) -> None:
+    def _allocate(self, buffer: Buffer, from_all: FromAll) -> None:
         group = buffer.channel.group
-        part = on_all_ranks(lambda: self.source.allocate(buffer.nbytes, group.size()), exchange)
+        part = on_all_ranks(lambda: self.source.allocate(buffer.nbytes, group.size()), from_all)
         buffer.memory = on_all_ranks(
-            lambda: self.source.connect(part, buffer.nbytes, group), exchange
+            lambda: self.source.connect(part, buffer.nbytes, group), from_all
         )
 
 
-def on_all_ranks(run: Callable[[], T], exchange: Exchange) -> T:
+def on_all_ranks(run: Callable[[], T], from_all: FromAll) -> T:
     """What `run` returns on this rank.
 
     Raises: Refused on all ranks if it fails on one of them.
@@ -356,7 +356,7 @@ def on_all_ranks(run: Callable[[], T], exchange: Exchange) -> T:
     except Exception as error:
         text = str(error).partition("\n")[0] or type(error).__name__
         reason = f"rank {dist.get_rank()}: {text}"
-    reasons = [there for there in exchange(reason) if there]
+    reasons = [there for there in from_all(reason) if there]
     if reasons:
         raise Refused(reasons[0])
     return result
@@ -365,7 +365,7 @@ def on_all_ranks(run: Callable[[], T], exchange: Exchange) -> T:
 class _Trial:
     """A message of some kind in random bits, which can be sent by NCCL, and in some ways through symmetric memory.
 
-    `received` has what arrives, by way.
+    `received` has what arrives through symmetric memory, by way, and `by_nccl` what NCCL brings.
     """
 
     def __init__(self, kind: MessageKind, group: dist.ProcessGroup, memory: ops.Symmetric) -> None:
@@ -378,15 +378,15 @@ class _Trial:
         terms = torch.randn(kind.rows(ranks) * part, generator=generator)
         self.send_buffer = terms.to(memory.mine.device, kind.wire)
         if kind.is_gather:
-            self.theirs = self.send_buffer.new_empty(ranks * part)
+            self.by_nccl = self.send_buffer.new_empty(ranks * part)
         else:
-            self.theirs = self.send_buffer.new_empty(part, dtype=torch.float32)
+            self.by_nccl = self.send_buffer.new_empty(part, dtype=torch.float32)
         self.received: dict[str, torch.Tensor] = {}
         if kind.nbytes <= LARGEST_FOR_KERNEL:
-            self.received[KERNEL] = torch.empty_like(self.theirs)
+            self.received[KERNEL] = torch.empty_like(self.by_nccl)
         if kind.is_gather:
-            self.received[COPIES] = torch.empty_like(self.theirs)
-        self.terms = torch.empty_like(self.send_buffer)  # that NCCL brings
+            self.received[COPIES] = torch.empty_like(self.by_nccl)
+        self.exchanged = torch.empty_like(self.send_buffer)  # the terms that NCCL brings
 
     def compile(self) -> None:
         """Compile and load the kernels, which may take some ranks longer than others wait in a trial.
@@ -427,17 +427,17 @@ class _Trial:
 
     def gave_equal_bits(self) -> bool:
         """Whether all ways have brought the same bits as NCCL."""
-        theirs = self.theirs.view(torch.uint8)
-        return all(torch.equal(ours.view(torch.uint8), theirs) for ours in self.received.values())
+        by_nccl = self.by_nccl.view(torch.uint8)
+        return all(torch.equal(x.view(torch.uint8), by_nccl) for x in self.received.values())
 
     def _send_by_nccl(self) -> None:
         send_buffer = self.send_buffer.view(torch.uint8)
         if self.kind.is_gather:
-            all_gather(self.theirs.view(torch.uint8), send_buffer, group=self.group)
+            all_gather(self.by_nccl.view(torch.uint8), send_buffer, group=self.group)
             return
-        dist.all_to_all_single(self.terms.view(torch.uint8), send_buffer, group=self.group)
-        rows = self.terms.view(self.memory.ranks, -1)
-        ops.sum_terms(rows, [self.theirs], [len(self.theirs)], "mean", self.memory.ranks)
+        dist.all_to_all_single(self.exchanged.view(torch.uint8), send_buffer, group=self.group)
+        rows = self.exchanged.view(self.memory.ranks, -1)
+        ops.sum_terms(rows, [self.by_nccl], [len(self.by_nccl)], "mean", self.memory.ranks)
 
     def _send(self, memory: ops.Symmetric, part: int, spins: int) -> None:
         """Send the first `part` elements of each part."""

@@ -147,7 +147,7 @@ def choose_transport(
     elif seconds.is_copied:
         way = "copied"
         figures = _figures("copies", seconds)
-    elif seconds.is_faster:
+    elif seconds.uses_symmetric_memory:
         way = "symmetric"
         figures = _figures("symmetric memory", seconds)
     else:
@@ -157,7 +157,7 @@ def choose_transport(
 
 def _figures(chosen: str, times: Times) -> str:
     """The seconds of a message as text: of the chosen way, then of the other ways that can carry it."""
-    ways = {"symmetric memory": times.symmetric, "copies": times.copies, "NCCL": times.nccl}
+    ways = {"symmetric memory": times.kernel, "copies": times.copies, "NCCL": times.nccl}
     figures = [f"{format_seconds(ways.pop(chosen))} for {format_bytes(times.nbytes)}"]
     for way, seconds in ways.items():
         if seconds < math.inf:
@@ -165,7 +165,7 @@ def _figures(chosen: str, times: Times) -> str:
     return ", ".join(figures)
 
 
-class _OfBuffer(StreamedStart):
+class _ThroughBuffer(StreamedStart):
     """Starts one collective equation, like `StreamedStart`, through a buffer of symmetric memory."""
 
     def __init__(self, buffer: Buffer, *common: Any) -> None:
@@ -174,24 +174,24 @@ class _OfBuffer(StreamedStart):
         self.buffer = buffer
 
 
-class CopiedStart(_OfBuffer):
+class CopiedStart(_ThroughBuffer):
     """Starts one gather: copy engines copy the parts of the other ranks, so it takes no multiprocessors."""
 
     def _call(self, received: list[torch.Tensor], send_buffers: list[torch.Tensor]) -> None:
         copy_all(self.buffer.ready, received, send_buffers, SPINS)
 
 
-class SymmetricStart(_OfBuffer):
+class SymmetricStart(_ThroughBuffer):
     """Starts one collective equation by a kernel that reads the messages of all ranks."""
 
     def _call(self, received: list[torch.Tensor], send_buffers: list[torch.Tensor]) -> None:
         """Do nothing: the kernel that finishes a message also communicates."""
 
-    def _gathered(self, ks: list[int], shards: Sequence[torch.Tensor]) -> PackedMessage:
+    def _gather_message(self, ks: list[int], shards: Sequence[torch.Tensor]) -> PackedMessage:
         shapes = [self.shapes[k] for k in ks]
         return self._message(ks, shards, 1, shapes, self.wire, gather)
 
-    def _scattered(self, ks: list[int], terms: Sequence[torch.Tensor]) -> PackedMessage:
+    def _scatter_message(self, ks: list[int], terms: Sequence[torch.Tensor]) -> PackedMessage:
         shapes = [self.part_shape(k) for k in ks]
         read = functools.partial(scatter, op=self.reduction)
         return self._message(ks, terms, self.size, shapes, self.outs[ks[0]].dtype, read)
@@ -210,7 +210,7 @@ class SymmetricStart(_OfBuffer):
         `read` takes the symmetric memory, the packed message, the flat tensors that it fills, which become the values,
         and the number of elements that each has for a rank.
         """
-        sizes = [self.parts[k] for k in ks]
+        sizes = [self.part_sizes[k] for k in ks]
         rows = [member.movedim(self.dim, 0) for member in members]
         send_buffer = members[0].new_empty(ranks * sum(sizes), dtype=self.wire)
         values = [
@@ -226,6 +226,6 @@ class SymmetricStart(_OfBuffer):
             read(self.buffer.ready, send_buffer, outs, sizes, spins=SPINS)
 
         def finish(received: torch.Tensor) -> None:
-            self._filled(fill, read_dtype, shapes, values)
+            self._fill_values(fill, read_dtype, shapes, values)
 
         return PackedMessage(send_buffer, values, pack, lambda: send_buffer, finish)

@@ -49,17 +49,17 @@ class KernelCall:
         self._run: Callable[[list], Sequence] | None = None
 
     def __call__(self, *args: torch.Tensor) -> Sequence[torch.Tensor]:
-        is_first = self._run is None
-        if is_first:
+        run = self._run
+        if run is None:
             self._copied = [k for k, layout in enumerate(self.layouts) if not layout.fits(args[k])]
         inputs = [*args]
         for k in self._copied:
             inputs[k] = self.layouts[k].conform(args[k])
-        if self._run is None:
+        if run is None:
             returned = self.kernel(inputs)
             self._run = bare(self.kernel)
         else:
-            returned = self._run(inputs)
+            returned = run(inputs)
         if len(returned) == len(self.written):
             return returned
         results = iter(returned)
@@ -130,7 +130,7 @@ def _lay_out(
     rank = coordinates(graph, mesh)
     bound = by_group(graph, mesh) if mesh is not None else graph
 
-    def laid_out(groups: Sequence[FusedGroup]) -> _LaidOut:
+    def with_groups(groups: Sequence[FusedGroup]) -> _LaidOut:
         in_kernels: set[Eqn] = set()
         for group in groups:
             if not group.is_update:
@@ -139,14 +139,14 @@ def _lay_out(
         layouts = infer_layouts(bound, rank, inputs, lifetimes.in_place_ops)
         return _LaidOut(graph, groups, rank, lifetimes, layouts)
 
-    program = laid_out(groups)
+    program = with_groups(groups)
     on_one_device = []
     for group in groups:
         if group.is_update or _is_on_one_device(group, program.layouts):
             on_one_device.append(group)
     if len(on_one_device) == len(groups):
         return program
-    return laid_out(on_one_device)
+    return with_groups(on_one_device)
 
 
 def _is_on_one_device(group: FusedGroup, layouts: Mapping[Var, Strided]) -> bool:
@@ -261,7 +261,7 @@ def _old_values(graph: Graph) -> dict[Var, Var]:
 def _overwritten(
     program: _LaidOut, group: FusedGroup, old_by_new: Mapping[Var, Var], end: int
 ) -> dict[Var, Var]:
-    """For each result of a group that may be written over an input, a leaf of the state or a donated one, that input.
+    """By result that may be written over an input: that input, a leaf of the state or a donated value.
 
     Nothing reads the input after position `end`.
     """
@@ -279,9 +279,9 @@ def _overwritten(
 def _donated(
     program: _LaidOut, ins: Sequence[Var], maker: Mapping[Var, Eqn], end: int
 ) -> tuple[int, ...]:
-    """The positions of the values of their own storage that are dead after position `end`.
+    """The positions of the arguments that own their storage, and that nothing reads after position `end`.
 
-    A kernel may reuse their memory. A constant is made once and used by every step, so it is not dead.
+    A kernel may reuse their memory. A constant is made once and used by every step, so it is not among them.
     """
     positions = []
     for k, v in enumerate(ins):

@@ -47,7 +47,7 @@ class Strided(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
     def fits(self, x: torch.Tensor) -> bool:
-        """Whether a tensor has this shape, dtype and strides; those of single rows do not count."""
+        """Whether a tensor has this shape, dtype and strides. The stride of a dim of size 1 does not count."""
         if x.shape != self.shape or x.dtype != self.dtype:
             return False
         if x.stride() == self.stride:

@@ -44,18 +44,18 @@ class FusedGroup:
 
 
 def fuse(
-    graph: Graph, updates: Sequence[EqnGroup], in_place: Collection[Eqn] = frozenset()
+    graph: Graph, updates: Sequence[EqnGroup], unmoved: Collection[Eqn] = frozenset()
 ) -> tuple[Graph, tuple[FusedGroup, ...]]:
     """Group the equations of a program.
 
     Args:
         graph: the program, in which equal updates are next to each other.
         updates: those of its groups that one call of PyTorch computes (see `runs_in_one_call`).
-        in_place: the equations that join a group only if they need not move.
+        unmoved: the equations that stay in their places: they join a group only if they need not move.
 
     Returns: The program with the equations of each group next to each other, and the groups in their order.
     """
-    items = _Items(pair(graph), updates, in_place)
+    items = _Items(pair(graph), updates, unmoved)
     for eqn in _waits_together(graph, items.pairs):
         items.add(eqn)
 
@@ -180,11 +180,9 @@ class _Items:
     item that they read. Constants, and views of them, are deferred until an equation reads them.
     """
 
-    def __init__(
-        self, pairs: Pairs, updates: Sequence[EqnGroup], in_place: Collection[Eqn]
-    ) -> None:
+    def __init__(self, pairs: Pairs, updates: Sequence[EqnGroup], unmoved: Collection[Eqn]) -> None:
         self.pairs = pairs
-        self.in_place = in_place
+        self.unmoved = unmoved
         self.update_of: dict[Eqn, EqnGroup] = {}
         for update in updates:
             self.update_of.update(dict.fromkeys(update, update))
@@ -280,7 +278,7 @@ class _Items:
         """
         if not item.fusible or len(item.eqns) >= MOST:
             return False
-        if eqn in self.in_place and item is not self.items[-1]:
+        if eqn in self.unmoved and item is not self.items[-1]:
             return False
         shared = [v for v in eqn.ins if v in self.item_of and self.item_of[v].root is item]
         return _is_small(eqn) or any(v.numel > 1 for v in shared)
@@ -292,7 +290,7 @@ class _Items:
             return False
         if not all(reader.root is item for reader in earlier.read_by):
             return False
-        return not any(each in self.in_place for each in earlier.eqns)
+        return not any(each in self.unmoved for each in earlier.eqns)
 
 
 def _waits_together(graph: Graph, pairs: Pairs) -> Iterator[Eqn]:

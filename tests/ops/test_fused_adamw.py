@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-update = importlib.import_module("ztrans.ops.update")
+fused_adamw = importlib.import_module("ztrans.ops.fused_adamw")
 T = torch.ops.ztrans
 RATE = torch.tensor(1e-2)
 ADAM = {"lr": RATE, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-6}
@@ -80,13 +80,13 @@ def test_fma_rounds_once():
     x = torch.cat([x, torch.tensor([1.0, 1.0, 1.0 + 2**-23])])
     y = torch.cat([y, half_a_bit])
     z = torch.cat([z, torch.tensor([1.0, 1.0 + 2**-23, 1.0])])
-    for a, b, c, result in zip(*(v.tolist() for v in (x, y, z, update.fma(x, y, z)))):
+    for a, b, c, result in zip(*(v.tolist() for v in (x, y, z, fused_adamw.fma(x, y, z)))):
         exact = Fraction(a) * Fraction(b) + Fraction(c)
         beside = (
             np.nextafter(np.float32(result), np.float32(limit)) for limit in (-np.inf, np.inf)
         )
         assert all(abs(exact - Fraction(result)) <= abs(exact - Fraction(float(n))) for n in beside)
-    special = update.fma(
+    special = fused_adamw.fma(
         torch.tensor([torch.inf, torch.nan, 3e38]), torch.tensor(2.0), torch.ones(3)
     )
     assert special[0] == torch.inf and special[1].isnan() and special[2] == torch.inf

@@ -71,7 +71,7 @@ def _adam_block(
         tl.store(h + i, param.to(h.dtype.element_ty), mask=mask)
 
 
-@kernel(numbers="count")
+@kernel(unspecialized="count")
 def _adam(
     rows, bases, scale, powers, rate, beta1, beta2, weight_decay, eps, count,
     GRAD: tl.constexpr, HALF: tl.constexpr, HALVES: tl.constexpr, SCALES: tl.constexpr, LOADS_RATE: tl.constexpr,
