@@ -117,7 +117,7 @@ class Binding:
     def output_tree(self, recording: Recording, graph: Graph) -> pytree.TreeSpec:
         """The tree of the output of a step, without the state."""
         if self._output_tree is None:
-            self._output_tree = recording.returned(graph.added).children()[1]
+            self._output_tree = recording.tree_of_results(graph.added).children()[1]
         return self._output_tree
 
 
@@ -190,7 +190,7 @@ class Compiled(Printed):
         for i, leaf in enumerate(inputs.state):
             if isinstance(leaf, torch.Tensor):
                 outputs[i] = leaf
-        state, output = pytree.tree_unflatten(outputs, recording.returned(self.graph.added))
+        state, output = pytree.tree_unflatten(outputs, recording.tree_of_results(self.graph.added))
         self.binding.guard = Guard(call._replace(state=state), surroundings)
         return state, output
 

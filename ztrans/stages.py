@@ -484,7 +484,7 @@ class Lowered(Printed):
         results = lockstep(graph, ranks)
 
         new_leaves = join_state(graph, results)
-        tree = recording.returned(graph.added)
+        tree = recording.tree_of_results(graph.added)
         # The last results are futures for the next step.
         end = len(graph.outputs) - graph.carried
         outputs = []
