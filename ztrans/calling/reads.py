@@ -1,10 +1,10 @@
 """The Python values that a step reads besides its arguments.
 
 They are constants of a program, so the step is traced again when one of them changes. They are numbers, strings, bools,
-None, dtypes, devices and enums, and short containers of these. They are in the closures, globals and defaults, and the
-attributes of the user's objects and classes, that are named by the code of the step, or of the user's functions that it
-calls by name. All plain attributes of an nn.Module that the step reaches count, because libraries read these too.
-Everything else is fixed when the step is traced.
+None, dtypes, devices and enums, and short containers of these. A step reads the closures, globals, defaults, and
+attributes of the user's objects and classes that its code names, or the code of the user's functions that it calls by
+name. Of an nn.Module that it reaches all plain attributes count, because libraries read these too. Everything else is
+fixed when the step is traced.
 
 Private attributes of torch's objects are read here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -343,7 +343,7 @@ class _Search:
     def _entry(
         self, mapping: Any, key: str, name: str, source: Source | None = None, owner: Any = None
     ) -> None:
-        """Add an entry of a dict. That of a class has the class as `owner`: each `vars(cls)` has another id."""
+        """Add an entry of a dict. A class is its `owner`, because each `vars(cls)` is a new object, with a new id."""
         reader = functools.partial(mapping.get, key, _Absent)
         self._place(mapping if owner is None else owner, key, name, reader, source)
 
