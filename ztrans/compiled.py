@@ -83,10 +83,10 @@ class LocalProgram(NamedTuple):
     changed: Sequence[int] = ()
     device: torch.device | None = None
 
-    def goes_on(self, inputs: Inputs) -> bool:
+    def uses_carried(self, inputs: Inputs) -> bool:
         """Whether a step on these inputs uses gathers that the step before has started."""
         function = self.function
-        return isinstance(function, CarryingExecutable) and function.goes_on(inputs)
+        return isinstance(function, CarryingExecutable) and function.uses_carried(inputs)
 
     def note(self, inputs: Inputs) -> None:
         """Note that a step on these inputs has ended well, for what it leaves to the next step."""
@@ -320,16 +320,16 @@ class Compiled(Printed):
             half_weights = local_program.half_weights
             if half_weights is not None:
                 local = half_weights.inserted(local)
-            goes_on = local_program.goes_on(inputs)
+            uses_carried = local_program.uses_carried(inputs)
             if mesh is not None:
-                self._agree(mesh, local_program, local, state, goes_on)
+                self._agree(mesh, local_program, local, state, uses_carried)
             # Only now, so that all ranks bind again if one of them could not.
             self.binding.local_program = local_program
 
             if isinstance(local_program.function, Capture):
                 local_program.function.check_inputs(local)
             with watched(mesh, name, state), running(name, state, mesh, local_program.writes):
-                if mesh is not None and not goes_on:
+                if mesh is not None and not uses_carried:
                     process_groups(mesh).drop_carried()
                 if half_weights is not None:
                     half_weights.refresh(inputs)
@@ -360,7 +360,7 @@ class Compiled(Printed):
         local_program: LocalProgram,
         local: Sequence[torch.Tensor],
         state: Sequence[Any],
-        goes_on: bool,
+        uses_carried: bool,
     ) -> None:
         """Compare this step with those of the other ranks. The replay of a CUDA graph is compared with nothing.
 
@@ -376,7 +376,7 @@ class Compiled(Printed):
         agree(
             mesh,
             step_of(self.lowered.graph.name),
-            contract.terms(local, steps_of(state), goes_on),
+            contract.terms(local, steps_of(state), uses_carried),
             explain,
             marker(state) if is_late else None,
         )

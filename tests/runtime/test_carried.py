@@ -171,7 +171,8 @@ def test_ranks_that_do_not_go_on_alike_disagree(mesh):
     contract = compiled.binding.local_program.contract
     terms = partial(contract.terms, [torch.zeros(())] * len(compiled.graph.inputs), 1)
     text = contract.explain(
-        mesh, {0: terms(goes_on=True), 2: terms(goes_on=False), 3: terms(goes_on=True)}
+        mesh,
+        {0: terms(uses_carried=True), 2: terms(uses_carried=False), 3: terms(uses_carried=True)},
     )
     assert text == (
         "  On ranks 0, 3 the step begins with gathers that the step before has started, as "

@@ -112,7 +112,7 @@ class CarryingExecutable:
             raise
         return tuple(members)
 
-    def goes_on(self, inputs: Inputs) -> bool:
+    def uses_carried(self, inputs: Inputs) -> bool:
         """Whether a step on these inputs uses what the last step of the mesh has started."""
         carried = self.groups.carried
         if carried is None or carried.leaves is None or carried.sent != self.sent:

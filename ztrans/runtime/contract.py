@@ -48,35 +48,39 @@ class Contract:
         self.digest = hashlib.sha256("\n".join(self.lines).encode()).hexdigest()
         self._numbers = _shared_numbers(graph)
 
-    def terms(self, inputs: Sequence[torch.Tensor], steps: int, goes_on: bool = False) -> tuple:
+    def terms(
+        self, inputs: Sequence[torch.Tensor], steps: int, uses_carried: bool = False
+    ) -> tuple:
         """What the ranks compare in a step on these inputs, with a state that has taken so many steps.
 
-        A step `goes_on` with the gathers that the step before has started, or starts them itself.
+        `uses_carried`: whether it uses gathers that the step before has started, and does not start them itself.
         """
         # Numbers on a GPU are not compared: the host would wait for them.
         numbers = []
         for i, name in self._numbers.items():
             if inputs[i].is_cpu:
                 numbers.append(f"{name} = {inputs[i].tolist()}")
-        return self.digest, numbers, steps, goes_on
+        return self.digest, numbers, steps, uses_carried
 
     def explain(self, mesh: DeviceMesh, terms: Mapping[int, tuple]) -> str:
         """What an error says about terms that differ, by rank. All ranks of the mesh must call it."""
         first, *others = terms.values()
         if all(of_rank[:3] == first[:3] for of_rank in others):
-            return _different_ways({rank: goes_on for rank, (*_, goes_on) in terms.items()})
+            return _different_ways(
+                {rank: uses_carried for rank, (*_, uses_carried) in terms.items()}
+            )
         if all(of_rank[:2] == first[:2] for of_rank in others):
             return different_steps({rank: steps for rank, (_, _, steps, _) in terms.items()})
         mine = [*self.lines, *terms[dist.get_rank()][1]]
         return first_difference(list(terms), everywhere(mine, mesh))
 
 
-def _different_ways(goes_on: Mapping[int, bool]) -> str:
+def _different_ways(uses_carried: Mapping[int, bool]) -> str:
     """What an error says if only some ranks can use the gathers that the step before has started, by rank."""
-    going_on = [rank for rank, does in goes_on.items() if does]
-    starting = [rank for rank, does in goes_on.items() if not does]
+    using = [rank for rank, uses in uses_carried.items() if uses]
+    starting = [rank for rank, uses in uses_carried.items() if not uses]
     return (
-        f"  On {rank_names(going_on)} the step begins with gathers that the step before has started, as "
+        f"  On {rank_names(using)} the step begins with gathers that the step before has started, as "
         f"prefetch(across_steps=True) says. On {rank_names(starting)} it has another state, or one that has "
         f"changed since.\nChange the state between the same two steps on all ranks. The next call starts these gathers "
         f"anew on all of them."
