@@ -1,7 +1,7 @@
 """`Traced` and `Lowered`, the stages of a step before it is compiled, as in `jax.stages`.
 
 `Traced` is the program as the user wrote it. Lowering applies the transforms, and plans the order and what backward
-recomputes or finds on the host. `Lowered` is the program of one rank that results. It can be analysed, simulated on a
+recomputes or finds on the host. `Lowered` is the result, the program of one rank. It can be analysed, simulated on a
 cluster, run for all ranks in this process, and compiled. Printing a stage prints its program.
 """
 
@@ -184,7 +184,7 @@ class Traced(Printed):
         with stage(self.graph.name, "plan"):
             if has_choice(lowered.unordered.hints):
                 return self._planned_with_recomputation(lowered, graph, history)
-            return lowered._ordered(*make_plan(lowered.graph, lowered.cluster)).check_limit()
+            return lowered._ordered(*make_plan(lowered.graph, lowered.cluster))._check_limit()
 
     def _planned_with_recomputation(
         self, lowered: Lowered, graph: Graph, history: History
@@ -192,7 +192,7 @@ class Traced(Printed):
         """The program of one rank in a new order, with the values of forward that backward recomputes or finds on the
         host. The plan chooses both.
 
-        `lowered` is the program of one rank before that: it keeps the values, and has no order. `graph` is the program
+        `lowered` is the program of one rank without an order, for which nothing is chosen yet. `graph` is the program
         before it was sharded, with its `history`.
         """
         # The search returns a program, and this leads from it to its stage.
@@ -207,7 +207,7 @@ class Traced(Printed):
             return choice.unordered
 
         chosen = plan_recomputation(graph, lowered.unordered, lower, lowered.cluster)
-        return lowered_of[chosen.unordered]._ordered(chosen.plan, chosen.ordered).check_limit()
+        return lowered_of[chosen.unordered]._ordered(chosen.plan, chosen.ordered)._check_limit()
 
     @no_collection()
     @without_autocast()
@@ -394,7 +394,7 @@ class Lowered(Printed):
     def with_plan(self, plan: Plan) -> Lowered:
         """This program in the order of the given plan."""
         lowered = self._with_recomputation_of(plan)
-        return lowered._ordered(plan, apply_plan(lowered.unordered, plan)).check_limit()
+        return lowered._ordered(plan, apply_plan(lowered.unordered, plan))._check_limit()
 
     def _with_recomputation_of(self, plan: Plan) -> Lowered:
         """This program with what a plan recomputes and moves to the host, before it has an order."""
@@ -416,7 +416,7 @@ class Lowered(Printed):
         lowered = self._with_recomputation_of(plan)
         return lowered._ordered(plan, follow_plan(lowered.unordered, plan))
 
-    def check_limit(self) -> Lowered:
+    def _check_limit(self) -> Lowered:
         """This program. Its plan is within the limit, but copies and carried gathers that were added since take memory.
 
         Raises: DoesNotFit if it needs more than its limit.
