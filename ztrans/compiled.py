@@ -26,7 +26,8 @@ from .planning.cost import Memory, memory
 from .planning.limit import DoesNotFit
 from .planning.place_copies import HostIsFull
 from .planning.realise import PlanError
-from .profiling.profile import Profile, profile
+from .profiling.profile import Profile
+from .profiling.profile import profile as profile_program
 from .report.progress import stage
 from .report.tracebacks import ends_at_user
 from .running_order import fused_within_peak, with_grouped_updates
@@ -117,7 +118,7 @@ class Binding:
     def output_tree(self, recording: Recording, graph: Graph) -> pytree.TreeSpec:
         """The tree of the output of a step, without the state."""
         if self._output_tree is None:
-            self._output_tree = recording.returned(graph.added).children()[1]
+            self._output_tree = recording.tree_of_results(graph.added).children()[1]
         return self._output_tree
 
 
@@ -190,7 +191,7 @@ class Compiled(Printed):
         for i, leaf in enumerate(inputs.state):
             if isinstance(leaf, torch.Tensor):
                 outputs[i] = leaf
-        state, output = pytree.tree_unflatten(outputs, recording.returned(self.graph.added))
+        state, output = pytree.tree_unflatten(outputs, recording.tree_of_results(self.graph.added))
         self.binding.guard = Guard(call._replace(state=state), surroundings)
         return state, output
 
@@ -219,12 +220,12 @@ class Compiled(Printed):
             self._local_program.writes.begin()
             local = placed(self.graph, tensors) if self.cuda_graph else tensors
             mesh = self._mesh
-            captured = run.run if isinstance(run, Capture) else run
-            graph = captured.last_as_run if isinstance(captured, MicroBatches) else self.graph
+            uncaptured = run.run if isinstance(run, Capture) else run
+            graph = uncaptured.last_as_run if isinstance(uncaptured, MicroBatches) else self.graph
 
             def prepared(inputs: Sequence[Any]) -> Sequence[Any]:
-                if isinstance(captured, MicroBatches):
-                    inputs = captured.before_last(inputs)
+                if isinstance(uncaptured, MicroBatches):
+                    inputs = uncaptured.before_last(inputs)
                 if mesh is not None:
                     everywhere(None, mesh)
                     process_groups(mesh).in_flight.renew()
@@ -234,7 +235,7 @@ class Compiled(Printed):
 
             if mesh is not None:
                 process_groups(mesh).drop_carried()
-            measured = profile(graph, run.program, local, steps, prepared)
+            measured = profile_program(graph, run.program, local, steps, prepared)
             return measured if mesh is None else measured.agreed(mesh)
 
     def close(self) -> None:
@@ -315,7 +316,7 @@ class Compiled(Printed):
         with one_thread(lock, name), self._current_device(local):
             if mesh is not None:
                 check_launched(mesh, name)
-            local_program = self.binding.local_program or self._bind(local, state)
+            local_program = self.binding.local_program or self._new_local_program(local, state)
             half_weights = local_program.half_weights
             if half_weights is not None:
                 local = half_weights.inserted(local)
@@ -333,6 +334,7 @@ class Compiled(Printed):
                 if half_weights is not None:
                     half_weights.refresh(inputs)
                 if self.cuda_graph:
+                    # A replay runs no Python, so the program cannot say when it begins to write.
                     local_program.writes.begin()
                 yield local_program.function, local
 
@@ -421,7 +423,9 @@ class Compiled(Printed):
         return inputs
 
     @without_autocast()
-    def _bind(self, local: Sequence[torch.Tensor], state: Sequence[Any]) -> LocalProgram:
+    def _new_local_program(
+        self, local: Sequence[torch.Tensor], state: Sequence[Any]
+    ) -> LocalProgram:
         """Agree with the other ranks on a program, and make what runs it."""
         lowered = self.lowered if self.agreed else _agreed(self.lowered)
         writes = Writes()
@@ -518,11 +522,15 @@ class Backend(NamedTuple):
     Attributes:
         executable: makes it, for a program, the mesh, inputs like those of a step, and what the code calls before it
             first writes the state. It returns the program in the order in which it runs, and what runs it.
-        fuses: whether elementwise operations become kernels of its own.
+        fuses: whether elementwise operations become kernels of its own. Casts of gradients and of parameters to half
+            precision are chosen by that (see `half_gradients` and `half_weights`).
         check: raises an error where it cannot work.
     """
 
-    executable: Callable[..., tuple[Graph, Executable]]
+    executable: Callable[
+        [Graph, DeviceMesh | None, Sequence[torch.Tensor], Callable[[], None] | None],
+        tuple[Graph, Executable],
+    ]
     fuses: bool
     check: Callable[[], None]
 

@@ -84,7 +84,7 @@ class Trial(NamedTuple, Generic[P]):
         return Trial(lowered, simulate(lowered.graph, lowered.cluster).seconds)
 
     def way(self, line: str) -> Way:
-        """This step as the one that a line makes."""
+        """This step as a way to fit. `line` is what the user adds to get it."""
         return Way(line, self.seconds, self.lowered.memory_analysis().peak)
 
 
@@ -165,9 +165,9 @@ def variant_of_plan(traced: Variant[P], plan: Plan, cluster: Cluster | None) -> 
 # Ways to fit.
 
 # A line that may help, and the step with it.
-Line = tuple[str, Variant[Any]]
-# The lines of one kind for a step that does not fit, from the smallest change to the largest.
-Remedy = Callable[[Variant[Any], DoesNotFit], Iterator[Line]]
+Proposal = tuple[str, Variant[Any]]
+# The proposals of one kind for a step that does not fit, from the smallest change to the largest.
+Remedy = Callable[[Variant[Any], DoesNotFit], Iterator[Proposal]]
 
 
 class _Attempt(NamedTuple):
@@ -208,21 +208,21 @@ def _tried(
 
     If no line of it is enough, the attempt with the line that needs least; None if none needs less than before.
     """
-    least = attempt
+    best = attempt
     for line, variant in remedy(attempt.traced, attempt.error):
         lines = (*attempt.lines, line)
         try:
             return Trial.of(variant, cluster).way(" and ".join(lines))
         except DoesNotFit as error:
-            if error.least.peak < least.error.least.peak:
-                least = _Attempt(lines, variant, error, later_remedies)
+            if error.least.peak < best.error.least.peak:
+                best = _Attempt(lines, variant, error, later_remedies)
         except ValueError:
             # The transform refuses this step.
             continue
-    return least if least is not attempt else None
+    return best if best is not attempt else None
 
 
-def _higher_stages(traced: Variant[Any], error: DoesNotFit) -> Iterator[Line]:
+def _higher_stages(traced: Variant[Any], error: DoesNotFit) -> Iterator[Proposal]:
     for t in traced.transforms:
         if isinstance(t, ShardParams) and isinstance(t.stage, int):
             for stage in range(t.stage + 1, 4):
@@ -230,7 +230,7 @@ def _higher_stages(traced: Variant[Any], error: DoesNotFit) -> Iterator[Line]:
                 yield f"zt.shard_params(..., stage={stage})", _with(traced, higher)
 
 
-def _recomputation(traced: Variant[Any], error: DoesNotFit) -> Iterator[Line]:
+def _recomputation(traced: Variant[Any], error: DoesNotFit) -> Iterator[Proposal]:
     by_plan = remat(memory="auto")
     present = [t for t in traced.transforms if type(t) is type(by_plan)]
     if error.room > 0 and not present:
@@ -239,12 +239,12 @@ def _recomputation(traced: Variant[Any], error: DoesNotFit) -> Iterator[Line]:
         yield 'zt.remat(memory="auto") in place of zt.remat()', _with(traced, by_plan)
 
 
-def _activations_on_host(traced: Variant[Any], error: DoesNotFit) -> Iterator[Line]:
+def _activations_on_host(traced: Variant[Any], error: DoesNotFit) -> Iterator[Proposal]:
     if error.room > 0 and not any(isinstance(t, Offload) for t in traced.transforms):
         yield 'zt.offload(memory="auto")', _with(traced, offload(memory="auto"))
 
 
-def _moments_on_host(traced: Variant[Any], error: DoesNotFit) -> Iterator[Line]:
+def _moments_on_host(traced: Variant[Any], error: DoesNotFit) -> Iterator[Proposal]:
     if not any(isinstance(t, Offload) for t in traced.transforms):
         pattern = pattern_of_moments(traced.graph)
         if pattern:
@@ -283,7 +283,7 @@ def _bytes_of_moments(graph: Graph) -> dict[str, int]:
     return sizes
 
 
-def _micro_batches(traced: Variant[Any], error: DoesNotFit) -> Iterator[Line]:
+def _micro_batches(traced: Variant[Any], error: DoesNotFit) -> Iterator[Proposal]:
     """The smallest number of micro-batches that may be enough, and multiples of it."""
     if error.room <= 0:
         return

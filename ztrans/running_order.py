@@ -17,7 +17,7 @@ from .planning.buffers import Storage, by_memory, live_bytes, storages
 from .planning.cost import memory
 from .runtime.inductor.fusion import FusedGroup, computed_alike, fuse, runs_in_one_call
 
-# How often more equations are left in their places.
+# The most rounds that leave more equations in their places.
 _ROUNDS = 10
 
 
@@ -45,9 +45,9 @@ def with_grouped_updates(
 def fused_within_peak(graph: Graph) -> tuple[Graph, tuple[FusedGroup, ...]]:
     """The program with the equations of each kernel next to each other, and the groups of equations that are kernels.
 
-    An equation joins no kernel that would raise the peak of memory above that of the program, except for scalars, for
-    buckets that are unpacked at once, and for values that all ranks must compute alike. Their kernels may not depend on
-    the size of the batch, as the peak does.
+    An equation that would raise the peak of memory stays in its place. Scalars, buckets that are unpacked at once, and
+    values that all ranks must compute alike join kernels in any case: the peak depends on the size of the batch, and
+    their kernels may not.
     """
     peak = memory(graph).peak
     alike = computed_alike(graph)
@@ -96,7 +96,7 @@ class _Moves:
     def that_raise(self, peak: int) -> frozenset[Eqn]:
         """The moved equations because of which the fused program needs more bytes than `peak`.
 
-        The largest values come first, and no more of them than what is above the peak.
+        They are as few as bring it down to the peak, those of the largest values first.
         """
         live = live_bytes(self.fused, self.storages)
         moved: dict[Eqn, Storage] = {}

@@ -1,7 +1,8 @@
 """`Traced` and `Lowered`, the stages of a step before it is compiled, as in `jax.stages`.
 
-`Traced` is the program as the user wrote it. `Lowered` is the program of one rank, with all transforms applied and its
-order planned. Printing a stage prints its program.
+`Traced` is the program as the user wrote it. Lowering applies the transforms, and plans the order and what backward
+recomputes or finds on the host. `Lowered` is the result, the program of one rank. It can be analysed, simulated on a
+cluster, run for all ranks in this process, and compiled. Printing a stage prints its program.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ from .transforms.base import (
     with_limit,
 )
 
-# What a program was after each rewrite, by the name of that.
+# The name of each rewrite, and the program after it.
 History = tuple[tuple[str, Graph | fx.GraphModule], ...]
 
 __all__ = ["Compiled", "Cost", "Lowered", "Memory", "Traced"]
@@ -182,16 +183,19 @@ class Traced(Printed):
         lowered = self._sharded(graph, history, cluster, Plan(""))
         with stage(self.graph.name, "plan"):
             if has_choice(lowered.unordered.hints):
-                return self._with_choice(lowered, graph, history)
-            return lowered._ordered(*make_plan(lowered.graph, lowered.cluster)).within_limit()
+                return self._planned_with_recomputation(lowered, graph, history)
+            return lowered._ordered(*make_plan(lowered.graph, lowered.cluster))._check_limit()
 
-    def _with_choice(self, lowered: Lowered, graph: Graph, history: History) -> Lowered:
-        """The program of one rank in a new order, where the plan also chooses what becomes of the values of forward.
+    def _planned_with_recomputation(
+        self, lowered: Lowered, graph: Graph, history: History
+    ) -> Lowered:
+        """The program of one rank in a new order, with the values of forward that backward recomputes or finds on the
+        host. The plan chooses both.
 
-        `lowered` is the program of one rank without an order, in which nothing becomes of them, and `graph` the program
+        `lowered` is the program of one rank without an order, for which nothing is chosen yet. `graph` is the program
         before it was sharded, with its `history`.
         """
-        # The search knows programs alone. Its answer leads back to the stage with that program.
+        # The search returns a program, and this leads from it to its stage.
         lowered_of = {lowered.unordered: lowered}
 
         def lower(program: Graph, on_host: tuple[str, ...]) -> Graph:
@@ -203,7 +207,7 @@ class Traced(Printed):
             return choice.unordered
 
         chosen = plan_recomputation(graph, lowered.unordered, lower, lowered.cluster)
-        return lowered_of[chosen.unordered]._ordered(chosen.plan, chosen.ordered).within_limit()
+        return lowered_of[chosen.unordered]._ordered(chosen.plan, chosen.ordered)._check_limit()
 
     @no_collection()
     @without_autocast()
@@ -350,8 +354,8 @@ class Lowered(Printed):
         """A time that no order within `peak` bytes can beat, and its bottleneck; None if no collective is planned."""
         unordered = self.unordered
         if self.graph.carried:
-            # The step before may have gathered all of these leaves, so the bound counts no time for them. Then they
-            # are whole at the beginning.
+            # The step before may have ended these gathers. So the bound counts no time for them, and their leaves are
+            # whole from the start.
             carried: set[int] = set()
             for start in carried_starts(self.graph):
                 carried.update(start.leaves)
@@ -389,10 +393,10 @@ class Lowered(Printed):
 
     def with_plan(self, plan: Plan) -> Lowered:
         """This program in the order of the given plan."""
-        lowered = self._with_choice_of(plan)
-        return lowered._ordered(plan, apply_plan(lowered.unordered, plan)).within_limit()
+        lowered = self._with_recomputation_of(plan)
+        return lowered._ordered(plan, apply_plan(lowered.unordered, plan))._check_limit()
 
-    def _with_choice_of(self, plan: Plan) -> Lowered:
+    def _with_recomputation_of(self, plan: Plan) -> Lowered:
         """This program with what a plan recomputes and moves to the host, before it has an order."""
         if plan.recomputed == self.plan.recomputed and plan.on_host == self.plan.on_host:
             return self
@@ -409,22 +413,21 @@ class Lowered(Printed):
 
     def in_order_of(self, plan: Plan) -> Lowered:
         """This program in the order of another rank's plan, even if that needs more memory than the budget."""
-        lowered = self._with_choice_of(plan)
+        lowered = self._with_recomputation_of(plan)
         return lowered._ordered(plan, follow_plan(lowered.unordered, plan))
 
-    def within_limit(self) -> Lowered:
-        """This program, which has been planned within its limit, if copies and carried gathers leave it within that.
+    def _check_limit(self) -> Lowered:
+        """This program. Its plan is within the limit, but copies and carried gathers that were added since take memory.
 
-        Raises: DoesNotFit if it is not.
+        Raises: DoesNotFit if it needs more than its limit.
         """
         check_peak(self.graph, self.cluster.device)
         return self
 
     def _ordered(self, plan: Plan, graph: Graph) -> Lowered:
-        """This program in the order of `graph`, with the plan of that order and what can be said of it.
+        """This program in the order of `graph`, with its plan, to which notes on memory and traffic are added.
 
-        Its first gathers pass from step to step, if that is asked for. The copies between two memories find their
-        places in it.
+        If the hints ask for it, its first gathers start in the step before. Copies between two memories are placed.
         """
         if graph.hints.across_steps:
             at_start: set[str] = set()
@@ -484,7 +487,7 @@ class Lowered(Printed):
         results = lockstep(graph, ranks)
 
         new_leaves = join_state(graph, results)
-        tree = recording.returned(graph.added)
+        tree = recording.tree_of_results(graph.added)
         # The last results are futures for the next step.
         end = len(graph.outputs) - graph.carried
         outputs = []

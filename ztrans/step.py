@@ -99,10 +99,11 @@ class ProgramCache:
         return None
 
     def get(self, signature: Signature) -> Compiled | None:
-        """The program for a signature, if there is one. It is about to run.
+        """The program for a signature, which is about to run; None if there is none.
 
-        One that was made before the ranks agreed on the plan of another size is forgotten: it does not follow that
-        plan, and this rank may be the only one with a batch of this size.
+        A program that has not run, and follows no plan on which the ranks have agreed, is forgotten if one for another
+        batch size has run meanwhile. The ranks have agreed on the plan of that one, and this rank may be the only one
+        with a batch of this size.
         """
         signature = self._after_trace.get(signature, signature)
         # Put back at the end, so that the dict is in the order of use.
@@ -292,7 +293,7 @@ class Step(Generic[P, R]):
 
         Returns: The first profile.
         """
-        compiled = self._compiled_on_all_ranks(*self._signed(args, kwargs))
+        compiled = self._compiled_on_all_ranks(*self._call_and_signature(args, kwargs))
         tuned, measured = compiled.tune(*args, steps=steps, **kwargs)
         # Programs for other batch sizes follow the plan of this one, so they are lowered again.
         self._cache.remove_any_size(tuned.lowered.recording.signature)
@@ -324,9 +325,11 @@ class Step(Generic[P, R]):
         The sizes of the batch may differ from rank to rank and from call to call. A program for another size follows
         the plan of the first, so all ranks send the same messages in the same order.
         """
-        return self._compiled(*self._signed(args, kwargs))
+        return self._compiled(*self._call_and_signature(args, kwargs))
 
-    def _signed(self, args: tuple, kwargs: dict[str, Any]) -> tuple[BoundCall, Signature]:
+    def _call_and_signature(
+        self, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[BoundCall, Signature]:
         """A call of the step, and its signature here and now."""
         call = BoundCall.of(self._function, args, kwargs)
         return call, Signature.of(call, self._function)

@@ -13,7 +13,7 @@ from test_schedulers import data
 import ztrans as zt
 from tests.support import optimizers, published_optimizers
 from tests.support.worlds import ALL, distance, slices
-from ztrans.lift.optimizer_state import is_torchs
+from ztrans.lift.optimizer_state import is_of_torch
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
 TABLE = PAGE.read_text().partition("\n## Optimizers\n")[2]
@@ -50,7 +50,7 @@ def optimizer_of(name, model):
 
 def start(model, optimizer) -> None:
     """Take the step that an optimizer from outside of PyTorch takes before `lift`."""
-    if not is_torchs(optimizer):
+    if not is_of_torch(optimizer):
         loop(model, optimizer)(*data()[0])
 
 

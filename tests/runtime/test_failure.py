@@ -165,7 +165,7 @@ def test_a_half_updated_state_is_refused_and_another_state_is_not():
     def broken(*_):
         raise MemoryError("none is left")
 
-    bound = compiled._bind([state["a"], state["b"], x], [state["a"], state["b"]])
+    bound = compiled._new_local_program([state["a"], state["b"], x], [state["a"], state["b"]])
     compiled.binding.local_program = bound._replace(
         function=lambda local: (bound.writes.begin(), broken())
     )

@@ -124,9 +124,9 @@ def test_flags_and_literals_are_constants():
     for given in (batch, batch | {"double": False}):
         program = trace(flagged, STATE, given)
         assert [
-            x.value.value
+            x.abstract.value
             for x in program.signature.leaves
-            if isinstance(x.value, Constant) and x.value.value is not None
+            if isinstance(x.abstract, Constant) and x.abstract.value is not None
         ] == [given["double"], "fast"]
         want = flagged(STATE, given)[1]
         assert torch.equal(evaluated(program, STATE, given)[1], want)

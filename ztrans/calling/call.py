@@ -1,4 +1,7 @@
-"""The arguments of a step in the order of its parameters, however the caller passed them."""
+"""A call of a step: its function, and its arguments in the order of the parameters, however they were passed.
+
+A function may add an argument of its own to each call (see `ExtraInputs`).
+"""
 
 from __future__ import annotations
 
@@ -39,9 +42,9 @@ class ExtraInputs(abc.ABC):
 
     @abc.abstractmethod
     def check_changed(self, changed: Collection[str]) -> None:
-        """Check a program of this function, of which these leaves of the state change, by their names.
+        """Check the names of the leaves of the state that a program of this function changes.
 
-        Raises: ValueError if they must not.
+        Raises: ValueError if it may not change one of them.
         """
 
     @abc.abstractmethod
@@ -82,7 +85,7 @@ class StepFunction:
 class BoundCall(NamedTuple):
     """One call of a step function: its arguments in the order of the parameters.
 
-    The last `len(names)` values of `batch` are passed by name. They belong to keyword-only parameters, and to
+    The last `len(keywords)` values of `batch` are passed by name. They belong to keyword-only parameters, and to
     parameters after one that the caller left out. A parameter that the caller left out is not an argument: the step
     reads its default as it reads a global. `extra` has the extra argument of an `ExtraInputs`, and is empty for other
     functions.
@@ -90,7 +93,7 @@ class BoundCall(NamedTuple):
 
     state: Any
     batch: tuple
-    names: tuple[str, ...] = ()
+    keywords: tuple[str, ...] = ()
     extra: tuple = ()
 
     @staticmethod
@@ -102,7 +105,7 @@ class BoundCall(NamedTuple):
         >>> def step(state, x, scale=1.0): ...
         >>> function = StepFunction(step)
         >>> BoundCall.of(function, ("s",), {"x": 2})
-        BoundCall(state='s', batch=(2,), names=(), extra=())
+        BoundCall(state='s', batch=(2,), keywords=(), extra=())
         >>> BoundCall.of(function, ("s", 2), {"rate": 3})
         Traceback (most recent call last):
             ...
@@ -120,9 +123,9 @@ class BoundCall(NamedTuple):
 
     def run(self, fn: Callable) -> Any:
         """Call `fn` with these arguments."""
-        count = len(self.batch) - len(self.names)
+        count = len(self.batch) - len(self.keywords)
         positional = self.batch[:count]
-        kwargs = dict(zip(self.names, self.batch[count:]))
+        kwargs = dict(zip(self.keywords, self.batch[count:]))
         if isinstance(fn, ExtraInputs):
             return fn.call_with(*self.extra, self.state, *positional, **kwargs)
         return fn(self.state, *positional, **kwargs)
@@ -138,7 +141,7 @@ class BoundCall(NamedTuple):
 
     def parameters(self, function: StepFunction) -> list[str]:
         """The names of all arguments."""
-        names = [*function.parameters(1 + len(self.batch) - len(self.names)), *self.names]
+        names = [*function.parameters(1 + len(self.batch) - len(self.keywords)), *self.keywords]
         if function.extra is not None:
             extra_name = function.extra.extra_name
             while extra_name in names:

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from ..ir.layout import as_tensor
 from .call import BoundCall
-from .inputs import Inputs, read_argument
+from .inputs import Inputs, computed_local_part
 from .signature import Constant, Leaf, Surroundings
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -33,7 +33,7 @@ class Guard:
 
     def __init__(self, call: BoundCall, surroundings: Surroundings) -> None:
         self._surroundings = surroundings
-        self._names = call.names
+        self._keywords = call.keywords
         self._state = KnownState(call.state)
         arguments = call.batch, call.extra
         self._batch_tree = KnownTree(arguments)
@@ -41,7 +41,7 @@ class Guard:
         self._kinds = list(map(type, leaves))
         self._batch = [Leaf.of(x, is_state=False) for x in leaves]
         self._inputs = [
-            i for i, leaf in enumerate(self._batch) if not isinstance(leaf.value, Constant)
+            i for i, leaf in enumerate(self._batch) if not isinstance(leaf.abstract, Constant)
         ]
         # The numbers of the last call as tensors, by position.
         self._numbers: dict[int, torch.Tensor] = {}
@@ -51,7 +51,7 @@ class Guard:
 
         An argument in the storage of a leaf of the state makes it another call.
         """
-        if call.names != self._names or surroundings != self._surroundings:
+        if call.keywords != self._keywords or surroundings != self._surroundings:
             return None
         arguments = self._batch_tree.leaves((call.batch, call.extra))
         if arguments is None or not self._is_like(arguments):
@@ -61,7 +61,7 @@ class Guard:
             return None
         for i in self._inputs:
             if isinstance(arguments[i], torch.Tensor):
-                tensor = read_argument(arguments[i])
+                tensor = computed_local_part(arguments[i])
                 if self._state.shares_storage(tensor):
                     return None
             else:
@@ -96,14 +96,14 @@ class KnownState:
     def __init__(self, state: Any) -> None:
         self._tree = KnownTree(state)
         leaves = self._tree.leaves(state) or []
-        # The local tensor of a DTensor does not tell its layout.
+        # These must be the same objects: the local tensor of a DTensor, for instance, does not tell its layout.
         self._references = [
             (i, weakref.ref(x)) for i, x in enumerate(leaves) if type(x) not in _PLAIN
         ]
         self._distributed = [i for i, x in enumerate(leaves) if isinstance(x, DTensor)]
         self._trained = [i for i, x in enumerate(leaves) if x.requires_grad]
         # Their local tensors, which are compared, never require gradients.
-        self._distributed_trained = self._flags(leaves)
+        self._distributed_trained = self._distributed_requires_grad(leaves)
         tensors = self._local(leaves)
         # Types, sizes, strides, dtypes and devices, in the way in which TorchDynamo compares them.
         self._guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
@@ -115,7 +115,7 @@ class KnownState:
         leaves = self._tree.leaves(state)
         if leaves is None or any(reference() is not leaves[i] for i, reference in self._references):
             return None
-        if self._flags(leaves) != self._distributed_trained:
+        if self._distributed_requires_grad(leaves) != self._distributed_trained:
             return None
         tensors = self._local(leaves)
         # A leaf that is not a tensor now is a TypeError.
@@ -134,8 +134,8 @@ class KnownState:
         """Whether a tensor is in a storage in which a leaf is too."""
         return x.untyped_storage().data_ptr() in self._storages
 
-    def _flags(self, leaves: Sequence[torch.Tensor]) -> list[bool]:
-        """Which DTensors require gradients."""
+    def _distributed_requires_grad(self, leaves: Sequence[torch.Tensor]) -> list[bool]:
+        """For each DTensor, whether it requires a gradient."""
         return [leaves[i].requires_grad for i in self._distributed]
 
     def _local(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ def copied_to_host(x: torch.Tensor) -> torch.Tensor:
     return copy.requires_grad_(x.requires_grad)
 
 
-def is_on_host(x: torch.Tensor) -> bool:
+def is_pinned(x: torch.Tensor) -> bool:
     """Whether a GPU can copy a tensor while it computes. An empty tensor has no memory to pin."""
     return x.is_cpu and (not x.numel() or x.is_pinned())
 

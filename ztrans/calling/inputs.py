@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from ..ir.graph import Graph
 from ..ir.layout import as_tensor
 from .errors import bad_state_leaf
-from .host_memory import is_on_host
+from .host_memory import is_pinned
 from .signature import is_number
 
 
@@ -29,7 +29,7 @@ def check_state(paths: Sequence[str], leaves: Sequence[Any]) -> None:
             raise bad_state_leaf(path, x)
 
 
-def read_argument(x: Any) -> torch.Tensor:
+def computed_local_part(x: Any) -> torch.Tensor:
     """What this rank has of an argument that a step only reads, with its values: lazy conjugates are computed."""
     return local_part(x).resolve_conj().resolve_neg()
 
@@ -65,7 +65,7 @@ def check_memory(graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
     if device_of(inputs) is None:
         return
     for v, x in zip(graph.inputs[: graph.num_state], inputs):
-        if v.memory == "host" and not is_on_host(x):
+        if v.memory == "host" and not is_pinned(x):
             place = "in memory that is not pinned" if x.is_cpu else f"on {x.device}"
             raise TypeError(
                 f"{graph.name}: {v.name} is {place}, and the step keeps it in pinned memory of the host.\n"

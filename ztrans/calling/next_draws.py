@@ -15,9 +15,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy
 
-# `random.random()` is 1.5e-8, and `random.choice` takes the first entry.
+# With these words `random.random()` gives 1.5e-8, and `random.choice` takes the first entry.
 LOWEST = [64] * 400
-# `random.random()` is 1 - 1.5e-8. `random.choice` may reject these words; the ones after them are not the first entry.
+# With these words `random.random()` gives 1 - 1.5e-8. `random.choice` rejects the first 300, which are larger than any
+# position; with the others it takes an entry that is not the first.
 HIGHEST = [0xFFFFFFBF] * 300 + [0x7FFFFF01] * 100
 
 

@@ -1,11 +1,16 @@
-"""Trace a step, and refuse it if Python would have to run again in every call.
+"""Trace a step, and refuse it if its Python code has side effects.
 
-Python runs once, while a step is traced. So a step is a pure function of its arguments and of what it reads besides
-them. This is checked: what the step reads (see `reads`) and the random generators are compared before and after. A
-step that seeds PyTorch's generator, or sets its state, is refused. If anything else changed, the step is traced once
-more, from the values that the first trace left. A step that only prepares itself in its first run then gives the same
-program. A step that draws in Python is traced twice more, with the lowest draws and the highest ones (see
-`next_draws`). If the draws change nothing, it gives the same program. Nothing else is undone.
+Python runs only while a step is traced, and a program repeats none of its side effects. So what the step reads (see
+`reads`) and the states of the random generators are compared before and after the trace. If
+
+- nothing has changed, the program is valid;
+- PyTorch's generator has changed, the step seeds it or sets its state, and is refused;
+- a value that it reads has changed, the step is traced again. A step that only prepares itself in its first run changes
+  nothing in the second, and has the same program. Any other is refused;
+- it has drawn in Python or NumPy, it is traced twice more, with the lowest draws and with the highest ones (see
+  `next_draws`). It is refused if its programs differ.
+
+The values that a trace has changed are not put back.
 """
 
 from __future__ import annotations
@@ -48,9 +53,9 @@ T = TypeVar("T", bound=HasGraph)
 
 
 def trace_without_side_effects(record: Callable[[], T], reads: Reads, step_name: str) -> T:
-    """What `record()` traces.
+    """Call `record`, and return its last trace.
 
-    The program is valid for what the step read before too: a trace from there gave the same.
+    Its program is also valid for the values before the first trace, which gave the same program.
 
     Raises: ImpureStepError that names what changed, with the user's lines.
     """

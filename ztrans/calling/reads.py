@@ -1,10 +1,10 @@
 """The Python values that a step reads besides its arguments.
 
 They are constants of a program, so the step is traced again when one of them changes. They are numbers, strings, bools,
-None, dtypes, devices and enums, and short containers of these. The step reads them where its code, or the code of the
-user's functions that it calls by name, names them: in closures, globals and defaults, and in attributes of objects and
-classes of the user. Of each nn.Module that the step reaches they are all plain attributes, because libraries read these
-too. Everything else is fixed when the step is traced.
+None, dtypes, devices and enums, and short containers of these. A step reads the closures, globals, defaults, and
+attributes of the user's objects and classes that its code names, or the code of the user's functions that it calls by
+name. Of an nn.Module that it reaches all plain attributes count, because libraries read these too. Everything else is
+fixed when the step is traced.
 
 Private attributes of torch's objects are read here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -40,11 +40,14 @@ LONGEST = 100
 # The most characters of a value in a message.
 _LONGEST_TEXT = 80
 
-_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-_OF_PYTHON = (int, float, complex, bool, str, bytes, type(None), types.CodeType)
-_CONSTANT_TYPES = frozenset([*_OF_PYTHON, *_OF_TORCH])
-_NUMBERS = (numbers.Number, numpy.bool_)
-_CONSTANTS = (*_NUMBERS, str, bytes, enum.Enum, range, type, types.BuiltinFunctionType)
+_TORCH_TYPES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PYTHON_TYPES = (int, float, complex, bool, str, bytes, type(None), types.CodeType)
+# Constants have one of these types, or a type that is derived from one of the bases.
+_CONSTANT_TYPES = frozenset([*_PYTHON_TYPES, *_TORCH_TYPES])
+_CONSTANT_BASES = (
+    *(numbers.Number, numpy.bool_, str, bytes),
+    *(enum.Enum, range, type, types.BuiltinFunctionType),
+)
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 
@@ -136,15 +139,16 @@ class Reads:
         entries = self._entries_of_containers()
         has_grown = list(map(len, self._namespaces)) != self._sizes
         # In most calls every place has the object of the last call, and nothing is compared by `==`.
-        different: list[Any] = []
-        if not _same(entries, self._entries):
-            different += entries
-        if not _same(present, self._present):
-            different += [new for new, old in zip(present, self._present) if new is not old]
+        has_same_entries = _same(entries, self._entries)
+        if has_same_entries and not has_grown and _same(present, self._present):
+            return self._values
 
+        different = [new for new, old in zip(present, self._present) if new is not old]
+        if not has_same_entries:
+            different += entries
         if has_grown or any(map(_leads_further, different)):
             self._find()
-        elif different or len(entries) != len(self._entries):
+        else:
             self._remember(present)
         return self._values
 
@@ -228,7 +232,7 @@ def _constant(value: Any) -> Any:
         return kind if is_long else (kind, _constants(value))
     if isinstance(value, slice):
         return kind, (value.start, value.stop, value.step)
-    if isinstance(value, _CONSTANTS) and kind.__hash__ is not None:
+    if isinstance(value, _CONSTANT_BASES) and kind.__hash__ is not None:
         return kind, value
     return kind
 
@@ -242,7 +246,7 @@ def _constants(container: Any) -> Any:
 
 def is_constant(value: Any) -> bool:
     """Whether a value is one that programs are specialised on, and that leads to no others."""
-    return type(value) in _CONSTANT_TYPES or isinstance(value, _CONSTANTS)
+    return type(value) in _CONSTANT_TYPES or isinstance(value, _CONSTANT_BASES)
 
 
 def _leads_further(value: Any) -> bool:
@@ -339,7 +343,7 @@ class _Search:
     def _entry(
         self, mapping: Any, key: str, name: str, source: Source | None = None, owner: Any = None
     ) -> None:
-        """Add an entry of a dict. `owner` has the dict, if each access makes a new view of it."""
+        """Add an entry of a dict. A class is its `owner`, because each `vars(cls)` is a new object, with a new id."""
         reader = functools.partial(mapping.get, key, _Absent)
         self._place(mapping if owner is None else owner, key, name, reader, source)
 
@@ -408,9 +412,9 @@ class _Search:
             self._place(m._parameters, parameter, f"{name}.{parameter}.requires_grad", reader)
 
     def _named_attributes(self, owner: Any, name: str) -> None:
-        elsewhere = _INPUTS if isinstance(owner, Optimizer | LRScheduler) else ()
+        inputs = _INPUTS if isinstance(owner, Optimizer | LRScheduler) else ()
         for attribute in list(getattr(owner, "__dict__", ())):
-            if attribute in self.attributes and attribute not in elsewhere:
+            if attribute in self.attributes and attribute not in inputs:
                 self._entry(vars(owner), attribute, f"{name}.{attribute}")
 
     def _class_attribute(self, owner: Any, base: type, attribute: str) -> None:

@@ -124,13 +124,13 @@ class Leaf(NamedTuple):
     """What a program is specialised on in a leaf of the arguments.
 
     Attributes:
-        value: the leaf without its value, or the constant that it is.
+        abstract: the leaf without its value; a `Constant` for a leaf that is one.
         placements: the mesh and the placements of a DTensor.
         counts_as_tensor: whether it is a tensor, or a number in the state, for which the step returns a tensor.
         requires_grad: whether it requires a gradient.
     """
 
-    value: Abstract | Constant
+    abstract: Abstract | Constant
     placements: tuple | None
     counts_as_tensor: bool
     requires_grad: bool
@@ -150,21 +150,21 @@ class Leaf(NamedTuple):
 
     def without_sizes(self) -> Leaf:
         """This leaf without the sizes of its dims."""
-        if isinstance(self.value, Constant):
+        if isinstance(self.abstract, Constant):
             return self
-        sizes = (0,) * len(self.value.shape)  # the number of dims still counts
-        return self._replace(value=self.value._replace(shape=sizes, stride=()))
+        sizes = (0,) * len(self.abstract.shape)  # the number of dims still counts
+        return self._replace(abstract=self.abstract._replace(shape=sizes, stride=()))
 
     def without_layout(self) -> Leaf:
         """This leaf without where and how it is stored: a program takes leaves that are stored in another way."""
-        if isinstance(self.value, Constant):
+        if isinstance(self.abstract, Constant):
             return self
-        return Leaf(self.value._replace(stride=(), device=""), None, True, False)
+        return Leaf(self.abstract._replace(stride=(), device=""), None, True, False)
 
     def change(self, later: Leaf) -> str:
         """In words, how a later leaf differs from this one."""
-        old = self.value
-        new = later.value
+        old = self.abstract
+        new = later.abstract
         if isinstance(old, Constant) or isinstance(new, Constant):
             return f"was {_text(old)} and is {_text(new)}"
         if old.type != new.type:
@@ -229,7 +229,7 @@ class Signature:
 
     Attributes:
         tree: the tree of all arguments, the state first.
-        names: the names of the last arguments of the batch, which are passed by name.
+        keywords: the names of the last arguments of the batch, which are passed by name.
         leaves: the leaves of the tree.
         num_state: how many of the leaves belong to the state.
         surroundings: what the program is made for besides the arguments.
@@ -237,7 +237,7 @@ class Signature:
     """
 
     tree: pytree.TreeSpec
-    names: tuple[str, ...]
+    keywords: tuple[str, ...]
     leaves: tuple[Leaf, ...]
     num_state: int
     surroundings: Surroundings
@@ -245,7 +245,7 @@ class Signature:
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.tree, self.names, self.leaves, self.surroundings))
+        return hash((self.tree, self.keywords, self.leaves, self.surroundings))
 
     def __hash__(self) -> int:
         return self._hash
@@ -263,13 +263,18 @@ class Signature:
         num_state = tree.children()[0].num_leaves
         described = tuple(Leaf.of(x, i < num_state) for i, x in enumerate(leaves))
         return Signature(
-            tree, call.names, described, num_state, surroundings, tuple(call.parameters(function))
+            tree,
+            call.keywords,
+            described,
+            num_state,
+            surroundings,
+            tuple(call.parameters(function)),
         )
 
     @property
     def inputs(self) -> list[int]:
         """The positions of the leaves that are inputs of the program."""
-        return [i for i, leaf in enumerate(self.leaves) if isinstance(leaf.value, Abstract)]
+        return [i for i, leaf in enumerate(self.leaves) if isinstance(leaf.abstract, Abstract)]
 
     @functools.cached_property
     def paths(self) -> list[str]:
@@ -296,7 +301,7 @@ class Signature:
     def changes(self, later: Signature) -> list[str]:
         """The differences between this and a later signature in words, arguments first."""
         changes = []
-        if (self.tree, self.names) == (later.tree, later.names):
+        if (self.tree, self.keywords) == (later.tree, later.keywords):
             for path, old, new in zip(self.paths, self.leaves, later.leaves):
                 if old != new:
                     changes.append(f"{path} {old.change(new)}")

@@ -1,8 +1,9 @@
 """Whether a leaf of the state is as a step has left it.
 
-A leaf is the same if it is the very tensor that the step has returned, and PyTorch's version counter says that nothing
-has changed it since. The counter does not see what is written through `.data`, by a collective of torch.distributed, or
-by a kernel that PyTorch does not know.
+The next step asks before it uses what this step has made from the leaf: gathers that are under way, and copies in half
+precision. A leaf is the same if it is the very tensor that the step has returned, at the same address, and PyTorch's
+version counter says that nothing has changed it since. The counter does not see what is written through `.data`, by a
+collective of torch.distributed, or by a kernel that PyTorch does not know.
 """
 
 from __future__ import annotations

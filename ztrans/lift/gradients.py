@@ -1,9 +1,9 @@
 """Whether a loop step resets the gradients of its parameters, or carries them in its state.
 
 In an ordinary loop `.backward()` adds to the gradients of earlier calls, and `zero_grad` resets them. A lifted step
-starts from its state alone. If the state carries gradients, its parameters start each call with these, and the first
-call with zeros. Otherwise they start without gradients. This is right if the loop resets a gradient before it uses it,
-or leaves none for the next call. Any other loop is an error.
+starts from its state alone. With `carry_grads` the state has the gradients, and zeros where there are none. Without it,
+each call starts with no gradients. That gives the results of the loop if the loop resets each gradient before it uses
+it, or leaves none for the next call. Any other loop is an error.
 
 Private attributes of torch's objects are read here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -67,10 +67,10 @@ class Gradients(TorchFunctionMode):
         self._reset: set[str] = set()
         self._reached: set[str] = set()
         # The lines of backward, and of other uses, before a gradient is reset.
-        self._added: dict[str, Source | None] = {}
-        self._used: dict[str, tuple[str, Source | None]] = {}
-        # The lines of steps of parameters that backward had not reached.
-        self._stepped_early: dict[str, Source | None] = {}
+        self._line_of_backward: dict[str, Source | None] = {}
+        self._first_use: dict[str, tuple[str, Source | None]] = {}
+        # The lines of steps, for parameters that backward had not reached.
+        self._line_of_early_step: dict[str, Source | None] = {}
         self.data_set: dict[str, Source | None] = {}
         self.params: dict[str, torch.Tensor] = {}
         for name, value in values.items():
@@ -120,37 +120,37 @@ class Gradients(TorchFunctionMode):
         elif access == "__set__":
             self._mark_reset(name)
         else:
-            self._mark_used(name)
-            if name in self._used and name in self._from_before_lift:
-                raise _not_reset(name, *self._used[name])
+            self._mark_first_use(name)
+            if name in self._first_use and name in self._from_before_lift:
+                raise _not_reset(name, *self._first_use[name])
 
     def _mark_reset(self, name: str) -> None:
         self._reset.add(name)
-        self._added.pop(name, None)
+        self._line_of_backward.pop(name, None)
 
-    def _mark_used(self, name: str) -> None:
+    def _mark_first_use(self, name: str) -> None:
         if self._carried is None and name not in self._reset:
-            if name in self._added:
-                self._used.setdefault(name, ("adds to", self._added[name]))
+            if name in self._line_of_backward:
+                self._first_use.setdefault(name, ("adds to", self._line_of_backward[name]))
             else:
-                self._used.setdefault(name, ("reads", user_source()))
+                self._first_use.setdefault(name, ("reads", user_source()))
 
     def _see_backward(self, p: torch.Tensor) -> None:
         """Record that backward has reached a parameter, before hooks of the loop see it."""
         name = self._names[id(p)]
         self._reached.add(name)
         if name not in self._reset:
-            self._added.setdefault(name, user_source())
+            self._line_of_backward.setdefault(name, user_source())
 
     def after_step(self, params: Iterable[torch.Tensor]) -> None:
         """Record that an optimizer has stepped these parameters, maybe in a hook, where this mode sees nothing."""
         source = user_source()
         for p in params:
             name = self._names[id(p)]
-            if name in self._added:
-                self._mark_used(name)
+            if name in self._line_of_backward:
+                self._mark_first_use(name)
             if name not in self._reached:
-                self._stepped_early.setdefault(name, source)
+                self._line_of_early_step.setdefault(name, source)
 
     def end(self) -> dict[str, torch.Tensor] | None:
         """The gradients for the new state, if they are carried.
@@ -160,10 +160,10 @@ class Gradients(TorchFunctionMode):
         """
         if self._carried is not None:
             return self._new_carried(self._carried)
-        uses = dict(self._used)
+        uses = dict(self._first_use)
         # A loop step without an optimizer computes gradients for somebody else, who uses them.
         if not self._has_optimizer:
-            for name, source in self._added.items():
+            for name, source in self._line_of_backward.items():
                 uses[name] = "adds to", source
         for name, (use, source) in uses.items():
             if self.params[name].grad is not None or name in self._from_before_lift:
@@ -174,11 +174,11 @@ class Gradients(TorchFunctionMode):
         new = {}
         for name, gradient in carried.items():
             p = self.params[name]
-            has_gradient = name in self._reached and name not in self._stepped_early
+            has_gradient = name in self._reached and name not in self._line_of_early_step
             starts_without = p.requires_grad and name not in self._from_before_lift
             # A call that only steps, without a backward, uses the gradients of earlier calls.
             if self._reached and starts_without and not has_gradient:
-                raise _missing(name, self._stepped_early.get(name))
+                raise _missing(name, self._line_of_early_step.get(name))
             new[name] = torch.zeros_like(gradient) if p.grad is None else p.grad.detach()
         return new
 

@@ -5,7 +5,8 @@ tensors are inputs. Whole numbers, bools, None and text are constants, and so is
 optimizer leaves out a term whose factor is zero. A learning rate is an input whatever number it is, and has no sign: no
 optimizer leaves out the step.
 
-A loop step that changed a hyperparameter would do so once, while it is traced. `unchanged` refuses that.
+A loop step that changed a hyperparameter, or stepped a scheduler, would do so once, while it is traced. `unchanged` and
+`schedulers_refused` refuse that.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Turn the body of an ordinary training loop, with its nn.Module and torch.optim, into a pure step and its state.
 
-The loop body is not changed. While it is traced, tensors of the state replace the module's tensors and the optimizer's
-state. Their values after the loop body are the new state.
+The step runs the untouched body (see `lifted_step`).
 """
 
 from __future__ import annotations
@@ -16,10 +15,11 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from ..tracing.dtensors import refuse_wrappers
-from .lifted_state import State, as_tuple, check_apart, state_of
+from .lifted_state import State, as_tuple, state_of
 from .lifted_step import LiftedStep
 from .optimizer_state import check_optimizers
 from .scaler import scale_of
+from .shared_memory import sharing_buffers
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -57,12 +57,13 @@ def lift(
     Returns: the step, and the present state: `params`, `buffers` and `optimizer` by name, `grads` by name with
     `carry_grads`, and the scale of `scaler`.
 
-    Raises: TypeError for a model that is no module. ValueError for an optimizer that needs a closure, that has a
-    parameter which the module does not have or which another optimizer has too, or for a module with an
-    `AveragedModel` in it. When the step is traced, ValueError for a loop step that steps another optimizer, or not all
-    of these; that uses gradients of an earlier call which are not carried; that uses tensors from outside of the
-    module, or a scheduler, or another GradScaler; or whose optimizer makes its state in its first step and is not one
-    of torch.optim: it takes one step before `lift`.
+    Raises:
+        TypeError: the model is no module.
+        ValueError: an optimizer needs a closure, or has a parameter that the module does not have, or that another
+            optimizer has too. The module has an `AveragedModel` in it. When the step is traced: the loop step steps
+            another optimizer, or not all of these. It uses gradients of an earlier call that are not carried, tensors
+            from outside of the module, a scheduler, or another GradScaler. An optimizer that is not one of torch.optim
+            makes its state in its first step: take one step before `lift`.
 
     >>> model = nn.Linear(2, 1)
     >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -89,7 +90,7 @@ def lift(
                 "lift: the model has no parameters, so there is no gradient for a scaler to scale."
             )
         state["scaler"] = scale_of(scaler, next(iter(params.values())).device)
-    sharing = check_apart(state, model)
+    sharing = sharing_buffers(state, model)
     return LiftedStep(loop_step, model, optimizers, carry_grads, scaler, sharing), state
 
 

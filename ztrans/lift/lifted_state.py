@@ -6,7 +6,7 @@ of the module are among the buffers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,15 +17,17 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ..calling.host_memory import let_copies_end
-from ..calling.inputs import extent, local_part, overlapping
-from ..calling.trees import named_leaves
-from ..ir.source import Source, where
-from ..tracing.errors import TraceError
-from ..tracing.function_mode import storage_of
 from .gradients import carried_gradients
 from .module_tensors import buffers_of, replace
-from .optimizer_state import Entries, create_state, params_of, state_entries, states_by_name
-from .scaler import copied, scale_of
+from .optimizer_state import (
+    Entries,
+    copied,
+    create_state,
+    params_of,
+    state_entries,
+    states_by_name,
+)
+from .scaler import scale_of
 
 State = dict[str, Any]
 
@@ -167,86 +169,3 @@ def check_lifted_from(state: State, model: nn.Module, scaler: GradScaler | None)
             "write_back: the state has no scale, because its loop was lifted without a scaler.\n"
             "Leave out scaler=..., or lift the loop with it: lift(loop_step, model, optimizer, scaler=scaler)."
         )
-
-
-def check_apart(state: State, model: nn.Module) -> list[tuple[str, str]]:
-    """The pairs of buffers that share memory, by their names in the state. The loop step may not change these.
-
-    Raises: ValueError for other tensors that share memory, because leaves of a state do not.
-    """
-    in_memory = {}
-    for name, x in named_leaves(state).items():
-        if isinstance(x, torch.Tensor) and not x.is_meta and x.layout is torch.strided:
-            in_memory[name] = local_part(x)
-    names = list(in_memory)
-    registered = {f"buffers.{name}" for name, _ in model.named_buffers()}
-    of_buffers = []
-    for i, j in overlapping(list(in_memory.values())):
-        pair = names[i], names[j]
-        if all(name.startswith("buffers.") for name in pair):
-            of_buffers.append(pair)
-            continue
-        advice = "Use one parameter for both, first.weight = second.weight, or give one of them a copy: .clone()."
-        for name in pair:
-            # nn.utils.spectral_norm has the parameter's own memory in an attribute before the first forward.
-            if name.startswith("buffers.") and name not in registered:
-                advice = (
-                    f"{name} is a plain attribute. Call the model once before lift, if its forward computes it; or "
-                    f"delete it."
-                )
-        raise ValueError(
-            f"lift: {pair[0]} and {pair[1]} share memory, and in a state each would have its own.\n{advice}"
-        )
-    return of_buffers
-
-
-def check_unchanged(of_buffers: Sequence[tuple[str, str]], changed: Collection[str]) -> None:
-    """Raises: TraceError if the loop step changes one of two buffers that share memory.
-
-    Args:
-        of_buffers: the pairs that share memory, as `check_apart` returns them.
-        changed: the names of the leaves that the loop step changes.
-    """
-    for pair in of_buffers:
-        for name in pair:
-            if name in changed:
-                raise TraceError(
-                    f"lift: {pair[0]} and {pair[1]} share memory, and the loop step changes {name}. In a state each "
-                    f"has its own memory, so the other one would not change.\n"
-                    f"Let the module have one of them, and make the other from it where it is used: self.table[0]; or "
-                    f"give one a copy before lift: .clone()."
-                )
-
-
-def check_still_apart(new: State, data_set: Mapping[str, Source | None]) -> None:
-    """Raises: TraceError if a parameter shares memory with another leaf after the loop step.
-
-    Args:
-        new: the state after the loop step.
-        data_set: the lines that set `.data` of parameters, by the names of these.
-    """
-    tensors = {}
-    for name, x in named_leaves(new).items():
-        if isinstance(x, torch.Tensor) and x.layout is torch.strided:
-            tensors[name] = x
-    names = list(tensors)
-    # The order of the names decides which pair is named, not the addresses of storages.
-    storages: dict[int | None, int] = {}
-
-    # While a step is traced, tensors have no addresses.
-    def span_in_storage(x: torch.Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
-        storage = storages.setdefault(storage_of(x), len(storages))
-        start = int(x.storage_offset()) * x.itemsize
-        return (storage, start), (storage, start + extent(x))
-
-    for i, j in overlapping(list(tensors.values()), span_in_storage):
-        pair = names[i], names[j]
-        for name in pair:
-            if name.startswith("params."):
-                line = data_set.get(name.removeprefix("params."))
-                raise TraceError(
-                    f"lift: after the loop step {pair[0]} and {pair[1]} share memory, so in the loop a later step "
-                    f"would change both. In a state each has its own memory.\n"
-                    f"  at {where(line)}\n"
-                    f"Copy the value: p.data.copy_(q.data), not p.data = q.data."
-                )

@@ -36,7 +36,7 @@ from .hyperparameters import (
     schedulers_refused,
     unchanged,
 )
-from .lifted_state import State, check_lifted, check_still_apart, check_unchanged
+from .lifted_state import State, check_lifted
 from .module_tensors import buffers_of, explain_outside, substituted, tensors_of
 from .numbers import Numbers
 from .optimizer_state import (
@@ -44,12 +44,13 @@ from .optimizer_state import (
     check_known,
     check_optimizers,
     constant_entries,
-    is_built_on_torchs,
+    is_based_on_torch,
     numbers_of_states,
     params_of,
     states_by_name,
 )
 from .scaler import Scale, scaling, settings_of
+from .shared_memory import check_apart_after_step, check_sharing_unchanged
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -111,7 +112,7 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
 
     def check_changed(self, changed: Collection[str]) -> None:
         """Raises: TraceError if a program changes one of two buffers that share memory in the module."""
-        check_unchanged(self._sharing, changed)
+        check_sharing_unchanged(self._sharing, changed)
 
     def call_with(
         self, extra: list[ParamGroup], state: State, /, *batch: P.args, **kwargs: P.kwargs
@@ -142,7 +143,7 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
             new["grads"] = carried
         if scale is not None:
             new["scaler"] = scale
-        check_still_apart(new, gradients.data_set)
+        check_apart_after_step(new, gradients.data_set)
         return new, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
 
     @contextlib.contextmanager
@@ -285,7 +286,7 @@ def _groups_with(
 
     A lifted step that is called without a `Step` is not traced, and runs the optimizer as it is.
     """
-    has_form = torch.compiler.is_compiling() and is_built_on_torchs(optimizer)
+    has_form = torch.compiler.is_compiling() and is_based_on_torch(optimizer)
     groups = []
     for group in optimizer.param_groups:
         traced = {**group, **next(inputs)}

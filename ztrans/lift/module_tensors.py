@@ -4,7 +4,7 @@ A plain tensor is not registered as a buffer: a mask, a rotary table, a noise sc
 a list, tuple or dict that is one. Nothing trains it, so a state has it among the buffers.
 
 A tensor that autograd has computed, such as the last loss, is a result that a forward has stored. It is not a part of
-the state.
+the state. A tensor that a loop step uses and the module does not have is an error, which `explain_outside` words.
 """
 
 from __future__ import annotations

@@ -25,12 +25,12 @@ from ..tracing.errors import TraceError
 Entries = dict[str, Any]
 
 
-def is_torchs(optimizer: Optimizer) -> bool:
+def is_of_torch(optimizer: Optimizer) -> bool:
     """Whether an optimizer is one of torch.optim."""
     return type(optimizer) is getattr(torch.optim, type(optimizer).__name__, None)
 
 
-def is_built_on_torchs(optimizer: Optimizer) -> bool:
+def is_based_on_torch(optimizer: Optimizer) -> bool:
     """Whether the class of an optimizer is one of torch.optim, or is derived from one."""
     for base in type(optimizer).__mro__:
         if base is not Optimizer and getattr(torch.optim, base.__name__, None) is base:
@@ -78,7 +78,7 @@ def create_state(optimizer: Optimizer) -> None:
             "lift: SparseAdam takes sparse gradients, and all gradients of a program are dense.\n"
             "Use torch.optim.Adam, and leave out sparse=True of the embeddings."
         )
-    if not is_torchs(optimizer):
+    if not is_of_torch(optimizer):
         return
     # `_init_group` makes the state of parameters that have a gradient, whose values it does not read.
     fresh = [p for p in params_of(optimizer) if p.requires_grad and not optimizer.state.get(p)]
@@ -136,6 +136,11 @@ def constant_entries(state: Mapping[str, Any]) -> Entries:
     return {key: value for key, value in state.items() if not is_state(key, value)}
 
 
+def copied(entries: Any) -> Any:
+    """These entries, or the value of one, with copies of the tensors."""
+    return pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone(), entries)
+
+
 def states_by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Entries]:
     """The state of an optimizer by the names of its parameters. `names` has them by the ids of the parameters.
 
@@ -179,7 +184,7 @@ def check_known(
         new = [key for key in state_entries(state) if key not in known_state.get(name, {})]
         if not new:
             continue
-        if not is_torchs(optimizer):
+        if not is_of_torch(optimizer):
             raise TraceError(_first_step(optimizer, f"{', '.join(map(repr, new))} for {name}"))
         raise TraceError(
             f"lift: the optimizer made {', '.join(new)} for {name}, which the lifted state does not hold.\n"

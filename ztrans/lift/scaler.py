@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from ..calling.global_state import patched
 from ..ir.source import user_source, where
 from ..tracing.errors import TraceError
-from .optimizer_state import params_of
+from .optimizer_state import copied, params_of
 
 # The state of a scaler: its scale, and the count of steps since that last changed.
 Scale = dict[str, torch.Tensor]
@@ -104,8 +104,3 @@ def _step(optimizer: Optimizer, unscaled: dict[str, Any], *args: Any, **kwargs: 
             for key, old in state.items():
                 optimizer.state[p][key] = pytree.tree_map(selected, old, optimizer.state[p][key])
     return result
-
-
-def copied(value: Any) -> Any:
-    """A tree with copies of its tensors."""
-    return pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone(), value)

@@ -74,7 +74,7 @@ def origin_of(node: fx.Node) -> Origin | None:
 def noting(origin: Origin) -> Iterator[None]:
     """Let the nodes that make_fx adds inside have this origin.
 
-    The metadata in which checkpoints and FX write may change inside, so only the origin is put back afterwards.
+    Only the key "custom" of the metadata is put back afterwards: checkpoints and FX may write others inside.
     """
     meta = fx_traceback.current_meta
     outer = meta.get("custom")
@@ -116,10 +116,11 @@ class Annotate(TorchDispatchMode):
         # PyTorch asks for the device of every gradient. The tensor knows it, without the modes below.
         if func is DEVICE and isinstance(args[0], FakeTensor):
             return args[0].device
-        # Without a proxy mode, PyTorch asks for its own sake.
+        # Without a proxy mode nothing is recorded, so there is nothing to note.
         if func is DEVICE or get_proxy_mode() is None:
             return func(*args, **kwargs)
         origin = self._origin()
+        # If the forward line of a backward operation is unknown, errors name the line that runs backward.
         line = origin.source or user_source()
         tensors = tensors_in((args, kwargs))
         if isinstance(func, HigherOrderOperator):

@@ -93,7 +93,7 @@ def mark_checkpoints() -> Iterator[None]:
 
 def _as_if_not_reentrant(function: Callable, preserve_rng_state: bool, *args: Any) -> Any:
     """Run a reentrant checkpoint. It computes no gradients at all if none of its arguments requires one."""
-    # It warns if there are none.
+    # PyTorch warns if no argument requires a gradient.
     plain.check_backward_validity(args)
     if any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
         return plain.checkpoint(

@@ -2,7 +2,8 @@
 
 A program holds the local tensor of such a leaf. While the step is traced it sees a DTensor around that tensor, and
 DTensor turns its operations into local operations and functional collectives, which the trace records. The results
-become local tensors again: new state in the layout of the old, outputs whole.
+become local tensors again: new state in the layout of the old, outputs whole. What DTensor computes of shapes and of
+slices of a mesh is hidden from the trace. Tensors of a user's class that hold other tensors are refused.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -20,7 +21,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .. import ops
 from ..calling.global_state import patched
 from ..ir.ambient import without_function_modes
 from ..ir.user_sharding import UserSharding
@@ -40,8 +40,8 @@ def spec_of(leaf: Any, user_sharding: UserSharding | None) -> DTensorSpec | None
     return DTensorSpec(mesh, user_sharding.placements, tensor_meta=meta)
 
 
-def around(local: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
-    """What the step sees of a leaf of the trace."""
+def as_dtensor(local: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
+    """A local tensor as the step sees it: a DTensor if the leaf has a `spec`."""
     if spec is None:
         return local
     return DTensor(local.detach(), spec, requires_grad=local.requires_grad)
@@ -98,17 +98,3 @@ def in_layout(new: Any, spec: DTensorSpec | None, path: str) -> Any:
     if spec is None:
         return new
     return new.redistribute(spec.mesh, spec.placements).to_local()
-
-
-def marked(g: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """`g`, marked as the gradient of `p`. That of a DTensor is reduced over its mesh, to the layout of `p`."""
-    if not isinstance(g, DTensor) or not isinstance(p, DTensor):
-        return ops.gradient(g, p.detach())
-    # With create_graph=True a gradient is differentiated again, and so are the collectives that reduce it.
-    with torch.set_grad_enabled(g.requires_grad):
-        g = g.redistribute(p.device_mesh, p.placements)
-        value: Any = p.detach()
-        local = ops.gradient(g.to_local(), value.to_local())
-    return DTensor.from_local(
-        local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-    )

@@ -112,16 +112,21 @@ def reads_value(
 
 
 def failed(
-    error: Exception, func: Any, tensors: str, source: Source | None, step: str, by_func: bool
+    error: Exception,
+    func: Any,
+    tensors: str,
+    source: Source | None,
+    step: str,
+    under_torch_func: bool,
 ) -> Exception:
     """A function of PyTorch fails, because of the shapes that it gets or because it needs values.
 
-    `tensors` describes its arguments. `by_func` says whether a transform of torch.func differentiates it.
+    `tensors` describes its arguments. `under_torch_func`: whether a transform of torch.func runs it.
     """
     call = getattr(func, "__name__", str(func))
     plain = "To see whether the step fails without its transforms too, call its function: step.fn(state, ...)."
     is_users_operator = isinstance(func, OpOverload) and func.namespace != "aten"
-    advice = _BY_AUTOGRAD if by_func and is_users_operator else _ADVICE.get(call, plain)
+    advice = _BY_AUTOGRAD if under_torch_func and is_users_operator else _ADVICE.get(call, plain)
     return FAILURES[type(error)](
         f"trace: {step}: {call} failed: {error}\n  at {where(source)}\n"
         f"Its arguments are {tensors or 'no tensors'}.\n{advice}"
@@ -144,7 +149,9 @@ _NOTHING_TO_FORMAT = (
     "A traced tensor has no value to print. Return it as output, and print it after the step."
 )
 _ADVICE = {
-    **{"numpy": _WITH_NUMPY, "__array__": _WITH_NUMPY, "ctc_loss": _WITH_NUMBERS},
+    "numpy": _WITH_NUMPY,
+    "__array__": _WITH_NUMPY,
+    "ctc_loss": _WITH_NUMBERS,
     "__format__": _NOTHING_TO_FORMAT,
 }
 

@@ -1,4 +1,4 @@
-"""A mode that runs each function of PyTorch that a step calls while it is traced, or what replaces it there.
+"""A mode that replaces some functions of PyTorch while a step is traced, and explains the errors of all.
 
 make_fx records the operations below these functions. Where they would read values, or show the trace nothing, a
 function is replaced:
@@ -9,7 +9,7 @@ function is replaced:
     x.data = value                          lets the trace know `x` as `value`
     F.one_hot(x, n)                         does not check the values of `x`
 
-An error of a function gets the user's line and the types of its arguments.
+An error of any function gets the user's line and the types of its arguments.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -98,8 +98,8 @@ class StepFunctions(TorchFunctionMode):
         """The error of a function with the user's line and what its arguments are."""
         tensors = list(tensors_in((args, kwargs)))
         described = ", ".join(map(self._described, tensors))
-        by_func = any(map(is_functorch_wrapped_tensor, tensors))
-        return failed(error, func, described, user_source(), self.step, by_func)
+        under_torch_func = any(map(is_functorch_wrapped_tensor, tensors))
+        return failed(error, func, described, user_source(), self.step, under_torch_func)
 
     def _described(self, x: torch.Tensor) -> str:
         """A tensor as errors show it: its type, and its name if it is an input of the step."""

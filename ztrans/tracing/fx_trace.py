@@ -2,7 +2,8 @@
 
 The function runs once, whole: forward, backward and update. `make_fx` records its operations as nodes. Two modes stand
 inside: one notes where each operation comes from (see `annotate`), the other replaces functions that cannot be traced
-as they are, and marks gradients (see `function_mode`).
+as they are, and marks gradients (see `function_mode`). Rules for fake tensors that PyTorch lacks are added, and a
+version of torch whose private APIs may differ is refused.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """

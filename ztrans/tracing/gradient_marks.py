@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from .. import ops
 from ..ir.dependencies import reachable
 from ..ir.source import user_source
-from .dtensors import marked
 from .errors import no_gradient, sparse_gradient
 
 
@@ -31,7 +32,7 @@ def marked_gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tu
     gradients = _dense(torch.autograd.grad(outputs, inputs, *args, **kwargs))
     results = []
     for g, x in zip(gradients, _listed(inputs)):
-        results.append(None if g is None else marked(g, x))
+        results.append(None if g is None else _marked(g, x))
     return tuple(results)
 
 
@@ -54,7 +55,21 @@ def backward(
         if g is not None:
             # A fused optimizer pairs the elements of a leaf and its gradient by their order in memory. State is
             # contiguous, so the gradient must be too. PyTorch's own `.backward()` does the same.
-            _accumulate(leaf, marked(g.contiguous(), leaf), create_graph)
+            _accumulate(leaf, _marked(g.contiguous(), leaf), create_graph)
+
+
+def _marked(g: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """`g`, marked as the gradient of `p`. That of a DTensor is reduced over its mesh, to the layout of `p`."""
+    if not isinstance(g, DTensor) or not isinstance(p, DTensor):
+        return ops.gradient(g, p.detach())
+    # With create_graph=True a gradient is differentiated again, and so are the collectives that reduce it.
+    with torch.set_grad_enabled(g.requires_grad):
+        g = g.redistribute(p.device_mesh, p.placements)
+        value: Any = p.detach()
+        local = ops.gradient(g.to_local(), value.to_local())
+    return DTensor.from_local(
+        local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
 
 
 def _dense(gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:

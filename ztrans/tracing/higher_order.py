@@ -61,7 +61,7 @@ def call_closed(
 
     Args:
         op, args, kwargs: the operator and its arguments, as the step passes them.
-        visit: is called with the arguments that the operator gets in the end, and returns them, or others.
+        visit: gets the arguments that the operator is called with, and returns them, or others in their place.
     """
     call = _CLOSED_CALLS.get(op)
     if call is None:
@@ -73,14 +73,15 @@ def _call_cond(
     op: Any, visit: Callable, pred: Any, if_true: Callable, if_false: Callable, operands: Any = ()
 ) -> Any:
     leaves, tree = pytree.tree_flatten(tuple(operands))
-    first = _Flat(if_true, tree)
-    second = _Flat(if_false, tree)
+    true_branch = _Flat(if_true, tree)
+    false_branch = _Flat(if_false, tree)
     # Both branches get the tensors that either reads, because the operator passes the same operands to both.
-    free = _tensors_read_by([first, second], leaves)
-    _check_same("the branches of cond return", [first.tree, second.tree])
+    free = _tensors_read_by([true_branch, false_branch], leaves)
+    _check_same("the branches of cond return", [true_branch.tree, false_branch.tree])
     operands = (*leaves, *free)
-    results = op(*visit((pred, _close(first, free), _close(second, free), operands)))
-    return pytree.tree_unflatten(results, first.tree)
+    branches = _close(true_branch, free), _close(false_branch, free)
+    results = op(*visit((pred, *branches, operands)))
+    return pytree.tree_unflatten(results, true_branch.tree)
 
 
 def _call_scan(
@@ -92,15 +93,15 @@ def _call_scan(
     more: Sequence = (),
     **_: Any,
 ) -> Any:
-    turn = _Flat(combine, pytree.tree_structure((*init, *xs, *more)))
+    body = _Flat(combine, pytree.tree_structure((*init, *xs, *more)))
     rows = [x[0] for x in xs]
-    free = _tensors_read_by([turn], (*init, *rows, *more))
+    free = _tensors_read_by([body], (*init, *rows, *more))
     # `torch.scan` passes a partial function that knows the containers of the carry, and returns the new carry first.
-    if isinstance(combine, functools.partial) and turn.tree is not None:
+    if isinstance(combine, functools.partial) and body.tree is not None:
         start = combine.keywords["spec_init"]
-        _check_same("the carry of scan begins and returns as", [start, turn.tree.children()[0]])
-    results = op(*visit((_close(turn, free), init, xs, (*more, *free))))
-    return pytree.tree_unflatten(results, turn.tree)
+        _check_same("the carry of scan begins and returns as", [start, body.tree.children()[0]])
+    results = op(*visit((_close(body, free), init, xs, (*more, *free))))
+    return pytree.tree_unflatten(results, body.tree)
 
 
 def _call_attention(
@@ -168,13 +169,13 @@ def _close(function: Callable, free: Sequence[torch.Tensor]) -> Callable:
         def operand_for(x: torch.Tensor) -> torch.Tensor:
             return operands.get(id(x), x)
 
-        with _ReplaceArguments(lambda tree: pytree.tree_map_only(torch.Tensor, operand_for, tree)):
+        with _VisitArguments(lambda tree: pytree.tree_map_only(torch.Tensor, operand_for, tree)):
             return function(*args[:count])
 
     return with_operands
 
 
-class _ReplaceArguments(TorchFunctionMode):
+class _VisitArguments(TorchFunctionMode):
     """Call the functions of PyTorch with the arguments that `visit` returns for theirs.
 
     The operations are recorded with their own lines.
@@ -204,7 +205,7 @@ def _tensors_read_by(functions: Sequence[Callable], args: Sequence[Any]) -> list
         disable_proxy_modes_tracing(),
         torch.no_grad(),
         _CollectResults() as created,
-        _ReplaceArguments(visit),
+        _VisitArguments(visit),
     ):
         for function in functions:
             # What fails here fails again in the trace, whose error says where.

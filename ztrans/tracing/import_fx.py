@@ -41,8 +41,8 @@ from .triton_kernels import import_launch
 aten = torch.ops.aten
 hops = torch.ops.higher_order
 _OURS = {"ztrans::gradient": GRADIENT, "ztrans::pmean": PMEAN, "ztrans::psum": PSUM}
-# PyTorch computes the values of a lazy view when an operation reads it. A collective and a copy of its memory do not,
-# so a program computes them where the step takes the view.
+# Lazy views, and the operations that compute their values. PyTorch computes these when an operation reads the view. A
+# collective, or a copy of its memory, does not, so a program computes them where the step takes the view.
 _COMPUTED = {
     aten._conj.default: aten._conj_physical.default,
     aten._neg_view.default: aten.neg.default,
@@ -220,7 +220,7 @@ def _in_place(builder: Builder, op: Any, args: Sequence, kwargs: dict, val: Any 
         if is_written(parameter):
             targets += pytree.tree_leaves(arguments[parameter.name])
     if _is_of_library(op):
-        results = _of_new_tensors(builder, op, arguments, targets, val)
+        results = _auto_functionalized_results(builder, op, arguments, targets, val)
     else:
         results = _functional_results(builder, op, args, kwargs, targets)
     returned = results[: -len(targets)]
@@ -284,7 +284,8 @@ def _functional_form(builder: Builder, op: Any, targets: list) -> Any:
 def _drawn(builder: Builder, values: Sequence, options: dict) -> Var:
     """Random bits, drawn in the order in which the elements of the target lie in memory, as `bernoulli_` draws them.
 
-    The functional form, `bernoulli`, draws them in the order of the elements. Those of other draws keep the layout.
+    The functional form, `bernoulli`, draws them in the order of the elements. The forms of other draws keep
+    the layout.
     """
     target, p = values
     dims = list(range(len(target.shape)))
@@ -305,7 +306,7 @@ def _is_of_library(op: Any) -> bool:
     )
 
 
-def _of_new_tensors(
+def _auto_functionalized_results(
     builder: Builder, op: Any, arguments: dict[str, Any], targets: list, val: Any
 ) -> tuple:
     """Call an operator of torch.library that changes its arguments: PyTorch's `auto_functionalized` copies these."""

@@ -11,7 +11,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from ..calling.call import BoundCall, StepFunction
-from ..calling.inputs import Inputs, local_part, read_argument
+from ..calling.inputs import Inputs, computed_local_part, local_part
 from ..calling.signature import Abstract, Signature, device_of_program
 from ..calling.trees import opened
 from ..ir.graph import Graph
@@ -49,8 +49,8 @@ class Recording:
     @property
     def device_type(self) -> str:
         """The device of the tensors that it was traced for: an accelerator if one is there, "cpu", or "meta"."""
-        values = [leaf.value for leaf in self.signature.leaves]
-        return device_of_program(value for value in values if isinstance(value, Abstract))
+        leaves = [leaf.abstract for leaf in self.signature.leaves]
+        return device_of_program(leaf for leaf in leaves if isinstance(leaf, Abstract))
 
     def check_fits(self, call: BoundCall, name: str = "") -> None:
         """Check that a call has the signature that the step was traced for, in whatever layout its leaves are.
@@ -81,10 +81,10 @@ class Recording:
                 raise _misfit(self.graph.name, [change])
             # The state is written in place, so it is never copied. What is only read may be.
             is_state = i < signature.num_state
-            tensors.append(local_part(leaf) if is_state else read_argument(leaf))
+            tensors.append(local_part(leaf) if is_state else computed_local_part(leaf))
         return Inputs(leaves[: signature.num_state], tensors)
 
-    def returned(self, added_outputs: Sequence[str]) -> pytree.TreeSpec:
+    def tree_of_results(self, added_outputs: Sequence[str]) -> pytree.TreeSpec:
         """The tree of what a step returns: `(state, output)`, or `(state, (output, added))` with a dict of outputs that
         transforms have added."""
         if not added_outputs:

@@ -1,11 +1,16 @@
-"""The regions of a step. Every equation belongs to forward, backward or update.
+"""The regions of a step: forward, backward and update.
 
-- backward: autograd ran the equation.
-- forward: autograd recorded the equation for a backward; or it precedes the last backward and depends on the batch; or
-  it precedes the last backward, forward or backward reads its result, and the update does not compute it. In a step
-  without a backward, the equations that depend on the batch are forward if their results enter the state only through
-  `pmean` or `psum`.
-- update: every other equation. The update works on values that are the same on all ranks.
+The region of an equation follows from the first of these rules that holds:
+
+1. Autograd ran it, or it marks a gradient: backward.
+2. It depends on the batch: forward before the last backward, and update after it. In a step without a backward it is
+   forward, unless its results enter the state other than through `pmean` or `psum`: update.
+3. Autograd recorded it, and a backward uses its results: forward.
+4. The update computes it (see `_updated`), or it depends on a gradient: update.
+5. It precedes the last backward, if there is one, and forward or backward reads its result: forward.
+6. Otherwise: update.
+
+The update works on values that are the same on all ranks.
 """
 
 from __future__ import annotations

@@ -72,9 +72,9 @@ def _computed(
     """The result for one tensor."""
     x, y = operands[:2]
     dtype = torch.result_type(x, y) if isinstance(y, torch.Tensor) else x.dtype
-    # PyTorch computes these in fp32, and rounds once.
-    rounds_once = x.device.type != "cpu" or operation in ("addcmul", "addcdiv", "lerp")
-    in_fp32 = dtype in HALF and rounds_once
+    # In half precision PyTorch computes in fp32, with the scalar in fp32 too. Only `add` and `sub` on a CPU round it.
+    rounds_scalar = x.device.type == "cpu" and operation in ("add", "sub")
+    in_fp32 = dtype in HALF and not rounds_scalar
     wide = torch.float32 if in_fp32 else dtype
     rest = pytree.tree_map_only(torch.Tensor, lambda v: v.to(wide), (*operands[1:], scalar))
     result = _scaled(operation, x.float() if in_fp32 else x, *rest).to(dtype)
@@ -92,7 +92,7 @@ def _scaled(operation: str, x: torch.Tensor, y: Any, *rest: Any) -> torch.Tensor
         return x + y * scalar / z[0]
     if operation == "addcmul":
         return torch.addcmul(x, y * scalar, z[0])
-    # It rounds once, as `add` with a number for its alpha does.
+    # `addcmul` rounds once, as `add` with a number for its alpha does.
     if isinstance(y, torch.Tensor):
         return torch.addcmul(x, y, scalar)
     return x + y * scalar

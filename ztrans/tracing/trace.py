@@ -26,7 +26,7 @@ from ..ir.flex_attention import with_kernels_chosen
 from ..ir.graph import Eqn, Graph, MemoryKind, Var, dce
 from ..ir.recompute import checkpointed
 from ..ir.user_sharding import UserSharding
-from .dtensors import around, in_layout, refuse_wrappers, spec_of
+from .dtensors import as_dtensor, in_layout, refuse_wrappers, spec_of
 from .errors import divided_batch, unequal_parts
 from .fx_trace import check_torch, trace_by_make_fx
 from .import_fx import import_fx
@@ -173,10 +173,10 @@ def _traced_graph(
         eqns, computed, facts = import_fx(traced.module, variables, batch)
 
     # The outputs of the FX graph are tensors. What else the step returns is a constant.
-    uncomputed = iter(computed)
+    unread = iter(computed)
     outputs: list[Any] = []
     for x in traced.leaves:
-        outputs.append(next(uncomputed) if isinstance(x, torch.Tensor) else x)
+        outputs.append(next(unread) if isinstance(x, torch.Tensor) else x)
 
     graph = Graph(
         step.name,
@@ -246,7 +246,7 @@ def _seen_by_step(leaves: Sequence[_Leaf], tensors: Sequence[torch.Tensor]) -> l
         if isinstance(leaf.abstract, Constant):
             arguments.append(leaf.abstract.value)
         else:
-            arguments.append(around(next(unread), leaf.spec))
+            arguments.append(as_dtensor(next(unread), leaf.spec))
     return arguments
 
 
