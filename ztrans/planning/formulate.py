@@ -79,8 +79,8 @@ def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[EagerGroup,
         reductions=reductions,
         wires={},
         max_between=float("inf") if hints.matmuls_between is None else hints.matmuls_between,
-        gathers_in_flight=_limit(hints.gathers_in_flight, gathers),
-        reductions_in_flight=_limit(hints.reductions_in_flight, reductions),
+        gathers_in_flight=_most_in_flight(hints.gathers_in_flight, gathers),
+        reductions_in_flight=_most_in_flight(hints.reductions_in_flight, reductions),
         updates=tuple(Update(0.0, group.after, group.release) for group in groups),
         names=s.place_names,
         levers=(*gather_levers(gathers), *_levers_of_parts(s, gathers)),
@@ -93,7 +93,7 @@ def _floating(groups: Sequence[EagerGroup]) -> set[Eqn]:
     return set(chain.from_iterable(group.eqns for group in groups))
 
 
-def _limit(hint: int | None, members: Sequence[Gather | Reduction]) -> float:
+def _most_in_flight(hint: int | None, members: Sequence[Gather | Reduction]) -> float:
     """The limit of a transform on the bytes of collectives under way, which always allows the largest one."""
     return float("inf") if hint is None else max([hint, *(member.bytes for member in members)])
 
@@ -104,7 +104,7 @@ def _limit(hint: int | None, members: Sequence[Gather | Reduction]) -> float:
 def _gathers(s: Skeleton) -> tuple[Gather, ...]:
     end = len(s.ops) - 1
     makers = producers(s.graph.eqns)
-    phases = _phases(s)
+    phase_begins = _phase_begins(s)
     gathers: list[Gather] = []
     for i, collective in enumerate(s.gathers):
         start = collective.start
@@ -117,19 +117,19 @@ def _gathers(s: Skeleton) -> tuple[Gather, ...]:
             release = max(release, gathers[repeats].last + 1)
         if start.provenance is not None and start.provenance.regather == "always":
             # The user wants the memory back between forward and backward.
-            release = max(release, phases[start.region][use])
+            release = max(release, phase_begins[start.region][use])
         last = max(_last_reader(s, collective.value, end), use)
         gather = _gather(collective, s.sizes, use, last)
         gathers.append(gather._replace(release=min(release, use), repeats=repeats))
 
     # These may be sent in place of others, and are numbered after them.
     for each in s.of_parts:
-        replaced = gathers[each.instead]
+        replaced = gathers[each.replaces]
         use = replaced.use
         gather = _gather(each.collective, s.sizes, use, replaced.last)
         # The part exists once the first value has been waited for.
         release = min(gathers[each.first].use + 1, use)
-        gathers.append(gather._replace(release=release, replaces=each.instead))
+        gathers.append(gather._replace(release=release, replaces=each.replaces))
     return tuple(gathers)
 
 
@@ -160,7 +160,7 @@ def _last_reader(s: Skeleton, value: Var, end: int) -> int:
     return min(s.ops_before[equation_after] - 1, end)
 
 
-def _phases(s: Skeleton) -> dict[Region, list[int]]:
+def _phase_begins(s: Skeleton) -> dict[Region, list[int]]:
     """For each region and place, where the forward or backward that contains the place begins."""
     begins: dict[Region, list[int]] = {"forward": [0], "backward": [0], "update": [0]}
     for k, e in enumerate(s.ops):
@@ -189,7 +189,7 @@ def _levers_of_parts(
             copy_seconds = device.kernel_gap + device.call_overhead + 2 * size / device.bandwidth
         lever = Lever(
             name=gathers[i].name,
-            drops=each.instead,
+            drops=each.replaces,
             buffer=Buffer(size, 2 * made, 2 * use),
             sends=i,
             copied_at=made,

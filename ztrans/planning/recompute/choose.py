@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .absences import Copied
-from .model import NEVER, Computation, Model
+from .model import NOWHERE, Computation, Model
 from .residency import Residency, ResidencyChange
 
 # How many equations before a computation tell it from others.
@@ -130,8 +130,8 @@ class _Search:
         if i in self.residency.repeated or i in self.residency.on_host:
             return
         computation = self.model.computations[i]
-        place = min((self.residency.first[v] for v in computation.droppable), default=NEVER)
-        if place == NEVER:
+        place = min((self.residency.first[v] for v in computation.droppable), default=NOWHERE)
+        if place == NOWHERE:
             return
         chain = self._with_dead(i, place, -1)
         yield chain
@@ -157,7 +157,7 @@ class _Search:
                 value = model.values[v]
                 maker = value.maker
                 is_live = max(value.use.forward, self.residency.last[v]) >= place
-                if is_live or not value.may_go or maker == stop or maker in found:
+                if is_live or not value.droppable or maker == stop or maker in found:
                     continue
                 if maker in self.residency.repeated or maker in self.residency.on_host:
                     continue
@@ -213,8 +213,8 @@ class _Search:
         repeated = residency.repeated.difference(self.model.forced)
         dearest = sorted(repeated, key=lambda i: (-self.model.computations[i].seconds, i))
         for i in (*dearest, *sorted(residency.on_host, reverse=True)):
-            hosts = {i: None} if i in residency.on_host else {}
-            change = residency.change({i: False}, hosts)
+            moves = {i: None} if i in residency.on_host else {}
+            change = residency.change({i: False}, moves)
             _, after = residency.window(change)
             if change.price <= 0 and after.max(initial=0) <= self.target:
                 residency.apply(change)
@@ -290,7 +290,7 @@ class _Descent:
 
     def _make(self, change: ResidencyChange) -> None:
         self.residency.apply(change)
-        for i in (*change.repeats, *change.hosts):
+        for i in (*change.repeats, *change.moves):
             self._leave(i)
         # A score may rise if what was kept longer for it is now kept, or recomputed, anyway.
         for i in sorted(self._around(change)):
@@ -355,5 +355,5 @@ def classes(model: Model) -> tuple[tuple[int, ...], ...]:
 def _description(model: Model, computation: Computation) -> Hashable:
     """What a computation is by itself: its operation, its types, and which results backward reads."""
     values = [model.values[v] for v in computation.results]
-    read = tuple((v.may_go, v.may_wait, v.use.first == NEVER) for v in values)
+    read = tuple((v.droppable, v.movable, v.use.first == NOWHERE) for v in values)
     return computation.eqn.op, tuple(v.type for v in computation.eqn.results), read

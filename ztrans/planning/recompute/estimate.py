@@ -31,7 +31,7 @@ from ..solver.problem import NO_LEVERS, Problem
 from ..solver.search import best_placed, least_memory
 from .absences import HostLink
 from .choose import choose, choose_least
-from .model import NEVER, Model, model_of, uses_of
+from .model import NOWHERE, Model, model_of, uses_of
 from .residency import Residency
 
 # Messages that the search of an estimate places.
@@ -144,7 +144,7 @@ def problem_of(residency: Residency, baseline: Problem) -> Problem:
     seconds = list(baseline.seconds)
     for i in residency.repeated:
         place = residency.runs_at[i]
-        if place != NEVER:
+        if place != NOWHERE:
             seconds[place] += model.computations[i].seconds
     return dataclasses.replace(
         baseline,

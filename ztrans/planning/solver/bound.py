@@ -85,7 +85,7 @@ class _Job:
         follows: seconds of compute that no schedule runs before it has arrived.
         beside: seconds of packing, unpacking and a first level, beside compute.
         lost: seconds of compute that run or stand still while its bytes move.
-        first: whether it must be sent. A gather that repeats another is not needed if its value stays live in between.
+        required: whether it must be sent. A gather that repeats another need not be, if its value stays live.
         value_bytes, key: of a gather.
     """
 
@@ -99,7 +99,7 @@ class _Job:
     follows: float = 0.0
     beside: float = 0.0
     lost: float = 0.0
-    first: bool = True
+    required: bool = True
     value_bytes: int = 0
     key: Hashable = None
 
@@ -167,7 +167,7 @@ def _jobs(problem: Problem) -> list[_Job]:
         # A regather may be sent once the earlier value is gone.
         release = g.release if idle_since is None else idle_since
         job = _job(problem, g, release, g.use)
-        jobs.append(replace(job, first=idle_since is None, value_bytes=size, key=g.key))
+        jobs.append(replace(job, required=idle_since is None, value_bytes=size, key=g.key))
     return sorted(jobs, key=lambda job: job.deadline)
 
 
@@ -218,7 +218,7 @@ def _earliest(
         arrive[now + 1 : place + 1] += delay
         start = seconds_before[place] + delay
         for job in group:
-            if job.first:
+            if job.required:
                 arrival = arrive[job.release] + job.takes
                 start = max(start, arrival)
                 end = max(end, arrival + job.follows)
@@ -248,7 +248,7 @@ def _compute_from(problem: Problem, jobs: list[_Job]) -> np.ndarray:
 
     spent = np.zeros(len(problem.seconds) + 2)
     for job in jobs:
-        if job.first:
+        if job.required:
             spent[job.release] += job.overhead + job.unpack + job.lost * share
     for dependents in problem.dependents:
         for u in dependents.updates:
@@ -262,7 +262,7 @@ class _LinkLoad:
 
     Attributes:
         latency: the least of its messages.
-        first: by place, the seconds of messages that are released there or later, and must be sent.
+        required: by place, the seconds of messages that are released there or later, and must be sent.
         reductions: by place, the seconds of messages that are released there or later, except for gathers.
         without_room: by key and operation, the seconds of gathers after it, if no value stays live across it.
         saved: by key, the most seconds that a byte of room saves. The keys for which it saves most come first.
@@ -275,7 +275,7 @@ class _LinkLoad:
         self.arrive = arrive
         self.room = room
         self.latency = min(job.latency for job in jobs)
-        self.first = np.zeros(n + 1)
+        self.required = np.zeros(n + 1)
         self.reductions = np.zeros(n + 1)
         saved: dict[Hashable, float] = {}
         for job in jobs:
@@ -286,17 +286,17 @@ class _LinkLoad:
 
     def add(self, job: _Job) -> None:
         """Count a message that is needed by now."""
-        if job.first:
-            self.first[: job.release + 1] += job.seconds
+        if job.required:
+            self.required[: job.release + 1] += job.seconds
         if not job.value_bytes:
             self.reductions[: job.release + 1] += job.seconds
         elif job.seconds:
-            since = 0 if job.first else job.release
+            since = 0 if job.required else job.release
             self.without_room[job.key][since : job.deadline] += job.seconds
 
     def clear(self, place: int) -> float:
         """The earliest time at which the link has carried everything that is needed at `place`."""
-        carried = self._last(self.arrive[: place + 1], self.first[: place + 1])
+        carried = self._last(self.arrive[: place + 1], self.required[: place + 1])
         if self.room is None:
             return carried
         seconds = self.reductions[1 : place + 1].copy()
