@@ -109,7 +109,7 @@ HOST_LINKS = {
 class Cluster:
     """The device of every rank, and the link of every mesh axis.
 
-    `measured` has the durations of operations in seconds, by `simulate.signature`; they are used instead of the
+    `measured` has the durations of operations in seconds, by `durations.signature`; they are used instead of the
     roofline. `host_link` is the link between the memory of a device and that of its host, by default that of the
     device, and `host_memory` is the share of a device in the memory of the host, in bytes.
 
@@ -222,7 +222,7 @@ class Cluster:
         return route is not None and route.way == HIERARCHICAL and not self.device.gloo
 
     def with_measured(self, seconds: Mapping[str, float]) -> Cluster:
-        """This cluster with measured durations of operations in seconds, by `simulate.signature`."""
+        """This cluster with measured durations of operations in seconds, by `durations.signature`."""
         measured = {**dict(self.measured), **seconds}
         return dataclasses.replace(self, measured=tuple(sorted(measured.items())))
 

@@ -21,10 +21,10 @@ from ..ir.printer import op_name
 from ..ir.rules import Sizes
 from .buffers import Buffer, local_bytes
 from .cluster import Cluster
-from .eager_updates import EagerGroup, deadlines, eager_groups
+from .durations import NO_UNPACKING, UNPACKING, equation_seconds, messages, transfers
+from .eager_updates import EagerGroup, eager_groups
 from .network import Message
 from .problem_memory import with_memory
-from .simulate import NO_UNPACKING, UNPACKING, equation_seconds, messages, transfers
 from .skeleton import Collective, Skeleton
 from .solver.problem import Gather, Inside, Lever, Problem, Reduction, Update, Wire, gather_levers
 
@@ -206,7 +206,7 @@ def _levers_of_parts(
 def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
     axes = s.graph.axes
     size = local_bytes(s.graph)
-    last_waits = deadlines(s, floating)
+    last_waits = _last_waits(s, floating)
     most = s.graph.hints.bucket
     # If the user has set the size of a bucket, buckets fill in order of birth: by key, the last one and its bytes.
     filling: dict[tuple, tuple[int, int]] = {}
@@ -233,6 +233,23 @@ def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
             reduction._replace(deadline=last_waits[i], name=collective.name, second=second)
         )
     return tuple(reductions)
+
+
+def _last_waits(s: Skeleton, floating: Set[Eqn]) -> list[int]:
+    """The last place to wait for each reduction.
+
+    It is the place of the first operation that needs the result, moved back over the equations right before it that
+    leave their places, because these run after the wait. It is never before the place where the reduction starts.
+    """
+    # By place: itself, moved back over the floating equations right before it.
+    moved_back = [0]
+    for k, e in enumerate(s.ops):
+        moved_back.append(moved_back[k] if e in floating else k + 1)
+    places = []
+    for born, need in zip(s.born, s.need):
+        start = min(born + 1, need)
+        places.append(max(moved_back[need], start))
+    return places
 
 
 def _reduction(

@@ -17,11 +17,10 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right, insort
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 NEVER = float("inf")
-T = TypeVar("T")
 
 
 class Level(NamedTuple):
@@ -197,27 +196,6 @@ class Network:
             self.ready[second] = now
             if self.queued[self.levels[second].lane][0] == second:
                 self._head(second, now)
-
-
-class Successors(Generic[T]):
-    """Messages that follow others and are under way, such as reductions of reduced values over replicas.
-
-    Between two waits at most one of them is under way, because memory is reserved for one.
-    """
-
-    def __init__(self) -> None:
-        self.sent: deque[tuple[T, int]] = deque()  # each with the place at which it is needed
-
-    def add(self, successor: T, need: int) -> Iterator[T]:
-        """Add one that has been sent; yield those that are to be waited for then."""
-        self.sent.append((successor, need))
-        while len(self.sent) > 1:
-            yield self.sent.popleft()[0]
-
-    def needed(self, place: int) -> Iterator[T]:
-        """Yield those that are needed at a place."""
-        while self.sent and self.sent[0][1] <= place:
-            yield self.sent.popleft()[0]
 
 
 class Stalls:

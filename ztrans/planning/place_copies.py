@@ -37,8 +37,8 @@ from ..ir.update_groups import may_change_places
 from .buffers import by_memory, device_bytes, live_bytes, local_bytes, storages
 from .cluster import Cluster
 from .cost import memory
+from .durations import equation_seconds, messages
 from .play import play
-from .simulate import equation_seconds, messages
 
 # Bytes of leaves that are copied together: for fewer, launches cost more than the lead that copies get.
 _TOGETHER = 64 << 20

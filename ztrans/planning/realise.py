@@ -22,10 +22,10 @@ from .cost import memory
 from .eager_updates import eager_groups
 from .early_updates import with_early_updates
 from .formulate import frame
-from .network import Successors
 from .plan import WRITTEN, Plan, schedule_of
 from .skeleton import Collective, GatherOfParts, Skeleton, skeleton
-from .solver.problem import Bucket, PendingUpdates, Problem, Schedule
+from .solver.after_waits import PendingUpdates, SecondReductions
+from .solver.problem import Bucket, Problem, Schedule
 from .solver.validate import ScheduleError
 
 
@@ -186,7 +186,7 @@ class _Emission:
         self.groups = eager_groups(s) if problem.updates else ()
         self.updates = PendingUpdates(problem)
         self.under_way = 0  # the bytes of gradients whose reduction is under way
-        self.second_buckets: Successors[Bucket] = Successors()
+        self.second_buckets: SecondReductions[Bucket] = SecondReductions()
 
     def write(self, eqns: Iterable[Eqn]) -> None:
         """Write equations, except those that have been written already."""

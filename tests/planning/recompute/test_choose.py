@@ -21,8 +21,8 @@ from ztrans.ir.graph import Var
 from ztrans.ir.recompute import recompute
 from ztrans.planning.cluster import cluster
 from ztrans.planning.recompute.absences import HostLink
+from ztrans.planning.recompute.baseline import baseline_of
 from ztrans.planning.recompute.choose import choose, choose_least, classes
-from ztrans.planning.recompute.estimate import baseline_of
 from ztrans.planning.recompute.model import NOWHERE, Computation, Model, Use, Value
 from ztrans.planning.recompute.residency import Residency
 

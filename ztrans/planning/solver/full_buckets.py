@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from ...ir.dependencies import grouped
-from .loads import MemberIndices
-from .problem import Gather, Problem, Reduction
+from .problem import Gather, MemberIndices, Problem, Reduction
 
 # The latencies that the transfer of a full bucket takes. With so many, latency is a small share of it.
 FULL = 16.0

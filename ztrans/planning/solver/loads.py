@@ -24,29 +24,14 @@ from .messages import (
     second_buffer,
     second_message,
 )
-from .problem import Levers, Problem
+from .problem import Choice, Levers, MemberIndices, Problem
 
 # Bytes: more than there are, and exact as a float.
 ENDLESS = 2**52
-MemberIndices = tuple[int, ...]
 
 
 class Rejected(Exception):
     """A bucket is not possible, or a choice does not fit the memory or takes longer than its limit."""
-
-
-class Choice(NamedTuple):
-    """Buckets by index, in order of use and of birth within a key; the levers that are pulled; when gathers start.
-
-    A gather is due `lead` times its transfer before its use. If `reserve`, a gather that is used after the first
-    gradient starts only where it leaves room for the largest reduction.
-    """
-
-    gathers: tuple[MemberIndices, ...]
-    reductions: tuple[MemberIndices, ...]
-    levers: Levers
-    lead: float = 1.0
-    reserve: bool = True
 
 
 class GatherLoad(NamedTuple):

@@ -19,9 +19,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..network import NEVER, Message, Network, Stalls, Successors, in_lane
-from .loads import Choice, GatherLoad, Loaded, Loads, ReductionLoad, Rejected
-from .problem import Bucket, PendingUpdates, Schedule
+from ..network import NEVER, Message, Network, Stalls, in_lane
+from .after_waits import PendingUpdates, SecondReductions
+from .loads import GatherLoad, Loaded, Loads, ReductionLoad, Rejected
+from .problem import Bucket, Choice, Schedule
 
 # Sums of the same seconds in another order differ by less than this share.
 ROUNDING = 1e-9
@@ -149,7 +150,7 @@ class _Simulation:
 
         self.gathers_under_way: list[GatherInFlight] = []
         self.reductions_under_way: list[ReductionInFlight] = []
-        self.second_under_way: Successors[tuple[InFlight, ReductionLoad]] = Successors()
+        self.second_under_way: SecondReductions[tuple[InFlight, ReductionLoad]] = SecondReductions()
         self.lanes: dict[str, Lane] = {}
         self._fill_lanes()
         # By link: the seconds of its messages, and of compute after the last place where one is waited for.

@@ -402,6 +402,24 @@ def gather_levers(gathers: Sequence[Gather]) -> tuple[Lever, ...]:
     return tuple(lever for _, lever in levers)
 
 
+# The members of a bucket, by index, in the gathers or in the reductions of the problem.
+MemberIndices = tuple[int, ...]
+
+
+class Choice(NamedTuple):
+    """Buckets by index, in order of use and of birth within a key; the levers that are pulled; when gathers start.
+
+    A gather is due `lead` times its transfer before its use. If `reserve`, a gather that is used after the first
+    gradient starts only where it leaves room for the largest reduction.
+    """
+
+    gathers: tuple[MemberIndices, ...]
+    reductions: tuple[MemberIndices, ...]
+    levers: Levers
+    lead: float = 1.0
+    reserve: bool = True
+
+
 @dataclass(frozen=True)
 class Bucket:
     """Gathers or reductions that share a message.
@@ -409,12 +427,12 @@ class Bucket:
     A schedule decides one of the two places. The other one follows from the members.
 
     Attributes:
-        members: by index, in the gathers or in the reductions of the problem.
+        members: the gathers or the reductions.
         start: the place at which it starts. Reductions start right after the birth of the last member.
         wait: the place at which it is waited for. Gathers are waited for at the first use of a member.
     """
 
-    members: tuple[int, ...]
+    members: MemberIndices
     start: int
     wait: int
 
@@ -426,64 +444,3 @@ class Schedule:
     gathers: tuple[Bucket, ...]
     reductions: tuple[Bucket, ...]
     levers: Levers = NO_LEVERS
-
-
-class PendingUpdates:
-    """The updates of a problem that have not run yet.
-
-    An update runs when the last reduction that it needs has been waited for. It may not run before its release, because
-    until then something else reads the state that it writes; then it runs at that place.
-    """
-
-    def __init__(self, problem: Problem) -> None:
-        self.updates = problem.updates
-        self.dependents = problem.dependents
-        self.dependents_of = problem.dependents_of
-        self.missing = [len(each.reductions) for each in self.dependents]
-        self.ready_updates = list(problem.unawaited_updates)
-        self.pending = set(range(len(self.updates)))
-        # The first place at which one of the ready updates that follow a reduction may run.
-        self.first_release = END
-
-    def complete(self, reductions: Iterable[int]) -> None:
-        """Note that reductions have been waited for."""
-        if not self.pending:
-            return
-        for r in reductions:
-            ready: list[int] = []
-            for k in self.dependents_of.get(r, ()):
-                self.missing[k] -= 1
-                if not self.missing[k]:
-                    ready += self.dependents[k].updates
-            # Updates run in their order in the program, whichever reductions they follow.
-            for u in sorted(ready):
-                self.ready_updates.append(u)
-                self.first_release = min(self.first_release, self.updates[u].release)
-
-    def run(self, place: int) -> list[int]:
-        """Take the updates that can run at a place. Those that need no reduction run with the first that does."""
-        if place < self.first_release:
-            return []
-        runnable: list[int] = []
-        waiting: list[int] = []
-        self.first_release = END
-        for u in self.ready_updates:
-            update = self.updates[u]
-            if update.release <= place:
-                runnable.append(u)
-                continue
-            waiting.append(u)
-            if update.after:
-                self.first_release = min(self.first_release, update.release)
-        self.ready_updates = waiting
-        self.pending.difference_update(runnable)
-        return runnable
-
-    def seconds(self, place: int) -> float:
-        """Run the updates that can run at a place, and return their seconds."""
-        return sum(self.updates[u].seconds for u in self.run(place))
-
-    @property
-    def seconds_left(self) -> float:
-        """The seconds of the updates that have not run: they run at the end."""
-        return sum(self.updates[u].seconds for u in sorted(self.pending))

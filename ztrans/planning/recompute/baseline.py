@@ -23,8 +23,8 @@ from ...ir.micro_batches import is_cut, micro_batch_programs
 from ..buffers import by_operation, local_bytes
 from ..cluster import Cluster
 from ..cost import memory
+from ..durations import equation_seconds
 from ..formulate import formulate
-from ..simulate import equation_seconds
 from ..skeleton import skeleton
 from ..solver.loads import Loads
 from ..solver.problem import NO_LEVERS, Problem
