@@ -275,7 +275,7 @@ def _highest(graph: Graph) -> Memory:
 def bytes_of_others(graph: Graph, programs: MicroBatchPrograms) -> dict[Graph, int]:
     """By program of a micro-batch, the bytes that the other micro-batches have live while it runs.
 
-    The batches of the others are live throughout. So is what those before one in the middle return.
+    Their batches are live throughout. While one in the middle runs, so are the joined outputs of those before it.
     """
     size = local_bytes(graph)
     batch = (graph.micro - 1) * sum(size(v) for v in graph.inputs if is_cut(graph, v))

@@ -1,6 +1,6 @@
 """Build the scheduling `Problem` of a program for a given cluster.
 
-The skeleton has the places: between which a collective may start and be waited for. Durations come from the cluster.
+The skeleton has the places between which a collective may start and be waited for. Durations come from the cluster.
 `problem_memory` counts the bytes that are live besides the planned collectives.
 """
 
@@ -165,7 +165,9 @@ def _phase_begins(s: Skeleton) -> dict[Region, list[int]]:
     begins: dict[Region, list[int]] = {"forward": [0], "backward": [0], "update": [0]}
     for k, e in enumerate(s.ops):
         for region, places in begins.items():
-            places.append(places[-1] if e.region in (region, "update") else k + 1)
+            # An equation of the update does not end the phase around it.
+            goes_on = e.region in (region, "update")
+            places.append(places[-1] if goes_on else k + 1)
     return begins
 
 
@@ -302,16 +304,16 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
     kind = op_name(start.op)
     received = rules(start).wire_bytes(start, graph.axes) or 1
     *first_level, last = transfers(start, axis, graph, cluster)
-    latency = last.latency
-    pace = last.seconds / received
     inside = None
     tree = None
     if first_level:
-        lane, wire, latency_inside, seconds_inside, _ = first_level[0]
-        inside = Inside(lane, wire, latency_inside, seconds_inside / received)
+        level = first_level[0]
+        inside = Inside(level.lane, level.link, level.latency, level.seconds / received)
+        latency = last.latency
+        pace = last.seconds / received
     else:
-        # Of a ring and a tree, the faster one depends on the bytes of a bucket.
-        # Bytes of the link for each received byte.
+        # The bytes of a bucket decide whether a ring or a tree is faster, so the wire has both. With the bytes that the
+        # link is charged with for one received byte, `ways` gives the seconds of that byte.
         charged = cluster.charge_factor(start, graph.axes)
         (latency, pace), *others = link.ways(kind, charged, graph.axes[axis])
         tree = others[0] if others else None

@@ -1,4 +1,4 @@
-"""Messages under way, each in the lane of its communicator, and over a link that lanes may share.
+"""Messages under way, each in the lane of its communicator and over a link that lanes may share; stalls of compute.
 
 A lane is first in, first out, and independent of the others. Messages of different lanes that cross the same link at
 the same time share its bandwidth equally. All times are in seconds.
@@ -9,7 +9,7 @@ message may be hierarchical: then it has two levels, inside hosts and between th
 lanes messages are in the order of their issue.
 
 While a message is under way on a GPU, its kernels take a share of the processor. Compute that runs meanwhile loses that
-share of its speed. It is charged when the message is waited for.
+share of its speed, which is charged when the message is waited for. While compute stands still, it loses nothing.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Network:
         self.packed = 0.0  # when the packing queue is empty
         # By lane, the numbers of its levels; the first one is sent.
         self.queued: defaultdict[str, deque[int]] = defaultdict(deque)
-        # A heap of (time, number, whether it then ends): its bytes begin to move, or it is unpacked.
+        # A heap of (time, number, ends). Then the level ends, because it is unpacked, or its bytes begin to move.
         self.timed: list[tuple[float, int, bool]] = []
         self.links: defaultdict[str, _Link] = defaultdict(_Link)
         self.next = NEVER  # the time of the next event
@@ -225,7 +225,6 @@ class Stalls:
             begin = network.begin[level]
             end = min(network.end[level], now)
             if begin < end:
-                # While compute stands still, it loses nothing.
                 lost += message.taken * (end - begin - self._until(end) + self._until(begin))
         return lost
 
@@ -240,8 +239,9 @@ class Stalls:
 class _Link:
     """The messages that move bytes over one link, in equal shares.
 
-    `served` is the service that a message active from the start would have had up to time `since`, in seconds with the
-    link to itself. For `idle` seconds before that no message was active.
+    This is processor sharing, and `served` is its virtual time: the seconds with the link to itself that each active
+    message gains. A message that joins is done when `served` has grown by its own seconds. `since` is the time of the
+    last change. Up to then, no message was active for `idle` seconds.
     """
 
     __slots__ = ("active", "idle", "next", "served", "since")

@@ -112,7 +112,7 @@ class _Search:
 
         Results that wait the longest go first: they remove most excess for the time that they take of the link.
         """
-        _Descent(self, lambda i: self._stay_on_host(i, copied)).run()
+        _Descent(self, lambda i: self._move(i, copied)).run()
 
     def _best_repetition(self, i: int) -> Proposal | None:
         """The best way to repeat a computation: it removes most excess for a second of compute."""
@@ -165,8 +165,8 @@ class _Search:
                 unread.append(maker)
         return frozenset(found)
 
-    def _stay_on_host(self, i: int, copied: Copied) -> Proposal | None:
-        """To move the results of a computation to the host. The score is the excess that it removes for a byte."""
+    def _move(self, i: int, copied: Copied) -> Proposal | None:
+        """To move the results of a computation to the host. The score is the excess that this removes for a byte."""
         size = self._movable_bytes(i)
         if not size or i in self.residency.repeated or not self._has_room(size):
             return None
@@ -177,7 +177,7 @@ class _Search:
     def wait_instead(self) -> None:
         """Let results wait on the host instead of computing them again, the dearest first for their bytes.
 
-        Compute hides all copies, because a value is away only while no lane has it.
+        Compute waits for none of these copies: if a lane is busy, a value stays on the device for longer instead.
         """
         prices: dict[int, float] = {}
         for i in self.residency.repeated.difference(self.model.forced):
@@ -320,8 +320,8 @@ def _excess(live: np.ndarray, target: float) -> float:
 def classes(model: Model) -> tuple[tuple[int, ...], ...]:
     """The computations that may be repeated or moved to the host, in classes of equal ones, each in order.
 
-    Equal are those of the same operation and types, with equal inputs up to a few equations before them, which the same
-    operations of backward and forward read.
+    Two computations are equal if they have the same operation and types, and equal inputs up to `_DEPTH` equations
+    before them, if the same operations of forward read their results, and if backward reads the same of these.
     """
     numbers: dict[Hashable, int] = {}
 

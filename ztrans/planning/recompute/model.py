@@ -39,7 +39,7 @@ NOWHERE = sys.maxsize
 
 @dataclass
 class Use:
-    """Where the program of one rank needs a storage. It may have no such storage, or not need it.
+    """Where the program of one rank needs a storage. A storage that the program lacks has the defaults.
 
     Attributes:
         bytes: of one rank.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Generic, TypeVar
 
 from .problem import END, Problem
@@ -75,19 +74,21 @@ class PendingUpdates:
 class SecondReductions(Generic[T]):
     """Second reductions that are under way: each reduces over replicas what a first one has reduced.
 
-    Memory is reserved for one, so once another is sent, the one before is waited for.
+    Memory is reserved for one. So when another has been sent, the one before is waited for.
     """
 
     def __init__(self) -> None:
-        self.sent: deque[tuple[T, int]] = deque()  # each with the place at which it is needed
+        # At most one, with the place at which it is needed.
+        self.sent: list[tuple[T, int]] = []
 
-    def add(self, second: T, need: int) -> Iterator[T]:
-        """Add one that has been sent; yield those before it, which are waited for then."""
-        self.sent.append((second, need))
-        while len(self.sent) > 1:
-            yield self.sent.popleft()[0]
+    def add(self, second: T, need: int) -> list[T]:
+        """Add one that has been sent, and take out the one before."""
+        before = [each for each, _ in self.sent]
+        self.sent = [(second, need)]
+        return before
 
-    def needed(self, place: int) -> Iterator[T]:
-        """Yield those that are needed at a place."""
-        while self.sent and self.sent[0][1] <= place:
-            yield self.sent.popleft()[0]
+    def needed(self, place: int) -> list[T]:
+        """Take out the one that is needed at a place."""
+        if self.sent and self.sent[0][1] <= place:
+            return [self.sent.pop()[0]]
+        return []

@@ -43,9 +43,10 @@ def gather_buckets(
 
     buckets: list[MemberIndices] = []
     for indices in grouped((problem.gathers[i].key, i) for i in among).values():
-        # The last uses come first: a bucket is waited for at its first use, so its last member is the one that fits.
-        from_last = _filled(problem, problem.gathers, indices[::-1], full, fits)
-        buckets += [members[::-1] for members in from_last][::-1]
+        # From the last use to the first: a bucket takes its room at its first use, that of the member that it got last.
+        from_last = list(_filled(problem, problem.gathers, indices[::-1], full, fits))
+        for members in reversed(from_last):
+            buckets.append(members[::-1])
     return buckets
 
 

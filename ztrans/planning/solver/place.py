@@ -398,7 +398,8 @@ class _Simulation:
         heapq.heappush(self.agenda, (place, _WAIT, reduction.turn, reduction))
 
         if place > load.first_wait:
-            # The room that was left was counted for a wait at the first place, and for one at every place up to here.
+            # `Loaded.room` has counted a wait at the first place, and `_hold` one at every place after it. Only the one
+            # at this place comes true.
             self.room[2 * load.first_wait] += load.spare
             self.room[2 * load.first_wait + 2 : 2 * place : 2] += load.burst
             if place < load.last_release:
@@ -407,9 +408,10 @@ class _Simulation:
         if until > place:
             self.room[2 * place + 1 : 2 * until + 1] += load.room.between(place, until)
             # The room that is free again may be enough for a gather. After a stall, it starts after the wait.
+            next_place = place + 1 if stall else place
             for queued in self.queued:
                 if queued.queue and queued.next > place:
-                    self._consider(queued, place + stall)
+                    self._consider(queued, next_place)
 
     def _arrive(self, reduction: ReductionInFlight, place: int) -> None:
         """See whether a reduction has arrived by now; if not, hold its gradients for longer, or wait for it here."""

@@ -4,7 +4,8 @@ Operations 0..n-1 run in a fixed order. Place k is before operation k, and place
 arrived before the operation that first uses it. Its value is live from its start to its last use. A gradient is live
 from the operation that makes it until its reduction has been waited for. A gather that repeats an earlier one has a
 lever, which a schedule may pull. Then the gather is not sent, and the earlier value stays live. It may have another
-lever, with which each rank keeps only a part of the earlier value, and a gather among neighbours brings the rest.
+lever, with which each rank keeps only a part of the earlier value, and a gather among neighbours brings the rest. A
+`Choice` says which messages and levers there are, and a `Schedule` also at which places.
 
 The equations of an eager update have no place of their own: they run as soon as the reductions that they need have
 been waited for. Collectives that no schedule places, as the step's own, are issued and waited for at fixed places.
@@ -374,7 +375,7 @@ class Problem:
         return slots
 
     def gap_between_starts(self, starts: Iterable[int]) -> tuple[int, int] | None:
-        """Two places between which reductions must start and do not, given all their starts; None if there are none."""
+        """The first gap between starts of reductions that has a birth and too many matmuls, as two places, or None."""
         if self.max_between == float("inf"):
             return None
         for a, b in pairwise(sorted({*self.births[:1], *starts})):
