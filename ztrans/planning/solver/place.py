@@ -324,11 +324,10 @@ class _Simulation:
         size = load.size
         if use >= self.first_gradient:
             size += self.reserve
-        # Search from the use backwards for the last slot that is too full, and start after it.
-        full = (self.room[2 * start : 2 * use] < size)[::-1]
-        last = int(full.argmax())  # 0 if no slot is full
-        if full[last]:
-            start = use - last // 2
+        # Start after the last slot that is too full.
+        (full,) = (self.room[2 * start : 2 * use] < size).nonzero()
+        if len(full):
+            start += int(full[-1]) // 2 + 1
         if load.burst and start < use:
             fits = self.room[2 * start : 2 * use : 2] >= size + load.burst
             if not fits.any():
