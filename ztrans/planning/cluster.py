@@ -1,8 +1,9 @@
 """The speeds of the machines that a schedule depends on.
 
 A `Device` computes (see `devices`). A `Link` has a latency and a bandwidth, and may lie between hosts, each of which
-has a link inside. A `Cluster` says which link each mesh axis crosses. It may also hold measured durations of the
-operations of a program, which are then used instead of the roofline.
+has a link inside. A `Cluster` says which link each mesh axis crosses, by which route a collective goes between hosts,
+and with which bytes it charges its link. It may also hold measured durations of the operations of a program, which are
+then used instead of the roofline.
 """
 
 from __future__ import annotations
@@ -73,13 +74,15 @@ class Link:
             chain_inside = self.inside.hop * (min(ranks, self.local) - 1)
 
         transfer = received / (self.bandwidth * dict(self.efficiency).get(kind, 1.0))
-        passes = 2 if kind == "all_reduce" else 1
-        ring = latency + passes * (self.hop * (hosts - 1) + ring_inside)
-        if kind != "all_reduce" or not self.tree:
-            return [(ring, transfer)]
-        levels = math.ceil(math.log2(max(hosts, 1)))
-        tree = latency + passes * (self.hop * levels + chain_inside)
-        return [(ring, transfer), (tree, transfer / self.tree)]
+        ring = self.hop * (hosts - 1) + ring_inside
+        if kind != "all_reduce":
+            return [(latency + ring, transfer)]
+        ways = [(latency + 2 * ring, transfer)]
+        if self.tree:
+            levels = math.ceil(math.log2(max(hosts, 1)))
+            tree = self.hop * levels + chain_inside
+            ways.append((latency + 2 * tree, transfer / self.tree))
+        return ways
 
 
 # Latency and hop as in NCCL's ring with the simple protocol (`baseLat` and `hwLat` of its tuning.cc, and the launch);

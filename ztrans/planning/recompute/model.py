@@ -1,8 +1,8 @@
 """The values of forward that backward needs, and what it takes to repeat them or to keep them on the host.
 
 A computation is an equation of forward that depends on the batch. If it is repeated, backward runs it again right
-before backward first needs one of its results, and its results are not live in between. Or its results wait on the
-host, and return before backward first needs them:
+before backward first needs one of its results. The results are recomputed then, and not live in between. Or they wait
+on the host, and return before backward first needs them:
 
     kept         live from its birth to the last use in forward or backward
     recomputed   live from its birth to the last use in forward, and from the first use in backward to the last one
