@@ -1,4 +1,4 @@
-"""How long a step takes that recomputes a choice is estimated without its program: bytes, order of choices, waits."""
+"""The seconds of a step with a choice are estimated without its program: bytes, order of choices, waits."""
 
 from __future__ import annotations
 
