@@ -89,7 +89,7 @@ def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[EagerGroup,
 
 
 def _floating(groups: Sequence[EagerGroup]) -> set[Eqn]:
-    """The equations that leave their places."""
+    """The equations that leave their places (see `eager_updates`)."""
     return set(chain.from_iterable(group.eqns for group in groups))
 
 
@@ -240,10 +240,10 @@ def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
 def _last_waits(s: Skeleton, floating: Set[Eqn]) -> list[int]:
     """The last place to wait for each reduction.
 
-    It is the place of the first operation that needs the result, moved back over the equations right before it that
-    leave their places, because these run after the wait. It is never before the place where the reduction starts.
+    It is the place of the first operation that needs the result, moved back over the floating equations right before
+    it, because these run after the wait. It is never before the place where the reduction starts.
     """
-    # By place: itself, moved back over the floating equations right before it.
+    # By place: itself, or the first of the floating equations right before it.
     moved_back = [0]
     for k, e in enumerate(s.ops):
         moved_back.append(moved_back[k] if e in floating else k + 1)
