@@ -1,7 +1,7 @@
 """Count the operations, bytes of memory traffic, bytes on the wire and live bytes of a program.
 
-The figures are for rank 0, whose shards are the largest. They follow from the program; nothing runs.
-`durations` makes seconds of them.
+The figures are for rank 0, whose shards are the largest. They follow from the program; nothing runs. `durations`
+makes seconds of them.
 """
 
 from __future__ import annotations
