@@ -25,9 +25,9 @@ from typing import NamedTuple
 import ztrans as zt
 from benchmarks.frontier_models import Around, Made, gpt, llama, per_block, plain, selective
 from ztrans.planning.cost import memory
+from ztrans.planning.durations import equation_seconds
 from ztrans.planning.limit import DoesNotFit
 from ztrans.planning.make_plan import SLACK
-from ztrans.planning.simulate import equation_seconds
 from ztrans.stages import Lowered, Traced
 
 RESULTS = Path(__file__).parent / "results"

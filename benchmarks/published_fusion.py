@@ -21,8 +21,8 @@ from ztrans.ir.liveness import liveness
 from ztrans.ir.op_facts import is_view, op_facts
 from ztrans.planning.buffers import local_bytes
 from ztrans.planning.cluster import Cluster
+from ztrans.planning.durations import equation_seconds
 from ztrans.planning.roofline import memory_seconds, queue_seconds
-from ztrans.planning.simulate import equation_seconds
 
 IsCompiled = Callable[[Eqn], bool]
 

@@ -32,7 +32,7 @@ from ztrans.ir.graph import Eqn, Graph, Names, Provenance, Split, Var, dce, subs
 from ztrans.ir.layout import local_shape, localize, part
 from ztrans.ir.user_collectives import by_group
 from ztrans.planning.cluster import Cluster
-from ztrans.planning.simulate import equation_seconds, messages
+from ztrans.planning.durations import equation_seconds, messages
 
 c10d, aten = torch.ops._c10d_functional, torch.ops.aten
 GATHERS = (c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_out.default)

@@ -36,8 +36,9 @@ from ztrans.ir.pairing import pair
 from ztrans.ir.verifier import ProgramError, check
 from ztrans.planning.cluster import cluster
 from ztrans.planning.cost import cost, memory
+from ztrans.planning.durations import UNPACKING
 from ztrans.planning.make_plan import make_plan
-from ztrans.planning.simulate import UNPACKING, simulate
+from ztrans.planning.simulate import simulate
 from ztrans.runtime.codegen import EMITTERS, to_fx
 
 aten = torch.ops.aten

@@ -13,8 +13,8 @@ from ztrans.ir.collectives import ALL_GATHER, REDUCE_SCATTER, reduce
 from ztrans.ir.graph import Partial, Provenance, Split, Var
 from ztrans.planning.cluster import LINKS, Device, Link, default_cluster, default_device
 from ztrans.planning.devices import A100, CPU, DEVICES, H100, H200
+from ztrans.planning.durations import equation_seconds, messages, transfers
 from ztrans.planning.formulate import formulate
-from ztrans.planning.simulate import equation_seconds, messages, transfers
 from ztrans.planning.skeleton import skeleton
 from ztrans.planning.solver.problem import Wire
 

@@ -20,9 +20,9 @@ from ztrans.planning.formulate import formulate, frame
 from ztrans.planning.plan import schedule_of
 from ztrans.planning.realise import realise
 from ztrans.planning.skeleton import skeleton
-from ztrans.planning.solver.loads import Choice, Loads
+from ztrans.planning.solver.loads import Loads
 from ztrans.planning.solver.place import place_choice
-from ztrans.planning.solver.problem import Problem, Schedule
+from ztrans.planning.solver.problem import Choice, Problem, Schedule
 from ztrans.planning.solver.search import least_memory
 
 SLOW, FAST = (

@@ -7,7 +7,7 @@ import ztrans as zt
 from benchmarks.published_fusion import fused_kernels, fused_seconds
 from ztrans.ir.graph import Graph
 from ztrans.planning.cost import launches, memory_traffic
-from ztrans.planning.simulate import equation_seconds
+from ztrans.planning.durations import equation_seconds
 
 BF16 = torch.bfloat16
 

@@ -21,8 +21,8 @@ from ztrans import compiled as bound
 from ztrans.ir.collectives import is_start, rules
 from ztrans.ir.graph import Eqn, Graph, Var
 from ztrans.planning.cluster import Device, Link
+from ztrans.planning.durations import equation_seconds, signature
 from ztrans.planning.formulate import formulate
-from ztrans.planning.simulate import equation_seconds, signature
 from ztrans.planning.skeleton import skeleton
 from ztrans.planning.solver.messages import message_of
 from ztrans.profiling.link_fit import Observed

@@ -14,8 +14,9 @@ import numpy as np
 
 from ztrans.ir.dependencies import grouped
 from ztrans.planning.buffers import Buffer, by_operation, live_by_slot
-from ztrans.planning.network import Message, Successors
+from ztrans.planning.network import Message
 from ztrans.planning.play import Played, Rank
+from ztrans.planning.solver.after_waits import PendingUpdates, SecondReductions
 from ztrans.planning.solver.messages import (
     ReductionBytes,
     gather_buffers,
@@ -24,7 +25,7 @@ from ztrans.planning.solver.messages import (
     second_buffer,
     second_message,
 )
-from ztrans.planning.solver.problem import PendingUpdates, Problem, Schedule
+from ztrans.planning.solver.problem import Problem, Schedule
 
 
 @dataclass(frozen=True)
@@ -86,13 +87,13 @@ def play_with_updates(
         follows: `follows(i, k)` is the seconds of further compute that run after message i was waited for at place k.
         precedes: `precedes(k)` is the seconds of further compute at place k, before any message is waited for there.
         successor: for some messages, the one that is sent right after it has been waited for. The next successor that
-            is sent, or else the place where it is needed, ends the time in which it is under way (see `Successors`).
+            is sent, or else the place where it is needed, ends the time in which it is under way (see `SecondReductions`).
     """
     compute_before = [0.0, *accumulate(compute)]
     at_places = set(range(len(messages))).difference(successor.values())
     issued = grouped((messages[i].issue, i) for i in sorted(at_places))
     needed = grouped((messages[i].need, i) for i in sorted(at_places))
-    under_way: Successors[int] = Successors()
+    under_way: SecondReductions[int] = SecondReductions()
     rank = Rank(messages)
     now = 0
     arrive: list[float] = []

@@ -96,7 +96,7 @@ def _network(model: Model, place: int, price: float) -> nx.DiGraph:
         i = unread.pop()
         value = model.values[i]
         graph.add_edge(("value", i), ("live", i), capacity=round(_SCALE * price * value.use.bytes))
-        if not value.may_go:  # it is live, or nobody needs it
+        if not value.droppable:  # it is live, or nobody needs it
             graph.add_edge("source", ("value", i))
             continue
         computation = model.computations[value.maker]

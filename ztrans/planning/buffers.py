@@ -102,9 +102,9 @@ def local_bytes(graph: Graph) -> Callable[[Var], int]:
 def storages(graph: Graph, donated: Donation) -> list[Storage]:
     """Every storage and buffer of a program, from the equation that allocates it to the last one that needs it.
 
-    Inputs are live throughout, because they belong to the caller, except for gathers that the step before has started.
-    What its copies to the host read is live until their wait. The new state is in the storage of the old one. Those in
-    the memory of the host are among them.
+    Inputs belong to the caller, so they are live throughout. Gathers that the step before has started are live until
+    their last use, and what its copies to the host read, until their wait. The new state is in the storage of the old
+    one. Storages of the host are in the list too.
     """
     size = local_bytes(graph)
     end = len(graph.eqns) - 1

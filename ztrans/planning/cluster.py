@@ -1,8 +1,9 @@
 """The speeds of the machines that a schedule depends on.
 
 A `Device` computes (see `devices`). A `Link` has a latency and a bandwidth, and may lie between hosts, each of which
-has a link inside. A `Cluster` says which link each mesh axis crosses. It may also hold measured durations of the
-operations of a program, which are then used instead of the roofline.
+has a link inside. A `Cluster` says which link each mesh axis crosses, by which route a collective goes between hosts,
+and with which bytes it charges its link. It may also hold measured durations of the operations of a program, which are
+then used instead of the roofline.
 """
 
 from __future__ import annotations
@@ -73,13 +74,15 @@ class Link:
             chain_inside = self.inside.hop * (min(ranks, self.local) - 1)
 
         transfer = received / (self.bandwidth * dict(self.efficiency).get(kind, 1.0))
-        passes = 2 if kind == "all_reduce" else 1
-        ring = latency + passes * (self.hop * (hosts - 1) + ring_inside)
-        if kind != "all_reduce" or not self.tree:
-            return [(ring, transfer)]
-        levels = math.ceil(math.log2(max(hosts, 1)))
-        tree = latency + passes * (self.hop * levels + chain_inside)
-        return [(ring, transfer), (tree, transfer / self.tree)]
+        ring = self.hop * (hosts - 1) + ring_inside
+        if kind != "all_reduce":
+            return [(latency + ring, transfer)]
+        ways = [(latency + 2 * ring, transfer)]
+        if self.tree:
+            levels = math.ceil(math.log2(max(hosts, 1)))
+            tree = self.hop * levels + chain_inside
+            ways.append((latency + 2 * tree, transfer / self.tree))
+        return ways
 
 
 # Latency and hop as in NCCL's ring with the simple protocol (`baseLat` and `hwLat` of its tuning.cc, and the launch);
@@ -109,7 +112,7 @@ HOST_LINKS = {
 class Cluster:
     """The device of every rank, and the link of every mesh axis.
 
-    `measured` has the durations of operations in seconds, by `simulate.signature`; they are used instead of the
+    `measured` has the durations of operations in seconds, by `durations.signature`; they are used instead of the
     roofline. `host_link` is the link between the memory of a device and that of its host, by default that of the
     device, and `host_memory` is the share of a device in the memory of the host, in bytes.
 
@@ -222,7 +225,7 @@ class Cluster:
         return route is not None and route.way == HIERARCHICAL and not self.device.gloo
 
     def with_measured(self, seconds: Mapping[str, float]) -> Cluster:
-        """This cluster with measured durations of operations in seconds, by `simulate.signature`."""
+        """This cluster with measured durations of operations in seconds, by `durations.signature`."""
         measured = {**dict(self.measured), **seconds}
         return dataclasses.replace(self, measured=tuple(sorted(measured.items())))
 

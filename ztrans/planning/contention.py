@@ -69,9 +69,9 @@ def contended(
     taken = np.concatenate([[0.0], (rate[:-1] * np.diff(times)).cumsum()])
     first = np.asarray(starts)
     last = first + durations
-    beside = np.interp(last, times, taken) - np.interp(first, times, taken)
+    taken_meanwhile = np.interp(last, times, taken) - np.interp(first, times, taken)
 
-    # What does not wait for the memory takes what it took.
-    busy = np.asarray(memory_seconds)
-    longer = np.where(busy > 0, np.maximum(durations, busy + beside), durations)
+    # The bytes of an operation move while messages leave the memory free. One without bytes is not slowed down.
+    own = np.asarray(memory_seconds)
+    longer = np.where(own > 0, np.maximum(durations, own + taken_meanwhile), durations)
     return longer.tolist()

@@ -1,6 +1,7 @@
 """Count the operations, bytes of memory traffic, bytes on the wire and live bytes of a program.
 
-The figures are for rank 0, whose shards are the largest. They follow from the program; nothing runs.
+The figures are for rank 0, whose shards are the largest. They follow from the program; nothing runs. `durations`
+makes seconds of them.
 """
 
 from __future__ import annotations
@@ -275,7 +276,7 @@ def _highest(graph: Graph) -> Memory:
 def bytes_of_others(graph: Graph, programs: MicroBatchPrograms) -> dict[Graph, int]:
     """By program of a micro-batch, the bytes that the other micro-batches have live while it runs.
 
-    The batches of the others are live throughout. So is what those before one in the middle return.
+    Their batches are live throughout. While one in the middle runs, so are the joined outputs of those before it.
     """
     size = local_bytes(graph)
     batch = (graph.micro - 1) * sum(size(v) for v in graph.inputs if is_cut(graph, v))

@@ -1,13 +1,14 @@
 """Which equations of the update leave their places, and from where on they may run.
 
 With eager updates, the update of a parameter runs as soon as the reductions that it needs have been waited for, which
-frees its gradient. Where that is depends on the schedule; here are the conditions. `early_updates` does the same for a
-program that reduces no gradient, where no wait decides when an update runs.
+frees its gradient. Where that is depends on the schedule; here are the conditions. The equations that leave their
+places are called floating. `early_updates` does the same for a program that reduces no gradient, where no wait decides
+when an update runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -212,20 +213,3 @@ def _fixed_places(s: Skeleton, floating: set[Eqn]) -> tuple[dict[Var, int], dict
         for v in collective.start.ins:
             last_read[root[v]] = max(last_read.get(root[v], 0), place_after)
     return exists, last_read
-
-
-def deadlines(s: Skeleton, floating: Set[Eqn]) -> list[int]:
-    """The last place to wait for each reduction.
-
-    It is the place of the first operation that needs the result. Floating equations that stand right before that
-    operation run after the wait, so then it is the place of the first of them. No wait is before the start.
-    """
-    # By place: that of the first of the floating equations which stand right before it, or itself.
-    before_floating = [0]
-    for k, e in enumerate(s.ops):
-        before_floating.append(before_floating[k] if e in floating else k + 1)
-    places = []
-    for born, need in zip(s.born, s.need):
-        start = min(born + 1, need)
-        places.append(max(before_floating[need], start))
-    return places

@@ -1,6 +1,6 @@
 """Build the scheduling `Problem` of a program for a given cluster.
 
-The skeleton has the places: between which a collective may start and be waited for. Durations come from the cluster.
+The skeleton has the places between which a collective may start and be waited for. Durations come from the cluster.
 `problem_memory` counts the bytes that are live besides the planned collectives.
 """
 
@@ -22,10 +22,7 @@ from ..ir.rules import Sizes
 from ..ir.update_groups import group_updates
 from .buffers import Buffer, local_bytes
 from .cluster import Cluster
-from .eager_updates import EagerGroup, deadlines, eager_groups
-from .network import Message
-from .problem_memory import with_memory
-from .simulate import (
+from .durations import (
     NO_UNPACKING,
     UNPACKING,
     equation_seconds,
@@ -33,6 +30,9 @@ from .simulate import (
     shared_launch_seconds,
     transfers,
 )
+from .eager_updates import EagerGroup, eager_groups
+from .network import Message
+from .problem_memory import with_memory
 from .skeleton import Collective, Skeleton
 from .solver.problem import Gather, Inside, Lever, Problem, Reduction, Update, Wire, gather_levers
 
@@ -86,8 +86,8 @@ def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[EagerGroup,
         reductions=reductions,
         wires={},
         max_between=float("inf") if hints.matmuls_between is None else hints.matmuls_between,
-        gathers_in_flight=_limit(hints.gathers_in_flight, gathers),
-        reductions_in_flight=_limit(hints.reductions_in_flight, reductions),
+        gathers_in_flight=_most_in_flight(hints.gathers_in_flight, gathers),
+        reductions_in_flight=_most_in_flight(hints.reductions_in_flight, reductions),
         updates=tuple(Update(0.0, group.after, group.release) for group in groups),
         names=s.place_names,
         levers=(*gather_levers(gathers), *_levers_of_parts(s, gathers)),
@@ -121,11 +121,11 @@ def _updates(
 
 
 def _floating(groups: Sequence[EagerGroup]) -> set[Eqn]:
-    """The equations that leave their places."""
+    """The equations that leave their places (see `eager_updates`)."""
     return set(chain.from_iterable(group.eqns for group in groups))
 
 
-def _limit(hint: int | None, members: Sequence[Gather | Reduction]) -> float:
+def _most_in_flight(hint: int | None, members: Sequence[Gather | Reduction]) -> float:
     """The limit of a transform on the bytes of collectives under way, which always allows the largest one."""
     return float("inf") if hint is None else max([hint, *(member.bytes for member in members)])
 
@@ -136,7 +136,7 @@ def _limit(hint: int | None, members: Sequence[Gather | Reduction]) -> float:
 def _gathers(s: Skeleton) -> tuple[Gather, ...]:
     end = len(s.ops) - 1
     makers = producers(s.graph.eqns)
-    phases = _phases(s)
+    phase_begins = _phase_begins(s)
     gathers: list[Gather] = []
     for i, collective in enumerate(s.gathers):
         start = collective.start
@@ -149,19 +149,19 @@ def _gathers(s: Skeleton) -> tuple[Gather, ...]:
             release = max(release, gathers[repeats].last + 1)
         if start.provenance is not None and start.provenance.regather == "always":
             # The user wants the memory back between forward and backward.
-            release = max(release, phases[start.region][use])
+            release = max(release, phase_begins[start.region][use])
         last = max(_last_reader(s, collective.value, end), use)
         gather = _gather(collective, s.sizes, use, last)
         gathers.append(gather._replace(release=min(release, use), repeats=repeats))
 
     # These may be sent in place of others, and are numbered after them.
     for each in s.of_parts:
-        replaced = gathers[each.instead]
+        replaced = gathers[each.replaces]
         use = replaced.use
         gather = _gather(each.collective, s.sizes, use, replaced.last)
         # The part exists once the first value has been waited for.
         release = min(gathers[each.first].use + 1, use)
-        gathers.append(gather._replace(release=release, replaces=each.instead))
+        gathers.append(gather._replace(release=release, replaces=each.replaces))
     return tuple(gathers)
 
 
@@ -192,12 +192,14 @@ def _last_reader(s: Skeleton, value: Var, end: int) -> int:
     return min(s.ops_before[equation_after] - 1, end)
 
 
-def _phases(s: Skeleton) -> dict[Region, list[int]]:
+def _phase_begins(s: Skeleton) -> dict[Region, list[int]]:
     """For each region and place, where the forward or backward that contains the place begins."""
     begins: dict[Region, list[int]] = {"forward": [0], "backward": [0], "update": [0]}
     for k, e in enumerate(s.ops):
         for region, places in begins.items():
-            places.append(places[-1] if e.region in (region, "update") else k + 1)
+            # An equation of the update does not end the phase around it.
+            goes_on = e.region in (region, "update")
+            places.append(places[-1] if goes_on else k + 1)
     return begins
 
 
@@ -221,7 +223,7 @@ def _levers_of_parts(
             copy_seconds = device.kernel_gap + device.call_overhead + 2 * size / device.bandwidth
         lever = Lever(
             name=gathers[i].name,
-            drops=each.instead,
+            drops=each.replaces,
             buffer=Buffer(size, 2 * made, 2 * use),
             sends=i,
             copied_at=made,
@@ -238,7 +240,7 @@ def _levers_of_parts(
 def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
     axes = s.graph.axes
     size = local_bytes(s.graph)
-    last_waits = deadlines(s, floating)
+    last_waits = _last_waits(s, floating)
     most = s.graph.hints.bucket
     # If the user has set the size of a bucket, buckets fill in order of birth: by key, the last one and its bytes.
     filling: dict[tuple, tuple[int, int]] = {}
@@ -265,6 +267,23 @@ def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
             reduction._replace(deadline=last_waits[i], name=collective.name, second=second)
         )
     return tuple(reductions)
+
+
+def _last_waits(s: Skeleton, floating: Set[Eqn]) -> list[int]:
+    """The last place to wait for each reduction.
+
+    It is the place of the first operation that needs the result, moved back over the floating equations right before
+    it, because these run after the wait. It is never before the place where the reduction starts.
+    """
+    # By place: itself, or the first of the floating equations right before it.
+    moved_back = [0]
+    for k, e in enumerate(s.ops):
+        moved_back.append(moved_back[k] if e in floating else k + 1)
+    places = []
+    for born, need in zip(s.born, s.need):
+        start = min(born + 1, need)
+        places.append(max(moved_back[need], start))
+    return places
 
 
 def _reduction(
@@ -317,16 +336,16 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster) -> Wire:
     kind = op_name(start.op)
     received = rules(start).wire_bytes(start, graph.axes) or 1
     *first_level, last = transfers(start, axis, graph, cluster)
-    latency = last.latency
-    pace = last.seconds / received
     inside = None
     tree = None
     if first_level:
-        lane, wire, latency_inside, seconds_inside, _ = first_level[0]
-        inside = Inside(lane, wire, latency_inside, seconds_inside / received)
+        level = first_level[0]
+        inside = Inside(level.lane, level.link, level.latency, level.seconds / received)
+        latency = last.latency
+        pace = last.seconds / received
     else:
-        # Of a ring and a tree, the faster one depends on the bytes of a bucket.
-        # Bytes of the link for each received byte.
+        # The bytes of a bucket decide whether a ring or a tree is faster, so the wire has both. With the bytes that the
+        # link is charged with for one received byte, `ways` gives the seconds of that byte.
         charged = cluster.charge_factor(start, graph.axes)
         (latency, pace), *others = link.ways(kind, charged, graph.axes[axis])
         tree = others[0] if others else None

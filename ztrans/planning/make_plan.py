@@ -4,6 +4,9 @@ The budget of the solver is the limit of the step, which a transform names, or w
 it is what the program would need as written and a little more. If no schedule fits the budget, updates run last. If
 none fits then and there is a limit, the program keeps its order, or is refused. Without a limit, the plan exceeds the
 budget by as little as it can, and its notes say so.
+
+    make_plan --> plan_order --> for the budget, and again with less room for micro-batches:
+                                 problem_within (when updates run) --> solve --> validate --> realise --> check
 """
 
 from __future__ import annotations
@@ -76,7 +79,7 @@ def plan_order(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
 
     limit = graph.hints.memory_limit
     budget = int(memory(graph).peak * (1 + SLACK)) if limit is None else limit
-    problem, update, schedule, ordered = _ordered(s, cluster, budget)
+    problem, update, schedule, ordered = _fastest_order(s, cluster, budget)
     needed = memory(ordered)
     if limit is not None and needed.peak > limit:
         raise does_not_fit(graph, cluster.device, needed)
@@ -116,7 +119,7 @@ class _Order(NamedTuple):
     graph: Graph
 
 
-def _ordered(s: Skeleton, cluster: Cluster, budget: int) -> _Order:
+def _fastest_order(s: Skeleton, cluster: Cluster, budget: int) -> _Order:
     """The fastest order found. If that is above the limit of the step, the messages may be sent alone.
 
     A problem of micro-batches counts too little: sums of gradients are live through all of them but the first, and so
@@ -131,7 +134,7 @@ def _ordered(s: Skeleton, cluster: Cluster, budget: int) -> _Order:
     for _ in range(_ROUNDS if s.graph.micro > 1 else 1):
         problem, update = problem_within(s, cluster, room)
         _check_near_limit(s, problem, cluster.device)
-        order = _solved(s, problem, update, EFFORT)
+        order = _order_of(s, problem, update, EFFORT)
         above = memory(order.graph).peak - budget
         if above <= 0 or problem.memory > room:  # less room gives the same problem
             break
@@ -140,10 +143,10 @@ def _ordered(s: Skeleton, cluster: Cluster, budget: int) -> _Order:
         room -= cut
     if limit is None or memory(order.graph).peak <= limit:
         return order
-    return _solved(s, problem, update, WITHOUT_SEARCH)
+    return _order_of(s, problem, update, WITHOUT_SEARCH)
 
 
-def _solved(s: Skeleton, problem: Problem, update: str, effort: int) -> _Order:
+def _order_of(s: Skeleton, problem: Problem, update: str, effort: int) -> _Order:
     """The order of a problem.
 
     Raises: ProgramError, ScheduleError

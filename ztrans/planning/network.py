@@ -1,4 +1,4 @@
-"""Messages under way, each in the lane of its communicator, and over a link that lanes may share.
+"""Messages under way, each in the lane of its communicator and over a link that lanes may share; stalls of compute.
 
 A lane is first in, first out, and independent of the others. Messages of different lanes that cross the same link at
 the same time share its bandwidth equally. All times are in seconds.
@@ -9,7 +9,7 @@ message may be hierarchical: then it has two levels, inside hosts and between th
 lanes messages are in the order of their issue.
 
 While a message is under way on a GPU, its kernels take a share of the processor. Compute that runs meanwhile loses that
-share of its speed. It is charged when the message is waited for.
+share of its speed, which is charged when the message is waited for. While compute stands still, it loses nothing.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right, insort
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 NEVER = float("inf")
-T = TypeVar("T")
 
 
 class Level(NamedTuple):
@@ -86,7 +85,7 @@ class Network:
         self.packed = 0.0  # when the packing queue is empty
         # By lane, the numbers of its levels; the first one is sent.
         self.queued: defaultdict[str, deque[int]] = defaultdict(deque)
-        # A heap of (time, number, whether it then ends): its bytes begin to move, or it is unpacked.
+        # A heap of (time, number, ends). Then the level ends, because it is unpacked, or its bytes begin to move.
         self.timed: list[tuple[float, int, bool]] = []
         self.links: defaultdict[str, _Link] = defaultdict(_Link)
         self.next = NEVER  # the time of the next event
@@ -199,27 +198,6 @@ class Network:
                 self._head(second, now)
 
 
-class Successors(Generic[T]):
-    """Messages that follow others and are under way, such as reductions of reduced values over replicas.
-
-    Between two waits at most one of them is under way, because memory is reserved for one.
-    """
-
-    def __init__(self) -> None:
-        self.sent: deque[tuple[T, int]] = deque()  # each with the place at which it is needed
-
-    def add(self, successor: T, need: int) -> Iterator[T]:
-        """Add one that has been sent; yield those that are to be waited for then."""
-        self.sent.append((successor, need))
-        while len(self.sent) > 1:
-            yield self.sent.popleft()[0]
-
-    def needed(self, place: int) -> Iterator[T]:
-        """Yield those that are needed at a place."""
-        while self.sent and self.sent[0][1] <= place:
-            yield self.sent.popleft()[0]
-
-
 class Stalls:
     """The times in which compute stands still, in their order."""
 
@@ -247,7 +225,6 @@ class Stalls:
             begin = network.begin[level]
             end = min(network.end[level], now)
             if begin < end:
-                # While compute stands still, it loses nothing.
                 lost += message.taken * (end - begin - self._until(end) + self._until(begin))
         return lost
 
@@ -262,8 +239,9 @@ class Stalls:
 class _Link:
     """The messages that move bytes over one link, in equal shares.
 
-    `served` is the service that a message active from the start would have had up to time `since`, in seconds with the
-    link to itself. For `idle` seconds before that no message was active.
+    This is processor sharing, and `served` is its virtual time: the seconds with the link to itself that each active
+    message gains. A message that joins is done when `served` has grown by its own seconds. `since` is the time of the
+    last change. Up to then, no message was active for `idle` seconds.
     """
 
     __slots__ = ("active", "idle", "next", "served", "since")

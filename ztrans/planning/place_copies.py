@@ -37,8 +37,8 @@ from ..ir.update_groups import may_change_places
 from .buffers import by_memory, device_bytes, live_bytes, local_bytes, storages
 from .cluster import Cluster
 from .cost import memory
+from .durations import equation_seconds, messages
 from .play import play
-from .simulate import equation_seconds, messages
 
 # Bytes of leaves that are copied together: for fewer, launches cost more than the lead that copies get.
 _TOGETHER = 64 << 20
@@ -75,8 +75,8 @@ def place_copies(graph: Graph, cluster: Cluster) -> Graph:
     if not any(map(is_copy, graph.eqns)):
         return graph
     allowed, graph = _in_sets(graph)
-    # Places are found by the bytes of the program as it is marked. What counts is what runs, which may be the programs
-    # of micro-batches: in the last of them the sums of gradients are live from the first equation on.
+    # `_Placing` counts the bytes of the whole program, but the programs of its micro-batches may run instead. They may
+    # have more live: in the last one, the sums of gradients are live throughout. So that difference is taken off.
     may_use = max(_live_on_device(graph)) + allowed - memory(graph).peak
     for _ in range(_TRIALS):
         placed = _Placing(graph, cluster, may_use).run()
@@ -300,7 +300,7 @@ class _Placing:
             # Other equations may need what is copied for longer anyway.
             value = e.ins[0]
             begin = max(first, self._needed_until(value))
-            place = self._fitting_end(begin, place, self.bytes_on_device(value))
+            place = self._take_until(begin, place, self.bytes_on_device(value))
             index = max(self.before_updates[place], first)
             self.position[wait] = _Position(index, _EARLIER_WAITS, first)
 
@@ -310,8 +310,10 @@ class _Placing:
 
     def _left_over(self, copies: list[Eqn]) -> float:
         """The seconds of the next step in which copies of this one may go on."""
+        if not self.carriable:
+            return 0.0
         end = 0.0
-        for e in copies if self.carriable else ():
+        for e in copies:
             (wait,) = self.readers[e.out]
             end = max(end, self.time[self.index[wait]]) + self._seconds(e)
         return max(end - self.time[-1], 0.0)
@@ -327,7 +329,7 @@ class _Placing:
         self.live[first:] += size
         latest = min(self.index[reader] for reader in self.readers[leaf])
         place = min(bisect_left(self.time, end - self.time[-1]), latest)
-        place = self._fitting_end(0, place, size)
+        place = self._take_until(0, place, size)
         self.position[wait] = _Position(place, _EARLIER_WAITS, self.index[wait])
         self.carried[e] = leaf
         self.arrives[leaf] = place
@@ -342,7 +344,7 @@ class _Placing:
             begin = min(begin, self.time[index]) - self._seconds(e) - self.cluster.device.kernel_gap
             place = max(bisect_right(self.time, begin) - 1, self._exists(e.ins[0]))
             place = max(self.before_updates[place], self._exists(e.ins[0]))
-            place = self._fitting_begin(place, index, self.bytes_on_device(e.out))
+            place = self._take_from(place, index, self.bytes_on_device(e.out))
             places[e] = min(self.after_updates[place], index)
         latest = 0
         for e in copies:  # a queue: none starts before another one that is needed earlier
@@ -355,15 +357,15 @@ class _Placing:
             return self.position[self.makers[host_value]].anchor
         return self.arrives.get(host_value, 0)
 
-    def _fitting_end(self, first: int, end: int, size: int) -> int:
-        """The last place up to `end` until which `size` more bytes may be live from equation `first` on."""
+    def _take_until(self, first: int, end: int, size: int) -> int:
+        """Take `size` bytes from equation `first` to place `end`, or while there is room. Return where that ends."""
         full = np.flatnonzero(self.live[first:end] + size > self.limit)
         end = first + int(full[0]) if len(full) else max(first, end)
         self.live[first:end] += size
         return end
 
-    def _fitting_begin(self, begin: int, index: int, size: int) -> int:
-        """The first place from `begin` on from which `size` more bytes may be live before equation `index`."""
+    def _take_from(self, begin: int, index: int, size: int) -> int:
+        """Take `size` bytes up to equation `index`, from `begin` or once there is room. Return where that begins."""
         begin = min(begin, index)
         full = np.flatnonzero(self.live[begin:index] + size > self.limit)
         begin += int(full[-1]) + 1 if len(full) else 0

@@ -64,6 +64,7 @@ def play(compute: Sequence[float], messages: Sequence[Message]) -> Played:
     arrive: list[float] = []
     start: list[float] = []
     for k, before in enumerate(compute_before):
+        # A difference of sums, as in `solver/place.py`.
         rank.clock += before - compute_before[max(k - 1, 0)]
         arrive.append(rank.clock)
         for i in issued.get(k, ()):

@@ -54,7 +54,7 @@ class _StorageUses:
     """The storages of a program, each by the first value that has it, and the parts of the program that need them.
 
     Attributes:
-        readers: for each storage that eager updates read or write, their groups.
+        needed_by: for each storage that eager updates read or write, their groups.
         group_of: for each storage that an eager update allocates after a reduction, its group.
         of_state: the storages of values that eager updates need and that depend on the state only.
         gather_of: for each result of a planned gather, the gather.
@@ -71,7 +71,7 @@ class _StorageUses:
         self.donated = donation(s.graph)
         self.size = device_bytes(s.graph)
         self.outputs = {self.donated.owner[v] for v in variables(s.graph.outputs)}
-        self.readers: dict[Var, set[int]] = {}
+        self.needed_by: dict[Var, set[int]] = {}
         self.group_of: dict[Var, int] = {}
         self.of_state: set[Var] = set()
         self.gather_of: dict[Var, int] = {}
@@ -89,7 +89,7 @@ class _StorageUses:
             floating.update(group.eqns)
             for e in group.eqns:
                 for storage in self.touched(e):
-                    self.readers.setdefault(storage, set()).add(u)
+                    self.needed_by.setdefault(storage, set()).add(u)
                 if group.after:
                     self.group_of.update((storage, u) for storage in self.allocated(e))
                 if e in of_state:
@@ -120,14 +120,14 @@ class _StorageUses:
         """Whether only the group that allocates a storage needs it: then it is live only while that group runs."""
         if storage in self.outputs or storage in self.fixed_until or storage in self.sent_until:
             return False
-        return len(self.readers[storage]) == 1
+        return len(self.needed_by[storage]) == 1
 
     def last_slot(self, storage: Var) -> int:
         """The last slot at which a place, a gather or a release needs a storage."""
         if storage in self.outputs:
             return 2 * len(self.s.ops) + 1
         last = max(2 * self.sent_until.get(storage, -1), 2 * self.fixed_until.get(storage, 0) - 1)
-        for u in self.readers.get(storage, ()):
+        for u in self.needed_by.get(storage, ()):
             last = max(last, 2 * self.groups[u].release)
         return last
 
@@ -157,22 +157,23 @@ def _fixed_buffers(uses: _StorageUses, problem: Problem, storage: Storage) -> It
         # Up to its last planned use the value counts with its gather. Views and results in place may live longer.
         i = uses.gather_of[v]
         freed = max(problem.gathers[i].last + 1, first)
-        # A result that overwrites the value needs memory of its own if the value is kept for a later gather.
-        apart = end > freed and any(g.repeats == i for g in problem.gathers)
-        yield from between(freed - apart, max(freed, end))
+        begin = freed
+        if end > freed and any(g.repeats == i for g in problem.gathers):
+            # If the value is kept for a later gather, the result that overwrites it needs memory of its own.
+            begin = freed - 1
+        yield from between(begin, end)
     elif v in uses.reduction_of:
         # From its birth to its wait a gradient counts with its reduction.
         latest = uses.reduction_of[v]
         born = s.born[latest]
-        if _shared_bytes(problem, latest, storage):
-            yield from between(first, born + 1, through_place=True)
-        else:
-            yield from between(first, born, through_place=True)
+        # Other gradients in the storage count with that reduction only from the place after this birth on.
+        counted = born + 1 if _shared_bytes(problem, latest, storage) else born
+        yield from between(first, counted, through_place=True)
         yield from between(born + 1, uses.fixed_until.get(v, 0))
     elif v not in uses.group_of and v not in uses.reduced:
         # The others count with the reduction after which they are allocated.
         last_send = uses.sent_until.get(v, -1)
-        last = count if v in uses.readers else max(end, last_send)
+        last = count if v in uses.needed_by else max(end, last_send)
         yield from between(first, last, through_place=last_send >= end)
 
 
@@ -260,7 +261,7 @@ class _ReductionBuffers:
         An update that needs it may need later reductions too. Then the storage counts as a result up to the first place
         where such a reduction can be waited for, and from there on with that reduction.
         """
-        groups = [self.uses.groups[u] for u in self.uses.readers.get(storage, ())]
+        groups = [self.uses.groups[u] for u in self.uses.needed_by.get(storage, ())]
         later_reductions = {max(group.after, default=i) for group in groups} - {i}
         last = self.uses.last_slot(storage)
         for later in later_reductions:

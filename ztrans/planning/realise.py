@@ -22,10 +22,10 @@ from .cost import memory
 from .eager_updates import eager_groups
 from .early_updates import with_early_updates
 from .formulate import frame
-from .network import Successors
 from .plan import WRITTEN, Plan, schedule_of
 from .skeleton import Collective, GatherOfParts, Skeleton, skeleton
-from .solver.problem import Bucket, PendingUpdates, Problem, Schedule
+from .solver.after_waits import PendingUpdates, SecondReductions
+from .solver.problem import Bucket, Problem, Schedule
 from .solver.validate import ScheduleError
 
 
@@ -131,7 +131,7 @@ def realise(s: Skeleton, schedule: Schedule, problem: Problem) -> Graph:
         emit.update(k)
         for bucket in waits:
             emit.wait(bucket, k)
-        emit.wait_for_seconds(k)
+        emit.wait_for_second_reductions(k)
         emit.write(starts)  # those that have not been written yet
         emit.write(gather_waits.get(k, ()))
         emit.write(s.ops[k : k + 1])
@@ -147,7 +147,7 @@ def _gather_eqns(
     starts: dict[int, list[Eqn]] = {}
     waits: dict[int, list[Eqn]] = {}
     collectives = s.all_gathers
-    uses = (*s.use, *(s.use[each.instead] for each in s.of_parts))
+    uses = (*s.use, *(s.use[each.replaces] for each in s.of_parts))
     # A member is waited for at its own first use, later than its bucket if others are used before it.
     for bucket in schedule.gathers:
         start = coalesce([collectives[i].start for i in bucket.members])
@@ -168,7 +168,7 @@ def sent_of_parts(s: Skeleton, schedule: Schedule) -> list[GatherOfParts]:
 def _kept_values(s: Skeleton, schedule: Schedule, problem: Problem) -> dict[Var, Var]:
     """For the value of each dropped gather, the value that is kept for it. `rename` follows them to the first."""
     kept_for = {}
-    replaced = {each.instead for each in sent_of_parts(s, schedule)}
+    replaced = {each.replaces for each in sent_of_parts(s, schedule)}
     for i in problem.dropped(schedule.levers) - replaced:
         earlier = problem.gathers[i].repeats
         if earlier is not None:
@@ -186,7 +186,7 @@ class _Emission:
         self.groups = eager_groups(s) if problem.updates else ()
         self.updates = PendingUpdates(problem)
         self.under_way = 0  # the bytes of gradients whose reduction is under way
-        self.second_buckets: Successors[Bucket] = Successors()
+        self.second_buckets: SecondReductions[Bucket] = SecondReductions()
 
     def write(self, eqns: Iterable[Eqn]) -> None:
         """Write equations, except those that have been written already."""
@@ -235,7 +235,7 @@ class _Emission:
                 self._wait_second(earlier)
         self.update(place)
 
-    def wait_for_seconds(self, place: int) -> None:
+    def wait_for_second_reductions(self, place: int) -> None:
         """Wait for the second reductions that are needed at this place."""
         for bucket in self.second_buckets.needed(place):
             self._wait_second(bucket)

@@ -80,13 +80,14 @@ class GatherOfParts:
     """A gather among neighbours, which a plan may send in place of one over all ranks.
 
     Attributes:
-        first, instead: the gather of whose value each neighbour keeps a part, and the one that it replaces, by index.
+        first: the gather of whose value each neighbour keeps a part, by index.
+        replaces: the gather that it is sent in place of, by index.
         part: the equations that keep the part.
         collective: the gather of the parts.
     """
 
     first: int
-    instead: int
+    replaces: int
     part: tuple[Eqn, Eqn]
     collective: Collective
 
@@ -284,16 +285,16 @@ def _gathers_of_parts(
     neighbours: Neighbours,
 ) -> Iterator[GatherOfParts]:
     """The gathers of parts, if `neighbours` keep them: in place of each gather that repeats an earlier one."""
-    for instead, first in enumerate(repeats):
+    for replaced, first in enumerate(repeats):
         if first is None:
             continue
-        again = gathers[instead]
+        again = gathers[replaced]
         for axis, count in neighbours:
             divides = 1 < count < sizes.get(axis, 0) and sizes[axis] % count == 0
             if divides and again.start.kwargs["axis"] == axis:
                 part = kept_part(gathers[first].wait, again.start, count)
                 start = gather_of_parts(part[-1].out, again.start)
-                yield GatherOfParts(first, instead, part, Collective(start, again.wait))
+                yield GatherOfParts(first, replaced, part, Collective(start, again.wait))
 
 
 def _last_wait(graph: Graph, planned_eqns: Set[Eqn], end: int) -> int:

@@ -31,8 +31,8 @@ from ..ir.printer import op_name
 from ..planning.cluster import Cluster, default_cluster
 from ..planning.cost import memory
 from ..planning.devices import CPU
+from ..planning.durations import messages, signature
 from ..planning.network import Message
-from ..planning.simulate import messages, signature
 from ..report.event import COMPUTE, Event
 from ..report.timeline import Timeline
 from ..runtime.agreement import everywhere
@@ -48,7 +48,7 @@ class Profile:
 
     Attributes:
         timeline: when every operation and message ran.
-        seconds_by_signature: the duration of each kind of operation, by its `simulate.signature`. That of a collective
+        seconds_by_signature: the duration of each kind of operation, by its `durations.signature`. That of a collective
             is the time to pack and start it; with " wait" after it, the time to turn the received bytes into values.
         messages: the messages of each recorded step.
     """

@@ -21,9 +21,9 @@ from ztrans.ir.graph import Var
 from ztrans.ir.recompute import recompute
 from ztrans.planning.cluster import cluster
 from ztrans.planning.recompute.absences import HostLink
+from ztrans.planning.recompute.baseline import baseline_of
 from ztrans.planning.recompute.choose import choose, choose_least, classes
-from ztrans.planning.recompute.estimate import baseline_of
-from ztrans.planning.recompute.model import NEVER, Computation, Model, Use, Value
+from ztrans.planning.recompute.model import NOWHERE, Computation, Model, Use, Value
 from ztrans.planning.recompute.residency import Residency
 
 aten = torch.ops.aten
@@ -219,7 +219,7 @@ def small_model(seconds, sizes, reads, backward, may_move=False) -> Model:
         computations.append(Computation(eqn, seconds[i], tuple(reads[i]), (i,), (i,), movable))
     for i in range(count):
         forward = max([i, *readers[i]])
-        place = end - 1 - i if backward[i] else NEVER
+        place = end - 1 - i if backward[i] else NOWHERE
         last = place if backward[i] else -1
         eqn = computations[i].eqn
         values.append(Value(eqn.out, i, Use(sizes[i], i, forward, place, last), True, True))

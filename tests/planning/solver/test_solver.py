@@ -22,11 +22,12 @@ from ztrans.planning.buffers import Buffer
 from ztrans.planning.network import Message
 from ztrans.planning.solver.bound import bound
 from ztrans.planning.solver.full_buckets import gather_buckets, reduction_buckets
-from ztrans.planning.solver.loads import Choice, Loads
+from ztrans.planning.solver.loads import Loads
 from ztrans.planning.solver.place import place_choice
 from ztrans.planning.solver.problem import (
     END,
     Bucket,
+    Choice,
     Gather,
     Lever,
     Problem,

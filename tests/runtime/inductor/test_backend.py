@@ -12,7 +12,7 @@ import ztrans as zt
 from tests.support.processes import run_ranks
 from tests.support.programs import CASES, GPT, adam, adam_state, gpt_loss, tokens
 from tests.support.worlds import batches, clone, distance, on_ranks
-from ztrans.planning.simulate import signature
+from ztrans.planning.durations import signature
 from ztrans.runtime.inductor import backend as inductor
 from ztrans.runtime.inductor.backend import KernelCall
 from ztrans.runtime.inductor.compiler import Strided, fused

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .absences import Copied
-from .model import NEVER, Computation, Model
+from .model import NOWHERE, Computation, Model
 from .residency import Residency, ResidencyChange
 
 # How many equations before a computation tell it from others.
@@ -112,7 +112,7 @@ class _Search:
 
         Results that wait the longest go first: they remove most excess for the time that they take of the link.
         """
-        _Descent(self, lambda i: self._stay_on_host(i, copied)).run()
+        _Descent(self, lambda i: self._move(i, copied)).run()
 
     def _best_repetition(self, i: int) -> Proposal | None:
         """The best way to repeat a computation: it removes most excess for a second of compute."""
@@ -130,8 +130,8 @@ class _Search:
         if i in self.residency.repeated or i in self.residency.on_host:
             return
         computation = self.model.computations[i]
-        place = min((self.residency.first[v] for v in computation.droppable), default=NEVER)
-        if place == NEVER:
+        place = min((self.residency.first[v] for v in computation.droppable), default=NOWHERE)
+        if place == NOWHERE:
             return
         chain = self._with_dead(i, place, -1)
         yield chain
@@ -157,7 +157,7 @@ class _Search:
                 value = model.values[v]
                 maker = value.maker
                 is_live = max(value.use.forward, self.residency.last[v]) >= place
-                if is_live or not value.may_go or maker == stop or maker in found:
+                if is_live or not value.droppable or maker == stop or maker in found:
                     continue
                 if maker in self.residency.repeated or maker in self.residency.on_host:
                     continue
@@ -165,8 +165,8 @@ class _Search:
                 unread.append(maker)
         return frozenset(found)
 
-    def _stay_on_host(self, i: int, copied: Copied) -> Proposal | None:
-        """To move the results of a computation to the host. The score is the excess that it removes for a byte."""
+    def _move(self, i: int, copied: Copied) -> Proposal | None:
+        """To move the results of a computation to the host. The score is the excess that this removes for a byte."""
         size = self._movable_bytes(i)
         if not size or i in self.residency.repeated or not self._has_room(size):
             return None
@@ -177,7 +177,7 @@ class _Search:
     def wait_instead(self) -> None:
         """Let results wait on the host instead of computing them again, the dearest first for their bytes.
 
-        Compute hides all copies, because a value is away only while no lane has it.
+        Compute waits for none of these copies: if a lane is busy, a value stays on the device for longer instead.
         """
         prices: dict[int, float] = {}
         for i in self.residency.repeated.difference(self.model.forced):
@@ -213,8 +213,8 @@ class _Search:
         repeated = residency.repeated.difference(self.model.forced)
         dearest = sorted(repeated, key=lambda i: (-self.model.computations[i].seconds, i))
         for i in (*dearest, *sorted(residency.on_host, reverse=True)):
-            hosts = {i: None} if i in residency.on_host else {}
-            change = residency.change({i: False}, hosts)
+            moves = {i: None} if i in residency.on_host else {}
+            change = residency.change({i: False}, moves)
             _, after = residency.window(change)
             if change.price <= 0 and after.max(initial=0) <= self.target:
                 residency.apply(change)
@@ -290,7 +290,7 @@ class _Descent:
 
     def _make(self, change: ResidencyChange) -> None:
         self.residency.apply(change)
-        for i in (*change.repeats, *change.hosts):
+        for i in (*change.repeats, *change.moves):
             self._leave(i)
         # A score may rise if what was kept longer for it is now kept, or recomputed, anyway.
         for i in sorted(self._around(change)):
@@ -320,8 +320,8 @@ def _excess(live: np.ndarray, target: float) -> float:
 def classes(model: Model) -> tuple[tuple[int, ...], ...]:
     """The computations that may be repeated or moved to the host, in classes of equal ones, each in order.
 
-    Equal are those of the same operation and types, with equal inputs up to a few equations before them, which the same
-    operations of backward and forward read.
+    Two computations are equal if they have the same operation and types, and equal inputs up to `_DEPTH` equations
+    before them, if the same operations of forward read their results, and if backward reads the same of these.
     """
     numbers: dict[Hashable, int] = {}
 
@@ -355,5 +355,5 @@ def classes(model: Model) -> tuple[tuple[int, ...], ...]:
 def _description(model: Model, computation: Computation) -> Hashable:
     """What a computation is by itself: its operation, its types, and which results backward reads."""
     values = [model.values[v] for v in computation.results]
-    read = tuple((v.may_go, v.may_wait, v.use.first == NEVER) for v in values)
+    read = tuple((v.droppable, v.movable, v.use.first == NOWHERE) for v in values)
     return computation.eqn.op, tuple(v.type for v in computation.eqn.results), read

@@ -1,8 +1,8 @@
 """The values of forward that backward needs, and what it takes to repeat them or to keep them on the host.
 
 A computation is an equation of forward that depends on the batch. If it is repeated, backward runs it again right
-before backward first needs one of its results, and its results are not live in between. Or its results wait on the
-host, and return before backward first needs them:
+before backward first needs one of its results. The results are recomputed then, and not live in between. Or they wait
+on the host, and return before backward first needs them:
 
     kept         live from its birth to the last use in forward or backward
     recomputed   live from its birth to the last use in forward, and from the first use in backward to the last one
@@ -34,24 +34,24 @@ from ..buffers import local_bytes
 from .absences import HostLink
 
 # A place that is in no program.
-NEVER = sys.maxsize
+NOWHERE = sys.maxsize
 
 
 @dataclass
 class Use:
-    """Where the program of one rank needs a storage. It may have no such storage, or not need it.
+    """Where the program of one rank needs a storage. A storage that the program lacks has the defaults.
 
     Attributes:
         bytes: of one rank.
         born: the place of its computation.
         forward: the last place before backward that needs it.
-        first, last: the first and the last place in backward that needs it; `NEVER` and -1 if none does.
+        first, last: the first and the last place in backward that needs it; `NOWHERE` and -1 if none does.
     """
 
     bytes: int = 0
     born: int = 0
     forward: int = 0
-    first: int = NEVER
+    first: int = NOWHERE
     last: int = -1
 
 
@@ -62,15 +62,15 @@ class Value(NamedTuple):
         var: the first value that has the storage.
         maker: the computation that allocates it, by index.
         use: where the program of one rank needs it.
-        may_go: whether it need not be kept from forward.
-        may_wait: whether it may wait for backward on the host.
+        droppable: whether backward may recompute it, so that it need not be kept.
+        movable: whether it may wait for backward on the host.
     """
 
     var: Var
     maker: int
     use: Use
-    may_go: bool
-    may_wait: bool
+    droppable: bool
+    movable: bool
 
 
 class Computation(NamedTuple):
@@ -160,7 +160,7 @@ def model_of(
     root = liveness(graph).root
     over_batch = varying(graph, ("batch",))
     views = _views_for_backward(graph)
-    may_go = set() if at_least is None else _may_go(graph, uses, at_least)
+    droppable = set() if at_least is None else _droppable(graph, uses, at_least)
     number: dict[Var, int] = {}
     values: list[Value] = []
     computations: list[Computation] = []
@@ -174,24 +174,24 @@ def model_of(
         number.update(zip(allocated, results))
         for v in allocated:
             use = uses.get(v.name, Use())
-            values.append(Value(v, len(computations), use, v in may_go, v.name in movable))
+            values.append(Value(v, len(computations), use, v in droppable, v.name in movable))
 
         total = seconds(e) + sum(map(seconds, views.get(e, ())))
         computations.append(_computation(e, total, args, results, values))
     return Model(tuple(values), tuple(computations), _readers(values, computations), live, link)
 
 
-def _may_go(graph: Graph, uses: Mapping[str, Use], at_least: int) -> set[Var]:
+def _droppable(graph: Graph, uses: Mapping[str, Use], at_least: int) -> set[Var]:
     """The values that need not be kept from forward: large ones, and those that the user wants to recompute."""
-    may_go = set()
+    droppable = set()
     for v, e in repeatable(graph).items():
         use = uses.get(v.name)
         if use is None or not use.bytes:
             continue  # the program of one rank does not compute it
         is_large = e.demand is None and use.bytes >= at_least
         if is_large or e.demand == "recompute":
-            may_go.add(v)
-    return may_go
+            droppable.add(v)
+    return droppable
 
 
 def _readers(
@@ -233,6 +233,6 @@ def _computation(
         seconds=seconds,
         args=args,
         results=tuple(results),
-        droppable=tuple(v for v in results if values[v].may_go),
-        movable=tuple(v for v in results if values[v].may_wait),
+        droppable=tuple(v for v in results if values[v].droppable),
+        movable=tuple(v for v in results if values[v].movable),
     )

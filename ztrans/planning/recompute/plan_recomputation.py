@@ -3,7 +3,7 @@
 Messages and activations share one limit of memory, and no price says how: a bucket that is held longer may be worth
 more than the compute that makes room for it, or nothing. So several candidates are tried. The first leaves to
 activations what messages do not need in any order. Each further one leaves more to messages, by recomputing more.
-A schedule is the judge of each (see `estimate`). The two that seem fastest are planned in full:
+A schedule is the judge of each (see `baseline`). The two that seem fastest are planned in full:
 
     program --> choose --> recompute --> shard, hint --> move to the host --> plan --> place copies --> simulate
 
@@ -32,7 +32,7 @@ from ..plan import Plan
 from ..realise import OtherProgramError
 from ..simulate import simulate
 from ..solver.validate import ScheduleError
-from .estimate import Baseline, baseline_of
+from .baseline import Baseline, baseline_of
 from .residency import Residency
 
 # Targets between the state and the peak of the step in which everything is kept.

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import numpy as np
 
 from .absences import Absence, Copied, HostLink, Stay, absences
-from .model import NEVER, Model, Value
+from .model import NOWHERE, Model, Value
 
-# By computation, how its results are copied to the host and back, or None if they stay.
-Hosts = Mapping[int, Copied | None]
-_NO_HOSTS: Hosts = {}
+# By computation, how its results are copied to the host and back; None keeps them on the device.
+Moves = Mapping[int, Copied | None]
+_NO_MOVES: Moves = {}
 
 
 class ResidencyChange(NamedTuple):
@@ -26,8 +26,8 @@ class ResidencyChange(NamedTuple):
 
     Attributes:
         repeats: for each of these computations, whether it is repeated.
-        hosts: how results of these computations are copied, or that they stay.
-        runs_at: where computations run again, or `NEVER`.
+        moves: how results of these computations are copied to the host and back, or None.
+        runs_at: where computations run again, or `NOWHERE`.
         first, last: where values are needed in backward.
         absent: when values on the host are away, of all such values.
         spans: bytes more, from a place to a place, both included.
@@ -36,7 +36,7 @@ class ResidencyChange(NamedTuple):
     """
 
     repeats: Mapping[int, bool]
-    hosts: Hosts
+    moves: Moves
     runs_at: Mapping[int, int]
     first: Mapping[int, int]
     last: Mapping[int, int]
@@ -58,7 +58,7 @@ class Residency:
         repeated: the computations that backward runs again, where one of their results is needed.
         on_host: those whose results wait on the host, and how these are copied. They are not repeated.
         absent: for each value on the host that backward needs, when it is not on the device.
-        runs_at: for each computation, the place where it runs again, or `NEVER`.
+        runs_at: for each computation, the place where it runs again, or `NOWHERE`.
         first, last: for each value, the first and the last place in backward that needs it.
         live: by operation, the live bytes.
         seconds: of all that is computed again, and of the calls that start copies.
@@ -70,7 +70,7 @@ class Residency:
         self.repeated: set[int] = set()
         self.on_host: dict[int, Copied] = {}
         self.absent: Mapping[int, Absence] = {}
-        self.runs_at = [NEVER for _ in model.computations]
+        self.runs_at = [NOWHERE for _ in model.computations]
         self.first = [v.use.first for v in model.values]
         self.last = [v.use.last for v in model.values]
         self.live = model.live.copy()
@@ -87,7 +87,7 @@ class Residency:
         """The values that backward computes again."""
         values: list[int] = []
         for i in sorted(self.repeated):
-            if self.runs_at[i] != NEVER:
+            if self.runs_at[i] != NOWHERE:
                 values += self.model.computations[i].droppable
         return values
 
@@ -100,7 +100,7 @@ class Residency:
         """The seconds that the step takes in addition, as far as the model knows."""
         return self.seconds + self.stalls
 
-    def change(self, repeats: Mapping[int, bool], hosts: Hosts = _NO_HOSTS) -> ResidencyChange:
+    def change(self, repeats: Mapping[int, bool], moves: Moves = _NO_MOVES) -> ResidencyChange:
         """What changes if computations join or leave those that are repeated, or whose results wait on the host."""
         model = self.model
         runs_at: dict[int, int] = {}
@@ -115,7 +115,7 @@ class Residency:
             i = -heapq.heappop(waiting)
             computation = model.computations[i]
             # It runs right before the first of its results is needed; if none is needed, it does not run.
-            place = NEVER
+            place = NOWHERE
             if repeats.get(i, i in self.repeated):
                 place = min(first.get(v, self.first[v]) for v in computation.droppable)
             if place == self.runs_at[i]:
@@ -123,7 +123,7 @@ class Residency:
 
             runs_at[i] = place
             # It runs once more, once less, or as often as before at another place.
-            seconds += computation.seconds * ((place != NEVER) - (self.runs_at[i] != NEVER))
+            seconds += computation.seconds * ((place != NOWHERE) - (self.runs_at[i] != NOWHERE))
             for v in computation.args:
                 self._needed(v, runs_at, first, last)
                 maker = model.values[v].maker
@@ -131,12 +131,12 @@ class Residency:
                     queued.add(maker)
                     heapq.heappush(waiting, -maker)
 
-        absent, stalls = self._absences(hosts, first)
+        absent, stalls = self._absences(moves, first)
         seconds += self._call_seconds(absent) - self._call_seconds(self.absent)
         spans = self._spans(repeats, first, last, absent)
         more_stalls = stalls - self.stalls
         return ResidencyChange(
-            repeats, hosts, runs_at, first, last, absent, spans, seconds, more_stalls
+            repeats, moves, runs_at, first, last, absent, spans, seconds, more_stalls
         )
 
     @property
@@ -150,21 +150,21 @@ class Residency:
         return 2 * self._link.call * len(absent) if absent else 0.0
 
     def _absences(
-        self, hosts: Hosts, first: Mapping[int, int]
+        self, moves: Moves, first: Mapping[int, int]
     ) -> tuple[Mapping[int, Absence], float]:
         """When the values on the host are away, and the seconds for which compute waits for their copies."""
         # All copies share the two lanes, so a value that is needed elsewhere may change every absence.
-        if not hosts and not (self.on_host and first):
+        if not moves and not (self.on_host and first):
             return self.absent, self.stalls
         stays: list[Stay] = []
         stalls = 0.0
-        for i, copied in {**self.on_host, **hosts}.items():
+        for i, copied in {**self.on_host, **moves}.items():
             if copied is None:
                 continue
             for v in self.model.computations[i].movable:
                 use = self.model.values[v].use
                 place = first.get(v, self.first[v])
-                if place == NEVER:
+                if place == NOWHERE:
                     continue
                 stays.append(Stay(v, use.bytes, use.born, use.forward, place, copied))
                 if copied == "exposed":
@@ -179,7 +179,7 @@ class Residency:
         latest = self.model.values[v].use.last
         for reader in self.model.readers[v]:
             place = runs_at.get(reader, self.runs_at[reader])
-            if place != NEVER:
+            if place != NOWHERE:
                 earliest = min(earliest, place)
                 latest = max(latest, place)
         if earliest != self.first[v] or v in first:
@@ -230,7 +230,7 @@ class Residency:
                 self.repeated.add(i)
             else:
                 self.repeated.discard(i)
-        for i, copied in change.hosts.items():
+        for i, copied in change.moves.items():
             self.on_host.pop(i, None)
             if copied:
                 self.on_host[i] = copied
@@ -266,6 +266,6 @@ def _live_after_forward(
         spans = (value.use.forward + 1, left - 1), (returns + 1, last)
         return [(begin, end) for begin, end in spans if begin <= end]
     begin = value.use.forward + 1
-    if is_repeated and value.may_go:
+    if is_repeated and value.droppable:
         begin = first
     return [(begin, last)] if begin <= last else []

@@ -1,14 +1,13 @@
 """The least time that any schedule of a problem can take, whatever its buckets and its order.
 
 A recursion over places finds the earliest time at which each operation can start: everything before it has run, and
-everything that it needs has arrived. For these messages a link needs at least the largest of three times:
+every message that it needs has arrived. Three terms bound these arrivals, and the latest counts:
 
-    compute   that of one message, from the place at which it may be sent
-    wire      that of all messages which may be sent only from some place on, one after the other and
-              with one latency (lanes that share a link overlap their latencies, and their bytes take
-              turns)
-    memory    the same, from after an operation k on, and also with the gathers for which k has no
-              room: besides the values that k needs, only so many bytes can be live, sent early or kept
+    compute   each message alone: it is sent at the first place where it may be, and takes its own time
+    wire      all messages that may not be sent before some place: they take turns on their link. One
+              latency counts, because lanes that share a link overlap theirs
+    memory    as `wire`, from after each operation k on. It also counts the gathers that are needed after k
+              and for whose values k leaves no room, neither to keep them nor to send them early
 
 Sending, unpacking and eager updates take compute too: for a message that cannot be sent before an operation, they come
 after that operation. An update may run inside any stall that its reduction ends, so it has no place; it follows its
@@ -84,8 +83,8 @@ class _Job:
         overhead, unpack: seconds of compute, to send it and to make values of it.
         follows: seconds of compute that no schedule runs before it has arrived.
         beside: seconds of packing, unpacking and a first level, beside compute.
-        lost: seconds of compute that run or stand still while its bytes move.
-        first: whether it must be sent. A gather that repeats another is not needed if its value stays live in between.
+        lost: seconds that it costs compute while its bytes move, whether compute runs then or stands still.
+        required: whether it must be sent. A gather that repeats another need not be, if its value stays live.
         value_bytes, key: of a gather.
     """
 
@@ -99,7 +98,7 @@ class _Job:
     follows: float = 0.0
     beside: float = 0.0
     lost: float = 0.0
-    first: bool = True
+    required: bool = True
     value_bytes: int = 0
     key: Hashable = None
 
@@ -160,6 +159,7 @@ def _jobs(problem: Problem) -> list[_Job]:
     for lever in problem.levers:
         if lever.sends is not None and lever.buffer is not None:
             part_bytes[lever.drops] = lever.buffer.bytes
+    # Gathers that replace others are numbered last, so `i` is also the number among all gathers.
     for i, (g, idle_since, size) in enumerate(_values(problem)):
         if idle_since is not None and not size:
             continue  # a value that takes no room is kept
@@ -167,22 +167,25 @@ def _jobs(problem: Problem) -> list[_Job]:
         # A regather may be sent once the earlier value is gone.
         release = g.release if idle_since is None else idle_since
         job = _job(problem, g, release, g.use)
-        jobs.append(replace(job, first=idle_since is None, value_bytes=size, key=g.key))
+        jobs.append(replace(job, required=idle_since is None, value_bytes=size, key=g.key))
     return sorted(jobs, key=lambda job: job.deadline)
 
 
 def _values(problem: Problem) -> Iterator[tuple[Gather, int | None, int]]:
-    """Every gather, the place after the last use of its value before, and the least bytes that its value takes."""
+    """Each gather that brings a value of its own, the place from which on that value has been idle, and its bytes.
+
+    The place is None at the first gather of a value. The bytes are the fewest of all its gathers so far.
+    """
     # For each gather, the first one of its value. That one stands for the value.
-    first: list[int] = []
+    firsts: list[int] = []
     idle_since: dict[int, int] = {}
-    least: dict[int, int] = {}
+    fewest: dict[int, int] = {}
     for i, g in enumerate(problem.values):
-        v = i if g.repeats is None else first[g.repeats]
-        first.append(v)
-        least[v] = min(least.get(v, g.bytes), g.bytes)
-        yield g, idle_since.get(v), least[v]
-        idle_since[v] = max(idle_since.get(v, 0), g.last + 1)
+        first = i if g.repeats is None else firsts[g.repeats]
+        firsts.append(first)
+        fewest[first] = min(fewest.get(first, g.bytes), g.bytes)
+        yield g, idle_since.get(first), fewest[first]
+        idle_since[first] = max(idle_since.get(first, 0), g.last + 1)
 
 
 def _room(problem: Problem) -> np.ndarray:
@@ -218,7 +221,7 @@ def _earliest(
         arrive[now + 1 : place + 1] += delay
         start = seconds_before[place] + delay
         for job in group:
-            if job.first:
+            if job.required:
                 arrival = arrive[job.release] + job.takes
                 start = max(start, arrival)
                 end = max(end, arrival + job.follows)
@@ -248,7 +251,7 @@ def _compute_from(problem: Problem, jobs: list[_Job]) -> np.ndarray:
 
     spent = np.zeros(len(problem.seconds) + 2)
     for job in jobs:
-        if job.first:
+        if job.required:
             spent[job.release] += job.overhead + job.unpack + job.lost * share
     last_run: dict[int, int] = {}
     for dependents in problem.dependents:
@@ -269,7 +272,7 @@ class _LinkLoad:
 
     Attributes:
         latency: the least of its messages.
-        first: by place, the seconds of messages that are released there or later, and must be sent.
+        required: by place, the seconds of messages that are released there or later, and must be sent.
         reductions: by place, the seconds of messages that are released there or later, except for gathers.
         without_room: by key and operation, the seconds of gathers after it, if no value stays live across it.
         saved: by key, the most seconds that a byte of room saves. The keys for which it saves most come first.
@@ -282,7 +285,7 @@ class _LinkLoad:
         self.arrive = arrive
         self.room = room
         self.latency = min(job.latency for job in jobs)
-        self.first = np.zeros(n + 1)
+        self.required = np.zeros(n + 1)
         self.reductions = np.zeros(n + 1)
         saved: dict[Hashable, float] = {}
         for job in jobs:
@@ -293,17 +296,17 @@ class _LinkLoad:
 
     def add(self, job: _Job) -> None:
         """Count a message that is needed by now."""
-        if job.first:
-            self.first[: job.release + 1] += job.seconds
+        if job.required:
+            self.required[: job.release + 1] += job.seconds
         if not job.value_bytes:
             self.reductions[: job.release + 1] += job.seconds
         elif job.seconds:
-            since = 0 if job.first else job.release
+            since = 0 if job.required else job.release
             self.without_room[job.key][since : job.deadline] += job.seconds
 
     def clear(self, place: int) -> float:
         """The earliest time at which the link has carried everything that is needed at `place`."""
-        carried = self._last(self.arrive[: place + 1], self.first[: place + 1])
+        carried = self._last(self.arrive[: place + 1], self.required[: place + 1])
         if self.room is None:
             return carried
         seconds = self.reductions[1 : place + 1].copy()

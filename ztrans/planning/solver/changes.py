@@ -12,8 +12,7 @@ from random import Random
 from typing import Literal
 
 from ...ir.dependencies import grouped
-from .loads import Choice, MemberIndices
-from .problem import Levers, Problem
+from .problem import Choice, Levers, MemberIndices, Problem
 
 Change = Callable[[Random, Problem, Choice], Choice]
 # How early gathers may start, in times of their transfer (see `Choice`). The last one is as early as there is room.

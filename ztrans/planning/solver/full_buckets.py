@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from ...ir.dependencies import grouped
-from .loads import MemberIndices
-from .problem import Gather, Problem, Reduction
+from .problem import Gather, MemberIndices, Problem, Reduction
 
 # The latencies that the transfer of a full bucket takes. With so many, latency is a small share of it.
 FULL = 16.0
@@ -44,9 +43,10 @@ def gather_buckets(
 
     buckets: list[MemberIndices] = []
     for indices in grouped((problem.gathers[i].key, i) for i in among).values():
-        # The last uses come first: a bucket is waited for at its first use, so its last member is the one that fits.
-        from_last = _filled(problem, problem.gathers, indices[::-1], full, fits)
-        buckets += [members[::-1] for members in from_last][::-1]
+        # From the last use to the first: a bucket takes its room at its first use, that of the member that it got last.
+        from_last = list(_filled(problem, problem.gathers, indices[::-1], full, fits))
+        for members in reversed(from_last):
+            buckets.append(members[::-1])
     return buckets
 
 

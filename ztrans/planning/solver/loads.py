@@ -1,7 +1,8 @@
 """The messages of given buckets, and the bytes that are live with them.
 
 A search places thousands of choices, and few of their buckets are new. So what follows from a bucket alone, or from the
-levers alone, is computed once.
+levers alone, is computed once. `first_waits` is the first place at which each reduction can be waited for: in a small
+memory not always where it starts.
 """
 
 from __future__ import annotations
@@ -24,29 +25,14 @@ from .messages import (
     second_buffer,
     second_message,
 )
-from .problem import Levers, Problem
+from .problem import Choice, Levers, MemberIndices, Problem
 
 # Bytes: more than there are, and exact as a float.
 ENDLESS = 2**52
-MemberIndices = tuple[int, ...]
 
 
 class Rejected(Exception):
     """A bucket is not possible, or a choice does not fit the memory or takes longer than its limit."""
-
-
-class Choice(NamedTuple):
-    """Buckets by index, in order of use and of birth within a key; the levers that are pulled; when gathers start.
-
-    A gather is due `lead` times its transfer before its use. If `reserve`, a gather that is used after the first
-    gradient starts only where it leaves room for the largest reduction.
-    """
-
-    gathers: tuple[MemberIndices, ...]
-    reductions: tuple[MemberIndices, ...]
-    levers: Levers
-    lead: float = 1.0
-    reserve: bool = True
 
 
 class GatherLoad(NamedTuple):
@@ -85,11 +71,11 @@ class ReductionLoad(NamedTuple):
         gradients: the bytes of its gradients.
         size: the bytes that are live between its start and its wait.
         burst: the bytes that are live in addition at its wait.
-        size_at_wait: both.
-        spare: the bytes that are live at its first wait, and not if it is waited for later.
-        last_release: the place of the last update that its wait may have to leave for later.
-        storage: all of its bytes.
-        room: what it needs to be waited for later than at its first wait.
+        size_at_wait: the most bytes that its wait takes, without the results of other reductions that await it.
+        spare: the bytes that become free at its first wait if it is waited for later.
+        last_release: the first place at which all updates after it may run.
+        storage: its bytes, by kind.
+        room: the bytes that it takes in addition if it is waited for later.
         message: as if it was waited for at its first wait.
         second: the reductions of its results, as a message.
         second_bytes: the bytes that are live for it.
@@ -115,12 +101,13 @@ class ReductionLoad(NamedTuple):
 
 
 class RoomNeeded:
-    """The room that a bucket of reductions needs from its first wait on, to be waited for later.
+    """The bytes that a bucket of reductions takes in addition, by slot, if it is waited for after its first wait.
 
-    The bytes of its first wait are counted already, so they need no room again: values that stay after that wait, up
-    to the slot `until`, and temporaries of updates, each at the place of its release. `size` and `burst` contain both.
+    A bucket under way takes `size` at every slot, and `burst` more at a place, because the wait may be there.
+    `Loaded.room` has counted the first wait. So what that wait leaves live is taken off: the `staying` bytes up to the
+    slot `until`, where the first of them ends, and the temporaries of updates at their releases.
 
-    `slots` is the room by slot, from the operation after the first wait on. It grows when a later slot is asked for.
+    `slots` begins with the operation after the first wait. It grows when a later slot is asked for.
     """
 
     def __init__(
@@ -140,7 +127,7 @@ class RoomNeeded:
         self.slots = self._slots(0)
 
     def between(self, place: int, end: int) -> np.ndarray:
-        """By slot, from after a place to an end: the room that it needs to be waited for there or later."""
+        """By slot, from after a place to an end, the bytes that it takes in addition if it is waited for later."""
         stop = 2 * (end - self.first_wait)
         if stop > len(self.slots):
             self.slots = self._slots(2 * stop)
@@ -210,7 +197,7 @@ def reduction_load(
     staying = [buffer for buffer in total.staying if buffer.last > 2 * first_wait]
     # At the end all updates have been released, so this is the most that any wait has live.
     size_at_wait = total.at_wait(end)
-    size = total.under_way + total.waiting
+    size = total.under_way + total.awaiting_bytes
     burst = size_at_wait - total.under_way
     load_rises = [rises(total.buffers(start, first_wait)), *map(minus_alone, members)]
     return ReductionLoad(
@@ -376,12 +363,12 @@ def _first_wait(
 ) -> int:
     """The first place, from `earliest` on, where a reduction can be waited for; `earliest` if there is none."""
     # Until its wait, the bucket must fit at every slot.
-    full = room[2 * start + 1 : 2 * deadline] < total.under_way + total.waiting
+    full = room[2 * start + 1 : 2 * deadline] < total.under_way + total.awaiting_bytes
     latest = deadline
     if full.any():
         latest = start + (int(full.argmax()) + 1) // 2
     places = np.arange(earliest, max(latest, earliest) + 1)
-    waits_fit = room[2 * places] >= total.at_wait(deadline) + total.waiting
+    waits_fit = room[2 * places] >= total.at_wait(deadline) + total.awaiting_bytes
 
     # After its wait, what stays must fit as long as it is live.
     until = max((buffer.last + 1 for buffer in total.staying), default=0)

@@ -155,7 +155,7 @@ class ReductionBytes:
         return _total(self.sent) + _total(r for r in self.members if not r.copied)
 
     @functools.cached_property
-    def waiting(self) -> int:
+    def awaiting_bytes(self) -> int:
         """The bytes of `awaiting`."""
         return _total(self.awaiting)
 

@@ -19,9 +19,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..network import NEVER, Message, Network, Stalls, Successors, in_lane
-from .loads import Choice, GatherLoad, Loaded, Loads, ReductionLoad, Rejected
-from .problem import Bucket, PendingUpdates, Schedule
+from ..network import NEVER, Message, Network, Stalls, in_lane
+from .after_waits import PendingUpdates, SecondReductions
+from .loads import GatherLoad, Loaded, Loads, ReductionLoad, Rejected
+from .problem import Bucket, Choice, Schedule
 
 # Sums of the same seconds in another order differ by less than this share.
 ROUNDING = 1e-9
@@ -149,7 +150,7 @@ class _Simulation:
 
         self.gathers_under_way: list[GatherInFlight] = []
         self.reductions_under_way: list[ReductionInFlight] = []
-        self.second_under_way: Successors[tuple[InFlight, ReductionLoad]] = Successors()
+        self.second_under_way: SecondReductions[tuple[InFlight, ReductionLoad]] = SecondReductions()
         self.lanes: dict[str, Lane] = {}
         self._fill_lanes()
         # By link: the seconds of its messages, and of compute after the last place where one is waited for.
@@ -323,11 +324,10 @@ class _Simulation:
         size = load.size
         if use >= self.first_gradient:
             size += self.reserve
-        # Search from the use backwards for the last slot that is too full, and start after it.
-        full = (self.room[2 * start : 2 * use] < size)[::-1]
-        last = int(full.argmax())  # 0 if no slot is full
-        if full[last]:
-            start = use - last // 2
+        # Start after the last slot that is too full.
+        (full,) = (self.room[2 * start : 2 * use] < size).nonzero()
+        if len(full):
+            start += int(full[-1]) // 2 + 1
         if load.burst and start < use:
             fits = self.room[2 * start : 2 * use : 2] >= size + load.burst
             if not fits.any():
@@ -397,7 +397,8 @@ class _Simulation:
         heapq.heappush(self.agenda, (place, _WAIT, reduction.turn, reduction))
 
         if place > load.first_wait:
-            # The room that was left was counted for a wait at the first place, and for one at every place up to here.
+            # `Loaded.room` has counted a wait at the first place, and `_hold` one at every place after it. Only the one
+            # at this place comes true.
             self.room[2 * load.first_wait] += load.spare
             self.room[2 * load.first_wait + 2 : 2 * place : 2] += load.burst
             if place < load.last_release:
@@ -406,9 +407,10 @@ class _Simulation:
         if until > place:
             self.room[2 * place + 1 : 2 * until + 1] += load.room.between(place, until)
             # The room that is free again may be enough for a gather. After a stall, it starts after the wait.
+            next_place = place + 1 if stall else place
             for queued in self.queued:
                 if queued.queue and queued.next > place:
-                    self._consider(queued, place + stall)
+                    self._consider(queued, next_place)
 
     def _arrive(self, reduction: ReductionInFlight, place: int) -> None:
         """See whether a reduction has arrived by now; if not, hold its gradients for longer, or wait for it here."""

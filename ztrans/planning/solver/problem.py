@@ -4,7 +4,8 @@ Operations 0..n-1 run in a fixed order. Place k is before operation k, and place
 arrived before the operation that first uses it. Its value is live from its start to its last use. A gradient is live
 from the operation that makes it until its reduction has been waited for. A gather that repeats an earlier one has a
 lever, which a schedule may pull. Then the gather is not sent, and the earlier value stays live. It may have another
-lever, with which each rank keeps only a part of the earlier value, and a gather among neighbours brings the rest.
+lever, with which each rank keeps only a part of the earlier value, and a gather among neighbours brings the rest. A
+`Choice` says which messages and levers there are, and a `Schedule` also at which places.
 
 The equations of an eager update have no place of their own: they run as soon as the reductions that they need have
 been waited for. Collectives that no schedule places, as the step's own, are issued and waited for at fixed places.
@@ -388,7 +389,7 @@ class Problem:
         return slots
 
     def gap_between_starts(self, starts: Iterable[int]) -> tuple[int, int] | None:
-        """Two places between which reductions must start and do not, given all their starts; None if there are none."""
+        """The first gap between starts of reductions that has a birth and too many matmuls, as two places, or None."""
         if self.max_between == float("inf"):
             return None
         for a, b in pairwise(sorted({*self.births[:1], *starts})):
@@ -416,6 +417,24 @@ def gather_levers(gathers: Sequence[Gather]) -> tuple[Lever, ...]:
     return tuple(lever for _, lever in levers)
 
 
+# The members of a bucket, by index, in the gathers or in the reductions of the problem.
+MemberIndices = tuple[int, ...]
+
+
+class Choice(NamedTuple):
+    """Buckets by index, in order of use and of birth within a key; the levers that are pulled; when gathers start.
+
+    A gather is due `lead` times its transfer before its use. If `reserve`, a gather that is used after the first
+    gradient starts only where it leaves room for the largest reduction.
+    """
+
+    gathers: tuple[MemberIndices, ...]
+    reductions: tuple[MemberIndices, ...]
+    levers: Levers
+    lead: float = 1.0
+    reserve: bool = True
+
+
 @dataclass(frozen=True)
 class Bucket:
     """Gathers or reductions that share a message.
@@ -423,12 +442,12 @@ class Bucket:
     A schedule decides one of the two places. The other one follows from the members.
 
     Attributes:
-        members: by index, in the gathers or in the reductions of the problem.
+        members: the gathers or the reductions.
         start: the place at which it starts. Reductions start right after the birth of the last member.
         wait: the place at which it is waited for. Gathers are waited for at the first use of a member.
     """
 
-    members: tuple[int, ...]
+    members: MemberIndices
     start: int
     wait: int
 
@@ -440,65 +459,3 @@ class Schedule:
     gathers: tuple[Bucket, ...]
     reductions: tuple[Bucket, ...]
     levers: Levers = NO_LEVERS
-
-
-class PendingUpdates:
-    """The updates of a problem that have not run yet.
-
-    An update runs when the last reduction that it needs has been waited for. It may not run before its release, because
-    until then something else reads the state that it writes; then it runs at that place.
-    """
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.updates = problem.updates
-        self.dependents = problem.dependents
-        self.dependents_of = problem.dependents_of
-        self.missing = [len(each.reductions) for each in self.dependents]
-        self.ready_updates = list(problem.unawaited_updates)
-        self.pending = set(range(len(self.updates)))
-        # The first place at which one of the ready updates that follow a reduction may run.
-        self.first_release = END
-
-    def complete(self, reductions: Iterable[int]) -> None:
-        """Note that reductions have been waited for."""
-        if not self.pending:
-            return
-        for r in reductions:
-            ready: list[int] = []
-            for k in self.dependents_of.get(r, ()):
-                self.missing[k] -= 1
-                if not self.missing[k]:
-                    ready += self.dependents[k].updates
-            # Updates run in their order in the program, whichever reductions they follow.
-            for u in sorted(ready):
-                self.ready_updates.append(u)
-                self.first_release = min(self.first_release, self.updates[u].release)
-
-    def run(self, place: int) -> list[int]:
-        """Take the updates that can run at a place. Those that need no reduction run with the first that does."""
-        if place < self.first_release:
-            return []
-        runnable: list[int] = []
-        waiting: list[int] = []
-        self.first_release = END
-        for u in self.ready_updates:
-            update = self.updates[u]
-            if update.release <= place:
-                runnable.append(u)
-                continue
-            waiting.append(u)
-            if update.after:
-                self.first_release = min(self.first_release, update.release)
-        self.ready_updates = waiting
-        self.pending.difference_update(runnable)
-        return runnable
-
-    def seconds(self, place: int) -> float:
-        """Run the updates that can run at a place, and return their seconds."""
-        return self.problem.update_seconds(self.run(place))
-
-    @property
-    def seconds_left(self) -> float:
-        """The seconds of the updates that have not run: they run at the end."""
-        return self.problem.update_seconds(sorted(self.pending))

@@ -25,9 +25,9 @@ from ..buffers import by_operation
 from .bound import bound
 from .changes import CHANGES, Change, Kind, can_join, in_order, with_buckets
 from .full_buckets import gather_buckets, reduction_buckets
-from .loads import Choice, Loads, MemberIndices
+from .loads import Loads
 from .place import Placed, place_choice
-from .problem import NO_LEVERS, Levers, Problem, Schedule
+from .problem import NO_LEVERS, Choice, Levers, MemberIndices, Problem, Schedule
 
 # Messages that the search places: about a second.
 EFFORT = 20_000

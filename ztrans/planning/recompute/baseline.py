@@ -1,4 +1,4 @@
-"""How long a step takes that recomputes a choice of values, without its program.
+"""The step in which everything is kept: what to recompute or move in it to meet a target, and its seconds then.
 
 Writing the program of every choice, and planning it in full, takes seconds for each. But a choice changes little of
 the scheduling problem: which bytes are live, and where compute takes longer. So the problem of the step in which
@@ -23,15 +23,15 @@ from ...ir.micro_batches import is_cut, micro_batch_programs
 from ..buffers import by_operation, local_bytes
 from ..cluster import Cluster
 from ..cost import memory
+from ..durations import equation_seconds
 from ..formulate import formulate
-from ..simulate import equation_seconds
 from ..skeleton import skeleton
 from ..solver.loads import Loads
 from ..solver.problem import NO_LEVERS, Problem
 from ..solver.search import best_placed, least_memory
 from .absences import HostLink
 from .choose import choose, choose_least
-from .model import NEVER, Model, model_of, uses_of
+from .model import NOWHERE, Model, model_of, uses_of
 from .residency import Residency
 
 # Messages that the search of an estimate places.
@@ -59,11 +59,11 @@ class Baseline:
     other_bytes: int
 
     def compute(self, residency: Residency) -> float:
-        """The seconds of compute of a step that recomputes a choice. It never takes less time."""
+        """The seconds of compute of the step with a choice. The step never takes less time."""
         return sum(self.problem.seconds) + self.micro * residency.seconds
 
     def seconds(self, residency: Residency, limit: int) -> float:
-        """The seconds that a step takes within a limit if it recomputes a choice, as they are estimated."""
+        """The estimated seconds of the step with a choice, within a limit."""
         problem = self._within(residency, limit)
         problem = dataclasses.replace(problem, memory=max(problem.memory, least_memory(problem)))
         seconds = best_placed(problem, _EFFORT).seconds
@@ -74,7 +74,7 @@ class Baseline:
         return seconds + (self.micro - 1) * residency.price
 
     def choice(self, target: float) -> Residency:
-        """What backward recomputes so that the live bytes stay within a target, if they can.
+        """What to recompute or move so that the live bytes stay within a target, if they can.
 
         The model counts with reductions that are waited for where they start. A wait that has no room there moves to
         a later place. With such waits fewer bytes are live at the peak, so it may be enough to recompute less. So this
@@ -89,6 +89,7 @@ class Baseline:
         if (live == first.live).all():
             return first
 
+        # These waits, without what the first choice changes.
         live_without = live - (first.live - self.model.live)
         second = choose(dataclasses.replace(self.model, live=live_without), target)
         if second.peak > target:
@@ -103,7 +104,7 @@ class Baseline:
         return choose_least(self.model)
 
     def _within(self, residency: Residency, limit: float) -> Problem:
-        """The problem of a step that recomputes a choice, with a limit."""
+        """The problem of the step with a choice, within a limit."""
         return dataclasses.replace(
             problem_of(residency, self.problem), memory=limit - self.other_bytes
         )
@@ -136,7 +137,7 @@ def baseline_of(graph: Graph, hinted: Graph, cluster: Cluster) -> Baseline:
 
 
 def problem_of(residency: Residency, baseline: Problem) -> Problem:
-    """The problem of a step that recomputes a choice, from that of the step in which everything is kept."""
+    """The problem of the step with a choice, from that of the step in which everything is kept."""
     model = residency.model
     more = residency.live - model.live
     at_places = np.array(baseline.live_at_places)
@@ -144,7 +145,7 @@ def problem_of(residency: Residency, baseline: Problem) -> Problem:
     seconds = list(baseline.seconds)
     for i in residency.repeated:
         place = residency.runs_at[i]
-        if place != NEVER:
+        if place != NOWHERE:
             seconds[place] += model.computations[i].seconds
     return dataclasses.replace(
         baseline,

@@ -1,4 +1,4 @@
-"""How long a step takes that recomputes a choice is estimated without its program: bytes, order of choices, waits."""
+"""The seconds of a step with a choice are estimated without its program: bytes, order of choices, waits."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import ztrans as zt
 from benchmarks.analysis_models import MODELS
 from ztrans.ir.recompute import recompute
 from ztrans.planning.buffers import by_operation
+from ztrans.planning.recompute.baseline import baseline_of, problem_of
 from ztrans.planning.recompute.choose import choose
-from ztrans.planning.recompute.estimate import baseline_of, problem_of
 from ztrans.planning.recompute.plan_recomputation import candidates_within, fastest
 from ztrans.planning.simulate import simulate
 from ztrans.planning.solver.loads import Loads
