@@ -26,9 +26,9 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-# What needs neither processes nor compilers: the inner loop.
+# What needs neither processes nor compilers, nor half a second: the inner loop.
 quick: lint types
-	$(PYTEST) -m 'not distributed and not compiles and not slow and not exhaustive'
+	$(PYTEST) -n auto -m 'not distributed and not compiles and not slow and not exhaustive'
 
 test: lint types
 	$(PYTEST) --no-loadscope-reorder --max-worker-restart 0 -m 'not exhaustive'

@@ -73,6 +73,7 @@ def refused(sizes, stage, memory: int, *more: zt.Transform) -> DoesNotFit:
 # The stage.
 
 
+@pytest.mark.slow
 def test_the_lowest_of_the_fastest_stages_that_fit_is_chosen():
     """With room for all gathered parameters the stages are equally fast. With less, stage 1 fits and is slower."""
     for memory, expected in ((ROOMY, 1), (MIDDLE, 3)):
@@ -143,6 +144,7 @@ def test_a_plan_is_for_the_stage_that_it_was_made_for(tmp_path):
         chain(step).lower(*arguments(4, 512, 64), plan=plan)
 
 
+@pytest.mark.slow
 def test_all_micro_batches_have_the_chosen_stage():
     """Stages 1 and 2 gather once for all micro-batches, so they are faster where they fit."""
     assert lower(WIDE, "auto", ROOMY, zt.accumulate(2)).graph.zero_stage == 1
@@ -170,6 +172,7 @@ def test_a_program_cannot_be_rewritten_with_an_open_stage():
 # The ways to fit.
 
 
+@pytest.mark.slow
 def test_the_error_says_what_fits_with_the_times_and_peaks_that_it_would_have():
     memory = 2_000_000
     error = refused(LONG, 1, memory)
@@ -195,6 +198,7 @@ def test_the_error_says_what_fits_with_the_times_and_peaks_that_it_would_have():
     ]
 
 
+@pytest.mark.slow
 def test_a_higher_stage_that_fits_is_named():
     (way,) = refused(WIDE, 1, TIGHT).ways
     assert way.line == "zt.shard_params(..., stage=3)"
@@ -209,6 +213,7 @@ def adam(state, x):
     return {"params": params, "m": m, "v": v}, value
 
 
+@pytest.mark.slow
 def test_moments_on_the_host_are_named_by_a_pattern():
     params, x = arguments(4, 256, 32)
     state = {"params": params, "m": params, "v": params}
@@ -239,6 +244,7 @@ def test_the_pattern_names_only_leaves_that_nothing_but_the_update_reads():
     assert pattern_of_moments(zt.Step.of(step).trace(*arguments(*LONG)).graph) == ""
 
 
+@pytest.mark.slow
 def test_more_micro_batches_than_the_step_has_are_named():
     lines = [way.line for way in refused(LONG, 3, 1_000_000, zt.accumulate(2)).ways]
     assert sorted(lines) == [
@@ -258,6 +264,7 @@ def test_several_ways_are_combined_if_none_is_enough():
     assert way.line == 'zt.shard_params(..., stage=3) and zt.remat(memory="auto")'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [1, 40_000])
 def test_what_cannot_fit_has_no_ways(memory):
     error = refused(LONG, 3, memory)
@@ -288,6 +295,7 @@ def test_a_step_of_one_process_has_ways():
     assert [way.line for way in caught.value.ways] == ["zt.accumulate(4)"]
 
 
+@pytest.mark.slow
 def test_the_step_is_traced_again_with_the_autocast_of_the_caller():
     memory = 1_000_000
     with torch.autocast("cpu", torch.bfloat16):

@@ -30,6 +30,7 @@ def lowered(*transforms: zt.Transform):
     return zt.chain(*transforms)(zt.Step.of(loop)).lower(state, tokens, tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save", [None, "save_matmuls"])
 @pytest.mark.parametrize("transforms", [(), (zt.shard_params(AbstractMesh(dp=2)), zt.prefetch())])
 def test_a_value_that_is_recomputed_does_not_join_a_kernel_of_forward(transforms, save):
@@ -117,6 +118,7 @@ def test_fused_updates_are_one_call_only_if_that_takes_no_more_memory(ranks):
         assert [len(group.eqns) for group in groups if group.is_update] == [6]
 
 
+@pytest.mark.slow
 def test_kernels_of_the_update_do_not_depend_on_the_size_of_the_batch():
     """Ranks may have batches of other sizes. Replicas of a parameter that other kernels update would drift apart."""
 

@@ -65,6 +65,7 @@ BATCHES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:step has been traced")
 @pytest.mark.parametrize("before", BATCHES, ids=str)
 def test_a_batch_of_another_structure_is_noticed(before):

@@ -101,6 +101,7 @@ def test_a_scalar_is_overwritten_only_if_it_is_the_only_tensor_argument():
     assert product not in twins
 
 
+@pytest.mark.slow
 def test_programs_overwrite_arguments_of_softmax_and_tanh_in_backward():
     over = set()
     for name in ("accumulation", "autocast"):

@@ -82,6 +82,7 @@ def same(a, b) -> bool:
     return all(map(torch.equal, *map(pytree.tree_leaves, (a, b))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moved", MOVED)
 @pytest.mark.parametrize("transforms", [(), (zt.accumulate(2),), (zt.remat(at_least=0),)])
 def test_the_bits_are_those_without_it(moved, transforms):
@@ -96,6 +97,7 @@ def test_the_bits_are_those_without_it(moved, transforms):
     assert same(*results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_ranks_have_the_bits_without_it(stage):
     shard = zt.shard_params(zt.AbstractMesh(dp=2), stage=stage)

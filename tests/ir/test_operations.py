@@ -63,6 +63,7 @@ def step_of(operation):
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.compiles)])
 def test_strides_may_differ_from_the_trace(name, backend):

@@ -164,6 +164,7 @@ def test_random_draws_are_kept():
     assert torch.equal(loss, value) and distance(new, want) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["whole", "products", "by policy", "nothing saved"])
 def test_a_program_knows_what_its_checkpoints_recompute(kind):
     step, state = make(kind)
@@ -179,6 +180,7 @@ def test_a_program_knows_what_its_checkpoints_recompute(kind):
     )
 
 
+@pytest.mark.slow
 def test_equations_have_the_demands_of_selective_checkpoints_and_not_their_preferences():
     def demands(kind):
         step, state = make(kind)

@@ -54,6 +54,7 @@ GROUPS = [(name, RATES) for name in ("AdamW", "Adam", "SGD", "Adagrad")] + [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["fused", "foreach", "plain"])
 @pytest.mark.parametrize("changing", [False, True])
 @pytest.mark.parametrize(("name", "own"), GROUPS)

@@ -39,6 +39,7 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case, dtype", PROGRAMS, ids=lambda x: getattr(x, "name", None))
 def test_sharded_equals_plain(case, dtype):
     """A rank has as many samples in each world, so that its program is traced once."""

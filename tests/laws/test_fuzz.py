@@ -70,6 +70,7 @@ def _made_by(layer: Layer) -> str:
     return layer.run.__qualname__.split(".")[0]
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_found(monkeypatch):
     """A millionth of a millionth is not: a hundred times the tolerance is, with a line that shows it again."""
     true_steps = check.true_steps

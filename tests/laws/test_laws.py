@@ -145,6 +145,7 @@ def test_shard_params_precedes():
         zt.chain(OVERLAP, SHARD)(step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_adam", "clipped", "per_sample", "autocast"])
 def test_on_one_rank_the_collectives_vanish(name):
     lowered = on_ranks(CASES[name], 1, zt.shard_params(zt.AbstractMesh(dp=1)), *ALL)

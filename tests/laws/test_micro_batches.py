@@ -101,6 +101,7 @@ def test_accumulate_stands_anywhere_in_a_chain(stage):
     assert micro(micro(case.step)) == micro(case.step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedules",
     [ALL[:1], ALL[1:2], (*ALL, zt.remat(), zt.delay_weight_grads())],

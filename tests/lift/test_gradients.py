@@ -558,6 +558,7 @@ def in_some_calls(model, optimizer):
     return loop_step
 
 
+@pytest.mark.slow
 def test_a_loop_steps_in_some_calls_as_it_is_told():
     """Each of the two programs carries the gradients, on one rank and on several."""
     batches = [(*batch, k % 2 == 1) for k, batch in enumerate(data(steps=4))]

@@ -459,6 +459,7 @@ def doubles():
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 def test_a_loop_may_have_several_optimizers(stage, doubles):
     draw = torch.Generator().manual_seed(1)
@@ -575,6 +576,7 @@ def test_a_state_without_an_entry_for_buffers_is_restored():
     assert all(not p.any() for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_dropout_behind_attention_has_the_masks_of_the_loop():
     """Its argument is not contiguous, so PyTorch does not draw for its elements in their order."""
     torch.manual_seed(0)
@@ -601,6 +603,7 @@ def test_an_optimizer_without_a_state_gets_a_copy_of_the_restored_one():
     assert not any(x.any() for entries in state["optimizer"].values() for x in entries.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
 def test_parameters_may_move_between_groups(kind):
     """Between two calls, to the group of another rate, and out of the optimizer, as in training layer by layer."""

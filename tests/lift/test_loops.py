@@ -71,6 +71,7 @@ SCALED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unscale", [False, True])
 @pytest.mark.parametrize("make_optimizer", SCALED.values(), ids=SCALED)
 def test_a_scaler_skips_steps_and_changes_its_scale(make_optimizer, unscale):

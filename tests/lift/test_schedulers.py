@@ -241,6 +241,7 @@ USES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use, message", USES.values(), ids=USES)
 def test_a_scheduler_in_the_loop_is_refused(use, message):
     """Whatever the loop reads there would be a constant of its program. The scheduler stays as it was."""

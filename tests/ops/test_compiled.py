@@ -41,6 +41,7 @@ def check(kernel, loads: int, stores: int, registers: int) -> None:
     assert kernel.registers <= registers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "src, dst, loads, stores",
     [

@@ -48,6 +48,7 @@ def test_numerics(monkeypatch):
         assert check(CPU)
 
 
+@pytest.mark.slow
 def test_moments_on_the_host():
     import gpu_offload
 
@@ -58,6 +59,7 @@ def test_moments_on_the_host():
     assert "| moments on the host |" in gpu_offload.markdown(lines, CPU)
 
 
+@pytest.mark.slow
 def test_table():
     import gpu
     import gpu_kernels

@@ -2,6 +2,7 @@
 
 import functools
 
+import pytest
 import torch
 from torch.func import grad_and_value
 
@@ -127,6 +128,7 @@ def test_the_state_of_uneven_leaves_is_that_of_the_rank_with_most():
     assert uneven.memory_analysis().state == 4 * sum(held.values())
 
 
+@pytest.mark.slow
 def test_gathers_in_half_precision_cost_half():
     case = CASES["cast_inside"]
     wide = sharded(case, 4, steps=1, transforms=())[2].cost_analysis()

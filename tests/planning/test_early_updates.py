@@ -168,6 +168,7 @@ def test_a_plan_is_followed():
     assert updates(small.graph) == updates(early.graph)
 
 
+@pytest.mark.slow
 def test_a_budget_that_only_early_updates_fit():
     step, state = lifted()
     peaks = [lowered(step, state, update=u).memory_analysis().peak for u in ("last", "eager")]

@@ -166,6 +166,7 @@ def test_a_step_that_needs_far_more_than_its_limit_is_refused_without_a_search(m
     assert fits // 4 < caught.value.least.peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.9, 0.97, 1.0, 1.09])
 def test_micro_batches_fit_where_an_order_of_them_fits(share):
     """Sums of gradients and the batches of other micro-batches are in the limit before messages are."""

@@ -19,6 +19,7 @@ A100 = zt.cluster("a100", dp="infiniband")
 REPLICAS = zt.cluster("cpu", dp=SLOW, host=Link("hosts", 1e-4, 2e6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("name", ["gpt_adam", "clipped"])
 def test_the_solver_predicts_the_simulated_seconds_of_reductions_over_replicas(name, stage):

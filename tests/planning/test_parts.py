@@ -82,6 +82,7 @@ def received(lowered, cluster=SLOW):
     return between, inside
 
 
+@pytest.mark.slow
 def test_the_plan_says_which_values_are_kept_in_parts():
     lowered = lower()
     plan = lowered.plan
@@ -96,6 +97,7 @@ def test_the_plan_says_which_values_are_kept_in_parts():
     assert {e.region for e in cuts} == {"forward"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case, share", [(DEEP, 1.3), (HALF, 1.3)])
 def test_no_bit_changes(case, share):
     lowered = tight(case, share)
@@ -107,6 +109,7 @@ def test_no_bit_changes(case, share):
     assert distance(planned[1], always[1]) == 0
 
 
+@pytest.mark.slow
 def test_in_micro_batches():
     whole = slices(regression(WIDTH, WIDTH)(16), 8)
 
@@ -123,6 +126,7 @@ def test_in_micro_batches():
     assert planned.timeline().bound[0] <= planned.timeline().seconds
 
 
+@pytest.mark.slow
 def test_fewer_bytes_come_from_other_hosts_than_at_stage_3_and_with_replicas():
     """The plan alone decides. With replicas, gradients are reduced over hosts in fp32, and nothing is gathered there."""
     between, _ = received(lower())
@@ -136,6 +140,7 @@ def test_fewer_bytes_come_from_other_hosts_than_at_stage_3_and_with_replicas():
     assert between <= 1.2 * (replicated.over("host", "grad"))
 
 
+@pytest.mark.slow
 def test_the_step_is_simulated_faster_than_at_stage_3_in_the_same_memory():
     always = lower(reshard="always")
     limit = zt.prefetch(memory=always.memory_analysis().peak)

@@ -151,6 +151,7 @@ def test_placing_twice_is_placing_once():
     assert [e.out for e in again.eqns] == [e.out for e in low.graph.eqns]
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(
     bandwidth=st.sampled_from([1e8, 1e9, 1e10, 1e11]),

@@ -38,6 +38,7 @@ def test_a_saved_plan_gives_the_same_program(stage, tmp_path):
         assert all(name in text for name in members)
 
 
+@pytest.mark.slow
 def test_a_step_takes_a_plan(tmp_path):
     """A step that is given a plan follows it, and plans nothing itself."""
     lowered = lower()

@@ -146,6 +146,7 @@ def approximately(numbers):
     return pytest.approx([float(x) for x in numbers], abs=1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(programs() | programs(host=3) | programs(host=2, beside=4))
 def test_play_agrees_with_a_slow_simulation(program):

@@ -44,6 +44,7 @@ def alone():
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_a_profile_runs_real_steps_and_has_a_bar_for_each_equation(alone):
     step = zt.chain(zt.shard_params(alone), *ALL)(CASE.step)
     batch, untouched = batches(CASE, 1)[0], step.shard(CASE.state())
@@ -136,12 +137,13 @@ def test_after_tune_the_step_runs_another_program(alone):
     assert torch.isfinite(loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("second", [1.0, 3.0], ids=["faster", "slower"])
 def test_tune_keeps_the_faster_plan(alone, monkeypatch, second):
     """The measured time of the new plan decides, not the expected one."""
     step = zt.chain(zt.shard_params(alone), *ALL)(CASE.step)
     state, batch = step.shard(CASE.state()), batches(CASE, 1)[0]
-    compiled, real, took = step.compiled(state, *batch), bound.profile, iter([2.0, second])
+    compiled, real, took = step.compiled(state, *batch), bound.profile_program, iter([2.0, second])
 
     def with_given_seconds(*args):
         measured = real(*args)
@@ -149,7 +151,7 @@ def test_tune_keeps_the_faster_plan(alone, monkeypatch, second):
             measured, timeline=dataclasses.replace(measured.timeline, seconds=next(took))
         )
 
-    monkeypatch.setattr(bound, "profile", with_given_seconds)
+    monkeypatch.setattr(bound, "profile_program", with_given_seconds)
     kept, _ = compiled.tune(state, *batch, steps=1)
     verdict = f"measured {second:.2f} s a step, where the plan before took 2.00 s"
     assert kept.lowered.plan.notes[-1] == (verdict if second < 2 else f"{verdict} and was kept")

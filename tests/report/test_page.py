@@ -75,6 +75,7 @@ def large(layers: int = 80, operations: int = 420) -> Timeline:
     return Timeline("large, simulated", now + 3e-3, tuple(events), tuple(memory), limit=11 * 10**9)
 
 
+@pytest.mark.slow
 def test_the_page_of_a_large_program_has_every_operation():
     timeline = large()
     html = page([timeline])
@@ -84,6 +85,7 @@ def test_the_page_of_a_large_program_has_every_operation():
     assert shown["limit"] == 11 * 10**9 and shown["peak"] == timeline.peak
 
 
+@pytest.mark.slow
 def test_operations_too_many_for_a_page_share_bars():
     """A page has at most fifty thousand bars, which take the time of all operations."""
     once = large(layers=10)

@@ -175,6 +175,7 @@ def test_a_perfetto_trace_is_in_order(simulated, measured, tmp_path):
     assert stalls == pytest.approx(simulated.stalled * 1e6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", [".png", ".svg", ".pdf"])
 def test_a_timeline_is_saved_as_a_picture(simulated, measured, ending, tmp_path):
     pytest.importorskip("matplotlib")

@@ -57,6 +57,7 @@ def of_the_local_part(state) -> None:
     weight(state).to_local().mul_(0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "again"), [
     (lambda state: None, False),
     (weight, False),

@@ -69,6 +69,7 @@ def test_the_kernel_computes_what_the_dense_meaning_does():
     assert torch.equal(again, mine)
 
 
+@pytest.mark.slow
 def test_equal_layers_share_a_kernel():
     step = lambda state, *batch: evaluate(state, *batch, layers=3)
     lowered = zt.Step.of(step).lower(STATE, *BATCH)
@@ -79,6 +80,7 @@ def test_equal_layers_share_a_kernel():
     assert distance(value, step(STATE, *BATCH)[1]) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_program_for_gpus_holds_no_scores():
     on = lambda device: [x.to(device) for x in BATCH]
     state = {k: v.to("meta") for k, v in STATE.items()}
@@ -125,6 +127,7 @@ def test_a_step_on_a_gpu_computes_what_it_does_on_a_cpu():
     assert distance(gpu_grad.cpu(), grad) < 1e-3
 
 
+@pytest.mark.slow
 def test_layers_with_other_literals_have_kernels_of_their_own():
     heads = 10
     slopes = [0.1 * i for i in range(heads)]

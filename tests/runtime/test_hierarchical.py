@@ -67,6 +67,7 @@ def by_hosts(whole, op, hosts, wire, partial, dtype):
     return (ops.mean(total, hosts.ranks) if op == "mean" else total).to(dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [Hosts(4, 2), Hosts(6, 2), Hosts(6, 3), Hosts(16, 4)])
 @pytest.mark.parametrize(("op", "dtype", "wire", "partial"), [
     ("mean", F32, None, F32), ("sum", F64, None, F64), ("max", F32, None, F32), ("mean", I64, None, I64),
@@ -114,6 +115,7 @@ def test_the_callers_gradients_are_not_overwritten():
     assert all(torch.equal(a, t[0]) for a, t in zip(before, terms))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [Hosts(4, 2), Hosts(6, 2), Hosts(16, 4), Hosts(4), Hosts(4, 4)])
 @pytest.mark.parametrize(("dtype", "wire"), [(F32, None), (BF16, None), (F32, BF16)])
 def test_bytes_on_each_link_are_those_of_the_route(hosts, dtype, wire):
@@ -126,6 +128,7 @@ def test_bytes_on_each_link_are_those_of_the_route(hosts, dtype, wire):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [Hosts(8, 2), Hosts(12, 3), Hosts(16, 2)])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_the_terms_of_a_sum_are_released_once_it_is_there(hosts, dtype):

@@ -373,6 +373,7 @@ def test_time_counts_although_the_store_does_not_answer(mesh, monkeypatch):
     assert groups.in_flight.given_up == "step 3 of train has not ended for 9 s"
 
 
+@pytest.mark.slow
 def test_notes_are_read_while_a_group_waits_in_the_store():
     """As while NCCL makes a communicator. A client of the store answers one call at a time."""
     if dist.is_initialized():

@@ -32,6 +32,7 @@ def check(transform, **how):
     zt.testing.check_laws(transform, train, *arguments(), **{**LAWS, **how})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform, stages", [
     (zt.fuse_cast_gather(), (3,)), (zt.remat(), (0, 3)), (zt.delay_weight_grads(), (2,)), (zt.prefetch(), (3,)),
 ], ids=repr)  # fmt: skip
@@ -65,6 +66,7 @@ def test_a_step_that_counts_in_an_attribute_of_a_computed_name_is_found():
         zt.testing.check_laws(zt.prefetch(), counting, *arguments(), **LAWS)
 
 
+@pytest.mark.slow
 def test_a_transform_that_changes_results_by_rounding_needs_a_tolerance():
     check(zt.accumulate(2), tolerance=1e-5)
     with pytest.raises(

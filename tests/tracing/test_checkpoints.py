@@ -102,6 +102,7 @@ def params_of(model):
     return {k: 2 * p.detach() for k, p in model.named_parameters()} | {"scale": torch.ones(())}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("take_gradients", [by_func, by_autograd])
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_computes_the_bits_of_the_step_without_it(form, take_gradients):

@@ -145,6 +145,7 @@ def sharded(step, stage=3, **options):
     return lowered, lowered.lockstep(clone(STATE), halves)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("kind", FORWARDS)
 def test_in_forward(kind, stage):

@@ -28,6 +28,7 @@ def tensor_leaves(tree) -> list[torch.Tensor]:
     return [x.detach() if isinstance(x, torch.Tensor) else as_tensor(x) for x in leaves]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_fx_graph_has_the_bits_of_the_plain_step(name):
     """The plain step runs as in a trace: there torch's AdamW keeps its count of steps as a tensor."""

@@ -268,6 +268,7 @@ STEPS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 def test_the_program_of_an_in_place_operation_has_its_bits(name):
     agrees(*STEPS[name])

@@ -89,6 +89,7 @@ def in_three_parts(state, x, y):
     return loop(state, x, y, micro=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro", [1, 2, 3, 8])
 def test_on_one_rank_it_has_the_bits_of_the_loop(micro):
     step = zt.accumulate(micro)(train)
@@ -137,6 +138,7 @@ def test_gradients_are_kept_whole_or_cut_and_parameters_gathered_once_or_each_ti
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_as_written_it_sends_what_the_loop_sends_and_a_plan_drops_fewer_gathers(stage):
     def sent(trace, *transforms):

@@ -110,6 +110,7 @@ def test_schedules_change_no_bit_and_leave_the_steps_own_collectives_alone(
     assert lanes(second.graph) == lanes(graph)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norms", ["none", "each", "global"])
 def test_a_limit_on_gathers_holds_while_eager_updates_run(norms):
     """Updates of the last layer run between the gathers of other layers."""

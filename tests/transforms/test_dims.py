@@ -42,6 +42,7 @@ def inner(path: str, leaf: torch.Tensor) -> int | None:
     return {"up": -1, "down": 1}.get(path.rpartition(".")[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("transforms", [(), ALL])
 def test_leaves_cut_along_other_dims_compute_the_same(stage, transforms):

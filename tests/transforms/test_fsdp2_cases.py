@@ -82,6 +82,7 @@ def test_a_step_without_a_batch():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes, is_largest", [((16, 15, 8), False), ((7, 15, 3), False), ((16, 17, 8), True)]
 )
@@ -101,6 +102,7 @@ def test_layers_that_are_gathered_early_or_late_and_once_or_twice(options, trans
     trains_equally(layers, (zt.shard_params(MESH, **options), *transforms))
 
 
+@pytest.mark.slow
 def test_a_state_that_is_cast_after_it_is_sharded(mesh):
     """Leaves are DTensors before and after each call; those of another dtype are traced anew."""
     truth, model = (model_of(layers, torch.float32) for _ in range(2))
@@ -172,6 +174,7 @@ def chunked(model: Head, ids: torch.Tensor) -> torch.Tensor:
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("is_tied, is_checkpoint", [(False, False), (True, False), (False, True)])
 def test_a_loss_in_chunks_with_a_backward_for_each(is_tied, is_checkpoint, micro):
@@ -233,6 +236,7 @@ def test_modules_under_autocast_cast_their_inputs():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "hosts, stage, keep, width",
     [(1, 2, "whole", 3), (1, 3, "whole", 5), (2, 2, "whole", 5), (2, 3, "shard", 3)],

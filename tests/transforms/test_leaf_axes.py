@@ -21,6 +21,7 @@ from tests.support.worlds import ALL, default_dtype, distance, plain, sharded
 JOINT = zt.AbstractMesh(dp=2, cp=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_a_step_over_two_axes_as_one_computes_the_same(stage, hosts):
@@ -103,6 +104,7 @@ def test_experts_and_dense_layers_are_reduced_in_one_step(stage, hosts):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", ["whole", "shard"])
 def test_experts_in_micro_batches(keep):
     data = experts.batches(2)

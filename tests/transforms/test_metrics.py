@@ -69,6 +69,7 @@ def test_only_scalars_are_averaged():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("mean", [
     lambda s, n: zt.global_mean(s, n),
@@ -213,6 +214,7 @@ def lifted_pair():
     return pairs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 def test_an_evaluation_takes_the_state_of_the_training_step(stage):
     """And the same transforms. `eval()` and `train()` choose between programs that are traced once each."""

@@ -36,6 +36,7 @@ def test_the_program_prints(golden):
     assert str(lower(mesh=MESH, reshard=2)) == golden
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, dtype", PROGRAMS)
 @pytest.mark.parametrize("transforms", [(), ALL], ids=["as written", "planned"])
 def test_no_bit_changes(name, dtype, transforms):
@@ -68,6 +69,7 @@ def test_no_bit_changes_in_half_precision(transforms):
     assert cut.out.dtype == (torch.bfloat16 if transforms else torch.float32)
 
 
+@pytest.mark.slow
 def test_it_computes_what_the_plain_step_computes():
     with default_dtype(torch.float64):
         state, _, _ = sharded(CASES["gpt_adam"], 8, reshard=2)

@@ -74,6 +74,7 @@ def test_micro_batches_have_the_same_bits_and_move_moments_once(name, micro):
     assert any(map(is_copy, parts.last.eqns))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("name", "schedules"),
@@ -154,6 +155,7 @@ def lifted(where: str | None):
     return model, optimizer, step, step.shard(state) if isinstance(step, zt.Step) else state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["optimizer.*.exp_avg*", lambda path, leaf: "exp_avg" in path])
 def test_a_lifted_loop_with_a_scheduler_has_the_same_bits(where):
     results = []
@@ -406,6 +408,7 @@ def test_few_leaves_are_on_the_device_at_once():
     assert arrived == [f"w{k}" for k in range(8) for _ in "mv"], "leaf by leaf"
 
 
+@pytest.mark.slow
 def test_leaf_by_leaf_has_the_same_bits():
     x = torch.randn(4, 64)
     results = []

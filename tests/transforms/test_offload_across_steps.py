@@ -150,6 +150,7 @@ def test_the_verifier_refuses_a_leaf_that_the_next_step_does_not_take_as_a_futur
 # Bits.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp_momentum", "clipped", "adamw_fused", "adamw_foreach"])
 def test_twenty_steps_have_the_same_bits(name):
     case = CASES[name]
@@ -183,6 +184,7 @@ def test_schedules_commute_with_it():
     assert len(texts) == 1
 
 
+@pytest.mark.slow
 def test_other_states_and_batches_of_other_sizes_have_the_same_bits():
     case = CASES["clipped"]
     results = []
@@ -308,6 +310,7 @@ def test_the_timeline_shows_the_copies_under_the_next_forward():
     assert all(0 <= e.start <= e.end <= across.seconds * (1 + 1e-9) for e in across.events)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bandwidth", [1e9, 5e9, 50e9])
 def test_the_peak_does_not_rise(bandwidth):
     across = of_layers(True, bandwidth)

@@ -60,6 +60,7 @@ def test_every_reduction_starts_where_its_last_member_is_born(name):
             assert all(moved), (name, e)
 
 
+@pytest.mark.slow
 def test_the_size_of_a_bucket_can_be_given():
     def sizes(**options):
         _, _, lowered = sharded(

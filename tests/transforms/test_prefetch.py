@@ -36,6 +36,7 @@ def ahead(lowered) -> int:
     return total
 
 
+@pytest.mark.slow
 def test_gathers_over_a_slower_link_start_earlier():
     """A gather starts as late as the transfer can still be hidden, within the bytes in flight that are allowed."""
     case = CASES["gpt_adam"]

@@ -112,6 +112,7 @@ def test_the_program_of_all_transforms_prints(golden):
     assert str(lower(step_of(Recipe(saves="fp8")), *SCHEDULES, FUSE)) == golden
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saves", ["weight", "fp8"])
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -134,6 +135,7 @@ def test_it_has_the_bits_of_the_untouched_step():
     assert equal(new, want) and all(equal(out, value) for out in outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("how", [cast, divided], ids=["mul", "div"])
 @pytest.mark.parametrize("scale", SCALES)
@@ -222,6 +224,7 @@ def test_at_stage_3_what_backward_reads_is_gathered_again(saves):
     both(step, state_of(), *SCHEDULES, reshard="always")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", ["whole", "shard"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_micro_batches(stage, keep):
@@ -334,6 +337,7 @@ USES = [
 USES += [in_blocks]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_other_uses(use, stage):
@@ -450,6 +454,7 @@ def scaled_model():
     return torch.nn.Sequential(ScaledLinear(16, 24), torch.nn.ReLU(), ScaledLinear(24, 16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_module_whose_layers_make_fp8_tensors_of_a_class_of_their_own(stage):
     """As torchao's `convert_to_float8_training` does, lifted, against its own loop."""

@@ -52,6 +52,7 @@ def figure(update: Callable, dtype: torch.dtype, ranks: int) -> tuple[torch.Tens
     return new["figure"], update(p, q)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", UPDATES)
 def test_an_update_computes_what_the_plain_one_computes(name, ranks):

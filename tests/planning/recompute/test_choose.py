@@ -75,6 +75,7 @@ def test_the_model_has_the_bytes_of_the_rewritten_program(name):
         assert abs(chosen.peak - true) < 0.02 * activations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 def test_the_added_seconds_are_near_the_bound_by_cuts(name):
     """Within the seconds of one largest candidate, because a choice cannot take half of it."""
@@ -171,6 +172,7 @@ def test_both_memories_together_take_no_longer_than_either(name):
             assert alone.peak > limit or chosen.price <= alone.price * (1 + 1e-9), share
 
 
+@pytest.mark.slow
 def test_the_host_halves_what_recomputation_adds():
     """Where about a tenth of the activations fits the link in the time of forward."""
     _, recomputing, both = models("gpt")
@@ -247,6 +249,7 @@ def every_choice(model):
             yield Residency(model, repeated)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(model=small_models(), share=st.floats(0.3, 1.0))
 def test_no_choice_is_below_the_bound_and_the_greedy_one_is_among_them(model, share):

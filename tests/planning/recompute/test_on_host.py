@@ -48,6 +48,7 @@ def peak_of_plain() -> tuple[int, int]:
     return plain.peak, plain.state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [1.0, 0.8, 0.65, 0.5])
 def test_the_peak_is_within_the_limit_and_the_bits_are_the_same(share):
     peak, size = peak_of_plain()
@@ -69,6 +70,7 @@ def test_no_more_is_moved_than_the_limit_asks_for():
     assert moved == sorted(set(moved)) and moved[0] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moved", [3, 6])
 def test_micro_batches_stay_within_the_limit(moved):
     """In the last micro-batch the sums of gradients are live from the beginning, beside all values of forward."""
@@ -117,6 +119,7 @@ def test_the_earliest_layers_go_first():
     assert "3 values of forward, 384.00 KiB, wait for backward on the host" in low.plan.notes
 
 
+@pytest.mark.slow
 def test_ranks_have_the_same_bits():
     shard = zt.shard_params(zt.AbstractMesh(dp=2))
     batches = [(X[:256],), (X[256:],)]

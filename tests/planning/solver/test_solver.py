@@ -135,6 +135,7 @@ def test_no_schedule_beats_the_bound_whatever_its_levers_keep(p):
         assert evaluate(p, s).seconds >= limit.seconds - 1e-9
 
 
+@pytest.mark.slow
 def test_the_bound_is_reached():
     """In most small problems the fastest schedule takes exactly as long as the bound."""
     tight = solvable = 0
@@ -325,6 +326,7 @@ def test_a_replaced_gather_is_not_dropped_or_replaced_again():
         validate(p, replace(sent, levers=frozenset()))
 
 
+@pytest.mark.slow
 @SMALL
 @given(
     problems | costly | riches | with_parts,
@@ -451,6 +453,7 @@ def test_plans_are_the_same_in_every_process():
     assert plan == str(plan_in_the_memory_of_fsdp2()) and "Bucket(" in plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bandwidth", [45e9, 180e9, 0.117e9])
 def test_a_rounding_error_does_not_count_as_a_message(bandwidth):
     """Memory suffices to the byte to keep every value. No regather remains, so the bound has no latency of one."""

@@ -196,6 +196,7 @@ def test_a_state_that_does_not_fit_is_an_error(trained, tmp_path):
         zt.load(tmp_path / "a", state, step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blank", [lambda state: state, as_meta])
 def test_a_state_that_is_sharded_may_say_what_is_read(tmp_path, blank):
     """As in a loop that resumes: the state of its own step, with or without values."""

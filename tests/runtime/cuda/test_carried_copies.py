@@ -56,6 +56,7 @@ def same(a, b) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_bits_are_those_without_streams_and_there_is_no_race(name):
     assert carried_by(lowered(name, True)[0])
@@ -65,6 +66,7 @@ def test_the_bits_are_those_without_streams_and_there_is_no_race(name):
     assert same(streamed, stepped(name, False, None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_without_the_wait_in_the_next_step_there_is_a_race(name, monkeypatch):
     """The checker sees what it is there for."""
@@ -94,6 +96,7 @@ def test_the_end_of_a_step_waits_for_no_copy():
     assert not cuda.races
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("second", ["another state", "another program", "one that carries nothing"])
 def test_other_steps_take_their_own_copies_and_wait_for_the_others(second):
     """Two states take turns; a batch has another size; a step without the option reads the same state."""

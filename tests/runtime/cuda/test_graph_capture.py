@@ -109,6 +109,7 @@ def test_replays_compute_what_the_step_computes():
     assert cuda.capture_modes == ["thread_local"]
 
 
+@pytest.mark.slow
 def test_workspaces_of_cublas_are_released_just_before_and_after_a_capture(monkeypatch):
     """So a graph has workspaces in its own memory, and nobody else is given them or can release them."""
     data = [(batch_of(k),) for k in range(3)]
@@ -210,6 +211,7 @@ def test_a_first_run_that_fails_is_repeated_and_the_caller_is_behind_what_it_lau
     assert len(calls) == 2 and len(cuda.graphs) == 1, "a run, then a capture"
 
 
+@pytest.mark.slow
 def test_the_graph_is_closed_when_the_process_ends(monkeypatch):
     ends = []
     monkeypatch.setattr("atexit.register", lambda f, *args: ends.append((f, args)))
@@ -294,6 +296,7 @@ def test_a_learning_rate_of_a_lifted_loop_is_read_at_every_call(monkeypatch):
     assert cuda.graphs[0].replays == 4
 
 
+@pytest.mark.slow
 def test_a_number_that_a_kernel_takes_by_value_stays_what_it_was():
     """Here a beta of a fused optimizer: another one is refused, until the step is captured again."""
     model = torch.nn.Linear(3, 2)

@@ -156,6 +156,7 @@ def measured(model):
     return nn.utils.get_total_norm([p.grad for p in model.parameters()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [clipped, measured])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_norm_reads_halves_and_an_update_scales(name, change, monkeypatch):

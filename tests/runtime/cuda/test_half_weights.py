@@ -101,6 +101,7 @@ def counted(run, monkeypatch) -> list[int]:
     return numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_hand", [False, True], ids=["autocast", "casts"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -267,6 +268,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
 def test_a_changed_weight_is_cast_again(change, on_gpu, monkeypatch):
     program, state = lowered()
@@ -346,6 +348,7 @@ def test_close_forgets_the_casts(on_gpu, monkeypatch):
     assert numbers == [3] and all(map(torch.equal, ours[:2], theirs[:2]))
 
 
+@pytest.mark.slow
 def test_a_replay_reads_the_copies(on_gpu):
     """The graph holds their addresses. A changed weight is cast before the replay."""
     program, state = lowered()
@@ -395,6 +398,7 @@ def test_a_cast_that_is_returned_stays():
     assert casts_of_weights(after) == 1 and [x.shape for x in half_weights.copies] == [(16, 8)]
 
 
+@pytest.mark.slow
 def test_what_stays_as_it_is():
     """Programs without half precision, of micro-batches, of a mesh; and a state that is not on a GPU."""
     program, state = lowered(dtype=torch.float32, by_hand=True)

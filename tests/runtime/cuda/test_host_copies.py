@@ -35,6 +35,7 @@ def run(low, local, cuda: Races | None, steps: int = 3) -> list[torch.Tensor]:
     return [x.clone() for x in outputs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(MOMENTS))
 def test_the_bits_are_those_without_streams_and_there_is_no_race(name):
     offload = zt.offload(where=MOMENTS[name])

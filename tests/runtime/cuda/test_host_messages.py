@@ -151,6 +151,7 @@ def test_no_step_waits_for_the_host_of_another_rank(
     assert len(messages.blocking) == blocking
 
 
+@pytest.mark.slow
 def test_a_replay_sends_nothing_to_the_host_of_another_rank(mesh, messages, monkeypatch):
     monkeypatch.setattr("ztrans.compiled.launches_first", lambda mesh: True)
     case = CASES["mlp_momentum"]

@@ -78,6 +78,7 @@ RANKS = 8
 SHAPES = ((1 << 18,), (24, 3), (RANKS + 3, 5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ["sum", "mean"])
 @pytest.mark.parametrize("result", [F32, BF16, F64], ids=str)
 @pytest.mark.parametrize("dim", [0, 1])
@@ -93,6 +94,7 @@ def test_half_precision_is_summed_in_rank_order(op, result, dim):
             assert value.is_contiguous()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [Hosts(6, 2), Hosts(16, 4)])
 @pytest.mark.parametrize(("dtype", "wire", "partial"), [(BF16, None, F32), (F32, BF16, BF16)])
 @pytest.mark.parametrize("op", ["sum", "mean"])

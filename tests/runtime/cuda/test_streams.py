@@ -420,6 +420,7 @@ def races_after_a_failure(low, local, mesh) -> list[str]:
     return cuda.races
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [1, 2, 3])
 def test_a_step_that_fails_frees_no_memory_of_messages_in_flight(mesh, monkeypatch, call):
     monkeypatch.setattr(StreamedStart, "forward", raise_at(call, StreamedStart.forward))

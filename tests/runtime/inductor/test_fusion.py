@@ -113,6 +113,7 @@ def test_equal_counters_are_grouped_and_those_that_follow_one_another_are_not():
     assert [[v.name for v in g.outs] for g in groups if g.is_update] == [["a1", "b1", "c1"]]
 
 
+@pytest.mark.slow
 def test_the_counters_of_a_fused_optimizer_are_one_call():
     model = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(35))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
