@@ -162,9 +162,10 @@ def with_shared_launches(chance: Random, p: Problem) -> Problem:
     """A problem whose updates share some of two launches."""
     updates = []
     for update in p.updates:
-        launches = frozenset(chance.sample(range(2), chance.randint(0, 2)))
-        updates.append(update._replace(launches=launches))
-    return replace(p, updates=tuple(updates), launch_seconds=(0.5, 0.25))
+        launches = chance.sample(range(2), chance.randint(0, 2))
+        pairs = tuple((launch, chance.choice([0.25, 0.5])) for launch in launches)
+        updates.append(update._replace(launches=pairs))
+    return replace(p, updates=tuple(updates))
 
 
 def with_second_reductions(chance: Random, p: Problem) -> Problem:

@@ -18,6 +18,7 @@ from ..ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, lane, rules
 from ..ir.copies import is_copy
 from ..ir.graph import DTYPES, Eqn, Graph, Primitive, Var
 from ..ir.layout import local_shape
+from ..ir.op_facts import op_facts
 from ..ir.pairing import pair
 from ..ir.printer import op_name
 from .buffers import local_bytes
@@ -71,11 +72,8 @@ def equation_seconds(graph: Graph, cluster: Cluster) -> list[float]:
 
 
 def shared_launch_seconds(e: Eqn, graph: Graph, cluster: Cluster) -> float:
-    """The seconds that its launch adds to the work of an update. Equal updates that stand together share it.
-
-    A measured duration has no launch of its own.
-    """
-    if not launches(graph)[e].kernels or signature(e, graph) in dict(cluster.measured):
+    """The seconds that a launch adds to the work of an update. Equal updates that stand together share the launch."""
+    if op_facts(e.op).view:
         return 0.0
     work = roofline_seconds(e, graph, cluster.device)
     return queue_seconds(cluster.device, 1, work) - work

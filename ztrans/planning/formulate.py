@@ -53,14 +53,12 @@ def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None =
     duration = dict(zip(s.graph.eqns, equation_seconds(s.graph, cluster)))
     # The equations of updates have no place of their own: their groups take the seconds.
     at_places = {**duration, **dict.fromkeys(_floating(groups), 0.0)}
-    updates, launch_seconds = _updates(s, cluster, groups, duration)
     return dataclasses.replace(
         with_memory(s, groups, problem),
         seconds=tuple(at_places[e] for e in s.ops),
         wires=_wires(s, problem, cluster),
         memory=budget,
-        updates=updates,
-        launch_seconds=launch_seconds,
+        updates=_updates(s, cluster, groups, duration),
         fixed_messages=_fixed_messages(s, cluster),
         levers=(*gather_levers(problem.gathers), *_levers_of_parts(s, problem.gathers, cluster)),
     )
@@ -97,27 +95,30 @@ def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[EagerGroup,
 
 def _updates(
     s: Skeleton, cluster: Cluster, groups: Sequence[EagerGroup], duration: Mapping[Eqn, float]
-) -> tuple[tuple[Update, ...], tuple[float, ...]]:
-    """The updates that leave their places, and the seconds of each launch that they share.
+) -> tuple[Update, ...]:
+    """The updates that leave their places.
 
     In the skeleton all updates stand together, so the first of equal ones makes the launch for all. In a schedule they
-    run at several places, and at each of them one is made.
+    run at several places, and at each of them the first one does.
     """
     launch_of: dict[Eqn, int] = {}
-    work: dict[Eqn, float] = {}
-    launch_seconds: list[float] = []
-    for equal in group_updates(s.graph)[1] if groups else ():
-        seconds = shared_launch_seconds(equal[0], s.graph, cluster)
-        work[equal[0]] = duration[equal[0]] - seconds
-        launch_of.update(dict.fromkeys(equal, len(launch_seconds)))
-        launch_seconds.append(seconds)
+    work = dict(duration)
+    # A measured duration has no launch of its own.
+    equal_updates = group_updates(s.graph)[1] if groups and not cluster.measured else ()
+    for number, equal in enumerate(equal_updates):
+        first = equal[0]
+        work[first] -= shared_launch_seconds(first, s.graph, cluster)
+        launch_of.update(dict.fromkeys(equal, number))
 
     updates = []
     for group in groups:
-        seconds = sum(work.get(e, duration[e]) for e in group.eqns)
-        launches = frozenset(launch_of[e] for e in group.eqns if e in launch_of)
-        updates.append(Update(seconds, group.after, group.release, launches))
-    return tuple(updates), tuple(launch_seconds)
+        launches: dict[int, float] = {}
+        for e in group.eqns:
+            if e in launch_of:
+                launches.setdefault(launch_of[e], shared_launch_seconds(e, s.graph, cluster))
+        seconds = sum(work[e] for e in group.eqns)
+        updates.append(Update(seconds, group.after, group.release, tuple(launches.items())))
+    return tuple(updates)
 
 
 def _floating(groups: Sequence[EagerGroup]) -> set[Eqn]:

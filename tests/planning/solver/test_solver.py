@@ -499,7 +499,7 @@ def test_updates_that_run_at_one_place_share_a_launch():
     """Both updates take 1 and a launch of 2: 4 together, and 6 at two places."""
     wires = {"r": Wire("reduce", "link", 0.0, 0.0)}
     reductions = (Reduction("r", 4, 1, 0, deadline=2), Reduction("r", 4, 1, 1, deadline=2))
-    updates = tuple(Update(1.0, (r,), launches=frozenset({0})) for r in range(2))
+    updates = tuple(Update(1.0, (r,), launches=((0, 2.0),)) for r in range(2))
     p = Problem(
         (1.0, 1.0),
         (0, 0),
@@ -508,7 +508,6 @@ def test_updates_that_run_at_one_place_share_a_launch():
         reductions,
         wires,
         updates=updates,
-        launch_seconds=(2,),
     )
     apart = Schedule((), (Bucket((0,), 1, 1), Bucket((1,), 2, 2)))
     together = Schedule((), (Bucket((0, 1), 2, 2),))

@@ -253,17 +253,18 @@ def _compute_from(problem: Problem, jobs: list[_Job]) -> np.ndarray:
     for job in jobs:
         if job.required:
             spent[job.release] += job.overhead + job.unpack + job.lost * share
-    last_run: dict[int, int] = {}
+    launches: dict[int, tuple[int, float]] = {}
     for dependents in problem.dependents:
         for u in dependents.updates:
             update = problem.updates[u]
             place = max(update.release, dependents.born + 1)
             spent[place] += update.seconds
-            for launch in update.launches:
-                last_run[launch] = max(last_run.get(launch, 0), place)
-    # A launch is made at least once, with or after the last of its updates that can run.
-    for launch, place in last_run.items():
-        spent[place] += problem.launch_seconds[launch]
+            for launch, seconds in update.launches:
+                last, least = launches.get(launch, (0, seconds))
+                launches[launch] = max(last, place), min(least, seconds)
+    # Each launch is made at least once, where the last of its updates can run or later.
+    for last, least in launches.values():
+        spent[last] += least
     return spent[::-1].cumsum()[::-1]
 
 

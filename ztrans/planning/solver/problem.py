@@ -155,16 +155,17 @@ class Update(NamedTuple):
     """Compute that runs once all the reductions that it needs have been waited for.
 
     Attributes:
-        seconds: its duration, without the launches that it shares with others.
+        seconds: its duration, without launches that it may share with others.
         after: the reductions, by index.
         release: the earliest place at which it may run.
-        launches: those that it shares, by index in `Problem.launch_seconds`.
+        launches: pairs of the number of a launch and its seconds. Of several updates that run one after the other, the
+            first makes the launch for all of them.
     """
 
     seconds: float
     after: tuple[int, ...]
     release: int = 0
-    launches: frozenset[int] = frozenset()
+    launches: tuple[tuple[int, float], ...] = ()
 
 
 class Dependents(NamedTuple):
@@ -222,7 +223,6 @@ class Problem:
         memory: bytes that may be live.
         max_between: matmuls between two starts of reductions; the first birth counts as a start.
         gathers_in_flight, reductions_in_flight: bytes that are started and not yet waited for, at most.
-        launch_seconds: of launches that several updates share. All that run at one place need a launch once.
         fixed_messages: messages at places that no schedule changes.
         names: of the places, for errors.
         levers: what a schedule may pull, the best first.
@@ -240,7 +240,6 @@ class Problem:
     reductions_in_flight: float = float("inf")
     live_at_places: tuple[int, ...] = ()
     updates: tuple[Update, ...] = ()
-    launch_seconds: tuple[float, ...] = ()
     fixed_messages: tuple[Message, ...] = ()
     names: tuple[str, ...] = ()
     levers: tuple[Lever, ...] = ()
@@ -328,15 +327,16 @@ class Problem:
             return self.seconds_before
         return play(self.seconds, self.fixed_messages).start
 
-    def update_seconds(self, updates: Sequence[int]) -> float:
-        """The seconds of updates that run one after the other at a place."""
-        seconds = sum(self.updates[u].seconds for u in updates)
-        if not self.launch_seconds or not updates:
-            return seconds
-        launches = self.updates[updates[0]].launches.union(
-            *(self.updates[u].launches for u in updates[1:])
-        )
-        return seconds + sum(self.launch_seconds[launch] for launch in sorted(launches))
+    def update_seconds(self, updates: Iterable[int]) -> float:
+        """The seconds of updates that run one after the other."""
+        seconds = 0.0
+        launches: dict[int, float] = {}
+        for u in updates:
+            update = self.updates[u]
+            seconds += update.seconds
+            for launch, launch_seconds in update.launches:
+                launches.setdefault(launch, launch_seconds)
+        return seconds + sum(launches.values())
 
     @functools.cached_property
     def dependents(self) -> tuple[Dependents, ...]:
