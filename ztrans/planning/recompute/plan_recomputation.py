@@ -1,7 +1,7 @@
 """Plan a step whose plan also chooses what backward recomputes, or finds on the host.
 
-Messages and activations share one limit of memory, and no price says how: a bucket that is held longer may be worth
-more than the compute that makes room for it, or nothing. So several candidates are tried. The first leaves to
+Messages and activations share one limit of memory, and no formula divides it: a bucket that is live for longer may be
+worth more than the compute that makes room for it, or nothing. So several candidates are tried. The first leaves to
 activations what messages do not need in any order. Each further one leaves more to messages, by recomputing more.
 A schedule is the judge of each (see `baseline`). The two that seem fastest are planned in full:
 
@@ -9,7 +9,8 @@ A schedule is the judge of each (see `baseline`). The two that seem fastest are 
 
 If no order of its program fits the limit, the choice is corrected. A candidate whose compute alone takes longer than
 the best step so far is skipped, and so are all after it. The choice depends on the program and the cluster alone, so
-ranks with batches of one size make the same choice.
+ranks with batches of one size make the same choice. `with_recomputation` and `values_on_host` find the choices of a
+stored plan in a program.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Memory is a hard limit. Live bytes are counted by slot (see `buffers`), and the program in the order of a schedule never
 has more of them live than its schedule counts.
 
-A choice of buckets and of levers is as good as the time that its placement takes. Times below `enough` count
-as equal; then fewer live bytes are better, then fewer buckets.
+A choice of buckets and of levers is as good as the time that its placement takes. Times within a small share of the
+lower bound count as equal; then fewer live bytes are better, then fewer buckets.
 
 The search begins with full buckets, once with only the levers pulled that cost nothing, and once with as many as fit.
 It merges buckets, many at once where that is no loss. Then it climbs: it makes random changes, and keeps a change that
@@ -86,8 +86,9 @@ class Search:
         count = len(problem.gathers) + len(problem.reductions)
         self.effort = 0
         if count:
+            # Room for 8 attempts for each message and 16 more, each at its full price.
             self.effort = min(effort, LITTLE + (8 * count + 16) * (count + 8))
-        self.improved = self.effort
+        self.effort_at_improvement = self.effort
         self.patience = PATIENCE + PATIENCE_FOR_EACH * count
         # Peaks that differ by less count as equal, so the number of buckets decides.
         self.granule = max(1.0, self.loads.bytes_unbucketed(NO_LEVERS).max(initial=0.0) / 64)
@@ -98,8 +99,7 @@ class Search:
                 f"{least_memory(problem)} bytes are enough."
             )
         self.best = unbucketed
-        # The choice with which the second climb begins.
-        self.first = unbucketed
+        self.second_start = unbucketed  # where the second climb begins
         # The choices near the best that no other beats in both seconds and bytes.
         self.front = [unbucketed]
 
@@ -156,7 +156,7 @@ class Search:
             if rival.seconds <= near_best and not _beats(placed, rival):
                 front.append(rival)
         self.front = [*front, placed]
-        self.improved = self.effort
+        self.effort_at_improvement = self.effort
 
     def begin(self) -> None:
         """Try full buckets: with no levers pulled, except those that cost nothing, and with as many as fit.
@@ -172,7 +172,7 @@ class Search:
             starts += [parts, self._with_levers_that_fit(problem.whole_levers, parts)]
         for levers in starts:
             if not self.finished:
-                self.first = self.attempt(self._full(levers)) or self.first
+                self.second_start = self.attempt(self._full(levers)) or self.second_start
 
     def _with_levers_that_fit(self, more: Iterable[int], pulled: Levers) -> Levers:
         """As many more levers as fit the memory, the first ones first. Whole values take the place of parts."""
@@ -242,10 +242,10 @@ class Search:
         After a time without one the climb ends. That time is longer in a large problem, and if the last came late.
         """
         total = self.effort
-        self.improved = total
+        self.effort_at_improvement = total
         while changes and not self.finished:
-            until_improved = total - self.improved
-            since_improved = self.improved - self.effort
+            until_improved = total - self.effort_at_improvement
+            since_improved = self.effort_at_improvement - self.effort
             if since_improved > self.patience + 3 * until_improved:
                 break
             placed = self.attempt(self._neighbour(current.choice, changes), current.seconds)
@@ -303,7 +303,7 @@ def best_placed(
     search.merge("reductions")
     search.climb(search.best, changes)
     # With the effort that is left, in case the first climb got stuck.
-    search.climb(search.first, changes)
+    search.climb(search.second_start, changes)
     return search.result
 
 
