@@ -19,7 +19,7 @@ from tests.support.programs import CASES
 from tests.support.worlds import ALL, batches, clone, on_ranks, slices
 from ztrans.ir.collectives import WAIT
 from ztrans.ir.donation import donation, first_write
-from ztrans.runtime.failure import check_whole, explain_loss
+from ztrans.runtime.failure import Writes, check_whole, ending_together, explain_loss
 
 LAST = (zt.overlap_grads(update="last"), *ALL[1:])
 
@@ -113,6 +113,18 @@ def test_a_state_is_old_or_new_or_marked_after_each_of_101_interrupts(update):
     assert torn + whole > 30, "too few interrupts hit the step"
     if update == "last":
         assert whole > torn, "the update takes the smaller part of the step"
+
+
+def test_an_interrupt_in_the_exit_of_a_step_is_named():
+    """Then Python closes the generator of the context, at some later time."""
+    leaf = torch.zeros(2)
+    writes = Writes()
+    context = ending_together("step", [leaf], None, writes)
+    context.__enter__()
+    writes.begin()
+    del context
+    with pytest.raises(RuntimeError, match="failed with an interrupt, such as KeyboardInterrupt"):
+        check_whole([leaf], "step")
 
 
 @pytest.mark.slow

@@ -149,7 +149,11 @@ def ending_together(
         torch.set_grad_enabled(grad_enabled)
         name = f"step {steps_of(leaves) + 1} of {name}"
         if writes.begun:
-            _mark(leaves, f"{name} failed with {type(error).__name__}")
+            cause = type(error).__name__
+            if isinstance(error, GeneratorExit):
+                # It arrived in the exit of this context, which then left the generator to be closed.
+                cause = "an interrupt, such as KeyboardInterrupt"
+            _mark(leaves, f"{name} failed with {cause}")
         groups = process_groups(mesh) if mesh is not None else None
         if groups is not None and _is_of_another_rank(error, groups):
             groups.in_flight.drop_failed()
