@@ -22,14 +22,14 @@ def programs_of(model: str) -> list[analyses.Row]:
     "model", [pytest.param(SMALL[0], marks=pytest.mark.exhaustive), *SMALL[1:]]
 )
 def test_bounds_budgets_and_stages_hold_in_real_programs(model):
-    """No step beats its bound, and no peak exceeds its budget, or rises with the stage for nothing.
+    """No step beats its bound, no peak exceeds its budget, and a higher stage fits where a lower one does.
 
     A larger budget makes no step slower.
     """
     programs = programs_of(model)
-    assert len(programs) == 11
+    assert len(programs) >= 11
     assert [text for _, text in analyses.broken(programs)] == []
-    assert len(list(analyses._pairs(programs))) == 7 and len(list(analyses._stages(programs))) == 2
+    assert len(list(analyses._pairs(programs))) >= 7 and len(list(analyses._stages(programs))) == 2
 
 
 @pytest.mark.slow
@@ -43,13 +43,9 @@ def test_a_broken_law_is_reported():
     asked = [replace(program, budget=n * program.peak, seconds=s) for n, s in ((2, 1.0), (3, 1.02))]
     assert broken_laws(*asked) == ["more"]
     low = lower[0]
-    assert broken_laws(replace(program, peak=low.peak + 1, seconds=low.seconds, bound=0.0)) == [
-        "stages"
-    ]
-    assert (
-        broken_laws(replace(program, peak=low.peak + 1, seconds=0.99 * low.seconds, bound=0.0))
-        == []
-    )
-    assert broken_laws(
-        replace(program, peak=2 * low.peak, seconds=0.99 * low.seconds, bound=0.0)
-    ) == ["stages"]
+    above = replace(program, peak=low.peak + 1, bound=0.0)
+    assert broken_laws(above) == ["stages"]
+    within = replace(above, budget=low.peak, peak=low.peak)
+    assert broken_laws(above, within) == []
+    too_much = replace(within, peak=low.peak + 1)
+    assert broken_laws(above, too_much) == ["budget", "stages"]
