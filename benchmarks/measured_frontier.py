@@ -9,10 +9,11 @@ its backend whose measured peak is within the limit: a checkpoint around each bl
 matrix products and attention, and `remat()`, by ztrans; the untouched loop with a checkpoint around each block; and
 `torch.compile` with several values of `activation_memory_budget`. On two ranks the loops of PyTorch use FSDP2.
 
-All steps of a part are in one process on each rank, and take turns. A peak is the state, which is the same for all, and
-the most bytes that malloc has handed out in a step besides those at its start. Plans are made from the recorded times
-of the step in which everything is kept. Writes benchmarks/results/measured_frontier.md and .json. The exit status is 1
-if a step is above its limit or slower than another, or if the losses differ.
+All steps of a part are in one process on each rank, and take turns. malloc keeps freed memory, as the allocator of a
+GPU does. Otherwise the pages of a step return to the system, and the next step waits for new ones. A peak is the state,
+which is the same for all, and the most bytes that malloc has handed out in a step besides those at its start. Plans are
+made from the recorded times of the step in which everything is kept. Writes benchmarks/results/measured_frontier.md and
+.json. The exit status is 1 if a step is above its limit or slower than another, or if the losses differ.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import dataclasses
 import gc
 import json
 import logging
+import os
 import statistics
 import subprocess
 import sys
@@ -50,6 +52,9 @@ OBSERVED = (
 BYTES_APART = 0.01  # that a measured peak may be above its limit: allocations that are no tensors
 TIME_APART = 0.02  # that a step may be slower than another: the noise of medians
 LOSSES_APART = 1e-3
+
+# malloc returns no freed memory to the system, and has no block of less than 32 MiB from there alone.
+KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 33), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
 
 
 class Row(NamedTuple):
@@ -239,7 +244,8 @@ def on_ranks(ranks: int, arguments: Sequence[str]) -> list[dict[str, Any]]:
     """The rows of a part, measured in processes of its own."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     run += ["--nproc-per-node", str(ranks), "-m", "benchmarks.measured_frontier", "--worker"]
-    done = subprocess.run([*run, *arguments], stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, **KEEPS_MEMORY}
+    done = subprocess.run([*run, *arguments], stdout=subprocess.PIPE, text=True, env=environment)
     if done.returncode:
         sys.exit(f"The part on {_on(ranks)} has failed.")
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[{")))
