@@ -7,8 +7,9 @@ with release semantics and read with acquire semantics, at the scope of the whol
 
 A rank reads a signal at most `spins` times. Then it gives up: it writes 1 + the rank that did not arrive to `error`,
 and the host raises when it next checks `error`. It sends the others no signal any more. Its signal to itself stays at
-1, so its later barriers give up soon. A rank that is only late then waits in vain too, and must: the memory of the rank
-that has given up may hold another message by then. On the CPU the barrier raises at once.
+1, so its later barriers give up soon. A rank that is only late then waits in vain, here or at its next barrier, and
+gives up too: the memory of the rank that has given up may hold another message by then. On the CPU the barrier raises
+at once.
 Errors: `error` was set by an earlier barrier. Bytes moved at least: 4 to and from every other rank.
 """
 

@@ -522,8 +522,8 @@ class Backend(NamedTuple):
     Attributes:
         executable: makes it, for a program, the mesh, inputs like those of a step, and what the code calls before it
             first writes the state. It returns the program in the order in which it runs, and what runs it.
-        fuses: whether elementwise operations become kernels of its own. Casts of gradients and of parameters to half
-            precision are chosen by that (see `half_gradients` and `half_weights`).
+        fuses: whether elementwise operations become kernels of its own. Then `half_gradients` drops only the casts of
+            matrix products, and `half_weights` lets these kernels write the copies in half precision too.
         check: raises an error where it cannot work.
     """
 

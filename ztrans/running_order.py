@@ -96,7 +96,7 @@ class _Moves:
     def that_raise(self, peak: int) -> frozenset[Eqn]:
         """The moved equations because of which the fused program needs more bytes than `peak`.
 
-        They are as few as bring it down to the peak, those of the largest values first.
+        Those of the largest values come first, until they cover what is above the peak.
         """
         live = live_bytes(self.fused, self.storages)
         moved: dict[Eqn, Storage] = {}

@@ -189,11 +189,11 @@ class Traced(Printed):
     def _planned_with_recomputation(
         self, lowered: Lowered, graph: Graph, history: History
     ) -> Lowered:
-        """The program of one rank in a new order, with the values of forward that backward recomputes or finds on the
-        host. The plan chooses both.
+        """The program of one rank, in an order that is planned together with what backward recomputes.
 
-        `lowered` is the program of one rank without an order, for which nothing is chosen yet. `graph` is the program
-        before it was sharded, with its `history`.
+        The plan chooses both, and which values of forward wait on the host. `lowered` is the program of one rank
+        without an order, for which nothing is chosen yet. `graph` is the program before it was sharded, with its
+        `history`.
         """
         # The search returns a program, and this leads from it to its stage.
         lowered_of = {lowered.unordered: lowered}

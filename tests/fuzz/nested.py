@@ -36,7 +36,10 @@ def tangent(chance: Random, width: int) -> Layer:
         value, change = jvp(lambda z: torch.tanh(z @ w.T), (x,), (x.roll(1, 1),))
         return value + change
 
-    return Layer(f"tangent {width}-{out}", (Leaf((out, width)),), run, out)
+    mapped = (
+        width > 1
+    )  # under vmap, make_fx itself takes the zero gradient of one column for a meta tensor
+    return Layer(f"tangent {width}-{out}", (Leaf((out, width)),), run, out, mapped=mapped)
 
 
 def leaf_tangent(chance: Random, width: int) -> Layer:

@@ -18,7 +18,7 @@ import numpy
 # With these words `random.random()` gives 1.5e-8, and `random.choice` takes the first entry.
 LOWEST = [64] * 400
 # With these words `random.random()` gives 1 - 1.5e-8. `random.choice` rejects the first 300, which are larger than any
-# position; with the others it takes an entry that is not the first.
+# position; with the others it takes an entry that is not the first, if there is another.
 HIGHEST = [0xFFFFFFBF] * 300 + [0x7FFFFF01] * 100
 
 

@@ -1,4 +1,4 @@
-"""Trace a step, and refuse it if its Python code has side effects.
+"""Trace a step, and refuse it if its Python code would have to run again in each call.
 
 Python runs only while a step is traced, and a program repeats none of its side effects. So what the step reads (see
 `reads`) and the states of the random generators are compared before and after the trace. If

@@ -45,8 +45,14 @@ _PYTHON_TYPES = (int, float, complex, bool, str, bytes, type(None), types.CodeTy
 # Constants have one of these types, or a type that is derived from one of the bases.
 _CONSTANT_TYPES = frozenset([*_PYTHON_TYPES, *_TORCH_TYPES])
 _CONSTANT_BASES = (
-    *(numbers.Number, numpy.bool_, str, bytes),
-    *(enum.Enum, range, type, types.BuiltinFunctionType),
+    numbers.Number,
+    numpy.bool_,
+    str,
+    bytes,
+    enum.Enum,
+    range,
+    type,
+    types.BuiltinFunctionType,
 )
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)

@@ -239,12 +239,12 @@ def lines(eqn: Eqn, full: bool = False, column: int = _MARGIN, width: int = WIDT
     comment = _comment(eqn.source)
     room = width - len(comment) - 2 if comment else width
     # The last way is taken even if it does not fit. Its lines are wrapped.
-    for lines in _ways_to_print(eqn, full):
-        if len(lines[0]) <= room and max(map(len, lines)) <= width:
+    for printed in _ways_to_print(eqn, full):
+        if len(printed[0]) <= room and max(map(len, printed)) <= width:
             break
 
-    first, *rest = wrap(lines[0], room)
-    for line in lines[1:]:
+    first, *rest = wrap(printed[0], room)
+    for line in printed[1:]:
         rest += wrap(line, width)
     if comment:
         column = max(len(first) + 2, min(column, width - len(comment)))

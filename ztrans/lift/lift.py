@@ -58,7 +58,7 @@ def lift(
     `carry_grads`, and the scale of `scaler`.
 
     Raises:
-        TypeError: the model is no module.
+        TypeError: the model is no module, or has a sparse buffer.
         ValueError: an optimizer needs a closure, or has a parameter that the module does not have, or that another
             optimizer has too. The module has an `AveragedModel` in it. When the step is traced: the loop step steps
             another optimizer, or not all of these. It uses gradients of an earlier call that are not carried, tensors

@@ -19,9 +19,10 @@ from ..ir.layout import local_shape
 from ..ir.op_facts import is_matmul
 from ..ir.printer import op_name
 from ..ir.rules import Sizes
-from ..ir.update_groups import group_updates
+from ..ir.update_groups import group_updates, may_change_places
 from .buffers import Buffer, local_bytes
 from .cluster import Cluster
+from .cost import launches
 from .durations import (
     NO_UNPACKING,
     UNPACKING,
@@ -98,27 +99,36 @@ def _updates(
 ) -> tuple[Update, ...]:
     """The updates that leave their places.
 
-    In the skeleton all updates stand together, so the first of equal ones makes the launch for all. In a schedule they
-    run at several places, and at each of them the first one does.
+    Equal updates that run at one place share a launch, which the first of them makes. If one of them stays at its
+    place, the durations of all are as in the skeleton.
     """
-    launch_of: dict[Eqn, int] = {}
-    work = dict(duration)
-    # A measured duration has no launch of its own.
-    equal_updates = group_updates(s.graph)[1] if groups and not cluster.measured else ()
-    for number, equal in enumerate(equal_updates):
-        first = equal[0]
-        work[first] -= shared_launch_seconds(first, s.graph, cluster)
-        launch_of.update(dict.fromkeys(equal, number))
-
+    launch_of = _launches_in_schedules(s, groups) if not cluster.measured else {}
+    made = launches(s.graph)
     updates = []
     for group in groups:
-        launches: dict[int, float] = {}
+        seconds = 0.0
+        shared: dict[int, float] = {}
         for e in group.eqns:
+            seconds += duration[e]
             if e in launch_of:
-                launches.setdefault(launch_of[e], shared_launch_seconds(e, s.graph, cluster))
-        seconds = sum(work[e] for e in group.eqns)
-        updates.append(Update(seconds, group.after, group.release, tuple(launches.items())))
+                launch_seconds = shared_launch_seconds(e, s.graph, cluster)
+                shared.setdefault(launch_of[e], launch_seconds)
+                if made[e].kernels:
+                    seconds -= launch_seconds
+        updates.append(Update(seconds, group.after, group.release, tuple(shared.items())))
     return tuple(updates)
+
+
+def _launches_in_schedules(s: Skeleton, groups: Sequence[EagerGroup]) -> dict[Eqn, int]:
+    """For updates that leave their places, the number of the launch that equal ones share where they run together."""
+    floating = _floating(groups)
+    # A schedule may put together what collectives part in the skeleton.
+    alone = s.graph.replace(eqns=tuple(filter(may_change_places, s.graph.eqns)))
+    launch_of: dict[Eqn, int] = {}
+    for number, equal in enumerate(group_updates(alone)[1]):
+        if floating.issuperset(equal):
+            launch_of.update(dict.fromkeys(equal, number))
+    return launch_of
 
 
 def _floating(groups: Sequence[EagerGroup]) -> set[Eqn]:

@@ -1,4 +1,6 @@
-"""Messages under way, each in the lane of its communicator and over a link that lanes may share; stalls of compute.
+"""Messages under way, each in the lane of its communicator and over a link that lanes may share.
+
+`Stalls` has the times in which compute stands still.
 
 A lane is first in, first out, and independent of the others. Messages of different lanes that cross the same link at
 the same time share its bandwidth equally. All times are in seconds.
@@ -85,7 +87,8 @@ class Network:
         self.packed = 0.0  # when the packing queue is empty
         # By lane, the numbers of its levels; the first one is sent.
         self.queued: defaultdict[str, deque[int]] = defaultdict(deque)
-        # A heap of (time, number, ends). Then the level ends, because it is unpacked, or its bytes begin to move.
+        # A heap of (time, number of a level, ends). At that time the level has been unpacked if `ends`; otherwise its
+        # bytes begin to move.
         self.timed: list[tuple[float, int, bool]] = []
         self.links: defaultdict[str, _Link] = defaultdict(_Link)
         self.next = NEVER  # the time of the next event

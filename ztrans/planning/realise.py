@@ -247,7 +247,5 @@ class _Emission:
 
     def update(self, place: int) -> None:
         """Write the updates that can run at a place, one after the other, so that few of their temporaries live."""
-        groups = [self.groups[u] for u in self.updates.run(place)]
-        groups.sort(key=lambda g: (max(g.after, default=-1), len(g.after), g.release))
-        for group in groups:
-            self.write(group.eqns)
+        for u in self.updates.run(place):
+            self.write(self.groups[u].eqns)

@@ -42,7 +42,7 @@ class Terms(NamedTuple):
         digest: of the contract.
         numbers: the numbers that the new state depends on.
         steps: the number of steps that the state has taken.
-        uses_carried: whether the step uses gathers that the step before has started, or starts them itself.
+        uses_carried: whether the step uses the gathers that the step before has started. If not, it starts its own.
     """
 
     digest: str

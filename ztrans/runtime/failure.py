@@ -11,7 +11,7 @@ A GPU runs a step after its call has returned. If the step fails then, or is cut
 state is marked too (see `in_flight`). `check_ended` waits for such steps, before a state is read.
 
 The steps of each state are counted here: errors name a step by its number, and ranks compare these. `one_thread`
-refuses a second thread, whose steps would fail.
+refuses a second thread: its messages would be taken for those of the first.
 """
 
 from __future__ import annotations
@@ -148,12 +148,13 @@ def ending_together(
         # An interrupt may arrive inside the exit of torch.no_grad().
         torch.set_grad_enabled(grad_enabled)
         name = f"step {steps_of(leaves) + 1} of {name}"
+        kind = type(error).__name__
+        reason = _in_one_line(error)
+        if isinstance(error, GeneratorExit):
+            # An interrupt arrived in the exit of this context, and Python closes its generator later.
+            kind = reason = "an interrupt, such as KeyboardInterrupt"
         if writes.begun:
-            cause = type(error).__name__
-            if isinstance(error, GeneratorExit):
-                # It arrived in the exit of this context, which then left the generator to be closed.
-                cause = "an interrupt, such as KeyboardInterrupt"
-            _mark(leaves, f"{name} failed with {cause}")
+            _mark(leaves, f"{name} failed with {kind}")
         groups = process_groups(mesh) if mesh is not None else None
         if groups is not None and _is_of_another_rank(error, groups):
             groups.in_flight.drop_failed()
@@ -163,7 +164,8 @@ def ending_together(
             raise LostRank(f"{loss}\n{_remark(leaves)}", loss.reason) from error
         if groups is not None:
             groups.in_flight.drop_failed()
-            quit_after_failure(groups, name, error)
+            note = f"failed in {name} with {reason}"
+            quit_with_note(groups, note, f"{name} failed with {kind}")
         error.add_note(f"ztrans: {name} was ended by this. {_remark(leaves)}")
         raise
 
@@ -286,12 +288,6 @@ def _is_of_another_rank(error: BaseException, groups: ProcessGroups) -> bool:
         return True
     is_found = isinstance(error, Exception) and groups.in_flight.error() != ""
     return is_found and not groups.in_flight.device_error
-
-
-def quit_after_failure(groups: ProcessGroups, name: str, error: BaseException) -> None:
-    """Quit the mesh because this rank has failed."""
-    note = f"failed in {name} with {_in_one_line(error)}"
-    quit_with_note(groups, note, f"{name} failed with {type(error).__name__}")
 
 
 def quit_with_note(groups: ProcessGroups, note: str, cause: str) -> None:

@@ -1,6 +1,6 @@
 """The copies of one rank between the memory of its device and that of its host.
 
-On a CPU both are the same memory. A copy is made and counted all the same, so tests on CPUs run what a GPU runs.
+On a CPU both are the same memory. A copy is made and counted all the same, so tests on CPUs cover programs with copies.
 `CarriedCopies` has the copies that a step leaves to the next one.
 """
 

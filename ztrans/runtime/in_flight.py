@@ -130,7 +130,7 @@ class InFlight:
             if not self.given_up:
                 self.device_error = str(error_of_device).partition("\n")[0]
             return self.given_up or self.device_error
-        # Errors come after the events: a step whose event is done may have failed all the same.
+        # Looked for after the events: an error found now may belong to a step whose event is already done.
         error = self.given_up or (self.find_error() if self._steps else "")
         if not error:
             for _ in range(ended):

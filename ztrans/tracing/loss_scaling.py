@@ -1,4 +1,4 @@
-"""The two in-place kernels of a GradScaler, by operations that a program can shard.
+"""The two in-place kernels of a GradScaler, written with operations that a program can shard.
 
 make_fx records these operations in place of the kernels (see `fx_trace`). They write into the same tensors.
 """

@@ -173,10 +173,10 @@ def _traced_graph(
         eqns, computed, facts = import_fx(traced.module, variables, batch)
 
     # The outputs of the FX graph are tensors. What else the step returns is a constant.
-    unread = iter(computed)
+    remaining = iter(computed)
     outputs: list[Any] = []
     for x in traced.leaves:
-        outputs.append(next(unread) if isinstance(x, torch.Tensor) else x)
+        outputs.append(next(remaining) if isinstance(x, torch.Tensor) else x)
 
     graph = Graph(
         step.name,

@@ -364,12 +364,12 @@ class _Marking:
         self.edits.insert_before(start, add)
 
     def keep_gathered(self, gathers_once: bool) -> None:
-        """Mark what only the first micro-batch computes: maxima of parameters and, if asked, gathered parameters."""
+        """Mark what only the first micro-batch computes: extremes of parameters and, if asked, gathered parameters."""
         for e, wait in pair(self.graph).waits.items():
             is_of_parameter = role(wait.start) == "param" and e.out not in self.partition.changes
-            # A parameter has no other reductions than maxima for the scale of a cast (see `cast_on_shards`).
-            is_maximum = not rules(wait.start).moves
-            if is_of_parameter and (gathers_once or is_maximum):
+            # Of a parameter only the maximum and the minimum are reduced, for the scale of a cast (`cast_on_shards`).
+            is_extreme = not rules(wait.start).moves
+            if is_of_parameter and (gathers_once or is_extreme):
                 value = self.fresh(e.out, "kept")
                 self.edits.insert_after(e, e.replace(op=KEEP, args=(e.out,), outs=(value,)))
                 self.edits.replace_reads(self.readers.get(e.out, ()), e.out, value)

@@ -213,8 +213,8 @@ class _Search:
         repeated = residency.repeated.difference(self.model.forced)
         dearest = sorted(repeated, key=lambda i: (-self.model.computations[i].seconds, i))
         for i in (*dearest, *sorted(residency.on_host, reverse=True)):
-            moves = {i: None} if i in residency.on_host else {}
-            change = residency.change({i: False}, moves)
+            host_moves = {i: None} if i in residency.on_host else {}
+            change = residency.change({i: False}, host_moves)
             _, after = residency.window(change)
             if change.price <= 0 and after.max(initial=0) <= self.target:
                 residency.apply(change)
@@ -290,7 +290,7 @@ class _Descent:
 
     def _make(self, change: ResidencyChange) -> None:
         self.residency.apply(change)
-        for i in (*change.repeats, *change.moves):
+        for i in (*change.repeats, *change.host_moves):
             self._leave(i)
         # A score may rise if what was kept longer for it is now kept, or recomputed, anyway.
         for i in sorted(self._around(change)):

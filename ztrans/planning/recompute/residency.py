@@ -17,8 +17,8 @@ from .absences import Absence, Copied, HostLink, Stay, absences
 from .model import NOWHERE, Model, Value
 
 # By computation, how its results are copied to the host and back; None keeps them on the device.
-Moves = Mapping[int, Copied | None]
-_NO_MOVES: Moves = {}
+HostMoves = Mapping[int, Copied | None]
+_NO_HOST_MOVES: HostMoves = {}
 
 
 class ResidencyChange(NamedTuple):
@@ -26,7 +26,7 @@ class ResidencyChange(NamedTuple):
 
     Attributes:
         repeats: for each of these computations, whether it is repeated.
-        moves: how results of these computations are copied to the host and back, or None.
+        host_moves: how results of these computations are copied to the host and back, or None.
         runs_at: where computations run again, or `NOWHERE`.
         first, last: where values are needed in backward.
         absent: when values on the host are away, of all such values.
@@ -36,7 +36,7 @@ class ResidencyChange(NamedTuple):
     """
 
     repeats: Mapping[int, bool]
-    moves: Moves
+    host_moves: HostMoves
     runs_at: Mapping[int, int]
     first: Mapping[int, int]
     last: Mapping[int, int]
@@ -100,7 +100,9 @@ class Residency:
         """The seconds that the step takes in addition, as far as the model knows."""
         return self.seconds + self.stalls
 
-    def change(self, repeats: Mapping[int, bool], moves: Moves = _NO_MOVES) -> ResidencyChange:
+    def change(
+        self, repeats: Mapping[int, bool], host_moves: HostMoves = _NO_HOST_MOVES
+    ) -> ResidencyChange:
         """What changes if computations join or leave those that are repeated, or whose results wait on the host."""
         model = self.model
         runs_at: dict[int, int] = {}
@@ -131,12 +133,12 @@ class Residency:
                     queued.add(maker)
                     heapq.heappush(waiting, -maker)
 
-        absent, stalls = self._absences(moves, first)
+        absent, stalls = self._absences(host_moves, first)
         seconds += self._call_seconds(absent) - self._call_seconds(self.absent)
         spans = self._spans(repeats, first, last, absent)
         more_stalls = stalls - self.stalls
         return ResidencyChange(
-            repeats, moves, runs_at, first, last, absent, spans, seconds, more_stalls
+            repeats, host_moves, runs_at, first, last, absent, spans, seconds, more_stalls
         )
 
     @property
@@ -150,15 +152,15 @@ class Residency:
         return 2 * self._link.call * len(absent) if absent else 0.0
 
     def _absences(
-        self, moves: Moves, first: Mapping[int, int]
+        self, host_moves: HostMoves, first: Mapping[int, int]
     ) -> tuple[Mapping[int, Absence], float]:
         """When the values on the host are away, and the seconds for which compute waits for their copies."""
         # All copies share the two lanes, so a value that is needed elsewhere may change every absence.
-        if not moves and not (self.on_host and first):
+        if not host_moves and not (self.on_host and first):
             return self.absent, self.stalls
         stays: list[Stay] = []
         stalls = 0.0
-        for i, copied in {**self.on_host, **moves}.items():
+        for i, copied in {**self.on_host, **host_moves}.items():
             if copied is None:
                 continue
             for v in self.model.computations[i].movable:
@@ -230,7 +232,7 @@ class Residency:
                 self.repeated.add(i)
             else:
                 self.repeated.discard(i)
-        for i, copied in change.moves.items():
+        for i, copied in change.host_moves.items():
             self.on_host.pop(i, None)
             if copied:
                 self.on_host[i] = copied

@@ -38,13 +38,15 @@ class PendingUpdates:
                 self.missing[k] -= 1
                 if not self.missing[k]:
                     ready += self.dependents[k].updates
-            # Updates run in their order in the program, whichever reductions they follow.
             for u in sorted(ready):
                 self.ready_updates.append(u)
                 self.first_release = min(self.first_release, self.updates[u].release)
 
     def run(self, place: int) -> list[int]:
-        """Take the updates that can run at a place. Those that need no reduction run with the first that does."""
+        """Take the updates that can run at a place, in the order in which they run.
+
+        Those that need no reduction run with the first that does.
+        """
         if place < self.first_release:
             return []
         runnable: list[int] = []
@@ -60,7 +62,13 @@ class PendingUpdates:
                 self.first_release = min(self.first_release, update.release)
         self.ready_updates = waiting
         self.pending.difference_update(runnable)
+        runnable.sort(key=self._order)
         return runnable
+
+    def _order(self, u: int) -> tuple[int, int, int]:
+        """Sort key: by the last reduction that an update needs."""
+        update = self.updates[u]
+        return max(update.after, default=-1), len(update.after), update.release
 
     def seconds(self, place: int) -> float:
         """Run the updates that can run at a place, and return their seconds."""

@@ -172,9 +172,9 @@ def _jobs(problem: Problem) -> list[_Job]:
 
 
 def _values(problem: Problem) -> Iterator[tuple[Gather, int | None, int]]:
-    """Each gather that brings a value of its own, the place from which on that value has been idle, and its bytes.
+    """Each gather that is not sent in place of another, the place since which its value has been idle, and its bytes.
 
-    The place is None at the first gather of a value. The bytes are the fewest of all its gathers so far.
+    The place is None at the first gather of a value. The bytes are the fewest of all gathers of that value so far.
     """
     # For each gather, the first one of its value. That one stands for the value.
     firsts: list[int] = []

@@ -73,7 +73,7 @@ class ReductionLoad(NamedTuple):
         burst: the bytes that are live in addition at its wait.
         size_at_wait: the most bytes that its wait takes, without the results of other reductions that await it.
         spare: the bytes that become free at its first wait if it is waited for later.
-        last_release: the first place at which all updates after it may run.
+        last_release: the first place at which all updates after it that have temporaries may run, or 0.
         storage: its bytes, by kind.
         room: the bytes that it takes in addition if it is waited for later.
         message: as if it was waited for at its first wait.

@@ -134,8 +134,8 @@ class CudaSource:
 
     def check_room(self, lanes: int) -> None:
         """Raises: RuntimeError if the kernels of so many lanes may not be on this rank's device at the same time."""
-        # A kernel that waits for another rank keeps its multiprocessors. If two of them did not fit, two ranks could
-        # wait for each other forever: on each, one kernel would keep out the one that the other rank waits for.
+        # A kernel that waits for another rank keeps its multiprocessors. If two such kernels did not fit, two ranks
+        # could wait for each other forever: on each, one kernel would keep out the one that the other rank waits for.
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
         processors = device.multi_processor_count
         needed = BLOCKS // BLOCKS_ON_PROCESSOR + (lanes - 1) * _NCCL_BLOCKS
