@@ -1,4 +1,4 @@
-"""Check that the analyses of 341 programs agree with each other.
+"""Check that the analyses of some 340 programs agree with each other.
 
     OMP_NUM_THREADS=1 python -m benchmarks.analyses        # from the project's root; about twenty minutes
     OMP_NUM_THREADS=1 python -m benchmarks.analyses "GPT 2" --print
