@@ -254,6 +254,7 @@ def test_more_micro_batches_than_the_step_has_are_named():
     ]
 
 
+@pytest.mark.slow
 def test_several_ways_are_combined_if_none_is_enough():
     """1023 rows cannot be cut into two micro-batches, and the host has no memory."""
     cluster = dataclasses.replace(within(1_350_000), host_memory=1)

@@ -135,6 +135,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_every_change_is_noticed(run, change):
     own, state = run

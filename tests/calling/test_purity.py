@@ -367,6 +367,7 @@ def test_a_checkpoint_that_keeps_the_random_state_is_allowed():
     zt.Step.of(lambda state, x: (state, dropped(x))).trace(S, X.clone().requires_grad_())
 
 
+@pytest.mark.slow
 def test_attributes_that_torchs_own_modules_write_are_allowed():
     """A recurrent layer keeps a list of its weights, weight norm computes one before every forward."""
     torch.manual_seed(0)

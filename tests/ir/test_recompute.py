@@ -309,6 +309,7 @@ def test_operations_after_a_checkpoint_are_not_dropped():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(CheckpointPolicy, "MUST_CPU_OFFLOAD"), reason="this torch is older than the policy"
 )

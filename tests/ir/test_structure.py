@@ -65,6 +65,7 @@ def computed(call: tuple[Any, tuple, dict]) -> tuple[Any, list[tuple]]:
     return structure(eqn, lambda v: v), [of_tensor(x) for x in compute(eqn, {})]
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(calls(), calls())
 @example((aten.full.default, ([2], 1), {}), (aten.full.default, ([2], 1.0), {}))

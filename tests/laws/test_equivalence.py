@@ -197,6 +197,7 @@ def test_reduce_dtype_is_a_numerics_change_by_name():
     )
 
 
+@pytest.mark.slow
 def test_the_loss_in_bf16_keeps_the_law_bitwise_on_one_rank():
     for case in (CASES["autocast"], CASES["cast_outside"]):
         truth, _ = plain(case)
@@ -224,6 +225,7 @@ def test_a_gradient_that_the_step_rounds_is_sent_rounded(stage):
     assert torch.equal(new["w"], torch.stack(by_rank).float().mean(0).bfloat16())
 
 
+@pytest.mark.slow
 def test_gradients_that_are_bf16_cross_as_they_are():
     """Widening a gradient and rounding it again for the wire changes nothing, so neither is done."""
     _, _, lowered = sharded(CASES["autocast"], 4, 2, reduce_dtype=torch.bfloat16)

@@ -125,6 +125,7 @@ def members(graph):
     return counts
 
 
+@pytest.mark.slow
 def test_schedules_change_no_bit():
     a, _, _ = sharded(CASES["gpt_adam"], 4, transforms=())
     b, _, _ = sharded(CASES["gpt_adam"], 4, transforms=(OVERLAP, PREFETCH))

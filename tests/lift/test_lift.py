@@ -160,6 +160,7 @@ def test_an_optimizer_that_changes_its_parameter_groups_is_refused():
         zt.Step(step)(state, *data()[0])
 
 
+@pytest.mark.slow
 def test_settings_that_change_between_steps_are_traced_anew():
     """Training mode, frozen parameters, hyperparameters: the lifted step notices each change, as the loop does."""
 

@@ -303,6 +303,7 @@ def test_collectives_of_one_rank_are_sent_and_change_nothing(monkeypatch):
     assert int(line["what"].split()[1]) >= 8 and line["result"] == "bits of the plain step"
 
 
+@pytest.mark.slow
 def test_ranks_on_streams_check_every_value_that_arrives(monkeypatch):
     """On a CPU each stream is a thread."""
     import gpu_streams

@@ -90,6 +90,7 @@ def every_other(params, x):
     return {k: w - 0.1 * grads[k] if k in grads else w for k, w in params.items()}, None
 
 
+@pytest.mark.slow
 def test_the_order_stays_as_written_if_no_other_order_fits(tmp_path):
     """A note in the plan says so."""
     shard = zt.shard_params(zt.AbstractMesh(dp=4), stage=1)

@@ -78,6 +78,7 @@ def late_loss() -> Case:
 STEPS = {**CASES, "late_loss": late_loss()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(
     "name", ["gpt_adam", "clipped", "late_loss", "loss_scaled", "muon", "accumulation"]

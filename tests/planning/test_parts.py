@@ -220,6 +220,7 @@ def test_a_plan_that_gathers_a_value_twice_is_refused():
         edited(lowered, missing)
 
 
+@pytest.mark.slow
 def test_reshard_always_and_a_number_leave_the_plan_no_choice():
     for reshard in ("always", 2):
         lowered = lower(reshard=reshard)

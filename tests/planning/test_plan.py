@@ -51,6 +51,7 @@ def messages_of(lowered) -> list[str]:
     return contract.message_lines(lowered.graph, {})
 
 
+@pytest.mark.slow
 def test_a_plan_holds_for_a_batch_of_another_size():
     """So ranks may have batches of different sizes: all send the same messages in the same order."""
     step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=4)), *ALL)(CASE.step)

@@ -66,6 +66,7 @@ def test_a_profile_runs_real_steps_and_has_a_bar_for_each_equation(alone):
     assert str(measured) == str(t)
 
 
+@pytest.mark.slow
 def test_a_replanned_step_is_simulated_with_the_measured_seconds(alone):
     step = zt.chain(zt.shard_params(alone), *ALL)(CASE.step)
     state, batch = step.shard(CASE.state()), batches(CASE, 1)[0]
@@ -123,6 +124,7 @@ def test_a_profile_of_no_steps_is_refused(alone):
     assert str(caught.value) == "profile: 0 steps; at least one is needed."
 
 
+@pytest.mark.slow
 def test_after_tune_the_step_runs_another_program(alone):
     step = zt.chain(zt.shard_params(alone), *ALL)(CASE.step)
     state, batch = step.shard(CASE.state()), batches(CASE, 1)[0]

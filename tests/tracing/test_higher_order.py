@@ -356,6 +356,7 @@ def dense_with_constants(params, x, of):
     return (score.masked_fill(~seen, -torch.inf).softmax(-1) @ q.sin()).square().mean()
 
 
+@pytest.mark.slow
 def test_a_score_that_reads_tensors_without_a_gradient():
     want, _ = by_autograd(dense_with_constants)(ATTENTION, TOKENS, DOCUMENTS)
     lowered = zt.Step.of(by_autograd(with_constants)).lower(ATTENTION, TOKENS, DOCUMENTS)
@@ -409,6 +410,7 @@ def measured_peak(step, state, *batch) -> int:
     return max(itertools.accumulate(changes)) + sum(t.nbytes for t in (*state.values(), *batch))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss", "factor"), [(evaluation, 3), (by_autograd, 7)])
 def test_memory_counts_the_scores_of_attention(loss, factor):
     """As PyTorch's allocator does: three tensors of scores in forward, and seven in backward."""

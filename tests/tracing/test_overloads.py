@@ -27,6 +27,7 @@ UNARY = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BINARY)
 def test_a_binary_operation_over_lists_has_its_bits(name):
     new, change = getattr(torch, f"_foreach_{name}"), getattr(torch, f"_foreach_{name}_")

@@ -124,6 +124,7 @@ def test_a_state_that_is_cast_after_it_is_sharded(mesh):
     )
 
 
+@pytest.mark.slow
 def test_a_step_of_the_module_and_a_step_of_its_first_layer_take_turns():
     trains_equally(layers, losses=(square, lambda model, x: square(model[0], x)))
 

@@ -166,6 +166,7 @@ VIEWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VIEWS)
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_a_cast_moves_only_before_views_that_keep_elements_and_dtype(name):

@@ -162,6 +162,7 @@ def scatter_sum(g: torch.Tensor) -> torch.Tensor:
     return mine.movedim(0, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_attention_over_two_axes_computes_the_same(stage):
     """The sequence is cut over `cp`, keys and values are gathered in the step, and gradients reduced over both axes."""

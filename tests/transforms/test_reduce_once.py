@@ -184,6 +184,7 @@ def test_merged_reductions_compute_what_the_plain_step_computes(total_of, stage)
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_scale_moves_before_the_reduction_only_if_reductions_are_merged():
     """Without a merge, it is cheaper to scale the shard than the whole gradient."""
 

@@ -207,6 +207,7 @@ def test_both_together_are_faster_than_either():
         assert joint < 0.98 * low.timeline().seconds
 
 
+@pytest.mark.slow
 def test_ranks_have_the_same_bits_with_both():
     shard = zt.shard_params(zt.AbstractMesh(dp=2))
     batches = [(X[:256],), (X[256:],)]

@@ -474,6 +474,7 @@ def captured_on_a_mesh(steps: int, cuda: FakeCuda, **options):
     return compiled, capture, state, data
 
 
+@pytest.mark.slow
 def test_ranks_compare_the_run_and_the_capture_and_no_replay(compared):
     """A replay neither sends nor waits on the host."""
     compiled, capture, state, data = captured_on_a_mesh(5, FakeCuda())
@@ -482,6 +483,7 @@ def test_ranks_compare_the_run_and_the_capture_and_no_replay(compared):
     assert capture.captured.replays == 4
 
 
+@pytest.mark.slow
 def test_closing_waits_for_the_gpu_of_the_step(monkeypatch):
     """Another GPU may be the current one."""
     data = [(batch_of(k),) for k in range(2)]

@@ -78,6 +78,7 @@ def casts_to_fp32(graph) -> int:
     return sum(e.op is CAST and e.out.dtype == torch.float32 for e in graph.eqns)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_casts_of_gradients_vanish(name, dtype):
@@ -205,6 +206,7 @@ def logged(model):
     return model[0].weight.grad.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "halves"), [(returned, 0), (logged, 2), (returned_after_the_step, 2), (halved, 2)]
 )
@@ -215,6 +217,7 @@ def test_a_gradient_that_is_read_elsewhere_is_left_alone(change, halves):
     assert halves or after is graph
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NOT_OURS)
 def test_other_updates_are_left_alone(name):
     graph = lowered(NOT_OURS[name])[0].graph

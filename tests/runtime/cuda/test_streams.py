@@ -439,6 +439,7 @@ def test_a_step_that_fails_leaves_no_packing_behind(mesh, monkeypatch):
     assert streams.packed is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [2, 3])
 def test_a_step_that_fails_while_it_packs_frees_no_memory_in_use(mesh, monkeypatch, call):
     monkeypatch.setattr(ops, "cast_pack", raise_at(call, ops.cast_pack))
