@@ -2,8 +2,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-# Tests of several processes often wait, so there is one worker more than processors.
-WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() + 1))')
+# Tests of several processes often wait, so there are two workers more than processors.
+WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() + 2))')
 PYTEST := $(BIN)/pytest -q -n $(WORKERS) --dist loadfile
 
 export OMP_NUM_THREADS = 1

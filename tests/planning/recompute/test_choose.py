@@ -76,7 +76,7 @@ def test_the_model_has_the_bytes_of_the_rewritten_program(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.exhaustive)])
 def test_the_added_seconds_are_near_the_bound_by_cuts(name):
     """Within the seconds of one largest candidate, because a choice cannot take half of it."""
     _, model = step(name)
