@@ -102,7 +102,10 @@ def _updates(
     Equal updates that run at one place share a launch, which the first of them makes. If one of them stays at its
     place, the durations of all are as in the skeleton.
     """
-    launch_of = _launches_in_schedules(s, groups) if not cluster.measured else {}
+    if not groups:
+        return ()
+    # Measured durations contain their launches.
+    launch_of = {} if cluster.measured else _launches_in_schedules(s, groups)
     made = launches(s.graph)
     updates = []
     for group in groups:

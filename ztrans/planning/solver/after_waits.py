@@ -66,7 +66,7 @@ class PendingUpdates:
         return runnable
 
     def _order(self, u: int) -> tuple[int, int, int]:
-        """Sort key: by the last reduction that an update needs."""
+        """Sort key: by the last reduction that an update needs, by how many it needs, and by its release."""
         update = self.updates[u]
         return max(update.after, default=-1), len(update.after), update.release
 
