@@ -100,11 +100,12 @@ def rich(chance: Random) -> Problem:
         others.append(
             Message(
                 issue,
-                chance.randint(issue, ops),
+                chance.choice([issue, chance.randint(issue, ops)]),
                 chance.choice(lanes),
                 chance.choice(links),
                 latency,
                 seconds,
+                taken=chance.choice([0.0, 0.25]),
             )
         )
     small = {key: chance.random() < 0.6 for key in p.wires}

@@ -13,6 +13,9 @@ Sending, unpacking and eager updates take compute too: for a message that cannot
 after that operation. An update may run inside any stall that its reduction ends, so it has no place; it follows its
 reductions, and is added to the sum of all compute.
 
+Until the first gradient exists, gathers are the only messages that a schedule places. So it is known which stalls
+compute has there, and what the gathers take from compute adds to them (see `_Forward`).
+
 A lever may spare any gather of a value after the first, so only `memory` counts these gathers, where there is no room
 to keep the value, or the part of it that a lever keeps. What it takes to copy such a part is left out.
 """
@@ -216,11 +219,13 @@ def _earliest(
             links[name] = _LinkLoad(problem, jobs_of_link, arrive, room)
     compute_from = _compute_from(problem, jobs)
     end = seconds_before[-1] + compute_from[0]
+    forward = _Forward(problem)
 
     for place, group in groupby(jobs, key=lambda job: job.deadline):
+        jobs_here = list(group)
         arrive[now + 1 : place + 1] += delay
         start = seconds_before[place] + delay
-        for job in group:
+        for job in jobs_here:
             if job.required:
                 arrival = arrive[job.release] + job.takes
                 start = max(start, arrival)
@@ -229,6 +234,7 @@ def _earliest(
                 links[job.link].add(job)
         for link in links.values():
             start = max(start, link.clear(place))
+        start = forward.passed(place, jobs_here, start)
         delay = start - seconds_before[place]
         now = place
         end = max(end, seconds_before[-1] + delay + compute_from[place + 1])
@@ -266,6 +272,61 @@ def _compute_from(problem: Problem, jobs: list[_Job]) -> np.ndarray:
     for last, least in launches.values():
         spent[last] += least
     return spent[::-1].cumsum()[::-1]
+
+
+class _Forward:
+    """When compute passes the places before the first gradient, with what gathers take from it.
+
+    A gather takes a share of compute while its bytes move and compute runs. The seconds that it has taken pass where it
+    is waited for. So of each second in which compute stands still, at most the shares of all lanes are spared, and the
+    rest (`counts`) adds to all that the gathers take.
+
+    Attributes:
+        counts: the part of a stall that counts besides what gathers take.
+        lost: seconds that the gathers up to the last place have taken.
+        stalls: a lower bound of the stalls up to there, as far as they count, with all other compute that has no place.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.seconds_before = problem.seconds_before
+        self.last_place = problem.births[0] - 1 if problem.births else len(problem.seconds)
+        self.uses = {gather.use for gather in problem.gathers}
+        lanes: set[str] = set()
+        taken = 0.0
+        for gather in problem.gathers:
+            wire = problem.wires[gather.key]
+            lanes.add(wire.lane)
+            if wire.inside is not None:
+                lanes.add(wire.inside.lane)
+            taken = max(taken, wire.taken)
+        for message in problem.fixed_messages:
+            taken = max(taken, message.taken)
+            if message.issue < message.need:
+                lanes.add(message.lane)
+        self.share = taken * max(len(lanes), 1)
+        self.counts = max(1 - self.share, 0.0)
+        self.lost = 0.0
+        self.stalls = 0.0
+
+    def passed(self, place: int, jobs: list[_Job], start: float) -> float:
+        """The earliest time at which compute passes a place.
+
+        Args:
+            place: with messages that are needed there; places come in order.
+            jobs: these messages.
+            start: a time before which compute does not pass the place.
+        """
+        if place > self.last_place:
+            return start
+        for job in jobs:
+            if job.required:
+                self.lost += job.lost / max(self.share, 1.0)
+        # Nothing overlaps a message that is sent where it is needed, if nothing else is waited for there.
+        if place not in self.uses and all(job.release == place for job in jobs):
+            self.stalls += self.counts * max(job.takes for job in jobs)
+        before = self.seconds_before[place]
+        self.stalls = max(self.stalls, self.counts * start - before)
+        return max(start, before + self.lost + self.stalls)
 
 
 class _LinkLoad:
