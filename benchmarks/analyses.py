@@ -1,4 +1,4 @@
-"""Check that the analyses of some 340 programs agree with each other.
+"""Check that the analyses of some 360 programs agree with each other.
 
     OMP_NUM_THREADS=1 python -m benchmarks.analyses        # from the project's root; about twenty minutes
     OMP_NUM_THREADS=1 python -m benchmarks.analyses "GPT 2" --print
@@ -12,6 +12,7 @@ alone. These laws must hold for all of them:
     more       a larger budget makes the step at most 1% slower
     stages     ZeRO stage 2 fits within the peak of stage 0, and stage 3 within that of stage 2, for models that train
                all leaves
+    near       the plan of the largest model takes at most 1.05 times its bound, within the memory of the device
 
 With `--limits`, 240 programs recompute within eight limits each (`remat(memory=...)`): the peak is within the limit,
 and a larger limit makes the step at most 0.5% slower.
@@ -51,7 +52,7 @@ PLACES: dict[
     "GPT 6 x 512, fp32": [(2, SLOW), (64, NIC), (16, ETHERNET)],
     "GPT 6 x 1024, bf16": [(8, NVLINK), (32, A100), (512, NIC)],
     "GPT 12 x 2048, bf16": [(64, NIC), (512, NIC)],
-    "GPT 24 x 2048, bf16": [(32, NIC)],
+    "GPT 24 x 2048, bf16": [(32, NIC), (64, NIC)],
     "GPT 4 x 1024, clipped": [(8, NVLINK), (64, NIC)],
     "GPT 4 x 512, two micro-batches": [(32, A100), (64, NIC)],
     "MLP 8 x 4096": [(2, SLOW), (8, NVLINK), (512, NIC)],
@@ -72,7 +73,10 @@ LAWS = {
     "budget": "the peak is at most the given budget",
     "more": "a larger budget makes the step at most 1% slower",
     "stages": "stage 2 fits within the peak of stage 0, and stage 3 within that of stage 2",
+    "near": "the plan of the largest model takes at most 1.05 times its bound",
 }
+LARGEST = "GPT 24 x 2048, bf16"
+NEAR = 1.05
 NOTES = """\
 Every program is a train step with forward, backward and update, and with `overlap_grads`, `prefetch` and
 `fuse_cast_gather`. Budgets are "auto", and 1 to 2 times the peak of the program in its written order. Stages are
@@ -192,6 +196,9 @@ def broken(programs: Sequence[Row]) -> Iterator[tuple[str, str]]:
         same = (r.peak for r in programs if r.usual and (r.place, r.stage) == (b.place, b.stage))
         if min(same) > a.peak:
             yield "stages", _rise(a, b)
+    for r in _largest(programs):
+        if r.seconds > NEAR * r.bound:
+            yield "near", f"{r}: {r.seconds / r.bound:.3f} times its bound ({r.binds})"
 
 
 def _rise(a: Row, b: Row) -> str:
@@ -218,6 +225,13 @@ def _stages(programs: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
         for (place, stage), lower in auto.items():
             if stage == low and (place, high) in auto:
                 yield lower, auto[place, high]
+
+
+def _largest(programs: Sequence[Row]) -> list[Row]:
+    """The programs of the largest model within the memory of the device, with all messages: at stage 3."""
+    return [
+        r for r in programs if r.model == LARGEST and r.stage == 3 and r.usual and r.budget is None
+    ]
 
 
 # Recomputation within limits: `remat(memory=...)`.
@@ -312,6 +326,7 @@ def report(programs: Sequence[Row]) -> str:
     wrong = list(broken(programs))
     tried = {"bound": len(programs), "budget": sum(r.budget is not None for r in programs)}
     tried |= {"more": len(list(_pairs(programs))), "stages": len(list(_stages(programs)))}
+    tried |= {"near": len(_largest(programs))}
     where = f"{date.today()}, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
     lines = ["# The analyses of real programs agree with each other", ""]
     lines += [f"{where}. {len(programs)} programs.", "", NOTES]

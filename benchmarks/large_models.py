@@ -1,14 +1,15 @@
-"""How long it takes to trace, plan and draw the steps of large models, from the user's function to a page of HTML.
+"""How long it takes to trace, plan and draw the steps of large models, and how near their plans come to their bounds.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.large_models              # from the project's root; 3 minutes
+    OMP_NUM_THREADS=1 python -m benchmarks.large_models              # from the project's root; 4 minutes
     OMP_NUM_THREADS=1 python -m benchmarks.large_models "Llama-3-8B, dp=64"
 
 The step is that of `llama_model.py`, with clipping and AdamW, and tensor parallelism by hand where tp is above 1. Its
 limit is the memory of an H100: the plan chooses what backward recomputes, and where dp lies over hosts with 8 of its
 ranks each, also which parameters their ranks keep in parts.
-Values have shapes only, and ranks are fake. Each model runs in a fresh process. Prints processor seconds, and writes
-benchmarks/results/large_models.md if all models ran. Fails if a model takes more seconds than it may, or if its page
-has more than 5 MB.
+Values have shapes only, and ranks are fake. Each model runs in a fresh process. Prints processor seconds, the simulated
+milliseconds of the step, and how many times its lower bound they are. Writes benchmarks/results/large_models.md if all
+models ran. Fails if a model takes more seconds than it may, if its page has more than 5 MB, or if its step takes more
+than 1.05 times its bound.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from ztrans.report.page import page
 
 RESULTS = Path(__file__).parent / "results" / "large_models.md"
 MOST = 5_000_000  # bytes of a page
+NEAR = 1.05  # a plan takes at most so many times its bound
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Case:
 
 CASES = {
     "Llama-3-8B, dp=64": Case(Config(), 64, 1, 45.0),
+    "Llama-3-8B, dp=1024": Case(Config(), 1024, 1, 45.0),
     "Llama-3-8B, dp=16, tp=8": Case(Config(), 16, 8, 45.0),
     "Llama-3-70B, dp=128, tp=8": Case(
         Config(layers=80, width=8192, heads=64, kv_heads=8, hidden=28672), 128, 8, 120.0
@@ -90,11 +93,20 @@ def measure(name: str) -> dict[str, Any]:
     timeline = timed("simulate", lowered.timeline)
     html = timed("draw", lambda: page([timeline]))
     dist.destroy_process_group()
-    return {"equations": len(lowered.graph.eqns), "page": len(html), **seconds}
+    least, binds = timeline.bound
+    return {
+        "equations": len(lowered.graph.eqns),
+        "page": len(html),
+        "step": timeline.seconds,
+        "times": timeline.seconds / least,
+        "binds": binds,
+        **seconds,
+    }
 
 
 def main(names: list[str]) -> None:
     head = ["model", "equations", "trace s", "lower s", "simulate s", "draw s", "sum s", "page MB"]
+    head += ["step ms", "times its bound", "binds"]
     rows = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     wrong = []
     print(*rows, sep="\n")
@@ -104,10 +116,14 @@ def main(names: list[str]) -> None:
         figures = json.loads(shown.splitlines()[-1])
         stages = [figures[stage] for stage in ("trace", "lower", "simulate", "draw")]
         cells = [name, f"{figures['equations']:,}", *(f"{s:.1f}" for s in (*stages, sum(stages)))]
-        rows.append(f"| {' | '.join(cells)} | {figures['page'] / 1e6:.2f} |")
+        cells += [f"{figures['page'] / 1e6:.2f}", f"{figures['step'] * 1e3:.1f}"]
+        cells += [f"{figures['times']:.3f}", figures["binds"]]
+        rows.append(f"| {' | '.join(cells)} |")
         print(rows[-1], flush=True)
         if sum(stages) > CASES[name].limit or figures["page"] > MOST:
             wrong.append(f"{name}: more than {CASES[name].limit:.0f} s, or {MOST / 1e6:.0f} MB")
+        if figures["times"] > NEAR:
+            wrong.append(f"{name}: {figures['times']:.3f} times its bound")
     where = f"{date.today()}, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
     title = f"# From a step to a page\n\n{where}; processor seconds of one run."
     if names == list(CASES):

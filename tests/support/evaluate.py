@@ -52,10 +52,11 @@ def evaluate(problem: Problem, schedule: Schedule) -> Outcome:
     issued = _issued(problem, schedule)
     messages, reduced, successor = _with_successors(problem, issued)
     updates = PendingUpdates(problem)
+    with_next = {bucket.members for bucket in schedule.reductions if bucket.with_next}
 
     def follows(i: int, place: int) -> float:
         updates.complete(reduced[i])
-        return updates.seconds(place)
+        return 0.0 if reduced[i] in with_next else updates.seconds(place)
 
     compute = problem.compute(schedule.levers)
     # Between two of these places nothing happens but compute.
@@ -75,7 +76,7 @@ def play_with_updates(
     messages: Sequence[Message],
     places: Sequence[int],
     follows: Callable[[int, int], float],
-    precedes: Callable[[int], float],
+    updates: Callable[[int], float],
     successor: Mapping[int, int],
 ) -> Played:
     """As `play`, with compute that has no place of its own, and messages that follow others.
@@ -85,7 +86,8 @@ def play_with_updates(
         messages: in the order in which they are issued.
         places: the places that are simulated, and for which times are returned. A message at another place is not sent.
         follows: `follows(i, k)` is the seconds of further compute that run after message i was waited for at place k.
-        precedes: `precedes(k)` is the seconds of further compute at place k, before any message is waited for there.
+        updates: `updates(k)` is the seconds of further compute at place k, before any message is waited for there, and
+            after all of them.
         successor: for some messages, the one that is sent right after it has been waited for. The next successor that
             is sent, or else the place where it is needed, ends the time in which it is under way (see `SecondReductions`).
     """
@@ -104,7 +106,7 @@ def play_with_updates(
         arrive.append(rank.clock)
         for i in issued.get(k, ()):
             rank.send(i)
-        rank.clock += precedes(k)
+        rank.clock += updates(k)
 
         # What has arrived first is unpacked while the others are still under way.
         waiting = list(needed.get(k, ()))
@@ -118,6 +120,7 @@ def play_with_updates(
                 for earlier in under_way.add(j, messages[j].need):
                     rank.wait(earlier)
                     rank.clock += follows(earlier, k)
+        rank.clock += updates(k)
         for i in under_way.needed(k):
             rank.wait(i)
             rank.clock += follows(i, k)

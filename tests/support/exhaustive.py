@@ -265,6 +265,7 @@ def schedules(problem: Problem) -> Iterator[Schedule]:
             *(range(k, min(ends[i] for i in part) + 1) for part, k in zip(parts, starts))
         )
         for order in ordered([Bucket(*b) for b in zip(parts, starts, waits)])
+        for order in with_shared_waits(order)
     ]
     for count in range(len(problem.levers) + 1):
         for levers in map(frozenset, combinations(range(len(problem.levers)), count)):
@@ -280,6 +281,15 @@ def schedules(problem: Problem) -> Iterator[Schedule]:
                             schedule = Schedule(gathers, order, levers)
                             if fits(problem, schedule):
                                 yield schedule
+
+
+def with_shared_waits(buckets: tuple[Bucket, ...]) -> Iterator[tuple[Bucket, ...]]:
+    """Reductions, where updates run after each wait, and where they run after the last wait at a place."""
+    yield buckets
+    waits = [bucket.wait for bucket in buckets]
+    shared = [wait in waits[k + 1 :] for k, wait in enumerate(waits)]
+    if any(shared):
+        yield tuple(replace(bucket, with_next=each) for bucket, each in zip(buckets, shared))
 
 
 def fits(problem: Problem, schedule: Schedule) -> bool:

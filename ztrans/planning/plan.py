@@ -30,6 +30,7 @@ from .solver.validate import ScheduleError, validate
 WRITTEN = "as written"  # the program keeps its order, updates included
 _UPDATES = ("eager", "last", WRITTEN)
 _AMONG_NEIGHBOURS = re.compile(r".*@(.+)/([0-9]+)")  # the name of a gather, its axis and a count
+_WITH_NEXT = ", with the next"  # after the place of a reduction
 _MOST_LINES = 12  # the most buckets of one kind that print; more of them fold
 
 MemberNames = tuple[str, ...]
@@ -44,7 +45,8 @@ class Plan:
         program: a hash of the collectives and landmarks of the program that the plan is for.
         gathers: the members of each bucket, and the place at which they start. A gather among neighbours, of which each
             keeps a part of an earlier value, has its axis in its name: `w@dp/8` is sent among each 8 ranks of dp.
-        reductions: the members of each bucket, and the place at which they are waited for.
+        reductions: the members of each bucket, and the place at which they are waited for. "gradient 3, with the next"
+            means that the updates after it run together with those of the next bucket that is waited for there.
         dropped: gathers that do not run, because the value of an earlier gather is kept.
         recomputed: values of forward that backward computes again, because `remat` has a limit of memory.
         on_host: values of forward that wait for backward on the host, because `offload` has a limit of memory.
@@ -304,7 +306,8 @@ def buckets_by_name(
     reductions = []
     for bucket in schedule.reductions:
         names = tuple(s.reductions[i].name for i in bucket.members)
-        reductions.append((names, places[bucket.wait]))
+        suffix = _WITH_NEXT if bucket.with_next else ""
+        reductions.append((names, f"{places[bucket.wait]}{suffix}"))
 
     # In the order of the gathers that they drop. A gather that is sent in place of another is in a bucket.
     pulled = sorted((problem.levers[i] for i in schedule.levers), key=lambda lever: lever.drops)
@@ -340,7 +343,8 @@ def schedule_of(plan: Plan, s: Skeleton, problem: Problem) -> Schedule:
         members = tuple(reduction[name] for name in names)
         start = max(problem.reductions[i].born for i in members) + 1
         deadline = min(problem.reductions[i].deadline for i in members)
-        reductions.append(Bucket(members, start, _place(s, place, names, start, deadline)))
+        wait = _place(s, place.removesuffix(_WITH_NEXT), names, start, deadline)
+        reductions.append(Bucket(members, start, wait, place.endswith(_WITH_NEXT)))
     schedule = Schedule(tuple(gathers), tuple(reductions), levers)
     validate(problem, schedule)
     return schedule

@@ -131,6 +131,7 @@ def realise(s: Skeleton, schedule: Schedule, problem: Problem) -> Graph:
         emit.update(k)
         for bucket in waits:
             emit.wait(bucket, k)
+        emit.update(k)
         emit.wait_for_second_reductions(k)
         emit.write(starts)  # those that have not been written yet
         emit.write(gather_waits.get(k, ()))
@@ -233,7 +234,8 @@ class _Emission:
             need = min(self.s.need[i] for i in bucket.members)
             for earlier in self.second_buckets.add(bucket, need):
                 self._wait_second(earlier)
-        self.update(place)
+        if not bucket.with_next:
+            self.update(place)
 
     def wait_for_second_reductions(self, place: int) -> None:
         """Wait for the second reductions that are needed at this place."""

@@ -332,13 +332,15 @@ def test_a_replaced_gather_is_not_dropped_or_replaced_again():
     problems | costly | riches | with_parts,
     st.sampled_from([0.0, 0.5, 1.0, 4.0]),
     st.booleans(),
+    st.integers(1, 3),
     st.integers(0, 31),
 )
-def test_a_placement_predicts_its_own_seconds_and_peak(p, lead, reserve, more):
+def test_a_placement_predicts_its_own_seconds_and_peak(p, lead, reserve, together, more):
     levers = p.free_levers.union(i for i in range(len(p.levers)) if more & 1 << i)
     assume(not any(p.rivals[i] & levers for i in levers))
     gathers = tuple((i,) for i in range(len(p.gathers)) if i not in p.dropped(levers))
-    choice = Choice(gathers, tuple((i,) for i in range(len(p.reductions))), levers, lead, reserve)
+    reductions = tuple((i,) for i in range(len(p.reductions)))
+    choice = Choice(gathers, reductions, levers, lead, reserve, together)
     placed = place_choice(Loads(p), choice)
     assume(placed is not None)
     validate(p, placed.schedule)
@@ -509,11 +511,40 @@ def test_updates_that_run_at_one_place_share_a_launch():
         wires,
         updates=updates,
     )
-    apart = Schedule((), (Bucket((0,), 1, 1), Bucket((1,), 2, 2)))
-    together = Schedule((), (Bucket((0, 1), 2, 2),))
-    assert evaluate(p, apart).seconds == 8.0 and evaluate(p, together).seconds == 6.0
-    assert bound(p).seconds == 6.0
-    assert solve(p) == together
+    seconds = {
+        (Bucket((0,), 1, 1), Bucket((1,), 2, 2)): 8.0,
+        (Bucket((0,), 1, 2), Bucket((1,), 2, 2)): 8.0,
+        (Bucket((0,), 1, 2, with_next=True), Bucket((1,), 2, 2)): 6.0,
+        (Bucket((0, 1), 2, 2),): 6.0,
+    }
+    for buckets, each in seconds.items():
+        assert evaluate(p, Schedule((), buckets)).seconds == each
+    assert bound(p).seconds == 6.0 == evaluate(p, solve(p)).seconds
+
+
+def test_updates_wait_where_they_would_delay_the_last_reduction():
+    """The last reduction takes 10. It starts at 3 if no update runs before its gradient is made, and else at 5."""
+    wires = {key: Wire("reduce", "link", 0.0, 1.0) for key in "abc"}
+    reductions = tuple(
+        Reduction(key, wire, 1, k) for k, (key, wire) in enumerate(zip("abc", (1, 1, 10)))
+    )
+    updates = tuple(Update(2.0, (r,)) for r in range(3))
+    p = Problem((1.0,) * 3, (0,) * 3, (False,) * 3, (), reductions, wires, updates=updates)
+    schedule = solve(p)
+    assert [bucket.wait for bucket in schedule.reductions] == [3, 3, 3]
+    assert evaluate(p, schedule).seconds == 15.0 == bound(p).seconds
+
+    # Three gradients do not fit at once, so the first reduction is waited for at 2.
+    tight = replace(p, memory=2)
+    assert evaluate(tight, solve(tight)).seconds == 17.0
+
+
+def test_the_bound_adds_what_gathers_take_to_the_stalls_of_forward():
+    """Compute waits 4 for the first gather. The second one takes a quarter of the first operation, which lasts 4."""
+    wires = {"w": Wire("gather", "link", 0.0, 1.0, beside=True, taken=0.25)}
+    gathers = (Gather("w", 4, 4, 0, 0), Gather("w", 4, 4, 1, 1))
+    p = Problem((4.0, 4.0), (0,) * 2, (True,) * 2, gathers, (), wires)
+    assert bound(p).seconds == 13.0 == evaluate(p, solve(p)).seconds
 
 
 def test_a_message_that_the_plan_cannot_move_takes_its_share_of_the_link():

@@ -35,7 +35,7 @@ from .model import NOWHERE, Model, model_of, uses_of
 from .residency import Residency
 
 # Messages that the search of an estimate places.
-_EFFORT = 2000
+_EFFORT = 4000
 # Bytes of a value that may wait on the host: less is not worth a copy.
 _LEAST_MOVED = 1 << 16
 

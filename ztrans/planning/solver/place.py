@@ -3,8 +3,9 @@
 The schedule is simulated from the first place to the last, and each decision depends on what has happened by then. The
 bytes that are live in every schedule with these buckets are taken from the budget first: those of gathers from their
 use on, and those of gradients until they are sent. Two decisions share the room that is left. A reduction holds its
-gradients until it has arrived, or until there is no more room for them; it is waited for there. The next gather of
-each lane starts once it is due, and as soon as there is room for it until its use.
+gradients until it has arrived, and so have those that the choice waits for together with it, or until there is no more
+room for them; it is waited for there. The next gather of each lane starts once it is due, and as soon as there is room
+for it until its use.
 
 The tests of the solver simulate each finished schedule once more. They must come to the same seconds and bytes as the
 simulation here, and never to fewer seconds than `bound`.
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ...ir.dependencies import grouped
 from ..network import NEVER, Message, Network, Stalls, in_lane
 from .after_waits import PendingUpdates, SecondReductions
 from .loads import GatherLoad, Loaded, Loads, ReductionLoad, Rejected
@@ -59,13 +61,17 @@ class ReductionInFlight(InFlight):
         load: what it takes.
         until: the place up to which room is taken for its gradients.
         wait: the place at which it is waited for; -1 until that is decided.
+        with_next: as that of its bucket.
         expected: the time at which it should have arrived.
+        last: the last of those that are waited for together with it, if there is room. It may be itself.
     """
 
     index: int
     load: ReductionLoad
+    last: ReductionInFlight = field(init=False)
     until: int = 0
     wait: int = -1
+    with_next: bool = False
     expected: float = 0.0
 
 
@@ -141,6 +147,7 @@ class _Simulation:
         self.reductions = []
         for r, reduction in enumerate(loaded.reductions):
             self.reductions.append(ReductionInFlight(-1 - r, reduction.message, r, reduction))
+        self._group_reductions()
         self.gathers = []
         for g, gather in enumerate(loaded.gathers):
             self.gathers.append(GatherInFlight(g, gather.message, gather))
@@ -176,6 +183,17 @@ class _Simulation:
                 self._lane(message.inside.lane).work += in_lane(message.inside)
         for gather in self.gathers:
             self.lanes[gather.message.lane].queue.append(gather)
+
+    def _group_reductions(self) -> None:
+        """Note which reductions of a lane are waited for together."""
+        by_lane = grouped((reduction.message.lane, reduction) for reduction in self.reductions)
+        for in_lane_order in by_lane.values():
+            # The last reduction is waited for alone, because the updates of the others can run while it is under way.
+            last = in_lane_order[-1]
+            for since_last, reduction in enumerate(reversed(in_lane_order)):
+                if (since_last - 1) % self.choice.together == 0:
+                    last = reduction
+                reduction.last = last
 
     def _least_of_link(self) -> dict[str, float]:
         """The seconds that a step takes if a link is never idle. Second reductions are left out."""
@@ -253,7 +271,9 @@ class _Simulation:
         # A schedule lists its gathers in the order in which they start.
         issued = sorted(self.gathers, key=lambda gather: gather.number)
         gathers = [Bucket(g.load.members, g.start, g.load.use) for g in issued]
-        reductions = [Bucket(r.load.members, r.load.start, r.wait) for r in self.reductions]
+        reductions = [
+            Bucket(r.load.members, r.load.start, r.wait, r.with_next) for r in self.reductions
+        ]
         schedule = Schedule(tuple(gathers), tuple(reductions), self.choice.levers)
         peak = int(self.memory - self.room.min(initial=self.memory))
         return Placed(seconds, peak, self.choice, schedule)
@@ -360,7 +380,11 @@ class _Simulation:
         begin = reduction.until
         clock = self.problem.clock
         # The place that compute reaches when the reduction should have arrived, if nothing else stalls until then.
-        end = bisect_left(clock, reduction.expected - self.clock + clock[place], place)
+        last = reduction.last
+        expected = max(reduction.expected, last.expected)
+        end = bisect_left(clock, expected - self.clock + clock[place], place)
+        if last.load.start >= place:
+            end = max(end, last.load.start + 1)
         end = min(end, load.deadline)
         if end > begin:
             room = load.room.between(begin, end)
@@ -417,7 +441,8 @@ class _Simulation:
         if reduction.wait >= 0:
             return
         first_wait = reduction.load.first_wait
-        if self.network.end[reduction.number] <= self.clock and place >= first_wait:
+        has_arrived = self.network.end[reduction.number] <= self.clock
+        if has_arrived and place >= first_wait and reduction.last is reduction:
             self._decide_wait(reduction, place, stall=False)
         elif reduction.until == place:
             reduction.expected = max(reduction.expected, self.clock)
@@ -435,17 +460,24 @@ class _Simulation:
         while self.agenda and self.agenda[0][:2] == (place, _WAIT):
             needed.append(heapq.heappop(self.agenda)[3])
 
-        # What has arrived first is unpacked while the others are still under way.
+        # What has arrived first is unpacked while the others are still under way. Updates that can run do so where
+        # compute would stand still, and after the last wait.
+        complete: list[ReductionInFlight] = []
         while needed:
             arrived = needed.pop(self.network.first_of([each.number for each in needed]))
-            self._receive(arrived, self.network.end[arrived.number], place)
+            end = self.network.end[arrived.number]
+            if end > self.clock:
+                self._update_together(complete, place)
+            self._receive(arrived, end, place)
             if isinstance(arrived, GatherInFlight):
                 self.gathers_under_way.remove(arrived)
             elif isinstance(arrived, ReductionInFlight):
                 if arrived.load.second is None:
-                    self._complete(arrived.load, place)
+                    self.updates.complete(arrived.load.members)
+                    complete.append(arrived)
                 else:
                     self._send_second(arrived.load, arrived.load.second, place)
+        self._update_together(complete, place)
 
         if self.clock + self.seconds_before[-1] - self.seconds_before[place] > self.most_seconds:
             raise Rejected
@@ -473,6 +505,15 @@ class _Simulation:
                     self._check_at(place + 1, reduction)
         self.clock += self.stalls.lost(self.network, arrived.number, self.clock)
         self.clock += arrived.message.unpack
+
+    def _update_together(self, complete: list[ReductionInFlight], place: int) -> None:
+        """Run the updates that follow some buckets of reductions, after the wait for the last one."""
+        updates = self.updates.run(place)
+        if updates:
+            self.clock += self.problem.update_seconds(updates)
+            for reduction in complete[:-1]:
+                reduction.with_next = True
+        complete.clear()
 
     def _complete(self, load: ReductionLoad, place: int) -> None:
         """Run the updates that follow a bucket of reductions."""

@@ -7,8 +7,9 @@ lever, which a schedule may pull. Then the gather is not sent, and the earlier v
 lever, with which each rank keeps only a part of the earlier value, and a gather among neighbours brings the rest. A
 `Choice` says which messages and levers there are, and a `Schedule` also at which places.
 
-The equations of an eager update have no place of their own: they run as soon as the reductions that they need have
-been waited for. Collectives that no schedule places, as the step's own, are issued and waited for at fixed places.
+The equations of an eager update have no place of their own: they run at the place where the last of the reductions that
+they need is waited for. Collectives that no schedule places, as the step's own, are issued and waited for at fixed
+places.
 """
 
 from __future__ import annotations
@@ -422,10 +423,12 @@ MemberIndices = tuple[int, ...]
 
 
 class Choice(NamedTuple):
-    """Buckets by index, in order of use and of birth within a key; the levers that are pulled; when gathers start.
+    """Buckets, the levers that are pulled, when gathers start, and how many reductions are waited for at one place.
 
-    A gather is due `lead` times its transfer before its use. If `reserve`, a gather that is used after the first
-    gradient starts only where it leaves room for the largest reduction.
+    Buckets are given by the indices of their members, in order of use and of birth within a key. A gather is due `lead`
+    times its transfer before its use. If `reserve`, a gather that is used after the first gradient starts only where it
+    leaves room for the largest reduction. Where there is room, as many reductions of a lane as `together` are waited
+    for at one place. So the updates that follow them share launches, and do not delay the gradients that come next.
     """
 
     gathers: tuple[MemberIndices, ...]
@@ -433,6 +436,7 @@ class Choice(NamedTuple):
     levers: Levers
     lead: float = 1.0
     reserve: bool = True
+    together: int = 1
 
 
 @dataclass(frozen=True)
@@ -445,11 +449,14 @@ class Bucket:
         members: the gathers or the reductions.
         start: the place at which it starts. Reductions start right after the birth of the last member.
         wait: the place at which it is waited for. Gathers are waited for at the first use of a member.
+        with_next: whether the updates that follow a reduction run after the next wait at that place, together with
+            those that follow it. Else they run before that wait.
     """
 
     members: MemberIndices
     start: int
     wait: int
+    with_next: bool = False
 
 
 @dataclass(frozen=True)

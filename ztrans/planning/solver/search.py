@@ -8,9 +8,9 @@ lower bound count as equal; then fewer live bytes are better, then fewer buckets
 
 The search begins with full buckets, once with only the levers pulled that cost nothing, and once with as many as fit.
 It merges buckets, many at once where that is no loss. Then it climbs: it makes random changes, and keeps a change that
-is not slower. Of the choices that take nearly as little time as the best one, the result is the one with the fewest
-live bytes. The random numbers have a fixed seed, and the effort is counted in messages placed, so the same problem has
-the same result everywhere.
+is not slower. A climb that finds nothing better ends, and another one begins, until the effort is spent. Of the choices
+that take nearly as little time as the best one, the result is the one with the fewest live bytes. The random numbers
+have a fixed seed, and the effort is counted in messages placed, so the same problem has the same result everywhere.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ NEARLY = 0.0025
 FIRST_GATHERS = 0.3
 REGATHERS = 0.12
 REDUCTIONS = 0.2
-# Without an improvement the search ends after this many messages, and this many more for each message of the problem.
+# Without an improvement a climb ends after this many messages, and this many more for each message of the problem.
 PATIENCE = 500
-PATIENCE_FOR_EACH = 100
+PATIENCE_FOR_EACH = 15
 # Messages that the smallest problem may place. The first choices alone take hundreds.
 LITTLE = 4000
 
@@ -99,7 +99,7 @@ class Search:
                 f"{least_memory(problem)} bytes are enough."
             )
         self.best = unbucketed
-        self.second_start = unbucketed  # where the second climb begins
+        self.second_start = unbucketed  # where every third climb begins
         # The choices near the best that no other beats in both seconds and bytes.
         self.front = [unbucketed]
 
@@ -301,9 +301,11 @@ def best_placed(
     search.begin()
     search.merge("gathers")
     search.merge("reductions")
-    search.climb(search.best, changes)
-    # With the effort that is left, in case the first climb got stuck.
-    search.climb(search.second_start, changes)
+    # Each climb takes other changes, in case those before got stuck.
+    merged = search.best
+    while changes and not search.finished:
+        for start in (merged, search.second_start, search.best):
+            search.climb(start, changes)
     return search.result
 
 
