@@ -1,6 +1,6 @@
 """Which equations of the update leave their places, and from where on they may run.
 
-With eager updates, the update of a parameter runs as soon as the reductions that it needs have been waited for, which
+With eager updates, the update of a parameter runs where the last of the reductions that it needs is waited for, which
 frees its gradient. Where that is depends on the schedule; here are the conditions. The equations that leave their
 places are called floating. `early_updates` does the same for a program that reduces no gradient, where no wait decides
 when an update runs.

@@ -110,8 +110,8 @@ def realise(s: Skeleton, schedule: Schedule, problem: Problem) -> Graph:
     Args:
         s: the program without its planned collectives.
         schedule: the buckets, their places, and the levers that are pulled.
-        problem: the problem of the program. Its updates run as soon as the reductions that they need have been waited
-            for; where it has none, all equations of the update stay at their places.
+        problem: the problem of the program. Its updates run where the last of the reductions that they need is waited
+            for; if it has none, all equations of the update stay at their places.
 
     Returns:
         The program in that order. It is not verified.

@@ -33,8 +33,9 @@ def overlap_grads(
     Otherwise a program that casts all its parameters at the start of the loss would start every reduction at the very
     end of backward, where autograd computes the gradients of these casts. A bucket starts when its last member is
     computed. Its wait moves to the point at which the reduction is complete, and the update of its parameters then runs
-    while backward continues. New state that varies over the ranks, such as the statistics of a batch norm, is reduced
-    in buckets as well.
+    while backward continues. If there is memory for it, several buckets are waited for at one point, and their updates
+    share kernel launches. New state that varies over the ranks, such as the statistics of a batch norm, is reduced in
+    buckets as well.
 
     Rewrites:
         g0 = mm(x, dy)                          g0 = mm(x, dy); g1 = cast(t(g0))
@@ -52,7 +53,7 @@ def overlap_grads(
         max_in_flight: the greatest size in bytes of the gradients whose reduction was started and not yet waited for.
             A largest gradient that has more bytes counts in its place, as the limit of all. An unreduced gradient is
             freed at its wait. None sets no limit besides that of the whole step.
-        update: "eager" updates the parameters of a bucket as soon as it is reduced, unless the update depends on all
+        update: "eager" updates the parameters of a bucket where it is waited for, unless the update depends on all
             gradients, for instance by a global norm. "last" writes the state only when every reduction of the step is
             complete. A step that fails before then leaves the old state unchanged, but it takes more memory and
             overlaps less. On one rank, where nothing is reduced, "eager" runs updates during backward as soon as their

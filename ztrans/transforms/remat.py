@@ -7,15 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-from ..ir.graph import Demand, Eqn, Graph, Var, producers, variables
+from ..ir.cheap_values import cheap_values
+from ..ir.graph import Demand, Eqn, Graph, Var, producers
 from ..ir.keep_on_host import values_for_backward
 from ..ir.liveness import liveness
-from ..ir.op_facts import is_matmul, op_facts
-from ..ir.recompute import originals, recompute, reduced_storages, repeatable, without_repeats
-from ..ir.varying import varying
+from ..ir.op_facts import is_matmul
+from ..ir.recompute import originals, recompute, repeatable, without_repeats
 from .base import Transform, byte_count, constructor
-
-_DEPTH = 5  # the most equations in a row that are repeated for one value
 
 Saves = Callable[[Eqn], bool]  # whether the results of an equation of forward are kept for backward
 Lines = Mapping[str, Demand]  # what becomes of the results of a line, such as "net.py:14"
@@ -115,7 +113,7 @@ class _Remat(Transform):
             plain = self._with_demands(without_repeats(graph))
             return plain.with_hints(recompute_at_least=self.at_least)
         if self.save is None:
-            return recompute(graph, _cheap_values(graph, self.at_least))
+            return recompute(graph, cheap_values(graph, self.at_least))
         names_lines = isinstance(self.save, tuple)
         demanded = self._with_demands(graph)
         return _recompute_unsaved(demanded, None if names_lines else self.at_least)
@@ -214,69 +212,3 @@ def _recompute_unsaved(graph: Graph, at_least: int | None) -> Graph:
         if e.demand == "recompute" or (is_large and e.demand is None):
             values.add(v)
     return recompute(plain, values)
-
-
-def _cheap_values(graph: Graph, at_least: int) -> set[Var]:
-    """The values that backward recomputes for nothing, each the owner of its storage."""
-    root = liveness(graph).root
-    first_reader: dict[Var, int] = {}  # by storage, the number of the first equation of backward
-    # What is read after backward is there anyway, so to recompute it would free nothing.
-    needed_later = {root[v] for v in variables(graph.outputs)} | reduced_storages(graph)
-    for number, e in enumerate(graph.eqns):
-        for v in e.ins:
-            if e.region == "backward":
-                first_reader.setdefault(root[v], number)
-            elif e.region == "update":
-                needed_later.add(root[v])
-
-    choice = _Choice(graph)
-    for v in choice.makers:
-        is_large = v.numel * v.dtype.itemsize >= at_least
-        is_owner = root[v] is v and v not in needed_later
-        if is_large and is_owner and v in first_reader:
-            chosen = choice.with_inputs(v, first_reader[v], _DEPTH)
-            if chosen is not None:
-                choice.values |= chosen
-    return choice.values
-
-
-class _Choice:
-    """The values to recompute, chosen one after the other; each relies on those before it."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.values: set[Var] = set()
-        self.makers = producers(graph.eqns)
-        self.lifetimes = liveness(graph)
-        self.depends_on_batch = varying(graph, ("batch",))
-
-    def with_inputs(self, v: Var, reader: int, depth: int) -> set[Var] | None:
-        """`v`, and what must be recomputed with it for equation number `reader`; None if that is not cheap.
-
-        At most `depth` equations in a row are repeated, and only those that depend on the batch.
-        """
-        maker = self.makers[v]
-        is_cheap = maker.region == "forward" and _is_cheap(maker)
-        if depth == 0 or v not in self.depends_on_batch or not is_cheap:
-            return None
-        values = {v}
-        for x in maker.ins:
-            storage = self.lifetimes.root[x]
-            if storage in self.makers and not self._is_there(storage, reader):
-                inputs = self.with_inputs(storage, reader, depth - 1)
-                if inputs is None:
-                    return None
-                values |= inputs
-        return values
-
-    def _is_there(self, storage: Var, reader: int) -> bool:
-        """Whether equation number `reader` can read a storage anyway."""
-        return storage in self.values or self.lifetimes.last[storage] >= reader
-
-
-def _is_cheap(e: Eqn) -> bool:
-    """Whether an equation takes no longer than to read its arguments and write its results.
-
-    A view takes no time, but has no storage of its own to free.
-    """
-    facts = op_facts(e.op)
-    return (facts.pointwise or facts.cheap) and not (facts.random or facts.view)

@@ -72,6 +72,23 @@ def test_the_problem_of_a_choice_has_the_bytes_and_the_compute_of_its_model(shar
     assert added.sum() == pytest.approx(chosen.seconds) and added.min() >= 0
 
 
+def test_the_choice_of_remat_is_a_candidate():
+    step = baseline("GPT 2 x 128, fp32", 64)
+    cheap = step.without_cheap
+    unlimited = traced("GPT 2 x 128, fp32").with_transforms((zt.remat(),)).graph
+    repeated = {
+        v.name.removesuffix(".again")
+        for e in unlimited.eqns
+        for v in e.results
+        if ".again" in v.name
+    }
+    assert repeated and {step.model.values[v].var.name for v in cheap.recomputed()} == repeated
+    candidates = candidates_within(step, cheap.peak)
+    assert cheap.values in [candidate.residency.values for candidate in candidates]
+    candidates = candidates_within(step, cheap.peak - 1)
+    assert cheap.values not in [candidate.residency.values for candidate in candidates]
+
+
 def test_the_fastest_of_all_candidates_is_among_those_that_are_planned_in_full():
     """To 1%. A short search gives the estimates, so each is off by a few percent."""
     step = baseline("GPT 2 x 128, fp32", 64)

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Set
 from dataclasses import dataclass
 
 import numpy as np
 
-from ...ir.graph import Graph
+from ...ir.cheap_values import cheap_values
+from ...ir.graph import Graph, Var
 from ...ir.keep_on_host import values_for_backward
 from ...ir.micro_batches import is_cut, micro_batch_programs
 from ..buffers import by_operation, local_bytes
@@ -51,12 +53,14 @@ class Baseline:
         problem: of its order.
         micro: how many micro-batches the step has.
         other_bytes: what the other micro-batches have live.
+        cheap: the values that `remat()` recomputes, without a limit.
     """
 
     model: Model
     problem: Problem
     micro: int
     other_bytes: int
+    cheap: Set[Var]
 
     def compute(self, residency: Residency) -> float:
         """The seconds of compute of the step with a choice. The step never takes less time."""
@@ -103,6 +107,15 @@ class Baseline:
         """The choice with the lowest peak."""
         return choose_least(self.model)
 
+    @functools.cached_property
+    def without_cheap(self) -> Residency:
+        """The choice of `remat()`. It frees memory throughout the step, where the others free it at the peak."""
+        repeated = set(self.model.forced)
+        for i, computation in enumerate(self.model.computations):
+            if any(self.model.values[v].var in self.cheap for v in computation.droppable):
+                repeated.add(i)
+        return Residency(self.model, repeated)
+
     def _within(self, residency: Residency, limit: float) -> Problem:
         """The problem of the step with a choice, within a limit."""
         return dataclasses.replace(
@@ -133,7 +146,8 @@ def baseline_of(graph: Graph, hinted: Graph, cluster: Cluster) -> Baseline:
     model = model_of(
         graph, duration.__getitem__, uses_of(s.graph, s.ops), live, at_least, link, movable
     )
-    return Baseline(model, problem, hinted.micro, other_bytes)
+    cheap = set() if at_least is None else cheap_values(graph, at_least)
+    return Baseline(model, problem, hinted.micro, other_bytes, cheap)
 
 
 def problem_of(residency: Residency, baseline: Problem) -> Problem:

@@ -2,8 +2,9 @@
 
 Messages and activations share one limit of memory, and no formula divides it: a bucket that is live for longer may be
 worth more than the compute that makes room for it, or nothing. So several candidates are tried. The first leaves to
-activations what messages do not need in any order. Each further one leaves more to messages, by recomputing more.
-A schedule is the judge of each (see `baseline`). The two that seem fastest are planned in full:
+activations what messages do not need in any order. Each further one leaves more to messages, by recomputing more. The
+last one recomputes what `remat()` does without a limit. A schedule is the judge of each (see `baseline`). The two that
+seem fastest are planned in full:
 
     program --> choose --> recompute --> shard, hint --> move to the host --> plan --> place copies --> simulate
 
@@ -16,7 +17,7 @@ stored plan in a program.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -103,14 +104,14 @@ def plan_recomputation(
 
 
 def candidates_within(baseline: Baseline, limit: int) -> list[Candidate]:
-    """The choices within a limit that may be the fastest, those that recompute least first."""
+    """The choices within a limit that may be the fastest: those that recompute least first, and that of `remat()`."""
     candidates: list[Candidate] = []
-    choices: set[tuple[frozenset[int], frozenset[int]]] = set()
+    choices: set[Hashable] = set()
     best = float("inf")
     slower = 0
     for target in _targets(baseline, limit):
         residency = baseline.choice(target)
-        choice = frozenset(residency.recomputed()), frozenset(residency.waiting())
+        choice = residency.values
         if choice in choices:
             continue
         choices.add(choice)
@@ -128,6 +129,10 @@ def candidates_within(baseline: Baseline, limit: int) -> list[Candidate]:
             slower = 0
         else:
             slower += 1
+
+    cheap = baseline.without_cheap
+    if cheap.peak <= limit and cheap.values not in choices:
+        candidates.append(Candidate(cheap, baseline.seconds(cheap, limit)))
     return candidates
 
 

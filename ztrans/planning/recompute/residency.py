@@ -96,6 +96,11 @@ class Residency:
         return sorted(self.absent)
 
     @property
+    def values(self) -> tuple[frozenset[int], frozenset[int]]:
+        """The values that backward computes again, and those that wait on the host."""
+        return frozenset(self.recomputed()), frozenset(self.waiting())
+
+    @property
     def price(self) -> float:
         """The seconds that the step takes in addition, as far as the model knows."""
         return self.seconds + self.stalls

@@ -1,0 +1,77 @@
+"""The values of forward that backward may recompute for nothing: it takes no longer than to read them from memory."""
+
+from __future__ import annotations
+
+from .graph import Eqn, Graph, Var, producers, variables
+from .liveness import liveness
+from .op_facts import op_facts
+from .recompute import reduced_storages
+from .varying import varying
+
+_DEPTH = 5  # the most equations in a row that are repeated for one value
+
+
+def cheap_values(graph: Graph, at_least: int) -> set[Var]:
+    """The values that backward recomputes for nothing, each the owner of its storage."""
+    root = liveness(graph).root
+    first_reader: dict[Var, int] = {}  # by storage, the number of the first equation of backward
+    # What is read after backward is there anyway, so to recompute it would free nothing.
+    needed_later = {root[v] for v in variables(graph.outputs)} | reduced_storages(graph)
+    for number, e in enumerate(graph.eqns):
+        for v in e.ins:
+            if e.region == "backward":
+                first_reader.setdefault(root[v], number)
+            elif e.region == "update":
+                needed_later.add(root[v])
+
+    choice = _Choice(graph)
+    for v in choice.makers:
+        is_large = v.numel * v.dtype.itemsize >= at_least
+        is_owner = root[v] is v and v not in needed_later
+        if is_large and is_owner and v in first_reader:
+            chosen = choice.with_inputs(v, first_reader[v], _DEPTH)
+            if chosen is not None:
+                choice.values |= chosen
+    return choice.values
+
+
+class _Choice:
+    """The values to recompute, chosen one after the other; each relies on those before it."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.values: set[Var] = set()
+        self.makers = producers(graph.eqns)
+        self.lifetimes = liveness(graph)
+        self.depends_on_batch = varying(graph, ("batch",))
+
+    def with_inputs(self, v: Var, reader: int, depth: int) -> set[Var] | None:
+        """`v`, and what must be recomputed with it for equation number `reader`; None if that is not cheap.
+
+        At most `depth` equations in a row are repeated, and only those that depend on the batch.
+        """
+        maker = self.makers[v]
+        is_cheap = maker.region == "forward" and _is_cheap(maker)
+        if depth == 0 or v not in self.depends_on_batch or not is_cheap:
+            return None
+        values = {v}
+        for x in maker.ins:
+            storage = self.lifetimes.root[x]
+            if storage in self.makers and not self._is_there(storage, reader):
+                inputs = self.with_inputs(storage, reader, depth - 1)
+                if inputs is None:
+                    return None
+                values |= inputs
+        return values
+
+    def _is_there(self, storage: Var, reader: int) -> bool:
+        """Whether equation number `reader` can read a storage anyway."""
+        return storage in self.values or self.lifetimes.last[storage] >= reader
+
+
+def _is_cheap(e: Eqn) -> bool:
+    """Whether an equation takes no longer than to read its arguments and write its results.
+
+    A view takes no time, but has no storage of its own to free.
+    """
+    facts = op_facts(e.op)
+    return (facts.pointwise or facts.cheap) and not (facts.random or facts.view)
