@@ -6,7 +6,7 @@ come to the same result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -63,8 +63,9 @@ def evaluate(problem: Problem, schedule: Schedule) -> Outcome:
     places = {0, len(compute), *problem.releases}
     for message in messages:
         places.update((message.issue, message.need))
+    in_order = {i for i, members in enumerate(reduced) if members or i in successor}
     played = play_with_updates(
-        compute, messages, sorted(places), follows, updates.seconds, successor
+        compute, messages, sorted(places), follows, updates.seconds, successor, in_order
     )
     seconds = max(played.start[-1] + updates.seconds_left, *played.end, 0.0)
     bytes_live = memory(problem, schedule)
@@ -76,8 +77,9 @@ def play_with_updates(
     messages: Sequence[Message],
     places: Sequence[int],
     follows: Callable[[int, int], float],
-    updates: Callable[[int], float],
+    updates_at: Callable[[int], float],
     successor: Mapping[int, int],
+    in_order: Set[int] = frozenset(),
 ) -> Played:
     """As `play`, with compute that has no place of its own, and messages that follow others.
 
@@ -86,10 +88,11 @@ def play_with_updates(
         messages: in the order in which they are issued.
         places: the places that are simulated, and for which times are returned. A message at another place is not sent.
         follows: `follows(i, k)` is the seconds of further compute that run after message i was waited for at place k.
-        updates: `updates(k)` is the seconds of further compute at place k, before any message is waited for there, and
-            after all of them.
+        updates_at: `updates_at(k)` is the seconds of further compute at place k, before any message is waited for
+            there, and after all of them.
         successor: for some messages, the one that is sent right after it has been waited for. The next successor that
             is sent, or else the place where it is needed, ends the time in which it is under way (see `SecondReductions`).
+        in_order: messages of which none is waited for before an earlier one that is needed at the same place.
     """
     compute_before = [0.0, *accumulate(compute)]
     at_places = set(range(len(messages))).difference(successor.values())
@@ -106,12 +109,15 @@ def play_with_updates(
         arrive.append(rank.clock)
         for i in issued.get(k, ()):
             rank.send(i)
-        rank.clock += updates(k)
+        rank.clock += updates_at(k)
 
         # What has arrived first is unpacked while the others are still under way.
         waiting = list(needed.get(k, ()))
         while waiting:
-            i = waiting.pop(rank.first_of(waiting))
+            candidates = [i for i in waiting if i not in in_order]
+            candidates += [i for i in waiting if i in in_order][:1]
+            i = candidates[rank.first_of(candidates)]
+            waiting.remove(i)
             rank.wait(i)
             rank.clock += follows(i, k)
             if i in successor:
@@ -120,7 +126,7 @@ def play_with_updates(
                 for earlier in under_way.add(j, messages[j].need):
                     rank.wait(earlier)
                     rank.clock += follows(earlier, k)
-        rank.clock += updates(k)
+        rank.clock += updates_at(k)
         for i in under_way.needed(k):
             rank.wait(i)
             rank.clock += follows(i, k)

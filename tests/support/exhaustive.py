@@ -73,14 +73,14 @@ def problem(
     return replace(drawn, wires=wires | unpacked)
 
 
-def rich(chance: Random) -> Problem:
-    """A random problem with every feature.
+def rich(chance: Random, reductions: int = 2) -> Problem:
+    """A random problem with every feature, and at most `reductions` reductions.
 
     It has updates that follow reductions, messages at fixed places, buffers that small members share, bytes that are
     live at places, reduced values that stay live, packing beside compute, hierarchical messages, reductions whose results
     are reduced again, and updates that share launches.
     """
-    p = problem(chance, host=True)
+    p = problem(chance, reductions=reductions, host=True)
     ops, lanes, links = len(p.seconds), ["lane", "other", "third"], ["link", "other", "third"]
     updates = tuple(
         Update(
@@ -109,7 +109,7 @@ def rich(chance: Random) -> Problem:
             )
         )
     small = {key: chance.random() < 0.6 for key in p.wires}
-    reductions = []
+    with_buffers = []
     for r in p.reductions:
         copied = chance.random() < 0.5
         buffers = []
@@ -123,7 +123,7 @@ def rich(chance: Random) -> Problem:
         temporaries = [(0, chance.choice([0, 2]))]
         if r.born + 2 <= ops and chance.random() < 0.3:
             temporaries.append((chance.randint(r.born + 2, ops), 2))
-        reductions.append(
+        with_buffers.append(
             r._replace(
                 copied=copied,
                 buffers=(*r.buffers, *buffers),
@@ -140,7 +140,7 @@ def rich(chance: Random) -> Problem:
     drawn = replace(
         p,
         gathers=tuple(g._replace(small=small[g.key]) for g in p.gathers),
-        reductions=tuple(reductions),
+        reductions=tuple(with_buffers),
         wires=wires,
         memory=p.memory + chance.choice([0, 4]),
         live_at_places=tuple(min(chance.randint(0, 3), *p.live) for _ in range(ops + 1)),
@@ -265,7 +265,7 @@ def schedules(problem: Problem) -> Iterator[Schedule]:
             *(range(k, min(ends[i] for i in part) + 1) for part, k in zip(parts, starts))
         )
         for order in ordered([Bucket(*b) for b in zip(parts, starts, waits)])
-        for order in with_shared_waits(order)
+        for order in with_shared_waits(problem, order)
     ]
     for count in range(len(problem.levers) + 1):
         for levers in map(frozenset, combinations(range(len(problem.levers)), count)):
@@ -283,11 +283,16 @@ def schedules(problem: Problem) -> Iterator[Schedule]:
                                 yield schedule
 
 
-def with_shared_waits(buckets: tuple[Bucket, ...]) -> Iterator[tuple[Bucket, ...]]:
+def with_shared_waits(
+    problem: Problem, buckets: tuple[Bucket, ...]
+) -> Iterator[tuple[Bucket, ...]]:
     """Reductions, where updates run after each wait, and where they run after the last wait at a place."""
     yield buckets
-    waits = [bucket.wait for bucket in buckets]
-    shared = [wait in waits[k + 1 :] for k, wait in enumerate(waits)]
+    shared = []
+    for k, bucket in enumerate(buckets):
+        has_second = problem.reductions[bucket.members[0]].second is not None
+        is_followed = bucket.wait in [other.wait for other in buckets[k + 1 :]]
+        shared.append(is_followed and not has_second)
     if any(shared):
         yield tuple(replace(bucket, with_next=each) for bucket, each in zip(buckets, shared))
 

@@ -128,9 +128,11 @@ def realise(s: Skeleton, schedule: Schedule, problem: Problem) -> Graph:
         starts = gather_starts.get(k, ())
         if starts_first:
             emit.write(starts)
-        emit.update(k)
+        if k in problem.releases:
+            emit.update(k)
         for bucket in waits:
             emit.wait(bucket, k)
+        # In a plan that was edited, the last bucket may run its updates with the next.
         emit.update(k)
         emit.wait_for_second_reductions(k)
         emit.write(starts)  # those that have not been written yet

@@ -45,6 +45,7 @@ SMALL = settings(max_examples=200)
 problems = st.randoms(use_true_random=False).map(problem)
 costly = st.randoms(use_true_random=False).map(lambda chance: problem(chance, host=True))
 riches = st.randoms(use_true_random=False).map(rich)
+richer = st.randoms(use_true_random=False).map(lambda chance: rich(chance, reductions=5))
 with_parts = st.randoms(use_true_random=False).map(parted)
 
 
@@ -329,7 +330,7 @@ def test_a_replaced_gather_is_not_dropped_or_replaced_again():
 @pytest.mark.slow
 @SMALL
 @given(
-    problems | costly | riches | with_parts,
+    problems | costly | riches | richer | with_parts,
     st.sampled_from([0.0, 0.5, 1.0, 4.0]),
     st.booleans(),
     st.integers(1, 3),

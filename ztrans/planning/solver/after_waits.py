@@ -13,8 +13,8 @@ T = TypeVar("T")
 class PendingUpdates:
     """The updates of a problem that have not run yet.
 
-    An update runs when the last reduction that it needs has been waited for. It may not run before its release, because
-    until then something else reads the state that it writes; then it runs at that place.
+    An update may run once the last reduction that it needs has been waited for; `run` is called where updates run. It
+    may not run before its release, because until then something else reads the state that it writes.
     """
 
     def __init__(self, problem: Problem) -> None:

@@ -13,8 +13,8 @@ Sending, unpacking and eager updates take compute too: for a message that cannot
 after that operation. An update may run inside any stall that its reduction ends, so it has no place; it follows its
 reductions, and is added to the sum of all compute.
 
-Until the first gradient exists, gathers are the only messages that a schedule places. So it is known which stalls
-compute has there, and what the gathers take from compute adds to them (see `_Forward`).
+Until the first gradient exists, gathers are the only messages that a schedule places. What they take from compute then
+adds to its stalls (see `_Forward`).
 
 A lever may spare any gather of a value after the first, so only `memory` counts these gathers, where there is no room
 to keep the value, or the part of it that a lever keeps. What it takes to copy such a part is left out.
@@ -234,7 +234,7 @@ def _earliest(
                 links[job.link].add(job)
         for link in links.values():
             start = max(start, link.clear(place))
-        start = forward.passed(place, jobs_here, start)
+        start = forward.earliest_after(place, jobs_here, start)
         delay = start - seconds_before[place]
         now = place
         end = max(end, seconds_before[-1] + delay + compute_from[place + 1])
@@ -277,14 +277,18 @@ def _compute_from(problem: Problem, jobs: list[_Job]) -> np.ndarray:
 class _Forward:
     """When compute passes the places before the first gradient, with what gathers take from it.
 
-    A gather takes a share of compute while its bytes move and compute runs. The seconds that it has taken pass where it
-    is waited for. So of each second in which compute stands still, at most the shares of all lanes are spared, and the
-    rest (`counts`) adds to all that the gathers take.
+    While its bytes move and compute runs, a gather takes a share of compute. These seconds pass where it is waited for.
+    Let compute reach a place at the time T, after all operations `before`, stalls S, what all gathers would take if
+    compute never stood still, and other compute without a place O, such as updates. All lanes together take at most
+    `share` of the time in which compute runs. Then two facts follow:
+
+        T >= before + taken + (1 - share) S + O       a second of a stall spares no more than `share`
+        (1 - share) S + O >= (1 - share) T - before   what was taken by T is no more than share (T - S)
 
     Attributes:
-        counts: the part of a stall that counts besides what gathers take.
-        lost: seconds that the gathers up to the last place have taken.
-        stalls: a lower bound of the stalls up to there, as far as they count, with all other compute that has no place.
+        unspared: 1 - share.
+        taken: seconds that the gathers up to the last place would take.
+        stalls_and_others: a lower bound of (1 - share) S + O up to there.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -299,16 +303,12 @@ class _Forward:
             if wire.inside is not None:
                 lanes.add(wire.inside.lane)
             taken = max(taken, wire.taken)
-        for message in problem.fixed_messages:
-            taken = max(taken, message.taken)
-            if message.issue < message.need:
-                lanes.add(message.lane)
-        self.share = taken * max(len(lanes), 1)
-        self.counts = max(1 - self.share, 0.0)
-        self.lost = 0.0
-        self.stalls = 0.0
+        self.share = taken * len(lanes)
+        self.unspared = max(1 - self.share, 0.0)
+        self.taken = 0.0
+        self.stalls_and_others = 0.0
 
-    def passed(self, place: int, jobs: list[_Job], start: float) -> float:
+    def earliest_after(self, place: int, jobs: list[_Job], start: float) -> float:
         """The earliest time at which compute passes a place.
 
         Args:
@@ -320,13 +320,15 @@ class _Forward:
             return start
         for job in jobs:
             if job.required:
-                self.lost += job.lost / max(self.share, 1.0)
-        # Nothing overlaps a message that is sent where it is needed, if nothing else is waited for there.
+                # If all lanes together could take more than all of compute, a part of it is counted.
+                self.taken += job.lost / max(self.share, 1.0)
+        # If only fixed messages are waited for here, and each is sent here, then compute stands still, or does other
+        # work that counts, for as long as the longest takes.
         if place not in self.uses and all(job.release == place for job in jobs):
-            self.stalls += self.counts * max(job.takes for job in jobs)
+            self.stalls_and_others += self.unspared * max(job.takes for job in jobs)
         before = self.seconds_before[place]
-        self.stalls = max(self.stalls, self.counts * start - before)
-        return max(start, before + self.lost + self.stalls)
+        self.stalls_and_others = max(self.stalls_and_others, self.unspared * start - before)
+        return max(start, before + self.taken + self.stalls_and_others)
 
 
 class _LinkLoad:

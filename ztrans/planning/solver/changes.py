@@ -17,7 +17,7 @@ from .problem import Choice, Levers, MemberIndices, Problem
 Change = Callable[[Random, Problem, Choice], Choice]
 # How early gathers may start, in times of their transfer (see `Choice`). The last one is as early as there is room.
 _LEADS = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 1e6)
-# Numbers of levers that are pulled at once, and of reductions that are waited for at once.
+# How many levers are pulled at once, and how many reductions are waited for at one place.
 _COUNTS = (1, 2, 4, 8)
 
 
@@ -61,7 +61,7 @@ def change_start(chance: Random, problem: Problem, choice: Choice) -> Choice:
 
 def change_waits(chance: Random, problem: Problem, choice: Choice) -> Choice:
     """Change how many reductions are waited for at one place."""
-    return choice._replace(together=chance.choice(_COUNTS)) if problem.updates else choice
+    return choice._replace(waited_together=chance.choice(_COUNTS)) if problem.updates else choice
 
 
 def pull_more(chance: Random, problem: Problem, choice: Choice) -> Choice:

@@ -3,9 +3,9 @@
 The schedule is simulated from the first place to the last, and each decision depends on what has happened by then. The
 bytes that are live in every schedule with these buckets are taken from the budget first: those of gathers from their
 use on, and those of gradients until they are sent. Two decisions share the room that is left. A reduction holds its
-gradients until it has arrived, and so have those that the choice waits for together with it, or until there is no more
-room for them; it is waited for there. The next gather of each lane starts once it is due, and as soon as there is room
-for it until its use.
+gradients until it and the others of its group have arrived, or until there is no more room for them; it is waited for
+there (`Choice.waited_together` is the size of a group). The next gather of each lane starts once it is due, and as soon
+as there is room for it until its use.
 
 The tests of the solver simulate each finished schedule once more. They must come to the same seconds and bytes as the
 simulation here, and never to fewer seconds than `bound`.
@@ -18,6 +18,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 from ...ir.dependencies import grouped
@@ -63,12 +64,12 @@ class ReductionInFlight(InFlight):
         wait: the place at which it is waited for; -1 until that is decided.
         with_next: as that of its bucket.
         expected: the time at which it should have arrived.
-        last: the last of those that are waited for together with it, if there is room. It may be itself.
+        group_end: the last reduction of its group, which may be itself.
     """
 
     index: int
     load: ReductionLoad
-    last: ReductionInFlight = field(init=False)
+    group_end: ReductionInFlight = field(init=False)
     until: int = 0
     wait: int = -1
     with_next: bool = False
@@ -113,6 +114,10 @@ def place_choice(loads: Loads, choice: Choice, most_seconds: float = NEVER) -> P
         return None
 
 
+def _has_second(message: InFlight) -> bool:
+    return isinstance(message, ReductionInFlight) and message.load.second is not None
+
+
 # What happens at one place, in this order.
 _ARRIVE, _SEND_FIXED, _SEND_GATHERS, _SEND_REDUCTION, _UPDATE, _WAIT, _WAIT_SECOND = range(7)
 # A place, what happens there, the order of equal kinds at one place, and the message or lane to which it happens.
@@ -145,8 +150,9 @@ class _Simulation:
 
         # Of messages that arrive together, reductions take the first turns, and those of no schedule the last.
         self.reductions = []
+        count = len(loaded.reductions)
         for r, reduction in enumerate(loaded.reductions):
-            self.reductions.append(ReductionInFlight(-1 - r, reduction.message, r, reduction))
+            self.reductions.append(ReductionInFlight(r - count, reduction.message, r, reduction))
         self._group_reductions()
         self.gathers = []
         for g, gather in enumerate(loaded.gathers):
@@ -185,15 +191,16 @@ class _Simulation:
             self.lanes[gather.message.lane].queue.append(gather)
 
     def _group_reductions(self) -> None:
-        """Note which reductions of a lane are waited for together."""
+        """Put the reductions of each lane into groups that are waited for together."""
         by_lane = grouped((reduction.message.lane, reduction) for reduction in self.reductions)
-        for in_lane_order in by_lane.values():
-            # The last reduction is waited for alone, because the updates of the others can run while it is under way.
-            last = in_lane_order[-1]
-            for since_last, reduction in enumerate(reversed(in_lane_order)):
-                if (since_last - 1) % self.choice.together == 0:
-                    last = reduction
-                reduction.last = last
+        for of_lane in by_lane.values():
+            # The last reduction is alone, because the updates of the others run while it is under way. The groups
+            # before it are counted back from it.
+            group_end = of_lane[-1]
+            for distance, reduction in enumerate(reversed(of_lane)):
+                if distance % self.choice.waited_together == 1 or self.choice.waited_together == 1:
+                    group_end = reduction
+                reduction.group_end = group_end
 
     def _least_of_link(self) -> dict[str, float]:
         """The seconds that a step takes if a link is never idle. Second reductions are left out."""
@@ -380,11 +387,12 @@ class _Simulation:
         begin = reduction.until
         clock = self.problem.clock
         # The place that compute reaches when the reduction should have arrived, if nothing else stalls until then.
-        last = reduction.last
-        expected = max(reduction.expected, last.expected)
+        group_end = reduction.group_end
+        expected = max(reduction.expected, group_end.expected)
         end = bisect_left(clock, expected - self.clock + clock[place], place)
-        if last.load.start >= place:
-            end = max(end, last.load.start + 1)
+        # If the last one of its group has not been sent yet, hold the gradients at least until it is.
+        if group_end.load.start >= place:
+            end = max(end, group_end.load.start + 1)
         end = min(end, load.deadline)
         if end > begin:
             room = load.room.between(begin, end)
@@ -442,7 +450,7 @@ class _Simulation:
             return
         first_wait = reduction.load.first_wait
         has_arrived = self.network.end[reduction.number] <= self.clock
-        if has_arrived and place >= first_wait and reduction.last is reduction:
+        if has_arrived and place >= first_wait and reduction.group_end is reduction:
             self._decide_wait(reduction, place, stall=False)
         elif reduction.until == place:
             reduction.expected = max(reduction.expected, self.clock)
@@ -456,28 +464,26 @@ class _Simulation:
 
     def _wait(self, first: InFlight, place: int) -> None:
         """Let compute stand still until the messages that are needed here have arrived, and unpack each then."""
-        needed = [first]
-        while self.agenda and self.agenda[0][:2] == (place, _WAIT):
-            needed.append(heapq.heappop(self.agenda)[3])
-
-        # What has arrived first is unpacked while the others are still under way. Updates that can run do so where
-        # compute would stand still, and after the last wait.
-        complete: list[ReductionInFlight] = []
-        while needed:
-            arrived = needed.pop(self.network.first_of([each.number for each in needed]))
+        others, reductions = self._needed_with(first, place)
+        # What has arrived first is unpacked while the others are still under way. A program waits for its reductions in
+        # their order. Updates that can run do so where compute would stand still, before a second reduction is sent,
+        # and after the last wait.
+        waited_for: list[ReductionInFlight] = []
+        while others or reductions:
+            candidates = [*others, *islice(reductions, 1)]
+            arrived = candidates[self.network.first_of([each.number for each in candidates])]
             end = self.network.end[arrived.number]
-            if end > self.clock:
-                self._update_together(complete, place)
+            if end > self.clock or _has_second(arrived):
+                self._update_together(waited_for, place)
             self._receive(arrived, end, place)
+            if isinstance(arrived, ReductionInFlight):
+                reductions.popleft()
+                self._reduced(arrived, waited_for, place)
+            else:
+                others.remove(arrived)
             if isinstance(arrived, GatherInFlight):
                 self.gathers_under_way.remove(arrived)
-            elif isinstance(arrived, ReductionInFlight):
-                if arrived.load.second is None:
-                    self.updates.complete(arrived.load.members)
-                    complete.append(arrived)
-                else:
-                    self._send_second(arrived.load, arrived.load.second, place)
-        self._update_together(complete, place)
+        self._update_together(waited_for, place)
 
         if self.clock + self.seconds_before[-1] - self.seconds_before[place] > self.most_seconds:
             raise Rejected
@@ -506,14 +512,41 @@ class _Simulation:
         self.clock += self.stalls.lost(self.network, arrived.number, self.clock)
         self.clock += arrived.message.unpack
 
-    def _update_together(self, complete: list[ReductionInFlight], place: int) -> None:
-        """Run the updates that follow some buckets of reductions, after the wait for the last one."""
+    def _needed_with(
+        self, first: InFlight, place: int
+    ) -> tuple[list[InFlight], deque[ReductionInFlight]]:
+        """What is needed at a place together with a message, and that message: reductions apart, in their order."""
+        others: list[InFlight] = []
+        reductions: deque[ReductionInFlight] = deque()
+        needed = [first]
+        while self.agenda and self.agenda[0][:2] == (place, _WAIT):
+            needed.append(heapq.heappop(self.agenda)[3])
+        for each in needed:
+            if isinstance(each, ReductionInFlight):
+                reductions.append(each)
+            else:
+                others.append(each)
+        return others, reductions
+
+    def _reduced(
+        self, reduction: ReductionInFlight, waited_for: list[ReductionInFlight], place: int
+    ) -> None:
+        """Send the second reduction of a bucket, or else note that updates may follow it."""
+        load = reduction.load
+        if load.second is None:
+            self.updates.complete(load.members)
+            waited_for.append(reduction)
+        else:
+            self._send_second(load, load.second, place)
+
+    def _update_together(self, waited_for: list[ReductionInFlight], place: int) -> None:
+        """Run the updates that can run. All of these reductions but the last say so with `with_next`."""
         updates = self.updates.run(place)
         if updates:
             self.clock += self.problem.update_seconds(updates)
-            for reduction in complete[:-1]:
+            for reduction in waited_for[:-1]:
                 reduction.with_next = True
-        complete.clear()
+        waited_for.clear()
 
     def _complete(self, load: ReductionLoad, place: int) -> None:
         """Run the updates that follow a bucket of reductions."""

@@ -427,8 +427,8 @@ class Choice(NamedTuple):
 
     Buckets are given by the indices of their members, in order of use and of birth within a key. A gather is due `lead`
     times its transfer before its use. If `reserve`, a gather that is used after the first gradient starts only where it
-    leaves room for the largest reduction. Where there is room, as many reductions of a lane as `together` are waited
-    for at one place. So the updates that follow them share launches, and do not delay the gradients that come next.
+    leaves room for the largest reduction. Where there is room, `waited_together` reductions of a lane are waited for at
+    one place. So the updates that follow them share launches, and do not delay the gradients that come next.
     """
 
     gathers: tuple[MemberIndices, ...]
@@ -436,7 +436,7 @@ class Choice(NamedTuple):
     levers: Levers
     lead: float = 1.0
     reserve: bool = True
-    together: int = 1
+    waited_together: int = 1
 
 
 @dataclass(frozen=True)
@@ -449,8 +449,8 @@ class Bucket:
         members: the gathers or the reductions.
         start: the place at which it starts. Reductions start right after the birth of the last member.
         wait: the place at which it is waited for. Gathers are waited for at the first use of a member.
-        with_next: whether the updates that follow a reduction run after the next wait at that place, together with
-            those that follow it. Else they run before that wait.
+        with_next: of reductions: whether the updates after them run together with those of the next bucket that is
+            waited for at that place, and not before that wait. No bucket with second reductions says so.
     """
 
     members: MemberIndices

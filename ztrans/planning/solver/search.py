@@ -99,7 +99,7 @@ class Search:
                 f"{least_memory(problem)} bytes are enough."
             )
         self.best = unbucketed
-        self.second_start = unbucketed  # where every third climb begins
+        self.second_start = unbucketed  # the last start with full buckets that could be placed
         # The choices near the best that no other beats in both seconds and bytes.
         self.front = [unbucketed]
 
@@ -301,11 +301,12 @@ def best_placed(
     search.begin()
     search.merge("gathers")
     search.merge("reductions")
-    # Each climb takes other changes, in case those before got stuck.
+    # Climb again from several starts until the effort is spent: the random changes differ each time.
     merged = search.best
     while changes and not search.finished:
-        for start in (merged, search.second_start, search.best):
-            search.climb(start, changes)
+        search.climb(merged, changes)
+        search.climb(search.second_start, changes)
+        search.climb(search.best, changes)
     return search.result
 
 
