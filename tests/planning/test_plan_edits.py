@@ -80,6 +80,12 @@ def edits(lowered: zt.stages.Lowered):
         if b[1] in places:
             b[1] = places[(places.index(b[1]) + chance.choice([-3, -2, -1, 1, 2, 3])) % len(places)]
 
+    def with_next(plan, chance):
+        """Let the updates after a reduction run with the next, or alone. A gather cannot say so."""
+        b = bucket(plan, chance)
+        suffix = ", with the next"
+        b[1] = b[1].removesuffix(suffix) if b[1].endswith(suffix) else b[1] + suffix
+
     def merge(plan, chance):
         buckets = kind(plan, chance)
         if len(buckets) > 1:
@@ -129,7 +135,7 @@ def edits(lowered: zt.stages.Lowered):
         plan["program"] = "0" * 16
 
     return [swap, swap_members, drop_bucket, double_bucket, drop_member, double_member, stranger, elsewhere, elsewhere,
-            next_place, next_place, merge, split, keep, keep, give_back, update, retype, retype, fields, reverse, program]  # fmt: skip
+            next_place, next_place, with_next, merge, split, keep, keep, give_back, update, retype, retype, fields, reverse, program]  # fmt: skip
 
 
 def equal(a, b) -> bool:

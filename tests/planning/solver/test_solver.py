@@ -370,6 +370,19 @@ def test_the_search_ends_when_it_has_not_improved_for_a_while():
     assert len(left) > 5 and min(left) > 0
 
 
+def test_every_third_climb_begins_at_the_best(monkeypatch):
+    starts = []
+    climb = Search.climb
+
+    def recorded(search, start, changes):
+        starts.append(start is search.best)
+        climb(search, start, changes)
+
+    monkeypatch.setattr(Search, "climb", recorded)
+    best_placed.__wrapped__(problem(Random(10), gathers=8, reductions=8))
+    assert len(starts) >= 6 and all(starts[2::3])
+
+
 def test_a_lever_changes_what_is_sent_what_is_live_and_how_long_compute_takes():
     """This one does not gather a value again. 3 bytes are kept for it, and copied before operation 2 in 2 seconds."""
     lever = Lever("v", 1, Buffer(3, 4, 4), copied_at=2, copy_seconds=2.0)
