@@ -4,9 +4,11 @@ import pytest
 import torch
 
 import ztrans as zt
+from benchmarks.measured_frontier_steps import Loop, WrappedTask, limits_of
 from benchmarks.peers.model import GPT, Config, adamw, loss_of
 from tests.support.fusion import fused_anywhere
 from ztrans import AbstractMesh
+from ztrans.planning.cluster import Link
 from ztrans.planning.cost import memory
 from ztrans.running_order import fused_within_peak
 
@@ -45,6 +47,19 @@ def test_a_value_that_is_recomputed_does_not_join_a_kernel_of_forward(transforms
     assert memory(fused).peak <= planned
     at_any_place = sum(len(group.eqns) for group in groups_at_any_place)
     assert sum(len(group.eqns) for group in groups) > 0.9 * at_any_place
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bandwidth", [1e9, 4e9])
+def test_a_kernel_that_runs_earlier_does_not_raise_the_peak(bandwidth):
+    """Backward's kernels then run while a product has still to read its arguments."""
+    config = Config(layers=2, width=48, heads=3, vocab=128, sequence=128, batch=3)
+    loop = Loop(WrappedTask(config, 2, 0), AbstractMesh(dp=2))
+    cluster = zt.cluster("cpu", dp=Link("wire", 1e-4, bandwidth))
+    limit = limits_of(loop, cluster).limit(0.4)
+    graph = loop.limited(limit, zt.remat(memory=limit, at_least=0)).planned(cluster).graph
+    fused, groups = fused_within_peak(graph)
+    assert groups and memory(fused).peak <= memory(graph).peak
 
 
 def layers(count: int, make_optimizer, *transforms: zt.Transform, **leaf):

@@ -129,8 +129,10 @@ class _Moves:
             # It wrote over an argument that others now read after it, or it ran later than this equation.
             eqn = maker
         elif self.last_use[owner] < here:
-            # The last equation that reads it ran earlier than this one.
+            # The last equation that reads it ran earlier than this one. If that one has not moved, this one has.
             eqn = self.fused.eqns[storage.last]
+            if eqn in self.fixed:
+                eqn = self.fused.eqns[i]
         return None if eqn in self.fixed else eqn
 
 
