@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.analyses        # from the project's root; about twenty minutes
     OMP_NUM_THREADS=1 python -m benchmarks.analyses "GPT 2" --print
-    OMP_NUM_THREADS=1 python -m benchmarks.analyses --limits      # recomputation within eight limits each; an hour
+    OMP_NUM_THREADS=1 python -m benchmarks.analyses --limits      # recomputation within eight limits each; two hours
 
 The programs are models x ranks x clusters x ZeRO stages x memory budgets. Each is planned and simulated, with shapes
 alone. These laws must hold for all of them:

@@ -240,8 +240,8 @@ def write(rows: Sequence[Row]) -> None:
     text.append(
         "Broken: " + "; ".join(wrong)
         if wrong
-        else "Every plan is within its limit, and none of the other "
-        "methods is faster within any of them."
+        else "Every plan is within its limit, and none of the other methods of recomputation is "
+        "faster within any of them."
     )
     (RESULTS / "frontier.md").write_text("\n\n".join(text) + "\n")
     draw(rows, RESULTS / "frontier.svg")

@@ -42,6 +42,9 @@ def test_a_broken_law_is_reported():
     assert broken_laws(replace(program, budget=program.peak - 1)) == ["budget"]
     asked = [replace(program, budget=n * program.peak, seconds=s) for n, s in ((2, 1.0), (3, 1.02))]
     assert broken_laws(*asked) == ["more"]
+    largest = replace(program, model=analyses.LARGEST, bound=0.96 * program.seconds)
+    assert broken_laws(largest) == []
+    assert broken_laws(replace(largest, bound=0.95 * program.seconds)) == ["near"]
     low = lower[0]
     above = replace(program, peak=low.peak + 1, bound=0.0)
     assert broken_laws(above) == ["stages"]

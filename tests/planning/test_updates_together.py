@@ -91,10 +91,15 @@ def test_a_gather_cannot_say_so():
         edited(lowered, gathers=[[names, "the start" + WITH_NEXT], *others])
 
 
-@pytest.mark.parametrize("most", [2_000, 20_000])
-def test_with_a_limit_of_gradients_under_way(most):
-    lowered = planned(max_in_flight=most)
-    assert evaluated(lowered) == pytest.approx(simulate(lowered.graph, A100).seconds, rel=0.01)
+def test_a_limit_of_gradients_under_way_splits_no_group():
+    """The last reduction starts once the first one has been waited for, and still updates run after the second wait."""
+    lowered = planned(max_in_flight=3500)
+    (first, _), (second, _), (third, end) = lowered.plan.reductions
+    others = [[second, end], [third, end]]
+    together = edited(lowered, reductions=[[first, end + WITH_NEXT], *others])
+    apart = edited(lowered, reductions=[[first, end], *others])
+    assert together.cost_analysis().launches < apart.cost_analysis().launches
+    assert evaluated(together) == pytest.approx(simulate(together.graph, A100).seconds, rel=0.01)
 
 
 @pytest.mark.parametrize("share", [1.0, 1.2])

@@ -108,8 +108,8 @@ class Baseline:
         return choose_least(self.model)
 
     @functools.cached_property
-    def without_cheap(self) -> Residency:
-        """The choice of `remat()`. It frees memory throughout the step, where the others free it at the peak."""
+    def cheap_recomputed(self) -> Residency:
+        """What `remat()` chooses without a limit. It frees memory throughout the step, others only at the peak."""
         repeated = set(self.model.forced)
         for i, computation in enumerate(self.model.computations):
             if any(self.model.values[v].var in self.cheap for v in computation.droppable):

@@ -111,7 +111,7 @@ def candidates_within(baseline: Baseline, limit: int) -> list[Candidate]:
     slower = 0
     for target in _targets(baseline, limit):
         residency = baseline.choice(target)
-        choice = residency.values
+        choice = residency.chosen_values
         if choice in choices:
             continue
         choices.add(choice)
@@ -130,8 +130,8 @@ def candidates_within(baseline: Baseline, limit: int) -> list[Candidate]:
         else:
             slower += 1
 
-    cheap = baseline.without_cheap
-    if cheap.peak <= limit and cheap.values not in choices:
+    cheap = baseline.cheap_recomputed
+    if cheap.peak <= limit and cheap.chosen_values not in choices:
         candidates.append(Candidate(cheap, baseline.seconds(cheap, limit)))
     return candidates
 

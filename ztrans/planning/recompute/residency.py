@@ -96,7 +96,7 @@ class Residency:
         return sorted(self.absent)
 
     @property
-    def values(self) -> tuple[frozenset[int], frozenset[int]]:
+    def chosen_values(self) -> tuple[frozenset[int], frozenset[int]]:
         """The values that backward computes again, and those that wait on the host."""
         return frozenset(self.recomputed()), frozenset(self.waiting())
 

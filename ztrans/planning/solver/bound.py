@@ -277,10 +277,16 @@ def _compute_from(problem: Problem, jobs: list[_Job]) -> np.ndarray:
 class _Forward:
     """When compute passes the places before the first gradient, with what gathers take from it.
 
-    While its bytes move and compute runs, a gather takes a share of compute. These seconds pass where it is waited for.
-    Let compute reach a place at the time T, after all operations `before`, stalls S, what all gathers would take if
-    compute never stood still, and other compute without a place O, such as updates. All lanes together take at most
-    `share` of the time in which compute runs. Then two facts follow:
+    A gather takes a share of compute while its bytes move and compute runs. These seconds pass where it is waited for.
+    For a place, these are seconds:
+
+        T       when compute passes the place
+        before  the operations before it
+        S       the stalls before it
+        O       compute that has no place, such as updates
+        taken   what the gathers up to there would take if compute never stood still
+
+    All lanes together take at most `share` of the time in which compute runs. So two facts hold:
 
         T >= before + taken + (1 - share) S + O       a second of a stall spares no more than `share`
         (1 - share) S + O >= (1 - share) T - before   what was taken by T is no more than share (T - S)
