@@ -553,6 +553,30 @@ def test_updates_wait_where_they_would_delay_the_last_reduction():
     assert evaluate(tight, solve(tight)).seconds == 17.0
 
 
+@pytest.mark.parametrize("wire, seconds, together", [(1, 7.0, True), (5, 10.0, False)])
+def test_updates_wait_for_the_next_ones_if_the_launch_takes_longer_than_the_stall(
+    wire, seconds, together
+):
+    """Both updates take 1 and a launch of 2. The second reduction arrives `wire` after the first."""
+    wires = {key: Wire("reduce", "link", 0.0, 1.0) for key in "ab"}
+    reductions = Reduction("a", 1, 1, 0, deadline=2), Reduction("b", wire, 1, 1, deadline=2)
+    updates = tuple(Update(1.0, (r,), launches=((0, 2.0),)) for r in range(2))
+    p = Problem((1.0, 1.0), (0, 0), (False,) * 2, (), reductions, wires, updates=updates)
+    schedule = solve(p)
+    assert schedule.reductions[0].with_next == together
+    assert evaluate(p, schedule).seconds == seconds
+
+
+def test_the_oldest_reduction_is_waited_for_where_a_new_one_has_no_room():
+    """Two gradients fit. The second message starts at 2 and arrives at 5, while the third gradient is made."""
+    wires = {"r": Wire("reduce", "link", 0.0, 1.0)}
+    reductions = tuple(Reduction("r", 2, 4, born) for born in range(3))
+    p = Problem((1.0,) * 3, (0,) * 3, (False,) * 3, (), reductions, wires, memory=8)
+    schedule = solve(p)
+    assert [bucket.wait for bucket in schedule.reductions] == [2, 3, 3]
+    assert evaluate(p, schedule).seconds == 7.0
+
+
 def test_the_bound_adds_what_gathers_take_to_the_stalls_of_forward():
     """Compute waits 4 for the first gather. The second one takes a quarter of the first operation, which lasts 4."""
     wires = {"w": Wire("gather", "link", 0.0, 1.0, beside=True, taken=0.25)}

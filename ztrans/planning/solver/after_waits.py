@@ -42,24 +42,36 @@ class PendingUpdates:
                 self.ready_updates.append(u)
                 self.first_release = min(self.first_release, self.updates[u].release)
 
-    def run(self, place: int) -> list[int]:
-        """Take the updates that can run at a place, in the order in which they run.
+    def runnable_after(self, reductions: Iterable[int], place: int) -> list[int]:
+        """The updates that can run at a place once these reductions have been waited for too, and not before."""
+        missing: dict[int, int] = {}
+        updates: list[int] = []
+        for r in reductions:
+            for k in self.dependents_of.get(r, ()):
+                missing[k] = missing.get(k, self.missing[k]) - 1
+                if not missing[k]:
+                    updates += self.dependents[k].updates
+        return [u for u in updates if self.updates[u].release <= place]
 
-        Those that need no reduction run with the first that does.
-        """
+    def runnable(self, place: int) -> list[int]:
+        """The updates that can run at a place. Those that need no reduction run with the first that does."""
         if place < self.first_release:
             return []
-        runnable: list[int] = []
+        return [u for u in self.ready_updates if self.updates[u].release <= place]
+
+    def run(self, place: int) -> list[int]:
+        """Take the updates that can run at a place, in the order in which they run."""
+        runnable = self.runnable(place)
+        if not runnable:
+            return []
         waiting: list[int] = []
         self.first_release = END
         for u in self.ready_updates:
             update = self.updates[u]
-            if update.release <= place:
-                runnable.append(u)
-                continue
-            waiting.append(u)
-            if update.after:
-                self.first_release = min(self.first_release, update.release)
+            if update.release > place:
+                waiting.append(u)
+                if update.after:
+                    self.first_release = min(self.first_release, update.release)
         self.ready_updates = waiting
         self.pending.difference_update(runnable)
         runnable.sort(key=self._order)

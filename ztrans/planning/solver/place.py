@@ -3,9 +3,9 @@
 The schedule is simulated from the first place to the last, and each decision depends on what has happened by then. The
 bytes that are live in every schedule with these buckets are taken from the budget first: those of gathers from their
 use on, and those of gradients until they are sent. Two decisions share the room that is left. A reduction holds its
-gradients until it and the others of its group have arrived, or until there is no more room for them; it is waited for
-there (`Choice.waited_together` is the size of a group). The next gather of each lane starts once it is due, and as soon
-as there is room for it until its use.
+gradients until it and the others of its group have arrived, and is waited for there (`Choice.waited_together` is the
+size of a group). If there is no room for them, the oldest reductions that make room are waited for. The next gather of
+each lane starts once it is due, and as soon as there is room for it until its use.
 
 The tests of the solver simulate each finished schedule once more. They must come to the same seconds and bytes as the
 simulation here, and never to fewer seconds than `bound`.
@@ -16,9 +16,9 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from ...ir.dependencies import grouped
@@ -382,7 +382,30 @@ class _Simulation:
             self._decide_wait(reduction, place, stall=True)
 
     def _hold(self, reduction: ReductionInFlight, place: int) -> None:
-        """Take room for a reduction until it should have arrived, or as long as there is any; if none, wait here."""
+        """Take room for a reduction until it should have arrived, or as long as there is any.
+
+        If there is none after this place, wait here: for the oldest reductions that make room, or else for this one.
+        """
+        self._take_room(reduction, place)
+        while reduction.until == place:
+            oldest = self._oldest_with_room(reduction, place)
+            self._decide_wait(oldest, place, stall=True)
+            if oldest is reduction:
+                return
+            self._take_room(reduction, place)
+        self._check_at(reduction.until, reduction)
+
+    def _oldest_with_room(self, reduction: ReductionInFlight, place: int) -> ReductionInFlight:
+        """The oldest reduction under way that may be waited for here, and has room after this place; or this one."""
+        for earlier in self.reductions_under_way:
+            if earlier is reduction:
+                break
+            if earlier.until > place >= earlier.load.first_wait:
+                return earlier
+        return reduction
+
+    def _take_room(self, reduction: ReductionInFlight, place: int) -> None:
+        """Take room for the gradients of a reduction until it should have arrived, or as long as there is any."""
         load = reduction.load
         begin = reduction.until
         clock = self.problem.clock
@@ -402,11 +425,6 @@ class _Simulation:
                 end = begin + first // 2
             self.room[2 * begin + 1 : 2 * end + 1] -= room[: 2 * (end - begin)]
             reduction.until = end
-
-        if reduction.until == place:
-            self._decide_wait(reduction, place, stall=True)
-        else:
-            self._check_at(reduction.until, reduction)
 
     def _check_at(self, place: int, reduction: ReductionInFlight) -> None:
         """Add to the agenda a check, at a place, whether a reduction has arrived."""
@@ -473,7 +491,7 @@ class _Simulation:
             candidates = [*others, *islice(reductions, 1)]
             arrived = candidates[self.network.first_of([each.number for each in candidates])]
             end = self.network.end[arrived.number]
-            if end > self.clock or _has_second(arrived):
+            if _has_second(arrived) or self._worth_updating(end, reductions, place):
                 self._update_together(waited_for, place)
             self._receive(arrived, end, place)
             if isinstance(arrived, ReductionInFlight):
@@ -488,6 +506,24 @@ class _Simulation:
         if self.clock + self.seconds_before[-1] - self.seconds_before[place] > self.most_seconds:
             raise Rejected
         self._check_links()
+
+    def _worth_updating(
+        self, end: float, reductions: Iterable[ReductionInFlight], place: int
+    ) -> bool:
+        """Whether updates should run before a message arrives at `end`, and not with those of other reductions.
+
+        These are the reductions that are still to be waited for here. An update that runs before `end` takes no time of
+        its own. But launches that it could share with the others are then made twice.
+        """
+        if end <= self.clock:
+            return False
+        members = chain.from_iterable(reduction.load.members for reduction in reductions)
+        earlier = self.updates.runnable(place)
+        later = self.updates.runnable_after(members, place)
+        seconds_of = self.problem.update_seconds
+        hidden = min(end - self.clock, seconds_of(earlier))
+        shared = seconds_of(earlier) + seconds_of(later) - seconds_of([*earlier, *later])
+        return hidden >= shared
 
     def _check_links(self) -> None:
         """Give up if a link was idle for too long: the last of its messages will be waited for too late.
