@@ -1,9 +1,10 @@
-"""What fits a limit of memory: the stage that is chosen, and the ways that an error names."""
+"""What fits a limit of memory: the stage that is chosen, the ways that an error names, several limits."""
 
 import dataclasses
 import functools
 import gc
 import weakref
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.func import grad, grad_and_value
 
 import ztrans as zt
 from tests.support.worlds import clone
-from ztrans.fitting import EQUAL, pattern_of_moments
+from ztrans.fitting import EQUAL, fastest_within, pattern_of_moments
 from ztrans.planning.devices import H100
 from ztrans.planning.limit import DoesNotFit
 
@@ -316,3 +317,55 @@ def test_a_lowered_step_does_not_hold_the_arguments_of_its_call():
     del x
     gc.collect()
     assert batch() is None and lowered.traced.trace_again is None
+
+
+# Several limits.
+
+
+def traced(*transforms: zt.Transform) -> zt.stages.Traced:
+    return zt.chain(zt.shard_params(MESH), *transforms)(step).trace(*arguments(*LONG))
+
+
+def test_each_limit_has_the_fastest_program_that_fits_it():
+    limits = [2_700_000, 1_400_000, 40_000, 2_000_000]
+    frontier = traced(*PLANNED, zt.remat(memory="auto")).frontier(limits, cluster=within(ROOMY))
+    assert frontier[2] is None
+    recomputed = []
+    times = []
+    for limit, lowered in sorted((limit, each) for limit, each in zip(limits, frontier) if each):
+        assert lowered.memory_analysis().peak <= limit
+        recomputed.append(len(lowered.plan.recomputed))
+        times.append(lowered.timeline().seconds)
+    assert recomputed == [5, 3, 0]
+    assert times == sorted(times, reverse=True)
+
+
+class _Trial(NamedTuple):
+    seconds: float
+    peak: int
+
+
+def test_a_program_that_was_planned_for_another_limit_is_taken_if_it_is_faster():
+    small, large = _Trial(2.0, 10), _Trial(3.0, 20)
+    assert fastest_within([large, small], 20) is small
+    assert fastest_within([large, _Trial(4.0, 10)], 20) is large
+    assert fastest_within([large, _Trial(3.0, 10)], 20).peak == 10
+    assert fastest_within([large, small], 9) is None
+
+
+def test_a_limit_takes_the_place_of_the_one_that_a_transform_names():
+    named = traced(zt.prefetch(memory=7), zt.remat(memory=7), zt.offload(where="m.*", memory=7))
+    assert [t.within(8) for t in named.transforms[1:]] == [
+        zt.prefetch(memory=8),
+        zt.remat(memory=8),
+        zt.offload(where="m.*", memory=8),
+    ]
+    assert zt.remat().within(8) == zt.remat()
+    assert zt.offload(where="m.*").within(8) == zt.offload(where="m.*")
+
+
+def test_a_step_without_a_limit_has_no_frontier():
+    with pytest.raises(ValueError, match="step: no transform of this step has a limit of memory"):
+        traced(zt.remat()).frontier([1_000_000])
+    with pytest.raises(ValueError, match=r"frontier: limits=0\.5; it is a number of bytes"):
+        traced(zt.prefetch()).frontier([0.5])

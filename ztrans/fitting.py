@@ -1,7 +1,8 @@
 """Which variants of a step fit its limit of memory, and how long each takes.
 
 A transform may leave an option open, such as the stage of `shard_params`. Then each value that the option may have is
-planned and simulated. A step that does not fit is tried with other transforms, so that its error can say what to write.
+planned and simulated. So is a step for each of several limits. A step that does not fit is tried with other
+transforms, so that its error can say what to write.
 What is decided here depends on the program, the transforms and the cluster alone, so ranks with batches of one size
 and with equal devices decide alike.
 """
@@ -83,9 +84,14 @@ class Trial(NamedTuple, Generic[P]):
         lowered = with_chosen_options(traced, cluster)
         return Trial(lowered, simulate(lowered.graph, lowered.cluster).seconds)
 
+    @property
+    def peak(self) -> int:
+        """The most bytes that are live on the device of a rank."""
+        return self.lowered.memory_analysis().peak
+
     def way(self, line: str) -> Way:
         """This step as a way to fit. `line` is what the user adds to get it."""
-        return Way(line, self.seconds, self.lowered.memory_analysis().peak)
+        return Way(line, self.seconds, self.peak)
 
 
 # Options that are left open.
@@ -160,6 +166,39 @@ def variant_of_plan(traced: Variant[P], plan: Plan, cluster: Cluster | None) -> 
             if skeleton(variant.unordered).fingerprint == plan.program:
                 return variant
     return variants[0]
+
+
+# Several limits.
+
+
+def frontier(traced: Variant[P], limits: Sequence[int], cluster: Cluster | None) -> list[P | None]:
+    """The fastest program within each limit, of those that were planned for one of them; None where none fits.
+
+    Raises: ValueError if no transform of the step has a limit of memory.
+    """
+    if _limited(traced, 1) == _limited(traced, 2):
+        raise ValueError(
+            f"{traced.graph.name}: no transform of this step has a limit of memory.\n"
+            f'Add zt.prefetch(), or zt.remat(memory="auto") to choose what backward recomputes.'
+        )
+    trials: list[Trial[P]] = []
+    for limit in dict.fromkeys(limits):
+        result = _result(traced.with_transforms(_limited(traced, limit)), cluster)
+        if isinstance(result, Trial):
+            trials.append(result)
+    chosen = [fastest_within(trials, limit) for limit in limits]
+    return [None if trial is None else trial.lowered for trial in chosen]
+
+
+def _limited(traced: Variant[Any], limit: int) -> tuple[Transform, ...]:
+    """The transforms of a step, with another limit of memory."""
+    return tuple(t.within(limit) for t in traced.transforms)
+
+
+def fastest_within(trials: Sequence[Trial[P]], limit: int) -> Trial[P] | None:
+    """The fastest of some steps whose peak is within a limit; None if there is none."""
+    fitting = [trial for trial in trials if trial.peak <= limit]
+    return min(fitting, key=lambda trial: (trial.seconds, trial.peak), default=None)
 
 
 # Ways to fit.

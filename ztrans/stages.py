@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from .calling.call import BoundCall
 from .calling.global_state import no_collection
 from .compiled import BACKENDS, Compiled
-from .fitting import variant_of_plan, ways_to_fit, with_chosen_options
+from .fitting import frontier, variant_of_plan, ways_to_fit, with_chosen_options
 from .ir.across_steps import (
     carried_starts,
     carry_first_gathers,
@@ -74,6 +74,7 @@ from .transforms.base import (
     Transform,
     all_axes,
     axes_of,
+    byte_count,
     mesh_of,
     meta_leaves,
     micro_batches_of,
@@ -155,6 +156,27 @@ class Traced(Printed):
             return with_chosen_options(self, cluster)
         except DoesNotFit as error:
             raise error.with_ways(ways_to_fit(self, cluster, error)) from None
+
+    @ends_at_user
+    def frontier(
+        self, limits: Iterable[int | float], *, cluster: Cluster | None = None
+    ) -> list[Lowered | None]:
+        """The fastest program of one rank within each of several limits of memory.
+
+        The step is planned for each limit, and the fastest of all these programs that fits a limit is the one for it.
+        So a larger limit is never slower. With `lower` it may be by a little, because a search does not always find the
+        best order.
+
+        Args:
+            limits: bytes that may be live on a rank. Each takes the place of the option `memory` of the transforms.
+            cluster: as for `lower`.
+
+        Returns: for each limit a program, or None if the step does not fit it.
+
+        Raises: ValueError if a limit is not a number of bytes, or no transform has a limit of memory.
+        """
+        counts = [byte_count("frontier: limits", limit, 1) for limit in limits]
+        return frontier(self, counts, cluster)
 
     @no_collection()
     @without_autocast()

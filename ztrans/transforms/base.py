@@ -112,6 +112,10 @@ class Transform:
         """The bytes that may be live on a rank, if this transform names them. It is one limit on the whole step."""
         return None
 
+    def within(self, limit: int) -> Transform:
+        """This transform with another limit of memory, if it has that option and uses it."""
+        return self
+
     @property
     def micro_batches(self) -> int:
         """How many equal parts the batch is cut into; the step is traced for one of them."""

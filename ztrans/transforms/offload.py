@@ -103,6 +103,9 @@ class Offload(Transform):
     def memory_limit(self) -> int | None:
         return self.memory if isinstance(self.memory, int) else None
 
+    def within(self, limit: int) -> Transform:
+        return self if self.memory is None else dataclasses.replace(self, memory=limit)
+
     def leaf_memory(self, path: str, leaf: torch.Tensor) -> MemoryKind:
         if not leaf.shape or self.where is None:
             return "device"

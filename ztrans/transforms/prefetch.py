@@ -5,6 +5,7 @@ The transform only writes hints: which gathers may move, and within which limits
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,6 +68,9 @@ class _Prefetch(Transform):
     @property
     def memory_limit(self) -> int | None:
         return self.memory if isinstance(self.memory, int) else None
+
+    def within(self, limit: int) -> Transform:
+        return dataclasses.replace(self, memory=limit)
 
     def rewrite(self, graph: Graph) -> Graph:
         eqns = []

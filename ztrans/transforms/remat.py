@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -106,6 +107,9 @@ class _Remat(Transform):
     @property
     def memory_limit(self) -> int | None:
         return self.memory if isinstance(self.memory, int) else None
+
+    def within(self, limit: int) -> Transform:
+        return self if self.memory is None else dataclasses.replace(self, memory=limit)
 
     def rewrite(self, graph: Graph) -> Graph:
         if self._is_limited(graph):
