@@ -247,12 +247,13 @@ def measure(config: Config, sequence: int, mesh: DeviceMesh) -> dict:
         rows[name], notes[name] = best_of_torch(plain, mesh, machines, update)
     its_memory = int(rows[GRADIENTS]["peak GiB"] * 2**30)
     _, rows[IN_ITS_MEMORY] = planned_within(its_memory, by_hand.traced, plain, machines)
-    least = bound(
-        formulate(skeleton(planned.unordered), machines, (1 + SLACK) * memory(plain).peak)
-    )
+    program = skeleton(planned.unordered)
+    least = bound(formulate(program, machines, (1 + SLACK) * memory(plain).peak))
+    least_in_its_memory = bound(formulate(program, machines, its_memory))
     return {
         "sequence": sequence, "trace s": tracing, "equations": len(plain.eqns), "rows": rows, "notes": notes,
         "least ms": 1e3 * least.seconds, "binds": least.binds,
+        "least ms in its memory": 1e3 * least_in_its_memory.seconds,
     }  # fmt: skip
 
 
@@ -280,7 +281,8 @@ def table(measured: dict) -> str:
     head = (
         f"## Sequence {measured['sequence']}\n\n{measured['equations']} equations, traced in "
         f"{measured['trace s']:.1f} s. With these operations in this order and {100 * SLACK:.0f}% more memory, no "
-        f"placement of gathers and reductions takes less than {measured['least ms']:.1f} ms, for {measured['binds']}.\n"
+        f"placement of gathers and reductions takes less than {measured['least ms']:.1f} ms, for {measured['binds']}. "
+        f"In PyTorch's memory none takes less than {measured['least ms in its memory']:.1f} ms.\n"
     )
     return "\n".join([head, *lines, "", *notes, ""])
 
