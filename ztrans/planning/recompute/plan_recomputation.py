@@ -3,7 +3,7 @@
 Messages and activations share one limit of memory, and no formula divides it: a bucket that is live for longer may be
 worth more than the compute that makes room for it, or nothing. So several candidates are tried. The first leaves to
 activations what messages do not need in any order. Each further one leaves more to messages, by recomputing more. The
-last one recomputes what `remat()` does without a limit. A schedule is the judge of each (see `baseline`). The two that
+last one recomputes what `remat()` does without a limit. A schedule is the judge of each (see `baseline`). The three that
 seem fastest are planned in full:
 
     program --> choose --> recompute --> shard, hint --> move to the host --> plan --> place copies --> simulate
@@ -40,7 +40,7 @@ from .residency import Residency
 # Targets between the state and the peak of the step in which everything is kept.
 _TARGETS = 12
 # Candidates that are planned in full. One that is estimated to be slower than the fastest by the share `_CLOSE` is not.
-_PLANS = 2
+_PLANS = 3
 _CLOSE = 0.1
 # Candidates in a row that are no faster, after which the search ends.
 _PATIENCE = 2
