@@ -56,7 +56,9 @@ def evaluate(problem: Problem, schedule: Schedule) -> Outcome:
 
     def follows(i: int, place: int) -> float:
         updates.complete(reduced[i])
-        return 0.0 if reduced[i] in with_next else updates.seconds(place)
+        # No update follows a gather: those that can run then wait for the next reduction.
+        runs_updates = reduced[i] and reduced[i] not in with_next
+        return updates.seconds(place) if runs_updates else 0.0
 
     compute = problem.compute(schedule.levers)
     # Between two of these places nothing happens but compute.

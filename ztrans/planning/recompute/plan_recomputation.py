@@ -3,8 +3,8 @@
 Messages and activations share one limit of memory, and no formula divides it: a bucket that is live for longer may be
 worth more than the compute that makes room for it, or nothing. So several candidates are tried. The first leaves to
 activations what messages do not need in any order. Each further one leaves more to messages, by recomputing more. The
-last one recomputes what `remat()` does without a limit. A schedule is the judge of each (see `baseline`). The three that
-seem fastest are planned in full:
+last one recomputes what `remat()` does without a limit. A schedule is the judge of each (see `baseline`). The three
+that seem fastest are planned in full:
 
     program --> choose --> recompute --> shard, hint --> move to the host --> plan --> place copies --> simulate
 

@@ -43,7 +43,7 @@ class PendingUpdates:
                 self.first_release = min(self.first_release, self.updates[u].release)
 
     def runnable_after(self, reductions: Iterable[int], place: int) -> list[int]:
-        """The updates that can run at a place once these reductions have been waited for too, and not before."""
+        """The updates that can run at a place only once these reductions have been waited for too."""
         missing: dict[int, int] = {}
         updates: list[int] = []
         for r in reductions:
@@ -54,7 +54,7 @@ class PendingUpdates:
         return [u for u in updates if self.updates[u].release <= place]
 
     def runnable(self, place: int) -> list[int]:
-        """The updates that can run at a place. Those that need no reduction run with the first that does."""
+        """The updates that can run at a place. Those that need no reduction wait for one that does."""
         if place < self.first_release:
             return []
         return [u for u in self.ready_updates if self.updates[u].release <= place]

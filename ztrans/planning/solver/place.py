@@ -4,8 +4,8 @@ The schedule is simulated from the first place to the last, and each decision de
 bytes that are live in every schedule with these buckets are taken from the budget first: those of gathers from their
 use on, and those of gradients until they are sent. Two decisions share the room that is left. A reduction holds its
 gradients until it and the others of its group have arrived, and is waited for there (`Choice.waited_together` is the
-size of a group). If there is no room for them, the oldest reductions that make room are waited for. The next gather of
-each lane starts once it is due, and as soon as there is room for it until its use.
+size of a group). If a reduction finds no room for its gradients, older reductions are waited for at that place, the
+oldest first. The next gather of each lane starts once it is due, and as soon as there is room for it until its use.
 
 The tests of the solver simulate each finished schedule once more. They must come to the same seconds and bytes as the
 simulation here, and never to fewer seconds than `bound`.
@@ -18,7 +18,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from typing import Any, NamedTuple
 
 from ...ir.dependencies import grouped
@@ -384,47 +384,65 @@ class _Simulation:
     def _hold(self, reduction: ReductionInFlight, place: int) -> None:
         """Take room for a reduction until it should have arrived, or as long as there is any.
 
-        If there is none after this place, wait here: for the oldest reductions that make room, or else for this one.
+        If there is no room after this place, wait for older reductions, whose bytes make room. If that is not enough,
+        wait for this reduction.
         """
-        self._take_room(reduction, place)
-        while reduction.until == place:
-            oldest = self._oldest_with_room(reduction, place)
-            self._decide_wait(oldest, place, stall=True)
-            if oldest is reduction:
-                return
-            self._take_room(reduction, place)
-        self._check_at(reduction.until, reduction)
+        end = self._expected_place(reduction, place)
+        self._take_room(reduction, end)
+        if reduction.until == place < end:
+            for older in self._older_that_make_room(reduction, place):
+                self._decide_wait(older, place, stall=True)
+            self._take_room(reduction, end)
 
-    def _oldest_with_room(self, reduction: ReductionInFlight, place: int) -> ReductionInFlight:
-        """The oldest reduction under way that may be waited for here, and has room after this place; or this one."""
-        for earlier in self.reductions_under_way:
-            if earlier is reduction:
-                break
-            if earlier.until > place >= earlier.load.first_wait:
-                return earlier
-        return reduction
+        if reduction.until == place:
+            self._decide_wait(reduction, place, stall=True)
+        else:
+            self._check_at(reduction.until, reduction)
 
-    def _take_room(self, reduction: ReductionInFlight, place: int) -> None:
-        """Take room for the gradients of a reduction until it should have arrived, or as long as there is any."""
-        load = reduction.load
-        begin = reduction.until
+    def _expected_place(self, reduction: ReductionInFlight, place: int) -> int:
+        """The place that compute reaches when a reduction and its group should have arrived, if nothing else stalls."""
         clock = self.problem.clock
-        # The place that compute reaches when the reduction should have arrived, if nothing else stalls until then.
         group_end = reduction.group_end
         expected = max(reduction.expected, group_end.expected)
         end = bisect_left(clock, expected - self.clock + clock[place], place)
         # If the last one of its group has not been sent yet, hold the gradients at least until it is.
         if group_end.load.start >= place:
             end = max(end, group_end.load.start + 1)
-        end = min(end, load.deadline)
+        return min(end, reduction.load.deadline)
+
+    def _take_room(self, reduction: ReductionInFlight, end: int) -> None:
+        """Take room for the gradients of a reduction up to a place, or as long as there is any."""
+        begin = reduction.until
         if end > begin:
-            room = load.room.between(begin, end)
+            room = reduction.load.room.between(begin, end)
             full = self.room[2 * begin + 1 : 2 * end + 1] < room
             first = int(full.argmax())  # 0 if no slot is full
             if full[first]:
                 end = begin + first // 2
             self.room[2 * begin + 1 : 2 * end + 1] -= room[: 2 * (end - begin)]
             reduction.until = end
+
+    def _older_that_make_room(
+        self, reduction: ReductionInFlight, place: int
+    ) -> list[ReductionInFlight]:
+        """The oldest reductions whose bytes are enough for a new one right after a place; none if no number of them is.
+
+        Those that may not be waited for at this place, or hold no bytes after it, are left out.
+        """
+        slots = slice(2 * place + 1, 2 * place + 3)
+        lacking = reduction.load.room.between(place, place + 1) - self.room[slots]
+        chosen: list[ReductionInFlight] = []
+        for older in self.reductions_under_way:
+            if older is reduction:
+                break
+            if older.until > place >= older.load.first_wait:
+                freed = older.load.room.between(place, place + 1)
+                if freed.max() > 0:
+                    chosen.append(older)
+                    lacking = lacking - freed
+                    if lacking.max() <= 0:
+                        return chosen
+        return []
 
     def _check_at(self, place: int, reduction: ReductionInFlight) -> None:
         """Add to the agenda a check, at a place, whether a reduction has arrived."""
@@ -484,17 +502,23 @@ class _Simulation:
         """Let compute stand still until the messages that are needed here have arrived, and unpack each then."""
         others, reductions = self._needed_with(first, place)
         # What has arrived first is unpacked while the others are still under way. A program waits for its reductions in
-        # their order. Updates that can run do so where compute would stand still, before a second reduction is sent,
-        # and after the last wait.
+        # their order. Updates that can run do so before a second reduction is sent, after the last wait, and where
+        # compute would stand still, if that hides more than it costs to make launches twice. A plan can only say that
+        # they run after the next reduction. So if they do not run at the first stall, they wait for that.
         waited_for: list[ReductionInFlight] = []
+        run_at_stall = True
         while others or reductions:
             candidates = [*others, *islice(reductions, 1)]
             arrived = candidates[self.network.first_of([each.number for each in candidates])]
             end = self.network.end[arrived.number]
-            if _has_second(arrived) or self._worth_updating(end, reductions, place):
+            is_stall = end > self.clock and run_at_stall
+            if is_stall:
+                run_at_stall = self._is_worth_updating(end, reductions, place)
+            if _has_second(arrived) or (is_stall and run_at_stall):
                 self._update_together(waited_for, place)
             self._receive(arrived, end, place)
             if isinstance(arrived, ReductionInFlight):
+                run_at_stall = True
                 reductions.popleft()
                 self._reduced(arrived, waited_for, place)
             else:
@@ -507,17 +531,17 @@ class _Simulation:
             raise Rejected
         self._check_links()
 
-    def _worth_updating(
+    def _is_worth_updating(
         self, end: float, reductions: Iterable[ReductionInFlight], place: int
     ) -> bool:
-        """Whether updates should run before a message arrives at `end`, and not with those of other reductions.
+        """Whether to run the updates that can run now, while compute waits until `end`.
 
-        These are the reductions that are still to be waited for here. An update that runs before `end` takes no time of
-        its own. But launches that it could share with the others are then made twice.
+        Otherwise they run after other reductions, which are still to be waited for at this place, and share launches
+        with the updates that follow those. What runs before `end` costs no time, but these launches are made twice.
         """
-        if end <= self.clock:
-            return False
-        members = chain.from_iterable(reduction.load.members for reduction in reductions)
+        # Before a second reduction is sent, the updates run in any case.
+        without_second = takewhile(lambda reduction: reduction.load.second is None, reductions)
+        members = chain.from_iterable(reduction.load.members for reduction in without_second)
         earlier = self.updates.runnable(place)
         later = self.updates.runnable_after(members, place)
         seconds_of = self.problem.update_seconds
