@@ -353,6 +353,43 @@ def test_a_placement_predicts_its_own_seconds_and_peak(p, lead, reserve, togethe
         assert place_choice(Loads(p), choice, 0.99 * placed.seconds) in (None, placed)
 
 
+def updates_after(chance: Random, p: Problem) -> Problem:
+    """A problem with an update after each reduction and one after all of them, which share launches."""
+    everything = tuple(range(len(p.reductions)))
+    after = [(r,) for r in everything] + [everything]
+    launches = ((0, 0.5), (1, 2.0))
+    updates = []
+    for reductions in after:
+        shared = tuple(chance.sample(launches, chance.randint(0, 2)))
+        updates.append(Update(float(chance.randint(0, 2)), reductions, launches=shared))
+    return replace(p, updates=tuple(updates))
+
+
+@pytest.mark.parametrize("begin", [0, 1000])
+def test_a_placement_with_many_updates_predicts_its_own_seconds_and_peak(begin):
+    placements = 0
+    for seed in range(begin, begin + 1000):
+        chance = Random(seed)
+        p = updates_after(chance, problem(chance, reductions=6, host=True))
+        p = replace(p, max_between=INF, memory=least_memory(replace(p, memory=-1)))
+        for more in (0, 2, 4):
+            roomy = replace(p, memory=p.memory + more)
+            gathers = tuple(
+                (i,) for i in range(len(p.gathers)) if i not in p.dropped(p.free_levers)
+            )
+            reductions = tuple((i,) for i in range(len(p.reductions)))
+            together = chance.choice((1, 2, 4))
+            choice = Choice(gathers, reductions, p.free_levers, waited_together=together)
+            placed = place_choice(Loads(roomy), choice)
+            if placed is not None:
+                placements += 1
+                validate(roomy, placed.schedule)
+                outcome = evaluate(roomy, placed.schedule)
+                assert placed.seconds == pytest.approx(outcome.seconds, abs=1e-9)
+                assert placed.peak == outcome.peak <= roomy.memory
+    assert placements > 2500
+
+
 def test_a_problem_without_collectives_has_an_empty_schedule():
     p = Problem((1.0, 2.0), (3, 4), (True, True), (), (), {}, memory=4)
     assert solve(p) == Schedule((), ())
@@ -575,6 +612,32 @@ def test_the_oldest_reduction_is_waited_for_where_a_new_one_has_no_room():
     schedule = solve(p)
     assert [bucket.wait for bucket in schedule.reductions] == [2, 3, 3]
     assert evaluate(p, schedule).seconds == 7.0
+
+
+@pytest.mark.parametrize(
+    "links, seconds, live, memory, reductions",
+    [
+        # The second one should have arrived, but the first one slows it down.
+        ("ll", (1, 1, 1, 10), (0, 0, 0, 0), INF, [(10, 4, 0), (2, 4, 0)]),
+        # There is no room for the second one, even without the first one.
+        ("xy", (1, 1, 10), (0, 0, 2), 5, [(10, 1, 0), (1, 4, 1)]),
+        # The first one has no bytes.
+        ("xy", (1, 1, 10), (0, 0, 2), 4, [(10, 0, 0), (1, 4, 1)]),
+    ],
+)
+def test_a_reduction_of_another_lane_is_waited_for_only_if_that_makes_room(
+    links, seconds, live, memory, reductions
+):
+    """The first message is under way while compute runs for 10."""
+    wires = {key: Wire(key, link, 0.0, 1.0) for key, link in zip("xy", links)}
+    messages = tuple(Reduction(key, *each) for key, each in zip("xy", reductions))
+    count = len(seconds)
+    p = Problem(
+        tuple(map(float, seconds)), live, (False,) * count, (), messages, wires, memory=memory
+    )
+    schedule = solve(p)
+    assert schedule.reductions[0].wait == count
+    assert evaluate(p, schedule).seconds <= 15.0
 
 
 def test_the_bound_adds_what_gathers_take_to_the_stalls_of_forward():
