@@ -346,11 +346,36 @@ class _Trial(NamedTuple):
 
 
 def test_a_program_that_was_planned_for_another_limit_is_taken_if_it_is_faster():
-    small, large = _Trial(2.0, 10), _Trial(3.0, 20)
-    assert fastest_within([large, small], 20) is small
-    assert fastest_within([large, _Trial(4.0, 10)], 20) is large
-    assert fastest_within([large, _Trial(3.0, 10)], 20).peak == 10
-    assert fastest_within([large, small], 9) is None
+    trials = {12: _Trial(2.0, 10), 24: _Trial(3.0, 20), 36: _Trial(3.0, 20), 48: _Trial(1.0, 40)}
+    assert [fastest_within(trials, limit) for limit in (9, 24, 36, 39, 40)] == [
+        None,
+        12,
+        12,
+        12,
+        48,
+    ]
+    del trials[12]
+    assert [fastest_within(trials, limit) for limit in (12, 24, 36, 39)] == [None, 24, 36, 24]
+
+
+def test_a_program_that_was_planned_for_another_limit_has_its_own(monkeypatch):
+    """Of two limits that the same program fits, the larger one has the other's."""
+    found = {1_400_000: 1.0, 2_000_000: 2.0}
+    step_within = traced(*PLANNED, zt.remat(memory="auto"))
+
+    def simulate(graph, cluster):
+        return _Trial(found[graph.hints.memory_limit], 0)
+
+    monkeypatch.setattr("ztrans.fitting.simulate", simulate)
+    small, large = step_within.frontier([1_400_000, 2_000_000], cluster=within(ROOMY))
+    assert (
+        large.graph.hints.memory_limit == 2_000_000 and "found within 1.34 MiB" in large.plan.notes
+    )
+    assert large.plan.recomputed == small.plan.recomputed
+    assert [*map(repr, large.graph.eqns)] == [*map(repr, small.graph.eqns)]
+    named = traced(*PLANNED[:1], zt.prefetch(memory=2_000_000), zt.remat(memory=2_000_000))
+    again = named.lower(plan=large.plan, cluster=within(ROOMY))
+    assert str(again) == str(large)
 
 
 def test_a_limit_takes_the_place_of_the_one_that_a_transform_names():
@@ -367,5 +392,28 @@ def test_a_limit_takes_the_place_of_the_one_that_a_transform_names():
 def test_a_step_without_a_limit_has_no_frontier():
     with pytest.raises(ValueError, match="step: no transform of this step has a limit of memory"):
         traced(zt.remat()).frontier([1_000_000])
-    with pytest.raises(ValueError, match=r"frontier: limits=0\.5; it is a number of bytes"):
+    with pytest.raises(ValueError, match=r"frontier: limits=0; it is a number of bytes"):
         traced(zt.prefetch()).frontier([0.5])
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _Limited(zt.Transform):
+    memory: int = 7
+
+    @property
+    def memory_limit(self):
+        return self.memory
+
+    def rewrite(self, graph):
+        return graph
+
+
+def test_a_transform_that_keeps_its_limit_is_named():
+    with pytest.raises(ValueError, match=r"limited\(\): it names a limit of memory, and it cannot"):
+        traced(_Limited()).frontier([1_000_000])
+
+
+def test_the_error_of_a_step_that_fits_no_limit_says_what_it_needs():
+    with pytest.raises(DoesNotFit, match=r"prefetch\(memory=50000\): 48.83 KiB is less than"):
+        traced(zt.prefetch()).frontier([40_000.7, 50_000], cluster=within(ROOMY))
+    assert traced(zt.prefetch()).frontier([]) == []

@@ -1,8 +1,8 @@
 """Which variants of a step fit its limit of memory, and how long each takes.
 
 A transform may leave an option open, such as the stage of `shard_params`. Then each value that the option may have is
-planned and simulated. So is a step for each of several limits. A step that does not fit is tried with other
-transforms, so that its error can say what to write.
+planned and simulated. `frontier` plans a step once for each of several limits. A step that does not fit is tried with
+other transforms, so that its error can say what to write.
 What is decided here depends on the program, the transforms and the cluster alone, so ranks with batches of one size
 and with equal devices decide alike.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from .ir.dependencies import grouped
@@ -48,7 +48,12 @@ class Planned(Protocol):
     def unordered(self) -> Graph: ...
     @property
     def cluster(self) -> Cluster: ...
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def traced(self) -> Variant[Self]: ...
     def memory_analysis(self) -> Memory: ...
+    def with_plan(self, plan: Plan) -> Self: ...
     def with_notes(self, notes: Sequence[str]) -> Self: ...
 
 
@@ -172,33 +177,70 @@ def variant_of_plan(traced: Variant[P], plan: Plan, cluster: Cluster | None) -> 
 
 
 def frontier(traced: Variant[P], limits: Sequence[int], cluster: Cluster | None) -> list[P | None]:
-    """The fastest program within each limit, of those that were planned for one of them; None where none fits.
+    """Plan a step for each limit, and return for each the fastest of these programs that fits it; None if none does.
 
-    Raises: ValueError if no transform of the step has a limit of memory.
+    Raises: ValueError if no transform of the step has a limit of memory. DoesNotFit or HostIsFull if none of the limits
+        is enough.
     """
-    if _limited(traced, 1) == _limited(traced, 2):
+    results: dict[int, Trial[P] | DoesNotFit | HostIsFull] = {}
+    for limit in dict.fromkeys(limits):
+        results[limit] = _result(_within(traced, limit), cluster)
+    trials = {limit: trial for limit, trial in results.items() if isinstance(trial, Trial)}
+    if results and not trials:
+        raise _closest_error([results[limit] for limit in sorted(results, reverse=True)])
+
+    programs: list[P | None] = []
+    for limit in limits:
+        planned_for = fastest_within(trials, limit)
+        if planned_for is None:
+            programs.append(None)
+        elif planned_for == limit:
+            programs.append(trials[limit].lowered)
+        else:
+            programs.append(_with_limit(trials[planned_for].lowered, planned_for, limit))
+    return programs
+
+
+def fastest_within(trials: Mapping[int, Trial[Any]], limit: int) -> int | None:
+    """Of steps by the limit that they were planned for, the one that is fastest within a limit; None if none fits."""
+    fitting = [planned_for for planned_for, trial in trials.items() if trial.peak <= limit]
+
+    def rank(planned_for: int) -> tuple[float, bool, int]:
+        trial = trials[planned_for]
+        return trial.seconds, planned_for != limit, trial.peak
+
+    return min(fitting, key=rank, default=None)
+
+
+def _within(traced: Variant[P], limit: int) -> Variant[P]:
+    """A step within another limit of memory.
+
+    Raises: ValueError if no transform has a limit, or one of them keeps another one.
+    """
+    transforms = tuple(t.within(limit) for t in traced.transforms)
+    for t in transforms:
+        if t.memory_limit not in (None, limit):
+            raise ValueError(
+                f"{t!r}: it names a limit of memory, and it cannot be given another one.\n"
+                f"Write its method `within(self, limit)`, which returns this transform with that limit."
+            )
+    if all(t.memory_limit is None for t in transforms):
         raise ValueError(
             f"{traced.graph.name}: no transform of this step has a limit of memory.\n"
             f'Add zt.prefetch(), or zt.remat(memory="auto") to choose what backward recomputes.'
         )
-    trials: list[Trial[P]] = []
-    for limit in dict.fromkeys(limits):
-        result = _result(traced.with_transforms(_limited(traced, limit)), cluster)
-        if isinstance(result, Trial):
-            trials.append(result)
-    chosen = [fastest_within(trials, limit) for limit in limits]
-    return [None if trial is None else trial.lowered for trial in chosen]
+    return traced.with_transforms(transforms)
 
 
-def _limited(traced: Variant[Any], limit: int) -> tuple[Transform, ...]:
-    """The transforms of a step, with another limit of memory."""
-    return tuple(t.within(limit) for t in traced.transforms)
-
-
-def fastest_within(trials: Sequence[Trial[P]], limit: int) -> Trial[P] | None:
-    """The fastest of some steps whose peak is within a limit; None if there is none."""
-    fitting = [trial for trial in trials if trial.peak <= limit]
-    return min(fitting, key=lambda trial: (trial.seconds, trial.peak), default=None)
+def _with_limit(lowered: P, planned_for: int, limit: int) -> P:
+    """A program that was planned for one limit, as the program of the same step within another limit."""
+    plan = lowered.plan
+    limited = _within(lowered.traced, limit).without_order(lowered.cluster, plan)
+    note = f"found within {format_bytes(planned_for)}"
+    fingerprint = skeleton(limited.unordered).fingerprint
+    return limited.with_plan(
+        dataclasses.replace(plan, program=fingerprint, notes=(note, *plan.notes))
+    )
 
 
 # Ways to fit.

@@ -164,19 +164,20 @@ class Traced(Printed):
         """The fastest program of one rank within each of several limits of memory.
 
         The step is planned for each limit, and the fastest of all these programs that fits a limit is the one for it.
-        So a larger limit is never slower. With `lower` it may be by a little, because a search does not always find the
-        best order.
+        So a larger limit is never slower. Two calls of `lower` do not promise that: a search does not always find the
+        best order. A program that was planned for another limit says so in its notes.
 
         Args:
-            limits: bytes that may be live on a rank. Each takes the place of the option `memory` of the transforms.
+            limits: bytes that may be live on a rank; fractions are cut off. Each replaces the option `memory` of
+                `prefetch`, and of `remat` and `offload` where they have it.
             cluster: as for `lower`.
 
         Returns: for each limit a program, or None if the step does not fit it.
 
-        Raises: ValueError if a limit is not a number of bytes, or no transform has a limit of memory.
+        Raises: ValueError if a limit is not a number of bytes, no transform has a limit, or the step fits none of them.
         """
-        counts = [byte_count("frontier: limits", limit, 1) for limit in limits]
-        return frontier(self, counts, cluster)
+        limits_in_bytes = [byte_count("frontier: limits", limit // 1, 1) for limit in limits]
+        return frontier(self, limits_in_bytes, cluster)
 
     @no_collection()
     @without_autocast()

@@ -113,7 +113,7 @@ class Transform:
         return None
 
     def within(self, limit: int) -> Transform:
-        """This transform with another limit of memory, if it has that option and uses it."""
+        """This transform with `limit` as the bytes that may be live. Unchanged if it names no limit."""
         return self
 
     @property
