@@ -62,6 +62,28 @@ def test_a_kernel_that_runs_earlier_does_not_raise_the_peak(bandwidth):
     assert groups and memory(fused).peak <= memory(graph).peak
 
 
+@pytest.mark.parametrize("share, kernels", [(1.0, []), (2.0, [["stack", "transpose", "clone"]])])
+def test_a_kernel_that_needs_more_than_the_limit_runs_as_its_equations(share, kernels):
+    """The kernel would hold three products, which it reads, their stack and its copy, 9 MiB. One by one they need 6."""
+
+    def step(w, x):
+        stacked = torch.stack([x @ w[0], x @ w[1], x @ w[2]])
+        together = stacked.transpose(0, 1).contiguous().view(1024, 768)
+        return w, x.T @ together
+
+    def lower(limit):
+        transforms = zt.chain(zt.shard_params(AbstractMesh(dp=1)), zt.prefetch(memory=limit))
+        return transforms(step).lower([torch.zeros(64, 256)] * 3, torch.zeros(1024, 64)).graph
+
+    limit = int(share * memory(lower(1 << 30)).peak)
+    graph = lower(limit)
+    fused, groups = fused_within_peak(graph)
+    zt.ir.check(fused)
+    assert set(fused.eqns) == set(graph.eqns)
+    names = [[str(eqn.op).split(".")[1] for eqn in group.eqns] for group in groups]
+    assert [group for group in names if "stack" in group] == kernels
+
+
 def layers(count: int, make_optimizer, *transforms: zt.Transform, **leaf):
     """A step of linear layers, and its state."""
     model = torch.nn.Sequential()

@@ -4,14 +4,18 @@ A backend puts some equations next to each other: equal updates, which one call 
 which become one kernel. An equation that runs earlier or later than the plan says may keep a value live for longer. A
 value that backward recomputes would even be live throughout, if it joined a kernel of forward. So equations are left in
 their places where the peak of memory would rise above that of the plan.
+
+A kernel frees what it reads only when it ends, and what it concatenates is in memory until then too. Equations one by
+one free their arguments earlier. So they are no kernel where it would need more than the limit of the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 
 from .ir.donation import donation
 from .ir.graph import Eqn, Graph, Var
+from .ir.op_facts import op_facts
 from .ir.update_groups import EqnGroup, group_updates
 from .planning.buffers import Storage, by_memory, live_bytes, storages
 from .planning.cost import memory
@@ -19,6 +23,10 @@ from .runtime.inductor.fusion import FusedGroup, computed_alike, fuse, runs_in_o
 
 # The most rounds that leave more equations in their places.
 _ROUNDS = 10
+# A kernel allocates its results before it frees what it reads. This share of the limit is not worth one kernel less.
+_LITTLE = 0.001
+# Operations whose results a kernel writes to memory, also if only the kernel reads them.
+_CONCATENATES = {"cat", "stack"}
 
 
 def with_grouped_updates(
@@ -56,15 +64,52 @@ def fused_within_peak(graph: Graph) -> tuple[Graph, tuple[FusedGroup, ...]]:
         grouped, updates = group_updates(graph, runs_in_one_call)
     else:
         grouped, updates = with_grouped_updates(graph, runs_in_one_call)
+    limit = graph.hints.memory_limit
     unmoved: frozenset[Eqn] = frozenset()
+    alone: frozenset[Eqn] = frozenset()
     fused, groups = fuse(grouped, updates)
     for _ in range(_ROUNDS):
-        more = _Moves(graph, fused, alike | unmoved).that_raise(peak)
-        if not more:
+        moved = _Moves(graph, fused, alike | unmoved).that_raise(peak)
+        too_large: frozenset[Eqn] = frozenset()
+        if not moved and limit is not None:
+            kernels = [group for group in groups if alike.isdisjoint(group.eqns)]
+            too_large = _too_large(fused, kernels, limit)
+        if not moved and not too_large:
             break
-        unmoved |= more
-        fused, groups = fuse(grouped, updates, unmoved)
+        unmoved |= moved
+        alone |= too_large
+        fused, groups = fuse(grouped, updates, unmoved, alone)
     return fused, groups
+
+
+def _too_large(fused: Graph, kernels: Sequence[FusedGroup], limit: int) -> frozenset[Eqn]:
+    """The equations of those kernels with which more bytes are live than a limit."""
+    number = {eqn: i for i, eqn in enumerate(fused.eqns)}
+    every, _ = by_memory(storages(fused, donation(fused)))
+    eqns: set[Eqn] = set()
+    for kernel in kernels:
+        first = number[kernel.eqns[0]]
+        last = number[kernel.eqns[-1]]
+        if (
+            not kernel.is_update
+            and _bytes_of_kernel(fused, every, first, last) > (1 + _LITTLE) * limit
+        ):
+            eqns.update(kernel.eqns)
+    return frozenset(eqns)
+
+
+def _bytes_of_kernel(fused: Graph, every: Sequence[Storage], first: int, last: int) -> int:
+    """The bytes that are live while the equations from `first` to `last` run as one kernel."""
+    live = 0
+    for storage in every:
+        is_inside = first <= storage.first and storage.last <= last
+        maker = fused.eqns[max(storage.first, 0)]
+        # Other values that only the kernel reads are in registers.
+        if is_inside and op_facts(maker.op).name not in _CONCATENATES:
+            continue
+        if storage.first <= last and storage.last >= first:
+            live += storage.bytes
+    return live
 
 
 class _Moves:

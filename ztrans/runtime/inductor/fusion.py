@@ -44,7 +44,10 @@ class FusedGroup:
 
 
 def fuse(
-    graph: Graph, updates: Sequence[EqnGroup], unmoved: Collection[Eqn] = frozenset()
+    graph: Graph,
+    updates: Sequence[EqnGroup],
+    unmoved: Collection[Eqn] = frozenset(),
+    alone: Collection[Eqn] = frozenset(),
 ) -> tuple[Graph, tuple[FusedGroup, ...]]:
     """Group the equations of a program.
 
@@ -52,10 +55,11 @@ def fuse(
         graph: the program, in which equal updates are next to each other.
         updates: those of its groups that one call of PyTorch computes (see `runs_in_one_call`).
         unmoved: the equations that stay in their places: they join a group only if they need not move.
+        alone: the equations that join no group.
 
     Returns: The program with the equations of each group next to each other, and the groups in their order.
     """
-    items = _Items(pair(graph), updates, unmoved)
+    items = _Items(pair(graph), updates, unmoved, alone)
     for eqn in _waits_together(graph, items.pairs):
         items.add(eqn)
 
@@ -180,9 +184,16 @@ class _Items:
     item that they read. Constants, and views of them, are deferred until an equation reads them.
     """
 
-    def __init__(self, pairs: Pairs, updates: Sequence[EqnGroup], unmoved: Collection[Eqn]) -> None:
+    def __init__(
+        self,
+        pairs: Pairs,
+        updates: Sequence[EqnGroup],
+        unmoved: Collection[Eqn],
+        alone: Collection[Eqn],
+    ) -> None:
         self.pairs = pairs
         self.unmoved = unmoved
+        self.alone = alone
         self.update_of: dict[Eqn, EqnGroup] = {}
         for update in updates:
             self.update_of.update(dict.fromkeys(update, update))
@@ -204,7 +215,7 @@ class _Items:
             self.deferred.update((out, eqn) for out in eqn.results)
         elif _is_real_view(eqn):
             self.append(eqn, latest)
-        elif _is_fusible(eqn) and len(update) == 1:
+        elif _is_fusible(eqn) and len(update) == 1 and eqn not in self.alone:
             self.add_fusible(eqn, latest)
         elif eqn is update[0]:  # the others come with it
             self.add_alone(update)
