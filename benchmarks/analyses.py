@@ -14,7 +14,7 @@ alone. These laws must hold for all of them:
                all leaves
     near       at stage 3 with an automatic budget, the step of the largest model takes at most 1.05 times its bound
 
-With `--limits`, 240 programs recompute within eight limits each (`remat(memory=...)`): the peak is within the limit,
+With `--limits`, 256 programs recompute within eight limits each (`remat(memory=...)`): the peak is within the limit,
 and a larger limit makes the step at most 0.5% slower.
 
 Prints and writes benchmarks/results/analyses.md. Fails if a law is broken.
