@@ -202,7 +202,12 @@ def frontier(traced: Variant[P], limits: Sequence[int], cluster: Cluster | None)
 
 
 def fastest_within(trials: Mapping[int, Trial[Any]], limit: int) -> int | None:
-    """Of steps by the limit that they were planned for, the one that is fastest within a limit; None if none fits."""
+    """The limit that the fastest of some steps was planned for, among those that fit `limit`; None if none fits.
+
+    Args:
+        trials: the steps, by the limit that they were planned for.
+        limit: the bytes that may be live.
+    """
     fitting = [planned_for for planned_for, trial in trials.items() if trial.peak <= limit]
 
     def rank(planned_for: int) -> tuple[float, bool, int]:

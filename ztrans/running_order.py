@@ -5,8 +5,9 @@ which become one kernel. An equation that runs earlier or later than the plan sa
 value that backward recomputes would even be live throughout, if it joined a kernel of forward. So equations are left in
 their places where the peak of memory would rise above that of the plan.
 
-A kernel frees what it reads only when it ends, and what it concatenates is in memory until then too. Equations one by
-one free their arguments earlier. So they are no kernel where it would need more than the limit of the step.
+A kernel frees its arguments only when it ends. Until then, a concatenation that it makes is in memory too. Equations
+that run one by one free their arguments earlier. So where a kernel would need more than the limit of the step, its
+equations run one by one.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from .runtime.inductor.fusion import FusedGroup, computed_alike, fuse, runs_in_o
 
 # The most rounds that leave more equations in their places.
 _ROUNDS = 10
-# A kernel allocates its results before it frees what it reads. This share of the limit is not worth one kernel less.
-_LITTLE = 0.001
-# Operations whose results a kernel writes to memory, also if only the kernel reads them.
-_CONCATENATES = {"cat", "stack"}
+# The share of the limit by which a kernel may exceed it. It allocates its results, also small ones such as the gradient
+# of a bias, before it frees its arguments.
+_EXCESS = 0.001
+# Operations whose results a kernel writes to memory, even if nothing else reads them.
+_CONCATENATIONS = {"cat", "stack"}
 
 
 def with_grouped_updates(
@@ -53,7 +55,8 @@ def with_grouped_updates(
 def fused_within_peak(graph: Graph) -> tuple[Graph, tuple[FusedGroup, ...]]:
     """The program with the equations of each kernel next to each other, and the groups of equations that are kernels.
 
-    An equation that would raise the peak of memory stays in its place. Scalars, buckets that are unpacked at once, and
+    An equation that would raise the peak of memory stays in its place. The equations of a kernel that would need more
+    than the limit of the step run one by one. Scalars, buckets that are unpacked at once, and
     values that all ranks must compute alike join kernels in any case: the peak depends on the size of the batch, and
     their kernels may not.
     """
@@ -83,17 +86,16 @@ def fused_within_peak(graph: Graph) -> tuple[Graph, tuple[FusedGroup, ...]]:
 
 
 def _too_large(fused: Graph, kernels: Sequence[FusedGroup], limit: int) -> frozenset[Eqn]:
-    """The equations of those kernels with which more bytes are live than a limit."""
+    """The equations of the kernels during which more bytes are live than a limit allows."""
     number = {eqn: i for i, eqn in enumerate(fused.eqns)}
     every, _ = by_memory(storages(fused, donation(fused)))
     eqns: set[Eqn] = set()
     for kernel in kernels:
         first = number[kernel.eqns[0]]
         last = number[kernel.eqns[-1]]
-        if (
-            not kernel.is_update
-            and _bytes_of_kernel(fused, every, first, last) > (1 + _LITTLE) * limit
-        ):
+        if kernel.is_update:
+            continue
+        if _bytes_of_kernel(fused, every, first, last) > (1 + _EXCESS) * limit:
             eqns.update(kernel.eqns)
     return frozenset(eqns)
 
@@ -104,8 +106,8 @@ def _bytes_of_kernel(fused: Graph, every: Sequence[Storage], first: int, last: i
     for storage in every:
         is_inside = first <= storage.first and storage.last <= last
         maker = fused.eqns[max(storage.first, 0)]
-        # Other values that only the kernel reads are in registers.
-        if is_inside and op_facts(maker.op).name not in _CONCATENATES:
+        # A kernel has other values that only it reads in registers.
+        if is_inside and op_facts(maker.op).name not in _CONCATENATIONS:
             continue
         if storage.first <= last and storage.last >= first:
             live += storage.bytes

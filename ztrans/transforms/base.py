@@ -113,7 +113,7 @@ class Transform:
         return None
 
     def within(self, limit: int) -> Transform:
-        """This transform with `limit` as the bytes that may be live. Unchanged if it names no limit."""
+        """This transform with `limit` as its option `memory`. It is unchanged if it has no limit of memory."""
         return self
 
     @property

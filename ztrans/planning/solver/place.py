@@ -425,9 +425,10 @@ class _Simulation:
     def _older_that_make_room(
         self, reduction: ReductionInFlight, place: int
     ) -> list[ReductionInFlight]:
-        """The oldest reductions whose bytes are enough for a new one right after a place; none if no number of them is.
+        """The oldest reductions that together free enough room for a new one right after a place.
 
-        Those that may not be waited for at this place, or hold no bytes after it, are left out.
+        The list is empty if even all of them do not. Reductions that may not be waited for at this place, or that have
+        no bytes after it, are left out.
         """
         slots = slice(2 * place + 1, 2 * place + 3)
         lacking = reduction.load.room.between(place, place + 1) - self.room[slots]
@@ -503,8 +504,8 @@ class _Simulation:
         others, reductions = self._needed_with(first, place)
         # What has arrived first is unpacked while the others are still under way. A program waits for its reductions in
         # their order. Updates that can run do so before a second reduction is sent, after the last wait, and where
-        # compute would stand still, if that hides more than it costs to make launches twice. A plan can only say that
-        # they run after the next reduction. So if they do not run at the first stall, they wait for that.
+        # compute would stand still, if that hides more than it costs to make launches twice. A plan says of a reduction
+        # whether updates run right after it. So what does not run at the first stall runs after the next reduction.
         waited_for: list[ReductionInFlight] = []
         run_at_stall = True
         while others or reductions:
