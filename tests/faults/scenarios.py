@@ -583,7 +583,8 @@ def killed_while_saving() -> None:
 
 
 def failed_saves() -> None:
-    """Rank 1 cannot copy its part of a save; it writes another part too late; the ranks load different checkpoints."""
+    """Rank 1 cannot copy its part of a save; it writes another part too late, and one elsewhere; its file is damaged;
+    it finds no checkpoint; the ranks load different checkpoints."""
 
     def filled(value: float) -> dict[str, torch.Tensor]:
         return step.shard({"w": torch.full((8, 4), value)})
@@ -597,6 +598,11 @@ def failed_saves() -> None:
     def write_late(*arguments) -> object:
         time.sleep(TIMEOUT.total_seconds() + 2)
         return write_data(*arguments)
+
+    def write_elsewhere(writer: FolderWriter, *arguments) -> object:
+        results = write_data(writer, *arguments)
+        (writer.unfinished / "__1_0.distcp").unlink()  # as the first rank sees it
+        return results
 
     warnings.simplefilter("ignore")
     step = zt.shard_params(start(), stage=3)(train_step)
@@ -617,9 +623,26 @@ def failed_saves() -> None:
     dist.barrier()
     zt.save(path, filled(4.0)).result()
     report("after a late one", rows=rows(path))
+    if RANK == 1:
+        FolderWriter.write_data = write_elsewhere
+    report("elsewhere", **failed(lambda: zt.save(path, filled(4.5)).result()))
+    FolderWriter.write_data = write_data
+    report("after one elsewhere", rows=rows(path))
+    dist.barrier()
+    if RANK == 1:
+        written = bytearray((path / "__1_0.distcp").read_bytes())
+        written[len(written) // 2] ^= 1
+        (path / "__1_0.distcp").write_bytes(written)
+    dist.barrier()
+    like = {"w": torch.zeros(8, 4)}
+    report("flipped", **failed(lambda: zt.load(path, like, step)))
+    complete_folder = load_module._complete_folder
+    if RANK == 1:  # as if its disk were another one
+        load_module._complete_folder = lambda _: complete_folder(path / "nowhere")
+    report("absent", **failed(lambda: zt.load(path, like, step)))
+    load_module._complete_folder = complete_folder
     other = Path(folder[0]) / "other"
     zt.save(other, filled(5.0)).result()
-    like = {"w": torch.zeros(8, 4)}
     if RANK == 1:  # as if the folder of rank 1 were on another file system
         load_module._complete_folder = lambda path: other
     report("load", **failed(lambda: zt.load(path, like, step)))

@@ -71,7 +71,10 @@ def _prepare() -> None:
 
 
 class _Terminal(logging.StreamHandler):
-    """Shows the stage that runs on the last line of a terminal, and replaces it when the stage ends."""
+    """Shows the stage that runs on the last line of a terminal, and replaces it when the stage ends.
+
+    Stages that took long, and errors, leave a line.
+    """
 
     terminator = ""
 
@@ -80,4 +83,6 @@ class _Terminal(logging.StreamHandler):
         text = super().format(record)
         if seconds is not None:
             text = f"{text}\n" if seconds >= _LONG else ""
+        elif record.levelno >= logging.WARNING:
+            text = f"{text}\n"
         return f"{_CLEAR}{text}"

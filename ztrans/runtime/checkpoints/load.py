@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from ...calling.trees import named_leaves
 from ...ir.dependencies import grouped
 from ...ir.layout import as_tensor
-from ..agreement import agree
+from ..agreement import Failure, agree, everywhere
 from ..failure import rank_names
 from ..state import mesh_of_state
-from .save import committed, index_of, is_model_file, unfinished, wait_for_saves
+from . import folder
+from .save import is_model_file, wait_for_saves
 
 State = TypeVar("State")
 
@@ -29,8 +33,9 @@ def load(path: str | os.PathLike[str], like: State, step: Callable) -> State:
     """Read a state, in the layouts that `step` needs. All ranks must call it.
 
     It waits for a save that runs, and all ranks read the same checkpoint. The number of ranks, the mesh, the axis and
-    the stage may differ from those with which it was saved. Each rank reads its own parts only. Values are converted to
-    the dtypes of `like`. What the checkpoint has besides is not read.
+    the stage may differ from those with which it was saved. Each rank reads its own parts only, and compares them with
+    the checksums that `zt.save` stored. Values are converted to the dtypes of `like`. What the checkpoint has besides
+    is not read.
 
     Args:
         path: what `zt.save` or `torch.distributed.checkpoint` has written.
@@ -41,8 +46,9 @@ def load(path: str | os.PathLike[str], like: State, step: Callable) -> State:
     Returns: The state, a new one, as `step.shard` returns it.
 
     Raises: FileNotFoundError if there is no complete checkpoint; ValueError if it has not all leaves of `like`, or
-        leaves of other shapes, or if `path` is the file of an ordinary model; RuntimeError if ranks find different
-        checkpoints.
+        leaves of other shapes, or of dtypes that `like` cannot hold, such as a complex leaf for a real one, if a file
+        is damaged, or if `path` is the file of an ordinary model; RuntimeError if ranks find different checkpoints, or
+        another rank cannot load its part.
 
     >>> import tempfile, ztrans as zt
     >>> folder = Path(tempfile.mkdtemp()) / "checkpoint"
@@ -52,10 +58,9 @@ def load(path: str | os.PathLike[str], like: State, step: Callable) -> State:
     """
     if callable(like) and not callable(step):
         raise TypeError("load: the state comes before the step: zt.load(path, like, step).")
+    path = Path(path).absolute()
     wait_for_saves()
-    checkpoint = _Checkpoint(_complete_folder(Path(path)))
     leaves_by_name = named_leaves(like)
-    _check_fits(checkpoint.shapes, path, leaves_by_name)
     leaves, tree = pytree.tree_flatten(like)
 
     # The step lays out a state without values. Then each rank reads its parts in place.
@@ -63,25 +68,27 @@ def load(path: str | os.PathLike[str], like: State, step: Callable) -> State:
     shard = getattr(step, "shard", None)
     sharded = pytree.tree_leaves(blank if shard is None else shard(blank))
     mesh = mesh_of_state(sharded)
-    if mesh is not None:
-        agree(mesh, f"load of {str(path)[-80:]}", checkpoint.digest, _different_checkpoints)
+    checkpoint = _agreed_checkpoint(path, leaves_by_name, mesh)
     parts = [_allocated(part, leaf) for part, leaf in zip(sharded, leaves)]
-    checkpoint.fill({name: part.detach() for name, part in zip(leaves_by_name, parts)})
+    with _failing_together(mesh):
+        checkpoint.fill({name: part.detach() for name, part in zip(leaves_by_name, parts)})
     new_leaves = [_as_like(x, leaf) for x, leaf in zip(parts, leaves)]
     return pytree.tree_unflatten(new_leaves, tree)
 
 
 class _Checkpoint:
-    """A checkpoint to read: the shapes of its tensors by name, and their values; `digest` differs for each save."""
+    """A checkpoint to read: the kinds of its tensors by name, and their values; `digest` differs for each save."""
 
     def __init__(self, path: Path) -> None:
-        self.digest = hashlib.sha256(index_of(path).read_bytes()).hexdigest()
-        self._reader = dcp.FileSystemReader(path)
-        self._metadata = self._reader.read_metadata()
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        index = folder.index_of(path)
+        with _naming(index):
+            self._reader = _Reader(path)
+            self.digest = hashlib.sha256(index.read_bytes()).hexdigest()
+            self._metadata = self._reader.read_metadata()
+        self.kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name, x in self._metadata.state_dict_metadata.items():
             if isinstance(x, TensorStorageMetadata):
-                self.shapes[name] = tuple(x.size)
+                self.kinds[name] = tuple(x.size), x.properties.dtype
 
     def fill(self, parts: Mapping[str, torch.Tensor]) -> None:
         """Read this rank's part of each tensor in place. Nothing is communicated."""
@@ -91,6 +98,92 @@ class _Checkpoint:
         self._reader.set_up_storage_reader(self._metadata, True)
         (plan,) = planner.create_global_plan([planner.create_local_plan()])
         self._reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads a checkpoint, and compares what it reads with the checksums of `save`. One of DCP itself has none."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._folder = path
+        self._checksums = folder.read_checksums(path)
+
+    def read_metadata(self, *args: Any, **options: Any) -> Any:
+        """Read the index."""
+        self._check(folder.index_of(self._folder).name)
+        return super().read_metadata(*args, **options)
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> torch.futures.Future[None]:
+        """Read the parts that a plan names. A file is checked before it is read, record by record."""
+        records = [(self.storage_data[item.storage_index], item) for item in plan.items]
+        by_file = grouped((record.relative_path, (record.offset, item)) for record, item in records)
+        for name, parts in by_file.items():
+            with _naming(self._folder / name):
+                self._check(name, {offset for offset, _ in parts})
+                items = [item for _, item in parts]
+                super().read_data(dataclasses.replace(plan, items=items), planner).wait()
+        done: torch.futures.Future[None] = torch.futures.Future()
+        done.set_result(None)
+        return done
+
+    def _check(self, name: str, offsets: set[int] | None = None) -> None:
+        if self._checksums:
+            folder.check_file(self._folder, name, self._checksums, offsets)
+
+
+def _agreed_checkpoint(
+    path: Path, leaves_by_name: Mapping[str, Any], mesh: DeviceMesh | None
+) -> _Checkpoint:
+    """The checkpoint at a path, which all ranks of the mesh find, and which has these leaves."""
+    try:
+        checkpoint = _Checkpoint(_complete_folder(path))
+        _check_fits(checkpoint.kinds, path, leaves_by_name)
+    except Exception as error:
+        if mesh is not None:
+            failure = Failure("load", f"{type(error).__name__}: {error}")
+            with contextlib.suppress(RuntimeError):  # the error of this rank says more
+                agree(mesh, "load", failure, lambda by_rank: "")
+        raise
+    if mesh is not None:
+        agree(mesh, "load", checkpoint.digest, _different_checkpoints)
+    return checkpoint
+
+
+@contextlib.contextmanager
+def _failing_together(mesh: DeviceMesh | None) -> Iterator[None]:
+    """Do a part of a load. All ranks raise if one fails, and none goes on alone.
+
+    Raises: the error of this rank; otherwise RuntimeError with that of another one.
+    """
+    mine = None
+    try:
+        yield
+    except Exception as error:
+        mine = error
+    if mesh is not None:
+        texts = everywhere(f"{type(mine).__name__}: {mine}" if mine is not None else "", mesh)
+        failures = [
+            f"rank {rank} has failed with {text}"
+            for rank, text in zip(mesh.mesh.flatten().tolist(), texts)
+            if text
+        ]
+        if failures and mine is None:
+            raise RuntimeError(f"load: {failures[0]}")
+    if mine is not None:
+        raise mine
+
+
+@contextlib.contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Name the file in errors about it."""
+    try:
+        yield
+    except folder.Damaged as error:
+        raise ValueError(f"load: {error}\nLoad another checkpoint.") from error
+    except Exception as error:
+        raise ValueError(
+            f"load: {file} cannot be read: {type(error).__name__}: {error}\nLoad another checkpoint."
+        ) from error
 
 
 def _different_checkpoints(by_rank: Mapping[int, str]) -> str:
@@ -107,9 +200,9 @@ def _different_checkpoints(by_rank: Mapping[int, str]) -> str:
 
 def _complete_folder(path: Path) -> Path:
     """The folder of a complete checkpoint."""
-    folder = committed(path)
-    if folder is not None:
-        return folder
+    complete = folder.committed(path)
+    if complete is not None:
+        return complete
     if is_model_file(path):
         raise ValueError(
             f"load: {path} is the file of an ordinary model, and load reads the folders that zt.save writes.\n"
@@ -118,14 +211,16 @@ def _complete_folder(path: Path) -> Path:
         )
     begun = " The first save to it has failed, was killed, or runs in another program."
     raise FileNotFoundError(
-        f"load: {path} is no checkpoint.{begun if unfinished(path).exists() else ''}\nzt.save writes one."
+        f"load: {path} is no checkpoint.{begun if folder.has_unfinished(path) else ''}\nzt.save writes one."
     )
 
 
 def _check_fits(
-    shapes: Mapping[str, tuple[int, ...]], path: Any, leaves_by_name: Mapping[str, Any]
+    kinds: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    path: Path,
+    leaves_by_name: Mapping[str, Any],
 ) -> None:
-    missing = [name for name in leaves_by_name if name not in shapes]
+    missing = [name for name in leaves_by_name if name not in kinds]
     if missing:
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         raise ValueError(
@@ -134,11 +229,18 @@ def _check_fits(
             f"`like` lists the leaves to read: give it those that the checkpoint has."
         )
     for name, leaf in leaves_by_name.items():
+        saved_shape, saved_dtype = kinds[name]
         shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else ()
-        if shapes[name] != shape:
+        if saved_shape != shape:
             raise ValueError(
-                f"load: {name} has shape {list(shapes[name])} in {path}, and {list(shape)} in the state.\n"
+                f"load: {name} has shape {list(saved_shape)} in {path}, and {list(shape)} in the state.\n"
                 f"Build the model with the sizes that it was saved with."
+            )
+        dtype = leaf.dtype if isinstance(leaf, torch.Tensor) else as_tensor(leaf).dtype
+        if not torch.can_cast(saved_dtype, dtype):
+            raise ValueError(
+                f"load: {name} is {saved_dtype} in {path}, and {dtype} in the state, which cannot hold its values.\n"
+                f"Give `like` a leaf of {saved_dtype}, and convert it after the load."
             )
 
 

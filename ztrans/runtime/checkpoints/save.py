@@ -1,38 +1,45 @@
 """Write a state while steps go on.
 
-A checkpoint is a folder in the format of torch.distributed.checkpoint. It is written in a temporary folder beside it.
-Once all ranks have written and the files are on the disk, the temporary folder takes the name of the checkpoint. So a
-folder with that name is always complete.
+A checkpoint is a folder in the format of torch.distributed.checkpoint. It is written in a new folder beside it (see
+`folder`). Once all ranks have written and the files are on the disk, each rank checks the files of another rank. Then
+the new folder takes the name of the checkpoint. So a folder with that name is always complete.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-import shutil
-import warnings
-from collections.abc import Mapping, Sequence
+import secrets
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from ...calling.trees import named_leaves
 from ...ir.axes import members_of
+from ...ir.dependencies import grouped
 from ...ir.layout import as_tensor, mesh_axes
-from ..agreement import agree, different_steps, everywhere
-from ..failure import check_ended, quitting_after_loss, steps_of
+from ..agreement import agree, different_steps, everywhere, from_first
+from ..failure import check_ended, quitting_after_loss, rank_names, steps_of
 from ..process_groups import Channel, process_groups
 from ..replicas import different_leaf, digest
 from ..state import mesh_of_state
+from . import folder
 
+log = logging.getLogger("ztrans")
 _running: list[Future[Path]] = []  # the save in progress
 
 
@@ -40,19 +47,19 @@ def save(path: str | os.PathLike[str], state: Any) -> Future[Path]:
     """Write a state. All ranks must call it.
 
     The parts of this rank are copied; then the call returns, and a thread writes the copies, so steps may go on. The
-    ranks write together into a folder, which has to be on a file system of all ranks. It takes the name `path` when it
-    is complete; a checkpoint that had this name is deleted. A save waits for the one before.
+    ranks write together into a new folder, which has to be on a file system of all ranks, and check it. It takes the
+    name `path` when it is complete; a checkpoint that had this name is deleted. A save waits for the one before.
 
     Args:
-        path: the folder.
+        path: the folder, or a link to it. A relative one begins at the working folder of this call.
         state: a pytree of DTensors, tensors and numbers, as the state of a step is.
 
-    Returns: A future; its `result()` waits until the checkpoint is complete, and is its path. If the save fails, it
-        raises RuntimeError, and a warning tells so at once.
+    Returns: A future; its `result()` waits until the checkpoint is complete, and is its absolute path. If the save
+        fails, it raises RuntimeError, and the logger "ztrans" tells so at once.
 
     Raises: ValueError if `path` has the name of a file of an ordinary model; TypeError if a leaf is neither a tensor
-        nor a number; RuntimeError if the state is half updated, the ranks do not all call it, or copies of a leaf
-        differ: a checkpoint has only one of them.
+        nor a number; RuntimeError if the state is half updated, the ranks do not all call it with one path, or copies
+        of a leaf differ: a checkpoint has only one of them.
 
     >>> import tempfile, ztrans as zt
     >>> folder = Path(tempfile.mkdtemp()) / "checkpoint"
@@ -60,7 +67,7 @@ def save(path: str | os.PathLike[str], state: Any) -> Future[Path]:
     >>> zt.save(folder, state).result() == folder
     True
     """
-    target = Path(path)
+    target = Path(path).absolute()
     if is_model_file(target):
         raise ValueError(
             f"save: {target} has the name of a file of an ordinary model, and save writes a folder.\n"
@@ -74,9 +81,11 @@ def save(path: str | os.PathLike[str], state: Any) -> Future[Path]:
     wait_for_saves()  # so that there is one copy of the state at a time
     mesh = mesh_of_state(leaves)
     channel = None
+    nonce = secrets.token_hex(4)
     if mesh is not None and not process_groups(mesh).is_alone:
         channel = _agreed_channel(target, tensors, steps_of(leaves), mesh)
-    writer = FolderWriter(target)
+        nonce = from_first(nonce, mesh)
+    writer = FolderWriter(target, nonce)
     try:
         staged = writer.stage(tensors)
         executor = ThreadPoolExecutor(1, "ztrans-save")
@@ -118,11 +127,14 @@ def _agreed_channel(
         axes.append(copied_axes)
         digests.append(digest(local) if copied_axes else None)
 
-    def explain(by_rank: Mapping[int, tuple[int, Sequence]]) -> str:
-        all_steps = {rank: count for rank, (count, _) in by_rank.items()}
+    def explain(by_rank: Mapping[int, tuple[str, int, Sequence]]) -> str:
+        paths = grouped((path, rank) for rank, (path, _, _) in by_rank.items())
+        if len(paths) > 1:
+            return _different_paths(paths)
+        all_steps = {rank: count for rank, (_, count, _) in by_rank.items()}
         if len(set(all_steps.values())) > 1:
             return different_steps(all_steps)
-        all_digests = {rank: of_rank for rank, (_, of_rank) in by_rank.items()}
+        all_digests = {rank: of_rank for rank, (_, _, of_rank) in by_rank.items()}
         different = different_leaf(mesh, axes, all_digests)
         if different is None:
             return ""
@@ -132,12 +144,21 @@ def _agreed_channel(
             f"says that they have copies. With tensor or expert parallelism, cut the leaf over its axis as a DTensor."
         )
 
-    agree(mesh, f"save to {str(target)[-80:]}", (steps, digests), explain)
+    agree(mesh, "save", (str(target), steps, digests), explain)
     groups = process_groups(mesh)
     if any(everywhere(groups.saves.is_closed or groups.saves.is_broken, mesh)):
         with quitting_after_loss(groups, "save"):
             groups.reopen(groups.saves)
     return groups.saves
+
+
+def _different_paths(paths: Mapping[str, Sequence[int]]) -> str:
+    """What an error says about ranks that save to different paths."""
+    lines = "".join(f"  {rank_names(ranks)}: save to {path}\n" for path, ranks in paths.items())
+    return (
+        f"{lines}The ranks write one checkpoint together: pass the same path, on a file system of all ranks. A "
+        f"relative path begins at the working folder of each rank."
+    )
 
 
 def _copied_axes(x: torch.Tensor, mesh: DeviceMesh) -> list[str]:
@@ -159,28 +180,42 @@ def _write_folder(
         writer.write(staged, channel)
     except BaseException as error:
         writer.discard()
-        text = f"save: {writer.target} was not written. {_causes(error)}\nA checkpoint that it had before is whole."
-        warnings.warn(text, stacklevel=1)
+        text = (
+            f"save: {writer.path_of_call} was not written. {_causes(error)}\n"
+            f"A checkpoint that it had before is whole."
+        )
+        log.error(text)
         raise RuntimeError(text) from error
-    return writer.target
+    return writer.path_of_call
 
 
 def _causes(error: BaseException) -> str:
     """What went wrong, by rank."""
     if not isinstance(error, CheckpointException):
-        return f"{type(error).__name__}: {error}."
-    causes = []
-    for rank, (cause, _) in error.failures.items():
-        causes.append(f"Rank {rank}: {type(cause).__name__}: {cause}.")
-    return " ".join(causes)
+        return _sentence(error)
+    return " ".join(
+        f"Rank {rank}: {_sentence(cause)}" for rank, (cause, _) in error.failures.items()
+    )
+
+
+def _sentence(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).removesuffix('.')}."
+
+
+@dataclass(frozen=True)
+class _Written(WriteResult):
+    """What a rank says of a record that it has written; DCP sends these to the first rank."""
+
+    checksum: int
 
 
 class FolderWriter(dcp.FileSystemWriter):
     """Writes one checkpoint. Its `stage` copies a state to the CPU."""
 
-    def __init__(self, target: Path) -> None:
-        self.target = target
-        self.unfinished = unfinished(target)
+    def __init__(self, path_of_call: Path, nonce: str) -> None:
+        self.path_of_call = path_of_call
+        self.target = folder.real_path(path_of_call)
+        self.unfinished = folder.unfinished_name(self.target, nonce)
         self._has_made_folder = False
         self._obstacle: BaseException | None = None
         super().__init__(self.unfinished)
@@ -196,6 +231,8 @@ class FolderWriter(dcp.FileSystemWriter):
         plans, metadata = planner.create_global_plan([planner.create_local_plan()])
         (plan,) = self.prepare_global_plan(plans)
         self.finish(metadata, [self.write_data(planner.finish_plan(plan), planner).wait()])
+        self._check_files(0, 1)
+        self._replace()
 
     def give_up(self, error: BaseException, channel: Channel) -> None:
         """Let the save fail on the other ranks too, because this one cannot write."""
@@ -206,6 +243,9 @@ class FolderWriter(dcp.FileSystemWriter):
     def _write_together(self, staged: dict[str, torch.Tensor], channel: Channel) -> None:
         try:
             dcp.save(staged, storage_writer=self, process_group=channel.group)
+            rank, ranks = channel.group.rank(), channel.group.size()
+            _on_all_ranks("check", lambda: self._check_files(rank, ranks), channel.group)
+            _on_all_ranks("replace", self._replace if rank == 0 else lambda: None, channel.group)
         except CheckpointException:  # all ranks have it, and none sends anything more
             raise
         except BaseException:
@@ -213,81 +253,79 @@ class FolderWriter(dcp.FileSystemWriter):
             raise
 
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
-        """Leave the temporary folder to the first rank. What is raised here, all ranks raise."""
+        """Leave the new folder to the first rank. What is raised here, all ranks raise."""
         if self._obstacle is not None:
             raise self._obstacle
         return plan
 
     def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
-        """Make the temporary folder, on the first rank. An incomplete save may have left one."""
-        is_other = self.target.exists() and not _is_checkpoint(self.target)
-        if is_other and any(self.target.iterdir()):
-            raise FileExistsError(f"{self.target} exists and is no checkpoint; choose a new name")
+        """Make the new folder, on the first rank."""
+        folder.check_replaceable(self.target)
         self._has_made_folder = True
-        shutil.rmtree(self.unfinished, ignore_errors=True)
-        self.unfinished.mkdir(parents=True)
+        folder.make(self.unfinished)
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
-        """Write the parts of this rank."""
+        """Write the parts of this rank, and read them again for their checksums."""
         if not self.unfinished.is_dir():
             raise FileNotFoundError(
                 f"{self.unfinished}, which the first rank has made, is not on a file system of all ranks"
             )
-        return super().write_data(plan, planner)
+        written = super().write_data(plan, planner).wait()
+        results = []
+        for name, records in grouped((x.storage_data.relative_path, x) for x in written).items():
+            with (self.unfinished / name).open("rb") as file:
+                for x in records:
+                    crc = folder.checksum(file, x.storage_data.offset, x.storage_data.length)
+                    results.append(_Written(x.index, x.size_in_bytes, x.storage_data, crc))
+        future: torch.futures.Future[list[_Written]] = torch.futures.Future()
+        future.set_result(results)
+        return future
 
-    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        """Write the index, on the first rank, and let the temporary folder replace the checkpoint."""
-        super().finish(metadata, results)
-        old = _old(self.target)
-        if self.target.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            self.target.rename(old)  # `committed` finds it there if this process is killed now
-        self.unfinished.rename(self.target)
-        _sync(self.target.parent)
-        shutil.rmtree(old, ignore_errors=True)
+    def finish(self, metadata: Metadata, results: Sequence[Sequence[Any]]) -> None:
+        """Write the index and the checksums, on the first rank."""
+        super().finish(metadata, [list(of_rank) for of_rank in results])
+        checksums: dict[str, list[tuple[int, int, int]]] = {}
+        for x in (x for of_rank in results for x in of_rank):
+            record = x.storage_data.offset, x.storage_data.length, x.checksum
+            checksums.setdefault(x.storage_data.relative_path, []).append(record)
+        folder.write_checksums(self.unfinished, checksums)
+
+    def _check_files(self, rank: int, ranks: int) -> None:
+        """Check this rank's share of all files: those that the next rank has written, and a few more.
+
+        Raises: Damaged if one is not in the folder, as this rank sees it, with the bytes that were written.
+        """
+        checksums = folder.read_checksums(self.unfinished)
+        for name in list(checksums)[(rank + 1) % ranks :: ranks]:
+            folder.check_file(self.unfinished, name, checksums)
+
+    def _replace(self) -> None:
+        folder.replace(self.target, self.unfinished)
 
     def discard(self) -> None:
-        """Delete the temporary folder of a save that has failed, if this rank has made it."""
+        """Delete the new folder of a save that has failed, if this rank has made it."""
         if self._has_made_folder:
-            shutil.rmtree(self.unfinished, ignore_errors=True)
+            folder.delete(self.unfinished)
 
 
-def committed(path: Path) -> Path | None:
-    """The folder of the last complete checkpoint with this path, or None if there is none."""
-    for folder in (path, _old(path)):
-        if _is_checkpoint(folder):
-            return folder
-    return None
+def _on_all_ranks(name: str, call: Callable[[], object], group: dist.ProcessGroup) -> None:
+    """Make a call, and wait until all ranks have made it.
+
+    Raises: CheckpointException on all ranks if one has failed.
+    """
+    mine = None
+    try:
+        call()
+    except BaseException as error:
+        mine = error, traceback.extract_tb(error.__traceback__)
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    failures = {rank: failure for rank, failure in enumerate(everyone) if failure is not None}
+    if failures:
+        raise CheckpointException(name, failures)
 
 
 def is_model_file(path: Path) -> bool:
     """Whether a path has the name of a file with the tensors of an ordinary model."""
     return path.suffix in (".pt", ".pth", ".bin", ".safetensors")
-
-
-def unfinished(path: Path) -> Path:
-    """Where a checkpoint is written before it is complete."""
-    return path.with_name(f"{path.name}.partial")
-
-
-def _old(path: Path) -> Path:
-    return path.with_name(f"{path.name}.old")
-
-
-def index_of(path: Path) -> Path:
-    """The file that makes a folder a checkpoint."""
-    return path / ".metadata"
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return index_of(path).is_file()
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
