@@ -45,6 +45,7 @@ from .runtime.failure import (
     ending_together,
     marker,
     one_thread,
+    quit_if_cut_off,
     quitting_after_loss,
     running,
     steps_of,
@@ -171,12 +172,16 @@ class Compiled(Printed):
         call = BoundCall.of(recording.function, args, kwargs)
         refuse_inside(self.lowered.graph.name, call)
         surroundings = Surroundings.of(recording.function)
-        inputs = self.binding.match(call, surroundings)
-        if inputs is not None:
-            return self.run_guarded(call, inputs)
-        # Unlike a step, a compiled program has no other program to run instead.
-        recording.check_fits(call)
-        return self.run(call, surroundings)
+        try:
+            inputs = self.binding.match(call, surroundings)
+            if inputs is not None:
+                return self.run_guarded(call, inputs)
+            # Unlike a step, a compiled program has no other program to run instead.
+            recording.check_fits(call)
+            return self.run(call, surroundings)
+        except BaseException as error:
+            quit_if_cut_off(self._mesh, step_of(self.lowered.graph.name), error)
+            raise
 
     def run(self, call: BoundCall, surroundings: Surroundings) -> tuple[Any, Any]:
         """Run the program on a call in these surroundings, for which it was compiled."""
@@ -323,6 +328,7 @@ class Compiled(Printed):
             uses_carried = local_program.uses_carried(inputs)
             if mesh is not None:
                 self._agree(mesh, local_program, local, state, uses_carried)
+                process_groups(mesh).in_step = threading.get_ident()
             # Only now, so that all ranks bind again if one of them could not.
             self.binding.local_program = local_program
 
@@ -342,6 +348,8 @@ class Compiled(Printed):
             changed = [inputs.tensors[i] for i in local_program.changed]
             torch.autograd.graph.increment_version(changed)
             local_program.note(inputs)
+            if mesh is not None:
+                process_groups(mesh).in_step = 0
 
     def _current_device(
         self, local: Sequence[torch.Tensor]

@@ -36,8 +36,8 @@ from .planning.realise import OtherProgramError, OverLimitError
 from .profiling.profile import Profile
 from .report.progress import stage
 from .report.tracebacks import ends_at_user
-from .runtime.agreement import say_failure
-from .runtime.failure import check_ended
+from .runtime.agreement import say_failure, step_of
+from .runtime.failure import check_ended, quit_if_cut_off
 from .runtime.mesh import check_runs
 from .runtime.state import check_laid_out, copied_state, shard_state, unshard_state
 from .stages import Lowered, Traced
@@ -309,14 +309,18 @@ class Step(Generic[P, R]):
         call = BoundCall.of(self._function, args, kwargs)
         refuse_inside(self.__name__, call)
         surroundings = Surroundings.of(self._function)
-        # In a loop most calls are like the last one, and are recognised without a signature.
-        match = self._cache.match(call, surroundings)
-        if match is not None:
-            compiled, inputs = match
-            return cast("R", compiled.run_guarded(call, inputs))
-        signature = Signature.of(call, self._function, surroundings)
-        compiled = self._cache.get(signature) or self._compiled_on_all_ranks(call, signature)
-        return cast("R", compiled.run(call, surroundings))
+        try:
+            # In a loop most calls are like the last one, and are recognised without a signature.
+            match = self._cache.match(call, surroundings)
+            if match is not None:
+                compiled, inputs = match
+                return cast("R", compiled.run_guarded(call, inputs))
+            signature = Signature.of(call, self._function, surroundings)
+            compiled = self._cache.get(signature) or self._compiled_on_all_ranks(call, signature)
+            return cast("R", compiled.run(call, surroundings))
+        except BaseException as error:
+            quit_if_cut_off(self.mesh, step_of(self.__name__), error)
+            raise
 
     @ends_at_user
     def compiled(self, *args: P.args, **kwargs: P.kwargs) -> Compiled:

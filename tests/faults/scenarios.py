@@ -37,8 +37,9 @@ from ztrans.runtime import process_groups as process_groups_of_a_mesh
 from ztrans.runtime.agreement import agree, agree_on_call
 from ztrans.runtime.checkpoints import load as load_module
 from ztrans.runtime.checkpoints.save import FolderWriter
+from ztrans.runtime.failure import check_whole
 from ztrans.runtime.in_flight import StepInFlight
-from ztrans.runtime.process_groups import Channel, process_groups
+from ztrans.runtime.process_groups import Channel, LostRank, process_groups
 from ztrans.runtime.watch import watch_step
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -530,6 +531,89 @@ def in_a_part() -> None:
         store.set("done", "")
 
 
+def interrupted_in_step(step: zt.Step, state: dict, data: tuple, after: float) -> dict:
+    """The error of a step that a signal handler interrupts `after` so many seconds.
+
+    A signal that arrives before or after the step raises nothing.
+    """
+
+    def raise_in_step(_, frame):
+        while frame is not None:
+            if frame.f_code is zt.Step.__call__.__code__:
+                raise KeyboardInterrupt
+            frame = frame.f_back
+
+    signal.signal(signal.SIGALRM, raise_in_step)
+    gc.disable()  # an exception in a callback of the garbage collector would be lost
+    signal.setitimer(signal.ITIMER_REAL, after)
+    error = failed(lambda: step(state, *data))
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    gc.enable()
+    return error
+
+
+def from_every_rank(value: object) -> list:
+    """The values of all ranks, through the user's own group."""
+    values = [None] * WORLD
+    dist.all_gather_object(values, value)
+    return values
+
+
+def at_second_try(run: Callable[[], object]) -> object:
+    """A rank that had ended its step before another one was interrupted learns that in its next call."""
+    try:
+        return run()
+    except LostRank:
+        return run()
+
+
+def interrupts(shots: int) -> Callable[[], None]:
+    """In each round, a random rank is interrupted at a random moment of a step, of its agreement too."""
+
+    def run() -> None:
+        mesh = start()
+        source = random.Random(shots)
+        steps = [transformed(mesh, 3, update) for update in ("eager", "last")]
+        state, truth = steps[0].shard(first_state()), first_state()
+        for step in steps:
+            for _ in range(4):
+                began = time.monotonic()
+                state, _ = step(state, *batch(0, RANK))
+        takes = max(from_every_rank(time.monotonic() - began))
+        counts = {"interrupted": 0, "torn": 0, "told": 0, "slow": 0, "wrong": 0}
+        for k in range(shots):
+            step, victim = steps[k % 2], source.randrange(WORLD)
+            after = max(1e-4, takes * source.uniform(0, 1.5))
+            state = at_second_try(lambda step=step, truth=truth: step.shard(truth))
+            old = copied(state)
+            mean = [torch.cat(parts) for parts in zip(*(batch(k, r) for r in range(WORLD)))]
+            new, _ = train_step(truth, *mean)
+            dist.barrier()
+            if victim == RANK:
+                error = interrupted_in_step(step, state, batch(k, RANK), after)
+            else:
+                error = failed(lambda step=step, state=state, k=k: step(state, *batch(k, RANK)))
+            errors = from_every_rank(error)
+            torn = failed(lambda state=state: check_whole(pytree.tree_leaves(state), "step"))[
+                "text"
+            ]
+            new_parts = copied(at_second_try(lambda step=step, new=new: step.shard(new)))
+            is_new = distance(copied(state), new_parts) < 1e-5
+            is_old = same(copied(state), old)
+            ended = all(not error["kind"] for error in errors)
+            counts["interrupted"] += errors[victim]["kind"] == "KeyboardInterrupt"
+            counts["torn"] += bool(torn)
+            counts["told"] += error["kind"] == "LostRank" and "KeyboardInterrupt" in error["text"]
+            counts["slow"] += error["after"] > 3
+            counts["wrong"] += not (is_new if ended else is_new or is_old or torn)
+            if error["kind"] and error["kind"] not in ("LostRank", "KeyboardInterrupt"):
+                report(f"other {k}", **error)
+            truth = new if ended else truth
+        report("interrupts", **counts)
+
+    return run
+
+
 class NeverDone:
     """The event of a step that a GPU does not end, because a message does not come."""
 
@@ -667,6 +751,8 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "stopped": eager(signalled(signal.SIGSTOP), 3),
     "interrupted": eager(interrupt, 0),
     "interrupted_last": last(interrupt),
+    "interrupts": interrupts(20),
+    "interrupts_200": interrupts(200),
     "memory": eager(out_of_memory, 3),
     "in_flight": in_flight,
     "in_a_part": in_a_part,

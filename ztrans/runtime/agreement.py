@@ -165,7 +165,7 @@ class _Question:
     explain: Explain
     launches: bool
     records: torch.Tensor
-    works: Sequence[Work]
+    works: list[Work]
 
     @staticmethod
     def ask(
@@ -176,14 +176,14 @@ class _Question:
         digest = hashlib.sha256(repr(mine).encode()).digest()[:16]
         record = bytearray(_RECORD.pack(digest, launches, call.encode()[:111]))
         records = torch.frombuffer(record, dtype=torch.uint8).repeat(len(groups.ranks), 1)
-        works: Sequence[Work]
+        works: list[Work]
         with quitting_after_loss(groups, call):
             groups.open()
             channel = groups.channel(None, "ranks")
             this_rank = records[channel.group.rank()]
             with channel.errors():
                 if channel.is_gloo and len(records) <= MOST_RANKS_OF_EXCHANGE:
-                    works = channel.exchange([this_rank] * len(records), list(records))
+                    works = [*channel.exchange([this_rank] * len(records), list(records))]
                 else:
                     works = [dist.all_gather(list(records), this_rank, channel.group, True)]
         return _Question(call, mine, explain, launches, records, works)
@@ -191,8 +191,12 @@ class _Question:
     def answer(self, groups: ProcessGroups) -> _Answer:
         """Wait for all records, and compare them."""
         with quitting_after_loss(groups, self.call), groups.channel(None, "ranks").errors():
-            for work in self.works:
-                work.wait()
+            try:
+                while self.works:
+                    self.works.pop().wait()
+            except BaseException:
+                self.works.clear()  # a message in progress would keep its connection open
+                raise
         records = list(_RECORD.iter_unpack(self.records.numpy().tobytes()))
         if len(set(records)) == 1:
             return _Answer(self.call)

@@ -5,7 +5,8 @@ new and some are old, and the values do not show which. So the leaves of such a 
 them raises an error. A step that fails before its first write leaves the state as it was, unmarked.
 
 A rank that fails writes a note into the store of the process group, and closes its connections. The others read it
-when they lose their connection to that rank, and can say why. On GPUs they watch for the note (see `watch`).
+when they lose their connection to that rank, and can say why. On GPUs they watch for the note (see `watch`). A signal
+handler may raise between any two lines of Python: wherever a call is interrupted, this rank leaves in the same way.
 
 A GPU runs a step after its call has returned. If the step fails then, or is cut off by the failure of a later one, its
 state is marked too (see `in_flight`). `check_ended` waits for such steps, before a state is read.
@@ -19,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -29,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..calling.host_memory import let_copies_end
+from ..ir.source import is_plumbing
 from .host_copies import release_carried_copies
 from .process_groups import LostRank, ProcessGroups, all_process_groups, process_groups
 
@@ -156,6 +159,8 @@ def ending_together(
         if writes.begun:
             _mark(leaves, f"{name} failed with {kind}")
         groups = process_groups(mesh) if mesh is not None else None
+        if groups is not None:
+            _release_messages(error)
         if groups is not None and _is_of_another_rank(error, groups):
             groups.in_flight.drop_failed()
             loss = quit_after_loss(groups, name, error)
@@ -196,6 +201,7 @@ def quit_after_loss(groups: ProcessGroups, name: str, error: BaseException) -> L
     had not ended.
     """
     unfinished = groups.in_flight.reset()
+    _release_messages(error)
     _write_note_and_close(groups, "")
     notes = _read_notes(groups)
     silent = [rank for rank in groups.ranks if rank not in notes and rank != dist.get_rank()]
@@ -209,15 +215,58 @@ def quit_after_loss(groups: ProcessGroups, name: str, error: BaseException) -> L
 
 
 @contextlib.contextmanager
-def quitting_after_loss(groups: ProcessGroups, name: str) -> Iterator[None]:
-    """Talk to the other ranks of a mesh, and quit it if they are lost.
+def quitting_after_loss(groups: ProcessGroups, call: str) -> Iterator[None]:
+    """Talk to the other ranks of a mesh. If they are lost, or this rank fails, this rank quits the mesh.
 
-    Raises: LostRank, with the text of their notes.
+    Raises: LostRank, with the text of the notes of other ranks; the error of this rank, such as KeyboardInterrupt.
     """
     try:
         yield
     except LostRank as error:
-        raise quit_after_loss(groups, name, error) from error
+        raise quit_after_loss(groups, call, error) from error
+    except BaseException as error:
+        quit_after_error(groups, call, error)
+        raise
+
+
+def quit_after_error(groups: ProcessGroups, call: str, error: BaseException) -> None:
+    """Quit a mesh because this rank has failed in a call, unless it has quit already. The other ranks learn why."""
+    _release_messages(error)
+    if groups.is_open:
+        cause = f"{call} failed with {type(error).__name__}"
+        quit_with_note(groups, f"failed in {call} with {_in_one_line(error)}", cause)
+
+
+def _release_messages(error: BaseException) -> None:
+    """Let the frames of an error forget their messages: one in progress keeps its connection to another rank open.
+
+    The frames live as long as the caller keeps the error, or longer: until the garbage collector comes. Those of the
+    user's own code stay as they are.
+    """
+    chain = [error]
+    for each in chain:  # which grows meanwhile
+        for earlier in (each.__cause__, each.__context__):
+            if earlier is not None and not any(earlier is link for link in chain):
+                chain.append(earlier)
+        for frame, _ in traceback.walk_tb(each.__traceback__):
+            if is_plumbing(frame):
+                with contextlib.suppress(RuntimeError):  # it still runs
+                    frame.clear()
+
+
+def quit_if_cut_off(mesh: object, call: str, error: BaseException) -> None:
+    """Quit a mesh if an error has cut off a step where none of its contexts sees the error.
+
+    A signal handler may raise between two contexts, or inside the exit of one. Other errors, outside of a step that the
+    ranks have agreed on, are known to all ranks.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        return
+    with contextlib.suppress(RuntimeError):  # the process group of the mesh has been destroyed
+        groups = process_groups(mesh)
+        is_in_step = groups.in_step == threading.get_ident()
+        if is_in_step or not isinstance(error, Exception):
+            quit_after_error(groups, call, error)
 
 
 def quit_after_disagreement(groups: ProcessGroups, cause: str) -> None:

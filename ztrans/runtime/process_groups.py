@@ -27,7 +27,8 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -197,6 +198,7 @@ class ProcessGroups:
         symmetric: the symmetric memory of the mesh, if its devices have any.
         epoch: how often closed channels were reopened.
         failures: how often a step that failed has closed the channels.
+        in_step: the thread that is in a step on which the ranks have agreed, or 0.
         in_flight: the steps that a GPU runs.
         carries_users: whether steps send messages of the user's own through the mesh's groups.
         watched_by: the process in which a thread watches these steps (see `watch`).
@@ -214,6 +216,7 @@ class ProcessGroups:
         self.symmetric: SymmetricMemory | None = None
         self.epoch = 0
         self.failures = 0
+        self.in_step = 0
         self.in_flight = InFlight(self._error_of_kernels)
         self.carries_users = False
         self.watched_by = 0
@@ -233,6 +236,11 @@ class ProcessGroups:
         """Whether a failed step has closed the channels, and none has opened them again."""
         return any(channel.is_closed for channel in self._channels.values())
 
+    @property
+    def is_open(self) -> bool:
+        """Whether this rank is connected to the others: it has channels, and none is closed."""
+        return bool(self._channels) and not self.is_closed
+
     def channel(self, axis: Axis, purpose: str) -> Channel:
         """The channel along a mesh axis for one purpose. All ranks of the mesh must call this together.
 
@@ -240,7 +248,9 @@ class ProcessGroups:
         """
         key = axis, purpose
         if key not in self._channels:
-            self._channels[key] = self._open(Channel(axis, purpose))
+            # If it does not open, it counts as closed, so that all ranks open the same ones in the next call.
+            self._channels[key] = Channel(axis, purpose)
+            _to_the_end(lambda: self._open(self._channels[key]))
         return self._channels[key]
 
     def open(self) -> None:
@@ -257,9 +267,13 @@ class ProcessGroups:
         if not closed_channels:
             return
         self.epoch += 1
-        self._skip_names(len(closed_channels))
-        for channel in closed_channels:
-            self._open(channel)
+
+        def reopen() -> None:
+            self._skip_names(len(closed_channels))
+            for channel in closed_channels:
+                self._open(channel)
+
+        _to_the_end(reopen)
         if self.symmetric is not None:
             self.symmetric.renew(closed_channels, self.from_all)
 
@@ -268,14 +282,19 @@ class ProcessGroups:
 
         Raises: LostRank if a rank does not.
         """
-        channel.close()
-        self._skip_names(1)
-        with channel.errors():
-            self._open(channel)
+
+        def reopen() -> None:
+            channel.close()
+            self._skip_names(1)
+            with channel.errors():
+                self._open(channel)
+
+        _to_the_end(reopen)
 
     def close(self) -> None:
         """Close all channels of steps, so that the other ranks do not wait for this one."""
         self.pending = None
+        self.in_step = 0
         if self.carried is not None:
             self.carried.join()
             self.carried = None
@@ -392,7 +411,7 @@ class ProcessGroups:
         """The mesh's own group along an axis, or along the first of a joint axis."""
         return _alive(self._bases[members(axis)[0]])
 
-    def _open(self, channel: Channel) -> Channel:
+    def _open(self, channel: Channel) -> None:
         """Open a channel. Along an axis, it learns on which hosts its ranks are when it is first opened.
 
         Raises: LostRank if a rank does not come.
@@ -411,7 +430,6 @@ class ProcessGroups:
             for row in groups:
                 hosts.append(hosts_of([self._host_names[rank] for rank in sorted(row)]))
             channel.hosts = common(hosts)
-        return channel
 
     def _skip_names(self, count: int) -> None:
         """Keep torch from giving the next groups the names of those that were closed.
@@ -453,6 +471,16 @@ class ProcessGroups:
             )
             if row is mine:
                 channel.open(group)
+
+
+def _to_the_end(run: Callable[[], object]) -> None:
+    """Run a function that opens groups to its end, and only then raise an interrupt that arrives meanwhile.
+
+    Torch names groups by their number. If only some ranks made a group, later groups of one name would never meet. No
+    signal handler raises in a thread other than the main one.
+    """
+    with ThreadPoolExecutor(1, "ztrans-open") as executor:  # its exit waits for the thread
+        executor.submit(run).result()
 
 
 # By the first group of a mesh: the process groups of the meshes that have it, by their ranks, axes and sizes.
