@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import init_device_mesh
 from torch.func import grad_and_value
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -56,6 +57,19 @@ def test_in_place_collectives_become_functional(mesh, name):
     _, outputs = lowered.lockstep(torch.zeros(1), [(A,), (B,)])
     assert pytree.tree_structure(outputs[0]) == pytree.tree_structure(WANTED[name][0])
     assert all(map(torch.equal, pytree.tree_leaves(outputs), pytree.tree_leaves(WANTED[name])))
+
+
+def test_a_second_wait_returns_the_same_tensor(mesh):
+    """What is computed from one of them is not written over the other."""
+
+    def step(state, x):
+        total = funcol.all_reduce(state["w"], "sum", mesh)
+        doubled = funcol.wait_tensor(total) * 2
+        return {"w": state["w"] + x}, (total + doubled, doubled)
+
+    w = torch.arange(4.0)
+    outputs = zt.Step.of(step)({"w": w.clone()}, torch.ones(4))[1]
+    assert torch.equal(outputs[0], 3 * w) and torch.equal(outputs[1], 2 * w)
 
 
 def test_a_collective_of_a_constant_does_not_run_in_a_trace(mesh):

@@ -31,6 +31,7 @@ from .graph import Eqn, Graph, Var, producers
 from .liveness import liveness, read_after_step
 from .op_facts import is_random, is_written, op_facts, overloads
 from .pairing import pair
+from .user_collectives import is_user_wait
 
 # Arguments that are overwritten, each with the result that replaces it.
 Overwritten = list[tuple[Var, Var | None]]
@@ -192,8 +193,11 @@ class _StorageOwners:
         if released is not None:
             for owner in map(self.owner, e.ins):
                 self.read_until[owner] = max(released, self.read_until.get(owner, -1))
-        if not rules(e).shares_storage(e) and not is_constant(e):
-            self.writable.update(out for out in e.results if not out.future)
+        if not rules(e).shares_storage(e):
+            if not is_constant(e):
+                self.writable.update(out for out in e.results if not out.future)
+        elif is_user_wait(e) and e.ins[0] in self.writable:
+            self.writable.update(e.results)  # this wait returns its argument, not a part of it
 
 
 def _released(graph: Graph) -> dict[Eqn, int]:

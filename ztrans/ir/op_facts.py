@@ -122,7 +122,7 @@ _ROWS: Mapping[str, tuple[str, ...]] = {
     "randn_like": ("elementwise",),
     "random": ("elementwise",),
     "uniform": ("elementwise",),
-    # Views. The schema of the last three does not say that their results share memory with the argument.
+    # Views. The schema of the last four does not say that their results share memory with the argument.
     "_conj": ("lazy",),
     "_neg_view": ("lazy",),
     "alias": ("permutes",),
@@ -134,6 +134,7 @@ _ROWS: Mapping[str, tuple[str, ...]] = {
     "unsqueeze": ("permutes",),
     "view": ("permutes",),
     "_unsafe_view": ("view", "permutes"),
+    "lift": ("view", "permutes"),
     "unsafe_split": ("view",),
     "unsafe_split_with_sizes": ("view",),
     # Sums and norms.

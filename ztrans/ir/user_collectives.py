@@ -102,9 +102,12 @@ class UserStart(Memberwise):
 
 
 class UserWait(Memberwise):
-    """Rules of the wait for a collective of the user's own step."""
+    """Rules of the wait for a collective of the user's own step: it returns its argument."""
 
     waits = True
+
+    def shares_storage(self, eqn: Eqn) -> bool:
+        return True
 
 
 USER_START = UserStart()

@@ -184,7 +184,7 @@ def launches(graph: Graph) -> Mapping[Eqn, Launches]:
         inner = inner_work(e, lambda g: sum(not op_facts(each.op).view for each in g.eqns))
         if inner is not None:
             return Launches(inner, inner)
-        return Launches(1, int(not op_facts(e.op).view))
+        return Launches(1, int(not rules(e).shares_storage(e)))
 
     return {e: launches_of(e) for e in graph.eqns}
 
