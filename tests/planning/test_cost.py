@@ -192,3 +192,23 @@ def test_the_timeline_of_micro_batches_has_the_peak_of_the_memory_analysis():
     state = {"w": torch.zeros(16, 4)}
     lowered = zt.accumulate(8)(step).lower(state, torch.zeros(4096, 16))
     assert lowered.timeline().peak == lowered.memory_analysis().peak
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_mean_that_becomes_a_leaf_is_scattered(stage, hosts):
+    """No rank needs more of it than its own part of the leaf; a mean that the caller gets too is whole."""
+
+    def step(state, x):
+        return {"mean": zt.pmean(x.mean(0)), "decayed": 0.9 * zt.pmean(x.sum(0))}, zt.pmean(x[0])
+
+    hsdp = {"replicate_axis": "host"} if hosts > 1 else {}
+    mesh = zt.AbstractMesh(host=2, dp=2) if hosts > 1 else zt.AbstractMesh(dp=2)
+    state = {"mean": torch.zeros(48), "decayed": torch.zeros(48)}
+    lowered = zt.shard_params(mesh, stage=stage, **hsdp)(step).lower(state, torch.ones(4, 48))
+    wire = lowered.cost_analysis()
+    leaf = 48 * 4
+    parts = 1 if stage == 0 else 2
+    # An all_reduce among two ranks sends a value once, and a reduce_scatter half of it.
+    assert wire.over("dp", "pmean") == 2 * leaf // parts + leaf
+    assert wire.over("host", "pmean") == (2 * leaf // parts + leaf) * (hosts - 1)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.distributed.tensor import Shard
+from torch.utils import _pytree as pytree
 
 import ztrans as zt
 from tests.support import context_parallel, dtensors, experts
@@ -17,6 +19,7 @@ from tests.support.parallel import dual
 from tests.support.parallel import own as c10d
 from tests.support.programs import CASES
 from tests.support.worlds import ALL, default_dtype, distance, plain, sharded
+from ztrans.ir.interpreter import lockstep, split_state
 
 JOINT = zt.AbstractMesh(dp=2, cp=3)
 
@@ -205,6 +208,132 @@ def test_experts_cost_what_they_hold():
     assert cost.over("dp*ep", "grad") == bias.nbytes * 127 // 128
 
 
+HOSTS = zt.AbstractMesh(host=2, dp=2)
+
+
+def of_hosts(path: str, leaf: torch.Tensor) -> tuple[str, ...]:
+    """Each host has its own `params`; all hosts share the other leaves."""
+    return ("dp",) if path.startswith("params") else ("host", "dp")
+
+
+def on_hosts(step, stage: int, shared: dict, params: list[dict]) -> tuple[list[dict], zt.stages.Cost]:
+    """The new state of each host, its parts joined, and what the step costs.
+
+    Args:
+        shared: the leaves that all hosts share.
+        params: the leaves of each host.
+    """
+    sharded_step = zt.chain(zt.shard_params(HOSTS, axis=of_hosts, stage=stage), *ALL)(step)
+    states = [{"params": of_host, **shared} for of_host in params]
+    lowered = sharded_step.lower(states[0])
+    leaves = [pytree.tree_leaves(state) for state in states]
+    inputs = [split_state(lowered.graph, leaves[rank // 2])[rank] for rank in range(4)]
+    outputs = lockstep(lowered.graph, inputs)
+    new = []
+    for host in range(2):
+        joined = []
+        for k, v in enumerate(lowered.graph.inputs):
+            parts = [rank[k] for rank in outputs[2 * host : 2 * host + 2]]
+            if v.split is not None and v.split.axis == "host*dp":
+                parts = [rank[k] for rank in outputs]
+            joined.append(torch.cat(parts) if v.split is not None else parts[0])
+        new.append(pytree.tree_unflatten(joined, pytree.tree_structure(states[0])))
+    return new, lowered.cost_analysis()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_leaves_of_each_host_beside_leaves_of_all_hosts(stage):
+    """DiLoCo: an outer step over what all hosts share. A part of a leaf of one host is no part of that of another."""
+
+    def sync(state):
+        new = {}
+        for k, p in state["params"].items():
+            moved = zt.pmean(state["outer"][k] - p, "host")
+            momentum = 0.9 * state["momentum"][k] + moved
+            new[k] = momentum, state["outer"][k] - 0.7 * (moved + 0.9 * momentum)
+        outer = {k: leaf for k, (_, leaf) in new.items()}
+        params = {k: leaf.clone() for k, leaf in outer.items()}
+        return {"params": params, "momentum": {k: m for k, (m, _) in new.items()}, "outer": outer}, None
+
+    torch.manual_seed(0)
+    leaves = lambda: {"w": torch.randn(8, 6), "b": torch.randn(5), "scale": torch.randn(())}
+    shared = {"momentum": leaves(), "outer": leaves()}
+    params = [leaves(), leaves()]
+    new, cost = on_hosts(sync, stage, shared, params)
+    mean = {k: (params[0][k] + params[1][k]) / 2 for k in params[0]}
+    truth, _ = sync({"params": mean, **shared})
+    assert distance(new[0], truth) < 1e-6 and distance(new[1], truth) < 1e-6
+    # Two ranks hold each leaf of a host, and each of them reduces its own part with the other host.
+    parts = 1 if stage == 0 else 2
+    w, b, scale = 8 * 6 * 4, 6 * 4 if stage else 5 * 4, 4
+    assert cost.over("host", "pmean") == w // parts + b // parts + scale
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_whole_value_of_one_host_beside_a_leaf_of_all_hosts(stage):
+    """Nothing that the equation reads is cut over an axis along which its result is the same."""
+
+    def step(state):
+        own = state["params"]["w"] * 2
+        total = state["shared"] * own
+        return {"params": {"w": total.sum() + own}, "shared": zt.pmean(total, "host")}, None
+
+    shared = {"shared": torch.arange(1.0, 9.0)}
+    params = [{"w": torch.tensor(3.0)}, {"w": torch.tensor(5.0)}]
+    new, _ = on_hosts(step, stage, shared, params)
+    for host, of_host in enumerate(new):
+        assert torch.equal(of_host["shared"], shared["shared"] * 8)
+        own = 2 * params[host]["w"]
+        assert torch.equal(of_host["params"]["w"], shared["shared"].sum() * own + own)
+
+
+def trained(state, x):
+    w = state["w"].detach().requires_grad_()
+    loss = (x @ w).square().mean()
+    (g,) = torch.autograd.grad(loss, [w])
+    return {"w": state["w"] - 0.1 * g}, loss.detach()
+
+
+def reduced_over_host(state, x):
+    return trained(state, c10d.wait_tensor(c10d.all_reduce(x, "avg", "host")))
+
+
+def shared_by_hosts(path, leaf):
+    return ("host", "dp")
+
+
+@pytest.mark.parametrize(
+    "step, options, warns",
+    [
+        (trained, {}, True),
+        (trained, {"stage": 0}, True),
+        (trained, {"replicate_axis": "host"}, False),
+        (trained, {"axis": ("host", "dp")}, False),
+        (trained, {"axis": shared_by_hosts}, False),
+        (trained, {"independent_axis": "host"}, False),
+        (reduced_over_host, {}, False),
+        (lambda state, x: (state, (x @ state["w"]).sum()), {}, False),
+        (lambda state, x: ({"w": state["w"] * 0.9}, None), {}, False),
+    ],
+)
+def test_an_axis_over_which_nothing_is_reduced_is_a_warning(step, options, warns):
+    """Not if it is meant, if the step itself reduces over it, or if no rank's batch reaches the state."""
+    shard = zt.shard_params(zt.AbstractMesh(host=2, dp=2), **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        shard(step).lower({"w": torch.ones(8, 4)}, torch.ones(2, 8))
+    texts = [str(w.message) for w in caught if "train apart" in str(w.message)]
+    assert len(texts) == warns
+    if warns:
+        assert "trained reduces nothing over 'host'" in texts[0]
+        assert "replicate_axis='host'" in texts[0] and "independent_axis='host'" in texts[0]
+
+
+def test_independent_axes_are_axes_of_the_mesh():
+    with pytest.raises(ValueError, match="independent_axis='pp' is no axis of the mesh"):
+        zt.shard_params(HOSTS, independent_axis="pp")
+
+
 def test_a_second_transform_for_other_leaves_is_refused():
     first = zt.shard_params(EXPERTS, axis=("dp", "ep"), where=lambda path, leaf: True)
     second = zt.shard_params(EXPERTS, axis="dp", where=experts.is_expert)
@@ -297,7 +426,7 @@ def test_groups_that_a_step_made_are_named_by_their_axes():
 
         assert zt.shard_params(mesh, axis="batch") == zt.shard_params(mesh, axis=("cp", "dp"))
         return str(
-            zt.shard_params(mesh, axis="batch")(step).lower(
+            zt.shard_params(mesh, axis="batch", independent_axis="tp")(step).lower(
                 {"w": torch.ones(8, 4)}, torch.ones(2, 8)
             )
         )

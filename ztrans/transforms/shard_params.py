@@ -17,12 +17,14 @@ from typing import Literal
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..ir.axes import joint_axis, members, members_of_flat
-from ..ir.dependencies import reachable
-from ..ir.graph import Eqn, Graph, Layout, Split, Var, dce, producers, users
+from ..ir.axes import joint_axis, members, members_of, members_of_flat
+from ..ir.collectives import rules
+from ..ir.dependencies import depending, reachable
+from ..ir.graph import Eqn, Graph, Layout, Split, Var, dce, producers, users, variables
 from ..ir.layout import AbstractMesh, is_worth_splitting, mesh_axes
 from ..ir.op_facts import is_view_or_cast, op_facts
 from ..ir.source import where
+from ..ir.user_collectives import is_user_start
 from ..ir.varying import varying
 from .base import Transform, check_number, constructor
 from .reduce_once import reduce_once
@@ -45,6 +47,7 @@ def shard_params(
     where: Where | None = None,
     dim: DimOf | None = None,
     replicate_axis: str | None = None,
+    independent_axis: Axis | None = None,
     reduce_dtype: torch.dtype | None = None,
     outputs: Literal["mean", "local"] = "mean",
 ) -> Transform:
@@ -75,6 +78,8 @@ def shard_params(
         dim: `dim(path, leaf)` is the dim along which a state leaf is cut, or None for 0, as by default. It must be the
             same for a parameter and the state of its optimizer, or the update changes the layout of one of them.
         replicate_axis: a second axis over which shards are replicated and gradients all-reduced (HSDP).
+        independent_axis: an axis of the mesh, or several, whose ranks train apart on purpose, each on a state of its
+            own. Without it, an axis over which a step reduces nothing is a warning.
         reduce_dtype: the dtype in which real gradients are sent, which changes results; by default their own. Complex
             gradients are sent in their own dtype. Between hosts, sums of half-precision gradients are sent in fp32,
             unless this is half precision.
@@ -97,6 +102,8 @@ def shard_params(
         replicate_axis = _one_axis(mesh, "replicate_axis", replicate_axis)
     if not callable(axis):
         axis = _checked(mesh, "axis", axis, replicate_axis)
+    if independent_axis is not None:
+        independent_axis = _checked(mesh, "independent_axis", independent_axis)
     if stage not in (0, 1, 2, 3, "auto"):
         raise ValueError(
             f"shard_params: stage={stage!r}; ZeRO stages are 0, 1, 2 and 3, or 'auto'."
@@ -107,7 +114,16 @@ def shard_params(
     if outputs not in ("mean", "local"):
         raise ValueError(f"shard_params: outputs={outputs!r}; use 'mean' or 'local'.")
     return ShardParams(
-        mesh, axis, stage, reshard, where, dim, replicate_axis, reduce_dtype, outputs
+        mesh,
+        axis,
+        stage,
+        reshard,
+        where,
+        dim,
+        replicate_axis,
+        independent_axis,
+        reduce_dtype,
+        outputs,
     )
 
 
@@ -156,6 +172,7 @@ class ShardParams(Transform):
     where: Where | None = None
     dim: DimOf | None = None
     replicate_axis: str | None = None
+    independent_axis: Axis | None = None
     reduce_dtype: torch.dtype | None = None
     outputs: str = "mean"
 
@@ -174,8 +191,7 @@ class ShardParams(Transform):
 
     def _with_replicas(self, axis: Axis) -> tuple[str, ...]:
         """The axis over which a leaf is sharded, several as a joint one, and that of its replicas."""
-        names = (axis,) if isinstance(axis, str) else axis
-        joint = joint_axis(names, [name for name, _ in mesh_axes(self.mesh)])
+        joint = joint_axis(_as_tuple(axis), [name for name, _ in mesh_axes(self.mesh)])
         return (joint, self.replicate_axis) if self.replicate_axis else (joint,)
 
     def leaf_axes(self, path: str, leaf: torch.Tensor) -> tuple[str, ...]:
@@ -228,6 +244,7 @@ class ShardParams(Transform):
         # From stage 2 on each micro-batch reduces its own gradients, so that they need the memory of shards only.
         if self.stage <= 1:
             plain = reduce_once(plain)
+        self._warn_of_ranks_apart(plain, axes)
         _warn_of_psum_quotients(plain, axes.all)
         return dce(shard_program(plain, self))
 
@@ -242,6 +259,33 @@ class ShardParams(Transform):
                     f"shard_params: reshard={self.reshard}, which does not divide the {ranks} ranks of {axis!r}.\n"
                     f"Use the number of ranks that a host has on this axis, or 'auto'."
                 )
+
+    def _warn_of_ranks_apart(self, graph: Graph, axes: LeafAxes) -> None:
+        """Warn of an axis of the mesh over which nothing is reduced: its ranks train apart, each on its own batches."""
+        apart = {axis for axis, size in graph.mesh if size > 1} - {*axes.all}
+        apart -= {*members_of(_as_tuple(self.independent_axis or ()))}
+        for e in graph.eqns:
+            axis = rules(e).axis(e) if is_user_start(e) else None  # of tensor or expert parallelism
+            if axis is not None:
+                # A group that is no axis may join ranks along any.
+                apart -= {*members(axis)} if axis in graph.axes else apart
+        is_trained = not depending(graph.eqns, graph.batch).isdisjoint(
+            variables(graph.outputs[: graph.num_state])
+        )
+        if apart and is_trained:
+            names = " and ".join(repr(axis) for axis, _ in graph.mesh if axis in apart)
+            warnings.warn(
+                f"shard_params: {graph.name} reduces nothing over {names}, so the ranks along it train apart, and "
+                f"their states differ after the first step.\n"
+                f"To train one model, replicate it: replicate_axis={min(apart)!r}; or shard over more axes: "
+                f"axis=(...). If several models are meant: independent_axis={min(apart)!r}.",
+                stacklevel=2,
+            )
+
+
+def _as_tuple(axis: Axis) -> tuple[str, ...]:
+    """One axis or several as a tuple."""
+    return (axis,) if isinstance(axis, str) else axis
 
 
 def _warn_of_psum_quotients(graph: Graph, axes: Sequence[str]) -> None:

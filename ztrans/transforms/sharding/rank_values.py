@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
+from ...ir.axes import members, members_of
 from ...ir.graph import Eqn, Graph, Names, Placement, Provenance, Region, Split, Var, producers
 from ...ir.op_facts import CAST, is_view_or_cast
 from ...ir.redistribute import Site, redistribute, reduced
@@ -159,25 +160,37 @@ class RankValues:
         role: Role,
         path: str,
     ) -> None:
-        """Reduce `x` over each of the `axes` to `out`; with `to`, the reduction over its axis scatters it."""
+        """Reduce `x` over each of the `axes` to `out`.
+
+        With `to`, the reduction over its axis comes first and scatters. If `x` is the same along that axis, it is cut
+        before it is reduced; if it differs along a part of that axis, the result is whole.
+        """
         # A complex gradient is sent in its own dtype: a cast to a real dtype would lose its imaginary part.
         is_real_grad = role == "grad" and not x.dtype.is_complex
         dtype = self.options.reduce_dtype if is_real_grad else None
-        value = self._value_to_send(x, dtype, reader)
-        for axis in axes:
+        order = list(axes)
+        cut: Split | None = None
+        if to is not None and to.axis in order:
+            order.sort(key=lambda axis: axis != to.axis)
+        elif to is not None and {*members(to.axis)}.isdisjoint(members_of(axes)):
+            cut = to
+        value = self._value_to_send(x, cut, dtype, reader)
+        for axis in order:
             split = to if to is not None and axis == to.axis else None
-            name = out.name if axis == axes[-1] else f"{out.name}.{axis}"
+            name = out.name if axis == order[-1] else f"{out.name}.{axis}"
             site = self._site(reader, Provenance(role, (path,), axis), fixed_name=out.name)
             eqns, value = reduced(value, op, split, site, name, dtype, x.dtype)
             self.eqns.extend(eqns)
         self.bind(out, value)
 
-    def _value_to_send(self, x: Var, dtype: torch.dtype | None, reader: Reader) -> Var:
+    def _value_to_send(
+        self, x: Var, cut: Split | None, dtype: torch.dtype | None, reader: Reader
+    ) -> Var:
         """The value to send for `x` in `dtype`. If `x` was cast from `dtype` to a wider one, it is the narrow value."""
         cast = self.producers.get(x)
         if cast is not None and cast.op is CAST and _widens(cast, dtype):
             x = cast.args[0]
-        return self.in_layout(x, None, reader)
+        return self.in_layout(x, cut, reader)
 
     def _site(self, reader: Reader, provenance: Provenance, fixed_name: str | None = None) -> Site:
         """Where new equations are: `fixed_name` is a name of the plain program, which their result keeps."""

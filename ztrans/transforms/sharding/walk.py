@@ -105,6 +105,7 @@ class Walk:
         wants_whole: the equations of the update whose rules want whole values of arguments that are cut.
         values: the program of one rank so far.
         axes: over which axes each leaf is sharded or replicated.
+        leaves: the leaves of the state in the program of one rank.
         varying: the axes over which values differ from rank to rank because of the batch.
         varying_by_leaf: the axes over which values differ because ranks hold other leaves, such as their own experts.
         of_tensors: the values that depend on a tensor of the state or of the batch.
@@ -122,6 +123,7 @@ class Walk:
         self.varying = varying(graph, self.axes.all)
         self.varying_by_leaf = varying_by_leaf(graph, self.axes.absent, self.axes.all)
         self.readers = users(graph)
+        self.leaves = self.local_leaves()
         tensors = (*graph.inputs[: graph.num_state], *graph.batch)
         self.of_tensors = depending(graph.eqns, tensors)
         self._means: dict[tuple, Var] = {}
@@ -129,8 +131,7 @@ class Walk:
     def run(self) -> Graph:
         """The program of one rank."""
         graph = self.graph
-        leaves = self.local_leaves()
-        inputs = (*leaves, *graph.inputs[graph.num_state :])
+        inputs = (*self.leaves, *graph.inputs[graph.num_state :])
         for plain, local in zip(graph.inputs, inputs):
             self.values.bind(plain, local)
 
@@ -139,7 +140,7 @@ class Walk:
             self.add(eqn)
 
         outputs: list[Any] = []
-        for plain, local, out in zip(graph.inputs, leaves, graph.outputs):
+        for plain, local, out in zip(graph.inputs, self.leaves, graph.outputs):
             outputs.append(self.new_leaf(plain, local, out))
         for out in graph.outputs[graph.num_state :]:
             outputs.append(self.output(out))
@@ -227,16 +228,26 @@ class Walk:
             parts = [on_axis(layout, axis) for layout in layouts]
             return Rule(parts, parts)
         try:
-            return rule(eqn, placements, axis, self.graph.axes[axis])
+            return rule(eqn, placements, axis, self.graph.axes.get(axis, 1))
         except NoRule as error:
             raise self.no_rule(eqn, error) from None
 
     def cut_axis(self, eqn: Eqn) -> str:
-        """The axis over which most arguments of an equation of the update are cut, or in terms."""
+        """The axis over which an equation of the update runs on parts or terms, or "" if it runs on whole values.
+
+        It is that of most arguments, and of two such axes the one of more ranks. An argument that differs over `host`, as the leaves of each host do, makes a
+        result that differs: each host needs all of its own result, so no rank may compute a part of it for others.
+        """
+        apart = frozenset[str]().union(*(self.varying_by_leaf.get(v, INVARIANT) for v in eqn.ins))
         axes: list[str] = []
         for v in eqn.ins:
-            axes += (p.axis for p in self.values.value(v, eqn).layout)
-        return max(dict.fromkeys(axes), key=axes.count, default=self.axes.main)
+            for placement in self.values.value(v, eqn).layout:
+                if apart.isdisjoint(members(placement.axis)):
+                    axes.append(placement.axis)
+        sizes = self.graph.axes
+        return max(
+            dict.fromkeys(axes), key=lambda axis: (axes.count(axis), sizes[axis]), default=""
+        )
 
     def check_draw(self, eqn: Eqn) -> None:
         """Check that no two ranks draw random numbers for the same elements in the update.
@@ -307,28 +318,43 @@ class Walk:
             multiple = out
             if varies:
                 multiple = dataclasses.replace(x, name=self.values.names.fresh(x.name))
-            product = eqn.replace(op=aten.mul.Tensor, args=(x, equal_ranks), outs=(multiple,))
-            self.add_whole(product)
+            self.add(eqn.replace(op=aten.mul.Tensor, args=(x, equal_ranks), outs=(multiple,)))
             x = multiple
         if varies:
             reduced_axes = self.axes.cover(varies)
-            split = self.split_for_update(out, reduced_axes)
+            split = self.split_of_reduced(x, out, reduced_axes)
             self.values.reduce(
                 x, out, reduced_axes, split, eqn, op=how, role="pmean", path=out.name
             )
         elif x is not out:
             self.values.bind(out, self.values.value(x, eqn))
 
-    def split_for_update(self, out: Var, reduced_axes: Sequence[str]) -> Split | None:
-        """The split of a reduced value that only the update reads; None if it is whole."""
-        main = self.axes.main
-        if main not in reduced_axes or self.options.stage == 0 or not out.shape:
-            return None
+    def split_of_reduced(self, x: Var, out: Var, reduced_axes: Sequence[str]) -> Split | None:
+        """The split of the reduced value `out` of `x`; None if it is whole.
+
+        Forward, backward and the caller read whole values. A value that is cut over another axis is reduced part by
+        part.
+        """
         readers = self.readers.get(out, [])
-        only_update = readers and all(e.region == "update" for e in readers)
-        if not only_update or not is_worth_splitting(out.shape[0], self.graph.axes[main]):
+        is_read_whole = any(e.region != "update" for e in readers)
+        if is_read_whole or out in self.graph.outputs[self.graph.num_state :]:
             return None
-        return Split(main)
+        layout = self.layout_of(x)
+        if layout:
+            return layout[0] if isinstance(layout[0], Split) else None
+        split = self.split_of_readers(out, readers)
+        return split if split is not None and split.axis in reduced_axes else None
+
+    def split_of_readers(self, out: Var, readers: Sequence[Eqn]) -> Split | None:
+        """The split in which the update and the new state read a value: that of the leaf which it becomes, if any."""
+        graph = self.graph
+        splits = {leaf.split for leaf, new in zip(self.leaves, graph.outputs) if new is out}
+        if splits:
+            return splits.pop() if len(splits) == 1 else None
+        if self.options.stage == 0 or not readers or not out.shape:
+            return None
+        main = self.axes.main
+        return Split(main) if is_worth_splitting(out.shape[0], graph.axes[main]) else None
 
     def reduction_axes(self, eqn: Eqn) -> tuple[str, ...]:
         """The axes of a pmean or psum.
