@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from .calling.call import BoundCall
 from .calling.guard import Guard
 from .calling.inputs import Inputs, check_donation, check_memory, device_of
+from .calling.meta_leaves import check_written
 from .calling.signature import Surroundings
 from .ir.ambient import refuse_inside, without_autocast
 from .ir.graph import Graph
@@ -317,6 +318,7 @@ class Compiled(Printed):
         local = inputs.tensors
         state = inputs.state
         check_whole(state, name)
+        self._check_written(state)
         lock = self.binding.lock if mesh is None else process_groups(mesh).lock
         with one_thread(lock, name), self._current_device(local):
             if mesh is not None:
@@ -350,6 +352,16 @@ class Compiled(Printed):
             local_program.note(inputs)
             if mesh is not None:
                 process_groups(mesh).in_step = 0
+
+    def _check_written(self, state: Sequence[Any]) -> None:
+        """Raises: ValueError if nobody has written to a leaf that was on meta; the other ranks learn of it."""
+        name = self.lowered.graph.name
+        try:
+            check_written(name, self.lowered.recording.signature.paths, state)
+        except ValueError as error:
+            if self._mesh is not None:
+                say_failure(self._mesh, name, error)
+            raise
 
     def _current_device(
         self, local: Sequence[torch.Tensor]

@@ -412,8 +412,9 @@ class Step(Generic[P, R]):
 
         Args:
             state: DTensors, or full tensors that are the same on every rank; the ranks compare a digest of every leaf.
-                Meta tensors become uninitialised parts, to be filled in place, as `torch.nn.init` does. So no rank ever
-                holds the whole state.
+                Meta tensors become parts that are filled with NaN, to be written in place, as `torch.nn.init` does. So
+                no rank ever holds the whole state. A step refuses parts to which nobody has written. Of what `lift`
+                returns, moments and step counts have their values.
             source: the rank whose tensors are used, and sent to the others leaf by leaf. These may hold meta tensors.
                 On a mesh of several axes it is 0: the first rank along the axes that transforms use for the leaf.
             device: the device of the parts; by default the device of the leaf, or of the mesh for a meta leaf.

@@ -7,15 +7,19 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_lift import compare, data, everything, loop, make_model, started
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree as pytree
 
 import ztrans as zt
 from tests.support import optimizers as written
 from tests.support.lifted import loop_of
 from tests.support.processes import run_ranks
 from tests.support.worlds import ALL, distance
+from ztrans.calling import meta_leaves
 
 WRITTEN = {
     "ones": lambda m: written.RMSpropTF(m.parameters(), lr=0.01),
@@ -143,6 +147,61 @@ def test_an_optimizer_of_meta_parameters_has_a_state_on_the_meta_device():
         state["optimizer"]["0.weight"]["exp_avg"].is_meta
         and state["optimizer"]["0.weight"]["step"] == 0
     )
+
+
+@pytest.fixture
+def mesh_of_one():
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    yield zt.make_mesh("cpu", dp=1)
+    dist.destroy_process_group()
+
+
+OF_META = {
+    "adamw": lambda p: optim.AdamW(p, lr=0.01, amsgrad=True),
+    "capturable": lambda p: optim.NAdam(p, lr=0.01, capturable=True, foreach=True),
+    "momentum": lambda p: optim.SGD(p, lr=0.01, momentum=0.9),
+    "rprop": lambda p: optim.Rprop(p, lr=0.02),
+    "centered": lambda p: optim.RMSprop(p, lr=0.01, centered=True, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("make_optimizer", OF_META.values(), ids=OF_META)
+def test_shard_fills_the_state_of_a_new_optimizer_of_meta_parameters(mesh_of_one, make_optimizer):
+    """With the values that the optimizer gives it on a CPU."""
+    on_cpu = make_model()
+    _, wanted = zt.lift(loop(on_cpu, (adam := make_optimizer(on_cpu.parameters()))), on_cpu, adam)
+    model = make_model().to("meta")
+    optimizer = make_optimizer(model.parameters())
+    step, state = zt.lift(loop(model, optimizer), model, optimizer)
+    sharded = zt.shard_params(mesh_of_one)(step)
+    state = sharded.shard(state)
+    assert distance(sharded.unshard(state)["optimizer"], wanted["optimizer"]) == 0
+
+
+def test_a_step_refuses_meta_leaves_to_which_nobody_has_written(mesh_of_one):
+    """It names them; a write in place, also through `.data`, is enough. Later steps ask nothing."""
+    model = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 4)).to("meta")
+    optimizer = optim.AdamW(model.parameters())
+    step, state = zt.lift(loop(model, optimizer), model, optimizer)
+    step = zt.shard_params(mesh_of_one)(step)
+    state = step.shard(state)
+    assert all(p.to_local().isnan().all() for p in state["params"].values())
+    message = r"nobody has written to state.params.0.weight, .*, and 6 more (?s:.*)torch.nn.init.normal_\(leaf\)"
+    with pytest.raises(ValueError, match=message):
+        step(state, *data()[0])
+    first, *others = state["params"].values()
+    first.data.fill_(0.5)
+    for p in others:
+        nn.init.constant_(p, 0.5)
+    with pytest.raises(ValueError, match="1.running_mean, .*1.running_var, .*num_batches_tracked"):
+        step(state, *data()[0])
+    state["buffers"]["1.running_mean"].zero_()
+    state["buffers"]["1.running_var"].fill_(1.0)
+    state["buffers"]["1.num_batches_tracked"].to_local().zero_()
+    for _ in range(2):
+        state, loss = step(state, *data()[0])
+        assert loss.isfinite()
+    assert not any(leaf in meta_leaves._unwritten for leaf in pytree.tree_leaves(state))
 
 
 def test_optimizer_state_that_is_neither_tensor_nor_number_is_refused():

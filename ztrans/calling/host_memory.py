@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from .meta_leaves import fill_of
+
 
 def empty_on_host(like: torch.Tensor) -> torch.Tensor:
     """Uninitialised memory of the host, for a tensor with the shape, strides and dtype of another one."""
@@ -15,10 +17,12 @@ def empty_on_host(like: torch.Tensor) -> torch.Tensor:
 
 
 def copied_to_host(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy of a tensor in the memory of the host; uninitialised for a meta tensor."""
+    """A contiguous copy of a tensor in the memory of the host; of a meta tensor, memory that is filled."""
     flat = torch.empty(x.shape, dtype=x.dtype, device="meta")
     copy = empty_on_host(flat)
-    if not x.is_meta:
+    if x.is_meta:
+        copy.fill_(fill_of(x))
+    else:
         copy.copy_(x.detach())
     return copy.requires_grad_(x.requires_grad)
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ..calling.host_memory import let_copies_end
+from ..calling.meta_leaves import ValuesOfMeta
 from .gradients import carried_gradients
 from .module_tensors import buffers_of, replace
 from .optimizer_state import (
@@ -43,7 +44,8 @@ def state_of(model: nn.Module, optimizers: Sequence[Optimizer], carry_grads: boo
     names = {id(p): name for name, p in params.items()}
     of_optimizers: dict[str, Entries] = {}
     for optimizer in optimizers:
-        create_state(optimizer)
+        with ValuesOfMeta():
+            create_state(optimizer)
         for name, entries in states_by_name(optimizer, names).items():
             if entries:
                 of_optimizers[name] = state_entries(entries)
@@ -55,7 +57,8 @@ def state_of(model: nn.Module, optimizers: Sequence[Optimizer], carry_grads: boo
         "optimizer": {name: of_optimizers[name] for name in params if name in of_optimizers},
     }
     if carry_grads:
-        state["grads"] = carried_gradients(params)
+        with ValuesOfMeta():
+            state["grads"] = carried_gradients(params)
     return state
 
 

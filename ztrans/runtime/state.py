@@ -9,6 +9,7 @@ Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..calling.host_memory import copied_to_host
+from ..calling.meta_leaves import Number, fill_of, mark_unwritten
 from ..ir.axes import members, submesh
 from ..ir.graph import Layout, MemoryKind, Split
 from ..ir.layout import AbstractMesh, as_tensor, cut, mesh_axes
@@ -74,6 +76,9 @@ def shard_state(
         part = _part(_on_device(leaf), layout, mesh, leaf_axes, source, device)
         part = _on_host(part) if memory == "host" else part
         _meshes[part] = mesh
+        # A source may have sent zeros, which are also the fill of whole numbers.
+        if source is None or part.is_floating_point():
+            mark_unwritten(part, leaf)
         parts.append(part)
     return pytree.tree_unflatten(parts, tree)
 
@@ -105,7 +110,10 @@ def copied_state(state: State, memories: Sequence[MemoryKind]) -> State:
     copies = []
     for leaf, memory in zip(leaves, memories):
         if isinstance(leaf, torch.Tensor):
-            leaf = copied_to_host(leaf) if memory == "host" else copied(leaf)
+            copy = copied_to_host(leaf) if memory == "host" else copied(leaf)
+            if not copy.is_meta:
+                mark_unwritten(copy, leaf)
+            leaf = copy
         copies.append(leaf)
     return pytree.tree_unflatten(copies, tree)
 
@@ -159,7 +167,7 @@ def _part(
     """A leaf as a DTensor in its layout.
 
     A full tensor may be the same on every rank, or valid only on rank `source`, which sends it, or a meta tensor, for
-    which uninitialised memory is allocated.
+    which memory is allocated and filled (see `meta_leaves`).
     """
     user_sharding = UserSharding.of(leaf, axes)
     if user_sharding is not None:
@@ -170,13 +178,14 @@ def _part(
     if isinstance(leaf, DTensor):
         return _in_layout(leaf, layout, mesh, user_sharding, device)
     leaf = as_tensor(leaf)
+    fill = fill_of(leaf)
     requires_grad = leaf.requires_grad
     leaf = leaf.detach()
     part: torch.Tensor
     if source is None:
-        part = _own_part(leaf, layout, mesh, None, device)
+        part = _own_part(leaf, layout, mesh, None, device, fill)
     else:
-        full = _own_memory(leaf, mesh, device)
+        full = _own_memory(leaf, mesh, device, fill)
         part = distribute_tensor(full, mesh, _placements(layout, mesh), src_data_rank=source)
     return part.requires_grad_(requires_grad)
 
@@ -190,8 +199,7 @@ def _in_layout(
 ) -> torch.Tensor:
     """A copy of a DTensor of this or another mesh, in the given layout on `mesh`.
 
-    If mesh or layout differ it communicates, so every rank must call it. The parts of a meta leaf are
-    uninitialised, on `device`.
+    If mesh or layout differ it communicates, so every rank must call it. The parts of a meta leaf are on `device`.
     """
     placements = _placements(layout, mesh, user_sharding)
     is_same_mesh = leaf.device_mesh == mesh
@@ -200,7 +208,7 @@ def _in_layout(
         if leaf.is_meta:
             shape = user_sharding.local_shape if user_sharding else leaf.shape
             full = torch.empty(shape, dtype=leaf.dtype, device="meta")
-            part = _own_part(full, layout, mesh, user_sharding, device)
+            part = _own_part(full, layout, mesh, user_sharding, device, fill_of(leaf))
         elif is_same_mesh and list(leaf.placements) == placements:
             return copied(leaf)
         elif is_same_mesh and user_sharding is None:
@@ -243,13 +251,15 @@ def _placements(
     return [by_axis[axis] for axis in names]
 
 
-def _own_memory(x: torch.Tensor, mesh: DeviceMesh, device: torch.device | None) -> torch.Tensor:
-    """A contiguous copy, or uninitialised memory for a meta tensor.
+def _own_memory(
+    x: torch.Tensor, mesh: DeviceMesh, device: torch.device | None, fill: Number
+) -> torch.Tensor:
+    """A contiguous copy, or for a meta tensor memory that is filled with `fill`.
 
     The step overwrites its state, and must not overwrite the caller's tensors.
     """
     if x.is_meta:
-        return torch.empty(x.shape, dtype=x.dtype, device=device or mesh.device_type)
+        return torch.full(x.shape, fill, dtype=x.dtype, device=device or mesh.device_type)
     return x.to(device or x.device, copy=True, memory_format=torch.contiguous_format)
 
 
@@ -259,15 +269,19 @@ def _own_part(
     mesh: DeviceMesh,
     user_sharding: UserSharding | None,
     device: torch.device | None = None,
+    fill: Number = math.nan,
 ) -> DTensor:
-    """A copy of this rank's part of a tensor that is the same on all ranks, up to the step's own division."""
+    """A copy of this rank's part of a tensor that is the same on all ranks, up to the step's own division.
+
+    The part of a meta tensor is filled with `fill`.
+    """
     names = [axis for axis, _ in mesh_axes(mesh)]
     local = full
     for split in layout:
         if isinstance(split, Split):
             axis = names.index(split.axis)
             local = cut(local, split, mesh.size(axis), mesh.get_local_rank(axis))
-    local = _own_memory(local, mesh, device)
+    local = _own_memory(local, mesh, device, fill)
     placements = _placements(layout, mesh, user_sharding)
     shape = user_sharding.shape if user_sharding else full.shape
     return _dtensor(local, mesh, placements, shape)
