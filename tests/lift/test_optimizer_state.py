@@ -193,7 +193,9 @@ def test_a_step_refuses_meta_leaves_to_which_nobody_has_written(mesh_of_one):
     first.data.fill_(0.5)
     for p in others:
         nn.init.constant_(p, 0.5)
-    with pytest.raises(ValueError, match="1.running_mean, .*1.running_var, .*num_batches_tracked"):
+    with pytest.raises(
+        ValueError, match=r"1\.running_mean, .*1\.running_var, .*num_batches_tracked"
+    ):
         step(state, *data()[0])
     state["buffers"]["1.running_mean"].zero_()
     state["buffers"]["1.running_var"].fill_(1.0)

@@ -216,7 +216,9 @@ def of_hosts(path: str, leaf: torch.Tensor) -> tuple[str, ...]:
     return ("dp",) if path.startswith("params") else ("host", "dp")
 
 
-def on_hosts(step, stage: int, shared: dict, params: list[dict]) -> tuple[list[dict], zt.stages.Cost]:
+def on_hosts(
+    step, stage: int, shared: dict, params: list[dict]
+) -> tuple[list[dict], zt.stages.Cost]:
     """The new state of each host, its parts joined, and what the step costs.
 
     Args:
@@ -253,7 +255,11 @@ def test_leaves_of_each_host_beside_leaves_of_all_hosts(stage):
             new[k] = momentum, state["outer"][k] - 0.7 * (moved + 0.9 * momentum)
         outer = {k: leaf for k, (_, leaf) in new.items()}
         params = {k: leaf.clone() for k, leaf in outer.items()}
-        return {"params": params, "momentum": {k: m for k, (m, _) in new.items()}, "outer": outer}, None
+        return {
+            "params": params,
+            "momentum": {k: m for k, (m, _) in new.items()},
+            "outer": outer,
+        }, None
 
     torch.manual_seed(0)
     leaves = lambda: {"w": torch.randn(8, 6), "b": torch.randn(5), "scale": torch.randn(())}

@@ -113,4 +113,6 @@ def _is_unwritten(memory: torch.Tensor, version: int) -> bool:
     """
     if memory._version != version or not memory.numel():
         return False
-    return bool((memory.isnan() if memory.is_floating_point() or memory.is_complex() else memory == 0).all())
+    return bool(
+        (memory.isnan() if memory.is_floating_point() or memory.is_complex() else memory == 0).all()
+    )

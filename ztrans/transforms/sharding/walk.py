@@ -235,8 +235,8 @@ class Walk:
     def cut_axis(self, eqn: Eqn) -> str:
         """The axis over which an equation of the update runs on parts or terms, or "" if it runs on whole values.
 
-        It is that of most arguments, and of two such axes the one of more ranks. An argument that differs over `host`, as the leaves of each host do, makes a
-        result that differs: each host needs all of its own result, so no rank may compute a part of it for others.
+        It is that of most arguments, and of two such axes the one of more ranks. If an argument differs over `host`, as
+        the leaves of each host do, so does the result: each host needs all of its own, so it is cut inside of hosts.
         """
         apart = frozenset[str]().union(*(self.varying_by_leaf.get(v, INVARIANT) for v in eqn.ins))
         axes: list[str] = []
