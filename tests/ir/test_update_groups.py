@@ -46,6 +46,35 @@ def test_a_fused_optimizer_is_one_call_and_its_counters_another():
     assert calls(lambda params: optim.SGD(params, lr=0.1, fused=True)) == ["_fused_sgd_"]
 
 
+@pytest.mark.parametrize("form", [{}, {"foreach": True}, {"foreach": False}])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("Adam", {"amsgrad": True}),
+        ("AdamW", {}),
+        ("SGD", {"momentum": 0.9, "nesterov": True}),
+        ("SGD", {"maximize": True}),
+    ],
+)
+def test_optimizers_with_a_fused_form_run_it_where_the_user_has_not_chosen(name, options, form):
+    def make(**form):
+        return lambda params: getattr(optim, name)(params, lr=0.1, **options, **form)
+
+    assert calls(make(**form)) == calls(make(fused=True))
+    assert not any("fused" in call for call in calls(make(fused=False)))
+
+
+def test_the_fused_form_is_left_out_where_it_would_round_otherwise_or_was_not_asked_for():
+    capturable = calls(lambda params: optim.AdamW(params, capturable=True))
+    assert "_fused_adamw_" not in capturable
+    model = nn.Linear(4, 4, dtype=torch.bfloat16)
+    optimizer = optim.AdamW(model.parameters())
+    step, state = zt.lift(loop_of(model, optimizer), model, optimizer)
+    x = torch.ones(8, 4, dtype=torch.bfloat16)
+    ops = [str(e.op) for e in zt.Step.of(step).lower(state, x).graph.eqns]
+    assert not any("fused" in op for op in ops)
+
+
 RATES = [{"lr": 0.1}, {"lr": 0.001}]
 GROUPS = [(name, RATES) for name in ("AdamW", "Adam", "SGD", "Adagrad")] + [
     ("AdamW", [{"betas": (0.9, 0.99)}, {"betas": (0.5, 0.9)}]),
@@ -101,9 +130,9 @@ def test_each_parameter_group_keeps_its_own_settings(name, own, form, changing):
 
 @pytest.mark.slow
 def test_other_optimizers_are_calls_over_lists():
-    names = calls(lambda params: optim.SGD(params, lr=0.1, momentum=0.9))
+    names = calls(lambda params: optim.SGD(params, lr=0.1, momentum=0.9, fused=False))
     assert "_foreach_mul_" in names and len(names) <= 8, "not one call for each of six parameters"
-    adam = lambda params: optim.Adam(params)
+    adam = lambda params: optim.Adam(params, fused=False)
     # In its capturable form, Adam has a step size for each parameter, which is a tensor. Arithmetic on step sizes, and
     # on parameters with them, has no operation over lists: 12 calls for each of six parameters.
     assert len(calls(adam)) <= 10 + 12 * 6
@@ -138,7 +167,7 @@ def test_only_updates_move_and_values_stay(name, ranks):
 
 @pytest.mark.slow
 def test_where_groups_would_raise_the_peak_updates_stay_apart():
-    step, state = lifted(lambda params: optim.Adam(params, foreach=False), layers=12)
+    step, state = lifted(lambda params: optim.Adam(params, fused=False), layers=12)
     step = zt.Step.of(step)
     state = step.shard(state)
     compiled = step.compiled(state, torch.ones(1, 4))

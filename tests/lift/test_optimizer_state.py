@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from test_lift import compare, data, everything, loop, make_model, started
 from torch import nn, optim
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
@@ -20,6 +21,7 @@ from tests.support.lifted import loop_of
 from tests.support.processes import run_ranks
 from tests.support.worlds import ALL, distance
 from ztrans.calling import meta_leaves
+from ztrans.lift.optimizer_state import lifted_entries
 
 WRITTEN = {
     "ones": lambda m: written.RMSpropTF(m.parameters(), lr=0.01),
@@ -91,6 +93,17 @@ def test_an_optimizer_of_pytorch_has_the_state_before_its_first_step(kind):
     entries = state["optimizer"].get("0.weight", {})
     assert entries.keys() == FRESH[kind].keys()
     assert all((entries[key] == value).all() for key, value in FRESH[kind].items())
+
+
+def test_a_count_of_steps_is_on_the_gpu_where_a_fused_kernel_reads_it():
+    """Where the user has not chosen a form, PyTorch has the count on the CPU."""
+    with FakeTensorMode():
+        p = nn.Parameter(torch.empty(4, 4, device="cuda"))
+        for kind, device in (("AdamW", "cuda"), ("NAdam", "cpu")):
+            optimizer = getattr(optim, kind)([p])
+            optimizer.state[p] = {"step": torch.zeros(()), "exp_avg": torch.empty_like(p)}
+            assert lifted_entries(optimizer, p)["step"].device.type == device
+            assert optimizer.state[p]["step"].device.type == "cpu", "that of the user stays"
 
 
 def test_existing_optimizer_state_is_kept():

@@ -38,8 +38,9 @@ def lift(
     `step(state, *batch) -> (state, output)` is a pure train step for any transform. It takes the batch arguments of
     `loop_step`, by position or by name.
 
-    While it is traced, optimizers of PyTorch run in their capturable form. With fused Adam, AdamW and SGD the lifted
-    step computes the bits of the untouched loop on one rank; with others it differs by rounding.
+    While it is traced, Adam, AdamW and SGD of PyTorch run in their fused form, unless `fused=False` or
+    `capturable=True` says otherwise, and its other optimizers in their capturable form. With fused optimizers the
+    lifted step computes the bits of the untouched loop on one rank; with others it differs by rounding.
 
     Args:
         loop_step: the body of the loop. It calls `zero_grad`, and returns the output.

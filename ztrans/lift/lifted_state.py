@@ -24,8 +24,8 @@ from .optimizer_state import (
     Entries,
     copied,
     create_state,
+    lifted_entries,
     params_of,
-    state_entries,
     states_by_name,
 )
 from .scaler import scale_of
@@ -48,7 +48,7 @@ def state_of(model: nn.Module, optimizers: Sequence[Optimizer], carry_grads: boo
             create_state(optimizer)
         for name, entries in states_by_name(optimizer, names).items():
             if entries:
-                of_optimizers[name] = state_entries(entries)
+                of_optimizers[name] = lifted_entries(optimizer, params[name])
 
     # The optimizer's state is in the order of the parameters, however many optimizers have them.
     state: State = {

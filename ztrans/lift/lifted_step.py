@@ -45,6 +45,7 @@ from .optimizer_state import (
     check_optimizers,
     constant_entries,
     is_based_on_torch,
+    may_fuse,
     numbers_of_states,
     params_of,
     states_by_name,
@@ -57,7 +58,9 @@ T = TypeVar("T")
 
 # The form of PyTorch's optimizers while they are traced: one parameter at a time, because a program has an equation
 # for each in any case, and without reading values.
-_FORM = {"foreach": False, "capturable": True}
+_CAPTURABLE = {"foreach": False, "capturable": True}
+# One kernel for the whole update, and no scalars that it computes from the count of steps.
+_FUSED = {"foreach": None, "fused": True}
 
 
 class LiftedStep(ExtraInputs, Generic[P, T]):
@@ -171,13 +174,13 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         with contextlib.ExitStack() as stack:
             stack.enter_context(substituted(self._model, stand_ins | buffers))
             for optimizer in self._optimizers:
-                groups = _groups_with(optimizer, stand_ins, inputs)
                 entries: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
                 for p in params_of(optimizer):
                     in_state = state["optimizer"].get(names[id(p)])
                     if in_state is not None:
                         constants = constant_entries(optimizer.state.get(p, {}))
                         entries[stand_ins[id(p)]] = constants | in_state
+                groups = _groups_with(optimizer, stand_ins, inputs, entries)
                 stack.enter_context(patched(optimizer, param_groups=groups, state=entries))
             stack.enter_context(unchanged(self._optimizers))
             yield
@@ -280,11 +283,15 @@ def _signature_of(loop_step: Callable) -> inspect.Signature:
 
 
 def _groups_with(
-    optimizer: Optimizer, stand_ins: Mapping[int, torch.Tensor], inputs: Iterator[ParamGroup]
+    optimizer: Optimizer,
+    stand_ins: Mapping[int, torch.Tensor],
+    inputs: Iterator[ParamGroup],
+    state: Mapping[torch.Tensor, Entries],
 ) -> list[ParamGroup]:
     """The parameter groups of an optimizer with stand-ins, and in the form in which they are traced.
 
-    A lifted step that is called without a `Step` is not traced, and runs the optimizer as it is.
+    A lifted step that is called without a `Step` is not traced, and runs the optimizer as it is. `state` has the
+    entries of each stand-in.
     """
     has_form = torch.compiler.is_compiling() and is_based_on_torch(optimizer)
     groups = []
@@ -292,7 +299,8 @@ def _groups_with(
         traced = {**group, **next(inputs)}
         traced["params"] = [stand_ins[id(p)] for p in group["params"]]
         if has_form and not group.get("fused"):
-            traced.update({key: value for key, value in _FORM.items() if key in group})
+            form = _FUSED if may_fuse(optimizer, traced, state) else _CAPTURABLE
+            traced.update({key: value for key, value in form.items() if key in group})
         groups.append(traced)
     return groups
 

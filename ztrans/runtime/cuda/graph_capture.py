@@ -146,7 +146,7 @@ def check_values(graph: Graph) -> None:
             raise ValueError(
                 f"{graph.name}: the kernel of a fused optimizer takes {key}={x.name} by value, and a CUDA graph would "
                 f"keep that value although the program computes it in every step.\n"
-                f"Use the optimizer with capturable=True in place of fused=True, or compile without cuda_graph."
+                f"Use the optimizer with fused=False, or compile without cuda_graph."
             )
 
 
@@ -302,8 +302,8 @@ class Capture:
                     f"{self.graph.name}: {name} was {captured_value} when the step was captured, and is {now}. The "
                     f"kernel of a fused optimizer takes it by value, so the CUDA graph has the old one.\n"
                     f"Keep it constant, as a scheduler does with cycle_momentum=False; or call close() on the compiled "
-                    f"step, which is then captured again; or use the optimizer with capturable=True in place of "
-                    f"fused=True, or compile without cuda_graph."
+                    f"step, which is then captured again; or use the optimizer with fused=False, or compile without "
+                    f"cuda_graph."
                 )
 
     def _check_same_state(self, inputs: Sequence[torch.Tensor]) -> None:
