@@ -46,7 +46,10 @@ def route(kind, op, wire, partial, hosts, gloo) -> Route:
      "sums inside each of 8 hosts first: 11% of the bytes come from other hosts, not 88%"),
     (REDUCE_SCATTER, "sum", BF16, F32, Hosts(4, 2), False, EXCHANGE,
      "the sum of a host in f32 has as many bytes as its 2 terms in bf16"),
-    (REDUCE_SCATTER, "max", BF16, F32, Hosts(64, 8), False, RING, "NCCL reduces bf16 on the way"),
+    (REDUCE_SCATTER, "max", BF16, F32, Hosts(64, 8), False, HIERARCHICAL,
+     "sums inside each of 8 hosts first: 11% of the bytes come from other hosts, not 88%"),
+    (REDUCE_SCATTER, "max", F32, F32, Hosts(8), False, EXCHANGE, "one host"),
+    (REDUCE_SCATTER, "max", I64, I64, Hosts(64, 8), False, RING, "NCCL reduces i64 on the way"),
     (ALL_GATHER, None, F32, F32, Hosts(4), True, EXCHANGE, "one host"),
     (ALL_GATHER, None, F32, F32, Hosts(4, 2), True, HIERARCHICAL,
      "parts go to one rank of each of 2 hosts first: 25% of the bytes come from other hosts, not 50%"),
@@ -56,7 +59,13 @@ def route(kind, op, wire, partial, hosts, gloo) -> Route:
      "the ranks of 2 hosts are not equally many, and neighbours, in every group of the axis"),
     (ALL_GATHER, None, F32, F32, Hosts(16, 2), True, RING, "gloo gathers"),
     (ALL_GATHER, None, BF16, F32, Hosts(16, 2), False, RING, "NCCL gathers"),
-    (ALL_REDUCE, "mean", BF16, F32, Hosts(16, 2), False, RING, "NCCL reduces bf16 on the way"),
+    (ALL_REDUCE, "mean", F32, F32, Hosts(16, 2), False, RING, "NCCL reduces f32 on the way"),
+    (ALL_REDUCE, "mean", F32, F32, Hosts(16, 2), True, RING, "gloo reduces f32 on the way"),
+    (ALL_REDUCE, "max", F32, F32, Hosts(16, 2), False, HIERARCHICAL,
+     "sums inside each of 2 hosts first: 6% of the bytes come from other hosts, not 50%"),
+    (ALL_REDUCE, "mean", BF16, F32, Hosts(16), True, EXCHANGE, "one host"),
+    (ALL_REDUCE, "mean", BF16, F32, Hosts(16, 2), True, HIERARCHICAL,
+     "sums inside each of 2 hosts first, sent in f32: 12% of the bytes come from other hosts, not 50%"),
 ])  # fmt: skip
 def test_the_route_and_its_reason(kind, op, wire, partial, hosts, gloo, way, reason):
     by = route(kind, op, wire, partial, hosts, gloo)

@@ -197,10 +197,12 @@ def test_a_first_level_that_failed_fails_at_every_wait():
     def begin():
         raise LostRank("rank 1 has ended")
 
-    message = HierarchicalMessage(begin)
+    _, groups, opened = channels(Hosts(4, 2))
+    message = HierarchicalMessage(opened[0], [], begin)
     for wait_for in (message.advance, message.wait):
         with pytest.raises(LostRank):
             wait_for()
+    del groups
 
 
 def test_a_closed_channel_gives_up_its_messages():

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tests.support.fake_cuda import FakeCuda
 from ztrans.ir.collectives import wire_dtype
 from ztrans.ir.graph import Eqn
-from ztrans.ir.routes import HIERARCHICAL, Hosts, route_of
+from ztrans.ir.routes import Hosts, is_gathered_whole, route_of
 from ztrans.runtime.collectives import wait
 from ztrans.runtime.cuda.hierarchical import HierarchicalStart
 from ztrans.runtime.cuda.nccl import StreamedStart
@@ -26,7 +26,12 @@ from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.cuda.transport import choose_transport
 
 PATIENCE = 20  # seconds
-COMBINE = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
+# As NCCL: its maximum and minimum are those of C's `fmax` and `fmin`, which return the other one of NaN and a number.
+COMBINE = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.MAX: torch.fmax,
+    dist.ReduceOp.MIN: torch.fmin,
+}
 
 
 class Fabric:
@@ -74,6 +79,12 @@ class Rank:
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
+    def allgather_into_tensor_coalesced(self, received, sent, options) -> None:
+        for into, part in zip(received, sent):
+            into.copy_(torch.cat(self.fabric.posted(self.rank, part.clone())))
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+
 
 def _total(terms: Sequence[torch.Tensor], options: Any) -> torch.Tensor:
     total = terms[0].clone()
@@ -101,12 +112,13 @@ def on_all_ranks(
     sizes = {axis: hosts.ranks}
     route = route_of(eqn, sizes, hosts, gloo=False)
     wire = wire_dtype(eqn, eqn.ins[0])
-    transport = choose_transport(eqn.op, eqn.kwargs.get("op"), wire, lambda: "a double", route)
+    op, is_whole = eqn.kwargs.get("op"), is_gathered_whole(eqn, sizes)
+    transport = choose_transport(eqn.op, op, wire, lambda: "a double", route, is_whole)
 
     def run(rank: int) -> list[torch.Tensor]:
         channel = Rank(fabric, rank, hosts)
         common = eqn, sizes, {axis: rank}, channel, Streams(FakeCuda()), transport
-        of_hosts = [Rank(inside, rank, hosts)] if route.way == HIERARCHICAL else []
+        of_hosts = [Rank(inside, rank, hosts)] if transport.way == "hierarchical" else []
         start = (HierarchicalStart if of_hosts else StreamedStart)(*of_hosts, *common)
         with modes[rank] if modes else nullcontext():
             return [wait(member) for member in start(*terms[rank])]

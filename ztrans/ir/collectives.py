@@ -54,10 +54,22 @@ def wire_dtype(eqn: Eqn, member: Var) -> torch.dtype:
 
 
 def host_sum_dtype(eqn: Eqn, member: Var) -> torch.dtype:
-    """The dtype in which a host sends the sum of its ranks: fp32 for half precision, unless a dtype was asked for."""
+    """The dtype of what a host sends to others: fp32 for a sum of half precision, unless a dtype was asked for."""
     wire = wire_dtype(eqn, member)
     is_chosen = eqn.kwargs.get("dtype") is not None
-    return torch.float32 if wire in HALF and not is_chosen else wire
+    is_sum = eqn.kwargs["op"] in ("sum", "mean")
+    return torch.float32 if is_sum and wire in HALF and not is_chosen else wire
+
+
+def is_reduced_by_ranks(reduction: str, wire: torch.dtype) -> bool:
+    """Whether ranks must exchange the terms of a reduction, because gloo and NCCL do not reduce them as `ops.reduce`.
+
+    Both round a sum of half precision at every hop, and a mean of fp16 overflows before it is divided. Their maximum
+    and minimum of floats lose a NaN: NCCL computes `fmax`, and gloo compares.
+    """
+    if reduction in ("sum", "mean"):
+        return wire in HALF
+    return wire.is_floating_point
 
 
 def buffer_bytes(eqn: Eqn, index: int, sizes: Sizes) -> int:
@@ -192,6 +204,9 @@ class Reduction(Start):
     def varies(self, eqn: Eqn, axes_of: Mapping[Var, Axes]) -> Axes:
         return super().varies(eqn, axes_of) - {*members(self.axis(eqn))}
 
+    def is_reduced_by_ranks(self, eqn: Eqn) -> bool:
+        return is_reduced_by_ranks(eqn.kwargs["op"], wire_dtype(eqn, eqn.ins[0]))
+
     def total(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> torch.Tensor:
         """The sum, mean, maximum or minimum of the terms, in the dtype of the result."""
         return ops.reduce(terms, eqn.kwargs["op"], eqn.results[index].dtype)
@@ -220,9 +235,7 @@ class ReduceScatter(Reduction):
         return [cut(total, split, len(terms), rank).clone() for rank in range(len(terms))]
 
     def is_exchanged(self, eqn: Eqn, ranks: int, gloo: bool) -> bool:
-        """NCCL would round half precision at every hop of a ring."""
-        is_sum = eqn.kwargs["op"] in ("sum", "mean")
-        return gloo or (is_sum and wire_dtype(eqn, eqn.ins[0]) in HALF)
+        return gloo or self.is_reduced_by_ranks(eqn)
 
     def stays_in_buffer(self, eqn: Eqn, index: int) -> bool:
         return False  # the buffer holds the terms, and their sum is a new value
@@ -235,12 +248,28 @@ class ReduceScatter(Reduction):
 class AllReduce(Reduction):
     """Rules of all_reduce.
 
-    Two ranks send each other their whole terms. Among more ranks, the total is computed in the send buffer, which is
-    then the receive buffer too. A short message over gloo is exchanged among up to 8 ranks (see `routes`), but is
-    counted as the others are.
+    Two ranks send each other their whole terms. Among more ranks, the backend computes the total in the send buffer,
+    which is then the receive buffer too. What the backend cannot reduce (see `is_reduced_by_ranks`) is a reduce_scatter
+    and then a gather of the parts, in the dtype of the wire: as many bytes, and one more buffer. A short message is
+    exchanged whole (see `routes`), but is counted as the others are.
     """
 
     crossings = 2
+
+    def total(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The total, rounded to the dtype in which its parts are gathered."""
+        wire = wire_dtype(eqn, eqn.ins[index])
+        return ops.reduce(terms, eqn.kwargs["op"], wire).to(eqn.results[index].dtype)
+
+    def is_exchanged(self, eqn: Eqn, ranks: int, gloo: bool) -> bool:
+        return self.is_reduced_by_ranks(eqn)
+
+    def halves(self, eqn: Eqn) -> tuple[Eqn, Eqn] | None:
+        if not self.is_reduced_by_ranks(eqn):
+            return None
+        gather_kwargs = {name: value for name, value in eqn.kwargs.items() if name != "op"}
+        scatter = eqn.replace(op=REDUCE_SCATTER)
+        return scatter, eqn.replace(op=ALL_GATHER, kwargs=gather_kwargs)
 
     def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [self.total(eqn, index, terms)] * len(terms)
@@ -249,7 +278,8 @@ class AllReduce(Reduction):
         return sizes[self.axis(eqn)] == 2 and super().sends_without_copy(eqn, index, sizes)
 
     def sent_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
-        return 0 if sizes[self.axis(eqn)] > 2 else super().sent_bytes(eqn, sizes)
+        is_in_place = sizes[self.axis(eqn)] > 2 and not self.is_reduced_by_ranks(eqn)
+        return 0 if is_in_place else super().sent_bytes(eqn, sizes)
 
 
 class Shard(Memberwise):

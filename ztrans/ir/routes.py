@@ -7,20 +7,32 @@
                            on inside it
 
 Between hosts, an exchange sends each part once for each rank of a host, and the other two send it about once for each
-host. The order of both exchanges does not depend on the schedule. The runtime sends as the route says, and the planner
-charges the bytes of the route, with one exception: an all_reduce over gloo has the route of a ring, and a message of it
-between 2 ranks, or a short one among up to 8, is exchanged. Among more than 2 it has more bytes than are charged.
+host. The order of both exchanges does not depend on the schedule. An all_reduce whose terms the ranks must reduce
+themselves is an exchange of the terms for each part, and then a gather of the parts, each on a route of its own.
+
+The runtime sends as the route says, and the planner charges the bytes of the route, with one exception: of a short
+all_reduce, the ranks exchange the whole terms. So they do over gloo between 2 ranks, and for a short message among up
+to 8, and over NCCL for short terms that they must reduce themselves. Among more than 2 ranks this has more bytes than
+are charged.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from .collectives import host_sum_dtype, rules, wire_dtype
+from .collectives import (
+    LARGE_MEMBER,
+    MOST_RANKS_OF_EXCHANGE,
+    buffer_bytes,
+    host_sum_dtype,
+    rules,
+    wire_dtype,
+)
 from .graph import DTYPES, Eqn
 from .rules import Sizes
 
@@ -74,12 +86,14 @@ class Route:
     """The way of a collective, its reason, and the bytes that a rank receives from its own host and from others.
 
     The bytes are means over the ranks of the group. If hosts are not even, each rank counts as a host of its own.
+    `gather_way` is the way of the parts of a total, if an all_reduce gathers them after an exchange.
     """
 
     way: str
     reason: str
     inside: float
     between: float
+    gather_way: str | None = None
 
     def __str__(self) -> str:
         return f"{self.way} ({self.reason})"
@@ -102,6 +116,49 @@ def route_of(eqn: Eqn, sizes: Sizes, hosts: Hosts, gloo: bool) -> Route:
     >>> print(route_of(scatter, {"dp": 4}, Hosts(4, 2), gloo=False))
     ring (NCCL reduces f32 on the way)
     """
+    halves = rules(eqn).halves(eqn)
+    if halves is None:
+        is_exchanged = rules(eqn).is_exchanged(eqn, hosts.ranks, gloo)
+        return _route(eqn, sizes, hosts, gloo, is_exchanged)
+    scatter, gather = halves
+    first = _route(scatter, sizes, hosts, gloo, is_exchanged=True)
+    second = _route(gather, sizes, hosts, gloo, is_exchanged=gloo)
+    return Route(
+        first.way,
+        first.reason,
+        first.inside + second.inside,
+        first.between + second.between,
+        second.way,
+    )
+
+
+def is_gathered_whole(eqn: Eqn, sizes: Sizes) -> bool:
+    """Whether NCCL gathers the whole terms of an all_reduce, which ranks must reduce and which are short."""
+    if rules(eqn).halves(eqn) is None:
+        return False
+    total = sum(buffer_bytes(eqn, k, sizes) for k in range(len(eqn.outs)))
+    return total * sizes[eqn.kwargs["axis"]] <= LARGE_MEMBER * MOST_RANKS_OF_EXCHANGE
+
+
+def share_of_exchange(hosts: Hosts, wire: torch.dtype, host_dtype: torch.dtype) -> float:
+    """The share of the terms of a hierarchical reduction that one call exchanges inside a host on GPUs.
+
+    What a call sends and what it receives, and the sums of the host, then take no more than the terms that a plain
+    exchange receives. A single term for one host is sent in place, so it may be larger.
+    """
+    received = (hosts.ranks - 1) / hosts.ranks
+    sums = host_dtype.itemsize / wire.itemsize / hosts.local
+    return max(received - sums, 0.0) / 2
+
+
+def exchanges_inside(eqn: Eqn, hosts: Hosts) -> int:
+    """About how many calls exchange the terms of a hierarchical reduction inside a host on GPUs."""
+    share = share_of_exchange(hosts, wire_dtype(eqn, eqn.ins[0]), host_sum_dtype(eqn, eqn.ins[0]))
+    return min(hosts.count, math.ceil(1 / share)) if share else hosts.count
+
+
+def _route(eqn: Eqn, sizes: Sizes, hosts: Hosts, gloo: bool, is_exchanged: bool) -> Route:
+    """The route of a collective that is sent in one way."""
     ranks = hosts.ranks
     local = hosts.local if hosts.even else 1  # ranks that need no message between hosts
     spans_hosts = hosts.count > 1
@@ -109,8 +166,8 @@ def route_of(eqn: Eqn, sizes: Sizes, hosts: Hosts, gloo: bool) -> Route:
     wire = wire_dtype(eqn, eqn.ins[0])
     received = rules(eqn).wire_bytes(eqn, sizes)
 
-    if not rules(eqn).is_exchanged(eqn, ranks, gloo):
-        between = received / local if spans_hosts else 0.0
+    if not is_exchanged:
+        between = _ring_bytes_between(received, hosts)
         backend = "gloo" if gloo else "NCCL"
         work = f"reduces {DTYPES.get(wire, wire)} on the way" if reduces else "gathers"
         return Route(RING, f"{backend} {work}", received - between, between)
@@ -133,6 +190,12 @@ def route_of(eqn: Eqn, sizes: Sizes, hosts: Hosts, gloo: bool) -> Route:
         reason = f"parts go to one rank of each of {hosts.count} hosts first: {reason}"
     inside = all_bytes * (local - 1) / local
     return Route(HIERARCHICAL, reason, inside, all_bytes * hierarchical_share)
+
+
+def _ring_bytes_between(received: float, hosts: Hosts) -> float:
+    """Of the bytes that a rank receives in a ring, those that come from another host."""
+    local = hosts.local if hosts.even else 1
+    return received / local if hosts.count > 1 else 0.0
 
 
 def _why_not_hierarchical(

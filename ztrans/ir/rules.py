@@ -96,6 +96,10 @@ class Rules:
         """
         return False
 
+    def halves(self, eqn: Eqn) -> tuple[Eqn, Eqn] | None:
+        """A reduction to parts and a gather of these, if the equation is sent as two such messages."""
+        return None
+
     def wire_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
         """The bytes that one rank receives, padding included. A gather or a scatter over n ranks moves (n-1)/n of the
         whole value, an all_reduce twice that."""

@@ -21,6 +21,7 @@ from ..ir.layout import local_shape
 from ..ir.op_facts import op_facts
 from ..ir.pairing import pair
 from ..ir.printer import op_name
+from ..ir.routes import Hosts, exchanges_inside
 from .buffers import local_bytes
 from .cluster import Cluster
 from .cost import launches
@@ -226,9 +227,9 @@ def transfers(e: Eqn, axis: str, graph: Graph, cluster: Cluster) -> list[Level]:
     if link.inside is not None and cluster.has_two_lanes(e, graph.axes):
         received = size * cluster.charge_factor_inside(e, graph.axes)
         latency, seconds = link.inside.seconds(kind, received, link.local)
+        calls = exchanges_inside(e, Hosts(ranks, ranks // link.local))
         ranks //= link.local
-        # It is sent as a message for each host.
-        levels.append(Level(_inside_lane(e), link.inside.name, latency * ranks, seconds))
+        levels.append(Level(_inside_lane(e), link.inside.name, latency * calls, seconds))
         link = dataclasses.replace(link, inside=None, local=1)  # the second level, between hosts
     received = size * cluster.charge_factor(e, graph.axes)
     return [*levels, Level(lane(e), link.name, *link.seconds(kind, received, ranks))]

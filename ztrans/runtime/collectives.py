@@ -3,7 +3,8 @@
 `Start` starts a collective and returns a `Future` of its values; `wait` returns one of these values. A gather moves
 bytes only. A reduce_scatter is an all-to-all, followed by a local sum in rank order, so the result has the same bits
 for any order of the program. On gloo that sends half of the bytes of gloo's own reduce_scatter, which is an all-reduce
-and a slice. Between hosts, sums are sent in place of terms (see `hierarchical`).
+and a slice. Between hosts, sums are sent in place of terms (see `hierarchical`). An all_reduce that gloo would round at
+every hop, or in which it would lose a NaN, is sent in the same way, and then the parts of the total are gathered.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from ..ir.collectives import (
     LARGE_MEMBER,
     MOST_RANKS_OF_EXCHANGE,
     REDUCE_SCATTER,
+    buffer_bytes,
     host_sum_dtype,
+    is_reduced_by_ranks,
     is_sent_alone,
     rules,
     wire_dtype,
@@ -37,7 +40,13 @@ from ..ir.graph import Eqn, Primitive, Split
 from ..ir.layout import chunk, local_shape, on_axis, part, without
 from ..ir.routes import EXCHANGE, HIERARCHICAL, RING, Hosts, route_of
 from ..ops.cast_pack import reference as pack
-from .hierarchical import HierarchicalMessage, exchange_parts, exchange_sums
+from .hierarchical import (
+    HierarchicalMessage,
+    exchange_parts,
+    exchange_sums,
+    reduction_of_hosts,
+    tags_of_parts,
+)
 from .process_groups import Channel, Work, process_groups
 
 # How a backend reduces the terms of a reduction. It adds those of a mean, and the sum is divided afterwards.
@@ -161,10 +170,18 @@ class Start(torch.nn.Module):
         self.outs = eqn.results
         self.dim = _split_dim(eqn, axis)
         self.wire = wire_dtype(eqn, eqn.ins[0])
-        self.partial = host_sum_dtype(eqn, eqn.ins[0])
+        self.is_reduced_by_ranks = False
+        self.partial = self.wire
+        if self.reduction:
+            self.is_reduced_by_ranks = is_reduced_by_ranks(self.reduction, self.wire)
+            self.partial = host_sum_dtype(eqn, eqn.ins[0])
         hosts = channel.hosts if channel is not None else Hosts(self.size)
         route = route_of(eqn, sizes, hosts, self.is_gloo)
         self.way = route.way
+        # What a host sends to others if there are two levels.
+        self.reduction_of_hosts = reduction_of_hosts(self.reduction, self.partial)
+        self.divisor = self._divisor(hosts, route.way == HIERARCHICAL)
+        self.gather_way = route.gather_way or route.way  # of a gather, or of the parts of a total
         # What the printed program says about the transport; a subclass has a `Transport`.
         self.transport: Any = route if hosts.count > 1 and route.way != RING else None
         # Of each value, whole over this axis: its shape with the split dim first, and the elements of a padded part.
@@ -176,7 +193,7 @@ class Start(torch.nn.Module):
             self.shapes.append(shape)
             part_size = chunk(shape[0], self.size) * math.prod(shape[1:]) if shape else 1
             self.part_sizes.append(part_size)
-        self.members_by_message = _message_groups(eqn, sizes)
+        self.members_by_message = message_groups(eqn, sizes)
         self.sends_without_copy = [
             rules(eqn).sends_without_copy(eqn, k, sizes) for k in range(len(self.outs))
         ]
@@ -186,6 +203,11 @@ class Start(torch.nn.Module):
             ALL_REDUCE: self._reduce,
         }
         self.start = start[self.collective]
+
+    def _divisor(self, hosts: Hosts, has_two_levels: bool) -> int:
+        """The divisor of a mean of what arrives: the ranks, or the hosts if each has sent a mean."""
+        is_mean_of_hosts = has_two_levels and self.reduction_of_hosts == "mean"
+        return hosts.count if is_mean_of_hosts else self.size
 
     @property
     def channel(self) -> Channel:
@@ -247,21 +269,28 @@ class Start(torch.nn.Module):
         received = shards[0].new_empty(self.size, sum(sizes), dtype=self.wire)
         mine = received[self.rank]
         pack([shard.movedim(self.dim, 0) for shard in shards], sizes, 1, mine)
-        works: Sequence[Work]
-        if self.way == HIERARCHICAL:
-            works = [exchange_parts(self.channel, self.rank, list(received))]
-        elif self.way == EXCHANGE:
-            works = self.channel.exchange([mine] * self.size, list(received))
-        else:
-            buffers = _bytes(received), _bytes(mine)
-            with self.channel.errors():
-                works = [all_gather(*buffers, group=self.group, async_op=True)]
+        works = self._send_parts(received, self._tags_of_parts())
 
         def finish() -> list[torch.Tensor]:
             shapes = [self.shapes[k] for k in ks]
             return [self._dim_back(x) for x in ops.unpack(received, sizes, shapes, self.size)]
 
         return works, finish
+
+    def _tags_of_parts(self) -> list[int]:
+        """The tags of a gather of parts that ranks exchange."""
+        return tags_of_parts(self.channel) if self.is_gloo and self.gather_way != RING else []
+
+    def _send_parts(self, received: torch.Tensor, tags: Sequence[int]) -> Sequence[Work]:
+        """Send this rank's row of `received` to all ranks, and receive the rows of the others."""
+        mine = received[self.rank]
+        if self.gather_way == HIERARCHICAL:
+            return [exchange_parts(self.channel, self.rank, list(received), tags)]
+        if self.gather_way == EXCHANGE:
+            return self.channel.exchange([mine] * self.size, list(received), tag=tags[0])
+        buffers = _bytes(received), _bytes(mine)
+        with self.channel.errors():
+            return [all_gather(*buffers, group=self.group, async_op=True)]
 
     def _dim_back(self, value: torch.Tensor) -> torch.Tensor:
         """A value that arrived with the split dim first, with the strides that it has in the trace."""
@@ -285,7 +314,7 @@ class Start(torch.nn.Module):
                 here = slice(offset, offset + math.prod(shape))
                 parts = [piece[here] for piece in pieces]
                 result = None if sum_buffer is None else sum_buffer[here]
-                value = ops.reduce(parts, self.reduction, self.outs[k].dtype, result, self.size)
+                value = ops.reduce(parts, self.reduction, self.outs[k].dtype, result, self.divisor)
                 values.append(self._dim_back(value.view(shape)))
                 offset += self.part_sizes[k]
             return values
@@ -295,7 +324,8 @@ class Start(torch.nn.Module):
     def _all_to_all(self, send: torch.Tensor) -> tuple[list[torch.Tensor], Sequence[Work]]:
         """Send row r of `send` to rank r. Returns the rows, or sums of hosts, that this rank receives, and the work."""
         if self.way == HIERARCHICAL:
-            return exchange_sums(self.channel, self.rank, send, self.reduction, self.partial)
+            reduction = self.reduction_of_hosts
+            return exchange_sums(self.channel, self.rank, send, reduction, self.partial)
         if not self.is_gloo:  # another backend for CPUs, such as MPI
             received = torch.empty_like(send)
             buffers = _bytes(received), _bytes(send)
@@ -344,38 +374,75 @@ class Start(torch.nn.Module):
     def _reduce(self, ks: list[int], terms: Sequence[torch.Tensor]) -> InProgress:
         flat = [term.to(self.wire).contiguous().view(-1) for term in terms]
         send = torch.cat(flat) if len(flat) > 1 else self._unshared(flat[0], ks[0], terms[0])
-        dtype = self.outs[ks[0]].dtype
-        is_short = send.numel() * send.itemsize <= LARGE_MEMBER
-        is_exchanged = self.size == 2 or (self.size <= MOST_RANKS_OF_EXCHANGE and is_short)
         works: Sequence[Work]
-        if self.is_gloo and is_exchanged:
+        if self.is_gloo and _is_exchanged_whole(send.nbytes, self.size):
             # Every rank receives all terms, and adds them in rank order. Between two ranks a ring sends as much.
             pieces = [send if r == self.rank else torch.empty_like(send) for r in range(self.size)]
             works = self.channel.exchange([send] * self.size, pieces)
 
             def reduced() -> torch.Tensor:
-                return ops.reduce(pieces, self.reduction, dtype, self._sum_buffer(pieces))
+                return ops.reduce(pieces, self.reduction, self.wire, self._sum_buffer(pieces))
+        elif self.is_reduced_by_ranks:
+            works, reduced = self._reduce_parts(send)
         else:
             # The all_reduce overwrites what it sends.
             total = send.clone() if _is_same_memory(send, terms[0]) else send
-            # The sum of bools is their maximum: gloo would add their bytes, to bools that hold 2.
-            reduce_op = REDUCE_OPS["max" if self.wire == torch.bool else self.reduction]
             with self.channel.errors():
-                works = [dist.all_reduce(total, reduce_op, group=self.group, async_op=True)]
+                works = [dist.all_reduce(total, self._reduce_op(), group=self.group, async_op=True)]
 
             def reduced() -> torch.Tensor:
-                is_mean = self.reduction == "mean"
-                return (ops.mean(total, self.size) if is_mean else total).to(dtype)
+                return ops.mean(total, self.size) if self.reduction == "mean" else total
 
         def finish() -> list[torch.Tensor]:
             shapes = [self.shapes[k] for k in ks]
-            parts = reduced().split([math.prod(shape) for shape in shapes])
+            dtype = self.outs[ks[0]].dtype
+            parts = reduced().to(dtype).split([math.prod(shape) for shape in shapes])
             return [part.view(shape) for part, shape in zip(parts, shapes)]
 
         return works, finish
 
+    def _reduce_op(self) -> Any:
+        """How gloo combines terms. The sum of bools is their maximum: their bytes added would be bools that hold 2."""
+        is_of_bools = self.wire == torch.bool and self.reduction in ("sum", "mean")
+        return REDUCE_OPS["max" if is_of_bools else self.reduction]
 
-def _message_groups(eqn: Eqn, sizes: Mapping[str, int]) -> list[list[int]]:
+    def _reduce_parts(
+        self, terms: torch.Tensor
+    ) -> tuple[Sequence[Work], Callable[[], torch.Tensor]]:
+        """Reduce one part of a flat term on each rank, then gather the parts. Returns the work, and the total's maker.
+
+        Each rank receives as many bytes as in a ring.
+        """
+        numel = terms.numel()
+        part_size = chunk(numel, self.size)
+        pieces, works = self._all_to_all(self._by_rank(terms, part_size))
+        tags = self._tags_of_parts()
+        totals: list[torch.Tensor] = []
+
+        def begin_gather() -> Sequence[Work]:
+            total = ops.reduce(
+                pieces, self.reduction, self.wire, self._sum_buffer(pieces), self.divisor
+            )
+            pieces.clear()  # the parts of the total take their memory
+            received = total.new_empty(self.size, part_size)
+            received[self.rank].copy_(total)
+            totals.append(received)
+            return self._send_parts(received, tags)
+
+        if self.way == HIERARCHICAL:
+            (message,) = works
+            cast(HierarchicalMessage, message).then(begin_gather)
+        else:
+            message = HierarchicalMessage(self.channel, works, begin_gather)
+        return [message], lambda: totals.pop().view(-1)[:numel]
+
+
+def _is_exchanged_whole(nbytes: int, ranks: int) -> bool:
+    """Whether over gloo ranks send each other the whole terms of an all_reduce of so many bytes."""
+    return ranks == 2 or (ranks <= MOST_RANKS_OF_EXCHANGE and nbytes <= LARGE_MEMBER)
+
+
+def message_groups(eqn: Eqn, sizes: Mapping[str, int]) -> list[list[int]]:
     """The members of each message: first those with a message of their own, then those that are packed together."""
     large = [k for k in range(len(eqn.outs)) if is_sent_alone(eqn, k, sizes)]
     packed = [k for k in range(len(eqn.outs)) if k not in large]
@@ -409,6 +476,18 @@ def _bytes(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def has_second_level_at_wait(mesh: DeviceMesh, eqn: Eqn, sizes: Mapping[str, int]) -> bool:
-    """Whether the wait for a collective may send its second level: if it is hierarchical, and over gloo."""
+    """Whether the wait for a collective may send its second level, over gloo.
+
+    It does so if the collective is hierarchical, or an all_reduce whose parts are gathered.
+    """
     channel = channel_of(mesh, eqn)
-    return channel.is_gloo and route_of(eqn, sizes, channel.hosts, True).way == HIERARCHICAL
+    if not channel.is_gloo:
+        return False
+    route = route_of(eqn, sizes, channel.hosts, True)
+    if route.gather_way is None:
+        return route.way == HIERARCHICAL
+    for ks in message_groups(eqn, sizes):
+        nbytes = sum(buffer_bytes(eqn, k, sizes) for k in ks)
+        if not _is_exchanged_whole(nbytes, channel.hosts.ranks):
+            return True
+    return False

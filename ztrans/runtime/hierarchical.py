@@ -18,37 +18,78 @@ from .process_groups import Channel, Work
 
 
 class HierarchicalMessage:
-    """A message with two levels: the second one sends what the first one has brought.
+    """A message with two or more levels: each sends what the level before has brought.
 
-    Nothing runs in the background, so this rank begins the second level when it next starts or waits for a message of
-    the channel, or for this one. The tags of both levels are taken at the start, so a thread that waits earlier changes
+    Nothing runs in the background, so this rank begins the next level when it next starts or waits for a message of
+    the channel, or for this one. The tags of all levels are taken at the start, so a thread that waits earlier changes
     nothing.
     """
 
-    def __init__(self, begin_second: Callable[[], Sequence[Work]]) -> None:
-        """`begin_second` waits for the first level, and begins the second one."""
-        self._begin_second: Callable[[], Sequence[Work]] | None = begin_second
-        self._works: Sequence[Work] = ()
+    def __init__(
+        self,
+        channel: Channel,
+        first: Sequence[Work],
+        begin_next: Callable[[], Sequence[Work]],
+        is_urgent: bool = True,
+    ) -> None:
+        """`first` is the first level, and `begin_next` begins the second one, when the first has arrived.
+
+        Unless it `is_urgent`, only the wait for this message begins it.
+        """
+        self._channel = channel
+        self._works = first
+        self._begin_next = [begin_next]
         self._lock = threading.Lock()
+        if is_urgent:
+            channel.first_levels.append(self)
+
+    def then(self, begin_next: Callable[[], Sequence[Work]]) -> None:
+        """Add a level, which `begin_next` begins when the levels before have arrived."""
+        self._begin_next.append(begin_next)
 
     def advance(self) -> None:
-        """Wait for the first level, and begin the second, unless that has happened."""
-        with self._lock:
-            if self._begin_second is not None:
-                self._works = self._begin_second()
-                self._begin_second = None
+        """Wait for the level that is under way, and begin the next one, if there is any."""
+        self._begin_level()
+        if self._begin_next:
+            self._channel.first_levels.append(self)
 
     def wait(self) -> None:
-        """Wait for both levels."""
-        self.advance()
-        for work in self._works:
-            work.wait()
+        """Wait for all levels."""
+        while self._begin_next:
+            self._begin_level()
+        self._wait_for_level()
+        self._works = ()
+
+    def _begin_level(self) -> None:
+        with self._lock:
+            if not self._begin_next:
+                return
+            self._wait_for_level()
+            self._works = ()  # they hold what they have received
+            self._works = self._begin_next[0]()
+            del self._begin_next[0]
+
+    def _wait_for_level(self) -> None:
+        with self._channel.errors():
+            for work in self._works:
+                work.wait()
+
+
+def reduction_of_hosts(reduction: str, partial: torch.dtype) -> str:
+    """What a host reduces before it sends it to other hosts in the dtype `partial`.
+
+    A mean is a sum that is divided once, when those of hosts are added. In fp16 the sum of a host could overflow, so it
+    is a mean of means.
+    """
+    return "sum" if reduction == "mean" and partial != torch.float16 else reduction
 
 
 def exchange_sums(
     channel: Channel, rank: int, rows: torch.Tensor, reduction: str, partial: torch.dtype
 ) -> tuple[list[torch.Tensor], Sequence[Work]]:
     """Send the sum, over the ranks of this host, of row r to rank r, in the dtype `partial`.
+
+    `reduction` says what is sent in place of a sum (see `reduction_of_hosts`).
 
     On 2 hosts of 2 ranks, rank 1 receives the terms of rank 0 for ranks 1 and 3, and adds its own. It keeps the sum for
     itself, and sends the other one to rank 3. So between hosts, each byte of a sum is sent once.
@@ -74,29 +115,26 @@ def exchange_sums(
     sums: list[torch.Tensor] = []  # for this rank, one from each host
 
     def begin_second() -> Sequence[Work]:
-        with channel.errors():
-            for work in first:
-                work.wait()
-        first.clear()  # they hold what they have received
-        # A mean is divided once, when the sums of hosts are added.
-        first_reduction = "sum" if reduction == "mean" else reduction
         while received:
             terms = received[0]
             # Written over a term that was received: this rank's own may belong to the caller.
             out = terms[1] if place == 0 else terms[0]
-            sums_here.append(ops.reduce(terms, first_reduction, partial, out))
+            sums_here.append(ops.reduce(terms, reduction, partial, out))
             del received[0], terms, out  # the next sums take their memory
         for k, sum_here in enumerate(sums_here):
             sums.append(sum_here if k == host else torch.empty_like(sum_here))
         return channel.exchange(sums_here, sums, peers, tag)
 
-    message = HierarchicalMessage(begin_second)
-    channel.first_levels.append(message)
-    return sums, [message]
+    return sums, [HierarchicalMessage(channel, first, begin_second)]
+
+
+def tags_of_parts(channel: Channel) -> list[int]:
+    """The tags that `exchange_parts` needs."""
+    return [next(channel.tags) for _ in range(1 + channel.hosts.count)]
 
 
 def exchange_parts(
-    channel: Channel, rank: int, rows: Sequence[torch.Tensor]
+    channel: Channel, rank: int, rows: Sequence[torch.Tensor], tags: Sequence[int]
 ) -> HierarchicalMessage:
     """Send this rank's row of `rows` to all ranks, and receive row r from rank r.
 
@@ -108,17 +146,15 @@ def exchange_parts(
     host, place = divmod(rank, hosts.local)
     of_host = range(host * hosts.local, (host + 1) * hosts.local)
     peers = range(place, hosts.ranks, hosts.local)  # the ranks at this rank's place on each host
-    first = channel.exchange([rows[rank]] * hosts.count, [rows[peer] for peer in peers], peers)
-    tags = [next(channel.tags) for _ in peers]
+    first_tag, *tags_inside = tags
+    from_peers = [rows[peer] for peer in peers]
+    first = channel.exchange([rows[rank]] * hosts.count, from_peers, peers, first_tag)
 
     def begin_second() -> Sequence[Work]:
-        with channel.errors():
-            for work in first:
-                work.wait()
         works: list[Work] = []
-        for peer, tag in zip(peers, tags):
+        for peer, tag in zip(peers, tags_inside):
             of_peer = rows[peer - place : peer - place + hosts.local]
             works += channel.exchange([rows[peer]] * hosts.local, of_peer, of_host, tag)
         return works
 
-    return HierarchicalMessage(begin_second)
+    return HierarchicalMessage(channel, first, begin_second, is_urgent=False)

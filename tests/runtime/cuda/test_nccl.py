@@ -150,7 +150,10 @@ def test_the_first_level_of_a_message_runs_beside_the_second_level_of_the_one_be
 )
 @pytest.mark.parametrize("sends_without_copy", [True, False])
 def test_the_bytes_of_a_hierarchical_message(monkeypatch, hosts, most, sends_without_copy):
-    """The sums of hosts, and the terms for one host, or the sums of all hosts; no transposed copy of the terms."""
+    """The sums of hosts, and what one exchange sends and receives, or the sums of all hosts.
+
+    An exchange of the terms for one host sends them in place; one for several hosts packs them.
+    """
     shape = (hosts.ranks * 4096,) if sends_without_copy else (hosts.ranks * 4096 - 1,)
     eqn = scatter([shape], "mean", BF16)
     assert rules(eqn).sends_without_copy(eqn, 0, {"dp": hosts.ranks}) == sends_without_copy
@@ -169,7 +172,7 @@ def test_the_bytes_of_a_hierarchical_message(monkeypatch, hosts, most, sends_wit
         value = wait(member)
     terms = hosts.ranks * 4096 * 2
     sums = terms * 2 // hosts.local
-    taken = sums + max(terms // hosts.count, sums)
+    taken = sums + max(terms // 2, sums)
     send_buffer = 0 if sends_without_copy else terms
     assert cuda.races == [] and cuda.peak == send_buffer + taken + value.nbytes
     assert rules(eqn).sent_bytes(eqn, sizes) == send_buffer
@@ -198,17 +201,62 @@ def test_a_mean_of_packed_floats_is_scaled_while_it_is_delivered():
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_a_total_that_is_cast_is_scaled_by_the_same_launch(op):
     """Also of 3 ranks, whose reciprocal is not exact: the quotient is rounded once."""
-    terms = [Var(f"g{k}", F32, shape) for k, shape in enumerate([(1 << 17,), (5, 3), (7,)])]
-    eqn = reduce(terms, ["f", "g", "h"], "dp", op, None, BF16, F32)
+    terms = [Var(f"g{k}", BF16, shape) for k, shape in enumerate([(1 << 17,), (5, 3), (7,)])]
+    eqn = reduce(terms, ["f", "g", "h"], "dp", op, None, F32, BF16)
     values = random_terms(eqn, 3)
     moved = moved_by_each_rank(eqn, values)
     padded, numel = (1 << 17) + 2 * 16, (1 << 17) + 15 + 7
-    assert moved["sum_terms"] == 2 * padded + 4 * numel
+    assert moved["sum_terms"] == 4 * padded + 2 * numel
     assert not {"mul_", "div_"} & moved.keys()
     for rank in on_all_ranks(eqn, Hosts(3), values):
         for k, value in enumerate(rank):
-            total = values[0][k].to(BF16) + values[1][k].to(BF16) + values[2][k].to(BF16)
-            assert torch.equal(value, total.float() / 3 if op == "mean" else total.float())
+            total = values[0][k].float() + values[1][k].float() + values[2][k].float()
+            assert torch.equal(value, (total / 3 if op == "mean" else total).to(BF16))
+
+
+@pytest.mark.parametrize("numel", [48, 1 << 20], ids=["short", "long"])
+def test_a_whole_total_of_half_precision_is_written_over_its_terms(numel):
+    """Its parts are summed in fp32, rounded once, and gathered as the backend would send them."""
+    eqn = reduce([Var("g", BF16, (numel,))], ["f"], "dp", "mean", None)
+    values = random_terms(eqn, 3)
+    part = -(-numel // (3 * 16)) * 16
+    moved = moved_by_each_rank(eqn, values)
+    terms = 3 * numel if numel == 48 else 3 * part
+    assert moved["sum_terms"] == 2 * terms + 2 * terms // 3
+    assert not {"mul_", "div_"} & moved.keys()
+    for (value,) in on_all_ranks(eqn, Hosts(3), values):
+        assert torch.equal(value, rules(eqn).total(eqn, 0, [term for (term,) in values]))
+
+
+@pytest.mark.parametrize("wire", [None, BF16], ids=["in place", "cast"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_launches_of_two_levels_do_not_grow_with_hosts_and_members(monkeypatch, wire, dim):
+    """At most three exchanges inside a host, with a sum for each, and one between hosts, with another sum."""
+    launched = []
+
+    def all_to_all(into, terms, group, ranks):
+        into.fill_(0)
+        launched.append(group)
+
+    monkeypatch.setattr("ztrans.runtime.cuda.hierarchical.all_to_all", all_to_all)
+    for count, members in ((2, 1), (2, 6), (8, 1), (8, 6), (16, 7)):
+        hosts = Hosts(8 * count, count)
+        shape = (8 * count * 2**13,) if dim == 0 else (2, 8 * count * 2**12)
+        eqn = scatter([shape] * members, "mean", F32 if wire else BF16, wire, dim)
+        inside, between = (Rank(Fabric(1), 1, hosts) for _ in range(2))
+        (terms,) = random_terms(eqn, 1)
+        launched.clear()
+        transport = Transport("hierarchical", "reduce_scatter", "a double")
+        with Races() as cuda:
+            common = eqn, {"dp": hosts.ranks}, {"dp": 1}, between, Streams(cuda), transport
+            for member in HierarchicalStart(inside, *common)(*terms):
+                wait(member)
+        names = [name for name, _ in cuda.launches]
+        exchanges = launched.count(inside)
+        assert exchanges <= 4 and launched.count(between) == 1, (count, members, exchanges)
+        assert names.count("sum_terms") == exchanges + 1
+        assert names.count("cast_pack") <= exchanges + 1
+        assert cuda.races == []
 
 
 def moved_by_each_rank(eqn: Eqn, terms: list[list[torch.Tensor]]) -> dict[str, int]:
@@ -274,7 +322,8 @@ def test_a_term_is_sent_from_its_storage_only_if_the_program_keeps_it(monkeypatc
     start = StreamedStart(eqn, {"dp": 2}, {"dp": 0}, channel, Streams(FakeCuda()), transport)
     term = torch.ones(4, 3)
     message = start.message([0], [term])
-    assert (message.send_buffer.data_ptr() == term.data_ptr()) == kept
+    (send_buffer,) = message.send_buffers
+    assert (send_buffer.data_ptr() == term.data_ptr()) == kept
 
 
 class Options:

@@ -237,9 +237,23 @@ def test_half_precision_is_exchanged_and_summed_on_the_receiving_rank(mesh):
             REDUCE_SCATTER,
             "max",
             torch.bfloat16,
-            "nccl reduce_scatter (reduces bfloat16 on the way)",
+            "nccl all_to_all (NCCL's max loses NaN)",
         ),
-        (ALL_REDUCE, "sum", torch.float16, "nccl all_reduce (reduces float16 on the way)"),
+        (ALL_REDUCE, "sum", torch.float64, "nccl all_reduce (reduces float64 on the way)"),
+        (ALL_REDUCE, "min", torch.bool, "nccl all_reduce (reduces bool on the way)"),
+        (
+            ALL_REDUCE,
+            "sum",
+            torch.float16,
+            "nccl all_to_all (sums half precision in fp32 and in rank order)",
+        ),
+        (
+            ALL_REDUCE,
+            "max",
+            torch.float32,
+            "nccl all_to_all (NCCL's max loses NaN)",
+        ),
+        (REDUCE_SCATTER, "max", torch.float32, "nccl all_to_all (NCCL's max loses NaN)"),
     ],
 )
 def test_the_choice_of_a_transport_prints_its_reason(kind, op, wire, text):

@@ -1,4 +1,4 @@
-"""Hierarchical reductions: terms are summed inside each host, and then the sums of hosts are summed.
+"""Hierarchical reductions: terms are reduced inside each host, and then what the hosts have is reduced.
 
 Each level has a communicator and a lane of its own. So the first level of a message, over the links inside a host, runs
 while the second level of the message before it, over those between hosts, is under way:
@@ -7,23 +7,25 @@ while the second level of the message before it, over those between hosts, is un
                                      │                 │
     second level                     └─■ exchange, sum ──■ exchange, sum ──●
 
-Messages have one order in both lanes. The first level has an exchange for each host.
+Messages have one order in both lanes. All members of an equation are one message. Its terms are exchanged inside a host
+in a few calls, whatever the number of hosts and members: each takes as many terms as there is memory for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ... import ops
+from ...ir.routes import share_of_exchange
 from ..process_groups import Channel
-from .nccl import PackedMessage, StreamedStart, all_to_all
+from .nccl import PackedMessage, StreamedStart, all_to_all, rounds
 
 
 class HierarchicalStart(StreamedStart):
-    """Starts one hierarchical reduce_scatter, like `StreamedStart`."""
+    """Starts one hierarchical reduction, like `StreamedStart`."""
 
     def __init__(self, inside: Channel, *common: Any) -> None:
         """`inside` carries the first level. `common` are the arguments of a `StreamedStart`."""
@@ -34,44 +36,69 @@ class HierarchicalStart(StreamedStart):
         self.is_exchanged = True
         self.arriving_rows = self.hosts.count
         self.arriving_dtype = self.partial
+        self.members_by_message = [list(range(len(self.outs)))]
 
     def join(self) -> None:
         self.streams.join(self.inside_lane)
         super().join()
 
+    def _send_buffers_of(
+        self, ks: list[int], terms: Sequence[torch.Tensor]
+    ) -> tuple[Sequence[torch.Tensor], Callable[[], object]]:
+        """One send buffer, or one for each member if the storage of some terms is sent."""
+        kept = [self._is_sent_as_it_is(k, term) for k, term in zip(ks, terms)]
+        if not any(kept):
+            return super()._send_buffers_of(ks, terms)
+        rows = [term.movedim(self.dim, 0) for term, is_kept in zip(terms, kept) if not is_kept]
+        sizes = [self.size * self.part_sizes[k] for k, is_kept in zip(ks, kept) if not is_kept]
+        packed = terms[0].new_empty(sum(sizes), dtype=self.wire)
+        each_packed = iter(packed.split(sizes))
+        buffers = [
+            term.view(-1) if is_kept else next(each_packed) for term, is_kept in zip(terms, kept)
+        ]
+
+        def pack() -> None:
+            if rows:
+                ops.cast_pack(rows, sizes, self.wire, out=packed)
+
+        return buffers, pack
+
     def _send(self, messages: Sequence[PackedMessage]) -> list[torch.Tensor]:
+        (message,) = messages
+        hosts = self.hosts
+        # The terms of each member, or of all of them, for the ranks of one host after another.
+        by_host = [buffer.view(hosts.count, -1) for buffer in message.send_buffers]
+        terms = [rows[host] for host in range(hosts.count) for rows in by_host]
+        numel = sum(map(len, terms))
+        room = numel * share_of_exchange(hosts, self.wire, self.partial)
         # Both lanes use the sums, so they are allocated on the compute stream. It has launched nothing since the
         # packing that both lanes wait for.
-        sums = []
-        for message in messages:
-            numel = message.send_buffer.numel() // self.hosts.local
-            sums.append(message.send_buffer.new_empty(numel, dtype=self.partial))
+        sums = message.send_buffers[0].new_empty(numel // hosts.local, dtype=self.partial)
         with self.streams.communicate(self.inside_lane):
-            for message, sum_of_host in zip(messages, sums):
-                self._sum_inside(message.send_buffer, sum_of_host)
+            sums_of_terms = sums.split([len(x) // hosts.local for x in terms])
+            for at_once in rounds([len(x) for x in terms], room):
+                self._sum_inside(terms[at_once], sums_of_terms[at_once])
         self.lane.wait_stream(self.inside_lane)
-        peers = range(self.rank % self.hosts.local, self.size, self.hosts.local)
+        peers = range(self.rank % hosts.local, self.size, hosts.local)
         with self.streams.communicate(self.lane):
-            for message, sum_of_host in zip(messages, sums):
-                received = message.receive_buffer()
-                with self.channel.errors():
-                    all_to_all(received, sum_of_host, self.group, peers)
-                message.finish(received)
-        return [*(message.send_buffer for message in messages), *sums]
+            received = message.receive_buffer()
+            with self.channel.errors():
+                all_to_all(received, sums, self.group, peers)
+            message.finish(received)
+        return [*message.send_buffers, sums]
 
-    def _sum_inside(self, terms: torch.Tensor, sums: torch.Tensor) -> None:
-        """Sum the terms of this host for this rank, and for its peers on the other hosts.
+    def _sum_inside(self, terms: list[torch.Tensor], sums: Sequence[torch.Tensor]) -> None:
+        """Reduce the terms of this host for this rank, and for its peers on the other hosts.
 
-        The terms for the ranks of one host are next to each other. So they are exchanged for one host after the other:
-        nothing is transposed, and no more than the terms for one host have been received at any time.
+        The terms for the ranks of one host are next to each other, so those of one member are sent in place.
         """
         local = self.hosts.local
         first = self.rank // local * local
-        for_hosts = terms.view(self.hosts.count, -1)
-        for terms_for_host, sum_for_host in zip(for_hosts, sums.view(self.hosts.count, -1)):
-            received = torch.empty_like(terms_for_host)
-            with self.inside.errors():
-                all_to_all(received, terms_for_host, self.inside.group, range(first, first + local))
-            rows = received.view(local, -1)
-            ops.sum_terms(rows, [sum_for_host], [len(sum_for_host)], "sum", local)
-            del received, rows
+        sizes = [len(x) // local for x in terms]
+        send_buffer = terms[0]
+        if len(terms) > 1:
+            send_buffer = ops.cast_pack(terms, sizes, self.wire, ranks=local)
+        received = torch.empty_like(send_buffer)
+        with self.inside.errors():
+            all_to_all(received, send_buffer, self.inside.group, range(first, first + local))
+        self._reduce_rows(received.view(local, -1), sums, self.reduction_of_hosts, local)

@@ -1,9 +1,11 @@
 """The collectives of one rank on a GPU by NCCL, on streams of their own.
 
 One call sends all messages of an equation, and one launch packs each of them. A gather of a single member is received
-in the memory of its value. NCCL would round terms of half precision at every hop, so these are exchanged, and summed in
-fp32 and in rank order: hierarchically between hosts, if that sends fewer bytes (see `hierarchical`). NCCL reduces all
-other terms. A mean is a sum that is then scaled.
+in the memory of its value. NCCL would round terms of half precision at every hop, and lose a NaN in a maximum of
+floats. So these are exchanged, and reduced in rank order, sums of half precision in fp32: hierarchically between hosts,
+if that sends fewer bytes (see `hierarchical`). An all_reduce of them is an exchange of the terms for each part, and a
+gather of the parts; if it is short, all ranks gather its terms. NCCL reduces all other terms. A mean is a sum that is
+then scaled.
 
 The calls are not asynchronous to torch, so they run on the current stream, which here is the lane of the
 communicator. Torch then holds no tensors for them and uses no stream of its own, and a CUDA graph captures them like
@@ -33,10 +35,11 @@ from ..collectives import REDUCE_OPS, Future, Member, Start
 from ..process_groups import Channel
 from .streams import Done, Streams
 
-# What carries a collective. Reductions of half precision are exchanged by all_to_all, and summed here.
-Way = Literal["nccl", "all_to_all", "hierarchical", "symmetric", "copied"]
+# What carries a collective. What NCCL cannot reduce is exchanged by all_to_all, or all "terms" are gathered.
+Way = Literal["nccl", "terms", "all_to_all", "hierarchical", "symmetric", "copied"]
 _CALLS: Mapping[Way, str] = {
     "nccl": "nccl {}",
+    "terms": "nccl all_gather of terms",
     "all_to_all": "nccl all_to_all",
     "hierarchical": "nccl hierarchical all_to_all",
     "symmetric": "symmetric {}",
@@ -63,14 +66,14 @@ class PackedMessage:
     """One message of a collective. Each function is called on the stream that it runs on.
 
     Attributes:
-        send_buffer: the packed members.
+        send_buffers: the packed members; one buffer, except in a hierarchical message.
         values: the values that the message brings.
-        pack: fills `send_buffer`.
-        receive_buffer: returns the tensor that the collective fills; maybe a value, or `send_buffer`.
+        pack: fills `send_buffers`.
+        receive_buffer: returns the tensor that the collective fills; maybe a value, or the send buffer.
         finish: fills `values` from that tensor.
     """
 
-    send_buffer: torch.Tensor
+    send_buffers: Sequence[torch.Tensor]
     values: Sequence[torch.Tensor]
     pack: Callable[[], object]
     receive_buffer: Callable[[], torch.Tensor]
@@ -93,7 +96,8 @@ class StreamedStart(Start):
         self.streams = streams
         self.lane = streams.lane(channel)
         self.transport = transport
-        self.is_exchanged = transport.way == "all_to_all"
+        self.is_exchanged = transport.way in ("all_to_all", "terms")
+        self.divisor = self._divisor(channel.hosts, transport.way == "hierarchical")
         # The terms of a reduction that arrive, and their dtype.
         self.arriving_rows = self.size if self.is_exchanged else 1
         self.arriving_dtype = self.wire
@@ -134,7 +138,7 @@ class StreamedStart(Start):
 
         Returns: the buffers that must live until compute has waited for them.
         """
-        send_buffers = [message.send_buffer for message in messages]
+        send_buffers = [buffer for message in messages for buffer in message.send_buffers]
         with self.streams.communicate(self.lane):
             received = [message.receive_buffer() for message in messages]
             with self.channel.errors():
@@ -148,29 +152,29 @@ class StreamedStart(Start):
         if self.wire.is_complex:  # NCCL has no complex dtypes; it adds real and imaginary parts
             received = [torch.view_as_real(x).view(-1) for x in received]
             send_buffers = [torch.view_as_real(x).view(-1) for x in send_buffers]
-        work: Any = None
-        if self.collective is ALL_GATHER:
-            work = self._call_gather(received, send_buffers)
-        elif self.collective is ALL_REDUCE:
-            options = self._options(AllreduceCoalescedOptions())
-            work = self.group.allreduce_coalesced(send_buffers, options)
+        if self.collective is ALL_GATHER or self.transport.way == "terms":
+            self._call_gather(received, send_buffers)
         elif self.is_exchanged:
             for into, terms in zip(received, send_buffers):
                 all_to_all(into, terms, self.group)
+        elif self.collective is ALL_REDUCE:
+            options = self._options(AllreduceCoalescedOptions())
+            _wait(self.group.allreduce_coalesced(send_buffers, options))
         else:
             names = "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
             options = self._options(ReduceScatterOptions())
-            work = _method(self.group, *names)(received, send_buffers, options)
-        if work is not None:  # NCCL returns none; the work of another backend is waited for
-            work.wait()
+            _wait(_method(self.group, *names)(received, send_buffers, options))
 
-    def _call_gather(self, received: list[torch.Tensor], send_buffers: list[torch.Tensor]) -> Any:
+    def _call_gather(
+        self, received: Sequence[torch.Tensor], send_buffers: Sequence[torch.Tensor]
+    ) -> None:
         options = AllgatherOptions()
         options.asyncOp = False
         names = "all_gather_single_coalesced", "allgather_into_tensor_coalesced"
         received_bytes = [x.view(torch.uint8) for x in received]
         sent_bytes = [x.view(torch.uint8) for x in send_buffers]
-        return _method(self.group, *names)(received_bytes, sent_bytes, options)
+        work = _method(self.group, *names)(received_bytes, sent_bytes, options)
+        _wait(work)
 
     def _options(self, options: Any) -> Any:
         options.reduceOp = REDUCE_OPS[self.reduction]
@@ -195,7 +199,7 @@ class StreamedStart(Start):
             send_buffer = gathered[self.rank * size : (self.rank + 1) * size]
             value = gathered[: math.prod(shapes[0])].view(shapes[0])
             return PackedMessage(
-                send_buffer, [value], pack, lambda: gathered, lambda received: None
+                [send_buffer], [value], pack, lambda: gathered, lambda received: None
             )
 
         send_buffer = new(sum(sizes), dtype=self.wire)
@@ -207,7 +211,7 @@ class StreamedStart(Start):
         def finish(received: torch.Tensor) -> None:
             self._deliver(received, self.size, sizes, shapes, values)
 
-        return PackedMessage(send_buffer, values, pack, receive_buffer, finish)
+        return PackedMessage([send_buffer], values, pack, receive_buffer, finish)
 
     def _scatter_message(self, ks: list[int], terms: Sequence[torch.Tensor]) -> PackedMessage:
         sizes = [self.part_sizes[k] for k in ks]
@@ -215,14 +219,14 @@ class StreamedStart(Start):
         dtype = self.outs[ks[0]].dtype
         total = sum(sizes)
         new = terms[0].new_empty
-        send_buffer, pack = self._send_buffer_of(ks, terms)
+        send_buffers, pack = self._send_buffers_of(ks, terms)
 
         # NCCL writes a single sum into the memory of its value.
         is_single = len(ks) == 1 and self.dim == 0
         if is_single and dtype == self.wire and not self.is_exchanged:
             mine = new(total, dtype=dtype)
             value = mine[: math.prod(shapes[0])].view(shapes[0])
-            return PackedMessage(send_buffer, [value], pack, lambda: mine, self._scale)
+            return PackedMessage(send_buffers, [value], pack, lambda: mine, self._scale)
 
         values = [new(moved_back(shape, self.dim), dtype=dtype) for shape in shapes]
         rows = self.arriving_rows
@@ -231,34 +235,39 @@ class StreamedStart(Start):
             return new(rows * total, dtype=self.arriving_dtype)
 
         def finish(received: torch.Tensor) -> None:
+            terms = received.view(rows, total)
             if self.reduction in ("sum", "mean") and self.arriving_dtype in FLOATS:
-                self._sum(received.view(rows, total), sizes, shapes, values)
+                self._sum(terms, sizes, shapes, values)
+                return
+            if self.is_exchanged:
+                reduced = new(total, dtype=self.arriving_dtype)
+                self._reduce_rows(terms, [reduced], self.reduction, self.divisor)
             else:
-                self._scale(received)
-                self._deliver(received, 1, sizes, shapes, values)
+                reduced = received
+                self._scale(reduced)
+            self._deliver(reduced, 1, sizes, shapes, values)
 
-        return PackedMessage(send_buffer, values, pack, receive_buffer, finish)
+        return PackedMessage(send_buffers, values, pack, receive_buffer, finish)
 
-    def _send_buffer_of(
+    def _send_buffers_of(
         self, ks: list[int], terms: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, Callable[[], object]]:
-        """The send buffer of a reduction, and the function that fills it.
-
-        A term is its own send buffer if the program keeps it until it has been sent, and if it is contiguous here.
-        """
-        term = terms[0]
+    ) -> tuple[Sequence[torch.Tensor], Callable[[], object]]:
+        """The send buffer of a reduction to parts, with a row for each rank, and the function that fills it."""
+        if len(ks) == 1 and self._is_sent_as_it_is(ks[0], terms[0]):
+            return [terms[0].view(-1)], lambda: None
         sizes = [self.part_sizes[k] for k in ks]
-        numel = self.size * sum(sizes)
-        is_whole = term.is_contiguous() and term.numel() == numel
-        if len(ks) == 1 and self.sends_without_copy[ks[0]] and is_whole:
-            return term.view(-1), lambda: None
-        send_buffer = term.new_empty(numel, dtype=self.wire)
+        send_buffer = terms[0].new_empty(self.size * sum(sizes), dtype=self.wire)
         rows = [each.movedim(self.dim, 0) for each in terms]
 
         def pack() -> None:
             ops.cast_pack(rows, sizes, self.wire, ranks=self.size, out=send_buffer)
 
-        return send_buffer, pack
+        return [send_buffer], pack
+
+    def _is_sent_as_it_is(self, k: int, term: torch.Tensor) -> bool:
+        """Whether a term is its own send buffer: the program keeps it until it has been sent, and it is contiguous."""
+        is_whole = term.is_contiguous() and term.numel() == self.size * self.part_sizes[k]
+        return self.sends_without_copy[k] and is_whole
 
     def _reduce_message(self, ks: list[int], terms: Sequence[torch.Tensor]) -> PackedMessage:
         new = terms[0].new_empty
@@ -268,29 +277,64 @@ class StreamedStart(Start):
         sizes = numels
         if len(ks) > 1:
             sizes = [-(-n // _ALIGNED) * _ALIGNED for n in numels]
+        if self.is_exchanged and self.transport.way != "terms":  # each rank reduces an equal part
+            missing = -sum(sizes) % (self.size * _ALIGNED)
+            sizes = [*sizes[:-1], sizes[-1] + missing]
         send_buffer = new(sum(sizes), dtype=self.wire)
-        sums = []
+        totals = []
         for x, numel, shape in zip(send_buffer.split(sizes), numels, shapes):
-            sums.append(x[:numel].view(shape))
-        # NCCL writes the sums over the terms. Without a cast they are the values.
+            totals.append(x[:numel].view(shape))
+        # The totals are written over the terms. Without a cast they are the values.
         is_cast = dtype != self.wire
-        values = [new(shape, dtype=dtype) for shape in shapes] if is_cast else sums
+        values = [new(shape, dtype=dtype) for shape in shapes] if is_cast else totals
 
         def pack() -> None:
             ops.cast_pack(terms, sizes, self.wire, out=send_buffer)
 
+        def receive_buffer() -> torch.Tensor:
+            if not self.is_exchanged:
+                return send_buffer
+            ranks = 1 if self.transport.way == "terms" else self.size  # that reduce a part each
+            numel = self.arriving_rows * len(send_buffer) // ranks
+            return new(numel, dtype=self.arriving_dtype)
+
         def finish(received: torch.Tensor) -> None:
-            if is_cast and self.reduction in ("sum", "mean") and self.wire in FLOATS:
+            if self.is_exchanged:
+                self._reduce_exchanged(received.view(self.arriving_rows, -1), send_buffer)
+            elif is_cast and self.reduction in ("sum", "mean") and self.wire in FLOATS:
                 self._sum(received.view(1, -1), sizes, shapes, values)
                 return
-            self._scale(received)
+            else:
+                self._scale(received)
             if is_cast:
-                for value, x in zip(values, sums):
+                for value, x in zip(values, totals):
                     value.copy_(x)
 
-        return PackedMessage(send_buffer, values, pack, lambda: send_buffer, finish)
+        return PackedMessage([send_buffer], values, pack, receive_buffer, finish)
+
+    def _reduce_exchanged(self, terms: torch.Tensor, total: torch.Tensor) -> None:
+        """Reduce the rows of `terms` into `total`: all of it, or this rank's part, and then gather the parts."""
+        if self.transport.way == "terms":
+            self._reduce_rows(terms, [total], self.reduction, self.divisor)
+            return
+        part = total.view(self.size, -1)[self.rank]
+        self._reduce_rows(terms, [part], self.reduction, self.divisor)
+        with self.channel.errors():
+            self._call_gather([total], [part])
 
     # ---- values of what has arrived
+
+    def _reduce_rows(
+        self, terms: torch.Tensor, totals: Sequence[torch.Tensor], reduction: str, divisor: int
+    ) -> None:
+        """Reduce the rows of `terms` into flat `totals`, one after another."""
+        sizes = [len(total) for total in totals]
+        if reduction in ("sum", "mean"):
+            ops.sum_terms(terms, totals, sizes, reduction, divisor)
+            return
+        extreme = torch.amax if reduction == "max" else torch.amin  # they keep NaN
+        for columns, total in zip(terms.split(sizes, 1), totals):
+            extreme(columns, 0, out=total)
 
     def _sum(
         self,
@@ -303,7 +347,7 @@ class StreamedStart(Start):
         dtype = values[0].dtype if values[0].dtype in FLOATS else torch.float32
 
         def fill(outs: list[torch.Tensor]) -> None:
-            ops.sum_terms(terms, outs, sizes, self.reduction, self.size)
+            ops.sum_terms(terms, outs, sizes, self.reduction, self.divisor)
 
         self._fill_values(fill, dtype, shapes, values)
 
@@ -345,6 +389,24 @@ class StreamedStart(Start):
             value.copy_(x.view(shape).movedim(0, self.dim) if shape else x.view(()))
 
 
+def rounds(nbytes: Sequence[int], room: float) -> list[slice]:
+    """Which of some buffers are sent at once: as many neighbours as have room, or one.
+
+    >>> rounds([4, 4, 8, 2], room=8)
+    [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None)]
+    """
+    found: list[slice] = []
+    total = 0
+    for k, size in enumerate(nbytes):
+        total += size
+        if not found or total > room:
+            found.append(slice(k, k + 1))
+            total = size
+        else:
+            found[-1] = slice(found[-1].start, k + 1)
+    return found
+
+
 def all_to_all(
     into: torch.Tensor,
     send_buffer: torch.Tensor,
@@ -359,6 +421,12 @@ def all_to_all(
     incoming = into.view(-1).view(torch.uint8)
     outgoing = send_buffer.view(-1).view(torch.uint8)
     dist.all_to_all_single(incoming, outgoing, splits, splits, group=group)
+
+
+def _wait(work: Any) -> None:
+    """Wait for the work of another backend than NCCL, which returns none."""
+    if work is not None:
+        work.wait()
 
 
 def _method(group: dist.ProcessGroup, *names: str) -> Callable:

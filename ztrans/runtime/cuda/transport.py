@@ -11,10 +11,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ... import ops
-from ...ir.collectives import ALL_GATHER, REDUCE_SCATTER, wire_dtype
+from ...ir.collectives import ALL_GATHER, REDUCE_SCATTER, is_reduced_by_ranks, wire_dtype
 from ...ir.graph import Eqn, Primitive
 from ...ir.printer import format_bytes, format_seconds
-from ...ir.routes import HIERARCHICAL, Route, route_of
+from ...ir.routes import HIERARCHICAL, Route, is_gathered_whole, route_of
 from ...ir.rules import Sizes
 from ...ops import HALF
 from ...ops.kernel import FLOATS
@@ -22,7 +22,7 @@ from ..agreement import everywhere
 from ..collectives import channel_of
 from ..process_groups import Channel, process_groups
 from .hierarchical import HierarchicalStart
-from .nccl import PackedMessage, StreamedStart, Transport, Way, moved_back
+from .nccl import PackedMessage, StreamedStart, Transport, Way, moved_back, rounds
 from .streams import Streams
 from .symmetric import (
     SPINS,
@@ -38,7 +38,8 @@ from .symmetric import (
 def inside_channel_of(mesh: DeviceMesh, eqn: Eqn, sizes: Sizes) -> Channel | None:
     """The channel that carries the first level of a hierarchical reduction on GPUs; None for other collectives."""
     channel = channel_of(mesh, eqn)
-    if route_of(eqn, sizes, channel.hosts, gloo=False).way != HIERARCHICAL:
+    route = route_of(eqn, sizes, channel.hosts, gloo=False)
+    if route.way != HIERARCHICAL or is_gathered_whole(eqn, sizes):
         return None
     return process_groups(mesh).channel(channel.axis, f"{channel.purpose} inside hosts")
 
@@ -89,7 +90,8 @@ def streamed_start(
     reduction = eqn.kwargs.get("op")
     wire = wire_dtype(eqn, eqn.ins[0])
     route = route_of(eqn, sizes, channel.hosts, gloo=False)
-    transport = choose_transport(collective, reduction, wire, times, route)
+    is_whole = is_gathered_whole(eqn, sizes)
+    transport = choose_transport(collective, reduction, wire, times, route, is_whole)
     common = eqn, sizes, coordinates, channel, streams, transport
     # A hierarchical reduction crosses hosts, and symmetric memory does not.
     if inside is not None:
@@ -108,7 +110,8 @@ def has_two_ways(
     """Whether a collective can go through symmetric memory or by NCCL, with the same bits."""
     if collective is ALL_GATHER:
         return True
-    # NCCL would round half precision at every hop. So both ways sum terms that were exchanged, in rank order.
+    # NCCL would round half precision at every hop. So both ways sum terms that were exchanged, in rank order. An
+    # all_reduce needs a second message, which only NCCL sends.
     sums_half = collective is REDUCE_SCATTER and reduction in ("sum", "mean") and wire in HALF
     return sums_half and (route is None or route.way != HIERARCHICAL)
 
@@ -119,28 +122,29 @@ def choose_transport(
     wire: torch.dtype,
     times: Callable[[], Times | str],
     route: Route | None = None,
+    is_whole: bool = False,
 ) -> Transport:
     """Choose what carries a collective, given its reduction, its dtype on the wire, and its route.
 
-    `times` is called if both ways give the same bits. It returns the seconds of each, or why symmetric memory cannot be
-    used.
+    With `is_whole`, ranks gather the whole terms of an all_reduce. `times` is called if both ways give the same bits.
+    It returns the seconds of each, or why symmetric memory cannot be used.
 
     >>> print(choose_transport(ALL_GATHER, None, torch.bfloat16, lambda: Times(12e-6, 21e-6, 2**20)))
     symmetric all_gather (moves bytes; 12.00 us for 1.00 MiB, NCCL 21.00 us)
     >>> print(choose_transport(ALL_GATHER, None, torch.bfloat16, lambda: "ranks on 2 hosts"))
     nccl all_gather (moves bytes; no symmetric memory: ranks on 2 hosts)
     """
+    work = _work(reduction, route)
+    if is_whole:
+        return Transport("terms", collective.name, _work(reduction, None))
     if route is not None and route.way == HIERARCHICAL:
-        work = "sums half precision in fp32 and in the order of hosts"
         return Transport("hierarchical", collective.name, f"{work}; {route.reason}")
     if not has_two_ways(collective, reduction, wire, route):
-        dtype = str(wire).removeprefix("torch.")
-        return Transport("nccl", collective.name, f"reduces {dtype} on the way")
-    way: Way = "nccl"
-    work = "moves bytes"
-    if reduction is not None:
-        way = "all_to_all"
-        work = "sums half precision in fp32 and in rank order"
+        if reduction is None or not is_reduced_by_ranks(reduction, wire):
+            dtype = str(wire).removeprefix("torch.")
+            return Transport("nccl", collective.name, f"reduces {dtype} on the way")
+        return Transport("all_to_all", collective.name, work)
+    way: Way = "nccl" if reduction is None else "all_to_all"
     seconds = times()
     if isinstance(seconds, str):
         figures = f"no symmetric memory: {seconds}"
@@ -153,6 +157,19 @@ def choose_transport(
     else:
         figures = _figures("NCCL", seconds)
     return Transport(way, collective.name, f"{work}; {figures}")
+
+
+def _work(reduction: str | None, route: Route | None) -> str:
+    """What ranks do with the bytes that arrive, if NCCL does not reduce them."""
+    if reduction is None:
+        return "moves bytes"
+    is_hierarchical = route is not None and route.way == HIERARCHICAL
+    work = f"NCCL's {reduction} loses NaN"
+    if reduction in ("sum", "mean"):
+        order = "the order of hosts" if is_hierarchical else "rank order"
+        work = f"sums half precision in fp32 and in {order}"
+    is_in_halves = route is not None and route.gather_way is not None
+    return f"{work}, then gathers the parts" if is_in_halves else work
 
 
 def _figures(chosen: str, times: Times) -> str:
@@ -178,7 +195,9 @@ class CopiedStart(_ThroughBuffer):
     """Starts one gather: copy engines copy the parts of the other ranks, so it takes no multiprocessors."""
 
     def _call(self, received: list[torch.Tensor], send_buffers: list[torch.Tensor]) -> None:
-        copy_all(self.buffer.ready, received, send_buffers, SPINS)
+        memory = self.buffer.ready
+        for at_once in rounds([buffer.nbytes for buffer in send_buffers], self.buffer.nbytes):
+            copy_all(memory, received[at_once], send_buffers[at_once], SPINS)
 
 
 class SymmetricStart(_ThroughBuffer):
@@ -228,4 +247,4 @@ class SymmetricStart(_ThroughBuffer):
         def finish(received: torch.Tensor) -> None:
             self._fill_values(fill, read_dtype, shapes, values)
 
-        return PackedMessage(send_buffer, values, pack, lambda: send_buffer, finish)
+        return PackedMessage([send_buffer], values, pack, lambda: send_buffer, finish)
