@@ -11,10 +11,13 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_memory
 
 import ztrans as zt
+from tests.support.fabric import Fabric, Rank
 from tests.support.fake_cuda import FakeCuda
+from tests.support.gloo_threads import on_threads
+from tests.support.mailbox import Group, Mailbox
 from tests.support.processes import run_ranks
 from tests.support.worlds import fake_mesh
-from ztrans.ir.collectives import all_gather, reduce
+from ztrans.ir.collectives import ALL_GATHER, all_gather, buffer_bytes, is_start, reduce
 from ztrans.ir.graph import Eqn, Graph, Split, Var
 from ztrans.ir.routes import Hosts
 from ztrans.ops import symmetric as memories
@@ -22,11 +25,15 @@ from ztrans.ops.symmetric import allocate, has_native_atomics, in_one_process
 from ztrans.runtime import transport
 from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.collectives import channel as axis_channel
+from ztrans.runtime.collectives import wait
 from ztrans.runtime.cuda import symmetric
+from ztrans.runtime.cuda import transport as cuda_transport
+from ztrans.runtime.cuda.nccl import Transport
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.cuda.symmetric import (
-    LARGEST_COPIED,
+    COPIED_AT_ONCE,
     LARGEST_FOR_KERNEL,
+    Buffer,
     CudaSource,
     MessageKind,
     Refused,
@@ -35,6 +42,7 @@ from ztrans.runtime.cuda.symmetric import (
     message_kind,
     on_all_ranks,
 )
+from ztrans.runtime.cuda.transport import CopiedStart, streamed_start
 from ztrans.runtime.process_groups import Channel
 
 KIND = MessageKind(True, torch.float32, 1024)
@@ -61,11 +69,24 @@ def test_a_message_has_a_kind_or_a_reason_why_symmetric_memory_cannot_carry_it()
     )
     larger = message_kind(gathered(torch.uint8, LARGEST_FOR_KERNEL + 1), {"dp": 4}, 1)
     assert larger.nbytes == 2 * LARGEST_FOR_KERNEL
-    too_large = gathered(torch.uint8, LARGEST_COPIED + 1)
-    assert message_kind(too_large, {"dp": 4}, 1) == "above 256.00 MiB"
+    huge = message_kind(gathered(torch.uint8, COPIED_AT_ONCE + 1), {"dp": 4}, 1)
+    assert huge.nbytes == 2 * COPIED_AT_ONCE, "there is room for it"
+    assert huge.timed.nbytes == COPIED_AT_ONCE
     term = Var("g", torch.bfloat16, (LARGEST_FOR_KERNEL,))
     summed = reduce([term], ["g"], "dp", "sum", Split("dp"))
-    assert message_kind(summed, {"dp": 4}, 1) == "above 32.00 MiB", "it is summed by a kernel"
+    refusal = "a message above 32.00 MiB"
+    assert message_kind(summed, {"dp": 4}, 1) == refusal, "it is summed by a kernel"
+
+
+def test_the_limits_are_those_of_a_message_and_not_of_a_bucket():
+    """Each message of a reduction passes through the buffer alone, and gathers of 256 MiB together."""
+    term = Var("g", torch.bfloat16, (LARGEST_FOR_KERNEL // 2,))
+    summed = reduce([term] * 9, [f"g{k}" for k in range(9)], "dp", "sum", Split("dp"))
+    assert message_kind(summed, {"dp": 4}, 1).nbytes == LARGEST_FOR_KERNEL
+    for count, nbytes in ((2, 64 << 20), (3, 128 << 20), (9, COPIED_AT_ONCE)):
+        shards = [Var(f"w{k}", torch.uint8, (32 << 20,), (Split("dp"),)) for k in range(count)]
+        eqn = all_gather(shards, [f"f{k}" for k in range(count)], "dp")
+        assert message_kind(eqn, {"dp": 4}, 1).nbytes == nbytes
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -117,6 +138,21 @@ class Fast(SymmetricMemory):
 
     def trial(self, buffer, kind, from_all):
         return Times(3e-6 if kind.nbytes == 16 else 1e-6, 2e-6, kind.nbytes)
+
+
+class Small(Local):
+    """A source that notes the sizes of its memories, and makes small ones."""
+
+    def connect(self, part, nbytes, group):
+        return in_one_process(2, 64)[0]
+
+
+class FastCopies(SymmetricMemory):
+    """Every gather is fastest by copies, and every message of a sum by the kernel."""
+
+    def trial(self, buffer, kind, from_all):
+        copies = 1e-6 if kind.is_gather else float("inf")
+        return Times(2e-6, 3e-6, kind.nbytes, copies)
 
 
 def alike(value):
@@ -178,6 +214,136 @@ def test_a_large_gather_is_tried_by_copies_and_not_by_a_kernel(mesh, monkeypatch
     assert memory.answer(channel, KIND) == Times(1.0, 1.0, KIND.nbytes, 1.0)
     assert memory.answer(channel, large) == Times(float("inf"), 1.0, large.nbytes, 1.0)
     assert memory.buffer_of[channel, large].nbytes == large.room(4)
+
+
+def test_a_larger_message_than_is_timed_has_the_answer_of_the_largest_that_is(mesh, monkeypatch):
+    """Only its buffer is larger."""
+    timed = []
+
+    def trial(self, buffer, kind, from_all):
+        timed.append(kind.nbytes)
+        assert buffer.nbytes >= kind.room(4)
+        return Times(float("inf"), 2e-6, kind.nbytes, 1e-6)
+
+    monkeypatch.setattr(FastCopies, "trial", trial)
+    memory = FastCopies(Small())
+    channel = channel_of(mesh.get_group())
+    largest, larger, huge = (KIND._replace(nbytes=n * COPIED_AT_ONCE) for n in (1, 2, 8))
+    memory.reserve([(channel, larger), (channel, KIND)], alike)
+    assert timed == [COPIED_AT_ONCE, KIND.nbytes]
+    memory.reserve([(channel, largest), (channel, huge)], alike)
+    assert timed == [COPIED_AT_ONCE, KIND.nbytes, COPIED_AT_ONCE]
+    answers = {memory.answer(channel, kind) for kind in (largest, larger, huge)}
+    assert answers == {Times(float("inf"), 2e-6, COPIED_AT_ONCE, 1e-6)}
+    assert memory.buffer_of[channel, huge].nbytes == huge.room(4) == 2 * COPIED_AT_ONCE
+
+
+def test_gathers_for_which_there_is_no_room_at_once_are_copied_in_rounds(monkeypatch):
+    """The next round writes over what all ranks have copied."""
+    ranks = 3
+    copied_at_once = []
+
+    def copy_and_note(memory, received, send_buffers, spins):
+        copied_at_once.append([buffer.nbytes for buffer in send_buffers])
+        symmetric.copy_all(memory, received, send_buffers, spins)
+
+    monkeypatch.setattr(cuda_transport, "copy_all", copy_and_note)
+    parts = [torch.arange(rank, 90 + rank, dtype=torch.float32).split(6) for rank in range(ranks)]
+    sends = [[torch.cat(part[:2]), *part[2:6]] for part in parts]  # of 48 bytes, and 24
+    memories = in_one_process(ranks, 48)
+    fabric = Fabric(ranks)
+    shards = [
+        Var(f"w{k}", torch.float32, (ranks * len(x),), (Split("dp"),))
+        for k, x in enumerate(sends[0])
+    ]
+    eqn = all_gather(shards, [f"f{k}" for k in range(len(shards))], "dp")
+
+    def run(rank):
+        channel = Rank(fabric, rank, Hosts(ranks))
+        buffer = Buffer(channel, 48, memories[rank])
+        transport = Transport("copied", "all_gather", "a double")
+        common = eqn, {"dp": ranks}, {"dp": rank}, channel, Streams(FakeCuda()), transport
+        start = CopiedStart(buffer, *common)
+        start.members_by_message = [[k] for k in range(len(shards))]
+        return [wait(member) for member in start(*sends[rank])]
+
+    for values in on_threads(ranks, run):
+        for k, value in enumerate(values):
+            assert torch.equal(value, torch.cat([of_rank[k] for of_rank in sends]))
+    assert sorted(copied_at_once) == [[24, 24]] * 2 * ranks + [[48]] * ranks
+
+
+class Block(torch.nn.Module):
+    """A layer of width 4096, with products of 32 and 96 MiB in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(4096)
+        self.q, self.o = (torch.nn.Linear(4096, 4096, bias=False) for _ in range(2))
+        self.up = torch.nn.Linear(4096, 3 * 4096, bias=False)
+        self.down = torch.nn.Linear(3 * 4096, 4096, bias=False)
+
+    def forward(self, x):
+        y = self.norm(x)
+        x = x + self.o(self.q(y).relu())
+        return x + self.down(self.up(y).relu())
+
+
+class OfNccl(Channel):
+    """A channel whose group is a double."""
+
+    is_gloo = False
+
+
+def eight_ranks() -> tuple[Channel, list[Group]]:
+    """A channel of eight ranks on one host, and the group that it refers to."""
+    groups = [Group(Mailbox(), 0, 8)]
+    channel = OfNccl("dp", "gathers", hosts=Hosts(8))
+    channel.open(groups[0])
+    return channel, groups
+
+
+def test_the_gathers_of_a_plan_for_eight_gpus_go_by_copies(mesh, monkeypatch):
+    """Its buckets are up to several hundred MiB."""
+    with torch.device("meta"):
+        model = torch.nn.Sequential(Block(), Block())
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+
+    def loop(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    step, state = zt.lift(loop, model, optimizer)
+    shard = zt.shard_params(zt.AbstractMesh(dp=8), stage=3)
+    schedule = zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather()
+    x = torch.empty(8 * 4096, 4096, device="meta")
+    cluster = zt.cluster("h100", dp="nvlink4")
+    graph = zt.chain(shard, *schedule)(step).lower(state, x, cluster=cluster).graph
+    starts = [eqn for eqn in graph.eqns if is_start(eqn)]
+    channel, groups = eight_ranks()
+    memory = FastCopies(Small())
+    streams = Streams(FakeCuda(), memory)
+    monkeypatch.setattr(cuda_transport, "everywhere", lambda value, mesh: [value] * 8)
+    monkeypatch.setattr(memory, "_check_links", lambda channel, from_all: None)
+    messages = [(channel, eqn, graph.axes, 2) for eqn in starts]
+    cuda_transport.reserve_messages(mesh, messages, streams)
+    ways = {}
+    for eqn in starts:
+        start = streamed_start(eqn, graph.axes, {"dp": 0}, channel, streams, lanes=2)
+        ways.setdefault(eqn.op.name, set()).add(start.transport.way)
+    del groups
+    nbytes = [
+        sum(buffer_bytes(eqn, k, graph.axes) for k in range(len(eqn.outs)))
+        for eqn in starts
+        if eqn.op is ALL_GATHER
+    ]
+    assert max(nbytes) > COPIED_AT_ONCE > 32 << 20
+    assert ways["all_gather"] == {"copied"}
+    assert max(buffer.nbytes for buffer in memory.buffers) == COPIED_AT_ONCE // 8
 
 
 def test_ranks_on_several_hosts_do_not_try(mesh):

@@ -5,8 +5,8 @@ A kernel reads the messages of all ranks from there, directly into the final ten
 fp32 and in rank order. The kernel starts to read when the messages of all ranks are there, and ends when all ranks have
 read them, so the next message of the lane may overwrite them.
 
-A gather can also be copied: between two barriers, copy engines copy the message of each rank from there. Apart from the
-barriers no kernel runs, so the message takes no multiprocessors from compute.
+A gather can also be copied: between two barriers, copy engines copy the messages of each rank from there. Apart from
+the barriers no kernel runs, so the messages take no multiprocessors from compute.
 
 A message can go through symmetric memory, by a kernel or by copies, or by NCCL. All ranks of the mesh decide together,
 when a program is bound: they allocate a buffer, and time a message of each new kind in all ways. The fastest way
@@ -41,7 +41,7 @@ from ...ops.symmetric import (
     has_native_atomics,
     in_one_process,
 )
-from ..collectives import all_gather
+from ..collectives import all_gather, message_groups
 from ..process_groups import Channel
 from .streams import back_to_back_seconds
 
@@ -54,7 +54,9 @@ COPIES = "copies"
 NCCL = "NCCL"
 # Bytes of a whole message for a kernel. For a larger one the wire is the limit either way.
 LARGEST_FOR_KERNEL = 32 * 2**20
-LARGEST_COPIED = 256 * 2**20  # bytes of a whole message that is copied
+# Messages of so many bytes are copied at once, between two barriers. A message of more bytes is not timed: copies, and
+# NCCL, move it as fast as one of these.
+COPIED_AT_ONCE = 256 * 2**20
 _NEARLY = 1.1  # a copied message may take so many times as long as the fastest
 _TIMES = 20  # the number of messages in a timed series
 # How often a kernel looks at a signal before it gives up. It takes tens of minutes: a rank may write a checkpoint.
@@ -89,14 +91,20 @@ class Times(NamedTuple):
 class MessageKind(NamedTuple):
     """Messages for which the ranks decide once: gathers, or terms of a sum.
 
-    The parts of all ranks have at most `nbytes`, a power of two. So many `lanes` of a program have a kernel on a device
-    at the same time, of symmetric memory or of NCCL.
+    What passes through the buffer at once has at most `nbytes`, a power of two: a message, or several gathers that are
+    copied together. So many `lanes` of a program have a kernel on a device at the same time, of symmetric memory or of
+    NCCL.
     """
 
     is_gather: bool
     wire: torch.dtype
     nbytes: int
     lanes: int = 1
+
+    @property
+    def timed(self) -> MessageKind:
+        """The kind that is timed for this one."""
+        return self._replace(nbytes=min(self.nbytes, COPIED_AT_ONCE))
 
     def part(self, ranks: int) -> int:
         """The elements that one rank gets from another one."""
@@ -114,13 +122,17 @@ class MessageKind(NamedTuple):
 def message_kind(eqn: Eqn, sizes: Sizes, lanes: int) -> MessageKind | str:
     """The kind of the messages of a collective equation, or why symmetric memory cannot carry them."""
     wire = wire_dtype(eqn, eqn.ins[0])
-    nbytes = sum(buffer_bytes(eqn, k, sizes) for k in range(len(eqn.outs)))
+    messages = []
+    for ks in message_groups(eqn, sizes):
+        messages.append(sum(buffer_bytes(eqn, k, sizes) for k in ks))
     if wire.itemsize > 8:
         return "elements of more than 8 bytes"
     is_gather = "op" not in eqn.kwargs
-    largest = LARGEST_COPIED if is_gather else LARGEST_FOR_KERNEL
-    if nbytes > largest:
-        return f"above {format_bytes(largest)}"
+    nbytes = max(messages)
+    if is_gather:
+        nbytes = max(nbytes, min(sum(messages), COPIED_AT_ONCE))
+    elif nbytes > LARGEST_FOR_KERNEL:
+        return f"a message above {format_bytes(LARGEST_FOR_KERNEL)}"
     power_of_two = 1 << max(nbytes - 1, 0).bit_length()
     return MessageKind(is_gather, wire, power_of_two, lanes)
 
@@ -313,13 +325,21 @@ class SymmetricMemory:
         try:
             self._check_links(channel, from_all)
             self._allocate(buffer, from_all)
-            answers = [self.trial(buffer, kind, from_all) for kind in kinds]
+            timed = dict.fromkeys(kind.timed for kind in kinds)
+            answer_of = {kind: self._timed(buffer, kind, from_all) for kind in timed}
+            answers = [answer_of[kind.timed] for kind in kinds]
         except Refused as refused:
             answers = [str(refused) for _ in kinds]
         for kind, answer in zip(kinds, answers):
             self.answers[channel, kind] = answer
             if isinstance(answer, Times) and answer.uses_symmetric_memory:
                 self.buffer_of[channel, kind] = self._shared(buffer)
+
+    def _timed(self, buffer: Buffer, kind: MessageKind, from_all: FromAll) -> Times | str:
+        """The answer for messages of this kind, which are timed unless they have been."""
+        if (buffer.channel, kind) not in self.answers:
+            return self.trial(buffer, kind, from_all)
+        return self.answers[buffer.channel, kind]
 
     def _shared(self, buffer: Buffer) -> Buffer:
         """A buffer of the same channel that is there and large enough, or else this one."""
