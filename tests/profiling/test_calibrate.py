@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import ztrans as zt
 from tests.support import dtensors
+from ztrans.profiling.calibrate import _attention_rates, _without_tf32
+from ztrans.runtime.mesh import make_mesh
 
 
 @pytest.mark.slow
@@ -28,3 +31,34 @@ def test_every_axis_has_a_link_and_joint_axes_that_of_their_slowest_member(monke
     assert cluster.link("dp*one") == cluster.link("dp"), (
         "an axis of one rank has a link that costs nothing"
     )
+
+
+def test_every_dtype_of_products_has_a_rate(monkeypatch):
+    """A dtype without one counts as f32, which on a GPU is ten times too slow for fp16."""
+    monkeypatch.setattr("ztrans.profiling.calibrate._BURST", 0.01)
+    rates = dict(zt.calibrate(make_mesh("cpu", dp=-1)).device.flops)
+    assert rates.keys() == {"f64", "f32", "bf16", "f16"}
+    assert min(rates.values()) > 0 and rates["f64"] < rates["f32"]
+
+
+def test_attention_is_measured_as_for_long_sequences(monkeypatch):
+    """The clock of this test says that a call takes 1 ms. Backward has five products where forward has two."""
+    monkeypatch.setattr(
+        "ztrans.profiling.calibrate._median_seconds", lambda run, device: [run(), 1e-3][1]
+    )
+    forward, backward = _attention_rates(256, torch.device("cpu"))
+    pairs = 2 * 32 * 256 * 128 * 128  # of a query and a key, times the width, of a product
+    assert forward == pytest.approx(2 * pairs / 1e-3 * (128 + 75 + 90) / 128)
+    assert backward == pytest.approx(5 * pairs / 1e-3 * (128 + 240 + 90) / 128)
+
+
+def test_products_in_fp32_are_measured_without_tf32():
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    settings.fp32_precision = "tf32"
+    try:
+        with _without_tf32():
+            assert settings.fp32_precision == "ieee"
+        assert settings.fp32_precision == "tf32"
+    finally:
+        settings.fp32_precision = before

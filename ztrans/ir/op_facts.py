@@ -1,7 +1,7 @@
 """What kind of operation an equation has, in one row for each operation.
 
 PyTorch itself says much: its tags say which operations are elementwise or random, a schema says which are views, and
-its FLOP counter knows the matrix products. A row of `_ROWS` says what PyTorch does not. A fact is a property of the
+its FLOP counter knows most matrix products. A row of `_ROWS` says what PyTorch does not. A fact is a property of the
 operation alone. What depends on arguments, such as an `alpha` of `add`, is for the pass that asks.
 
     op_facts(torch.ops.aten.add.Tensor)    OpFacts(name='add', pointwise=True, exact=True, linear=True, ...)
@@ -42,7 +42,7 @@ class OpFacts:
         reduction: each element of the result is computed from the elements along some dims.
         random: it may draw random numbers. Whether an equation does depends on its arguments too (see `draws`).
         view: its results are new tensors that share memory with an argument.
-        matmul: it is a matrix product, a convolution or attention: an operation whose FLOPs PyTorch counts.
+        matmul: it is a matrix product, a convolution or attention: an operation whose FLOPs a formula counts.
         fused_update: it is the update of a fused optimizer.
         exact: IEEE 754 rounds it correctly, so a part of the arguments gives the same bits as the whole.
         linear: scaling its terms together, or a factor or a numerator alone, scales the result.
@@ -156,6 +156,16 @@ _ROWS: Mapping[str, tuple[str, ...]] = {
     "native_layer_norm_backward": ("fuses",),
     "nll_loss_backward": ("fuses",),
     "nll_loss_forward": ("fuses",),
+    # Products and attention that PyTorch's FLOP counter lacks.
+    "_cudnn_attention_backward": ("matmul",),
+    "_cudnn_attention_forward": ("matmul",),
+    "_grouped_mm": ("matmul",),
+    "_int_mm": ("matmul",),
+    "_scaled_dot_product_flash_attention_for_cpu": ("matmul",),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": ("matmul",),
+    "_scaled_dot_product_fused_attention_overrideable": ("matmul",),
+    "_scaled_dot_product_fused_attention_overrideable_backward": ("matmul",),
+    "_scaled_grouped_mm": ("matmul",),
     # Reads by index. Scatters do not fuse: threads would race for their sums.
     "embedding": ("fuses",),
     "gather": ("fuses",),

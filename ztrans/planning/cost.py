@@ -7,14 +7,10 @@ makes seconds of them.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-import torch
-from torch.utils.flop_counter import flop_registry
+from typing import NamedTuple
 
 from ..ir.cached_analysis import cached_on_graph
 from ..ir.collectives import rules
@@ -22,7 +18,6 @@ from ..ir.copies import is_copy
 from ..ir.donation import donation, is_constant
 from ..ir.graph import Eqn, Graph, Primitive, Var
 from ..ir.higher_order import inner_work
-from ..ir.layout import local_shape
 from ..ir.micro_batches import MicroBatchPrograms, in_order, is_cut, micro_batch_programs
 from ..ir.op_facts import is_view, op_facts
 from ..ir.pairing import pair
@@ -30,6 +25,7 @@ from ..ir.printer import format_bytes
 from ..ir.update_groups import group_updates
 from ..ir.wire_traffic import wire_traffic
 from .buffers import by_memory, device_bytes, live_bytes, local_bytes, storages
+from .flops import flops
 
 _LISTED = 12  # the values at a peak that print
 
@@ -38,7 +34,8 @@ _LISTED = 12  # the values at a peak that print
 class Cost:
     """Floating-point operations, bytes read and written, and bytes received, on one rank in one step.
 
-    `calls` are those that the host makes, and `launches` the kernels that these launch (see `Launches`).
+    `flops` are those that the kernels compute (see `flops`): with recomputation, and with half of the scores of causal
+    attention. `calls` are those that the host makes, and `launches` the kernels that these launch (see `Launches`).
     """
 
     flops: int
@@ -197,40 +194,6 @@ def memory_traffic(e: Eqn, graph: Graph) -> int:
     if inner is not None:
         return inner
     return sum(map(local_bytes(graph), (*e.ins, *e.results)))
-
-
-def flops(e: Eqn, graph: Graph) -> int:
-    """Count the floating-point operations of one equation on the first rank."""
-    inner = inner_work(e, lambda g: sum(flops(each, g) for each in g.eqns if not is_view(each)))
-    if inner is not None:
-        return inner
-    first_rank = dict.fromkeys(graph.axes, 0)
-    formula = flop_registry.get(getattr(e.op, "overloadpacket", e.op))
-    if formula is not None:
-        return _flops_by_formula(formula, e, graph)
-    if isinstance(e.op, Primitive):
-        return 0
-    # Without a formula, one operation for each element of the results.
-    return sum(math.prod(local_shape(o, graph.axes, first_rank)) for o in e.results)
-
-
-def _flops_by_formula(formula: Callable[..., Any], e: Eqn, graph: Graph) -> int:
-    """Count the operations by PyTorch's formula, which reads the shapes of arguments and results."""
-    first_rank = dict.fromkeys(graph.axes, 0)
-
-    def meta(v: Var) -> torch.Tensor:
-        return torch.empty(local_shape(v, graph.axes, first_rank), dtype=v.dtype, device="meta")
-
-    arguments = [meta(a) if isinstance(a, Var) else a for a in e.args]
-    outs: list[Any] = []
-    for k, out in enumerate(e.outs):
-        if out is not None:
-            outs.append(meta(out))
-        else:
-            # A gradient that is not needed is None. It would have the shape of the argument that it is for.
-            outs.append(arguments[k + 1] if k + 1 < len(arguments) else None)
-    out_val = outs[0] if len(outs) == 1 else tuple(outs)
-    return int(formula(*arguments, **e.kwargs, out_val=out_val))
 
 
 @cached_on_graph

@@ -26,8 +26,11 @@ class Device:
 
     The rate "tf32" is for fp32 products that PyTorch runs in TF32; "f32" is for all other fp32 products. PyTorch runs
     matmuls in TF32 if torch.get_float32_matmul_precision() is "high" or "medium" when the step is planned (by default
-    it is not), and convolutions if torch.backends.cudnn.allow_tf32 is set (by default it is). The rate "attention" is
-    for flash attention in half precision; a device without one computes it as fast as matmuls.
+    it is not), and convolutions if torch.backends.cudnn.allow_tf32 is set (by default it is). The rates "attention" and
+    "attention backward" are for fused attention in half precision, with heads of 128 and long sequences (see
+    `roofline`); "cudnn attention" and "cudnn attention backward" are for that of cuDNN. A device without a rate for
+    backward has that of forward, one without rates for cuDNN has the others, and one without any computes attention as
+    fast as matmuls.
     """
 
     name: str
@@ -93,11 +96,26 @@ class Device:
         )
 
 
-def _rates(matmuls: float, attention: float, **sheet: float) -> tuple[tuple[str, float], ...]:
-    """Rates from those of a data sheet in TFLOP/s: products reach the share `matmuls`, attention its own TFLOP/s."""
+GIB = 2**30
+_ATTENTION = (
+    "attention",
+    "attention backward",
+    "cudnn attention",
+    "cudnn attention backward",
+)
+
+
+def _rates(
+    matmuls: float, attention: tuple[float, ...], **sheet: float
+) -> tuple[tuple[str, float], ...]:
+    """Rates from those of a data sheet in TFLOP/s: products reach the share `matmuls`.
+
+    `attention` has its own TFLOP/s: of forward and, where they are known apart, of backward, and the same by cuDNN.
+    """
     rates = {dtype: matmuls * tera * 1e12 for dtype, tera in sheet.items()}
     rates["f16"] = rates["bf16"]
-    rates["attention"] = attention * 1e12
+    for name, tera in zip(_ATTENTION, attention):
+        rates[name] = tera * 1e12
     return tuple(rates.items())
 
 
@@ -117,75 +135,82 @@ GPU = Device(
 )
 
 
-# Data sheet of the H100 SXM5: 989 TFLOP/s in bf16, 3.35 TB/s, of which a copy reaches 3.0 (gpu_h100.md). Attention:
-# FlashAttention-2 with heads of 128, causal, forward 298 to 335 TFLOP/s (figures of the FlashAttention-3 paper), and
-# less in backward. A tile of a Hopper matmul has 128 rows.
+# Memory is what PyTorch reports as the total capacity of a card (its errors of memory name it), which is neither the
+# number on the box nor that number of GiB.
+#
+# Data sheet of the H100 SXM5: 989 TFLOP/s in bf16, 3.35 TB/s, of which a copy reaches 3.0, and 79.2 GiB (gpu_h100.md).
+# Attention: FlashAttention-2 with heads of 128, causal, where long sequences reach 335 TFLOP/s in forward and 322 in
+# backward, and with cuDNN 539 and 516 (figures 5 and 6 of the FlashAttention-3 paper). A tile of a Hopper matmul has
+# 128 rows.
 def hopper(matmuls: float) -> Device:
     """An H100 whose matmuls reach a share of the data sheet."""
     return dataclasses.replace(
         GPU,
         name="H100",
         taken=TAKEN / 132,
-        flops=_rates(matmuls, 300, bf16=989, tf32=495, f32=67, f64=67, f8e4m3=1979),
+        flops=_rates(
+            matmuls, (340, 325, 550, 520), bf16=989, tf32=495, f32=67, f64=67, f8e4m3=1979
+        ),
         bandwidth=3.0e12,
-        memory=80e9,
+        memory=int(79.2 * GIB),
         edge=128,
     )
 
 
 H100 = hopper(HOPPER_MATMULS)
-# Data sheet: the processor of the H100 with 141 GB at 4.8 TB/s, of which a copy reaches the same share.
-H200 = dataclasses.replace(H100, name="H200", bandwidth=4.3e12, memory=141e9)
+# Data sheet: the processor of the H100 with memory of 4.8 TB/s, of which a copy reaches the same share (gpu.md).
+H200 = dataclasses.replace(H100, name="H200", bandwidth=4.3e12, memory=int(139.8 * GIB))
 # The Grand Teton hosts of torchtitan's benchmarks: 96 GB of HBM2e at 2.4 TB/s, limited to 500 of 700 W.
 H100_96GB_500W = dataclasses.replace(
     H100.with_power(500 / 700),
     name="H100 96GB 500W",
     bandwidth=2.4e12 * 3.0 / 3.35,
-    memory=96 * 2**30,
+    memory=int(95.0 * GIB),
 )
 # Data sheet of the A100 SXM 80GB: 312 TFLOP/s, 2.04 TB/s. cuBLAS reaches 0.8 to 0.85 of it in large matmuls, and
-# FlashAttention-2 about 190 TFLOP/s forward and backward (its paper, heads of 128, causal). Tiles of 128 x 128.
+# FlashAttention-2 up to 0.73 in forward and 0.63 in backward (its paper), of which causal masks cost forward a tenth.
+# Tiles of 128 x 128.
 A100 = dataclasses.replace(
     GPU,
     name="A100",
     taken=TAKEN / 108,
-    flops=_rates(0.82, 190, bf16=312, tf32=156, f32=19.5, f64=19.5),
+    flops=_rates(0.82, (205, 196), bf16=312, tf32=156, f32=19.5, f64=19.5),
     bandwidth=1.8e12,
-    memory=80e9,
+    memory=int(79.15 * GIB),
     host_link="pcie4",
     edge=64,
 )
-# Data sheet of the HGX B200: 2,250 TFLOP/s dense, 8 TB/s, 180 GB, 1,000 W. The shares are those of Hopper, whose
+# Data sheet of the HGX B200: 2,250 TFLOP/s dense, 8 TB/s, 1,000 W. The shares are those of Hopper, whose
 # matmuls are limited by power too; attention by cuDNN reaches 0.5 of the sheet.
 B200 = dataclasses.replace(
     GPU,
     name="B200",
     taken=TAKEN / 148,
-    flops=_rates(HOPPER_MATMULS, 1100, bf16=2250, tf32=1125, f32=75, f64=37, f8e4m3=4500),
+    flops=_rates(HOPPER_MATMULS, (1100,), bf16=2250, tf32=1125, f32=75, f64=37, f8e4m3=4500),
     bandwidth=7.2e12,
-    memory=180e9,
+    memory=int(178.35 * GIB),
     edge=128,
 )
-# Data sheet: 1,307 TFLOP/s dense, 5.3 TB/s, 192 GB. AMD measures 708 TFLOP/s in bf16 (ROCm blogs, Measuring
+# Data sheet: 1,307 TFLOP/s dense, 5.3 TB/s. AMD measures 708 TFLOP/s in bf16 (ROCm blogs, Measuring
 # Max-Achievable FLOPs, part 2), which is 0.54. Its tiles have 256 rows. Copies reach 0.8 (BabelStream: 4.2 TB/s).
 MI300X = dataclasses.replace(
     GPU,
     name="MI300X",
     taken=TAKEN / 304,
-    flops=_rates(0.54, 350, bf16=1307, tf32=653, f32=163, f64=163, f8e4m3=2615),
+    flops=_rates(0.54, (350,), bf16=1307, tf32=653, f32=163, f64=163, f8e4m3=2615),
     bandwidth=4.2e12,
-    memory=192e9,
+    memory=int(191.98 * GIB),
     edge=128,
 )
-# Ada white paper: 165 TFLOP/s in bf16 with sums in fp32, 1,008 GB/s, 24 GB. cuBLAS reaches nearly all of it, since the
+# Ada white paper: 165 TFLOP/s in bf16 with sums in fp32, 1,008 GB/s. cuBLAS reaches nearly all of it, since the
 # tensor cores, not the power, are the limit.
 RTX4090 = dataclasses.replace(
     GPU,
     name="RTX 4090",
     taken=TAKEN / 128,
-    flops=_rates(0.92, 140, bf16=165.2, tf32=82.6, f32=82.6, f64=1.3, f8e4m3=330.3),
+    flops=_rates(0.92, (140,), bf16=165.2, tf32=82.6, f32=82.6, f64=1.3, f8e4m3=330.3),
     bandwidth=0.93e12,
-    memory=24e9,
+    memory=int(23.64 * GIB),
     host_link="pcie4",
     edge=64,
 )

@@ -9,7 +9,8 @@ same seconds.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,15 +19,23 @@ from ..ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, lane, rules
 from ..ir.copies import is_copy
 from ..ir.graph import DTYPES, Eqn, Graph, Primitive, Var
 from ..ir.layout import local_shape
+from ..ir.nested import instances
 from ..ir.op_facts import op_facts
 from ..ir.pairing import pair
 from ..ir.printer import op_name
 from ..ir.routes import Hosts, exchanges_inside
+from ..ir.structure import structure
+from ..ir.triton_launch import Launch
 from .buffers import local_bytes
 from .cluster import Cluster
-from .cost import launches
+from .cost import cost, launches, memory_traffic
+from .devices import Device
+from .flops import has_known_cost
 from .network import Level, Message
 from .roofline import queue_seconds, roofline_seconds
+
+# An operation of unknown cost is noted if it moves more than this share of a program's bytes.
+_NOTED_SHARE = 0.01
 
 
 class Sent(NamedTuple):
@@ -49,6 +58,7 @@ def equation_seconds(graph: Graph, cluster: Cluster) -> list[float]:
     waits = pair(graph).waits
     every_launch = launches(graph)
     device = cluster.device
+    work_seconds = kernel_seconds(graph, device)
 
     def seconds_of(e: Eqn) -> float:
         wait = waits.get(e)
@@ -67,9 +77,33 @@ def equation_seconds(graph: Graph, cluster: Cluster) -> list[float]:
             return _before_issue(e, graph, cluster)
         if of_e.shares_storage(e):
             return device.call_overhead * every_launch[e].calls
-        return queue_seconds(device, every_launch[e].kernels, roofline_seconds(e, graph, device))
+        return queue_seconds(device, every_launch[e].kernels, work_seconds(e))
 
     return list(map(seconds_of, graph.eqns))
+
+
+def kernel_seconds(graph: Graph, device: Device) -> Callable[[Eqn], float]:
+    """A function from an equation to the seconds that its kernels run.
+
+    The layers of a model repeat a few hundred structures, and each is counted once: 8 us an equation in place of 45.
+    """
+    first_rank = dict.fromkeys(graph.axes, 0)
+    known: dict[Hashable, float] = {}
+
+    def local_type(v: Var) -> Hashable:
+        return v.dtype, local_shape(v, graph.axes, first_rank)
+
+    def seconds_of(e: Eqn) -> float:
+        if instances((e.args, e.kwargs), torch.Tensor):
+            return roofline_seconds(
+                e, graph, device
+            )  # its structure has all elements of the constant
+        key = structure(e, local_type), tuple(map(local_type, e.results))
+        if key not in known:
+            known[key] = roofline_seconds(e, graph, device)
+        return known[key]
+
+    return seconds_of
 
 
 def shared_launch_seconds(e: Eqn, graph: Graph, cluster: Cluster) -> float:
@@ -96,6 +130,35 @@ def signature(eqn: Eqn, graph: Graph) -> str:
     texts = list(map(show, eqn.args))
     texts += (f"{name}={show(x)}" for name, x in eqn.kwargs.items() if x is not None)
     return f"{op_name(eqn.op)}({', '.join(texts)})"
+
+
+def notes_on_unknown_costs(graph: Graph, cluster: Cluster) -> list[str]:
+    """A sentence for each operation that may compute for longer than its bytes move, if these are above 1% of all.
+
+    An operation of which the cluster has measured durations is known.
+    """
+    measured = dict(cluster.measured)
+    by_name: Counter[str] = Counter()
+    for e in graph.eqns:
+        if not has_known_cost(e) and signature(e, graph) not in measured:
+            by_name[_full_name(e)] += memory_traffic(e, graph)
+    if not by_name:
+        return []
+    moved = cost(graph).bytes
+    notes = []
+    for name, size in by_name.items():
+        if size > _NOTED_SHARE * moved:
+            notes.append(
+                f"{name} moves {size / moved:.0%} of the bytes, and no formula counts what it computes: it counts as "
+                f"fast as its bytes. Measure it (`Compiled.profile`), or register its FLOPs "
+                f"(torch.utils.flop_counter.register_flop_formula)"
+            )
+    return notes
+
+
+def _full_name(e: Eqn) -> str:
+    """The name of an operation with its namespace, or that of a Triton kernel."""
+    return e.args[0].name if isinstance(e.args[0], Launch) else op_facts(e.op).name
 
 
 def _before_issue(e: Eqn, graph: Graph, cluster: Cluster) -> float:

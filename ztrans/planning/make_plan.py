@@ -22,6 +22,7 @@ from ..ir.printer import format_bytes
 from ..ir.verifier import ProgramError, check
 from .cluster import Cluster, Device
 from .cost import memory
+from .durations import notes_on_unknown_costs
 from .early_updates import with_early_updates
 from .formulate import formulate
 from .limit import DoesNotFit, does_not_fit
@@ -218,8 +219,8 @@ def _as_written(graph: Graph, cluster: Cluster, reason: str) -> tuple[Plan, Grap
 
 
 def _with_notes(plan: Plan, graph: Graph, peak: int, cluster: Cluster) -> Plan:
-    """Add notes to a plan: which way its collectives go between hosts, and about memory."""
-    lines = []
+    """Add notes to a plan: unknown costs, which way its collectives go between hosts, and memory."""
+    lines = notes_on_unknown_costs(graph, cluster)
     for e in pair(graph).starts:
         route = cluster.route(e, graph.axes)
         if route is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from statistics import median
 from typing import Any
 
@@ -22,6 +23,8 @@ from ..ir.graph import DTYPES, Partial, Split, Var
 from ..ir.routes import common, hosts_of
 from ..planning.cluster import Cluster, Link
 from ..planning.devices import GPU, TAKEN, Device
+from ..planning.flops import Attention
+from ..planning.roofline import attention_share
 from ..runtime.agreement import agree_on_call, everywhere, from_first
 from ..runtime.collectives import Future, channel
 from ..runtime.cuda.streams import Streams, back_to_back_seconds
@@ -46,7 +49,7 @@ StartMessage = Callable[[], Future]
 
 
 def calibrate(mesh: DeviceMesh) -> Cluster:
-    """Measure this machine: matmul rates, memory bandwidth, launch overhead, and the link of every mesh axis.
+    """Measure this machine: rates of products and attention, memory bandwidth, launches, and the link of every axis.
 
     All ranks must call it. All get the same `Cluster`, which the first rank has measured. No measurement shows which
     axes share a wire. So all axes whose groups span several hosts get a link named "network", and all others one named
@@ -122,16 +125,7 @@ def _measure_device(device: torch.device, sharing: int) -> Device:
 
     `sharing` is the number of ranks of this host, which share its memory if they are CPUs.
     """
-    flops = []
-    for dtype in (torch.float32, torch.bfloat16):
-        # A product is large enough if it takes 5 ms.
-        n = 256
-        took = 0.0
-        while took < 5e-3 and n < 8192:
-            n *= 2
-            took = _median_seconds(_matmul(n, dtype, device), device)
-        flops.append((DTYPES[dtype], 2 * n**3 / took))
-
+    flops = _measure_rates(device)
     # More than the caches hold.
     elements = 1 << (24 if device.type == "cpu" else 28)
     big = torch.ones(elements, device=device)
@@ -148,7 +142,7 @@ def _measure_device(device: torch.device, sharing: int) -> Device:
     if device.type == "cpu":
         name = f"cpu, {torch.get_num_threads()} threads"
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / sharing
-        return Device(name, tuple(flops), bandwidth, launch, memory, gloo=True)
+        return Device(name, flops, bandwidth, launch, memory, gloo=True)
 
     module = torch.get_device_module(device)
     taken = TAKEN / module.get_device_properties().multi_processor_count
@@ -156,12 +150,83 @@ def _measure_device(device: torch.device, sharing: int) -> Device:
     return dataclasses.replace(
         GPU,
         name=module.get_device_name(),
-        flops=tuple(flops),
+        flops=flops,
         bandwidth=bandwidth,
         memory=module.mem_get_info()[1],
         launch_overhead=launch,
         taken=taken,
     )
+
+
+def _measure_rates(device: torch.device) -> tuple[tuple[str, float], ...]:
+    """The FLOP/s of this processor, by the names that `Device.flops` has.
+
+    Tensor cores compute TF32 at half the rate of bf16, and fp8 at twice that rate, as data sheets say.
+    """
+    rates = {}
+    with _without_tf32():
+        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            rates[DTYPES[dtype]] = _product_rate(dtype, device)
+    if device.type == "cpu":
+        return tuple(rates.items())  # its attention is as fast as other products
+
+    rates["tf32"] = 0.5 * rates["bf16"]
+    rates["f8e4m3"] = 2 * rates["bf16"]
+    forward, backward = _attention_rates(4096, device)
+    rates["attention"] = forward
+    rates["attention backward"] = backward
+    return tuple(rates.items())
+
+
+@contextlib.contextmanager
+def _without_tf32() -> Iterator[None]:
+    """Compute fp32 products in fp32, whatever the user has set."""
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    settings.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
+
+
+def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
+    """The FLOP/s of a product that is large enough: it takes 5 ms."""
+    n = 256
+    took = 0.0
+    while took < 5e-3 and n < 8192:
+        n *= 2
+        took = _median_seconds(_matmul(n, dtype, device), device)
+    return 2 * n**3 / took
+
+
+def _attention_rates(tokens: int, device: torch.device) -> tuple[float, float]:
+    """The FLOP/s of causal attention in bf16 with heads of 128, forward and backward, by the kernel that PyTorch takes.
+
+    They are those of long sequences: what a shorter one does not reach, the cost model adds (`attention_share`).
+    """
+    heads, width = 32, 128
+    shape = (1, heads, tokens, width)
+    q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(3))
+
+    def attend() -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    forward_seconds = _median_seconds(attend, device)
+    for x in (q, k, v):
+        x.requires_grad_()
+    seen = attend()
+    gradient = torch.ones_like(seen)
+
+    def differentiate() -> object:
+        return torch.autograd.grad(seen, (q, k, v), gradient, retain_graph=True)
+
+    backward_seconds = _median_seconds(differentiate, device)
+    rates = []
+    for seconds, backward in ((forward_seconds, False), (backward_seconds, True)):
+        work = Attention(heads * tokens, tokens / 2, width, width, True, backward)
+        rates.append(work.flops / seconds / attention_share(work))
+    return rates[0], rates[1]
 
 
 def _matmul(n: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
