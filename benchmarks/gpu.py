@@ -4,6 +4,7 @@
     python benchmarks/gpu.py --only kernels   # of: numerics kernels ranks streams processes collectives jitter
                                               #     sanitizer contention nccl step variants largest host offload
     python benchmarks/gpu.py --only step --tokens 1024 2048 --clipped no
+    python benchmarks/gpu.py --next           # what is open (gpu_next.py): expected and seen, results/gpu_next.md
 
 If ztrans is not installed, run it from the root of the sources: PYTHONPATH=. python benchmarks/gpu.py
 
@@ -11,7 +12,7 @@ Without a GPU the command says so, and writes no file. The files are rewritten a
 of other sections, and of other tables of steps, if those are from the same card, with the same versions, on the same
 day. All sections share one time limit, and the report also lists sections that failed or did not run. This process
 launches nothing on the GPU itself: each section has a process of its own, so a crash or a hang does not stop the
-others.
+others. Each row has the commit that it was measured at, and the report says which rows are older than their code.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import gpu_ages
 import torch
 
 RESULTS = Path(__file__).parent / "results"
 SECONDS = 450
+NEXT_SECONDS = 540
 Section = Callable[..., Iterator[list[dict]]]
 
 
@@ -107,6 +110,7 @@ def run(
     """
     end = time.monotonic() + seconds
     left = lambda: end - time.monotonic()
+    commit = gpu_ages.commit_now()
     for name, section in sections().items():
         if name not in names:
             continue
@@ -119,7 +123,7 @@ def run(
             ):
                 for line in lines[len(results[name]) :]:
                     print(f"{name}: {line}", file=sys.stderr)
-                results[name] = list(lines)
+                results[name] = [{**line, "commit": line.get("commit", commit)} for line in lines]
                 write(results)
         except Exception as error:
             traceback.print_exc()
@@ -134,8 +138,10 @@ def markdown(where: dict, results: dict) -> str:
     lines = ["# One GPU", "", ", ".join(f"{key} {value}" for key, value in where.items()) + ".", ""]
     for name, section in sections().items():
         if rows := results.get(name):
-            keys = list(dict.fromkeys(key for row in rows for key in row))
+            keys = list(dict.fromkeys(key for row in rows for key in row if key != "commit"))
+            keys.append("commit")
             lines += [f"## {name}", "", inspect.getdoc(section) or "", ""]
+            lines += [gpu_ages.age(name, rows), ""]
             lines += ["| " + " | ".join(keys) + " |", "|" + "---|" * len(keys)]
             lines += [
                 "| " + " | ".join(_cell(row.get(key, "")) for key in keys) + " |" for row in rows
@@ -166,12 +172,21 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--tokens", type=int, nargs="+", help="the tables of `step` to measure")
     parser.add_argument("--clipped", choices=("yes", "no", "both"), default="both")
+    parser.add_argument("--next", action="store_true", help="what is open, in at most 9 minutes")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of the files")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit(
             "benchmarks/gpu.py measures an NVIDIA GPU, and torch sees none here: nothing is measured or written."
         )
+    if args.next:
+        import gpu_next
+
+        target = args.results / "gpu_next.md"
+        args.results.mkdir(exist_ok=True)
+        went_well = gpu_next.run(torch.device("cuda", 0), NEXT_SECONDS, target.write_text)
+        print(target.read_text())
+        sys.exit(not went_well)
     where = card()
     file = args.results / "gpu.json"
     old = json.loads(file.read_text()) if file.exists() else {}

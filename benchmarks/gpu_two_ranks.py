@@ -8,7 +8,8 @@ another NCCL_HOSTID, so the ranks are hosts that share a card and talk over sock
 communicators, graph capture, and the end of groups are the real ones. Processes take turns on the card, so the times
 mean nothing.
 
-A scenario has a process for each rank. Rank 0 prints its results, one line of JSON for each.
+A scenario has a process for each rank. Rank 0 prints its results, one line of JSON for each. On GPUs the scenarios of
+`ENDINGS` end all processes; how they end, and with which text, is their result.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 SECONDS = 80.0  # the most that one scenario may take
 STEPS = 3
@@ -46,6 +47,30 @@ SHARED_CARD = {  # how NCCL runs several ranks on one card
     "NCCL_DEBUG": "WARN",
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
     "TORCH_SYMMMEM": "CUDA",
+}
+
+
+class Ending(NamedTuple):
+    """How the ranks of a scenario end on GPUs: the codes of the last one and of the others, and what these print."""
+
+    last: tuple[int, ...]
+    others: tuple[int, ...]
+    text: str
+
+
+# A rank that launches a message while the connection is lost is ended by PyTorch, which raises in a destructor.
+ENDED = 1, -signal.SIGKILL
+ENDED_OR_ABORTED = (*ENDED, -signal.SIGABRT)
+KILLED = Ending((-signal.SIGKILL,), ENDED_OR_ABORTED, "has ended without a word: it was killed")
+ENDINGS = {
+    "an exception": Ending((1,), ENDED, "with ValueError: planted"),
+    "an exception beside Inductor": Ending((1,), ENDED, "with ValueError: planted"),
+    "a refused replay": Ending((1,), ENDED, "refused a step of"),
+    "a disagreement": Ending(ENDED, ENDED, "did not do the same"),
+    "a rank leaves": Ending((1,), ENDED, "by sys.exit"),
+    "a rank is killed": KILLED,
+    "a rank is killed in a step": KILLED,
+    "a rank is killed between replays": KILLED,
 }
 
 
@@ -91,15 +116,22 @@ def outcome(
             "SCENARIO_SECONDS": str(seconds),
         }
         if shares_card:
-            variables |= SHARED_CARD | {"NCCL_HOSTID": f"host{rank}"}
+            variables |= SHARED_CARD | {"SHARES_CARD": "1", "NCCL_HOSTID": f"host{rank}"}
         command = [sys.executable, __file__, "--scenario", name, "--device", device]
         environment = {**os.environ, **variables}
         processes.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                command,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT if name in ENDINGS else None,
+                text=True,
+            )
         )
     end = time.monotonic() + seconds
     lines = []
     endings = []
+    outputs = []
     for rank, process in enumerate(processes):
         try:
             output, _ = process.communicate(timeout=max(end - time.monotonic(), 0.1))
@@ -108,21 +140,47 @@ def outcome(
             process.kill()
             output, _ = process.communicate()
             ending = f"rank {rank} was still running after {seconds:.0f} s"
+        outputs.append(output)
+        if name in ENDINGS:
+            print(output, file=sys.stderr)
         if rank == 0:
             lines = [
                 {"scenario": name, "ranks": ranks} | json.loads(line)
                 for line in output.splitlines()
                 if line.startswith("{")
             ]
-        dies = name.startswith("a rank is killed") and rank == ranks - 1
-        expected = -signal.SIGKILL if dies else 0
-        if process.returncode != expected:
+        expected = expected_codes(name, device, is_last=rank == ranks - 1)
+        if process.returncode not in expected:
             endings.append(ending)
+    if name in ENDINGS and device == "cuda" and not endings:
+        codes = [process.returncode for process in processes]
+        lines.append({"scenario": name, "ranks": ranks} | said(name, outputs[:-1], codes[:-1]))
     if endings:
         lines.append({"scenario": name, "ranks": ranks, "failed": "; ".join(endings)})
     for line in lines:
         print(line, file=sys.stderr, flush=True)
     return lines
+
+
+def expected_codes(name: str, device: str, is_last: bool) -> tuple[int, ...]:
+    """The codes with which a rank of a scenario may end."""
+    if name in ENDINGS and device == "cuda":
+        return ENDINGS[name].last if is_last else ENDINGS[name].others
+    dies = name.startswith("a rank is killed") and is_last
+    return (-signal.SIGKILL,) if dies else (0,)
+
+
+def said(name: str, outputs: list[str], codes: list[int]) -> dict[str, str]:
+    """Whether the ranks that were ended have printed the text of the first failure."""
+    results = []
+    for output, code in zip(outputs, codes):
+        line = next((x for x in output.splitlines() if x.startswith("ztrans: rank")), "")
+        if code == -signal.SIGABRT:
+            line = "PyTorch has aborted it"
+        elif ENDINGS[name].text not in output:
+            return {"what": "the other ranks", "failed": f"no {ENDINGS[name].text!r}: {line}"}
+        results.append(line or "its own error")
+    return {"what": "the other ranks", "result": "; ".join(results)[:300]}
 
 
 # ---- the ranks
@@ -300,7 +358,7 @@ def captured(device: str) -> None:
         )
 
 
-def transports(world: World, expected: str = "", **how: Any) -> None:
+def transports(world: World, expected: str = "", **how: Any) -> list[str]:
     """Report what carries the collectives of stage 3, as the program prints it, and whether `expected` is among it.
 
     The ranks decide that when they first run a step with such messages, so this is called after one.
@@ -315,6 +373,7 @@ def transports(world: World, expected: str = "", **how: Any) -> None:
     ways = sorted({part.splitlines()[0].split("]")[0] for part in parts})
     is_right = world.device == "cpu" or any(way.startswith(expected) for way in ways)
     report("transports of stage 3", "; ".join(ways), is_right)
+    return ways
 
 
 def symmetric(device: str) -> None:
@@ -325,7 +384,8 @@ def symmetric(device: str) -> None:
     from ztrans.runtime.cuda.symmetric import CudaSource, SymmetricMemory, Times
 
     SymmetricMemory.trial = lambda self, buffer, kind, from_all: Times(1e-6, 2e-6, kind.nbytes)
-    CudaSource.check_links = lambda self, devices: None
+    if "SHARES_CARD" in os.environ:  # a card has no link to itself
+        CudaSource.check_links = lambda self, devices: None
     world = World(device)
     half = {"stage": 3, "autocast": True, "reduce_dtype": torch.bfloat16}
     compared(world, "symmetric memory, stage 3, fp32", stage=3)
@@ -355,7 +415,8 @@ def copied(device: str) -> None:
         return Times(1e-6, 2e-6, kind.nbytes, 1e-6 if kind.is_gather else math.inf)
 
     SymmetricMemory.trial = trial
-    CudaSource.check_links = lambda self, devices: None
+    if "SHARES_CARD" in os.environ:
+        CudaSource.check_links = lambda self, devices: None
     world = World(device)
     compared(world, "copies, stage 3, fp32", stage=3)
     transports(world, "copied all_gather")
@@ -427,6 +488,30 @@ def other_sizes(device: str) -> None:
     report("4 steps, the second with 2 samples on rank 0, 4 on rank 1", result, apart <= ROUNDING)
 
 
+def memory_of_nccl(device: str) -> None:
+    """The memory of the GPU that is taken outside of PyTorch's allocator: by communicators, and by steps after that."""
+    import torch
+
+    from ztrans.runtime.process_groups import process_groups
+
+    def outside() -> float:
+        if device == "cpu":
+            return 0.0
+        free, total = torch.cuda.mem_get_info()
+        return (total - free - torch.cuda.memory_reserved()) / 2**20
+
+    world = World(device)
+    groups = process_groups(world.mesh)
+    groups.channel(None, "ranks")
+    for purpose in ("gathers", "reductions"):
+        before = outside()
+        groups.channel("dp", purpose)
+        report(f"opening the communicator of {purpose}", "taken", MiB=round(outside() - before))
+    before = outside()
+    compared(world, "steps after that", stage=3)
+    report("steps after that", "taken", MiB=round(outside() - before))
+
+
 def micro_batches(device: str) -> None:
     import ztrans as zt
 
@@ -463,8 +548,25 @@ def beside_fsdp2(device: str) -> None:
     compiled.close()
 
 
-def an_exception(device: str) -> None:
-    """Rank 1 raises in the middle of a step. All ranks then make a new state and go on."""
+def ways(device: str) -> None:
+    """What carries the messages where the ranks choose by their own trial. Between GPUs that NVLink joins, not NCCL."""
+    import torch
+
+    from ztrans.ops.symmetric import has_native_atomics
+
+    world = World(device)
+    compared(world, "ways, stage 3, fp32", stage=3)
+    linked = device == "cuda" and "SHARES_CARD" not in os.environ
+    if linked:
+        linked = all(has_native_atomics(0, k) for k in range(1, torch.cuda.device_count()))
+    only_nccl = all(way.startswith("nccl") for way in transports(world))
+    report(
+        "ways", "NCCL alone" if only_nccl else "others", not (linked and only_nccl), linked=linked
+    )
+
+
+def an_exception(device: str, **options: Any) -> None:
+    """Rank 1 raises in the middle of a step. On GPUs all ranks end; on CPUs they make a new state and go on."""
     import torch.distributed as dist
 
     from ztrans.runtime import collectives
@@ -474,7 +576,7 @@ def an_exception(device: str) -> None:
     whole = clone(state)
     local = step.shard(clone(whole))
     lowered = step.lower(local, *world.batches(0)[world.rank])
-    compiled = lowered.compile()
+    compiled = lowered.compile(**options)
     local, _ = compiled(local, *world.batches(0)[world.rank])
     begin = time.monotonic()
     forward = collectives.Start.__call__
@@ -489,11 +591,12 @@ def an_exception(device: str) -> None:
 
     collectives.Start.__call__ = fails
     try:
-        # A GPU runs a step after its call has returned, so rank 0 may learn of the failure in the next call.
-        for k in (1, 2):
+        for k in range(1, 200):
             local, loss = compiled(local, *world.batches(k)[world.rank])
             loss.item()
     except Exception as caught:
+        if device == "cuda":
+            raise
         error = f"{type(caught).__name__}: {str(caught).splitlines()[0][:120]}"
     finally:
         collectives.Start.__call__ = forward
@@ -511,10 +614,50 @@ def an_exception(device: str) -> None:
     compiled.close()
 
 
-def a_disagreement(device: str) -> None:
-    """Rank 1 calls a step with another static argument, so it sends fewer messages. Both learn of it and go on.
+def an_exception_beside_inductor(device: str) -> None:
+    """The same while kernels of Inductor are launched, whose own launcher would keep Python's lock."""
+    an_exception(device, backend="inductor")
 
-    On GPUs rank 0 has launched a gather that has no partner, so the channels must be closed before a new step.
+
+def a_refused_replay(device: str) -> None:
+    """A captured step, an eager evaluation, replays; then rank 1 passes another state. All ranks end."""
+    world = World(device)
+    step, state = world.step(stage=3)
+    local = step.shard(state)
+    captured = {"cuda_graph": True} if device == "cuda" else {}
+    compiled = step.lower(local, *world.batches(0)[world.rank]).compile(**captured)
+    for k in range(5):
+        local, _ = compiled(local, *world.batches(k)[world.rank])
+        if k == 3:
+            world.loss(world.model(), *world.batches(k)[world.rank])
+    report("replays beside an evaluation", "went on")
+    if device == "cpu":
+        return
+    other = clone(local) if world.rank == 1 else local
+    for k in range(5, 200):
+        other, loss = compiled(other, *world.batches(k)[world.rank])
+        loss.item()
+
+
+def a_leave(device: str) -> None:
+    """The last rank ends its program by sys.exit after two steps, and the others go on."""
+    world = World(device)
+    step, state = world.step(stage=3)
+    local = step.shard(state)
+    compiled = step.lower(local, *world.batches(0)[world.rank]).compile()
+    for k in range(200):
+        if k == 2 and world.rank == world.ranks - 1 and device == "cuda":
+            sys.exit(1)
+        local, loss = compiled(local, *world.batches(k)[world.rank])
+        loss.item()
+        if device == "cpu" and k == 3:
+            return
+
+
+def a_disagreement(device: str) -> None:
+    """Rank 1 calls a step with another static argument, so it sends fewer messages. Both learn of it.
+
+    On GPUs rank 0 has launched a gather that has no partner, so all ranks end; on CPUs they go on.
     """
     import torch
     import torch.distributed as dist
@@ -550,19 +693,13 @@ def a_disagreement(device: str) -> None:
         local, _ = step(local, x, rank == 0)
         local, _ = step(local, x, True)
     except Exception as caught:
+        if device == "cuda":
+            raise
         error = f"{type(caught).__name__}: {str(caught).splitlines()[0][:160]}"
     took = time.monotonic() - began
-    did = "do" if device == "cpu" else "did"  # on GPUs the step has run before the answer is read
-    expected = f"RuntimeError: a step of two_layers: the ranks of the mesh {did} not do the same"
+    expected = "RuntimeError: a step of two_layers: the ranks of the mesh do not do the same"
     is_right = error.startswith(expected) and took < TIMEOUT
     report("ranks that call one step in two ways", error, is_right, seconds=round(took, 1))
-    torn = "none"
-    if device == "cuda":
-        try:
-            step(local, x, True)
-        except Exception as caught:
-            torn = f"{type(caught).__name__}: {str(caught).splitlines()[0][:120]}"
-        report("the state of that step, given again", torn, "half updated" in torn)
     local = step.shard(clone(whole))
     lowered = step.lower(local, x, True)
     for _ in range(STEPS):
@@ -624,6 +761,8 @@ def killed(device: str, steps_before: int = 1, cuda_graph: bool = False) -> None
             local, loss = compiled(local, *world.batches(k)[world.rank])
             loss.item()
     except Exception as caught:
+        if device == "cuda":
+            raise
         error = f"{type(caught).__name__}: {str(caught).splitlines()[0][:160]}"
     took = time.monotonic() - began
     is_right = error.startswith("LostRank") and took < TIMEOUT + 15
@@ -642,10 +781,15 @@ RUNS: dict[str, Callable[[str], None]] = {
     "inductor": compiled_by_inductor,
     "symmetric memory": symmetric,
     "copies": copied,
+    "ways": ways,
+    "memory of NCCL": memory_of_nccl,
     "four ranks": four,
     "hybrid": hybrid,
     "two hosts": two_hosts,
     "an exception": an_exception,
+    "an exception beside Inductor": an_exception_beside_inductor,
+    "a refused replay": a_refused_replay,
+    "a rank leaves": a_leave,
     "a disagreement": a_disagreement,
     "a rank is killed": a_kill,
     "a rank is killed in a step": a_kill_inside,
@@ -669,6 +813,8 @@ def run_rank(name: str, device: str) -> None:
         RUNS[name](device)
     except BaseException as error:
         traceback.print_exc()
+        if name in ENDINGS and device == "cuda":  # as expected: it ends as a program of a user does
+            sys.exit(error.code if isinstance(error, SystemExit) else 1)
         if os.environ["RANK"] == "0":
             first = str(error).strip().splitlines()
             text = f"{type(error).__name__}: {first[0] if first else ''}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -386,3 +389,100 @@ def test_blocks_that_wait_keep_their_registers(tmp_path, number):
     options = {"num_warps": kind.warps, "maxnreg": 128}
     kernel = compiled(gpu_contention._hold, 90, tmp_path, types, constants, **options)
     assert kernel.stack == 0 and 64 <= kernel.registers <= 128
+
+
+def test_every_row_has_its_commit_and_says_if_it_is_older_than_its_code():
+    """After a change of a kernel: python benchmarks/gpu_ages.py writes gpu.md again."""
+    import gpu
+    import gpu_ages
+
+    if not (gpu_ages.ROOT / ".git").exists():
+        pytest.skip("git knows nothing of these sources")
+    text = (gpu.RESULTS / "gpu.md").read_text()
+    found = json.loads((gpu.RESULTS / "gpu.json").read_text())["sections"]
+    assert set(found) <= set(gpu_ages.SOURCES) and set(gpu.sections()) == set(gpu_ages.SOURCES)
+    for name, rows in found.items():
+        assert all(row["commit"] for row in rows), name
+        of_section = text.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+        assert gpu_ages.age(name, rows) in of_section, "python benchmarks/gpu_ages.py"
+
+
+def test_a_row_is_older_than_its_code_if_git_says_so(monkeypatch):
+    import gpu_ages
+
+    rows = [{"us": 1, "commit": "aaaa"}, {"us": 2, "commit": "bbbb+"}]
+    monkeypatch.setattr(gpu_ages, "commit_now", lambda: "cccc")
+    changes = {"aaaa..HEAD": "2", "bbbb..HEAD": "0"}
+    monkeypatch.setattr(gpu_ages, "_git", lambda *arguments: changes[arguments[2]])
+    text = "Rows of aaaa are **older than their code**: ops has changed since."
+    assert gpu_ages.age("kernels", rows) == text
+    assert gpu_ages.age("kernels", rows[1:]) == "Of the code of ops as it is."
+    unknown = [{"us": 1, "commit": gpu_ages.UNKNOWN}]
+    assert "older than their code" in gpu_ages.age("kernels", unknown)
+
+
+def test_what_is_measured_next_says_what_is_expected_beside_what_was_seen(monkeypatch):
+    import gpu
+    import gpu_next
+
+    seen = {"numerics": [{"check": "sums", "result": "bit for bit"}], "gil": [{"failed": "so"}]}
+    run_part = lambda name, part, device, seconds: seen[name]
+    monkeypatch.setattr(gpu_next, "run_part", run_part)
+    texts = []
+    assert not gpu_next.run(CPU, 100.0, texts.append, ("numerics", "gil"))
+    first, last = texts
+    assert "## gil" not in first
+    assert (
+        "Expected: six times 'bit for bit'" in last and "- check sums, result bit for bit" in last
+    )
+    assert "- failed so" in last
+    assert not gpu_next.run(CPU, 4.0, texts.append, ("numerics",))
+    assert "not run: the time was over" in texts[-1]
+    assert sum(part.seconds for part in gpu_next.PARTS.values()) <= gpu.NEXT_SECONDS
+    assert set(gpu_next.SCENARIOS) <= set(gpu_next.gpu_two_ranks.SCENARIOS)
+
+
+def test_a_thread_that_looks_shows_who_keeps_the_lock_of_python():
+    """As the two ways to call a function of C do."""
+    import gpu_next
+
+    micros = 400_000
+    assert gpu_next.looks_beside(lambda: ctypes.CDLL(None).usleep(micros)) > 5
+    assert gpu_next.looks_beside(lambda: ctypes.PyDLL(None).usleep(micros)) <= 2
+
+
+def test_a_stream_waits_for_a_value_and_another_one_writes_it(monkeypatch):
+    import gpu_next
+
+    calls = []
+
+    class Driver:
+        def cuStreamWaitValue32_v2(self, stream, address, value, flags):
+            calls.append(("wait", stream.value, address.value, value.value, flags.value))
+            return 0
+
+        def cuStreamWriteValue32_v2(self, stream, address, value, flags):
+            calls.append(("write", stream.value, address.value, value.value, flags.value))
+            return 0 if len(calls) < 3 else 801
+
+    numbers = iter((1, 2))
+    stream = lambda device: SimpleNamespace(
+        cuda_stream=next(numbers), wait_stream=calls.append, wait_event=lambda event: None
+    )
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "compute")
+    waiting = gpu_next.StreamWait(CPU, Driver())
+    waiting.begin()
+    address = waiting.flag.data_ptr()
+    assert calls == ["compute", ("wait", 1, address, 1, 1)]
+    with pytest.raises(RuntimeError, match="cuStreamWriteValue32_v2 returned 801"):
+        waiting.end_after(None)
+    assert calls[-1] == ("write", 2, address, 1, 0)
+
+
+@pytest.mark.slow
+def test_without_a_gpu_nothing_is_measured_next():
+    command = [sys.executable, BENCHMARKS / "gpu.py", "--next"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 1 and "torch sees none here: nothing is measured" in run.stderr
+    assert not (BENCHMARKS / "results" / "gpu_next.md").exists()
