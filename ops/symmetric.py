@@ -63,17 +63,13 @@ class Symmetric:
 
 
 def check(error: torch.Tensor, rank: int) -> None:
-    """Raise if `error` is set: to 1 + a rank that did not come, or by the host of `rank`, to 1 + `rank`, to stop it."""
+    """Raise if `error` is set, to 1 + a rank that did not come."""
     code = int(error)
     if not code:
         return
-    missing = code - 1
-    if missing == rank:
-        cause = "was told to wait no longer, because another rank has failed or does not come"
-    else:
-        cause = f"waited in vain for rank {missing}: it has died, is far behind, or runs other collectives"
     raise RuntimeError(
-        f"rank {rank} {cause}. The symmetric memory is in no known state; make a new one."
+        f"rank {rank} waited in vain for rank {code - 1}: it has died, is far behind, or runs other collectives. "
+        f"The symmetric memory is in no known state; make a new one."
     )
 
 

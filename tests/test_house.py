@@ -50,7 +50,7 @@ ROOMS = {
     *("tracing.checkpoints", "tracing.dtensors", "tracing.higher_order", "tracing.triton_kernels"),
     "lift.scaler",
     *("ir.ambient", "transforms.sharding.registered_rules", "ir.axes", "runtime.state"),
-    *("calling.guard", "runtime.cuda.graph_capture", "runtime.cuda.abort"),
+    *("calling.guard", "runtime.cuda.graph_capture"),
     *("runtime.inductor.compiler", "ops.symmetric"),
 }
 # Private attributes of PyTorch's objects, which nothing imports, and the modules that use them.

@@ -22,7 +22,7 @@ from .calling.signature import Surroundings
 from .ir.ambient import refuse_inside, without_autocast
 from .ir.graph import Graph
 from .ir.micro_batches import in_order
-from .ir.printer import Printed, format_seconds
+from .ir.printer import Printed, format_bytes, format_seconds
 from .planning.cost import Memory, memory
 from .planning.limit import DoesNotFit
 from .planning.place_copies import HostIsFull
@@ -35,6 +35,7 @@ from .running_order import fused_within_peak, with_grouped_updates
 from .runtime.agreement import agree, everywhere, launches_first, say_failure, step_of
 from .runtime.carried import CarryingExecutable
 from .runtime.contract import Contract, agree_on_plan, agree_on_program
+from .runtime.cuda.connect import usable_bytes
 from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rates
 from .runtime.cuda.half_gradients import half_gradients, inputs_on_gpu
 from .runtime.cuda.half_weights import HalfWeights, with_half_weights
@@ -47,6 +48,7 @@ from .runtime.failure import (
     marker,
     one_thread,
     quit_if_cut_off,
+    quit_with_note,
     quitting_after_loss,
     running,
     steps_of,
@@ -57,7 +59,7 @@ from .runtime.process_groups import process_groups
 from .runtime.state import check_laid_out
 from .runtime.transport import reserve
 from .runtime.update_hash import update_hash
-from .runtime.watch import watched
+from .runtime.watch import described, watched
 from .tracing.recording import Recording
 
 if TYPE_CHECKING:
@@ -178,7 +180,8 @@ class Compiled(Printed):
             if inputs is not None:
                 return self.run_guarded(call, inputs)
             # Unlike a step, a compiled program has no other program to run instead.
-            recording.check_fits(call)
+            with self._telling_refusals():
+                recording.check_fits(call)
             return self.run(call, surroundings)
         except BaseException as error:
             quit_if_cut_off(self._mesh, step_of(self.lowered.graph.name), error)
@@ -187,7 +190,8 @@ class Compiled(Printed):
     def run(self, call: BoundCall, surroundings: Surroundings) -> tuple[Any, Any]:
         """Run the program on a call in these surroundings, for which it was compiled."""
         recording = self.lowered.recording
-        inputs = self._inputs(call)
+        with self._telling_refusals():
+            inputs = self._inputs(call)
         with self._step(inputs) as (run, tensors):
             outputs = run(tensors)
         # The program on this rank may have hidden leaves, such as copies of parameters, after the user's state.
@@ -220,8 +224,9 @@ class Compiled(Printed):
         """
         recording = self.lowered.recording
         call = BoundCall.of(recording.function, args, kwargs)
-        recording.check_fits(call)
-        inputs = self._inputs(call)
+        with self._telling_refusals():
+            recording.check_fits(call)
+            inputs = self._inputs(call)
         with self._step(inputs) as (run, tensors):
             self._local_program.writes.begin()
             local = placed(self.graph, tensors) if self.cuda_graph else tensors
@@ -234,7 +239,9 @@ class Compiled(Printed):
                     inputs = uncaptured.before_last(inputs)
                 if mesh is not None:
                     everywhere(None, mesh)
-                    process_groups(mesh).in_flight.renew()
+                    watcher = process_groups(mesh).watcher
+                    if watcher is not None:
+                        watcher.launched()  # each step of a profile has the whole time
                 if isinstance(run, CarryingExecutable):
                     inputs = [*inputs, *run.start(inputs)]
                 return inputs
@@ -317,28 +324,29 @@ class Compiled(Printed):
         mesh = self._mesh
         local = inputs.tensors
         state = inputs.state
-        check_whole(state, name)
-        self._check_written(state)
-        lock = self.binding.lock if mesh is None else process_groups(mesh).lock
+        groups = process_groups(mesh) if mesh is not None else None
+        watcher = groups.watcher if groups is not None else None
+        with self._telling_refusals():
+            check_whole(state, name)
+            check_written(name, self.lowered.recording.signature.paths, state)
+        lock = self.binding.lock if groups is None else groups.lock
         with one_thread(lock, name), self._current_device(local):
-            if mesh is not None:
-                check_launched(mesh, name)
+            check_launched(groups, name)
             local_program = self.binding.local_program or self._new_local_program(local, state)
             half_weights = local_program.half_weights
             if half_weights is not None:
                 local = half_weights.inserted(local)
             uses_carried = local_program.uses_carried(inputs)
-            if mesh is not None:
+            if mesh is not None and groups is not None:
                 self._agree(mesh, local_program, local, state, uses_carried)
-                process_groups(mesh).in_step = threading.get_ident()
+                groups.in_step = threading.get_ident()
             # Only now, so that all ranks bind again if one of them could not.
             self.binding.local_program = local_program
 
-            if isinstance(local_program.function, Capture):
-                local_program.function.check_inputs(local)
-            with watched(mesh, name, state), running(name, state, mesh, local_program.writes):
-                if mesh is not None and not uses_carried:
-                    process_groups(mesh).drop_carried()
+            self._check_captured(local_program, local)
+            with running(name, state, mesh, local_program.writes), watched(watcher):
+                if groups is not None and not uses_carried:
+                    groups.drop_carried()
                 if half_weights is not None:
                     half_weights.refresh(inputs)
                 if self.cuda_graph:
@@ -350,18 +358,36 @@ class Compiled(Printed):
             changed = [inputs.tensors[i] for i in local_program.changed]
             torch.autograd.graph.increment_version(changed)
             local_program.note(inputs)
-            if mesh is not None:
-                process_groups(mesh).in_step = 0
+            if groups is not None:
+                groups.in_step = 0
 
-    def _check_written(self, state: Sequence[Any]) -> None:
-        """Raises: ValueError if nobody has written to a leaf that was on meta; the other ranks learn of it."""
-        name = self.lowered.graph.name
+    def _check_captured(self, local_program: LocalProgram, local: Sequence[torch.Tensor]) -> None:
+        """Raises: ValueError if the replay of a CUDA graph would not compute a step on these inputs."""
+        if isinstance(local_program.function, Capture):
+            with self._telling_refusals():
+                local_program.function.check_inputs(local)
+
+    @contextlib.contextmanager
+    def _telling_refusals(self) -> Iterator[None]:
+        """Tell the other ranks if this one refuses a call that they make too: they would wait for it."""
         try:
-            check_written(name, self.lowered.recording.signature.paths, state)
-        except ValueError as error:
-            if self._mesh is not None:
-                say_failure(self._mesh, name, error)
+            yield
+        except Exception as error:
+            mesh = self._mesh
+            if mesh is not None and self._is_captured:
+                # They have launched a replay, and compare nothing.
+                text = f"refused a step of {self.lowered.graph.name} with {described(error)}"
+                quit_with_note(process_groups(mesh), text)
+            elif mesh is not None:
+                say_failure(mesh, self.lowered.graph.name, error)
             raise
+
+    @property
+    def _is_captured(self) -> bool:
+        """Whether the next call replays a CUDA graph."""
+        local_program = self.binding.local_program
+        function = local_program.function if local_program is not None else None
+        return isinstance(function, Capture) and function.is_captured
 
     def _current_device(
         self, local: Sequence[torch.Tensor]
@@ -387,9 +413,7 @@ class Compiled(Printed):
         On GPUs the step is launched before the answer is read, unless it captures a graph, which takes long anyway.
         """
         contract = local_program.contract
-        function = local_program.function
-        is_replay = isinstance(function, Capture) and function.is_captured
-        if contract is None or is_replay:
+        if contract is None or self._is_captured:
             return
         explain = functools.partial(contract.explain, mesh)
         launches = launches_first(mesh) and not self.cuda_graph
@@ -457,6 +481,7 @@ class Compiled(Printed):
                 if not self.agreed and mesh.size() > 1:
                     # A program that one rank later binds alone sends the same messages.
                     reserve(mesh, in_order(lowered.graph))
+                    _check_room(mesh, lowered.graph)
             return self._local_program_of(lowered, local, writes)
 
     def _local_program_of(
@@ -481,12 +506,14 @@ class Compiled(Printed):
 
         # What stands around the code of a step: the replay of a CUDA graph, and gathers that pass to the next step.
         if self.cuda_graph:
-            run = Capture(run, graph, failures=functools.partial(_failures, mesh))
+            watcher = process_groups(mesh).watcher if mesh is not None else None
+            run = Capture(
+                run, graph, has_failed=lambda: watcher is not None and watcher.failure != ""
+            )
         contract = None
         if mesh is not None:
             if graph.carried:
                 run = CarryingExecutable(run, graph, mesh)
-            process_groups(mesh).note_program(graph)
             contract = Contract(graph, update_hash(lowered.unordered), mesh)
         changed = _changed(self.lowered.graph)
         device = device_of(local)
@@ -567,9 +594,23 @@ def _changed(graph: Graph) -> list[int]:
     return [i for i, (old, new) in enumerate(leaves) if new is not old]
 
 
-def _failures(mesh: DeviceMesh | None) -> int:
-    """How often a step of this mesh has failed on this rank."""
-    return process_groups(mesh).failures if mesh is not None else 0
+def _check_room(mesh: DeviceMesh, graph: Graph) -> None:
+    """Check that a program fits in the memory that NCCL has left. All ranks call it, after they have connected.
+
+    Raises: DoesNotFit on all of them if it does not fit on one.
+    """
+    if mesh.device_type != "cuda":
+        return
+    least = memory(graph)
+    usable = min(everywhere(usable_bytes(), mesh))
+    if least.peak > usable:
+        raise DoesNotFit(
+            f"{graph.name}: the step needs {format_bytes(least.peak)}, and a GPU of the mesh has "
+            f"{format_bytes(usable)} for it, without CUDA's context and the communicators of NCCL.",
+            "Lower the limit of the step by the difference: zt.Device(reserve=...) or prefetch(memory=...).",
+            usable,
+            least,
+        )
 
 
 def _agreed(lowered: Lowered) -> Lowered:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +14,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import ztrans as zt
 from tests.support.programs import CASES
 from tests.support.worlds import batches, fake_mesh, slices
+from ztrans.compiled import _check_room
+from ztrans.planning.limit import DoesNotFit
 from ztrans.runtime.agreement import agree_on_call
-from ztrans.runtime.failure import has_note, write_note
+from ztrans.runtime.cuda.connect import connect
+from ztrans.runtime.failure import quit_with_note
 from ztrans.runtime.mesh import _end
 from ztrans.runtime.process_groups import LostRank, process_groups
+
+REDUCTIONS = "all_reduce", "reduce_scatter_single", "all_gather_single"
 
 
 @pytest.fixture
@@ -52,6 +58,14 @@ def test_a_process_whose_last_step_failed_destroys_no_groups_at_its_end(mesh):
     dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
 
 
+def test_over_nccl_no_process_destroys_groups_at_its_end(mesh, monkeypatch):
+    """Nothing shows that sys.exit has ended this program, while the other ranks are inside a collective."""
+    process_groups(mesh).channel("dp", "gathers")
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    _end(os.getpid())
+    assert dist.is_initialized()
+
+
 @pytest.mark.parametrize("backend", [None, "cpu:gloo", "gloo"])
 def test_a_channel_has_one_backend_however_that_of_the_world_is_named(backend):
     """Its name decides how messages are sent, so the bits of a reduction depend on it."""
@@ -62,35 +76,6 @@ def test_a_channel_has_one_backend_however_that_of_the_world_is_named(backend):
     channel = process_groups(mesh).channel("dp", "reductions")
     assert channel.is_gloo
     dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    ("backends", "is_aborted"),
-    [("cuda:nccl", True), ("cpu:gloo,cuda:nccl", True), ("cpu:gloo,cuda:gloo", False)],
-)
-def test_groups_with_a_backend_for_each_device_are_aborted_if_one_is_nccl(
-    mesh, monkeypatch, backends, is_aborted
-):
-    aborted = []
-    groups = process_groups(mesh)
-    groups.carries_users = True
-    monkeypatch.setattr("ztrans.runtime.process_groups.abort", aborted.extend)
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
-    groups.interrupt()
-    assert aborted == [mesh.get_group()] * is_aborted
-
-
-def test_messages_of_the_users_own_are_aborted_with_the_mesh(mesh, monkeypatch):
-    """Their kernels would keep the device from freeing anything."""
-    aborted = []
-    monkeypatch.setattr("ztrans.runtime.process_groups.abort", aborted.append)
-    monkeypatch.setattr("ztrans.runtime.process_groups._is_nccl", lambda group: True)
-    groups = process_groups(mesh)
-    mine = groups.channel("dp", "gathers").group
-    groups.interrupt()
-    groups.carries_users = True
-    groups.interrupt()
-    assert aborted == [[mine], [mesh.get_group()]], "each of them once"
 
 
 def test_after_a_failed_step_a_batch_may_have_a_size_that_is_new(mesh):
@@ -110,11 +95,13 @@ def test_two_meshes_of_the_same_ranks_have_notes_of_their_own(mesh):
     flat = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "fsdp"))
     store = dist.HashStore()
     for each in (mesh, other, flat):
-        process_groups(each)._client = store
-    write_note(process_groups(mesh), "failed")
-    assert has_note(process_groups(mesh))
-    assert not has_note(process_groups(other))
-    assert not has_note(process_groups(flat))
+        process_groups(each).is_alone = False
+        process_groups(each)._root_store = lambda: store
+    before = process_groups(mesh).store()
+    quit_with_note(process_groups(mesh), "failed")
+    assert before.check(["note/1"])
+    assert not process_groups(other).store().check(["note/1"])
+    assert not process_groups(flat).store().check(["note/1"])
 
 
 def test_a_rank_that_does_not_come_to_open_a_channel_is_lost(mesh, monkeypatch):
@@ -159,6 +146,85 @@ def test_an_error_of_this_rank_stays_what_it_is(mesh, monkeypatch, backend, erro
     with pytest.raises(type(error)) as raised, channel.errors():
         raise error
     assert raised.value is error
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NCCL error: unhandled cuda error\nLast error: Cuda failure 2 'out of memory'",
+        "NCCL error: unhandled system error\nFailed to CUDA calloc 536870912 bytes",
+    ],
+)
+def test_an_error_of_nccl_about_memory_is_of_this_rank(mesh, text):
+    channel = process_groups(mesh).channel("dp", "reductions")
+    with pytest.raises(torch.OutOfMemoryError) as raised, channel.errors():
+        raise dist.DistBackendError(text)
+    assert "NCCL finds no memory on the GPU of rank 1 for reductions over dp: NCCL error" in str(
+        raised.value
+    )
+    assert "zt.Device(reserve=...)" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("purpose", "hosts", "expected"),
+    [
+        ("gathers", 2, ["all_gather_single"]),
+        ("reductions", 1, [*REDUCTIONS, [1, 1, 1, 1]]),
+        ("reductions", 2, [*REDUCTIONS, [0, 1, 0, 1]]),
+        ("reductions inside hosts", 2, [[1, 1, 0, 0]]),
+    ],
+)
+def test_a_communicator_connects_when_it_is_opened(mesh, monkeypatch, purpose, hosts, expected):
+    """By a message of each kind that it will carry, to the ranks that get one; the host waits until all have come."""
+    messages = []
+    for name in ("all_gather_single", "all_reduce", "reduce_scatter_single"):
+        note = lambda *_, group, name=name: messages.append(name)
+        monkeypatch.setattr(dist, name, note, raising=False)
+
+    def exchange(into, terms, splits_in, splits, group):
+        assert len(into) == len(terms) == sum(splits) and splits_in == splits
+        messages.append(splits)
+
+    zeros = torch.zeros
+    monkeypatch.setattr(dist, "all_to_all_single", exchange)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: messages.append("waited"))
+    monkeypatch.setattr(torch, "zeros", lambda count, device: zeros(count))
+    connect(mesh.get_group(), purpose, hosts)
+    assert messages == [*expected, "waited"]
+
+
+@pytest.mark.parametrize("is_nccl", [False, True])
+def test_only_groups_of_nccl_connect(mesh, monkeypatch, is_nccl):
+    opened = []
+    groups = process_groups(mesh)
+    groups.is_alone = False
+    groups._host_names = dict.fromkeys(range(4), ("one host",))
+    monkeypatch.setattr("ztrans.runtime.process_groups._is_nccl", lambda group: is_nccl)
+    note = lambda group, purpose, hosts: opened.append((purpose, hosts))
+    monkeypatch.setattr("ztrans.runtime.process_groups.connect", note)
+    groups.channel("dp", "gathers")
+    groups.channel("dp", "reductions")
+    assert opened == [("gathers", 1), ("reductions", 1)] * is_nccl
+
+
+@pytest.mark.parametrize(("usable", "fits"), [(1 << 30, True), (100, False)])
+def test_a_step_must_fit_in_what_nccl_has_left_on_every_gpu(mesh, monkeypatch, usable, fits):
+    case = CASES["mlp_momentum"]
+    step = zt.shard_params(mesh)(case.step)
+    batch = slices(batches(case, 1)[0], 4)[1]
+    graph = step.lower(step.shard(case.state()), *batch).graph
+    monkeypatch.setattr("ztrans.compiled.usable_bytes", lambda: 1 << 40)
+    monkeypatch.setattr("ztrans.compiled.everywhere", lambda mine, mesh: [mine, usable])
+    on_gpus = SimpleNamespace(device_type="cuda")
+    if fits:
+        _check_room(on_gpus, graph)
+        return
+    with pytest.raises(DoesNotFit) as error:
+        _check_room(on_gpus, graph)
+    assert "and a GPU of the mesh has 100 B for it, without CUDA's context and the" in str(
+        error.value
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

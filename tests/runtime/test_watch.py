@@ -1,444 +1,340 @@
-"""A rank that watches the steps which its GPU runs, on doubles of events and of the other ranks."""
+"""Ranks of GPUs that end together, on doubles of their steps: what the process that watches decides, and real ones."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import threading
-import time
-import weakref
-from datetime import timedelta
+import json
+import math
+import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ztrans as zt
+from tests.support import watched_ranks
 from tests.support.programs import CASES
-from ztrans.runtime import failure, watch
-from ztrans.runtime.failure import (
-    Writes,
-    check_ended,
-    check_launched,
-    check_whole,
-    has_note,
-    running,
-    write_note,
+from tests.support.worlds import fake_mesh
+from ztrans.runtime import failure, process_groups, watch
+from ztrans.runtime.failure import Writes, check_ended, check_launched, check_whole, running
+from ztrans.runtime.in_flight import InFlight
+from ztrans.runtime.process_groups import LostRank
+from ztrans.runtime.watch import Place
+from ztrans.runtime.watching import Watch
+
+TIMEOUT = 10.0
+
+
+def ranks_of(count: int = 2) -> list[Watch]:
+    """The processes that watch over the ranks of one mesh."""
+    store = dist.HashStore()
+    return [Watch(store, rank, count, TIMEOUT, 0.0) for rank in range(count)]
+
+
+def say(watching: Watch, *lines: str, now: float = 0.0) -> None:
+    for line in lines:
+        watching.hear(line, now)
+
+
+# ---- what the process that watches decides
+
+
+def test_every_other_rank_ends_with_the_text_of_the_first_failure():
+    first, second, third = ranks_of(3)
+    for each in (first, second, third):
+        say(each, "launched 4")
+        assert each.look(0.0, True) == ""
+    say(second, f"failed {json.dumps('failed in step 4 of train with KeyError: x')}")
+    say(third, f"failed {json.dumps('failed in step 4 of train with a later error')}")
+    assert second.look(0.5, True) == "", "it raises its own error"
+    assert third.look(0.5, True) == ""
+    assert first.look(0.5, True) == "rank 1 failed in step 4 of train with KeyError: x."
+    assert second.look(0.6, False) is None, "it has ended"
+
+
+def test_a_rank_that_is_killed_is_missed_by_the_process_beside_it():
+    first, second = ranks_of()
+    say(second, "launched 1", "ended 1")
+    assert second.look(0.0, False) is None
+    text = first.look(0.0, True)
+    assert text.startswith("rank 1 has ended without a word: it was killed, perhaps for lack")
+
+
+def test_a_rank_that_has_said_that_it_leaves_is_not_missed():
+    first, second = ranks_of()
+    for each in (first, second):
+        say(each, "launched 2", "ended 2")
+    say(second, "left")
+    assert second.look(0.0, True) == "", "it waits for the other program"
+    assert first.look(0.0, True) == ""
+    say(first, "left")
+    assert first.look(0.5, True) is None
+    assert second.look(0.5, True) is None
+
+
+def test_a_step_for_which_another_rank_does_not_come_ends_all():
+    first, second = ranks_of()
+    for each in (first, second):
+        say(each, "launched 2", "ended 2")
+    say(second, "left")
+    second.look(0.0, True)
+    assert first.look(0.0, True) == ""
+    say(first, "launched 3")
+    assert first.look(0.0, True) == (
+        "rank 0 has launched step 3, and the program of rank 1 has ended after step 2, by sys.exit or because its "
+        "data has ended. Every rank must take the same number of steps. If data ends earlier on some ranks, stop all "
+        "ranks together, or drop the last batches: DistributedSampler(..., drop_last=True)."
+    )
+    assert second.look(0.0, True) is None, "its program ends without those of the others"
+
+
+def test_a_step_that_does_not_end_within_the_time_out_ends_all():
+    first, second = ranks_of()
+    say(first, "launched 2", now=100.0)
+    say(first, "ended 1", now=105.0)
+    assert first.look(113.9, True) == "", "the second step is the oldest one since 105 s"
+    text = first.look(114.1, True)
+    assert text.startswith("rank 0 has waited 9 s for step 2 to end, nine tenths of the time-out")
+    assert second.look(114.1, True) == text
+
+
+@pytest.mark.parametrize(
+    ("lines", "timeout"), [(["launched 2", "ended 2"], TIMEOUT), (["launched 2"], math.inf)]
 )
-from ztrans.runtime.in_flight import InFlight, StepInFlight
-from ztrans.runtime.process_groups import Channel, LostRank, process_groups
-from ztrans.runtime.watch import Watch, watched
+def test_a_rank_without_a_step_or_without_a_time_out_may_take_its_time(lines, timeout):
+    watching = Watch(dist.HashStore(), 0, 2, timeout, 0.0)
+    say(watching, *lines)
+    assert watching.look(1e6, True) == ""
+
+
+def test_each_step_of_a_profile_has_the_whole_time():
+    watching, _ = ranks_of()
+    say(watching, "launched 1", now=0.0)
+    say(watching, "launched 1", now=8.0)
+    assert watching.look(16.9, True) == ""
+    assert "has waited 9 s for step 1" in watching.look(17.1, True)
+
+
+def test_a_rank_that_has_lost_its_connection_waits_for_the_cause():
+    first, second, third = ranks_of(3)
+    for each in (first, third):
+        say(each, f"lost {json.dumps('Connection closed by peer')}", now=10.0)
+        assert each.look(10.0, True) == ""
+    say(second, f"failed {json.dumps('failed in step 1')}")
+    second.look(10.5, True)
+    assert first.look(10.6, True) == third.look(10.6, True) == "rank 1 failed in step 1."
+    alone, _ = ranks_of()
+    say(alone, f"lost {json.dumps('Connection closed by peer')}", now=10.0)
+    assert alone.look(14.9, True) == ""
+    text = "rank 0 has lost other ranks, which said nothing: Connection closed by peer."
+    assert alone.look(15.1, True) == text
+
+
+# ---- the rank
 
 
 class Event:
-    """An event of a GPU that is done when the test says so."""
+    """An event of a GPU, which the test ends, or in which the GPU fails."""
 
-    def __init__(self) -> None:
-        self.is_done = False
-        self.looks = 0
+    def __init__(self, looks: int = 0, error: str = "") -> None:
+        self.looks = looks
+        self.error = error
+
+    def record(self) -> None:
+        pass
 
     def query(self) -> bool:
-        self.looks += 1
-        return self.is_done
+        if self.error:
+            raise RuntimeError(self.error)
+        self.looks -= 1
+        return self.looks < 0
 
 
-class Kernels:
-    """The symmetric memory of a mesh: whether its kernels have waited in vain, and were told to leave."""
+class Ended(BaseException):
+    """In place of the end of this process."""
 
-    def __init__(self) -> None:
-        self.found = ""
-        self.interrupts = 0
 
-    def error(self) -> str:
-        return self.found
+class Watcher:
+    """The connection to the process that watches: what this rank has said."""
 
-    def interrupt(self) -> None:
-        self.interrupts += 1
+    def __init__(self, in_flight: InFlight) -> None:
+        self.in_flight = in_flight
+        self.failure = ""
+        self.said: list[str] = []
+
+    def launched(self) -> None:
+        self.said.append(f"launched {self.in_flight.launched}")
+
+    def fail(self, text: str) -> None:
+        self.failure = self.failure or text
+        self.said.append(text)
+
+    def lost(self, text: str) -> None:
+        self.said.append(f"lost: {text}")
+        raise Ended(text)
 
 
 @pytest.fixture
-def mesh(monkeypatch):
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    store = dist.HashStore()
-    groups = process_groups(mesh)
-    groups.is_alone = False  # the other rank is fake, but its notes are not
-    groups.symmetric = Kernels()
-    monkeypatch.setattr(groups, "store", lambda: store)
-    monkeypatch.setattr(type(groups), "timeout", 10.0)
-    monkeypatch.setattr("ztrans.runtime.failure._PATIENCE", 0.05)
-    yield mesh
-    dist.destroy_process_group()
+def groups(monkeypatch):
+    """What the steps of a mesh share, as on GPUs of two ranks, of which the other one does nothing."""
+    with fake_mesh() as mesh:
+        groups = process_groups.process_groups(mesh)
+        groups.is_alone = False
+        groups.watcher = Watcher(groups.in_flight)
+        monkeypatch.setattr(torch, "Event", Event)
+        yield groups
 
 
-def in_flight(mesh, name="step 3 of train", leaf=None) -> StepInFlight:
-    """A step in flight, of a state of one leaf."""
-    step = StepInFlight(name, [torch.zeros(2) if leaf is None else leaf], Event())
-    process_groups(mesh).in_flight.add(step)
-    return step
+@pytest.fixture
+def mesh(groups, monkeypatch):
+    """The mesh of `groups`."""
+    mesh = SimpleNamespace(device_type="cpu")
+    monkeypatch.setattr(failure, "process_groups", lambda mesh: groups)
+    return mesh
 
 
-def note_of_rank_0(mesh, text):
-    store = process_groups(mesh).store()
-    store.set("note/0", text)
-    store.set("a rank has left a note", "")
+def in_flight(groups, **event) -> None:
+    groups.in_flight.begin()
+    groups.in_flight.record(Event(**event))
 
 
-def test_a_rank_gives_up_when_another_one_leaves_a_note(mesh):
-    groups = process_groups(mesh)
-    watch = Watch()
-    step = in_flight(mesh)
-    watch.look(groups, 0.0)
-    assert not groups.in_flight.given_up and groups.symmetric.interrupts == 0
-    note_of_rank_0(mesh, "failed in step 3 of train with KeyError")
-    watch.look(groups, 0.1)
-    assert groups.symmetric.interrupts == 1, "kernels that wait for rank 0 leave"
-    watch.look(groups, 0.2)
-    assert groups.symmetric.interrupts == 1
-    step.end.is_done = True  # what it has returned is garbage
-    with pytest.raises(LostRank) as error:
-        check_launched(mesh, "train")
-    text = str(error.value)
-    assert "Rank 0 failed in step 3 of train with KeyError." in text
-    assert text.endswith("The backend says: another rank failed while step 3 of train was running")
-    with pytest.raises(RuntimeError, match=r"save: this state is half updated.*Rank 0 failed in"):
-        check_whole(step.leaves, "save")
-    check_launched(mesh, "train")  # the next step begins afresh
+def test_a_step_is_counted_while_the_host_launches_it(groups):
+    with watch.watched(groups.watcher):
+        assert groups.watcher.said == ["launched 1"]
+        assert groups.in_flight.look() == 0
+    assert groups.in_flight.look() == 1
 
 
-def test_a_rank_gives_up_before_the_time_out_when_a_step_does_not_end(mesh):
-    groups = process_groups(mesh)
-    watch = Watch()
-    first = in_flight(mesh)
-    second = in_flight(mesh, "step 4 of train", first.leaves[0])
-    watch.look(groups, 100.0)
-    first.end.is_done = True
-    watch.look(groups, 108.0)
-    watch.look(groups, 116.9)
-    assert not groups.in_flight.given_up, "the second step is the oldest one since 108 s"
-    watch.look(groups, 117.1)
-    assert groups.in_flight.given_up == "step 4 of train has not ended for 9 s"
-    assert groups.store().get("note/1") == b"", "the others may know why"
-    with pytest.raises(LostRank, match="Rank 0 said nothing"):
-        check_launched(mesh, "train")
-    with pytest.raises(RuntimeError, match="half updated"):
-        check_whole(second.leaves, "save")
+def test_after_a_step_that_fails_no_other_one_runs(groups, mesh):
+    leaf = torch.zeros(2)
+    writes = Writes()
+    with pytest.raises(KeyError), running("train", [leaf], mesh, writes):
+        writes.begin()
+        raise KeyError("x\nin two lines")
+    assert groups.watcher.failure == "failed in step 1 of train with KeyError: 'x\\nin two lines'"
+    with pytest.raises(RuntimeError, match="step 1 of train failed with KeyError"):
+        check_whole([leaf], "save")
+    with pytest.raises(RuntimeError) as error:
+        check_launched(groups, "train")
+    assert str(error.value).startswith("ztrans: rank 1 failed in step 1 of train with KeyError: 'x")
+    assert "start all of them again from the last checkpoint" in str(error.value)
+    with pytest.raises(RuntimeError, match="On GPUs all ranks end together"):
+        groups.open()
 
 
-def test_a_rank_gives_up_when_the_store_has_gone(mesh, monkeypatch):
-    groups = process_groups(mesh)
-
-    def gone():
-        raise dist.DistNetworkError("Connection reset by peer")
-
-    monkeypatch.setattr(groups, "store", gone)
-    in_flight(mesh)
-    Watch().look(groups, 0.0)
-    assert groups.in_flight.given_up == (
-        "the process group of the mesh, or the process that holds its store, has ended"
-    )
-    assert groups.symmetric.interrupts == 1
+def test_a_rank_that_has_lost_another_one_ends(groups, mesh):
+    with pytest.raises(Ended), running("train", [torch.zeros(2)], mesh, Writes()):
+        raise LostRank("Connection closed by peer\nand more")
+    assert groups.watcher.said == ["lost: Connection closed by peer"]
 
 
-def test_an_error_that_is_found_after_the_end_of_a_step_counts_for_it(mesh):
-    """A kernel sets its error before the event of its step is done. So the events are looked at first."""
-    groups = process_groups(mesh)
-    well = in_flight(mesh)
-    badly = in_flight(mesh, "step 4 of train")
-    well.end.is_done = True
-    assert groups.in_flight.error() == ""
-    badly.end.is_done = True
-    groups.symmetric.found = "rank 1 waited in vain for rank 0"
-    with pytest.raises(LostRank, match="waited in vain"):
-        check_launched(mesh, "train")
-    check_whole(well.leaves, "save")
-    with pytest.raises(RuntimeError, match="half updated"):
-        check_whole(badly.leaves, "save")
+def test_a_kernel_that_has_waited_in_vain_ends_the_process(groups):
+    groups.symmetric = SimpleNamespace(error=lambda: "rank 1 waited in vain for rank 0")
+    with pytest.raises(Ended):
+        check_launched(groups, "train")
+    with pytest.raises(Ended):
+        check_ended([], "save")
+    assert groups.watcher.said == ["lost: rank 1 waited in vain for rank 0"] * 2
 
 
-def test_a_state_is_saved_when_the_steps_that_wrote_it_have_ended_well(mesh, tmp_path):
-    step = in_flight(mesh)
-    state = {"w": step.leaves[0]}
-    query = step.end.query
+def test_a_state_is_saved_when_the_steps_that_wrote_it_have_ended(groups, tmp_path):
+    in_flight(groups, looks=3)
+    zt.save(tmp_path / "good", {"w": torch.zeros(2)}).result()
+    assert groups.in_flight.ended == 1
 
-    def ends_later() -> bool:
-        step.end.is_done = step.end.looks > 3
-        return query()
 
-    step.end.query = ends_later
-    zt.save(tmp_path / "good", state).result()
-    assert step.end.looks > 3
-    torn = in_flight(mesh, "step 4 of train", state["w"])
-    torn.end.is_done = True
-    process_groups(mesh).symmetric.found = "rank 1 waited in vain for rank 0"
-    with pytest.raises(RuntimeError, match="save: this state is half updated"):
-        zt.save(tmp_path / "bad", state)
+def test_a_device_that_has_failed_is_an_error_of_this_rank(groups, tmp_path):
+    in_flight(groups, error="CUDA error: an illegal memory access was encountered\nFor debugging")
+    text = "save: the device of rank 1 has failed: CUDA error: an illegal memory access was"
+    with pytest.raises(RuntimeError, match=text):
+        zt.save(tmp_path / "bad", {"w": torch.zeros(2)})
     assert not (tmp_path / "bad").exists()
+    assert groups.watcher.said == [
+        "has a GPU that failed: CUDA error: an illegal memory access was encountered"
+    ]
 
 
-def test_a_rank_that_fails_lets_earlier_steps_end_before_it_says_so(mesh, monkeypatch):
-    step = in_flight(mesh)
-    notes = []
-
-    def note(groups, text):
-        notes.append((text, step.end.is_done))
-        write_note(groups, text)
-
-    monkeypatch.setattr("ztrans.runtime.failure.write_note", note)
-    query = step.end.query
-
-    def ends_later() -> bool:
-        step.end.is_done = step.end.looks > 3
-        return query()
-
-    step.end.query = ends_later
-    with pytest.raises(KeyError), running("train", step.leaves, mesh, Writes()):
-        raise KeyError("x")
-    assert notes == [("failed in step 1 of train with KeyError: 'x'", True)]
-    check_whole(step.leaves, "save")
-
-
-def test_an_error_of_the_host_is_that_of_another_rank_if_the_gpu_has_lost_it(mesh):
-    """As an NCCL call on a communicator that the watching thread has aborted."""
-    step = in_flight(mesh)
-    note_of_rank_0(mesh, "failed in step 3 of train with KeyError")
-    Watch().look(process_groups(mesh), 0.0)
-    with (
-        pytest.raises(LostRank, match="Rank 0 failed in step 3"),
-        running("train", step.leaves, mesh, Writes()),
-    ):
-        raise dist.DistBackendError("NCCL communicator was aborted")
-
-
-def broken() -> bool:
-    """What an event of a GPU that has failed does."""
-    raise RuntimeError("CUDA error: an illegal memory access was encountered\nFor debugging ...")
-
-
-def test_a_device_that_has_failed_ends_no_step_well(mesh):
-    step = in_flight(mesh)
-    step.end.query = broken
-    assert "illegal memory access" in process_groups(mesh).in_flight.error()
-
-
-@pytest.mark.parametrize("is_watched", [False, True])
-def test_the_other_ranks_learn_that_the_device_of_this_rank_has_failed(mesh, is_watched):
-    """The thread that watches, the next call, or the step that the host launches may find it first."""
-    groups = process_groups(mesh)
-    step = in_flight(mesh)
-    step.end.query = broken
-    if is_watched:
-        Watch().look(groups, 0.0)
-        note = groups.store().get("note/1").decode()
-        assert note.startswith("failed in step 3 of train with CUDA error: an illegal memory")
-    with pytest.raises(RuntimeError, match="train: the device of rank 1 has failed: CUDA") as error:
-        check_launched(mesh, "train")
-    assert not isinstance(error.value, LostRank), "no other rank is lost"
-    assert "new processes" in str(error.value)
-    assert "illegal memory access" in groups.store().get("note/1").decode()
-    with pytest.raises(RuntimeError, match="save: this state is half updated"):
-        check_whole(step.leaves, "save")
-
-
-def test_an_error_of_the_host_is_its_own_if_its_device_has_failed(mesh):
-    step = in_flight(mesh)
-    step.end.query = broken
-    with (
-        pytest.raises(RuntimeError, match="CUDA error: device-side assert") as error,
-        running("train", [torch.zeros(2)], mesh, Writes()),
-    ):
-        raise RuntimeError("CUDA error: device-side assert triggered")
-    assert not isinstance(error.value, LostRank)
-    note = process_groups(mesh).store().get("note/1").decode()
-    assert (
-        note
-        == "failed in step 1 of train with RuntimeError: CUDA error: device-side assert triggered"
-    )
-    with pytest.raises(RuntimeError, match="half updated"):
-        check_whole(step.leaves, "save")
-
-
-def test_a_state_is_not_saved_if_the_device_of_this_rank_has_failed(mesh, tmp_path):
-    step = in_flight(mesh)
-    step.end.query = broken
-    with pytest.raises(RuntimeError, match=r"half updated.*illegal memory access"):
-        zt.save(tmp_path / "bad", {"w": step.leaves[0]})
-    assert "illegal memory access" in process_groups(mesh).store().get("note/1").decode()
-
-
-def test_nothing_waits_for_the_copies_of_a_device_that_has_failed(mesh, monkeypatch):
-    """The error that says why the state is of no use comes instead of that of the device."""
-    step = in_flight(mesh)
-    step.end.query = broken
-    monkeypatch.setattr(failure, "let_copies_end", broken)
-    with pytest.raises(RuntimeError, match=r"save: this state is half updated.*illegal memory"):
-        check_ended(step.leaves, "save")
-
-
-def test_a_thread_that_has_ended_is_replaced(mesh, monkeypatch):
-    groups = process_groups(mesh)
-    groups.watched_by = os.getpid()
-
-    def look(self, groups, now):
-        raise AttributeError("a defect")
-
-    monkeypatch.setattr(Watch, "look", look)
-    with pytest.raises(AttributeError):
-        watch._watch(weakref.ref(groups))
-    assert groups.watched_by == 0, "the next step starts another thread"
-
-
-def test_a_channel_may_be_opened_while_kernels_are_told_to_leave(mesh):
-    groups = process_groups(mesh)
-
-    class Opened:
-        def live_group(self):
-            groups._channels["dp", "gathers"] = Channel("dp", "gathers")
-
-    groups._channels[None, "ranks"] = Opened()
-    groups.interrupt()
-    assert groups.symmetric.interrupts == 1
-
-
-def test_a_group_is_aborted_once_if_two_threads_interrupt_it(mesh, monkeypatch):
-    groups = process_groups(mesh)
-    groups.carries_users = True
-    aborted = []
-
-    def abort(some):
-        aborted.extend(some)
-        time.sleep(0.1)
-
-    monkeypatch.setattr("ztrans.runtime.process_groups._is_nccl", lambda group: True)
-    monkeypatch.setattr("ztrans.runtime.process_groups.abort", abort)
-    thread = threading.Thread(target=groups.interrupt)
-    thread.start()
-    groups.interrupt()
-    thread.join()
-    assert aborted == [mesh.get_group(0)]
-
-
-def test_each_step_of_a_profile_has_the_whole_time(mesh, monkeypatch):
-    groups = process_groups(mesh)
-    looking = Watch()
-    in_flight(mesh)
-    looking.look(groups, 100.0)
-    groups.in_flight.renew()  # the first step of the profile has ended
-    looking.look(groups, 108.0)
-    looking.look(groups, 116.9)
-    assert not groups.in_flight.given_up
-    looking.look(groups, 117.1)
-    assert groups.in_flight.given_up == "step 3 of train has not ended for 9 s"
-
-
-def test_a_profile_says_that_a_step_of_it_has_ended(monkeypatch):
-    steps = []
+def test_a_profile_says_that_a_step_of_it_has_ended(groups, monkeypatch):
     case = CASES["mlp_momentum"]
-    step = zt.shard_params(zt.make_mesh("cpu", dp=-1))(case.step)
+    mesh = zt.make_mesh("cpu", dp=-1)
+    mine = process_groups.process_groups(mesh)
+    mine.is_alone = True
+    step = zt.shard_params(mesh)(case.step)
     state = step.shard(case.state())
     batch = case.batch(4)
-    monkeypatch.setattr(InFlight, "renew", lambda self: steps.append(self))
     step.lower(state, *batch).compile().profile(state, *batch, steps=3)
-    assert len(steps) == 3
+    assert mine.watcher.said == ["launched 1"] * 4
 
 
-def test_an_error_is_that_of_the_step_although_no_thread_can_write_a_note(mesh, monkeypatch):
-    def no_thread(self):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", no_thread)
-    with pytest.raises(MemoryError), running("train", [torch.zeros(2)], mesh, Writes()):
-        raise MemoryError("none is left")
-    assert process_groups(mesh).symmetric.interrupts == 1, "other ranks do not wait"
+def test_a_store_in_the_memory_of_one_process_is_refused():
+    place = Place(dist.PrefixStore("x", dist.HashStore()), "mesh", 0, 2, 10.0)
+    with pytest.raises(ValueError, match="HashStore: no other process can read this store"):
+        place.described()
 
 
-def test_time_counts_although_the_store_does_not_answer(mesh, monkeypatch):
-    groups = process_groups(mesh)
+def test_runs_that_share_a_store_have_keys_of_their_own(tmp_path):
+    """As the restarts of torchrun. A failure of the run before must not end this one."""
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    places = []
+    for run in ("attempt_0", "attempt_1"):
+        for rank in range(2):
+            place = Place(dist.PrefixStore(run, store), "mesh", rank, 2, 10.0)
+            places.append(json.loads(place.described()))
+    assert places[0]["key"] == places[1]["key"] != places[2]["key"] == places[3]["key"]
+    assert places[0]["path"] == str(tmp_path / "store")
 
-    def silent():
-        raise AssertionError("the store is asked before the clock")
 
-    monkeypatch.setattr(groups, "store", silent)
-    monkeypatch.setattr("ztrans.runtime.watch.write_note", lambda groups, note: None)
-    in_flight(mesh)
-    looking = Watch()
-    looking.since = 0.0
-    looking.oldest = groups.in_flight.oldest()
-    looking.look(groups, 9.1)
-    assert groups.in_flight.given_up == "step 3 of train has not ended for 9 s"
+# ---- real processes
+
+
+def launch(scenario: str, port: int) -> list[subprocess.Popen]:
+    command = [sys.executable, watched_ranks.__file__, str(port)]
+    return [
+        subprocess.Popen(
+            [*command, str(rank), scenario],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+
+@pytest.fixture(scope="module")
+def endings():
+    """By scenario: the codes, outputs and errors of the two ranks."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    names = "fails beside a launch", "exits", "both end"
+    running_ranks = {name: launch(name, store.port) for name in names}
+    found = {}
+    for name, ranks in running_ranks.items():
+        texts = [rank.communicate(timeout=watched_ranks.LONG) for rank in ranks]
+        found[name] = [(rank.returncode, *text) for rank, text in zip(ranks, texts)]
+    return found
 
 
 @pytest.mark.slow
-def test_notes_are_read_while_a_group_waits_in_the_store():
-    """As while NCCL makes a communicator. A client of the store answers one call at a time."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    dist.init_process_group("fake", rank=1, world_size=2, store=store)
-    try:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-        groups = process_groups(mesh)
-        groups.connect_store()
-        waits = threading.Event()
-
-        def wait() -> None:
-            waits.set()
-            with contextlib.suppress(RuntimeError):
-                mesh.get_group(0).get_group_store().wait(["never"], timedelta(seconds=4))
-
-        thread = threading.Thread(target=wait)
-        thread.start()
-        waits.wait()
-        time.sleep(0.2)
-        began = time.monotonic()
-        write_note(groups, "failed")
-        assert has_note(groups)
-        assert time.monotonic() - began < 2
-        thread.join()
-    finally:
-        dist.destroy_process_group()
+def test_a_rank_inside_a_launch_that_keeps_the_lock_of_python_is_ended(endings):
+    (code, _, errors), (of_failed, _, _) = endings["fails beside a launch"]
+    assert code == -signal.SIGKILL
+    assert "rank 1 failed in step 3 of train with ValueError: planted\nin two lines." in errors
+    assert of_failed == 0, "it ends by itself"
 
 
-def test_a_step_is_watched_while_the_host_launches_it(mesh, monkeypatch):
-    """The host may wait for a kernel in the middle of a step, as when the queue of launches is full."""
-    groups = process_groups(mesh)
-    leaf = torch.zeros(2)
-    on_a_gpu = SimpleNamespace(device_type="cuda", get_group=mesh.get_group)
-    monkeypatch.setattr("ztrans.runtime.watch.process_groups", lambda mesh: groups)
-    monkeypatch.setattr("torch.Event", lambda device: Recorded())
-    groups.watched_by = os.getpid()  # the test looks in place of the thread
-    with watched(on_a_gpu, "train", [leaf]), running("train", [leaf], mesh, Writes()):
-        assert groups.in_flight.oldest().name == "step 1 of train"
-    assert groups.in_flight.oldest() is None, "its event is done"
-    note_of_rank_0(mesh, "failed in step 2 of train with KeyError")
-    with (
-        pytest.raises(LostRank, match="Rank 0 failed in step 2"),
-        watched(on_a_gpu, "train", [leaf]),
-        running("train", [leaf], mesh, Writes()),
-    ):
-        Watch().look(groups, 0.0)
-        raise RuntimeError("a collective was launched on a communicator that is aborted")
-    assert groups.in_flight.oldest() is None
-    check_whole([leaf], "train")  # the step had not begun to write
-    cut_off = in_flight(mesh, leaf=leaf)
-    with (
-        pytest.raises(LostRank, match="The state is half updated"),
-        watched(on_a_gpu, "train", cut_off.leaves),
-        running("train", cut_off.leaves, mesh, Writes()),
-    ):
-        raise LostRank("while the step before was still running")
-    with pytest.raises(KeyError), watched(on_a_gpu, "train", [leaf]):
-        raise KeyError("x")
-    assert groups.in_flight.oldest() is None
+@pytest.mark.slow
+def test_a_rank_for_which_no_other_one_comes_logs_why_and_writes_its_buffers(endings):
+    (code, output, errors), (of_other, _, _) = endings["exits"]
+    assert code == 1 and of_other == 7
+    assert output == "rank 0 has taken two steps\n"
+    assert errors.count("rank 0 ends, because the ranks of a mesh of GPUs end together") == 1
+    assert "the program of rank 1 has ended after step 2, by sys.exit" in errors
+    assert "as torchrun --max-restarts does (docs/launch.md)" in errors
 
 
-class Recorded(Event):
-    """An event that is done as soon as it is recorded."""
-
-    def record(self) -> None:
-        self.is_done = True
+@pytest.mark.slow
+def test_programs_that_end_wait_for_each_other(endings):
+    (code, _, errors), (of_other, _, errors_of_other) = endings["both end"]
+    assert code == of_other == 0
+    assert not errors and not errors_of_other

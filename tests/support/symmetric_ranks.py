@@ -18,10 +18,8 @@ from tests.support.fake_cuda import FakeCuda
 from tests.support.shared_files import FileSource
 from ztrans.runtime import transport
 from ztrans.runtime.cuda import symmetric
-from ztrans.runtime.cuda import transport as cuda_transport
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.cuda.symmetric import SymmetricMemory
-from ztrans.runtime.cuda.transport import SymmetricStart
 from ztrans.runtime.process_groups import process_groups
 
 RANK = int(os.environ.get("RANK", 0))
@@ -109,39 +107,6 @@ def compared(
     )
 
 
-def with_a_failure(memory: SymmetricMemory) -> None:
-    """Rank 1 fails in the middle of the second step, and both ranks take that step again."""
-    forward = SymmetricStart.forward
-    calls = []
-
-    def forward_or_fail(self, *members):
-        calls.append(self)
-        if RANK == 1 and len(calls) == 3:
-            raise ConnectionAbortedError("rank 1 is interrupted")
-        return forward(self, *members)
-
-    class Retried:
-        """A step that is called again after an error."""
-
-        def __init__(self, step):
-            self.step = step
-            self.shard = step.shard
-            self.count = 0
-
-        def __call__(self, *arguments):
-            self.count += 1
-            if self.count == 2:
-                SymmetricStart.forward = forward_or_fail
-                try:
-                    self.step(*arguments)
-                except (RuntimeError, ConnectionAbortedError) as error:
-                    report(case="a failure", error=str(error).partition("\n")[0])
-                SymmetricStart.forward = forward
-            return self.step(*arguments)
-
-    compared("after a failure", memory, wrap=Retried)
-
-
 def spent_in_vain(run) -> float:
     """Run a message as a trial does; rank 1 fails."""
     if RANK == 1:
@@ -154,7 +119,6 @@ def main() -> None:
     files = FileSource()
     compared("ragged", Always(files), RAGGED)
     compared("micro-batches", Always(files), transforms=(zt.accumulate(3),))
-    with_a_failure(Always(files))
     for source in (MissingOnRank1(), UnlinkedOnRank1(), LostOnRank1()):
         compared(type(source).__name__, Always(source))
         source.end()
@@ -165,7 +129,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cuda_transport.SPINS = 30_000
+    symmetric.MOST_SPINS = 30_000
     torch.set_num_threads(1)
     MESH = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     main()

@@ -7,8 +7,8 @@ nothing else has been sent.
 
 On GPUs the host launches work ahead of the device, and would have to wait for the other hosts in every step. So there
 the answer about a step is read when the next call begins. If the ranks differ, that step has been launched, and its
-state is marked as half updated. Its messages may wait for each other forever, so all ranks close their channels. A rank
-that makes another call meanwhile, such as `save`, learns that a step has been launched, and quits the mesh at once.
+state is marked as half updated. Its messages may wait for each other forever, so all ranks end (see `watch`). A rank
+that makes another call meanwhile, such as `save`, learns that a step has been launched, and ends them at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from ..ir.collectives import MOST_RANKS_OF_EXCHANGE
 from ..ir.dependencies import grouped
 from .failure import (
     STOP_TOGETHER,
-    quit_after_disagreement,
     quit_with_note,
     quitting_after_loss,
     rank_names,
@@ -82,7 +81,7 @@ def agree(
     answer = question.answer(groups)
     if answer.others_have_launched:
         note = mine.note if isinstance(mine, Failure) else f"made another call, {call}"
-        quit_with_note(groups, note, f"rank {dist.get_rank()} {note}")
+        quit_with_note(groups, note)
         raise RuntimeError(f"{answer.calls}: {_LAUNCHED}{answer.problem}")
     if answer.problem:
         groups.forget_carried()
@@ -147,10 +146,11 @@ class _PendingAnswer:
         """Raises: RuntimeError on every rank if the ranks made different calls; LostRank if a rank has ended."""
         answer = self.question.answer(groups)
         if answer.problem:
-            cause = f"the ranks did not do the same in {answer.calls}"
-            self.mark(cause)
-            quit_after_disagreement(groups, cause)
-            raise RuntimeError(f"{answer.calls}: {_LATE}{answer.problem}")
+            self.mark(f"the ranks did not do the same in {answer.calls}")
+            # A message that no rank sends may be waited for, so nothing goes on. All ranks know that here.
+            text = f"{answer.calls}: {_LATE}{answer.problem}"
+            quit_with_note(groups, f"has read that in {text}")
+            raise RuntimeError(text)
 
 
 @dataclass(frozen=True, eq=False)

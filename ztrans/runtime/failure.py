@@ -5,11 +5,11 @@ new and some are old, and the values do not show which. So the leaves of such a 
 them raises an error. A step that fails before its first write leaves the state as it was, unmarked.
 
 A rank that fails writes a note into the store of the process group, and closes its connections. The others read it
-when they lose their connection to that rank, and can say why. On GPUs they watch for the note (see `watch`). A signal
-handler may raise between any two lines of Python: wherever a call is interrupted, this rank leaves in the same way.
+when they lose their connection to that rank, can say why, and go on. On GPUs they end instead, with the text of the
+first error (see `watch`). A signal handler may raise between any two lines of Python: wherever a call is interrupted,
+this rank leaves in the same way.
 
-A GPU runs a step after its call has returned. If the step fails then, or is cut off by the failure of a later one, its
-state is marked too (see `in_flight`). `check_ended` waits for such steps, before a state is read.
+A GPU runs a step after its call has returned. `check_ended` waits for such steps, before a state is read.
 
 The steps of each state are counted here: errors name a step by its number, and ranks compare these. `one_thread`
 refuses a second thread: its messages would be taken for those of the first.
@@ -34,12 +34,12 @@ from ..calling.host_memory import let_copies_end
 from ..ir.source import is_plumbing
 from .host_copies import release_carried_copies
 from .process_groups import LostRank, ProcessGroups, all_process_groups, process_groups
+from .watch import described
 
 STOP_TOGETHER = (
     "stop all ranks together, or drop the last batches: DistributedSampler(..., drop_last=True)."
 )
 _PATIENCE = 0.5  # seconds to wait for the notes of other ranks
-_ANY_NOTE = "a rank has left a note"  # a key in the store
 _causes = WeakIdKeyDictionary()  # a leaf of a half updated state -> the failure that left it so
 _steps = WeakIdKeyDictionary()  # the first tensor of a state -> the steps that the state has taken
 
@@ -78,35 +78,38 @@ def check_whole(leaves: Sequence[Any], name: str) -> None:
 def check_ended(leaves: Sequence[Any], name: str) -> None:
     """Let all steps on GPUs, and their copies to the host, end; then check that none has left this state half updated.
 
-    Raises: RuntimeError if one has, or if the ranks did not do the same in one.
+    Raises: RuntimeError if one has, if the ranks did not do the same in one, or if a GPU has failed.
     """
-    device_has_failed = False
     for groups in all_process_groups():
         groups.settle()  # a step in which the ranks differ may never end
-        error = _end_steps(groups)
-        if groups.in_flight.device_error:
-            device_has_failed = True
-            _quit_after_device_failure(groups, name)
-        elif error:
-            quit_after_loss(groups, name, RuntimeError(error))
-    # A device that has failed copies nothing more, and to wait for it raises its own error.
-    if not device_has_failed:
-        let_copies_end()
-        release_carried_copies()
+        groups.check_goes_on()
+        groups.in_flight.wait()
+        check_launched(groups, name)
+    let_copies_end()
+    release_carried_copies()
     check_whole(leaves, name)
 
 
-def check_launched(mesh: DeviceMesh, name: str) -> None:
-    """Check that no step which a GPU runs has failed or lost another rank. If one has, all states in flight are marked.
+def check_launched(groups: ProcessGroups | None, name: str) -> None:
+    """Check that no step which a GPU runs has failed. If another rank is lost in one, this process ends.
 
-    Raises: LostRank if another rank is lost; RuntimeError if the GPU of this rank has failed.
+    Raises: RuntimeError if the GPU of this rank has failed, or another step of this rank.
     """
-    groups = process_groups(mesh)
-    error = groups.in_flight.error()
-    if groups.in_flight.device_error:
-        raise _quit_after_device_failure(groups, name)
+    if groups is None or groups.watcher is None:
+        return
+    watcher = groups.watcher
+    of_device = groups.in_flight.device_error
+    if of_device:
+        watcher.fail(f"has a GPU that failed: {of_device}")
+        raise RuntimeError(
+            f"{name}: the device of rank {dist.get_rank()} has failed: {of_device}\n"
+            f"It runs nothing more in this process. Start again from a checkpoint in new processes; with "
+            f"CUDA_LAUNCH_BLOCKING=1 the error names the line that launched the kernel."
+        )
+    groups.check_goes_on()
+    error = groups.error_of_kernels()
     if error:
-        raise quit_after_loss(groups, name, RuntimeError(error))
+        watcher.lost(error)
 
 
 def marker(leaves: Sequence[Any]) -> Callable[[str], None]:
@@ -161,16 +164,15 @@ def ending_together(
         groups = process_groups(mesh) if mesh is not None else None
         if groups is not None:
             _release_messages(error)
-        if groups is not None and _is_of_another_rank(error, groups):
-            groups.in_flight.drop_failed()
+        if groups is not None and isinstance(error, LostRank):
             loss = quit_after_loss(groups, name, error)
             if writes.begun:
                 _mark(leaves, loss.reason)
             raise LostRank(f"{loss}\n{_remark(leaves)}", loss.reason) from error
         if groups is not None:
-            groups.in_flight.drop_failed()
-            note = f"failed in {name} with {reason}"
-            quit_with_note(groups, note, f"{name} failed with {kind}")
+            # On GPUs the other ranks end, and print the whole text.
+            text = described(error) if groups.watcher is not None else reason
+            quit_with_note(groups, f"failed in {name} with {text}")
         error.add_note(f"ztrans: {name} was ended by this. {_remark(leaves)}")
         raise
 
@@ -197,20 +199,18 @@ def one_thread(lock: threading.RLock, name: str) -> Iterator[None]:
 def quit_after_loss(groups: ProcessGroups, name: str, error: BaseException) -> LostRank:
     """Quit a mesh whose other ranks are lost. Returns the error to raise, with the text of their notes.
 
-    This closes the channels of this rank, so that no other rank waits for it, and marks the states of steps that a GPU
-    had not ended.
+    This closes the channels of this rank, so that no other rank waits for it. On GPUs it ends this process.
     """
-    unfinished = groups.in_flight.reset()
     _release_messages(error)
-    _write_note_and_close(groups, "")
+    if groups.watcher is not None:
+        groups.watcher.lost(_in_one_line(error, with_type=False))
+    quit_with_note(groups, "")
     notes = _read_notes(groups)
     silent = [rank for rank in groups.ranks if rank not in notes and rank != dist.get_rank()]
     causes = explain_loss(notes, silent)
     head = f"{name}: rank {dist.get_rank()} has lost other ranks of the mesh.\n"
     text = "".join(f"  {cause}\n" for cause in causes)
     reason = causes[0].rstrip(".") if causes else ""
-    for step in unfinished:
-        _mark(step.leaves, reason or f"{step.name} has lost other ranks")
     return LostRank(f"{head}{text}The backend says: {_in_one_line(error, with_type=False)}", reason)
 
 
@@ -218,7 +218,8 @@ def quit_after_loss(groups: ProcessGroups, name: str, error: BaseException) -> L
 def quitting_after_loss(groups: ProcessGroups, call: str) -> Iterator[None]:
     """Talk to the other ranks of a mesh. If they are lost, or this rank fails, this rank quits the mesh.
 
-    Raises: LostRank, with the text of the notes of other ranks; the error of this rank, such as KeyboardInterrupt.
+    Raises: LostRank, with the text of the notes of other ranks; the error of this rank, such as KeyboardInterrupt. On
+        GPUs this process ends in place of LostRank.
     """
     try:
         yield
@@ -233,8 +234,7 @@ def quit_after_error(groups: ProcessGroups, call: str, error: BaseException) -> 
     """Quit a mesh because this rank has failed in a call, unless it has quit already. The other ranks learn why."""
     _release_messages(error)
     if groups.is_open:
-        cause = f"{call} failed with {type(error).__name__}"
-        quit_with_note(groups, f"failed in {call} with {_in_one_line(error)}", cause)
+        quit_with_note(groups, f"failed in {call} with {_in_one_line(error)}")
 
 
 def _release_messages(error: BaseException) -> None:
@@ -267,31 +267,6 @@ def quit_if_cut_off(mesh: object, call: str, error: BaseException) -> None:
         is_in_step = groups.in_step == threading.get_ident()
         if is_in_step or not isinstance(error, Exception):
             quit_after_error(groups, call, error)
-
-
-def quit_after_disagreement(groups: ProcessGroups, cause: str) -> None:
-    """Give up the messages of steps in which the ranks of a mesh did not do the same. All ranks do this together.
-
-    One may wait for a message that no rank sends, so this closes the channels, and marks the states of steps that a GPU
-    had not ended. The next call opens the channels again.
-    """
-    for step in groups.in_flight.reset():
-        _mark(step.leaves, cause)
-    groups.close()
-
-
-def _quit_after_device_failure(groups: ProcessGroups, name: str) -> RuntimeError:
-    """Quit the mesh because the device of this rank has failed; the others learn why. Returns the error to raise."""
-    of_device = groups.in_flight.device_error
-    cause = f"the device of rank {dist.get_rank()} has failed: {of_device}"
-    for step in groups.in_flight.reset():
-        _mark(step.leaves, cause)
-    _write_note_and_close(groups, f"failed in {name} with {of_device}")
-    return RuntimeError(
-        f"{name}: {cause}\n"
-        f"It runs nothing more in this process. Start again from a checkpoint in new processes; with "
-        f"CUDA_LAUNCH_BLOCKING=1 the error names the line that launched the kernel."
-    )
 
 
 def explain_loss(notes: Mapping[int, str], silent: Sequence[int]) -> list[str]:
@@ -331,57 +306,20 @@ def _remark(leaves: Sequence[Any]) -> str:
     return "The state is as it was before the step."
 
 
-def _is_of_another_rank(error: BaseException, groups: ProcessGroups) -> bool:
-    """Whether a step fails because another rank does. A GPU may have found that while the host was in the step."""
-    if isinstance(error, LostRank):
-        return True
-    is_found = isinstance(error, Exception) and groups.in_flight.error() != ""
-    return is_found and not groups.in_flight.device_error
-
-
-def quit_with_note(groups: ProcessGroups, note: str, cause: str) -> None:
-    """Quit a mesh. The other ranks learn why by the note.
-
-    The steps before may end first. The states of those that do not are marked, for a `cause` on this rank.
-    """
-    _end_steps(groups)
-    for step in groups.in_flight.reset():
-        _mark(step.leaves, f"{cause} before {step.name} had ended")
-    _write_note_and_close(groups, note)
-
-
-def _end_steps(groups: ProcessGroups) -> str:
-    """Let the steps end that a GPU runs. Returns why they do not end well, or an empty text."""
-    if groups.in_flight.oldest() is None:
-        return ""
-    return groups.in_flight.wait(groups.timeout)
-
-
-def _write_note_and_close(groups: ProcessGroups, note: str) -> None:
-    """Write a note for the other ranks of a mesh, and close the connections to them."""
+def quit_with_note(groups: ProcessGroups, note: str) -> None:
+    """Quit a mesh. The other ranks learn why by the note; on GPUs they end with it."""
     if groups.is_alone:
         return
-    write_note(groups, note)
+    if groups.watcher is not None:
+        groups.watcher.fail(note)
+    else:
+        _write_note(groups, note)
     groups.close()
 
 
-def write_note(groups: ProcessGroups, note: str) -> None:
-    """Write a note for the other ranks of a mesh, which may watch for one."""
-
-    def write() -> None:
-        store = groups.store()
-        store.set(f"note/{dist.get_rank()}", note)
-        store.set(_ANY_NOTE, "")
-
-    _in_time(write)
-
-
-def has_note(groups: ProcessGroups) -> bool:
-    """Whether any rank of a mesh has written a note.
-
-    Raises: RuntimeError if the store has gone.
-    """
-    return groups.store().check([_ANY_NOTE])
+def _write_note(groups: ProcessGroups, note: str) -> None:
+    """Write a note for the other ranks of a mesh, which read it when they lose their connection to this one."""
+    _in_time(lambda: groups.store().set(f"note/{dist.get_rank()}", note))
 
 
 def _read_notes(groups: ProcessGroups) -> dict[int, str]:

@@ -1,9 +1,7 @@
-"""The steps that a GPU runs or is told to run, and that have not been seen to end.
+"""The steps that a GPU runs or is told to run.
 
-The call of a step returns before a GPU has run it. If another rank fails meanwhile, kernels of this rank stop
-with results that nobody may use, and no error is raised. So every step records an event after its work. A step has
-ended well if its event is done, and no error is found after that. If one is found, the states of all other steps are
-marked.
+The call of a step returns before a GPU has run it. So every step records an event after its work, and its end is known
+when somebody asks the event: a thread of the process (see `watch`), and whoever reads the state.
 """
 
 from __future__ import annotations
@@ -11,8 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
 _LOOK = 0.01  # seconds between two looks at an event
 
@@ -24,115 +21,46 @@ class Event(Protocol):
         """Whether the work before it is done."""
 
 
-class End:
-    """The end of a step on a GPU: the event after its work. While the host launches the step there is none.
+class InFlight:
+    """The steps of a mesh, counted in their order.
 
-    `torch.Event.query` keeps Python's lock. If the driver does not answer, no other thread of the process goes on.
+    Attributes:
+        launched: the number of steps that the host has begun to launch.
+        ended: how many of them the GPU is known to have ended.
+        device_error: what the GPU has said when it failed; empty while it works.
     """
 
     def __init__(self) -> None:
-        self.event: Event | None = None
-
-    def query(self) -> bool:
-        return self.event is not None and self.event.query()
-
-
-class StepInFlight(NamedTuple):
-    """A step, the leaves of the state that it writes, and its end."""
-
-    name: str
-    leaves: Sequence[Any]
-    end: Event
-
-
-class InFlight:
-    """The steps of a mesh that are not known to have ended well, in their order.
-
-    `find_error` returns what the kernels of this rank have found, such as a rank that did not come; an empty text if
-    nothing. `given_up` is why this rank waits for the others no longer; empty while it does. `device_error` is what the
-    device of this rank has said when it failed, unless this rank had given up before.
-    """
-
-    def __init__(self, find_error: Callable[[], str]) -> None:
-        self.find_error = find_error
-        self.given_up = ""
+        self.launched = 0
+        self.ended = 0
         self.device_error = ""
-        self._steps: deque[StepInFlight] = deque()
-        self._lock = threading.RLock()  # the thread that watches reads the steps too
+        self._events: deque[Event] = deque()
+        self._lock = threading.Lock()
 
-    def add(self, step: StepInFlight) -> None:
-        """Add a step that is launched now, or has been."""
+    def begin(self) -> int:
+        """Count a step whose launch begins. Returns its number."""
         with self._lock:
-            self._steps.append(step)
+            self.launched += 1
+            return self.launched
 
-    def oldest(self) -> StepInFlight | None:
-        """The first step that is not known to have ended well."""
+    def record(self, event: Event) -> None:
+        """Note the event after the work of the step that was launched last."""
         with self._lock:
-            self._forget_ended()
-            return self._steps[0] if self._steps else None
+            self._events.append(event)
 
-    def error(self) -> str:
-        """Why the steps in flight will not end well, or an empty text."""
+    def look(self) -> int:
+        """The number of steps that have ended, as far as their events say."""
         with self._lock:
-            return self._forget_ended()
+            try:
+                while self._events and self._events[0].query():
+                    self._events.popleft()
+                    self.ended += 1
+            except RuntimeError as error:  # only a device that has failed raises here
+                self.device_error = str(error).partition("\n")[0]
+            return self.ended
 
-    def give_up(self, step: StepInFlight, cause: str, stop: Callable[[], None]) -> None:
-        """Wait for the other ranks no longer, if this step is still the oldest one: `stop` what waits for them.
-
-        Other threads see the cause when this has been done: what they open next must not be stopped.
-        """
-        with self._lock:
-            if self._steps and self._steps[0] is step and not self.given_up:
-                self.given_up = cause
-                stop()
-
-    def renew(self) -> None:
-        """Restart the time-out of the step that the host is launching: a profile runs it again.
-
-        `Watch` knows a step by its identity, so a copy of it counts as a new step.
-        """
-        with self._lock:
-            if self._steps:
-                self._steps.append(self._steps.pop()._replace())
-
-    def wait(self, seconds: float) -> str:
-        """Let all steps end, for at most so many seconds. Returns why they did not end well, or an empty text."""
-        end = time.monotonic() + seconds
-        error = self.error()
-        while not error and self._steps and time.monotonic() < end:
-            time.sleep(_LOOK)
-            error = self.error()
-        return error
-
-    def drop_failed(self) -> None:
-        """Forget the step that the host is launching, because it has failed on this rank."""
-        with self._lock:
-            end = self._steps[-1].end if self._steps else None
-            if isinstance(end, End) and end.event is None:
-                self._steps.pop()
-
-    def reset(self) -> list[StepInFlight]:
-        """Forget all steps, and that this rank has given up. Returns the steps that have not ended well."""
-        with self._lock:
-            self._forget_ended()
-            steps = list(self._steps)
-            self._steps.clear()
-            self.given_up = ""
-            return steps
-
-    def _forget_ended(self) -> str:
-        """Forget the steps that have ended well. Returns why the others will not, or an empty text."""
-        ended = 0
-        try:
-            while ended < len(self._steps) and self._steps[ended].end.query():
-                ended += 1
-        except RuntimeError as error_of_device:
-            if not self.given_up:
-                self.device_error = str(error_of_device).partition("\n")[0]
-            return self.given_up or self.device_error
-        # Looked for after the events: an error found now may belong to a step whose event is already done.
-        error = self.given_up or (self.find_error() if self._steps else "")
-        if not error:
-            for _ in range(ended):
-                self._steps.popleft()
-        return error
+    def wait(self) -> None:
+        """Let all steps end that are launched, unless the device fails. The process that watches sets the limit."""
+        while self._events and not self.device_error:
+            self.look()
+            time.sleep(_LOOK if self._events else 0)

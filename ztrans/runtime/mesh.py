@@ -33,7 +33,7 @@ def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:
     _check_axes(device, sizes)
     device = _chosen_device(device)
     if device == "cuda":
-        _order_launches()
+        _set_up_nccl()
     if not dist.is_initialized():
         _begin("nccl" if device == "cuda" else "gloo")
     world = dist.get_world_size()
@@ -88,13 +88,14 @@ def _chosen_device(device: str | None) -> str:
     return device
 
 
-def _order_launches() -> None:
-    """Have NCCL start the messages of all communicators in the order in which this process launches them.
-
-    Otherwise the messages of two communicators may wait for each other, on GPUs that have no room for both. NCCL reads
-    the variable once, with its first communicator or message.
-    """
+def _set_up_nccl() -> None:
+    """Set what NCCL reads once, with its first communicator or message, unless the user has set it."""
+    # The messages of all communicators start in the order in which this process launches them. Otherwise two of them
+    # may wait for each other, on GPUs that have no room for both.
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    # NCCL would register the buffers that a CUDA graph sends. Between GPUs of one host the replay then hangs if the
+    # allocator has expandable segments (pytorch/torchtitan#3306, pytorch#158029), and sums may have another order.
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
 def _begin(backend: str) -> None:
@@ -116,10 +117,13 @@ def _end(process: int) -> None:
     """End torch.distributed, at the exit of the process that started it."""
     if process != os.getpid():
         return  # a forked child has the groups of its parent, but none of their threads
-    # Destroying a NCCL communicator waits for all of its ranks. If the program or its last step failed on this rank,
-    # the others may still be inside a collective, so the wait would not end. They must see this process end instead.
+    if not dist.is_initialized():
+        return
+    # Destroying a NCCL communicator waits for all of its ranks, which may be inside a collective for ever: nothing here
+    # shows that sys.exit has ended this program before theirs. The process that watches has said that this rank leaves.
+    waits = dist.get_backend() == "nccl" and dist.get_world_size() > 1
     has_failed = hasattr(sys, "last_type") or any(x.is_closed for x in all_process_groups())
-    if has_failed or not dist.is_initialized():
+    if waits or has_failed:
         return
     for groups in all_process_groups():
         # Another rank may be slower, and wait for the messages of these gathers before its last step ends.

@@ -6,9 +6,9 @@ reductions have another one for the first level. In one more group the ranks com
 `destroy_process_group` ends them together with those of the mesh.
 
 When a step fails on one rank, that rank closes its groups: the other ranks lose their connections to it, and stop
-waiting at once. The next step makes new groups. So no message of it can meet one of the failed step, which some ranks
-have sent and others have not. Checkpoints have a group that no failed step closes, because a save may run beside steps.
-No step uses the mesh's own groups, which nobody may close.
+waiting at once. On CPUs the next step makes new groups. So no message of it can meet one of the failed step, which some
+ranks have sent and others have not. Checkpoints have a group that no failed step closes, because a save may run beside
+steps. No step uses the mesh's own groups, which nobody may close. On GPUs all ranks end instead (see `watch`).
 
 `ProcessGroups` has these groups, and all else that the steps of a mesh share: the lock of the thread that runs them,
 the answer that is still to be read, carried gathers, symmetric memory, the steps in flight, and the store for notes.
@@ -24,6 +24,7 @@ import functools
 import itertools
 import math
 import os
+import re
 import socket
 import threading
 import weakref
@@ -39,11 +40,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.axes import groups_along, members
-from ..ir.graph import Graph
 from ..ir.routes import Hosts, common, hosts_of
-from ..ir.user_collectives import is_user_collective
-from .cuda.abort import abort
+from .cuda.connect import connect
 from .in_flight import InFlight
+from .watch import Place, Watcher
 
 if TYPE_CHECKING:
     from .carried import Carried
@@ -53,6 +53,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ONE_HOST = Hosts(1)
+
+# What NCCL says when it finds no memory on the GPU of this rank.
+_NO_MEMORY = re.compile("out of memory|CUDA [cm]alloc")
 
 Axis = str | None  # an axis of the mesh or a joint one; None is the whole mesh
 
@@ -155,11 +158,18 @@ class Channel:
         """Turn errors of the connection to other ranks into `LostRank`. Only calls of the backend belong inside.
 
         NCCL and the store raise torch's DistError, and gloo plain RuntimeErrors. Errors of other classes, such as one
-        about memory, are of this rank.
+        about memory, are of this rank. So is one of NCCL about memory of the GPU.
         """
         try:
             yield
         except RuntimeError as error:
+            if isinstance(error, dist.DistError) and _NO_MEMORY.search(str(error)):
+                raise torch.OutOfMemoryError(
+                    f"ztrans: NCCL finds no memory on the GPU of rank {dist.get_rank()} for {self.purpose} over "
+                    f"{self.axis}: {error}\n"
+                    f"It takes memory outside of PyTorch's allocator. Leave more to it: lower the limit of the step, "
+                    f"zt.Device(reserve=...) or prefetch(memory=...)."
+                ) from error
             is_of_gloo = type(error) is RuntimeError and not _is_nccl(self.live_group())
             if isinstance(error, dist.DistError) or is_of_gloo:
                 raise LostRank(str(error)) from error
@@ -173,13 +183,13 @@ class Channel:
         self.is_broken = False
 
     def close(self) -> None:
-        """End the group, and with it the connections to the other ranks. `interrupt` ends a group over NCCL."""
+        """End the group, and with it the connections to the other ranks. NCCL would wait, so its groups stay."""
         for future in list(self.futures):
             future.drop()  # a message in progress would keep its connection open
         self.first_levels.clear()
         group = self.live_group()
         self._group = None
-        if group is not None and not _is_nccl(group):  # NCCL would wait for the messages first
+        if group is not None and not _is_nccl(group):
             # It may have been destroyed already.
             with contextlib.suppress(ValueError, AssertionError, RuntimeError):
                 dist.destroy_process_group(group)
@@ -197,11 +207,9 @@ class ProcessGroups:
         saves: the channel of checkpoints, which a failed step does not close; `reopen` opens it.
         symmetric: the symmetric memory of the mesh, if its devices have any.
         epoch: how often closed channels were reopened.
-        failures: how often a step that failed has closed the channels.
         in_step: the thread that is in a step on which the ranks have agreed, or 0.
         in_flight: the steps that a GPU runs.
-        carries_users: whether steps send messages of the user's own through the mesh's groups.
-        watched_by: the process in which a thread watches these steps (see `watch`).
+        watcher: on several GPUs, the connection to the process that ends this one if another rank is lost.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -215,14 +223,9 @@ class ProcessGroups:
         self.saves = Channel(None, "saves")
         self.symmetric: SymmetricMemory | None = None
         self.epoch = 0
-        self.failures = 0
         self.in_step = 0
-        self.in_flight = InFlight(self._error_of_kernels)
-        self.carries_users = False
-        self.watched_by = 0
-        self._aborted: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-        self._aborting = threading.Lock()  # torch cannot abort a group in two threads at once
-        self._client: dist.Store | None = None
+        self.in_flight = InFlight()
+        self.watcher: Watcher | None = None
         self._mesh_ranks = mesh.mesh
         self._device_type = mesh.device_type
         # The mesh keeps its groups alive, so this object holds weak references only.
@@ -230,6 +233,8 @@ class ProcessGroups:
         for axis in mesh.mesh_dim_names or ():
             self._bases[axis] = weakref.ref(mesh.get_group(axis))
         self._channels: dict[tuple[Axis, str], Channel] = {}
+        if ends_together(mesh.device_type) and not self.is_alone:
+            self.watcher = self._watcher()
 
     @property
     def is_closed(self) -> bool:
@@ -250,14 +255,15 @@ class ProcessGroups:
         if key not in self._channels:
             # If it does not open, it counts as closed, so that all ranks open the same ones in the next call.
             self._channels[key] = Channel(axis, purpose)
-            _to_the_end(lambda: self._open(self._channels[key]))
+            self._to_the_end(lambda: self._open(self._channels[key]))
         return self._channels[key]
 
     def open(self) -> None:
         """Reopen the channels that a failure has closed. All ranks must call it, within the time-out.
 
-        Raises: RuntimeError if the process group of the mesh has been destroyed.
+        Raises: RuntimeError if the process group of the mesh has been destroyed, or if a mesh of GPUs has failed.
         """
+        self.check_goes_on()
         closed_channels = []
         for channel in self._channels.values():
             if channel.is_closed:
@@ -273,9 +279,17 @@ class ProcessGroups:
             for channel in closed_channels:
                 self._open(channel)
 
-        _to_the_end(reopen)
-        if self.symmetric is not None:
-            self.symmetric.renew(closed_channels, self.from_all)
+        self._to_the_end(reopen)
+
+    def check_goes_on(self) -> None:
+        """Raises: RuntimeError if this rank of a mesh of GPUs has failed, because the other ranks end."""
+        if self.watcher is not None and self.watcher.failure:
+            raise RuntimeError(
+                f"ztrans: rank {dist.get_rank()} {self.watcher.failure}. On GPUs all ranks end together, so the others "
+                f"are ending, and this one runs no more steps.\n"
+                f"End this process, and start all of them again from the last checkpoint, as torchrun --max-restarts "
+                f"does (docs/launch.md)."
+            )
 
     def reopen(self, channel: Channel) -> None:
         """Open a channel, so that no message on it meets one from before. All ranks must call it, within the time-out.
@@ -289,7 +303,7 @@ class ProcessGroups:
             with channel.errors():
                 self._open(channel)
 
-        _to_the_end(reopen)
+        self._to_the_end(reopen)
 
     def close(self) -> None:
         """Close all channels of steps, so that the other ranks do not wait for this one."""
@@ -298,8 +312,6 @@ class ProcessGroups:
         if self.carried is not None:
             self.carried.join()
             self.carried = None
-        self.failures += 1
-        self.interrupt()
         for channel in self._channels.values():
             channel.close()
 
@@ -356,56 +368,52 @@ class ProcessGroups:
         timeout = _timeout(self._base(next(iter(self._bases))))
         return math.inf if timeout is None else timeout.total_seconds()
 
-    def note_program(self, graph: Graph) -> None:
-        """Note what the messages of a program need: those of the user's own go through the mesh's groups."""
-        if any(is_user_collective(eqn) for eqn in graph.eqns):
-            self.carries_users = True
-
-    def interrupt(self) -> None:
-        """Stop kernels that wait for messages of other ranks. Another thread may be in a step.
-
-        If steps send messages of the user's own, this ends the mesh's groups too, and the mesh is lost.
-        """
-        if self.symmetric is not None:
-            self.symmetric.interrupt()
-        with self._aborting:
-            groups = [channel.live_group() for channel in list(self._channels.values())]
-            if self.carries_users:
-                groups += [reference() for reference in self._bases.values()]
-            running = []
-            for group in groups:
-                if group is not None and _is_nccl(group) and group not in self._aborted:
-                    running.append(group)
-            abort(running)
-            self._aborted.update(running)
-
     def store(self) -> dist.Store:
         """A key-value store that any rank of the mesh can write and read at any time."""
-        store = self._base(next(iter(self._bases))).get_group_store()
-        # Meshes of the same ranks may have one group and its store in common, and fail apart.
-        axes = ",".join(self._bases)
-        shape = ",".join(map(str, self._mesh_ranks.shape))
-        ranks = "-".join(map(str, self.ranks))
-        prefix = f"ztrans/{axes}/{shape}/{ranks}/{self.epoch}"
-        return dist.PrefixStore(prefix, self._client or store)
-
-    def connect_store(self) -> None:
-        """Use a connection to the store that no group of torch uses: one that waits in the store locks its own."""
-        if self._client is not None:
-            return
-        with contextlib.suppress(RuntimeError):  # a group may have been destroyed
-            store: Any = self._base(next(iter(self._bases))).get_group_store()
-            # A store that is written in Python has one connection only, and cannot be cloned. Then it is used itself.
-            self._client = store
-            self._client = store.clone()
+        return dist.PrefixStore(f"{self._key}/{self.epoch}", self._root_store())
 
     @functools.cached_property
     def _host_names(self) -> dict[int, tuple[str, ...]]:
         """The host of every rank of the mesh. All ranks must ask for them together."""
         return dict(self.from_all((dist.get_rank(), host_name())))
 
-    def _error_of_kernels(self) -> str:
+    def error_of_kernels(self) -> str:
+        """What the kernels of this rank have waited for in vain; empty if nothing."""
         return self.symmetric.error() if self.symmetric is not None else ""
+
+    @property
+    def _key(self) -> str:
+        """Where this mesh has its keys. Meshes of the same ranks may have one group and its store in common."""
+        axes = ",".join(self._bases)
+        shape = ",".join(map(str, self._mesh_ranks.shape))
+        ranks = "-".join(map(str, self.ranks))
+        return f"ztrans/{axes}/{shape}/{ranks}"
+
+    def _root_store(self) -> dist.Store:
+        return self._base(next(iter(self._bases))).get_group_store()
+
+    def _watcher(self) -> Watcher:
+        """Let a process watch over this rank. Each rank calls this for itself, for each mesh as often as the others.
+
+        Raises: ValueError if no other process can read the store of the mesh.
+        """
+        store = self._root_store()
+        rank = dist.get_rank()
+        # A mesh of the same ranks may have been destroyed, and its keys may still be there.
+        times = store.add(f"{self._key}/watched/{rank}", 1)
+        place = Place(store, f"{self._key}/{times}", rank, len(self.ranks), self.timeout)
+        mesh = weakref.ref(self)
+
+        def before_leaving() -> None:
+            groups = mesh()
+            # Another rank may be slower, and wait for the messages of these gathers before its last step ends.
+            if groups is not None:
+                with contextlib.suppress(RuntimeError):  # the groups may have been destroyed
+                    groups.drop_carried()
+
+        watcher = Watcher(place, self.in_flight, before_leaving)
+        weakref.finalize(self, watcher.forget).atexit = False
+        return watcher
 
     def _base(self, axis: str) -> dist.ProcessGroup:
         """The mesh's own group along an axis, or along the first of a joint axis."""
@@ -430,6 +438,27 @@ class ProcessGroups:
             for row in groups:
                 hosts.append(hosts_of([self._host_names[rank] for rank in sorted(row)]))
             channel.hosts = common(hosts)
+        if _is_nccl(channel.live_group()) and not self.is_alone:
+            with channel.errors():
+                # Reductions are hierarchical where hosts have equally many ranks.
+                count = channel.hosts.count if channel.hosts.even else 1
+                connect(channel.group, channel.purpose, count)
+
+    def _to_the_end(self, run: Callable[[], object]) -> None:
+        """Run a function that opens groups to its end, and only then raise an interrupt that arrives meanwhile.
+
+        Torch names groups by their number. If only some ranks made a group, later groups of one name would never meet.
+        No signal handler raises in a thread other than the main one.
+        """
+        # Each thread has a current GPU of its own.
+        device = None if self._device_type == "cpu" else torch.accelerator.current_device_index()
+
+        def run_on_device() -> None:
+            with torch.accelerator.device_index(device):
+                run()
+
+        with ThreadPoolExecutor(1, "ztrans-open") as executor:  # its exit waits for the thread
+            executor.submit(run_on_device).result()
 
     def _skip_names(self, count: int) -> None:
         """Keep torch from giving the next groups the names of those that were closed.
@@ -473,16 +502,6 @@ class ProcessGroups:
                 channel.open(group)
 
 
-def _to_the_end(run: Callable[[], object]) -> None:
-    """Run a function that opens groups to its end, and only then raise an interrupt that arrives meanwhile.
-
-    Torch names groups by their number. If only some ranks made a group, later groups of one name would never meet. No
-    signal handler raises in a thread other than the main one.
-    """
-    with ThreadPoolExecutor(1, "ztrans-open") as executor:  # its exit waits for the thread
-        executor.submit(run).result()
-
-
 # By the first group of a mesh: the process groups of the meshes that have it, by their ranks, axes and sizes.
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, ProcessGroups]] = (
     weakref.WeakKeyDictionary()
@@ -522,6 +541,11 @@ def _check_splits(ranks: Sequence[int], base: dist.ProcessGroup) -> None:
             f"and those outside of the mesh do not.\n"
             f"Choose the device with torch.cuda.set_device(local_rank), and call init_process_group without device_id."
         )
+
+
+def ends_together(device_type: str) -> bool:
+    """Whether all ranks of a mesh of such devices end if one is lost: on GPUs."""
+    return device_type != "cpu"
 
 
 def all_process_groups() -> list[ProcessGroups]:

@@ -25,7 +25,7 @@ def side_streams(mesh: DeviceMesh) -> Streams | None:
         return None
     groups = process_groups(mesh)
     if groups.symmetric is None:
-        groups.symmetric = SymmetricMemory()
+        groups.symmetric = SymmetricMemory(timeout=groups.timeout)
     return Streams(symmetric=groups.symmetric)
 
 

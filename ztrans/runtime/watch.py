@@ -1,129 +1,216 @@
-"""A thread that sees that another rank has failed while a GPU of this rank waits for it.
+"""The side of a rank that a process watches: what it says to that process, and how it ends (see `watching`).
 
-On CPUs the host waits for messages, and fails as soon as a connection is lost. On GPUs kernels wait, and the host may
-wait for a kernel, also while it launches the step: the queue of launches may be full. So while a step is in flight, a
-thread looks whether
-
-- another rank has written a note into the store, because it has failed;
-- the step has not ended within nine tenths of the time-out of the process group. After the whole time-out torch would
-  end the process.
-
-This rank then gives up: it writes a note itself, and stops its kernels that wait, also those of a captured graph. So
-the host goes on. No later step starts from what these kernels have returned: the next call marks the states of all
-steps in flight, and raises LostRank. A loss that the host reads before that may be wrong.
+A mesh of several GPUs has a `Watcher` on each rank, from the first call that needs its process groups to the end of the
+program. A thread of the rank says which steps the GPU has ended. It waits for nothing else, and nothing depends on it
+while the host is inside a launch: then no step ends, and the process that watches keeps the time.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import json
+import logging
 import os
+import select
+import subprocess
+import sys
 import threading
 import time
-import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple, NoReturn, cast
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+import torch.distributed as dist
 
-from .failure import has_note, steps_of, write_note
-from .in_flight import End, StepInFlight
-from .process_groups import ProcessGroups, process_groups
+from . import watching
+from .in_flight import InFlight
 
-_LOOK = 0.5  # seconds between two looks; each asks the store once
-_SHARE = 0.9  # of the time-out, after which this rank gives up
+_MOST_TEXT = 2000  # bytes of an error; a pipe takes 4096 at once
+_STARTS_WITHIN = 60.0  # seconds: the process that watches imports torch
+_SILENT = 10.0  # seconds at the end of a program before it says for whom it waits
+_logger = logging.getLogger("ztrans")
+
+
+class Place(NamedTuple):
+    """Where a rank meets the others: a key in a store that no other mesh and no earlier run has, and its time-out."""
+
+    store: dist.Store
+    key: str
+    rank: int
+    ranks: int
+    timeout: float
+
+    def described(self) -> str:
+        """The place as text, from which another process connects to the store.
+
+        Raises: ValueError if the store is in the memory of this process.
+        """
+        store: Any = self.store
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        if isinstance(store, dist.TCPStore):
+            address = {"host": store.host, "port": store.port}
+        elif isinstance(store, dist.FileStore):
+            address = {"path": cast(Any, store).path}
+        else:
+            raise ValueError(f"{type(store).__name__}: no other process can read this store")
+        # torch puts the number of a restart before the keys of a store, and this process does not know that prefix. So
+        # the ranks agree on a key through the store with its prefixes, and use it without them.
+        token = self.store.compare_set(f"{self.key}/token", "", os.urandom(8).hex())
+        numbers = {"rank": self.rank, "ranks": self.ranks, "timeout": self.timeout}
+        key = f"ztrans/{token.decode()}"
+        return json.dumps(address | numbers | {"key": key, "process": os.getpid()})
+
+
+class Watcher:
+    """The connection of a rank to the process that watches over it.
+
+    Attributes:
+        failure: how this rank has failed; empty while it has not. After that no step of the mesh runs.
+    """
+
+    def __init__(
+        self, place: Place, in_flight: InFlight, before_leaving: Callable[[], None]
+    ) -> None:
+        """Start the process. `before_leaving` ends what the last step has left in progress, at the end of the program.
+
+        Raises: ValueError if no other process can read the store.
+        """
+        self.failure = ""
+        self.place = place
+        self.in_flight = in_flight
+        self.before_leaving = before_leaving
+        self._owner = os.getpid()
+        self._has_left = False
+        # -P: the files beside the script are no modules of its own. A session of its own: Ctrl-C, and the SIGTERM with
+        # which torchrun ends a worker, go to the rank alone, and this process sees whether it goes on.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(Path(watching.__file__)), place.described()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            bufsize=0,
+        )
+        self._says = cast(IO[bytes], self._process.stdin).fileno()
+        os.set_blocking(self._says, False)  # no step waits for this process
+        threading.Thread(target=self._report, name="ztrans-watch", daemon=True).start()
+        atexit.register(self.leave)
+
+    def launched(self) -> None:
+        """Say that the host begins to launch a step, or that this has begun again, as in a profile."""
+        self._say(f"launched {self.in_flight.launched}")
+
+    def fail(self, text: str) -> None:
+        """Say that this rank has failed. It raises its own error, and all other ranks end with this text."""
+        if not self.failure:
+            self.failure = text
+            self._say(f"failed {_json(text)}")
+
+    def lost(self, text: str) -> NoReturn:
+        """End this process, because it has lost another rank. `text` is what the backend says about that."""
+        self._say(f"lost {_json(text)}")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_STARTS_WITHIN)
+        time.sleep(watching.LOOK)  # the thread that ends this process has the better text
+        end_process(f"ztrans: rank {self.place.rank} ends, because it has lost other ranks: {text}")
+
+    def leave(self) -> None:
+        """Say that the program of this rank ends, and wait for those of the others.
+
+        A rank that ended its process at once could take the last messages with it.
+        """
+        if self._has_left or self._owner != os.getpid():
+            return  # a forked child has the pipe of its parent, and is no rank
+        self._has_left = True
+        error = getattr(sys, "last_value", None)
+        if error is not None:
+            self.fail(f"has ended its program with {described(error)}")
+        if self.failure:
+            return
+        self.before_leaving()
+        self.in_flight.wait()
+        if self.in_flight.device_error:
+            self.fail(f"has a GPU that failed: {self.in_flight.device_error}")
+            return
+        self._say("left")
+        try:
+            self._process.wait(_SILENT)
+        except subprocess.TimeoutExpired:
+            _logger.warning(
+                "ztrans: the program of rank %d has ended. It waits for those of the other ranks, for %.0f s at most.",
+                self.place.rank,
+                self.place.timeout,
+            )
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(min(self.place.timeout, threading.TIMEOUT_MAX))
+
+    def forget(self) -> None:
+        """Say that this rank needs the others no more, because its process group is destroyed."""
+        if not self._has_left and self._owner == os.getpid():
+            self._has_left = True
+            atexit.unregister(self.leave)
+            self._say("left")
+
+    def _say(self, line: str) -> None:
+        # Without the process nobody listens, and the thread has said so. A full pipe loses a number; the next follows.
+        with contextlib.suppress(BrokenPipeError, BlockingIOError):
+            os.write(self._says, f"{line}\n".encode())
+
+    def _report(self) -> None:
+        """Say which steps have ended, until the process that watches ends, or says why this one must end."""
+        hears = cast(IO[bytes], self._process.stdout).fileno()
+        answers = select.poll()
+        answers.register(hears, select.POLLIN)
+        ended = 0
+        while not answers.poll(watching.LOOK * 1000):
+            if self.in_flight.look() > ended:
+                ended = self.in_flight.ended
+                self._say(f"ended {ended}")
+            if self.in_flight.device_error:
+                self.fail(f"has a GPU that failed: {self.in_flight.device_error}")
+        text = b"".join(iter(lambda: os.read(hears, 1 << 16), b"")).decode()
+        if text:
+            end_process(text)
+        if not self._has_left and not self.failure:
+            _logger.warning(
+                "ztrans: the process that watches over rank %d has ended. If another rank is lost, this one waits for "
+                "it until the time-out of NCCL.",
+                self.place.rank,
+            )
 
 
 @contextlib.contextmanager
-def watched(mesh: DeviceMesh | None, name: str, leaves: Sequence[Any]) -> Iterator[None]:
-    """Launch a step of the program `name`, which writes these leaves. On GPUs it is watched until it ends."""
-    groups = process_groups(mesh) if mesh is not None else None
-    if mesh is None or groups is None or groups.is_alone or mesh.device_type == "cpu":
+def watched(watcher: Watcher | None) -> Iterator[None]:
+    """Launch a step on GPUs of several ranks. Without a watcher, as on CPUs, nothing is counted."""
+    if watcher is None:
         yield
         return
-    end = End()
-    step = StepInFlight(f"step {steps_of(leaves) + 1} of {name}", leaves, end)
-    try:
-        watch_step(groups, step)
-        yield
-        event = torch.Event(mesh.device_type)
-        event.record()
-        end.event = event
-    except BaseException:
-        groups.in_flight.drop_failed()
-        raise
+    watcher.in_flight.begin()
+    watcher.launched()
+    yield
+    event = torch.Event()
+    event.record()
+    watcher.in_flight.record(event)
 
 
-def watch_step(groups: ProcessGroups, step: StepInFlight) -> None:
-    """Watch a step in flight, in a thread of the process."""
-    groups.in_flight.add(step)
-    if groups.watched_by != os.getpid():
-        thread = threading.Thread(
-            target=_watch, args=(weakref.ref(groups),), name="ztrans-watch", daemon=True
-        )
-        groups.watched_by = os.getpid()
-        try:
-            thread.start()
-        except BaseException:
-            groups.watched_by = 0  # so the next step tries again
-            raise
+def end_process(text: str) -> NoReturn:
+    """End this process with a text, and without destructors: they would wait for kernels that never end."""
+    _logger.critical(text)
+    if logging.getLogger().handlers or _logger.handlers:  # the text may have gone to a file
+        print(text, file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(1)
 
 
-class Watch:
-    """What a thread knows of the steps in flight: the oldest one, and since when it is that."""
-
-    def __init__(self) -> None:
-        self.oldest: StepInFlight | None = None
-        self.since = 0.0
-
-    def look(self, groups: ProcessGroups, now: float) -> None:
-        """Give up on the other ranks of a mesh if the oldest step in flight will not end."""
-        oldest = groups.in_flight.oldest()
-        if oldest is not self.oldest:
-            self.oldest = oldest
-            self.since = now
-        if oldest is None or groups.in_flight.given_up:
-            return
-        cause = _why_it_will_not_end(groups, oldest, now - self.since)
-        if cause:
-            groups.in_flight.give_up(oldest, cause, lambda: _give_up(groups, oldest))
+def described(error: BaseException) -> str:
+    """An error in words, with all lines of its text."""
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _give_up(groups: ProcessGroups, step: StepInFlight) -> None:
-    """Tell the other ranks of a mesh that this one waits for them no longer, and stop its kernels that wait.
-
-    If the device of this rank has failed, the note says so. It is empty if another rank has failed.
-    """
-    of_device = groups.in_flight.device_error
-    write_note(groups, f"failed in {step.name} with {of_device}" if of_device else "")
-    groups.interrupt()
-
-
-def _why_it_will_not_end(groups: ProcessGroups, step: StepInFlight, seconds: float) -> str:
-    try:
-        # The store may be slow to answer, so the time comes first.
-        if seconds > _SHARE * groups.timeout:
-            return f"{step.name} has not ended for {seconds:.0f} s"
-        if has_note(groups):
-            return f"another rank failed while {step.name} was running"
-    except RuntimeError:
-        return "the process group of the mesh, or the process that holds its store, has ended"
-    return groups.in_flight.error()
-
-
-def _watch(reference: weakref.ref[ProcessGroups]) -> None:
-    """Look at the steps in flight of a mesh, again and again, as long as the mesh lives."""
-    watch = Watch()
-    try:
-        while True:
-            groups = reference()
-            if groups is None:  # the mesh has ended
-                return
-            groups.connect_store()
-            watch.look(groups, time.monotonic())
-            del groups  # so that the mesh may end meanwhile
-            time.sleep(_LOOK)
-    finally:
-        groups = reference()
-        if groups is not None:
-            groups.watched_by = 0  # so the next step starts another thread
+def _json(text: str) -> str:
+    return json.dumps(text.encode()[:_MOST_TEXT].decode(errors="ignore"), ensure_ascii=False)

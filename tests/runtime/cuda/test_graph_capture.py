@@ -495,14 +495,10 @@ def test_closing_waits_for_the_gpu_of_the_step(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_graph_is_captured_again_after_a_step_has_failed(compared):
-    """Its collectives are those of communicators that the failure has closed. The ranks compare the next steps."""
-    failures = [0]
+def test_closing_waits_for_no_gpu_after_a_step_has_failed(compared):
+    """The last replay may wait for a rank that does not come."""
     cuda = FakeCuda()
-    compiled, _, state, data = captured_on_a_mesh(6, cuda, failures=lambda: failures[0])
-    trained(compiled, state, data[:3])
-    failures[0] = 1
-    trained(compiled, state, data[3:])
-    assert [graph.replays for graph in cuda.graphs] == [2, 2]
-    assert cuda.synchronized == [], "the replay that failed may wait for a rank that does not come"
-    assert len(compared) == 4, "a run and a capture, each time"
+    compiled, capture, state, data = captured_on_a_mesh(3, cuda, has_failed=lambda: True)
+    trained(compiled, state, data)
+    compiled.close()
+    assert cuda.synchronized == [] and not capture.is_captured

@@ -19,8 +19,7 @@ from ztrans.runtime.contract import Contract
 from ztrans.runtime.cuda.graph_capture import Capture
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.executable import bind
-from ztrans.runtime.failure import Writes, check_ended, has_note, marker
-from ztrans.runtime.in_flight import StepInFlight
+from ztrans.runtime.failure import Writes, check_ended, marker
 from ztrans.runtime.process_groups import process_groups
 
 RANKS = 2
@@ -84,7 +83,12 @@ class Arriving:
 
 
 @pytest.fixture
-def mesh(monkeypatch):
+def store():
+    return dist.HashStore()
+
+
+@pytest.fixture
+def mesh(monkeypatch, store):
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=1, world_size=RANKS, store=FakeStore())
@@ -94,6 +98,7 @@ def mesh(monkeypatch):
     groups = process_groups(mesh)
     groups.is_alone = False  # the other rank sends nothing to the device, but its host talks
     groups._host_names = dict.fromkeys(range(RANKS), ("one host",))
+    groups.store = lambda: store
     yield mesh
     dist.destroy_process_group()
 
@@ -180,25 +185,27 @@ def test_a_difference_is_read_before_a_save_waits_for_the_step(mesh, messages, m
     leaf = torch.zeros(2)
     agree(mesh, "a step", 1, lambda values: "they differ", marker([leaf]))
     groups.pending.question.records[0, 0] += 1
-    groups.in_flight.add(StepInFlight("step 2", [leaf], NeverDone()))
+    groups.in_flight.record(NeverDone())
     with pytest.raises(RuntimeError, match="they differ"):
         check_ended([leaf], "save")
 
 
-def test_a_rank_that_makes_another_call_leaves_those_that_have_launched_a_step(mesh, messages):
+def test_a_rank_that_makes_another_call_leaves_those_that_have_launched_a_step(
+    mesh, messages, store
+):
     """Their kernels wait for this rank, which is in another call."""
     groups = process_groups(mesh)
-    groups._client = dist.HashStore()
     messages.records_of_others = bytearray(_RECORD.pack(b"", True, b"a step of train"))
     text = "unshard: the ranks of the mesh do not make the same call. This rank has sent nothing"
     with pytest.raises(RuntimeError, match=text):
         agree_on_call(mesh, "unshard")
-    assert has_note(groups)
-    assert groups.store().get("note/1") == b"made another call, unshard"
+    assert store.get("note/1") == b"made another call, unshard"
     assert groups.is_closed
 
 
-def test_a_failure_before_the_channels_are_open_is_told_to_the_others(mesh, messages, monkeypatch):
+def test_a_failure_before_the_channels_are_open_is_told_to_the_others(
+    mesh, messages, monkeypatch, store
+):
     """They wait for this rank to open channels with them."""
 
     def reserve(*_):
@@ -207,10 +214,38 @@ def test_a_failure_before_the_channels_are_open_is_told_to_the_others(mesh, mess
     monkeypatch.setattr("ztrans.compiled.reserve", reserve)
     case = CASES["mlp_momentum"]
     groups = process_groups(mesh)
-    groups._client = dist.HashStore()
     step = zt.shard_params(mesh)(case.step)
     state = step.shard(case.state())
     with pytest.raises(MemoryError, match="no memory"):
         step(state, *slices(batches(case, 1)[0], RANKS)[1])
     assert groups.is_closed
-    assert groups.store().get("note/1") == b"failed in step 1 of step with MemoryError: no memory"
+    assert store.get("note/1") == b"failed in step 1 of step with MemoryError: no memory"
+
+
+@pytest.mark.slow
+def test_a_refused_replay_is_told_to_the_others(mesh, messages, monkeypatch, store):
+    """They have launched theirs, and no rank compares replays."""
+    monkeypatch.setattr("ztrans.compiled.launches_first", lambda mesh: True)
+    case = CASES["mlp_momentum"]
+    compiled, state = compiled_step(mesh, case, messages, cuda_graph=True)
+    trained(compiled, state, 1, case, messages)
+    copied = {k: {n: x.clone() for n, x in v.items()} for k, v in state.items()}
+    with pytest.raises(ValueError, match="is not where it was when the step was captured"):
+        compiled(copied, *slices(batches(case, 1)[0], RANKS)[1])
+    note = store.get("note/1").decode()
+    assert note.startswith("refused a step of step with ValueError: step: state leaf ")
+    assert process_groups(mesh).is_closed
+
+
+def test_a_refused_call_is_told_to_the_others(mesh, messages, monkeypatch, store):
+    """On GPUs they have launched the step, on CPUs they wait to compare it."""
+    case = CASES["mlp_momentum"]
+    step = zt.shard_params(mesh)(case.step)
+    state = step.shard(case.state())
+    batch = slices(batches(case, 1)[0], RANKS)[1]
+    compiled = step.lower(state, *batch).compile()
+    messages.records_of_others = bytearray(_RECORD.pack(b"", True, b"a step of step"))
+    with pytest.raises(TypeError):
+        compiled(state, *batch[:-1])
+    refused = store.get("note/1").decode()
+    assert refused.startswith("failed in a step of step with TypeError: step")

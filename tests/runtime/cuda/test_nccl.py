@@ -267,10 +267,17 @@ def moved_by_each_rank(eqn: Eqn, terms: list[list[torch.Tensor]]) -> dict[str, i
     return modes[0].moved
 
 
-@pytest.mark.parametrize("of_user", [None, "0"])
-def test_nccl_orders_launches_from_the_first_communicator_on(monkeypatch, of_user):
-    """A value of the user stays."""
-    name = "NCCL_LAUNCH_ORDER_IMPLICIT"
+@pytest.mark.parametrize(
+    ("name", "of_user", "expected"),
+    [
+        ("NCCL_LAUNCH_ORDER_IMPLICIT", None, "1"),
+        ("NCCL_LAUNCH_ORDER_IMPLICIT", "0", "0"),
+        ("NCCL_GRAPH_REGISTER", None, "0"),
+        ("NCCL_GRAPH_REGISTER", "1", "1"),
+    ],
+)
+def test_nccl_is_set_up_before_the_first_communicator(monkeypatch, name, of_user, expected):
+    """It orders launches, and registers no buffers of CUDA graphs. A value of the user stays."""
     monkeypatch.setenv(name, of_user or "")
     if of_user is None:
         monkeypatch.delenv(name)
@@ -283,7 +290,7 @@ def test_nccl_orders_launches_from_the_first_communicator_on(monkeypatch, of_use
     mesh.make_mesh("cpu", dp=-1)
     assert began == [of_user], "nothing is set for gloo"
     mesh.make_mesh("cuda", dp=-1)
-    assert began == [of_user, of_user or "1"]
+    assert began == [of_user, expected]
 
 
 class Traffic(TorchDispatchMode):

@@ -33,6 +33,7 @@ from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.cuda.symmetric import (
     COPIED_AT_ONCE,
     LARGEST_FOR_KERNEL,
+    MOST_SPINS,
     Buffer,
     CudaSource,
     MessageKind,
@@ -41,6 +42,7 @@ from ztrans.runtime.cuda.symmetric import (
     Times,
     message_kind,
     on_all_ranks,
+    spins_of,
 )
 from ztrans.runtime.cuda.transport import CopiedStart, streamed_start
 from ztrans.runtime.process_groups import Channel
@@ -260,7 +262,7 @@ def test_gathers_for_which_there_is_no_room_at_once_are_copied_in_rounds(monkeyp
 
     def run(rank):
         channel = Rank(fabric, rank, Hosts(ranks))
-        buffer = Buffer(channel, 48, memories[rank])
+        buffer = Buffer(channel, 48, memories[rank], MOST_SPINS)
         transport = Transport("copied", "all_gather", "a double")
         common = eqn, {"dp": ranks}, {"dp": rank}, channel, Streams(FakeCuda()), transport
         start = CopiedStart(buffer, *common)
@@ -440,46 +442,19 @@ def test_a_trial_that_fails_by_nccl_is_refused_on_all_ranks(mesh, monkeypatch, p
     assert memory.answer(channel, kind) == "rank 1: CUDA out of memory"
 
 
-def test_a_channel_that_is_opened_again_gets_new_memory(mesh):
-    """The signals of a step that failed are left over."""
-    source = Local()
-    memory = Fast(source)
-    channel, other = channel_of(mesh.get_group()), channel_of(mesh.get_group())
-    memory.reserve([(channel, KIND), (other, KIND)], alike)
-    buffer = memory.buffer_of[channel, KIND]
-    before = buffer.ready
-    before.error.fill_(2)
-    with pytest.raises(RuntimeError, match="rank 0 waited in vain for rank 1"):
-        buffer.check()
-    memory.renew([channel], alike)
-    assert buffer.ready is not before and len(source.sizes) == 3
-    buffer.check()
-
-
-def test_an_interrupted_kernel_has_not_waited_for_its_own_rank(mesh):
+def test_a_kernel_that_has_waited_in_vain_is_an_error_of_the_mesh(mesh):
     memory = Fast(Local())
     channel = channel_of(mesh.get_group())
     memory.reserve([(channel, KIND)], alike)
-    memory.interrupt()
-    assert memory.error() == (
-        "rank 0 was told to wait no longer, because another rank has failed or does not come. "
-        "The symmetric memory is in no known state; make a new one."
-    )
+    assert memory.error() == ""
+    memory.buffer_of[channel, KIND].memory.error.fill_(2)
+    assert memory.error().startswith("rank 0 waited in vain for rank 1: it has died, is far behind")
 
 
-def test_a_step_without_its_memory_is_an_error_until_there_is_room(mesh):
-    memory = Fast(Local())
-    channel = channel_of(mesh.get_group())
-    memory.reserve([(channel, KIND)], alike)
-    memory.renew([channel], lambda value: ["", "", "rank 2: no room", ""])
-    with pytest.raises(RuntimeError) as raised:
-        memory.buffer_of[channel, KIND].ready  # noqa: B018
-    assert str(raised.value) == (
-        "ztrans: a step has failed, and the symmetric memory for gathers over dp could not be allocated again: "
-        "rank 2: no room.\nCall the step again, with a smaller batch if memory is short."
-    )
-    memory.renew([channel], alike)
-    assert memory.buffer_of[channel, KIND].ready.rank == 0
+@pytest.mark.parametrize(("timeout", "spins"), [(600.0, 747_110_400), (3600.0, MOST_SPINS)])
+def test_kernels_wait_for_nearly_the_time_out(timeout, spins):
+    """The 2**16 looks that were timed have taken 50 ms; an int32 holds the number of looks."""
+    assert spins_of(0.95 * timeout, 0.05) == spins
 
 
 class Driver:
@@ -563,9 +538,6 @@ def test_a_program_is_printed_without_a_message_to_any_rank(mesh, monkeypatch):
 def test_two_ranks_decide_together_and_go_on_with_batches_of_other_sizes():
     """The smaller batch of one rank has a program that this rank has bound alone."""
     figures = run_ranks(2, "symmetric_ranks.py")
-    errors = [f for f in figures if "error" in f]
-    assert len(errors) == 2, "a step fails on both ranks, and both take it again"
-    figures = [f for f in figures if f not in errors]
     assert all(f["bitwise"] for f in figures), figures
     by_case = {f["case"]: f for f in figures}
     assert by_case["ragged"]["buffers"] == by_case["micro-batches"]["buffers"] == 2

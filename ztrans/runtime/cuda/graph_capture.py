@@ -158,8 +158,7 @@ class Capture:
         graph: its program.
         cuda: `torch.cuda`, or a test double of it.
         device: the type of its device.
-        failures: returns how often a failed step has closed the channels of the mesh. A graph captured before that
-            holds collectives of communicators that are gone, so the next call is a first one again.
+        has_failed: returns whether a step of the mesh has failed. Then the last replay may wait for ever.
     """
 
     def __init__(
@@ -168,14 +167,13 @@ class Capture:
         graph: Graph,
         cuda: Any = torch.cuda,
         device: str = "cuda",
-        failures: Callable[[], int] = lambda: 0,
+        has_failed: Callable[[], bool] = lambda: False,
     ) -> None:
         self.run = run
         self.graph = graph
         self.cuda = cuda
         self.device = device
-        self.failures = failures
-        self.failures_before = 0  # before the capture
+        self.has_failed = has_failed
         self.stream: Any = None
         self.buffers: dict[int, torch.Tensor] = {}  # the copied inputs, by position
         self.captured: Any = None
@@ -190,8 +188,6 @@ class Capture:
         return self.run.program
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
-        if self.failures() != self.failures_before:
-            self.close()
         is_first = self.stream is None
         if is_first:
             self._allocate(inputs)
@@ -215,7 +211,7 @@ class Capture:
     @property
     def is_captured(self) -> bool:
         """Whether the next call replays a graph."""
-        return self.captured is not None and self.failures() == self.failures_before
+        return self.captured is not None
 
     def check_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
         """Check that a replay would compute what the step computes, before anything is launched.
@@ -233,9 +229,9 @@ class Capture:
         After a failed step nothing waits for the device, whose last replay may wait for a rank that does not come. The
         graph's memory is its own, and nobody gets it before the device has ended all work.
         """
-        if self.is_captured:
-            self.cuda.synchronize(device_of(self.inputs))
         if self.captured is not None:
+            if not self.has_failed():
+                self.cuda.synchronize(device_of(self.inputs))
             self.captured.reset()
         self.captured = None
         self.stream = None
@@ -244,7 +240,6 @@ class Capture:
         self.outputs = []
 
     def _allocate(self, inputs: Sequence[torch.Tensor]) -> None:
-        self.failures_before = self.failures()
         on_device = placed(self.graph, inputs, self.device)
         self.buffers = {}
         for i in copied_inputs(self.graph, inputs, self.device):

@@ -59,8 +59,10 @@ LARGEST_FOR_KERNEL = 32 * 2**20
 COPIED_AT_ONCE = 256 * 2**20
 _NEARLY = 1.1  # a copied message may take so many times as long as the fastest
 _TIMES = 20  # the number of messages in a timed series
-# How often a kernel looks at a signal before it gives up. It takes tens of minutes: a rank may write a checkpoint.
-SPINS = 1 << 30
+# How often a kernel looks at a signal before it gives up, at most; an int32. How long that takes is measured.
+MOST_SPINS = (1 << 31) - 1
+_SHARE = 0.95  # of the time-out, in which a kernel waits: the process that watches acts before that
+_TIMED_SPINS = 1 << 16  # some tens of milliseconds
 _TRIAL_SPINS = 1 << 20  # about a second: in a trial all ranks send at the same time
 # Blocks of a kernel of NCCL, unless the user asks for more. Each may fill a multiprocessor.
 _NCCL_BLOCKS = 32
@@ -179,43 +181,14 @@ class CudaSource:
         return connect(part, nbytes, group)
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Buffer:
-    """Symmetric memory of one channel.
-
-    When the channel is opened again after a failed step, the memory is allocated again, because the signals of that
-    step are left over. If this fails, `memory` is None, and `refusal` says why.
-    """
+    """Symmetric memory of one channel. A kernel that waits in it looks at a signal at most `spins` times."""
 
     channel: Channel
     nbytes: int
-    memory: ops.Symmetric | None = None
-    refusal: str = ""
-
-    @property
-    def ready(self) -> ops.Symmetric:
-        """The memory.
-
-        Raises: RuntimeError on all ranks if it could not be allocated again.
-        """
-        if self.memory is None:
-            raise RuntimeError(
-                f"ztrans: a step has failed, and the symmetric memory for {self.channel.purpose} over "
-                f"{self.channel.axis} could not be allocated again: {self.refusal}.\n"
-                f"Call the step again, with a smaller batch if memory is short."
-            )
-        return self.memory
-
-    def check(self) -> None:
-        """Raises: RuntimeError if this rank has given up waiting for another one, in the work that has run so far."""
-        if self.memory is not None:
-            self.memory.check()
-
-    def interrupt(self) -> None:
-        """Set the error for which kernels look while they wait, unless it is set."""
-        memory = self.memory  # the thread that runs steps may replace it
-        if memory is not None and not int(memory.error):
-            memory.error.fill_(1 + memory.rank)
+    memory: ops.Symmetric
+    spins: int
 
 
 class Refused(Exception):
@@ -227,14 +200,16 @@ class SymmetricMemory:
 
     Attributes:
         source: where the memory comes from.
+        timeout: the seconds after which a rank that does not come is lost.
         buffers: all buffers.
         answers: by channel and kind of message, how long it takes, or why symmetric memory cannot carry it.
         buffer_of: by channel and kind of message, the buffer that carries it, if symmetric memory is faster.
         lane_refusals: by a number of lanes, why the devices have no room for their kernels; empty if they have.
     """
 
-    def __init__(self, source: CudaSource | None = None) -> None:
+    def __init__(self, source: CudaSource | None = None, timeout: float = math.inf) -> None:
         self.source = source or CudaSource()
+        self.timeout = timeout
         self.buffers: list[Buffer] = []
         self.answers: dict[tuple[Channel, MessageKind], Times | str] = {}
         self.buffer_of: dict[tuple[Channel, MessageKind], Buffer] = {}
@@ -266,25 +241,10 @@ class SymmetricMemory:
         """What this rank has waited for in vain, in the work that has run so far; empty if nothing."""
         for buffer in self.buffers:
             try:
-                buffer.check()
+                buffer.memory.check()
             except RuntimeError as error:
                 return str(error)
         return ""
-
-    def interrupt(self) -> None:
-        """Stop the kernels that wait for other ranks. A thread other than that of the steps may call this."""
-        for buffer in self.buffers:
-            buffer.interrupt()
-
-    def renew(self, channels: Sequence[Channel], from_all: FromAll) -> None:
-        """Allocate the buffers of channels that were opened again. All ranks of the mesh must call this together."""
-        for buffer in self.buffers:
-            if buffer.channel in channels:
-                buffer.memory = None
-                try:
-                    self._allocate(buffer, from_all)
-                except Refused as refused:
-                    buffer.refusal = str(refused)
 
     def trial(self, buffer: Buffer, kind: MessageKind, from_all: FromAll) -> Times | str:
         """Time a message in all ways, and compare the bits that arrive. All ranks of the mesh call this together.
@@ -292,7 +252,7 @@ class SymmetricMemory:
         Raises: Refused if it fails on one of them.
         """
         group = buffer.channel.group
-        trial = on_all_ranks(lambda: _Trial(kind, group, buffer.ready), from_all)
+        trial = on_all_ranks(lambda: _Trial(kind, group, buffer.memory), from_all)
         on_all_ranks(trial.compile, from_all)
         seconds = {KERNEL: math.inf, COPIES: math.inf}
         for way in trial.received:
@@ -320,11 +280,11 @@ class SymmetricMemory:
         """Time messages of these kinds on a channel, and note what carries them."""
         # The trials have a buffer of their own. If one fails, its signals are left over.
         ranks = channel.group.size()
-        buffer = Buffer(channel, max(kind.room(ranks) for kind in kinds))
+        nbytes = max(kind.room(ranks) for kind in kinds)
         answers: list[Times | str]
         try:
             self._check_links(channel, from_all)
-            self._allocate(buffer, from_all)
+            buffer = self._allocate(channel, nbytes, from_all)
             timed = dict.fromkeys(kind.timed for kind in kinds)
             answer_of = {kind: self._timed(buffer, kind, from_all) for kind in timed}
             answers = [answer_of[kind.timed] for kind in kinds]
@@ -357,12 +317,35 @@ class SymmetricMemory:
         devices = {rank: device_of[rank] for rank in members}
         on_all_ranks(lambda: self.source.check_links(devices), from_all)
 
-    def _allocate(self, buffer: Buffer, from_all: FromAll) -> None:
-        group = buffer.channel.group
-        part = on_all_ranks(lambda: self.source.allocate(buffer.nbytes, group.size()), from_all)
-        buffer.memory = on_all_ranks(
-            lambda: self.source.connect(part, buffer.nbytes, group), from_all
-        )
+    def _allocate(self, channel: Channel, nbytes: int, from_all: FromAll) -> Buffer:
+        group = channel.group
+        part = on_all_ranks(lambda: self.source.allocate(nbytes, group.size()), from_all)
+        memory = on_all_ranks(lambda: self.source.connect(part, nbytes, group), from_all)
+        spins = on_all_ranks(lambda: spins_within(_SHARE * self.timeout, memory), from_all)
+        return Buffer(channel, nbytes, memory, spins)
+
+
+def spins_within(seconds: float, memory: ops.Symmetric) -> int:
+    """How often a kernel looks at a signal in so many seconds: measured on signals that no other rank sees."""
+    device = memory.mine.device
+    if device.type != "cuda":
+        return MOST_SPINS
+    ops.barrier(in_one_process(memory.ranks, 0, device)[memory.rank], spins=0)  # compiles it
+    begin, end = (torch.Event(device.type, enable_timing=True) for _ in range(2))
+    begin.record()
+    ops.barrier(in_one_process(memory.ranks, 0, device)[memory.rank], spins=_TIMED_SPINS)
+    end.record()
+    end.synchronize()
+    return spins_of(seconds, begin.elapsed_time(end) / 1e3)
+
+
+def spins_of(seconds: float, seconds_of_timed: float) -> int:
+    """How often a kernel looks at a signal in so many seconds, if `_TIMED_SPINS` looks take `seconds_of_timed`.
+
+    >>> spins_of(570.0, 0.05) == 570 * 20 * 2**16
+    True
+    """
+    return int(min(seconds / seconds_of_timed * _TIMED_SPINS, MOST_SPINS))
 
 
 def on_all_ranks(run: Callable[[], T], from_all: FromAll) -> T:

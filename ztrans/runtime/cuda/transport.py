@@ -21,11 +21,11 @@ from ...ops.kernel import FLOATS
 from ..agreement import everywhere
 from ..collectives import channel_of
 from ..process_groups import Channel, process_groups
+from .connect import INSIDE
 from .hierarchical import HierarchicalStart
 from .nccl import PackedMessage, StreamedStart, Transport, Way, moved_back, rounds
 from .streams import Streams
 from .symmetric import (
-    SPINS,
     Buffer,
     Times,
     copy_all,
@@ -41,7 +41,7 @@ def inside_channel_of(mesh: DeviceMesh, eqn: Eqn, sizes: Sizes) -> Channel | Non
     route = route_of(eqn, sizes, channel.hosts, gloo=False)
     if route.way != HIERARCHICAL or is_gathered_whole(eqn, sizes):
         return None
-    return process_groups(mesh).channel(channel.axis, f"{channel.purpose} inside hosts")
+    return process_groups(mesh).channel(channel.axis, f"{channel.purpose}{INSIDE}")
 
 
 def reserve_messages(
@@ -195,9 +195,10 @@ class CopiedStart(_ThroughBuffer):
     """Starts one gather: copy engines copy the parts of the other ranks, so it takes no multiprocessors."""
 
     def _call(self, received: list[torch.Tensor], send_buffers: list[torch.Tensor]) -> None:
-        memory = self.buffer.ready
         for at_once in rounds([buffer.nbytes for buffer in send_buffers], self.buffer.nbytes):
-            copy_all(memory, received[at_once], send_buffers[at_once], SPINS)
+            copy_all(
+                self.buffer.memory, received[at_once], send_buffers[at_once], self.buffer.spins
+            )
 
 
 class SymmetricStart(_ThroughBuffer):
@@ -242,7 +243,7 @@ class SymmetricStart(_ThroughBuffer):
             ops.cast_pack(rows, sizes, self.wire, ranks=ranks, out=send_buffer)
 
         def fill(outs: list[torch.Tensor]) -> None:
-            read(self.buffer.ready, send_buffer, outs, sizes, spins=SPINS)
+            read(self.buffer.memory, send_buffer, outs, sizes, spins=self.buffer.spins)
 
         def finish(received: torch.Tensor) -> None:
             self._fill_values(fill, read_dtype, shapes, values)

@@ -197,7 +197,13 @@ def fused(
     metadata: Any = SimpleNamespace(static_input_indices=[], bw_donated_idxs=[*donated])
     context.fw_metadata = metadata
     # `KernelCall` checks the layouts of the arguments at its first call, so the kernel need not do so at every call.
-    options = {"deterministic": deterministic, "size_asserts": False}
+    # A launch waits while the GPU's queue is full. In Inductor's own launcher it keeps Python's lock meanwhile, so a
+    # signal handler, a thread that writes a checkpoint, and the one that ends this process would wait too.
+    options = {
+        "deterministic": deterministic,
+        "size_asserts": False,
+        "use_static_cuda_launcher": False,
+    }
     with torch.no_grad(), tracing(context), config.patch(options):
         return compile_fx_inner(module, fakes, is_backward=True)
 

@@ -1,0 +1,61 @@
+"""Connect the ranks of a NCCL communicator when it is opened.
+
+NCCL makes a communicator and its connections at the first messages, and takes memory of the GPU for them outside of
+PyTorch's allocator: some hundred MB. The first messages of reductions come in backward, near the peak, when PyTorch's
+cache may hold all that is left. So each communicator sends a first tiny message of each kind when it is opened, and
+what a step needs is compared with the memory that is left after that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+INSIDE = " inside hosts"  # the end of the purpose of a channel for the first level of hierarchical reductions
+
+
+def connect(group: dist.ProcessGroup, purpose: str, hosts: int) -> None:
+    """Send a tiny message of each kind that a channel on so many hosts will carry. All of its ranks call it.
+
+    A connection to each peer takes memory, so an all_to_all goes to those ranks alone that get parts of terms: of all
+    ranks on one host; in a hierarchical reduction of those of this host, then of those in the same place on each host.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    size = group.size()
+    on_host = size // hosts
+    all_ranks = torch.zeros(size, device=device)
+    mine = torch.zeros(1, device=device)
+    # torch 2.13 renamed the first two.
+    gather = _function("all_gather_single", "all_gather_into_tensor")
+    scatter = _function("reduce_scatter_single", "reduce_scatter_tensor")
+    if purpose == "gathers":
+        gather(all_ranks, mine, group=group)
+    elif purpose.endswith(INSIDE):
+        first = group.rank() // on_host * on_host
+        _exchange(all_ranks, group, range(first, first + on_host))
+    else:
+        dist.all_reduce(mine, group=group)
+        scatter(mine, all_ranks, group=group)
+        gather(all_ranks, mine, group=group)
+        step = on_host if hosts > 1 else 1
+        _exchange(all_ranks, group, range(group.rank() % step, size, step))
+    torch.cuda.synchronize(device)
+
+
+def usable_bytes() -> int:
+    """The bytes of the current GPU that PyTorch has or can get: without CUDA's context, NCCL, and other processes."""
+    free, _ = torch.cuda.mem_get_info()
+    return free + torch.cuda.memory_reserved()
+
+
+def _exchange(terms: torch.Tensor, group: dist.ProcessGroup, peers: range) -> None:
+    splits = [int(rank in peers) for rank in range(len(terms))]
+    dist.all_to_all_single(
+        torch.empty_like(terms[: len(peers)]), terms[: len(peers)], splits, splits, group=group
+    )
+
+
+def _function(*names: str) -> Callable[..., object]:
+    return next(getattr(dist, name) for name in names if hasattr(dist, name))
