@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree as pytree
 
 import ztrans as zt
 from tests.support.fake_cuda import FakeCuda
@@ -229,7 +230,7 @@ def test_a_refused_replay_is_told_to_the_others(mesh, messages, monkeypatch, sto
     case = CASES["mlp_momentum"]
     compiled, state = compiled_step(mesh, case, messages, cuda_graph=True)
     trained(compiled, state, 1, case, messages)
-    copied = {k: {n: x.clone() for n, x in v.items()} for k, v in state.items()}
+    copied = pytree.tree_map_only(torch.Tensor, torch.clone, state)
     with pytest.raises(ValueError, match="is not where it was when the step was captured"):
         compiled(copied, *slices(batches(case, 1)[0], RANKS)[1])
     note = store.get("note/1").decode()
