@@ -55,11 +55,11 @@ from .runtime.failure import (
 )
 from .runtime.inductor import backend as inductor
 from .runtime.inductor.compiler import check_compiler
-from .runtime.process_groups import process_groups
+from .runtime.process_groups import ProcessGroups, process_groups
 from .runtime.state import check_laid_out
 from .runtime.transport import reserve
 from .runtime.update_hash import update_hash
-from .runtime.watch import described, watched
+from .runtime.watch import Watcher, described, watched
 from .tracing.recording import Recording
 
 if TYPE_CHECKING:
@@ -303,6 +303,17 @@ class Compiled(Printed):
         """The mesh of devices that the program runs on, or None if it runs in one process."""
         return self.lowered.mesh if isinstance(self.lowered.mesh, DeviceMesh) else None
 
+    @property
+    def _groups(self) -> ProcessGroups | None:
+        """What the steps of the mesh share, if there is one."""
+        return process_groups(self._mesh) if self._mesh is not None else None
+
+    @property
+    def _watcher(self) -> Watcher | None:
+        """On several GPUs, the connection to the process that ends this one if another rank is lost."""
+        groups = self._groups
+        return groups.watcher if groups is not None else None
+
     def _slowest(self, seconds: Sequence[float]) -> list[float]:
         """For each of these durations, the longest over all ranks."""
         if self._mesh is None:
@@ -324,8 +335,7 @@ class Compiled(Printed):
         mesh = self._mesh
         local = inputs.tensors
         state = inputs.state
-        groups = process_groups(mesh) if mesh is not None else None
-        watcher = groups.watcher if groups is not None else None
+        groups = self._groups
         with self._telling_refusals():
             check_whole(state, name)
             check_written(name, self.lowered.recording.signature.paths, state)
@@ -344,7 +354,7 @@ class Compiled(Printed):
             self.binding.local_program = local_program
 
             self._check_captured(local_program, local)
-            with running(name, state, mesh, local_program.writes), watched(watcher):
+            with running(name, state, mesh, local_program.writes), watched(self._watcher):
                 if groups is not None and not uses_carried:
                     groups.drop_carried()
                 if half_weights is not None:
@@ -506,7 +516,7 @@ class Compiled(Printed):
 
         # What stands around the code of a step: the replay of a CUDA graph, and gathers that pass to the next step.
         if self.cuda_graph:
-            watcher = process_groups(mesh).watcher if mesh is not None else None
+            watcher = self._watcher
             run = Capture(
                 run, graph, has_failed=lambda: watcher is not None and watcher.failure != ""
             )
