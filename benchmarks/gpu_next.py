@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -27,6 +28,10 @@ Lines = Iterator[list[dict]]
 HERE = Path(__file__).parent
 LAUNCHES = 4000  # more than the queue of a stream holds
 LOOK = 0.02  # seconds between two looks of the thread that counts
+REPLAYS = 200
+PART = 1 << 16  # bytes of a rank in a gather
+CHANNELS = 16  # blocks of a gather: 4 ranks with 3 lanes have 192, and an H100 has room for 264
+WAITS = 1 << 20  # looks of a kernel before it gives up: about a second
 BUSY = 4.0  # seconds that the stream is blocked
 SCENARIOS = (
     *("stages", "half precision", "CUDA graphs", "symmetric memory", "copies", "two hosts"),
@@ -248,20 +253,171 @@ class StreamWait:
     def begin(self) -> None:
         self.flag.zero_()
         self.stream.wait_stream(torch.cuda.current_stream())
-        self._call("cuStreamWaitValue32_v2", self.stream)
+        call_driver(self.driver, "wait", self.stream, self.flag.data_ptr(), 1)
 
     def end_after(self, event: Any) -> None:
         self.setter.wait_event(event)
-        self._call("cuStreamWriteValue32_v2", self.setter)
+        call_driver(self.driver, "write", self.setter, self.flag.data_ptr(), 1)
 
-    def _call(self, name: str, stream: Any) -> None:
-        # The value is 1; as a flag of a wait, 1 is CU_STREAM_WAIT_VALUE_EQ, and a write has none.
-        flags = 1 if "Wait" in name else 0
-        address = ctypes.c_uint64(self.flag.data_ptr())
-        handle = ctypes.c_void_p(stream.cuda_stream)
-        code = getattr(self.driver, name)(handle, address, ctypes.c_uint32(1), ctypes.c_uint(flags))
-        if code:
-            raise RuntimeError(f"{name} returned {code}")
+
+def barrier(rank: int, ranks: int, row: int) -> list[tuple[str, int, int, int, int]]:
+    """What a stream does to meet those of the other ranks: what, whose pad, its row, whose signal in it, the value.
+
+    A rank waits on its own pad alone, and resets it. A signal is not set again before it is reset: between two barriers
+    of one row lies one of the other row, which a peer passes only after this rank has come to it.
+    """
+    peers = [peer for peer in range(ranks) if peer != rank]
+    set_theirs = [("write", peer, row, rank, 1) for peer in peers]
+    see_ours = [("wait", rank, row, peer, 1) for peer in peers]
+    reset_ours = [("write", rank, row, peer, 0) for peer in peers]
+    return [*set_theirs, *see_ours, *reset_ours]
+
+
+def memops(device: torch.device) -> Lines:
+    """Gathers by copies of 4 ranks on streams of one process, between barriers by the driver, with random pauses."""
+    torch.cuda.set_device(device)
+    lines = []
+    for waits in (True, False):
+        lines.append(
+            {"barriers": "by the driver" if waits else "none, as a control"}
+            | gathers(device, waits)
+        )
+        yield lines
+
+
+def gathers(device: torch.device, waits: bool, ranks: int = 4, rounds: int = 2000) -> dict:
+    """How many values arrive wrong in some rounds, and the microseconds of a round."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    chance = random.Random(0)
+    pads = torch.zeros(ranks, 2, ranks, dtype=torch.int32, device=device)
+    parts = torch.empty(ranks, 1 << 16, device=device)
+    outs = torch.empty(ranks, ranks, 1 << 16, device=device)
+    wrong = torch.zeros(ranks, dtype=torch.int64, device=device)
+    streams = [torch.cuda.Stream(device) for _ in range(ranks)]
+    torch.cuda.synchronize(device)
+
+    def meet(rank: int, row: int) -> None:
+        for what, owner, row_of_pad, sender, value in barrier(rank, ranks, row) if waits else ():
+            address = pads[owner, row_of_pad, sender].data_ptr()
+            call_driver(driver, what, streams[rank], address, value)
+
+    began = time.monotonic()
+    for k in range(rounds):
+        for rank, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(chance.randrange(60_000))
+                parts[rank].fill_(k)
+                meet(rank, 0)
+                outs[rank].copy_(parts)
+                meet(rank, 1)
+                parts[rank].fill_(float("nan"))  # whoever reads later notices
+                wrong[rank] += (outs[rank] != k).sum()
+    torch.cuda.synchronize(device)
+    us = 1e6 * (time.monotonic() - began) / rounds
+    count = int(wrong.sum())
+    is_right = (count == 0) == waits
+    return {"result" if is_right else "failed": f"{count} wrong values", "us": us}
+
+
+def call_driver(driver: Any, what: str, stream: Any, address: int, value: int) -> None:
+    """Have a stream write a value of 32 bits, or wait until it is there.
+
+    Raises: RuntimeError if the driver refuses.
+    """
+    name = {"wait": "cuStreamWaitValue32_v2", "write": "cuStreamWriteValue32_v2"}[what]
+    flags = 1 if what == "wait" else 0  # CU_STREAM_WAIT_VALUE_EQ; a write has none
+    code = getattr(driver, name)(
+        ctypes.c_void_p(stream.cuda_stream),
+        ctypes.c_uint64(address),
+        ctypes.c_uint32(value),
+        ctypes.c_uint(flags),
+    )
+    if code:
+        raise RuntimeError(f"{name} returned {code}")
+
+
+def graphs(device: torch.device) -> Lines:
+    """4 ranks in one process, with a graph each: three lanes of kernels that wait for the other ranks, and products.
+
+    CUDA maps the branches of a graph to queues by its topology. If two ranks have more branches, as with a batch of
+    another size, kernels of two lanes might wait for each other in a circle.
+    """
+    torch.cuda.set_device(device)
+    lines = []
+    for extra in (0, 10):
+        ranks = GraphsOfRanks(device, extra)
+        began = time.monotonic()
+        for _ in range(REPLAYS):
+            ranks.replay()
+        torch.cuda.synchronize(device)
+        waited = ranks.errors()
+        figures = {
+            "more branches on ranks 0 and 1": extra,
+            "ms": 1e3 * (time.monotonic() - began) / REPLAYS,
+        }
+        lines.append(figures | {"failed" if waited else "result": waited or "right"})
+        yield lines
+
+
+class GraphsOfRanks:
+    """A captured graph for each of 4 ranks: 20 rounds of a gather on each of three lanes, with products beside them."""
+
+    def __init__(self, device: torch.device, extra: int, ranks: int = 4, lanes: int = 3) -> None:
+        from ztrans.ops.symmetric import in_one_process
+
+        self.device = device
+        self.memories = [in_one_process(ranks, PART, device) for _ in range(lanes)]
+        self.graphs = []
+        self.streams = [torch.cuda.Stream(device) for _ in range(ranks)]
+        self.x = torch.randn(256, 256, device=device)
+        self.outs = torch.empty(ranks, lanes, ranks * PART, dtype=torch.uint8, device=device)
+        alone = in_one_process(ranks, PART, device)
+        self.gather(alone[0], self.outs[0, 0], spins=0)  # compiles; nobody sees these signals
+        torch.cuda.synchronize(device)
+        for rank in range(ranks):
+            self.graphs.append(self.captured(rank, extra if rank < 2 else 0))
+
+    def gather(self, memory_of_rank: Any, out: torch.Tensor, spins: int) -> None:
+        from ztrans import ops
+
+        ops.all_gather(memory_of_rank, [out], [PART], channels=CHANNELS, spins=spins)
+
+    def captured(self, rank: int, extra: int) -> torch.cuda.CUDAGraph:
+        from ztrans import ops
+
+        graph = torch.cuda.CUDAGraph()
+        side = [torch.cuda.Stream(self.device) for _ in range(extra)]
+        lanes = [torch.cuda.Stream(self.device, priority=-1) for _ in self.memories]
+        with ops.filled_after_capture("cuda"), torch.cuda.graph(graph):
+            compute = torch.cuda.current_stream()
+            for _ in range(20):
+                for lane, memory_of_lane, out in zip(lanes, self.memories, self.outs[rank]):
+                    lane.wait_stream(compute)
+                    with torch.cuda.stream(lane):
+                        self.gather(memory_of_lane[rank], out, spins=WAITS)
+                for stream in side:
+                    stream.wait_stream(compute)
+                    with torch.cuda.stream(stream):
+                        torch.mm(self.x, self.x)
+                for _ in range(3):
+                    torch.mm(self.x, self.x)
+                for lane in (*lanes, *side):
+                    compute.wait_stream(lane)
+        return graph
+
+    def replay(self) -> None:
+        for graph, stream in zip(self.graphs, self.streams):
+            with torch.cuda.stream(stream):
+                graph.replay()
+
+    def errors(self) -> str:
+        for of_lane in self.memories:
+            for memory_of_rank in of_lane:
+                try:
+                    memory_of_rank.check()
+                except RuntimeError as error:
+                    return str(error).partition(":")[0]
+        return ""
 
 
 PARTS = {
@@ -273,13 +429,19 @@ PARTS = {
         contention,
     ),
     "stream waits": Part(20, "1.00 of alone: barriers by the driver take nothing from products", stream_waits),
+    "memops": Part(25, "0 wrong values; the control has some; 3 to 6 us a barrier", memops),
+    "graphs": Part(
+        30,
+        "right. If ranks waited in vain with more branches alone, all messages of a graph need one lane",
+        graphs,
+    ),
     "gil": Part(
         60,
         "near 1 for aten, Triton's launcher and torch.cuda.Event; near 0 for Inductor's own launcher and torch.Event",
         gil,
     ),
     "scenarios": Part(
-        200,
+        145,
         "bits of lockstep; 1e-5 for other sizes; 5e-2 on two hosts; failures end all ranks, with the first text",
         scenarios,
     ),

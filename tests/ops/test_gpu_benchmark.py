@@ -6,10 +6,12 @@ import ctypes
 import functools
 import json
 import os
+import random
 import subprocess
 import sys
 import time
 import weakref
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -486,3 +488,36 @@ def test_without_a_gpu_nothing_is_measured_next():
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 1 and "torch sees none here: nothing is measured" in run.stderr
     assert not (BENCHMARKS / "results" / "gpu_next.md").exists()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_barriers_by_the_driver_let_no_rank_read_too_early_or_too_late(seed):
+    """On streams that go on in random order. Each rank writes its part, meets, reads all parts, meets."""
+    import gpu_next
+
+    chance, ranks, rounds = random.Random(seed), 3, 6
+    pads, parts = defaultdict(int), [None] * ranks
+    streams = []
+    for rank in range(ranks):
+        operations = []
+        for k in range(rounds):
+            operations.append(("fill", rank, k))
+            operations += gpu_next.barrier(rank, ranks, 0)
+            operations.append(("read", rank, k))
+            operations += gpu_next.barrier(rank, ranks, 1)
+            operations.append(("fill", rank, "NaN"))
+        streams.append(operations)
+    while any(streams):
+        stream = chance.choice([stream for stream in streams if stream])
+        what, *which = stream[0]
+        if what == "wait" and pads[tuple(which[:3])] != which[3]:
+            assert any(s and (s[0][0] != "wait" or pads[s[0][1:4]] == s[0][4]) for s in streams)
+            continue
+        stream.pop(0)
+        if what == "write":
+            assert pads[tuple(which[:3])] != which[3], "a signal is set, or reset, twice"
+            pads[tuple(which[:3])] = which[3]
+        elif what == "fill":
+            parts[which[0]] = which[1]
+        elif what == "read":
+            assert parts == [which[1]] * ranks
