@@ -143,12 +143,12 @@ class Armed:
     def __enter__(self) -> None:
         armed = self
 
-        def exchange(channel, pieces, into):
+        def exchange(channel, pieces, into, ranks=None, tag=None):
             if channel.purpose == armed.purpose:
                 armed.left -= 1
                 if armed.left == 0:
                     armed.fault()
-            return armed.original(channel, pieces, into)
+            return armed.original(channel, pieces, into, ranks, tag)
 
         Channel.exchange = exchange
 

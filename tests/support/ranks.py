@@ -92,9 +92,9 @@ def counted():
     """Counts the bytes that this rank receives, by the purpose of the channel."""
     counts, original = Counter(), Channel.exchange
 
-    def exchange(self, pieces, into):
+    def exchange(self, pieces, into, ranks=None, tag=None):
         counts[self.purpose] += sum(x.nbytes for r, x in enumerate(into) if r != self.group.rank())
-        return original(self, pieces, into)
+        return original(self, pieces, into, ranks, tag)
 
     Channel.exchange = exchange
     try:
@@ -312,11 +312,11 @@ def messages():
     """Records the messages that are sent, in order: bytes, and the purpose of the channel."""
     sent, original = [], Channel.exchange
 
-    def exchange(self, pieces, into):
+    def exchange(self, pieces, into, ranks=None, tag=None):
         sent.extend(
             (x.nbytes, self.purpose) for r, x in enumerate(pieces) if r != self.group.rank()
         )
-        return original(self, pieces, into)
+        return original(self, pieces, into, ranks, tag)
 
     Channel.exchange = exchange
     try:
