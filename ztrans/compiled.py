@@ -192,7 +192,9 @@ class Compiled(Printed):
         recording = self.lowered.recording
         with self._telling_refusals():
             inputs = self._inputs(call)
-        with self._step(inputs) as (run, tensors):
+        # A call that a guard recognises has none: a step leaves tensors in their places.
+        numbers = [i for i, leaf in enumerate(inputs.state) if not isinstance(leaf, torch.Tensor)]
+        with self._step(inputs, numbers) as (run, tensors):
             outputs = run(tensors)
         # The program on this rank may have hidden leaves, such as copies of parameters, after the user's state.
         num_state = self.lowered.graph.num_state
@@ -329,8 +331,13 @@ class Compiled(Printed):
         return self.binding.local_program
 
     @contextlib.contextmanager
-    def _step(self, inputs: Inputs) -> Iterator[tuple[Any, list[torch.Tensor]]]:
-        """Meet the other ranks for this step, then yield the function that runs the program, and its inputs."""
+    def _step(
+        self, inputs: Inputs, numbers: Sequence[int] = ()
+    ) -> Iterator[tuple[Any, list[torch.Tensor]]]:
+        """Meet the other ranks for this step, then yield the function that runs the program, and its inputs.
+
+        `numbers` are the leaves of the state that the caller has set to numbers.
+        """
         name = self.lowered.graph.name
         mesh = self._mesh
         local = inputs.tensors
@@ -348,7 +355,7 @@ class Compiled(Printed):
                 local = half_weights.inserted(local)
             uses_carried = local_program.uses_carried(inputs)
             if mesh is not None and groups is not None:
-                self._agree(mesh, local_program, local, state, uses_carried)
+                self._agree(mesh, local_program, local, state, uses_carried, numbers)
                 groups.in_step = threading.get_ident()
             # Only now, so that all ranks bind again if one of them could not.
             self.binding.local_program = local_program
@@ -417,6 +424,7 @@ class Compiled(Printed):
         local: Sequence[torch.Tensor],
         state: Sequence[Any],
         uses_carried: bool,
+        numbers: Sequence[int],
     ) -> None:
         """Compare this step with those of the other ranks. The replay of a CUDA graph is compared with nothing.
 
@@ -430,7 +438,7 @@ class Compiled(Printed):
         agree(
             mesh,
             step_of(self.lowered.graph.name),
-            contract.terms(local, steps_of(state), uses_carried),
+            contract.terms(local, steps_of(state), uses_carried, numbers),
             explain,
             marker(state) if launches else None,
         )
@@ -524,7 +532,8 @@ class Compiled(Printed):
         if mesh is not None:
             if graph.carried:
                 run = CarryingExecutable(run, graph, mesh)
-            contract = Contract(graph, update_hash(lowered.unordered), mesh)
+            axes = lowered.recording.axes[: self.lowered.graph.num_state]
+            contract = Contract(graph, update_hash(lowered.unordered), mesh, axes)
         changed = _changed(self.lowered.graph)
         device = device_of(local)
         return LocalProgram(lowered, run, writes, contract, half_weights, changed, device)

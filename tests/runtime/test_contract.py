@@ -1,5 +1,7 @@
 """What ranks compare before they run a program."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.func import grad_and_value
@@ -64,3 +66,51 @@ def test_a_line_that_only_one_rank_has_is_a_difference():
     """As a number of the step that lies on the GPU of another rank, where it is not compared."""
     text = first_difference([0, 4], [["a", "lr = 0.1"], ["a"]])
     assert "on rank 0: lr = 0.1\n    on rank 4: nothing\n" in text
+
+
+def with_rate(state, x):
+    """An update with a rate in the state, which it returns as it is, and a count, which it changes."""
+    grads, loss = grad_and_value(lambda w: (x @ w).square().mean())(state["w"])
+    w = state["w"] - state["rate"] * grads * state["count"]
+    return {"w": w, "rate": state["rate"], "count": state["count"] + 1}, loss
+
+
+def rates_differ(axes: tuple[str, ...], shape: tuple[int, ...], numbers=()) -> str:
+    """What the error says about ranks with other rates and counts; `axes` are those of the leaves of the state."""
+    state = {"w": torch.ones(4, 4), "rate": 0.1, "count": 1.0}
+    names = ("host", "dp")[-len(shape) :]
+    step = zt.shard_params(zt.AbstractMesh(**dict(zip(names, shape))), axis="dp")(with_rate)
+    graph = step.lower(state, torch.ones(2, 4)).graph
+    contract = Contract(graph, "", axes=[axes] * 3)
+    order = [v.name for v in graph.inputs[:3]]
+    terms = {}
+    for rank, (rate, count) in enumerate([(0.1, 1.0), (0.1, 1.0), (0.05, 1.0), (0.05, 2.0)]):
+        if rank < torch.Size(shape).numel():
+            by_name = {
+                "w": torch.ones(4, 4),
+                "rate": torch.tensor(rate),
+                "count": torch.tensor(count),
+            }
+            inputs = [by_name[name] for name in order]
+            terms[rank] = contract.terms(inputs, 3, set_by_caller=[order.index(n) for n in numbers])
+    assert len({repr(x) for x in terms.values()}) > 1, "the digests differ, so the ranks ask"
+    mesh = SimpleNamespace(mesh=torch.arange(len(terms)).view(shape), mesh_dim_names=names)
+    return contract.explain(mesh, terms)
+
+
+def test_a_number_of_the_state_that_differs_between_ranks_is_an_error():
+    """Ranks would train at two rates, and nothing would show it."""
+    text = rates_differ(("dp",), (4,))
+    assert "    on rank 0: rate = 0.1" in text and "    on rank 2: rate = 0.05" in text
+    assert "Set a number of the state to the same value on all ranks" in text
+
+
+def test_hosts_that_train_apart_may_have_numbers_of_their_own():
+    assert rates_differ(("dp",), (2, 2)) == ""
+    assert "    on rank 2: rate = 0.05" in rates_differ(("host", "dp"), (2, 2))
+
+
+def test_a_number_that_the_step_changes_is_compared_if_the_caller_has_set_it():
+    """Otherwise it is a counter, of which an optimizer has one for each parameter."""
+    text = rates_differ(("dp",), (2, 2), numbers=["count"])
+    assert "    on rank 2: count = 1.0" in text and "    on rank 3: count = 2.0" in text

@@ -25,6 +25,7 @@ from ..ir.varying import replicated_equations
 from .agreement import agree, different_steps, everywhere, from_first, new_program_of
 from .collectives import has_second_level_at_wait
 from .failure import rank_names
+from .replicas import different_leaf
 
 T = TypeVar("T")
 _NO_MORE = "no more messages"
@@ -40,13 +41,15 @@ class Terms(NamedTuple):
 
     Attributes:
         digest: of the contract.
-        numbers: the numbers that the new state depends on.
+        numbers: the numbers among the arguments that the new state depends on.
+        state_numbers: those of the state, by their positions.
         steps: the number of steps that the state has taken.
         uses_carried: whether the step uses the gathers that the step before has started. If not, it starts its own.
     """
 
     digest: str
     numbers: list[str]
+    state_numbers: dict[int, float]
     steps: int
     uses_carried: bool
 
@@ -55,25 +58,46 @@ class Contract:
     """What a program does that must be the same on all ranks: its messages, its update, and the numbers that it reads.
 
     `update` is a hash of the update of the state (see `update_hash`). `mesh` is the mesh that runs the program, in the
-    order that it has.
+    order that it has. `axes` are, for each leaf of the state, those along which ranks hold the same.
     """
 
-    def __init__(self, graph: Graph, update: str, mesh: DeviceMesh | None = None) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        update: str,
+        mesh: DeviceMesh | None = None,
+        axes: Sequence[Sequence[str]] = (),
+    ) -> None:
         lines = message_lines(graph, lines_at_waits(graph, mesh) if mesh is not None else {})
         self.lines = [*lines, _NO_MORE, f"an update with the hash {update}"]
         self.digest = hashlib.sha256("\n".join(self.lines).encode()).hexdigest()
         self._numbers = _shared_numbers(graph)
+        self._state_axes = axes
+        self._state_names = [v.name for v in graph.inputs[: graph.num_state]]
+        # Other scalars, such as the counters of an optimizer, are changed by the step itself, on all ranks alike.
+        self._unchanged_scalars = []
+        for i, v in enumerate(graph.inputs[: len(axes)]):
+            if v.shape == () and graph.outputs[i] is v:
+                self._unchanged_scalars.append(i)
 
     def terms(
-        self, inputs: Sequence[torch.Tensor], steps: int, uses_carried: bool = False
+        self,
+        inputs: Sequence[torch.Tensor],
+        steps: int,
+        uses_carried: bool = False,
+        set_by_caller: Sequence[int] = (),
     ) -> Terms:
-        """What the ranks compare in a step on these inputs."""
+        """What the ranks compare in a step on these inputs. The caller has set leaves of the state to numbers."""
         # Numbers on a GPU are not compared: the host would wait for them.
         numbers = []
         for i, name in self._numbers.items():
             if inputs[i].is_cpu:
                 numbers.append(f"{name} = {inputs[i].tolist()}")
-        return Terms(self.digest, numbers, steps, uses_carried)
+        state_numbers = {}
+        for i in (*self._unchanged_scalars, *set_by_caller):
+            if inputs[i].is_cpu:
+                state_numbers[i] = inputs[i].tolist()
+        return Terms(self.digest, numbers, state_numbers, steps, uses_carried)
 
     def explain(self, mesh: DeviceMesh, terms: Mapping[int, Terms]) -> str:
         """What an error says about terms that differ, by rank. All ranks of the mesh must call it."""
@@ -83,7 +107,34 @@ class Contract:
             return first_difference(list(terms), everywhere(mine, mesh))
         if any(x.steps != first.steps for x in others):
             return different_steps({rank: x.steps for rank, x in terms.items()})
-        return _different_gathers({rank: x.uses_carried for rank, x in terms.items()})
+        if any(x.uses_carried != first.uses_carried for x in others):
+            return _different_gathers({rank: x.uses_carried for rank, x in terms.items()})
+        return self._different_state(mesh, {rank: x.state_numbers for rank, x in terms.items()})
+
+    def _different_state(self, mesh: DeviceMesh, by_rank: Mapping[int, Mapping[int, float]]) -> str:
+        """What an error says about numbers of the state, by rank and position; empty if they may differ.
+
+        Along an axis over which the step does not work, each rank may train with its own.
+        """
+        positions = sorted(set().union(*by_rank.values()))
+        axes = [self._state_axes[i] for i in positions]
+        values = {rank: [numbers.get(i) for i in positions] for rank, numbers in by_rank.items()}
+        different = different_leaf(mesh, axes, values)
+        if different is None:
+            return ""
+        k, first, rank = different
+        name = self._state_names[positions[k]]
+        return (
+            f"  They would update the state with other numbers.\n"
+            f"    on rank {first}: {name} = {_as_text(values[first][k])}\n"
+            f"    on rank {rank}: {name} = {_as_text(values[rank][k])}\n"
+            f"Set a number of the state to the same value on all ranks, between the same two steps. If it depends on a "
+            f"loss, use the one that the step returns, which is the mean over all ranks."
+        )
+
+
+def _as_text(number: float | None) -> str:
+    return "as the step before left it" if number is None else repr(number)
 
 
 def _different_gathers(uses_carried: Mapping[int, bool]) -> str:
