@@ -17,6 +17,7 @@ import contextlib
 import io
 import math
 import re
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -24,6 +25,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+
+from ztrans.runtime import stop
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -73,10 +76,13 @@ def prose(page: Path) -> str:
 
 @pytest.fixture
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Runs the test in an empty folder. If a page creates a process group, it is destroyed after the test."""
+    """Runs the test in an empty folder. A process group and a handler of a signal that a page makes end with the test."""
     before = dist.is_initialized()
+    handler = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(stop, "_watched", set())
     monkeypatch.chdir(tmp_path)
     yield
+    signal.signal(signal.SIGTERM, handler)
     if dist.is_initialized() and not before:
         dist.destroy_process_group()
 

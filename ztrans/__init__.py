@@ -13,6 +13,7 @@ from .report.timeline import Timeline
 from .runtime.checkpoints.load import load
 from .runtime.checkpoints.save import save
 from .runtime.mesh import make_mesh
+from .runtime.stop import request_stop, stop_on
 from .step import Step
 from .transforms.accumulate import accumulate
 from .transforms.base import Transform, chain
@@ -29,8 +30,8 @@ __version__ = "0.1.0"
 __all__ = [
     "AbstractMesh", "Cluster", "Device", "Link", "Plan", "Profile", "Step", "Timeline", "Transform",
     "accumulate", "by_host", "calibrate", "chain", "cluster", "delay_weight_grads", "fuse_cast_gather", "global_mean",
-    "ir", "lift", "load", "make_mesh", "offload", "ops", "overlap_grads", "pmean", "prefetch", "psum", "remat", "save",
-    "shard_params", "stages", "testing", "write_back",
+    "ir", "lift", "load", "make_mesh", "offload", "ops", "overlap_grads", "pmean", "prefetch", "psum", "remat",
+    "request_stop", "save", "shard_params", "stages", "stop_on", "testing", "write_back",
 ]  # fmt: skip
 
 

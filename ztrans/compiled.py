@@ -32,6 +32,7 @@ from .profiling.profile import profile as profile_program
 from .report.progress import stage
 from .report.tracebacks import ends_at_user
 from .running_order import fused_within_peak, with_grouped_updates
+from .runtime import stop
 from .runtime.agreement import agree, everywhere, launches_first, say_failure, step_of
 from .runtime.carried import CarryingExecutable
 from .runtime.contract import Contract, agree_on_plan, agree_on_program
@@ -131,7 +132,8 @@ class Compiled(Printed):
     """A program bound to this rank: callable, and no longer transformable, as `jax.stages.Compiled`.
 
     The first call compares the programs of all ranks, and uses rank 0's plan if plans differ. A program that is
-    `agreed` skips this: it follows a plan agreed on for another batch size, so it sends the same messages.
+    `agreed` skips this: it follows a plan agreed on for another batch size, so it sends the same messages. `changes`
+    say how its call differs from the one before.
 
     Raises: TypeError if the arguments are not those that it was compiled for, if a value that the step reads besides
         its arguments has changed since it was traced, or if it is called inside a transform of torch.func.
@@ -142,6 +144,7 @@ class Compiled(Printed):
     cuda_graph: bool = False
     cast_ahead: bool = False
     agreed: bool = field(default=False, compare=False, repr=False)
+    changes: tuple[str, ...] = field(default=(), compare=False, repr=False)
     binding: Binding = field(default_factory=Binding, compare=False, repr=False)
 
     @property
@@ -356,7 +359,6 @@ class Compiled(Printed):
             uses_carried = local_program.uses_carried(inputs)
             if mesh is not None and groups is not None:
                 self._agree(mesh, local_program, local, state, uses_carried, numbers)
-                groups.in_step = threading.get_ident()
             # Only now, so that all ranks bind again if one of them could not.
             self.binding.local_program = local_program
 
@@ -375,8 +377,6 @@ class Compiled(Printed):
             changed = [inputs.tensors[i] for i in local_program.changed]
             torch.autograd.graph.increment_version(changed)
             local_program.note(inputs)
-            if groups is not None:
-                groups.in_step = 0
 
     def _check_captured(self, local_program: LocalProgram, local: Sequence[torch.Tensor]) -> None:
         """Raises: ValueError if the replay of a CUDA graph would not compute a step on these inputs."""
@@ -426,22 +426,25 @@ class Compiled(Printed):
         uses_carried: bool,
         numbers: Sequence[int],
     ) -> None:
-        """Compare this step with those of the other ranks. The replay of a CUDA graph is compared with nothing.
+        """Compare this step with those of the other ranks.
+
+        The replay of a CUDA graph is compared with nothing, unless signals are requests to stop. Then it sends these.
 
         On GPUs the step is launched before the answer is read, unless it captures a graph, which takes long anyway.
         """
         contract = local_program.contract
-        if contract is None or self._is_captured:
-            return
-        explain = functools.partial(contract.explain, mesh)
-        launches = launches_first(mesh) and not self.cuda_graph
-        agree(
-            mesh,
-            step_of(self.lowered.graph.name),
-            contract.terms(local, steps_of(state), uses_carried, numbers),
-            explain,
-            marker(state) if launches else None,
-        )
+        is_replay = self._is_captured
+        if contract is not None and (stop.is_watched() or not is_replay):
+            launches = launches_first(mesh) and (is_replay or not self.cuda_graph)
+            agree(
+                mesh,
+                step_of(self.lowered.graph.name),
+                contract.terms(local, steps_of(state), uses_carried, numbers),
+                functools.partial(contract.explain, mesh),
+                marker(state) if launches else None,
+            )
+        # From here on, an error of any kind ends the step on all ranks.
+        process_groups(mesh).in_step = threading.get_ident()
 
     @property
     def is_bound(self) -> bool:
@@ -489,7 +492,7 @@ class Compiled(Printed):
         self, local: Sequence[torch.Tensor], state: Sequence[Any]
     ) -> LocalProgram:
         """Agree with the other ranks on a program, and make what runs it."""
-        lowered = self.lowered if self.agreed else _agreed(self.lowered)
+        lowered = self.lowered if self.agreed else _agreed(self.lowered, self.changes)
         writes = Writes()
         mesh = self._mesh
         with ending_together(lowered.graph.name, state, mesh, writes):
@@ -632,7 +635,7 @@ def _check_room(mesh: DeviceMesh, graph: Graph) -> None:
         )
 
 
-def _agreed(lowered: Lowered) -> Lowered:
+def _agreed(lowered: Lowered, changes: Sequence[str]) -> Lowered:
     """The program in the order of rank 0's plan. This rank's own plan may differ, if it measured other times.
 
     Raises: RuntimeError on every rank if the ranks have lowered different programs, or if that plan does not fit the
@@ -645,7 +648,7 @@ def _agreed(lowered: Lowered) -> Lowered:
     plan = lowered.plan
     contract = Contract(lowered.unordered, update_hash(lowered.unordered))
     with stage(name, "wait for the other ranks"):
-        first = agree_on_program(name, mesh, contract, plan)
+        first = agree_on_program(name, mesh, contract, plan, changes)
 
     # A plan that does not fit on one rank is an error on all of them, so each says whether it fits.
     problem = ""

@@ -36,9 +36,11 @@ from .planning.realise import OtherProgramError, OverLimitError
 from .profiling.profile import Profile
 from .report.progress import stage
 from .report.tracebacks import ends_at_user
+from .runtime import stop
 from .runtime.agreement import say_failure, step_of
 from .runtime.failure import check_ended, quit_if_cut_off
 from .runtime.mesh import check_runs
+from .runtime.process_groups import process_groups
 from .runtime.state import check_laid_out, copied_state, shard_state, unshard_state
 from .stages import Lowered, Traced
 from .tracing.errors import warn, warn_of_many_programs
@@ -144,6 +146,13 @@ class ProgramCache:
         sizeless = signature.without_sizes()
         self._programs = {k: v for k, v in self._programs.items() if k.without_sizes() != sizeless}
 
+    def changes(self, compiled: Compiled) -> tuple[str, ...]:
+        """How the signature of a new program differs from that of the program that ran last, in words."""
+        for signature, before in reversed(self._programs.items()):
+            if before.is_bound:
+                return tuple(signature.changes(compiled.lowered.recording.signature))
+        return ()
+
     def last_change(self) -> list[str]:
         """How the signatures of the last two programs differ, in words. The last one has just been added."""
         *_, before, newest = self._programs
@@ -226,6 +235,18 @@ class Step(Generic[P, R]):
     def mesh(self) -> DeviceMesh | AbstractMesh | None:
         """The mesh that the step runs on, or None if it runs in one process."""
         return mesh_of(self.transforms)
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a rank has been asked to stop, by `zt.request_stop()` or a signal of `zt.stop_on`.
+
+        On all ranks it becomes true after the same step: save there, and leave the loop. It stays true. On GPUs it
+        becomes true one step later, because no step waits for other hosts.
+        """
+        if not isinstance(self.mesh, DeviceMesh):
+            return stop.is_requested()
+        groups = process_groups(self.mesh)
+        return stop.is_requested() if groups.is_alone else groups.stop_requested
 
     @ends_at_user
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Traced:
@@ -353,6 +374,7 @@ class Step(Generic[P, R]):
             return compiled
         self._check_laid_out(call.state)
         compiled = self._built(call, self._cache.of_any_size(signature))
+        compiled = dataclasses.replace(compiled, changes=self._cache.changes(compiled))
         self._cache.add(compiled, signature)
         if len(self._cache) > _MANY_PROGRAMS:
             warn_of_many_programs(self.__name__, len(self._cache), self._cache.last_change())

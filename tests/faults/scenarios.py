@@ -33,6 +33,7 @@ from torch.utils import _pytree as pytree
 import ztrans as zt
 from ztrans import compiled, stages
 from ztrans.ir.collectives import ALL_GATHER, WAIT
+from ztrans.runtime import agreement, stop
 from ztrans.runtime import process_groups as process_groups_of_a_mesh
 from ztrans.runtime.agreement import agree, agree_on_call
 from ztrans.runtime.checkpoints import load as load_module
@@ -612,6 +613,72 @@ def interrupts(shots: int) -> Callable[[], None]:
     return run
 
 
+def other_batches() -> None:
+    """The batch of rank 1 has another key, or the same ones in another order, or needs a gradient."""
+    mesh = start()
+
+    def keyed(state, data):
+        return train_step(state, data["x"], data["y"])
+
+    step = transformed(mesh, 3, step=keyed)
+    state = step.shard(first_state())
+    x, y = batch(0, RANK)
+    state, _ = step(state, {"x": x, "y": y})
+    wrong = {
+        "key": {"x": x, "y": y, "mask": x},
+        "order": {"y": y, "x": x},
+        "gradient": {"x": x.clone().requires_grad_(), "y": y},
+    }
+    for name, data in wrong.items():
+        mine = data if RANK == 1 else {"x": x, "y": y}
+        report(name, **failed(lambda mine=mine: step(state, mine)))
+        report(f"after {name}", **failed(lambda: step(state, {"x": x, "y": y})))
+
+
+def many_ranks() -> None:
+    """More ranks than one round of records reaches: they run different versions; one makes another call, one stops."""
+    mesh = start()
+    versions = agreement._versions
+    if RANK == WORLD - 1:
+        agreement._versions = lambda: versions().replace("torch 2", "torch 1")
+    report("versions", **failed(lambda: agree_on_call(mesh, "first")))
+    agreement._versions = versions
+    report("same", **failed(lambda: agree_on_call(mesh, "first")))
+    report("calls", **failed(lambda: agree_on_call(mesh, "second" if RANK == 7 else "other")))
+    report("goes on", **failed(lambda: agree_on_call(mesh, "third")))
+    if RANK == WORLD // 2:
+        zt.request_stop()
+    before = process_groups(mesh).stop_requested
+    agree_on_call(mesh, "fourth")
+    report("stops", before=before, after=process_groups(mesh).stop_requested)
+
+
+def stops() -> None:
+    """In each round a rank gets a signal at a random moment, and both ranks leave their loop."""
+    called = []
+    signal.signal(signal.SIGALRM, lambda *_: called.append("before"))
+    zt.stop_on(signal.SIGALRM, signal.SIGTERM)
+    mesh = start()
+    step = transformed(mesh, 3)
+    state = step.shard(first_state())
+    state, _ = step(state, *batch(0, RANK))
+    source = random.Random(0)
+    taken = []
+    for k in range(20):
+        seconds = source.uniform(0.001, 0.1)
+        if k % WORLD == RANK:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+        steps = 0
+        while not step.stop_requested:
+            state, _ = step(state, *batch(0, RANK))
+            steps += 1
+        taken.append(steps)
+        dist.barrier()
+        stop._requested.clear()  # the rounds stand for processes of their own
+        process_groups(mesh).stop_requested = False
+    report("stops", taken=taken, called=len(called))
+
+
 class Done:
     """The event of a step that a GPU has ended."""
 
@@ -747,6 +814,9 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "interrupted_last": last(interrupt),
     "interrupts": interrupts(20),
     "interrupts_200": interrupts(200),
+    "other_batches": other_batches,
+    "many_ranks": many_ranks,
+    "stops": stops,
     "memory": eager(out_of_memory, 3),
     "as_on_gpus": as_on_gpus,
     "in_a_part": in_a_part,

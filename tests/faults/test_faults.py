@@ -303,6 +303,42 @@ def test_the_other_ranks_learn_that_a_rank_has_no_program():
     assert "Rank 1 failed in a step of train_step with TraceRuntimeError: " in lost["text"]
 
 
+def test_the_error_says_how_the_batch_of_a_rank_differs_from_the_one_before():
+    ranks = ended_well(launch("other_batches", 2))
+    texts = {
+        "key": "data.mask is new",
+        "order": "data.y is in the place of data.x",
+        "gradient": "data.x had requires_grad=False and has True",
+    }
+    for rank in ranks:
+        for name, text in texts.items():
+            error = rank.reports[name]
+            assert error["kind"] == "RuntimeError", error
+            assert f"with a program that is new here\n    {text}" in error["text"]
+            assert not rank.reports[f"after {name}"]["kind"], "the next right call works"
+
+
+def test_more_ranks_than_one_round_reaches_compare_versions_and_calls():
+    for rank in ended_well(launch("many_ranks", 11)):
+        versions = rank.reports["versions"]["text"]
+        assert versions.startswith("ztrans: the ranks of the mesh run different versions")
+        assert "  ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9: ztrans " in versions
+        assert "  rank 10: ztrans " in versions and ", torch 1" in versions
+        assert not rank.reports["same"]["kind"] and not rank.reports["goes on"]["kind"]
+        calls = rank.reports["calls"]["text"]
+        assert "  ranks 0, 1, 2, 3, 4, 5, 6, 8, 9, 10: other\n  rank 7: second\n" in calls
+        assert rank.reports["stops"] == {"before": False, "after": True}
+
+
+def test_a_signal_on_one_rank_ends_the_loops_of_all_after_the_same_step():
+    first, second = ended_well(launch("stops", 2))
+    taken = [rank.reports["stops"]["taken"] for rank in (first, second)]
+    assert taken[0] == taken[1] and len(taken[0]) == 20
+    assert [rank.reports["stops"]["called"] for rank in (first, second)] == [10, 10], (
+        "the handler before too"
+    )
+
+
 def test_the_error_says_when_the_data_of_one_rank_has_ended():
     first, second = ended_well(launch("ends_early", 2))
     assert not second.reports["last step"]["kind"]

@@ -79,7 +79,9 @@ def rates_differ(axes: tuple[str, ...], shape: tuple[int, ...], numbers=()) -> s
     """What the error says about ranks with other rates and counts; `axes` are those of the leaves of the state."""
     state = {"w": torch.ones(4, 4), "rate": 0.1, "count": 1.0}
     names = ("host", "dp")[-len(shape) :]
-    step = zt.shard_params(zt.AbstractMesh(**dict(zip(names, shape))), axis="dp")(with_rate)
+    apart = "host" if len(shape) > 1 else None
+    mesh = zt.AbstractMesh(**dict(zip(names, shape)))
+    step = zt.shard_params(mesh, axis="dp", independent_axis=apart)(with_rate)
     graph = step.lower(state, torch.ones(2, 4)).graph
     contract = Contract(graph, "", axes=[axes] * 3)
     order = [v.name for v in graph.inputs[:3]]
@@ -94,8 +96,8 @@ def rates_differ(axes: tuple[str, ...], shape: tuple[int, ...], numbers=()) -> s
             inputs = [by_name[name] for name in order]
             terms[rank] = contract.terms(inputs, 3, set_by_caller=[order.index(n) for n in numbers])
     assert len({repr(x) for x in terms.values()}) > 1, "the digests differ, so the ranks ask"
-    mesh = SimpleNamespace(mesh=torch.arange(len(terms)).view(shape), mesh_dim_names=names)
-    return contract.explain(mesh, terms)
+    ranks = SimpleNamespace(mesh=torch.arange(len(terms)).view(shape), mesh_dim_names=names)
+    return contract.explain(ranks, terms)
 
 
 def test_a_number_of_the_state_that_differs_between_ranks_is_an_error():

@@ -308,6 +308,11 @@ class Signature:
         else:
             changes += [f"{path} is new" for path in later.paths_missing_in(self)]
             changes += [f"{path} is missing" for path in self.paths_missing_in(later)]
+            # The same keys in another order.
+            moved = [pair for pair in zip(self.paths, later.paths) if pair[0] != pair[1]]
+            if moved and not changes:
+                before, now = moved[0]
+                changes.append(f"{now} is in the place of {before}")
             if not changes:
                 changes.append(f"the arguments were {self.tree} and are {later.tree}")
         return changes + self.surroundings.changes(later.surroundings)

@@ -1,21 +1,31 @@
 """The ranks of a mesh compare what they are about to do.
 
 The messages of a step have no names. If ranks made different calls, one would take the bytes of another for its own,
-or wait forever. So each call that communicates begins with `agree`: every rank sends the name of its call, and a digest
-of what must be the same on all ranks, to every other rank. If the records differ, all ranks raise the same error, and
-nothing else has been sent.
+or wait forever. So each call that communicates begins with `agree`: the ranks compare a digest of the name of the call
+and of what must be the same on all of them. If the digests differ, they send the values themselves, and all ranks raise
+the same error; nothing else has been sent.
+
+A record is the digest, its complement, and some bits, and ranks combine records by their maximum: the digests are equal
+if the maximum of the digests is that of their complements. So a record has the same size for any number of ranks, and
+each rank exchanges it with at most eight others in a round, which are farther away in each round: one round for 9
+ranks, two for 81, four for 6,561. All that gloo has for this, also its `all_reduce`, passes the ring of all ranks.
 
 On GPUs the host launches work ahead of the device, and would have to wait for the other hosts in every step. So there
 the answer about a step is read when the next call begins. If the ranks differ, that step has been launched, and its
 state is marked as half updated. Its messages may wait for each other forever, so all ranks end (see `watch`). A rank
 that makes another call meanwhile, such as `save`, learns that a step has been launched, and ends them at once.
+With more than 9 ranks, the rounds after the first are exchanged when the next call begins, on all ranks.
+
+A record also says whether its rank has been asked to stop (see `stop`). So all ranks learn that in the same step.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import struct
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -26,24 +36,31 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.collectives import MOST_RANKS_OF_EXCHANGE
 from ..ir.dependencies import grouped
+from . import stop
 from .failure import (
     STOP_TOGETHER,
+    quit_after_loss,
     quit_with_note,
     quitting_after_loss,
     rank_names,
 )
-from .process_groups import ProcessGroups, Work, process_groups
+from .process_groups import Channel, ProcessGroups, process_groups
 
 T = TypeVar("T")
 Explain = Callable[[Mapping[int, Any]], str]
 
-# A record: the digest of a value, whether the rank launches its step before it reads the answer, the name of a call.
-_RECORD = struct.Struct("<16s?111s")
+_DIGEST = struct.Struct("<2q")
+_FARTHEST = MOST_RANKS_OF_EXCHANGE // 2  # multiples of a distance, on either side of a rank
+# Ranks with other versions may have other records. What they compare before, in this form, never changes.
+_RECORDS = 1
+_VERSIONS = 256  # bytes of text
+_MOST_REMARKS = 4
 _IN_TIME = "the ranks of the mesh do not do the same, so none of them has sent anything.\n"
 _LAUNCHED = (
     "the ranks of the mesh do not make the same call. This rank has sent nothing, but others have launched "
     "a step.\n"
 )
+_OTHER_VERSIONS = "ztrans: the ranks of the mesh run different versions, and their programs and messages may differ.\n"
 _LATE = (
     "the ranks of the mesh did not do the same, and the step has run: its state is half updated.\n"
 )
@@ -55,6 +72,7 @@ def agree(
     mine: Any,
     explain: Explain,
     mark: Callable[[str], None] | None = None,
+    remarks: Sequence[str] = (),
 ) -> None:
     """Check that all ranks of a mesh make the same call. All of them must call this together.
 
@@ -66,23 +84,24 @@ def agree(
             they may differ in this way. All ranks call it, so it may ask them for more.
         mark: if it is given, the step is launched first, and the answer is read when the next call begins. If the
             ranks differ, this function marks the state of the step; it gets the cause.
+        remarks: what the error says about the call of this rank if others make another one.
 
-    Raises: RuntimeError on every rank if the ranks make different calls; LostRank if a rank has ended or does not
-        answer.
+    Raises: RuntimeError on every rank if the ranks make different calls, or run different versions; LostRank if a rank
+        has ended or does not answer.
     """
     groups = process_groups(mesh)
     if groups.is_alone:
         return
     groups.settle()
-    question = _Question.ask(groups, call, mine, explain, launches=mark is not None)
+    question = _Question(groups, call, mine, explain, mark is not None, remarks)
     if mark is not None:
         groups.pending = _PendingAnswer(question, mark)
         return
     answer = question.answer(groups)
-    if answer.others_have_launched:
+    if answer.is_mixed:  # others have launched a step
         note = mine.note if isinstance(mine, Failure) else f"made another call, {call}"
         quit_with_note(groups, note)
-        raise RuntimeError(f"{answer.calls}: {_LAUNCHED}{answer.problem}")
+        raise RuntimeError(f"{call}: {_LAUNCHED}")
     if answer.problem:
         groups.forget_carried()
         raise RuntimeError(f"{answer.calls}: {_IN_TIME}{answer.problem}")
@@ -127,12 +146,12 @@ class _Answer(NamedTuple):
     Attributes:
         calls: the calls of the ranks.
         problem: what differs, in words; empty if the ranks agree.
-        others_have_launched: whether some ranks have gone on with their call, and others, as this one, have not.
+        is_mixed: whether some ranks have launched a step, and others wait in another call.
     """
 
     calls: str
     problem: str = ""
-    others_have_launched: bool = False
+    is_mixed: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,6 +164,12 @@ class _PendingAnswer:
     def read(self, groups: ProcessGroups) -> None:
         """Raises: RuntimeError on every rank if the ranks made different calls; LostRank if a rank has ended."""
         answer = self.question.answer(groups)
+        if answer.is_mixed:
+            # The other rank quits the mesh, and its note has the name of its call.
+            error = RuntimeError(f"another rank did not launch {answer.calls}")
+            loss = quit_after_loss(groups, answer.calls, error)
+            self.mark(loss.reason or str(error))
+            raise loss
         if answer.problem:
             self.mark(f"the ranks did not do the same in {answer.calls}")
             # A message that no rank sends may be waited for, so nothing goes on. All ranks know that here.
@@ -153,67 +178,158 @@ class _PendingAnswer:
             raise RuntimeError(text)
 
 
-@dataclass(frozen=True, eq=False)
+class _Record(NamedTuple):
+    """What one rank says, or the maximum of what several say: two halves of a digest, their complements, and bits.
+
+    Attributes:
+        launches: a rank launches its step before it reads the answer.
+        waits: a rank waits for the answer.
+        stops: a rank has been asked to stop.
+    """
+
+    high: int
+    low: int
+    not_high: int
+    not_low: int
+    launches: int
+    waits: int
+    stops: int
+
+    @property
+    def is_of_equals(self) -> bool:
+        return (self.high, self.low) == (~self.not_high, ~self.not_low)
+
+    @property
+    def is_mixed(self) -> bool:
+        return bool(self.launches and self.waits)
+
+
 class _Question:
-    """A comparison that has begun: `works` fill the records of all ranks.
+    """A comparison that has begun: the first exchange of records is under way.
 
     This rank `launches` its step before it reads the answer, or waits for the answer.
     """
 
-    call: str
-    mine: Any
-    explain: Explain
-    launches: bool
-    records: torch.Tensor
-    works: list[Work]
-
-    @staticmethod
-    def ask(
-        groups: ProcessGroups, call: str, mine: Any, explain: Explain, launches: bool
-    ) -> _Question:
-        """Send this rank's record, and begin to receive those of the others."""
+    def __init__(
+        self,
+        groups: ProcessGroups,
+        call: str,
+        mine: Any,
+        explain: Explain,
+        launches: bool,
+        remarks: Sequence[str],
+    ) -> None:
+        self.call = call
+        self.mine = mine
+        self.explain = explain
+        self.remarks = remarks
         # Every step sends this record, so it is a hash of a fixed size. Values are sent only if hashes differ.
-        digest = hashlib.sha256(repr(mine).encode()).digest()[:16]
-        record = bytearray(_RECORD.pack(digest, launches, call.encode()[:111]))
-        records = torch.frombuffer(record, dtype=torch.uint8).repeat(len(groups.ranks), 1)
-        works: list[Work]
+        high, low = _DIGEST.unpack_from(hashlib.sha256(repr((call, mine)).encode()).digest())
+        record = _Record(high, low, ~high, ~low, launches, not launches, stop.is_requested())
         with quitting_after_loss(groups, call):
             groups.open()
             channel = groups.channel(None, "ranks")
-            this_rank = records[channel.group.rank()]
-            with channel.errors():
-                if channel.is_gloo and len(records) <= MOST_RANKS_OF_EXCHANGE:
-                    works = [*channel.exchange([this_rank] * len(records), list(records))]
-                else:
-                    works = [dist.all_gather(list(records), this_rank, channel.group, True)]
-        return _Question(call, mine, explain, launches, records, works)
+            if not groups.has_compared_versions:
+                _compare_versions(groups)
+            self._rounds = rounds_of(channel.group.rank(), len(groups.ranks))
+            self._begin_round(channel, self._rounds[0], record)
+
+    def _begin_round(self, channel: Channel, ranks: Sequence[int], record: _Record) -> None:
+        mine = torch.tensor(record)
+        self.records = mine.repeat(len(ranks), 1)  # the row of this rank stays
+        self._works = channel.exchange([mine] * len(ranks), list(self.records), ranks)
+
+    def _end_round(self) -> _Record:
+        try:
+            while self._works:
+                self._works.pop().wait()
+        except BaseException:
+            self._works.clear()  # a message in progress would keep its connection open
+            raise
+        return _Record(*self.records.amax(0).tolist())
 
     def answer(self, groups: ProcessGroups) -> _Answer:
-        """Wait for all records, and compare them."""
-        with quitting_after_loss(groups, self.call), groups.channel(None, "ranks").errors():
-            try:
-                while self.works:
-                    self.works.pop().wait()
-            except BaseException:
-                self.works.clear()  # a message in progress would keep its connection open
-                raise
-        records = list(_RECORD.iter_unpack(self.records.numpy().tobytes()))
-        if len(set(records)) == 1:
-            return _Answer(self.call)
-        names = [name.rstrip(b"\0").decode(errors="replace") for *_, name in records]
-        calls = " and ".join(dict.fromkeys(names))
-        if any(launches != self.launches for _, launches, _ in records):
+        """Wait for the records, and compare them."""
+        channel = groups.channel(None, "ranks")
+        with quitting_after_loss(groups, self.call), channel.errors():
+            record = self._end_round()
+            for ranks in self._rounds[1:]:
+                if record.is_mixed:
+                    break
+                self._begin_round(channel, ranks, record)
+                record = self._end_round()
+        if record.is_mixed:
             # Ranks that have launched a step read this at another time, so no rank may ask for the values.
-            problem = _different_calls(groups.ranks, names)
-            return _Answer(calls, problem, others_have_launched=not self.launches)
+            return _Answer(self.call, is_mixed=True)
+        if record.stops:
+            groups.stop_requested = True
+        if record.is_of_equals:
+            return _Answer(self.call)
         # Only now are the values themselves sent.
-        values = dict(zip(groups.ranks, _from_all(groups, self.mine)))
+        calls = {}
+        values = {}
+        remarks = {}
+        by_rank = _from_all(groups, (self.call, self.mine, tuple(self.remarks)))
+        for rank, (call, value, of_rank) in zip(groups.ranks, by_rank):
+            calls[rank] = call
+            values[rank] = value
+            remarks[rank] = of_rank
         failure = _failed(values)
         if failure:
             return _Answer(self.call, failure)
-        if len(set(names)) > 1:
-            return _Answer(calls, _different_calls(groups.ranks, names))
+        if len(set(calls.values())) > 1:
+            names = " and ".join(dict.fromkeys(calls.values()))
+            return _Answer(names, _different_calls(calls, remarks))
         return _Answer(self.call, self.explain(values))
+
+
+@functools.cache
+def rounds_of(rank: int, ranks: int) -> tuple[tuple[int, ...], ...]:
+    """With whom a rank exchanges records in each round: all ranks of a round know what the others do.
+
+    After a round it knows of all ranks up to some distance on either side.
+
+    >>> rounds_of(0, 3)
+    ((0, 1, 2),)
+    >>> rounds_of(0, 16)
+    ((0, 1, 2, 3, 4, 12, 13, 14, 15), (0, 7, 9))
+    """
+    rounds = []
+    known = 0
+    while known < ranks // 2:
+        step = 2 * known + 1
+        members = {rank}
+        for distance in range(step, _FARTHEST * step + 1, step):
+            if distance - known <= ranks // 2:
+                members |= {(rank + distance) % ranks, (rank - distance) % ranks}
+        rounds.append(tuple(sorted(members)))
+        known += _FARTHEST * step
+    return tuple(rounds)
+
+
+def _compare_versions(groups: ProcessGroups) -> None:
+    """Check that all ranks run the same versions, once for a mesh.
+
+    Raises: RuntimeError on every rank if they do not.
+    """
+    mine = torch.frombuffer(bytearray(_versions().encode().ljust(_VERSIONS)), dtype=torch.uint8)
+    versions = mine.repeat(len(groups.ranks), 1)
+    channel = groups.channel(None, "ranks")
+    with channel.errors():
+        dist.all_gather(list(versions), mine, channel.group)
+    texts = [bytes(row.tolist()).decode(errors="replace").rstrip() for row in versions]
+    if len(set(texts)) > 1:
+        raise RuntimeError(
+            f"{_OTHER_VERSIONS}{_by_rank(dict(zip(groups.ranks, texts)))}"
+            f"Install the same versions on all hosts."
+        )
+    groups.has_compared_versions = True
+
+
+def _versions() -> str:
+    library = sys.modules[__name__.partition(".")[0]]
+    python = ".".join(map(str, sys.version_info[:2]))
+    return f"ztrans {library.__version__}, torch {torch.__version__}, Python {python}, records {_RECORDS}"
 
 
 def everywhere(value: T, mesh: DeviceMesh) -> list[T]:
@@ -252,22 +368,29 @@ def _failed(values: Mapping[int, Any]) -> str:
     return ""
 
 
-def _different_calls(ranks: Sequence[int], names: Sequence[str]) -> str:
-    """What an error says about ranks that make calls of different names."""
-    by_name = grouped(zip(names, ranks))
-    lines = "".join(f"  {rank_names(same)}: {name}\n" for name, same in by_name.items())
+def _different_calls(calls: Mapping[int, str], remarks: Mapping[int, Sequence[str]]) -> str:
+    """What an error says about ranks that make calls of different names, by rank, with remarks about each."""
+    described = {}
+    for rank, call in calls.items():
+        lines = "".join(f"\n    {remark}" for remark in remarks[rank][:_MOST_REMARKS])
+        described[rank] = call + lines
     return (
-        f"{lines}Every rank must make the same calls in the same order. If the data of some ranks has ended, "
-        f"{STOP_TOGETHER}"
+        f"{_by_rank(described)}Every rank must make the same calls in the same order. If the data of some ranks has "
+        f"ended, {STOP_TOGETHER}"
     )
+
+
+def _by_rank(texts: Mapping[int, str]) -> str:
+    """Lines of texts, each with its ranks."""
+    by_text = grouped((text, rank) for rank, text in texts.items())
+    return "".join(f"  {rank_names(same)}: {text}\n" for text, same in by_text.items())
 
 
 def different_steps(steps: Mapping[int, int]) -> str:
     """What an error says about states that have taken different numbers of steps, by rank."""
-    by_steps = grouped((count, rank) for rank, count in steps.items())
-    lines = "".join(f"  {rank_names(ranks)}: {count} steps\n" for count, ranks in by_steps.items())
+    counts = {rank: f"{count} steps" for rank, count in steps.items()}
     return (
-        f"  The states have taken different numbers of steps since they were sharded:\n{lines}"
+        f"  The states have taken different numbers of steps since they were sharded:\n{_by_rank(counts)}"
         f"Load the same checkpoint on all ranks, state = step.shard(loaded), and go on from there."
     )
 

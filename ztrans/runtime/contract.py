@@ -96,7 +96,7 @@ class Contract:
         state_numbers = {}
         for i in (*self._unchanged_scalars, *set_by_caller):
             if inputs[i].is_cpu:
-                state_numbers[i] = inputs[i].tolist()
+                state_numbers[i] = inputs[i].item()
         return Terms(self.digest, numbers, state_numbers, steps, uses_carried)
 
     def explain(self, mesh: DeviceMesh, terms: Mapping[int, Terms]) -> str:
@@ -244,8 +244,12 @@ def first_difference(ranks: Sequence[int], lines: Sequence[Sequence[str]]) -> st
 # ---- one program for all ranks
 
 
-def agree_on_program(name: str, mesh: DeviceMesh, contract: Contract, plan: T) -> T:
+def agree_on_program(
+    name: str, mesh: DeviceMesh, contract: Contract, plan: T, changes: Sequence[str] = ()
+) -> T:
     """The plan of the first rank of a mesh. All ranks must plan the same step; the sizes of its batches may differ.
+
+    `changes` say how the call differs from the one before, for the error if other ranks need no new program.
 
     Raises: RuntimeError on every rank if the steps differ. It names the ranks and the first message in which they do.
     """
@@ -253,7 +257,7 @@ def agree_on_program(name: str, mesh: DeviceMesh, contract: Contract, plan: T) -
     def explain(lines: Mapping[int, list[str]]) -> str:
         return first_difference(list(lines), list(lines.values()))
 
-    agree(mesh, new_program_of(name), contract.lines, explain)
+    agree(mesh, new_program_of(name), contract.lines, explain, remarks=changes)
     return from_first(plan, mesh)
 
 

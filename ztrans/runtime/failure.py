@@ -131,6 +131,8 @@ def running(
     writes.begun = False
     with ending_together(name, leaves, mesh, writes):
         yield
+    if mesh is not None:
+        process_groups(mesh).in_step = 0
     first = _first_tensor(leaves)
     if first is not None:
         _steps[first] = _steps.get(first, 0) + 1

@@ -141,10 +141,17 @@ class Channel:
         mine = ranks.index(group.rank())
         # Each rank begins with the rank after it, so that no rank gets the messages of all others at once.
         peers = [(mine + step) % len(ranks) for step in range(1, len(ranks))]
-        with self.errors():
-            received = [group.recv([into[k]], ranks[k], tag) for k in peers]
-            sent = [group.send([pieces[k]], ranks[k], tag) for k in peers]
-        return received + sent
+        works: list[dist.Work] = []
+        try:
+            with self.errors():
+                for k in peers:
+                    works.append(group.recv([into[k]], ranks[k], tag))
+                for k in peers:
+                    works.append(group.send([pieces[k]], ranks[k], tag))
+        except BaseException:
+            works.clear()  # the error would keep them, and a message in progress its connection
+            raise
+        return works
 
     def advance(self) -> None:
         """Begin the second level of all messages in progress, as soon as their first level is done."""
@@ -207,6 +214,8 @@ class ProcessGroups:
         saves: the channel of checkpoints, which a failed step does not close; `reopen` opens it.
         symmetric: the symmetric memory of the mesh, if its devices have any.
         epoch: how often closed channels were reopened.
+        has_compared_versions: whether the ranks know that they run the same versions.
+        stop_requested: whether a rank has been asked to stop, as all ranks know.
         in_step: the thread that is in a step on which the ranks have agreed, or 0.
         in_flight: the steps that a GPU runs.
         watcher: on several GPUs, the connection to the process that ends this one if another rank is lost.
@@ -224,6 +233,8 @@ class ProcessGroups:
         self.symmetric: SymmetricMemory | None = None
         self.epoch = 0
         self.in_step = 0
+        self.has_compared_versions = False
+        self.stop_requested = False
         self.in_flight = InFlight()
         self.watcher: Watcher | None = None
         self._mesh_ranks = mesh.mesh

@@ -14,14 +14,15 @@ from tests.support.fake_cuda import FakeCuda
 from tests.support.programs import CASES
 from tests.support.worlds import batches, slices
 from ztrans.compiled import LocalProgram
-from ztrans.runtime.agreement import _RECORD, agree, agree_on_call
+from ztrans.runtime import stop
+from ztrans.runtime.agreement import agree, agree_on_call
 from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.contract import Contract
 from ztrans.runtime.cuda.graph_capture import Capture
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.executable import bind
 from ztrans.runtime.failure import Writes, check_ended, marker
-from ztrans.runtime.process_groups import process_groups
+from ztrans.runtime.process_groups import Channel, LostRank, process_groups
 
 RANKS = 2
 STEPS = 10
@@ -37,7 +38,9 @@ class HostMessages:
         self.begun: list[str] = []
         self.blocking: list[str] = []
         self.launched = 0
-        self.records_of_others = bytearray()  # what rank 0 asks; by default what this rank asks
+        self.bits_of_others: dict[
+            int, int
+        ] = {}  # of the record of rank 0, which else is that of this rank
 
     def launch(self) -> None:
         self.launched += 1
@@ -50,14 +53,14 @@ class HostMessages:
         self.begun.append(name)
         self.blocking.append(name)
 
-    def gather(self, records, mine, group, is_async) -> Arriving:
-        for record in records:
-            record.copy_(mine)
-        if self.records_of_others:
-            record_of_rank_0 = torch.frombuffer(self.records_of_others, dtype=torch.uint8)
-            records[0].copy_(record_of_rank_0)
-        self.begun.append("all_gather")
-        return Arriving(self)
+    def exchange(self, channel, pieces, into, ranks=None, tag=None) -> list[Arriving]:
+        assert channel.purpose == "ranks"
+        for piece, record in zip(pieces, into):
+            record.copy_(piece)
+        for position, bit in self.bits_of_others.items():
+            into[0][position] = bit
+        self.begun.append("exchange")
+        return [Arriving(self)]
 
     def gather_objects(self, values, value, group=None) -> None:
         self.block("all_gather_object")
@@ -80,7 +83,7 @@ class Arriving:
 
     def wait(self) -> None:
         if self.messages.launched == self.launched_before:
-            self.messages.blocking.append("all_gather")
+            self.messages.blocking.append("exchange")
 
 
 @pytest.fixture
@@ -98,6 +101,7 @@ def mesh(monkeypatch, store):
     monkeypatch.setattr(dist, "new_group", lambda ranks, *_, **__: new_group(ranks))
     groups = process_groups(mesh)
     groups.is_alone = False  # the other rank sends nothing to the device, but its host talks
+    groups.has_compared_versions = True
     groups._host_names = dict.fromkeys(range(RANKS), ("one host",))
     groups.store = lambda: store
     yield mesh
@@ -107,7 +111,9 @@ def mesh(monkeypatch, store):
 @pytest.fixture
 def messages(monkeypatch) -> HostMessages:
     messages = HostMessages()
-    monkeypatch.setattr(dist, "all_gather", messages.gather)
+    monkeypatch.setattr(
+        Channel, "exchange", lambda channel, *pieces: messages.exchange(channel, *pieces)
+    )
     monkeypatch.setattr(dist, "all_gather_object", messages.gather_objects)
     for name in ("barrier", "broadcast_object_list", "broadcast", "monitored_barrier"):
         monkeypatch.setattr(dist, name, lambda *_, name=name, **__: messages.block(name))
@@ -153,8 +159,54 @@ def test_no_step_waits_for_the_host_of_another_rank(
     case = CASES["mlp_momentum"]
     compiled, state = compiled_step(mesh, case, messages)
     trained(compiled, state, STEPS, case, messages)
-    assert messages.begun == ["all_gather"] * STEPS
+    assert messages.begun == ["exchange"] * STEPS
     assert len(messages.blocking) == blocking
+
+
+def test_a_rank_that_launched_a_step_learns_of_another_call_when_it_reads_the_answer(
+    mesh, messages, store
+):
+    """Then it asks for nothing more: the other rank has left, and its note says why."""
+    groups = process_groups(mesh)
+    causes = []
+    agree(mesh, "a step", 1, lambda values: "they differ", causes.append)
+    groups.pending.question.records[0, 5] = 1  # the other rank waits
+    store.set("note/0", "made another call, save")
+    messages.clear()
+    with pytest.raises(LostRank, match="Rank 0 made another call, save"):
+        groups.settle()
+    assert messages.begun == [] and causes == ["Rank 0 made another call, save"]
+
+
+@pytest.mark.parametrize(("launches", "later"), [(True, 1), (False, 0)])
+def test_a_request_to_stop_is_read_with_the_record_of_a_step(
+    mesh, messages, monkeypatch, launches, later
+):
+    """On GPUs by the next call, so all ranks see it after the same step there too."""
+    monkeypatch.setattr("ztrans.compiled.launches_first", lambda mesh: launches)
+    case = CASES["mlp_momentum"]
+    compiled, state = compiled_step(mesh, case, messages)
+    data = slices(batches(case, 1)[0], RANKS)[1]
+    groups = process_groups(mesh)
+    seen = []
+    for k in range(5):
+        messages.bits_of_others = {6: int(k == 2)}
+        state, _ = compiled(state, *data)
+        seen.append(groups.stop_requested)
+    assert seen == [k >= 2 + later for k in range(5)]
+
+
+@pytest.mark.slow
+def test_after_stop_on_a_replay_sends_whether_its_rank_has_been_asked_to_stop(
+    mesh, messages, monkeypatch
+):
+    monkeypatch.setattr("ztrans.compiled.launches_first", lambda mesh: True)
+    monkeypatch.setattr(stop, "_watched", {15})
+    case = CASES["mlp_momentum"]
+    compiled, state = compiled_step(mesh, case, messages, cuda_graph=True)
+    trained(compiled, state, STEPS, case, messages)
+    assert messages.begun == ["exchange"] * STEPS
+    assert process_groups(mesh).pending is not None, "the next call reads the answer"
 
 
 @pytest.mark.slow
@@ -168,12 +220,19 @@ def test_a_replay_sends_nothing_to_the_host_of_another_rank(mesh, messages, monk
     assert messages.begun == []
 
 
+def differ(groups) -> None:
+    """Let the other rank have sent another digest, and its complement."""
+    record = groups.pending.question.records[0]
+    record[0] ^= 1
+    record[2] ^= 1
+
+
 def test_after_a_late_difference_no_message_of_that_step_is_waited_for(mesh, messages):
     """Ranks that did not do the same may wait for each other on the device, so all of them close their channels."""
     groups = process_groups(mesh)
     causes = []
     agree(mesh, "a step", (1, True), lambda values: "they differ", causes.append)
-    groups.pending.question.records[0, 0] += 1  # the digest of the other rank
+    differ(groups)
     with pytest.raises(RuntimeError, match="they differ"):
         groups.settle()
     assert groups.is_closed and causes == ["the ranks did not do the same in a step"]
@@ -185,7 +244,7 @@ def test_a_difference_is_read_before_a_save_waits_for_the_step(mesh, messages, m
     monkeypatch.setattr(type(groups), "timeout", 0.1)
     leaf = torch.zeros(2)
     agree(mesh, "a step", 1, lambda values: "they differ", marker([leaf]))
-    groups.pending.question.records[0, 0] += 1
+    differ(groups)
     groups.in_flight.record(NeverDone())
     with pytest.raises(RuntimeError, match="they differ"):
         check_ended([leaf], "save")
@@ -196,7 +255,7 @@ def test_a_rank_that_makes_another_call_leaves_those_that_have_launched_a_step(
 ):
     """Their kernels wait for this rank, which is in another call."""
     groups = process_groups(mesh)
-    messages.records_of_others = bytearray(_RECORD.pack(b"", True, b"a step of train"))
+    messages.bits_of_others = {4: 1, 5: 0}  # it launches a step
     text = "unshard: the ranks of the mesh do not make the same call. This rank has sent nothing"
     with pytest.raises(RuntimeError, match=text):
         agree_on_call(mesh, "unshard")
@@ -245,7 +304,7 @@ def test_a_refused_call_is_told_to_the_others(mesh, messages, monkeypatch, store
     state = step.shard(case.state())
     batch = slices(batches(case, 1)[0], RANKS)[1]
     compiled = step.lower(state, *batch).compile()
-    messages.records_of_others = bytearray(_RECORD.pack(b"", True, b"a step of step"))
+    messages.bits_of_others = {4: 1, 5: 0}  # it launches a step
     with pytest.raises(TypeError):
         compiled(state, *batch[:-1])
     refused = store.get("note/1").decode()
