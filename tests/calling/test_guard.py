@@ -408,3 +408,32 @@ def test_a_distributed_leaf_that_is_frozen_is_noticed():
     state, _ = run(state, torch.ones(2, 4))
     assert torch.equal(state["a"].full_tensor(), before)
     assert len(run._cache) == 2
+
+
+def test_a_state_made_under_inference_mode_is_refused_before_anything_is_written():
+    with torch.inference_mode():
+        state = {"w": torch.zeros(3)}
+    run = zt.Step.of(lambda state, x: ({"w": state["w"] - x.mean(0)}, x.sum()))
+    x = torch.ones(2, 3)
+    for _ in range(2):
+        with pytest.raises(
+            TypeError, match=r"w was made under torch.inference_mode\(\), and a step"
+        ):
+            run(state, x)
+        assert state["w"].tolist() == [0.0] * 3
+    state = run.shard(state)  # as the error says
+    state, _ = run(state, x)
+    assert state["w"].tolist() == [-1.0] * 3
+
+
+@pytest.mark.parametrize("transforms", [(), (zt.remat(),)])
+def test_what_unshard_returns_is_not_trained_on(transforms):
+    run = zt.chain(*transforms)(
+        lambda state, x: ({"w": state["w"] - x.mean(0), "n": state["n"]}, x.sum())
+    )
+    x = torch.ones(2, 3)
+    state, _ = run(run.shard({"w": torch.zeros(3), "n": 2}), x)
+    best = run.unshard(state)
+    for _ in range(3):
+        state, _ = run(state, x)
+    assert best["w"].tolist() == [-1.0] * 3 and state["w"].tolist() == [-4.0] * 3

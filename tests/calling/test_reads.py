@@ -594,3 +594,28 @@ def test_a_function_of_a_library_leads_to_the_functions_that_it_was_given():
     for f in (lambda state, x: (state, loss(x)), lambda state, x: (state, x * cached())):
         reads = Reads(f)
         assert "rate" in reads.values().names
+
+
+@pytest.mark.parametrize("kind", [float, np.float16, np.float32, np.float64, np.longdouble])
+def test_signs_of_zeros_and_nans_of_numpy_are_told_apart(kind):
+    """0.0 equals -0.0, and nan equals nothing, not even itself."""
+    space = types.SimpleNamespace(offset=kind(0.0))
+    run = zt.Step.of(lambda state, x: (state, x / float(space.offset)))
+    for value, quotient in ((0.0, torch.inf), (-0.0, -torch.inf), (0.0, torch.inf)):
+        space.offset = kind(value)
+        assert torch.equal(run(torch.zeros(1), torch.ones(2))[1], torch.full((2,), quotient))
+    assert len(run._cache) == 2
+    for _ in range(3):
+        space.offset = kind("nan")
+        run(torch.zeros(1), torch.ones(2))
+    assert len(run._cache) == 3
+
+
+def test_parts_of_complex_numbers_of_numpy_are_told_apart():
+    space = types.SimpleNamespace(factor=np.complex64(complex(1.0, 0.0)))
+    run = zt.Step.of(lambda state, x: (state, x * complex(space.factor)))
+    x = torch.ones(1, dtype=torch.complex64)
+    run(torch.zeros(1), x)
+    space.factor = np.complex64(complex(1.0, -0.0))
+    run(torch.zeros(1), x)
+    assert len(run._cache) == 2

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import ztrans as zt
+from ztrans import compiled as compiled_module
+from ztrans.calling import signature as signature_module
 from ztrans.calling.call import BoundCall, StepFunction
-from ztrans.calling.signature import Abstract, Signature
+from ztrans.calling.signature import Abstract, Signature, device_of_program
 
 X = torch.arange(12.0).view(4, 3)
 Y = torch.ones(3)
@@ -193,3 +195,29 @@ def test_a_sparse_tensor_in_place_of_a_dense_one_is_refused():
         state, _ = run(state, torch.eye(3))
     with pytest.raises(TypeError, match="an argument holds a sparse tensor"):
         run(state, torch.eye(3).to_sparse())
+
+
+def test_two_devices_of_one_type_have_two_programs(monkeypatch):
+    """A program is bound to the streams, the constants and the current device of one GPU."""
+    monkeypatch.setattr(signature_module, "_has_accelerator", lambda: True)
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(OnDevice, "device", property(lambda self: device))
+    on_first = signature({"w": OnDevice(X)}, X)
+    device = torch.device("cuda", 1)
+    on_second = signature({"w": OnDevice(X)}, X)
+    assert on_first != on_second and hash(on_first) != hash(on_second)
+    assert on_first.changes(on_second) == ["state.w was on cuda:0 and is on cuda:1"]
+    assert device_of_program(leaf.abstract for leaf in on_second.leaves) == "cuda:1"
+    assert on_first.without_layout() == on_second.without_layout()
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+
+def test_a_program_of_one_gpu_refuses_the_arguments_of_another(monkeypatch):
+    compiled = zt.Step.of(step).lower({"w": X.clone()}, X).compile()
+    compiled({"w": X.clone()}, X)
+    monkeypatch.setattr(compiled_module, "device_of", lambda tensors: torch.device("cuda", 1))
+    with pytest.raises(TypeError, match=r"step: the program runs on the CPU, and .* on cuda:1"):
+        compiled({"w": X.clone()}, X)

@@ -14,6 +14,7 @@ import torch
 
 import ztrans as zt
 from tests.support.worlds import ALL
+from ztrans.calling.trees import leaf_names
 
 W = torch.arange(12.0).view(4, 3)
 X = torch.ones(6, 4)
@@ -186,3 +187,40 @@ def test_an_output_is_any_constant(value):
     step = zt.Step.of(lambda state, x: (state, (x.sum(), value)))
     output = step(W.clone(), X)[1][1]
     assert output == value and type(output) is type(value)
+
+
+@pytest.mark.parametrize("transforms", [(), (zt.shard_params(zt.AbstractMesh(dp=2)),)])
+def test_a_leaf_of_the_state_and_an_argument_may_have_one_name(transforms):
+    """The leaf keeps the name, by which transforms know it."""
+
+    def step(state, x, lr, w):
+        grads = torch.func.grad(lambda p: (x @ p).square().mean())(state["w"])
+        new = state["w"] - lr * state["lr"] * grads
+        return {"w": new, "lr": state["lr"]}, (w["w"].sum(), lr)
+
+    def renamed(state, x, rate, more):
+        return step(state, x, rate, more)
+
+    batch = torch.ones(2, 4), 0.5, {"w": torch.ones(3)}
+    graphs = []
+    for fn in (step, renamed):
+        graph = zt.chain(*transforms)(fn).lower({"w": W.clone(), "lr": 0.1}, *batch).graph
+        graphs.append(graph)
+    assert [v.name for v in graphs[0].inputs] == ["w", "lr", "x", "argument.lr", "w.w"]
+    assert [v.name for v in graphs[1].inputs] == ["w", "lr", "x", "rate", "more.w"]
+
+
+def test_a_step_runs_if_a_leaf_and_an_argument_have_one_name():
+    def step(state, x, lr):
+        return {"lr": state["lr"] + 1.0, "x": state["x"] * lr}, x.sum() + lr
+
+    run = zt.Step.of(step)
+    state, out = run({"lr": torch.zeros(()), "x": torch.ones(2)}, torch.ones(3), 0.5)
+    assert out == 3.5 and state["lr"] == 1.0 and state["x"].tolist() == [0.5, 0.5]
+
+
+def test_names_are_distinct_whatever_the_keys():
+    args = ({"a": {"b": 1}, "a.b": 2, "state.a.b": 3, "c": 4}, {"b": 5}, 6)
+    names, _ = leaf_names(("state", "a", "c"), args)
+    assert len(set(names)) == len(names) == 6
+    assert names[0] == "a.b" and names[3:] == ["c", "argument.a.b", "argument.c"]

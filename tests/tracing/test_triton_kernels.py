@@ -69,9 +69,69 @@ def reads(x, out):
     tl.sum(tl.load(x + out))
 
 
+def loops(x, a, b):
+    for p in (a, b):
+        tl.store(p, tl.load(x))
+
+
+def comprehends(x, out, a, b):
+    tl.store(out, tl.load(x))
+    [tl.store(p, tl.load(x)) for p in (a, b)]
+
+
+def comprehends_pointers(x, a, b):
+    pointers = [p + 1 for p in (a, b)]
+    tl.store(pointers[0], tl.load(x))
+
+
+def names_in_a_condition(x, out):
+    if (p := out + 1) is not None:
+        tl.store(p, tl.load(x))
+
+
+def unpacks(x, out, n):
+    *_rest, p = n, n, out
+    tl.store(p, tl.load(x))
+
+
+def stores_by_an_older_name(x, out):
+    tl._experimental_descriptor_store(out, tl.load(x), [0])
+
+
+def assembles(x, out):
+    tl.inline_asm_elementwise(
+        "st.global.f32 [$1], $2;", "=r,l,f", [out, 1.0], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+def assembles_purely(x, out, y):
+    v = tl.inline_asm_elementwise("", "", [y], dtype=tl.int32, is_pure=True, pack=1)
+    tl.store(out, v + tl.load(x))
+
+
+def binds_otherwise(x, out):
+    match out:
+        case p:
+            tl.store(p, tl.load(x))
+
+
+def calls_a_lambda(x, out):
+    (lambda p: tl.store(p, tl.load(x)))(out)
+
+
 @pytest.mark.parametrize(
     ("kernel", "changed"),
     [
+        (loops, {"a", "b"}),
+        (comprehends, {"out", "a", "b"}),
+        (comprehends_pointers, {"a", "b"}),
+        (names_in_a_condition, {"out"}),
+        (unpacks, {"out", "n"}),
+        (stores_by_an_older_name, {"out"}),
+        (assembles, {"out"}),
+        (assembles_purely, {"out"}),
+        (binds_otherwise, {"x", "out"}),
+        (calls_a_lambda, {"x", "out"}),
         (offsets, {"out", "n"}),
         (scattered, {"out"}),
         (counted, {"count", "total"}),

@@ -41,11 +41,13 @@ def local_part(x: Any) -> torch.Tensor:
 
 
 def check_donation(graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
-    """Check that a step may overwrite its state: its leaves are contiguous and share no memory.
+    """Check that a step may overwrite its state: its leaves are ordinary, contiguous, and share no memory.
 
     Raises: TypeError that names the leaf, or the two inputs that share memory.
     """
     for v, x in zip(graph.inputs[: graph.num_state], inputs):
+        if x.is_inference():
+            raise _not_writable(graph, f"{v.name} was made under torch.inference_mode()")
         if x.is_conj() or x.is_neg():
             raise _not_writable(graph, f"{v.name} is conjugated or negated only when it is read")
         if not x.is_contiguous():

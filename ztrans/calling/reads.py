@@ -239,7 +239,9 @@ def _constant(value: Any) -> Any:
     if isinstance(value, slice):
         return kind, (value.start, value.stop, value.step)
     if isinstance(value, _CONSTANT_BASES) and kind.__hash__ is not None:
-        return kind, value
+        # Numbers of NumPy too have a 0.0 that equals -0.0, and a nan that equals nothing.
+        is_text = isinstance(value, numbers.Number) and not isinstance(value, numbers.Integral)
+        return kind, repr(value) if is_text else value
     return kind
 
 
@@ -267,7 +269,7 @@ def _text(constant: Any) -> str:
     if not isinstance(constant, tuple):
         return "absent" if constant is _Absent else f"a {constant.__name__}"
     kind, content = constant
-    if issubclass(kind, float | complex):
+    if issubclass(kind, numbers.Number) and isinstance(content, str):
         text = content
     elif issubclass(kind, types.CodeType):
         text = str(_head(content))

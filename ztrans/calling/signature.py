@@ -69,7 +69,7 @@ _FLOAT = Abstract((), torch.float64, (), "cpu")
 
 
 def device_of_program(leaves: Iterable[Abstract]) -> str:
-    """The accelerator of the leaves; "cpu" if they have none, and a tensor on the CPU; otherwise "meta".
+    """The accelerator of the leaves, such as "cuda:0"; "cpu" if they have none, and a tensor on the CPU; else "meta".
 
     Scalars, such as the counters of an optimizer, may be on CPUs beside a GPU.
     """
@@ -113,8 +113,12 @@ def is_number(leaf: Any) -> bool:
 
 
 def _device(leaf: torch.Tensor) -> str:
+    """The device of a tensor, such as `cuda:1`: a program is bound to the streams and constants of one."""
+    device = leaf.device
+    if device.type == "meta":
+        return "meta"
     # A fake cuda tensor aborts the process on a CPU build.
-    return leaf.device.type if _has_accelerator() or leaf.device.type == "meta" else "cpu"
+    return str(device) if device.type != "cpu" and _has_accelerator() else "cpu"
 
 
 _has_accelerator = functools.cache(torch.accelerator.is_available)

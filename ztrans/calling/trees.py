@@ -139,6 +139,9 @@ def leaf_names(parameters: Sequence[str], args: Sequence[Any]) -> tuple[list[str
                 short = ".".join(parts)
             if short in used_names:
                 short = path
+            # An argument may be called as a leaf of the state, whose name transforms know.
+            while short in used_names:
+                short = f"argument.{short}"
             short_names.append(short)
             used_names.add(short)
     return short_names, paths

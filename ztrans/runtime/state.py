@@ -86,7 +86,7 @@ def shard_state(
 def unshard_state(
     state: State, mesh: DeviceMesh | AbstractMesh | None, axes: Sequence[Sequence[str]]
 ) -> State:
-    """Gather a state of DTensors into full tensors on every rank. All ranks must call it.
+    """Gather a state of DTensors into full tensors on every rank, which are copies. All ranks must call it.
 
     `axes` are, for each leaf, the mesh axes over which transforms shard or replicate it.
     """
@@ -100,6 +100,8 @@ def unshard_state(
             # Groups of GPUs gather what is on GPUs.
             here = x.to_local().device
             x = full_tensor(_on_device(x), leaf_axes).to(here, copy=True)
+        elif isinstance(x, torch.Tensor):
+            x = copied(x)  # the next step would write into it
         full.append(x)
     return pytree.tree_unflatten(full, tree)
 

@@ -25,7 +25,7 @@ class Recording:
     Attributes:
         graph: the program as written.
         fx: the FX graph that make_fx has traced. It takes the inputs of `graph`, and returns the tensors among its
-            outputs.
+            outputs. The programs that a step keeps do not have it: it takes half of their memory.
         out_tree: the tree of what the step returns.
         signature: what the step was traced for.
         function: the function of the step.
@@ -34,7 +34,7 @@ class Recording:
     """
 
     graph: Graph
-    fx: fx.GraphModule = field(compare=False, repr=False)
+    fx: fx.GraphModule | None = field(compare=False, repr=False)
     out_tree: pytree.TreeSpec
     signature: Signature
     function: StepFunction = field(compare=False, repr=False)
@@ -48,9 +48,10 @@ class Recording:
 
     @property
     def device_type(self) -> str:
-        """The device of the tensors that it was traced for: an accelerator if one is there, "cpu", or "meta"."""
+        """The type of the device that it was traced for: an accelerator if a tensor is on one, "cpu", or "meta"."""
         leaves = [leaf.abstract for leaf in self.signature.leaves]
-        return device_of_program(leaf for leaf in leaves if isinstance(leaf, Abstract))
+        device = device_of_program(leaf for leaf in leaves if isinstance(leaf, Abstract))
+        return torch.device(device).type
 
     def check_fits(self, call: BoundCall, name: str = "") -> None:
         """Check that a call has the signature that the step was traced for, in whatever layout its leaves are.

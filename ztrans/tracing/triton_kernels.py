@@ -3,9 +3,10 @@
     add_kernel[grid](x, y, out, n, BLOCK=16)    -->    out1 = triton(add_kernel[(2,)](n=24, BLOCK=16), x, y, out)
 
 While a step is traced, a launch runs nothing. The source of a kernel tells which arguments it changes. It writes by
-`tl.store(pointer, ...)`, an atomic operation, or the `store` of a descriptor. The pointer is computed from the
-arguments in its expression, and from the arguments that the names in it were computed from. What `tl.load` returns is a
-value and not a pointer. An argument that is passed on to another kernel function counts as changed.
+`tl.store(pointer, ...)`, an atomic operation, the `store` of a descriptor, or assembly that is not pure. The pointer is
+computed from the arguments in its expression, and from the arguments that the names in it were computed from: by
+assignments, loops and comprehensions. What `tl.load` returns is a value and not a pointer. An argument that is passed
+on to another kernel function counts as changed. So do all arguments if the source binds names in another way.
 
 Kernels of an operator of `torch.library` (`triton_op`, `custom_op`) are a part of this operator.
 
@@ -34,8 +35,13 @@ from ..ir.triton_launch import Launch, has_tuning_wrappers, unwrapped
 from .errors import writes_nothing
 from .functionalize import Builder
 
-# How the names of operations that write begin.
+# What the names of operations that write contain.
 _WRITES = ("store", "atomic_")
+# The statements of a kernel whose names are followed. Any other one may bind names in ways that nobody follows.
+_STATEMENTS = (
+    *(ast.Assign, ast.AugAssign, ast.AnnAssign, ast.For, ast.While, ast.If, ast.Expr, ast.Return),
+    *(ast.Pass, ast.Break, ast.Continue, ast.Assert),
+)
 # Python's functions that a kernel may call. Triton's own are called as attributes: `tl.arange`.
 _PYTHON = ("range", "min", "max", "len", "float", "int")
 
@@ -111,7 +117,10 @@ def changed_arguments(function: FunctionType) -> set[str]:
     >>> changed_arguments(kernel)
     {'out'}
     """
+    parameters = inspect.signature(function).parameters.keys()
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    if _binds_otherwise(tree):
+        return set(parameters)
     # For each name in the kernel, the names that its values are computed from.
     computed_from: defaultdict[str, list[str]] = defaultdict(list)
     for target, value in _assignments(tree):
@@ -123,21 +132,48 @@ def changed_arguments(function: FunctionType) -> set[str]:
         if isinstance(node, ast.Call):
             pointers += _stored_to(node, scope)
     sources = reachable(pointers, computed_from.__getitem__)
-    return set(sources) & inspect.signature(function).parameters.keys()
+    return set(sources) & parameters
+
+
+def _binds_otherwise(tree: ast.Module) -> bool:
+    """Whether the source of a kernel binds names in ways that `_assignments` does not follow."""
+    (kernel,) = tree.body
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Lambda):
+            return True
+        if isinstance(node, ast.stmt) and node is not kernel and not isinstance(node, _STATEMENTS):
+            return True
+    return False
 
 
 def _assignments(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """The targets and the values of all assignments. Those of `a, b = x, y` are two pairs."""
+    """What the source binds, and the values: by assignments, loops and comprehensions.
+
+    Those of `a, b = x, y` are two pairs.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
             value = node.value
             for target in node.targets:
-                if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                if (
+                    isinstance(target, ast.Tuple)
+                    and isinstance(value, ast.Tuple)
+                    and not _has_star(target.elts + value.elts)
+                ):
                     yield from zip(target.elts, value.elts)
                 else:
                     yield target, value
-        elif isinstance(node, ast.AugAssign | ast.AnnAssign) and node.value is not None:
+        elif isinstance(node, ast.For | ast.comprehension):
+            yield node.target, node.iter
+        elif (
+            isinstance(node, ast.AugAssign | ast.AnnAssign | ast.NamedExpr)
+            and node.value is not None
+        ):
             yield node.target, node.value
+
+
+def _has_star(entries: list[ast.expr]) -> bool:
+    return any(isinstance(entry, ast.Starred) for entry in entries)
 
 
 def _names(tree: ast.expr) -> Iterator[str]:
@@ -163,10 +199,17 @@ def _stored_to(call: ast.Call, scope: Mapping[str, Any]) -> Iterator[str]:
     if _calls_another_kernel(call, scope):
         for argument in arguments:
             yield from _names(argument)
-    elif isinstance(call.func, ast.Attribute) and call.func.attr.startswith(_WRITES):
+    elif _called_name(call).startswith("inline_asm"):
+        is_pure = by_name.get("is_pure")
+        if not isinstance(is_pure, ast.Constant) or not is_pure.value:
+            for argument in arguments:
+                yield from _names(argument)
+    elif isinstance(call.func, ast.Attribute) and any(x in call.func.attr for x in _WRITES):
         # `descriptor.store(...)` writes through its object, `tl.store(pointer, ...)` through its first argument.
         yield from _names(call.func.value)
-        yield from _names(by_name.get("pointer", arguments[0]))
+        pointer = by_name.get("pointer")
+        for argument in [pointer] if pointer is not None else arguments[:1]:
+            yield from _names(argument)
 
 
 def _calls_another_kernel(call: ast.Call, scope: Mapping[str, Any]) -> bool:
