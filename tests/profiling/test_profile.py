@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise, product
 from types import SimpleNamespace
 
@@ -26,7 +27,7 @@ from ztrans.planning.formulate import formulate
 from ztrans.planning.skeleton import skeleton
 from ztrans.planning.solver.messages import message_of
 from ztrans.profiling.link_fit import Observed
-from ztrans.profiling.profile import Profile, profile, recorded
+from ztrans.profiling.profile import Profile, Record, profile, recorded
 from ztrans.report.event import COMPUTE
 from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.executable import executable
@@ -342,3 +343,23 @@ def test_what_a_profile_has_measured_of_packing_is_not_added_to_it(gloo):
         if is_start(eqn):
             received = rules(eqn).wire_bytes(eqn, lowered.graph.axes)
             assert took == pytest.approx(1e-3 + received / 1e6, rel=0.1)
+
+
+def test_a_message_that_fails_or_has_no_work_ends_a_record():
+    """It waited for the end of such a message for ever."""
+
+    class Fails:
+        def wait(self):
+            raise RuntimeError("connection reset")
+
+    def record(work):
+        with ThreadPoolExecutor(1) as watcher:
+            readings = Record("cpu", {"gathers": watcher})
+            readings.mark()
+            readings.watch((SimpleNamespace(future=SimpleNamespace(work=work)),), "gathers")
+            return readings.times()
+
+    with pytest.raises(RuntimeError, match="connection reset"):
+        record(Fails())
+    times = record(None)
+    assert times.done == times.started

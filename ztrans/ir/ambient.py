@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
@@ -54,6 +55,21 @@ def without_autocast() -> Iterator[None]:
 def without_function_modes() -> contextlib.AbstractContextManager:
     """Hide the functions of PyTorch that are called inside from the caller's modes, which would see and slow them."""
     return torch._C.DisableTorchFunction()
+
+
+def refuse_under_compile(name: str) -> None:
+    """Refuse to run the program `name` under torch.compile, which would trace the code that finds the program.
+
+    Raises: TypeError under torch.compile.
+    """
+    # Dynamo takes the first for True where it traces this. Where it does not, it still examines each frame.
+    if torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() not in (None, False):
+        raise TypeError(
+            f"{name}: called under torch.compile. A step makes its own programs, and compiles them with "
+            f"backend='inductor'.\n"
+            f"Call it outside of torch.compile, or pass torch.compiler.disable(step) to the compiled function. The "
+            f"model and the loss inside of a step may be compiled."
+        )
 
 
 def refuse_inside(name: str, arguments: Any) -> None:

@@ -178,9 +178,18 @@ def _squeezed(x: Var, dims: int | Sequence[int] | None = None) -> list[int]:
 def as_tensor(leaf: Any) -> torch.Tensor:
     """A leaf of a state as a tensor: a number has fp64 or int64.
 
+    Raises: OverflowError for an integer of more than 64 bits.
+
     >>> as_tensor(0.1)
     tensor(0.1000, dtype=torch.float64)
     """
     if isinstance(leaf, torch.Tensor):
         return leaf
-    return torch.tensor(leaf, dtype=torch.int64 if isinstance(leaf, Integral) else torch.float64)
+    if not isinstance(leaf, Integral):
+        return torch.tensor(leaf, dtype=torch.float64)
+    if not -(2**63) <= int(leaf) < 2**63:
+        raise OverflowError(
+            f"the number {leaf} does not fit into 64 bits, in which programs and checkpoints have integers.\n"
+            f"Pass a float, or the number in several parts."
+        )
+    return torch.tensor(leaf, dtype=torch.int64)

@@ -89,6 +89,14 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         self._sharing = sharing
         self.__signature__ = _signature_of(loop_step)
 
+    def __reduce__(self) -> str:
+        """Raises: TypeError. The loop step knows its model by name, so a copy would train the model of the original."""
+        raise TypeError(
+            f"{self.__name__}: a lifted step cannot be copied or pickled, because its function names the model and the "
+            f"optimizer that were lifted.\n"
+            f"Make a model and an optimizer there, and lift a loop step of these: zt.lift(loop_step, model, optimizer)."
+        )
+
     def __call__(self, state: State, /, *batch: P.args, **kwargs: P.kwargs) -> tuple[State, T]:
         return self.call_with(self.extra_inputs(), state, *batch, **kwargs)
 

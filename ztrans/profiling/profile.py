@@ -12,7 +12,7 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import fmean, median
 from types import SimpleNamespace
@@ -218,6 +218,7 @@ class Record:
         self.marks: list[Any] = []
         self.started: list[Any] = []
         self.done: dict[int, Any] = {}
+        self.watched: list[Future[None]] = []
         self.arrived: list[Any] = []
 
     def now(self, stream: Any = None) -> Any:
@@ -253,7 +254,10 @@ class Record:
         elif future.work is not None:
             # Work can be waited for only once: the watcher does, and the program waits for the watcher.
             watching = self.watchers[lane].submit(self._wait, future.work, k)
+            self.watched.append(watching)
             future.work = SimpleNamespace(wait=watching.result)
+        else:
+            self.done[k] = self.started[k]  # nothing is under way
 
     def _wait(self, work: Work, k: int) -> None:
         """Wait for a collective, in the thread of its lane, because sends and receives have no callbacks."""
@@ -271,11 +275,14 @@ class Record:
         self.arrived.append(self.now())
 
     def times(self) -> Times:
-        """The readings in seconds. Call it right after the run: it reads the clock for the end of the run."""
+        """The readings in seconds. Call it right after the run: it reads the clock for the end of the run.
+
+        Raises: the error of a collective that has not ended well.
+        """
         end = self.now()
-        # The watchers may not have noted the last ends.
-        while len(self.done) < len(self.started):
-            time.sleep(1e-5)
+        # The watchers may not have noted the last ends. One that has failed raises its error here.
+        for watching in self.watched:
+            watching.result()
         if self.device != "cpu":
             torch.accelerator.synchronize()
         first = self.marks[0]
