@@ -19,7 +19,7 @@ from .calling.guard import Guard
 from .calling.inputs import Inputs, check_donation, check_memory, device_of
 from .calling.meta_leaves import check_written
 from .calling.signature import Surroundings
-from .ir.ambient import refuse_inside, without_autocast
+from .ir.ambient import refuse_inside, refuse_under_compile, without_autocast
 from .ir.graph import Graph
 from .ir.micro_batches import in_order
 from .ir.printer import Printed, format_bytes, format_seconds
@@ -157,6 +157,14 @@ class Compiled(Printed):
         """A copy, as of a module that holds this: it shares the program, which is frozen, and has run nothing yet."""
         return dataclasses.replace(self, binding=Binding())
 
+    def without_stages(self) -> Compiled:
+        """This program as a step keeps it (see `Lowered.without_stages`), with the same binding."""
+        local_program = self.binding.local_program
+        if local_program is not None:
+            lowered = local_program.lowered.without_stages()
+            self.binding.local_program = local_program._replace(lowered=lowered)
+        return dataclasses.replace(self, lowered=self.lowered.without_stages())
+
     def memory_analysis(self) -> Memory:
         """The bytes that are live at each equation of `graph`, their peak, and the values that are live at the peak.
 
@@ -174,6 +182,7 @@ class Compiled(Printed):
 
     @ends_at_user
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        refuse_under_compile(self.lowered.graph.name)
         recording = self.lowered.recording
         call = BoundCall.of(recording.function, args, kwargs)
         refuse_inside(self.lowered.graph.name, call)
@@ -468,6 +477,19 @@ class Compiled(Printed):
             agreed = False
         return dataclasses.replace(self, lowered=lowered, agreed=agreed, binding=Binding())
 
+    def _check_device(self, inputs: Inputs) -> None:
+        """Raises: TypeError if this program is bound to another GPU than that of the inputs."""
+        local_program = self.binding.local_program
+        if local_program is None:
+            return
+        device = device_of(inputs.tensors)
+        if device != local_program.device:
+            raise TypeError(
+                f"{self.lowered.graph.name}: the program runs on {local_program.device or 'the CPU'}, and these "
+                f"arguments are on {device or 'the CPU'}.\n"
+                f"Compile it for them: lowered.compile(). A step makes a program for each device."
+            )
+
     def _inputs(self, call: BoundCall) -> Inputs:
         """The inputs of a call whose signature fits.
 
@@ -476,6 +498,7 @@ class Compiled(Printed):
         recording = self.lowered.recording
         graph = self.lowered.graph
         inputs = recording.local_inputs(call)
+        self._check_device(inputs)
         # A single rank holds all of a leaf, whatever its layout.
         if self._mesh is not None and self._mesh.size() > 1:
             layouts = [v.layout for v in graph.inputs[: graph.num_state]]

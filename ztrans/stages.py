@@ -107,7 +107,14 @@ class Traced(Printed):
 
         FX's own tools print it: `print(traced.fx.code)`, `traced.fx.print_readable()`. It can be called, except where a
         fused optimizer of a lifted loop takes hyperparameters by value, which are inputs of the program.
+
+        Raises: ValueError for the program that a step keeps for its calls, which has no FX graph.
         """
+        if self.recording.fx is None:
+            raise ValueError(
+                f"{self.graph.name}: a step keeps the programs that it runs without their FX graphs.\n"
+                f"Trace it again: step.trace(state, *batch).fx."
+            )
         return self.recording.fx
 
     @property
@@ -258,7 +265,9 @@ class Traced(Printed):
         if isinstance(mesh, DeviceMesh):
             graph = by_axis(graph, mesh)
         graph = with_device_limit(with_limit(graph, self.transforms), device)
-        history: History = (("make_fx", self.fx), ("trace", graph))
+        history: History = (("trace", graph),)
+        if self.recording.fx is not None:
+            history = (("make_fx", self.recording.fx), *history)
         return self._transformed(graph, history, lambda t: t.phase < Transform.phase)
 
     def _transformed(
@@ -336,7 +345,8 @@ class Lowered(Printed):
     """The program of one rank, ready to compile, as `jax.stages.Lowered`.
 
     `history` has every stage of the program by name: the FX graph of make_fx, the program as written, the program after
-    each transform, and the program that runs. `unordered` has the hints of the transforms, and no order yet.
+    each transform, and the program that runs. `unordered` has the hints of the transforms, and no order yet. The
+    programs that a step keeps for its calls have only the program that runs in their history.
     """
 
     graph: Graph
@@ -424,6 +434,22 @@ class Lowered(Printed):
         if plan.recomputed == self.plan.recomputed and plan.on_host == self.plan.on_host:
             return self
         return self.traced.without_order(self.cluster, plan)
+
+    def without_stages(self) -> Lowered:
+        """This program as a step keeps it: without the FX graph, the history, and what analyses have found.
+
+        It can still be planned again, from the program as written.
+        """
+        recording = dataclasses.replace(self.recording, fx=None)
+        return dataclasses.replace(
+            self,
+            history=(("lower", self.graph),),
+            recording=recording,
+            unordered=dataclasses.replace(self.unordered),
+            traced=dataclasses.replace(
+                self.traced, recording=dataclasses.replace(self.traced.recording, fx=None)
+            ),
+        )
 
     def with_notes(self, notes: Sequence[str]) -> Lowered:
         """This program with more notes in its plan, in front of the others."""

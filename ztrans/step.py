@@ -7,9 +7,11 @@ to the stage that they name, and run nothing (see `stages`).
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, ParamSpec, TypeVar, cast
@@ -24,7 +26,8 @@ from .calling.inputs import Inputs, check_state
 from .calling.signature import Signature, Surroundings
 from .calling.trees import leaf_names
 from .compiled import Compiled
-from .ir.ambient import refuse_inside
+from .ir.ambient import refuse_inside, refuse_under_compile
+from .ir.dependencies import grouped
 from .ir.graph import Layout, MemoryKind
 from .ir.layout import AbstractMesh
 from .ir.source import user_source
@@ -60,20 +63,45 @@ from .transforms.base import (
 
 # A step with more programs is traced too often.
 _MANY_PROGRAMS = 8
+# The most programs that a step keeps. A program takes about 4 KB for each equation.
+MOST_PROGRAMS = 64
 
 P = ParamSpec("P")
 R = TypeVar("R")
 State = TypeVar("State")
 
 
-class ProgramCache:
-    """The programs of a step by their signatures, in order of use: the one used last is last.
+@dataclass(eq=False)
+class _Kept:
+    """A program that a step keeps.
 
-    A call that `match` recognises does not count as use, so that it costs no change of the order.
+    Attributes:
+        compiled: the program.
+        sizeless: its signature without the sizes of the batch; programs for other sizes have the same.
+        number: counts the programs as they were added.
+        last_use: counts the uses of all programs of the step.
+    """
+
+    compiled: Compiled
+    sizeless: Signature
+    number: int
+    last_use: int
+
+
+class ProgramCache:
+    """The programs of a step by their signatures, at most `MOST_PROGRAMS`.
+
+    The program that was not used for longest goes first, but not the oldest of those that differ in the sizes of the
+    batch alone: the ranks have agreed on its plan, and the next program for another size on this rank follows it. Only
+    if more than `MOST_PROGRAMS` differ otherwise do the oldest of these go, which are the same on all ranks.
+
+    A search begins with the program that was added or looked up last: a loop seldom goes back to an older one.
     """
 
     def __init__(self) -> None:
-        self._programs: dict[Signature, Compiled] = {}
+        self._programs: dict[Signature, _Kept] = {}
+        self._uses = 0
+        self._added = 0
         # The signature after a trace, by that of the call that was traced.
         self._after_trace: dict[Signature, Signature] = {}
         self._function: StepFunction | None = None
@@ -82,8 +110,8 @@ class ProgramCache:
         return len(self._programs)
 
     def values(self) -> list[Compiled]:
-        """The programs, in order of use."""
-        return list(self._programs.values())
+        """The programs, in the order in which they were added or looked up."""
+        return [kept.compiled for kept in self._programs.values()]
 
     def function(self, fn: Callable) -> StepFunction:
         """What is known of `fn`, the function of the step."""
@@ -93,11 +121,12 @@ class ProgramCache:
 
     def match(self, call: BoundCall, surroundings: Surroundings) -> tuple[Compiled, Inputs] | None:
         """The program whose last call is like this one, and the inputs of this call; None if no program matches."""
-        # What was made or looked up last comes first: a loop seldom goes back to an older program.
-        for compiled in reversed(self._programs.values()):
-            inputs = compiled.binding.match(call, surroundings)
+        for kept in reversed(self._programs.values()):
+            inputs = kept.compiled.binding.match(call, surroundings)
             if inputs is not None:
-                return compiled, inputs
+                self._uses += 1
+                kept.last_use = self._uses
+                return kept.compiled, inputs
         return None
 
     def get(self, signature: Signature) -> Compiled | None:
@@ -108,48 +137,70 @@ class ProgramCache:
         with a batch of this size.
         """
         signature = self._after_trace.get(signature, signature)
-        # Put back at the end, so that the dict is in the order of use.
-        compiled = self._programs.pop(signature, None)
-        if compiled is None:
+        kept = self._programs.pop(signature, None)
+        if kept is None:
             return None
-        if not (compiled.is_bound or compiled.agreed):
+        if not (kept.compiled.is_bound or kept.compiled.agreed):
             of_other_size = self.of_any_size(signature)
             if of_other_size is not None and of_other_size.is_bound:
                 return None
-        self._programs[signature] = compiled
-        return compiled
+        self._uses += 1
+        kept.last_use = self._uses
+        self._programs[signature] = kept  # at the end
+        return kept.compiled
 
     def of_any_size(self, signature: Signature) -> Compiled | None:
         """A program for a signature that differs in the sizes of the batch alone; one that has run if there is one."""
         sizeless = signature.without_sizes()
         found = None
-        for signature_of_program, compiled in self._programs.items():
-            if signature_of_program.without_sizes() == sizeless:
-                if compiled.is_bound:
-                    return compiled
-                found = found or compiled
+        for kept in self._programs.values():
+            if kept.sizeless == sizeless:
+                if kept.compiled.is_bound:
+                    return kept.compiled
+                found = found or kept.compiled
         return found
 
-    def add(self, compiled: Compiled, signature_before: Signature | None = None) -> None:
-        """Add a program under its signature.
+    def add(self, compiled: Compiled, signature_before: Signature | None = None) -> Compiled:
+        """Add a program under its signature, without its stages. Returns it as it is kept.
 
         A trace may change what the step reads, and the program is the same before and after (see `purity`). So
         `signature_before`, that of the call before its trace, also leads to the program.
         """
+        compiled = compiled.without_stages()
         signature = compiled.lowered.recording.signature
-        self._programs[signature] = compiled
+        self._uses += 1
+        self._added += 1
+        kept = _Kept(compiled, signature.without_sizes(), self._added, self._uses)
+        self._programs[signature] = kept
         if signature_before is not None and signature_before != signature:
             self._after_trace[signature_before] = signature
+        if len(self._programs) > MOST_PROGRAMS:
+            self._remove_oldest()
+        return compiled
+
+    def _remove_oldest(self) -> None:
+        """Remove programs until there are no more than `MOST_PROGRAMS`."""
+        in_order = sorted(self._programs.items(), key=lambda item: item[1].number)
+        by_kind = grouped((kept.sizeless, signature) for signature, kept in in_order)
+        for sizeless in list(by_kind)[:-MOST_PROGRAMS]:
+            for signature in by_kind.pop(sizeless):
+                del self._programs[signature]
+
+        followers = [signature for _, *others in by_kind.values() for signature in others]
+        followers.sort(key=lambda signature: self._programs[signature].last_use)
+        for signature in followers[: len(self._programs) - MOST_PROGRAMS]:
+            del self._programs[signature]
+        self._after_trace = {k: v for k, v in self._after_trace.items() if v in self._programs}
 
     def remove_any_size(self, signature: Signature) -> None:
         """Forget the programs for a signature and for others that differ in the sizes of the batch alone."""
         sizeless = signature.without_sizes()
-        self._programs = {k: v for k, v in self._programs.items() if k.without_sizes() != sizeless}
+        self._programs = {k: v for k, v in self._programs.items() if v.sizeless != sizeless}
 
     def changes(self, compiled: Compiled) -> tuple[str, ...]:
         """How the signature of a new program differs from that of the program that ran last, in words."""
         for signature, before in reversed(self._programs.items()):
-            if before.is_bound:
+            if before.compiled.is_bound:
                 return tuple(signature.changes(compiled.lowered.recording.signature))
         return ()
 
@@ -216,6 +267,20 @@ class Step(Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"Step({', '.join([self.__name__, *map(repr, self.transforms)])})"
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """Pickle the function, the transforms and the plan, without programs; a decorated function by its name."""
+        found: Any = sys.modules.get(self.__module__)
+        path = vars(self).get("__qualname__", "")
+        for name in path.split("."):
+            found = getattr(found, name, None)
+        if found is self:
+            return path
+        return Step, (self.fn, self.transforms, self.plan)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Step[P, R]:
+        """A step of the copied function, such as the method of a copied object, without programs."""
+        return Step(copy.deepcopy(self.fn, memo), self.transforms, self.plan)
 
     def __get__(self, instance: object | None, owner: type | None = None) -> Step[P, R]:
         """The step itself, which is not bound to an object.
@@ -327,6 +392,7 @@ class Step(Generic[P, R]):
 
     @ends_at_user
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        refuse_under_compile(self.__name__)
         call = BoundCall.of(self._function, args, kwargs)
         refuse_inside(self.__name__, call)
         surroundings = Surroundings.of(self._function)
@@ -375,7 +441,7 @@ class Step(Generic[P, R]):
         self._check_laid_out(call.state)
         compiled = self._built(call, self._cache.of_any_size(signature))
         compiled = dataclasses.replace(compiled, changes=self._cache.changes(compiled))
-        self._cache.add(compiled, signature)
+        compiled = self._cache.add(compiled, signature)
         if len(self._cache) > _MANY_PROGRAMS:
             warn_of_many_programs(self.__name__, len(self._cache), self._cache.last_change())
         return compiled
@@ -466,6 +532,8 @@ class Step(Generic[P, R]):
     @ends_at_user
     def unshard(self, state: State) -> State:
         """Gather a state of DTensors into full tensors on every rank. All ranks must call it.
+
+        The result is a copy: steps that go on do not change it.
 
         Raises: RuntimeError if the state is half updated, or not all ranks call it.
         """

@@ -7,11 +7,11 @@ The skeleton has the places between which a collective may start and be waited f
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from itertools import chain
 
+from ..ir.cached_analysis import cached_on_graph
 from ..ir.collectives import bucket_key, is_small, rules
 from ..ir.copies import is_copy
 from ..ir.graph import Eqn, Graph, Region, Var, producers
@@ -70,7 +70,7 @@ def frame(s: Skeleton, update: str | None = None) -> Problem:
     return _framed(s, update)[0]
 
 
-@functools.lru_cache(maxsize=2)  # as `skeleton`
+@cached_on_graph
 def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[EagerGroup, ...]]:
     """The frame of a problem, and the equations of the update that leave their places."""
     groups = eager_groups(s) if (update or s.asked_update) == "eager" else ()

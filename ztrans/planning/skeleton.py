@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 
 from ..ir.axes import neighbour_count
+from ..ir.cached_analysis import cached_on_graph
 from ..ir.collectives import bucket_key, is_start, role
 from ..ir.donation import first_write
 from ..ir.graph import Eqn, Graph, Var, producers, users
@@ -226,7 +227,7 @@ class Skeleton:
         return (self.graph.hints.update or "last") if self.reductions else "last"
 
 
-@functools.lru_cache(maxsize=2)  # the same program is asked about several times in a row
+@cached_on_graph  # the same program is asked about several times
 def skeleton(graph: Graph, neighbours: Neighbours = ()) -> Skeleton:
     """Take the planned collectives out of a program; `neighbours` may keep parts of gathered values."""
     graph = hoist(graph)

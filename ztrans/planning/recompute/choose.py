@@ -21,13 +21,13 @@ proposal is weighed by what it changes itself, so layers that only look equal do
 
 from __future__ import annotations
 
-import functools
 import heapq
 from collections.abc import Callable, Hashable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
+from ...ir.cached_analysis import cached_on_graph
 from .absences import Copied
 from .model import NOWHERE, Computation, Model
 from .residency import Residency, ResidencyChange
@@ -316,7 +316,7 @@ def _excess(live: np.ndarray, target: float) -> float:
     return float(np.maximum(live - target, 0).sum())
 
 
-@functools.lru_cache(maxsize=2)  # the same model is asked about for many targets
+@cached_on_graph  # the same model is asked about for many targets
 def classes(model: Model) -> tuple[tuple[int, ...], ...]:
     """The computations that may be repeated or moved to the host, in classes of equal ones, each in order.
 

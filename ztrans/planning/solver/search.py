@@ -15,9 +15,10 @@ have a fixed seed, and the effort is counted in messages placed, so the same pro
 
 from __future__ import annotations
 
-import functools
+import hashlib
 import math
 import random
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -280,14 +281,18 @@ def _merged(buckets: Sequence[MemberIndices], firsts: set[int]) -> list[MemberIn
     return merged
 
 
-@functools.lru_cache(maxsize=32)
+# The results of the last problems by their digests, for a step that is decorated again, as in a notebook, and for equal
+# problems of several variants of a step. They are numbers: neither programs nor problems are kept.
+_placed: OrderedDict[bytes, Placed] = OrderedDict()
+_MOST_PLACED = 32
+
+
 def best_placed(
     problem: Problem, effort: int = EFFORT, changes: tuple[tuple[Change, int], ...] = CHANGES
 ) -> Placed:
     """Find the fastest schedule whose peak fits the memory, with its seconds and its peak.
 
-    The same problem has the same schedule on every rank, because effort is counted and not timed. The schedules of the
-    last problems are kept, for a step that is decorated again, as in a notebook.
+    The same problem has the same schedule on every rank, because effort is counted and not timed.
 
     Args:
         problem: the operations, the messages and the limits.
@@ -297,6 +302,18 @@ def best_placed(
     Raises:
         ValueError: the memory is too small to send every message alone; see `least_memory`.
     """
+    digest = hashlib.sha256(repr((problem, effort, changes)).encode()).digest()
+    placed = _placed.pop(digest, None)
+    if placed is None:
+        placed = _searched(problem, effort, changes)
+    _placed[digest] = placed
+    while len(_placed) > _MOST_PLACED:
+        _placed.popitem(last=False)
+    return placed
+
+
+def _searched(problem: Problem, effort: int, changes: tuple[tuple[Change, int], ...]) -> Placed:
+    """Search for a schedule until the effort is spent."""
     search = Search(problem, bound(problem).seconds, effort)
     search.begin()
     search.merge("gathers")
