@@ -239,10 +239,14 @@ def _constant(value: Any) -> Any:
     if isinstance(value, slice):
         return kind, (value.start, value.stop, value.step)
     if isinstance(value, _CONSTANT_BASES) and kind.__hash__ is not None:
-        # Numbers of NumPy too have a 0.0 that equals -0.0, and a nan that equals nothing.
-        is_text = isinstance(value, numbers.Number) and not isinstance(value, numbers.Integral)
-        return kind, repr(value) if is_text else value
+        return kind, _comparable(value)
     return kind
+
+
+def _comparable(value: Any) -> Any:
+    """A constant, or its text: numbers of NumPy too have a 0.0 that equals -0.0, and a nan that equals nothing."""
+    is_integral = isinstance(value, numbers.Integral)
+    return repr(value) if isinstance(value, numbers.Number) and not is_integral else value
 
 
 def _constants(container: Any) -> Any:

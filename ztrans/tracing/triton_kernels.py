@@ -196,20 +196,21 @@ def _stored_to(call: ast.Call, scope: Mapping[str, Any]) -> Iterator[str]:
     for keyword in call.keywords:
         arguments.append(keyword.value)
         by_name[keyword.arg] = keyword.value
-    if _calls_another_kernel(call, scope):
+    is_assembly = _called_name(call).startswith("inline_asm")
+    if _calls_another_kernel(call, scope) or (is_assembly and not _is_true(by_name.get("is_pure"))):
         for argument in arguments:
             yield from _names(argument)
-    elif _called_name(call).startswith("inline_asm"):
-        is_pure = by_name.get("is_pure")
-        if not isinstance(is_pure, ast.Constant) or not is_pure.value:
-            for argument in arguments:
-                yield from _names(argument)
     elif isinstance(call.func, ast.Attribute) and any(x in call.func.attr for x in _WRITES):
         # `descriptor.store(...)` writes through its object, `tl.store(pointer, ...)` through its first argument.
         yield from _names(call.func.value)
         pointer = by_name.get("pointer")
         for argument in [pointer] if pointer is not None else arguments[:1]:
             yield from _names(argument)
+
+
+def _is_true(flag: ast.expr | None) -> bool:
+    """Whether an argument is written as a constant that is true."""
+    return isinstance(flag, ast.Constant) and bool(flag.value)
 
 
 def _calls_another_kernel(call: ast.Call, scope: Mapping[str, Any]) -> bool:
