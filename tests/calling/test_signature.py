@@ -218,7 +218,7 @@ class OnDevice(torch.Tensor):
 def test_a_program_of_one_gpu_refuses_the_arguments_of_another(monkeypatch):
     compiled = zt.Step.of(step).lower({"w": X.clone()}, X).compile()
     # It stays alive: a tensor in the same memory would be taken for this leaf.
-    state, _ = compiled({"w": X.clone()}, X)
+    _alive, _ = compiled({"w": X.clone()}, X)
     monkeypatch.setattr(compiled_module, "device_of", lambda tensors: torch.device("cuda", 1))
     with pytest.raises(TypeError, match=r"step: the program runs on the CPU, and .* on cuda:1"):
         compiled({"w": X.clone()}, X)
