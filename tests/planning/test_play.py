@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.evaluate import play_with_updates
+from tests.support.evaluate import evaluate
 from ztrans.planning.network import Level, Message, Network
 from ztrans.planning.play import play
+from ztrans.planning.solver.problem import Bucket, Problem, Reduction, Schedule, Wire
 
 
 @st.composite
@@ -245,21 +246,6 @@ def test_twice_as_long_operations_and_messages_take_twice_as_long(program):
         assert [2 * x for x in getattr(once, field)] == list(getattr(doubled, field))
 
 
-@given(programs())
-def test_places_without_messages_may_be_left_out(program):
-    compute, messages = program
-    places = sorted({0, len(compute), *(m.issue for m in messages), *(m.need for m in messages)})
-    few = play_with_updates(compute, messages, places, lambda i, k: 0.0, lambda k: 0.0, {})
-    all_ = play(compute, messages)
-    assert few.start == tuple(all_.start[k] for k in places)
-    assert (few.begin, few.end, few.stall, few.seconds) == (
-        all_.begin,
-        all_.end,
-        all_.stall,
-        all_.seconds,
-    )
-
-
 @given(programs(lanes=("a", "b"), links=("x",)))
 def test_messages_on_different_links_do_not_slow_each_other(program):
     compute, messages = program
@@ -322,22 +308,22 @@ def test_a_message_that_is_issued_later_does_not_change_the_past():
 
 
 def test_a_message_that_follows_another_is_waited_for_after_the_next_of_its_kind():
-    """Two messages of 2 seconds are waited for at 1 and 2. One of 5 follows each, on another link.
+    """Two reductions of 2 seconds are waited for at places 2 and 3. One of 5 follows each, on another link.
 
     The first follower is sent at 2, when compute has waited for a second, and arrives at 7. The second is sent at 4, is
-    the next in the lane, and arrives at 12. The first is waited for once the second has been sent, at place 2. The
-    second is needed at place 3, after compute that takes 1 second.
+    the next in the lane, and arrives at 12. The first is waited for once the second has been sent, at place 3. The
+    second is needed at place 4, after compute that takes 1 second.
     """
-    first = Message(0, 1, "a", "x", 0.0, 2.0)
-    second = Message(1, 2, "a", "x", 0.0, 2.0)
-    followers = [Message(k, 3, "b", "y", 0.0, 5.0) for k in (1, 2)]
-    messages = [first, second, *followers]
-    played = play_with_updates(
-        [1.0, 1.0, 1.0], messages, range(4), lambda i, k: 0.0, lambda k: 0.0, {0: 2, 1: 3}
-    )
-    assert played.end == (2.0, 4.0, 7.0, 12.0)
-    assert played.stall == (1.0, 1.0, 3.0, 4.0)
-    assert played.start == (0.0, 2.0, 7.0, 12.0)
+    second = Reduction("second", 5, 1, 0)
+    first = Reduction("first", 2, 1, 0, deadline=4, second=second)
+    reductions = (first, first._replace(born=1))
+    wires = {"first": Wire("a", "x", 0.0, 1.0), "second": Wire("b", "y", 0.0, 1.0)}
+    problem = Problem((0.0, 1.0, 1.0, 1.0), (0,) * 4, (False,) * 4, (), reductions, wires)
+    buckets = (Bucket((0,), 1, 2), Bucket((1,), 2, 3))
+    played = evaluate(problem, Schedule((), buckets)).played
+    assert played.end == (2.0, 7.0, 4.0, 12.0)
+    assert played.stall == (1.0, 3.0, 1.0, 4.0)
+    assert played.start == (0.0, 0.0, 2.0, 7.0, 12.0)
 
 
 def test_the_first_level_of_a_message_runs_beside_the_second_level_of_the_one_before():

@@ -8,8 +8,7 @@ its order is verified.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import chain
 
 from ..ir.collectives import coalesce
@@ -19,13 +18,13 @@ from ..ir.neighbours import with_neighbours_as_axes
 from ..ir.printer import format_bytes
 from ..ir.verifier import ProgramError, check
 from .cost import memory
-from .eager_updates import eager_groups
+from .eager_updates import EagerGroup, eager_groups
 from .early_updates import with_early_updates
 from .formulate import frame
 from .plan import WRITTEN, Plan, schedule_of
-from .skeleton import Collective, GatherOfParts, Skeleton, skeleton
-from .solver.after_waits import PendingUpdates, SecondReductions
-from .solver.problem import Bucket, Problem, Schedule
+from .skeleton import GatherOfParts, Skeleton, skeleton
+from .solver.problem import Problem, Schedule
+from .solver.tape import Event, Kind, tape
 from .solver.validate import ScheduleError
 
 
@@ -116,50 +115,43 @@ def realise(s: Skeleton, schedule: Schedule, problem: Problem) -> Graph:
     Returns:
         The program in that order. It is not verified.
     """
-    emit = _Emission(s, problem)
-    gather_starts, gather_waits = _gather_eqns(s, schedule)
-    reduction_starts = grouped((bucket.start, bucket) for bucket in schedule.reductions)
-    reduction_waits = grouped((bucket.wait, bucket) for bucket in schedule.reductions)
-    # At a place, gathers start before eager updates run, so they overlap. If gathers under way are limited, they start
-    # after the updates.
-    starts_first = problem.gathers_in_flight == float("inf")
+    at_places = tape(problem, schedule)
+    groups = eager_groups(s) if problem.updates else ()
+    parts = grouped((s.use[each.first], each) for each in sent_of_parts(s, schedule))
+    eqns: dict[
+        Eqn, None
+    ] = {}  # an operation of an update that has run is not written at its own place
     for k in range(len(s.ops) + 1):
-        waits = emit.start_reductions(reduction_starts.get(k, ()), reduction_waits.get(k, ()), k)
-        starts = gather_starts.get(k, ())
-        if starts_first:
-            emit.write(starts)
-        if k in problem.releases:
-            emit.update(k)
-        for bucket in waits:
-            emit.wait(bucket, k)
-        # In a plan that was edited, the last bucket may run its updates with the next.
-        emit.update(k)
-        emit.wait_for_second_reductions(k)
-        emit.write(starts)  # those that have not been written yet
-        emit.write(gather_waits.get(k, ()))
-        emit.write(s.ops[k : k + 1])
+        for event in at_places.get(k, ()):
+            eqns.update(dict.fromkeys(_eqns_of(event, s, groups)))
+        # Parts are copied from a value that was waited for here.
+        for each in parts.get(k, ()):
+            eqns.update(dict.fromkeys(each.part))
+        eqns.update(dict.fromkeys(s.ops[k : k + 1]))
 
-    program = with_neighbours_as_axes(s.graph.replace(eqns=tuple(emit.eqns)))
+    program = with_neighbours_as_axes(s.graph.replace(eqns=tuple(eqns)))
     return rename(program, _kept_values(s, schedule, problem))
 
 
-def _gather_eqns(
-    s: Skeleton, schedule: Schedule
-) -> tuple[dict[int, list[Eqn]], dict[int, list[Eqn]]]:
-    """By place, the starts of gathers, and the waits for them, after which parts of their values are kept."""
-    starts: dict[int, list[Eqn]] = {}
-    waits: dict[int, list[Eqn]] = {}
-    collectives = s.all_gathers
-    uses = (*s.use, *(s.use[each.replaces] for each in s.of_parts))
-    # A member is waited for at its own first use, later than its bucket if others are used before it.
-    for bucket in schedule.gathers:
-        start = coalesce([collectives[i].start for i in bucket.members])
-        starts.setdefault(bucket.start, []).append(start)
-        for i in bucket.members:
-            waits.setdefault(uses[i], []).append(collectives[i].wait)
-    for each in sent_of_parts(s, schedule):
-        waits.setdefault(s.use[each.first], []).extend(each.part)
-    return starts, waits
+def _eqns_of(event: Event, s: Skeleton, groups: Sequence[EagerGroup]) -> list[Eqn]:
+    """What a program has for an event of its schedule."""
+    if event.kind is Kind.UPDATE:
+        # One update after the other, so that few of their temporaries live.
+        return list(chain.from_iterable(groups[u].eqns for u in event.updates))
+
+    is_gather = event.kind in (Kind.START_GATHER, Kind.WAIT_GATHER)
+    collectives = s.all_gathers if is_gather else s.reductions
+    members = [collectives[i] for i in event.members]
+    second = [each.second for each in members if each.second is not None]
+    match event.kind:
+        case Kind.START_GATHER | Kind.START_REDUCTION:
+            return [coalesce([each.start for each in members])]
+        case Kind.WAIT_GATHER | Kind.WAIT_REDUCTION:
+            return [each.wait for each in members]
+        case Kind.START_SECOND:
+            return [coalesce([start for start, _ in second])]
+        case _:
+            return [wait for _, wait in second]
 
 
 def sent_of_parts(s: Skeleton, schedule: Schedule) -> list[GatherOfParts]:
@@ -177,79 +169,3 @@ def _kept_values(s: Skeleton, schedule: Schedule, problem: Problem) -> dict[Var,
         if earlier is not None:
             kept_for[s.gathers[i].value] = s.gathers[earlier].value
     return kept_for
-
-
-class _Emission:
-    """The equations that have been written so far, and the reductions that are under way after them."""
-
-    def __init__(self, s: Skeleton, problem: Problem) -> None:
-        self.s = s
-        self.problem = problem
-        self.eqns: dict[Eqn, None] = {}
-        self.groups = eager_groups(s) if problem.updates else ()
-        self.updates = PendingUpdates(problem)
-        self.under_way = 0  # the bytes of gradients whose reduction is under way
-        self.second_buckets: SecondReductions[Bucket] = SecondReductions()
-
-    def write(self, eqns: Iterable[Eqn]) -> None:
-        """Write equations, except those that have been written already."""
-        self.eqns.update(dict.fromkeys(eqns))
-
-    def start_reductions(
-        self, starts: Iterable[Bucket], waits: Iterable[Bucket], k: int
-    ) -> deque[Bucket]:
-        """Start reductions at place k. If too many are under way, wait for some of `waits` first; return the others."""
-        remaining = deque(waits)
-        for bucket in starts:
-            # A bucket cannot wait for itself to make room.
-            while remaining and remaining[0] is not bucket and not self.fits(bucket):
-                self.wait(remaining.popleft(), k)
-            self.reduce(bucket)
-        return remaining
-
-    def members(self, bucket: Bucket) -> list[Collective]:
-        """The members of a bucket of reductions."""
-        return [self.s.reductions[i] for i in bucket.members]
-
-    def _gradients(self, bucket: Bucket) -> int:
-        return sum(self.problem.reductions[i].bytes for i in bucket.members)
-
-    def fits(self, bucket: Bucket) -> bool:
-        """Whether a bucket of gradients may start while those under way still are."""
-        return self.under_way + self._gradients(bucket) <= self.problem.reductions_in_flight
-
-    def reduce(self, bucket: Bucket) -> None:
-        """Start a bucket of reductions."""
-        self.write([coalesce([member.start for member in self.members(bucket)])])
-        self.under_way += self._gradients(bucket)
-
-    def wait(self, bucket: Bucket, place: int) -> None:
-        """Wait for a bucket of reductions, start its second reduction if it has one, and write updates that can run."""
-        members = self.members(bucket)
-        self.write([member.wait for member in members])
-        self.under_way -= self._gradients(bucket)
-        second_starts = [member.second[0] for member in members if member.second]
-        if not second_starts:
-            self.updates.complete(bucket.members)
-        else:
-            self.write([coalesce(second_starts)])
-            need = min(self.s.need[i] for i in bucket.members)
-            for earlier in self.second_buckets.add(bucket, need):
-                self._wait_second(earlier)
-        if not bucket.with_next:
-            self.update(place)
-
-    def wait_for_second_reductions(self, place: int) -> None:
-        """Wait for the second reductions that are needed at this place."""
-        for bucket in self.second_buckets.needed(place):
-            self._wait_second(bucket)
-            self.update(place)
-
-    def _wait_second(self, bucket: Bucket) -> None:
-        self.write([member.second[1] for member in self.members(bucket) if member.second])
-        self.updates.complete(bucket.members)
-
-    def update(self, place: int) -> None:
-        """Write the updates that can run at a place, one after the other, so that few of their temporaries live."""
-        for u in self.updates.run(place):
-            self.write(self.groups[u].eqns)

@@ -27,6 +27,7 @@ from ...ir.printer import format_bytes, format_seconds
 from ...ir.recompute import recompute, repeatable
 from ...ir.verifier import ProgramError
 from ..cluster import Cluster
+from ..cost import memory
 from ..limit import DoesNotFit, does_not_fit
 from ..make_plan import make_plan, plan_order
 from ..place_copies import place_copies
@@ -247,16 +248,19 @@ class _Planner:
         """The error if no plan was found within the limit. It names a limit within which one was found.
 
         The search finds other orders within other limits, so the order that needs least so far may not be found again.
+        Within the peak of the program as it was written, that order is always found.
         """
         hinted = self._rewritten(self.baseline.lowest)
-        error = min(self.errors, key=lambda error: error.least.peak)
+        least = min((error.least for error in self.errors), key=lambda each: each.peak)
         for _ in range(_CORRECTIONS):
             try:
-                make_plan(hinted.with_hints(memory_limit=error.least.peak), self.cluster)
+                make_plan(hinted.with_hints(memory_limit=least.peak), self.cluster)
                 break
             except DoesNotFit as larger:
-                error = larger
-        return does_not_fit(hinted, self.cluster.device, error.least)
+                least = larger.least
+        else:
+            least = memory(hinted)
+        return does_not_fit(hinted, self.cluster.device, least)
 
 
 def fastest(candidates: list[Candidate]) -> list[Candidate]:

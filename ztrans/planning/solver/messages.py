@@ -8,7 +8,7 @@ from itertools import chain
 
 from ..buffers import AT_START, AT_WAIT, Buffer
 from ..network import Level, Message
-from .problem import Gather, Problem, Reduction, Wire
+from .problem import Gather, MemberIndices, Problem, Reduction, Wire
 
 BucketMembers = Sequence[Gather] | Sequence[Reduction]
 
@@ -68,8 +68,16 @@ def second_message(problem: Problem, reductions: Sequence[Reduction], wait: int)
     second = [r.second for r in reductions if r.second is not None]
     if not second:
         return None
-    deadline = min(len(problem.seconds), *(r.deadline for r in reductions))
-    return message_of(problem, second, wait, deadline)
+    return message_of(problem, second, wait, _deadline(problem, reductions))
+
+
+def second_deadline(problem: Problem, members: MemberIndices) -> int:
+    """The place where the second reductions of a bucket are waited for, if no other bucket has one after it."""
+    return _deadline(problem, [problem.reductions[i] for i in members])
+
+
+def _deadline(problem: Problem, reductions: Sequence[Reduction]) -> int:
+    return min(len(problem.seconds), *(r.deadline for r in reductions))
 
 
 def copy_seconds(wire: Wire, member: Gather | Reduction) -> tuple[float, float]:

@@ -7,8 +7,9 @@ gradients until it and the others of its group have arrived, and is waited for t
 size of a group). If a reduction finds no room for its gradients, older reductions are waited for at that place, the
 oldest first. The next gather of each lane starts once it is due, and as soon as there is room for it until its use.
 
-The tests of the solver simulate each finished schedule once more. They must come to the same seconds and bytes as the
-simulation here, and never to fewer seconds than `bound`.
+Everything that happens at one place happens in the order of `tape`. The tests simulate the tape of each finished
+schedule, and the program that is written from it: they must come to the same seconds and bytes as the simulation here,
+and never to fewer seconds than `bound`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain, islice, takewhile
+from itertools import chain, takewhile
 from typing import Any, NamedTuple
 
 from ...ir.dependencies import grouped
@@ -33,13 +34,8 @@ ROUNDING = 1e-9
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """A message that is, or will be, on its way.
+    """A message that is, or will be, on its way. Its `number` is that of the network, once it has been sent."""
 
-    Of messages that arrive at the same time, the one with the lowest `turn` is unpacked first. Its `number` is that of
-    the network, once it has been sent.
-    """
-
-    turn: int
     message: Message
     number: int = field(default=-1, init=False)
 
@@ -64,6 +60,7 @@ class ReductionInFlight(InFlight):
         wait: the place at which it is waited for; -1 until that is decided.
         with_next: as that of its bucket.
         expected: the time at which it should have arrived.
+        is_received: whether it has been waited for.
         group_end: the last reduction of its group, which may be itself.
     """
 
@@ -74,6 +71,7 @@ class ReductionInFlight(InFlight):
     wait: int = -1
     with_next: bool = False
     expected: float = 0.0
+    is_received: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -114,12 +112,20 @@ def place_choice(loads: Loads, choice: Choice, most_seconds: float = NEVER) -> P
         return None
 
 
-def _has_second(message: InFlight) -> bool:
-    return isinstance(message, ReductionInFlight) and message.load.second is not None
-
-
-# What happens at one place, in this order.
-_ARRIVE, _SEND_FIXED, _SEND_GATHERS, _SEND_REDUCTION, _UPDATE, _WAIT, _WAIT_SECOND = range(7)
+# What happens at one place, in this order, which is that of `tape`. Messages that no schedule places are operations of
+# the program: they are sent by the operation before the place, and waited for by the one after it.
+(
+    _ARRIVE,
+    _SEND_FIXED,
+    _SEND_GATHERS,
+    _SEND_REDUCTION,
+    _UPDATE,
+    _WAIT,
+    _WAIT_SECOND,
+    _SEND_GATHERS_LAST,
+    _WAIT_GATHER,
+    _WAIT_FIXED,
+) = range(10)
 # A place, what happens there, the order of equal kinds at one place, and the message or lane to which it happens.
 _Item = tuple[int, int, int | str, Any]
 
@@ -148,18 +154,14 @@ class _Simulation:
         self.clock = 0.0
         self.now = 0
 
-        # Of messages that arrive together, reductions take the first turns, and those of no schedule the last.
         self.reductions = []
-        count = len(loaded.reductions)
         for r, reduction in enumerate(loaded.reductions):
-            self.reductions.append(ReductionInFlight(r - count, reduction.message, r, reduction))
+            self.reductions.append(ReductionInFlight(reduction.message, r, reduction))
         self._group_reductions()
-        self.gathers = []
-        for g, gather in enumerate(loaded.gathers):
-            self.gathers.append(GatherInFlight(g, gather.message, gather))
-        self.fixed = []
-        for turn, message in enumerate(problem.fixed_messages, len(self.gathers)):
-            self.fixed.append(InFlight(turn, message))
+        self.gathers = [GatherInFlight(gather.message, gather) for gather in loaded.gathers]
+        self.fixed = [InFlight(message) for message in problem.fixed_messages]
+        is_limited = problem.gathers_in_flight < NEVER
+        self.send_gathers_kind = _SEND_GATHERS_LAST if is_limited else _SEND_GATHERS
 
         self.gathers_under_way: list[GatherInFlight] = []
         self.reductions_under_way: list[ReductionInFlight] = []
@@ -224,10 +226,11 @@ class _Simulation:
 
     def _known_items(self) -> Iterator[_Item]:
         """Everything that is known to happen. Where reductions are waited for is decided on the way."""
-        for each in self.fixed:
-            yield each.message.issue, _SEND_FIXED, each.turn, each
+        for turn, each in enumerate(self.fixed):
+            yield each.message.issue, _SEND_FIXED, turn, each
+            yield each.message.need, _WAIT_FIXED, turn, each
         for lane in self.queued:
-            yield lane.next, _SEND_GATHERS, lane.name, lane
+            yield lane.next, self.send_gathers_kind, lane.name, lane
         last_places_of_second = set()
         for reduction in self.reductions:
             yield reduction.load.start, _SEND_REDUCTION, reduction.index, reduction
@@ -237,8 +240,8 @@ class _Simulation:
             yield place, _WAIT_SECOND, 0, None
         for place in self.problem.releases:
             yield place, _UPDATE, 0, None
-        for each in (*self.gathers, *self.fixed):
-            yield each.message.need, _WAIT, each.turn, each
+        for place in {gather.load.use for gather in self.gathers}:
+            yield place, _WAIT_GATHER, 0, None
 
     def _set_due(self, lane: Lane) -> None:
         """Find from where each gather, and those of its lane after it, arrive in time if nothing else waits."""
@@ -265,6 +268,9 @@ class _Simulation:
             self._update,
             self._wait,
             self._wait_second,
+            self._send_gathers,
+            self._wait_gathers,
+            self._wait_fixed,
         )
         while self.agenda:
             place, kind, _, subject = heapq.heappop(self.agenda)
@@ -328,7 +334,7 @@ class _Simulation:
     def _consider(self, lane: Lane, place: int) -> None:
         """Consider the next gather of a lane at a place."""
         lane.next = place
-        heapq.heappush(self.agenda, (place, _SEND_GATHERS, lane.name, lane))
+        heapq.heappush(self.agenda, (place, self.send_gathers_kind, lane.name, lane))
 
     def _earliest(self, load: GatherLoad, place: int) -> int:
         """The first place, from `place` on, at which a gather may start; its use if there is none before that."""
@@ -366,20 +372,33 @@ class _Simulation:
         """Start a reduction; if too many bytes would be under way, wait for others first."""
         load = reduction.load
         most = self.problem.reductions_in_flight
-        under_way = self.reductions_under_way
         if most < NEVER:
-            # The oldest arrive first, so they are waited for first.
-            while under_way and sum(r.load.gradients for r in under_way) + load.gradients > most:
-                self._decide_wait(under_way[0], place, stall=True)
-
+            self._make_way(load, place)
         self._send(reduction, place)
         reduction.expected = self.lanes[load.message.lane].clear
-        under_way.append(reduction)
+        self.reductions_under_way.append(reduction)
         reduction.until = load.first_wait
         if load.gradients <= most:
             self._hold(reduction, place)
         else:
             self._decide_wait(reduction, place, stall=True)
+
+    def _make_way(self, load: ReductionLoad, place: int) -> None:
+        """Wait for the oldest reductions until there are few enough bytes under way for another bucket."""
+        under_way = []
+        for reduction in self.reductions:
+            if reduction.number >= 0 and not reduction.is_received:
+                under_way.append(reduction)
+        size = load.gradients + sum(reduction.load.gradients for reduction in under_way)
+        oldest: deque[ReductionInFlight] = deque()
+        for reduction in under_way:
+            if size <= self.problem.reductions_in_flight:
+                break
+            size -= reduction.load.gradients
+            oldest.append(reduction)
+            if reduction.wait < 0:
+                self._decide_wait(reduction, place, stall=True)
+        self._wait_in_order(oldest, place)
 
     def _hold(self, reduction: ReductionInFlight, place: int) -> None:
         """Take room for a reduction until it should have arrived, or as long as there is any.
@@ -463,7 +482,7 @@ class _Simulation:
             raise Rejected
         self.reductions_under_way.remove(reduction)
         reduction.wait = place
-        heapq.heappush(self.agenda, (place, _WAIT, reduction.turn, reduction))
+        heapq.heappush(self.agenda, (place, _WAIT, reduction.index, reduction))
 
         if place > load.first_wait:
             # `Loaded.room` has counted a wait at the first place, and `_hold` one at every place after it. Only the one
@@ -496,41 +515,50 @@ class _Simulation:
             self._check_at(first_wait, reduction)
 
     def _update(self, _: None, place: int) -> None:
-        """Run the updates that are released here."""
+        """Run the updates that can run here, as those that are released here."""
         self.clock += self.updates.seconds(place)
 
-    def _wait(self, first: InFlight, place: int) -> None:
-        """Let compute stand still until the messages that are needed here have arrived, and unpack each then."""
-        others, reductions = self._needed_with(first, place)
-        # What has arrived first is unpacked while the others are still under way. A program waits for its reductions in
-        # their order. Updates that can run do so before a second reduction is sent, after the last wait, and where
-        # compute would stand still, if that hides more than it costs to make launches twice. A plan says of a reduction
-        # whether updates run right after it. So what does not run at the first stall runs after the next reduction.
-        waited_for: list[ReductionInFlight] = []
-        run_at_stall = True
-        while others or reductions:
-            candidates = [*others, *islice(reductions, 1)]
-            arrived = candidates[self.network.first_of([each.number for each in candidates])]
-            end = self.network.end[arrived.number]
-            is_stall = end > self.clock and run_at_stall
-            if is_stall:
-                run_at_stall = self._is_worth_updating(end, reductions, place)
-            if _has_second(arrived) or (is_stall and run_at_stall):
-                self._update_together(waited_for, place)
-            self._receive(arrived, end, place)
-            if isinstance(arrived, ReductionInFlight):
-                run_at_stall = True
-                reductions.popleft()
-                self._reduced(arrived, waited_for, place)
-            else:
-                others.remove(arrived)
-            if isinstance(arrived, GatherInFlight):
-                self.gathers_under_way.remove(arrived)
-        self._update_together(waited_for, place)
+    def _wait(self, first: ReductionInFlight, place: int) -> None:
+        """Wait for the reductions that are needed here: `first`, which was started first, and the others."""
+        needed = [first]
+        while self.agenda and self.agenda[0][:2] == (place, _WAIT):
+            needed.append(heapq.heappop(self.agenda)[3])
+        # Some have made way for others.
+        self._wait_in_order(deque(each for each in needed if not each.is_received), place)
 
-        if self.clock + self.seconds_before[-1] - self.seconds_before[place] > self.most_seconds:
-            raise Rejected
-        self._check_links()
+    def _wait_in_order(self, reductions: deque[ReductionInFlight], place: int) -> None:
+        """Wait for reductions in the order of their starts, and run the updates that follow.
+
+        Updates that can run do so before a second reduction is sent, after the last wait, and where compute would stand
+        still, if that hides more than it costs to make launches twice. A plan says of a reduction whether updates run
+        right after it. So what does not run at the first stall runs after the next reduction.
+        """
+        waited_for: list[ReductionInFlight] = []
+        while reductions:
+            reduction = reductions[0]
+            end = self.network.arrival(reduction.number)
+            is_hidden = end > self.clock and self._is_worth_updating(end, reductions, place)
+            if is_hidden or reduction.load.second is not None:
+                self._update_together(waited_for, place)
+            self._receive(reduction, end, place)
+            reduction.is_received = True
+            reductions.popleft()
+            self._reduced(reduction, waited_for, place)
+        self._update_together(waited_for, place)
+        self._check_seconds(place)
+
+    def _wait_gathers(self, _: None, place: int) -> None:
+        """Wait for the gathers that are needed here, in the order of their starts."""
+        needed = [gather for gather in self.gathers_under_way if gather.load.use == place]
+        for gather in needed:
+            self._receive(gather, self.network.arrival(gather.number), place)
+            self.gathers_under_way.remove(gather)
+        self._check_seconds(place)
+
+    def _wait_fixed(self, message: InFlight, place: int) -> None:
+        """Wait for a message that no schedule places."""
+        self._receive(message, self.network.arrival(message.number), place)
+        self._check_seconds(place)
 
     def _is_worth_updating(
         self, end: float, reductions: Iterable[ReductionInFlight], place: int
@@ -550,11 +578,15 @@ class _Simulation:
         shared = seconds_of(earlier) + seconds_of(later) - seconds_of([*earlier, *later])
         return hidden >= shared
 
-    def _check_links(self) -> None:
-        """Give up if a link was idle for too long: the last of its messages will be waited for too late.
+    def _check_seconds(self, place: int) -> None:
+        """Give up if the step takes too long.
+
+        It does if a link was idle for too long, because the last of its messages will be waited for too late.
 
         Raises: Rejected
         """
+        if self.clock + self.seconds_before[-1] - self.seconds_before[place] > self.most_seconds:
+            raise Rejected
         # These sums are rounded otherwise than the time at which that message arrives.
         most = self.most_seconds * (1 + ROUNDING)
         for name, link in self.network.links.items():
@@ -573,22 +605,6 @@ class _Simulation:
         self.clock += self.stalls.lost(self.network, arrived.number, self.clock)
         self.clock += arrived.message.unpack
 
-    def _needed_with(
-        self, first: InFlight, place: int
-    ) -> tuple[list[InFlight], deque[ReductionInFlight]]:
-        """What is needed at a place together with a message, and that message: reductions apart, in their order."""
-        others: list[InFlight] = []
-        reductions: deque[ReductionInFlight] = deque()
-        needed = [first]
-        while self.agenda and self.agenda[0][:2] == (place, _WAIT):
-            needed.append(heapq.heappop(self.agenda)[3])
-        for each in needed:
-            if isinstance(each, ReductionInFlight):
-                reductions.append(each)
-            else:
-                others.append(each)
-        return others, reductions
-
     def _reduced(
         self, reduction: ReductionInFlight, waited_for: list[ReductionInFlight], place: int
     ) -> None:
@@ -601,7 +617,9 @@ class _Simulation:
             self._send_second(load, load.second, place)
 
     def _update_together(self, waited_for: list[ReductionInFlight], place: int) -> None:
-        """Run the updates that can run. All of these reductions but the last say so with `with_next`."""
+        """Run the updates that can run after these reductions, all of which but the last say so with `with_next`."""
+        if not waited_for:
+            return
         updates = self.updates.run(place)
         if updates:
             self.clock += self.problem.update_seconds(updates)
@@ -609,21 +627,18 @@ class _Simulation:
                 reduction.with_next = True
         waited_for.clear()
 
-    def _complete(self, load: ReductionLoad, place: int) -> None:
-        """Run the updates that follow a bucket of reductions."""
-        self.updates.complete(load.members)
-        self.clock += self.updates.seconds(place)
-
     def _send_second(self, load: ReductionLoad, message: Message, place: int) -> None:
-        """Send the second reduction of a bucket, and wait for the one before it."""
-        second = InFlight(0, message)
+        """Send the second reduction of a bucket, wait for the one before it, and run the updates that can run."""
+        second = InFlight(message)
         self._send(second, place)
         for earlier, earlier_load in self.second_under_way.add((second, load), message.need):
             self._receive(earlier, self.network.arrival(earlier.number), place)
-            self._complete(earlier_load, place)
+            self.updates.complete(earlier_load.members)
+        self._update(None, place)
 
     def _wait_second(self, _: None, place: int) -> None:
-        """Wait for the second reductions that are needed here."""
+        """Wait for the second reductions that are needed here, and run the updates that can run."""
         for second, load in self.second_under_way.needed(place):
             self._receive(second, self.network.arrival(second.number), place)
-            self._complete(load, place)
+            self.updates.complete(load.members)
+            self._update(None, place)

@@ -193,7 +193,7 @@ class Lever:
     Attributes:
         name: its name in a plan.
         drops: the gather that is not sent.
-        buffer: the earlier value, or a part of it, while it is kept for that gather. None if it is live anyway.
+        buffer: the earlier value, or a part of it, while it is kept for that gather. None if no further byte is live.
         sends: if only a part is kept, the gather among neighbours that is sent instead.
         copied_at, copy_seconds: where compute copies the part, right before the operation there, and for how long.
     """
@@ -310,8 +310,12 @@ class Problem:
 
     @functools.cached_property
     def free_levers(self) -> Levers:
-        """The levers that cost nothing, because the earlier value is live anyway."""
-        return frozenset(i for i, lever in enumerate(self.levers) if lever.buffer is None)
+        """The levers that cost nothing: the earlier value is live anyway, and nothing else is sent."""
+        free = []
+        for i, lever in enumerate(self.levers):
+            if lever.buffer is None and lever.sends is None:
+                free.append(i)
+        return frozenset(free)
 
     @functools.cached_property
     def seconds_before(self) -> tuple[float, ...]:

@@ -1,0 +1,161 @@
+"""What happens at each place of a schedule, in one order.
+
+The program that is written from a schedule has this order (`planning/realise.py`), the tests simulate schedules in it,
+and `place` decides in it. At a place:
+
+1. Gathers start.
+2. Reductions start. If the gradients under way are limited, the oldest that are waited for here make way first.
+3. Updates run that may run from here on.
+4. Reductions are waited for, in the order of their starts. After each, its second reduction starts, or updates run.
+5. The second reduction that is needed here is waited for, and updates run.
+6. If the bytes of gathers under way are limited, gathers start only now, because updates would run beside them.
+7. Gathers are waited for, in the order of their starts.
+
+What is started first is packed first, and a step waits for its parameters sooner than for its gradients: so gathers
+start before reductions. They are waited for last, because updates then run while they are under way.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Iterable
+from itertools import chain
+from typing import NamedTuple
+
+from ...ir.dependencies import grouped
+from .after_waits import PendingUpdates, SecondReductions
+from .messages import second_deadline
+from .problem import Bucket, Problem, Schedule
+
+
+class Kind(enum.Enum):
+    """What happens: to a bucket, or updates."""
+
+    START_GATHER = enum.auto()
+    WAIT_GATHER = enum.auto()
+    START_REDUCTION = enum.auto()
+    WAIT_REDUCTION = enum.auto()
+    START_SECOND = enum.auto()
+    WAIT_SECOND = enum.auto()
+    UPDATE = enum.auto()
+
+
+class Event(NamedTuple):
+    """One entry of a tape.
+
+    Attributes:
+        kind: what happens.
+        members: the gathers or reductions to which it happens, by index. A gather is waited for at its own first use,
+            which may be later than that of its bucket.
+        updates: those that run, by index, one after the other.
+    """
+
+    kind: Kind
+    members: tuple[int, ...] = ()
+    updates: tuple[int, ...] = ()
+
+
+Tape = dict[int, list[Event]]  # by place; nothing happens at the others
+
+
+def tape(problem: Problem, schedule: Schedule) -> Tape:
+    """What happens at each place of a schedule, in order.
+
+    The updates that never run here need no reduction that is waited for. They stay where they are in the program.
+    """
+    return _Writer(problem, schedule).tape()
+
+
+class _Writer:
+    """The events so far, and the reductions that are under way after them."""
+
+    def __init__(self, problem: Problem, schedule: Schedule) -> None:
+        self.problem = problem
+        self.schedule = schedule
+        self.events: list[Event] = []  # of one place
+        self.updates = PendingUpdates(problem)
+        self.under_way: deque[Bucket] = deque()
+        self.second_under_way: SecondReductions[Bucket] = SecondReductions()
+        self.with_second = {i for i, r in enumerate(problem.reductions) if r.second is not None}
+
+    def tape(self) -> Tape:
+        gathers = self.schedule.gathers
+        reductions = self.schedule.reductions
+        gather_starts = grouped((bucket.start, bucket) for bucket in gathers)
+        starts = grouped((bucket.start, bucket) for bucket in reductions)
+        waits = grouped((bucket.wait, bucket) for bucket in reductions)
+        gather_waits = self._gather_waits()
+        second_needs = {second_deadline(self.problem, bucket.members) for bucket in reductions}
+        places = {*gather_starts, *starts, *waits, *gather_waits, *second_needs}
+        gathers_start_first = self.problem.gathers_in_flight == float("inf")
+
+        by_place: Tape = {}
+        for k in sorted(places.union(self.problem.releases)):
+            self.events = []
+            gathers_here = [Event(Kind.START_GATHER, b.members) for b in gather_starts.get(k, ())]
+            if gathers_start_first:
+                self.events += gathers_here
+            waits_here = deque(waits.get(k, ()))
+            for bucket in starts.get(k, ()):
+                self._start(bucket, waits_here, k)
+            if k in self.problem.releases:
+                self._update(k)
+            for bucket in waits_here:
+                self._wait(bucket, k)
+            # In a plan that was edited, the last bucket may run its updates with the next.
+            self._update(k)
+            for bucket in self.second_under_way.needed(k):
+                self._wait_second(bucket)
+                self._update(k)
+            if not gathers_start_first:
+                self.events += gathers_here
+            self.events += gather_waits.get(k, ())
+            by_place[k] = self.events
+        return by_place
+
+    def _gather_waits(self) -> dict[int, list[Event]]:
+        """By place, the waits for gathers: for each bucket, those of its members that are first used there."""
+        waits: dict[int, list[Event]] = {}
+        for bucket in self.schedule.gathers:
+            by_use = grouped((self.problem.gathers[i].use, i) for i in bucket.members)
+            for use, members in by_use.items():
+                waits.setdefault(use, []).append(Event(Kind.WAIT_GATHER, tuple(members)))
+        return waits
+
+    def _start(self, bucket: Bucket, waits: deque[Bucket], place: int) -> None:
+        """Start a bucket of reductions. If too many bytes are under way, wait for some of `waits` first."""
+        most = self.problem.reductions_in_flight
+        while waits and waits[0] in self.under_way and self._gradients(bucket) > most:
+            self._wait(waits.popleft(), place)
+        self.events.append(Event(Kind.START_REDUCTION, bucket.members))
+        self.under_way.append(bucket)
+
+    def _gradients(self, started: Bucket) -> int:
+        """The bytes of the gradients under way once another bucket has started."""
+        members = chain.from_iterable(bucket.members for bucket in (*self.under_way, started))
+        return sum(self.problem.reductions[i].bytes for i in members)
+
+    def _wait(self, bucket: Bucket, place: int) -> None:
+        """Wait for a bucket of reductions, and start its second reduction or run the updates that can run."""
+        self.events.append(Event(Kind.WAIT_REDUCTION, bucket.members))
+        self.under_way.remove(bucket)
+        if self.with_second.isdisjoint(bucket.members):
+            self.updates.complete(bucket.members)
+        else:
+            self.events.append(Event(Kind.START_SECOND, bucket.members))
+            need = second_deadline(self.problem, bucket.members)
+            for earlier in self.second_under_way.add(bucket, need):
+                self._wait_second(earlier)
+        if not bucket.with_next:
+            self._update(place)
+
+    def _wait_second(self, bucket: Bucket) -> None:
+        self.events.append(Event(Kind.WAIT_SECOND, bucket.members))
+        self.updates.complete(bucket.members)
+
+    def _update(self, place: int) -> None:
+        """Run the updates that can run at a place."""
+        updates: Iterable[int] = self.updates.run(place)
+        if updates:
+            self.events.append(Event(Kind.UPDATE, updates=tuple(updates)))
