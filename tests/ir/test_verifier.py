@@ -9,8 +9,10 @@ import torch
 import ztrans as zt
 from tests.support.programs import CASES
 from tests.support.worlds import ALL, on_ranks
-from ztrans.ir.collectives import WAIT, is_start
-from ztrans.ir.graph import Var
+from ztrans.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, is_start, wait
+from ztrans.ir.collectives import SHARD as SHARD_OP
+from ztrans.ir.graph import Eqn, Partial, Provenance, Split, Var
+from ztrans.ir.marks import GRADIENT
 from ztrans.ir.verifier import ProgramError, check_interface
 
 SHARD = zt.shard_params(zt.AbstractMesh(dp=4))
@@ -130,3 +132,72 @@ def test_a_gather_sends_what_is_cut_over_its_axis():
         zt.ir.check(graph.replace(eqns=eqns, joint=("dp/2",)))
     first = "a gather over dp/2 sends params.0.bias: f32[16@dp], which is not cut over it"
     assert str(error.value).startswith(first)
+
+
+X = Var("x", torch.float32, (4, 4))
+W = Var("w", torch.float32, (8, 4))
+TERMS = Var("t", torch.float32, (8, 4), (Partial("dp", "sum"),))
+CUT = Var("s", torch.float32, (8, 4), (Split("dp"),))
+GRAD = {"provenance": Provenance("grad", ("w",), "dp")}
+
+
+def one(eqn: Eqn) -> zt.ir.Graph:
+    """The program of one equation, and of the waits for what it starts."""
+    waits = tuple(wait(v) for v in eqn.results if v.future)
+    inputs = tuple(dict.fromkeys(eqn.ins))
+    return zt.ir.Graph("f", inputs, (eqn, *waits), (), 0, mesh=(("dp", 4),))
+
+
+def reduced(member: Var, dtype: torch.dtype, layout: tuple = (), scatter: bool = True) -> Eqn:
+    out = Var("g'", dtype, member.shape, layout, future=True)
+    kwargs = {"op": "sum", "dtype": None, "axis": "dp"}
+    return Eqn(REDUCE_SCATTER if scatter else ALL_REDUCE, ([member],), (out,), kwargs, **GRAD)
+
+
+def gathered(member: Var, dtype: torch.dtype, layout: tuple) -> Eqn:
+    out = Var("w'", dtype, member.shape, layout, future=True)
+    return Eqn(ALL_GATHER, ([member],), (out,), {"dtype": None, "axis": "dp"}, **GRAD)
+
+
+def aten_eqn(op, out: Var, *args, **kwargs) -> Eqn:
+    return Eqn(op, args, (out,), kwargs)
+
+
+WHOLE = Var("y", torch.float32, (8, 4))
+I64 = Var("y", torch.int64, (7,))
+BF16 = {"dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize("eqn, problem", [
+    (aten_eqn(aten.mm.default, I64, X, X), "its arguments give f32[4,4], not y: i64[7]"),
+    (aten_eqn(aten._to_copy.default, WHOLE, W, **BF16), "its arguments give bf16[8,4], not y: f32[8,4]"),
+    (aten_eqn(aten.add.Tensor, WHOLE, CUT, CUT), "s: f32[8@dp,4] and y: f32[8,4] are cut in other ways"),
+    (aten_eqn(aten.add.Tensor, CUT, TERMS, W), "t: f32[8,4]{sum@dp} and s: f32[8@dp,4] are cut in other ways"),
+    (reduced(W, torch.int8), "w: f32[8,4] becomes g': i8[8,4]!: only floats may be sent or reduced in another dtype"),
+    (reduced(W, torch.float32), "w: f32[8,4] gives g': f32[8@dp,4]!, not g': f32[8,4]!"),
+    (reduced(CUT, torch.float32, (Split("dp"),)), "a reduction over dp adds up s: f32[8@dp,4], which is cut over it"),
+    (reduced(TERMS, torch.float32, (Split("dp"),), scatter=False), "t: f32[8,4]{sum@dp} gives g': f32[8,4]!, not g': f32[8@dp,4]!"),
+    (gathered(CUT, torch.float32, (Split("dp"),)), "s: f32[8@dp,4] gives w': f32[8,4]!, not w': f32[8@dp,4]!"),
+    (gathered(CUT, torch.int32, ()), "s: f32[8@dp,4] becomes w': i32[8,4]!: only floats may be sent or reduced in another dtype"),
+    (Eqn(SHARD_OP, (W, 0), (WHOLE,), {"axis": "dp"}), "w: f32[8,4] gives f32[8@dp,4], not y: f32[8,4]"),
+    (Eqn(SHARD_OP, (CUT, 0), (WHOLE,), {"axis": "dp"}), "s: f32[8@dp,4] is not whole over dp"),
+    (Eqn(GRADIENT, (W, X), (I64,)), "a mark has the type of w: f32[8,4]"),
+])  # fmt: skip
+def test_the_types_of_results_follow_from_the_operands(eqn, problem):
+    with pytest.raises(ProgramError) as error:
+        zt.ir.check(one(eqn))
+    assert str(error.value) == f"{problem}, at {eqn.outs[0]} = {eqn.op} [None]"
+
+
+@pytest.mark.parametrize("eqn", [
+    aten_eqn(aten.mm.default, Var("y", torch.float32, (4, 4)), X, X),
+    aten_eqn(aten.add.Tensor, Var("y", torch.float32, (8, 4), (Split("dp"),)), CUT, 1.0),
+    reduced(TERMS, torch.bfloat16, (Split("dp", 1),)),
+    reduced(W, torch.float32, scatter=False),
+    gathered(CUT, torch.bfloat16, ()),
+    # The default dtype of a trace is not known here, and of this operation's result nothing else.
+    aten_eqn(aten.true_divide.Tensor, Var("y", torch.float64, (7,)), Var("n", torch.int64, (7,)), 2),
+    aten_eqn(aten.nonzero.default, Var("y", torch.int64, (3, 2)), X),
+])  # fmt: skip
+def test_what_follows_from_the_operands_is_accepted(eqn):
+    assert zt.ir.check(one(eqn))

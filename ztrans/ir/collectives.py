@@ -27,6 +27,7 @@ from .copies import LINK
 from .graph import (
     Eqn,
     Graph,
+    Layout,
     Partial,
     Primitive,
     Split,
@@ -128,10 +129,22 @@ class Start(Memberwise):
             return "no such mesh axis"
         if len(eqn.outs) != len(eqn.ins):
             return "members and futures differ in number"
-        for member, out in zip(eqn.ins, eqn.outs):
+        for index, (member, out) in enumerate(zip(eqn.ins, eqn.outs)):
             if out is None or member.shape != out.shape:
                 return "shapes differ"
+            if not out.future:
+                return f"{out} is no future, and a collective starts it"
+            if not _may_become(member.dtype, out.dtype):
+                return f"{member!r} becomes {out!r}: only floats may be sent or reduced in another dtype"
+            expected = self.result_layout(eqn, index)
+            if frozenset(out.layout) != frozenset(expected):
+                wanted = dataclasses.replace(out, layout=expected)
+                return f"{member!r} gives {wanted!r}, not {out!r}"
         return None
+
+    def result_layout(self, eqn: Eqn, index: int) -> Layout:
+        """The layout of a result, as it follows from that of its member."""
+        return without(eqn.ins[index].layout, self.axis(eqn))
 
     def axis(self, eqn: Eqn) -> str:
         return eqn.kwargs["axis"]
@@ -201,6 +214,13 @@ class Reduction(Start):
 
     lane = "reduce"
 
+    def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
+        for member in eqn.ins:
+            placement = on_axis(member.layout, self.axis(eqn))
+            if isinstance(placement, Split):
+                return f"a reduction over {self.axis(eqn)} adds up {member!r}, which is cut over it"
+        return super().problem(eqn, axes)
+
     def varies(self, eqn: Eqn, axes_of: Mapping[Var, Axes]) -> Axes:
         return super().varies(eqn, axes_of) - {*members(self.axis(eqn))}
 
@@ -233,6 +253,14 @@ class ReduceScatter(Reduction):
         split = split_over(eqn.results[index], self.axis(eqn))
         # Cloned, because a view would keep the total alive.
         return [cut(total, split, len(terms), rank).clone() for rank in range(len(terms))]
+
+    def result_layout(self, eqn: Eqn, index: int) -> Layout:
+        """That of its member, and a cut over the axis, along a dim that nothing else cuts."""
+        layout = super().result_layout(eqn, index)
+        split = on_axis(eqn.results[index].layout, self.axis(eqn))
+        if not isinstance(split, Split):
+            split = Split(self.axis(eqn), 0)
+        return (*layout, split)
 
     def is_exchanged(self, eqn: Eqn, ranks: int, gloo: bool) -> bool:
         return gloo or self.is_reduced_by_ranks(eqn)
@@ -285,6 +313,15 @@ class AllReduce(Reduction):
 class Shard(Memberwise):
     """Rules of shard: a view of the whole value, which differs from rank to rank."""
 
+    def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
+        whole, dim = eqn.args
+        cut_value = dataclasses.replace(whole, layout=(*whole.layout, Split(self.axis(eqn), dim)))
+        if on_axis(whole.layout, self.axis(eqn)) is not None:
+            return f"{whole!r} is not whole over {self.axis(eqn)}"
+        if not cut_value.is_like(eqn.out):
+            return f"{whole!r} gives {cut_value.type}, not {eqn.out!r}"
+        return None
+
     def axis(self, eqn: Eqn) -> str:
         return eqn.kwargs["axis"]
 
@@ -294,6 +331,11 @@ class Shard(Memberwise):
 
     def shares_storage(self, eqn: Eqn) -> bool:
         return True
+
+
+def _may_become(member: torch.dtype, result: torch.dtype) -> bool:
+    """Whether the result of a collective may have a dtype: that of its member, or for a float another float."""
+    return member == result or (member.is_floating_point and result.is_floating_point)
 
 
 ALL_GATHER = Primitive("all_gather", Gather())

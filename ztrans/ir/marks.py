@@ -25,6 +25,12 @@ from .rules import INVARIANT, Axes, Memberwise, Sizes
 class Mark(Memberwise):
     """The rules of a mark whose result is a view of its first argument."""
 
+    def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
+        value = eqn.ins[0]
+        if len(eqn.outs) == 1 and value.is_like(eqn.out):
+            return None
+        return f"a mark has the type of {value!r}"
+
     def shares_storage(self, eqn: Eqn) -> bool:
         return True
 
