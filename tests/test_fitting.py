@@ -13,6 +13,7 @@ from torch.func import grad, grad_and_value
 
 import ztrans as zt
 from tests.support.worlds import clone
+from ztrans import fitting
 from ztrans.fitting import EQUAL, fastest_within, pattern_of_moments
 from ztrans.planning.devices import H100
 from ztrans.planning.limit import DoesNotFit
@@ -194,8 +195,8 @@ def test_the_error_says_what_fits_with_the_times_and_peaks_that_it_would_have():
         assert (way.seconds, way.peak) == (seconds, peak) and peak <= memory
         assert line == f"  {way.line}: {seconds * 1e6:.2f} us a step, peak {peak / 2**20:.2f} MiB"
     assert lines[10:] == [
-        "Or take a smaller batch, more ranks, or another device: lower(cluster=zt.cluster(...)). If you know that more "
-        "may be live, name the limit: zt.prefetch(memory=...)."
+        "Or take a smaller batch or another device: lower(cluster=zt.cluster(...)). If you know that more may be live, "
+        "name the limit: zt.prefetch(memory=...)."
     ]
 
 
@@ -272,7 +273,7 @@ def test_what_cannot_fit_has_no_ways(memory):
     error = refused(LONG, 3, memory)
     assert error.ways == () and "It fits" not in str(error)
     last = str(error).splitlines()[-1]
-    assert last.startswith("Take a smaller batch, more ranks, or another device")
+    assert last.startswith("Take a smaller batch or another device"), "no rank more makes room"
 
 
 def test_a_limit_that_a_transform_names_has_ways_too():
@@ -286,7 +287,42 @@ def test_a_limit_that_a_transform_names_has_ways_too():
         "prefetch(memory=2000000): 1.91 MiB is less than the step needs in any order tried: "
     )
     assert lines[7].startswith('  zt.remat(memory="auto"): ') and len(lines) > 8
-    assert lines[-1] == "Or give it that much, a smaller batch, or more ranks."
+    assert lines[-1] == "Or give it that much, or a smaller batch."
+
+
+def test_more_ranks_are_named_if_they_can_help():
+    """Each then has less of the state. Of what is whole on every rank, such as a gathered layer, it has as much."""
+    state = 5 * 512 * 512  # the bytes of the parameters on each of 4 ranks
+    least = refused(WIDE, 3, 1_000_000).least.peak
+    assert "more ranks" in str(refused(WIDE, 3, least - state // 2))
+    assert "more ranks" not in str(refused(WIDE, 3, least - 2 * state))
+    assert "more ranks" not in str(refused(WIDE, 0, least - 1)), "no rank has only a part of it"
+
+
+def test_moments_and_values_of_forward_go_to_the_host_by_one_line():
+    moments, both = zt.offload(where="m*"), zt.offload(where="m*", memory="auto")
+    error = refused(LONG, 1, 2_000_002)
+    traced = zt.chain(zt.shard_params(MESH), moments)(step).trace(*arguments(*LONG))
+    ((line, variant),) = fitting._activations_on_host(traced, error)
+    assert line == "zt.offload(where='m*', memory='auto')" == f"zt.{both!r}"
+    assert variant.transforms[1:] == (both,)
+
+
+def test_a_large_step_is_tried_in_a_few_ways(monkeypatch):
+    """Each takes as long as to lower the step."""
+    tried = []
+
+    def fails(attempt, remedy, later_remedies, cluster):
+        tried.append(remedy)
+        return attempt._replace(remedies=later_remedies)
+
+    monkeypatch.setattr(fitting, "_tried", fails)
+    refused(LONG, 1, 2_000_003)
+    everything = len(tried)
+    tried.clear()
+    monkeypatch.setattr(fitting, "_EQNS_TO_TRY", 1)
+    refused(LONG, 1, 2_000_001)
+    assert len(tried) == fitting._LEAST_TRIES < everything
 
 
 def test_a_step_of_one_process_has_ways():

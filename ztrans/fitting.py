@@ -34,6 +34,10 @@ from .transforms.shard_params import ShardParams
 EQUAL = 0.01
 # How many numbers of micro-batches are tried, each twice the one before.
 _TRIES = 3
+# The ways to fit that are tried: as many as there are for a step of 5,000 equations, the first few for one of 50,000,
+# which takes a minute for each.
+_EQNS_TO_TRY = 150_000
+_LEAST_TRIES = 3
 
 
 # `stages` imports this module, so its classes are described here by what is used of them.
@@ -266,13 +270,21 @@ class _Attempt(NamedTuple):
 
 
 def ways_to_fit(traced: Variant[Any], cluster: Cluster | None, error: DoesNotFit) -> list[Way]:
-    """The ways in which a step fits its limit, with one more transform each; with several, if one is not enough."""
+    """The ways in which a step fits its limit, with one more transform each; with several, if one is not enough.
+
+    Every way was planned and simulated. A large step is tried in a few ways only, because each takes as long as to
+    lower the step. Their number follows from the size of the program, so all ranks try the same.
+    """
+    tries_left = max(_LEAST_TRIES, _EQNS_TO_TRY // max(1, len(traced.graph.eqns)))
     attempts = [_Attempt((), traced, error, _REMEDIES)]
     while attempts:
         ways: list[Way] = []
         failed: list[_Attempt] = []
         for attempt in attempts:
             for number, remedy in enumerate(attempt.remedies):
+                if not tries_left:
+                    return ways
+                tries_left -= 1
                 # Only later remedies may follow one, so that no set of them is tried twice.
                 later_remedies = attempt.remedies[number + 1 :]
                 result = _tried(attempt, remedy, later_remedies, cluster)
@@ -296,7 +308,7 @@ def _tried(
     """
     best = attempt
     for line, variant in remedy(attempt.traced, attempt.error):
-        lines = (*attempt.lines, line)
+        lines = _with_line(attempt.lines, line)
         try:
             return Trial.of(variant, cluster).way(" and ".join(lines))
         except DoesNotFit as error:
@@ -306,6 +318,16 @@ def _tried(
             # The transform refuses this step.
             continue
     return best if best is not attempt else None
+
+
+def _with_line(lines: tuple[str, ...], line: str) -> tuple[str, ...]:
+    """Some lines and another one, which takes the place of one with the same transform.
+
+    >>> _with_line(("zt.accumulate(2)", "zt.offload(where='m.*')"), "zt.offload(where='m.*', memory='auto')")
+    ('zt.accumulate(2)', "zt.offload(where='m.*', memory='auto')")
+    """
+    transform = line.partition("(")[0]
+    return (*(each for each in lines if each.partition("(")[0] != transform), line)
 
 
 def _higher_stages(traced: Variant[Any], error: DoesNotFit) -> Iterator[Proposal]:
@@ -326,8 +348,15 @@ def _recomputation(traced: Variant[Any], error: DoesNotFit) -> Iterator[Proposal
 
 
 def _activations_on_host(traced: Variant[Any], error: DoesNotFit) -> Iterator[Proposal]:
-    if error.room > 0 and not any(isinstance(t, Offload) for t in traced.transforms):
+    if error.room <= 0:
+        return
+    present = next((t for t in traced.transforms if isinstance(t, Offload)), None)
+    if present is None:
         yield 'zt.offload(memory="auto")', _with(traced, offload(memory="auto"))
+    elif present.memory is None and isinstance(present.where, str):
+        # The moments are on the host already, and that is not enough.
+        both = offload(where=present.where, memory="auto", across_steps=present.across_steps)
+        yield f"zt.{both!r}", _with(traced, both)
 
 
 def _moments_on_host(traced: Variant[Any], error: DoesNotFit) -> Iterator[Proposal]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ..ir.graph import Graph, Hints
 from ..ir.printer import format_bytes, format_seconds
+from .buffers import local_bytes
 from .cluster import Device
 from .cost import Memory, memory
 
@@ -79,14 +80,27 @@ def does_not_fit(graph: Graph, device: Device, least: Memory) -> DoesNotFit:
         comment = f"  # {line}" if line else ""
         lines.append(f"  {format_bytes(size):>10}  {v!r}{comment}")
 
+    help_of_ranks = _ranks_may_help(graph, least)
     if graph.hints.limit_option:
-        advice = "Give it that much, a smaller batch, or more ranks."
+        others = "a smaller batch, or more ranks" if help_of_ranks else "or a smaller batch"
+        advice = f"Give it that much, {others}."
     else:
+        others = "a smaller batch, more ranks," if help_of_ranks else "a smaller batch"
         advice = (
-            "Take a smaller batch, more ranks, or another device: lower(cluster=zt.cluster(...)). If you know that "
-            "more may be live, name the limit: zt.prefetch(memory=...)."
+            f"Take {others} or another device: lower(cluster=zt.cluster(...)). If you know that more may be live, name "
+            f"the limit: zt.prefetch(memory=...)."
         )
     return DoesNotFit("\n".join(lines), advice, graph.hints.memory_limit or 0, least)
+
+
+def _ranks_may_help(graph: Graph, least: Memory) -> bool:
+    """Whether a step could fit on more ranks, each with a batch as large as now: they cut the state further."""
+    size = local_bytes(graph)
+    cut = 0
+    for leaf in graph.inputs[: graph.num_state]:
+        if leaf.split is not None and leaf.memory == "device":
+            cut += size(leaf)
+    return cut > 0 and least.peak - cut <= (graph.hints.memory_limit or 0)
 
 
 def check_peak(graph: Graph, device: Device) -> None:
