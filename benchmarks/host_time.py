@@ -1,16 +1,18 @@
 """What the host costs: small steps of a plain loop, torch.compile, FSDP2 and ztrans, on one rank and on two.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.host_time          # from the project's root; about ten minutes
+    OMP_NUM_THREADS=1 python -m benchmarks.host_time          # from the project's root; about twenty minutes
 
 The models are small, or have a batch of one, so most of a step is the host's work. All subjects of a model are in one
-process, or in the same two processes, and take turns. Every loop uses AdamW(fused=True). Prints and writes
-benchmarks/results/host_time.md and .json; `--models` and `--ranks` run a part, and the rest keeps its figures
-and their dates. The figures of another processor or another torch are not kept.
+process, or in the same two processes, and take turns. Their loops use AdamW(fused=True). The optimizers of torch.optim,
+in each of their forms, have rows of a small model on one rank, whose loop clips gradients and has a scheduler. Prints
+and writes benchmarks/results/host_time.md and .json; `--models`, `--optimizers` and `--ranks` run a part, and the rest
+keeps its figures and their dates. The figures of another processor or another torch are not kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import statistics
 import subprocess
@@ -43,6 +45,21 @@ AGAINST = {
     2: {EAGER: FSDP, INDUCTOR: FSDP_COMPILED},
 }  # who replaces whom
 DEPTHS = (1, 5, 9, 18)  # layers of the GPTs whose empty calls are timed
+# The optimizers of torch.optim that can be lifted, with the settings that give them their usual state.
+OPTIMIZERS: dict[str, dict[str, float]] = {
+    "SGD": {"momentum": 0.9},
+    "Adam": {},
+    "AdamW": {},
+    "NAdam": {},
+    "RAdam": {},
+    "Adamax": {},
+    "Adagrad": {},
+    "Adadelta": {},
+    "ASGD": {},
+    "RMSprop": {"momentum": 0.9},
+    "Rprop": {},
+    "Muon": {},
+}
 WARM_UP = 5  # calls of each subject before its steps are timed
 
 
@@ -140,6 +157,66 @@ def measure(steps: dict[str, Step], rounds: int) -> dict[str, Any]:
     for loss in last.values() if dist.is_initialized() else ():
         dist.all_reduce(loss.div_(dist.get_world_size()))
     return {"seconds": seconds, "losses": {name: float(loss) for name, loss in last.items()}}
+
+
+def forms(name: str) -> list[str]:
+    """The forms that an optimizer has: the one that PyTorch chooses, and `foreach` and `fused` where they exist."""
+    parameters = inspect.signature(getattr(torch.optim, name)).parameters
+    return ["default", *(form for form in ("foreach", "fused") if form in parameters)]
+
+
+def with_optimizer(name: str, form: str, subject: str) -> Step:
+    """The step of a small model with an optimizer, clipping by the norm of all gradients, and a scheduler."""
+    torch.manual_seed(0)
+    model, batch = GPT(2, 48, 4, 64, 16), ids(64, 16)()
+    if name == "Muon":  # it takes matrices alone
+        layers = (m for _ in range(8) for m in (nn.Linear(64, 64, bias=False), nn.ReLU()))
+        model, batch = nn.Sequential(*layers), (torch.randn(16, 64), torch.randint(64, (16,)))
+    chosen = {} if form == "default" else {form: True}
+    make = getattr(torch.optim, name)
+    optimizer = make(model.parameters(), lr=1e-4, **OPTIMIZERS[name], **chosen)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.999)
+    run_model = torch.compile(model, dynamic=False) if subject == COMPILED else model
+
+    def loop_step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(run_model(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    if subject in (PLAIN, COMPILED):
+
+        def run() -> Tensor:
+            loss = loop_step(*batch)
+            scheduler.step()
+            return loss
+
+        return run
+
+    step, state = zt.lift(loop_step, model, optimizer)
+    step = zt.Step.of(step)
+    held = [step.shard(state)]
+    call = step
+    if subject == INDUCTOR:
+        call = step.lower(held[0], *batch).compile(backend="inductor")
+
+    def run_lifted() -> Tensor:
+        held[0], loss = call(held[0], *batch)
+        scheduler.step()
+        return loss
+
+    return run_lifted
+
+
+def optimizer_rows(names: list[str], rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The measured steps of each optimizer and form."""
+    for name in names:
+        for form in forms(name):
+            subjects = (PLAIN, COMPILED, EAGER, INDUCTOR)
+            steps = {subject: with_optimizer(name, form, subject) for subject in subjects}
+            yield f"{name}, {form}", measure(steps, rounds)
 
 
 class Counted(TorchDispatchMode):
@@ -259,10 +336,18 @@ def table(by_model: dict[str, dict[str, Any]], ranks: int) -> Iterator[str]:
 
 
 def report(results: dict[str, Any]) -> str:
-    lines = ["# Host time", "", f"{results['where']}. AdamW(fused=True) everywhere.", ""]
+    lines = [
+        "# Host time",
+        "",
+        f"{results['where']}. AdamW(fused=True), where no optimizer is named.",
+        "",
+    ]
     for ranks, title in ((1, "One rank"), (2, "Two ranks on one machine, gloo; ztrans at stage 3")):
         if str(ranks) in results:
             lines += [f"## {title}", "", *table(results[str(ranks)], ranks), ""]
+    if "optimizers" in results:
+        lines += ["## Optimizers, with clipping and a scheduler, on one rank", ""]
+        lines += [*table(results["optimizers"], 1), ""]
     if "counts" in results:
         lines += [
             "## Operations called, and kernel launches (all but views), of an eager step on one rank",
@@ -293,12 +378,12 @@ def report(results: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
-def main(names: list[str], ranks: list[int], rounds: int) -> None:
+def main(names: list[str], optimizers: list[str], ranks: list[int], rounds: int) -> None:
     file = RESULTS / "host_time.json"
     where, today = f"{processor()}, torch {torch.__version__}", {"date": str(date.today())}
     earlier = json.loads(file.read_text()) if file.exists() else {}
     results = earlier if earlier.get("where") == where else {"where": where}
-    if 1 in ranks:
+    if 1 in ranks and names:
         results["empty calls"] = {"by leaves": [empty_call(layers) for layers in DEPTHS]} | today
     for model in (model for model in MODELS if model.name in names):
         few = rounds // 5 if "GPT-2" in model.name else rounds
@@ -311,16 +396,25 @@ def main(names: list[str], ranks: list[int], rounds: int) -> None:
             )
         if 2 in ranks:
             results.setdefault("2", {})[model.name] = of_two_ranks(model.name, few) | today
-        file.write_text(json.dumps(results, indent=1) + "\n")
-        (RESULTS / "host_time.md").write_text(report(results))
+        write(results)
+    if 1 in ranks:
+        for row, measured in optimizer_rows(optimizers, rounds):
+            results.setdefault("optimizers", {})[row] = measured | today
+            write(results)
     print(report(results))
+
+
+def write(results: dict[str, Any]) -> None:
+    (RESULTS / "host_time.json").write_text(json.dumps(results, indent=1) + "\n")
+    (RESULTS / "host_time.md").write_text(report(results))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", default=[model.name for model in MODELS])
+    parser.add_argument("--models", nargs="*", default=[model.name for model in MODELS])
+    parser.add_argument("--optimizers", nargs="*", default=[*OPTIMIZERS], choices=[*OPTIMIZERS])
     parser.add_argument("--ranks", nargs="+", type=int, choices=(1, 2), default=[1, 2])
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--rank", help=argparse.SUPPRESS)
@@ -329,4 +423,4 @@ if __name__ == "__main__":
     if arguments.rank:
         rank(arguments.rank, arguments.rounds)
     else:
-        main(arguments.models, arguments.ranks, arguments.rounds)
+        main(arguments.models, arguments.optimizers, arguments.ranks, arguments.rounds)
