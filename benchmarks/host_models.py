@@ -1,4 +1,4 @@
-"""Four models whose steps show what the host costs: from a few small operations to GPT-2 with a batch of one."""
+"""Models whose steps show what the host costs: from a few small operations to GPT-2 with a batch of one."""
 
 from __future__ import annotations
 
@@ -46,6 +46,19 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return F.linear(self.norm(x), self.tokens.weight).flatten(0, 1)
+
+
+class Recurrent(nn.Module):
+    """A language model with a recurrent layer, `nn.LSTM` or `nn.GRU`."""
+
+    def __init__(self, kind: type[nn.RNNBase], width: int, vocab: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab, width)
+        self.layer = kind(width, width, batch_first=True)
+        self.head = nn.Linear(width, vocab)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.layer(self.tokens(ids))[0]).flatten(0, 1)
 
 
 class Residual(nn.Module):
@@ -115,4 +128,9 @@ MODELS = (
         (Residual,),
     ),
     Model("GPT-2, 124 M, batch 1", lambda: GPT(12, 768, 12, 50257, 32), ids(50257, 32), (Block,)),
+)
+# Of one rank only: FSDP2 does not shard a recurrent layer, which keeps its weights in a list too.
+RECURRENT = (
+    Model("LSTM of 128", lambda: Recurrent(nn.LSTM, 128, 64), ids(64, 64), (nn.LSTM,)),
+    Model("GRU of 128", lambda: Recurrent(nn.GRU, 128, 64), ids(64, 64), (nn.GRU,)),
 )

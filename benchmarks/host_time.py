@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ztrans as zt
 from ztrans.ir.op_facts import op_facts
 
-from .host_models import GPT, MODELS, Model, ids
+from .host_models import GPT, MODELS, RECURRENT, Model, ids
 from .inductor import RESULTS, processor
 
 Step = Callable[[], Tensor]
@@ -385,7 +385,7 @@ def main(names: list[str], optimizers: list[str], ranks: list[int], rounds: int)
     results = earlier if earlier.get("where") == where else {"where": where}
     if 1 in ranks and names:
         results["empty calls"] = {"by leaves": [empty_call(layers) for layers in DEPTHS]} | today
-    for model in (model for model in MODELS if model.name in names):
+    for model in (model for model in (*MODELS, *RECURRENT) if model.name in names):
         few = rounds // 5 if "GPT-2" in model.name else rounds
         if 1 in ranks:
             results.setdefault("1", {})[model.name] = measure(subjects(model, 1), few) | today
@@ -394,7 +394,7 @@ def main(names: list[str], optimizers: list[str], ranks: list[int], rounds: int)
             results.setdefault("counts", {})[f"{model.name}{', bf16' if bf16 else ''}"] = counts(
                 model, bf16
             )
-        if 2 in ranks:
+        if 2 in ranks and model in MODELS:
             results.setdefault("2", {})[model.name] = of_two_ranks(model.name, few) | today
         write(results)
     if 1 in ranks:
@@ -413,7 +413,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="*", default=[model.name for model in MODELS])
+    parser.add_argument(
+        "--models", nargs="*", default=[model.name for model in (*MODELS, *RECURRENT)]
+    )
     parser.add_argument("--optimizers", nargs="*", default=[*OPTIMIZERS], choices=[*OPTIMIZERS])
     parser.add_argument("--ranks", nargs="+", type=int, choices=(1, 2), default=[1, 2])
     parser.add_argument("--rounds", type=int, default=200)

@@ -4,6 +4,7 @@ The lifted step computes what the loop computes, or raises an error.
 """
 
 import copy
+import functools
 import types
 
 import pytest
@@ -333,6 +334,47 @@ def test_an_optimizer_may_step_during_backward():
         return nn.Sequential(nn.Linear(6, 4, bias=False), nn.Identity(), nn.Tanh(), nn.Identity())
 
     assert compare(hooked, make) == 0
+
+
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda p: torch.optim.SGD([p], lr=0.1, momentum=0.9),
+        lambda p: torch.optim.AdamW([p], lr=0.01, foreach=True),
+        lambda p: torch.optim.NAdam([p], lr=0.01),
+    ],
+    ids=["sgd", "foreach", "nadam"],
+)
+def test_an_optimizer_for_each_parameter_may_step_in_its_hook(make_optimizer):
+    """What the hook of a parameter calls is traced as what the loop calls, so rates are inputs there too."""
+
+    def update(optimizer, p):
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def lifted():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+        optimizers = []
+        for p in model.parameters():
+            optimizers.append(make_optimizer(p))
+            p.register_post_accumulate_grad_hook(functools.partial(update, optimizers[-1]))
+
+        def loop_step(x):
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        return model, loop_step, zt.lift(loop_step, model, optimizers)
+
+    x = torch.arange(24.0).view(4, 6) / 24
+    model, loop_step, _ = lifted()
+    _, _, (step, state) = lifted()
+    lowered = zt.Step.of(step).lower(state, x)
+    for _ in range(3):
+        loop_step(x)
+        state, _ = lowered.lockstep(state, [(x,)])
+    assert distance(state["params"], dict(model.named_parameters())) < 1e-6
 
 
 OUTSIDE = {

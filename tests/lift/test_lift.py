@@ -1,6 +1,7 @@
 """`lift`: on the same data, the lifted step computes what the untouched loop computes."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
@@ -216,19 +217,76 @@ def test_parameters_that_share_memory_are_refused():
 
 
 class Recurrent(nn.Module):
-    def __init__(self):
+    def __init__(self, kind=nn.LSTM, **options):
         super().__init__()
         torch.manual_seed(0)
-        self.layer, self.head = nn.LSTM(6, 5, num_layers=2), nn.Linear(5, 4)
+        self.layer = kind(6, 5, num_layers=2, **options)
+        self.head = nn.Linear(5 * (1 + self.layer.bidirectional), 4)
 
     def forward(self, x):
         return self.head(self.layer(x[:, None])[0][:, 0])
 
 
-@pytest.mark.slow
-def test_recurrent_layers_can_be_lifted():
-    """The kernel of oneDNN saves what backward needs only if it runs under autograd."""
-    compare(Recurrent, OPTIMIZERS["adam"])
+RECURRENT = {
+    "lstm": Recurrent,
+    "lstm in both directions": lambda: Recurrent(bidirectional=True, bias=False),
+    "gru": lambda: Recurrent(nn.GRU),
+    "gru in both directions": lambda: Recurrent(nn.GRU, bidirectional=True),
+    "rnn": lambda: Recurrent(nn.RNN),
+}
+
+
+@pytest.mark.parametrize("make", RECURRENT.values(), ids=RECURRENT)
+def test_recurrent_layers_can_be_lifted(make):
+    compare(make, OPTIMIZERS["adam"])
+
+
+@pytest.mark.parametrize("keep", ["bias_ih_l0", "bias_hh_l0"])
+def test_the_two_biases_of_an_lstm_have_gradients_of_their_own(keep):
+    """The kernel returns one tensor for both, and the update of one writes over its gradient."""
+
+    def clipped(model, optimizer):
+        def loop_step(x, y):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            getattr(model.layer, keep).grad.mul_(0.25).add_(1.0)
+            optimizer.step()
+            return loss
+
+        return loop_step
+
+    model = Recurrent()
+    optimizer = OPTIMIZERS["sgd"](model)
+    plain = clipped(model, optimizer)
+    lifted_model = Recurrent()
+    step, state = zt.lift(
+        clipped(lifted_model, o := OPTIMIZERS["sgd"](lifted_model)), lifted_model, o
+    )
+    step = zt.Step.of(step)
+    for _ in range(2):
+        batch = data()[0]
+        plain(*batch)
+        state, _ = step(state, *batch)
+    assert distance(state["params"], dict(model.named_parameters())) < 1e-6
+
+
+def test_a_recurrent_layer_is_what_the_loop_runs():
+    """An LSTM is one call of oneDNN, as in the loop. A GRU splits its gates once, and writes to parts of them."""
+
+    def operations(kind):
+        model = Recurrent(kind)
+        optimizer = OPTIMIZERS["sgd"](model)
+        step, state = zt.lift(loop(model, optimizer), model, optimizer)
+        eqns = zt.Step.of(step).lower(state, *data()[0]).graph.eqns
+        return Counter(str(e.op) for e in eqns)
+
+    lstm = operations(nn.LSTM)
+    assert lstm["aten.mkldnn_rnn_layer.default"] == 2
+    assert lstm["aten.mkldnn_rnn_layer_backward.default"] == 2
+    gru, rows = operations(nn.GRU), len(data()[0][0])
+    assert gru["aten.unsafe_split.Tensor"] == 2 * 2 * rows
+    assert not gru["aten.slice_scatter.default"]
 
 
 def test_lift_in_the_middle_of_training():

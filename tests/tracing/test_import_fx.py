@@ -77,6 +77,27 @@ def split_with_sizes(x):
     return a
 
 
+def parts_and_whole(x):
+    """Writes to a part, to the whole, and to parts of a part, in an order in which each is read afterwards."""
+    a, b, c = x.split(2, 1)
+    first, second = a.unbind(1)
+    a.mul_(2), second.add_(b[:, 0]), first.sub_(second)
+    x.add_(1)
+    b.add_(a), c.t().mul_(3), x[0].neg_()
+    other = x.split(3, 1)[0]
+    other.mul_(5), a.exp_()
+    return a + b, first * second, c, x, other
+
+
+def parts_twice(x):
+    """Parts of two splits with the same arguments: one of the base, and one of a part."""
+    a, b = x.chunk(2, 1)
+    c, d = a.chunk(2, 1)
+    e, f = x.chunk(2, 1)
+    e.mul_(2), d.add_(1), f.sub_(c.sum())
+    return a, b, c, d
+
+
 def unbound(x):
     _, b, c, d = x.unbind()
     b.add_(c), d.sub_(b)
@@ -248,7 +269,7 @@ STEPS = {
     "flatten": (lambda x: (x.flatten()[3:9].add_(1), x.reshape(3, 8)[1].zero_(), x.unflatten(1, (2, 3))[:, 1].add_(1)), X),
     "copies": (lambda x: (x.t().reshape(-1).add_(1), x.t().contiguous().add_(1), x.float().add_(1), x.detach()[0].add_(1)), X),
     "two aliases": (aliases, X), "swap": (swapped, X), "views of views": (stacked_views, X),
-    "split": (split, X), "split_with_sizes": (split_with_sizes, X), "unbind": (unbound, X), "chunk": (lambda x: x.chunk(2)[1].add_(x.chunk(3, -1)[2].sum()), X),
+    "split": (split, X), "parts and whole": (parts_and_whole, X), "parts twice": (parts_twice, X), "split_with_sizes": (split_with_sizes, X), "unbind": (unbound, X), "chunk": (lambda x: x.chunk(2)[1].add_(x.chunk(3, -1)[2].sum()), X),
     "shape in place": (new_shape, X), "squeeze": (lambda x: (x.squeeze(0).add_(1), x.squeeze((0, 2)).mul_(2)), T(1, 4, 1)),
     "diagonal": (lambda x: (x.diagonal().zero_(), x.diagonal(-1).fill_(9), x.fill_diagonal_(2.0)), X), "diagonal of dims": (lambda x: x.diagonal(0, 1, 2).mul_(2), T(2, 3, 3)),
     "as_strided": (strided, X), "expand": (lambda x: (x[:, :1].expand(4, 1).add_(1), x[0].expand(4, 6) * x), X),

@@ -74,6 +74,18 @@ def drawn_from(x: torch.Tensor, low: int, high: int | None, **kwargs: Any) -> to
     return _FROM(x, low, high, **kwargs)
 
 
+def recurrent_layer(*args: Any) -> tuple[torch.Tensor, ...]:
+    """A recurrent layer of oneDNN, which saves what backward reads only where gradients are on."""
+    with torch.enable_grad():
+        return aten.mkldnn_rnn_layer.default(*args)
+
+
+def recurrent_layer_backward(*args: Any) -> tuple[torch.Tensor, ...]:
+    """The gradients of `recurrent_layer`. Those of the two biases are one tensor, and a program may write over each."""
+    *before, bias, same_bias, hidden, cell = aten.mkldnn_rnn_layer_backward.default(*args)
+    return *before, bias, same_bias.clone(), hidden, cell
+
+
 _STRIDE_SAFE: Mapping[Any, Callable] = {
     aten.view.default: aten.reshape.default,
     aten._unsafe_view.default: aten.reshape.default,
@@ -82,6 +94,8 @@ _STRIDE_SAFE: Mapping[Any, Callable] = {
     aten.as_strided.default: strided,
     aten.as_strided_scatter.default: strided_scatter,
     _FROM: drawn_from,
+    aten.mkldnn_rnn_layer.default: recurrent_layer,
+    aten.mkldnn_rnn_layer_backward.default: recurrent_layer_backward,
 }
 
 

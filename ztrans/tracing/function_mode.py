@@ -38,7 +38,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SET_DATA: Callable = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 # Functions that read values of a tensor from outside of the step without an operation that a mode could see.
 _READERS = (torch.Tensor.tolist, torch.tensor)
-_DERIVATIVES = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+_BACKWARDS = (torch.autograd.backward, torch.Tensor.backward)
+_DERIVATIVES = (torch.autograd.grad, *_BACKWARDS)
 
 
 class StepFunctions(TorchFunctionMode):
@@ -72,6 +73,8 @@ class StepFunctions(TorchFunctionMode):
     def _run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         if isinstance(func, HigherOrderOperator):
             return self._higher_order(func, args, kwargs)
+        if func in _BACKWARDS:
+            return backward(*args, **kwargs, mode=self)
         replacement = _REPLACEMENTS.get(func)
         if replacement is not None:
             return replacement(*args, **kwargs)
@@ -138,8 +141,6 @@ def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 
 _REPLACEMENTS: Mapping[Callable, Callable] = {
     torch.autograd.grad: marked_gradients,
-    torch.autograd.backward: backward,
-    torch.Tensor.backward: backward,
     _SET_DATA: _set_data,
     F.one_hot: _one_hot,
 }

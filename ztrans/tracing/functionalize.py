@@ -5,6 +5,9 @@ that lead from the base to the tensor. Reading a tensor whose storage has change
 base. Writing a tensor applies the inverses of its views, which gives the new value of the base.
 
     y = x[0]; write y1 to y   -->   x1 = select_scatter(x, y1, 0)
+
+The parts of one split have no elements in common, so a write to one of them leaves the values of the others. The gates
+of recurrent cells are such parts, and each is written in place.
 """
 
 from __future__ import annotations
@@ -66,11 +69,20 @@ class View:
 
 @dataclass
 class Storage:
-    """The current value of a storage's base tensor, how often it has changed, and the user's line that did so last."""
+    """The current value of a storage's base tensor, how it has changed, and the user's line that did so last.
+
+    Attributes:
+        writes: for each change, the views of the tensor that was written.
+    """
 
     value: Var
-    version: int = 0
+    writes: list[tuple[View, ...]] = field(default_factory=list)
     written_at: Source | None = None
+
+    @property
+    def version(self) -> int:
+        """How often it has changed."""
+        return len(self.writes)
 
 
 @dataclass
@@ -169,12 +181,13 @@ class Builder:
             return [self.read(item) for item in x]
         if not isinstance(x, Alias):
             return x
-        if x.value is None or x.seen_version != x.storage.version:
+        changes = x.storage.writes[x.seen_version :]
+        if x.value is None or not all(_are_apart(x.views, written) for written in changes):
             value = x.storage.value
             for view in x.views:
                 value = self.view(value, view)
             x.value = value
-            x.seen_version = x.storage.version
+        x.seen_version = x.storage.version
         return x.value
 
     def write(self, x: Alias, value: Var) -> None:
@@ -192,18 +205,24 @@ class Builder:
             new = self.unview(base, view, new)
 
         storage.value = self.laid_out(new, storage.value)
-        storage.version += 1
+        storage.writes.append(x.views)
         storage.written_at = self.source
-        # With other strides, the next read applies the views to the new base.
-        if self.strides[value] == self.strides[old]:
+        # In another memory order, the next read applies the views to the new base. The gaps of a part do not matter.
+        if self._has_order_of(value, old):
             x.value = value if x.views else storage.value
             x.seen_version = storage.version
 
-    def laid_out(self, value: Var, old: Var) -> Var:
-        """`value` in the memory order of `old`, so that every view of `old` is also a view of it."""
+    def _has_order_of(self, value: Var, old: Var) -> bool:
+        """Whether a value lies in memory as `old` does, or as `old` would without gaps."""
+        if self.strides[value] == self.strides[old]:
+            return True
         dense = _dense(old.shape, self.strides[old])
         shape = old.shape
-        if _effective_strides(shape, self.strides[value]) == _effective_strides(shape, dense):
+        return _effective_strides(shape, self.strides[value]) == _effective_strides(shape, dense)
+
+    def laid_out(self, value: Var, old: Var) -> Var:
+        """`value` in the memory order of `old`, so that every view of `old` is also a view of it."""
+        if self._has_order_of(value, old):
             return value
         if self.meta(old).is_contiguous():
             return self.contiguous(value)
@@ -246,6 +265,15 @@ class Builder:
             f"trace: a tensor is changed in place through its view `{name}`, which has no functional form.\n"
             f"  at {where(self.source)}\nChange the tensor itself, or compute a new one."
         )
+
+
+def _are_apart(first: Sequence[View], second: Sequence[View]) -> bool:
+    """Whether two tensors of one storage are other parts of one split, or views of these."""
+    for a, b in zip(first, second):
+        if a != b:
+            is_same_split = (a.op, a.args, a.kwargs) == (b.op, b.args, b.kwargs)
+            return is_same_split and a.number != b.number
+    return False
 
 
 @functools.cache

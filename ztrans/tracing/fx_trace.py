@@ -133,7 +133,6 @@ def _settings() -> Iterator[None]:
         stack.enter_context(patched(torch.compiler, _is_compiling_flag=True))
         # A region inside of torch.compile is traced as any other code.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(_without_onednn())
         # Distributions check their arguments, which reads the values of tensors.
         stack.enter_context(patched(torch.distributions.Distribution, _validate_args=False))
         # Where shapes do not fit, this logger would write a second traceback.
@@ -152,17 +151,6 @@ def _settings() -> Iterator[None]:
         stack.enter_context(record_launches())
         stack.enter_context(unrecorded_layouts())
         yield
-
-
-def _without_onednn() -> contextlib.AbstractContextManager:
-    """Let recurrent layers be traced without oneDNN, which saves values for backward only under autograd.
-
-    A program runs without autograd. When it runs, PyTorch may still choose oneDNN.
-    """
-    onednn = torch.backends.mkldnn
-    return onednn.flags(
-        enabled=False, deterministic=onednn.deterministic, allow_tf32=onednn.allow_tf32
-    )
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from .. import ops
 from ..ir.dependencies import reachable
@@ -37,9 +38,19 @@ def marked_gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tu
 
 
 def backward(
-    loss, *, gradient=None, grad_tensors=None, inputs=None, retain_graph=None, create_graph=False
+    loss,
+    *,
+    gradient=None,
+    grad_tensors=None,
+    inputs=None,
+    retain_graph=None,
+    create_graph=False,
+    mode: TorchFunctionMode,
 ) -> None:
-    """`loss.backward(gradient)` or `torch.autograd.backward(losses, grad_tensors)`: add the gradients to `.grad`."""
+    """`loss.backward(gradient)` or `torch.autograd.backward(losses, grad_tensors)`: add the gradients to `.grad`.
+
+    The hooks of leaves are code of the step, such as an optimizer that steps in them, and run in `mode` as it does.
+    """
     losses = _listed(loss)
     seeds = gradient if grad_tensors is None else grad_tensors
     leaves = _leaves(losses) if inputs is None else _listed(inputs)
@@ -56,6 +67,9 @@ def backward(
             # A fused optimizer pairs the elements of a leaf and its gradient by their order in memory. State is
             # contiguous, so the gradient must be too. PyTorch's own `.backward()` does the same.
             _accumulate(leaf, _marked(g.contiguous(), leaf), create_graph)
+            with mode:
+                for hook in (leaf._post_accumulate_grad_hooks or {}).values():
+                    hook(leaf)
 
 
 def _marked(g: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
@@ -80,7 +94,7 @@ def _dense(gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | 
 
 
 def _accumulate(leaf: torch.Tensor, g: torch.Tensor, create_graph: bool) -> None:
-    """Add a gradient to `.grad` of a leaf, and run the hooks of that."""
+    """Add a gradient to `.grad` of a leaf."""
     if leaf.grad is None:
         leaf.grad = g
     elif create_graph:
@@ -88,8 +102,6 @@ def _accumulate(leaf: torch.Tensor, g: torch.Tensor, create_graph: bool) -> None
     else:
         with torch.no_grad():
             leaf.grad.add_(g)
-    for hook in (leaf._post_accumulate_grad_hooks or {}).values():
-        hook(leaf)
 
 
 def _listed(tensors: Any) -> list:

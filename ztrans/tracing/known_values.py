@@ -1,0 +1,116 @@
+"""The values of tensors that depend on no input of a step, computed while the step is traced.
+
+Code may read such a value: `nn.TransformerEncoder` asks whether a mask is causal, and a model asks how long a table of
+its own is. The trace has recorded what computes it, so these operations run here, once, on tensors with values.
+
+Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..ir.nested import tensors_in
+from ..ir.op_facts import draws, is_written
+from .function_mode import storage_of
+
+
+def result_of_known(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The result of an operation on values, or None if one of its tensors depends on an input of the step.
+
+    All tensors among the arguments are tensors of the trace that is under way.
+    """
+    tracer = get_proxy_mode().tracer
+    nodes: dict[int, fx.Node] = {}
+    for x in tensors_in((args, kwargs)):
+        slot = get_proxy_slot(x, tracer, None)
+        if slot is None:
+            return None
+        nodes[id(x)] = slot.proxy.node
+    needed = _needed(tracer.graph, nodes.values())
+    if needed is None:
+        return None
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        values: dict[fx.Node, Any] = {}
+        for node in tracer.graph.nodes:
+            if node in needed:
+                values[node] = _computed(node, tracer.root, values)
+        args, kwargs = pytree.tree_map_only(
+            torch.Tensor, lambda x: values[nodes[id(x)]], (args, kwargs)
+        )
+        return op(*args, **kwargs)
+
+
+def _needed(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node] | None:
+    """The nodes that compute the values of `nodes`, or None if these depend on an input, a draw or other ranks.
+
+    What has written into the memory of one of them, through whatever view, is one of them too.
+    """
+    writers = [(node, _storages(_written(node))) for node in graph.nodes if _written(node)]
+    needed: set[fx.Node] = set()
+    storages: set[int | None] = set()
+    found = list(nodes)
+    while found:
+        node = found.pop()
+        if node in needed:
+            continue
+        if not _is_computed_alone(node):
+            return None
+        needed.add(node)
+        storages |= _storages([node])
+        found += node.all_input_nodes
+        if not found:
+            found = [
+                writer
+                for writer, written in writers
+                if writer not in needed and not storages.isdisjoint(written)
+            ]
+    return needed
+
+
+def _is_computed_alone(node: fx.Node) -> bool:
+    """Whether the arguments of a node determine its value: it is a literal or an operation of PyTorch that draws nothing."""
+    if node.op == "get_attr" or node.target is operator.getitem:
+        return True
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace not in ("aten", "prims"):
+        return False
+    return not draws(op, node.args, node.kwargs)
+
+
+def _computed(node: fx.Node, root: Any, values: dict[fx.Node, Any]) -> Any:
+    """The value of a node, on the CPU, from the values of the nodes before it."""
+    if node.op == "get_attr":
+        return getattr(root, node.target).detach().clone()
+    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+    on_cpu = lambda device: torch.device("cpu")
+    args, kwargs = pytree.tree_map_only(torch.device, on_cpu, (args, kwargs))
+    return node.target(*args, **kwargs)
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The arguments of a node into which it writes."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    written: list[fx.Node] = []
+    for k, declared in enumerate(node.target._schema.arguments):
+        if is_written(declared):
+            x = node.args[k] if k < len(node.args) else node.kwargs.get(declared.name)
+            written += (each for each in pytree.tree_leaves(x) if isinstance(each, fx.Node))
+    return written
+
+
+def _storages(nodes: Iterable[fx.Node]) -> set[int | None]:
+    """The storages of the tensors that nodes stand for."""
+    storages: set[int | None] = set()
+    for node in nodes:
+        storages.update(map(storage_of, tensors_in(node.meta.get("val"))))
+    return storages
