@@ -46,7 +46,7 @@ DOORS = {
 
 # Only these modules may use private torch APIs. Each names the torch version that it was checked on.
 ROOMS = {
-    *("tracing.fx_trace", "tracing.annotate", "tracing.function_mode"),
+    *("tracing.fx_trace", "tracing.annotate", "tracing.function_mode", "tracing.known_values"),
     *("tracing.checkpoints", "tracing.dtensors", "tracing.higher_order", "tracing.triton_kernels"),
     "lift.scaler",
     *("ir.ambient", "transforms.sharding.registered_rules", "ir.axes", "runtime.state"),
@@ -65,7 +65,7 @@ ATTRIBUTES = {
     "tracing.annotate": {"_sequence_nr"},
     "tracing.dtensors": {"_propagate_tensor_meta_non_cached"},
     "tracing.fx_trace": {"_op_dk", "_rename"},
-    "tracing.function_mode": {"_cdata"},
+    "tracing.known_values": {"_cdata"},
     "tracing.gradient_marks": {"_post_accumulate_grad_hooks"},
 }
 DOCUMENTED = {"_schema", "_version", "_replace"}  # in spite of their names

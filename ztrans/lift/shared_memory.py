@@ -15,7 +15,7 @@ from ..calling.inputs import extent, local_part, overlapping
 from ..calling.trees import named_leaves
 from ..ir.source import Source, where
 from ..tracing.errors import TraceError
-from ..tracing.function_mode import storage_of
+from ..tracing.known_values import storage_of
 from .lifted_state import State
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._C._functorch import TransformType, get_unwrapped, is_functorch_wrapped_tensor
+from torch._C._functorch import TransformType, is_functorch_wrapped_tensor
 from torch._ops import HigherOrderOperator
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
 from torch.overrides import TorchFunctionMode
@@ -32,6 +32,7 @@ from ..ir.source import user_source
 from .errors import FAILURES, failed, operator_without_rule, outside_tensor
 from .gradient_marks import backward, check_differentiable, marked_gradients
 from .higher_order import call_closed
+from .known_values import storage_of
 from .tensor_scalars import with_tensor_scalar
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -109,13 +110,6 @@ class StepFunctions(TorchFunctionMode):
         name = self._names.get(storage_of(x))
         var = Var(name or "", x.dtype, tuple(x.shape))
         return str(var) if name else var.type
-
-
-def storage_of(x: torch.Tensor) -> int | None:
-    """The storage of a tensor, also inside transforms of torch.func; None for a tensor without one."""
-    while is_functorch_wrapped_tensor(x):
-        x = get_unwrapped(x)
-    return x.untyped_storage()._cdata if x.layout is torch.strided else None
 
 
 def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..ir.nested import tensors_in
 from ..ir.op_facts import draws, is_written
-from .function_mode import storage_of
 
 
 def result_of_known(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -77,7 +77,7 @@ def _needed(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node] | None:
 
 
 def _is_computed_alone(node: fx.Node) -> bool:
-    """Whether the arguments of a node determine its value: it is a literal or an operation of PyTorch that draws nothing."""
+    """Whether a node is a literal, or an operation of PyTorch that draws nothing: its arguments determine its value."""
     if node.op == "get_attr" or node.target is operator.getitem:
         return True
     op = node.target
@@ -114,3 +114,10 @@ def _storages(nodes: Iterable[fx.Node]) -> set[int | None]:
     for node in nodes:
         storages.update(map(storage_of, tensors_in(node.meta.get("val"))))
     return storages
+
+
+def storage_of(x: torch.Tensor) -> int | None:
+    """The storage of a tensor, also inside transforms of torch.func; None for a tensor without one."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x.untyped_storage()._cdata if x.layout is torch.strided else None
