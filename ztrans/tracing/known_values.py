@@ -28,7 +28,8 @@ def result_of_known(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
 
     All tensors among the arguments are tensors of the trace that is under way.
     """
-    tracer = get_proxy_mode().tracer
+    mode: Any = get_proxy_mode()
+    tracer = mode.tracer
     nodes: dict[int, fx.Node] = {}
     for x in tensors_in((args, kwargs)):
         slot = get_proxy_slot(x, tracer, None)
@@ -89,11 +90,12 @@ def _is_computed_alone(node: fx.Node) -> bool:
 def _computed(node: fx.Node, root: Any, values: dict[fx.Node, Any]) -> Any:
     """The value of a node, on the CPU, from the values of the nodes before it."""
     if node.op == "get_attr":
-        return getattr(root, node.target).detach().clone()
+        return getattr(root, str(node.target)).detach().clone()
     args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
     on_cpu = lambda device: torch.device("cpu")
     args, kwargs = pytree.tree_map_only(torch.device, on_cpu, (args, kwargs))
-    return node.target(*args, **kwargs)
+    function: Any = node.target
+    return function(*args, **kwargs)
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
