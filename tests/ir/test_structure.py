@@ -124,3 +124,22 @@ def test_the_functions_that_an_equation_calls_count(number):
     call = lambda n: Eqn(torch.ops.higher_order.cond, (X, body(n), body(2.0), [X]), (Z,))
     assert structure(call(2.0), id) == structure(call(2.0), id)
     assert structure(call(2.0), id) != structure(call(number), id)
+
+
+def test_which_results_are_bound_counts():
+    of_type = lambda v: v.type
+    both = Eqn(aten.max.dim, (X, 0), (Y, Z))
+    first = Eqn(aten.max.dim, (X, 0), (Y, None))
+    second = Eqn(aten.max.dim, (X, 0), (None, Y))
+    assert len({structure(each, of_type) for each in (both, first, second)}) == 3
+
+
+def test_the_strides_of_a_constant_count():
+    """`clone` keeps them, so the results of the two calls have other strides."""
+    rows = torch.arange(4.0).view(2, 2)
+    columns = rows.t().contiguous().t()
+    assert torch.equal(rows, columns)
+    of_rows, results_of_rows = computed((aten.clone.default, (rows,), {}))
+    of_columns, results_of_columns = computed((aten.clone.default, (columns,), {}))
+    assert results_of_rows != results_of_columns
+    assert of_rows != of_columns

@@ -29,13 +29,18 @@ WORLDS = {1: (3,), 2: (0, 2), 3: STAGES, 4: (1,), 8: (2, 3)}
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
 # What fp32 could add is a value computed in another dtype, in any world.
 WORLDS_BY_DTYPE = {torch.float64: WORLDS, torch.float32: {1: (3,), 3: STAGES}}
-QUICK = {"uneven", "adamw_fused"}  # these run in `make quick`, in f64
+
+
+def _marks(case: Case, dtype: torch.dtype) -> tuple:
+    if case.name in QUICK:
+        return () if dtype is torch.float64 else (pytest.mark.slow,)
+    return (pytest.mark.slow,) if dtype is torch.float64 else (pytest.mark.exhaustive,)
+
+
+QUICK = {"uneven", "adamw_fused"}  # these run in `make quick`, in f64, and in f32 in `make test`
 PROGRAMS = [
-    pytest.param(
-        case, dtype, marks=() if case.name in QUICK and dtype is torch.float64 else pytest.mark.slow
-    )
-    for case in EXACT
-    for dtype in BOUNDS
+    *(pytest.param(case, torch.float64, marks=_marks(case, torch.float64)) for case in EXACT),
+    *(pytest.param(case, torch.float32, marks=_marks(case, torch.float32)) for case in EXACT),
 ]
 
 

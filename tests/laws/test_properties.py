@@ -54,20 +54,6 @@ def test_prefetch_stays_within_its_bytes_in_flight(seed, bound):
             assert sum(under_way.values()) <= max(bound, largest), f"while {e.op} runs"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10))
-def test_no_value_is_read_before_its_wait(seed):
-    """Every future is waited for once before its value is read, and every wait follows its start."""
-    started, waited = set(), set()
-    for e in lowered(seed, zt.overlap_grads(), zt.prefetch()).eqns:
-        if is_start(e):
-            started.update(e.outs)
-        elif e.op is WAIT:
-            assert e.args[0] in started - waited
-            waited.add(e.args[0])
-    assert started == waited
-
-
 @settings(max_examples=40)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=3), st.integers(1, 9))
 def test_cutting_and_joining_are_inverse(shape, ranks):

@@ -79,13 +79,14 @@ def mutations_of(path: Path) -> list[Mutation]:
     source = path.read_text()
     lines = source.splitlines()
     tree = ast.parse(source)
+    parsed = get_ast(source)
     functions = _functions(tree)
     skipped = _skipped_lines(tree)
     seen: Counter[tuple[str, str, str]] = Counter()
     found = []
     for name in OPERATORS:
         places = _Places(plugins.get_operator(name)())
-        places.walk(get_ast(source))
+        places.walk(parsed)
         for occurrence, line in enumerate(places.lines):
             function = functions.get(line, "")
             text = lines[line - 1].strip()
@@ -142,21 +143,19 @@ def _functions(tree: ast.Module) -> dict[int, str]:
 
 
 def _skipped_lines(tree: ast.Module) -> set[int]:
-    """Lines that a mutation cannot change in a way that a test could see: decorators, signatures, messages."""
+    """Lines whose mutations no test could see: signatures, types, and texts of several lines."""
     skipped: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.decorator_list[0].lineno if node.decorator_list else node.lineno
             skipped.update(range(first, node.body[0].lineno))
-        elif isinstance(node, ast.AnnAssign) and node.value is None:
+            continue
+        is_type = isinstance(node, ast.AnnAssign) and node.value is None
+        is_for_types = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        is_text = isinstance(node, ast.JoinedStr | ast.Constant)
+        is_long_text = is_text and node.end_lineno > node.lineno
+        if is_type or is_for_types or is_long_text:
             skipped.update(range(node.lineno, node.end_lineno + 1))
-        elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            skipped.update(range(node.lineno, node.end_lineno + 1))
-        elif isinstance(node, ast.JoinedStr) or (
-            isinstance(node, ast.Constant) and isinstance(node.value, str)
-        ):
-            if node.end_lineno > node.lineno:
-                skipped.update(range(node.lineno, node.end_lineno + 1))
     return skipped
 
 

@@ -3,6 +3,7 @@
 import copy
 import json
 from collections import Counter
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -13,6 +14,8 @@ import ztrans as zt
 from tests.support.programs import CASES
 from tests.support.worlds import batches, on_ranks, slices
 from ztrans.planning.cluster import Link
+from ztrans.planning.cost import memory
+from ztrans.planning.realise import OverLimitError, apply_plan
 from ztrans.planning.skeleton import skeleton
 
 SLOW = zt.cluster("cpu", dp=Link("wire", 1e-5, 1e8), host=Link("other", 1e-5, 1e8))
@@ -177,3 +180,16 @@ def test_an_edited_plan_is_applied_or_refused(name):
         zt.ir.check(followed.graph)
         assert equal(followed.lockstep(case.state(), rank_batches), wanted), edited
     assert seen["refused"] > 100 and seen["applied"] > 15, seen
+
+
+def test_a_plan_that_fits_exactly_is_applied():
+    lowered = lower("clipped")
+    graph = lowered.unordered
+    peak = memory(apply_plan(graph, lowered.plan)).peak
+
+    def limited(limit):
+        return graph.replace(hints=replace(graph.hints, memory_limit=limit))
+
+    assert memory(apply_plan(limited(peak), lowered.plan)).peak == peak
+    with pytest.raises(OverLimitError, match=f"has {peak} bytes live"):
+        apply_plan(limited(peak - 1), lowered.plan)

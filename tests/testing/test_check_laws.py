@@ -32,12 +32,72 @@ def check(transform, **how):
     zt.testing.check_laws(transform, train, *arguments(), **{**LAWS, **how})
 
 
+def in_halves(params, x, y):
+    """Casts for `fuse_cast_gather`, a gelu and a norm for `remat`, and momentum for `offload`."""
+    weights, momentum = params["weights"], params["momentum"]
+
+    def loss(weights):
+        h = torch.nn.functional.gelu(x.bfloat16() @ weights["up"].bfloat16())
+        h = torch.nn.functional.layer_norm(h.float(), (16,))
+        return ((h.bfloat16() @ weights["down"].bfloat16()).float() - y).square().mean()
+
+    grads, value = torch.func.grad_and_value(loss)(weights)
+    momentum = {k: 0.9 * m + grads[k] for k, m in momentum.items()}
+    weights = {k: w - 0.1 * momentum[k] for k, w in weights.items()}
+    return {"weights": weights, "momentum": momentum}, value
+
+
+def with_momentum():
+    weights, data = arguments()
+    return {
+        "weights": weights,
+        "momentum": {k: torch.ones_like(w) for k, w in weights.items()},
+    }, data
+
+
+TRANSFORMS = [
+    zt.fuse_cast_gather(),
+    *(zt.overlap_grads(), zt.overlap_grads(update="last"), zt.overlap_grads(bucket=0)),
+    *(zt.overlap_grads(bucket=1 << 20, max_matmuls_between=1), zt.overlap_grads(max_in_flight=0)),
+    *(zt.prefetch(), zt.prefetch(memory=1 << 20), zt.prefetch(max_in_flight=0)),
+    zt.prefetch(across_steps=True),
+    *(zt.remat(), zt.remat(at_least=0), zt.remat(memory="auto"), zt.remat(memory=1 << 20)),
+    *(zt.remat(save="save_matmuls"), zt.remat(save="save_nothing")),
+    zt.remat(save="save_everything"),
+    *(zt.delay_weight_grads(), zt.delay_weight_grads(most=1)),
+    *(zt.offload(where="momentum.*"), zt.offload(where="momentum.*", across_steps=True)),
+    zt.offload(memory=1 << 20),
+]
+# The sums over micro-batches are in another order than those of the whole batch.
+SUMS = [zt.accumulate(2), zt.accumulate(2, keep="shard"), zt.accumulate(2, keep="whole")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("transform, stages", [
-    (zt.fuse_cast_gather(), (3,)), (zt.remat(), (0, 3)), (zt.delay_weight_grads(), (2,)), (zt.prefetch(), (3,)),
-], ids=repr)  # fmt: skip
-def test_the_transforms_of_ztrans_obey_the_laws(transform, stages):
-    check(transform, stages=stages)
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=repr)
+def test_every_transform_with_each_option_obeys_the_laws(transform):
+    laws = {"worlds": (2,), "stages": (0, 3), "unsharded": transform.name != "overlap_grads"}
+    zt.testing.check_laws(transform, in_halves, *with_momentum(), **laws)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transform", SUMS, ids=repr)
+def test_micro_batches_obey_the_laws_to_rounding(transform):
+    double = lambda tree: torch.utils._pytree.tree_map(torch.Tensor.double, tree)
+    params, data = arguments()
+    laws = {"worlds": (2,), "stages": (1, 3), "tolerance": 1e-12}
+    zt.testing.check_laws(transform, train, double(params), double(data), **laws)
+
+
+def test_every_transform_is_checked():
+    checked = {transform.name for transform in (*TRANSFORMS, *SUMS)}
+    functions = {
+        name
+        for name in zt.__all__
+        if getattr(getattr(zt, name), "__module__", "").startswith("ztrans.transforms.")
+        and isinstance(getattr(zt, name), types.FunctionType)
+    }
+    # shard_params is in each world; chain and the reductions of a step make no transform.
+    assert checked == functions - {"shard_params", "chain"}
 
 
 def test_a_step_that_reads_an_iterator_is_found():

@@ -89,6 +89,38 @@ def in_three_parts(state, x, y):
     return loop(state, x, y, micro=3)
 
 
+def extra_gradient(state, x, y):
+    """A gradient that both a second forward and the update read."""
+    first, _ = grad_and_value(loss_fn)(state["params"], x, y)
+    ahead = [p - 1e-4 * g for p, g in zip(state["params"], first)]
+    second, loss = grad_and_value(loss_fn)(ahead, x, y)
+    m = [0.9 * m + g1 + g2 for m, g1, g2 in zip(state["m"], first, second)]
+    return {"params": [p - 0.1 * m for p, m in zip(state["params"], m)], "m": m}, loss
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_gradient_that_forward_reads_too_is_that_of_each_micro_batch(stage):
+    """Each micro-batch looks ahead along its own mean gradient, whether sums are kept whole or as shards."""
+    state = pytree.tree_map(torch.Tensor.double, new_state())
+    data = tuple(x.double() for x in batch(16))
+    micro_batches = [[x[r::2][k * 4 :][:4] for x in data] for k in range(2) for r in range(2)]
+    slices = [tuple(torch.cat(x) for x in zip(*micro_batches[r::2])) for r in range(2)]
+    grads = []
+    for k in range(2):
+        both = [torch.cat(x) for x in zip(*micro_batches[2 * k : 2 * k + 2])]
+        new, _ = extra_gradient(state, *both)
+        grads.append([b - 0.9 * a for a, b in zip(state["m"], new["m"])])
+    expected = updated(state, [(a + b) / 2 for a, b in zip(*grads)])
+
+    for keep in ("whole", "shard"):
+        mesh = zt.AbstractMesh(dp=2)
+        chain = zt.chain(zt.accumulate(2, keep=keep), zt.shard_params(mesh, stage=stage))
+        lowered = chain(extra_gradient).trace(state, *slices[0]).lower()
+        result, _ = lowered.lockstep(state, slices)
+        for a, b in zip(pytree.tree_leaves(result), pytree.tree_leaves(expected), strict=True):
+            assert torch.allclose(a, b, rtol=1e-12, atol=1e-12), (keep, (a - b).abs().max())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("micro", [1, 2, 3, 8])
 def test_on_one_rank_it_has_the_bits_of_the_loop(micro):

@@ -1,4 +1,15 @@
-"""`prefetch`: gathers start before their values are used."""
+"""`prefetch`: gathers start before their values are used.
+
+How to test a new transform: copy this file, and write
+
+1. a golden of the program of one small net, and the difference that the transform makes (`tests/support/net.py`;
+   `pytest --update-golden` writes them, and they are reviewed as code);
+2. a row in TRANSFORMS of `tests/testing/test_check_laws.py`, which checks all laws for each option;
+3. if it changes no bit, its name among the rewrites or schedules of `tests/laws/test_laws.py`, which runs it on all steps
+   of `tests/support/programs.py`; `on_ranks` and `sharded` of `tests/support/worlds.py` lower and run such a step;
+4. what it is for, as counts, bytes or an order of equations, in a program made for it (here: `ahead`), never as seconds;
+5. each option that it refuses, with the text of the error.
+"""
 
 import pytest
 

@@ -206,10 +206,14 @@ def logged(model):
     return model[0].weight.grad.abs().max()
 
 
+def normed_in_double(model):
+    return torch.linalg.vector_norm(model[0].weight.grad, dtype=torch.float64)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "halves"), [(returned, 0), (logged, 2), (returned_after_the_step, 2), (halved, 2)]
-)
+@pytest.mark.parametrize(("change", "halves"), [
+    (returned, 0), (logged, 2), (returned_after_the_step, 2), (halved, 2), (normed_in_double, 2),
+])  # fmt: skip
 def test_a_gradient_that_is_read_elsewhere_is_left_alone(change, halves):
     graph = lowered(OPTIMIZERS["adamw"], change=change)[0].graph
     after = rewritten(graph)

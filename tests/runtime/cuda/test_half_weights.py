@@ -392,6 +392,23 @@ def test_only_the_last_value_of_a_weight_is_written():
     assert [x.shape for x in half_weights.copies] == [(16,), (4, 16)]
 
 
+def test_an_update_that_reads_the_cast_keeps_it():
+    """It would write the new copy while it reads the old one."""
+
+    def minus_rounded(w, x):
+        return w - w.bfloat16(), x * 2
+
+    w, x = torch.randn(8), torch.randn(())
+    graph = zt.Step.of(minus_rounded).lower(w, x).graph
+
+    def rounded_first(w, x):
+        return w - w.bfloat16().sum() * x, x * 2
+
+    assert with_half_weights(graph, [w, x], fuses=True)[1] is None
+    earlier = zt.Step.of(rounded_first).lower(w, x).graph
+    assert len(with_half_weights(earlier, [w, x], fuses=True)[1].copies) == 1
+
+
 def test_a_cast_that_is_returned_stays():
     """The update would write over it."""
     after, half_weights = rewritten(lowered(by_hand="returned")[0].graph)
