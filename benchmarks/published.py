@@ -2,12 +2,10 @@
 
     python -m benchmarks.published                        # all rows: three minutes on one core
     python -m benchmarks.published --rows torchtitan      # the rows whose name contains a text; writes nothing
-    python -m benchmarks.published --fit                  # fit the share of matmuls on Hopper again; writes nothing
 
 Each step is written as its authors wrote it (`published_models.py`), FSDP orders it (`published_schedule.py`), and what
-was compiled runs in fused kernels (`published_fusion.py`); the planner of ztrans has no part in it. One figure was
-fitted, to the three rows that say so: the share of the data sheet that matmuls of an H100 reach (`HOPPER_MATMULS` of
-`ztrans/planning/devices.py`). Everything else is prediction. Writes benchmarks/results/published.md and .json.
+was compiled runs in fused kernels (`published_fusion.py`); the planner of ztrans has no part in it. Nothing was fitted
+to any of these runs. Writes benchmarks/results/published.md and .json.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-import numpy as np
 import torch
 
 import ztrans as zt
@@ -37,6 +34,7 @@ from benchmarks.published_models import (
     Sizes,
     decoupled_adamw,
     foreach_adamw,
+    fused_adamw,
     init,
     make_model,
     make_step,
@@ -46,9 +44,8 @@ from ztrans.ir.collectives import erase_trivial
 from ztrans.ir.graph import Eqn, Graph, dce
 from ztrans.ir.marks import erase_marks
 from ztrans.planning.cluster import LINKS, Cluster, Link
-from ztrans.planning.devices import H100, HOPPER_MATMULS, Device, hopper
+from ztrans.planning.devices import DEVICES, Device
 from ztrans.planning.simulate import timeline_of
-from ztrans.profiling.link_fit import solve
 from ztrans.report.event import COMPUTE
 from ztrans.report.timeline import Timeline
 from ztrans.transforms.base import rewritten
@@ -80,7 +77,9 @@ class Row:
     compiled: tuple[str, ...] = LOSS  # the functions and classes whose operations are compiled
     chunks: int = 1  # of the loss
     fsdp: int = 1  # FSDP1 or FSDP2
-    fitted: bool = False
+    attention: str = (
+        "flash"  # the kernel: flash (FlashAttention-2), cudnn, or triton (FlashAttention in Triton)
+    )
 
     @property
     def seconds(self) -> float:
@@ -92,8 +91,11 @@ class Row:
 
 
 def foundry(name: str, sizes: Sizes, sequence: int, batch: int, tokens: float, **more) -> Row:
-    """A row of llm-foundry's tables: 8 H100s unless `more` says otherwise."""
-    settings = {"device": "h100", "gpus": 8, **more}
+    """A row of llm-foundry's tables of October 2023: 8 H100s unless `more` says otherwise.
+
+    They ran with `attn_impl: triton`, the default of its `submit_benchmarks.py` then, and flash-attn 1.0.9.
+    """
+    settings = {"device": "h100", "gpus": 8, "attention": "triton", **more}
     return Row(
         name, "llm-foundry", sizes, sequence=sequence, batch=batch, tokens=tokens, **settings
     )
@@ -108,13 +110,20 @@ def titan(name: str, source: str, batch: int, tokens: float, peak: float, **more
     )  # fmt: skip
 
 
+def forge(name: str, gpus: int, tokens: float) -> Row:
+    """A row of Llama 3 8B on one host of 4 H200s, compiled, of April 2026, by the attention of cuDNN."""
+    return Row(
+        name, "KempnerForge", LLAMA_8B, "h200", gpus, sequence=4096, batch=4, tokens=tokens, micro=2,
+        checkpoint="block", update=fused_adamw, compiled=(*BLOCKS, "fused_adamw"), fsdp=2, attention="cudnn",
+    )  # fmt: skip
+
+
 BLOCK = {"checkpoint": "block"}
-FIT = {"fitted": True}
 A100 = {"device": "a100", "micro": 3}
 ROWS = [
-    foundry("MPT 1B", MPT_1B, 2048, 14, 45455, **FIT),
-    foundry("MPT 7B", MPT_7B, 2048, 6, 10643, **FIT),
-    foundry("MPT 13B", MPT_13B, 2048, 2, 4792, **FIT),
+    foundry("MPT 1B", MPT_1B, 2048, 14, 45455),
+    foundry("MPT 7B", MPT_7B, 2048, 6, 10643),
+    foundry("MPT 13B", MPT_13B, 2048, 2, 4792),
     foundry("MPT 7B, 8,192 tokens", MPT_7B, 8192, 8, 6935, micro=2, **BLOCK),
     foundry("MPT 7B, 32,768 tokens", MPT_7B, 32768, 2, 3318, micro=2, **BLOCK),
     foundry("MPT 7B, 65,536 tokens", MPT_7B, 65536, 1, 1956, micro=2, **BLOCK),
@@ -130,6 +139,8 @@ ROWS = [
     titan("Llama 3 8B, loss whole", "torchtitan #996", 1, 5957, 49.58),
     titan("Llama 3 8B, loss in 8 chunks", "torchtitan #996", 1, 5957, 42.26, chunks=8),
     titan("Llama 3 8B, compiled", "torchao", 1, 6150, 47.65, compiled=BLOCKS),
+    forge("Llama 3 8B, compiled, 2 H200s", 2, 18728 / 2),
+    forge("Llama 3 8B, compiled, 4 H200s", 4, 38983 / 4),
 ]  # fmt: skip
 
 # Pairs of rows, the slower one first.
@@ -141,6 +152,7 @@ ORDER = [
     ("MPT 7B, 32,768 tokens", "MPT 7B, 8,192 tokens"),
     ("MPT 7B, 8,192 tokens", "MPT 7B"),
     ("MPT 13B, A100", "MPT 13B"),
+    ("Llama 3 8B, compiled, 2 H200s", "Llama 3 8B, compiled, 4 H200s"),
 ]
 
 FAR = """\
@@ -189,7 +201,8 @@ def programs(row: Row, cluster: Cluster) -> tuple[Graph, ...]:
 def program(row: Row, cluster: Cluster, layers: int) -> Graph:
     """The step of a micro-batch with so many layers, in the order of FSDP."""
     sizes = dataclasses.replace(row.sizes, layers=layers)
-    model = make_model(sizes, row.sequence, row.checkpoint, row.chunks)
+    by_cudnn = row.attention == "cudnn"
+    model = make_model(sizes, row.sequence, row.checkpoint, row.chunks, by_cudnn)
     tokens = torch.empty(row.batch, row.sequence + 1, dtype=torch.int64, device="meta")
     shard = zt.shard_params(zt.AbstractMesh(dp=row.gpus), axis="dp", reduce_dtype=torch.float32)
     chain = zt.chain(shard, zt.overlap_grads(update="last"), zt.prefetch(), zt.fuse_cast_gather())
@@ -200,8 +213,25 @@ def program(row: Row, cluster: Cluster, layers: int) -> Graph:
     return by_fsdp(dce(erase_trivial(erase_marks(graph))), cluster, row.fsdp)
 
 
-def cluster_of(row: Row, device: str | Device) -> Cluster:
+# FlashAttention-2 is 1.3 to 2.5 times as fast as FlashAttention in Triton (its paper, section 4.1); the mean of the two
+# in logarithms is 1.8.
+OF_TRITON = 1 / 1.8
+
+
+def cluster_of(row: Row) -> Cluster:
+    """The machine of a row."""
+    device = DEVICES[row.device]
+    if row.attention == "triton":
+        device = with_slower_attention(device, OF_TRITON)
     return zt.cluster(device, dp=link_of(row))
+
+
+def with_slower_attention(device: Device, share: float) -> Device:
+    """A device whose fused attention reaches a share of its rate."""
+    rates = {}
+    for name, rate in device.flops:
+        rates[name] = rate * share if "attention" in name else rate
+    return dataclasses.replace(device, flops=tuple(rates.items()))
 
 
 def of_all_layers(row: Row, few: float, more: float) -> float:
@@ -235,32 +265,20 @@ def in_update(line: Timeline) -> float:
     return sum(e.seconds for e in events)
 
 
-def fit(rows: Sequence[Row]) -> float:
-    """The share of the data sheet's matmuls with which the fitted rows take closest to the measured time."""
-    fitted = [(row, programs(row, cluster_of(row, H100))) for row in rows if row.fitted]
-
-    def predict(shares: np.ndarray) -> list[float]:
-        device = hopper(float(shares[0]))
-        return [simulated(row, graphs, cluster_of(row, device)) for row, graphs in fitted]
-
-    (share,) = solve(predict, [row.seconds for row, _ in fitted], [0.6], prior=0.0)
-    return share
-
-
 def measure(rows: Iterable[Row]) -> list[dict]:
     results = []
     made: dict[
         Row, tuple[Graph, ...]
     ] = {}  # rows that only measure something else, or compile, share programs
     for row in rows:
-        cluster = cluster_of(row, row.device)
+        cluster = cluster_of(row)
         key = dataclasses.replace(
             row, name="", source="", tokens=0, peak=None, micro=1, compiled=()
         )
         if key not in made:
             made[key] = programs(row, cluster)
         results.append({
-            "name": row.name, "source": row.source, "fitted": row.fitted,
+            "name": row.name, "source": row.source,
             "measured": {"seconds": row.seconds, "peak GiB": row.peak},
             "simulated": {
                 "seconds": simulated(row, made[key], cluster), "peak GiB": reserved(row, made[key]),
@@ -284,7 +302,7 @@ def line_of(result: dict) -> str:
     """A row of the table. Ratios that are too far from 1 are bold."""
     cells = [
         f"{result['name']} ({result['source']})", result["device"], str(result["gpus"]), result["batch"],
-        result["checkpoint"], "fitted" if result["fitted"] else "",
+        result["checkpoint"],
     ]  # fmt: skip
     for key, digits in (("seconds", 3), ("peak GiB", 1)):
         measured = result["measured"][key]
@@ -320,14 +338,13 @@ Each row is a run that others have published, simulated by the cost model with t
 block, one gather ahead, one reduction at a time, the update last. The planner has no part in it. Two programs, with 2
 and with 4 layers, give the figures of a layer in the middle, and so of all layers.
 
-One figure was fitted, once, by `python -m benchmarks.published --fit`, to the three rows marked *fitted*: on Hopper,
-matmuls reach {matmuls} of the data sheet. Nothing else was fitted to any run; other figures of devices and links have a
-source in `ztrans/planning/devices.py` and `cluster.py`. Ratios are simulated over measured; those further than 15% from
-1 are bold. Peaks were measured as the bytes that PyTorch's allocator had reserved, and are simulated by a model of it.
+Nothing was fitted to any run: all figures of devices and links have a source in `ztrans/planning/devices.py` and
+`cluster.py`. Ratios are simulated over measured; those further than 15% from 1 are bold. Peaks were measured as the
+bytes that PyTorch's allocator had reserved, and are simulated by a model of it.
 """
 
 COLUMNS = {
-    "run": "---", "GPU": "---", "GPUs": "--:", "micro-batches x batch x tokens": "---", "checkpoint": "---", "": "---",
+    "run": "---", "GPU": "---", "GPUs": "--:", "micro-batches x batch x tokens": "---", "checkpoint": "---",
     "measured s": "--:", "simulated s": "--:", "ratio": "--:", "measured GiB": "--:", "simulated GiB": "--:",
     "ratio of peaks": "--:",
 }  # fmt: skip
@@ -335,7 +352,7 @@ COLUMNS = {
 
 def text(results: Sequence[dict]) -> str:
     where = f"{date.today()}, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
-    head = HEAD.format(where=where, matmuls=HOPPER_MATMULS)
+    head = HEAD.format(where=where)
     table = [
         f"| {' | '.join(COLUMNS)} |",
         f"|{'|'.join(COLUMNS.values())}|",
@@ -356,13 +373,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", default="")
-    parser.add_argument("--fit", action="store_true")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    if args.fit:
-        print(f"matmuls reach {fit(ROWS):.3f}")
-        return
     results = measure(row for row in ROWS if args.rows in f"{row.name} {row.source}")
     if not args.rows:
         (RESULTS / "published.md").write_text(text(results))

@@ -52,32 +52,28 @@ MPT_30B = Sizes(48, 7168, 56, 50368)
 LLAMA_8B = Sizes(32, 4096, 32, 128256, hidden=14336, kv_heads=8)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What `F.scaled_dot_product_attention` is on a GPU."""
+def attend(q: Tensor, k: Tensor, v: Tensor, by_cudnn: bool) -> Tensor:
+    """What `F.scaled_dot_product_attention` is on a GPU, by FlashAttention-2 or by cuDNN."""
+    if by_cudnn:
+        return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0]
     return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
 
 
 class MPTBlock(nn.Module):
-    """A block of MPT. Its flash attention takes rows without padding, which it gathers by index and puts back."""
-
-    def __init__(self, s: Sizes) -> None:
+    def __init__(self, s: Sizes, by_cudnn: bool) -> None:
         super().__init__()
+        self.by_cudnn = by_cudnn
         self.head = s.head
         self.norm1, self.norm2 = (nn.LayerNorm(s.width) for _ in range(2))
         self.qkv, self.out = nn.Linear(s.width, 3 * s.width), nn.Linear(s.width, s.width)
         self.up, self.down = nn.Linear(s.width, 4 * s.width), nn.Linear(4 * s.width, s.width)
 
-    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
-        q, k, v = (self.unpad(t, rows) for t in self.qkv(self.norm1(x)).chunk(3, -1))
-        attended = attend(q, k, v).transpose(1, 2).flatten(0, 1).flatten(1)
-        padded = torch.zeros_like(attended).index_put((rows,), attended)
-        x = x + self.out(padded.unflatten(0, x.shape[:2]))
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(self.norm1(x)).chunk(3, -1)
+        heads = (t.unflatten(-1, (-1, self.head)).transpose(1, 2) for t in parts)
+        attended = attend(*heads, self.by_cudnn)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-    def unpad(self, t: Tensor, rows: Tensor) -> Tensor:
-        """The rows of all sequences, as (batch, heads, sequence, head)."""
-        chosen = t.flatten(0, 1).index_select(0, rows)
-        return chosen.unflatten(0, t.shape[:2]).unflatten(-1, (-1, self.head)).transpose(1, 2)
 
 
 class RMSNorm(nn.Module):
@@ -97,8 +93,9 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 
 class LlamaBlock(nn.Module):
-    def __init__(self, s: Sizes) -> None:
+    def __init__(self, s: Sizes, by_cudnn: bool) -> None:
         super().__init__()
+        self.by_cudnn = by_cudnn
         self.head, self.repeats = s.head, s.heads // s.kv_heads
         self.norm1, self.norm2 = RMSNorm(s.width), RMSNorm(s.width)
         self.wq, self.wo = Linear(s.width, s.width), Linear(s.width, s.width)
@@ -111,7 +108,7 @@ class LlamaBlock(nn.Module):
         q, k, v = (w(y).unflatten(-1, (-1, self.head)) for w in (self.wq, self.wk, self.wv))
         q, k = rotate(q, rotation), rotate(k, rotation)
         k, v = (self.repeat(t) for t in (k, v))
-        attended = attend(*(t.transpose(1, 2) for t in (q, k, v)))
+        attended = attend(*(t.transpose(1, 2) for t in (q, k, v)), self.by_cudnn)
         x = x + self.wo(attended.transpose(1, 2).flatten(2))
         y = self.norm2(x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
@@ -138,28 +135,31 @@ class FusedCrossEntropy(torch.autograd.Function):
 
 
 class MPT(nn.Module):
-    def __init__(self, s: Sizes, sequence: int, checkpoint: str | None, chunks: int) -> None:
+    def __init__(
+        self, s: Sizes, sequence: int, checkpoint: str | None, chunks: int, by_cudnn: bool
+    ) -> None:
         super().__init__()
         self.checkpoint = checkpoint
         self.token, self.position = nn.Embedding(s.vocab, s.width), nn.Embedding(sequence, s.width)
-        self.layers = nn.ModuleList(MPTBlock(s) for _ in range(s.layers))
+        self.layers = nn.ModuleList(MPTBlock(s, by_cudnn) for _ in range(s.layers))
         self.norm = nn.LayerNorm(s.width)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
-        rows = torch.arange(tokens.numel(), device=tokens.device)
         for layer in self.layers:
-            x = run(layer, self.checkpoint, x, rows)
+            x = run(layer, self.checkpoint, x)
         logits = F.linear(self.norm(x), self.token.weight)
         return FusedCrossEntropy.apply(logits.flatten(0, 1), targets.flatten())
 
 
 class Llama(nn.Module):
-    def __init__(self, s: Sizes, sequence: int, checkpoint: str | None, chunks: int) -> None:
+    def __init__(
+        self, s: Sizes, sequence: int, checkpoint: str | None, chunks: int, by_cudnn: bool
+    ) -> None:
         super().__init__()
         self.checkpoint, self.head, self.chunks = checkpoint, s.head, chunks
         self.token = nn.Embedding(s.vocab, s.width)
-        self.layers = nn.ModuleList(LlamaBlock(s) for _ in range(s.layers))
+        self.layers = nn.ModuleList(LlamaBlock(s, by_cudnn) for _ in range(s.layers))
         self.norm, self.output = RMSNorm(s.width), Linear(s.width, s.vocab)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -177,6 +177,7 @@ class Llama(nn.Module):
 
 SAVED = {
     aten.mm.default,
+    aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 }
@@ -203,10 +204,12 @@ def run(layer: nn.Module, how: str | None, *args: Tensor) -> Tensor:
     return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False, **more)
 
 
-def make_model(s: Sizes, sequence: int, checkpoint: str | None, chunks: int = 1) -> nn.Module:
-    """A model, whose loss may be computed from its logits in chunks."""
+def make_model(
+    s: Sizes, sequence: int, checkpoint: str | None, chunks: int = 1, by_cudnn: bool = False
+) -> nn.Module:
+    """A model, whose loss may be computed from its logits in chunks, and its attention by cuDNN."""
     with torch.device("meta"):
-        return (Llama if s.hidden else MPT)(s, sequence, checkpoint, chunks)
+        return (Llama if s.hidden else MPT)(s, sequence, checkpoint, chunks, by_cudnn)
 
 
 # ---- the update, operation by operation as eager PyTorch runs it
@@ -221,6 +224,11 @@ def foreach_adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, T
     m = torch.lerp(m, g, 1 - B1)
     v = torch.addcmul(v * B2, g, g, value=1 - B2)
     return torch.addcdiv(p, m, v.sqrt() / 0.3 + EPS, value=-LR), m, v
+
+
+def fused_adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """torch.optim.AdamW(fused=True): the same in one kernel (see `Row.compiled`)."""
+    return foreach_adamw(p, g, m, v)
 
 
 def decoupled_adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -212,3 +212,18 @@ def test_a_mean_that_becomes_a_leaf_is_scattered(stage, hosts):
     # An all_reduce among two ranks sends a value once, and a reduce_scatter half of it.
     assert wire.over("dp", "pmean") == 2 * leaf // parts + leaf
     assert wire.over("host", "pmean") == (2 * leaf // parts + leaf) * (hosts - 1)
+
+
+def test_an_embedding_and_a_loss_read_some_elements_of_a_large_argument():
+    """A batch of 8 tokens reads 8 rows of the table; a loss reads one log-probability for each of its targets."""
+
+    def lookup(state, table, tokens):
+        return state, torch.nn.functional.embedding(tokens, table)
+
+    def loss(state, scores, targets):
+        return state, torch.nn.functional.nll_loss(scores, targets)
+
+    whole, indices = torch.zeros(8, 4096), torch.zeros(8, dtype=torch.int64)
+    for step, x, at_most in ((lookup, torch.zeros(4096, 4), 8 * 4 * 4 * 2), (loss, whole, 16)):
+        graph = zt.Step(step).trace(torch.zeros(1), x, indices).graph
+        assert cost_of(graph).bytes <= indices.nbytes + at_most < x.nbytes

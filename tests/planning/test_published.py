@@ -28,11 +28,8 @@ FAR = {
 OTHER_ORDER = {("Llama 3.1 8B, eager, 16 hosts", "Llama 3.1 8B, eager")}
 
 
-def test_the_table_has_every_row_and_nothing_was_fitted_to_another():
+def test_the_table_has_every_row():
     assert list(COMMITTED) == [row.name for row in ROWS]
-    fitted = [row for row in ROWS if row.fitted]
-    assert [row.name for row in fitted] == ["MPT 1B", "MPT 7B", "MPT 13B"]
-    assert all(row.gpus == 8 and row.checkpoint is None for row in fitted)
     for row in ROWS:
         assert COMMITTED[row.name]["measured"] == {"seconds": row.seconds, "peak GiB": row.peak}
 
@@ -66,7 +63,7 @@ def small(name: str, **changes):
     row = next(row for row in ROWS if row.name == name)
     sizes = Sizes(3, 256, 2, 1024, *((512, 1) if row.sizes.hidden else ()))
     row = dataclasses.replace(row, **{"sizes": sizes, "sequence": 128, "batch": 2, **changes})
-    return row, program(row, cluster_of(row, row.device), sizes.layers)
+    return row, program(row, cluster_of(row), sizes.layers)
 
 
 @pytest.mark.slow
@@ -91,7 +88,7 @@ def test_fsdp_sends_a_message_for_each_block_and_gathers_one_ahead(name, regathe
 @pytest.mark.slow
 def test_micro_batches_share_one_update():
     row, graph = small("MPT 1B")
-    cluster = cluster_of(row, row.device)
+    cluster = cluster_of(row)
     one = step_seconds(row, graph, cluster)
     three = step_seconds(dataclasses.replace(row, micro=3), graph, cluster)
     assert 2 * one < three < 3 * one
@@ -101,7 +98,7 @@ def test_micro_batches_share_one_update():
 def test_compiled_blocks_take_less_time_and_less_memory():
     eager, graph = small("Llama 3.1 8B, eager", sequence=2048, batch=8)
     compiled = next(row for row in ROWS if row.name == "Llama 3.1 8B, compiled")
-    cluster = cluster_of(eager, eager.device)
+    cluster = cluster_of(eager)
     assert step_seconds(compiled, graph, cluster) < step_seconds(eager, graph, cluster)
     assert reserved_bytes(graph, compiled.is_compiled) < reserved_bytes(graph, eager.is_compiled)
     assert reserved_bytes(graph, eager.is_compiled) > memory(graph).peak

@@ -46,6 +46,9 @@ class Link:
     shared: int = dataclasses.field(default=1, repr=False)
     # The share of a ring's bandwidth that a tree reaches; 0 if all_reduces know no trees.
     tree: float = dataclasses.field(default=0.0, repr=False)
+    # (kind of collective, what carries it: a "kernel" through symmetric memory, or "copies"). On GPUs NCCL carries all
+    # others.
+    carried_by: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False)
 
     def seconds(self, kind: str, received: float, ranks: int) -> tuple[float, float]:
         """The latency of a collective over `ranks`, and the time in which its `received` bytes move.
@@ -165,6 +168,15 @@ class Cluster:
             f"cluster: no link for mesh axis {axis!r}; it knows {known_axes}.\n"
             f"Say what it crosses: zt.cluster({device}, {axis}='infiniband'), or measure it with zt.calibrate(mesh)."
         )
+
+    def lost_beside(self, axis: str, kind: str) -> float:
+        """The share of its speed that a product loses while a message over `axis` is under way.
+
+        >>> cluster("h100", dp="nvlink4").lost_beside("dp", "all_gather")
+        0.3
+        """
+        carrier = dict(self.link(axis).carried_by).get(kind, "nccl")
+        return dict(self.device.lost_beside).get(carrier, 0.0)
 
     @property
     def links_with_neighbours(self) -> dict[str, Link]:

@@ -186,6 +186,17 @@ def launches(graph: Graph) -> Mapping[Eqn, Launches]:
     return {e: launches_of(e) for e in graph.eqns}
 
 
+# Operations that read some rows or elements of their first argument, such as the embeddings of a batch.
+_READ_BY_INDEX = ("embedding", "gather", "index", "index_select")
+# Losses read a log-probability for each target, and their backward reads none, by the number of that argument.
+_LOSSES = {
+    "nll_loss_forward": 0,
+    "nll_loss_backward": 1,
+    "nll_loss2d_forward": 0,
+    "nll_loss2d_backward": 1,
+}
+
+
 def memory_traffic(e: Eqn, graph: Graph) -> int:
     """Count the bytes that an equation, or the functions that it calls, reads and writes on the first rank."""
     inner = inner_work(
@@ -193,7 +204,18 @@ def memory_traffic(e: Eqn, graph: Graph) -> int:
     )
     if inner is not None:
         return inner
-    return sum(map(local_bytes(graph), (*e.ins, *e.results)))
+    size = local_bytes(graph)
+    written = sum(map(size, e.results))
+    moved = written + sum(map(size, e.ins))
+    name = op_facts(e.op).name
+    if name in _READ_BY_INDEX:
+        moved -= max(size(e.ins[0]) - written, 0)  # it reads as many elements as it returns
+    elif name in _LOSSES:
+        unread = e.args[_LOSSES[name]]
+        moved -= size(
+            unread
+        )  # but for one element for each target, which is less than a thousandth
+    return moved
 
 
 @cached_on_graph

@@ -1,7 +1,7 @@
 """The processors that a step may run on, as figures of the cost model, and those that ztrans ships.
 
-A shipped figure is that of the data sheet, dense, times the share of it that long runs reach. `benchmarks/published.py`
-fits the share of matmuls on Hopper, once, to three published runs on H100s; the other shares have a source beside them.
+A shipped figure is that of the data sheet, dense, times the share of it that kernels reach, which has a source beside
+it. Nothing is fitted to runs of whole steps: `benchmarks/published.py` compares the model with them.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-# The multiprocessors that a message takes. NCCL's rings have so many blocks, as traces of steps on 8 GPUs show; what
-# products lose beside them is what `benchmarks/gpu.py --only contention` measures.
-TAKEN = 24
+# The share of its speed that a product loses beside a message, by what carries that: the 24 blocks of NCCL's ring, the
+# 32 of a kernel through symmetric memory, or copy engines (`contention` in gpu.md, on an H200; the first two blocks
+# alone cost half as much as 24, so other numbers of multiprocessors change little). Kernels that wait for memory lose
+# bandwidth instead (see `contention.py`).
+LOST_BESIDE = (("nccl", 0.30), ("kernel", 0.38), ("copies", 0.07))
 
 # Bytes in a GPU's memory besides the live ones of a step: the CUDA context with its kernels, the workspaces of cuBLAS
 # and cuDNN, NCCL's buffers, and what PyTorch's allocator rounds up or cannot fill. On small GPUs a share of the memory,
@@ -46,8 +48,8 @@ class Device:
     # Whether gloo carries its collectives, not NCCL. Compute then packs and unpacks them; a GPU does so beside compute.
     gloo: bool = dataclasses.field(default=False, repr=False)
     host_link: str = "pcie5"  # the name of the link between its memory and that of its host
-    # The share of the processor that a message takes while its bytes move.
-    taken: float = dataclasses.field(default=0.0, repr=False)
+    # (what carries a message, the share of its speed that a product loses beside it)
+    lost_beside: tuple[tuple[str, float], ...] = dataclasses.field(default=(), repr=False)
     # Seconds of the host to launch a kernel. A GPU runs one while its host launches the next.
     launch_overhead: float = dataclasses.field(default=0.0, repr=False)
     # A matmul takes as long as one whose three sizes are greater by this many elements.
@@ -90,9 +92,16 @@ class Device:
         >>> H100.with_power(0.5).rate("bf16") / H100.rate("bf16") > 0.79
         True
         """
-        clock = share ** (1 / 3)
+        return self.with_clock(share ** (1 / 3))
+
+    def with_clock(self, share: float) -> Device:
+        """This device with a share of its rates of products and attention.
+
+        >>> H100.with_clock(0.5).rate("bf16") / H100.rate("bf16")
+        0.5
+        """
         return dataclasses.replace(
-            self, flops=tuple((dtype, rate * clock) for dtype, rate in self.flops)
+            self, flops=tuple((name, rate * share) for name, rate in self.flops)
         )
 
 
@@ -119,8 +128,9 @@ def _rates(
     return tuple(rates.items())
 
 
-# The share of the data sheet that matmuls of H100s reach in long runs: `benchmarks/published.py --fit` fits it.
-HOPPER_MATMULS = 0.589
+# The share of the data sheet that large matmuls reach on Hopper. Products of 8,192 tokens with width 2,048, with which
+# nothing shares the GPU, reach 738 TFLOP/s (`contention` in gpu.md), which is 0.746; their edges cost 0.09 of that.
+HOPPER_MATMULS = 0.82
 # What GPUs have in common. Between two kernels of a stream, 2 us: PyTorch's Kineto traces show 1 to 3. The host needs
 # 10 us for an operation of eager PyTorch, forward or backward: 4 for an addition in a loop, and 22 to 30 for GPT-2 on
 # the slow host of benchmarks/results/gpu_h100.md. Kernels that compute while they stream reach 0.82 to 0.87 of a copy
@@ -131,6 +141,7 @@ GPU = Device(
     bandwidth=1e12,
     kernel_gap=2e-6,
     launch_overhead=10e-6,
+    lost_beside=LOST_BESIDE,
     streaming=0.85,
 )
 
@@ -142,27 +153,22 @@ GPU = Device(
 # Attention: FlashAttention-2 with heads of 128, causal, where long sequences reach 335 TFLOP/s in forward and 322 in
 # backward, and with cuDNN 539 and 516 (figures 5 and 6 of the FlashAttention-3 paper). A tile of a Hopper matmul has
 # 128 rows.
-def hopper(matmuls: float) -> Device:
-    """An H100 whose matmuls reach a share of the data sheet."""
-    return dataclasses.replace(
-        GPU,
-        name="H100",
-        taken=TAKEN / 132,
-        flops=_rates(
-            matmuls, (340, 325, 550, 520), bf16=989, tf32=495, f32=67, f64=67, f8e4m3=1979
-        ),
-        bandwidth=3.0e12,
-        memory=int(79.2 * GIB),
-        edge=128,
-    )
-
-
-H100 = hopper(HOPPER_MATMULS)
+H100 = dataclasses.replace(
+    GPU,
+    name="H100",
+    flops=_rates(
+        HOPPER_MATMULS, (340, 325, 550, 520), bf16=989, tf32=495, f32=67, f64=67, f8e4m3=1979
+    ),
+    bandwidth=3.0e12,
+    memory=int(79.2 * GIB),
+    edge=128,
+)
 # Data sheet: the processor of the H100 with memory of 4.8 TB/s, of which a copy reaches the same share (gpu.md).
 H200 = dataclasses.replace(H100, name="H200", bandwidth=4.3e12, memory=int(139.8 * GIB))
-# The Grand Teton hosts of torchtitan's benchmarks: 96 GB of HBM2e at 2.4 TB/s, limited to 500 of 700 W.
+# The Grand Teton hosts of torchtitan's benchmarks: 96 GB of HBM2e at 2.4 TB/s, limited to 500 of 700 W. Its page says
+# that the peak of this card is between those of the SXM and of the NVL, 989 and 835 TFLOP/s; this is their mean.
 H100_96GB_500W = dataclasses.replace(
-    H100.with_power(500 / 700),
+    H100.with_clock((989 + 835) / 2 / 989).with_power(500 / 700),
     name="H100 96GB 500W",
     bandwidth=2.4e12 * 3.0 / 3.35,
     memory=int(95.0 * GIB),
@@ -173,7 +179,6 @@ H100_96GB_500W = dataclasses.replace(
 A100 = dataclasses.replace(
     GPU,
     name="A100",
-    taken=TAKEN / 108,
     flops=_rates(0.82, (205, 196), bf16=312, tf32=156, f32=19.5, f64=19.5),
     bandwidth=1.8e12,
     memory=int(79.15 * GIB),
@@ -185,7 +190,6 @@ A100 = dataclasses.replace(
 B200 = dataclasses.replace(
     GPU,
     name="B200",
-    taken=TAKEN / 148,
     flops=_rates(HOPPER_MATMULS, (1100,), bf16=2250, tf32=1125, f32=75, f64=37, f8e4m3=4500),
     bandwidth=7.2e12,
     memory=int(178.35 * GIB),
@@ -196,7 +200,6 @@ B200 = dataclasses.replace(
 MI300X = dataclasses.replace(
     GPU,
     name="MI300X",
-    taken=TAKEN / 304,
     flops=_rates(0.54, (350,), bf16=1307, tf32=653, f32=163, f64=163, f8e4m3=2615),
     bandwidth=4.2e12,
     memory=int(191.98 * GIB),
@@ -207,7 +210,6 @@ MI300X = dataclasses.replace(
 RTX4090 = dataclasses.replace(
     GPU,
     name="RTX 4090",
-    taken=TAKEN / 128,
     flops=_rates(0.92, (140,), bf16=165.2, tf32=82.6, f32=82.6, f64=1.3, f8e4m3=330.3),
     bandwidth=0.93e12,
     memory=int(23.64 * GIB),

@@ -9,18 +9,20 @@ same seconds.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from ..ir.cached_analysis import cached_on_graph
 from ..ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, lane, rules
 from ..ir.copies import is_copy
 from ..ir.graph import DTYPES, Eqn, Graph, Primitive, Var
 from ..ir.layout import local_shape
 from ..ir.nested import instances
-from ..ir.op_facts import op_facts
+from ..ir.op_facts import is_matmul, op_facts
 from ..ir.pairing import pair
 from ..ir.printer import op_name
 from ..ir.routes import Hosts, exchanges_inside
@@ -49,7 +51,8 @@ class Sent(NamedTuple):
 # The seconds of equations.
 
 
-def equation_seconds(graph: Graph, cluster: Cluster) -> list[float]:
+@cached_on_graph
+def equation_seconds(graph: Graph, cluster: Cluster) -> Sequence[float]:
     """The time that each equation takes of the compute queue.
 
     Collectives take what sending needs, and between CPUs also packing and unpacking.
@@ -79,7 +82,21 @@ def equation_seconds(graph: Graph, cluster: Cluster) -> list[float]:
             return device.call_overhead * every_launch[e].calls
         return queue_seconds(device, every_launch[e].kernels, work_seconds(e))
 
-    return list(map(seconds_of, graph.eqns))
+    return tuple(map(seconds_of, graph.eqns))
+
+
+def product_share(graph: Graph, seconds: Sequence[float]) -> float:
+    """The share of products in the seconds of forward and backward, beside which most messages are under way."""
+    products = []
+    others = []
+    for e, duration in zip(graph.eqns, seconds):
+        if is_matmul(e):
+            products.append(duration)
+        elif e.region != "update" and not isinstance(e.op, Primitive):
+            others.append(duration)
+    # Exact sums, because a plan has the equations in another order.
+    of_products = math.fsum(products)
+    return of_products / (of_products + math.fsum(others) or 1.0)
 
 
 def kernel_seconds(graph: Graph, device: Device) -> Callable[[Eqn], float]:
@@ -227,9 +244,13 @@ UNPACKING: Mapping[Any, Unpacking] = {
 # The messages of a program.
 
 
-def messages(graph: Graph, cluster: Cluster) -> list[Sent]:
-    """Every started collective, and every copy between two memories. Place k of these is before equation k."""
+def messages(graph: Graph, cluster: Cluster, seconds: Sequence[float] | None = None) -> list[Sent]:
+    """Every started collective, and every copy between two memories. Place k of these is before equation k.
+
+    `seconds` are those of the equations, if others than the cluster's.
+    """
     every = []
+    slowed = product_share(graph, seconds or equation_seconds(graph, cluster))
     for e, started in pair(graph, include_user=True, include_copies=True).starts.items():
         if is_copy(e):
             size = rules(e).received_bytes(e, 0, graph.axes)
@@ -248,7 +269,7 @@ def messages(graph: Graph, cluster: Cluster) -> list[Sent]:
             latency=last.latency,
             seconds=last.seconds,
             inside=inside[0] if inside else None,
-            taken=cluster.device.taken,
+            taken=slowed * cluster.lost_beside(axis, kind_of(e)),
         )
         if isinstance(e.op, Primitive) and not cluster.device.gloo:
             message = _packed_beside(message, e, graph, cluster)

@@ -49,7 +49,7 @@ def timeline_of(graph: Graph, cluster: Cluster, seconds: Sequence[float]) -> Tim
     Raises:
         ValueError: the cluster has no link for an axis that the program communicates over.
     """
-    every = messages(graph, cluster)
+    every = messages(graph, cluster, seconds)
     if graph.carried_futures:
         seconds = [*seconds, *seconds]
         every = _of_two_steps(graph, every)

@@ -22,11 +22,12 @@ from ..ir.axes import groups_along, neighbours
 from ..ir.graph import DTYPES, Partial, Split, Var
 from ..ir.routes import common, hosts_of
 from ..planning.cluster import Cluster, Link
-from ..planning.devices import GPU, TAKEN, Device
+from ..planning.devices import GPU, Device
 from ..planning.flops import Attention
 from ..planning.roofline import attention_share
 from ..runtime.agreement import agree_on_call, everywhere, from_first
 from ..runtime.collectives import Future, channel
+from ..runtime.cuda.nccl import StreamedStart
 from ..runtime.cuda.streams import Streams, back_to_back_seconds
 from ..runtime.cuda.transport import reserve_messages
 from ..runtime.mesh import check_runs
@@ -34,6 +35,8 @@ from ..runtime.process_groups import Channel, host_name
 from ..runtime.transport import side_streams, start_module
 from .link_fit import Sample, fit
 
+# What carries a message, by the name of its transport; NCCL carries all others.
+_CARRIERS = {"symmetric": "kernel", "copied": "copies"}
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 # The bytes that a rank receives: 4 KiB to 256 MiB, between CPUs to 16 MiB.
 _SIZES = tuple(4096 * 4**k for k in range(9))
@@ -145,7 +148,6 @@ def _measure_device(device: torch.device, sharing: int) -> Device:
         return Device(name, flops, bandwidth, launch, memory, gloo=True)
 
     module = torch.get_device_module(device)
-    taken = TAKEN / module.get_device_properties().multi_processor_count
     # Additions of one element take the host longer than the GPU, so the loop has measured the host.
     return dataclasses.replace(
         GPU,
@@ -154,7 +156,6 @@ def _measure_device(device: torch.device, sharing: int) -> Device:
         bandwidth=bandwidth,
         memory=module.mem_get_info()[1],
         launch_overhead=launch,
-        taken=taken,
     )
 
 
@@ -259,12 +260,14 @@ def _measure_link(name: str, axis: str, mesh: DeviceMesh, device: torch.device) 
     on_cpu = device.type == "cpu"
     streams = side_streams(mesh)
     samples: list[Sample] = []
+    carried_by: dict[str, str] = {}  # of the largest messages
     gather_seconds_per_byte = 0.0
     for kind in _KINDS:
         for size in _SIZES:
             if on_cpu and size > _LARGEST:
                 break
-            start_message, received = _collective(kind, size, queue, mesh, streams)
+            start_message, received, carrier = _collective(kind, size, queue, mesh, streams)
+            carried_by[kind] = carrier
             time_message = functools.partial(_message_seconds, start_message, size, device)
             time_message()
             # The slowest of all ranks, so that all of them take the same decisions.
@@ -278,11 +281,11 @@ def _measure_link(name: str, axis: str, mesh: DeviceMesh, device: torch.device) 
             if slowest > _ENOUGH:
                 break
 
-    guess = Link(name, 1e-4, 1e9, includes_packing=True)
+    guess = Link(name, 1e-4, 1e9, includes_packing=True, carried_by=tuple(carried_by.items()))
     if on_cpu:
         # The messages of gloo take compute. A gather of a quarter of a second shows how much.
         size = min(16 * _LARGEST, max(_SIZES[0], int(_BURST / gather_seconds_per_byte)))
-        start_message, received = _collective("all_gather", size, queue, mesh, streams)
+        start_message, received, _ = _collective("all_gather", size, queue, mesh, streams)
         byte_overhead = (
             median(_compute_lost(start_message, mesh, device) for _ in range(3)) / received
         )
@@ -309,8 +312,8 @@ def _message_seconds(start_message: StartMessage, size: int, device: torch.devic
 
 def _collective(
     kind: str, size: int, queue: Channel, mesh: DeviceMesh, streams: Streams | None
-) -> tuple[StartMessage, int]:
-    """A function that starts a collective in which a rank receives about `size` bytes, and the exact number."""
+) -> tuple[StartMessage, int, str]:
+    """A function that starts a collective, the bytes that a rank receives in it, about `size`, and what carries it."""
     n = queue.group.size()
     sizes = {"axis": n}
     # In an all_reduce each part passes twice: once to be summed, and once as a sum.
@@ -331,7 +334,11 @@ def _collective(
     if streams is not None:
         reserve_messages(mesh, [(queue, eqn, sizes, 1)], streams)
     module: Any = start_module(eqn, sizes, rank, queue, streams, lanes=1)
-    return lambda: module(member)[0].future, collectives.rules(eqn).wire_bytes(eqn, sizes)
+    carrier = "nccl"
+    if isinstance(module, StreamedStart):
+        carrier = _CARRIERS.get(module.transport.way, carrier)
+    received = collectives.rules(eqn).wire_bytes(eqn, sizes)
+    return lambda: module(member)[0].future, received, carrier
 
 
 def _wait(future: Future) -> None:
@@ -342,7 +349,7 @@ def _wait(future: Future) -> None:
 
 def _start_seconds(queue: Channel, mesh: DeviceMesh) -> float:
     """The seconds that it takes a CPU to start the smallest message."""
-    start_message, _ = _collective("all_gather", _SIZES[0], queue, mesh, None)
+    start_message, *_ = _collective("all_gather", _SIZES[0], queue, mesh, None)
     begin = time.perf_counter()
     future = start_message()
     took = time.perf_counter() - begin

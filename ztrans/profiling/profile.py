@@ -88,7 +88,7 @@ class Profile:
             links.append((axis, link))
 
         # What messages take from the processor is part of the durations of operations.
-        device = dataclasses.replace(base.device, taken=0.0)
+        device = dataclasses.replace(base.device, lost_beside=())
         cluster = dataclasses.replace(base, device=device, links=tuple(links))
         return cluster.with_measured(self.seconds_by_signature)
 
