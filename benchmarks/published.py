@@ -159,7 +159,7 @@ FAR = """\
 - MPT on two and eight hosts, and MPT 30B: FSDP1 handles gradients as one flat tensor. Autograd joins the gradients of a
   block, FSDP divides them before they are sent and casts them after, which reads and writes 8 bytes for each parameter
   and micro-batch in half precision, and more in fp32. The simulated schedule packs them once. For the 30B model and its
-  21 micro-batches this is 3% of the step. Nothing that is published says what the other half of the difference is.
+  21 micro-batches this is 3% of the step. No publication says what the rest of the difference is.
 - All rows of 2023 are simulated too fast, by 3 to 20%, and those of 2024 to 2026 are within 12%: the simulation has
   no jitter between ranks, no garbage collection and no loader.
 - torchtitan on 16 hosts: for want of jitter between hosts, the shorter update makes up for the network.
