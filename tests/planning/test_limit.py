@@ -139,8 +139,8 @@ def test_what_does_not_fit_the_device_is_an_error():
     )
     assert len(holders) == 5
     assert advice == (
-        "Take a smaller batch, more ranks, or another device: lower(cluster=zt.cluster(...)). If you know that more "
-        "may be live, name the limit: zt.prefetch(memory=...)."
+        "Take a smaller batch or another device: lower(cluster=zt.cluster(...)). If you know that more may be live, name "
+        "the limit: zt.prefetch(memory=...)."
     )
     assert (
         lower(zt.prefetch(memory=PEAK), cluster=small(40_000))

@@ -183,14 +183,11 @@ class Gather(Start):
     lane = "gather"
 
     def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
-        problem = super().problem(eqn, axes)
-        if problem is not None:
-            return problem
         axis = self.axis(eqn)
         for member in eqn.ins:
             if not isinstance(on_axis(member.layout, axis), Split):
                 return f"a gather over {axis} sends {member!r}, which is not cut over it"
-        return None
+        return super().problem(eqn, axes)
 
     def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         split = split_over(eqn.ins[index], self.axis(eqn))

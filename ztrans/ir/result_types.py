@@ -6,6 +6,8 @@ statistics of another shape. So an answer that differs is compared with that of 
 
 Nothing is known of an operation that cannot run so: of one whose shapes depend on values, of the user's own without a
 fake implementation, of a higher-order operator.
+
+Private torch APIs live here; checked on torch 2.13.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .graph import DTYPES, Eqn, Split, Var
 from .op_facts import op_facts

@@ -142,16 +142,13 @@ def _eqns_of(event: Event, s: Skeleton, groups: Sequence[EagerGroup]) -> list[Eq
     is_gather = event.kind in (Kind.START_GATHER, Kind.WAIT_GATHER)
     collectives = s.all_gathers if is_gather else s.reductions
     members = [collectives[i] for i in event.members]
-    second = [each.second for each in members if each.second is not None]
-    match event.kind:
-        case Kind.START_GATHER | Kind.START_REDUCTION:
-            return [coalesce([each.start for each in members])]
-        case Kind.WAIT_GATHER | Kind.WAIT_REDUCTION:
-            return [each.wait for each in members]
-        case Kind.START_SECOND:
-            return [coalesce([start for start, _ in second])]
-        case _:
-            return [wait for _, wait in second]
+    if event.kind in (Kind.START_SECOND, Kind.WAIT_SECOND):
+        pairs = [each.second for each in members if each.second is not None]
+    else:
+        pairs = [(each.start, each.wait) for each in members]
+    if event.kind in (Kind.WAIT_GATHER, Kind.WAIT_REDUCTION, Kind.WAIT_SECOND):
+        return [wait for _, wait in pairs]
+    return [coalesce([start for start, _ in pairs])]
 
 
 def sent_of_parts(s: Skeleton, schedule: Schedule) -> list[GatherOfParts]:

@@ -237,8 +237,6 @@ def test_plans_are_valid_and_keep_every_limit(p):
     outcome = evaluate(p, schedule)
     assert outcome.peak <= p.memory
     assert outcome.seconds >= bound(p).seconds - 1e-9
-    assert solve(p) is schedule, "the last schedules are kept"
-    best_placed.cache_clear()
     assert solve(p) == schedule
 
 
@@ -415,7 +413,7 @@ def test_every_third_climb_begins_at_the_best(monkeypatch):
         climb(search, start, changes)
 
     monkeypatch.setattr(Search, "climb", recorded)
-    best_placed.__wrapped__(problem(Random(10), gathers=8, reductions=8))
+    best_placed(problem(Random(10), gathers=8, reductions=8))
     assert len(starts) >= 6 and all(starts[2::3])
 
 

@@ -93,26 +93,29 @@ class _Writer:
         by_place: Tape = {}
         for k in sorted(places.union(self.problem.releases)):
             self.events = []
-            gathers_here = [Event(Kind.START_GATHER, b.members) for b in gather_starts.get(k, ())]
+            starting = [Event(Kind.START_GATHER, b.members) for b in gather_starts.get(k, ())]
             if gathers_start_first:
-                self.events += gathers_here
-            waits_here = deque(waits.get(k, ()))
-            for bucket in starts.get(k, ()):
-                self._start(bucket, waits_here, k)
-            if k in self.problem.releases:
-                self._update(k)
-            for bucket in waits_here:
-                self._wait(bucket, k)
-            # In a plan that was edited, the last bucket may run its updates with the next.
-            self._update(k)
-            for bucket in self.second_under_way.needed(k):
-                self._wait_second(bucket)
-                self._update(k)
+                self.events += starting
+            self._reduce(starts.get(k, ()), deque(waits.get(k, ())), k)
             if not gathers_start_first:
-                self.events += gathers_here
+                self.events += starting
             self.events += gather_waits.get(k, ())
             by_place[k] = self.events
         return by_place
+
+    def _reduce(self, starts: Iterable[Bucket], waits: deque[Bucket], place: int) -> None:
+        """Everything about reductions and updates at a place."""
+        for bucket in starts:
+            self._start(bucket, waits, place)
+        if place in self.problem.releases:
+            self._update(place)
+        for bucket in waits:
+            self._wait(bucket, place)
+        # In a plan that was edited, the last bucket may run its updates with the next.
+        self._update(place)
+        for bucket in self.second_under_way.needed(place):
+            self._wait_second(bucket)
+            self._update(place)
 
     def _gather_waits(self) -> dict[int, list[Event]]:
         """By place, the waits for gathers: for each bucket, those of its members that are first used there."""
