@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -17,6 +18,7 @@ from tests.support.programs import CASES
 from tests.support.worlds import clone
 from ztrans.calling.global_state import patched
 from ztrans.ir.layout import as_tensor
+from ztrans.tracing import fx_trace
 from ztrans.tracing.annotate import origin_of
 
 FILE = str(Path(__file__))
@@ -152,3 +154,19 @@ def test_a_checkpoint_that_preserves_the_state_of_the_generator_is_traced():
         return state, checkpoint(F.dropout, x, use_reentrant=False, preserve_rng_state=True)
 
     zt.Step.of(dropped).trace(STATE, X.clone().requires_grad_())
+
+
+def test_what_fake_operations_gave_is_forgotten_in_time(monkeypatch):
+    """PyTorch keeps it for each shape of a batch as long as the process lives."""
+    monkeypatch.setattr(fx_trace, "_MOST_FAKE_RESULTS", 40)
+
+    def step(w, x):
+        for _ in range(20):
+            w = w + (x * w.sum()).mean()
+        return w, x
+
+    sizes = []
+    for rows in range(2, 12):
+        zt.Step.of(step).trace(torch.zeros(3), torch.zeros(rows, 5))
+        sizes.append(len(FakeTensorMode.cache))
+    assert max(sizes) <= 40

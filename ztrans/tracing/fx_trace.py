@@ -41,6 +41,8 @@ from .triton_kernels import record_launches
 OLDEST = "2.11"
 BEFORE = "2.15"
 aten = torch.ops.aten
+# The most entries that the cache of fake operations may have after a trace, about 26 MiB.
+_MOST_FAKE_RESULTS = 1 << 14
 
 
 def check_torch(version: str = torch.__version__) -> None:
@@ -113,6 +115,10 @@ def trace_by_make_fx(
         node._rename("self_" if name == "self" else name)
         node.target = node.name
     module.recompile()
+    # For each shape of a batch PyTorch keeps what fake operations gave, as long as the process lives: two encoder layers
+    # add 510 entries, 0.8 MiB. To forget them costs the next trace some of its speed, and no result.
+    if len(FakeTensorMode.cache) > _MOST_FAKE_RESULTS:
+        FakeTensorMode.cache_clear()
     return FxTrace(module, *results)
 
 
