@@ -115,7 +115,7 @@ def trace_by_make_fx(
         node._rename("self_" if name == "self" else name)
         node.target = node.name
     module.recompile()
-    # For each shape of a batch PyTorch keeps what fake operations gave, as long as the process lives: two encoder layers
+    # For each shape of a batch PyTorch keeps what fake operations gave, for the life of the process: two encoder layers
     # add 510 entries, 0.8 MiB. To forget them costs the next trace some of its speed, and no result.
     if len(FakeTensorMode.cache) > _MOST_FAKE_RESULTS:
         FakeTensorMode.cache_clear()
