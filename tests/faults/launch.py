@@ -24,7 +24,7 @@ class Rank:
 def launch(
     scenario: str,
     ranks: int,
-    seconds: float = 40.0,
+    seconds: float = 120.0,
     after_start: Callable[[list[Running]], None] | None = None,
 ) -> list[Rank]:
     """Run a scenario of `scenarios.py` on `ranks` ranks.

@@ -286,7 +286,7 @@ def late() -> None:
     mesh = start()
     agree_on_call(mesh, "a call that opens the connections")
     if RANK:
-        time.sleep(1)
+        time.sleep(3)
     ask = functools.partial(agree, mesh, "a step", 0, lambda values: "", lambda cause: None)
     report("asked", **failed(ask))
     process_groups(mesh).settle()

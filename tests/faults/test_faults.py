@@ -95,7 +95,7 @@ def test_ranks_of_two_hosts_that_wait_in_different_orders_raise_an_error():
     """A wait sends the second level of a message, so each would wait for what the other one sends later."""
     for rank in ended_well(launch("waits_apart", 4)):
         error = rank.reports["waits"]
-        assert (error["kind"], error["after"] < 4) == ("RuntimeError", True), error
+        assert error["kind"] == "RuntimeError", error  # and not LostRank, after the time-out
         assert error["text"].startswith("a step of train_step: the ranks of the mesh do not do the")
         assert "\n  Message 2 of the step is\n" in error["text"]
         for there, leaf in ((0, "b0"), (1, "w0")):
@@ -127,7 +127,7 @@ def test_ranks_with_different_first_states_raise_an_error():
 
 def test_on_gpus_the_answer_about_a_step_is_read_when_the_next_call_begins():
     for rank in ended_well(launch("late", 2)):
-        assert rank.reports["asked"]["after"] < 0.5, "rank 1 asks a second later"
+        assert rank.reports["asked"]["after"] < 2, "rank 1 asks three seconds later"
         assert not rank.reports["number"]["kind"], "the step has run before its answer is read"
         text = rank.reports["next"]["text"]
         assert text.startswith(
@@ -198,7 +198,7 @@ def test_an_exception_on_one_rank_ends_the_step_of_all(scenario, error):
         "where it failed"
     )
     assert f"Rank 1 failed in step 3 of train_step with {error}." in first.reports["failed"]["text"]
-    assert first.reports["failed"]["after"] < 2, "long before the time-out"
+    assert first.reports["failed"]["after"] < TIMEOUT / 2, "long before the time-out"
     check_torn(first.reports, f"Rank 1 failed in step 3 of train_step with {kind}")
     check_torn(second.reports, f"step 3 of train_step failed with {kind}")
 
@@ -276,7 +276,9 @@ def test_the_other_ranks_learn_that_a_rank_cannot_compile():
     assert second.reports["failed"]["kind"] == "RuntimeError"
     assert second.reports["failed"]["text"] == "the kernel does not compile"
     lost = first.reports["failed"]
-    assert (lost["kind"], lost["after"] < 4) == ("LostRank", True), lost
+    # To trace and lower takes both ranks the same time, which is long on a busy machine.
+    soon = second.reports["failed"]["after"] + TIMEOUT / 2
+    assert (lost["kind"], lost["after"] < soon) == ("LostRank", True), lost
     cause = "Rank 1 failed in step 1 of train_step with RuntimeError: the kernel does not compile"
     assert cause in lost["text"]
     assert not first.reports["goes on"]["kind"] and not second.reports["goes on"]["kind"]
@@ -290,8 +292,9 @@ def test_the_other_ranks_learn_that_a_rank_has_no_program():
     for name, kind in errors.items():
         alone = second.reports[name]
         told = first.reports[name]
-        assert (alone["kind"], alone["after"] < 5) == (kind, True), alone
-        assert (told["kind"], told["after"] < 5) == ("RuntimeError", True), told
+        soon = alone["after"] + TIMEOUT / 2
+        assert alone["kind"] == kind, alone
+        assert (told["kind"], told["after"] < soon) == ("RuntimeError", True), told
         assert told["text"].startswith(calls[name])
         assert f"  Rank 1 has failed with {kind}: {alone['text']}" in told["text"]
     assert "is less than the step needs in any order tried" in first.reports["limit"]["text"]
@@ -299,7 +302,8 @@ def test_the_other_ranks_learn_that_a_rank_has_no_program():
         assert not rank.reports["goes on"]["kind"] and not rank.reports["goes on too"]["kind"]
         assert rank.reports["everywhere"]["kind"] == "TraceRuntimeError"
     lost = first.reports["launched"]
-    assert (lost["kind"], lost["after"] < 4) == ("LostRank", True), lost
+    soon = second.reports["launched"]["after"] + TIMEOUT / 2
+    assert (lost["kind"], lost["after"] < soon) == ("LostRank", True), lost
     assert "Rank 1 failed in a step of train_step with TraceRuntimeError: " in lost["text"]
 
 
