@@ -135,7 +135,7 @@ def penalised(model):
 
 OPTIMIZERS = {
     "adamw": ADAMW,
-    "foreach": lambda params: optim.AdamW(params, lr=0.01, foreach=True),
+    "foreach": lambda params: optim.AdamW(params, lr=0.01, foreach=True, fused=False),
     "sgd": lambda params: optim.SGD(params, lr=0.1, momentum=0.9),
 }
 

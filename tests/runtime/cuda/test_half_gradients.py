@@ -32,7 +32,7 @@ NOT_OURS = {
     "amsgrad": lambda params: optim.Adam(params, amsgrad=True, fused=True),
     "maximize": lambda params: optim.AdamW(params, maximize=True, fused=True),
     "adagrad": lambda params: optim.Adagrad(params, fused=True),
-    "foreach": lambda params: optim.AdamW(params, foreach=True),
+    "foreach": lambda params: optim.AdamW(params, foreach=True, fused=False),
     "sgd": lambda params: optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
 }
 
