@@ -22,10 +22,12 @@ from .planning.buffers import Storage, by_memory, live_bytes, storages
 from .planning.cost import memory
 from .runtime.inductor.fusion import FusedGroup, computed_alike, fuse, runs_in_one_call
 
+# The parts into which the parameters of an update are divided; more are tried if the peak of memory rises.
+_PARTS = (1, 16, 256, 4096)
 # The most rounds that leave more equations in their places.
 _ROUNDS = 10
 # The share of the limit by which a kernel may exceed it. It allocates its results, also small ones such as the gradient
-# of a bias, before it frees its arguments.
+# of a bias, before it frees its arguments. The scalars of grouped updates may exceed the peak by the same share.
 _EXCESS = 0.001
 # Operations whose results a kernel writes to memory, even if nothing else reads them.
 _CONCATENATIONS = {"cat", "stack"}
@@ -36,18 +38,13 @@ def with_grouped_updates(
 ) -> tuple[Graph, tuple[EqnGroup, ...]]:
     """The program with equal updates next to each other, among those that may be grouped, and their groups.
 
-    Updates that compute temporary values are left in their places where the peak of memory would rise otherwise.
+    Where the peak of memory would rise otherwise, fewer parameters are updated together, so that fewer temporary values
+    live at one time.
     """
-    in_place = donation(graph).in_place_ops
     peak = memory(graph).peak
-
-    def may_group_without_temporary(eqn: Eqn) -> bool:
-        needs_no_memory = eqn in in_place or not any(v.shape for v in eqn.results)
-        return needs_no_memory and may_group(eqn)
-
-    for may_move in (may_group, may_group_without_temporary):
-        grouped, groups = group_updates(graph, may_move)
-        if memory(grouped).peak <= peak:
+    for parts in _PARTS:
+        grouped, groups = group_updates(graph, may_group, parts)
+        if memory(grouped).peak <= (1 + _EXCESS) * peak:
             return grouped, groups
     return graph, ()
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import operator
+
 import pytest
 import torch
 from torch import nn, optim
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ztrans as zt
 from tests.support.lifted import loop_of
@@ -12,8 +17,9 @@ from tests.support.programs import CASES
 from tests.support.worlds import ALL, on_ranks
 from ztrans.ir.collectives import is_start, rules
 from ztrans.ir.graph import Eqn, Var
+from ztrans.ir.op_facts import op_facts
 from ztrans.ir.update_groups import group_updates, list_call
-from ztrans.planning.cost import memory
+from ztrans.planning.cost import launches, memory
 
 aten = torch.ops.aten
 
@@ -73,6 +79,81 @@ def test_the_fused_form_is_left_out_where_it_would_round_otherwise_or_was_not_as
     x = torch.ones(8, 4, dtype=torch.bfloat16)
     ops = [str(e.op) for e in zt.Step.of(step).lower(state, x).graph.eqns]
     assert not any("fused" in op for op in ops)
+
+
+OPTIMIZERS = {
+    "SGD": {"lr": 0.1, "momentum": 0.9},
+    "Adam": {},
+    "AdamW": {},
+    "NAdam": {},
+    "Adagrad": {},
+    "ASGD": {},
+    "Rprop": {},
+}
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations that are called, but for views and for what a profiler is told."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not op_facts(func).view and "record_function" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def launches_of_foreach(name):
+    """The operations that PyTorch calls in a step of an optimizer in its foreach form."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)))
+    optimizer = getattr(optim, name)(model.parameters(), **OPTIMIZERS[name], foreach=True)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(8, 4)).square().mean().backward()
+        with Launches() as launches:
+            optimizer.step()
+    return launches.count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["default", "foreach", "fused"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_has_no_more_launches_than_that_of_foreach(name, form):
+    kind = getattr(optim, name)
+    if form not in ("default", *inspect.signature(kind).parameters):
+        pytest.skip("PyTorch has no such form")
+    chosen = {} if form == "default" else {form: True}
+    step, state = lifted(lambda params: kind(params, **OPTIMIZERS[name], **chosen), layers=12)
+    step, x = zt.Step.of(step), torch.ones(256, 4)
+    compiled = step.compiled(step.shard(state), x)
+    compiled(step.shard(state), x)
+    run = [
+        n.meta["eqn"]
+        for n in compiled.binding.local_program.function.program.graph.nodes
+        if n.op == "call_function" and n.target not in (operator.getitem, torch.unbind)
+        if "eqn" in n.meta and n.meta["eqn"].region == "update"
+    ]
+    assert sum(not op_facts(e.op).view for e in run) <= launches_of_foreach(name)
+    planned = [made.kernels for e, made in launches(compiled.graph).items() if e.region == "update"]
+    assert sum(planned) <= launches_of_foreach(name)
+
+
+@pytest.mark.parametrize("name", ["NAdam", "RAdam", "Adamax", "ASGD", "Adagrad", "Adam"])
+def test_scalars_in_a_vector_have_the_bits_of_single_ones(name):
+    """Also where the counts of steps differ, as after a part of the model was trained alone."""
+    options = {"fused": False} if name == "Adam" else {}
+    step, state = lifted(lambda params: getattr(optim, name)(params, lr=0.1, **options), layers=4)
+    step, x = zt.Step.of(step), torch.ones(256, 4)
+    for k, entries in enumerate(state["optimizer"].values()):
+        entries["step"].fill_(k)
+    single = step.lower(state, x)
+    mine, expected = step.shard(state), step.shard(state)
+    for _ in range(3):
+        mine, _ = step(mine, x)
+        expected, _ = single.lockstep(expected, [(x,)])
+    code = step.compiled(mine, x).binding.local_program.function.program.code
+    assert "torch.unbind" in code
+    for leaf, expected_leaf in zip(pytree.tree_leaves(mine), pytree.tree_leaves(expected)):
+        assert torch.equal(leaf, expected_leaf)
 
 
 RATES = [{"lr": 0.1}, {"lr": 0.001}]

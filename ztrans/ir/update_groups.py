@@ -6,6 +6,10 @@ over lists takes one call for all of them:
 
     p1 = add(p, u); q1 = add(q, v)    -->    p1, q1 = _foreach_add([p, q], [u, v])
 
+Scalars that an optimizer computes for each parameter, from counts of steps, stand in one vector:
+
+    s1 = div(lr, c1); s2 = div(lr, c2)    -->    s1, s2 = unbind(div(lr, stack([c1, c2])))
+
 Equations are equal if they have the same operation, literals and keyword arguments, and read what equal equations have
 computed. Equal equations never depend on each other, and groups of them never do so in a circle, because what an
 equation reads is a part of what it is compared by. Only equations that follow each other in the update are put in
@@ -25,7 +29,7 @@ from ..ops import HALF
 from .collectives import rules
 from .dependencies import sorted_by
 from .graph import Eqn, Graph, Primitive, Var, producers, variables
-from .op_facts import is_random, op_facts, overloads
+from .op_facts import CAST, is_random, op_facts, overloads
 from .structure import structure
 
 aten = torch.ops.aten
@@ -35,22 +39,25 @@ ListCall = tuple[Any, tuple, Mapping[str, Any]]
 
 
 def group_updates(
-    graph: Graph, may_move: Callable[[Eqn], bool] = lambda e: True
+    graph: Graph, may_move: Callable[[Eqn], bool] = lambda e: True, parts: int = 1
 ) -> tuple[Graph, tuple[EqnGroup, ...]]:
     """Put equal updates next to each other, among those that may move.
+
+    With several `parts`, parameters of about equally many bytes are updated together, and the temporary values of the
+    others do not live at the same time. Scalars of all parameters are computed together.
 
     Returns the program in the new order, and its groups of several equations.
     """
     passed_once = _passed_once(graph)
-    parts: list[EqnGroup] = []
+    ordered: list[EqnGroup] = []
     for movable, run in groupby(graph.eqns, may_change_places):
         eqns = list(run)
         if movable and len(eqns) > 1:
-            parts += _regrouped(eqns, passed_once, may_move)
+            ordered += _regrouped(eqns, passed_once, may_move, parts)
         else:
-            parts += ((e,) for e in eqns)
-    groups = tuple(part for part in parts if len(part) > 1)
-    return graph.replace(eqns=tuple(chain.from_iterable(parts))), groups
+            ordered += ((e,) for e in eqns)
+    groups = tuple(group for group in ordered if len(group) > 1)
+    return graph.replace(eqns=tuple(chain.from_iterable(ordered))), groups
 
 
 def is_fused_update(e: Eqn) -> bool:
@@ -69,6 +76,20 @@ def has_list_form(e: Eqn) -> bool:
     if any(v.dtype in HALF for v in (*e.ins, *e.results)):
         return False
     return hasattr(aten, f"_foreach_{facts.name}")
+
+
+def is_scalar_arithmetic(e: Eqn) -> bool:
+    """Whether an equation computes a scalar from scalars, and an element of a vector would have the same bits.
+
+    A GPU computes every element alike. A CPU computes some functions, such as powers, by other code in a vector.
+    """
+    facts = op_facts(e.op)
+    if not ((facts.pointwise and facts.exact) or e.op is CAST):
+        return False
+    # A sum with a factor may be rounded once or twice.
+    if variables(e.kwargs) or e.kwargs.get("alpha", 1) != 1 or len(e.results) != 1:
+        return False
+    return bool(e.ins) and not any(v.shape or v.layout for v in (*e.ins, *e.results))
 
 
 def may_change_places(e: Eqn) -> bool:
@@ -105,7 +126,7 @@ def _passed_once(graph: Graph) -> set[Var]:
     """The values that a call for several parameters has as one argument, such as a learning rate.
 
     These are keyword arguments, and scalars that several equations read in one place, if they have the same operation
-    and the same literals.
+    and the same literals. Where all results are scalars, a vector has those of all parameters.
     """
     of_keywords: set[Var] = set()
     readers: Counter[tuple[Hashable, int, Var]] = Counter()
@@ -114,7 +135,7 @@ def _passed_once(graph: Graph) -> set[Var]:
             continue
         of_keywords.update(variables(e.kwargs))
         scalars = [k for k, v in enumerate(e.args) if isinstance(v, Var) and not v.shape]
-        if scalars:
+        if scalars and any(v.shape for v in e.results):
             literals = structure(e, lambda v: None)
             for position in scalars:
                 readers[literals, position, e.args[position]] += 1
@@ -127,31 +148,67 @@ def _passed_once(graph: Graph) -> set[Var]:
 
 
 def _regrouped(
-    run: list[Eqn], passed_once: Collection[Var], may_move: Callable[[Eqn], bool]
+    run: list[Eqn],
+    passed_once: Collection[Var],
+    may_move: Callable[[Eqn], bool],
+    parts: int,
 ) -> list[EqnGroup]:
-    """The equations of a run as parts of equal ones: each part stands where the last of its equations stood."""
+    """The equations of a run as groups of equal ones."""
     numbering = _Numbering(passed_once)
-    parts: dict[Hashable, list[Eqn]] = {}
+    part_of = _parts(run, parts)
+    groups: dict[Hashable, list[Eqn]] = {}
     for e in run:
         number = numbering.number(e)
-        has_one_call = is_fused_update(e) or has_list_form(e)
-        key = number if has_one_call and may_move(e) else e
-        parts.setdefault(key, []).append(e)
-    return _ordered(run, list(map(tuple, parts.values())))
+        has_one_call = is_fused_update(e) or has_list_form(e) or is_scalar_arithmetic(e)
+        key = (number, part_of.get(e, 0)) if has_one_call and may_move(e) else e
+        groups.setdefault(key, []).append(e)
+    return _ordered(run, list(map(tuple, groups.values())))
 
 
-def _ordered(run: Sequence[Eqn], parts: Sequence[EqnGroup]) -> list[EqnGroup]:
-    """The parts in an order in which every value is computed before it is read, and otherwise as in the run."""
-    part_of: dict[Eqn, int] = {}
-    for k, part in enumerate(parts):
-        part_of.update(dict.fromkeys(part, k))
-    last_index = {part_of[e]: i for i, e in enumerate(run)}
+def _parts(run: Sequence[Eqn], parts: int) -> dict[Eqn, int]:
+    """The part of each equation that computes more than scalars: those of one parameter are in one part."""
+    if parts == 1:
+        return {}
+    first: dict[Eqn, Eqn] = {}  # the first equation of the same parameter
+    makers: dict[Var, Eqn] = {}
+    bytes_of: Counter[Eqn] = Counter()
+    for e in run:
+        if not any(v.shape for v in e.results):
+            continue
+        read = [first[makers[v]] for v in e.ins if v in makers]
+        first[e] = read[0] if read else e
+        makers.update((v, e) for v in e.results if v.shape)
+        bytes_of[first[e]] += sum(v.numel * v.dtype.itemsize for v in e.results)
+
+    part_bytes = max(1, sum(bytes_of.values()) / parts)
+    part_of_first: dict[Eqn, int] = {}
+    before = 0
+    for e, count in bytes_of.items():
+        part_of_first[e] = int(before / part_bytes)
+        before += count
+    return {e: part_of_first[of_parameter] for e, of_parameter in first.items()}
+
+
+def _ordered(run: Sequence[Eqn], groups: Sequence[EqnGroup]) -> list[EqnGroup]:
+    """The groups in an order in which every value is computed before it is read, and otherwise as in the run.
+
+    A group stands where the last of its equations stood. Scalars stand where the first did: what reads them need not
+    wait for those of all parameters, during which its other arguments would be live.
+    """
+    group_of: dict[Eqn, int] = {}
+    for k, group in enumerate(groups):
+        group_of.update(dict.fromkeys(group, k))
+    place: dict[int, int] = {}
+    for i, e in enumerate(run):
+        k = group_of[e]
+        if k not in place or any(v.shape for v in e.results):
+            place[k] = i
 
     makers = producers(run)
-    needs: dict[int, set[int]] = {k: set() for k in range(len(parts))}
+    needs: dict[int, set[int]] = {k: set() for k in range(len(groups))}
     for e in run:
-        needs[part_of[e]].update(part_of[makers[v]] for v in e.ins if v in makers)
-    return [parts[k] for k in sorted_by(last_index.__getitem__, needs)]
+        needs[group_of[e]].update(group_of[makers[v]] for v in e.ins if v in makers)
+    return [groups[k] for k in sorted_by(place.__getitem__, needs)]
 
 
 def list_call(eqns: Sequence[Eqn], in_place: bool) -> ListCall | None:

@@ -9,6 +9,7 @@ To add a collective, add the function that emits its calls to `EMITTERS`; docs/a
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -30,11 +31,11 @@ from ..ir.graph import Eqn, Graph, Primitive, Var, substitute
 from ..ir.higher_order import Function
 from ..ir.layout import local_shape, localize, part
 from ..ir.marks import GRADIENT, PMEAN, PSUM
-from ..ir.op_facts import arguments_by_name
+from ..ir.op_facts import CAST, arguments_by_name
 from ..ir.operations import bound_results, call_operator, stride_safe
 from ..ir.printer import op_name
 from ..ir.triton_launch import Launch
-from ..ir.update_groups import EqnGroup, is_fused_update, list_call
+from ..ir.update_groups import EqnGroup, is_fused_update, is_scalar_arithmetic, list_call
 from ..ir.user_collectives import by_group
 from . import transport
 from .collectives import channel_of, wait
@@ -95,9 +96,13 @@ class Emission:
     lanes: int = 0  # of the collectives of the program
     device: torch.device | None = None  # on which values from the host are computed with
     in_place: Collection[Eqn] = ()  # the equations that write over an argument
+    inputs: Collection[Var] = ()  # of the program
     numbers: Iterator[int] = field(default_factory=itertools.count)  # for the names of attributes
     # The submodules of attention and their names, by structure.
     attentions: dict[Hashable, tuple[str, FlexAttention]] = field(default_factory=dict)
+    # The vectors that hold scalars, by these scalars, and the nodes that take the scalars out of them.
+    vectors: dict[tuple[Var, ...], fx.Node] = field(default_factory=dict)
+    elements: list[fx.Node] = field(default_factory=list)
     hoists: bool = True  # make small constants once; a function returns fresh ones, to write over
 
     def bind(self, outs: Sequence[Var | None], nodes: Sequence[Any]) -> None:
@@ -280,6 +285,7 @@ def to_fx(
         lanes=lanes,
         device=device,
         in_place=donated.in_place_ops,
+        inputs=set(graph.inputs),
     )
     copies = _carried_copies(streams)
     _take_copies(emission, graph, copies)
@@ -293,6 +299,9 @@ def to_fx(
     _put_copies(emission, graph, copies)
     out.output([emission.output(x) for x in graph.outputs])
     _add_metadata(units, [nodes[begin:end] for begin, end in pairwise(ends)])
+    for node in reversed(emission.elements):
+        if not node.users:
+            out.erase_node(node)
     return fx.GraphModule(emission.module, out, graph.name)
 
 
@@ -370,13 +379,21 @@ def _units(
     """The units of a program, in order: the groups that have a kernel, or that one call computes, are one unit each."""
     by_first: dict[Eqn, EqnGroup] = {}
     inside: set[Eqn] = set()
+    inputs = set(graph.inputs)
     for group in groups:
-        if group in kernels or _is_one_call(group, donated):
+        if group in kernels or _is_vector(group, donated, inputs) or _is_one_call(group, donated):
             by_first[group[0]] = group
             inside.update(group[1:])
     for index, eqn in enumerate(graph.eqns):
         if eqn not in inside:
             yield _Unit(index, by_first.get(eqn, (eqn,)))
+
+
+def _is_vector(group: EqnGroup, donated: Donation, inputs: Collection[Var]) -> bool:
+    """Whether equal equations compute scalars that may stand in one vector: not those that write over an input."""
+    if not is_scalar_arithmetic(group[0]):
+        return False
+    return not any(donated.owner.get(eqn.out) in inputs for eqn in group)
 
 
 def _is_one_call(group: EqnGroup, donated: Donation) -> bool:
@@ -437,14 +454,23 @@ def _emit(
         call = emission.out.call_function(kernel.call, ins)
         emission.bind(kernel.outs, unpacked(emission.out, call, kernel.outs))
     elif len(unit.eqns) > 1:
-        emit_group = _fused_update if is_fused_update(first) else _over_lists
-        for eqn, results in zip(unit.eqns, emit_group(emission, unit.eqns, in_place)):
+        for eqn, results in zip(unit.eqns, _group(emission, unit.eqns, donated)):
             emission.bind(eqn.outs, results)
     elif isinstance(first.op, Primitive):
         emission.bind(first.outs, EMITTERS[first.op](emission, first, unit.position))
     else:
         local = localize(first, emission.sizes, emission.coordinates)
         emission.bind(first.outs, _operation(emission, local, in_place))
+
+
+def _group(emission: Emission, eqns: EqnGroup, donated: Donation) -> list[list]:
+    """Emit the call of equal equations. Returns the results of each."""
+    in_place = donated.in_place_ops.get(eqns[0])
+    if is_fused_update(eqns[0]):
+        return _fused_update(emission, eqns, in_place)
+    if _is_vector(eqns, donated, emission.inputs):
+        return _over_vector(emission, eqns)
+    return _over_lists(emission, eqns, in_place)
 
 
 def _operation(emission: Emission, eqn: Eqn, function: Any = None) -> list:
@@ -542,6 +568,50 @@ def _over_lists(emission: Emission, eqns: Sequence[Eqn], in_place: Any) -> list[
         return [[emission.nodes[eqn.args[0]]] for eqn in eqns]
     results = unpacked(emission.out, node, [eqn.out for eqn in eqns])
     return [[result] for result in results]
+
+
+def _over_vector(emission: Emission, eqns: EqnGroup) -> list[list]:
+    """Emit one call for equal equations of scalars, over vectors of these. Returns the results of each equation."""
+    first = eqns[0]
+    columns = list(zip(*(eqn.args for eqn in eqns)))
+    are_vectors = [isinstance(column[0], Var) and len(set(column)) > 1 for column in columns]
+    # An element of a vector does not widen for a scalar tensor as a scalar does, so it is widened before.
+    has_condition = op_name(first.op) == "where"
+    dtypes = {v.dtype for v in first.args[has_condition:] if isinstance(v, Var)}
+    dtype = functools.reduce(torch.promote_types, dtypes)
+    args = []
+    for k, (column, is_vector) in enumerate(zip(columns, are_vectors)):
+        x = column[0]
+        if is_vector:
+            x = _vector(emission, column)
+            if column[0].dtype != dtype and not (has_condition and k == 0):
+                x = emission.emit(CAST, (x,), {"dtype": dtype})
+        elif isinstance(x, Var) and not any(are_vectors):
+            x = emission.emit(aten.expand.default, (x, [len(eqns)]), {})
+        args.append(x)
+    call = emission.emit(first.op, args, first.kwargs)
+    outs = tuple(eqn.out for eqn in eqns)
+    emission.vectors[outs] = call
+    elements = emission.out.call_function(torch.unbind, (call,))
+    scalars = unpacked(emission.out, elements, outs)
+    emission.elements.extend((elements, *scalars))
+    return [[scalar] for scalar in scalars]
+
+
+def _vector(emission: Emission, scalars: tuple[Var, ...]) -> fx.Node:
+    """The vector of several scalars: the one in which they were computed, or a new one."""
+    if scalars not in emission.vectors:
+        nodes = [emission.nodes[v] for v in scalars]
+        is_on_cpu = emission.device is None or emission.device.type == "cpu"
+        stack = torch.stack if is_on_cpu else _stack_of_any_device
+        emission.vectors[scalars] = emission.out.call_function(stack, (nodes,))
+    return emission.vectors[scalars]
+
+
+def _stack_of_any_device(scalars: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Scalars in one vector. Capturable optimizers have counts of steps on the GPU, others on the CPU."""
+    device = scalars[0].device
+    return torch.stack([x.to(device) for x in scalars])
 
 
 def _add_metadata(units: Sequence[_Unit], emitted: Sequence[list[fx.Node]]) -> None:
