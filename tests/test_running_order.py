@@ -105,7 +105,7 @@ def layers(count: int, make_optimizer, *transforms: zt.Transform, **leaf):
 @pytest.mark.parametrize(
     "make_optimizer",
     [
-        lambda p: torch.optim.SGD(p, momentum=0.9, weight_decay=0.1),
+        lambda p: torch.optim.SGD(p, momentum=0.9, weight_decay=0.1, fused=False),
         lambda p: torch.optim.RMSprop(p, momentum=0.9),
     ],
 )
