@@ -9,7 +9,7 @@ PYTEST := $(BIN)/pytest -q -n $(WORKERS) --dist loadfile
 export OMP_NUM_THREADS = 1
 unexport PYTHONDONTWRITEBYTECODE  # without compiled files, each process of the tests compiles all modules again
 
-.PHONY: install lint types quick test exhaustive mutants golden demo peers models bench gpu clean
+.PHONY: install lint types quick test exhaustive random mutants golden demo peers models bench gpu clean
 
 install: $(STAMP)
 
@@ -33,9 +33,12 @@ quick: lint types
 test: lint types
 	$(PYTEST) --no-loadscope-reorder --max-worker-restart 0 -m 'not exhaustive'
 
-# The tests that `make test` leaves out, and those of random problems with other problems.
+# The tests that `make test` leaves out.
 exhaustive: install
-	$(PYTEST) --max-worker-restart 0 --hypothesis-profile random -m exhaustive
+	$(PYTEST) --max-worker-restart 0 -m exhaustive
+
+# The tests of random problems, with other problems in each run.
+random: install
 	$(PYTEST) --hypothesis-profile random $(shell grep -rl 'from hypothesis' tests --include='test_*.py')
 
 # Small mutations of the code, each of which the nearest tests must notice: about an hour on two cores.
