@@ -94,6 +94,12 @@ class Options:
     def reduce_dtype(self) -> torch.dtype | None:
         return dict(self.shard).get("reduce_dtype")
 
+    def keeps_whole(self, path: str, leaf: torch.Tensor) -> bool:
+        """Whether each rank has a whole leaf, whose gradient is all-reduced."""
+        options = dict(self.shard)
+        is_cut = leaf.ndim > 0 and options.get("where", lambda path, leaf: True)(path, leaf)
+        return options["stage"] == 0 or not is_cut
+
     @property
     def mesh(self) -> zt.AbstractMesh:
         return (

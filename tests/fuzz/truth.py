@@ -50,7 +50,10 @@ def averaging(options: Options):
     def averaged(program: Program, trained, fixed, x, ids):
         shares = zip(x.chunk(options.world), ids.chunk(options.world))
         by_rank = [gradient(program, trained, fixed, *share) for share in shares]
-        grads = {k: _mean([g[k] for g, _ in by_rank], options.reduce_dtype) for k in trained}
+        grads = {}
+        for k, p in trained.items():
+            terms = [g[k] for g, _ in by_rank]
+            grads[k] = _mean(terms, options.reduce_dtype, options.keeps_whole(f"params.{k}", p))
         return grads, torch.stack([value for _, value in by_rank]).mean()
 
     return averaged
@@ -61,15 +64,21 @@ def in_micro_batches(x: torch.Tensor, program: Program, options: Options) -> tor
     return x.unflatten(0, (options.world, program.micro, -1)).transpose(0, 1).flatten(0, 2)
 
 
-def _mean(terms: list[torch.Tensor], wire: torch.dtype | None) -> torch.Tensor:
-    """The mean of `terms` after they are cast to the dtype of the wire, summed in rank order, in fp32 at least."""
+def _mean(terms: list[torch.Tensor], wire: torch.dtype | None, is_whole: bool) -> torch.Tensor:
+    """The mean of `terms` after they are cast to the dtype of the wire, summed in rank order, in fp32 at least.
+
+    An all_reduce, for a leaf that every rank has whole, rounds the mean to the dtype of the wire too.
+    """
     result = terms[0].dtype
     if wire is not None and result.is_floating_point:
         terms = [t.to(wire) for t in terms]
     total = terms[0].float() if terms[0].dtype in _HALF else terms[0]
     for term in terms[1:]:
         total = total + term
-    return (total / len(terms)).to(result)
+    mean = total / len(terms)
+    if wire is not None and is_whole and result.is_floating_point:
+        mean = mean.to(wire)
+    return mean.to(result)
 
 
 def distance(a: Any, b: Any) -> float:

@@ -74,7 +74,10 @@ def test_table():
     assert kernels == "copying packing scattering unpacking summing updating clipping casting"
     assert all(row["us"] > 0 and row["moved, MiB"] > 0 for row in rows)
     text = gpu.markdown({"card": "none"}, {"kernels": rows, "ranks": [{"failed": "so"}]})
-    assert "| packing | 0 | torch._foreach_copy_ |" in text and "| failed |\n|---|\n| so |" in text
+    assert (
+        "| packing | 0 | torch._foreach_copy_ |" in text
+        and "| failed | commit |\n|---|---|\n| so |" in text
+    )
 
 
 @pytest.mark.slow
@@ -111,6 +114,8 @@ def test_a_section_that_fails_is_a_line_of_the_report(monkeypatch):
     write = lambda lines: written.append(dict(lines))
     assert not gpu.run(["halfway"], CPU, 100, report, write)
     assert not gpu.run(["late"], CPU, 0, report, write)
+    commits = {row.pop("commit") for row in (*report["halfway"][:1], *report["late"])}
+    assert len(commits) == 1
     assert report == {
         "halfway": [{"what": "one"}, {"failed": "ValueError: no more"}],
         "late": [{"failed": "not run: the time was over"}],

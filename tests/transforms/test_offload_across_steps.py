@@ -292,7 +292,7 @@ def clipped(state, x):
     }, y.mean()
 
 
-def of_layers(across_steps: bool, bandwidth: float = 10e9, rows: int = 4096):
+def of_layers(across_steps: bool, bandwidth: float = 14e9, rows: int = 4096):
     weights = {f"w{i:02}": torch.zeros(WIDTH, WIDTH) for i in range(LAYERS)}
     link = dataclasses.replace(HOST_LINKS["pcie5"], bandwidth=bandwidth)
     moved = zt.offload(where="moments.*", across_steps=across_steps)(clipped)

@@ -161,8 +161,8 @@ def test_the_limit_on_matmuls_holds_in_a_gpt(most):
     shard = zt.shard_params(zt.AbstractMesh(dp=4))
     ahead = zt.prefetch(memory=1 << 30)
     lowered = on_ranks(CASES["gpt_adam"], 4, shard, overlap, ahead, cluster=SLOW_TO_START)
-    assert max(gaps(lowered)) <= max(most, 2), (
-        "the backward of attention has two products between two gradients"
+    assert max(gaps(lowered)) <= max(most, 3), (
+        "between two gradients attention has the product before its backward, that kernel, and the next gradient"
     )
 
 

@@ -135,7 +135,7 @@ class Start(Memberwise):
             if not out.future:
                 return f"{out} is no future, and a collective starts it"
             if not _may_become(member.dtype, out.dtype):
-                return f"{member!r} becomes {out!r}: only floats may be sent or reduced in another dtype"
+                return f"{member!r} becomes {out!r}: only floats and complex values may change their dtype"
             expected = self.result_layout(eqn, index)
             if frozenset(out.layout) != frozenset(expected):
                 wanted = dataclasses.replace(out, layout=expected)
@@ -331,8 +331,9 @@ class Shard(Memberwise):
 
 
 def _may_become(member: torch.dtype, result: torch.dtype) -> bool:
-    """Whether the result of a collective may have a dtype: that of its member, or for a float another float."""
-    return member == result or (member.is_floating_point and result.is_floating_point)
+    """Whether the result of a collective may have a dtype: that of its member, or another float, or complex, dtype."""
+    are_floats = member.is_floating_point and result.is_floating_point
+    return member == result or are_floats or (member.is_complex and result.is_complex)
 
 
 ALL_GATHER = Primitive("all_gather", Gather())
