@@ -97,7 +97,10 @@ MALFORMED = {
     "output w.full': .* is still a future": graph([W], [START], [FUTURE]),
     "state w: .* comes back as out": graph([W, X], [add(X, X, OUT)], [OUT], num_state=1),
     "state x: .* comes back as y": graph(
-        [X], [add(X, X, var("y", 4, 3))], [var("y", 4, 3)], num_state=1
+        [X],
+        [Eqn(torch.ops.aten.slice.Tensor, (X, 1, 0, 1), (var("y", 4, 1),))],
+        [var("y", 4, 1)],
+        num_state=1,
     ),
     "state x: .* comes back as 3": graph([X], [], [3], num_state=1),
 }

@@ -62,7 +62,7 @@ def places(graph) -> dict[str, list[tuple[int, int]]]:
 
 
 def test_copies_to_the_device_are_hidden_under_backward():
-    low = lowered(5e9)
+    low = lowered(7e9)
     timeline = low.timeline()
     first = min(start for start, _ in places(low.graph)["in"])
     assert low.graph.eqns[first - 1].region == "backward"

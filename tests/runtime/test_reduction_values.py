@@ -26,7 +26,7 @@ from ztrans.runtime import collectives
 from ztrans.runtime.collectives import Start, has_second_level_at_wait, wait
 from ztrans.runtime.cuda.nccl import Transport
 from ztrans.runtime.cuda.streams import Streams
-from ztrans.runtime.cuda.symmetric import Buffer
+from ztrans.runtime.cuda.symmetric import MOST_SPINS, Buffer
 from ztrans.runtime.cuda.transport import SymmetricStart
 from ztrans.runtime.process_groups import Channel
 
@@ -165,7 +165,7 @@ def test_through_symmetric_memory(op, dtype):
 
     def run(rank: int) -> torch.Tensor:
         channel = Rank(fabric, rank, Hosts(ranks))
-        buffer = Buffer(channel, 2 * SHORT, memories[rank])
+        buffer = Buffer(channel, 2 * SHORT, memories[rank], MOST_SPINS)
         transport = Transport("symmetric", "reduce_scatter", "a double")
         common = eqn, {"dp": ranks}, {"dp": rank}, channel, Streams(FakeCuda()), transport
         (member,) = SymmetricStart(buffer, *common)(terms[rank].clone())

@@ -46,7 +46,8 @@ def check_donation(graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
     Raises: TypeError that names the leaf, or the two inputs that share memory.
     """
     for v, x in zip(graph.inputs[: graph.num_state], inputs):
-        if x.is_inference():
+        # Inside of inference mode such a tensor may be written in place, and the step runs there too.
+        if x.is_inference() and not torch.is_inference_mode_enabled():
             raise _not_writable(graph, f"{v.name} was made under torch.inference_mode()")
         if x.is_conj() or x.is_neg():
             raise _not_writable(graph, f"{v.name} is conjugated or negated only when it is read")
