@@ -98,7 +98,7 @@ MALFORMED = {
     "state w: .* comes back as out": graph([W, X], [add(X, X, OUT)], [OUT], num_state=1),
     "state x: .* comes back as y": graph(
         [X],
-        [Eqn(torch.ops.aten.slice.Tensor, (X, 1, 0, 1), (var("y", 4, 1),))],
+        [zt.ir.Eqn(torch.ops.aten.slice.Tensor, (X, 1, 0, 1), (var("y", 4, 1),))],
         [var("y", 4, 1)],
         num_state=1,
     ),

@@ -154,7 +154,8 @@ def _traced_graph(
 ) -> tuple[Graph, fx.GraphModule, pytree.TreeSpec]:
     """The program of a step, the FX graph that it comes from, and the tree of what the step returns."""
     device = device_of_program(leaf.abstract for leaf in step.inputs)
-    is_of_this_type = device_of_meta == torch.device(device).type
+    # `device` may name one GPU of several, on which meta leaves are then traced too.
+    is_of_this_type = device != "meta" and device_of_meta == torch.device(device).type
     if device_of_meta is None or is_of_this_type:
         # A program without tensors on a device is planned for GPUs, which may not be there to trace on.
         device_of_meta = "cpu" if device == "meta" else device
