@@ -49,7 +49,11 @@ class Options:
             shard["where"] = SOME
         alone = program.micro == 1 and hosts == 1 and not program.together
         if alone and chance.random() < 0.25:
-            shard["reduce_dtype"] = chance.choice([torch.bfloat16, torch.float16, torch.float32])
+            dtype = chance.choice([torch.bfloat16, torch.float16, torch.float32])
+            # Muon's update reads whole gradients. Which of these are all-reduced, and so rounded to the dtype of the wire,
+            # the truth does not know.
+            if not program.optimizer.name.startswith("muon"):
+                shard["reduce_dtype"] = dtype
         as_written = [
             t
             for t in (zt.remat(at_least=chance.choice([1, 64])), zt.delay_weight_grads())
