@@ -41,7 +41,7 @@ exhaustive: install
 random: install
 	$(PYTEST) --hypothesis-profile random $(shell grep -rl 'from hypothesis' tests --include='test_*.py')
 
-# Small mutations of the code, each of which the nearest tests must notice: about an hour on two cores.
+# Small mutations of the code, each of which the nearest tests must notice.
 mutants: install
 	$(BIN)/python -m pip install -c constraints.txt cosmic-ray
 	$(BIN)/python -m tests.mutants

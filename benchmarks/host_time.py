@@ -1,6 +1,6 @@
 """What the host costs: small steps of a plain loop, torch.compile, FSDP2 and ztrans, on one rank and on two.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.host_time          # from the project's root; about twenty minutes
+    OMP_NUM_THREADS=1 python -m benchmarks.host_time          # from the project's root
 
 The models are small, or have a batch of one, so most of a step is the host's work. All subjects of a model are in one
 process, or in the same two processes, and take turns. Their loops use AdamW(fused=True). The optimizers of torch.optim,

@@ -35,7 +35,7 @@ EQUAL = 0.01
 # How many numbers of micro-batches are tried, each twice the one before.
 _TRIES = 3
 # The ways to fit that are tried: as many as there are for a step of 5,000 equations, the first few for one of 50,000,
-# which takes a minute for each.
+# which takes long for each.
 _EQNS_TO_TRY = 150_000
 _LEAST_TRIES = 3
 
