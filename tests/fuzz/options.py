@@ -99,10 +99,14 @@ class Options:
         return dict(self.shard).get("reduce_dtype")
 
     def keeps_whole(self, path: str, leaf: torch.Tensor) -> bool:
-        """Whether each rank has a whole leaf, whose gradient is all-reduced."""
+        """Whether each rank has a whole leaf, whose gradient is all-reduced.
+
+        It has one with fewer rows than half of the ranks.
+        """
         options = dict(self.shard)
-        is_cut = leaf.ndim > 0 and options.get("where", lambda path, leaf: True)(path, leaf)
-        return options["stage"] == 0 or not is_cut
+        has_few_rows = leaf.ndim == 0 or 2 * len(leaf) < self.ranks
+        is_chosen = options.get("where", lambda path, leaf: True)(path, leaf)
+        return options["stage"] == 0 or has_few_rows or not is_chosen
 
     @property
     def mesh(self) -> zt.AbstractMesh:
