@@ -19,6 +19,7 @@ from .calling.guard import Guard
 from .calling.inputs import Inputs, check_donation, check_memory, device_of
 from .calling.meta_leaves import check_written
 from .calling.signature import Surroundings
+from .calling.snapshot import Snapshot
 from .ir.ambient import refuse_inside, refuse_under_compile, without_autocast
 from .ir.graph import Graph
 from .ir.micro_batches import in_order
@@ -216,7 +217,12 @@ class Compiled(Printed):
             if isinstance(leaf, torch.Tensor):
                 outputs[i] = leaf
         state, output = pytree.tree_unflatten(outputs, recording.tree_of_results(self.graph.added))
-        self.binding.guard = Guard(call._replace(state=state), surroundings)
+        known = [value.position for value in recording.known]
+        # PyTorch does not count the versions of inference tensors, so each call compares their values.
+        if any(inputs.tensors[place].is_inference() for place in known):
+            return state, output
+        snapshots = {place: Snapshot.of(inputs, place) for place in known}
+        self.binding.guard = Guard(call._replace(state=state), surroundings, snapshots)
         return state, output
 
     def run_guarded(self, call: BoundCall, inputs: Inputs) -> tuple[Any, Any]:

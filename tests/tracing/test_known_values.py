@@ -1,4 +1,7 @@
-"""A value that depends on no input of a step is computed while the step is traced; any other read is refused."""
+"""A value that depends on no input of a step is computed while the step is traced; any other read is refused.
+
+The tensors of a lifted module count as such values too, as long as they have the values that the trace has read.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from torch import nn
 
 import ztrans as zt
 from tests.support.lifted import loop_of
+from tests.support.worlds import fake_mesh
+from ztrans.calling.call import BoundCall
 
 X = torch.arange(6.0).view(2, 3)
 
@@ -162,3 +167,163 @@ def check_trained(make_model, x):
     assert torch.equal(outputs[0], loss)
     for name, p in model.named_parameters():
         assert torch.equal(new["params"][name], p), name
+
+
+class KeptMask(nn.Module):
+    """An encoder whose masks were made before the step, and are kept by the module as `keep` does."""
+
+    def __init__(self, keep, mask, padding=None):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2)
+        keep(self, "mask", mask)
+        keep(self, "padding", padding)
+
+    def forward(self, x):
+        length = x.shape[1]
+        return self.layers(x, self.mask[:length, :length], self.padding)
+
+
+def as_frozen_parameter(module, name, x):
+    setattr(module, name, x if x is None else nn.Parameter(x, requires_grad=False))
+
+
+def not_in_files(module, name, x):
+    module.register_buffer(name, x, persistent=False)
+
+
+KEEP = {
+    "attribute": setattr,
+    "buffer": nn.Module.register_buffer,
+    "buffer in no file": not_in_files,
+    "frozen parameter": as_frozen_parameter,
+}
+SENTENCES = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(7)
+
+
+@pytest.mark.parametrize("keep", KEEP.values(), ids=KEEP)
+@pytest.mark.parametrize("mask", [CAUSAL, banded(7)], ids=["causal", "banded"])
+def test_transformers_of_torch_with_masks_that_the_module_keeps(keep, mask):
+    check_trained(lambda: KeptMask(keep, mask.clone()), SENTENCES)
+
+
+@pytest.mark.parametrize("keep", [setattr, nn.Module.register_buffer])
+def test_a_mask_of_padding_that_the_module_keeps(keep):
+    padding = torch.arange(5).expand(2, 5) >= torch.tensor([[4], [5]])
+    check_trained(lambda: KeptMask(keep, CAUSAL < 0, padding), SENTENCES)
+
+
+def trained_with_kept_mask():
+    """A lifted step of a model with a causal mask, its state, and its model."""
+    torch.manual_seed(0)
+    model = KeptMask(nn.Module.register_buffer, CAUSAL.clone())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step, state = zt.lift(loop_of(model, optimizer), model, optimizer)
+    return zt.Step.of(step), state, model
+
+
+def test_the_shards_of_a_kept_mask():
+    """The trace knows the whole mask, and each rank has a part of it."""
+    step, state, _ = trained_with_kept_mask()
+    rows = SENTENCES.repeat(2, 1, 1)
+    wanted, _ = step.lower(state, rows).lockstep(state, [(rows,)])
+    sharded = step.then(zt.shard_params(zt.AbstractMesh(dp=2)))
+    new, _ = sharded.lower(state, SENTENCES).lockstep(state, [(SENTENCES,)] * 2)
+    for name, p in wanted["params"].items():
+        torch.testing.assert_close(new["params"][name], p)
+
+
+def changed_in_place(state):
+    state["buffers"]["mask"].fill_(0.0)
+    return state
+
+
+def replaced(state):
+    return {**state, "buffers": {"mask": torch.zeros(7, 7)}}
+
+
+@pytest.mark.parametrize("change", [changed_in_place, replaced])
+def test_a_program_runs_only_with_the_values_that_its_trace_has_read(change):
+    """They decide which kernel runs, so with other values the program would compute something else."""
+    step, state, model = trained_with_kept_mask()
+    for _ in range(2):
+        state, _ = step(state, SENTENCES)
+    state = change(state)
+    with pytest.raises(ValueError, match=r"state\.buffers\.mask (?s:.)*retrace\(\)"):
+        step(state, SENTENCES)
+    with torch.no_grad():
+        model.mask.zero_()
+    step.retrace()
+    step(state, SENTENCES)
+
+
+def test_a_mask_with_equal_values_is_as_good():
+    step, state, _ = trained_with_kept_mask()
+    state, _ = step(state, SENTENCES)
+    state["buffers"]["mask"] = state["buffers"]["mask"].clone()
+    state, _ = step(state, SENTENCES)
+    state["buffers"]["mask"].mul_(1.0)
+    step(state, SENTENCES)
+
+
+def test_a_rank_compares_its_part_of_a_kept_mask():
+    plain, state, _ = trained_with_kept_mask()
+    with fake_mesh() as mesh:
+        step = plain.then(zt.shard_params(mesh))
+        shards = step.shard(state)
+        recording = step.lower(shards, SENTENCES).recording
+        call = BoundCall.of(recording.function, (shards, SENTENCES), {})
+        recording.local_inputs(call)
+        # This rank has rows 2 and 3 of the mask.
+        mask = shards["buffers"]["mask"].to_local()
+        assert torch.equal(mask, CAUSAL[2:4])
+        mask[0, 0] = -1.0
+        with pytest.raises(ValueError, match=r"state\.buffers\.mask has other values"):
+            recording.local_inputs(call)
+
+
+def test_a_kept_mask_in_inference_mode():
+    """PyTorch does not count the versions of such tensors."""
+    model = KeptMask(nn.Module.register_buffer, CAUSAL.clone())
+    with torch.inference_mode():
+        step, state = zt.lift(lambda x: model(x), model)
+        step = zt.Step.of(step)
+        state = step.shard(state)
+        for _ in range(2):
+            state, _ = step(state, SENTENCES)
+        state["buffers"]["mask"].zero_()
+        with pytest.raises(ValueError, match="other values"):
+            step(state, SENTENCES)
+
+
+class Counting(nn.Module):
+    """It reads a tensor that it then changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        scale = 2.0 if self.count.item() == 0 else 1.0
+        self.count += 1
+        return self.layer(x) * scale
+
+
+def test_a_tensor_of_the_module_that_the_step_changes_is_refused():
+    model = Counting()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step, state = zt.lift(loop_of(model, optimizer), model, optimizer)
+    with pytest.raises(ValueError, match=r"reads a tensor's value(?s:.)*test_known_values.py:\d+"):
+        zt.Step.of(step).lower(state, X)
+
+
+def of_state(state, x):
+    return {"w": state["w"] * (2.0 if state["w"].sum().item() > 3 else 5.0)}, x
+
+
+def test_a_value_of_a_plain_state_is_refused():
+    """Nothing but a lifted module says which leaves stay as they are."""
+    with pytest.raises(ValueError, match=r"reads a tensor's value(?s:.)*test_known_values.py:\d+"):
+        zt.Step.of(of_state).lower({"w": torch.ones(3)}, X)

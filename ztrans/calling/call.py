@@ -41,6 +41,10 @@ class ExtraInputs(abc.ABC):
         """What a program of this function is specialised on, besides arguments and reads, by its names in messages."""
 
     @abc.abstractmethod
+    def known_tensors(self, state: Any) -> Mapping[int, torch.Tensor]:
+        """The tensors whose values leaves of a state have, by the ids of the leaves: a trace may read these values."""
+
+    @abc.abstractmethod
     def check_changed(self, changed: Collection[str]) -> None:
         """Check the names of the leaves of the state that a program of this function changes.
 

@@ -12,7 +12,7 @@ Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,14 +24,24 @@ from ..ir.layout import as_tensor
 from .call import BoundCall
 from .inputs import Inputs, computed_local_part
 from .signature import Constant, Leaf, Surroundings
+from .snapshot import Snapshot
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Guard:
-    """The last call of a program, with the state that it returned. It keeps no tensor alive."""
+    """The last call of a program, with the state that it returned. It keeps no tensor alive.
 
-    def __init__(self, call: BoundCall, surroundings: Surroundings) -> None:
+    Args:
+        call: the call.
+        surroundings: those of the call.
+        snapshots: the leaves of the state whose values the program is for, by position.
+    """
+
+    def __init__(
+        self, call: BoundCall, surroundings: Surroundings, snapshots: Mapping[int, Snapshot]
+    ) -> None:
+        self._snapshots = snapshots
         self._surroundings = surroundings
         self._keywords = call.keywords
         self._state = KnownState(call.state)
@@ -59,6 +69,9 @@ class Guard:
         state = self._state.match(call.state)
         if state is None:
             return None
+        for place, snapshot in self._snapshots.items():
+            if not snapshot.is_unchanged(state, place):
+                return None
         for i in self._inputs:
             if isinstance(arguments[i], torch.Tensor):
                 tensor = computed_local_part(arguments[i])

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..ir.graph import Graph
 from ..ir.layout import as_tensor
+from ..ir.source import Source
 from .errors import bad_state_leaf
 from .host_memory import is_pinned
 from .signature import is_number
@@ -20,6 +21,34 @@ class Inputs(NamedTuple):
 
     state: Sequence[Any]
     tensors: list[torch.Tensor]
+
+
+class KnownValue(NamedTuple):
+    """The value of an input that a step has read while it was traced. Its program is for this value alone.
+
+    Attributes:
+        position: the place of the input among the inputs of the program. It is a leaf of the state.
+        value: the whole value, on the CPU.
+        source: the user's line that has read it first.
+    """
+
+    position: int
+    value: torch.Tensor
+    source: Source | None
+
+    def is_in(self, leaf: torch.Tensor) -> bool:
+        """Whether a leaf has this value, bit for bit; of a DTensor, the part of this rank."""
+        value = self.value
+        if isinstance(leaf, DTensor):
+            # With the source None, nothing is sent.
+            part = distribute_tensor(value, leaf.device_mesh, leaf.placements, src_data_rank=None)
+            value = part.to_local()
+        return torch.equal(_bytes(value), _bytes(local_part(leaf)))
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, on the CPU: NaN equals itself, and 0.0 is not -0.0."""
+    return x.cpu().contiguous().flatten().view(torch.uint8)
 
 
 def check_state(paths: Sequence[str], leaves: Sequence[Any]) -> None:

@@ -56,6 +56,9 @@ from .shared_memory import check_apart_after_step, check_sharing_unchanged
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# Tensors that hold their values themselves, unlike fake tensors and DTensors.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 # The form of PyTorch's optimizers while they are traced: one parameter at a time, because a program has an equation
 # for each in any case, and without reading values.
 _CAPTURABLE = {"foreach": False, "capturable": True}
@@ -120,6 +123,16 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
             "a setting of an optimizer": constants_of(self._optimizers),
             "a setting of the scaler": settings_of(self._scaler),
         }
+
+    def known_tensors(self, state: State) -> Mapping[int, torch.Tensor]:
+        """The tensors of the module that are not trained and have values, by the ids of the leaves of a state."""
+        frozen = {name: p for name, p in self._model.named_parameters() if not p.requires_grad}
+        known = {}
+        for kind, tensors in (("params", frozen), ("buffers", buffers_of(self._model))):
+            for name, x in tensors.items():
+                if name in state[kind] and type(x) in _PLAIN and not x.is_meta:
+                    known[id(state[kind][name])] = x
+        return known
 
     def check_changed(self, changed: Collection[str]) -> None:
         """Raises: TraceError if a program changes one of two buffers that share memory in the module."""

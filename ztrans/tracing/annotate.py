@@ -6,7 +6,7 @@ notes travel in the metadata of the node. A backward operation has the line of t
 number of the running autograd node.
 
 The mode also refuses what a program cannot hold, with the user's line. It returns the result of the operation itself,
-never another one. An operation that reads elements has a result if these depend on no input (see `known_values`).
+never another one. An operation that reads elements has a result if these are known (see `known_values`).
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -36,7 +36,7 @@ from ..ir.op_facts import draws, is_written
 from ..ir.source import Source, user_source, where
 from . import c10d, errors
 from .checkpoints import CheckpointMark, forget_policy, mark_of_operation
-from .known_values import result_of_known
+from .known_values import KnownInputs, result_of_known
 from .regions import Fact
 
 # The operation of `x.device`.
@@ -94,10 +94,11 @@ class Annotate(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, step: str, fakes: FakeTensorMode) -> None:
+    def __init__(self, step: str, fakes: FakeTensorMode, known: KnownInputs) -> None:
         super().__init__()
         self.step = step
         self.fakes = fakes
+        self.known = known
         # The user's lines by the sequence numbers of autograd's nodes.
         self._line_of: dict[int, Source | None] = {}
         self._last_number = torch.autograd._get_sequence_nr() - 1
@@ -130,9 +131,9 @@ class Annotate(TorchDispatchMode):
         else:
             self._check_tensors(func, tensors, line)
             if func in _READS:
-                known = result_of_known(func, args, kwargs)
-                if known is not None:
-                    return known
+                result = result_of_known(func, args, kwargs, self.known, line)
+                if result is not None:
+                    return result
             # An operation of a DTensor is checked when it runs on local tensors.
             if not any(map(is_traceable_wrapper_subclass_type, types)):
                 self._check(func, args, kwargs, line, origin.fact.backward)

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,12 +29,14 @@ from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
 from ..calling.global_state import patched
+from ..calling.inputs import KnownValue
 from . import c10d, loss_scaling
 from .annotate import Annotate
 from .checkpoints import mark_checkpoints
 from .dtensors import unrecorded_layouts
 from .function_mode import StepFunctions
 from .higher_order import any_operands, attention_on_every_device
+from .known_values import KnownInputs
 from .triton_kernels import record_launches
 
 # The releases of torch that ztrans works with, as in pyproject.toml.
@@ -67,11 +69,13 @@ class FxTrace(NamedTuple):
         module: the FX graph. It takes the tensors of the inputs, and returns the tensors among the results.
         leaves: the leaves of the result: tensors without values, and constants.
         out_tree: the tree of the result.
+        known: the values of inputs that the function has read.
     """
 
     module: fx.GraphModule
     leaves: Sequence[Any]
     out_tree: pytree.TreeSpec
+    known: Sequence[KnownValue]
 
 
 def trace_by_make_fx(
@@ -79,8 +83,11 @@ def trace_by_make_fx(
     make_inputs: Callable[[], list[torch.Tensor]],
     names: Sequence[str],
     step: str,
+    known: Mapping[int, torch.Tensor],
 ) -> FxTrace:
     """Trace `call(make_inputs())`. Errors call the inputs by their `names`.
+
+    The function may read the values of inputs that are `known`, by position.
 
     Raises: ValueError if the function does something that a program cannot express (see `annotate`).
     """
@@ -89,13 +96,16 @@ def trace_by_make_fx(
 
     _complete_fake_rules()
     results: tuple[list[Any], pytree.TreeSpec] = ([], pytree.tree_structure(()))
+    values_read: list[KnownValue] = []
     fakes = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
 
     # `user_source` ends its search at this function, by its name.
     def run_traced(*tensors: torch.Tensor) -> list[torch.Tensor]:
         nonlocal results
-        with Annotate(step, fakes), StepFunctions(step, dict(zip(names, tensors))):
+        inputs = KnownInputs(known, tensors)
+        with Annotate(step, fakes, inputs), StepFunctions(step, dict(zip(names, tensors))):
             results = pytree.tree_flatten(call(tensors))
+        values_read.extend(inputs.read.values())
         return [x for x in results[0] if isinstance(x, torch.Tensor)]
 
     with _settings(), fakes:
@@ -119,7 +129,7 @@ def trace_by_make_fx(
     # add 510 entries, 0.8 MiB. To forget them costs the next trace some of its speed, and no result.
     if len(FakeTensorMode.cache) > _MOST_FAKE_RESULTS:
         FakeTensorMode.cache_clear()
-    return FxTrace(module, *results)
+    return FxTrace(module, *results, values_read)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,10 @@
-"""The values of tensors that depend on no input of a step, computed while the step is traced.
+"""The values of tensors that no call of a step changes, computed while the step is traced.
 
 Code may read such a value: `nn.TransformerEncoder` asks whether a mask is causal, and a model asks how long a table of
 its own is. The trace has recorded what computes it, so these operations run here, once, on tensors with values.
+
+They may start from literals and shapes, and from inputs whose values are known: the tensors of a lifted module. A
+program that has read one is for these values alone. So it may not change them, and a call with others is refused.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -9,7 +12,7 @@ Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,12 +22,44 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..calling.inputs import KnownValue
 from ..ir.nested import tensors_in
 from ..ir.op_facts import draws, is_written
+from ..ir.source import Source
 
 
-def result_of_known(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The result of an operation on values, or None if one of its tensors depends on an input of the step.
+class KnownInputs:
+    """The inputs of a step whose values are known, and what its trace has read of them.
+
+    Args:
+        values: their values, by position among the inputs.
+        inputs: the tensors of the trace that stand for all inputs.
+    """
+
+    def __init__(self, values: Mapping[int, torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        mode: Any = get_proxy_mode()
+        self._values = values
+        self._positions: dict[fx.Node, int] = {}
+        for i in values:
+            self._positions[get_proxy_slot(inputs[i], mode.tracer).proxy.node] = i
+        self.read: dict[int, KnownValue] = {}
+
+    def __contains__(self, node: fx.Node) -> bool:
+        return node in self._positions
+
+    def value(self, node: fx.Node, line: Source | None) -> torch.Tensor:
+        """The value of an input, on the CPU, which the user's `line` reads."""
+        i = self._positions[node]
+        if i not in self.read:
+            copy = self._values[i].detach().to("cpu", copy=True)
+            self.read[i] = KnownValue(i, copy, line)
+        return self.read[i].value
+
+
+def result_of_known(
+    op: Any, args: Sequence[Any], kwargs: dict[str, Any], inputs: KnownInputs, line: Source | None
+) -> Any:
+    """The result of an operation on values, or None if one of its tensors depends on an input of unknown value.
 
     All tensors among the arguments are tensors of the trace that is under way.
     """
@@ -36,13 +71,18 @@ def result_of_known(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
         if slot is None:
             return None
         nodes[id(x)] = slot.proxy.node
-    needed = _needed(tracer.graph, nodes.values())
+    needed = _needed(tracer.graph, nodes.values(), inputs)
     if needed is None:
         return None
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         values: dict[fx.Node, Any] = {}
         for node in tracer.graph.nodes:
-            if node in needed:
+            if node not in needed:
+                continue
+            if node in inputs:
+                # A write of the step must not reach the value that a call is compared with.
+                values[node] = inputs.value(node, line).clone()
+            else:
                 values[node] = _computed(node, tracer.root, values)
         args, kwargs = pytree.tree_map_only(
             torch.Tensor, lambda x: values[nodes[id(x)]], (args, kwargs)
@@ -50,8 +90,8 @@ def result_of_known(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
         return op(*args, **kwargs)
 
 
-def _needed(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node] | None:
-    """The nodes that compute the values of `nodes`, or None if these depend on an input, a draw or other ranks.
+def _needed(graph: fx.Graph, nodes: Iterable[fx.Node], inputs: KnownInputs) -> set[fx.Node] | None:
+    """The nodes that compute the values of `nodes`, or None if these depend on another input, a draw or other ranks.
 
     What has written into the memory of one of them, through whatever view, is one of them too.
     """
@@ -63,7 +103,7 @@ def _needed(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node] | None:
         node = found.pop()
         if node in needed:
             continue
-        if not _is_computed_alone(node):
+        if node not in inputs and not _is_computed_alone(node):
             return None
         needed.add(node)
         storages |= _storages([node])

@@ -11,10 +11,11 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from ..calling.call import BoundCall, StepFunction
-from ..calling.inputs import Inputs, computed_local_part, local_part
+from ..calling.inputs import Inputs, KnownValue, computed_local_part, local_part
 from ..calling.signature import Abstract, Signature, device_of_program
 from ..calling.trees import opened
 from ..ir.graph import Graph
+from ..ir.source import Source, where
 from ..ir.user_sharding import UserSharding
 
 
@@ -31,6 +32,7 @@ class Recording:
         function: the function of the step.
         axes: for each input, the mesh axes over which transforms distribute it.
         user_shardings: for each input, how the step itself divides it.
+        known: the values of leaves of the state that the step has read.
     """
 
     graph: Graph
@@ -40,6 +42,7 @@ class Recording:
     function: StepFunction = field(compare=False, repr=False)
     axes: tuple[tuple[str, ...], ...]
     user_shardings: tuple[UserSharding | None, ...]
+    known: tuple[KnownValue, ...] = field(compare=False, repr=False)
 
     @property
     def paths_of_inputs(self) -> list[str]:
@@ -66,7 +69,8 @@ class Recording:
     def local_inputs(self, call: BoundCall) -> Inputs:
         """The inputs of the program in a call that fits, and this rank's part of each as a tensor.
 
-        Raises: TypeError for an input that the step divides in another way.
+        Raises: TypeError for an input that the step divides in another way; ValueError for a leaf without the value
+            that the step has read while it was traced.
         """
         signature = self.signature
         leaves = pytree.tree_leaves(call.tree())
@@ -83,7 +87,12 @@ class Recording:
             # The state is written in place, so it is never copied. What is only read may be.
             is_state = i < signature.num_state
             tensors.append(local_part(leaf) if is_state else computed_local_part(leaf))
-        return Inputs(leaves[: signature.num_state], tensors)
+        state = leaves[: signature.num_state]
+        for known in self.known:
+            if not known.is_in(state[known.position]):
+                path = signature.paths[known.position]
+                raise _other_value(self.graph.name, path, known.source)
+        return Inputs(state, tensors)
 
     def tree_of_results(self, added_outputs: Sequence[str]) -> pytree.TreeSpec:
         """The tree of what a step returns: `(state, output)`, or `(state, (output, added))` with a dict of outputs that
@@ -93,6 +102,16 @@ class Recording:
         state, output = pytree.tree_unflatten([0] * self.out_tree.num_leaves, self.out_tree)
         added: dict[str, Any] = dict.fromkeys(added_outputs, 0)
         return pytree.tree_structure((state, (opened(output), added)))
+
+
+def _other_value(name: str, path: str, source: Source | None) -> ValueError:
+    """A state in which a leaf has another value than the module had when the step was traced."""
+    return ValueError(
+        f"{name}: {path} has other values than it had when the step was traced, which read them.\n"
+        f"  at {where(source)}\n"
+        f"Write the new values into the module too, as zt.write_back(model, optimizer, step.unshard(state)) does, and "
+        f"call step.retrace(). Or let the step not depend on them: pass a bool."
+    )
 
 
 def _misfit(name: str, changes: Sequence[str]) -> TypeError:

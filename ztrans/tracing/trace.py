@@ -7,12 +7,12 @@ values that it reads is refused (see `purity`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
@@ -27,8 +27,8 @@ from ..ir.graph import Eqn, Graph, MemoryKind, Var, dce
 from ..ir.recompute import checkpointed
 from ..ir.user_sharding import UserSharding
 from .dtensors import as_dtensor, in_layout, refuse_wrappers, spec_of
-from .errors import divided_batch, unequal_parts
-from .fx_trace import check_torch, trace_by_make_fx
+from .errors import divided_batch, reads_changed, unequal_parts
+from .fx_trace import FxTrace, check_torch, trace_by_make_fx
 from .import_fx import import_fx
 from .recording import Recording
 from .regions import Fact, label_regions
@@ -70,19 +70,20 @@ def trace(
     step = _FlatStep(fn, name, part, _leaves_of(part, function, axes, memories))
 
     def record() -> Recording:
-        graph, module, out_tree = _traced_graph(step, device)
+        graph, traced = _traced_graph(step, device)
         if function.extra is not None:
             pairs = zip(graph.inputs, graph.outputs[: graph.num_state])
             function.extra.check_changed({old.name for old, new in pairs if new is not old})
         return Recording(
             graph=graph,
-            fx=module,
-            out_tree=out_tree,
+            fx=traced.module,
+            out_tree=traced.out_tree,
             # A trace may change what the step reads: the program is for what is there after it.
             signature=Signature.of(call, function),
             function=function,
             axes=tuple(leaf.axes for leaf in step.inputs),
             user_shardings=tuple(leaf.user_sharding for leaf in step.inputs),
+            known=tuple(traced.known),
         )
 
     return trace_without_side_effects(record, function.reads, name)
@@ -101,6 +102,7 @@ class _Leaf(NamedTuple):
         spec: the layout in which the step sees it, if the step itself divides it.
         is_state: whether it belongs to the state.
         in_batch: whether it is a tensor of the batch, which differs from rank to rank.
+        known: the tensor whose value it has, if the step may read it while it is traced.
     """
 
     value: Any
@@ -112,6 +114,7 @@ class _Leaf(NamedTuple):
     spec: Any
     is_state: bool
     in_batch: bool
+    known: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -149,10 +152,8 @@ class _FlatStep:
         return _local_results(self.state, *result)
 
 
-def _traced_graph(
-    step: _FlatStep, device_of_meta: str | None
-) -> tuple[Graph, fx.GraphModule, pytree.TreeSpec]:
-    """The program of a step, the FX graph that it comes from, and the tree of what the step returns."""
+def _traced_graph(step: _FlatStep, device_of_meta: str | None) -> tuple[Graph, FxTrace]:
+    """The program of a step, and the trace that it comes from."""
     device = device_of_program(leaf.abstract for leaf in step.inputs)
     # `device` may name one GPU of several, on which meta leaves are then traced too.
     is_of_this_type = device != "meta" and device_of_meta == torch.device(device).type
@@ -160,7 +161,9 @@ def _traced_graph(
         # A program without tensors on a device is planned for GPUs, which may not be there to trace on.
         device_of_meta = "cpu" if device == "meta" else device
     names = [leaf.name for leaf in step.inputs]
-    traced = trace_by_make_fx(step, lambda: step.empty_inputs(device_of_meta), names, step.name)
+    known = {i: leaf.known for i, leaf in enumerate(step.inputs) if leaf.known is not None}
+    make_inputs = functools.partial(step.empty_inputs, device_of_meta)
+    traced = trace_by_make_fx(step, make_inputs, names, step.name, known)
 
     variables: list[Var] = []
     batch: set[Var] = set()
@@ -191,9 +194,12 @@ def _traced_graph(
         leaf_shapes=tuple(tuple(getattr(leaf.value, "shape", ())) for leaf in step.state),
     )
     _check_state(graph, step.state)
+    for value in traced.known:
+        if graph.outputs[value.position] is not graph.inputs[value.position]:
+            raise reads_changed(step.inputs[value.position].path, value.source, step.name)
     graph = _annotated(graph, facts)
     graph = with_kernels_chosen(graph, device == "cpu")
-    return graph, traced.module, traced.out_tree
+    return graph, traced
 
 
 def _leaves_of(
@@ -210,6 +216,9 @@ def _leaves_of(
     names, paths = leaf_names(call.parameters(function), call.tree())
     num_state = len(pytree.tree_leaves(call.state))
     end_of_batch = len(values) - len(pytree.tree_leaves(call.extra))
+    known: Mapping[int, torch.Tensor] = {}
+    if function.extra is not None:
+        known = function.extra.known_tensors(call.state)
     refuse_wrappers(zip(paths, values))
     check_state(paths, values[:num_state])
     leaves = []
@@ -235,6 +244,7 @@ def _leaves_of(
             spec=spec_of(value, user_sharding),
             is_state=is_state,
             in_batch=num_state <= i < end_of_batch and isinstance(value, torch.Tensor),
+            known=known.get(id(value)) if is_state else None,
         )
         leaves.append(leaf)
     return leaves
