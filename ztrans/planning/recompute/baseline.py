@@ -22,6 +22,7 @@ from ...ir.cheap_values import cheap_values
 from ...ir.graph import Graph, Var
 from ...ir.keep_on_host import values_for_backward
 from ...ir.micro_batches import is_cut, micro_batch_programs
+from ...ir.op_facts import is_matmul
 from ..buffers import by_operation, local_bytes
 from ..cluster import Cluster
 from ..cost import memory
@@ -157,13 +158,16 @@ def problem_of(residency: Residency, baseline: Problem) -> Problem:
     at_places = np.array(baseline.live_at_places)
     at_places[:-1] += more
     seconds = list(baseline.seconds)
+    matmul = list(baseline.matmul)
     for i in residency.repeated:
         place = residency.runs_at[i]
         if place != NOWHERE:
             seconds[place] += model.computations[i].seconds
+            matmul[place] += is_matmul(model.computations[i].eqn)
     return dataclasses.replace(
         baseline,
         seconds=tuple(seconds),
+        matmul=tuple(matmul),
         live=tuple((np.array(baseline.live) + more).tolist()),
         live_at_places=tuple(at_places.tolist()),
     )

@@ -218,7 +218,7 @@ class Problem:
     An operation whose compute is among the `updates` takes no seconds.
 
     Attributes:
-        seconds, matmul: by operation, its seconds, and whether it is a matrix product, or takes as long as one.
+        seconds, matmul: by operation, its seconds, and how many matrix products, or what takes as long as one, it has.
         live, live_at_places: bytes that are live in every schedule: by operation, and by place, if they are known.
         gathers, reductions: in order of use, and in order of birth.
         memory: bytes that may be live.
@@ -231,7 +231,7 @@ class Problem:
 
     seconds: tuple[float, ...]
     live: tuple[int, ...]
-    matmul: tuple[bool, ...]
+    matmul: tuple[int, ...]
     gathers: tuple[Gather, ...]
     reductions: tuple[Reduction, ...]
     wires: Mapping[Hashable, Wire] = field(hash=False)
