@@ -13,14 +13,16 @@ from __future__ import annotations
 import argparse
 import os
 import queue
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .mutations import ROOT, Mutation, draw
@@ -31,8 +33,12 @@ REQUIRED = 0.95
 
 # A test that a mutation makes hang fails after these seconds. The nearest tests of a mutation have these in all: what
 # none of them has noticed by then has survived.
-SECONDS_OF_A_TEST = 60
+SECONDS_OF_A_TEST = 90
 SECONDS_OF_A_MUTATION = 240
+
+INTERPRETED = "tests/ops/interpreted/"
+STARTED = re.compile(r"((?:tests|ztrans)/\S+\.py::.+?)(?: [A-Z]+ .*| Timeout .*|\s*)$")
+NO_TESTS = 5  # how pytest ends if it collects no test
 
 
 def main() -> int:
@@ -48,20 +54,26 @@ def main() -> int:
         for mutation in drawn:
             print(mutation.key, *nearest_tests(mutation.module), sep="\n    ")
         return 0
-    outcomes: Counter[str] = Counter()
+    if not args.only:
+        for key in harmless.keys() - {m.key for m in drawn}:
+            print(f"no longer drawn, so not needed in {HARMLESS.name}: {key}")
+    pending = [m for m in drawn if m.key not in harmless]
+    killers: list[str | None] = []
     with copies(args.jobs) as free, ThreadPoolExecutor(args.jobs) as threads:
-        pending = [m for m in drawn if m.key not in harmless]
-        outcomes["harmless"] = len(drawn) - len(pending)
-        for mutation, killer in zip(
-            pending, threads.map(lambda m: run_tests(m, free), pending), strict=True
-        ):
+        results = threads.map(lambda m: run_tests(m, free), pending)
+        for mutation, (killer, seconds) in zip(pending, results, strict=True):
+            killers.append(killer)
             outcome = "killed" if killer else "survived"
-            outcomes[outcome] += 1
-            print(f"{outcome:9} {mutation.key}{f'   {killer}' if killer else ''}", flush=True)
-    noticed = outcomes["killed"] / max(1, len(pending))
+            by = f"   {killer}" if killer else ""
+            print(f"{outcome:9}{seconds:4.0f} s  {mutation.key}{by}", flush=True)
+        always_fail = tests_that_fail(free.get(), [test for test in killers if test])
+    for test in always_fail:
+        print(f"fails without any mutation: {test}")
+    killed = sum(killer is not None and killer not in always_fail for killer in killers)
+    noticed = killed / max(1, len(pending))
     print(
-        f"{len(drawn)} mutations: {outcomes['killed']} killed, {outcomes['survived']} survived, "
-        f"{outcomes['harmless']} listed as harmless. {noticed:.1%} of the others are noticed."
+        f"{len(drawn)} mutations: {killed} killed, {len(pending) - killed} survived, "
+        f"{len(drawn) - len(pending)} listed as harmless. {noticed:.1%} of the others are noticed."
     )
     return noticed < REQUIRED
 
@@ -85,41 +97,78 @@ def copies(count: int) -> Iterator[queue.Queue[Path]]:
         yield free
 
 
-def run_tests(mutation: Mutation, free: queue.Queue[Path]) -> str | None:
-    """The test that notices a mutation, or None."""
+def run_tests(mutation: Mutation, free: queue.Queue[Path]) -> tuple[str | None, float]:
+    """The test that notices a mutation, or None, and the seconds until then."""
     copy = free.get()
     path = copy / mutation.path
     source = path.read_text()
+    begin = time.monotonic()
     try:
         path.write_text(mutation.code())
-        return first_failure(copy, nearest_tests(mutation.module))
+        return first_failure(copy, nearest_tests(mutation.module)), time.monotonic() - begin
     finally:
         path.write_text(source)
         free.put(copy)
 
 
 def first_failure(copy: Path, tests: list[str]) -> str | None:
-    """The first test that fails, as pytest names it."""
+    """The first test that fails or does not end, or how pytest itself ended."""
+    begin = time.monotonic()
+    for group in split_by_interpreter(tests):
+        left = begin + SECONDS_OF_A_MUTATION - time.monotonic()
+        options = ("-v", "-x", "-p", "tests.mutants.nearest_first")
+        try:
+            code, lines = run_pytest(copy, *options, *group, seconds=left)
+        except subprocess.TimeoutExpired:
+            return None
+        if code not in (0, NO_TESTS):
+            started = [match[1] for line in lines if (match := STARTED.match(line))]
+            return next(iter(failed_tests(lines) or started[-1:]), f"pytest ended with {code}")
+    return None
+
+
+def tests_that_fail(copy: Path, tests: list[str]) -> set[str]:
+    """Which of these tests fail without any mutation: what they noticed was something else."""
+    named = sorted({test for test in tests if "::" in test})
+    lines = [line for group in split_by_interpreter(named) for line in run_pytest(copy, *group)[1]]
+    return set(failed_tests(lines))
+
+
+def split_by_interpreter(tests: list[str]) -> list[list[str]]:
+    """Tests for one run of pytest each: those of kernels need Triton's interpreter from the start."""
+    interpreted = [test for test in tests if INTERPRETED in test]
+    others = [test for test in tests if INTERPRETED not in test]
+    return [group for group in (others, interpreted) if group]
+
+
+def failed_tests(lines: list[str]) -> list[str]:
+    failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    return [line.split(" - ")[0].split(" ", 1)[1] for line in failed]
+
+
+def run_pytest(copy: Path, *arguments: str, seconds: float | None = None) -> tuple[int, list[str]]:
+    """How pytest ends in a copy of the project, and its lines. The processes of its tests end with it."""
     command = [
-        *(sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider"),
-        *("-m", "not exhaustive", "-o", f"faulthandler_timeout={SECONDS_OF_A_TEST}", *tests),
+        *(sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"),
+        *("-m", "not exhaustive", "-o", f"faulthandler_timeout={SECONDS_OF_A_TEST}", *arguments),
     ]
-    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    interpreted = {"TRITON_INTERPRET": "1"} if INTERPRETED in arguments[-1] else {}
+    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", **interpreted}
+    process = subprocess.Popen(
+        command,
+        cwd=copy,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(
-            command,
-            cwd=copy,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS_OF_A_MUTATION,
-        )
-    except subprocess.TimeoutExpired:
-        return None
-    if done.returncode == 0:
-        return None
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return failed[0].split(" - ")[0] if failed else f"pytest ended with {done.returncode}"
+        output, _ = process.communicate(timeout=seconds)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, output.splitlines()
 
 
 if __name__ == "__main__":

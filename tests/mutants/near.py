@@ -8,23 +8,27 @@ TESTS = Path(__file__).parents[1]
 
 # Modules that have no test file of their name, or whose name alone does not say where their behaviour is tested.
 NEAR = {
-    "ops.all_gather": "ops/test_contracts ops/test_launches ops/test_interpreted",
-    "ops.barrier": "ops/test_contracts runtime/cuda/test_symmetric ops/test_interpreted",
-    "ops.cast_pack": "ops/test_contracts ops/test_launches ops/test_interpreted",
-    "ops.fused_adamw": "ops/test_fused_adamw ops/test_contracts ops/test_interpreted",
-    "ops.kernel": "ops/test_launches ops/test_contracts ops/test_interpreted",
+    "compiled": "test_stages test_step runtime/cuda/test_graph_capture test_mistakes runtime/test_carried",
+    "stages": "test_stages test_step test_fitting",
+    "ops.all_gather": "ops/test_contracts ops/test_launches ops/interpreted/test_collectives",
+    "ops.barrier": "ops/test_contracts runtime/cuda/test_symmetric ops/interpreted/test_collectives",
+    "ops.cast_pack": "ops/test_contracts ops/test_launches ops/interpreted/test_moves",
+    "ops.fused_adamw": "ops/test_fused_adamw ops/test_contracts ops/interpreted/test_updates",
+    "ops.kernel": "ops/test_launches ops/test_contracts ops/interpreted/test_moves",
     "ops.marks": "tracing/test_gradient_marks tracing/test_import_fx ops/test_contracts",
-    "ops.move": "ops/test_contracts ops/test_launches ops/test_interpreted",
+    "ops.move": "ops/test_contracts ops/test_launches ops/interpreted/test_moves",
     "ops.operation": "ops/test_contracts",
-    "ops.reduce": "ops/test_contracts ops/test_interpreted",
-    "ops.reduce_scatter": "ops/test_contracts ops/test_launches ops/test_interpreted",
-    "ops.sum_terms": "ops/test_contracts ops/test_launches ops/test_interpreted",
+    "ops.reduce": "ops/test_contracts ops/interpreted/test_collectives",
+    "ops.reduce_scatter": "ops/test_contracts ops/test_launches ops/interpreted/test_collectives",
+    "ops.sum_terms": "ops/test_contracts ops/test_launches ops/interpreted/test_sum_terms",
     "ops.symmetric": "runtime/cuda/test_symmetric ops/test_contracts",
-    "ops.tables": "ops/test_contracts ops/test_launches ops/test_interpreted",
-    "ops.unpack": "ops/test_contracts ops/test_launches ops/test_interpreted",
+    "ops.tables": "ops/test_contracts ops/test_launches ops/interpreted/test_moves",
+    "ops.unpack": "ops/test_contracts ops/test_launches ops/interpreted/test_moves",
+    "calling.errors": "test_errors calling/test_guard calling/test_call",
     "calling.global_state": "calling/test_purity tracing/test_fx_trace calling/test_guard",
     "calling.host_memory": "transforms/test_offload calling/test_guard",
     "calling.inputs": "calling/test_guard calling/test_call test_mistakes test_errors",
+    "calling.meta_leaves": "lift/test_optimizer_state test_mistakes lift/test_lift",
     "calling.next_draws": "calling/test_purity tracing/test_trace",
     "calling.snapshot": "runtime/test_carried transforms/test_across_steps",
     "ir.across_steps": "transforms/test_across_steps runtime/test_carried",
@@ -34,6 +38,8 @@ NEAR = {
     "ir.cheap_values": "transforms/test_remat transforms/test_remat_memory",
     "ir.dependencies": "ir/test_graph planning/test_skeleton transforms/test_delay_weight_grads",
     "ir.differences": "ir/test_printer ir/test_graph transforms/test_prefetch",
+    "ir.flex_attention": "tracing/test_higher_order runtime/test_flex_attention",
+    "ir.higher_order": "tracing/test_higher_order planning/test_flops",
     "ir.layout": "transforms/test_dims runtime/test_sent_terms transforms/test_axes laws/test_empty_parts",
     "ir.liveness": "planning/test_cost ir/test_collectives ir/test_donation",
     "ir.marks": "ir/test_graph ir/test_collectives transforms/test_shard_params",
@@ -42,6 +48,7 @@ NEAR = {
     "ir.nested": "tracing/test_higher_order ir/test_printer",
     "ir.pairing": "ir/test_collectives planning/test_place_copies ir/test_verifier",
     "ir.redistribute": "tracing/test_dtensors transforms/test_update_values transforms/test_axes",
+    "ir.result_types": "ir/test_verifier ir/test_operations",
     "ir.rules": "ir/test_verifier ir/test_collectives ir/test_copies",
     "ir.triton_launch": "tracing/test_triton_kernels",
     "ir.user_collectives": "tracing/test_c10d transforms/test_axes transforms/test_delay_weight_grads",
@@ -86,6 +93,8 @@ NEAR = {
     "runtime.checkpoints.load": "runtime/checkpoints/test_save_and_load",
     "runtime.checkpoints.save": "runtime/checkpoints/test_save_and_load",
     "runtime.collectives": "runtime/test_sent_terms runtime/test_codegen runtime/test_distributed",
+    "runtime.cuda.connect": "runtime/cuda/test_nccl runtime/test_process_groups",
+    "runtime.cuda.hierarchical": "runtime/cuda/test_nccl runtime/cuda/test_streams",
     "runtime.cuda.host_copies": "runtime/cuda/test_host_copies",
     "runtime.cuda.transport": "runtime/cuda/test_symmetric runtime/cuda/test_streams",
     "runtime.host_copies": "transforms/test_offload runtime/cuda/test_host_copies",
@@ -96,7 +105,9 @@ NEAR = {
     "runtime.state": "test_step test_mistakes test_errors runtime/test_distributed",
     "runtime.transport": "runtime/cuda/test_streams runtime/test_codegen",
     "runtime.update_hash": "runtime/test_contract tracing/test_c10d",
+    "runtime.watching": "runtime/test_watch",
     "testing.laws": "testing/test_check_laws",
+    "tracing.errors": "test_errors test_mistakes tracing/test_trace",
     "tracing.function_mode": "tracing/test_gradient_marks tracing/test_trace tracing/test_annotate",
     "tracing.functionalize": "tracing/test_one_field tracing/test_import_fx tracing/test_trace",
     "tracing.loss_scaling": "lift/test_gradients lift/test_loops",
@@ -115,10 +126,10 @@ NEAR = {
 
 
 def nearest_tests(module: str) -> list[str]:
-    """The test files of a module, the nearest first, as paths from the project's root.
+    """The examples of a module's docstrings and its test files, the nearest first, as paths from the project's root.
 
-    >>> nearest_tests("ir.verifier")
-    ['tests/ir/test_verifier.py']
+    >>> nearest_tests("ir.printer")
+    ['ztrans/ir/printer.py', 'tests/ir/test_printer.py']
     """
     *package, name = module.split(".")
     folder = TESTS.joinpath(*package)
@@ -131,4 +142,7 @@ def nearest_tests(module: str) -> list[str]:
     missing = [str(path) for path in listed if not path.exists()]
     if missing or not listed:
         raise ValueError(f"{module}: no nearest tests, or they are gone: {missing}")
+    examples = TESTS.parent.joinpath("ztrans", *package, f"{name}.py")
+    if ">>>" in examples.read_text():
+        listed.insert(0, examples)
     return [str(path.relative_to(TESTS.parent)) for path in listed]
