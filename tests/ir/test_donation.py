@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import ztrans as zt
 from tests.support.programs import CASES
@@ -127,6 +128,49 @@ def test_a_batch_norm_writes_its_statistics_in_place():
     new, output = zt.Step.of(step)(state, x)
     assert [v.data_ptr() for v in new.values()] == addresses
     assert torch.equal(output, y) and all(torch.equal(new[k], expected[k]) for k in expected)
+
+
+ADAM = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8}
+
+
+def in_place_adam(lists, gradients, **options):
+    copies = [[x.clone() for x in each] for each in lists]
+    before = sum(gradients)
+    torch._fused_adam_(copies[0], gradients, *copies[1:3], [], copies[3], **options)
+    return copies, before, sum(gradients)
+
+
+def functional_adam(lists, gradients, **options):
+    new = aten._fused_adam.default(lists[0], gradients, *lists[1:3], [], lists[3], **options)
+    return [new[0], new[2], new[3], lists[3]], sum(gradients), sum(new[1])
+
+
+@pytest.mark.parametrize("adam", [in_place_adam, functional_adam])
+def test_a_fused_optimizer_that_unscales_gradients_writes_over_none_that_is_read_later(adam):
+    """With `grad_scale` the twin that writes in place writes the gradients too."""
+
+    def step(state, x):
+        options = dict(**ADAM, amsgrad=False, maximize=False, found_inf=state["inf"])
+        lists, before, after = adam(
+            state["lists"], [x * 4, x * 8], grad_scale=state["scale"], **options
+        )
+        return {**state, "lists": lists}, (before, after)
+
+    def make_state():
+        matrices = [[torch.full((3,), value) for _ in range(2)] for value in (1.0, 0.0, 0.0)]
+        counts = [torch.ones(()) for _ in range(2)]
+        return {
+            "lists": [*matrices, counts],
+            "scale": torch.tensor(4.0),
+            "inf": torch.zeros(()),
+        }
+
+    x = torch.arange(1.0, 4.0)
+    (expected, outputs), (new, found) = step(make_state(), x), zt.Step.of(step)(make_state(), x)
+    assert torch.equal(outputs[0], 12 * x) and torch.equal(outputs[1], 3 * x)
+    assert torch.equal(found[0], outputs[0]) and torch.equal(found[1], outputs[1])
+    for mine, theirs in zip(tree_leaves(new["lists"]), tree_leaves(expected["lists"])):
+        assert torch.equal(mine, theirs)
 
 
 def test_a_view_that_the_schema_does_not_declare_is_not_overwritten_before_its_argument_is_read():

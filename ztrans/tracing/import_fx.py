@@ -142,7 +142,7 @@ def _operation(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -
     if name in _OURS:
         return _mark(builder, _OURS[name], args[0], args[1], val)
     if op_facts(op).fused_update:
-        return _per_member(builder, op, args, kwargs)
+        return _per_member(builder, op, args, kwargs, val)
     if op_facts(op).view and isinstance(args[0], Alias):
         return _view(builder, op, args, kwargs, val)
     if name in _BATCH_NORMS:
@@ -338,15 +338,27 @@ def _written_value(builder: Builder, op: Any, new: Any, old: Var) -> Var:
     return new
 
 
-def _per_member(builder: Builder, op: Any, args: tuple, kwargs: dict) -> None:
-    """Import `_fused_adamw_` and others as one update per parameter."""
+def _per_member(
+    builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any
+) -> tuple[list[Alias], ...] | None:
+    """Import `_fused_adamw_`, its functional form and others as one update per parameter."""
+    is_functional = not any(map(is_written, op._schema.arguments))
+    columns: tuple[list[Alias], ...] = tuple([] for _ in op._schema.returns)
     for i in range(len(args[0])):
         of_member = []
         for argument in args:
             # By slices, because some of the lists are empty.
             is_list = isinstance(argument, list)
             of_member.append(argument[i : i + 1] if is_list else argument)
-        _in_place(builder, op, of_member, kwargs)
+        if not is_functional:
+            _in_place(builder, op, of_member, kwargs)
+            continue
+        written = [(column, x[i]) for column, x in zip(columns, val) if x]
+        like = [x for _, x in written]
+        values = builder.emit(op, builder.read(of_member), _options(builder, kwargs), like)
+        for (column, _), value in zip(written, values):
+            column.append(Alias.of(value))
+    return columns if is_functional else None
 
 
 def _higher_order(builder: Builder, node: fx.Node, args: tuple, kwargs: dict) -> Any:
