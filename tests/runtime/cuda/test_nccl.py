@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from datetime import timedelta
 from types import SimpleNamespace
@@ -142,6 +143,38 @@ def test_the_first_level_of_a_message_runs_beside_the_second_level_of_the_one_be
     assert lane not in first_of_next[2], "it does not wait for the second level before it"
     assert first[2][inside_lane] <= second[2][inside_lane] < first_of_next[2][inside_lane]
     assert second[2][lane] < second_of_next[2][lane]
+
+
+class OutOfMemory(Exception):
+    """The error of a step."""
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_step_that_fails_in_a_hierarchical_message_frees_no_memory_in_use(monkeypatch, call):
+    """The first level may still read the terms, and write the sums, when the launch of the second level fails."""
+    hosts = Hosts(6, 2)
+    eqn = scatter([(6 * 2**15 - 1,)], "mean", F32, BF16)
+    calls = []
+
+    def all_to_all(into, terms, group, ranks):
+        into.copy_(terms[: len(into)])
+        calls.append(group)
+        if len(calls) == call:
+            raise OutOfMemory
+
+    monkeypatch.setattr("ztrans.runtime.cuda.hierarchical.all_to_all", all_to_all)
+    inside, between = (Rank(Fabric(6), 1, hosts) for _ in range(2))
+    (term,) = random_terms(eqn, 1)[0]
+    with Races() as cuda:
+        transport = Transport("hierarchical", "reduce_scatter", "a double")
+        common = eqn, {"dp": 6}, {"dp": 1}, between, Streams(cuda), transport
+        start = HierarchicalStart(inside, *common)
+        with pytest.raises(OutOfMemory):
+            start(term)
+        start.join()  # as an executable does after an error
+        gc.collect()
+        tensors = [torch.empty(size).fill_(1.0) for size in 6 * [64, 2**12, 2**15, 2**17]]
+    assert len(calls) == call and tensors and cuda.races == []
 
 
 @pytest.mark.parametrize(
