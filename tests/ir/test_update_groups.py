@@ -18,7 +18,7 @@ from tests.support.worlds import ALL, on_ranks
 from ztrans.ir.collectives import is_start, rules
 from ztrans.ir.graph import Eqn, Var
 from ztrans.ir.op_facts import op_facts
-from ztrans.ir.update_groups import group_updates, list_call
+from ztrans.ir.update_groups import group_updates, has_list_form, list_call
 from ztrans.planning.cost import launches, memory
 
 aten = torch.ops.aten
@@ -289,3 +289,13 @@ def test_list_calls():
     )
     assert of(aten.addcmul.default, (x, u, u), (y, v, v))[1] == ([x, y], [u, v], [u, v])
     assert of(aten.addcmul.default, (x, u, rate), (y, v, rate))[1] == ([x, y], [u, v], [rate, rate])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_half_precision_has_no_list_form(dtype):
+    """On GPUs an operation over lists rounds a number to half precision first, and a single operation does not."""
+    x, new = Var("x", dtype, (2,)), Var("new", dtype, (2,))
+    wide = Var("wide", torch.float32, (2,))
+    has_form = dtype == torch.float32
+    assert has_list_form(Eqn(aten.mul.Tensor, (x, 2.0), (new,))) == has_form
+    assert has_list_form(Eqn(aten.add.Tensor, (wide, x), (wide,))) == has_form

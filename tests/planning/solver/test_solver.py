@@ -645,6 +645,17 @@ def test_the_bound_adds_what_gathers_take_to_the_stalls_of_forward():
     assert bound(p).seconds == 13.0 == evaluate(p, solve(p)).seconds
 
 
+def test_messages_of_several_lanes_take_no_more_than_all_of_compute():
+    """Three messages at once would take 6 of the 4 seconds in which they move. Compute stands still for 4 instead."""
+    wires = {
+        key: Wire(f"lane {key}", f"link {key}", 0.0, 1.0, beside=True, taken=0.5) for key in "abc"
+    }
+    for use in (0, 1):
+        gathers = tuple(Gather(key, 4, 4, use, use) for key in wires)
+        p = Problem((4.0, 4.0), (0,) * 2, (True,) * 2, gathers, (), wires)
+        assert bound(p).seconds == 12.0 == min(evaluate(p, s).seconds for s in schedules(p))
+
+
 def test_a_message_that_the_plan_cannot_move_takes_its_share_of_the_link():
     wires = {"w": Wire("gather", "link", 0.0, 1.0)}
     fixed = Message(0, 1, "tp (step)", "link", 0.0, 2.0)
