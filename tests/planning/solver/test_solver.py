@@ -38,6 +38,7 @@ from ztrans.planning.solver.problem import (
     gather_levers,
 )
 from ztrans.planning.solver.search import Search, best_placed, least_memory, solve
+from ztrans.planning.solver.tape import Event, Kind, tape
 from ztrans.planning.solver.validate import ScheduleError, validate
 
 INF = float("inf")
@@ -672,6 +673,25 @@ def test_a_message_that_the_plan_cannot_move_takes_its_share_of_the_link():
     assert evaluate(p, solve(p)).seconds == 5.0 == min(evaluate(p, s).seconds for s in schedules(p))
     elsewhere = replace(p, fixed_messages=(fixed._replace(link="another"),))
     assert evaluate(elsewhere, solve(elsewhere)).seconds == 3.0 == bound(elsewhere).seconds
+
+
+def test_gradients_that_fill_their_limit_exactly_wait_for_no_others():
+    """While the first of two reductions is under way, the second one starts, unless a byte is missing."""
+    reductions = (Reduction("w", 4, 4, 0), Reduction("w", 4, 4, 1))
+    p = Problem((1.0,) * 3, (0,) * 3, (True,) * 3, (), reductions, WIRES)
+    schedule = Schedule((), (Bucket((0,), 1, 2), Bucket((1,), 2, 3)))
+    first_waits = Event(Kind.WAIT_REDUCTION, (0,))
+    second_starts = Event(Kind.START_REDUCTION, (1,))
+    exact, less = (replace(p, reductions_in_flight=most) for most in (8, 7))
+    assert tape(exact, schedule)[2] == [second_starts, first_waits]
+    assert tape(less, schedule)[2] == [first_waits, second_starts]
+    both = Schedule((), (Bucket((0,), 1, 3), Bucket((1,), 2, 3)))
+    validate(exact, both)
+    with pytest.raises(ScheduleError, match="8 bytes of gradients are under way"):
+        validate(less, both)
+    assert solve(exact).reductions == solve(p).reductions
+    one = replace(p, reductions=reductions[:1])
+    assert solve(replace(one, reductions_in_flight=4)) == solve(one)
 
 
 def test_small_members_share_a_buffer():
