@@ -10,11 +10,17 @@ import ztrans as zt
 from tests.support.programs import CASES
 from tests.support.worlds import on_ranks
 from ztrans.ir.collectives import ALL_GATHER, REDUCE_SCATTER, reduce
-from ztrans.ir.graph import Partial, Provenance, Split, Var
+from ztrans.ir.graph import Eqn, Graph, Partial, Provenance, Split, Var
 from ztrans.ir.op_facts import is_matmul
 from ztrans.planning.cluster import LINKS, Device, Link, default_cluster, default_device
 from ztrans.planning.devices import A100, CPU, DEVICES, H100, H200
-from ztrans.planning.durations import equation_seconds, messages, product_share, transfers
+from ztrans.planning.durations import (
+    equation_seconds,
+    messages,
+    product_share,
+    signature,
+    transfers,
+)
 from ztrans.planning.formulate import formulate
 from ztrans.planning.skeleton import skeleton
 from ztrans.planning.solver.problem import Wire
@@ -50,6 +56,13 @@ def product_seconds(f, *shapes) -> float:
         torch.zeros(1), *(torch.empty(s, device="meta") for s in shapes)
     )
     return max(equation_seconds(program.graph, zt.cluster(bare)))
+
+
+def test_durations_are_measured_for_the_largest_part_of_a_cut_value():
+    x, y = (Var(name, torch.float32, (5, 4), (Split("dp"),)) for name in "xy")
+    relu = Eqn(torch.ops.aten.relu.default, (x,), (y,))
+    graph = Graph("f", (x,), (relu,), (y,), 1, mesh=(("dp", 2),))
+    assert signature(relu, graph) == "relu(f32[3, 4])"
 
 
 @pytest.mark.parametrize("asked, rate", [("highest", "f32"), ("high", "tf32"), ("medium", "tf32")])

@@ -8,12 +8,14 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+import torch
 
 import ztrans as zt
 from tests.support.evaluate import evaluate
 from tests.support.programs import CASES
 from tests.support.worlds import on_ranks, unordered
 from ztrans.ir.dependencies import grouped
+from ztrans.planning.buffers import AT_START, AT_WAIT
 from ztrans.planning.cluster import Link
 from ztrans.planning.cost import memory
 from ztrans.planning.formulate import formulate, frame
@@ -48,6 +50,49 @@ def lower(
 
 def counted(problem: Problem, schedule: Schedule) -> int:
     return evaluate(problem, schedule).peak
+
+
+def descend(state, x):
+    g = torch.func.grad(lambda w: (x @ w).square().mean())(state["w"])
+    return {"w": state["w"] - 0.1 * g}, None
+
+
+SENT, RECEIVED, RESULT = (AT_START, AT_WAIT), (AT_START, AT_WAIT), (AT_WAIT, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "buffers", "second"),
+    [
+        # The other three ranks' terms arrive; their sum is new.
+        ({}, [(3 / 4, *RECEIVED), (1 / 4, *RESULT)], 0),
+        ({"stage": 0}, [(1, AT_START, 2)], 0),
+        ({"replicate_axis": "host"}, [(3 / 4, *RECEIVED), (1 / 4, *RESULT)], 2 / 4),
+        (
+            {"reduce_dtype": torch.bfloat16},
+            [(1 / 2, *SENT), (3 / 8, *RECEIVED), (1 / 4, *RESULT)],
+            0,
+        ),
+        (
+            {"reduce_dtype": torch.bfloat16, "stage": 0},
+            [(1 / 2, *SENT), (1 / 2, *RECEIVED), (1, *RESULT)],
+            0,
+        ),
+    ],
+)
+def test_the_buffers_of_a_reduction(options, buffers, second):
+    """In shares of the gradient: what it sends and receives, until its wait, and then its result."""
+    hosts = 2 if "replicate_axis" in options else 1
+    shard = zt.shard_params(zt.AbstractMesh(host=hosts, dp=4), axis="dp", **options)
+    cluster = zt.cluster("h100", dp="nvlink4", host="infiniband")
+    step = zt.chain(shard, zt.overlap_grads())(descend)
+    state, x = {"w": torch.zeros(64, 64)}, torch.ones(2, 64)
+    problem = formulate(
+        skeleton(step.lower(state, x, cluster=cluster).unordered), cluster, float("inf")
+    )
+    (reduction,) = problem.reductions
+    size = reduction.bytes
+    assert [(b.bytes / size, b.first, b.last) for b in reduction.buffers] == buffers
+    assert reduction.second_bytes / size == second
 
 
 @pytest.mark.slow

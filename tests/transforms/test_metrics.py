@@ -192,6 +192,16 @@ def test_a_quotient_by_a_psum_is_told():
         ).lower(state, *parts[0])
 
 
+def test_a_quotient_by_a_psum_and_a_number_of_the_state_is_told():
+    def step(state, x, y):
+        new, loss = linear(state, x, y, lambda s, n: s / (zt.psum(n) * state["size"]))
+        return {**new, "size": state["size"]}, loss
+
+    state = {"w": torch.randn(6, 4), "size": torch.ones(())}
+    with pytest.warns(UserWarning, match="is 1/3 of the mean over all samples"):
+        zt.shard_params(MESH)(step).lower(state, *batches((4, 4, 4))[0])
+
+
 def lifted_pair():
     """A loop that trains and one that evaluates, on one module, and the untouched ones on another."""
     pairs = []

@@ -374,7 +374,13 @@ def of_a_function(w, state):
     return w.tanh().to(E4M3)
 
 
-WIDE = [by_row, of_the_mean, also_wide, of_a_function, in_two_dtypes]
+def in_another_order(w, state):
+    """The cast changes the order of the elements in memory."""
+    scaled = w * SCALES["dynamic"](w)
+    return scaled.view(4, 5, 2, 4).to(E4M3, memory_format=torch.channels_last)
+
+
+WIDE = [by_row, of_the_mean, also_wide, of_a_function, in_two_dtypes, in_another_order]
 
 
 @pytest.mark.parametrize("use", WIDE, ids=lambda use: use.__name__)

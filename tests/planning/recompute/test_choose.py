@@ -266,6 +266,26 @@ def test_no_choice_is_below_the_bound_and_the_greedy_one_is_among_them(model, sh
         assert min(fits) <= chosen.seconds + 1e-12
 
 
+@settings(max_examples=60, deadline=None)
+@given(model=small_models(), share=st.floats(0.3, 1.0))
+def test_what_backward_repeats_does_not_fit_the_target_if_it_is_kept(model, share):
+    limit = share * model.live.max()
+    chosen = choose(model, limit)
+    for i in chosen.repeated if chosen.peak <= limit else ():
+        change = chosen.change({i: False})
+        _, after = chosen.window(change)
+        assert change.price > 0 or after.max() > limit
+
+
+def test_a_value_for_which_the_host_has_no_room_leaves_it_to_others():
+    """The first value is the dearest to compute again for its bytes, and three bytes are free."""
+    seconds, sizes = [90e-6, 10e-6, 20e-6, 20e-6], [9, 2, 1, 1]
+    model = small_model(seconds, sizes, [[], [0], [1], [2]], [True] * 4, may_move=True)
+    little = dataclasses.replace(model, link=model.link._replace(room=3))
+    chosen = choose(little, 9)
+    assert chosen.repeated == {0} and dict(chosen.on_host) == {1: "hidden"}
+
+
 def test_the_bound_is_found_for_a_target_just_below_the_live_bytes():
     """The excess is then as small as the rounding of its price."""
     seconds = [8e-6, 6e-6, 8e-6, 8e-6]
