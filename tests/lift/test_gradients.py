@@ -135,6 +135,27 @@ def test_a_loop_that_resets_its_gradients_is_lifted_unchanged(make_loop):
     assert compare(make_loop) == 0
 
 
+@pytest.mark.parametrize("has_gradients", [False, True], ids=["new", "before lift"])
+@pytest.mark.parametrize("value", [None, 0.0])
+def test_a_loop_without_an_optimizer_may_reset_gradients_after_its_backward(value, has_gradients):
+    """Nobody reads them after the call, whether they are None or zeros then."""
+    model = nn.Linear(6, 1)
+    if has_gradients:
+        model(torch.ones(1, 6)).sum().backward()
+
+    def loop_step(x, y):
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        for p in model.parameters():
+            p.grad = None if value is None else torch.full_like(p, value)
+        return loss
+
+    step, state = zt.lift(loop_step, model)
+    x, y = torch.ones(2, 6), torch.ones(2, 1)
+    _, loss = zt.Step(step)(state, x, y)
+    assert torch.equal(loss, F.mse_loss(model(x), y))
+
+
 @pytest.mark.slow
 def test_carry_grads_carries_gradients_in_the_state():
     assert compare(never, carry_grads=True) == 0

@@ -195,7 +195,7 @@ def selective(policy):
 
 
 def test_demands_of_selective_checkpoints_survive_every_limit():
-    """MUST_SAVE pins the products, MUST_RECOMPUTE is never given back."""
+    """MUST_SAVE pins the products, MUST_RECOMPUTE is never given back, whatever the policy of the transform says."""
 
     def policy(ctx, op, *args, **kwargs):
         if op in PRODUCTS:
@@ -208,6 +208,10 @@ def test_demands_of_selective_checkpoints_survive_every_limit():
     for limit in (least(lower), 1 << 30):
         repeated = Counter(e.op for e in again(lower(limit).graph))
         assert repeated[aten.gelu.default] == 4 and not repeated[aten.mm.default]
+    for save in ("save_everything", "save_nothing"):
+        for limit in (None, 1 << 30):
+            repeated = Counter(e.op for e in again(lower(limit, save=save).graph))
+            assert repeated[aten.gelu.default] == 4 and not repeated[aten.mm.default]
 
 
 def test_a_plain_checkpoint_is_a_wish_that_a_limit_may_refuse():

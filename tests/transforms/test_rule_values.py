@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -123,9 +123,9 @@ WHOLE_VALUES = {
 }
 
 
-def arguments(op: Any) -> Iterator[tuple]:
+def arguments(op: Any, shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple]:
     """Arguments of an operation for tensors of several shapes, and for each of their dims."""
-    for shape in SHAPES:
+    for shape in shapes:
         x = torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.1
         dims = range(-x.ndim, x.ndim) if op in ALONG else [None]
         for dim in dims:
@@ -157,7 +157,7 @@ def on_rank(eqn: Eqn, inputs: list[torch.Tensor], rank: int) -> list[torch.Tenso
 
 def joined(parts: list[torch.Tensor], how: Split | Partial | None) -> torch.Tensor:
     if how is None:
-        assert all(torch.equal(x, parts[0]) for x in parts)
+        assert all(torch.allclose(x, parts[0], rtol=0, atol=0, equal_nan=True) for x in parts)
         return parts[0]
     if isinstance(how, Split):
         return torch.cat(parts, how.dim)
@@ -167,30 +167,60 @@ def joined(parts: list[torch.Tensor], how: Split | Partial | None) -> torch.Tens
     return {"sum": terms.sum, "mean": terms.mean, "max": terms.amax, "min": terms.amin}[how.op](0)
 
 
+def count_sharded(op: Any, args: tuple) -> int:
+    """Compare the results of an operation on shards with that on whole values, for all ways to cut its arguments.
+
+    Returns: how many of these ways do not run on whole values alone.
+    """
+    sharded = 0
+    inputs = tensors(args)
+    results = tensors(op(*args))
+    for dims in product(*([None, *range(x.ndim)] for x in inputs)):
+        placements = [None if dim is None else Split("dp", dim) for dim in dims]
+        values = [Var(f"v{k}", x.dtype, tuple(x.shape)) for k, x in enumerate(inputs)]
+        outs = [Var(f"o{k}", x.dtype, tuple(x.shape)) for k, x in enumerate(results)]
+        eqn = Eqn(op, replaced(args, iter(values)), tuple(outs))
+        ins, out_placements = rule(eqn, placements, "dp", RANKS)
+        assert not any(isinstance(how, Partial) for how in ins)
+        eqn = eqn.replace(
+            outs=tuple(
+                replace(v, layout=(how,) if how else ()) for v, how in zip(outs, out_placements)
+            )
+        )
+        by_rank = [
+            on_rank(eqn, [cut(x, how, rank) for x, how in zip(inputs, ins)], rank)
+            for rank in range(RANKS)
+        ]
+        for whole, how, parts in zip(results, out_placements, zip(*by_rank), strict=True):
+            joined_parts = joined(list(parts), how).to(whole.dtype)
+            torch.testing.assert_close(joined_parts, whole, equal_nan=True)
+        sharded += any(how is not None for how in (*ins, *out_placements))
+    return sharded
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("op", [*ALONG, *WHOLE], ids=str)
 def test_joined_results_of_shards_equal_the_result_of_the_whole(op):
-    sharded = 0
-    for args in arguments(op):
-        inputs = tensors(args)
-        results = tensors(op(*args))
-        for dims in product(*([None, *range(x.ndim)] for x in inputs)):
-            placements = [None if dim is None else Split("dp", dim) for dim in dims]
-            values = [Var(f"v{k}", x.dtype, tuple(x.shape)) for k, x in enumerate(inputs)]
-            outs = [Var(f"o{k}", x.dtype, tuple(x.shape)) for k, x in enumerate(results)]
-            eqn = Eqn(op, replaced(args, iter(values)), tuple(outs))
-            ins, out_placements = rule(eqn, placements, "dp", RANKS)
-            assert not any(isinstance(how, Partial) for how in ins)
-            eqn = eqn.replace(
-                outs=tuple(
-                    replace(v, layout=(how,) if how else ()) for v, how in zip(outs, out_placements)
-                )
-            )
-            by_rank = [
-                on_rank(eqn, [cut(x, how, rank) for x, how in zip(inputs, ins)], rank)
-                for rank in range(RANKS)
-            ]
-            for whole, how, parts in zip(results, out_placements, zip(*by_rank), strict=True):
-                torch.testing.assert_close(joined(list(parts), how).to(whole.dtype), whole)
-            sharded += any(how is not None for how in (*ins, *out_placements))
+    sharded = sum(count_sharded(op, args) for args in arguments(op, SHAPES))
     assert bool(sharded) == (op not in WHOLE_VALUES)
+
+
+def accepted(op: Any, shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple]:
+    """Arguments for each of the shapes, and for each dim, that the operation has results for."""
+    for shape in shapes:
+        each = arguments(op, [shape])
+        while True:
+            try:
+                args = next(each, None)
+                if args is None:
+                    break
+                if tensors(op(*args)):
+                    yield args
+            except (IndexError, RuntimeError):
+                continue
+
+
+@pytest.mark.parametrize("op", [op for op in {**ALONG, **WHOLE} if op not in WHOLE_VALUES], ids=str)
+def test_values_without_elements_have_rules_that_are_right(op):
+    for args in accepted(op, [(0,), (0, 4), (4, 0)]):
+        count_sharded(op, args)
