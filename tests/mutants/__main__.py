@@ -122,16 +122,25 @@ def first_failure(copy: Path, tests: list[str]) -> str | None:
         except subprocess.TimeoutExpired:
             return None
         if code not in (0, NO_TESTS):
-            started = [match[1] for line in lines if (match := STARTED.match(line))]
-            return next(iter(failed_tests(lines) or started[-1:]), f"pytest ended with {code}")
+            named = failed_tests(lines) or started_tests(lines)[-1:]
+            return next(iter(named), f"pytest ended with {code}")
     return None
 
 
 def tests_that_fail(copy: Path, tests: list[str]) -> set[str]:
-    """Which of these tests fail without any mutation: what they noticed was something else."""
-    named = sorted({test for test in tests if "::" in test})
-    lines = [line for group in split_by_interpreter(named) for line in run_pytest(copy, *group)[1]]
-    return set(failed_tests(lines))
+    """Which of these tests fail, or do not end, without any mutation: what they noticed was something else."""
+    failed: set[str] = set()
+    for group in split_by_interpreter(sorted({test for test in tests if "::" in test})):
+        left = group
+        while left:
+            code, lines = run_pytest(copy, "-v", "-p", "tests.mutants.nearest_first", *left)
+            failed.update(failed_tests(lines))
+            started = started_tests(lines)
+            if code == 0 or failed_tests(lines) or not started:
+                break
+            failed.add(started[-1])  # it was ended, and with it pytest
+            left = [test for test in left if test not in started]
+    return failed
 
 
 def split_by_interpreter(tests: list[str]) -> list[list[str]]:
@@ -139,6 +148,11 @@ def split_by_interpreter(tests: list[str]) -> list[list[str]]:
     interpreted = [test for test in tests if INTERPRETED in test]
     others = [test for test in tests if INTERPRETED not in test]
     return [group for group in (others, interpreted) if group]
+
+
+def started_tests(lines: list[str]) -> list[str]:
+    """The tests that have started, in their order, by the lines of `pytest -v`."""
+    return [match[1] for line in lines if (match := STARTED.match(line))]
 
 
 def failed_tests(lines: list[str]) -> list[str]:
@@ -149,7 +163,7 @@ def failed_tests(lines: list[str]) -> list[str]:
 def run_pytest(copy: Path, *arguments: str, seconds: float | None = None) -> tuple[int, list[str]]:
     """How pytest ends in a copy of the project, and its lines. The processes of its tests end with it."""
     command = [
-        *(sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"),
+        *(sys.executable, "-m", "pytest", "--no-header", "-p", "no:cacheprovider"),
         *("-m", "not exhaustive", "-o", f"faulthandler_timeout={SECONDS_OF_A_TEST}", *arguments),
     ]
     interpreted = {"TRITON_INTERPRET": "1"} if INTERPRETED in arguments[-1] else {}

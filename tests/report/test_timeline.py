@@ -195,6 +195,17 @@ def test_a_timeline_is_saved_as_a_picture(simulated, measured, ending, tmp_path)
         assert {w for w in words if f">{w}<" in drawn.decode()} == words
 
 
+@pytest.mark.parametrize(("limit", "is_drawn"), [(400, True), (600, True), (601, False)])
+def test_a_picture_has_its_time_axis_and_a_limit_that_is_near_the_peak(tmp_path, limit, is_drawn):
+    """Below a limit of more than twice the peak, which is 300 bytes, the curve would be flat."""
+    pytest.importorskip("matplotlib")
+    dataclasses.replace(by_hand(), limit=limit).save(tmp_path / "step.svg")
+    drawn = (tmp_path / "step.svg").read_text()
+    texts = re.findall("<text[^>]*>([^<]*)<", drawn)
+    assert {"0", "1000", "5000", "ms", "peak 300 B"} <= {*texts}
+    assert (f"limit {limit} B" in texts) == is_drawn
+
+
 def test_an_unknown_file_ending_is_refused(simulated, tmp_path):
     with pytest.raises(ValueError) as caught:
         simulated.save(tmp_path / "step.gif")

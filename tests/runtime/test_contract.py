@@ -8,7 +8,7 @@ from torch.func import grad_and_value
 
 import ztrans as zt
 from ztrans.runtime import contract
-from ztrans.runtime.contract import Contract, first_difference
+from ztrans.runtime.contract import Contract, first_difference, message_lines
 from ztrans.runtime.update_hash import update_hash
 
 
@@ -60,6 +60,18 @@ def test_a_gradient_that_no_rank_reduces_must_be_the_same_on_all(stage):
 
     assert update(1.0, alone=False) == update(2.0, alone=False)
     assert update(1.0, alone=True) != update(2.0, alone=True)
+
+
+def test_ranks_compare_the_number_of_micro_batches():
+    state = {"a": torch.ones(4, 1), "b": torch.ones(1, 5)}
+    shard = zt.shard_params(zt.AbstractMesh(dp=3))
+    lines = []
+    for micro in (1, 2, 3):
+        step = zt.chain(shard, zt.accumulate(micro))(of_matrices)
+        graph = step.lower(state, torch.ones(6, 4)).graph
+        lines.append(message_lines(graph, {}))
+    assert [each[0] for each in lines[1:]] == ["2 micro-batches", "3 micro-batches"]
+    assert not any("micro-batches" in line for line in lines[0])
 
 
 def test_a_line_that_only_one_rank_has_is_a_difference():
