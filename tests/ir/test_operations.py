@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ztrans as zt
+from ztrans.ir import operations
 
 # Inductor's own modules use torch.jit.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
@@ -120,3 +121,14 @@ def test_numbers_are_drawn_in_the_memory_order_of_the_argument(draw):
         want = draw(torch.empty_like(x))
         torch.manual_seed(0)
         assert torch.equal(zt.Step(step)({"w": torch.zeros(1)}, x)[1], want)
+
+
+@pytest.mark.parametrize("needed", [True, False])
+def test_collectives_get_contiguous_arguments_where_torch_needs_them(monkeypatch, needed):
+    """That of torch 2.11 does; nothing else is copied."""
+    monkeypatch.setattr(operations, "_NEED_CONTIGUOUS", needed)
+    functional = torch.ops._c10d_functional
+    for op in (aten.relu.default, functional.wait_tensor.default):
+        assert operations.stride_safe.__wrapped__(op) is op
+    for op in (functional.all_reduce.default, functional.all_gather_into_tensor_coalesced.default):
+        assert (operations.stride_safe.__wrapped__(op) is op) != needed
