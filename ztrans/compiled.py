@@ -23,6 +23,7 @@ from .calling.snapshot import Snapshot
 from .ir.ambient import refuse_inside, refuse_under_compile, without_autocast
 from .ir.graph import Graph
 from .ir.micro_batches import in_order
+from .ir.number_operands import with_number_operands
 from .ir.printer import Printed, format_bytes, format_seconds
 from .planning.cost import Memory, memory
 from .planning.limit import DoesNotFit
@@ -599,7 +600,8 @@ def _eager(
     on_write: Callable[[], None] | None,
 ) -> tuple[Graph, Executable]:
     """A program with equal updates next to each other, and what runs it operation by operation."""
-    graph, groups = with_grouped_updates(graph)
+    on_host = [v for v, x in zip(graph.inputs, local) if not x.ndim and x.is_cpu]
+    graph, groups = with_grouped_updates(with_number_operands(graph, on_host))
     return graph, executable(graph, mesh, on_write, groups, device_of(local))
 
 

@@ -312,6 +312,11 @@ def _out_form(op: Any) -> Any:
     return None
 
 
+def overwritten_place(op: Any) -> int:
+    """Which argument an operation of `in_place_ops` writes over: the first, or that of `onto`."""
+    return getattr(op, "place", 0)
+
+
 @functools.cache
 def onto(op: Any, place: int) -> Callable:
     """`op` as a function that writes its result over argument number `place`.
@@ -340,6 +345,7 @@ def onto(op: Any, place: int) -> Callable:
         return op(*args, **kwargs)
 
     overwrite.__name__ = f"{op_facts(op).name}_over"
+    overwrite.place = place  # type: ignore[attr-defined]
     return overwrite
 
 

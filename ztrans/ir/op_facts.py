@@ -51,6 +51,7 @@ class OpFacts:
         by_row: each row of the result is computed from the same row of the arguments, and written after it was read.
         arithmetic: it is a sum, a difference, a product or a quotient, and may write over an argument, even if the
             arguments have different strides.
+        commutes: exchanging its first two arguments changes nothing.
         cheap: it takes no longer than to read the arguments and write the result, as elementwise operations do.
         fuses: TorchInductor fuses it with its neighbours, although it is neither elementwise nor a reduction.
     """
@@ -69,6 +70,7 @@ class OpFacts:
     lazy: bool = False
     by_row: bool = False
     arithmetic: bool = False
+    commutes: bool = False
     cheap: bool = False
     fuses: bool = False
 
@@ -78,19 +80,25 @@ _ROWS: Mapping[str, tuple[str, ...]] = {
     # Elementwise. Functions such as `exp` are not exact: a CPU computes the elements of a vector, and those after the
     # last full vector, by different code.
     "abs": ("exact",),
-    "add": ("exact", "linear", "arithmetic"),
+    "add": ("exact", "linear", "arithmetic", "commutes"),
     "ceil": ("exact",),
     "clamp": ("exact",),
     "clamp_max": ("exact",),
     "clamp_min": ("exact",),
     "div": ("exact", "linear", "arithmetic"),
+    "eq": ("exact",),
     "floor": ("exact",),
+    "ge": ("exact",),
+    "gt": ("exact",),
     "isinf": ("exact",),
     "isnan": ("exact",),
-    "maximum": ("exact",),
-    "minimum": ("exact",),
-    "mul": ("exact", "linear", "arithmetic"),
+    "le": ("exact",),
+    "lt": ("exact",),
+    "maximum": ("exact", "commutes"),
+    "minimum": ("exact", "commutes"),
+    "mul": ("exact", "linear", "arithmetic", "commutes"),
     "nan_to_num": ("exact",),
+    "ne": ("exact",),
     "neg": ("exact", "linear"),
     "reciprocal": ("exact",),
     "round": ("exact",),

@@ -28,7 +28,9 @@ import torch
 from ..ops import HALF
 from .collectives import rules
 from .dependencies import sorted_by
+from .donation import overwritten_place
 from .graph import Eqn, Graph, Primitive, Var, producers, variables
+from .number_operands import ITEM, Number
 from .op_facts import CAST, is_random, op_facts, overloads
 from .structure import structure
 
@@ -84,12 +86,21 @@ def is_scalar_arithmetic(e: Eqn) -> bool:
     A GPU computes every element alike. A CPU computes some functions, such as powers, by other code in a vector.
     """
     facts = op_facts(e.op)
-    if not ((facts.pointwise and facts.exact) or e.op is CAST):
+    # PyTorch computes this power as a square root.
+    is_root = e.op is aten.pow.Tensor_Scalar and e.args[1] == 0.5
+    if not ((facts.pointwise and (facts.exact or is_root)) or e.op is CAST):
+        return False
+    if any(isinstance(v, Number) for v in e.results):
         return False
     # A sum with a factor may be rounded once or twice.
     if variables(e.kwargs) or e.kwargs.get("alpha", 1) != 1 or len(e.results) != 1:
         return False
     return bool(e.ins) and not any(v.shape or v.layout for v in (*e.ins, *e.results))
+
+
+def is_read_of_host(e: Eqn) -> bool:
+    """Whether an equation reads a scalar as a number; one read gives those of a vector."""
+    return e.op is ITEM and isinstance(e.out, Number)
 
 
 def may_change_places(e: Eqn) -> bool:
@@ -114,6 +125,10 @@ class _Numbering:
             self._sources[v] = number, k
         return number
 
+    def is_computed(self, v: Var) -> bool:
+        """Whether an equation of the run has computed a value."""
+        return v in self._sources
+
     def _of_var(self, v: Var) -> Hashable:
         if v in self.passed_once:
             return v
@@ -126,19 +141,22 @@ def _passed_once(graph: Graph) -> set[Var]:
     """The values that a call for several parameters has as one argument, such as a learning rate.
 
     These are keyword arguments, and scalars that several equations read in one place, if they have the same operation
-    and the same literals. Where all results are scalars, a vector has those of all parameters.
+    and the same literals. Where all results are scalars, a vector has those of all parameters. Operations over lists
+    take a list for the keyword `value`.
     """
     of_keywords: set[Var] = set()
     readers: Counter[tuple[Hashable, int, Var]] = Counter()
     for e in graph.eqns:
         if e.region != "update":
             continue
-        of_keywords.update(variables(e.kwargs))
+        of_keywords.update(variables({key: x for key, x in e.kwargs.items() if key != "value"}))
         scalars = [k for k, v in enumerate(e.args) if isinstance(v, Var) and not v.shape]
-        if scalars and any(v.shape for v in e.results):
+        if any(v.shape for v in e.results):
             literals = structure(e, lambda v: None)
             for position in scalars:
                 readers[literals, position, e.args[position]] += 1
+            if isinstance(e.kwargs.get("value"), Var):
+                readers[literals, -1, e.kwargs["value"]] += 1
     # One reader alone may be a scalar of its own parameter, such as a count of steps.
     shared = set()
     for (_, _, v), count in readers.items():
@@ -160,6 +178,8 @@ def _regrouped(
     for e in run:
         number = numbering.number(e)
         has_one_call = is_fused_update(e) or has_list_form(e) or is_scalar_arithmetic(e)
+        # Scalars that are computed together are a vector already.
+        has_one_call |= is_read_of_host(e) and numbering.is_computed(e.ins[0])
         key = (number, part_of.get(e, 0)) if has_one_call and may_move(e) else e
         groups.setdefault(key, []).append(e)
     return _ordered(run, list(map(tuple, groups.values())))
@@ -211,6 +231,22 @@ def _ordered(run: Sequence[Eqn], groups: Sequence[EqnGroup]) -> list[EqnGroup]:
     return [groups[k] for k in sorted_by(place.__getitem__, needs)]
 
 
+def overwriting_first(e: Eqn, in_place: Any) -> Eqn | None:
+    """An equation that writes in place, with the argument that it writes over as its first; None if it cannot be.
+
+    The operations over lists write over their first argument.
+    """
+    place = overwritten_place(in_place)
+    if place == 0:
+        return e
+    other = e.args[0]
+    # The result has the strides of the tensor that it is written over, because the other argument is a scalar.
+    may_swap = place == 1 and op_facts(e.op).commutes and not e.kwargs
+    if not may_swap or not isinstance(other, Var) or other.shape:
+        return None
+    return e.replace(args=(e.args[1], other, *e.args[2:]))
+
+
 def list_call(eqns: Sequence[Eqn], in_place: bool) -> ListCall | None:
     """The operation over lists that computes equal equations in one call, its arguments, and its keyword arguments.
 
@@ -231,27 +267,31 @@ def list_call(eqns: Sequence[Eqn], in_place: bool) -> ListCall | None:
 
     # `value` is a keyword of operations on one tensor alone.
     kwargs = dict(first.kwargs)
-    value = [kwargs.pop("value")] if "value" in kwargs else []
+    rows = [e.args for e in eqns]
+    if "value" in kwargs:
+        del kwargs["value"]
+        rows = [(*e.args, e.kwargs["value"]) for e in eqns]
 
     # To pass a scalar once spares its copies, but not every operation over lists takes a tensor there.
     for shared_once in (True, False):
-        args = [*_list_arguments(eqns, shared_once), *value]
+        args = list(_list_arguments(rows, shared_once))
         for overload in overloads(packet):
             if _accepts(overload, args, kwargs):
                 return overload, tuple(args), kwargs
     return None
 
 
-def _list_arguments(eqns: Sequence[Eqn], shared_once: bool) -> Iterator[Any]:
-    """The arguments of an operation over lists: literals once, and tensors in lists.
+def _list_arguments(rows: Sequence[tuple], shared_once: bool) -> Iterator[Any]:
+    """The arguments of an operation over lists: literals once, tensors and numbers in lists, and equal numbers once.
 
     With `shared_once` a scalar that all equations share is passed once too, unless it is the first argument.
     """
-    for position, column in enumerate(zip(*(e.args for e in eqns))):
-        passed_once = not isinstance(column[0], Var)
-        if not passed_once and shared_once and position > 0:
-            passed_once = not column[0].shape and len(set(column)) == 1
-        yield column[0] if passed_once else list(column)
+    for position, column in enumerate(zip(*rows)):
+        first = column[0]
+        passed_once = not isinstance(first, Var)
+        if not passed_once and position > 0 and (shared_once or isinstance(first, Number)):
+            passed_once = not first.shape and len(set(column)) == 1
+        yield first if passed_once else list(column)
 
 
 def _accepts(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -268,6 +308,7 @@ def _accepts(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
 
 
 def _kind(x: Any) -> str:
+    """The type of an argument in a schema."""
     if isinstance(x, list):
-        return "List[Tensor]"
-    return "Tensor" if isinstance(x, Var) else "number"
+        return f"List[{_kind(x[0])}]"
+    return "Tensor" if isinstance(x, Var) and not isinstance(x, Number) else "number"

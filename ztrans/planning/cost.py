@@ -19,6 +19,7 @@ from ..ir.donation import donation, is_constant
 from ..ir.graph import Eqn, Graph, Primitive, Var
 from ..ir.higher_order import inner_work
 from ..ir.micro_batches import MicroBatchPrograms, in_order, is_cut, micro_batch_programs
+from ..ir.number_operands import Number, settings, with_number_operands
 from ..ir.op_facts import is_view, op_facts
 from ..ir.pairing import pair
 from ..ir.printer import format_bytes
@@ -158,14 +159,22 @@ class Launches(NamedTuple):
 @cached_on_graph
 def launches(graph: Graph) -> Mapping[Eqn, Launches]:
     """The calls and launches of every equation, on the first rank."""
+    as_run = with_number_operands(graph, settings(graph))
     # The first equation of a group makes the call for all of them.
-    called_by_first: set[Eqn] = set()
-    for group in group_updates(graph)[1]:
-        called_by_first.update(group[1:])
+    called_by_first: set[Var] = set()
+    for group in group_updates(as_run)[1]:
+        for e in group[1:]:
+            called_by_first.update(e.results)
+    # What becomes arithmetic on numbers, or the factor of another operation, is not called.
+    called = {v for e in as_run.eqns for v in e.results}
     pairs = pair(graph)
 
     def launches_of(e: Eqn) -> Launches:
-        if e in called_by_first or is_constant(e):
+        if not called_by_first.isdisjoint(e.results) or is_constant(e):
+            return Launches(0, 0)
+        if as_run is not graph and e.results and called.isdisjoint(e.results):
+            return Launches(0, 0)
+        if any(isinstance(v, Number) for v in e.results):
             return Launches(0, 0)
         if rules(e).copies:
             return Launches(1, int(is_copy(e)))

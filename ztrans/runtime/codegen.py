@@ -31,11 +31,19 @@ from ..ir.graph import Eqn, Graph, Primitive, Var, substitute
 from ..ir.higher_order import Function
 from ..ir.layout import local_shape, localize, part
 from ..ir.marks import GRADIENT, PMEAN, PSUM
+from ..ir.number_operands import ARITHMETIC, ITEM, Number
 from ..ir.op_facts import CAST, arguments_by_name
 from ..ir.operations import bound_results, call_operator, stride_safe
 from ..ir.printer import op_name
 from ..ir.triton_launch import Launch
-from ..ir.update_groups import EqnGroup, is_fused_update, is_scalar_arithmetic, list_call
+from ..ir.update_groups import (
+    EqnGroup,
+    is_fused_update,
+    is_read_of_host,
+    is_scalar_arithmetic,
+    list_call,
+    overwriting_first,
+)
 from ..ir.user_collectives import by_group
 from . import transport
 from .collectives import channel_of, wait
@@ -138,6 +146,12 @@ class Emission:
         if isinstance(x, (list, tuple)):
             return type(x)([self.operand(item) for item in x])
         return substitute(x, self.nodes.__getitem__)
+
+    def listed(self, x: Any) -> Any:
+        """An argument of an operation over lists. Numbers that were read as a list are the node of that list."""
+        return (
+            self.vectors.get(tuple(x), x) if isinstance(x, list) and isinstance(x[0], Number) else x
+        )
 
     def output(self, x: Any) -> Any:
         """An output: the node of a value, or a constant. One that code cannot write is an attribute of the module."""
@@ -391,6 +405,8 @@ def _units(
 
 def _is_vector(group: EqnGroup, donated: Donation, inputs: Collection[Var]) -> bool:
     """Whether equal equations compute scalars that may stand in one vector: not those that write over an input."""
+    if is_read_of_host(group[0]):
+        return True
     if not is_scalar_arithmetic(group[0]):
         return False
     return not any(donated.owner.get(eqn.out) in inputs for eqn in group)
@@ -407,16 +423,29 @@ def _is_one_call(group: EqnGroup, donated: Donation) -> bool:
         return None not in in_place_ops
     if not any(in_place_ops):
         return list_call(group, in_place=False) is not None
-    if not all(isinstance(op, torch._ops.OpOverload) for op in in_place_ops):
+    written = _written(group, donated)
+    if written is None:
         return False
     overwritten: set[Var] = set()
     other_inputs: set[Var] = set()
-    for eqn in group:
+    for eqn in written:
         first, *others = eqn.ins
         overwritten.add(donated.owner[first])
         other_inputs.update(donated.owner[v] for v in others)
     is_apart = len(overwritten) == len(group) and not overwritten & other_inputs
-    return is_apart and list_call(group, in_place=True) is not None
+    return is_apart and list_call(written, in_place=True) is not None
+
+
+def _written(group: EqnGroup, donated: Donation) -> list[Eqn] | None:
+    """Equal equations that write over their first arguments, maybe with others exchanged; None if one does not."""
+    written = []
+    for eqn in group:
+        in_place = donated.in_place_ops.get(eqn)
+        first = overwriting_first(eqn, in_place) if in_place is not None else None
+        if first is None:
+            return None
+        written.append(first)
+    return written
 
 
 def _first_write(
@@ -456,6 +485,8 @@ def _emit(
     elif len(unit.eqns) > 1:
         for eqn, results in zip(unit.eqns, _group(emission, unit.eqns, donated)):
             emission.bind(eqn.outs, results)
+    elif isinstance(first.out if first.results else None, Number):
+        emission.bind(first.outs, [_number(emission, first)])
     elif isinstance(first.op, Primitive):
         emission.bind(first.outs, EMITTERS[first.op](emission, first, unit.position))
     else:
@@ -468,9 +499,12 @@ def _group(emission: Emission, eqns: EqnGroup, donated: Donation) -> list[list]:
     in_place = donated.in_place_ops.get(eqns[0])
     if is_fused_update(eqns[0]):
         return _fused_update(emission, eqns, in_place)
+    if is_read_of_host(eqns[0]):
+        return _read_vector(emission, eqns)
     if _is_vector(eqns, donated, emission.inputs):
         return _over_vector(emission, eqns)
-    return _over_lists(emission, eqns, in_place)
+    written = _written(eqns, donated)
+    return _over_lists(emission, written or eqns, in_place=written is not None)
 
 
 def _operation(emission: Emission, eqn: Eqn, function: Any = None) -> list:
@@ -558,13 +592,16 @@ def _overwritten(emission: Emission, eqn: Eqn, in_place: Any) -> list:
     return nodes
 
 
-def _over_lists(emission: Emission, eqns: Sequence[Eqn], in_place: Any) -> list[list]:
+def _over_lists(emission: Emission, eqns: Sequence[Eqn], in_place: bool) -> list[list]:
     """Emit one call of an operation over lists for equal equations. Returns the results of each equation."""
-    call = list_call(eqns, in_place=in_place is not None)
+    call = list_call(eqns, in_place)
     if call is None:
         raise ValueError(f"{eqns[0].op} has no form over lists for these equations.")
-    node = emission.emit(*call)
-    if in_place is not None:
+    op, args, kwargs = call
+    # Numbers that were read as a list are passed as that list.
+    args = tuple(emission.listed(x) for x in args)
+    node = emission.emit(op, args, kwargs)
+    if in_place:
         return [[emission.nodes[eqn.args[0]]] for eqn in eqns]
     results = unpacked(emission.out, node, [eqn.out for eqn in eqns])
     return [[result] for result in results]
@@ -593,9 +630,30 @@ def _over_vector(emission: Emission, eqns: EqnGroup) -> list[list]:
     outs = tuple(eqn.out for eqn in eqns)
     emission.vectors[outs] = call
     elements = emission.out.call_function(torch.unbind, (call,))
-    scalars = unpacked(emission.out, elements, outs)
-    emission.elements.extend((elements, *scalars))
+    emission.elements.append(elements)
+    return _elements(emission, elements, outs)
+
+
+def _elements(emission: Emission, call: fx.Node, outs: tuple[Var, ...]) -> list[list]:
+    """The nodes that take scalars out of a sequence of them. Those that nothing reads are not emitted in the end."""
+    scalars = unpacked(emission.out, call, outs)
+    emission.elements.extend(scalars)
     return [[scalar] for scalar in scalars]
+
+
+def _read_vector(emission: Emission, eqns: EqnGroup) -> list[list]:
+    """Emit one read of several scalars as numbers. Returns the results of each equation."""
+    vector = _vector(emission, tuple(eqn.ins[0] for eqn in eqns))
+    outs = tuple(eqn.out for eqn in eqns)
+    call = emission.out.call_function(torch.Tensor.tolist, (vector,))
+    emission.vectors[outs] = call
+    return _elements(emission, call, outs)
+
+
+def _number(emission: Emission, eqn: Eqn) -> fx.Node:
+    """Emit the read of a scalar as a number, or arithmetic on numbers."""
+    function = torch.Tensor.item if eqn.op is ITEM else ARITHMETIC[eqn.op]
+    return emission.out.call_function(function, emission.operand(eqn.args))
 
 
 def _vector(emission: Emission, scalars: tuple[Var, ...]) -> fx.Node:
