@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -161,6 +162,46 @@ def _transcribed(model: Any, features: Tensor, labels: Tensor) -> Tensor:
     return model(input_features=features, labels=labels).loss
 
 
+def _vits() -> Any:
+    sizes = {"vocab_size": 96, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 16,
+             "flow_size": 8, "spectrogram_bins": 9, "prior_encoder_num_flows": 1, "prior_encoder_num_wavenet_layers": 1,
+             "posterior_encoder_num_wavenet_layers": 1, "upsample_initial_channel": 16, "upsample_rates": [2],
+             "upsample_kernel_sizes": [4], "resblock_kernel_sizes": [3], "resblock_dilation_sizes": [[1]],
+             "duration_predictor_filter_channels": 16, "use_stochastic_duration_prediction": False, "layerdrop": 0.0,
+             "hidden_dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0,
+             "duration_predictor_dropout": 0.0}  # fmt: skip
+    return hf.VitsModel(hf.VitsConfig(**sizes))
+
+
+def _spoken(model: Any, ids: Tensor, spectrogram: Tensor, sound: Tensor) -> Tensor:
+    """The losses of VITS, with the same number of frames for each token.
+
+    The model's own forward has no loss. It makes a sound of the length that it predicts, which no program can have.
+    """
+    rows, length = ids.shape
+    mask = spectrogram.new_ones(rows, 1, spectrogram.shape[-1])
+    text_mask = spectrogram.new_ones(rows, length)
+    text = model.text_encoder(
+        input_ids=ids, padding_mask=text_mask.unsqueeze(-1), attention_mask=text_mask
+    )
+    _, mean, log_deviation = model.posterior_encoder(spectrogram, mask)
+    latents = model.flow(mean, mask).transpose(1, 2)
+    frames = spectrogram.shape[-1] // length
+    prior = text.prior_means.repeat_interleave(frames, dim=1)
+    log_prior = text.prior_log_variances.repeat_interleave(frames, dim=1)
+    divergence = log_prior - log_deviation.transpose(1, 2)
+    divergence = divergence + (latents - prior).square() * torch.exp(-2 * log_prior)
+    durations = model.duration_predictor(
+        text.last_hidden_state.transpose(1, 2), text_mask.unsqueeze(1)
+    )
+    heard = (model.decoder(mean).squeeze(1) - sound).abs().mean()
+    return heard + divergence.mean() + (durations - math.log(frames)).square().mean()
+
+
+def _speech(draw: Any) -> tuple[Tensor, ...]:
+    return *tokens(4)(draw), *randoms((9, 12), (24,))(draw)
+
+
 def builds() -> list[Build]:
     """All builds of this library."""
     built = lambda name, of: partial(_made, name, *of)
@@ -178,4 +219,5 @@ def builds() -> list[Build]:
         ),
         Build("transformers", "WhisperForConditionalGeneration", _whisper,
               lambda draw: (*randoms((8, 16))(draw), *tokens(8)(draw)), _transcribed),
+        Build("transformers", "VitsModel", _vits, _speech, _spoken),
     ]  # fmt: skip

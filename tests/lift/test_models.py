@@ -1,6 +1,6 @@
 """Models of transformers, timm, diffusers and peft are lifted as they are, and train as in the untouched loop.
 
-These are 23 of the builds of `benchmarks/models.py`. Those of a library that is not installed are skipped; the extra
+These are 24 of the builds of `benchmarks/models.py`. Those of a library that is not installed are skipped; the extra
 `models` has all of them.
 """
 
@@ -15,7 +15,7 @@ MODELS = {
         "LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM", "MixtralForCausalLM", "GPT2LMHeadModel",
         "FalconForCausalLM", "MambaForCausalLM", "BertForMaskedLM", "DebertaV2ForMaskedLM", "T5ForConditionalGeneration",
         "BartForConditionalGeneration", "ViTForImageClassification", "SwinForImageClassification", "CLIPModel",
-        "WhisperForConditionalGeneration",
+        "WhisperForConditionalGeneration", "VitsModel",
     ],
     "timm": ["vit_tiny_patch16_224", "resnet10t", "ConvNeXt"],
     "diffusers": ["UNet2DConditionModel", "PixArtTransformer2DModel"],

@@ -1,4 +1,4 @@
-"""The floating-point operations of attention and of grouped products, compared with figures computed by hand."""
+"""The floating-point operations of attention, grouped products and recurrent layers, compared with figures by hand."""
 
 import functools
 
@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import flop_registry
 
 import ztrans as zt
-from ztrans.ir.graph import Graph
+from ztrans.ir.graph import Eqn, Graph, Var
 from ztrans.ir.op_facts import is_matmul
 from ztrans.planning.flops import attention_of, flops
 
@@ -208,3 +208,48 @@ def test_an_operation_of_unknown_cost_is_a_note_of_the_plan(monkeypatch):
     assert not notes(8), "it moves less than 1%"
     monkeypatch.setitem(flop_registry, torch.ops.counted.mix, lambda x, out_val: 2 * len(x) ** 3)
     assert not notes(256)
+
+
+TURNS, ROWS, INPUTS, HIDDEN = 64, 16, 24, 128
+
+
+def test_the_products_of_an_lstm_and_what_it_saves_for_backward():
+    """Each turn multiplies its input and the hidden state by the weights of four gates; backward does so twice."""
+    torch.manual_seed(0)
+    model = nn.LSTM(INPUTS, HIDDEN, batch_first=True)
+
+    def step(params, x):
+        loss = torch.func.functional_call(model, params, (x,))[0].square().mean()
+        grads = torch.autograd.grad(loss, list(params.values()))
+        return {k: p - 0.1 * g for (k, p), g in zip(params.items(), grads)}, loss.detach()
+
+    x = torch.zeros(ROWS, TURNS, INPUTS)
+    graph = zt.Step.of(step).trace(dict(model.named_parameters()), x).graph
+    once = 2 * TURNS * ROWS * 4 * HIDDEN * (INPUTS + HIDDEN)
+    layers = {str(e.op): e for e in graph.eqns if "rnn_layer" in str(e.op)}
+    assert {name: flops(e, graph) for name, e in layers.items()} == {
+        "aten.mkldnn_rnn_layer.default": once,
+        "aten.mkldnn_rnn_layer_backward.default": 2 * once,
+    }
+    assert all(map(is_matmul, layers.values()))
+
+    # PyTorch says that the workspace is empty.
+    forward = layers["aten.mkldnn_rnn_layer.default"]
+    args = [x.transpose(0, 1), *model.parameters(), *torch.zeros(2, 1, ROWS, HIDDEN)]
+    *_, saved = forward.op(*args, *forward.args[len(args) :])
+    counted = forward.outs[3].numel
+    assert 0.5 * saved.numel() < counted < 2 * saved.numel()
+
+
+def test_the_products_of_a_layer_of_cudnn():
+    """Its weights are one list."""
+    f32 = functools.partial(Var, dtype=torch.float32)
+    x, output = f32("x", shape=(8, 4, 16)), f32("y", shape=(8, 4, 32))
+    shapes = [(96, 16), (96, 32), (96,), (96,)]
+    weights = [f32(f"w{i}", shape=shape) for i, shape in enumerate(shapes)]
+    state = f32("h", shape=(1, 4, 32))
+    args = (x, weights, 4, None, state, None, 3, 32, 0, 1, False, 0.0, True, False, [], None)
+    outs = (output, f32("h1", shape=(1, 4, 32)), None, None, None)
+    e = Eqn(aten._cudnn_rnn.default, args, outs)
+    graph = Graph("step", (x, *weights, state), (e,), (output,), 0)
+    assert flops(e, graph) == 2 * 8 * 4 * 96 * (16 + 32)

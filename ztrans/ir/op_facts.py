@@ -164,9 +164,11 @@ _ROWS: Mapping[str, tuple[str, ...]] = {
     "native_layer_norm_backward": ("fuses",),
     "nll_loss_backward": ("fuses",),
     "nll_loss_forward": ("fuses",),
-    # Products and attention that PyTorch's FLOP counter lacks.
+    # Products, attention and recurrent layers that PyTorch's FLOP counter lacks.
     "_cudnn_attention_backward": ("matmul",),
     "_cudnn_attention_forward": ("matmul",),
+    "_cudnn_rnn": ("matmul",),
+    "_cudnn_rnn_backward": ("matmul",),
     "_grouped_mm": ("matmul",),
     "_int_mm": ("matmul",),
     "_scaled_dot_product_flash_attention_for_cpu": ("matmul",),
@@ -174,6 +176,8 @@ _ROWS: Mapping[str, tuple[str, ...]] = {
     "_scaled_dot_product_fused_attention_overrideable": ("matmul",),
     "_scaled_dot_product_fused_attention_overrideable_backward": ("matmul",),
     "_scaled_grouped_mm": ("matmul",),
+    "mkldnn_rnn_layer": ("matmul",),
+    "mkldnn_rnn_layer_backward": ("matmul",),
     # Reads by index. Scatters do not fuse: threads would race for their sums.
     "embedding": ("fuses",),
     "gather": ("fuses",),

@@ -1,18 +1,20 @@
 """Count the floating-point operations of an equation, as its kernel computes them.
 
-PyTorch has formulas for products and convolutions. Those of fused attention and of grouped products are here. A causal
-kernel computes half of the scores, and counts half. The backward of fused attention computes the scores again, which
-counts too: it has five products where forward has two. An operation without a formula counts as one operation for each
-element of its results, which is right for those that take as long as their bytes.
+PyTorch has formulas for products and convolutions. Those of fused attention, of grouped products and of recurrent
+layers are here. A causal kernel computes half of the scores, and counts half. The backward of fused attention computes
+the scores again, which counts too: it has five products where forward has two. An operation without a formula counts as
+one operation for each element of its results, which is right for those that take as long as their bytes.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from ..ir.flex_attention import is_attention as is_flex_attention
@@ -166,7 +168,7 @@ def _flops_by_formula(formula: Callable[..., Any], e: Eqn, graph: Graph) -> int:
     def meta(v: Var) -> torch.Tensor:
         return torch.empty(local_shape(v, graph.axes, first_rank), dtype=v.dtype, device="meta")
 
-    arguments = [meta(a) if isinstance(a, Var) else a for a in e.args]
+    arguments = pytree.tree_map_only(Var, meta, list(e.args))
     outs: list[Any] = []
     for k, out in enumerate(e.outs):
         if out is not None:
@@ -193,10 +195,27 @@ def _product_flops(
     )
 
 
+def _recurrent_flops(x: torch.Tensor, *others: Any, times: int = 1, **options: Any) -> int:
+    """The products of a recurrent layer, `times` times: each turn of each row is multiplied by all of its matrices.
+
+    These are the weights of the gates, for the input and for the hidden state.
+    """
+    matrices = others[0] if isinstance(others[0], list) else others[:2]
+    rows = x.numel() // x.shape[-1]
+    return 2 * times * rows * sum(w.numel() for w in matrices if w.ndim == 2)
+
+
+# Backward has two products for each of forward: the gradient of the factor that it computes with, and of the weight.
+_recurrent_backward_flops = functools.partial(_recurrent_flops, times=2)
+
 _PRODUCTS: Mapping[str, Callable[..., Any]] = {
+    "_cudnn_rnn": _recurrent_flops,
+    "_cudnn_rnn_backward": _recurrent_backward_flops,
     "_grouped_mm": _product_flops,
     "_int_mm": _product_flops,
     "_scaled_grouped_mm": _product_flops,
+    "mkldnn_rnn_layer": _recurrent_flops,
+    "mkldnn_rnn_layer_backward": _recurrent_backward_flops,
 }
 
 

@@ -107,7 +107,8 @@ def reads_value(
         f"  at {where(source)}\n{special_case}"
         f"A traced step runs on tensors without values: replace .item(), bool() and `if` on tensors by "
         f"torch.where, and boolean indexing by masks. To log a value, return its tensor as output, and read it after "
-        f"the step. To check it, do the same. A number that you pass is an input too: decide before, and pass a bool."
+        f"the step. To check it, do the same. A number that you pass is an input too: decide before, and pass a bool. "
+        f"A length must follow from shapes: pad to that of the batch."
     )
 
 
