@@ -5,11 +5,14 @@ torchrun --standalone --nproc-per-node 4 tests/support/checkpoints.py FOLDER
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,6 +21,8 @@ from torch.utils import _pytree as pytree
 
 import ztrans as zt
 from tests.support.lifted import batch, lifted
+from ztrans.runtime.checkpoints import load
+from ztrans.runtime.process_groups import LostRank
 
 RANK = int(os.environ.get("RANK", 0))
 
@@ -92,6 +97,21 @@ def different_paths(folder: Path, mesh: DeviceMesh) -> None:
         report("paths", error=str(error))
 
 
+def interrupted_load(folder: Path, mesh: DeviceMesh) -> None:
+    """Rank 1 is interrupted while it reads its part."""
+    step = zt.shard_params(mesh)(lifted()[2])
+    state = step.shard(lifted()[3])
+    interrupt = mock.patch.object(load._Checkpoint, "fill", side_effect=KeyboardInterrupt)
+    began = time.monotonic()
+    try:
+        with interrupt if RANK == 1 else contextlib.nullcontext():
+            zt.load(folder, state, step)
+    except (KeyboardInterrupt, LostRank) as error:
+        kind, seconds = type(error).__name__, time.monotonic() - began
+        report("interrupted", RANK, kind=kind, error=str(error), seconds=seconds)
+    dist.barrier()
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
@@ -108,6 +128,7 @@ if __name__ == "__main__":
         torch.save(cut, folder / "whole.pt")
     different_paths(folder, mesh)
     copies_that_differ(folder)
+    interrupted_load(folder / "zero", mesh)
     # The last groups: torch names a group by the number of groups that a rank is in, and rank 2 is not in this one.
     two = DeviceMesh("cpu", [0, 1], mesh_dim_names=("data",))
     loaded(folder / "three", two, cut, stage=1)

@@ -271,6 +271,16 @@ def quit_if_cut_off(mesh: object, call: str, error: BaseException) -> None:
             quit_after_error(groups, call, error)
 
 
+@contextlib.contextmanager
+def interrupts_end(mesh: object, call: str) -> Iterator[None]:
+    """Do a call of a mesh that ends on all ranks if one is interrupted in it, wherever that is (see above)."""
+    try:
+        yield
+    except BaseException as error:
+        quit_if_cut_off(mesh, call, error)
+        raise
+
+
 def explain_loss(notes: Mapping[int, str], silent: Sequence[int]) -> list[str]:
     """Sentences that say why ranks are lost, from their notes; `silent` ranks wrote none.
 

@@ -214,6 +214,31 @@ def test_dtypes_of_one_kind_and_wider_kinds_are_converted(tmp_path):
     assert [loaded["a"].item(), loaded["b"], loaded["c"].item()] == [1.0, 3.0, 1.0]
 
 
+@pytest.mark.parametrize(
+    ("saved", "dtype"),
+    [
+        (torch.tensor([3, 300]), torch.int8),
+        (torch.tensor([-1]), torch.uint8),
+        (torch.tensor([2**31]), torch.int32),
+        (torch.tensor([-1]), torch.uint64),
+        (torch.tensor([200], dtype=torch.uint8), torch.int8),
+    ],
+)
+def test_a_whole_number_that_does_not_fit_is_refused(tmp_path, saved, dtype):
+    """A copy into the narrower dtype would drop its upper bits."""
+    zt.save(tmp_path / "run", {"w": saved}).result()
+    with pytest.raises(ValueError, match=r"load: w has whole numbers from .*(?s:.*)Give `like`"):
+        zt.load(tmp_path / "run", {"w": torch.zeros(len(saved), dtype=dtype)}, lambda x: x)
+
+
+def test_whole_numbers_that_fit_are_converted(tmp_path):
+    values = torch.tensor([[-128, 127]]), torch.zeros(0, dtype=torch.int64)
+    zt.save(tmp_path / "run", {"w": values[0], "none": values[1]}).result()
+    like = {name: x.to(torch.int8) * 0 for name, x in zip(("w", "none"), values)}
+    loaded = zt.load(tmp_path / "run", like, lambda x: x)
+    assert loaded["w"].tolist() == [[-128, 127]] and loaded["w"].dtype == torch.int8
+
+
 def test_a_checkpoint_without_its_new_folder_is_found(tmp_path):
     """A save was killed between its two renames; the next save deletes what is left."""
     zt.save(tmp_path / "run", state(1.0)).result()

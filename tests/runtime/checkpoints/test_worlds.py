@@ -54,6 +54,17 @@ def test_one_process_loads_what_four_have_saved(four, folder):
 
 @pytest.mark.distributed
 @pytest.mark.slow
+def test_a_load_that_is_interrupted_on_one_rank_ends_on_all(four):
+    """The others learn why, without waiting for the time-out, and load again afterwards."""
+    reports = of(four, "interrupted")
+    assert sorted(report["kind"] for report in reports) == ["KeyboardInterrupt"] + ["LostRank"] * 3
+    for report in reports:
+        if report["kind"] == "LostRank":
+            assert "Rank 1 failed in load with KeyboardInterrupt" in report["error"]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
 def test_ranks_that_save_to_different_paths_are_told(four, folder):
     """These differ only before their last 200 bytes."""
     (report,) = of(four, "paths")

@@ -20,8 +20,9 @@ from torch.utils import _pytree as pytree
 from ...calling.trees import named_leaves
 from ...ir.dependencies import grouped
 from ...ir.layout import as_tensor
+from ...ir.printer import first_names
 from ..agreement import Failure, agree, everywhere
-from ..failure import rank_names
+from ..failure import interrupts_end, rank_names
 from ..state import mesh_of_state
 from . import folder
 from .save import is_model_file, wait_for_saves
@@ -46,9 +47,9 @@ def load(path: str | os.PathLike[str], like: State, step: Callable) -> State:
     Returns: The state, a new one, as `step.shard` returns it.
 
     Raises: FileNotFoundError if there is no complete checkpoint; ValueError if it has not all leaves of `like`, or
-        leaves of other shapes, or of dtypes that `like` cannot hold, such as a complex leaf for a real one, if a file
-        is damaged, or if `path` is the file of an ordinary model; RuntimeError if ranks find different checkpoints, or
-        another rank cannot load its part.
+        leaves of other shapes, or values that `like` cannot hold, such as complex ones in a real leaf or 300 in an
+        int8, if a file is damaged, or if `path` is the file of an ordinary model; RuntimeError if ranks find different
+        checkpoints, or another rank cannot load its part.
 
     >>> import tempfile, ztrans as zt
     >>> folder = Path(tempfile.mkdtemp()) / "checkpoint"
@@ -59,21 +60,21 @@ def load(path: str | os.PathLike[str], like: State, step: Callable) -> State:
     if callable(like) and not callable(step):
         raise TypeError("load: the state comes before the step: zt.load(path, like, step).")
     path = Path(path).absolute()
-    wait_for_saves()
     leaves_by_name = named_leaves(like)
     leaves, tree = pytree.tree_flatten(like)
-
-    # The step lays out a state without values. Then each rank reads its parts in place.
-    blank = pytree.tree_unflatten([_blank(leaf) for leaf in leaves_by_name.values()], tree)
-    shard = getattr(step, "shard", None)
-    sharded = pytree.tree_leaves(blank if shard is None else shard(blank))
-    mesh = mesh_of_state(sharded)
-    checkpoint = _agreed_checkpoint(path, leaves_by_name, mesh)
-    parts = [_allocated(part, leaf) for part, leaf in zip(sharded, leaves)]
-    with _failing_together(mesh):
-        checkpoint.fill({name: part.detach() for name, part in zip(leaves_by_name, parts)})
-    new_leaves = [_as_like(x, leaf) for x, leaf in zip(parts, leaves)]
-    return pytree.tree_unflatten(new_leaves, tree)
+    with interrupts_end(getattr(step, "mesh", None), "load"):
+        wait_for_saves()
+        # The step lays out a state without values. Then each rank reads its parts in place.
+        blank = pytree.tree_unflatten([_blank(leaf) for leaf in leaves_by_name.values()], tree)
+        shard = getattr(step, "shard", None)
+        sharded = pytree.tree_leaves(blank if shard is None else shard(blank))
+        mesh = mesh_of_state(sharded)
+        checkpoint = _agreed_checkpoint(path, leaves_by_name, mesh)
+        with _failing_together(mesh):
+            parts = [_allocated(part, leaf) for part, leaf in zip(sharded, leaves)]
+            checkpoint.fill({name: part.detach() for name, part in zip(leaves_by_name, parts)})
+        new_leaves = [_as_like(x, leaf) for x, leaf in zip(parts, leaves)]
+        return pytree.tree_unflatten(new_leaves, tree)
 
 
 class _Checkpoint:
@@ -91,7 +92,23 @@ class _Checkpoint:
                 self.kinds[name] = tuple(x.size), x.properties.dtype
 
     def fill(self, parts: Mapping[str, torch.Tensor]) -> None:
-        """Read this rank's part of each tensor in place. Nothing is communicated."""
+        """Read this rank's part of each tensor in place. Nothing is communicated.
+
+        Raises: ValueError for a whole number that does not fit into the dtype of its part.
+        """
+        # A copy into a narrower dtype would drop the upper bits, so such parts are read in the dtype of the file first.
+        as_saved = dict(parts)
+        for name, part in parts.items():
+            saved = self.kinds[name][1]
+            if _is_whole(saved) and _is_whole(part.dtype) and saved != part.dtype:
+                as_saved[name] = torch.empty_like(part, dtype=saved)
+        self._read(as_saved)
+        for name, part in parts.items():
+            if as_saved[name] is not part:
+                _check_range(name, as_saved[name], part.dtype)
+                part.copy_(as_saved[name])
+
+    def _read(self, parts: Mapping[str, torch.Tensor]) -> None:
         # `dcp.load` would make all ranks plan together. Here each rank is its own coordinator.
         planner = dcp.DefaultLoadPlanner()
         planner.set_up_planner(dict(parts), self._metadata, is_coordinator=True)
@@ -222,10 +239,9 @@ def _check_fits(
 ) -> None:
     missing = [name for name in leaves_by_name if name not in kinds]
     if missing:
-        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         raise ValueError(
             f"load: {path} does not fit the state.\n"
-            f"  The checkpoint does not have {', '.join(missing[:4])}{more}.\n"
+            f"  The checkpoint does not have {first_names(missing)}.\n"
             f"`like` lists the leaves to read: give it those that the checkpoint has."
         )
     for name, leaf in leaves_by_name.items():
@@ -242,6 +258,25 @@ def _check_fits(
                 f"load: {name} is {saved_dtype} in {path}, and {dtype} in the state, which cannot hold its values.\n"
                 f"Give `like` a leaf of {saved_dtype}, and convert it after the load."
             )
+
+
+def _is_whole(dtype: torch.dtype) -> bool:
+    """Whether the values of a dtype are whole numbers."""
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+def _check_range(name: str, values: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raises: ValueError if one of the whole numbers does not fit into a dtype."""
+    local = values.to_local() if isinstance(values, DTensor) else values
+    # Torch has no minimum of unsigned dtypes wider than a byte.
+    array = local.cpu().numpy()
+    limits = torch.iinfo(dtype)
+    if array.size and not limits.min <= int(array.min()) <= int(array.max()) <= limits.max:
+        raise ValueError(
+            f"load: {name} has whole numbers from {array.min()} to {array.max()}, and {dtype} in the state cannot hold "
+            f"them.\n"
+            f"Give `like` a leaf of {values.dtype}, and convert it after the load."
+        )
 
 
 def _blank(leaf: Any) -> Any:
