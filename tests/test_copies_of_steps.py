@@ -79,6 +79,27 @@ def test_a_transformed_lifted_step_refuses_to_be_copied(copied):
         copied(step)
 
 
+@pytest.mark.parametrize("stage", ["Traced", "Lowered", "Compiled"])
+def test_a_stage_is_copied_and_refuses_to_be_pickled(stage):
+    lowered = zt.remat()(train_step).lower(STATE, X)
+    by_name = {"Traced": lowered.traced, "Lowered": lowered, "Compiled": lowered.compile()}
+    program = by_name[stage]
+    assert str(copy.copy(program)) == str(copy.deepcopy(program)) == str(program)
+    with pytest.raises(
+        TypeError, match=rf"train_step: a {stage} cannot be pickled(?s:.*)step.with_plan\("
+    ):
+        pickle.dumps({"program": program})
+
+
+def test_a_pickled_step_and_a_saved_plan_give_the_same_program(tmp_path):
+    """As the error says."""
+    lowered = zt.remat()(train_step).lower(STATE, X)
+    lowered.plan.save(tmp_path / "plan.json")
+    there = pickle.loads(pickle.dumps(zt.remat()(train_step)))
+    again = there.with_plan(zt.Plan.load(tmp_path / "plan.json")).lower(STATE, X)
+    assert str(again) == str(lowered)
+
+
 def compiled_calls():
     step, lifted_step = zt.Step.of(train_step), zt.Step.of(lifted()[2])
     program = step.lower(STATE, X).compile()

@@ -175,6 +175,24 @@ def test_a_host_without_the_memory_is_an_error():
         zt.offload(where="moments.*")(step).lower(state(), torch.zeros(8, WIDTH), cluster=cluster)
 
 
+def test_more_ranks_are_named_if_they_can_help_the_host():
+    """Each has a smaller part of the moments then. They cannot help a step that keeps them whole on each rank."""
+
+    def error(least, *transforms):
+        cluster = zt.cluster("h100", dp="nvlink4", host_memory=least)
+        with pytest.raises(ValueError, match="in the memory of the host") as caught:
+            zt.chain(*transforms, zt.offload(where="moments.*"))(step).lower(
+                state(), torch.zeros(8, WIDTH), cluster=cluster
+            )
+        return str(caught.value).splitlines()[-1]
+
+    fewer = "Choose fewer leaves with `where`"
+    assert error(1 << 20) == f"{fewer}."
+    shard = zt.shard_params(zt.AbstractMesh(dp=2))
+    assert error(1 << 19, shard) == f"{fewer}, or shard the state over more ranks."
+    assert error(1 << 19, zt.shard_params(zt.AbstractMesh(dp=2), stage=0)) == f"{fewer}."
+
+
 def test_the_timeline_has_both_memories_and_both_lanes(tmp_path):
     timeline = lowered().timeline()
     assert {"host in", "host out"} <= set(timeline.lanes)

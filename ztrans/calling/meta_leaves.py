@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..ir.printer import first_names
+
 aten = torch.ops.aten
 Number = float | int | bool
 
@@ -92,9 +94,8 @@ def check_written(name: str, paths: Iterable[str], leaves: Iterable[Any]) -> Non
         else:
             del _unwritten[leaf]
     if unwritten:
-        more = f", and {len(unwritten) - 3} more" if len(unwritten) > 3 else ""
         raise ValueError(
-            f"{name}: nobody has written to {', '.join(unwritten[:3])}{more} since shard has given memory to this meta "
+            f"{name}: nobody has written to {first_names(unwritten)} since shard has given memory to this meta "
             f"state.\n"
             f"Fill each leaf in place before the first step: torch.nn.init.normal_(leaf), leaf.zero_(), or load a "
             f"checkpoint, zt.load(path, state)."

@@ -12,7 +12,7 @@ import textwrap
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 
@@ -333,8 +333,33 @@ class HasGraph(Protocol):
     def graph(self) -> Graph: ...
 
 
+def first_names(names: Sequence[str], most: int = 3) -> str:
+    """The first names of a list, and how many more there are.
+
+    >>> first_names(["a", "b", "c", "d", "e"]), first_names(["a"])
+    ('a, b, c, and 2 more', 'a')
+    """
+    more = f", and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
+
+
 class Printed:
-    """What all stages share: each prints as its program."""
+    """What all stages share: each prints as its program, and is frozen, so that copies are the stage itself."""
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self: HasGraph) -> str:
+        """Raises: TypeError. A stage knows the function of its step, and where that reads values in this process."""
+        kind = type(self).__name__
+        raise TypeError(
+            f"{self.graph.name}: a {kind} cannot be pickled, because it knows what its step reads in this process.\n"
+            f"Pickle the step, and save the plan: lowered.plan.save(path). There, lower it with that plan: "
+            f"step.with_plan(zt.Plan.load(path)).lower(state, ...) makes the same program."
+        )
 
     def as_text(self: HasGraph, *, full: bool = False) -> str:
         """The program as text; a long bucket folds, or with `full` has a line for each member."""

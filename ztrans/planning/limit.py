@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..ir.graph import Graph, Hints
+from ..ir.graph import Graph, Hints, MemoryKind
 from ..ir.printer import format_bytes, format_seconds
 from .buffers import local_bytes
 from .cluster import Device
@@ -80,7 +80,7 @@ def does_not_fit(graph: Graph, device: Device, least: Memory) -> DoesNotFit:
         comment = f"  # {line}" if line else ""
         lines.append(f"  {format_bytes(size):>10}  {v!r}{comment}")
 
-    help_of_ranks = _ranks_may_help(graph, least)
+    help_of_ranks = ranks_may_help(graph, "device", least.peak, graph.hints.memory_limit or 0)
     if graph.hints.limit_option:
         others = "a smaller batch, or more ranks" if help_of_ranks else "or a smaller batch"
         advice = f"Give it that much, {others}."
@@ -93,14 +93,17 @@ def does_not_fit(graph: Graph, device: Device, least: Memory) -> DoesNotFit:
     return DoesNotFit("\n".join(lines), advice, graph.hints.memory_limit or 0, least)
 
 
-def _ranks_may_help(graph: Graph, least: Memory) -> bool:
-    """Whether a step could fit on more ranks, each with a batch as large as now: they cut the state further."""
+def ranks_may_help(graph: Graph, kind: MemoryKind, peak: int, limit: float) -> bool:
+    """Whether a step with this peak of a memory could fit on more ranks: they cut the state in it further.
+
+    Each of them has a batch as large as now.
+    """
     size = local_bytes(graph)
     cut = 0
     for leaf in graph.inputs[: graph.num_state]:
-        if leaf.split is not None and leaf.memory == "device":
+        if leaf.split is not None and leaf.memory == kind:
             cut += size(leaf)
-    return cut > 0 and least.peak - cut <= (graph.hints.memory_limit or 0)
+    return cut > 0 and peak - cut <= limit
 
 
 def check_peak(graph: Graph, device: Device) -> None:

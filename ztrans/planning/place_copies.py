@@ -38,6 +38,7 @@ from .buffers import by_memory, device_bytes, live_bytes, local_bytes, storages
 from .cluster import Cluster
 from .cost import memory
 from .durations import equation_seconds, messages
+from .limit import ranks_may_help
 from .play import play
 
 # Bytes of leaves that are copied together: for fewer, launches cost more than the lead that copies get.
@@ -107,10 +108,12 @@ def check_host_memory(graph: Graph, cluster: Cluster) -> None:
     if most > cluster.host_memory:
         has_leaves = any(v.memory == "host" for v in graph.inputs[: graph.num_state])
         advice = "Choose fewer leaves with `where`" if has_leaves else "Move less to the host"
+        if ranks_may_help(graph, "host", most, cluster.host_memory):
+            advice += ", or shard the state over more ranks"
         raise HostIsFull(
             f"offload: {graph.name} keeps {format_bytes(most)} in the memory of the host, and a rank has "
             f"{format_bytes(cluster.host_memory)} there: zt.cluster(..., host_memory={cluster.host_memory:.0f}).\n"
-            f"{advice}, or shard the state over more ranks."
+            f"{advice}."
         )
 
 

@@ -18,6 +18,7 @@ from ..ir.copies import is_copy, to_device, to_host, wait_for_copy
 from ..ir.dependencies import sorted_by
 from ..ir.graph import Eqn, Graph, MemoryKind, Names, Var, producers, substitute, users
 from ..ir.op_facts import is_random
+from ..ir.printer import first_names
 from ..ir.source import where as line_of
 from .base import Transform, byte_count, constructor, meta_leaves
 from .edits import Edits
@@ -271,11 +272,10 @@ class _MovingLeaves:
 
 def _matches_none(where: Where, graph: Graph) -> ValueError:
     names = [v.name for v in graph.inputs[: graph.num_state] if v.shape]
-    more = f", and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     shown = repr(where) if isinstance(where, str) else getattr(where, "__name__", repr(where))
     return ValueError(
         f"offload: where={shown} matches no leaf of the state of {graph.name} that has dims.\n"
-        f"These are {', '.join(names[:_LISTED]) or 'none'}{more}."
+        f"These are {first_names(names, _LISTED) or 'none'}."
     )
 
 
