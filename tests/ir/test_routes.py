@@ -6,7 +6,14 @@ import pytest
 import torch
 
 import ztrans as zt
-from ztrans.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, all_gather, reduce
+from ztrans.ir.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    all_gather,
+    reduce,
+    wire_dtype,
+)
 from ztrans.ir.graph import Partial, Provenance, Split, Var
 from ztrans.ir.routes import EXCHANGE, HIERARCHICAL, RING, Hosts, Route, common, hosts_of, route_of
 
@@ -121,6 +128,29 @@ def test_hosts_are_even_if_their_ranks_are_neighbours_and_equally_many():
         and not common([hosts_of("aa"), hosts_of("ab")]).even
     )
     assert not hosts_of("abab").even and not hosts_of("aab").even and not hosts_of("aabbaa").even
+
+
+@pytest.mark.parametrize(("dtype", "wire"), [
+    (torch.int16, torch.int32), (torch.uint16, torch.int32), (torch.uint32, torch.int64),
+])  # fmt: skip
+def test_whole_numbers_that_no_backend_reduces_are_sent_in_a_wider_dtype(dtype, wire):
+    def step(state, x, n):
+        return {"w": state["w"] - zt.psum(x.mean(), "dp")}, zt.psum(n, "dp")
+
+    state, x = {"w": torch.ones(4)}, torch.ones(2)
+    terms = [torch.tensor([2**14, rank, 7]).to(dtype) for rank in range(2)]
+    lowered = zt.shard_params(zt.AbstractMesh(dp=2))(step).lower(state, x, terms[0])
+    (of_numbers,) = (
+        e for e in lowered.graph.eqns if e.op is ALL_REDUCE and e.outs[0].dtype == dtype
+    )
+    assert wire_dtype(of_numbers, of_numbers.ins[0]) == wire
+    _, outputs = lowered.lockstep(state, [(x, term) for term in terms])
+    for total in outputs:
+        assert total.dtype == dtype and total.tolist() == [
+            -(2**15) if dtype == torch.int16 else 2**15,
+            1,
+            14,
+        ]
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fnuz])

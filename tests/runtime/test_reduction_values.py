@@ -31,7 +31,7 @@ from ztrans.runtime.cuda.transport import SymmetricStart
 from ztrans.runtime.process_groups import Channel
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
-DTYPES = [F64, F32, BF16, F16, torch.int64, torch.int32, torch.bool]
+DTYPES = [F64, F32, BF16, F16, torch.int64, torch.int32, torch.int16, torch.bool]
 OPS = ["sum", "mean", "max", "min"]
 SPECIAL = [math.nan, math.inf, -math.inf]
 # Elements of a message whose whole terms ranks exchange, and of one that is too long for that in any dtype.
@@ -45,7 +45,7 @@ def all_terms(dtype: torch.dtype, ranks: int, numel: int) -> list[torch.Tensor]:
     if dtype == torch.bool:
         return list((terms > 0) | (torch.arange(numel) < ranks))
     if not dtype.is_floating_point:
-        terms[:, -4:] = 3 + 2 ** (20 if dtype == torch.int32 else 40)
+        terms[:, -4:] = 3 + 2 ** {torch.int16: 10, torch.int32: 20, torch.int64: 40}[dtype]
         return list(terms.to(dtype))
     values = terms.to(F64) / 4
     for rank in range(ranks):

@@ -330,6 +330,14 @@ class Shard(Memberwise):
         return True
 
 
+# Neither gloo nor NCCL reduces these, and PyTorch does not add the unsigned ones.
+_REDUCED_AS = {
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+}
+
+
 def _may_become(member: torch.dtype, result: torch.dtype) -> bool:
     """Whether the result of a collective may have a dtype: that of its member, or another float, or complex, dtype."""
     are_floats = member.is_floating_point and result.is_floating_point
@@ -366,8 +374,11 @@ def reduce(
 ) -> Eqn:
     """Start the reduction of `terms` over `axis`: a reduce_scatter if `to` splits the result, else an all_reduce.
 
-    The terms are sent in `dtype`, and the result has dtype `result`; both default to the dtype of the terms.
+    The terms are sent in `dtype`, and the result has dtype `result`; both default to the dtype of the terms. Whole
+    numbers that no backend reduces are sent in a wider dtype.
     """
+    if dtype is None:
+        dtype = _REDUCED_AS.get(terms[0].dtype)
     futures = []
     for name, term in zip(names, terms):
         layout = without(term.layout, axis)
