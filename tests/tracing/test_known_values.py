@@ -258,6 +258,17 @@ def test_a_program_runs_only_with_the_values_that_its_trace_has_read(change):
     step(state, SENTENCES)
 
 
+def test_programs_for_other_batches_share_the_values_that_they_have_read():
+    step, state, model = trained_with_kept_mask()
+    recordings = [step.lower(state, SENTENCES[:, :n]).recording for n in (5, 4)]
+    first, second = (of_one for recording in recordings for of_one in recording.known)
+    assert first.value is second.value
+    with torch.no_grad():
+        model.mask.zero_()
+    (third,) = step.lower(state, SENTENCES).recording.known
+    assert torch.equal(first.value, CAUSAL) and not third.value.any()
+
+
 def test_a_mask_with_equal_values_is_as_good():
     step, state, _ = trained_with_kept_mask()
     state, _ = step(state, SENTENCES)

@@ -43,12 +43,13 @@ class KnownValue(NamedTuple):
             # With the source None, nothing is sent.
             part = distribute_tensor(value, leaf.device_mesh, leaf.placements, src_data_rank=None)
             value = part.to_local()
-        return torch.equal(_bytes(value), _bytes(local_part(leaf)))
+        return have_equal_bits(value, local_part(leaf))
 
 
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, on the CPU: NaN equals itself, and 0.0 is not -0.0."""
-    return x.cpu().contiguous().flatten().view(torch.uint8)
+def have_equal_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype have the same bits: NaN equals itself, and 0.0 is not -0.0."""
+    both = [x.detach().cpu().contiguous().flatten().view(torch.uint8) for x in (first, second)]
+    return torch.equal(*both)
 
 
 def check_state(paths: Sequence[str], leaves: Sequence[Any]) -> None:

@@ -21,11 +21,15 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
 
-from ..calling.inputs import KnownValue
+from ..calling.inputs import KnownValue, have_equal_bits
 from ..ir.nested import tensors_in
 from ..ir.op_facts import draws, is_written
 from ..ir.source import Source
+
+# The last copy of a tensor of a module that a trace has made. A step may have 64 programs, and a mask many megabytes.
+_copies = WeakIdKeyDictionary()
 
 
 class KnownInputs:
@@ -51,9 +55,16 @@ class KnownInputs:
         """The value of an input, on the CPU, which the user's `line` reads."""
         i = self._positions[node]
         if i not in self.read:
-            copy = self._values[i].detach().to("cpu", copy=True)
-            self.read[i] = KnownValue(i, copy, line)
+            self.read[i] = KnownValue(i, _copy_of(self._values[i]), line)
         return self.read[i].value
+
+
+def _copy_of(x: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor, on the CPU: the last one if nothing has changed since."""
+    copy = _copies.get(x)
+    if copy is None or copy.shape != x.shape or not have_equal_bits(copy, x):
+        copy = _copies[x] = x.detach().to("cpu", copy=True)
+    return copy
 
 
 def result_of_known(
