@@ -242,6 +242,15 @@ def test_a_transform_that_gives_nan_is_found():
         check(_NotANumber())
 
 
+def test_outputs_after_one_that_is_none_are_compared():
+    def step(params, x, y):
+        new, loss = train(params, x, y)
+        return new, (None, loss)
+
+    with pytest.raises(zt.testing.LawError, match=r"changes the output.* by nan"):
+        zt.testing.check_laws(_NotANumber(), step, *arguments(), **LAWS)
+
+
 def test_equal_values_that_are_not_finite_have_no_distance():
     x = torch.tensor([float("nan"), float("inf"), 2.0])
     assert laws._distance(x, x.clone()) == 0
