@@ -29,7 +29,7 @@ from ztrans.ir.collectives import (
 )
 from ztrans.ir.copies import COPY_WAIT, TO_DEVICE, TO_HOST
 from ztrans.ir.donation import donation, first_write, writes_last
-from ztrans.ir.graph import Eqn, Graph, Primitive, Provenance, Var
+from ztrans.ir.graph import Eqn, Graph, Partial, Primitive, Provenance, Split, Var
 from ztrans.ir.liveness import liveness
 from ztrans.ir.marks import ACCUMULATE, GRADIENT, JOIN, KEEP, PMEAN, PSUM
 from ztrans.ir.pairing import pair
@@ -268,3 +268,27 @@ def test_asking_every_member_whether_it_is_packed_takes_linear_time(monkeypatch)
         collectives, "buffer_bytes", lambda *given: calls.append(given) or counted(*given)
     )
     assert not any(is_sent_alone(gather, k, {"dp": 2}) for k in range(100)) and len(calls) <= 300
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_shard_is_this_ranks_part_along_its_dim(dim):
+    whole = Var("w", torch.float32, (5, 3))
+    part = Var("w.part", torch.float32, (5, 3), (Split("dp", dim),))
+    eqn = Eqn(SHARD, (whole, dim), (part,), {"axis": "dp"})
+    x = torch.arange(15.0).view(5, 3)
+    parts = rules(eqn).member(eqn, 0, [x, x])
+    assert [len(each.movedim(dim, 0)) for each in parts] == [[3, 2], [2, 1]][dim]
+    assert torch.equal(torch.cat(parts, dim), x)
+
+
+def test_a_gradient_is_sent_from_its_storage_if_its_rows_for_each_rank_are_there():
+    def is_sent_as_it_is(shape, dim=0, **options):
+        term = Var("g", torch.float32, shape, (Partial("dp", "mean"),))
+        eqn = collectives.reduce([term], ["f"], "dp", "mean", Split("dp", dim), **options)
+        return rules(eqn).sends_without_copy(eqn, 0, {"dp": 4})
+
+    rows = LARGE_MEMBER // 4
+    assert is_sent_as_it_is((rows, 4))
+    assert not is_sent_as_it_is((rows + 1, 4)), "padding"
+    assert not is_sent_as_it_is((4, rows), dim=1), "the rows for a rank lie apart"
+    assert not is_sent_as_it_is((rows, 4), dtype=torch.bfloat16), "a cast"

@@ -212,6 +212,17 @@ def test_a_program_is_as_long_for_sixteen_micro_batches_as_for_two(stage):
     assert peaks[1] - peaks[0] == 14 * 8 * 12 * 4  # the batch
 
 
+@pytest.mark.parametrize("stage", [None, 2])
+def test_sums_are_added_up_where_their_first_terms_are(stage):
+    programs = zt.ir.micro_batch_programs(lower(3, stage, rows=24).unordered)
+    assert programs.sums > 0
+    for program in programs.different[1:]:
+        makers = {out: e for e in program.eqns for out in e.results}
+        adds = [makers[total] for _, total in program.donated]
+        assert [e.args[0] for e in adds] == [earlier for earlier, _ in program.donated]
+        assert len(adds) == programs.sums
+
+
 def test_costs_are_those_of_all_micro_batches():
     lowered = lower(5, 2, rows=20)
     first, middle, last = zt.ir.micro_batch_programs(lowered.graph).different
