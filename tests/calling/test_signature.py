@@ -82,6 +82,12 @@ def test_a_container_of_another_kind_is_a_difference():
     assert change.startswith("the arguments were TreeSpec") and "and are TreeSpec" in change
 
 
+def test_keys_in_another_order_are_named_from_the_first_on():
+    before, after = ({key: X for key in order} for order in ("abc", "bca"))
+    (change,) = signature(X, before).changes(signature(X, after))
+    assert change == "x.b is in the place of x.a"
+
+
 def test_constants_are_compared_by_value_and_type():
     assert signature(X, X, mode=Mode.FAST) == signature(X, X, mode=Mode.FAST)
     assert signature(X, X, mode=Mode.FAST) != signature(X, X, mode=Mode.EXACT)

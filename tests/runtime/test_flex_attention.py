@@ -8,7 +8,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import ztrans as zt
 from tests.support.worlds import clone, distance
-from ztrans.ir.flex_attention import is_attention
+from ztrans.ir.flex_attention import is_attention, is_dense
 from ztrans.ir.operations import compute
 from ztrans.runtime.codegen import nested, to_fx
 from ztrans.runtime.flex_attention import FlexAttention
@@ -144,3 +144,8 @@ def test_layers_with_other_literals_have_kernels_of_their_own():
     lowered = zt.Step.of(step).lower(state, q)
     assert sum(isinstance(m, FlexAttention) for m in to_fx(lowered.graph).modules()) == 2
     assert distance(lowered.compile()(clone(state), q), step(state, q)) < 1e-12
+
+
+def test_options_that_ask_for_all_scores():
+    assert is_dense({"BACKEND": "DENSE"}) and not is_dense({"BACKEND": "AUTO"})
+    assert not is_dense({}) and not is_dense(None)

@@ -42,8 +42,8 @@ _DEFAULTS = ("layout", "device", "pin_memory", "non_blocking", "memory_format")
 def format_seconds(seconds: float) -> str:
     """Seconds as text.
 
-    >>> format_seconds(0.0042), format_seconds(3.5e-6), format_seconds(0)
-    ('4.20 ms', '3.50 us', '0.00 us')
+    >>> format_seconds(0.0042), format_seconds(3.5e-6), format_seconds(0), format_seconds(999.996e-6)
+    ('4.20 ms', '3.50 us', '0.00 us', '1.00 ms')
     """
     for unit, scale in (("us", 1e-6), ("ms", 1e-3)):
         if abs(seconds) < 999.995 * scale:
