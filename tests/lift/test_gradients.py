@@ -156,6 +156,19 @@ def test_a_loop_without_an_optimizer_may_reset_gradients_after_its_backward(valu
     assert torch.equal(loss, F.mse_loss(model(x), y))
 
 
+def test_a_loop_without_an_optimizer_that_never_resets_is_refused():
+    model = nn.Linear(6, 1)
+
+    def loop_step(x, y):
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    step, state = zt.lift(loop_step, model)
+    with pytest.raises(ValueError, match="adds to the gradient.* for weight"):
+        zt.Step(step).trace(state, torch.ones(2, 6), torch.ones(2, 1))
+
+
 @pytest.mark.slow
 def test_carry_grads_carries_gradients_in_the_state():
     assert compare(never, carry_grads=True) == 0
