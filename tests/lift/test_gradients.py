@@ -165,7 +165,7 @@ def test_a_loop_without_an_optimizer_that_never_resets_is_refused():
         return loss
 
     step, state = zt.lift(loop_step, model)
-    with pytest.raises(ValueError, match="adds to the gradient.* for weight"):
+    with pytest.raises(ValueError, match=r"adds to the gradient.* for weight"):
         zt.Step(step).trace(state, torch.ones(2, 6), torch.ones(2, 1))
 
 
