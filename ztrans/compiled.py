@@ -270,6 +270,7 @@ class Compiled(Printed):
             if mesh is not None:
                 process_groups(mesh).drop_carried()
             measured = profile_program(graph, run.program, local, steps, prepared)
+            measured = measured.of_plan(in_order(self.lowered.graph)[-1], graph)
             return measured if mesh is None else measured.agreed(mesh)
 
     def close(self) -> None:

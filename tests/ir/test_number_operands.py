@@ -16,6 +16,7 @@ from ztrans.ir.graph import Eqn, Graph, Var
 from ztrans.ir.number_operands import ARITHMETIC, ITEM, Number, settings, with_number_operands
 from ztrans.ir.op_facts import CAST
 from ztrans.planning.cost import launches
+from ztrans.planning.durations import signature
 
 aten = torch.ops.aten
 OPTIMIZERS = [
@@ -194,3 +195,19 @@ def test_a_plan_counts_no_launches_for_arithmetic_on_settings():
     made = launches(graph)
     on_settings = [e for e in graph.eqns if e.ins and settings(graph).issuperset(e.ins)]
     assert on_settings and all(made[e] == (0, 0) for e in on_settings)
+
+
+@pytest.mark.slow
+def test_a_profile_has_a_duration_for_each_equation_of_the_plan():
+    model = nn.Linear(4, 4)
+    optimizer = optim.RMSprop(model.parameters(), momentum=0.9)
+    step, state = zt.lift(loop_of(model, optimizer), model, optimizer)
+    step, x = zt.Step.of(step), torch.ones(8, 4)
+    state = step.shard(state)
+    compiled = step.compiled(state, x)
+    measured = compiled.profile(state, x).seconds_by_signature
+    planned = compiled.lowered.graph
+    assert {signature(e, planned) for e in planned.eqns} <= measured.keys()
+    scaled = next(e for e in planned.eqns if e.op is aten.addcmul.default)
+    factor = next(e for e in planned.eqns if e.out is scaled.args[1])
+    assert measured[signature(scaled, planned)] > 0 == measured[signature(factor, planned)]

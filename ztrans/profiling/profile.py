@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..ir.axes import members
 from ..ir.collectives import WAIT, is_start, lane
 from ..ir.dependencies import grouped
-from ..ir.graph import Eqn, Graph
+from ..ir.graph import Eqn, Graph, producers
 from ..ir.pairing import Pairs, pair
 from ..ir.printer import op_name
 from ..planning.cluster import Cluster, default_cluster
@@ -91,6 +91,28 @@ class Profile:
         device = dataclasses.replace(base.device, lost_beside=())
         cluster = dataclasses.replace(base, device=device, links=tuple(links))
         return cluster.with_measured(self.seconds_by_signature)
+
+    def of_plan(self, planned: Graph, as_run: Graph) -> Profile:
+        """This profile of a program with durations for the equations of its plan, some of which run in another form.
+
+        An operation may take a number in place of a scalar (see `ir.number_operands`): it binds the same value. What is
+        a part of another call, or arithmetic on numbers, takes no time of its own.
+        """
+        run_as = producers(as_run.eqns)
+        waits = pair(planned).waits
+        seconds_of: dict[str, list[float]] = {}
+        for eqn in planned.eqns:
+            key = signature(eqn, planned)
+            if key in self.seconds_by_signature or eqn in waits or not eqn.results:
+                continue
+            twin = run_as.get(eqn.out)
+            seconds = 0.0
+            if twin is not None:
+                seconds = self.seconds_by_signature.get(signature(twin, as_run), 0.0)
+            seconds_of.setdefault(key, []).append(seconds)
+        more = {key: fmean(seconds) for key, seconds in seconds_of.items()}
+        every = dict(sorted({**self.seconds_by_signature, **more}.items()))
+        return dataclasses.replace(self, seconds_by_signature=every)
 
     def agreed(self, mesh: DeviceMesh) -> Profile:
         """This profile with durations that are the same on every rank, for planning. The timeline stays this rank's.
