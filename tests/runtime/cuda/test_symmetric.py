@@ -551,3 +551,16 @@ def test_two_ranks_decide_together_and_go_on_with_batches_of_other_sizes():
     for case, reason in reasons.items():
         assert by_case[case]["buffers"] == 0
         assert [text.startswith(reason) for text in by_case[case]["refusals"]] == [True]
+
+
+def test_a_message_that_symmetric_memory_cannot_carry_leaves_it_to_others():
+    """Complex numbers of 16 bytes have no kernel."""
+    messages = []
+    for name, dtype in (("z", torch.complex128), ("w", torch.float32)):
+        shard = Var(name, dtype, (8,), (Split("dp"),))
+        gather = all_gather([shard], [f"{name}.full"], "dp")
+        messages.append((SimpleNamespace(hosts=Hosts(2)), gather, {"dp": 2}, 1))
+    reserved = []
+    memory = SimpleNamespace(reserve=lambda kinds, everywhere: reserved.extend(kinds))
+    cuda_transport.reserve_messages(None, messages, SimpleNamespace(symmetric=memory))
+    assert [kind.wire for _, kind in reserved] == [torch.float32]
