@@ -603,7 +603,7 @@ def interrupts(shots: int) -> Callable[[], None]:
             counts["interrupted"] += errors[victim]["kind"] == "KeyboardInterrupt"
             counts["torn"] += bool(torn)
             counts["told"] += error["kind"] == "LostRank" and "KeyboardInterrupt" in error["text"]
-            counts["slow"] += error["after"] > 3
+            counts["slow"] += error["after"] > 0.9 * TIMEOUT.total_seconds()
             counts["wrong"] += not (is_new if ended else is_new or is_old or torn)
             if error["kind"] and error["kind"] not in ("LostRank", "KeyboardInterrupt"):
                 report(f"other {k}", **error)

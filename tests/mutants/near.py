@@ -88,6 +88,7 @@ NEAR = {
     "report.palette": "report/test_timeline report/test_page report/test_browser",
     "report.perfetto": "report/test_timeline",
     "report.table": "report/test_timeline planning/test_plan_text",
+    "runtime.executable": "runtime/test_executable test_step",
     "runtime.agreement": "runtime/test_contract runtime/cuda/test_host_messages runtime/test_process_groups runtime/test_distributed",
     "runtime.carried": "runtime/test_carried",
     "runtime.checkpoints.load": "runtime/checkpoints/test_save_and_load runtime/checkpoints/test_worlds",
