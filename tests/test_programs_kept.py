@@ -24,24 +24,29 @@ def alive(kind: type) -> int:
     return sum(type(x) is kind for x in gc.get_objects())
 
 
+@pytest.mark.parametrize(("most", "shapes"), [
+    (16, 50),
+    pytest.param(step_module.MOST_PROGRAMS, 200, marks=pytest.mark.exhaustive),
+])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:train_step has")
-def test_two_hundred_batch_shapes_hold_their_memory():
+def test_many_batch_shapes_hold_their_memory(most, shapes, monkeypatch):
+    monkeypatch.setattr(step_module, "MOST_PROGRAMS", most)
     step = zt.Step.of(train_step)
     state = {"w": torch.zeros(3)}
     before = alive(Compiled), alive(Graph), alive(fx.GraphModule)
     counts = []
-    for rows in range(1, 201):
+    for rows in range(1, shapes + 1):
         x = torch.full((rows, 3), 2.0)
         expected = train_step(state, x)[1]
         state, out = step(state, x)
         assert torch.equal(out, expected)
-        if rows in (100, 200):
+        if rows in (shapes // 2, shapes):
             now = alive(Compiled), alive(Graph), alive(fx.GraphModule)
             counts.append([after - first for first, after in zip(before, now)])
-    assert len(step._cache) == step_module.MOST_PROGRAMS
+    assert len(step._cache) == most
     assert counts[0] == counts[1]
     compiled, graphs, modules = counts[1]
-    assert compiled == step_module.MOST_PROGRAMS
+    assert compiled == most
     assert graphs <= 4 * compiled and modules <= compiled
 
 
