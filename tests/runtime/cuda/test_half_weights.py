@@ -167,7 +167,9 @@ def test_the_memory_of_a_compiled_step_has_its_copies(on_gpu):
 
 ELEMENTWISE = {
     "adamw, foreach": lambda params: optim.AdamW(params, lr=0.01, foreach=True, fused=False),
-    "sgd, nesterov": lambda params: optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+    "sgd, nesterov": lambda params: optim.SGD(
+        params, lr=0.1, momentum=0.9, nesterov=True, fused=False
+    ),
 }
 
 
