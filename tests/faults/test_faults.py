@@ -205,21 +205,25 @@ def test_an_exception_on_one_rank_ends_the_step_of_all(scenario, error):
 
 @pytest.mark.parametrize("scenario, shots", [
     ("interrupts", 20),
-    pytest.param("interrupts_200", 200, marks=[
-        pytest.mark.exhaustive, pytest.mark.slow,
-        pytest.mark.xfail(reason="after 1 interrupt of 800 a rank had an error of another kind, of unknown cause"),
-    ]),
+    pytest.param("interrupts_200", 200, marks=[pytest.mark.exhaustive, pytest.mark.slow]),
 ])  # fmt: skip
 def test_an_interrupt_at_any_moment_of_a_step_ends_it_on_all_ranks(scenario, shots):
     """Also while the ranks agree. Nobody waits, and a state that is neither old nor new is marked."""
     ranks = ended_well(launch(scenario, 3, seconds=20 + shots))
+    others = []
+    told = 0
     for rank in ranks:
-        assert list(rank.reports) == ["interrupts"], "no rank has an error of another kind"
-        counts = rank.reports["interrupts"]
+        counts = rank.reports.pop("interrupts")
+        told += counts["told"]
+        others += rank.reports.values()
         assert counts["slow"] == 0, "no rank waits for the time-out"
         assert counts["wrong"] == 0, "a state is old, or new, or marked"
         assert counts["interrupted"] > shots / 4
-    assert sum(rank.reports["interrupts"]["told"] for rank in ranks) > shots / 4
+    assert told > shots / 4
+    if others and shots > 20:
+        # One of the first 200 interrupts that were tried had such an error, and none of the next 800.
+        pytest.xfail(f"after an interrupt a rank has an error of another kind: {others}")
+    assert not others
 
 
 def test_the_other_ranks_fail_at_once_when_a_rank_is_killed():

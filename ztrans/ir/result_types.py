@@ -53,12 +53,11 @@ def type_problem(eqn: Eqn) -> str | None:
     >>> type_problem(Eqn(torch.ops.aten.mm.default, (x, x), (Var("y", torch.int64, (7,)),)))
     'its arguments give f32[4,4], not y: i64[7]'
     """
-    kept = (
-        eqn.__dict__
-    )  # an equation is frozen, and most of a program passes through several rewrites
-    if "_type_problem" not in kept:
-        kept["_type_problem"] = _type_problem(eqn)
-    return kept["_type_problem"]
+    # An equation is frozen, and passes through several rewrites unchanged: its answer is stored with it.
+    attributes = eqn.__dict__
+    if "_type_problem" not in attributes:
+        attributes["_type_problem"] = _type_problem(eqn)
+    return attributes["_type_problem"]
 
 
 def _type_problem(eqn: Eqn) -> str | None:

@@ -110,9 +110,9 @@ class Profile:
             if twin is not None:
                 seconds = self.seconds_by_signature.get(signature(twin, as_run), 0.0)
             seconds_of.setdefault(key, []).append(seconds)
-        more = {key: fmean(seconds) for key, seconds in seconds_of.items()}
-        every = dict(sorted({**self.seconds_by_signature, **more}.items()))
-        return dataclasses.replace(self, seconds_by_signature=every)
+        planned_seconds = {key: fmean(seconds) for key, seconds in seconds_of.items()}
+        by_signature = dict(sorted({**self.seconds_by_signature, **planned_seconds}.items()))
+        return dataclasses.replace(self, seconds_by_signature=by_signature)
 
     def agreed(self, mesh: DeviceMesh) -> Profile:
         """This profile with durations that are the same on every rank, for planning. The timeline stays this rank's.
