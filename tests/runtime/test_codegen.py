@@ -9,8 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.programs import CASES
 from tests.support.worlds import on_ranks
 from ztrans.ir import Eqn, Graph, Var, evaluate, substitute
-from ztrans.ir.operations import stride_safe
-from ztrans.runtime.codegen import DIRECT_FUNCTIONS, to_fx
+from ztrans.ir.operations import DIRECT_FUNCTIONS, stride_safe
+from ztrans.runtime.codegen import to_fx
+
+aten = torch.ops.aten
 
 
 class Dispatched(Exception):
@@ -40,6 +42,28 @@ def test_a_direct_function_dispatches_what_the_operation_does(name):
             kwargs = substitute(e.kwargs, empty.__getitem__)
             function = DIRECT_FUNCTIONS[op]
             assert dispatched(function, args, kwargs) == dispatched(op, args, kwargs)
+
+
+# The operations of generated code that no program of the first test has: they write over an argument, or view it.
+X, Y = torch.ones(4), torch.ones(4)
+CALLS = {
+    aten.add.out: ((X, Y), {"alpha": 2, "out": X}),
+    aten.add_.Tensor: ((X, Y), {"alpha": 2}),
+    aten.div.out: ((X, Y), {"out": X}),
+    aten.mul.out: ((X, Y), {"out": X}),
+    aten.mul_.Tensor: ((X, Y), {}),
+    aten.relu_.default: ((X,), {}),
+    aten.sigmoid_.default: ((X,), {}),
+    aten.sub.out: ((X, Y), {"alpha": 2, "out": X}),
+    aten.tanh_.default: ((X,), {}),
+    aten.view.default: ((X, [2, 2]), {}),
+}
+
+
+@pytest.mark.parametrize("op", CALLS, ids=str)
+def test_a_direct_function_of_generated_code_dispatches_what_its_operation_does(op):
+    args, kwargs = CALLS[op]
+    assert dispatched(DIRECT_FUNCTIONS[op], args, kwargs) == dispatched(op, args, kwargs)
 
 
 def test_one_tensor_may_be_a_constant_of_several_equations():

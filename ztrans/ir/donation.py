@@ -16,7 +16,6 @@ rank: every collective, forward and backward. A step that fails before the first
 from __future__ import annotations
 
 import functools
-import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,7 +28,8 @@ from .collectives import rules
 from .dependencies import needed
 from .graph import Eqn, Graph, Var, producers
 from .liveness import liveness, read_after_step
-from .op_facts import is_random, is_written, op_facts, overloads
+from .op_facts import is_random, is_written, op_facts, overloads, rearranges
+from .operations import DIRECT_FUNCTIONS
 from .pairing import pair
 from .user_collectives import is_user_wait
 
@@ -196,8 +196,16 @@ class _StorageOwners:
         if not rules(e).shares_storage(e):
             if not is_constant(e):
                 self.writable.update(out for out in e.results if not out.future)
-        elif is_user_wait(e) and e.ins[0] in self.writable:
-            self.writable.update(e.results)  # this wait returns its argument, not a part of it
+        elif e.ins[0] in self.writable and (is_user_wait(e) or _shows_all(e)):
+            self.writable.update(e.results)
+
+
+def _shows_all(e: Eqn) -> bool:
+    """Whether an equation is a view that shows every element of its argument once, such as a transpose.
+
+    The gradients of the weights of a recurrent layer are transposed products, one for each time, that are summed.
+    """
+    return op_facts(e.op).permutes and rearranges(e)
 
 
 def _released(graph: Graph) -> dict[Eqn, int]:
@@ -331,24 +339,26 @@ def onto(op: Any, place: int) -> Callable:
     form = _out_form(op)
     if form is None:
         raise ValueError(f"{op} has no form that writes where it reads.")
+    # A recurrent layer calls these functions hundreds of times a step, on small tensors: each microsecond here counts.
+    write = DIRECT_FUNCTIONS.get(form, form)
+    allocate = DIRECT_FUNCTIONS.get(op, op)
     *arguments, out = form._schema.arguments
-    is_tensor = [not a.kwarg_only and str(a.type) == "Tensor" for a in arguments]
+    tensors = [i for i, a in enumerate(arguments) if not a.kwarg_only and str(a.type) == "Tensor"]
 
-    def overwrite(*args: Any, **kwargs: Any) -> torch.Tensor:
-        target = args[place]
-        fits = op_facts(op).arithmetic and _keeps_strides(target, args[1 - place])
-        if not fits:
-            tensors = itertools.compress(args, is_tensor)
-            fits = all(x.is_contiguous() for x in tensors)
-        if fits:
-            return form(*args, **kwargs, **{out.name: target})
-        return op(*args, **kwargs)
+    def overwrite_term(x: torch.Tensor, y: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        target, other = (y, x) if place else (x, y)
+        fits = target.is_contiguous() and other.is_contiguous()
+        if fits or target.stride() == other.stride() or not other.dim():
+            return write(x, y, **kwargs, out=target)
+        return allocate(x, y, **kwargs)
 
+    def overwrite_argument(*args: Any, **kwargs: Any) -> torch.Tensor:
+        for i in tensors:
+            if not args[i].is_contiguous():
+                return allocate(*args, **kwargs)
+        return write(*args, **kwargs, **{out.name: args[place]})
+
+    overwrite: Any = overwrite_term if op_facts(op).arithmetic else overwrite_argument
     overwrite.__name__ = f"{op_facts(op).name}_over"
-    overwrite.place = place  # type: ignore[attr-defined]
+    overwrite.place = place
     return overwrite
-
-
-def _keeps_strides(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether the sum of two tensors has the strides of `x`."""
-    return x.stride() == y.stride() or not y.dim()

@@ -99,6 +99,45 @@ _STRIDE_SAFE: Mapping[Any, Callable] = {
 }
 
 
+# `aten.mm.default(a, b)` passes its arguments through a stack that can hold any type. `torch.mm(a, b)` reads them
+# directly, and takes about a microsecond less. These functions call the same operation for any arguments of it.
+DIRECT_FUNCTIONS: Mapping[Any, Callable] = {
+    aten.add.Tensor: torch.add,
+    aten.add.out: torch.add,
+    aten.add_.Tensor: torch.Tensor.add_,
+    aten.addmm.default: torch.addmm,
+    aten.bmm.default: torch.bmm,
+    aten.cat.default: torch.cat,
+    aten.clone.default: torch.clone,
+    aten.convolution.default: torch.convolution,
+    aten.div.Tensor: torch.div,
+    aten.div.out: torch.div,
+    aten.embedding.default: torch.embedding,
+    aten.expand.default: torch.Tensor.expand,
+    aten.mm.default: torch.mm,
+    aten.mul.Tensor: torch.mul,
+    aten.mul.out: torch.mul,
+    aten.mul_.Tensor: torch.Tensor.mul_,
+    aten.native_layer_norm.default: torch.native_layer_norm,
+    aten.neg.default: torch.neg,
+    aten.relu.default: torch.relu,
+    aten.relu_.default: torch.relu_,
+    aten.reshape.default: torch.reshape,
+    aten.select.int: torch.select,
+    aten.sigmoid.default: torch.sigmoid,
+    aten.sigmoid_.default: torch.sigmoid_,
+    aten.sub.Tensor: torch.sub,
+    aten.sub.out: torch.sub,
+    aten.sum.dim_IntList: torch.sum,
+    aten.t.default: torch.t,
+    aten.tanh.default: torch.tanh,
+    aten.tanh_.default: torch.tanh_,
+    aten.transpose.int: torch.transpose,
+    aten.unsafe_split.Tensor: torch.unsafe_split,
+    aten.view.default: torch.Tensor.view,
+}
+
+
 @functools.cache
 def stride_safe(op: Any) -> Callable:
     """A function that computes `op` for arguments with any strides."""

@@ -33,7 +33,7 @@ from ..ir.layout import local_shape, localize, part
 from ..ir.marks import GRADIENT, PMEAN, PSUM
 from ..ir.number_operands import ARITHMETIC, ITEM, Number
 from ..ir.op_facts import CAST, arguments_by_name
-from ..ir.operations import bound_results, call_operator, stride_safe
+from ..ir.operations import DIRECT_FUNCTIONS, bound_results, call_operator, stride_safe
 from ..ir.printer import op_name
 from ..ir.triton_launch import Launch
 from ..ir.update_groups import (
@@ -54,30 +54,6 @@ from .flex_attention import FlexAttention, structure_of
 from .host_copies import CarriedCopies, HostCopy, carried_copies
 
 aten = torch.ops.aten
-
-# `aten.mm.default(a, b)` passes its arguments through a stack that can hold any type. `torch.mm(a, b)` reads them
-# directly, and takes about a microsecond less. These functions call the same operation for any arguments of it.
-DIRECT_FUNCTIONS: Mapping[Any, Callable] = {
-    aten.add.Tensor: torch.add,
-    aten.add_.Tensor: torch.Tensor.add_,
-    aten.addmm.default: torch.addmm,
-    aten.bmm.default: torch.bmm,
-    aten.cat.default: torch.cat,
-    aten.convolution.default: torch.convolution,
-    aten.div.Tensor: torch.div,
-    aten.embedding.default: torch.embedding,
-    aten.expand.default: torch.Tensor.expand,
-    aten.mm.default: torch.mm,
-    aten.mul.Tensor: torch.mul,
-    aten.native_layer_norm.default: torch.native_layer_norm,
-    aten.relu.default: torch.relu,
-    aten.relu_.default: torch.relu_,
-    aten.reshape.default: torch.reshape,
-    aten.sub.Tensor: torch.sub,
-    aten.sum.dim_IntList: torch.sum,
-    aten.t.default: torch.t,
-    aten.transpose.int: torch.transpose,
-}
 
 
 @dataclass(frozen=True)
