@@ -1,7 +1,8 @@
 """Mutate the code, one small change at a time, and run the nearest tests: each change must make one fail.
 
     python -m tests.mutants                     about 160 mutations over all packages
-    python -m tests.mutants --only planning     those of the modules whose names begin so
+    python -m tests.mutants --only planning     those whose names begin so, with the module and its function
+    python -m tests.mutants --results FILE      adds each result to FILE, and runs only what has none there
     python -m tests.mutants --list              the mutations and their tests; runs nothing
 
 A mutation that changes no result is listed in `harmless.txt`, with the reason. The command fails if fewer than 95% of
@@ -44,12 +45,15 @@ NO_TESTS = 5  # how pytest ends if it collects no test
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--total", type=int, default=160, help="how many mutations (default: 160)")
-    parser.add_argument("--only", default="", help="only modules whose names begin so")
+    parser.add_argument("--only", default="", help="only mutations whose names begin so")
+    parser.add_argument(
+        "--results", type=Path, help="a file of results of the same code: a run goes on from there"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time (default: 2)")
     parser.add_argument("--list", action="store_true", help="print the mutations, run nothing")
     args = parser.parse_args()
     harmless = read_harmless()
-    drawn = [m for m in draw(args.total) if m.module.startswith(args.only)]
+    drawn = [m for m in draw(args.total) if m.key.startswith(args.only)]
     if args.list:
         for mutation in drawn:
             print(mutation.key, *nearest_tests(mutation.module), sep="\n    ")
@@ -57,23 +61,28 @@ def main() -> int:
     if not args.only:
         for key in harmless.keys() - {m.key for m in drawn}:
             print(f"no longer drawn, so not needed in {HARMLESS.name}: {key}")
-    pending = [m for m in drawn if m.key not in harmless]
-    killers: list[str | None] = []
+    checked = [m for m in drawn if m.key not in harmless]
+    killers = read_results(args.results)
+    pending = [m for m in checked if m.key not in killers]
     with copies(args.jobs) as free, ThreadPoolExecutor(args.jobs) as threads:
         results = threads.map(lambda m: run_tests(m, free), pending)
         for mutation, (killer, seconds) in zip(pending, results, strict=True):
-            killers.append(killer)
+            killers[mutation.key] = killer
             outcome = "killed" if killer else "survived"
             by = f"   {killer}" if killer else ""
             print(f"{outcome:9}{seconds:4.0f} s  {mutation.key}{by}", flush=True)
-        always_fail = tests_that_fail(free.get(), [test for test in killers if test])
+            if args.results:
+                with args.results.open("a") as file:
+                    file.write(f"{mutation.key}\t{killer or ''}\n")
+        found = [killers[m.key] for m in checked]
+        always_fail = tests_that_fail(free.get(), [test for test in found if test])
     for test in always_fail:
         print(f"fails without any mutation: {test}")
-    killed = sum(killer is not None and killer not in always_fail for killer in killers)
-    noticed = killed / max(1, len(pending))
+    killed = sum(killer is not None and killer not in always_fail for killer in found)
+    noticed = killed / max(1, len(checked))
     print(
-        f"{len(drawn)} mutations: {killed} killed, {len(pending) - killed} survived, "
-        f"{len(drawn) - len(pending)} listed as harmless. {noticed:.1%} of the others are noticed."
+        f"{len(drawn)} mutations: {killed} killed, {len(checked) - killed} survived, "
+        f"{len(drawn) - len(checked)} listed as harmless. {noticed:.1%} of the others are noticed."
     )
     return noticed < REQUIRED
 
@@ -82,6 +91,14 @@ def read_harmless() -> dict[str, str]:
     """The mutations that change no result, with the reasons: two lines for each, the second one indented."""
     lines = [line for line in HARMLESS.read_text().splitlines() if line and line[0] != "#"]
     return {key: reason.strip() for key, reason in zip(lines[::2], lines[1::2], strict=True)}
+
+
+def read_results(path: Path | None) -> dict[str, str | None]:
+    """What earlier runs have found: for each mutation the test that notices it, or None."""
+    if path is None or not path.exists():
+        return {}
+    lines = [line.split("\t") for line in path.read_text().splitlines()]
+    return {key: killer or None for key, killer in lines}
 
 
 @contextmanager
