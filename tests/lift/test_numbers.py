@@ -190,6 +190,25 @@ def test_comparisons_of_numbers_are_bools():
     assert compare(Small, lambda m: Limits(m.parameters()), torch.float64) == (0.0, [])
 
 
+class Rows(optim.Optimizer):
+    """Keeps in its groups what is no float: a shape, and a function of one gradient."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1, "shape": (-1, 2), "scaled": torch.sign})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        group = self.param_groups[0]
+        for p in group["params"]:
+            rows = p.grad.flatten()[: p.numel() // 2 * 2].view(group["shape"])
+            p.sub_(group["scaled"](p.grad), alpha=group["lr"])
+            p.sub_(rows.sum() * 1e-3)
+
+
+def test_shapes_and_functions_among_hyperparameters_are_constants():
+    assert compare(Small, lambda m: Rows(m.parameters()), torch.float64)[0] <= 1e-12
+
+
 class Chooses(optim.Optimizer):
     """Reads its step count as a Python number: to choose by it, to make a tensor of it, or to compute with it."""
 

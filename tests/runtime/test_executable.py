@@ -69,6 +69,10 @@ def signs_of_zero(state, x):
     return {**state, "v": 1 / (state["v"] * 0.0), "w": 1 / (state["w"] * -0.0)}, (1 / a, 1 / b)
 
 
+def leaves_that_change_places(state, x):
+    return {**state, "v": state["w"], "w": state["v"] * 2}, x.sum()
+
+
 def strided(state, x):
     return state, (x[1:].as_strided((2,), (1,)) * 2, x.as_strided((2, 2), (6, 1)) * 2)
 
@@ -96,7 +100,7 @@ def a_constant_of_a_branch(state, x):
 PROGRAMS = [
     a_constant_of_a_branch,
     sum_before_its_argument_changes, sum_of_a_scalar, nothing_to_squeeze, parts_that_are_written, a_constant,
-    numbers_of_other_types, signs_of_zero, strided, strided_from_an_offset, frames,
+    numbers_of_other_types, signs_of_zero, leaves_that_change_places, strided, strided_from_an_offset, frames,
 ]  # fmt: skip
 
 

@@ -92,7 +92,7 @@ def copies_that_differ(folder: Path) -> None:
 def different_paths(folder: Path, mesh: DeviceMesh) -> None:
     state = zt.shard_params(mesh)(lifted()[2]).shard(lifted()[3])
     try:
-        zt.save(folder / f"rank-{RANK}" / ("шаг " * 30), state)
+        zt.save(folder / f"half-{RANK // 2}" / ("шаг " * 30), state)
     except RuntimeError as error:
         report("paths", error=str(error))
 

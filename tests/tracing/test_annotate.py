@@ -78,3 +78,13 @@ def test_an_operation_of_a_literal_does_not_run_in_a_trace():
     step.trace(STATE, X)
     assert not RUNS
     assert torch.equal(step(STATE, X)[1], 2 * X) and len(RUNS) == 1
+
+
+def test_a_branch_may_make_a_literal_and_then_read_what_is_not_its_argument():
+    """The tensors that a branch reads are found by running it once, without a record."""
+
+    def step(state, x):
+        scaled = lambda w: w * torch.tensor(2.0) + x.mean()
+        return state, torch.cond(x.sum() > 1e9, torch.sin, scaled, (state["w"],))
+
+    assert torch.equal(zt.Step.of(step)(STATE, X + 1)[1], step(STATE, X + 1)[1])

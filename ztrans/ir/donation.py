@@ -321,7 +321,13 @@ def _out_form(op: Any) -> Any:
 
 
 def overwritten_place(op: Any) -> int:
-    """Which argument an operation of `in_place_ops` writes over: the first, or that of `onto`."""
+    """Which argument an operation of `in_place_ops` writes over: the first, or that of `onto`.
+
+    >>> overwritten_place(torch.ops.aten.add_.Tensor)
+    0
+    >>> overwritten_place(onto(torch.ops.aten.add.Tensor, 1))
+    1
+    """
     return getattr(op, "place", 0)
 
 

@@ -6,6 +6,7 @@ They are compared with every schedule of small problems, and with known schedule
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -21,6 +22,7 @@ from tests.support.synthetic import by_size, fsdp2, plan_in_the_memory_of_fsdp2,
 from ztrans.planning.buffers import Buffer
 from ztrans.planning.network import Message
 from ztrans.planning.solver.bound import bound
+from ztrans.planning.solver.changes import move_border
 from ztrans.planning.solver.full_buckets import gather_buckets, reduction_buckets
 from ztrans.planning.solver.loads import Loads
 from ztrans.planning.solver.place import place_choice
@@ -403,6 +405,21 @@ def test_the_search_ends_when_it_has_not_improved_for_a_while():
         search.climb(search.best)
         left += [search.effort] if search.best.seconds > search.enough else []
     assert len(left) > 5 and min(left) > 0
+
+
+def test_a_border_often_moves_by_one_or_two_members_to_either_side():
+    """Of two messages with six members each, as often to each of the four near places, and at times to all others."""
+    wires = {"r": Wire("reduce", "link", 0.0, 1.0)}
+    reductions = tuple(Reduction("r", 2, 4, born) for born in range(12))
+    p = Problem((1.0,) * 12, (0,) * 12, (False,) * 12, (), reductions, wires)
+    choice = Choice((), (tuple(range(6)), tuple(range(6, 12))), frozenset())
+    moved = [move_border(Random(seed), p, choice).reductions for seed in range(2000)]
+    assert all(sum(buckets, ()) == tuple(range(12)) for buckets in moved)
+    border = Counter(len(buckets[0]) for buckets in moved)
+    near = [border.pop(k) for k in (4, 5, 7, 8)]
+    assert sorted(border) == [1, 2, 3, 6, 9, 10, 11]
+    del border[6]  # the last message has no next one
+    assert min(near) > 2 * max(border.values())
 
 
 def test_every_third_climb_begins_at_the_best(monkeypatch):

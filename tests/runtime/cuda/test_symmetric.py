@@ -44,7 +44,7 @@ from ztrans.runtime.cuda.symmetric import (
     on_all_ranks,
     spins_of,
 )
-from ztrans.runtime.cuda.transport import CopiedStart, streamed_start
+from ztrans.runtime.cuda.transport import CopiedStart, SymmetricStart, streamed_start
 from ztrans.runtime.process_groups import Channel
 
 KIND = MessageKind(True, torch.float32, 1024)
@@ -273,6 +273,31 @@ def test_gathers_for_which_there_is_no_room_at_once_are_copied_in_rounds(monkeyp
         for k, value in enumerate(values):
             assert torch.equal(value, torch.cat([of_rank[k] for of_rank in sends]))
     assert sorted(copied_at_once) == [[24, 24]] * 2 * ranks + [[48]] * ranks
+
+
+def test_the_kernel_gathers_a_message_of_one_member_and_one_of_two():
+    ranks = 3
+    shards = [[torch.full((k + 2,), 10.0 * rank + k) for k in range(3)] for rank in range(ranks)]
+    memories = in_one_process(ranks, 48)
+    fabric = Fabric(ranks)
+    gathered_vars = [
+        Var(f"w{k}", torch.float32, (ranks * len(x),), (Split("dp"),))
+        for k, x in enumerate(shards[0])
+    ]
+    eqn = all_gather(gathered_vars, [f"f{k}" for k in range(3)], "dp")
+
+    def run(rank):
+        channel = Rank(fabric, rank, Hosts(ranks))
+        buffer = Buffer(channel, 48, memories[rank], MOST_SPINS)
+        transport = Transport("symmetric", "all_gather", "a double")
+        common = eqn, {"dp": ranks}, {"dp": rank}, channel, Streams(FakeCuda()), transport
+        start = SymmetricStart(buffer, *common)
+        start.members_by_message = [[0], [1, 2]]
+        return [wait(member) for member in start(*shards[rank])]
+
+    for values in on_threads(ranks, run):
+        for k, value in enumerate(values):
+            assert torch.equal(value, torch.cat([of_rank[k] for of_rank in shards]))
 
 
 class Block(torch.nn.Module):
