@@ -29,7 +29,7 @@ from .dependencies import needed
 from .graph import Eqn, Graph, Var, producers
 from .liveness import liveness, read_after_step
 from .op_facts import is_random, is_written, op_facts, overloads, rearranges
-from .operations import DIRECT_FUNCTIONS
+from .operations import direct
 from .pairing import pair
 from .user_collectives import is_user_wait
 
@@ -346,8 +346,8 @@ def onto(op: Any, place: int) -> Callable:
     if form is None:
         raise ValueError(f"{op} has no form that writes where it reads.")
     # A recurrent layer calls these functions hundreds of times a step, on small tensors: each microsecond here counts.
-    write = DIRECT_FUNCTIONS.get(form, form)
-    allocate = DIRECT_FUNCTIONS.get(op, op)
+    write = direct(form)
+    allocate = direct(op)
     *arguments, out = form._schema.arguments
     tensors = [i for i, a in enumerate(arguments) if not a.kwarg_only and str(a.type) == "Tensor"]
 

@@ -33,7 +33,7 @@ from ..ir.layout import local_shape, localize, part
 from ..ir.marks import GRADIENT, PMEAN, PSUM
 from ..ir.number_operands import ARITHMETIC, ITEM, Number
 from ..ir.op_facts import CAST, arguments_by_name
-from ..ir.operations import DIRECT_FUNCTIONS, bound_results, call_operator, stride_safe
+from ..ir.operations import bound_results, call_operator, direct, stride_safe
 from ..ir.printer import op_name
 from ..ir.triton_launch import Launch
 from ..ir.update_groups import (
@@ -102,8 +102,7 @@ class Emission:
 
     def emit(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node:
         """Emit a call of an operation of PyTorch, or of a function in its place."""
-        function = stride_safe(op)
-        function = DIRECT_FUNCTIONS.get(function, function)
+        function = direct(stride_safe(op))
         kwargs = {name: self.operand(x) for name, x in kwargs.items()}
         return self.out.call_function(function, self.operand(tuple(args)), kwargs)
 
