@@ -137,7 +137,7 @@ def _at(model: str, traced: zt.stages.Traced, ranks: int, device: str, link: str
 
     def lower(*transforms: zt.Transform) -> zt.stages.Lowered:
         chosen = (*transforms, zt.fuse_cast_gather())
-        return dataclasses.replace(traced, transforms=chosen).lower(cluster=cluster)
+        return dataclasses.replace(traced, transforms=chosen).planned(cluster)
 
     def row(stage: int, budget: int | None, reshard: str = "auto", update: str = "eager") -> Row:
         began = time.perf_counter()

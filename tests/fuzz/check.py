@@ -13,6 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
+from ztrans.planning.limit import DoesNotFit
 
 from .options import Options
 from .programs import Program
@@ -117,11 +118,10 @@ def _lowered(
     cluster = zt.cluster(options.cluster[0], **axes)
     peak = plain.memory_analysis().peak
     try:
-        return _through(traced, *options.transforms(peak)).lower(cluster=cluster)
-    except ValueError as error:
-        if options.budget is None or "is less than the step needs in any order tried" not in str(
-            error
-        ):
+        # As `lower`, whose error would also say what fits, which takes many plans to find.
+        return _through(traced, *options.transforms(peak)).planned(cluster)
+    except DoesNotFit:
+        if options.budget is None:
             raise
         return _through(traced, *options.transforms(4 * peak)).lower(cluster=cluster)
 

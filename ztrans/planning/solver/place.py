@@ -574,8 +574,9 @@ class _Simulation:
         earlier = self.updates.runnable(place)
         later = self.updates.runnable_after(members, place)
         seconds_of = self.problem.update_seconds
-        hidden = min(end - self.clock, seconds_of(earlier))
-        shared = seconds_of(earlier) + seconds_of(later) - seconds_of([*earlier, *later])
+        earlier_seconds = seconds_of(earlier)
+        hidden = min(end - self.clock, earlier_seconds)
+        shared = earlier_seconds + seconds_of(later) - seconds_of([*earlier, *later])
         return hidden >= shared
 
     def _check_seconds(self, place: int) -> None:
