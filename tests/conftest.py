@@ -41,8 +41,8 @@ _trace_log.handlers.clear()
 
 # How long an example takes says nothing on a busy machine. `make test` draws the same examples in each run, so that a
 # failure is one of the change; `make random` draws others.
-hypothesis.settings.register_profile("ztrans", deadline=None, derandomize=True)
-hypothesis.settings.register_profile("random", deadline=None)
+hypothesis.settings.register_profile("ztrans", deadline=None, derandomize=True, max_examples=60)
+hypothesis.settings.register_profile("random", deadline=None, max_examples=300)
 hypothesis.settings.load_profile("ztrans")
 
 

@@ -6,7 +6,7 @@ It is also compared with a slow simulation in exact fractions, which shares no c
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.evaluate import evaluate
@@ -148,7 +148,6 @@ def approximately(numbers):
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
 @given(programs() | programs(host=3) | programs(host=2, beside=4))
 def test_play_agrees_with_a_slow_simulation(program):
     compute, messages = program

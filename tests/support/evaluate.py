@@ -6,6 +6,7 @@ which must come to the same result.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -39,17 +40,24 @@ class Outcome:
 
     Attributes:
         seconds: of the step.
-        peak: the most of `memory`.
         messages: the fixed ones, those of gathers, and those of reductions, each before its second one.
         played: what happened at the places where one of them is issued or waited for.
-        memory: by operation, the live bytes.
     """
 
+    problem: Problem
+    schedule: Schedule
     seconds: float
-    peak: int
     messages: tuple[Message, ...]
     played: Played
-    memory: np.ndarray
+
+    @functools.cached_property
+    def memory(self) -> np.ndarray:
+        """By operation, the live bytes. Most tests that compare many schedules need only their seconds."""
+        return memory(self.problem, self.schedule)
+
+    @property
+    def peak(self) -> int:
+        return int(self.memory.max(initial=0))
 
 
 def evaluate(problem: Problem, schedule: Schedule) -> Outcome:
@@ -102,8 +110,7 @@ def evaluate(problem: Problem, schedule: Schedule) -> Outcome:
     # The other updates run at their places in the program: for a schedule that is the end.
     others = [u for u in range(len(problem.updates)) if u not in updated]
     seconds = max(played.start[-1] + problem.update_seconds(others), *played.end, 0.0)
-    bytes_live = memory(problem, schedule)
-    return Outcome(seconds, int(bytes_live.max(initial=0)), tuple(messages), played, bytes_live)
+    return Outcome(problem, schedule, seconds, tuple(messages), played)
 
 
 def _messages(

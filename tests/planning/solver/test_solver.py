@@ -3,6 +3,7 @@
 They are compared with every schedule of small problems, and with known schedules of large ones.
 """
 
+import functools
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.support.evaluate import evaluate, memory
@@ -44,7 +45,6 @@ from ztrans.planning.solver.tape import Event, Kind, tape
 from ztrans.planning.solver.validate import ScheduleError, validate
 
 INF = float("inf")
-SMALL = settings(max_examples=200)
 problems = st.randoms(use_true_random=False).map(problem)
 costly = st.randoms(use_true_random=False).map(lambda chance: problem(chance, host=True))
 riches = st.randoms(use_true_random=False).map(rich)
@@ -55,7 +55,6 @@ with_parts = st.randoms(use_true_random=False).map(parted)
 # Buckets.
 
 
-@SMALL
 @given(st.randoms(use_true_random=False), st.sampled_from([0.0, 1.0, 3.0]))
 def test_neighbours_share_a_bucket_until_it_is_full(chance, full):
     """A bucket is full once its transfer takes more than `full` latencies. The last uses, or first births, fill first."""
@@ -119,7 +118,6 @@ def test_buckets_of_reductions_keep_the_limit_of_matmuls_between_starts(chance, 
 
 
 @pytest.mark.slow
-@SMALL
 @given(problems | costly | riches)
 def test_no_schedule_beats_the_bound(p):
     limit = bound(p)
@@ -130,7 +128,6 @@ def test_no_schedule_beats_the_bound(p):
 
 
 @pytest.mark.slow
-@settings(max_examples=100)
 @given(with_parts)
 def test_no_schedule_beats_the_bound_whatever_its_levers_keep(p):
     limit = bound(p)
@@ -139,15 +136,21 @@ def test_no_schedule_beats_the_bound_whatever_its_levers_keep(p):
         assert evaluate(p, s).seconds >= limit.seconds - 1e-9
 
 
+@functools.cache
+def fastest(seed: int) -> float | None:
+    """The seconds of the fastest schedule of a small problem, or None if no schedule fits its memory."""
+    p = problem(Random(seed))
+    return min((evaluate(p, s).seconds for s in schedules(p)), default=None)
+
+
 @pytest.mark.slow
 def test_the_bound_is_reached():
     """In most small problems the fastest schedule takes exactly as long as the bound."""
     tight = solvable = 0
     for seed in range(200):
-        p = problem(Random(seed))
-        if times := [evaluate(p, s).seconds for s in schedules(p)]:
+        if (best := fastest(seed)) is not None:
             solvable += 1
-            tight += min(times) <= bound(p).seconds + 1e-9
+            tight += best <= bound(problem(Random(seed))).seconds + 1e-9
     assert solvable > 150 and tight > 0.6 * solvable
 
 
@@ -223,7 +226,6 @@ def test_a_member_that_no_problem_has_is_refused(outside):
 
 
 @pytest.mark.slow
-@SMALL
 @given(problems | riches | with_parts)
 def test_plans_are_valid_and_keep_every_limit(p):
     """The limits are memory, bytes in flight, and matmuls between reductions; on several lanes, links and keys."""
@@ -262,7 +264,6 @@ def test_plans_are_near_the_best_if_packing_takes_compute_time():
 
 
 @pytest.mark.slow
-@SMALL
 @given(problems)
 def test_the_least_memory_is_enough_and_no_schedule_needs_less(p):
     least = least_memory(replace(p, memory=-1))
@@ -281,14 +282,15 @@ def test_the_least_memory_is_enough_and_no_schedule_needs_less(p):
 
 
 @pytest.mark.slow
-def test_plans_of_small_problems_are_near_the_best():
+@pytest.mark.parametrize("first", [0, pytest.param(200, marks=pytest.mark.exhaustive)])
+def test_plans_of_small_problems_are_near_the_best(first):
     """Where a plan is not the best, the best one has a bucket that skips a neighbour, or a lane out of order of use."""
     over = []
-    for seed in range(400):
+    for seed in range(first, first + 200):
         p = problem(Random(seed))
-        if best := min((evaluate(p, s).seconds for s in schedules(p)), default=None):
+        if best := fastest(seed):
             over.append(evaluate(p, solve(p)).seconds / best - 1)
-    assert len(over) > 300 and min(over) >= -1e-9
+    assert len(over) > 150 and min(over) >= -1e-9
     assert sum(x > 0.003 for x in over) <= 0.02 * len(over)
     assert max(over) < 0.35
 
@@ -329,7 +331,6 @@ def test_a_replaced_gather_is_not_dropped_or_replaced_again():
 
 
 @pytest.mark.slow
-@SMALL
 @given(
     problems | costly | riches | richer | with_parts,
     st.sampled_from([0.0, 0.5, 1.0, 4.0]),
