@@ -119,6 +119,7 @@ def test_the_demo_agrees_with_the_plain_step(tmp_path, dtype, near):
 
 @pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_hf_trainer_example_has_the_losses_of_the_trainer_alone_and_resumes(tmp_path):
     """On two ranks, where the Trainer alone uses DDP. The checkpoints are models that transformers reads."""
     pytest.importorskip("transformers")

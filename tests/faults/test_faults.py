@@ -22,10 +22,14 @@ def ended_well(ranks: list[Rank]) -> list[Rank]:
     return ranks
 
 
-def test_batch_sizes_may_differ_between_ranks():
+@pytest.mark.parametrize(
+    ("scenario", "stages"),
+    [("uneven", (0, 3)), pytest.param("uneven_1_2", (1, 2), marks=pytest.mark.exhaustive)],
+)
+def test_batch_sizes_may_differ_between_ranks(scenario, stages):
     """Fifty steps with random batch sizes, at last a small batch. A batch of one sample has a program of its own."""
-    for rank in ended_well(launch("uneven", 4, seconds=100)):
-        for stage in (0, 1, 2, 3):
+    for rank in ended_well(launch(scenario, 4, seconds=100)):
+        for stage in stages:
             report = rank.reports[f"uneven {stage}"]
             assert report["distance"] <= 1e-14 and report["programs"] == 4, report
 

@@ -45,6 +45,8 @@ OPERATIONS = {
     "xlogy": lambda x: torch.xlogy(x, torch.arange(1.0, 5.0)[:, None, None]),
 }
 
+COMPILED = ("batch_norm", "layer_norm", "log_softmax", "xlogy")  # each takes a second to compile
+
 
 def flat(y):
     """All elements of `y` in two orders. The strides decide which of the two is a view."""
@@ -65,8 +67,18 @@ def step_of(operation):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.compiles)])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *((name, "eager") for name in OPERATIONS),
+        *(pytest.param(name, "inductor", marks=pytest.mark.compiles) for name in COMPILED),
+        *(
+            pytest.param(name, "inductor", marks=[pytest.mark.compiles, pytest.mark.exhaustive])
+            for name in OPERATIONS
+            if name not in COMPILED
+        ),
+    ],
+)
 def test_strides_may_differ_from_the_trace(name, backend):
     """As in batch norm over the middle axis (PatchTST has one), and in other operations."""
     step, state = step_of(OPERATIONS[name]), {"w": torch.linspace(1, 2, 120).view(4, 5, 6)}

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ztrans as zt
+from tests.support.cover import parameters_of
 from tests.support.lifted import loop_of
 from tests.support.programs import CASES
 from tests.support.worlds import ALL, on_ranks
@@ -143,8 +144,8 @@ class Launches(TorchDispatchMode):
 
 
 def net(name):
-    # Muon takes matrices alone.
-    return nn.Sequential(*(nn.Linear(4, 4, bias=name != "Muon") for _ in range(12)))
+    # Muon takes matrices alone. With four layers RAdam has 55 launches, and foreach 50, as it computes in Python numbers.
+    return nn.Sequential(*(nn.Linear(4, 4, bias=name != "Muon") for _ in range(6)))
 
 
 def launches_of_foreach(name, options):
@@ -160,8 +161,19 @@ def launches_of_foreach(name, options):
     return launches.count
 
 
+def has_a_form_of_its_own(name, options, form):
+    """Whether a form is more than the list operations of foreach, which these two optimizers stand for."""
+    return form != {"foreach": True} or name in ("NAdam", "Adagrad")
+
+
+FORMS = [*forms()]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "options", "form"), [*forms()])
+@pytest.mark.parametrize(
+    ("name", "options", "form"),
+    parameters_of(FORMS, [each for each in FORMS if has_a_form_of_its_own(*each)]),
+)
 def test_an_update_has_no_more_launches_than_that_of_foreach(name, options, form):
     model = net(name)
     optimizer = getattr(optim, name)(model.parameters(), **options, **form)
@@ -263,8 +275,8 @@ def test_other_optimizers_are_calls_over_lists():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 4])
+@pytest.mark.parametrize("name", parameters_of(CASES))
 def test_only_updates_move_and_values_stay(name, ranks):
     lowered = on_ranks(CASES[name], ranks, zt.shard_params(zt.AbstractMesh(dp=ranks)), *ALL)
     grouped, groups = group_updates(lowered.graph)

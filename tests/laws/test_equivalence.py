@@ -25,7 +25,8 @@ from ztrans.ir.collectives import REDUCE_SCATTER
 STAGES = (0, 1, 2, 3)
 # The stages on each number of ranks. On one rank every stage is the same program. Three ranks divide few dims, so they
 # have all stages; eight are more than some leaves have rows.
-WORLDS = {1: (3,), 2: (0, 2), 3: STAGES, 4: (1,), 8: (2, 3)}
+WORLDS = {1: (3,), 3: STAGES, 8: (3,)}
+FURTHER_WORLDS = {2: (0, 2), 4: (1,), 8: (2,)}
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
 # What fp32 could add is a value computed in another dtype, in any world.
 WORLDS_BY_DTYPE = {torch.float64: WORLDS, torch.float32: {1: (3,), 3: STAGES}}
@@ -47,10 +48,21 @@ PROGRAMS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("case, dtype", PROGRAMS, ids=lambda x: getattr(x, "name", None))
 def test_sharded_equals_plain(case, dtype):
+    compare_with_plain(case, dtype, WORLDS_BY_DTYPE[dtype])
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", EXACT, ids=lambda case: case.name)
+def test_sharded_equals_plain_in_further_worlds(case):
+    compare_with_plain(case, torch.float64, FURTHER_WORLDS)
+
+
+def compare_with_plain(case, dtype, worlds):
     """A rank has as many samples in each world, so that its program is traced once."""
     bound = BOUNDS[dtype]
     with default_dtype(dtype):
-        for ranks, stages in WORLDS_BY_DTYPE[dtype].items():
+        for ranks, stages in worlds.items():
             world = replace(case, samples=ranks * case.samples // max(WORLDS))
             truth, outputs = plain(world, 3)
             for stage in stages:
@@ -73,8 +85,14 @@ def by_hand(case, loss, update, ranks, steps=5):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_autocast_equals_data_parallelism_by_hand(ranks):
+@pytest.mark.parametrize(
+    ("ranks", "stages"),
+    [
+        *WORLDS.items(),
+        *(pytest.param(*world, marks=pytest.mark.exhaustive) for world in FURTHER_WORLDS.items()),
+    ],
+)
+def test_autocast_equals_data_parallelism_by_hand(ranks, stages):
     """bf16 gradients are rounded on each rank before they are averaged, so the truth must do so too."""
     autocast = CASES["autocast"]
     case = replace(autocast, samples=ranks * autocast.samples // max(WORLDS))
@@ -89,7 +107,7 @@ def test_autocast_equals_data_parallelism_by_hand(ranks):
         return grad_and_value(loss)(state["params"])[0]
 
     truth = by_hand(case, grads, adam, ranks)
-    for stage in WORLDS[ranks]:
+    for stage in stages:
         state, _, _ = sharded(case, ranks, stage)
         assert distance(state, truth) <= 1e-5, f"stage {stage}"
 

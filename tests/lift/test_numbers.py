@@ -73,7 +73,9 @@ def compare(make, make_optimizer, dtype, steps=8):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *MORE])
 def test_the_lifted_step_agrees_with_the_loop(name, dtype):
     """Fused optimizers have its bits. Others run in their capturable form, which computes in another order."""

@@ -10,6 +10,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR
 
 import ztrans as zt
+from tests.support.cover import parameters_of
 from tests.support.worlds import ALL, clone, distance, slices
 
 STEPS = 20
@@ -110,10 +111,15 @@ def lifted_with(scheduler, optimizer, *transforms, make=make_model):
 RANKS = [(s, "adamw_fused", 3) for s in SCHEDULERS if s != "one_cycle"] + [
     ("one_cycle", o, stage) for o in ("adamw", "tensor_lr", "adamw_fused") for stage in (0, 3)
 ]
+# Ranks read the groups, whoever has written them. These read other schedulers, read the loss, and write betas.
+READ_ON_RANKS = [
+    *((s, "adamw_fused", 3) for s in ("lambda", "sequential", "plateau", "swa")),
+    *(("one_cycle", "adamw", 3), ("one_cycle", "tensor_lr", 0), ("one_cycle", "adamw_fused", 3)),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheduler, optimizer, stage", RANKS)
+@pytest.mark.parametrize("scheduler, optimizer, stage", parameters_of(RANKS, READ_ON_RANKS))
 def test_every_rank_reads_its_scheduler(scheduler, optimizer, stage):
     """The numbers of the untouched loop on three ranks, in fp64: the ranks sum gradients in another order."""
     make = lambda: make_model().double()

@@ -24,7 +24,7 @@ packing = importlib.import_module("ztrans.ops.cast_pack")
 symmetric = importlib.import_module("ztrans.ops.symmetric")
 reduce = importlib.import_module("ztrans.ops.reduce").reduce
 
-NUMELS = (9001, 3, 8192 * 3, 0, 4100)
+NUMELS = (4100, 3, 8192, 0, 2049)
 SPINS = 1 << 22
 CHANNELS = 3
 

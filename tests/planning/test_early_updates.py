@@ -10,6 +10,7 @@ from torch import nn, optim
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
+from tests.support.cover import parameters_of
 from tests.support.programs import CASES
 from tests.support.worlds import batches, clone, on_ranks
 from ztrans.ir.donation import donation
@@ -76,7 +77,7 @@ def test_updates_wait_for_each_other():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", parameters_of(CASES))
 def test_no_bit_changes(name):
     """In lock-step, and by generated code, which writes in place what it wrote in place at the end."""
     case = CASES[name]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import ztrans as zt
+from tests.support.cover import parameters_of
 from tests.support.evaluate import evaluate
 from tests.support.programs import CASES
 from tests.support.worlds import on_ranks, unordered
@@ -176,7 +177,7 @@ def both(name: str, count: int) -> Iterator[tuple[int, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", parameters_of(CASES))
 def test_no_program_has_more_live_than_its_schedule_counts(name):
     assert all(analysed <= count for analysed, count in both(name, 4))
 

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.support.processes import run_ranks
+from tests.support.ranks import FOUR, MORE_ON_FOUR, MORE_ON_TWO, TWO
 
 MiB = 1 << 20
 
@@ -18,15 +19,24 @@ def of(figures: list[dict], check: str) -> list[dict]:
     return rows
 
 
-@pytest.mark.distributed
-def test_two_ranks_have_the_bits_of_lockstep(two):
-    """A sum of two terms has the same bits in either order."""
-    figures = of(two, "equal")
-    assert len(figures) == 3 * 4 + 6 * 2
+def check_two_ranks(figures: list[dict], stages: dict[str, tuple[int, ...]]) -> None:
+    assert len(figures) == sum(map(len, stages.values()))
     for f in figures:
         assert f["bitwise"] and f["lockstep"] == 0 and f["output"] == 0, f
         half = f["case"] in ("autocast", "cast_inside")
         assert f["plain"] <= (0.05 if half else 1e-10), f
+
+
+@pytest.mark.distributed
+def test_two_ranks_have_the_bits_of_lockstep(two):
+    """A sum of two terms has the same bits in either order."""
+    check_two_ranks(of(two, "equal"), TWO)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.distributed
+def test_two_ranks_have_the_bits_of_lockstep_at_further_stages():
+    check_two_ranks(of(run_ranks(2, "ranks.py", "more_on_two"), "equal"), MORE_ON_TWO)
 
 
 @pytest.mark.distributed
@@ -55,7 +65,16 @@ def four() -> list[dict]:
 def test_four_ranks_on_two_hosts_agree_with_lockstep(four):
     """On two hosts with two ranks each, and over two axes as one."""
     figures = of(four, "equal")
-    assert len(figures) == 4 + 2 + 2
+    assert len(figures) == sum(map(len, FOUR.values())) + 2
+    for f in figures:
+        assert f["lockstep"] <= 1e-14 and f["plain"] <= 1e-10, f
+
+
+@pytest.mark.exhaustive
+@pytest.mark.distributed
+def test_two_hosts_agree_with_lockstep_at_further_stages():
+    figures = of(run_ranks(4, "ranks.py", "more_on_four"), "equal")
+    assert len(figures) == sum(map(len, MORE_ON_FOUR.values()))
     for f in figures:
         assert f["lockstep"] <= 1e-14 and f["plain"] <= 1e-10, f
 

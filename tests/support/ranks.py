@@ -65,6 +65,32 @@ def train(case, mesh, stage, steps=3, **options):
 
 
 STAGES = (0, 1, 2, 3)
+# Stages by program, on two ranks. In lock-step every program runs at every stage (tests/laws/test_equivalence.py), so
+# here each kind of message is sent once: of uneven parts at each stage, in half precision, of norms, in the update, in
+# several passes, in fp32. MORE_ON_TWO has the other stages of these programs.
+TWO = {
+    "uneven": STAGES,
+    "cast_inside": (1, 3),
+    "gpt_adam": (2,),
+    "clipped": (3,),
+    "muon": (1,),
+    "accumulation": (2,),
+    "sam": (3,),
+    "autocast": (0,),
+}
+MORE_ON_TWO = {
+    "cast_inside": (0, 2),
+    "gpt_adam": (0, 1, 3),
+    "clipped": (1,),
+    "muon": (3,),
+    "accumulation": (3,),
+    "sam": (2,),
+    "adamw_fused": (0, 3),
+    "autocast": (3,),
+}
+# On two hosts with two ranks each.
+FOUR = {"mlp_momentum": (0, 1), "uneven": (2, 3)}
+MORE_ON_FOUR = {"mlp_momentum": (2, 3)}
 
 
 def equals_lockstep_and_plain(mesh, stages_by_name, **options) -> None:
@@ -358,14 +384,7 @@ def two() -> None:
     dist.new_group(
         [0]
     )  # a user's group of one rank: later groups must not depend on how many groups a rank has
-    # In lock-step every program runs at every stage (tests/laws/test_equivalence.py).
-    stages_by_name = {
-        **dict.fromkeys(("gpt_adam", "uneven", "cast_inside"), STAGES),
-        **dict.fromkeys(("clipped", "muon"), (1, 3)),
-        **dict.fromkeys(("accumulation", "sam"), (2, 3)),
-        **dict.fromkeys(("adamw_fused", "autocast"), (0, 3)),
-    }
-    equals_lockstep_and_plain(mesh, stages_by_name)
+    equals_lockstep_and_plain(mesh, TWO)
     wire_bytes(mesh)
     micro_batches(mesh)
     fp8.on_processes(mesh, report)
@@ -496,8 +515,7 @@ def four() -> None:
     mesh = zt.make_mesh("cpu", host=2, dp=2)
     pipeline()
     dist.new_group([0, 1, 2])
-    stages_by_name = {"mlp_momentum": STAGES, "uneven": (2, 3)}
-    equals_lockstep_and_plain(mesh, stages_by_name, replicate_axis="host")
+    equals_lockstep_and_plain(mesh, FOUR, replicate_axis="host")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     equals_lockstep_and_plain(mesh, {"uneven": (1, 3)}, axis=("dp", "cp"), reshard=2)
     attention_over(mesh)
@@ -508,7 +526,25 @@ def four() -> None:
     dtensors.lifted(mesh, report)
 
 
+def more_on_two() -> None:
+    equals_lockstep_and_plain(zt.make_mesh("cpu", dp=2), MORE_ON_TWO)
+
+
+def more_on_four() -> None:
+    mesh = zt.make_mesh("cpu", host=2, dp=2)
+    equals_lockstep_and_plain(mesh, MORE_ON_FOUR, replicate_axis="host")
+
+
+CHECKS = {
+    "two": two,
+    "four": four,
+    "tuning": tuning,
+    "inductor": inductor,
+    "more_on_two": more_on_two,
+    "more_on_four": more_on_four,
+}
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"two": two, "four": four, "tuning": tuning, "inductor": inductor}[sys.argv[1]]()
+    CHECKS[sys.argv[1]]()
     dist.destroy_process_group()

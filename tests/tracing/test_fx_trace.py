@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import ztrans as zt
+from tests.support.cover import parameters_of
 from tests.support.programs import CASES
 from tests.support.worlds import clone
 from ztrans.calling.global_state import patched
@@ -31,7 +32,7 @@ def tensor_leaves(tree) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", parameters_of(CASES))
 def test_the_fx_graph_has_the_bits_of_the_plain_step(name):
     """The plain step runs as in a trace: there torch's AdamW keeps its count of steps as a tensor."""
     case = CASES[name]

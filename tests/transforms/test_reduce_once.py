@@ -9,9 +9,11 @@ from torch.func import grad
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
+from tests.support.cover import parameters_of
 from ztrans.ir.collectives import ALL_REDUCE, REDUCE_SCATTER
 
 MICRO = 3
+REDUCTIONS = ((0, 1), (1, 1), (2, MICRO), (3, MICRO))  # stages, and how often each leaf is reduced
 
 
 def loss(params, x, y):
@@ -136,8 +138,15 @@ def reductions(lowered, axis="dp"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("total_of", MERGED, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("stage, each", [(0, 1), (1, 1), (2, MICRO), (3, MICRO)])
+@pytest.mark.parametrize(
+    ("total_of", "stage", "each"),
+    parameters_of(
+        [(f, *stage) for stage in REDUCTIONS for f in MERGED],
+        # Stages 0 and 1 merge the same sums, and stages 2 and 3 merge none.
+        [*((f, 1, 1) for f in MERGED), *((foreach, *stage) for stage in REDUCTIONS)],
+    ),
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_micro_batches_reduce_once_at_stage_1_and_each_at_stage_2(total_of, stage, each):
     lowered, _, _ = lower(total_of, stage)
     assert reductions(lowered) == {"params.up": each, "params.down": each}
@@ -171,7 +180,7 @@ def test_a_gradient_with_another_use_is_reduced_alone(total_of, most):
     [*MERGED, also_looked_at, multiplied, crossed, doubled, doubled_and_added],
     ids=lambda f: f.__name__,
 )
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_merged_reductions_compute_what_the_plain_step_computes(total_of, stage):
     """All micro-batches have the same data, as ranks split the batch into other micro-batches than one device does."""
     lowered, state, _ = lower(total_of, stage)

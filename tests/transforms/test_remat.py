@@ -9,6 +9,7 @@ from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
+from tests.support.cover import parameters_of
 from tests.support.programs import CASES, gpt_adam
 from tests.support.worlds import ALL, on_ranks, sharded
 from ztrans.ir.op_facts import is_random
@@ -48,7 +49,7 @@ def test_small_values_are_not_recomputed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("name", parameters_of(sorted(CASES)))
 def test_no_bit_changes_and_the_peak_does_not_rise(name):
     """No matmul, attention, convolution, lookup or random draw is repeated."""
     before, outputs, a = sharded(CASES[name], 2, steps=2, transforms=())

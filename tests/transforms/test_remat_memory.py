@@ -20,9 +20,11 @@ from torch.utils.checkpoint import (
 )
 
 import ztrans as zt
+from tests.support.cover import COVER, parameters_of
 from tests.support.parallel import copied, summed
 from tests.support.programs import CASES
 from tests.support.worlds import ALL, batches, on_ranks, sharded, slices
+from ztrans import stages
 from ztrans.ir.collectives import rules
 from ztrans.ir.liveness import liveness
 from ztrans.ir.op_facts import is_matmul, is_random
@@ -30,6 +32,13 @@ from ztrans.ir.user_collectives import is_user_collective
 from ztrans.planning.limit import DoesNotFit
 
 pytestmark = pytest.mark.slow  # each test plans several steps
+
+
+@pytest.fixture(autouse=True)
+def _no_ways_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests read what an error says is needed, and not what would fit, which takes many plans to find."""
+    monkeypatch.setattr(stages, "ways_to_fit", lambda *_: [])
+
 
 aten = torch.ops.aten
 WIDTH = 16
@@ -58,23 +67,19 @@ def equal(a, b) -> bool:
 RECOMPUTING = {"gpt_adam", "batch_norm_mean", "autocast"}
 # Every program at stage 3. At the other stages, one step of each kind that recomputation treats by rules of its own: a
 # mean over ranks inside forward, one gather with a cast, and neither.
-PROGRAMS = [
-    *((name, 3) for name in sorted(CASES)),
+PROGRAMS = [(name, 3) for name in sorted(CASES)] + [
+    *(("batch_norm_mean", stage) for stage in (0, 1, 2)),
+    *(("autocast", stage) for stage in (0, 2)),
+    ("gpt_adam", 1),
+]
+# The two with casts of a GPT take seconds each: one of them, with gathers that are cast once.
+TESTED = [(name, 3) for name in {*COVER, "per_sample"} - {"cast_inside"}] + [
     ("batch_norm_mean", 0),
     ("autocast", 2),
-    *(
-        pytest.param(name, stage, marks=pytest.mark.exhaustive)
-        for name, stage in (
-            ("batch_norm_mean", 1),
-            ("batch_norm_mean", 2),
-            ("autocast", 0),
-            ("gpt_adam", 1),
-        )
-    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "stage"), PROGRAMS)
+@pytest.mark.parametrize(("name", "stage"), parameters_of(PROGRAMS, TESTED))
 def test_no_bit_changes_within_the_least_limit_that_fits(name, stage):
     """Second derivatives, recurrent nets, per-sample gradients and updates that read forward are among them."""
     case = CASES[name]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.ops.interpreted.patterns import bits, room, same
+from tests.support.cover import parameters_of
 
 reduce = importlib.import_module("ztrans.ops.reduce").reduce
 sum_terms = importlib.import_module("ztrans.ops.sum_terms")
@@ -19,10 +20,15 @@ NUMELS = (2049, 3, 0, 6144, 17)
 HALF = [torch.bfloat16, torch.float16]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    ("ranks", "op"),
+    parameters_of(
+        [(ranks, op) for ranks in (1, 2, 3, 8) for op in ("sum", "mean")],
+        [(1, "mean"), (2, "sum"), (3, "mean"), (8, "sum")],
+    ),
+)
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
 @pytest.mark.parametrize("out", [*HALF, torch.float32], ids=str)
-@pytest.mark.parametrize("op", ["sum", "mean"])
 def test_the_bits_are_those_of_reduce(ranks, dtype, out, op):
     """NaN, infinities and subnormal numbers are among the terms, and what is behind a member stays as it was."""
     terms = bits(ranks * sum(SIZES), dtype, seed=ranks).view(ranks, -1)

@@ -10,6 +10,7 @@ import torch
 from triton.runtime import interpreter
 
 from tests.ops.interpreted.patterns import same
+from tests.support.cover import parameters_of
 
 fused_adamw = importlib.import_module("ztrans.ops.fused_adamw")
 
@@ -32,8 +33,14 @@ def assert_same(ours, true):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-@pytest.mark.parametrize("rate_dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("decay", "rate_dtype"),
+    parameters_of(
+        [(decay, dtype) for decay in (0.0, 0.1) for dtype in (torch.float32, torch.float64)],
+        [(0.0, torch.float64), (0.1, torch.float32)],
+    ),
+    ids=str,
+)
 def test_adamw(dtype, decay, rate_dtype, skew):
     """The kernel reads a rate of fp32 itself; one of fp64 is passed to it as a number."""
     rate = torch.tensor(1e-3, dtype=rate_dtype)

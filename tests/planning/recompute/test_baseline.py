@@ -93,6 +93,7 @@ def test_the_choice_of_remat_is_a_candidate():
     ]
 
 
+@pytest.mark.exhaustive
 def test_the_fastest_of_all_candidates_is_among_those_that_are_planned_in_full():
     """To 1%. A short search gives the estimates, so each is off by a few percent."""
     step = baseline("GPT 2 x 128, fp32", 64)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import ztrans as zt
 from benchmarks.frontier_models import gpt, llama
 from benchmarks.llama_model import Config
+from tests.support.cover import parameters_of
 from tests.support.recompute_bound import least_seconds
 from ztrans.ir.graph import Var
 from ztrans.ir.recompute import recompute
@@ -64,7 +65,7 @@ def target(model, share: float) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", parameters_of(STEPS, ["gpt"]))
 def test_the_model_has_the_bytes_of_the_rewritten_program(name):
     traced, model = step(name)
     activations = model.live.max() - model.live[0]
@@ -77,7 +78,7 @@ def test_the_model_has_the_bytes_of_the_rewritten_program(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", parameters_of(STEPS, ["gpt"]))
 def test_the_added_seconds_are_near_the_bound_by_cuts(name):
     """Within the seconds of one largest candidate, because a choice cannot take half of it."""
     _, model = step(name)
@@ -162,7 +163,7 @@ def models(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", parameters_of(STEPS, ["gpt"]))
 def test_both_memories_together_take_no_longer_than_either(name):
     moving, recomputing, both = models(name)
     for share in SHARES:

@@ -9,6 +9,7 @@ import torch
 from torch import nn, optim
 
 import ztrans as zt
+from tests.support.cover import parameters_of
 from tests.support.fusion import fused_anywhere
 from tests.support.programs import CASES
 from tests.support.worlds import clone, distance, on_ranks
@@ -241,8 +242,11 @@ def test_only_state_on_a_gpu_is_rewritten():
     assert updates(after).count("ztrans::fused_adamw") == 2
 
 
+CASTING = ("adamw_fused", "autocast", "cast_outside", "muon")  # they cast, or their update is fused
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", parameters_of(CASES, CASTING))
 def test_no_other_program_changes(name):
     graph = on_ranks(CASES[name], 1).graph
     assert rewritten(graph) is graph

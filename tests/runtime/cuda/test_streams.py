@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ztrans as zt
+from tests.support.cover import parameters_of
 from tests.support.fake_cuda import TimedEvent
 from tests.support.processes import run_ranks
 from tests.support.programs import CASES
@@ -84,15 +85,27 @@ def play(low, local, mesh, steps=2):
     return cuda
 
 
+CHAINED = [("gpt_adam", "as_written"), ("gpt_adam", "overlap"), ("mlp_momentum", "one")] + [
+    (name, "all") for name in ("gpt_adam", "autocast", "accumulation", "clipped", "muon", "uneven")
+]
+# Each chain and each program at a stage with reductions of whole values, or with shards, and at stage 3.
+PLAYED = [
+    ("gpt_adam", "as_written", 3),
+    ("gpt_adam", "overlap", 1),
+    *(("mlp_momentum", "one", stage) for stage in (0, 3)),
+    ("gpt_adam", "all", 3),
+    *(("autocast", "all", stage) for stage in (2, 3)),
+    *(("accumulation", "all", stage) for stage in (0, 3)),
+    *(("clipped", "all", stage) for stage in (1, 3)),
+    *(("muon", "all", stage) for stage in (2, 3)),
+    *(("uneven", "all", stage) for stage in (0, 3)),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
-    ("name", "chain"),
-    [("gpt_adam", "as_written"), ("gpt_adam", "overlap"), ("mlp_momentum", "one")]
-    + [
-        (name, "all")
-        for name in ("gpt_adam", "autocast", "accumulation", "clipped", "muon", "uneven")
-    ],
+    ("name", "chain", "stage"),
+    parameters_of([(*each, stage) for each in CHAINED for stage in (0, 1, 2, 3)], PLAYED),
 )
 def test_programs_have_no_race_and_the_host_never_waits(mesh, name, stage, chain):
     low, local = lowered(mesh, name, stage, CHAINS[chain])

@@ -9,6 +9,7 @@ from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
+from tests.support.cover import parameters_of
 from tests.support.processes import run_ranks
 from tests.support.programs import CASES, GPT, adam, adam_state, gpt_loss, tokens
 from tests.support.worlds import batches, clone, distance, on_ranks
@@ -71,7 +72,7 @@ def as_they_are(function, like, donated=(), deterministic=False):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", parameters_of(CASES))
 def test_kernels_destroy_nothing_that_is_read(name, monkeypatch):
     """What is written over state, donated and left out is chosen before Inductor compiles a kernel."""
     monkeypatch.setattr(inductor, "fused", as_they_are)

@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
+from tests.support.cover import parameters_of
 from tests.support.fusion import fused_anywhere
 from tests.support.programs import CASES
 from tests.support.worlds import ALL, batches, clone, on_ranks, slices
@@ -31,8 +32,8 @@ def kept_in_order(graph: Graph) -> list:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
+@pytest.mark.parametrize("name", parameters_of(CASES))
 def test_fusion_only_reorders_the_program(name, stage):
     case = CASES[name]
     graph = on_ranks(case, 2, zt.shard_params(zt.AbstractMesh(dp=2), stage=stage), *ALL).graph
