@@ -173,6 +173,23 @@ def test_a_fused_optimizer_that_unscales_gradients_writes_over_none_that_is_read
         assert torch.equal(mine, theirs)
 
 
+def test_an_update_by_gradients_in_half_precision_writes_over_its_moments():
+    """Unlike PyTorch's, this one declares that it reads its gradients alone."""
+    names = ("w", "m", "v")
+    numbers = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8}
+
+    def step(state, x):
+        lists = [[state["w"]], [x.half()], [state["m"]], [state["v"]]]
+        new = torch.ops.ztrans.fused_adamw(*lists, [state["count"]], lr=state["lr"], **numbers)
+        return {**state, **{name: values[0] for name, values in zip(names, new)}}, ()
+
+    state = {name: torch.ones(3) for name in names}
+    state.update(count=torch.tensor(1.0), lr=torch.tensor(0.1, dtype=torch.float64))
+    graph = zt.Step.of(step).trace(state, torch.ones(3)).graph
+    owner = donation(graph).owner
+    assert [owner[v].name for v in graph.outputs] == [*names, "count", "lr"]
+
+
 def test_a_view_that_the_schema_does_not_declare_is_not_overwritten_before_its_argument_is_read():
     def step(state, x):
         wave = x.sin()

@@ -100,6 +100,18 @@ def test_every_transform_is_checked():
     assert checked == functions - {"shard_params", "chain"}
 
 
+def test_on_one_rank_one_stage_is_checked(monkeypatch):
+    """All stages have one program there."""
+    checked = []
+
+    def note(transform, case, stage, tolerance):
+        checked.append((len(case.slices), stage))
+
+    monkeypatch.setattr(laws, "_check_world", note)
+    check(zt.remat(), worlds=(1, 2), stages=(0, 3))
+    assert checked == [(1, None), (1, 3), (2, 0), (2, 3)]
+
+
 def test_a_step_that_reads_an_iterator_is_found():
     rates = itertools.count(1)
 
