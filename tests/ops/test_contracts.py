@@ -238,6 +238,14 @@ WRONG = {
         lambda: ops.unpack(X, [1, 1], [(3,), (1,)], 2),
         "value 0 has 3 elements, the buffer 2 times 1",
     ),
+    "unpacked dtype": (
+        lambda: T.unpack(X, [2], 2, [X.half()]),
+        "value 0 must be contiguous, torch.float32 and on cpu",
+    ),
+    "unpacked gaps": (
+        lambda: T.unpack(X, [1, 1], 2, [X[:2], X[::2]]),
+        "value 1 must be contiguous",
+    ),
     "gather": (
         lambda: ops.all_gather(MEMORY, [torch.ones(300)], [300]),
         "1200 bytes are read of a buffer of 1024",

@@ -278,10 +278,15 @@ def test_what_backward_repeats_does_not_fit_the_target_if_it_is_kept(model, shar
         assert change.price > 0 or after.max() > limit
 
 
-def test_a_value_for_which_the_host_has_no_room_leaves_it_to_others():
+@pytest.mark.parametrize(
+    "seconds, sizes",
+    [([90e-6, 10e-6, 20e-6, 20e-6], [9, 2, 1, 1]), ([90e-6, 10e-6, 10e-6], [9, 3, 6])],
+    ids=["kept before", "repeated before"],
+)
+def test_a_value_for_which_the_host_has_no_room_leaves_it_to_others(seconds, sizes):
     """The first value is the dearest to compute again for its bytes, and three bytes are free."""
-    seconds, sizes = [90e-6, 10e-6, 20e-6, 20e-6], [9, 2, 1, 1]
-    model = small_model(seconds, sizes, [[], [0], [1], [2]], [True] * 4, may_move=True)
+    reads = [[], *([i] for i in range(len(sizes) - 1))]
+    model = small_model(seconds, sizes, reads, [True] * len(sizes), may_move=True)
     little = dataclasses.replace(model, link=model.link._replace(room=3))
     chosen = choose(little, 9)
     assert chosen.repeated == {0} and dict(chosen.on_host) == {1: "hidden"}
