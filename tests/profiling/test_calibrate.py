@@ -7,7 +7,7 @@ import torch
 
 import ztrans as zt
 from tests.support import dtensors
-from ztrans.profiling.calibrate import _attention_rates, _without_tf32
+from ztrans.profiling.calibrate import _attention_rates, _median_seconds, _without_tf32
 from ztrans.runtime.mesh import make_mesh
 
 
@@ -31,6 +31,13 @@ def test_every_axis_has_a_link_and_joint_axes_that_of_their_slowest_member(monke
     assert cluster.link("dp*one") == cluster.link("dp"), (
         "an axis of one rank has a link that costs nothing"
     )
+
+
+def test_a_call_that_takes_all_of_a_burst_is_timed_once(monkeypatch):
+    seconds = iter([9.0, 0.25, 1.0])  # the first one is the warm-up
+    monkeypatch.setattr("ztrans.profiling.calibrate._seconds", lambda run, device: next(seconds))
+    monkeypatch.setattr("ztrans.profiling.calibrate._BURST", 0.25)
+    assert _median_seconds(lambda: None, torch.device("cpu")) == 0.25
 
 
 def test_every_dtype_of_products_has_a_rate(monkeypatch):
