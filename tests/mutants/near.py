@@ -70,7 +70,7 @@ NEAR = {
     "planning.realise": "planning/test_plan_edits planning/test_skeleton planning/test_parts planning/test_objective",
     "planning.recompute.absences": "planning/recompute/test_on_host planning/recompute/test_choose",
     "planning.recompute.model": "planning/recompute/test_choose transforms/test_remat_memory",
-    "planning.recompute.plan_recomputation": "planning/recompute/test_choose transforms/test_remat_memory",
+    "planning.recompute.plan_recomputation": "planning/recompute/test_on_host planning/recompute/test_choose transforms/test_remat_memory",
     "planning.recompute.residency": "planning/recompute/test_choose planning/recompute/test_on_host",
     "planning.simulate": "planning/test_play planning/test_objective planning/test_contention",
     "planning.solver.after_waits": "planning/solver/test_solver planning/test_updates_together",
