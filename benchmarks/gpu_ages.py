@@ -20,7 +20,7 @@ SOURCES: Mapping[str, Sequence[str]] = {
     "numerics": (KERNELS,),
     "kernels": (KERNELS,),
     "ranks": (KERNELS,),
-    "streams": (KERNELS, "ztrans/runtime/cuda/symmetric.py"),
+    "streams": (KERNELS, "ztrans/runtime/cuda/copies.py"),
     "processes": (KERNELS,),
     "collectives": (KERNELS, "ztrans/runtime/cuda/nccl.py"),
     "jitter": (KERNELS, RUNTIME),

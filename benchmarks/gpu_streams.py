@@ -1,8 +1,8 @@
 """Ranks on one GPU as launches of their own, on streams of their own: messages through symmetric memory, as in a step.
 
-In the one launch of `gpu_ranks`, all ranks begin together. Here each rank has a stream for gathers by a kernel, one for
-gathers by copies, and one for reductions, and pauses at random. So ranks are late by turns, and a message may overtake
-the one before it.
+In the one launch of `gpu_ranks`, all ranks begin together. Here each rank has streams for gathers and for reductions,
+by a kernel and by copies, and pauses at random. So ranks are late by turns, and a message may overtake the one before
+it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ztrans import ops
 from ztrans.ops.all_gather import launch as gather
 from ztrans.ops.reduce_scatter import launch as scatter
 from ztrans.ops.symmetric import Symmetric, in_one_process
-from ztrans.runtime.cuda.symmetric import copy_all
+from ztrans.runtime.cuda.copies import exchange_by_copies, gather_by_copies
 
 RANKS = 4
 CHANNELS = 16  # 4 ranks with 2 lanes of kernels have 128 blocks, and an H100 has room for 264
@@ -30,12 +30,12 @@ SIZES = (1 << 16, 72)  # elements of a rank's parts
 SPINS = 1 << 20  # how often a rank looks for a signal before it gives up: about a second
 MOST_CYCLES = 60_000  # of a pause: 30 us at 2 GHz
 BF16 = torch.bfloat16
-GATHERS, COPIES, SUMS = LANES = ("gathers", "copies", "sums")
+GATHERS, COPIES, SUMS, COPIED_SUMS = LANES = ("gathers", "copies", "sums", "copied sums")
 
 
 def streams(device: torch.device, left: Callable[[], float] = lambda: 60.0) -> Iterator[list[dict]]:
-    """4 ranks in one process. Each has a stream for gathers by a kernel, one for gathers by copies, and one for
-    reductions, and symmetric memory for each. It sends a message, which it overwrites with NaN when that has ended,
+    """4 ranks in one process. Each has a stream for gathers and one for reductions, by a kernel and by copies, and
+    symmetric memory for each. It sends a message, which it overwrites with NaN when that has ended,
     then the next one, with random pauses in between. Every value that arrives is checked. Then the same from a CUDA
     graph for each stream. Kernels without barriers must be noticed.
     """
@@ -113,7 +113,9 @@ def make_ends(ranks: int, device: torch.device) -> list[End]:
     """The ends of all lanes on each rank."""
     ends = []
     for lane in LANES:
-        memories = in_one_process(ranks, room(ranks), device)
+        # Copies of a reduction go through half of the memory, in rounds.
+        nbytes = room(ranks) // 2 if lane == COPIED_SUMS else room(ranks)
+        memories = in_one_process(ranks, nbytes, device)
         ends += [End(memory, lane) for memory in memories]
     return ends
 
@@ -134,16 +136,18 @@ class End:
         self.memory = memory
         self.lane = lane
         self.sizes = [sum(SIZES)] if lane == COPIES else list(SIZES)
+        self.is_sum = lane in (SUMS, COPIED_SUMS)
         ranks = memory.ranks
         device = memory.mine.device
         total = sum(SIZES)
-        rows = ranks if lane == SUMS else 1
+        rows = ranks if self.is_sum else 1
         by_position = (torch.arange(rows * total, device=device) % 97).float()
         self.values = by_position + 11 * memory.rank
         self.sent = torch.empty(rows * total, dtype=BF16, device=device)
         self.count = torch.zeros((), device=device)
         self.wrong = torch.zeros((), dtype=torch.int64, device=device)
-        if lane == SUMS:
+        self.terms = torch.empty_like(self.sent).view(rows, -1)
+        if self.is_sum:
             mine = by_position.view(ranks, total)[memory.rank]
             self.expected = ranks * mine + 11 * ranks * (ranks - 1) // 2
             self.counted = ranks  # how often the number of the message is in a value that arrives
@@ -165,8 +169,10 @@ class End:
         alone = in_one_process(memory.ranks, room(memory.ranks), device)
         self._write()
         torch.cuda._sleep(1)
-        if self.lane == COPIES:
+        if self.lane in (COPIES, COPIED_SUMS):
             ops.barrier(alone[memory.rank], spins=0)
+            if self.is_sum:
+                ops.sum_terms(self.terms, self.outs, self.sizes, "sum", memory.ranks)
         else:
             self.memory = alone[memory.rank]
             self._launch(spins=0, waits=True)
@@ -182,7 +188,10 @@ class End:
         self._write()
         pause()
         if self.lane == COPIES:
-            copy_all(self.memory, self.outs, [self.sent], spins)
+            gather_by_copies(self.memory, self.outs, [self.sent], spins)
+        elif self.lane == COPIED_SUMS:
+            exchange_by_copies(self.memory, [self.terms], [self.sent], spins)
+            ops.sum_terms(self.terms, self.outs, self.sizes, "sum", self.memory.ranks)
         else:
             self.memory.mine[: self.sent.nbytes].view(BF16).copy_(self.sent)
             pause()

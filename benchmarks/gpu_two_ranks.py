@@ -377,13 +377,18 @@ def transports(world: World, expected: str = "", **how: Any) -> list[str]:
 
 
 def symmetric(device: str) -> None:
-    """All messages that symmetric memory can carry go through it, although it is no faster on one card."""
+    """All messages that its kernels can carry go through symmetric memory, although it is no faster on one card."""
+    import math
+
     import torch
 
     import ztrans as zt
     from ztrans.runtime.cuda.symmetric import CudaSource, SymmetricMemory, Times
 
-    SymmetricMemory.trial = lambda self, buffer, kind, from_all: Times(1e-6, 2e-6, kind.nbytes)
+    def trial(self: Any, buffer: Any, kind: Any, from_all: Any) -> Times:
+        return Times(1e-6 if kind.has_kernel else math.inf, 2e-6, kind.nbytes)
+
+    SymmetricMemory.trial = trial
     if "SHARES_CARD" in os.environ:  # a card has no link to itself
         CudaSource.check_links = lambda self, devices: None
     world = World(device)
@@ -404,7 +409,7 @@ def symmetric(device: str) -> None:
 
 
 def copied(device: str) -> None:
-    """Copy engines carry all gathers through symmetric memory."""
+    """Copy engines carry all gathers, and all reductions of half precision, through symmetric memory."""
     import math
 
     import torch
@@ -412,12 +417,13 @@ def copied(device: str) -> None:
     from ztrans.runtime.cuda.symmetric import CudaSource, SymmetricMemory, Times
 
     def trial(self: Any, buffer: Any, kind: Any, from_all: Any) -> Times:
-        return Times(1e-6, 2e-6, kind.nbytes, 1e-6 if kind.is_gather else math.inf)
+        return Times(math.inf, 2e-6, kind.nbytes, 1e-6)
 
     SymmetricMemory.trial = trial
     if "SHARES_CARD" in os.environ:
         CudaSource.check_links = lambda self, devices: None
     world = World(device)
+    half = {"stage": 3, "autocast": True, "reduce_dtype": torch.bfloat16}
     compared(world, "copies, stage 3, fp32", stage=3)
     transports(world, "copied all_gather")
     compared(
@@ -426,10 +432,9 @@ def copied(device: str) -> None:
         steps=REPLAYS,
         pause=True,
         cuda_graph=True,
-        stage=3,
-        autocast=True,
-        reduce_dtype=torch.bfloat16,
+        **half,
     )
+    transports(world, "copied reduce_scatter", **half)
 
 
 def two_hosts(device: str) -> None:

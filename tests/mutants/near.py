@@ -95,6 +95,7 @@ NEAR = {
     "runtime.checkpoints.save": "runtime/checkpoints/test_save_and_load runtime/checkpoints/test_worlds",
     "runtime.collectives": "runtime/test_sent_terms runtime/test_codegen runtime/test_distributed",
     "runtime.cuda.connect": "runtime/cuda/test_nccl runtime/test_process_groups",
+    "runtime.cuda.copies": "runtime/cuda/test_copies runtime/cuda/test_symmetric",
     "runtime.cuda.hierarchical": "runtime/cuda/test_nccl runtime/cuda/test_streams",
     "runtime.cuda.host_copies": "runtime/cuda/test_host_copies",
     "runtime.cuda.transport": "runtime/cuda/test_symmetric runtime/cuda/test_streams",

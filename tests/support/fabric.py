@@ -93,7 +93,8 @@ def _total(terms: Sequence[torch.Tensor], options: Any) -> torch.Tensor:
     return total
 
 
-def _all_to_all(incoming, outgoing, into_sizes=None, from_sizes=None, *, group: Rank) -> None:
+def all_to_all_single(incoming, outgoing, into_sizes=None, from_sizes=None, *, group: Rank) -> None:
+    """What `torch.distributed` has under this name."""
     ranks = len(group.fabric.posts)
     pieces = outgoing.clone().split(from_sizes or len(outgoing) // ranks)
     posts = group.fabric.posted(group.rank, pieces)
@@ -124,7 +125,7 @@ def on_all_ranks(
             return [wait(member) for member in start(*terms[rank])]
 
     with (
-        mock.patch.object(dist, "all_to_all_single", _all_to_all),
+        mock.patch.object(dist, "all_to_all_single", all_to_all_single),
         ThreadPoolExecutor(hosts.ranks) as threads,
     ):
         return list(threads.map(run, range(hosts.ranks)))

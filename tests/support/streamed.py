@@ -69,25 +69,26 @@ def contest(mesh: DeviceMesh, files: FileSource) -> None:
     The clock differs between the ranks, but the choice must not. If symmetric memory gives other bits, it is not used.
     """
     exchange = functools.partial(everywhere, mesh=mesh)
-    gathers = channel(mesh, "dp", gathers=True)
+    queue = channel(mesh, "dp", gathers=True)
 
-    def times(is_gather: bool, wire: torch.dtype) -> Times | str:
-        messages = symmetric.MessageKind(is_gather, wire, 1024)
+    def times(sums: bool, gathers: bool, wire: torch.dtype) -> Times | str:
+        messages = symmetric.MessageKind(sums, gathers, wire, 1024)
         memory = symmetric.SymmetricMemory(files)
-        memory.reserve([(gathers, messages)], exchange)
-        return memory.answer(gathers, messages)
+        memory.reserve([(queue, messages)], exchange)
+        return memory.answer(queue, messages)
 
     symmetric._seconds = lambda run: (run(), 1.0 + RANK)[1]
-    for is_gather, wire in ((True, torch.float32), (False, torch.bfloat16)):
-        report(contest=str(wire), times=times(is_gather, wire))
+    report(contest="all_gather", times=times(False, True, torch.float32))
+    report(contest="reduce_scatter", times=times(True, False, torch.bfloat16))
+    report(contest="all_reduce", times=times(True, True, torch.bfloat16))
     right_gather = symmetric.gather
     symmetric.gather = lambda memory, sent, outs, sizes, spins: outs[0].zero_()
-    report(contest="zeros", times=times(True, torch.float64))
+    report(contest="zeros", times=times(False, True, torch.float64))
     symmetric.gather = right_gather
-    right_copies = symmetric.copy_all
-    symmetric.copy_all = lambda memory, received, sent, spins: received[0].zero_()
-    report(contest="zeros by copies", times=times(True, torch.float64))
-    symmetric.copy_all = right_copies
+    right_copies = symmetric.gather_by_copies
+    symmetric.gather_by_copies = lambda memory, received, sent, spins: received[0].zero_()
+    report(contest="zeros by copies", times=times(False, True, torch.float64))
+    symmetric.gather_by_copies = right_copies
 
 
 def main() -> None:

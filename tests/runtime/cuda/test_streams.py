@@ -258,7 +258,7 @@ def test_half_precision_is_exchanged_and_summed_on_the_receiving_rank(mesh):
             ALL_REDUCE,
             "sum",
             torch.float16,
-            "nccl all_to_all (sums half precision in fp32 and in rank order)",
+            "copied all_reduce (sums half precision in fp32 and in rank order; 21.00 us for 256.00 MiB, NCCL 20.00 us)",
         ),
         (
             ALL_REDUCE,
@@ -275,6 +275,7 @@ def test_the_choice_of_a_transport_prints_its_reason(kind, op, wire, text):
         torch.int8: "above 32.00 MiB",
         torch.int16: Times(12e-6, 20e-6, 2**16, copies=13e-6),
         torch.int64: Times(float("inf"), 20e-6, 2**16, copies=30e-6),
+        torch.float16: Times(float("inf"), 20e-6, 2**28, copies=21e-6),
     }
     assert (
         str(choose_transport(kind, op, wire, lambda: times.get(wire, Times(12e-6, 20e-6, 2**16))))
@@ -505,11 +506,12 @@ def test_a_value_is_not_overwritten_while_a_collective_sends_it(mesh, monkeypatc
 def test_two_ranks_compute_the_same_bits_on_streams():
     """Over gloo, whose collectives have the same names and results as NCCL's."""
     figures = run_ranks(2, "streamed.py")
-    contests, stepped, figures = figures[:4], figures[4], figures[5:]
+    contests, stepped, figures = figures[:5], figures[5], figures[6:]
     assert stepped["sent"] >= 3
     assert [f["times"] for f in contests] == [
         [2.0, 2.0, 1024, 2.0],
-        [2.0, 2.0, 1024, float("inf")],
+        [2.0, 2.0, 1024, 2.0],
+        [float("inf"), 2.0, 1024, 2.0],
         *["tried here, it gave other bits"] * 2,
     ]
     assert len(figures) == 4 * 6 + 5 + 4
@@ -517,7 +519,7 @@ def test_two_ranks_compute_the_same_bits_on_streams():
     expected = {
         "": set(),
         "kernels": {"symmetric all_gather", "symmetric reduce_scatter"},
-        "copies": {"copied all_gather", "symmetric reduce_scatter"},
+        "copies": {"copied all_gather", "copied reduce_scatter"},
     }
     for f in figures:
         assert {way for way in f["ways"] if "nccl" not in way} == expected[f["through"]], f

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ from tests.support.gloo_threads import on_threads
 from tests.support.mailbox import Group, Mailbox
 from tests.support.processes import run_ranks
 from tests.support.worlds import fake_mesh
-from ztrans.ir.collectives import ALL_GATHER, all_gather, buffer_bytes, is_start, reduce
+from ztrans.ir.collectives import all_gather, buffer_bytes, is_start, reduce, wire_dtype
 from ztrans.ir.graph import Eqn, Graph, Split, Var
 from ztrans.ir.routes import Hosts
 from ztrans.ops import symmetric as memories
@@ -31,8 +32,8 @@ from ztrans.runtime.cuda import transport as cuda_transport
 from ztrans.runtime.cuda.nccl import Transport
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.cuda.symmetric import (
-    COPIED_AT_ONCE,
     LARGEST_FOR_KERNEL,
+    LARGEST_TIMED,
     MOST_SPINS,
     Buffer,
     CudaSource,
@@ -44,10 +45,10 @@ from ztrans.runtime.cuda.symmetric import (
     on_all_ranks,
     spins_of,
 )
-from ztrans.runtime.cuda.transport import CopiedStart, SymmetricStart, streamed_start
+from ztrans.runtime.cuda.transport import SymmetricStart, streamed_start
 from ztrans.runtime.process_groups import Channel
 
-KIND = MessageKind(True, torch.float32, 1024)
+KIND = MessageKind(sums=False, gathers=True, wire=torch.float32, nbytes=1024)
 
 
 @pytest.fixture(scope="module")
@@ -71,24 +72,40 @@ def test_a_message_has_a_kind_or_a_reason_why_symmetric_memory_cannot_carry_it()
     )
     larger = message_kind(gathered(torch.uint8, LARGEST_FOR_KERNEL + 1), {"dp": 4}, 1)
     assert larger.nbytes == 2 * LARGEST_FOR_KERNEL
-    huge = message_kind(gathered(torch.uint8, COPIED_AT_ONCE + 1), {"dp": 4}, 1)
-    assert huge.nbytes == 2 * COPIED_AT_ONCE, "there is room for it"
-    assert huge.timed.nbytes == COPIED_AT_ONCE
-    term = Var("g", torch.bfloat16, (LARGEST_FOR_KERNEL,))
-    summed = reduce([term], ["g"], "dp", "sum", Split("dp"))
-    refusal = "a message above 32.00 MiB"
-    assert message_kind(summed, {"dp": 4}, 1) == refusal, "it is summed by a kernel"
+    assert not larger.has_kernel
+
+
+def summed(numel, to, count=1):
+    terms = [Var(f"g{k}", torch.bfloat16, (numel,)) for k in range(count)]
+    return reduce(terms, [f"f{k}" for k in range(count)], "dp", "sum", to)
+
+
+@pytest.mark.parametrize("to", [None, Split("dp")], ids=["all_reduce", "reduce_scatter"])
+def test_a_reduction_of_any_size_has_a_kind_and_room_for_what_is_copied_at_once(to):
+    """A kernel carries a reduce_scatter of up to 32 MiB; copies of larger messages go through the buffer in rounds."""
+    for nbytes in (1 << 20, 32 << 20, 96 << 20, 864 << 20):
+        eqn = summed(nbytes // 2, to)
+        kind = message_kind(eqn, {"dp": 8}, 1)
+        assert kind.sums and kind.gathers == (to is None)
+        assert kind.nbytes >= min(nbytes, LARGEST_TIMED)
+        assert kind.room(8) == min(kind.nbytes, LARGEST_FOR_KERNEL)
+        assert kind.has_kernel == (nbytes <= LARGEST_FOR_KERNEL and to is not None)
 
 
 def test_the_limits_are_those_of_a_message_and_not_of_a_bucket():
-    """Each message of a reduction passes through the buffer alone, and gathers of 256 MiB together."""
-    term = Var("g", torch.bfloat16, (LARGEST_FOR_KERNEL // 2,))
-    summed = reduce([term] * 9, [f"g{k}" for k in range(9)], "dp", "sum", Split("dp"))
-    assert message_kind(summed, {"dp": 4}, 1).nbytes == LARGEST_FOR_KERNEL
-    for count, nbytes in ((2, 64 << 20), (3, 128 << 20), (9, COPIED_AT_ONCE)):
+    """Each message of a reduction has a kernel alone, and gathers of 256 MiB are copied together."""
+    nine = summed(LARGEST_FOR_KERNEL // 2, Split("dp"), count=9)
+    assert message_kind(nine, {"dp": 4}, 1).nbytes == LARGEST_FOR_KERNEL
+    for count, nbytes in ((2, 64 << 20), (3, 128 << 20), (9, LARGEST_TIMED)):
         shards = [Var(f"w{k}", torch.uint8, (32 << 20,), (Split("dp"),)) for k in range(count)]
         eqn = all_gather(shards, [f"f{k}" for k in range(count)], "dp")
         assert message_kind(eqn, {"dp": 4}, 1).nbytes == nbytes
+
+
+def test_a_larger_message_than_is_timed_is_of_the_largest_kind_that_is():
+    for rows in (LARGEST_TIMED, LARGEST_TIMED + 1, 7 * LARGEST_TIMED):
+        kind = message_kind(gathered(torch.uint8, rows), {"dp": 4}, 1)
+        assert kind.nbytes == LARGEST_TIMED and kind.room(4) == LARGEST_TIMED // 4
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -98,7 +115,7 @@ def test_every_message_of_a_kind_has_room_in_its_buffer(ranks):
         sent = 2 * -(-rows // ranks)  # this rank's padded part
         gather = message_kind(eqn, {"dp": ranks}, 1)
         assert sent <= gather.room(ranks)
-        assert ranks * sent <= gather._replace(is_gather=False).room(ranks)
+        assert ranks * sent <= gather._replace(sums=True).room(ranks)
 
 
 def test_what_carries_a_message_is_looked_up_and_never_decided_by_one_rank(mesh):
@@ -150,11 +167,10 @@ class Small(Local):
 
 
 class FastCopies(SymmetricMemory):
-    """Every gather is fastest by copies, and every message of a sum by the kernel."""
+    """Every message is fastest by copies."""
 
     def trial(self, buffer, kind, from_all):
-        copies = 1e-6 if kind.is_gather else float("inf")
-        return Times(2e-6, 3e-6, kind.nbytes, copies)
+        return Times(2e-6 if kind.has_kernel else float("inf"), 3e-6, kind.nbytes, copies=1e-6)
 
 
 def alike(value):
@@ -203,7 +219,7 @@ def test_a_large_gather_is_tried_by_copies_and_not_by_a_kernel(mesh, monkeypatch
     tried = []
     monkeypatch.setattr(symmetric, "_seconds", lambda run: run() or 1.0)
     monkeypatch.setattr(symmetric, "all_gather", lambda *_, **__: None)
-    monkeypatch.setattr(symmetric, "copy_all", lambda *_: tried.append("copies"))
+    monkeypatch.setattr(symmetric, "gather_by_copies", lambda *_: tried.append("copies"))
     monkeypatch.setattr(symmetric, "gather", lambda *_: tried.append("a kernel"))
     monkeypatch.setattr(symmetric._Trial, "gave_equal_bits", lambda self: True)
     memory = SymmetricMemory(Local())
@@ -216,63 +232,6 @@ def test_a_large_gather_is_tried_by_copies_and_not_by_a_kernel(mesh, monkeypatch
     assert memory.answer(channel, KIND) == Times(1.0, 1.0, KIND.nbytes, 1.0)
     assert memory.answer(channel, large) == Times(float("inf"), 1.0, large.nbytes, 1.0)
     assert memory.buffer_of[channel, large].nbytes == large.room(4)
-
-
-def test_a_larger_message_than_is_timed_has_the_answer_of_the_largest_that_is(mesh, monkeypatch):
-    """Only its buffer is larger."""
-    timed = []
-
-    def trial(self, buffer, kind, from_all):
-        timed.append(kind.nbytes)
-        assert buffer.nbytes >= kind.room(4)
-        return Times(float("inf"), 2e-6, kind.nbytes, 1e-6)
-
-    monkeypatch.setattr(FastCopies, "trial", trial)
-    memory = FastCopies(Small())
-    channel = channel_of(mesh.get_group())
-    largest, larger, huge = (KIND._replace(nbytes=n * COPIED_AT_ONCE) for n in (1, 2, 8))
-    memory.reserve([(channel, larger), (channel, KIND)], alike)
-    assert timed == [COPIED_AT_ONCE, KIND.nbytes]
-    memory.reserve([(channel, largest), (channel, huge)], alike)
-    assert timed == [COPIED_AT_ONCE, KIND.nbytes, COPIED_AT_ONCE]
-    answers = {memory.answer(channel, kind) for kind in (largest, larger, huge)}
-    assert answers == {Times(float("inf"), 2e-6, COPIED_AT_ONCE, 1e-6)}
-    assert memory.buffer_of[channel, huge].nbytes == huge.room(4) == 2 * COPIED_AT_ONCE
-
-
-def test_gathers_for_which_there_is_no_room_at_once_are_copied_in_rounds(monkeypatch):
-    """The next round writes over what all ranks have copied."""
-    ranks = 3
-    copied_at_once = []
-
-    def copy_and_note(memory, received, send_buffers, spins):
-        copied_at_once.append([buffer.nbytes for buffer in send_buffers])
-        symmetric.copy_all(memory, received, send_buffers, spins)
-
-    monkeypatch.setattr(cuda_transport, "copy_all", copy_and_note)
-    parts = [torch.arange(rank, 90 + rank, dtype=torch.float32).split(6) for rank in range(ranks)]
-    sends = [[torch.cat(part[:2]), *part[2:6]] for part in parts]  # of 48 bytes, and 24
-    memories = in_one_process(ranks, 48)
-    fabric = Fabric(ranks)
-    shards = [
-        Var(f"w{k}", torch.float32, (ranks * len(x),), (Split("dp"),))
-        for k, x in enumerate(sends[0])
-    ]
-    eqn = all_gather(shards, [f"f{k}" for k in range(len(shards))], "dp")
-
-    def run(rank):
-        channel = Rank(fabric, rank, Hosts(ranks))
-        buffer = Buffer(channel, 48, memories[rank], MOST_SPINS)
-        transport = Transport("copied", "all_gather", "a double")
-        common = eqn, {"dp": ranks}, {"dp": rank}, channel, Streams(FakeCuda()), transport
-        start = CopiedStart(buffer, *common)
-        start.members_by_message = [[k] for k in range(len(shards))]
-        return [wait(member) for member in start(*sends[rank])]
-
-    for values in on_threads(ranks, run):
-        for k, value in enumerate(values):
-            assert torch.equal(value, torch.cat([of_rank[k] for of_rank in sends]))
-    assert sorted(copied_at_once) == [[24, 24]] * 2 * ranks + [[48]] * ranks
 
 
 def test_the_kernel_gathers_a_message_of_one_member_and_one_of_two():
@@ -330,8 +289,8 @@ def eight_ranks() -> tuple[Channel, list[Group]]:
     return channel, groups
 
 
-def test_the_gathers_of_a_plan_for_eight_gpus_go_by_copies(mesh, monkeypatch):
-    """Its buckets are up to several hundred MiB."""
+def test_the_messages_of_a_plan_for_eight_gpus_go_by_copies(mesh, monkeypatch):
+    """Its buckets are up to several hundred MiB. One weight is on all ranks, so its gradient is an all_reduce."""
     with torch.device("meta"):
         model = torch.nn.Sequential(Block(), Block())
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -345,32 +304,38 @@ def test_the_gathers_of_a_plan_for_eight_gpus_go_by_copies(mesh, monkeypatch):
         return loss
 
     step, state = zt.lift(loop, model, optimizer)
-    shard = zt.shard_params(zt.AbstractMesh(dp=8), stage=3)
+    abstract_mesh = zt.AbstractMesh(dp=8)
+    is_cut = lambda path, leaf: "1.down" not in path
+    shard = zt.shard_params(abstract_mesh, stage=3, reduce_dtype=torch.bfloat16, where=is_cut)
     schedule = zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather()
     x = torch.empty(8 * 4096, 4096, device="meta")
     cluster = zt.cluster("h100", dp="nvlink4")
     graph = zt.chain(shard, *schedule)(step).lower(state, x, cluster=cluster).graph
-    starts = [eqn for eqn in graph.eqns if is_start(eqn)]
     channel, groups = eight_ranks()
     memory = FastCopies(Small())
     streams = Streams(FakeCuda(), memory)
     monkeypatch.setattr(cuda_transport, "everywhere", lambda value, mesh: [value] * 8)
     monkeypatch.setattr(memory, "_check_links", lambda channel, from_all: None)
+    starts = [eqn for eqn in graph.eqns if is_start(eqn)]
     messages = [(channel, eqn, graph.axes, 2) for eqn in starts]
     cuda_transport.reserve_messages(mesh, messages, streams)
-    ways = {}
+    ways, largest = {}, Counter()
     for eqn in starts:
         start = streamed_start(eqn, graph.axes, {"dp": 0}, channel, streams, lanes=2)
-        ways.setdefault(eqn.op.name, set()).add(start.transport.way)
+        wire = wire_dtype(eqn, eqn.ins[0])
+        ways.setdefault((eqn.op.name, wire), set()).add(start.transport.way)
+        nbytes = sum(buffer_bytes(eqn, k, graph.axes) for k in range(len(eqn.outs)))
+        largest[eqn.op.name] = max(largest[eqn.op.name], nbytes)
     del groups
-    nbytes = [
-        sum(buffer_bytes(eqn, k, graph.axes) for k in range(len(eqn.outs)))
-        for eqn in starts
-        if eqn.op is ALL_GATHER
-    ]
-    assert max(nbytes) > COPIED_AT_ONCE > 32 << 20
-    assert ways["all_gather"] == {"copied"}
-    assert max(buffer.nbytes for buffer in memory.buffers) == COPIED_AT_ONCE // 8
+    assert largest["all_gather"] > 128 << 20
+    assert largest["reduce_scatter"] > 128 << 20
+    assert largest["all_reduce"] == 96 << 20
+    bf16 = torch.bfloat16
+    assert ways["all_gather", bf16] == {"copied"}
+    assert ways["reduce_scatter", bf16] == {"copied"}
+    assert ways["all_reduce", bf16] == {"copied"}
+    assert ways["all_reduce", torch.float32] == {"nccl"}, "the loss: NCCL has other bits"
+    assert max(buffer.nbytes for buffer in memory.buffers) == LARGEST_FOR_KERNEL
 
 
 def test_ranks_on_several_hosts_do_not_try(mesh):
@@ -436,7 +401,7 @@ def test_a_failure_on_another_rank_refuses_on_this_one(mesh):
 
 
 def test_a_trial_without_room_for_its_message_is_refused_on_all_ranks(mesh, monkeypatch):
-    def no_room(*size, generator):
+    def no_room(*size, **options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 MiB")
 
     memory = SymmetricMemory(Local())
@@ -447,7 +412,7 @@ def test_a_trial_without_room_for_its_message_is_refused_on_all_ranks(mesh, monk
     assert (memory.answer(channel, KIND), memory.buffers) == (reason, [])
 
 
-@pytest.mark.parametrize("part", ["dist.all_to_all_single", "torch.equal"])
+@pytest.mark.parametrize("part", ["all_to_all", "torch.equal"])
 def test_a_trial_that_fails_by_nccl_is_refused_on_all_ranks(mesh, monkeypatch, part):
     def without_memory(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -458,9 +423,10 @@ def test_a_trial_that_fails_by_nccl_is_refused_on_all_ranks(mesh, monkeypatch, p
 
     memory = SymmetricMemory(Local())
     channel = channel_of(mesh.get_group())
-    kind = KIND._replace(is_gather=False)
+    kind = KIND._replace(sums=True, gathers=False)
     monkeypatch.setattr(symmetric, "_seconds", seconds)
-    monkeypatch.setattr(symmetric._Trial, "_send", lambda *_: None)
+    for name in ("scatter", "exchange_by_copies", "all_to_all"):
+        monkeypatch.setattr(symmetric, name, lambda *_: None)
     monkeypatch.setattr(symmetric.ops, "sum_terms", lambda *_: None)
     monkeypatch.setattr(f"ztrans.runtime.cuda.symmetric.{part}", without_memory)
     memory.reserve([(channel, kind)], alike)

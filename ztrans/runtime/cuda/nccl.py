@@ -96,7 +96,7 @@ class StreamedStart(Start):
         self.streams = streams
         self.lane = streams.lane(channel)
         self.transport = transport
-        self.is_exchanged = transport.way in ("all_to_all", "terms")
+        self.is_exchanged = transport.way in ("all_to_all", "terms", "copied")
         self.divisor = self._divisor(channel.hosts, transport.way == "hierarchical")
         # The terms of a reduction that arrive, and their dtype.
         self.arriving_rows = self.size if self.is_exchanged else 1
@@ -155,8 +155,7 @@ class StreamedStart(Start):
         if self.collective is ALL_GATHER or self.transport.way == "terms":
             self._call_gather(received, send_buffers)
         elif self.is_exchanged:
-            for into, terms in zip(received, send_buffers):
-                all_to_all(into, terms, self.group)
+            self._call_exchange(received, send_buffers)
         elif self.collective is ALL_REDUCE:
             options = self._options(AllreduceCoalescedOptions())
             _wait(self.group.allreduce_coalesced(send_buffers, options))
@@ -175,6 +174,12 @@ class StreamedStart(Start):
         sent_bytes = [x.view(torch.uint8) for x in send_buffers]
         work = _method(self.group, *names)(received_bytes, sent_bytes, options)
         _wait(work)
+
+    def _call_exchange(
+        self, received: Sequence[torch.Tensor], send_buffers: Sequence[torch.Tensor]
+    ) -> None:
+        for into, terms in zip(received, send_buffers):
+            all_to_all(into, terms, self.group)
 
     def _options(self, options: Any) -> Any:
         options.reduceOp = REDUCE_OPS[self.reduction]

@@ -5,8 +5,8 @@ A kernel reads the messages of all ranks from there, directly into the final ten
 fp32 and in rank order. The kernel starts to read when the messages of all ranks are there, and ends when all ranks have
 read them, so the next message of the lane may overwrite them.
 
-A gather can also be copied: between two barriers, copy engines copy the messages of each rank from there. Apart from
-the barriers no kernel runs, so the messages take no multiprocessors from compute.
+Copy engines can also copy the messages of each rank from there (see `copies`), and then the terms of a reduction are
+summed as those that NCCL exchanges. So the messages take no multiprocessors from compute.
 
 A message can go through symmetric memory, by a kernel or by copies, or by NCCL. All ranks of the mesh decide together,
 when a program is bound: they allocate a buffer, and time a message of each new kind in all ways. The fastest way
@@ -30,9 +30,10 @@ import torch.distributed as dist
 
 from ... import ops
 from ...ir.collectives import buffer_bytes, wire_dtype
-from ...ir.graph import Eqn
-from ...ir.printer import format_bytes
+from ...ir.graph import Eqn, Split
+from ...ir.layout import on_axis
 from ...ir.rules import Sizes
+from ...ops.kernel import FLOATS
 from ...ops.symmetric import (
     BLOCKS,
     BLOCKS_ON_PROCESSOR,
@@ -43,10 +44,14 @@ from ...ops.symmetric import (
 )
 from ..collectives import all_gather, message_groups
 from ..process_groups import Channel
+from .copies import exchange_by_copies, gather_by_copies
+from .nccl import all_to_all
 from .streams import back_to_back_seconds
 
 T = TypeVar("T")
 FromAll = Callable[[Any], list]  # takes the value of this rank, returns the values of all ranks
+# Fills the first tensor. The second one has what this rank sends.
+Move = Callable[[torch.Tensor, torch.Tensor], None]
 
 # The ways of a message: two through symmetric memory, and NCCL.
 KERNEL = "a kernel"
@@ -54,9 +59,9 @@ COPIES = "copies"
 NCCL = "NCCL"
 # Bytes of a whole message for a kernel. For a larger one the wire is the limit either way.
 LARGEST_FOR_KERNEL = 32 * 2**20
-# Messages of so many bytes are copied at once, between two barriers. A message of more bytes is not timed: copies, and
-# NCCL, move it as fast as one of these.
-COPIED_AT_ONCE = 256 * 2**20
+# Bytes of the largest message that is timed: copies, and NCCL, move a larger one as fast. Gathers of so many bytes are
+# copied at once; of a reduction, whose buffer has a row for each rank, as many bytes as the kernel carries.
+LARGEST_TIMED = 256 * 2**20
 _NEARLY = 1.1  # a copied message may take so many times as long as the fastest
 _TIMES = 20  # the number of messages in a timed series
 # How often a kernel looks at a signal before it gives up, at most; an int32. How long that takes is measured.
@@ -91,22 +96,26 @@ class Times(NamedTuple):
 
 
 class MessageKind(NamedTuple):
-    """Messages for which the ranks decide once: gathers, or terms of a sum.
+    """Messages for which the ranks decide once, and which they time as one of `nbytes`, a power of two.
 
-    What passes through the buffer at once has at most `nbytes`, a power of two: a message, or several gathers that are
-    copied together. So many `lanes` of a program have a kernel on a device at the same time, of symmetric memory or of
-    NCCL.
+    A message, or the gathers that are copied together, has at most so many bytes, or is above `LARGEST_TIMED`.
+
+    Attributes:
+        sums: whether ranks exchange terms, and sum up those for their part.
+        gathers: whether they gather parts: at once, or in an all_reduce those that they have summed.
+        lanes: so many lanes of a program have a kernel on a device at the same time, of symmetric memory or of NCCL.
     """
 
-    is_gather: bool
+    sums: bool
+    gathers: bool
     wire: torch.dtype
     nbytes: int
     lanes: int = 1
 
     @property
-    def timed(self) -> MessageKind:
-        """The kind that is timed for this one."""
-        return self._replace(nbytes=min(self.nbytes, COPIED_AT_ONCE))
+    def has_kernel(self) -> bool:
+        """Whether a kernel can carry them. There is none for the two halves of an all_reduce."""
+        return self.nbytes <= LARGEST_FOR_KERNEL and not (self.sums and self.gathers)
 
     def part(self, ranks: int) -> int:
         """The elements that one rank gets from another one."""
@@ -114,29 +123,27 @@ class MessageKind(NamedTuple):
 
     def rows(self, ranks: int) -> int:
         """The number of parts that a rank sends."""
-        return 1 if self.is_gather else ranks
+        return ranks if self.sums else 1
 
     def room(self, ranks: int) -> int:
-        """The bytes that a rank sends."""
-        return self.rows(ranks) * self.part(ranks) * self.wire.itemsize
+        """The bytes that a rank's buffer has to have room for. Copies of a larger reduction go through it in rounds."""
+        sent = self.rows(ranks) * self.part(ranks) * self.wire.itemsize
+        return min(sent, LARGEST_FOR_KERNEL) if self.sums else sent
 
 
 def message_kind(eqn: Eqn, sizes: Sizes, lanes: int) -> MessageKind | str:
     """The kind of the messages of a collective equation, or why symmetric memory cannot carry them."""
     wire = wire_dtype(eqn, eqn.ins[0])
+    if wire.itemsize > 8:
+        return "elements of more than 8 bytes"
     messages = []
     for ks in message_groups(eqn, sizes):
         messages.append(sum(buffer_bytes(eqn, k, sizes) for k in ks))
-    if wire.itemsize > 8:
-        return "elements of more than 8 bytes"
-    is_gather = "op" not in eqn.kwargs
-    nbytes = max(messages)
-    if is_gather:
-        nbytes = max(nbytes, min(sum(messages), COPIED_AT_ONCE))
-    elif nbytes > LARGEST_FOR_KERNEL:
-        return f"a message above {format_bytes(LARGEST_FOR_KERNEL)}"
+    sums = "op" in eqn.kwargs
+    gathers = not isinstance(on_axis(eqn.results[0].layout, eqn.kwargs["axis"]), Split)
+    nbytes = max(messages) if sums else sum(messages)  # gathers of an equation are copied together
     power_of_two = 1 << max(nbytes - 1, 0).bit_length()
-    return MessageKind(is_gather, wire, power_of_two, lanes)
+    return MessageKind(sums, gathers, wire, min(power_of_two, LARGEST_TIMED), lanes)
 
 
 class CudaSource:
@@ -254,10 +261,9 @@ class SymmetricMemory:
         group = buffer.channel.group
         trial = on_all_ranks(lambda: _Trial(kind, group, buffer.memory), from_all)
         on_all_ranks(trial.compile, from_all)
-        seconds = {KERNEL: math.inf, COPIES: math.inf}
-        for way in trial.received:
+        seconds = {KERNEL: math.inf}
+        for way in (*trial.received, NCCL):
             seconds[way] = on_all_ranks(functools.partial(trial.seconds_of, way), from_all)
-        seconds[NCCL] = on_all_ranks(trial.seconds_of_nccl, from_all)
         is_equal = on_all_ranks(trial.gave_equal_bits, from_all)
         by_rank = from_all([is_equal, seconds])
         if not all(is_equal_there for is_equal_there, _ in by_rank):
@@ -285,21 +291,13 @@ class SymmetricMemory:
         try:
             self._check_links(channel, from_all)
             buffer = self._allocate(channel, nbytes, from_all)
-            timed = dict.fromkeys(kind.timed for kind in kinds)
-            answer_of = {kind: self._timed(buffer, kind, from_all) for kind in timed}
-            answers = [answer_of[kind.timed] for kind in kinds]
+            answers = [self.trial(buffer, kind, from_all) for kind in kinds]
         except Refused as refused:
             answers = [str(refused) for _ in kinds]
         for kind, answer in zip(kinds, answers):
             self.answers[channel, kind] = answer
             if isinstance(answer, Times) and answer.uses_symmetric_memory:
                 self.buffer_of[channel, kind] = self._shared(buffer)
-
-    def _timed(self, buffer: Buffer, kind: MessageKind, from_all: FromAll) -> Times | str:
-        """The answer for messages of this kind, which are timed unless they have been."""
-        if (buffer.channel, kind) not in self.answers:
-            return self.trial(buffer, kind, from_all)
-        return self.answers[buffer.channel, kind]
 
     def _shared(self, buffer: Buffer) -> Buffer:
         """A buffer of the same channel that is there and large enough, or else this one."""
@@ -377,19 +375,20 @@ class _Trial:
         self.memory = memory
         ranks = group.size()
         part = kind.part(ranks)
-        generator = torch.Generator().manual_seed(group.rank())  # so the user's does not change
-        terms = torch.randn(kind.rows(ranks) * part, generator=generator)
-        self.send_buffer = terms.to(memory.mine.device, kind.wire)
-        if kind.is_gather:
+        device = memory.mine.device
+        # A generator of its own, so that the user's does not change.
+        generator = torch.Generator(device).manual_seed(memory.rank)
+        numel = kind.rows(ranks) * part
+        drawn = kind.wire if kind.wire in FLOATS else torch.float32
+        terms = torch.randn(numel, generator=generator, device=device, dtype=drawn)
+        self.send_buffer = terms.to(kind.wire)
+        if kind.gathers:
             self.by_nccl = self.send_buffer.new_empty(ranks * part)
         else:
             self.by_nccl = self.send_buffer.new_empty(part, dtype=torch.float32)
-        self.received: dict[str, torch.Tensor] = {}
-        if kind.nbytes <= LARGEST_FOR_KERNEL:
-            self.received[KERNEL] = torch.empty_like(self.by_nccl)
-        if kind.is_gather:
-            self.received[COPIES] = torch.empty_like(self.by_nccl)
-        self.exchanged = torch.empty_like(self.send_buffer)  # the terms that NCCL brings
+        ways = [KERNEL, COPIES] if kind.has_kernel else [COPIES]
+        self.received = {way: torch.empty_like(self.by_nccl) for way in ways}
+        self.terms = torch.empty_like(self.send_buffer)  # those of a reduction that arrive
 
     def compile(self) -> None:
         """Compile and load the kernels, which may take some ranks longer than others wait in a trial.
@@ -402,54 +401,73 @@ class _Trial:
             nbytes = ranks * self.kind.wire.itemsize
             if KERNEL in self.received:
                 alone = in_one_process(ranks, nbytes, device)[self.memory.rank]
-                self._send(alone, part=1, spins=0)
+                self._send_by_kernel(alone, part=1, spins=0)
+            if self.kind.sums:
+                self._sum(self.by_nccl)
             ops.barrier(in_one_process(ranks, nbytes, device)[self.memory.rank], spins=0)
             torch.cuda.synchronize(device)
 
     def seconds_of(self, way: str) -> float:
-        """The seconds of a message through symmetric memory, in one of the ways.
+        """The seconds of a message in one of the ways.
 
         Raises: RuntimeError if this rank has given up waiting for another one.
         """
-        part = self.kind.part(self.memory.ranks)
-
-        def send() -> None:
-            if way == COPIES:
-                received = [self.received[COPIES]]
-                copy_all(self.memory, received, [self.send_buffer], _TRIAL_SPINS)
-            else:
-                self._send(self.memory, part, _TRIAL_SPINS)
-
-        seconds = _seconds(send)
+        if way == KERNEL:
+            part = self.kind.part(self.memory.ranks)
+            seconds = _seconds(lambda: self._send_by_kernel(self.memory, part, _TRIAL_SPINS))
+        elif way == COPIES:
+            received = self.received[COPIES]
+            seconds = _seconds(
+                lambda: self._send(received, self._gather_copies, self._exchange_copies)
+            )
+        else:
+            seconds = _seconds(lambda: self._send(self.by_nccl, self._gather, self._exchange))
         self.memory.check()
         return seconds
-
-    def seconds_of_nccl(self) -> float:
-        """The seconds of a message by NCCL."""
-        return _seconds(self._send_by_nccl)
 
     def gave_equal_bits(self) -> bool:
         """Whether all ways have brought the same bits as NCCL."""
         by_nccl = self.by_nccl.view(torch.uint8)
         return all(torch.equal(x.view(torch.uint8), by_nccl) for x in self.received.values())
 
-    def _send_by_nccl(self) -> None:
-        send_buffer = self.send_buffer.view(torch.uint8)
-        if self.kind.is_gather:
-            all_gather(self.by_nccl.view(torch.uint8), send_buffer, group=self.group)
-            return
-        dist.all_to_all_single(self.exchanged.view(torch.uint8), send_buffer, group=self.group)
-        rows = self.exchanged.view(self.memory.ranks, -1)
-        ops.sum_terms(rows, [self.by_nccl], [len(self.by_nccl)], "mean", self.memory.ranks)
-
-    def _send(self, memory: ops.Symmetric, part: int, spins: int) -> None:
+    def _send_by_kernel(self, memory: ops.Symmetric, part: int, spins: int) -> None:
         """Send the first `part` elements of each part."""
         send_buffer = self.send_buffer[: self.kind.rows(memory.ranks) * part]
         received = self.received[KERNEL]
-        if self.kind.is_gather:
-            gather(memory, send_buffer, [received[: memory.ranks * part]], [part], spins)
-        else:
+        if self.kind.sums:
             scatter(memory, send_buffer, [received[:part]], [part], "mean", spins)
+        else:
+            gather(memory, send_buffer, [received[: memory.ranks * part]], [part], spins)
+
+    def _send(self, received: torch.Tensor, gather: Move, exchange: Move) -> None:
+        """Send a message by functions that gather parts, and exchange rows."""
+        part = self.send_buffer
+        if self.kind.sums:
+            exchange(self.terms, self.send_buffer)
+            part = self._sum(received)
+        if self.kind.gathers:
+            gather(received, part)
+
+    def _sum(self, received: torch.Tensor) -> torch.Tensor:
+        """Sum the terms that have arrived where this rank's part of `received` is."""
+        ranks = self.memory.ranks
+        part = received
+        if self.kind.gathers:
+            part = received.view(ranks, -1)[self.memory.rank]
+        ops.sum_terms(self.terms.view(ranks, -1), [part], [len(part)], "mean", ranks)
+        return part
+
+    def _gather(self, received: torch.Tensor, part: torch.Tensor) -> None:
+        all_gather(received.view(torch.uint8), part.view(torch.uint8), group=self.group)
+
+    def _exchange(self, received: torch.Tensor, rows: torch.Tensor) -> None:
+        all_to_all(received, rows, self.group)
+
+    def _gather_copies(self, received: torch.Tensor, part: torch.Tensor) -> None:
+        gather_by_copies(self.memory, [received], [part], _TRIAL_SPINS)
+
+    def _exchange_copies(self, received: torch.Tensor, rows: torch.Tensor) -> None:
+        exchange_by_copies(self.memory, [received], [rows], _TRIAL_SPINS)
 
 
 def gather(
@@ -462,38 +480,6 @@ def gather(
     """Copy this rank's parts to where the other ranks read them, and read the parts of all ranks into `outs`."""
     memory.mine[: send_buffer.nbytes].view(send_buffer.dtype).copy_(send_buffer)
     ops.all_gather(memory, outs, sizes, spins=spins)
-
-
-def copy_all(
-    memory: ops.Symmetric,
-    received: Sequence[torch.Tensor],
-    send_buffers: Sequence[torch.Tensor],
-    spins: int,
-) -> None:
-    """Copy this rank's parts to where the other ranks read them, and copy the parts of all ranks into `received`.
-
-    Each tensor of `received` has room for the parts of all ranks. It may already have that of this rank.
-    """
-    start = 0
-    spans = []
-    mine = []
-    for send_buffer in send_buffers:
-        part = send_buffer.view(-1).view(torch.uint8)
-        span = slice(start, start + len(part))
-        memory.mine[span].copy_(part)
-        spans.append(span)
-        mine.append(part)
-        start += len(part)
-    ops.barrier(memory, spins=spins)
-    for span, part, into in zip(spans, mine, received):
-        by_rank = into.view(-1).view(torch.uint8).view(memory.ranks, len(part))
-        for step in range(memory.ranks):  # all ranks read at once, each from a different rank
-            peer = (memory.rank + step) % memory.ranks
-            if peer != memory.rank:
-                by_rank[peer].copy_(memory.parts[peer][span])
-            elif by_rank[peer].data_ptr() != part.data_ptr():
-                by_rank[peer].copy_(part)
-    ops.barrier(memory, spins=spins)
 
 
 def scatter(

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ... import ops
-from ...ir.collectives import ALL_GATHER, REDUCE_SCATTER, is_reduced_by_ranks, wire_dtype
+from ...ir.collectives import ALL_GATHER, is_reduced_by_ranks, wire_dtype
 from ...ir.graph import Eqn, Primitive
 from ...ir.printer import format_bytes, format_seconds
 from ...ir.routes import HIERARCHICAL, Route, is_gathered_whole, route_of
@@ -22,17 +22,11 @@ from ..agreement import everywhere
 from ..collectives import channel_of
 from ..process_groups import Channel, process_groups
 from .connect import INSIDE
+from .copies import exchange_by_copies, gather_by_copies
 from .hierarchical import HierarchicalStart
-from .nccl import PackedMessage, StreamedStart, Transport, Way, moved_back, rounds
+from .nccl import PackedMessage, StreamedStart, Transport, Way, moved_back
 from .streams import Streams
-from .symmetric import (
-    Buffer,
-    Times,
-    copy_all,
-    gather,
-    message_kind,
-    scatter,
-)
+from .symmetric import Buffer, Times, gather, message_kind, scatter
 
 
 def inside_channel_of(mesh: DeviceMesh, eqn: Eqn, sizes: Sizes) -> Channel | None:
@@ -61,7 +55,8 @@ def reserve_messages(
             continue
         route = route_of(eqn, sizes, channel.hosts, gloo=False)
         collective: Any = eqn.op
-        if has_two_ways(collective, eqn.kwargs.get("op"), kind.wire, route):
+        has_two = has_two_ways(collective, eqn.kwargs.get("op"), kind.wire, route)
+        if has_two and not is_gathered_whole(eqn, sizes):
             kinds.append((channel, kind))
     streams.symmetric.reserve(kinds, functools.partial(everywhere, mesh=mesh))
 
@@ -110,9 +105,8 @@ def has_two_ways(
     """Whether a collective can go through symmetric memory or by NCCL, with the same bits."""
     if collective is ALL_GATHER:
         return True
-    # NCCL would round half precision at every hop. So both ways sum terms that were exchanged, in rank order. An
-    # all_reduce needs a second message, which only NCCL sends.
-    sums_half = collective is REDUCE_SCATTER and reduction in ("sum", "mean") and wire in HALF
+    # NCCL would round half precision at every hop. So both ways sum terms that were exchanged, in rank order.
+    sums_half = reduction in ("sum", "mean") and wire in HALF
     return sums_half and (route is None or route.way != HIERARCHICAL)
 
 
@@ -192,13 +186,17 @@ class _ThroughBuffer(StreamedStart):
 
 
 class CopiedStart(_ThroughBuffer):
-    """Starts one gather: copy engines copy the parts of the other ranks, so it takes no multiprocessors."""
+    """Starts one collective equation: copy engines copy what the other ranks have for this one."""
 
-    def _call(self, received: list[torch.Tensor], send_buffers: list[torch.Tensor]) -> None:
-        for at_once in rounds([buffer.nbytes for buffer in send_buffers], self.buffer.nbytes):
-            copy_all(
-                self.buffer.memory, received[at_once], send_buffers[at_once], self.buffer.spins
-            )
+    def _call_gather(
+        self, received: Sequence[torch.Tensor], send_buffers: Sequence[torch.Tensor]
+    ) -> None:
+        gather_by_copies(self.buffer.memory, received, send_buffers, self.buffer.spins)
+
+    def _call_exchange(
+        self, received: Sequence[torch.Tensor], send_buffers: Sequence[torch.Tensor]
+    ) -> None:
+        exchange_by_copies(self.buffer.memory, received, send_buffers, self.buffer.spins)
 
 
 class SymmetricStart(_ThroughBuffer):
