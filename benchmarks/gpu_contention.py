@@ -7,10 +7,13 @@ wait for a flag stand in for them. Copies by the copy engines stand in for messa
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from gpu_kernels import MIB
@@ -49,11 +52,12 @@ class Waiting:
 
 
 # NCCL's ring takes 24 blocks of 512 threads or more, as traces of 8 GPUs show; our kernels take 32 of 256 threads.
+RING = Waiting("24 blocks, as NCCL's ring", 24, 16, 64)
 WAITING = (
     Waiting("2 blocks, as NCCL's symmetric kernels", 2, 16, 64),
     Waiting("8 blocks", 8, 16, 64),
     Waiting("16 blocks", 16, 16, 64),
-    Waiting("24 blocks, as NCCL's ring", 24, 16, 64),
+    RING,
     Waiting("32 blocks, as symmetric memory", 32, 8, 96),
 )
 
@@ -270,3 +274,103 @@ def carved_out(processors: int) -> Iterator[None]:
         yield
     finally:
         torch._C._set_sm_carveout_experimental(None)
+
+
+# ---- whether cuBLAS leaves processors free
+
+APPLIED = 1.15  # of the time alone: with 32 processors fewer, products take at least so long
+SUMS = "copies, and a sum about every 2 ms"
+
+
+class Carving(NamedTuple):
+    """A way to tell cuBLAS to leave processors free: a library of torch's, and what tells it."""
+
+    name: str
+    library: str
+    leave: Callable[[int], AbstractContextManager]
+
+
+def carvings(device: torch.device) -> list[Carving]:
+    """By torch, which passes the number to cublasLt alone in 2.11, and by cuBLAS itself."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    cublas = ctypes.CDLL(path_of("libcublas.so"))
+
+    def by_target(free: int) -> AbstractContextManager:
+        return sm_count_target(processors - free, cublas, torch.cuda.current_blas_handle())
+
+    return [
+        Carving("cublas, torch's carve-out", "cublas", carved_out),
+        Carving("cublasLt, torch's carve-out", "cublaslt", carved_out),
+        Carving("cublas, cublasSetSmCountTarget", "cublas", by_target),
+    ]
+
+
+@contextlib.contextmanager
+def sm_count_target(processors: int, cublas: Any, handle: int) -> Iterator[None]:
+    """A context in which the products of a handle are made for so many multiprocessors.
+
+    Raises: RuntimeError if cuBLAS refuses.
+    """
+
+    def set_target(count: int) -> None:
+        code = cublas.cublasSetSmCountTarget(ctypes.c_void_p(handle), ctypes.c_int(count))
+        if code:
+            raise RuntimeError(f"cublasSetSmCountTarget returned {code}")
+
+    set_target(processors)
+    try:
+        yield
+    finally:
+        set_target(0)  # all of them
+
+
+def path_of(library: str) -> str:
+    """The file of a library that this process has loaded."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if Path(path).name.startswith(library):
+            return path
+    raise FileNotFoundError(f"this process has not loaded {library}")
+
+
+def carve_outs(
+    products: Products, blocks: Blocks, carvings: Sequence[Carving]
+) -> Iterator[dict[str, Any]]:
+    """Products with 32 processors left free, and, if that is applied, with 24 left free beside 24 blocks."""
+    for carving in carvings:
+        torch.backends.cuda.preferred_blas_library(carving.library)
+        alone = least_seconds(products)
+        with carving.leave(32):
+            carved = least_seconds(products) / alone
+        line: dict[str, Any] = {"products by": carving.name, "carve-out 32, of alone": carved}
+        line["carve-out"] = "applied" if carved > APPLIED else "not applied"
+        if carved > APPLIED:
+            with carving.leave(24), blocks.beside(RING) as side:
+                line["24 blocks beside carve-out 24, of alone"] = (
+                    least_seconds(products, side) / alone
+                )
+        yield line
+
+
+def least_seconds(products: Products, side: Blocks | Copies | None = None) -> float:
+    return min(products.seconds(side) for _ in range(ROUNDS))
+
+
+def copied_sums(device: torch.device) -> Callable[[], int]:
+    """What a reduction by copies does: copies from elsewhere, here from the host, and one sum of the terms of 8 ranks.
+
+    Two copies take about 2 ms over PCIe 5. A call launches them and the sum, and returns the bytes that it brings.
+    """
+    target = torch.empty(COPIED, dtype=torch.uint8, device=device)
+    host = torch.empty(COPIED, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    terms = torch.randn(8, COPIED // 32, device=device).bfloat16()
+    total = torch.empty(COPIED // 32, device=device)
+
+    def run() -> int:
+        for _ in range(2):
+            target.copy_(host, non_blocking=True)
+        ops.sum_terms(terms, [total], [len(total)], "mean", 8)
+        return 2 * COPIED
+
+    run()
+    return run

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import json
 import os
-import random
 import subprocess
 import sys
 import time
 import weakref
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -426,103 +422,3 @@ def test_a_row_is_older_than_its_code_if_git_says_so(monkeypatch):
     assert gpu_ages.age("kernels", rows[1:]) == "Of the code of ops as it is."
     unknown = [{"us": 1, "commit": gpu_ages.UNKNOWN}]
     assert "older than their code" in gpu_ages.age("kernels", unknown)
-
-
-def test_what_is_measured_next_says_what_is_expected_beside_what_was_seen(monkeypatch):
-    import gpu
-    import gpu_next
-
-    seen = {"numerics": [{"check": "sums", "result": "bit for bit"}], "gil": [{"failed": "so"}]}
-    run_part = lambda name, part, device, seconds: seen[name]
-    monkeypatch.setattr(gpu_next, "run_part", run_part)
-    texts = []
-    assert not gpu_next.run(CPU, 100.0, texts.append, ("numerics", "gil"))
-    first, last = texts
-    assert "## gil" not in first
-    assert (
-        "Expected: six times 'bit for bit'" in last and "- check sums, result bit for bit" in last
-    )
-    assert "- failed so" in last
-    assert not gpu_next.run(CPU, 4.0, texts.append, ("numerics",))
-    assert "not run: the time was over" in texts[-1]
-    assert sum(part.seconds for part in gpu_next.PARTS.values()) <= gpu.NEXT_SECONDS
-    assert set(gpu_next.SCENARIOS) <= set(gpu_next.gpu_two_ranks.SCENARIOS)
-
-
-def test_a_thread_that_looks_shows_who_keeps_the_lock_of_python():
-    """As the two ways to call a function of C do."""
-    import gpu_next
-
-    micros = 400_000
-    assert gpu_next.looks_beside(lambda: ctypes.CDLL(None).usleep(micros)) > 5
-    assert gpu_next.looks_beside(lambda: ctypes.PyDLL(None).usleep(micros)) <= 2
-
-
-def test_a_stream_waits_for_a_value_and_another_one_writes_it(monkeypatch):
-    import gpu_next
-
-    calls = []
-
-    class Driver:
-        def cuStreamWaitValue32_v2(self, stream, address, value, flags):
-            calls.append(("wait", stream.value, address.value, value.value, flags.value))
-            return 0
-
-        def cuStreamWriteValue32_v2(self, stream, address, value, flags):
-            calls.append(("write", stream.value, address.value, value.value, flags.value))
-            return 0 if len(calls) < 3 else 801
-
-    numbers = iter((1, 2))
-    stream = lambda device: SimpleNamespace(
-        cuda_stream=next(numbers), wait_stream=calls.append, wait_event=lambda event: None
-    )
-    monkeypatch.setattr(torch.cuda, "Stream", stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "compute")
-    waiting = gpu_next.StreamWait(CPU, Driver())
-    waiting.begin()
-    address = waiting.flag.data_ptr()
-    assert calls == ["compute", ("wait", 1, address, 1, 1)]
-    with pytest.raises(RuntimeError, match="cuStreamWriteValue32_v2 returned 801"):
-        waiting.end_after(None)
-    assert calls[-1] == ("write", 2, address, 1, 0)
-
-
-@pytest.mark.slow
-def test_without_a_gpu_nothing_is_measured_next():
-    command = [sys.executable, BENCHMARKS / "gpu.py", "--next"]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 1 and "torch sees none here: nothing is measured" in run.stderr
-    assert not (BENCHMARKS / "results" / "gpu_next.md").exists()
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_barriers_by_the_driver_let_no_rank_read_too_early_or_too_late(seed):
-    """On streams that go on in random order. Each rank writes its part, meets, reads all parts, meets."""
-    import gpu_next
-
-    chance, ranks, rounds = random.Random(seed), 3, 6
-    pads, parts = defaultdict(int), [None] * ranks
-    streams = []
-    for rank in range(ranks):
-        operations = []
-        for k in range(rounds):
-            operations.append(("fill", rank, k))
-            operations += gpu_next.barrier(rank, ranks, 0)
-            operations.append(("read", rank, k))
-            operations += gpu_next.barrier(rank, ranks, 1)
-            operations.append(("fill", rank, "NaN"))
-        streams.append(operations)
-    while any(streams):
-        stream = chance.choice([stream for stream in streams if stream])
-        what, *which = stream[0]
-        if what == "wait" and pads[tuple(which[:3])] != which[3]:
-            assert any(s and (s[0][0] != "wait" or pads[s[0][1:4]] == s[0][4]) for s in streams)
-            continue
-        stream.pop(0)
-        if what == "write":
-            assert pads[tuple(which[:3])] != which[3], "a signal is set, or reset, twice"
-            pads[tuple(which[:3])] = which[3]
-        elif what == "fill":
-            parts[which[0]] = which[1]
-        elif what == "read":
-            assert parts == [which[1]] * ranks
