@@ -46,21 +46,22 @@ class _Literal(NamedTuple):
     value: Any
 
 
+def result_problem(eqn: Eqn) -> str | None:
+    """How the results of an operation differ from what its arguments give, in type or in cuts, or None."""
+    # An equation is frozen, and passes through several rewrites unchanged: its answer is stored with it.
+    attributes = eqn.__dict__
+    if "_result_problem" not in attributes:
+        attributes["_result_problem"] = type_problem(eqn) or placement_problem(eqn)
+    return attributes["_result_problem"]
+
+
 def type_problem(eqn: Eqn) -> str | None:
-    """How the results of an operation differ from what its arguments give, or None.
+    """How the types of results differ from those that the arguments give, or None.
 
     >>> x = Var("x", torch.float32, (4, 4))
     >>> type_problem(Eqn(torch.ops.aten.mm.default, (x, x), (Var("y", torch.int64, (7,)),)))
     'its arguments give f32[4,4], not y: i64[7]'
     """
-    # An equation is frozen, and passes through several rewrites unchanged: its answer is stored with it.
-    attributes = eqn.__dict__
-    if "_type_problem" not in attributes:
-        attributes["_type_problem"] = _type_problem(eqn)
-    return attributes["_type_problem"]
-
-
-def _type_problem(eqn: Eqn) -> str | None:
     if not isinstance(eqn.op, torch._ops.OpOverload):
         return None
     args = _described(eqn.args)

@@ -16,7 +16,7 @@ import torch
 from .graph import Eqn, Var
 from .op_facts import is_view
 from .operations import compute
-from .result_types import placement_problem, type_problem
+from .result_types import result_problem
 
 Sizes = Mapping[str, int]  # of the mesh axes
 Values = Mapping[Var, Any]  # the values of a program on one rank
@@ -57,7 +57,7 @@ class Rules:
         """An error in the types of an equation, as text for the verifier, or None."""
         if any(out.future for out in eqn.results):
             return "an operation that is no collective has a future among its results"
-        return type_problem(eqn) or placement_problem(eqn)
+        return result_problem(eqn)
 
     def axis(self, eqn: Eqn) -> str | None:
         """The mesh axis whose ranks compute the equation together, or None if each rank computes it alone."""
