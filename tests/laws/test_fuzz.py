@@ -18,10 +18,10 @@ BUG_OF_OLD_TORCH = "split failed: list assignment index out of range"
 
 
 def groups_of_seeds():
-    """The first seed of each group. `make test` runs every second group."""
+    """The first seed of each group. `make test` runs every third group."""
     for first in range(0, len(SEEDS), EACH):
-        every_second = first % (2 * EACH) == 0
-        yield pytest.param(first, marks=() if every_second else pytest.mark.exhaustive)
+        every_third = first % (3 * EACH) == 0
+        yield pytest.param(first, marks=() if every_third else pytest.mark.exhaustive)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""One rank of several processes over shared memory: `python -m tests.ops.rank FOLDER RANK WORLD...`.
+"""One rank of several processes over shared memory: `python tests/ops/rank.py FOLDER RANK WORLD...`.
 
 Runs the kernels if TRITON_INTERPRET=1, else the CPU references. Each rank can draw the inputs of all ranks, so it
 computes every result by itself too, and exits with an error if a bit differs.
