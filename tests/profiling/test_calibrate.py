@@ -7,8 +7,12 @@ import torch
 
 import ztrans as zt
 from tests.support import dtensors
-from ztrans.profiling.calibrate import _attention_rates, _median_seconds, _without_tf32
-from ztrans.runtime.mesh import make_mesh
+from ztrans.profiling.calibrate import (
+    _attention_rates,
+    _median_seconds,
+    _product_rate,
+    _without_tf32,
+)
 
 
 @pytest.mark.slow
@@ -40,10 +44,18 @@ def test_a_call_that_takes_all_of_a_burst_is_timed_once(monkeypatch):
     assert _median_seconds(lambda: None, torch.device("cpu")) == 0.25
 
 
+def test_a_product_grows_until_it_takes_5_ms(monkeypatch):
+    seconds = {512: 1e-3, 1024: 8e-3}  # by the number of its rows
+    monkeypatch.setattr("ztrans.profiling.calibrate._matmul", lambda n, dtype, device: n)
+    monkeypatch.setattr("ztrans.profiling.calibrate._median_seconds", lambda n, device: seconds[n])
+    assert _product_rate(torch.float32, torch.device("cpu")) == 2 * 1024**3 / 8e-3
+
+
 def test_every_dtype_of_products_has_a_rate(monkeypatch):
     """A dtype without one counts as f32, which on a GPU is ten times too slow for fp16."""
     monkeypatch.setattr("ztrans.profiling.calibrate._BURST", 0.01)
-    rates = dict(zt.calibrate(make_mesh("cpu", dp=-1)).device.flops)
+    (cluster,) = dtensors.on_ranks([0], zt.calibrate, dp=1)
+    rates = dict(cluster.device.flops)
     assert rates.keys() == {"f64", "f32", "bf16", "f16"}
     assert min(rates.values()) > 0 and rates["f64"] < rates["f32"]
 
