@@ -14,6 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
+from tests.support.cover import parameters_of
 from tests.support.lifted import loop_of
 from tests.support.programs import CASES
 from tests.support.worlds import ALL, batches, clone, on_ranks, slices
@@ -136,10 +137,29 @@ def test_an_interrupt_in_the_exit_of_a_step_is_named():
         check_whole([leaf], "step")
 
 
+WITH_SHARDS_OR_WHOLE = (
+    "gpt_adam",
+    "batch_norm_mean",
+    "adamw_fused",
+    "sam",
+)  # here at stages 0 and 3
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
-    "name", ["gpt_adam", "clipped", "batch_norm_mean", "accumulation", "muon", "adamw_fused", "sam"]
+    ("name", "stage"),
+    parameters_of(
+        [
+            (name, stage)
+            for name in (*WITH_SHARDS_OR_WHOLE, "clipped", "accumulation", "muon")
+            for stage in (0, 1, 2, 3)
+        ],
+        [
+            *((name, stage) for name in WITH_SHARDS_OR_WHOLE for stage in (0, 3)),
+            *((name, stage) for name in ("clipped", "accumulation") for stage in (1, 3)),
+            *(("muon", stage) for stage in (2, 3)),
+        ],
+    ),
 )
 def test_with_update_last_the_state_is_written_after_the_last_wait(name, stage):
     """The bits are those of eager updates."""
