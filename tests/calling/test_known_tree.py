@@ -65,11 +65,22 @@ BATCHES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def run() -> zt.Step:
+    """One step for all batches, which traces each of them once.
+
+    A call asks the newest program first. So the program of each batch is asked about all older batches, and about each
+    newer one before that is traced.
+    """
+    return zt.Step.of(step)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:step has been traced")
 @pytest.mark.parametrize("before", BATCHES, ids=str)
-def test_a_batch_of_another_structure_is_noticed(before):
-    run, state = zt.Step.of(step), torch.zeros((), dtype=torch.float64)
+def test_a_batch_of_another_structure_is_noticed(run, before):
+    state = torch.zeros((), dtype=torch.float64)
+    state, _ = run(state, *before)
     for batch in (before, *BATCHES):
         state, total = run(state, *batch)
         assert total == step(state, *batch)[1], batch
