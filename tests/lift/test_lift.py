@@ -10,6 +10,7 @@ from torch import nn, optim
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
+from tests.support.cover import parameters_of
 from tests.support.lifted import loop_of
 from tests.support.worlds import ALL, clone, default_dtype, distance, slices
 
@@ -435,8 +436,12 @@ def test_lifting_a_fresh_optimizer_takes_no_step():
     assert all(not v.any() for s in optimizer.state.values() for v in s.values())
 
 
+# Settings of an optimizer of which another one is among the tested ones.
+ALIKE = ("sgd", "momentum", "decay", "adam", "adamw_foreach", "adagrad")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", parameters_of(OPTIMIZERS, OPTIMIZERS.keys() - ALIKE))
 def test_the_sharded_step_agrees_with_the_loop_for_each_optimizer(name):
     transforms = (zt.shard_params(zt.AbstractMesh(dp=4)), *ALL)
     make, tolerance = (
