@@ -81,8 +81,13 @@ def own(graph: Graph) -> list[str]:
     return [str((e.op, e.ins, e.outs)) for e in graph.eqns if is_user_collective(e)]
 
 
+FEW = settings(
+    max_examples=settings.default.max_examples // 6
+)  # each example plans several programs
+
+
 @pytest.mark.slow
-@settings(max_examples=25)
+@FEW
 @given(
     parallel_steps(),
     st.sampled_from(MESHES),
@@ -124,7 +129,7 @@ def test_a_limit_on_gathers_holds_while_eager_updates_run(norms):
 
 
 @pytest.mark.slow
-@settings(max_examples=15)
+@FEW
 @given(parallel_steps(), st.integers(0, 3), st.integers(1, 5))
 def test_delayed_weight_gradients_change_no_bit(step, stage, most):
     if not step.state(0)["params"]:
