@@ -117,10 +117,8 @@ def candidates_within(baseline: Baseline, limit: int) -> list[Candidate]:
             continue
         choices.add(choice)
 
-        # Lower targets only recompute more: none of them fits either, or takes less compute.
-        if residency.peak > target or baseline.compute(residency) >= best:
-            break
-        if slower == _PATIENCE:
+        # Lower targets only recompute more: none of them takes less compute.
+        if residency.peak > limit or baseline.compute(residency) >= best or slower == _PATIENCE:
             break
 
         seconds = baseline.seconds(residency, limit)
@@ -130,6 +128,9 @@ def candidates_within(baseline: Baseline, limit: int) -> list[Candidate]:
             slower = 0
         else:
             slower += 1
+        # This is the lowest peak, which still may fit the limit.
+        if residency.peak > target:
+            break
 
     cheap = baseline.cheap_recomputed
     if cheap.peak <= limit and cheap.chosen_values not in choices:
