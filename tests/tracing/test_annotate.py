@@ -88,3 +88,11 @@ def test_a_branch_may_make_a_literal_and_then_read_what_is_not_its_argument():
         return state, torch.cond(x.sum() > 1e9, torch.sin, scaled, (state["w"],))
 
     assert torch.equal(zt.Step.of(step)(STATE, X + 1)[1], step(STATE, X + 1)[1])
+
+
+def test_a_function_that_fails_names_the_inputs_that_it_got():
+    """Of a tensor that the step has computed, the error shows the type alone."""
+    step = zt.Step.of(lambda state, x: (state, torch.mv(x.sin(), state["w"])))
+    with pytest.raises(RuntimeError, match=r"f32\[3,3\], w: f32\[2\]") as caught:
+        step.trace(STATE, X)
+    assert "x: f32[3,3]" not in str(caught.value)
