@@ -1,8 +1,8 @@
-"""What to measure on the next card, in order: each part with its time limit, and what is expected beside what was seen.
+"""Measurements for the next GPU, in order. Each part has a time limit, and an expected result beside what was seen.
 
     python benchmarks/gpu.py --next           # on a GPU, at most 9 minutes; results/gpu_next.md
 
-A part has a process of its own. If it needs longer than its limit it is ended, and that is its result.
+Each part has a process of its own. If it needs longer than its limit it is ended, and the report says so.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SCENARIOS = (
 
 
 class Part(NamedTuple):
-    """A measurement: its time limit in seconds, what it is to show, and what runs it on a device."""
+    """A measurement: its time limit in seconds, the expected result, and the function that runs it on a device."""
 
     seconds: float
     expected: str
@@ -56,7 +56,7 @@ class Part(NamedTuple):
 
 
 def numerics(device: torch.device) -> Lines:
-    """The kernels of today beside their references."""
+    """The kernels compared with their references."""
     return gpu_numerics.checks(device)
 
 
@@ -85,7 +85,7 @@ def contention(device: torch.device) -> Lines:
 
 
 def looks_beside(run: Callable[[], object]) -> int:
-    """How often a thread of this process has looked while `run` ran: not at all if it keeps Python's lock."""
+    """How often another thread has looked while `run` ran: not at all if `run` holds the GIL."""
     looks = []
     stop = threading.Event()
 
@@ -104,7 +104,7 @@ def looks_beside(run: Callable[[], object]) -> int:
 
 
 def gil(device: torch.device) -> Lines:
-    """Whether a thread goes on while a launch waits for room in the queue of a blocked stream."""
+    """Whether other threads run while a launch waits for room in the queue of a blocked stream."""
     lines = []
     for name, launch in launchers(device).items():
         launch()  # compiles

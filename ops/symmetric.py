@@ -63,13 +63,13 @@ class Symmetric:
 
 
 def check(error: torch.Tensor, rank: int) -> None:
-    """Raise if `error` is set, to 1 + a rank that did not come."""
+    """Raise if `error` is set: it is 1 + the rank that a barrier waited for in vain."""
     code = int(error)
     if not code:
         return
     raise RuntimeError(
         f"rank {rank} waited in vain for rank {code - 1}: it has died, is far behind, or runs other collectives. "
-        f"The symmetric memory is in no known state; make a new one."
+        f"The state of the symmetric memory is unknown; make a new one."
     )
 
 

@@ -160,7 +160,7 @@ class Compiled(Printed):
         return dataclasses.replace(self, binding=Binding())
 
     def without_stages(self) -> Compiled:
-        """This program as a step keeps it (see `Lowered.without_stages`), with the same binding."""
+        """This program without its earlier stages (see `Lowered.without_stages`), with the same binding."""
         local_program = self.binding.local_program
         if local_program is not None:
             lowered = local_program.lowered.without_stages()
@@ -206,7 +206,7 @@ class Compiled(Printed):
         recording = self.lowered.recording
         with self._telling_refusals():
             inputs = self._inputs(call)
-        # A call that a guard recognises has none: a step leaves tensors in their places.
+        # The caller has set these leaves to numbers. A call that a guard recognises has none: steps return tensors.
         numbers = [i for i, leaf in enumerate(inputs.state) if not isinstance(leaf, torch.Tensor)]
         with self._step(inputs, numbers) as (run, tensors):
             outputs = run(tensors)
@@ -218,11 +218,11 @@ class Compiled(Printed):
             if isinstance(leaf, torch.Tensor):
                 outputs[i] = leaf
         state, output = pytree.tree_unflatten(outputs, recording.tree_of_results(self.graph.added))
-        known = [value.position for value in recording.known]
-        # PyTorch does not count the versions of inference tensors, so each call compares their values.
-        if any(inputs.tensors[place].is_inference() for place in known):
+        read_by_trace = [value.position for value in recording.known]
+        # Inference tensors have no version, so no guard is set: each call compares their values.
+        if any(inputs.tensors[place].is_inference() for place in read_by_trace):
             return state, output
-        snapshots = {place: Snapshot.of(inputs, place) for place in known}
+        snapshots = {place: Snapshot.of(inputs, place) for place in read_by_trace}
         self.binding.guard = Guard(call._replace(state=state), surroundings, snapshots)
         return state, output
 
@@ -327,7 +327,7 @@ class Compiled(Printed):
 
     @property
     def _groups(self) -> ProcessGroups | None:
-        """What the steps of the mesh share, if there is one."""
+        """The process groups of the mesh; None without a mesh."""
         return process_groups(self._mesh) if self._mesh is not None else None
 
     @property
@@ -354,9 +354,9 @@ class Compiled(Printed):
     def _step(
         self, inputs: Inputs, numbers: Sequence[int] = ()
     ) -> Iterator[tuple[Any, list[torch.Tensor]]]:
-        """Meet the other ranks for this step, then yield the function that runs the program, and its inputs.
+        """Compare this step with the other ranks', then yield the function that runs the program, and its inputs.
 
-        `numbers` are the leaves of the state that the caller has set to numbers.
+        `numbers` are the positions of the leaves that the caller has set to numbers.
         """
         name = self.lowered.graph.name
         mesh = self._mesh
@@ -403,13 +403,13 @@ class Compiled(Printed):
 
     @contextlib.contextmanager
     def _telling_refusals(self) -> Iterator[None]:
-        """Tell the other ranks if this one refuses a call that they make too: they would wait for it."""
+        """Tell the other ranks if this rank refuses a call: they make it too, and would wait for this rank."""
         try:
             yield
         except Exception as error:
             mesh = self._mesh
             if mesh is not None and self._is_captured:
-                # They have launched a replay, and compare nothing.
+                # The others have launched a replay, which is compared with nothing: only a note reaches them.
                 text = f"refused a step of {self.lowered.graph.name} with {described(error)}"
                 quit_with_note(process_groups(mesh), text)
             elif mesh is not None:
@@ -443,9 +443,9 @@ class Compiled(Printed):
         uses_carried: bool,
         numbers: Sequence[int],
     ) -> None:
-        """Compare this step with those of the other ranks.
+        """Compare this step with the steps of the other ranks.
 
-        The replay of a CUDA graph is compared with nothing, unless signals are requests to stop. Then it sends these.
+        A replay of a CUDA graph is compared only after `zt.stop_on`, to pass on requests to stop.
 
         On GPUs the step is launched before the answer is read, unless it captures a graph, which takes long anyway.
         """
@@ -486,7 +486,7 @@ class Compiled(Printed):
         return dataclasses.replace(self, lowered=lowered, agreed=agreed, binding=Binding())
 
     def _check_device(self, inputs: Inputs) -> None:
-        """Raises: TypeError if this program is bound to another GPU than that of the inputs."""
+        """Raises: TypeError if this program is bound to a GPU, and the inputs are on another one."""
         local_program = self.binding.local_program
         if local_program is None:
             return

@@ -34,8 +34,8 @@ from .transforms.shard_params import ShardParams
 EQUAL = 0.01
 # How many numbers of micro-batches are tried, each twice the one before.
 _TRIES = 3
-# The ways to fit that are tried: as many as there are for a step of 5,000 equations, the first few for one of 50,000,
-# which takes long for each.
+# The equations that all tries together may have: a step of 5,000 equations gets 30 tries, which is every way to fit,
+# and one of 50,000 gets 3, because each takes long.
 _EQNS_TO_TRY = 150_000
 _LEAST_TRIES = 3
 
@@ -270,10 +270,10 @@ class _Attempt(NamedTuple):
 
 
 def ways_to_fit(traced: Variant[Any], cluster: Cluster | None, error: DoesNotFit) -> list[Way]:
-    """The ways in which a step fits its limit, with one more transform each; with several, if one is not enough.
+    """The ways to make a step fit its limit: one more transform each, or several if one is not enough.
 
-    Every way was planned and simulated. A large step is tried in a few ways only, because each takes as long as to
-    lower the step. Their number follows from the size of the program, so all ranks try the same.
+    Every way was planned and simulated, which takes as long as lowering the step, so few are tried for a large step.
+    Their number depends on the size of the program alone, so all ranks try the same ways.
     """
     tries_left = max(_LEAST_TRIES, _EQNS_TO_TRY // max(1, len(traced.graph.eqns)))
     attempts = [_Attempt((), traced, error, _REMEDIES)]
@@ -321,7 +321,7 @@ def _tried(
 
 
 def _with_line(lines: tuple[str, ...], line: str) -> tuple[str, ...]:
-    """Some lines and another one, which takes the place of one with the same transform.
+    """These lines and one more, which replaces a line with the same transform.
 
     >>> _with_line(("zt.accumulate(2)", "zt.offload(where='m.*')"), "zt.offload(where='m.*', memory='auto')")
     ('zt.accumulate(2)', "zt.offload(where='m.*', memory='auto')")

@@ -22,7 +22,7 @@ from .planning.buffers import Storage, by_memory, live_bytes, storages
 from .planning.cost import memory
 from .runtime.inductor.fusion import FusedGroup, computed_alike, fuse, runs_in_one_call
 
-# The parts into which the parameters of an update are divided; more are tried if the peak of memory rises.
+# The numbers of parts of an update's parameters that are tried in turn, until the peak of memory does not rise.
 _PARTS = (1, 16, 256, 4096)
 # The most rounds that leave more equations in their places.
 _ROUNDS = 10

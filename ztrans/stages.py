@@ -108,7 +108,7 @@ class Traced(Printed):
         FX's own tools print it: `print(traced.fx.code)`, `traced.fx.print_readable()`. It can be called, except where a
         fused optimizer of a lifted loop takes hyperparameters by value, which are inputs of the program.
 
-        Raises: ValueError for the program that a step keeps for its calls, which has no FX graph.
+        Raises: ValueError for a program in the cache of a step, which has no FX graph.
         """
         if self.recording.fx is None:
             raise ValueError(
@@ -345,8 +345,8 @@ class Lowered(Printed):
     """The program of one rank, ready to compile, as `jax.stages.Lowered`.
 
     `history` has every stage of the program by name: the FX graph of make_fx, the program as written, the program after
-    each transform, and the program that runs. `unordered` has the hints of the transforms, and no order yet. The
-    programs that a step keeps for its calls have only the program that runs in their history.
+    each transform, and the program that runs. In the cache of a step it has only the last. `unordered` has the hints of
+    the transforms, and no order yet.
     """
 
     graph: Graph
@@ -436,7 +436,7 @@ class Lowered(Printed):
         return self.traced.without_order(self.cluster, plan)
 
     def without_stages(self) -> Lowered:
-        """This program as a step keeps it: without the FX graph, the history, and what analyses have found.
+        """This program as a step caches it: without the FX graph, the history, and the results of analyses.
 
         It can still be planned again, from the program as written.
         """

@@ -72,14 +72,14 @@ State = TypeVar("State")
 
 
 @dataclass(eq=False)
-class _Kept:
-    """A program that a step keeps.
+class _CachedProgram:
+    """An entry of the cache.
 
     Attributes:
         compiled: the program.
-        sizeless: its signature without the sizes of the batch; programs for other sizes have the same.
-        number: counts the programs as they were added.
-        last_use: counts the uses of all programs of the step.
+        sizeless: its signature without the sizes of the batch, which a family of programs has in common.
+        number: its place in the order of addition.
+        last_use: the time of its last use, counted in uses of all programs.
     """
 
     compiled: Compiled
@@ -91,15 +91,15 @@ class _Kept:
 class ProgramCache:
     """The programs of a step by their signatures, at most `MOST_PROGRAMS`.
 
-    The program that was not used for longest goes first, but not the oldest of those that differ in the sizes of the
-    batch alone: the ranks have agreed on its plan, and the next program for another size on this rank follows it. Only
-    if more than `MOST_PROGRAMS` differ otherwise do the oldest of these go, which are the same on all ranks.
+    Programs that differ in the sizes of the batch alone are a family. The ranks have agreed on the plan of its oldest
+    member, and the other members follow that plan, so the cache removes the least recently used of the others first.
+    Only if there are more than `MOST_PROGRAMS` families does it remove the oldest ones, the same on all ranks.
 
     A search begins with the program that was added or looked up last: a loop seldom goes back to an older one.
     """
 
     def __init__(self) -> None:
-        self._programs: dict[Signature, _Kept] = {}
+        self._programs: dict[Signature, _CachedProgram] = {}
         self._uses = 0
         self._added = 0
         # The signature after a trace, by that of the call that was traced.
@@ -110,8 +110,8 @@ class ProgramCache:
         return len(self._programs)
 
     def values(self) -> list[Compiled]:
-        """The programs, in the order in which they were added or looked up."""
-        return [kept.compiled for kept in self._programs.values()]
+        """The programs, the one that was added or looked up last at the end."""
+        return [cached.compiled for cached in self._programs.values()]
 
     def function(self, fn: Callable) -> StepFunction:
         """What is known of `fn`, the function of the step."""
@@ -121,12 +121,12 @@ class ProgramCache:
 
     def match(self, call: BoundCall, surroundings: Surroundings) -> tuple[Compiled, Inputs] | None:
         """The program whose last call is like this one, and the inputs of this call; None if no program matches."""
-        for kept in reversed(self._programs.values()):
-            inputs = kept.compiled.binding.match(call, surroundings)
+        for cached in reversed(self._programs.values()):
+            inputs = cached.compiled.binding.match(call, surroundings)
             if inputs is not None:
                 self._uses += 1
-                kept.last_use = self._uses
-                return kept.compiled, inputs
+                cached.last_use = self._uses
+                return cached.compiled, inputs
         return None
 
     def get(self, signature: Signature) -> Compiled | None:
@@ -137,31 +137,31 @@ class ProgramCache:
         with a batch of this size.
         """
         signature = self._after_trace.get(signature, signature)
-        kept = self._programs.pop(signature, None)
-        if kept is None:
+        cached = self._programs.pop(signature, None)
+        if cached is None:
             return None
-        if not (kept.compiled.is_bound or kept.compiled.agreed):
+        if not (cached.compiled.is_bound or cached.compiled.agreed):
             of_other_size = self.of_any_size(signature)
             if of_other_size is not None and of_other_size.is_bound:
                 return None
         self._uses += 1
-        kept.last_use = self._uses
-        self._programs[signature] = kept  # at the end
-        return kept.compiled
+        cached.last_use = self._uses
+        self._programs[signature] = cached  # at the end
+        return cached.compiled
 
     def of_any_size(self, signature: Signature) -> Compiled | None:
         """A program for a signature that differs in the sizes of the batch alone; one that has run if there is one."""
         sizeless = signature.without_sizes()
         found = None
-        for kept in self._programs.values():
-            if kept.sizeless == sizeless:
-                if kept.compiled.is_bound:
-                    return kept.compiled
-                found = found or kept.compiled
+        for cached in self._programs.values():
+            if cached.sizeless == sizeless:
+                if cached.compiled.is_bound:
+                    return cached.compiled
+                found = found or cached.compiled
         return found
 
     def add(self, compiled: Compiled, signature_before: Signature | None = None) -> Compiled:
-        """Add a program under its signature, without its stages. Returns it as it is kept.
+        """Add a program under its signature, without its earlier stages. Returns it as it was added.
 
         A trace may change what the step reads, and the program is the same before and after (see `purity`). So
         `signature_before`, that of the call before its trace, also leads to the program.
@@ -170,8 +170,8 @@ class ProgramCache:
         signature = compiled.lowered.recording.signature
         self._uses += 1
         self._added += 1
-        kept = _Kept(compiled, signature.without_sizes(), self._added, self._uses)
-        self._programs[signature] = kept
+        sizeless = signature.without_sizes()
+        self._programs[signature] = _CachedProgram(compiled, sizeless, self._added, self._uses)
         if signature_before is not None and signature_before != signature:
             self._after_trace[signature_before] = signature
         if len(self._programs) > MOST_PROGRAMS:
@@ -179,14 +179,14 @@ class ProgramCache:
         return compiled
 
     def _remove_oldest(self) -> None:
-        """Remove programs until there are no more than `MOST_PROGRAMS`."""
+        """Remove programs until at most `MOST_PROGRAMS` are left."""
         in_order = sorted(self._programs.items(), key=lambda item: item[1].number)
-        by_kind = grouped((kept.sizeless, signature) for signature, kept in in_order)
-        for sizeless in list(by_kind)[:-MOST_PROGRAMS]:
-            for signature in by_kind.pop(sizeless):
+        families = grouped((cached.sizeless, signature) for signature, cached in in_order)
+        for sizeless in list(families)[:-MOST_PROGRAMS]:
+            for signature in families.pop(sizeless):
                 del self._programs[signature]
 
-        followers = [signature for _, *others in by_kind.values() for signature in others]
+        followers = [signature for _, *others in families.values() for signature in others]
         followers.sort(key=lambda signature: self._programs[signature].last_use)
         for signature in followers[: len(self._programs) - MOST_PROGRAMS]:
             del self._programs[signature]
@@ -198,9 +198,9 @@ class ProgramCache:
         self._programs = {k: v for k, v in self._programs.items() if v.sizeless != sizeless}
 
     def changes(self, compiled: Compiled) -> tuple[str, ...]:
-        """How the signature of a new program differs from that of the program that ran last, in words."""
-        for signature, before in reversed(self._programs.items()):
-            if before.compiled.is_bound:
+        """How the signature of a new program differs from the signature of the last one that ran, in words."""
+        for signature, cached in reversed(self._programs.items()):
+            if cached.compiled.is_bound:
                 return tuple(signature.changes(compiled.lowered.recording.signature))
         return ()
 
@@ -269,13 +269,13 @@ class Step(Generic[P, R]):
         return f"Step({', '.join([self.__name__, *map(repr, self.transforms)])})"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """Pickle the function, the transforms and the plan, without programs; a decorated function by its name."""
-        found: Any = sys.modules.get(self.__module__)
-        path = vars(self).get("__qualname__", "")
-        for name in path.split("."):
-            found = getattr(found, name, None)
-        if found is self:
-            return path
+        """Pickle a decorated function by its name, other steps by function, transforms and plan. Programs stay here."""
+        named: Any = sys.modules.get(self.__module__)
+        qualified_name = vars(self).get("__qualname__", "")
+        for name in qualified_name.split("."):
+            named = getattr(named, name, None)
+        if named is self:
+            return qualified_name
         return Step, (self.fn, self.transforms, self.plan)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Step[P, R]:
@@ -500,9 +500,9 @@ class Step(Generic[P, R]):
 
         Args:
             state: DTensors, or full tensors that are the same on every rank; the ranks compare a digest of every leaf.
-                Meta tensors become parts that are filled with NaN, to be written in place, as `torch.nn.init` does. So
-                no rank ever holds the whole state. A step refuses parts to which nobody has written. Of what `lift`
-                returns, moments and step counts have their values.
+                Meta tensors become parts filled with NaN, to be written in place, for instance by `torch.nn.init`. So
+                no rank ever holds the whole state. A step refuses parts that nobody has written to. The moments and
+                step counts that `lift` returns get their values here.
             source: the rank whose tensors are used, and sent to the others leaf by leaf. These may hold meta tensors.
                 On a mesh of several axes it is 0: the first rank along the axes that transforms use for the leaf.
             device: the device of the parts; by default the device of the leaf, or of the mesh for a meta leaf.
@@ -533,8 +533,8 @@ class Step(Generic[P, R]):
     def unshard(self, state: State) -> State:
         """Gather a state of DTensors into full tensors on every rank. All ranks must call it.
 
-        The result is a copy: steps that go on do not change it. If a rank is interrupted while leaves are gathered, by
-        PyTorch's groups, the others wait until its process ends or the time-out of these groups has passed.
+        The result is a copy, which later steps do not change. Leaves are gathered by PyTorch's own groups: if a rank is
+        interrupted meanwhile, the others wait until its process ends or these groups time out.
 
         Raises: RuntimeError if the state is half updated, or not all ranks call it.
         """

@@ -1,1 +1,1 @@
-"""Small mutations of the code, each of which the nearest tests must notice: `make mutants`."""
+"""Small mutations of the code. The nearest tests must notice each of them: `make mutants`."""

@@ -32,14 +32,14 @@ from .near import nearest_tests
 HARMLESS = Path(__file__).with_name("harmless.txt")
 REQUIRED = 0.95
 
-# A test that a mutation makes hang fails after these seconds. The nearest tests of a mutation have these in all: what
-# none of them has noticed by then has survived.
+# A test that hangs fails after 90 s. The nearest tests of a mutation have 240 s in all: a mutation that none of them
+# notices within these has survived.
 SECONDS_OF_A_TEST = 90
 SECONDS_OF_A_MUTATION = 240
 
 INTERPRETED = "tests/ops/interpreted/"
 STARTED = re.compile(r"((?:tests|ztrans)/\S+\.py::.+?)(?: [A-Z]+ .*| Timeout .*|\s*)$")
-NO_TESTS = 5  # how pytest ends if it collects no test
+NO_TESTS = 5  # pytest's exit code if it collects no test
 
 
 def main() -> int:
@@ -74,11 +74,11 @@ def main() -> int:
             if args.results:
                 with args.results.open("a") as file:
                     file.write(f"{mutation.key}\t{killer or ''}\n")
-        found = [killers[m.key] for m in checked]
-        always_fail = tests_that_fail(free.get(), [test for test in found if test])
+        killer_tests = [killers[m.key] for m in checked]
+        always_fail = tests_that_fail(free.get(), [test for test in killer_tests if test])
     for test in always_fail:
         print(f"fails without any mutation: {test}")
-    killed = sum(killer is not None and killer not in always_fail for killer in found)
+    killed = sum(killer is not None and killer not in always_fail for killer in killer_tests)
     noticed = killed / max(1, len(checked))
     print(
         f"{len(drawn)} mutations: {killed} killed, {len(checked) - killed} survived, "
@@ -94,7 +94,7 @@ def read_harmless() -> dict[str, str]:
 
 
 def read_results(path: Path | None) -> dict[str, str | None]:
-    """What earlier runs have found: for each mutation the test that notices it, or None."""
+    """The results of earlier runs: for each mutation the test that notices it, or None."""
     if path is None or not path.exists():
         return {}
     lines = [line.split("\t") for line in path.read_text().splitlines()]
@@ -132,10 +132,10 @@ def first_failure(copy: Path, tests: list[str]) -> str | None:
     """The first test that fails or does not end, or how pytest itself ended."""
     begin = time.monotonic()
     for group in split_by_interpreter(tests):
-        left = begin + SECONDS_OF_A_MUTATION - time.monotonic()
+        seconds_left = begin + SECONDS_OF_A_MUTATION - time.monotonic()
         options = ("-v", "-x", "-p", "tests.mutants.nearest_first")
         try:
-            code, lines = run_pytest(copy, *options, *group, seconds=left)
+            code, lines = run_pytest(copy, *options, *group, seconds=seconds_left)
         except subprocess.TimeoutExpired:
             return None
         if code not in (0, NO_TESTS):
@@ -145,23 +145,23 @@ def first_failure(copy: Path, tests: list[str]) -> str | None:
 
 
 def tests_that_fail(copy: Path, tests: list[str]) -> set[str]:
-    """Which of these tests fail, or do not end, without any mutation: what they noticed was something else."""
+    """Which of these tests fail, or do not end, without any mutation, so that they prove nothing."""
     failed: set[str] = set()
     for group in split_by_interpreter(sorted({test for test in tests if "::" in test})):
-        left = group
-        while left:
-            code, lines = run_pytest(copy, "-v", "-p", "tests.mutants.nearest_first", *left)
+        pending = group
+        while pending:
+            code, lines = run_pytest(copy, "-v", "-p", "tests.mutants.nearest_first", *pending)
             failed.update(failed_tests(lines))
             started = started_tests(lines)
             if code == 0 or failed_tests(lines) or not started:
                 break
             failed.add(started[-1])  # it was ended, and with it pytest
-            left = [test for test in left if test not in started]
+            pending = [test for test in pending if test not in started]
     return failed
 
 
 def split_by_interpreter(tests: list[str]) -> list[list[str]]:
-    """Tests for one run of pytest each: those of kernels need Triton's interpreter from the start."""
+    """The tests of each run of pytest: tests of kernels need Triton's interpreter from the start."""
     interpreted = [test for test in tests if INTERPRETED in test]
     others = [test for test in tests if INTERPRETED not in test]
     return [group for group in (others, interpreted) if group]
@@ -178,7 +178,7 @@ def failed_tests(lines: list[str]) -> list[str]:
 
 
 def run_pytest(copy: Path, *arguments: str, seconds: float | None = None) -> tuple[int, list[str]]:
-    """How pytest ends in a copy of the project, and its lines. The processes of its tests end with it."""
+    """The exit code and the lines of pytest in a copy of the project. The processes of its tests are ended with it."""
     command = [
         *(sys.executable, "-m", "pytest", "--no-header", "-p", "no:cacheprovider"),
         *("-m", "not exhaustive", "-o", f"faulthandler_timeout={SECONDS_OF_A_TEST}", *arguments),

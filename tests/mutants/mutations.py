@@ -1,7 +1,7 @@
 """Small mutations of the project's code, drawn evenly over its packages.
 
-Each mutation changes one operator, number or condition, by an operator of cosmic-ray. Which are drawn depends on the
-text of the line, its function and its module alone, so that an edit elsewhere draws the same mutations again.
+Each mutation changes one operator, number or condition, by an operator of cosmic-ray. The draw depends only on the text
+of the line, its function and its module, so an edit elsewhere leaves it as it is.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def draw(total: int) -> list[Mutation]:
 
 
 def mutations_of(path: Path) -> list[Mutation]:
-    """All mutations of a file, but those of annotations, of text and of code that only type checkers read."""
+    """All mutations of a file, except in annotations, in text, and in code that only type checkers read."""
     source = path.read_text()
     lines = source.splitlines()
     tree = ast.parse(source)

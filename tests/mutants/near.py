@@ -1,4 +1,4 @@
-"""The tests nearest to each module: those with its name, then those of this table, then those of its package."""
+"""The tests nearest to each module: by its name, then by this table, then by its package."""
 
 from __future__ import annotations
 

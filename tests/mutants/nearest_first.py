@@ -1,4 +1,4 @@
-"""A plugin of pytest: tests in the order in which their files are named, and those that take long after all others."""
+"""A plugin of pytest: tests run in the order of their files on the command line, and long tests after all others."""
 
 from __future__ import annotations
 

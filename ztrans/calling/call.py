@@ -42,7 +42,7 @@ class ExtraInputs(abc.ABC):
 
     @abc.abstractmethod
     def known_tensors(self, state: Any) -> Mapping[int, torch.Tensor]:
-        """The tensors whose values leaves of a state have, by the ids of the leaves: a trace may read these values."""
+        """By `id` of a leaf of the state, a tensor that has the leaf's value: a trace may read these values."""
 
     @abc.abstractmethod
     def check_changed(self, changed: Collection[str]) -> None:

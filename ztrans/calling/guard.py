@@ -34,8 +34,8 @@ class Guard:
 
     Args:
         call: the call.
-        surroundings: those of the call.
-        snapshots: the leaves of the state whose values the program is for, by position.
+        surroundings: the surroundings of the call.
+        snapshots: by position, the leaves of the state whose values the trace has read.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ def empty_on_host(like: torch.Tensor) -> torch.Tensor:
 
 
 def copied_to_host(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy of a tensor in the memory of the host; of a meta tensor, memory that is filled."""
+    """A contiguous copy of a tensor in the memory of the host. The copy of a meta tensor is filled (see `fill_of`)."""
     flat = torch.empty(x.shape, dtype=x.dtype, device="meta")
     copy = empty_on_host(flat)
     if x.is_meta:

@@ -24,12 +24,12 @@ class Inputs(NamedTuple):
 
 
 class KnownValue(NamedTuple):
-    """The value of an input that a step has read while it was traced. Its program is for this value alone.
+    """An input whose value the step read while it was traced. The program is valid for this value only.
 
     Attributes:
-        position: the place of the input among the inputs of the program. It is a leaf of the state.
+        position: the index of the input, a leaf of the state, among the inputs of the program.
         value: the whole value, on the CPU.
-        source: the user's line that has read it first.
+        source: the user's line that read it first.
     """
 
     position: int
@@ -37,10 +37,10 @@ class KnownValue(NamedTuple):
     source: Source | None
 
     def is_in(self, leaf: torch.Tensor) -> bool:
-        """Whether a leaf has this value, bit for bit; of a DTensor, the part of this rank."""
+        """Whether a leaf has this value, bit for bit. Of a DTensor, only this rank's part is compared."""
         value = self.value
         if isinstance(leaf, DTensor):
-            # With the source None, nothing is sent.
+            # Without a source rank, each rank cuts its own copy and nothing is sent.
             part = distribute_tensor(value, leaf.device_mesh, leaf.placements, src_data_rank=None)
             value = part.to_local()
         return have_equal_bits(value, local_part(leaf))
@@ -76,7 +76,7 @@ def check_donation(graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
     Raises: TypeError that names the leaf, or the two inputs that share memory.
     """
     for v, x in zip(graph.inputs[: graph.num_state], inputs):
-        # Inside of inference mode such a tensor may be written in place, and the step runs there too.
+        # Only in inference mode does PyTorch let a step write to inference tensors.
         if x.is_inference() and not torch.is_inference_mode_enabled():
             raise _not_writable(graph, f"{v.name} was made under torch.inference_mode()")
         if x.is_conj() or x.is_neg():

@@ -1,8 +1,8 @@
-"""What leaves on the meta device hold when `shard` gives them memory.
+"""The values of meta leaves when `shard` allocates memory for them.
 
-Some values are known: the moments and step counts of a new optimizer are zeros. `ValuesOfMeta` notes them while the
-optimizer makes its state. Every other leaf is filled with NaN, and a whole number or a bool with zeros, and it is
-marked. The first step refuses a marked leaf to which nobody has written.
+Some values are known: the moments and step counts of a new optimizer are zeros. `ValuesOfMeta` records them while the
+optimizer makes its state. Every other leaf is filled with NaN (zeros if it holds integers or bools) and marked as
+unwritten. The first step refuses a marked leaf that nobody has written to.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ..ir.printer import first_names
 aten = torch.ops.aten
 Number = float | int | bool
 
-_values = WeakIdKeyDictionary()  # a meta tensor -> the number that all of its elements are
-_unwritten = WeakIdKeyDictionary()  # a leaf with a fill in its memory -> the version of that memory
+_values = WeakIdKeyDictionary()  # a meta tensor -> the value of all of its elements
+_unwritten = WeakIdKeyDictionary()  # a filled leaf -> the version of its memory after the fill
 
-# Of operations that make a tensor of equal elements: the number, from the arguments of the call.
+# Operations that make a tensor of equal elements, and how the arguments give their value.
 _NUMBERS: Mapping[Any, Callable[[Sequence[Any]], Number]] = {
     aten.zeros: lambda args: 0,
     aten.zeros_like: lambda args: 0,
@@ -38,7 +38,7 @@ _NUMBERS: Mapping[Any, Callable[[Sequence[Any]], Number]] = {
 
 
 class ValuesOfMeta(TorchDispatchMode):
-    """Note the values of the meta tensors of equal elements that are made in this context.
+    """Record the values of meta tensors that are created in this context with equal elements.
 
     >>> with ValuesOfMeta():
     ...     moments = torch.zeros_like(torch.empty(2, device="meta"))
@@ -57,12 +57,12 @@ class ValuesOfMeta(TorchDispatchMode):
 
 
 def value_of_meta(leaf: torch.Tensor) -> Number | None:
-    """The number that all elements of a meta tensor are, or None if it is not known."""
+    """The value of all elements of a meta tensor; None if it is not known."""
     return _values.get(leaf)
 
 
 def fill_of(leaf: torch.Tensor) -> Number:
-    """What the memory of a meta leaf is filled with: its value if that is known, else NaN where there is one."""
+    """The value with which `shard` fills a meta leaf: its own if known, else NaN, or 0 in dtypes without NaN."""
     value = value_of_meta(leaf)
     if value is not None:
         return value
@@ -70,17 +70,17 @@ def fill_of(leaf: torch.Tensor) -> Number:
 
 
 def mark_unwritten(leaf: torch.Tensor, of_meta: Any) -> None:
-    """Mark a leaf that has got memory for the meta tensor `of_meta`, unless the value of that is known."""
+    """Mark a leaf that was allocated for the meta tensor `of_meta`, unless the value of that tensor is known."""
     if isinstance(of_meta, torch.Tensor) and of_meta.is_meta and value_of_meta(of_meta) is None:
         _unwritten[leaf] = _memory(leaf)._version
 
 
 def check_written(name: str, paths: Iterable[str], leaves: Iterable[Any]) -> None:
-    """Check that each leaf of a state has been written to since `shard` has given it memory.
+    """Check that each leaf of a state was written to after `shard` allocated it.
 
-    A step asks once for each leaf: what has been written needs no mark any more.
+    A leaf that was written loses its mark, so it is checked once.
 
-    Raises: ValueError that names the leaves to which nobody has written.
+    Raises: ValueError that names the unwritten leaves.
     """
     if not _unwritten:
         return
@@ -95,22 +95,21 @@ def check_written(name: str, paths: Iterable[str], leaves: Iterable[Any]) -> Non
             del _unwritten[leaf]
     if unwritten:
         raise ValueError(
-            f"{name}: nobody has written to {first_names(unwritten)} since shard has given memory to this meta "
-            f"state.\n"
+            f"{name}: nobody has written to {first_names(unwritten)} since shard allocated this meta state.\n"
             f"Fill each leaf in place before the first step: torch.nn.init.normal_(leaf), leaf.zero_(), or load a "
             f"checkpoint, zt.load(path, state)."
         )
 
 
 def _memory(leaf: torch.Tensor) -> torch.Tensor:
-    """The tensor whose version says whether this rank's part of a leaf has been written."""
+    """This rank's part of a leaf, whose version counts the writes."""
     return leaf.to_local() if isinstance(leaf, DTensor) else leaf
 
 
 def _is_unwritten(memory: torch.Tensor, version: int) -> bool:
-    """Whether a leaf still has the memory and the elements that `shard` gave it.
+    """Whether a leaf still has the elements with which `shard` filled it.
 
-    A write through `leaf.data` does not count in the version, so the elements are compared too.
+    A write through `leaf.data` leaves the version as it is, so the elements are compared too.
     """
     if memory._version != version or not memory.numel():
         return False

@@ -244,7 +244,7 @@ def _constant(value: Any) -> Any:
 
 
 def _comparable(value: Any) -> Any:
-    """A constant, or its text: numbers of NumPy too have a 0.0 that equals -0.0, and a nan that equals nothing."""
+    """The text of a float, also of NumPy, because 0.0 == -0.0 and nan != nan; any other constant as it is."""
     is_integral = isinstance(value, numbers.Integral)
     return repr(value) if isinstance(value, numbers.Number) and not is_integral else value
 

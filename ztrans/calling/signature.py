@@ -69,7 +69,7 @@ _FLOAT = Abstract((), torch.float64, (), "cpu")
 
 
 def device_of_program(leaves: Iterable[Abstract]) -> str:
-    """The accelerator of the leaves, such as "cuda:0"; "cpu" if they have none, and a tensor on the CPU; else "meta".
+    """The accelerator that a leaf is on, such as "cuda:0"; if none is, "cpu" if a leaf is on the CPU, else "meta".
 
     Scalars, such as the counters of an optimizer, may be on CPUs beside a GPU.
     """

@@ -139,7 +139,7 @@ def leaf_names(parameters: Sequence[str], args: Sequence[Any]) -> tuple[list[str
                 short = ".".join(parts)
             if short in used_names:
                 short = path
-            # An argument may be called as a leaf of the state, whose name transforms know.
+            # An argument may have the name of a leaf of the state, by which transforms know that leaf.
             while short in used_names:
                 short = f"argument.{short}"
             short_names.append(short)

@@ -62,7 +62,7 @@ def refuse_under_compile(name: str) -> None:
 
     Raises: TypeError under torch.compile.
     """
-    # Dynamo takes the first for True where it traces this. Where it does not, it still examines each frame.
+    # The first is True where Dynamo traces this frame. If it runs the frame as it is, its callback is still set.
     if torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() not in (None, False):
         raise TypeError(
             f"{name}: called under torch.compile. A step makes its own programs, and compiles them with "

@@ -63,7 +63,7 @@ def host_sum_dtype(eqn: Eqn, member: Var) -> torch.dtype:
 
 
 def is_reduced_by_ranks(reduction: str, wire: torch.dtype) -> bool:
-    """Whether ranks must exchange the terms of a reduction, because gloo and NCCL do not reduce them as `ops.reduce`.
+    """Whether ranks exchange the terms and reduce them by `ops.reduce`, because gloo and NCCL do it worse.
 
     Both round a sum of half precision at every hop, and a mean of fp16 overflows before it is divided. Their maximum
     and minimum of floats lose a NaN: NCCL computes `fmax`, and gloo compares.
@@ -133,7 +133,7 @@ class Start(Memberwise):
             if out is None or member.shape != out.shape:
                 return "shapes differ"
             if not out.future:
-                return f"{out} is no future, and a collective starts it"
+                return f"{out} is not a future, but a collective starts it"
             if not _may_become(member.dtype, out.dtype):
                 return f"{member!r} becomes {out!r}: only floats and complex values may change their dtype"
             expected = self.result_layout(eqn, index)
@@ -143,7 +143,7 @@ class Start(Memberwise):
         return None
 
     def result_layout(self, eqn: Eqn, index: int) -> Layout:
-        """The layout of a result, as it follows from that of its member."""
+        """The layout of a result, which follows from the layout of its member."""
         return without(eqn.ins[index].layout, self.axis(eqn))
 
     def axis(self, eqn: Eqn) -> str:
@@ -252,7 +252,7 @@ class ReduceScatter(Reduction):
         return [cut(total, split, len(terms), rank).clone() for rank in range(len(terms))]
 
     def result_layout(self, eqn: Eqn, index: int) -> Layout:
-        """That of its member, and a cut over the axis, along a dim that nothing else cuts."""
+        """The layout of its member, and a split over the axis, along the dim that the equation's result has."""
         layout = super().result_layout(eqn, index)
         split = on_axis(eqn.results[index].layout, self.axis(eqn))
         if not isinstance(split, Split):
@@ -274,15 +274,15 @@ class AllReduce(Reduction):
     """Rules of all_reduce.
 
     Two ranks send each other their whole terms. Among more ranks, the backend computes the total in the send buffer,
-    which is then the receive buffer too. What the backend cannot reduce (see `is_reduced_by_ranks`) is a reduce_scatter
-    and then a gather of the parts, in the dtype of the wire: as many bytes, and one more buffer. A short message is
-    exchanged whole (see `routes`), but is counted as the others are.
+    which is then the receive buffer too. Terms that ranks reduce themselves (see `is_reduced_by_ranks`) take a
+    reduce_scatter and then a gather of the parts, in the dtype of the wire: as many bytes, and one more buffer. A short
+    message is exchanged whole (see `routes`), but charged like a long one.
     """
 
     crossings = 2
 
     def total(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The total, rounded to the dtype in which its parts are gathered."""
+        """The total, rounded to the dtype that its parts are gathered in."""
         wire = wire_dtype(eqn, eqn.ins[index])
         return ops.reduce(terms, eqn.kwargs["op"], wire).to(eqn.results[index].dtype)
 
@@ -339,7 +339,7 @@ _REDUCED_AS = {
 
 
 def _may_become(member: torch.dtype, result: torch.dtype) -> bool:
-    """Whether the result of a collective may have a dtype: that of its member, or another float, or complex, dtype."""
+    """Whether a member of one dtype may have a result of another: only floats, and complex values, change precision."""
     are_floats = member.is_floating_point and result.is_floating_point
     return member == result or are_floats or (member.is_complex and result.is_complex)
 

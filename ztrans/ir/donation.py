@@ -196,14 +196,14 @@ class _StorageOwners:
         if not rules(e).shares_storage(e):
             if not is_constant(e):
                 self.writable.update(out for out in e.results if not out.future)
-        elif e.ins[0] in self.writable and (is_user_wait(e) or _shows_all(e)):
+        elif e.ins[0] in self.writable and (is_user_wait(e) or _permutes(e)):
             self.writable.update(e.results)
 
 
-def _shows_all(e: Eqn) -> bool:
-    """Whether an equation is a view that shows every element of its argument once, such as a transpose.
+def _permutes(e: Eqn) -> bool:
+    """Whether an equation is a view with every element of its argument once, such as a transpose.
 
-    The gradients of the weights of a recurrent layer are transposed products, one for each time, that are summed.
+    The weight gradient of a recurrent layer is a sum of transposed products, one for each time step.
     """
     return op_facts(e.op).permutes and rearranges(e)
 
@@ -321,7 +321,7 @@ def _out_form(op: Any) -> Any:
 
 
 def overwritten_place(op: Any) -> int:
-    """Which argument an operation of `in_place_ops` writes over: the first, or that of `onto`.
+    """The index of the argument that an operation of `in_place_ops` writes over: 0, or the `place` of `onto`.
 
     >>> overwritten_place(torch.ops.aten.add_.Tensor)
     0

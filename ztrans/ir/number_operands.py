@@ -1,13 +1,13 @@
-"""Scalars that operations take by value, as PyTorch's own optimizers pass them.
+"""Pass scalars in host memory to operations by value, as PyTorch's own optimizers do.
 
-Learning rates and other settings are inputs of a program: scalars in fp64, in the memory of the host. So is what an
-optimizer computes from its counts of steps. An operation takes such a scalar as a number rather than as a tensor:
+Learning rates and other settings are inputs of a program: fp64 scalars in host memory. The scalars that an optimizer
+computes from its step counts are there too. An operation takes such a scalar as a Python number, not as a tensor:
 
     a = rsub(alpha, 1)                                  n = item(alpha); m = rsub(n, 1)
     g1 = mul(g, a); v1 = addcmul(v, g1, g)      -->     v1 = addcmul(v, g, g, value=m)
 
-What depends on settings alone is arithmetic of Python, and launches nothing. A product with a number that is then added
-is one call. On a CPU every result has the bits that it had before.
+Arithmetic on settings alone runs in Python, and launches nothing. A product with a number and the sum that it enters
+become one call. On a CPU every result keeps its bits.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _FLOATS = (torch.float32, torch.float64)
 
 @dataclass(frozen=True, eq=False)
 class Number(Var):
-    """A scalar that is a number of Python when the program runs."""
+    """A scalar that is a Python number when the program runs."""
 
 
 def _quotient(x: float, y: float) -> float:
-    """A quotient as IEEE 754 has it, by zero too."""
+    """The quotient by IEEE 754. By zero it is inf or nan, where Python raises."""
     return x / y if y else torch.tensor(x, dtype=torch.float64).div(y).item()
 
 
@@ -57,7 +57,7 @@ ARITHMETIC: Mapping[Any, Callable] = {
 
 
 def is_setting(v: Var) -> bool:
-    """Whether an input of a program that is not in the state is a number of the caller's, or like one."""
+    """Whether an input outside of the state is a number that the caller passes, or a tensor like one."""
     return v.dtype == torch.float64 and not v.shape and not v.layout
 
 
@@ -67,7 +67,7 @@ def settings(graph: Graph) -> frozenset[Var]:
 
 
 def with_number_operands(graph: Graph, on_host: Collection[Var]) -> Graph:
-    """The program with numbers in place of scalars in the update, where these follow from scalars on the host.
+    """The program with an update whose operations take scalars on the host as numbers.
 
     Args:
         graph: the program.
@@ -79,9 +79,9 @@ def with_number_operands(graph: Graph, on_host: Collection[Var]) -> Graph:
     eqns: list[Eqn] = []
     for e in graph.eqns:
         if e.region == "update" and isinstance(e.op, torch._ops.OpOverload):
-            numbers.follow(e)
-            e = numbers.in_operands_of(e)
-        eqns += numbers.taken()
+            numbers.record(e)
+            e = numbers.with_operands(e)
+        eqns += numbers.pop_new()
         eqns.append(e)
     return dce(graph.replace(eqns=tuple(eqns)))
 
@@ -91,20 +91,21 @@ class _Numbers:
 
     Attributes:
         on_host: the scalars that are computed from scalars on the host alone.
-        makers, once: the equation that makes each value, of all values and of those that one equation reads.
+        makers: the equation that computes each value.
+        makers_of_read_once: the same, of values that a single equation reads.
     """
 
     def __init__(self, graph: Graph, on_host: Iterable[Var]) -> None:
         floats = [v for v in on_host if v.dtype in _FLOATS and not v.shape and not v.layout]
         self.on_host = set(floats)
         self.makers = producers(graph.eqns)
-        self.once = used_once(graph)
+        self.makers_of_read_once = used_once(graph)
         self._settings = set(settings(graph) & self.on_host)
         self._numbers: dict[Var, Number] = {}
         self._new: list[Eqn] = []
 
-    def follow(self, e: Eqn) -> None:
-        """Note a scalar that an equation computes on the host."""
+    def record(self, e: Eqn) -> None:
+        """Record the result of an equation if it is a scalar that is computed on the host."""
         if len(e.results) != 1 or not e.ins or any(v.shape or v.layout for v in e.results):
             return
         facts = op_facts(e.op)
@@ -113,8 +114,8 @@ class _Numbers:
             if self._settings.issuperset(e.ins) and _is_arithmetic(e):
                 self._settings.add(e.out)
 
-    def taken(self) -> list[Eqn]:
-        """The equations that compute the numbers which were asked for since the last call."""
+    def pop_new(self) -> list[Eqn]:
+        """The equations that compute the numbers that were requested since the last call."""
         new, self._new = self._new, []
         return new
 
@@ -132,31 +133,31 @@ class _Numbers:
             self._new.append(e)
         return self._numbers[v]
 
-    def in_operands_of(self, e: Eqn) -> Eqn:
-        """An equation that takes numbers in place of scalars on the host, if it can."""
+    def with_operands(self, e: Eqn) -> Eqn:
+        """The equation with numbers in place of scalars on the host; unchanged if it has no such form."""
         if len(e.results) != 1 or e.out.dtype not in _FLOATS or not e.out.shape:
             return e
         for form in (_scaled_product, _scaled_quotient, _interpolation, _arithmetic):
-            operands = form(e, self)
-            if operands is not None:
-                return operands
+            rewritten = form(e, self)
+            if rewritten is not None:
+                return rewritten
         return e
 
     def scalar(self, x: Any, dtype: torch.dtype) -> Number | None:
         """The number that stands for `x` in an operation that computes in `dtype`; None if there is none."""
         if not isinstance(x, Var) or isinstance(x, Number) or x not in self.on_host:
             return None
-        # The operation rounds its number, so that need not be rounded before.
+        # The operation rounds the number itself, so a cast before it is skipped.
         maker = self.makers.get(x)
         if maker is not None and _rounds(maker) and x.dtype == dtype:
             x = maker.args[0]
         return self.number(x)
 
     def scaled(self, x: Any, dtype: torch.dtype) -> tuple[Var, Number] | None:
-        """What `x` is a product of: a tensor and a number. None if it is no such product, or is read elsewhere too."""
-        if not isinstance(x, Var) or x not in self.once or x.dtype != dtype:
+        """The tensor and the number whose product is `x`; None if it is not such a product, or has other readers."""
+        if not isinstance(x, Var) or x not in self.makers_of_read_once or x.dtype != dtype:
             return None
-        maker = self.once[x]
+        maker = self.makers_of_read_once[x]
         if maker.op is not aten.mul.Tensor or maker.region != "update":
             return None
         y, factor = maker.args
@@ -167,17 +168,17 @@ class _Numbers:
 
 
 def _is_arithmetic(e: Eqn) -> bool:
-    is_plain = not e.kwargs and len(e.args) <= 2  # without a factor
+    is_plain = not e.kwargs and len(e.args) <= 2  # without `alpha`
     return e.op in ARITHMETIC and is_plain and e.out.dtype == torch.float64
 
 
 def _rounds(e: Eqn) -> bool:
-    """Whether an equation is a cast to another precision."""
+    """Whether an equation casts fp64 to another dtype, and does nothing else."""
     return e.op is CAST and [*e.kwargs] == ["dtype"] and e.ins[0].dtype == torch.float64
 
 
 def _is_tensor(x: Any, dtype: torch.dtype) -> bool:
-    """Whether an argument is a tensor, and more than a scalar."""
+    """Whether an argument is a tensor of this dtype with dims."""
     return isinstance(x, Var) and bool(x.shape) and x.dtype == dtype
 
 
@@ -197,15 +198,15 @@ def _scaled_product(e: Eqn, numbers: _Numbers) -> Eqn | None:
 
 
 def _scaled_quotient(e: Eqn, numbers: _Numbers) -> Eqn | None:
-    """`addcdiv(x, mul(y, s), z)`, and a sum that is written out, as `addcdiv(x, y, z, value=s)`."""
+    """`addcdiv(x, mul(y, s), z)` and `add(x, div(mul(y, s), z))` as `addcdiv(x, y, z, value=s)`."""
     dtype = e.out.dtype
     if e.kwargs or len(e.args) < 2 or not _is_tensor(e.args[0], dtype):
         return None
     x, y = e.args[:2]
     if e.op is aten.addcdiv.default:
         z = e.args[2]
-    elif e.op is aten.add.Tensor and isinstance(y, Var) and y in numbers.once:
-        quotient = numbers.once[y]
+    elif e.op is aten.add.Tensor and isinstance(y, Var) and y in numbers.makers_of_read_once:
+        quotient = numbers.makers_of_read_once[y]
         if quotient.op is not aten.div.Tensor or quotient.region != "update":
             return None
         y, z = quotient.args

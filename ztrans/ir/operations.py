@@ -75,13 +75,13 @@ def drawn_from(x: torch.Tensor, low: int, high: int | None, **kwargs: Any) -> to
 
 
 def recurrent_layer(*args: Any) -> tuple[torch.Tensor, ...]:
-    """A recurrent layer of oneDNN, which saves what backward reads only where gradients are on."""
+    """A recurrent layer of oneDNN, which saves its workspace for backward only if gradients are enabled."""
     with torch.enable_grad():
         return aten.mkldnn_rnn_layer.default(*args)
 
 
 def recurrent_layer_backward(*args: Any) -> tuple[torch.Tensor, ...]:
-    """The gradients of `recurrent_layer`. Those of the two biases are one tensor, and a program may write over each."""
+    """The gradients of `recurrent_layer`. oneDNN returns one tensor for both biases; a program may overwrite each."""
     *before, bias, same_bias, hidden, cell = aten.mkldnn_rnn_layer_backward.default(*args)
     return *before, bias, same_bias.clone(), hidden, cell
 
@@ -100,7 +100,7 @@ _STRIDE_SAFE: Mapping[Any, Callable] = {
 
 
 # `aten.mm.default(a, b)` passes its arguments through a stack that can hold any type. `torch.mm(a, b)` reads them
-# directly, and takes about a microsecond less. These functions call the same operation for any arguments of it.
+# directly, and takes about a microsecond less. Each of these functions calls the same operation for all arguments.
 _DIRECT: Mapping[Any, Callable] = {
     aten.add.Tensor: torch.add,
     aten.add.out: torch.add,
@@ -156,7 +156,7 @@ _DIRECT: Mapping[Any, Callable] = {
 
 @functools.cache
 def direct(op: Any) -> Callable:
-    """The function of PyTorch that calls `op` in the least time; `op` itself if none is known.
+    """PyTorch's fastest function for `op`; `op` itself if none is known.
 
     >>> direct(aten.mm.default) is torch.mm
     True

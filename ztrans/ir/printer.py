@@ -344,7 +344,7 @@ def first_names(names: Sequence[str], most: int = 3) -> str:
 
 
 class Printed:
-    """What all stages share: each prints as its program, and is frozen, so that copies are the stage itself."""
+    """The base of all stages: each prints as its program. It is frozen, so a copy of it is itself."""
 
     def __copy__(self) -> Self:
         return self
@@ -353,7 +353,7 @@ class Printed:
         return self
 
     def __reduce__(self: HasGraph) -> str:
-        """Raises: TypeError. A stage knows the function of its step, and where that reads values in this process."""
+        """Raises: TypeError, because a stage refers to its step's function and to what that reads in this process."""
         kind = type(self).__name__
         raise TypeError(
             f"{self.graph.name}: a {kind} cannot be pickled, because it knows what its step reads in this process.\n"

@@ -1,11 +1,11 @@
 """The dtypes and shapes of the results of PyTorch's operations, as they follow from the arguments.
 
-An operation is run on tensors of the meta device, which have no elements. Its arguments have their global shapes, as in
-a program. Some operations answer otherwise on meta than on the device of a trace: batch norm, for instance, returns
-statistics of another shape. So an answer that differs is compared with that of a fake tensor on a CPU too.
+An operation runs on meta tensors, which have no elements, with the global shapes of the program. Some operations return
+other types on meta than on the device of a trace: batch norm, for instance, returns statistics of another shape. So if
+the types differ from the program's, the operation also runs on fake CPU tensors.
 
-Nothing is known of an operation that cannot run so: of one whose shapes depend on values, of the user's own without a
-fake implementation, of a higher-order operator.
+Some operations cannot run so and are not checked: those whose shapes depend on values, the user's own without a fake
+implementation, and higher-order operators.
 
 Private torch APIs live here; checked on torch 2.13.
 """
@@ -24,13 +24,13 @@ from .graph import DTYPES, Eqn, Split, Var
 from .op_facts import op_facts
 from .operations import stride_safe
 
-# Calls whose results are remembered. A step has a few hundred different ones, however many layers it has.
+# The number of calls whose results are cached. A step has a few hundred different ones, however many layers it has.
 _REMEMBERED = 4096
 _DEVICES = ("meta", "cpu")
 
 
 class _Tensor(NamedTuple):
-    """A tensor, as far as the types of results depend on it."""
+    """The dtype and shape of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -64,8 +64,8 @@ def type_problem(eqn: Eqn) -> str | None:
     """
     if not isinstance(eqn.op, torch._ops.OpOverload):
         return None
-    args = _described(eqn.args)
-    kwargs = _described(eqn.kwargs)
+    args = _as_key(eqn.args)
+    kwargs = _as_key(eqn.kwargs)
     problem = None
     for device in _DEVICES:
         try:
@@ -81,9 +81,9 @@ def type_problem(eqn: Eqn) -> str | None:
 
 
 def placement_problem(eqn: Eqn) -> str | None:
-    """How the cuts of values differ in an operation that works element by element, or None.
+    """How the operands and results of an elementwise operation are split differently, or None.
 
-    Operands and results are cut alike, along dims that are as long in both. Nothing is said of other operations.
+    Along dims of equal length they must be split alike. Other operations are not checked.
 
     >>> x, y = (Var(name, torch.float32, (4,), layout) for name, layout in (("x", (Split("dp"),)), ("y", ())))
     >>> placement_problem(Eqn(torch.ops.aten.add.Tensor, (x, x), (y,)))
@@ -101,7 +101,7 @@ def placement_problem(eqn: Eqn) -> str | None:
 
 
 def _cuts(v: Var, other_shape: tuple[int, ...]) -> set[tuple[str, int]]:
-    """The cuts of a value along dims that another value has too, counted from the last one, each with its axis."""
+    """The axis and dim of each split of a value along a dim that has its length in another shape, from the last dim."""
     cuts = set()
     for placement in v.layout:
         if isinstance(placement, Split):
@@ -126,30 +126,30 @@ def _difference(eqn: Eqn, expected: tuple[_Tensor | None, ...]) -> str | None:
 
 
 def _has_default_dtype(eqn: Eqn) -> bool:
-    """Whether a float among the results has the default dtype, which was set when the step was traced."""
+    """Whether float results have the default dtype of the trace, because no argument determines another one."""
     if eqn.kwargs.get("dtype") is not None:
         return False
     return not any(v.dtype.is_floating_point or v.dtype.is_complex for v in eqn.ins)
 
 
-def _described(x: Any) -> Any:
-    """An argument as a value that can be hashed, and from which `_made` makes one like it."""
+def _as_key(x: Any) -> Any:
+    """A hashable description of an argument, from which `_argument` makes one like it."""
     if isinstance(x, (Var, torch.Tensor)):
         return _Tensor(x.dtype, tuple(x.shape))
     if isinstance(x, (list, tuple)):
-        return tuple(map(_described, x))
+        return tuple(map(_as_key, x))
     if isinstance(x, Mapping):
-        return tuple((name, _described(value)) for name, value in x.items())
+        return tuple((name, _as_key(value)) for name, value in x.items())
     return _Literal(type(x), x)
 
 
-def _made(x: Any, device: str) -> Any:
-    """An argument for a call on a device."""
+def _argument(x: Any, device: str) -> Any:
+    """An argument on a device, from its description."""
     if isinstance(x, _Tensor):
         return torch.empty(x.shape, dtype=x.dtype, device=device)
     if isinstance(x, _Literal):
         return torch.device(device) if x.type is torch.device else x.value
-    return [_made(each, device) for each in x]
+    return [_argument(each, device) for each in x]
 
 
 @functools.lru_cache(maxsize=_REMEMBERED)
@@ -158,11 +158,11 @@ def _results(
 ) -> tuple[_Tensor | None, ...] | None:
     """The types of the results of a call; None if it cannot run on that device."""
     try:
-        # Tensors on meta need no fake mode, in which a call takes four times as long.
+        # Tensors on meta need no fake mode, which makes a call four times as long.
         mode = FakeTensorMode() if device == "cpu" else contextlib.nullcontext()
         with torch.no_grad(), mode:
-            keywords = {name: _made(value, device) for name, value in kwargs}
-            returned = stride_safe(op)(*_made(args, device), **keywords)
+            keywords = {name: _argument(value, device) for name, value in kwargs}
+            returned = stride_safe(op)(*_argument(args, device), **keywords)
     except Exception:
         return None
     results: list[_Tensor | None] = []

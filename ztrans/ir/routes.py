@@ -7,13 +7,14 @@
                            on inside it
 
 Between hosts, an exchange sends each part once for each rank of a host, and the other two send it about once for each
-host. The order of both exchanges does not depend on the schedule. An all_reduce whose terms the ranks must reduce
-themselves is an exchange of the terms for each part, and then a gather of the parts, each on a route of its own.
+host. The order of both exchanges does not depend on the schedule. If the ranks must reduce the terms of an all_reduce
+themselves, it is two messages, each with its own route: an exchange of the terms of each part, and a gather of the
+parts.
 
-The runtime sends as the route says, and the planner charges the bytes of the route, with one exception: of a short
-all_reduce, the ranks exchange the whole terms. So they do over gloo between 2 ranks, and for a short message among up
-to 8, and over NCCL for short terms that they must reduce themselves. Among more than 2 ranks this has more bytes than
-are charged.
+The runtime sends as the route says, and the planner charges the bytes of the route, with one exception: in a short
+all_reduce, the ranks exchange whole terms. Over gloo they do so between 2 ranks, and with a short message among up to
+8; over NCCL with short terms that they must reduce themselves. Among more than 2 ranks this sends more bytes than are
+charged.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Route:
     """The way of a collective, its reason, and the bytes that a rank receives from its own host and from others.
 
     The bytes are means over the ranks of the group. If hosts are not even, each rank counts as a host of its own.
-    `gather_way` is the way of the parts of a total, if an all_reduce gathers them after an exchange.
+    `gather_way` is how an all_reduce gathers the parts of its total after an exchange; None for other messages.
     """
 
     way: str
@@ -133,7 +134,7 @@ def route_of(eqn: Eqn, sizes: Sizes, hosts: Hosts, gloo: bool) -> Route:
 
 
 def is_gathered_whole(eqn: Eqn, sizes: Sizes) -> bool:
-    """Whether NCCL gathers the whole terms of an all_reduce, which ranks must reduce and which are short."""
+    """Whether NCCL gathers the whole terms of an all_reduce: they are short, and the ranks must reduce them."""
     if rules(eqn).halves(eqn) is None:
         return False
     total = sum(buffer_bytes(eqn, k, sizes) for k in range(len(eqn.outs)))
@@ -143,7 +144,7 @@ def is_gathered_whole(eqn: Eqn, sizes: Sizes) -> bool:
 def share_of_exchange(hosts: Hosts, wire: torch.dtype, host_dtype: torch.dtype) -> float:
     """The share of the terms of a hierarchical reduction that one call exchanges inside a host on GPUs.
 
-    What a call sends and what it receives, and the sums of the host, then take no more than the terms that a plain
+    With this share, the buffers of a call and the sums of the host take no more memory than the terms that a plain
     exchange receives. A single term for one host is sent in place, so it may be larger.
     """
     received = (hosts.ranks - 1) / hosts.ranks
@@ -158,7 +159,7 @@ def exchanges_inside(eqn: Eqn, hosts: Hosts) -> int:
 
 
 def _route(eqn: Eqn, sizes: Sizes, hosts: Hosts, gloo: bool, is_exchanged: bool) -> Route:
-    """The route of a collective that is sent in one way."""
+    """The route of a collective that is one message."""
     ranks = hosts.ranks
     local = hosts.local if hosts.even else 1  # ranks that need no message between hosts
     spans_hosts = hosts.count > 1
@@ -193,7 +194,7 @@ def _route(eqn: Eqn, sizes: Sizes, hosts: Hosts, gloo: bool, is_exchanged: bool)
 
 
 def _ring_bytes_between(received: float, hosts: Hosts) -> float:
-    """Of the bytes that a rank receives in a ring, those that come from another host."""
+    """How many of the bytes that a rank receives in a ring come from another host."""
     local = hosts.local if hosts.even else 1
     return received / local if hosts.count > 1 else 0.0
 

@@ -98,7 +98,7 @@ class Rules:
         return False
 
     def halves(self, eqn: Eqn) -> tuple[Eqn, Eqn] | None:
-        """A reduction to parts and a gather of these, if the equation is sent as two such messages."""
+        """The reduce_scatter and the all_gather that an all_reduce is sent as; None if it is one message."""
         return None
 
     def wire_bytes(self, eqn: Eqn, sizes: Sizes) -> int:

@@ -6,7 +6,7 @@ over lists takes one call for all of them:
 
     p1 = add(p, u); q1 = add(q, v)    -->    p1, q1 = _foreach_add([p, q], [u, v])
 
-Scalars that an optimizer computes for each parameter, from counts of steps, stand in one vector:
+The scalars that an optimizer computes from the step count of each parameter become one vector:
 
     s1 = div(lr, c1); s2 = div(lr, c2)    -->    s1, s2 = unbind(div(lr, stack([c1, c2])))
 
@@ -45,8 +45,9 @@ def group_updates(
 ) -> tuple[Graph, tuple[EqnGroup, ...]]:
     """Put equal updates next to each other, among those that may move.
 
-    With several `parts`, parameters of about equally many bytes are updated together, and the temporary values of the
-    others do not live at the same time. Scalars of all parameters are computed together.
+    With several `parts`, the parameters are divided into parts of about equal bytes, and each part is updated by
+    itself, so that the temporary values of few parameters are live at a time. The scalars of all parameters are
+    computed together.
 
     Returns the program in the new order, and its groups of several equations.
     """
@@ -81,9 +82,9 @@ def has_list_form(e: Eqn) -> bool:
 
 
 def is_scalar_arithmetic(e: Eqn) -> bool:
-    """Whether an equation computes a scalar from scalars, and an element of a vector would have the same bits.
+    """Whether an equation computes a scalar from scalars, with the bits that an element of a vector would have.
 
-    A GPU computes every element alike. A CPU computes some functions, such as powers, by other code in a vector.
+    CPUs have other code for some functions of vectors, such as powers, than for scalars; GPUs do not.
     """
     facts = op_facts(e.op)
     # PyTorch computes this power as a square root.
@@ -99,7 +100,7 @@ def is_scalar_arithmetic(e: Eqn) -> bool:
 
 
 def is_read_of_host(e: Eqn) -> bool:
-    """Whether an equation reads a scalar as a number; one read gives those of a vector."""
+    """Whether an equation reads a scalar as a Python number. A vector of such scalars is read at once."""
     return e.op is ITEM and isinstance(e.out, Number)
 
 
@@ -141,8 +142,8 @@ def _passed_once(graph: Graph) -> set[Var]:
     """The values that a call for several parameters has as one argument, such as a learning rate.
 
     These are keyword arguments, and scalars that several equations read in one place, if they have the same operation
-    and the same literals. Where all results are scalars, a vector has those of all parameters. Operations over lists
-    take a list for the keyword `value`.
+    and the same literals. Equations of scalars do not count: their operands become vectors. Nor does the keyword
+    `value`: operations over lists take a list for it.
     """
     of_keywords: set[Var] = set()
     readers: Counter[tuple[Hashable, int, Var]] = Counter()
@@ -186,7 +187,7 @@ def _regrouped(
 
 
 def _parts(run: Sequence[Eqn], parts: int) -> dict[Eqn, int]:
-    """The part of each equation that computes more than scalars: those of one parameter are in one part."""
+    """The part of each equation that computes more than scalars. All equations of a parameter are in one part."""
     if parts == 1:
         return {}
     first: dict[Eqn, Eqn] = {}  # the first equation of the same parameter
@@ -195,25 +196,25 @@ def _parts(run: Sequence[Eqn], parts: int) -> dict[Eqn, int]:
     for e in run:
         if not any(v.shape for v in e.results):
             continue
-        read = [first[makers[v]] for v in e.ins if v in makers]
-        first[e] = read[0] if read else e
+        of_makers = [first[makers[v]] for v in e.ins if v in makers]
+        first[e] = of_makers[0] if of_makers else e
         makers.update((v, e) for v in e.results if v.shape)
         bytes_of[first[e]] += sum(v.numel * v.dtype.itemsize for v in e.results)
 
     part_bytes = max(1, sum(bytes_of.values()) / parts)
     part_of_first: dict[Eqn, int] = {}
-    before = 0
+    bytes_before = 0
     for e, count in bytes_of.items():
-        part_of_first[e] = int(before / part_bytes)
-        before += count
+        part_of_first[e] = int(bytes_before / part_bytes)
+        bytes_before += count
     return {e: part_of_first[of_parameter] for e, of_parameter in first.items()}
 
 
 def _ordered(run: Sequence[Eqn], groups: Sequence[EqnGroup]) -> list[EqnGroup]:
-    """The groups in an order in which every value is computed before it is read, and otherwise as in the run.
+    """The groups in the order of the run, except that every value is computed before it is read.
 
-    A group stands where the last of its equations stood. Scalars stand where the first did: what reads them need not
-    wait for those of all parameters, during which its other arguments would be live.
+    A group takes the place of its last equation. A group of scalars takes the place of its first, so that its readers
+    run early: until they run, their other arguments are live.
     """
     group_of: dict[Eqn, int] = {}
     for k, group in enumerate(groups):
@@ -232,15 +233,15 @@ def _ordered(run: Sequence[Eqn], groups: Sequence[EqnGroup]) -> list[EqnGroup]:
 
 
 def overwriting_first(e: Eqn, in_place: Any) -> Eqn | None:
-    """An equation that writes in place, with the argument that it writes over as its first; None if it cannot be.
+    """An in-place equation with the overwritten argument first; None if its arguments cannot be swapped.
 
-    The operations over lists write over their first argument.
+    Operations over lists write over their first argument.
     """
     place = overwritten_place(in_place)
     if place == 0:
         return e
     other = e.args[0]
-    # The result has the strides of the tensor that it is written over, because the other argument is a scalar.
+    # The other argument must be a scalar: then the result has the strides of the overwritten tensor.
     may_swap = place == 1 and op_facts(e.op).commutes and not e.kwargs
     if not may_swap or not isinstance(other, Var) or other.shape:
         return None

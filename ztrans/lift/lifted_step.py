@@ -56,13 +56,13 @@ from .shared_memory import check_apart_after_step, check_sharing_unchanged
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Tensors that hold their values themselves, unlike fake tensors and DTensors.
+# The types of tensors that hold their own values, unlike fake tensors and DTensors.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 # The form of PyTorch's optimizers while they are traced: one parameter at a time, because a program has an equation
 # for each in any case, and without reading values.
 _CAPTURABLE = {"foreach": False, "capturable": True}
-# One kernel for the whole update, and no scalars that it computes from the count of steps.
+# One kernel does the whole update, including the scalars that depend on the step count.
 _FUSED = {"foreach": None, "fused": True}
 
 
@@ -125,14 +125,14 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         }
 
     def known_tensors(self, state: State) -> Mapping[int, torch.Tensor]:
-        """The tensors of the module that are not trained and have values, by the ids of the leaves of a state."""
+        """By `id` of the leaf of a state, the buffers and frozen parameters of the module that have values."""
         frozen = {name: p for name, p in self._model.named_parameters() if not p.requires_grad}
-        known = {}
+        tensor_by_leaf = {}
         for kind, tensors in (("params", frozen), ("buffers", buffers_of(self._model))):
             for name, x in tensors.items():
                 if name in state[kind] and type(x) in _PLAIN and not x.is_meta:
-                    known[id(state[kind][name])] = x
-        return known
+                    tensor_by_leaf[id(state[kind][name])] = x
+        return tensor_by_leaf
 
     def check_changed(self, changed: Collection[str]) -> None:
         """Raises: TraceError if a program changes one of two buffers that share memory in the module."""

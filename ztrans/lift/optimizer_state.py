@@ -24,7 +24,7 @@ from ..tracing.errors import TraceError
 # The state of an optimizer for one parameter, as `exp_avg` and `step`.
 Entries = dict[str, Any]
 
-# The optimizers whose fused form runs on every device. That of Adagrad runs on CPUs alone.
+# The optimizers whose fused form runs on every device. Fused Adagrad runs on CPUs only.
 _FUSIBLE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
@@ -44,11 +44,11 @@ def is_based_on_torch(optimizer: Optimizer) -> bool:
 def may_fuse(
     optimizer: Optimizer, group: Mapping[str, Any], state: Mapping[torch.Tensor, Entries]
 ) -> bool:
-    """Whether a parameter group may run the fused form of its optimizer where the user has chosen none.
+    """Whether a parameter group may run the fused form of its optimizer, if the user has not set `fused`.
 
-    That form agrees with the others to 1e-6, but not in half precision, where it rounds once and they round after each
-    operation. `state` has the entries of each parameter. The fused kernels of a GPU read counts of steps there, in
-    fp32.
+    The fused form agrees with the others to 1e-6 in fp32 and fp64. In half precision it rounds once, and the others
+    after each operation. `state` has the entries of each parameter: fused kernels read step counts in fp32, on the
+    parameter's device.
     """
     if type(optimizer) not in _FUSIBLE or group["fused"] is not None:
         return False
@@ -157,10 +157,10 @@ def state_entries(state: Mapping[str, Any]) -> Entries:
 
 
 def lifted_entries(optimizer: Optimizer, p: torch.Tensor) -> Entries:
-    """The part of an optimizer's state for a parameter in the lifted state.
+    """An optimizer's entries for a parameter, as the lifted state has them.
 
-    Where the step may run the fused form of the optimizer, the count of steps is beside the parameter, because fused
-    kernels read it there. PyTorch's default form has it on the CPU.
+    If the step may run the fused form of the optimizer, the step count is on the parameter's device, where fused
+    kernels read it. PyTorch's default form has it on the CPU.
     """
     entries = state_entries(optimizer.state[p])
     step = entries.get("step")

@@ -35,8 +35,8 @@ _LISTED = 12  # the values at a peak that print
 class Cost:
     """Floating-point operations, bytes read and written, and bytes received, on one rank in one step.
 
-    `flops` are those that the kernels compute (see `flops`): with recomputation, and with half of the scores of causal
-    attention. `calls` are those that the host makes, and `launches` the kernels that these launch (see `Launches`).
+    `flops` is what the kernels compute (see `flops`): with recomputation, and with half of the scores of causal
+    attention. `calls` counts the calls of the host, and `launches` the kernels that these launch (see `Launches`).
     """
 
     flops: int
@@ -165,7 +165,7 @@ def launches(graph: Graph) -> Mapping[Eqn, Launches]:
     for group in group_updates(as_run)[1]:
         for e in group[1:]:
             called_by_first.update(e.results)
-    # What becomes arithmetic on numbers, or the factor of another operation, is not called.
+    # The program that runs lacks equations that became arithmetic on numbers, or operands of other calls.
     called = {v for e in as_run.eqns for v in e.results}
     pairs = pair(graph)
 
@@ -197,7 +197,7 @@ def launches(graph: Graph) -> Mapping[Eqn, Launches]:
 
 # Operations that read some rows or elements of their first argument, such as the embeddings of a batch.
 _READ_BY_INDEX = ("embedding", "gather", "index", "index_select")
-# Losses read a log-probability for each target, and their backward reads none, by the number of that argument.
+# By name of a loss, the index of its log-probabilities. Forward reads one of them for each target, backward reads none.
 _LOSSES = {
     "nll_loss_forward": 0,
     "nll_loss_backward": 1,
@@ -220,10 +220,8 @@ def memory_traffic(e: Eqn, graph: Graph) -> int:
     if name in _READ_BY_INDEX:
         moved -= max(size(e.ins[0]) - written, 0)  # it reads as many elements as it returns
     elif name in _LOSSES:
-        unread = e.args[_LOSSES[name]]
-        moved -= size(
-            unread
-        )  # but for one element for each target, which is less than a thousandth
+        # The elements that forward reads, one for each target, are less than a thousandth.
+        moved -= size(e.args[_LOSSES[name]])
     return moved
 
 

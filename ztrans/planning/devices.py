@@ -1,7 +1,7 @@
 """The processors that a step may run on, as figures of the cost model, and those that ztrans ships.
 
-A shipped figure is that of the data sheet, dense, times the share of it that kernels reach, which has a source beside
-it. Nothing is fitted to runs of whole steps: `benchmarks/published.py` compares the model with them.
+A shipped figure is the dense one of the data sheet times the share that kernels reach, with its source beside it.
+Nothing is fitted to runs of whole steps: `benchmarks/published.py` compares the model with them.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-# The share of its speed that a product loses beside a message, by what carries that: the 24 blocks of NCCL's ring, the
-# 32 of a kernel through symmetric memory, or copy engines (`contention` in gpu.md, on an H200; the first two blocks
-# alone cost half as much as 24, so other numbers of multiprocessors change little). Kernels that wait for memory lose
-# bandwidth instead (see `contention.py`).
+# The share of its speed that a product loses beside a message, by what carries the message: NCCL's ring with 24 blocks,
+# a kernel with 32 blocks that reads symmetric memory, or copy engines (`contention` in gpu.md, on an H200). Two blocks
+# cost half as much as 24, so other numbers of blocks change little. Kernels that wait for memory lose bandwidth instead
+# (see `contention.py`).
 LOST_BESIDE = (("nccl", 0.30), ("kernel", 0.38), ("copies", 0.07))
 
 # Bytes in a GPU's memory besides the live ones of a step: the CUDA context with its kernels, the workspaces of cuBLAS
@@ -30,9 +30,9 @@ class Device:
     matmuls in TF32 if torch.get_float32_matmul_precision() is "high" or "medium" when the step is planned (by default
     it is not), and convolutions if torch.backends.cudnn.allow_tf32 is set (by default it is). The rates "attention" and
     "attention backward" are for fused attention in half precision, with heads of 128 and long sequences (see
-    `roofline`); "cudnn attention" and "cudnn attention backward" are for that of cuDNN. A device without a rate for
-    backward has that of forward, one without rates for cuDNN has the others, and one without any computes attention as
-    fast as matmuls.
+    `roofline`); "cudnn attention" and "cudnn attention backward" are for the kernels of cuDNN. If a rate is missing,
+    backward has the rate of forward, cuDNN the rates of the other kernels, and attention without any the rate of
+    matmuls.
     """
 
     name: str
@@ -117,9 +117,9 @@ _ATTENTION = (
 def _rates(
     matmuls: float, attention: tuple[float, ...], **sheet: float
 ) -> tuple[tuple[str, float], ...]:
-    """Rates from those of a data sheet in TFLOP/s: products reach the share `matmuls`.
+    """Rates in FLOP/s: products reach the share `matmuls` of the TFLOP/s of a data sheet.
 
-    `attention` has its own TFLOP/s: of forward and, where they are known apart, of backward, and the same by cuDNN.
+    `attention` has TFLOP/s in the order of `_ATTENTION`, as many as are known.
     """
     rates = {dtype: matmuls * tera * 1e12 for dtype, tera in sheet.items()}
     rates["f16"] = rates["bf16"]
@@ -146,8 +146,8 @@ GPU = Device(
 )
 
 
-# Memory is what PyTorch reports as the total capacity of a card (its errors of memory name it), which is neither the
-# number on the box nor that number of GiB.
+# Memory is the total capacity that PyTorch reports, for instance in its out-of-memory errors. It is more than the
+# number on the box in GB, and less than that number in GiB.
 #
 # Data sheet of the H100 SXM5: 989 TFLOP/s in bf16, 3.35 TB/s, of which a copy reaches 3.0, and 79.2 GiB (gpu_h100.md).
 # Attention: FlashAttention-2 with heads of 128, causal, where long sequences reach 335 TFLOP/s in forward and 322 in

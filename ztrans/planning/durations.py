@@ -86,39 +86,38 @@ def equation_seconds(graph: Graph, cluster: Cluster) -> Sequence[float]:
 
 
 def product_share(graph: Graph, seconds: Sequence[float]) -> float:
-    """The share of products in the seconds of forward and backward, beside which most messages are under way."""
-    products = []
-    others = []
+    """The share of matrix products in the seconds of forward and backward, when most messages are under way."""
+    durations_of_products = []
+    other_durations = []
     for e, duration in zip(graph.eqns, seconds):
         if is_matmul(e):
-            products.append(duration)
+            durations_of_products.append(duration)
         elif e.region != "update" and not isinstance(e.op, Primitive):
-            others.append(duration)
-    # Exact sums, because a plan has the equations in another order.
-    of_products = math.fsum(products)
-    return of_products / (of_products + math.fsum(others) or 1.0)
+            other_durations.append(duration)
+    # Exact sums, so that the order of the equations, which a plan changes, does not matter.
+    product_seconds = math.fsum(durations_of_products)
+    return product_seconds / (product_seconds + math.fsum(other_durations) or 1.0)
 
 
 def kernel_seconds(graph: Graph, device: Device) -> Callable[[Eqn], float]:
-    """A function from an equation to the seconds that its kernels run.
+    """A function that returns the seconds of an equation's kernels.
 
-    The layers of a model repeat a few hundred structures, and each is counted once: 8 us an equation in place of 45.
+    The layers of a model repeat a few hundred structures. Each is computed once: 8 us an equation, 45 without that.
     """
     first_rank = dict.fromkeys(graph.axes, 0)
-    known: dict[Hashable, float] = {}
+    seconds_by_structure: dict[Hashable, float] = {}
 
     def local_type(v: Var) -> Hashable:
         return v.dtype, local_shape(v, graph.axes, first_rank)
 
     def seconds_of(e: Eqn) -> float:
+        # The structure of a constant has all of its elements.
         if instances((e.args, e.kwargs), torch.Tensor):
-            return roofline_seconds(
-                e, graph, device
-            )  # its structure has all elements of the constant
+            return roofline_seconds(e, graph, device)
         key = structure(e, local_type), tuple(map(local_type, e.results))
-        if key not in known:
-            known[key] = roofline_seconds(e, graph, device)
-        return known[key]
+        if key not in seconds_by_structure:
+            seconds_by_structure[key] = roofline_seconds(e, graph, device)
+        return seconds_by_structure[key]
 
     return seconds_of
 
@@ -150,9 +149,10 @@ def signature(eqn: Eqn, graph: Graph) -> str:
 
 
 def notes_on_unknown_costs(graph: Graph, cluster: Cluster) -> list[str]:
-    """A sentence for each operation that may compute for longer than its bytes move, if these are above 1% of all.
+    """A sentence for each operation of unknown cost that moves more than 1% of the bytes.
 
-    An operation of which the cluster has measured durations is known.
+    Such an operation may compute for longer than its bytes move. If the cluster has a measured duration of it, its cost
+    is known.
     """
     measured = dict(cluster.measured)
     by_name: Counter[str] = Counter()
@@ -174,7 +174,7 @@ def notes_on_unknown_costs(graph: Graph, cluster: Cluster) -> list[str]:
 
 
 def _full_name(e: Eqn) -> str:
-    """The name of an operation with its namespace, or that of a Triton kernel."""
+    """The name of an operation with its namespace, or the name of a Triton kernel."""
     return e.args[0].name if isinstance(e.args[0], Launch) else op_facts(e.op).name
 
 
@@ -245,17 +245,17 @@ UNPACKING: Mapping[Any, Unpacking] = {
 
 
 def messages(graph: Graph, cluster: Cluster, seconds: Sequence[float] | None = None) -> list[Sent]:
-    """Every started collective, and every copy between two memories. Place k of these is before equation k.
+    """Every started collective, and every copy between two memories. Their place k is before equation k.
 
-    `seconds` are those of the equations, if others than the cluster's.
+    `seconds` are the seconds of the equations, by default on the cluster.
     """
-    every = []
-    slowed = product_share(graph, seconds or equation_seconds(graph, cluster))
+    sent = []
+    share_of_products = product_share(graph, seconds or equation_seconds(graph, cluster))
     for e, started in pair(graph, include_user=True, include_copies=True).starts.items():
         if is_copy(e):
             size = rules(e).received_bytes(e, 0, graph.axes)
             copy = _copy_message(e, size, started.index, started.first_wait, cluster)
-            every.append(Sent(e, copy, size))
+            sent.append(Sent(e, copy, size))
             continue
         axis = rules(e).axis(e)
         if axis not in graph.axes:
@@ -269,12 +269,12 @@ def messages(graph: Graph, cluster: Cluster, seconds: Sequence[float] | None = N
             latency=last.latency,
             seconds=last.seconds,
             inside=inside[0] if inside else None,
-            taken=slowed * cluster.lost_beside(axis, kind_of(e)),
+            taken=share_of_products * cluster.lost_beside(axis, kind_of(e)),
         )
         if isinstance(e.op, Primitive) and not cluster.device.gloo:
             message = _packed_beside(message, e, graph, cluster)
-        every.append(Sent(e, message, _received_bytes(e, graph, graph.axes[axis])))
-    return every
+        sent.append(Sent(e, message, _received_bytes(e, graph, graph.axes[axis])))
+    return sent
 
 
 def _packed_beside(message: Message, e: Eqn, graph: Graph, cluster: Cluster) -> Message:

@@ -3,7 +3,7 @@
 PyTorch has formulas for products and convolutions. Those of fused attention, of grouped products and of recurrent
 layers are here. A causal kernel computes half of the scores, and counts half. The backward of fused attention computes
 the scores again, which counts too: it has five products where forward has two. An operation without a formula counts as
-one operation for each element of its results, which is right for those that take as long as their bytes.
+one operation for each element of its results, which is right if it takes as long as its bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..ir.op_facts import arguments_by_name, is_view, op_facts
 aten = torch.ops.aten
 hops = torch.ops.higher_order
 _KNOWN_NAMESPACES = ("aten", "prims", "ztrans", "_c10d_functional", "c10d_functional")
-# PyTorch's own operations without a formula move bytes. These compute more, by the beginnings of their names.
+# PyTorch's own operations without a formula take as long as their bytes, except those whose names begin so.
 _COMPUTE_MORE = (
     *("linalg_", "_linalg_", "cholesky", "_cholesky", "lu_", "_lu_", "triangular_solve", "geqrf"),
     *("matrix_exp", "_fft_", "_cdist", "_trilinear", "addbmm", "_sparse", "_weight_int"),
@@ -61,10 +61,10 @@ class Attention(NamedTuple):
 
 
 class _Kernel(NamedTuple):
-    """How a fused attention reads its arguments, which all have the same names."""
+    """How a kernel of fused attention reads its arguments. All kernels give them the same names."""
 
     heads_second: bool  # [batch, heads, tokens, width], and not [batch, tokens, heads, width]
-    # Without as many queries as keys, the last query attends to the last key, and not the first to the first.
+    # If queries and keys differ in number, a causal mask aligns the last query with the last key, not the first ones.
     ends_together: bool = False
 
 
@@ -144,7 +144,7 @@ def _lengths(
 
 
 def _mean_keys(queries: int, keys: int, ends_together: bool) -> float:
-    """To how many keys a query attends on average under a causal mask.
+    """The average number of keys that a query attends to under a causal mask.
 
     >>> _mean_keys(8, 8, False), _mean_keys(4, 8, False), _mean_keys(4, 8, True), _mean_keys(8, 4, False)
     (4.0, 2.0, 6.0, 3.0)
@@ -185,7 +185,7 @@ def _product_flops(
 ) -> int:
     """The operations of a product of integers, or of a product for each group of rows, as in a mixture of experts.
 
-    Two matrices have groups along the dim over which they are summed, and a result for each group.
+    Two matrices are grouped along the dim that the product sums over, with a result for each group.
     """
     operations = 2 * out_val.numel() * left.shape[-1]
     return (
@@ -196,16 +196,16 @@ def _product_flops(
 
 
 def _recurrent_flops(x: torch.Tensor, *others: Any, times: int = 1, **options: Any) -> int:
-    """The products of a recurrent layer, `times` times: each turn of each row is multiplied by all of its matrices.
+    """The products of a recurrent layer, `times` times.
 
-    These are the weights of the gates, for the input and for the hidden state.
+    Each time step of each row is multiplied by the weights of all gates, for the input and for the hidden state.
     """
     matrices = others[0] if isinstance(others[0], list) else others[:2]
     rows = x.numel() // x.shape[-1]
     return 2 * times * rows * sum(w.numel() for w in matrices if w.ndim == 2)
 
 
-# Backward has two products for each of forward: the gradient of the factor that it computes with, and of the weight.
+# Backward has two products for each of forward: for the gradient of the values, and for the gradient of the weight.
 _recurrent_backward_flops = functools.partial(_recurrent_flops, times=2)
 
 _PRODUCTS: Mapping[str, Callable[..., Any]] = {
@@ -222,8 +222,8 @@ _PRODUCTS: Mapping[str, Callable[..., Any]] = {
 def has_known_cost(e: Eqn) -> bool:
     """Whether a formula counts what an equation computes, or it is known to take as long as its bytes.
 
-    PyTorch's operations without a formula move bytes, but for a few. What an operation of somebody else's computes,
-    such as a Triton kernel of the user's, is not known, unless PyTorch's FLOP counter has a formula for it
+    PyTorch's operations without a formula take as long as their bytes, except a few. The cost of other operations, such
+    as the user's Triton kernels, is unknown unless PyTorch's FLOP counter has a formula for them
     (`torch.utils.flop_counter.register_flop_formula`).
     """
     if isinstance(e.op, Primitive) or functions(e) or _formula(e.op) is not None:

@@ -334,19 +334,19 @@ def _fixed_messages(s: Skeleton, cluster: Cluster) -> tuple[Message, ...]:
 def _wires(s: Skeleton, problem: Problem, cluster: Cluster) -> dict[Hashable, Wire]:
     """How the messages of each key travel."""
     wires: dict[Hashable, Wire] = {}
-    slowed = product_share(s.graph, equation_seconds(s.graph, cluster))
+    products = product_share(s.graph, equation_seconds(s.graph, cluster))
     for gather, planned_gather in zip(problem.gathers, s.all_gathers):
-        wires[gather.key] = _wire(planned_gather.start, s.sized_graph, cluster, slowed)
+        wires[gather.key] = _wire(planned_gather.start, s.sized_graph, cluster, products)
     for reduction, planned_reduction in zip(problem.reductions, s.reductions):
-        wires[reduction.key] = _wire(planned_reduction.start, s.sized_graph, cluster, slowed)
+        wires[reduction.key] = _wire(planned_reduction.start, s.sized_graph, cluster, products)
         if reduction.second is not None and planned_reduction.second is not None:
             second = planned_reduction.second[0]
-            wires[reduction.second.key] = _wire(second, s.sized_graph, cluster, slowed)
+            wires[reduction.second.key] = _wire(second, s.sized_graph, cluster, products)
     return wires
 
 
-def _wire(start: Eqn, graph: Graph, cluster: Cluster, slowed: float) -> Wire:
-    """How the messages of a key travel; `slowed` is the share of compute that they slow down."""
+def _wire(start: Eqn, graph: Graph, cluster: Cluster, products: float) -> Wire:
+    """How the messages of a key travel. `products` is the share of products in compute, which messages slow down."""
     axis = start.kwargs["axis"]
     device = cluster.device
     link = cluster.link(axis)
@@ -387,6 +387,6 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster, slowed: float) -> Wire:
         copy_out=unpacked / device.bandwidth,
         beside=not device.gloo,
         inside=inside,
-        taken=slowed * cluster.lost_beside(axis, kind),
+        taken=products * cluster.lost_beside(axis, kind),
         tree=tree,
     )

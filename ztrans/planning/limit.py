@@ -94,9 +94,9 @@ def does_not_fit(graph: Graph, device: Device, least: Memory) -> DoesNotFit:
 
 
 def ranks_may_help(graph: Graph, kind: MemoryKind, peak: int, limit: float) -> bool:
-    """Whether a step with this peak of a memory could fit on more ranks: they cut the state in it further.
+    """Whether a step with this peak in a memory could fit on more ranks, each with a smaller part of the state.
 
-    Each of them has a batch as large as now.
+    The batch of each rank stays as large as it is.
     """
     size = local_bytes(graph)
     cut = 0

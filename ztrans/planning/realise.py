@@ -118,9 +118,8 @@ def realise(s: Skeleton, schedule: Schedule, problem: Problem) -> Graph:
     at_places = tape(problem, schedule)
     groups = eager_groups(s) if problem.updates else ()
     parts = grouped((s.use[each.first], each) for each in sent_of_parts(s, schedule))
-    eqns: dict[
-        Eqn, None
-    ] = {}  # an operation of an update that has run is not written at its own place
+    # A dict, so that an operation of an update that has run early is not written again at its own place.
+    eqns: dict[Eqn, None] = {}
     for k in range(len(s.ops) + 1):
         for event in at_places.get(k, ()):
             eqns.update(dict.fromkeys(_eqns_of(event, s, groups)))
@@ -134,7 +133,7 @@ def realise(s: Skeleton, schedule: Schedule, problem: Problem) -> Graph:
 
 
 def _eqns_of(event: Event, s: Skeleton, groups: Sequence[EagerGroup]) -> list[Eqn]:
-    """What a program has for an event of its schedule."""
+    """The equations of a program for an event of its schedule."""
     if event.kind is Kind.UPDATE:
         # One update after the other, so that few of their temporaries live.
         return list(chain.from_iterable(groups[u].eqns for u in event.updates))

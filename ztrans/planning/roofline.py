@@ -7,9 +7,9 @@ stream reach less of the memory's bandwidth than copies (`Device.streaming`). An
 host needs to launch the next one (`Device.launch_overhead`).
 
 Fused attention in half precision has a rate for forward and one for backward, for heads of 128 and long sequences. It
-takes as long as if each query attended to some more keys, and other heads reach a share of the rate. The figures are
-those of FlashAttention-2 on an H100 (figures 5 and 6 of the FlashAttention-3 paper, 512 to 16,384 tokens, heads of 64,
-128 and 256): this model is within 13% of each of them.
+takes as long as if each query attended to some more keys, and other heads reach a share of the rate. The model is
+within 13% of each measurement of FlashAttention-2 on an H100 in figures 5 and 6 of the FlashAttention-3 paper (512 to
+16,384 tokens, heads of 64, 128 and 256).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from .flops import Attention, attention_of, flops
 aten = torch.ops.aten
 # The number of the first of the two matrices among the arguments of a product.
 _FIRST_MATRIX = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1, aten._scaled_mm: 0}
-# The keys by which attention takes longer: a kernel fills its pipeline first. At the diagonal of a causal mask it
-# computes whole tiles, half of each for nothing, and its blocks end at different times.
+# Attention takes as long as if each query attended to so many more keys: the kernel first fills its pipeline. At the
+# diagonal of a causal mask it computes whole tiles, half of each in vain, and its blocks end at different times.
 _KEYS_TO_START_FORWARD = 75
 _KEYS_TO_START_BACKWARD = 240
 _KEYS_AT_THE_DIAGONAL = 90
-# The share of the rate that heads of each width reach. Those of 256 spill registers.
+# The share of the rate that heads of each width reach. Heads of 256 spill registers.
 _WIDTHS = (0, 64, 128, 256)
 _SHARES = (0.0, 0.9, 1.0, 0.88)
 # Memory-efficient attention is half as fast as FlashAttention-2, as its paper says of xformers' kernel.
@@ -115,8 +115,8 @@ def attention_share(attention: Attention) -> float:
     more_keys = _KEYS_TO_START_BACKWARD if attention.backward else _KEYS_TO_START_FORWARD
     if attention.causal:
         more_keys += _KEYS_AT_THE_DIAGONAL
-    of_width = float(np.interp(attention.width, _WIDTHS, _SHARES))
-    return of_width * attention.keys / (attention.keys + more_keys)
+    share_of_width = float(np.interp(attention.width, _WIDTHS, _SHARES))
+    return share_of_width * attention.keys / (attention.keys + more_keys)
 
 
 def _product(e: Eqn, graph: Graph) -> tuple[int, int, int] | None:

@@ -49,17 +49,17 @@ def timeline_of(graph: Graph, cluster: Cluster, seconds: Sequence[float]) -> Tim
     Raises:
         ValueError: the cluster has no link for an axis that the program communicates over.
     """
-    every = messages(graph, cluster, seconds)
+    all_sent = messages(graph, cluster, seconds)
     if graph.carried_futures:
         seconds = [*seconds, *seconds]
-        every = _of_two_steps(graph, every)
-    sent = [each.message for each in every]
+        all_sent = _of_two_steps(graph, all_sent)
+    sent = [each.message for each in all_sent]
     played = play(seconds, sent)
     if not cluster.device.gloo:  # gloo's messages take compute instead (`Link.byte_overhead`)
-        seconds = _sharing_memory(graph, cluster, seconds, every, played)
+        seconds = _sharing_memory(graph, cluster, seconds, all_sent, played)
         played = play(seconds, sent)
 
-    events = _events(graph, cluster, seconds, every, played)
+    events = _events(graph, cluster, seconds, all_sent, played)
     begin = 0.0
     length = played.seconds
     if graph.carried_futures:
@@ -79,7 +79,11 @@ def timeline_of(graph: Graph, cluster: Cluster, seconds: Sequence[float]) -> Tim
 
 
 def _events(
-    graph: Graph, cluster: Cluster, seconds: Sequence[float], every: Sequence[Sent], played: Played
+    graph: Graph,
+    cluster: Cluster,
+    seconds: Sequence[float],
+    all_sent: Sequence[Sent],
+    played: Played,
 ) -> list[Event]:
     """The equations and the messages of a program as bars of a timeline."""
     events = []
@@ -87,7 +91,7 @@ def _events(
     for e, start, duration in zip(eqns, played.start, seconds):
         if duration > 0:
             events.append(Event(COMPUTE, start, duration, e))
-    for k, (e, message, size) in enumerate(every):
+    for k, (e, message, size) in enumerate(all_sent):
         # What a message has taken from compute passes once it has been waited for.
         waited_for, lost = played.lost[k]
         if lost:
@@ -106,7 +110,7 @@ def _events(
     return events
 
 
-def _of_two_steps(graph: Graph, every: Sequence[Sent]) -> list[Sent]:
+def _of_two_steps(graph: Graph, all_sent: Sequence[Sent]) -> list[Sent]:
     """The messages of two steps in a row: what the first one carries, the second one needs."""
     count = len(graph.eqns)
     needed_in_next = {}
@@ -115,11 +119,11 @@ def _of_two_steps(graph: Graph, every: Sequence[Sent]) -> list[Sent]:
             needed_in_next[wait.start] = wait.started.first_wait
 
     two_steps = []
-    for e, message, size in every:
+    for e, message, size in all_sent:
         need = count + needed_in_next[e] if e in needed_in_next else message.need
         two_steps.append(Sent(e, message._replace(need=need), size))
     after_the_end = 2 * count + 1
-    for e, message, size in every:
+    for e, message, size in all_sent:
         need = after_the_end if e in needed_in_next else count + message.need
         moved = message._replace(issue=count + message.issue, need=need)
         two_steps.append(Sent(e, moved, size))
@@ -144,12 +148,16 @@ def _within(events: Iterable[Event], begin: float, length: float) -> list[Event]
 
 
 def _sharing_memory(
-    graph: Graph, cluster: Cluster, seconds: Sequence[float], every: Sequence[Sent], played: Played
+    graph: Graph,
+    cluster: Cluster,
+    seconds: Sequence[float],
+    all_sent: Sequence[Sent],
+    played: Played,
 ) -> list[float]:
     """The seconds of equations while the messages of a simulation move through the same memory."""
     device = cluster.device
     moving = []
-    for k, (e, message, size) in enumerate(every):
+    for k, (e, message, size) in enumerate(all_sent):
         begin = played.begin[k] + message.latency
         # Other kinds, such as an all_to_all, read what they send and write what they receive.
         moving.append(Transfer(begin, played.end[k], TOUCHED.get(kind_of(e), 2.0) * size))

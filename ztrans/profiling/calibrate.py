@@ -194,17 +194,18 @@ def _without_tf32() -> Iterator[None]:
 def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
     """The FLOP/s of a product that is large enough: it takes 5 ms."""
     n = 256
-    took = 0.0
-    while took < 5e-3 and n < 8192:
+    seconds = 0.0
+    while seconds < 5e-3 and n < 8192:
         n *= 2
-        took = _median_seconds(_matmul(n, dtype, device), device)
-    return 2 * n**3 / took
+        seconds = _median_seconds(_matmul(n, dtype, device), device)
+    return 2 * n**3 / seconds
 
 
 def _attention_rates(tokens: int, device: torch.device) -> tuple[float, float]:
     """The FLOP/s of causal attention in bf16 with heads of 128, forward and backward, by the kernel that PyTorch takes.
 
-    They are those of long sequences: what a shorter one does not reach, the cost model adds (`attention_share`).
+    The measured rates are divided by the share that so many tokens reach (`attention_share`): they hold for long
+    sequences.
     """
     heads, width = 32, 128
     shape = (1, heads, tokens, width)
@@ -216,11 +217,11 @@ def _attention_rates(tokens: int, device: torch.device) -> tuple[float, float]:
     forward_seconds = _median_seconds(attend, device)
     for x in (q, k, v):
         x.requires_grad_()
-    seen = attend()
-    gradient = torch.ones_like(seen)
+    attended = attend()
+    gradient = torch.ones_like(attended)
 
     def differentiate() -> object:
-        return torch.autograd.grad(seen, (q, k, v), gradient, retain_graph=True)
+        return torch.autograd.grad(attended, (q, k, v), gradient, retain_graph=True)
 
     backward_seconds = _median_seconds(differentiate, device)
     rates = []

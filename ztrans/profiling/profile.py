@@ -93,10 +93,10 @@ class Profile:
         return cluster.with_measured(self.seconds_by_signature)
 
     def of_plan(self, planned: Graph, as_run: Graph) -> Profile:
-        """This profile of a program with durations for the equations of its plan, some of which run in another form.
+        """This profile with durations for the equations of the plan, although some run in another form.
 
-        An operation may take a number in place of a scalar (see `ir.number_operands`): it binds the same value. What is
-        a part of another call, or arithmetic on numbers, takes no time of its own.
+        An operation may run with a number in place of a scalar (see `ir.number_operands`): the equation that binds the
+        same value gives its duration. Equations that became part of another call, or arithmetic on numbers, take none.
         """
         run_as = producers(as_run.eqns)
         waits = pair(planned).waits

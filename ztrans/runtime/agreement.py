@@ -5,16 +5,17 @@ or wait forever. So each call that communicates begins with `agree`: the ranks c
 and of what must be the same on all of them. If the digests differ, they send the values themselves, and all ranks raise
 the same error; nothing else has been sent.
 
-A record is the digest, its complement, and some bits, and ranks combine records by their maximum: the digests are equal
-if the maximum of the digests is that of their complements. So a record has the same size for any number of ranks, and
-each rank exchanges it with at most eight others in a round, which are farther away in each round: one round for 9
-ranks, two for 81, four for 6,561. All that gloo has for this, also its `all_reduce`, passes the ring of all ranks.
+A record has the digest, its complement, and some bits. Ranks combine records by an elementwise maximum, which gives the
+greatest digest and the complement of the least one: the digests are equal if these two are equal. So a record has the
+same size for any number of ranks. In a round, each rank exchanges it with at most eight others, farther away in each
+round: one round for 9 ranks, two for 81, four for 6,561. gloo's own collectives, `all_reduce` included, pass messages
+around the ring of all ranks.
 
 On GPUs the host launches work ahead of the device, and would have to wait for the other hosts in every step. So there
 the answer about a step is read when the next call begins. If the ranks differ, that step has been launched, and its
-state is marked as half updated. Its messages may wait for each other forever, so all ranks end (see `watch`). A rank
-that makes another call meanwhile, such as `save`, learns that a step has been launched, and ends them at once.
-With more than 9 ranks, the rounds after the first are exchanged when the next call begins, on all ranks.
+state is marked as half updated. Its messages may wait for each other forever, so all ranks end (see `watch`). If a rank
+makes another call instead, such as `save`, it learns that the others have launched a step, and ends them at once. With
+more than 9 ranks, the rounds after the first are exchanged when the next call begins, on all ranks.
 
 A record also says whether its rank has been asked to stop (see `stop`). So all ranks learn that in the same step.
 """
@@ -51,7 +52,7 @@ Explain = Callable[[Mapping[int, Any]], str]
 
 _DIGEST = struct.Struct("<2q")
 _FARTHEST = MOST_RANKS_OF_EXCHANGE // 2  # multiples of a distance, on either side of a rank
-# Ranks with other versions may have other records. What they compare before, in this form, never changes.
+# The version of the records. Ranks compare versions first, in messages whose form never changes.
 _RECORDS = 1
 _VERSIONS = 256  # bytes of text
 _MOST_REMARKS = 4
@@ -172,14 +173,14 @@ class _PendingAnswer:
             raise loss
         if answer.problem:
             self.mark(f"the ranks did not do the same in {answer.calls}")
-            # A message that no rank sends may be waited for, so nothing goes on. All ranks know that here.
+            # A rank may wait for a message that no rank sends, so the mesh cannot go on. All ranks know that here.
             text = f"{answer.calls}: {_LATE}{answer.problem}"
             quit_with_note(groups, f"has read that in {text}")
             raise RuntimeError(text)
 
 
 class _Record(NamedTuple):
-    """What one rank says, or the maximum of what several say: two halves of a digest, their complements, and bits.
+    """The record of a rank, or the maximum of several: two halves of a digest, their complements, and bits.
 
     Attributes:
         launches: a rank launches its step before it reads the answer.
@@ -196,7 +197,7 @@ class _Record(NamedTuple):
     stops: int
 
     @property
-    def is_of_equals(self) -> bool:
+    def has_equal_digests(self) -> bool:
         return (self.high, self.low) == (~self.not_high, ~self.not_low)
 
     @property
@@ -263,17 +264,17 @@ class _Question:
             return _Answer(self.call, is_mixed=True)
         if record.stops:
             groups.stop_requested = True
-        if record.is_of_equals:
+        if record.has_equal_digests:
             return _Answer(self.call)
         # Only now are the values themselves sent.
         calls = {}
         values = {}
         remarks = {}
         by_rank = _from_all(groups, (self.call, self.mine, tuple(self.remarks)))
-        for rank, (call, value, of_rank) in zip(groups.ranks, by_rank):
+        for rank, (call, value, remarks_of_rank) in zip(groups.ranks, by_rank):
             calls[rank] = call
             values[rank] = value
-            remarks[rank] = of_rank
+            remarks[rank] = remarks_of_rank
         failure = _failed(values)
         if failure:
             return _Answer(self.call, failure)
@@ -285,9 +286,9 @@ class _Question:
 
 @functools.cache
 def rounds_of(rank: int, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """With whom a rank exchanges records in each round: all ranks of a round know what the others do.
+    """The ranks that exchange records with a rank in each round, itself included.
 
-    After a round it knows of all ranks up to some distance on either side.
+    After each round its record covers all ranks up to some distance on either side.
 
     >>> rounds_of(0, 3)
     ((0, 1, 2),)
@@ -295,15 +296,15 @@ def rounds_of(rank: int, ranks: int) -> tuple[tuple[int, ...], ...]:
     ((0, 1, 2, 3, 4, 12, 13, 14, 15), (0, 7, 9))
     """
     rounds = []
-    known = 0
-    while known < ranks // 2:
-        step = 2 * known + 1
+    covered = 0
+    while covered < ranks // 2:
+        step = 2 * covered + 1
         members = {rank}
         for distance in range(step, _FARTHEST * step + 1, step):
-            if distance - known <= ranks // 2:
+            if distance - covered <= ranks // 2:
                 members |= {(rank + distance) % ranks, (rank - distance) % ranks}
         rounds.append(tuple(sorted(members)))
-        known += _FARTHEST * step
+        covered += _FARTHEST * step
     return tuple(rounds)
 
 
@@ -369,7 +370,7 @@ def _failed(values: Mapping[int, Any]) -> str:
 
 
 def _different_calls(calls: Mapping[int, str], remarks: Mapping[int, Sequence[str]]) -> str:
-    """What an error says about ranks that make calls of different names, by rank, with remarks about each."""
+    """The text of an error about ranks that make different calls, with remarks about the call of each rank."""
     described = {}
     for rank, call in calls.items():
         lines = "".join(f"\n    {remark}" for remark in remarks[rank][:_MOST_REMARKS])
@@ -381,7 +382,7 @@ def _different_calls(calls: Mapping[int, str], remarks: Mapping[int, Sequence[st
 
 
 def _by_rank(texts: Mapping[int, str]) -> str:
-    """Lines of texts, each with its ranks."""
+    """A line for each text, with the ranks that have it."""
     by_text = grouped((text, rank) for rank, text in texts.items())
     return "".join(f"  {rank_names(same)}: {text}\n" for text, same in by_text.items())
 

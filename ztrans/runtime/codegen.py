@@ -84,7 +84,7 @@ class Emission:
     numbers: Iterator[int] = field(default_factory=itertools.count)  # for the names of attributes
     # The submodules of attention and their names, by structure.
     attentions: dict[Hashable, tuple[str, FlexAttention]] = field(default_factory=dict)
-    # The vectors that hold scalars, by these scalars, and the nodes that take the scalars out of them.
+    # The vectors of scalars, by these scalars, and the nodes that unpack the vectors.
     vectors: dict[tuple[Var, ...], fx.Node] = field(default_factory=dict)
     elements: list[fx.Node] = field(default_factory=list)
     hoists: bool = True  # make small constants once; a function returns fresh ones, to write over
@@ -123,7 +123,7 @@ class Emission:
         return substitute(x, self.nodes.__getitem__)
 
     def listed(self, x: Any) -> Any:
-        """An argument of an operation over lists. Numbers that were read as a list are the node of that list."""
+        """An argument of an operation over lists. If its numbers were read at once, it is the node of that list."""
         return (
             self.vectors.get(tuple(x), x) if isinstance(x, list) and isinstance(x[0], Number) else x
         )
@@ -379,7 +379,7 @@ def _units(
 
 
 def _is_vector(group: EqnGroup, donated: Donation, inputs: Collection[Var]) -> bool:
-    """Whether equal equations compute scalars that may stand in one vector: not those that write over an input."""
+    """Whether equal equations of scalars become one of a vector: not if one of them writes over an input."""
     if is_read_of_host(group[0]):
         return True
     if not is_scalar_arithmetic(group[0]):
@@ -398,29 +398,29 @@ def _is_one_call(group: EqnGroup, donated: Donation) -> bool:
         return None not in in_place_ops
     if not any(in_place_ops):
         return list_call(group, in_place=False) is not None
-    written = _written(group, donated)
-    if written is None:
+    in_place_eqns = _in_place_eqns(group, donated)
+    if in_place_eqns is None:
         return False
     overwritten: set[Var] = set()
     other_inputs: set[Var] = set()
-    for eqn in written:
+    for eqn in in_place_eqns:
         first, *others = eqn.ins
         overwritten.add(donated.owner[first])
         other_inputs.update(donated.owner[v] for v in others)
     is_apart = len(overwritten) == len(group) and not overwritten & other_inputs
-    return is_apart and list_call(written, in_place=True) is not None
+    return is_apart and list_call(in_place_eqns, in_place=True) is not None
 
 
-def _written(group: EqnGroup, donated: Donation) -> list[Eqn] | None:
-    """Equal equations that write over their first arguments, maybe with others exchanged; None if one does not."""
-    written = []
+def _in_place_eqns(group: EqnGroup, donated: Donation) -> list[Eqn] | None:
+    """Equal in-place equations, each with its overwritten argument first; None if that is not possible for one."""
+    in_place_eqns = []
     for eqn in group:
         in_place = donated.in_place_ops.get(eqn)
         first = overwriting_first(eqn, in_place) if in_place is not None else None
         if first is None:
             return None
-        written.append(first)
-    return written
+        in_place_eqns.append(first)
+    return in_place_eqns
 
 
 def _first_write(
@@ -478,8 +478,8 @@ def _group(emission: Emission, eqns: EqnGroup, donated: Donation) -> list[list]:
         return _read_vector(emission, eqns)
     if _is_vector(eqns, donated, emission.inputs):
         return _over_vector(emission, eqns)
-    written = _written(eqns, donated)
-    return _over_lists(emission, written or eqns, in_place=written is not None)
+    in_place_eqns = _in_place_eqns(eqns, donated)
+    return _over_lists(emission, in_place_eqns or eqns, in_place=in_place_eqns is not None)
 
 
 def _operation(emission: Emission, eqn: Eqn, function: Any = None) -> list:
@@ -587,7 +587,7 @@ def _over_vector(emission: Emission, eqns: EqnGroup) -> list[list]:
     first = eqns[0]
     columns = list(zip(*(eqn.args for eqn in eqns)))
     are_vectors = [isinstance(column[0], Var) and len(set(column)) > 1 for column in columns]
-    # An element of a vector does not widen for a scalar tensor as a scalar does, so it is widened before.
+    # A scalar tensor promotes the dtype of another scalar, but not of a vector, so vectors are cast before.
     has_condition = op_name(first.op) == "where"
     dtypes = {v.dtype for v in first.args[has_condition:] if isinstance(v, Var)}
     dtype = functools.reduce(torch.promote_types, dtypes)
@@ -610,7 +610,7 @@ def _over_vector(emission: Emission, eqns: EqnGroup) -> list[list]:
 
 
 def _elements(emission: Emission, call: fx.Node, outs: tuple[Var, ...]) -> list[list]:
-    """The nodes that take scalars out of a sequence of them. Those that nothing reads are not emitted in the end."""
+    """The nodes that unpack a vector or list of scalars. Nodes without readers are erased at the end."""
     scalars = unpacked(emission.out, call, outs)
     emission.elements.extend(scalars)
     return [[scalar] for scalar in scalars]
@@ -632,7 +632,7 @@ def _number(emission: Emission, eqn: Eqn) -> fx.Node:
 
 
 def _vector(emission: Emission, scalars: tuple[Var, ...]) -> fx.Node:
-    """The vector of several scalars: the one in which they were computed, or a new one."""
+    """The vector of several scalars: the vector that they were computed in, or a new one."""
     if scalars not in emission.vectors:
         nodes = [emission.nodes[v] for v in scalars]
         is_on_cpu = emission.device is None or emission.device.type == "cpu"
@@ -642,7 +642,7 @@ def _vector(emission: Emission, scalars: tuple[Var, ...]) -> fx.Node:
 
 
 def _stack_of_any_device(scalars: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Scalars in one vector. Capturable optimizers have counts of steps on the GPU, others on the CPU."""
+    """Stack scalars on one device. Capturable optimizers have step counts on the GPU, others on the CPU."""
     device = scalars[0].device
     return torch.stack([x.to(device) for x in scalars])
 

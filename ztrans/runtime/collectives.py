@@ -3,8 +3,8 @@
 `Start` starts a collective and returns a `Future` of its values; `wait` returns one of these values. A gather moves
 bytes only. A reduce_scatter is an all-to-all, followed by a local sum in rank order, so the result has the same bits
 for any order of the program. On gloo that sends half of the bytes of gloo's own reduce_scatter, which is an all-reduce
-and a slice. Between hosts, sums are sent in place of terms (see `hierarchical`). An all_reduce that gloo would round at
-every hop, or in which it would lose a NaN, is sent in the same way, and then the parts of the total are gathered.
+and a slice. Between hosts, sums are sent in place of terms (see `hierarchical`). If gloo would round an all_reduce at
+every hop, or lose a NaN in it, it is sent in the same way, and then the parts of the total are gathered.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class Start(torch.nn.Module):
         hosts = channel.hosts if channel is not None else Hosts(self.size)
         route = route_of(eqn, sizes, hosts, self.is_gloo)
         self.way = route.way
-        # What a host sends to others if there are two levels.
+        # With two levels, what each host computes and sends to the others.
         self.reduction_of_hosts = reduction_of_hosts(self.reduction, self.partial)
         self.divisor = self._divisor(hosts, route.way == HIERARCHICAL)
         self.gather_way = route.gather_way or route.way  # of a gather, or of the parts of a total
@@ -205,7 +205,7 @@ class Start(torch.nn.Module):
         self.start = start[self.collective]
 
     def _divisor(self, hosts: Hosts, has_two_levels: bool) -> int:
-        """The divisor of a mean of what arrives: the ranks, or the hosts if each has sent a mean."""
+        """The divisor that makes a mean of the terms that arrive: the ranks, or the hosts if each sends a mean."""
         is_mean_of_hosts = has_two_levels and self.reduction_of_hosts == "mean"
         return hosts.count if is_mean_of_hosts else self.size
 
@@ -402,16 +402,16 @@ class Start(torch.nn.Module):
         return works, finish
 
     def _reduce_op(self) -> Any:
-        """How gloo combines terms. The sum of bools is their maximum: their bytes added would be bools that hold 2."""
+        """The reduction that gloo computes. A sum of bools is their maximum, because gloo would add their bytes."""
         is_of_bools = self.wire == torch.bool and self.reduction in ("sum", "mean")
         return REDUCE_OPS["max" if is_of_bools else self.reduction]
 
     def _reduce_parts(
         self, terms: torch.Tensor
     ) -> tuple[Sequence[Work], Callable[[], torch.Tensor]]:
-        """Reduce one part of a flat term on each rank, then gather the parts. Returns the work, and the total's maker.
+        """Reduce one part of a flat term on each rank, then gather the parts.
 
-        Each rank receives as many bytes as in a ring.
+        Each rank receives as many bytes as in a ring. Returns the work, and a function that returns the total after it.
         """
         numel = terms.numel()
         part_size = chunk(numel, self.size)
@@ -438,7 +438,7 @@ class Start(torch.nn.Module):
 
 
 def _is_exchanged_whole(nbytes: int, ranks: int) -> bool:
-    """Whether over gloo ranks send each other the whole terms of an all_reduce of so many bytes."""
+    """Whether the ranks of an all_reduce over gloo send each other whole terms of so many bytes."""
     return ranks == 2 or (ranks <= MOST_RANKS_OF_EXCHANGE and nbytes <= LARGE_MEMBER)
 
 

@@ -42,7 +42,7 @@ class Terms(NamedTuple):
     Attributes:
         digest: of the contract.
         numbers: the numbers among the arguments that the new state depends on.
-        state_numbers: those of the state, by their positions.
+        state_numbers: the numbers in the state, by position.
         steps: the number of steps that the state has taken.
         uses_carried: whether the step uses the gathers that the step before has started. If not, it starts its own.
     """
@@ -58,7 +58,7 @@ class Contract:
     """What a program does that must be the same on all ranks: its messages, its update, and the numbers that it reads.
 
     `update` is a hash of the update of the state (see `update_hash`). `mesh` is the mesh that runs the program, in the
-    order that it has. `axes` are, for each leaf of the state, those along which ranks hold the same.
+    order that it has. `axes` are, for each leaf of the state, the axes along which ranks hold the same values.
     """
 
     def __init__(
@@ -87,7 +87,10 @@ class Contract:
         uses_carried: bool = False,
         set_by_caller: Sequence[int] = (),
     ) -> Terms:
-        """What the ranks compare in a step on these inputs. The caller has set leaves of the state to numbers."""
+        """The values that must be equal on all ranks before a step on these inputs.
+
+        `set_by_caller` are the leaves of the state that the caller has set to numbers, by position.
+        """
         # Numbers on a GPU are not compared: the host would wait for them.
         numbers = []
         for i, name in self._numbers.items():
@@ -112,9 +115,10 @@ class Contract:
         return self._different_state(mesh, {rank: x.state_numbers for rank, x in terms.items()})
 
     def _different_state(self, mesh: DeviceMesh, by_rank: Mapping[int, Mapping[int, float]]) -> str:
-        """What an error says about numbers of the state, by rank and position; empty if they may differ.
+        """The text of an error about different numbers in the state; empty if they may differ.
 
-        Along an axis over which the step does not work, each rank may train with its own.
+        `by_rank` has the numbers by rank and position. Along an axis that the step does not use, ranks may have
+        different numbers.
         """
         positions = sorted(set().union(*by_rank.values()))
         axes = [self._state_axes[i] for i in positions]

@@ -6,8 +6,8 @@ them raises an error. A step that fails before its first write leaves the state 
 
 A rank that fails writes a note into the store of the process group, and closes its connections. The others read it
 when they lose their connection to that rank, can say why, and go on. On GPUs they end instead, with the text of the
-first error (see `watch`). A signal handler may raise between any two lines of Python: wherever a call is interrupted,
-this rank leaves in the same way.
+first error (see `watch`). A signal handler may raise between any two lines of Python: wherever it interrupts a call,
+the call fails in the same way.
 
 A GPU runs a step after its call has returned. `check_ended` waits for such steps, before a state is read.
 
@@ -98,11 +98,11 @@ def check_launched(groups: ProcessGroups | None, name: str) -> None:
     if groups is None or groups.watcher is None:
         return
     watcher = groups.watcher
-    of_device = groups.in_flight.device_error
-    if of_device:
-        watcher.fail(f"has a GPU that failed: {of_device}")
+    device_error = groups.in_flight.device_error
+    if device_error:
+        watcher.fail(f"has a GPU that failed: {device_error}")
         raise RuntimeError(
-            f"{name}: the device of rank {dist.get_rank()} has failed: {of_device}\n"
+            f"{name}: the device of rank {dist.get_rank()} has failed: {device_error}\n"
             f"It runs nothing more in this process. Start again from a checkpoint in new processes; with "
             f"CUDA_LAUNCH_BLOCKING=1 the error names the line that launched the kernel."
         )
@@ -218,10 +218,10 @@ def quit_after_loss(groups: ProcessGroups, name: str, error: BaseException) -> L
 
 @contextlib.contextmanager
 def quitting_after_loss(groups: ProcessGroups, call: str) -> Iterator[None]:
-    """Talk to the other ranks of a mesh. If they are lost, or this rank fails, this rank quits the mesh.
+    """Communicate with the other ranks of a mesh. If they are lost, or this rank fails, this rank quits the mesh.
 
-    Raises: LostRank, with the text of the notes of other ranks; the error of this rank, such as KeyboardInterrupt. On
-        GPUs this process ends in place of LostRank.
+    Raises: LostRank, with the text of the notes of other ranks, but on GPUs this process ends; the error of this rank,
+        such as KeyboardInterrupt.
     """
     try:
         yield
@@ -240,13 +240,13 @@ def quit_after_error(groups: ProcessGroups, call: str, error: BaseException) -> 
 
 
 def _release_messages(error: BaseException) -> None:
-    """Let the frames of an error forget their messages: one in progress keeps its connection to another rank open.
+    """Clear the frames of an error: a message in progress in one of them keeps a connection to another rank open.
 
-    The frames live as long as the caller keeps the error, or longer: until the garbage collector comes. Those of the
-    user's own code stay as they are.
+    The frames live as long as the error, or longer, until the garbage collector runs. Frames of the user's own code are
+    not cleared.
     """
     chain = [error]
-    for each in chain:  # which grows meanwhile
+    for each in chain:  # the loop appends to it
         for earlier in (each.__cause__, each.__context__):
             if earlier is not None and not any(earlier is link for link in chain):
                 chain.append(earlier)
@@ -257,10 +257,10 @@ def _release_messages(error: BaseException) -> None:
 
 
 def quit_if_cut_off(mesh: object, call: str, error: BaseException) -> None:
-    """Quit a mesh if an error has cut off a step where none of its contexts sees the error.
+    """Quit a mesh if an error has ended a step outside of the contexts that handle its errors.
 
-    A signal handler may raise between two contexts, or inside the exit of one. Other errors, outside of a step that the
-    ranks have agreed on, are known to all ranks.
+    A signal handler may raise between two contexts, or inside the exit of one. All ranks know any other error that is
+    raised outside of a step on which they have agreed.
     """
     if not isinstance(mesh, DeviceMesh):
         return
@@ -273,7 +273,7 @@ def quit_if_cut_off(mesh: object, call: str, error: BaseException) -> None:
 
 @contextlib.contextmanager
 def interrupts_end(mesh: object, call: str) -> Iterator[None]:
-    """Do a call of a mesh that ends on all ranks if one is interrupted in it, wherever that is (see above)."""
+    """Run a call of a mesh. If one rank is interrupted anywhere in it, it ends on all ranks."""
     try:
         yield
     except BaseException as error:
@@ -319,7 +319,7 @@ def _remark(leaves: Sequence[Any]) -> str:
 
 
 def quit_with_note(groups: ProcessGroups, note: str) -> None:
-    """Quit a mesh. The other ranks learn why by the note; on GPUs they end with it."""
+    """Quit a mesh. The note tells the other ranks why; on GPUs they end with its text."""
     if groups.is_alone:
         return
     if groups.watcher is not None:

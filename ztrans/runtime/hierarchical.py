@@ -18,7 +18,7 @@ from .process_groups import Channel, Work
 
 
 class HierarchicalMessage:
-    """A message with two or more levels: each sends what the level before has brought.
+    """A message with two or more levels: each sends what the level before has received.
 
     Nothing runs in the background, so this rank begins the next level when it next starts or waits for a message of
     the channel, or for this one. The tags of all levels are taken at the start, so a thread that waits earlier changes
@@ -32,9 +32,9 @@ class HierarchicalMessage:
         begin_next: Callable[[], Sequence[Work]],
         is_urgent: bool = True,
     ) -> None:
-        """`first` is the first level, and `begin_next` begins the second one, when the first has arrived.
+        """`first` has the work of the first level. `begin_next` begins the second level once the first has arrived.
 
-        Unless it `is_urgent`, only the wait for this message begins it.
+        If the message is not urgent, only the wait for it begins the second level.
         """
         self._channel = channel
         self._works = first
@@ -65,7 +65,7 @@ class HierarchicalMessage:
             if not self._begin_next:
                 return
             self._wait_for_level()
-            self._works = ()  # they hold what they have received
+            self._works = ()  # it keeps the received buffers alive
             self._works = self._begin_next[0]()
             del self._begin_next[0]
 
@@ -76,10 +76,10 @@ class HierarchicalMessage:
 
 
 def reduction_of_hosts(reduction: str, partial: torch.dtype) -> str:
-    """What a host reduces before it sends it to other hosts in the dtype `partial`.
+    """The reduction inside each host, whose result is sent to other hosts in the dtype `partial`.
 
-    A mean is a sum that is divided once, when those of hosts are added. In fp16 the sum of a host could overflow, so it
-    is a mean of means.
+    For a mean, hosts send sums, and the total is divided once. In fp16 the sum of a host could overflow, so hosts send
+    means.
     """
     return "sum" if reduction == "mean" and partial != torch.float16 else reduction
 

@@ -1,7 +1,7 @@
-"""The steps that a GPU runs or is told to run.
+"""The steps that the host has launched and a GPU may not have ended.
 
-The call of a step returns before a GPU has run it. So every step records an event after its work, and its end is known
-when somebody asks the event: a thread of the process (see `watch`), and whoever reads the state.
+The call of a step returns before a GPU has run it, so every step records an event after its work. A thread of the
+process (see `watch`) and every reader of the state ask the events which steps have ended.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class InFlight:
             return self.launched
 
     def record(self, event: Event) -> None:
-        """Note the event after the work of the step that was launched last."""
+        """Add the event after the work of the step that was launched last."""
         with self._lock:
             self._events.append(event)
 
@@ -60,7 +60,7 @@ class InFlight:
             return self.ended
 
     def wait(self) -> None:
-        """Let all steps end that are launched, unless the device fails. The process that watches sets the limit."""
+        """Wait until all launched steps have ended, or the device has failed. `watching` limits the time."""
         while self._events and not self.device_error:
             self.look()
             time.sleep(_LOOK if self._events else 0)

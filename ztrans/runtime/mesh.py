@@ -89,9 +89,9 @@ def _chosen_device(device: str | None) -> str:
 
 
 def _set_up_nccl() -> None:
-    """Set what NCCL reads once, with its first communicator or message, unless the user has set it."""
-    # The messages of all communicators start in the order in which this process launches them. Otherwise two of them
-    # may wait for each other, on GPUs that have no room for both.
+    """Set the variables that NCCL reads once, with its first communicator or message, unless the user has set them."""
+    # The messages of all communicators start in the order of their launches by this process. Otherwise two of them may
+    # wait for each other, on GPUs that have no room for both.
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     # NCCL would register the buffers that a CUDA graph sends. Between GPUs of one host the replay then hangs if the
     # allocator has expandable segments (pytorch/torchtitan#3306, pytorch#158029), and sums may have another order.
@@ -119,8 +119,9 @@ def _end(process: int) -> None:
         return  # a forked child has the groups of its parent, but none of their threads
     if not dist.is_initialized():
         return
-    # Destroying a NCCL communicator waits for all of its ranks, which may be inside a collective for ever: nothing here
-    # shows that sys.exit has ended this program before theirs. The process that watches has said that this rank leaves.
+    # Destroying a NCCL communicator waits for all of its ranks. They may be inside a collective for ever, because
+    # sys.exit has ended this program before theirs, which cannot be seen here. The process that watches over this rank
+    # has told them that it leaves.
     waits = dist.get_backend() == "nccl" and dist.get_world_size() > 1
     has_failed = hasattr(sys, "last_type") or any(x.is_closed for x in all_process_groups())
     if waits or has_failed:

@@ -216,7 +216,7 @@ class ProcessGroups:
         epoch: how often closed channels were reopened.
         has_compared_versions: whether the ranks know that they run the same versions.
         stop_requested: whether a rank has been asked to stop, as all ranks know.
-        in_step: the thread that is in a step on which the ranks have agreed, or 0.
+        in_step: the id of the thread that runs a step on which the ranks have agreed, or 0.
         in_flight: the steps that a GPU runs.
         watcher: on several GPUs, the connection to the process that ends this one if another rank is lost.
     """
@@ -266,7 +266,7 @@ class ProcessGroups:
         if key not in self._channels:
             # If it does not open, it counts as closed, so that all ranks open the same ones in the next call.
             self._channels[key] = Channel(axis, purpose)
-            self._to_the_end(lambda: self._open(self._channels[key]))
+            self._run_uninterrupted(lambda: self._open(self._channels[key]))
         return self._channels[key]
 
     def open(self) -> None:
@@ -290,10 +290,10 @@ class ProcessGroups:
             for channel in closed_channels:
                 self._open(channel)
 
-        self._to_the_end(reopen)
+        self._run_uninterrupted(reopen)
 
     def check_goes_on(self) -> None:
-        """Raises: RuntimeError if this rank of a mesh of GPUs has failed, because the other ranks end."""
+        """Raises: RuntimeError if this rank of a mesh of GPUs has failed: the other ranks end then."""
         if self.watcher is not None and self.watcher.failure:
             raise RuntimeError(
                 f"ztrans: rank {dist.get_rank()} {self.watcher.failure}. On GPUs all ranks end together, so the others "
@@ -314,7 +314,7 @@ class ProcessGroups:
             with channel.errors():
                 self._open(channel)
 
-        self._to_the_end(reopen)
+        self._run_uninterrupted(reopen)
 
     def close(self) -> None:
         """Close all channels of steps, so that the other ranks do not wait for this one."""
@@ -389,12 +389,12 @@ class ProcessGroups:
         return dict(self.from_all((dist.get_rank(), host_name())))
 
     def error_of_kernels(self) -> str:
-        """What the kernels of this rank have waited for in vain; empty if nothing."""
+        """The error of a kernel of this rank that has waited in vain for another rank; empty if there is none."""
         return self.symmetric.error() if self.symmetric is not None else ""
 
     @property
     def _key(self) -> str:
-        """Where this mesh has its keys. Meshes of the same ranks may have one group and its store in common."""
+        """The prefix of the keys of this mesh. Meshes of the same ranks may share a group and its store."""
         axes = ",".join(self._bases)
         shape = ",".join(map(str, self._mesh_ranks.shape))
         ranks = "-".join(map(str, self.ranks))
@@ -404,7 +404,7 @@ class ProcessGroups:
         return self._base(next(iter(self._bases))).get_group_store()
 
     def _watcher(self) -> Watcher:
-        """Let a process watch over this rank. Each rank calls this for itself, for each mesh as often as the others.
+        """Start the process that watches over this rank. Ranks need not call it together, but equally often for a mesh.
 
         Raises: ValueError if no other process can read the store of the mesh.
         """
@@ -455,11 +455,11 @@ class ProcessGroups:
                 count = channel.hosts.count if channel.hosts.even else 1
                 connect(channel.group, channel.purpose, count)
 
-    def _to_the_end(self, run: Callable[[], object]) -> None:
-        """Run a function that opens groups to its end, and only then raise an interrupt that arrives meanwhile.
+    def _run_uninterrupted(self, run: Callable[[], object]) -> None:
+        """Run a function that opens groups. An interrupt that arrives meanwhile is raised after it.
 
         Torch names groups by their number. If only some ranks made a group, later groups of one name would never meet.
-        No signal handler raises in a thread other than the main one.
+        Signal handlers raise in the main thread only, so the function runs in another one.
         """
         # Each thread has a current GPU of its own.
         device = None if self._device_type == "cpu" else torch.accelerator.current_device_index()

@@ -76,7 +76,7 @@ def shard_state(
         part = _part(_on_device(leaf), layout, mesh, leaf_axes, source, device)
         part = _on_host(part) if memory == "host" else part
         _meshes[part] = mesh
-        # A source may have sent zeros, which are also the fill of whole numbers.
+        # Integers that a source has sent may be zeros, as an unwritten leaf is.
         if source is None or part.is_floating_point():
             mark_unwritten(part, leaf)
         parts.append(part)

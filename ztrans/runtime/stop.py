@@ -1,7 +1,7 @@
-"""A request to stop after a step, as before a pre-emption, which all ranks of a mesh learn in the same step.
+"""Requests to stop after a step, for instance before a pre-emption. All ranks of a mesh learn of one in the same step.
 
-A signal reaches one process, at any moment. If that one left the loop by itself, the others would wait for it. So a
-request is noted here, and goes with the record that ranks compare before a step anyway (see `agreement`).
+A signal reaches one process, at any moment. If that process left its loop, the others would wait for it. So a request
+is stored here, and sent with the record that ranks compare before each step (see `agreement`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 _requested = threading.Event()
-_watched: set[int] = set()  # the signals that are a request
+_watched: set[int] = set()  # the signals that request a stop
 
 
 def request_stop() -> None:
@@ -25,12 +25,12 @@ def request_stop() -> None:
 
 
 def stop_on(*signals: int) -> None:
-    """Take these signals as requests to stop, such as the SIGTERM that a scheduler sends before it ends a job.
+    """Treat these signals as requests to stop, such as the SIGTERM that a scheduler sends before it ends a job.
 
-    Call it on all ranks before the first step, in the main thread. A handler that the program has for a signal is still
-    called. A signal that would end the process does not end it any more, but a second Ctrl-C does.
+    Call it on all ranks before the first step, in the main thread. If a signal already has a handler, that is still
+    called. The signals no longer end the process by default, but a second Ctrl-C does.
 
-    Raises: TypeError if there is no signal; ValueError outside of the main thread.
+    Raises: TypeError without signals; ValueError outside of the main thread.
     """
     if not signals:
         raise TypeError("stop_on: name the signals, as in zt.stop_on(signal.SIGTERM).")
@@ -46,20 +46,20 @@ def is_requested() -> bool:
 
 
 def is_watched() -> bool:
-    """Whether signals are requests to stop."""
+    """Whether `stop_on` has been called, so that some signals request a stop."""
     return bool(_watched)
 
 
-def _handler(before: Any) -> Callable[[int, FrameType | None], None]:
-    """A handler that requests to stop, in addition to what the handler before does."""
+def _handler(previous: Any) -> Callable[[int, FrameType | None], None]:
+    """A handler that requests a stop, and then calls the previous handler."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         is_first = not _requested.is_set()
         _requested.set()
-        # The default handler of Ctrl-C raises, which would cut off the step that is to be the last.
-        if before is signal.default_int_handler and is_first:
+        # The default handler of Ctrl-C raises, which would end the last step before it is complete.
+        if previous is signal.default_int_handler and is_first:
             return
-        if callable(before):
-            before(number, frame)
+        if callable(previous):
+            previous(number, frame)
 
     return handle

@@ -1,8 +1,8 @@
-"""The side of a rank that a process watches: what it says to that process, and how it ends (see `watching`).
+"""The connection of a rank to the process that watches over it: what the rank reports, and how it ends.
 
-A mesh of several GPUs has a `Watcher` on each rank, from the first call that needs its process groups to the end of the
-program. A thread of the rank says which steps the GPU has ended. It waits for nothing else, and nothing depends on it
-while the host is inside a launch: then no step ends, and the process that watches keeps the time.
+`watching` is the other side. A mesh of several GPUs has a `Watcher` on each rank, from the first call that needs its
+process groups to the end of the program. A thread of the rank reports which steps the GPU has ended. While a launch
+blocks this thread, no step is reported as ended, and the process that watches keeps the time.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from . import watching
 from .in_flight import InFlight
 
 _MOST_TEXT = 2000  # bytes of an error; a pipe takes 4096 at once
-_STARTS_WITHIN = 60.0  # seconds: the process that watches imports torch
-_SILENT = 10.0  # seconds at the end of a program before it says for whom it waits
+_STARTS_WITHIN = 60.0  # seconds for the process that watches to start: it imports torch
+_SILENT = 10.0  # seconds at the end of a program before it logs that it waits for other ranks
 _logger = logging.getLogger("ztrans")
 
 
 class Place(NamedTuple):
-    """Where a rank meets the others: a key in a store that no other mesh and no earlier run has, and its time-out."""
+    """Where a rank meets the others: a store, a key in it that no other mesh and no earlier run has, and a time-out."""
 
     store: dist.Store
     key: str
@@ -56,7 +56,7 @@ class Place(NamedTuple):
             address = {"path": cast(Any, store).path}
         else:
             raise ValueError(f"{type(store).__name__}: no other process can read this store")
-        # torch puts the number of a restart before the keys of a store, and this process does not know that prefix. So
+        # torch prefixes the keys of a store with the number of the restart, which the other process does not know. So
         # the ranks agree on a key through the store with its prefixes, and use it without them.
         token = self.store.compare_set(f"{self.key}/token", "", os.urandom(8).hex())
         numbers = {"rank": self.rank, "ranks": self.ranks, "timeout": self.timeout}
@@ -84,8 +84,8 @@ class Watcher:
         self.before_leaving = before_leaving
         self._owner = os.getpid()
         self._has_left = False
-        # -P: the files beside the script are no modules of its own. A session of its own: Ctrl-C, and the SIGTERM with
-        # which torchrun ends a worker, go to the rank alone, and this process sees whether it goes on.
+        # -P: the script cannot import the files beside it. A session of its own: Ctrl-C, and the SIGTERM with which
+        # torchrun ends a worker, reach the rank alone, and the process that watches sees whether the rank goes on.
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(Path(watching.__file__)), place.described()],
             stdin=subprocess.PIPE,
@@ -93,17 +93,17 @@ class Watcher:
             start_new_session=True,
             bufsize=0,
         )
-        self._says = cast(IO[bytes], self._process.stdin).fileno()
-        os.set_blocking(self._says, False)  # no step waits for this process
+        self._input = cast(IO[bytes], self._process.stdin).fileno()
+        os.set_blocking(self._input, False)  # no step waits for this process
         threading.Thread(target=self._report, name="ztrans-watch", daemon=True).start()
         atexit.register(self.leave)
 
     def launched(self) -> None:
-        """Say that the host begins to launch a step, or that this has begun again, as in a profile."""
+        """Report that the host begins to launch a step. Reported again, as in a profile, it restarts the time-out."""
         self._say(f"launched {self.in_flight.launched}")
 
     def fail(self, text: str) -> None:
-        """Say that this rank has failed. It raises its own error, and all other ranks end with this text."""
+        """Report that this rank has failed. It raises its own error, and all other ranks end with this text."""
         if not self.failure:
             self.failure = text
             self._say(f"failed {_json(text)}")
@@ -117,12 +117,12 @@ class Watcher:
         end_process(f"ztrans: rank {self.place.rank} ends, because it has lost other ranks: {text}")
 
     def leave(self) -> None:
-        """Say that the program of this rank ends, and wait for those of the others.
+        """Report that the program of this rank ends, and wait for the programs of the other ranks.
 
-        A rank that ended its process at once could take the last messages with it.
+        If the process ended at once, its last messages could be lost.
         """
         if self._has_left or self._owner != os.getpid():
-            return  # a forked child has the pipe of its parent, and is no rank
+            return  # a forked child has the pipe of its parent, and is not a rank
         self._has_left = True
         error = getattr(sys, "last_value", None)
         if error is not None:
@@ -147,22 +147,23 @@ class Watcher:
                 self._process.wait(min(self.place.timeout, threading.TIMEOUT_MAX))
 
     def forget(self) -> None:
-        """Say that this rank needs the others no more, because its process group is destroyed."""
+        """Report that this rank has left, because its process group is destroyed."""
         if not self._has_left and self._owner == os.getpid():
             self._has_left = True
             atexit.unregister(self.leave)
             self._say("left")
 
     def _say(self, line: str) -> None:
-        # Without the process nobody listens, and the thread has said so. A full pipe loses a number; the next follows.
+        # If the process has ended, the thread has warned of that. A full pipe loses this line, and a later one has the
+        # next number.
         with contextlib.suppress(BrokenPipeError, BlockingIOError):
-            os.write(self._says, f"{line}\n".encode())
+            os.write(self._input, f"{line}\n".encode())
 
     def _report(self) -> None:
-        """Say which steps have ended, until the process that watches ends, or says why this one must end."""
-        hears = cast(IO[bytes], self._process.stdout).fileno()
+        """Report which steps have ended, until the process that watches ends, or says why this process must end."""
+        output = cast(IO[bytes], self._process.stdout).fileno()
         answers = select.poll()
-        answers.register(hears, select.POLLIN)
+        answers.register(output, select.POLLIN)
         ended = 0
         while not answers.poll(watching.LOOK * 1000):
             if self.in_flight.look() > ended:
@@ -170,7 +171,7 @@ class Watcher:
                 self._say(f"ended {ended}")
             if self.in_flight.device_error:
                 self.fail(f"has a GPU that failed: {self.in_flight.device_error}")
-        text = b"".join(iter(lambda: os.read(hears, 1 << 16), b"")).decode()
+        text = b"".join(iter(lambda: os.read(output, 1 << 16), b"")).decode()
         if text:
             end_process(text)
         if not self._has_left and not self.failure:
@@ -183,7 +184,7 @@ class Watcher:
 
 @contextlib.contextmanager
 def watched(watcher: Watcher | None) -> Iterator[None]:
-    """Launch a step on GPUs of several ranks. Without a watcher, as on CPUs, nothing is counted."""
+    """Launch a step, and record an event after it. Without a watcher, as on CPUs, nothing is recorded."""
     if watcher is None:
         yield
         return

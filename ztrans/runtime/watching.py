@@ -1,8 +1,8 @@
 """A process that watches over one rank of a mesh of GPUs, and ends it when another rank is lost.
 
 On GPUs a lost rank ends all processes, with the text of the first error. A rank that waits for another one may be
-inside a kernel, or inside a launch that keeps Python's lock, so no thread of it is certain to run. This process needs
-nothing from the rank but its id. `watch.Watcher` starts it, and tells it a line for each of these:
+inside a kernel, or inside a launch that holds the GIL, so no thread of the rank is certain to run. This process needs
+nothing from the rank but its id. `watch.Watcher` starts it, and sends it these lines:
 
     launched N      the host begins to launch step N
     ended N         the GPU has ended N steps
@@ -20,7 +20,7 @@ The ranks meet in the store of torch.distributed, twice a second:
 | who notices | what | what happens |
 |---|---|---|
 | the rank itself | an error in its step | it raises; its text is the failure |
-| this process | the rank has ended without a word, as if it was killed | that is the failure |
+| this process | the rank has ended without a report, for instance because it was killed | that is the failure |
 | this process | its rank has launched a step after the last one of a rank that has left | that is the failure |
 | this process | a step has not ended within nine tenths of the time-out | that is the failure |
 | this process | the failure of another rank, or a store that is gone | the rank ends |
@@ -41,11 +41,10 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 LOOK = 0.5  # seconds between two looks; each asks the store once
-_SHARE = (
-    0.9  # of the time-out; after the whole of it, PyTorch would end the process without these words
-)
-_PATIENCE = 5.0  # seconds in which a rank that is lost may say why
-_GRACE = 3.0  # seconds in which the rank may log the text, write its buffers and end by itself
+# The share of the time-out that a step may take. After the whole of it, PyTorch would end the process without a reason.
+_SHARE = 0.9
+_PATIENCE = 5.0  # seconds that a lost rank has to report why
+_GRACE = 3.0  # seconds that the rank has to log the text, flush its output and end by itself
 _STEPS_DIFFER = (
     "Every rank must take the same number of steps. If data ends earlier on some ranks, stop all ranks together, or "
     "drop the last batches: DistributedSampler(..., drop_last=True)"
@@ -57,7 +56,7 @@ _STORE_GONE = "the process that holds the store of torch.distributed has ended"
 
 
 class Store(Protocol):
-    """What this process uses of a store of torch.distributed."""
+    """The methods of a store of torch.distributed that this process uses."""
 
     def check(self, keys: list[str]) -> bool: ...
     def get(self, key: str) -> bytes: ...
@@ -71,7 +70,7 @@ class Watch:
 
     Attributes:
         launched, ended: numbers of steps of the rank.
-        since: when one of them has last changed.
+        since: when the rank has sent its last line.
         failure: how this rank has failed; empty if it has not.
         lost: what the backend says about a rank that is lost, and since when; None if none is.
         has_left: whether the program of the rank is about to end.
@@ -88,10 +87,10 @@ class Watch:
         self.failure = ""
         self.lost: tuple[str, float] | None = None
         self.has_left = False
-        self._has_said: set[str] = set()
+        self._published: set[str] = set()  # the keys of the store that this process has set
 
     def hear(self, line: str, now: float) -> None:
-        """Take a line that the rank says."""
+        """Read a line of the rank."""
         self.since = now
         word, _, rest = line.partition(" ")
         if word == "launched":
@@ -106,7 +105,7 @@ class Watch:
             self.has_left = True
 
     def look(self, now: float, is_running: bool) -> str | None:
-        """Why the rank must end. An empty text if it may go on; None if there is nothing to watch any more."""
+        """Why the rank must end; an empty text if it may go on; None if this process has nothing more to do."""
         if not is_running and not self.has_left and not self.failure:
             self.failure = _WITHOUT_A_WORD
         if self.failure:
@@ -123,8 +122,8 @@ class Watch:
         return f"rank {rank} {text}."
 
     def _look_after_leaving(self, is_running: bool) -> str | None:
-        if "left" not in self._has_said:
-            self._has_said.add("left")
+        if "left" not in self._published:
+            self._published.add("left")
             self.store.compare_set("left", "", json.dumps([self.rank, self.launched]))
             self.store.set("any", "")
             self.store.add("number left", 1)
@@ -158,8 +157,8 @@ class Watch:
         return ""
 
     def _say_failure(self, text: str) -> None:
-        if "failure" not in self._has_said:
-            self._has_said.add("failure")
+        if "failure" not in self._published:
+            self._published.add("failure")
             self.store.compare_set("failure", "", json.dumps([self.rank, text]))
             self.store.set("any", "")
 
@@ -177,18 +176,18 @@ def connect(place: dict[str, Any]) -> Store:
 
 
 def lines_within(seconds: float) -> Iterator[str]:
-    """The lines that the rank has said; waits for the first one. None after the rank has closed its end."""
+    """The lines that the rank has sent. It waits for the first one, and yields none if the rank has closed its end."""
     ready, _, _ = select.select([0], [], [], seconds)
-    said = os.read(0, 1 << 16) if ready else b""
-    if ready and not said:
+    data = os.read(0, 1 << 16) if ready else b""
+    if ready and not data:
         time.sleep(seconds)
-    while said and not said.endswith(b"\n"):  # the pipe was full
-        said += os.read(0, 1 << 16) or b"\n"
-    yield from said.decode().rstrip("\n").split("\n") if said else ()
+    while data and not data.endswith(b"\n"):  # the pipe was full
+        data += os.read(0, 1 << 16) or b"\n"
+    yield from data.decode().rstrip("\n").split("\n") if data else ()
 
 
 def end(process: int, text: str) -> None:
-    """End the rank with this text. It may do so itself; it cannot if a launch keeps Python's lock."""
+    """End the rank with this text. It ends by itself, or is killed, as when a launch holds the GIL."""
     os.write(1, text.encode())
     os.close(1)
     until = time.monotonic() + _GRACE

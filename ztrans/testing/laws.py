@@ -60,8 +60,8 @@ def check_laws(
         stages: the ZeRO stages.
         tolerance: the greatest relative distance of a leaf, in norm, from that of the step without the transform. 0
             asks for the same bits.
-        unsharded: whether the step without shard_params is checked too. A transform that needs shard_params, as
-            overlap_grads does, has False.
+        unsharded: whether to check the step without shard_params too. Pass False for a transform that needs
+            shard_params, such as overlap_grads.
 
     Raises: LawError that names the law, the ranks, the stage and the leaf.
 
@@ -128,7 +128,7 @@ def _check_world(
         return
 
     others = (overlap_grads(), prefetch(), fuse_cast_gather())
-    # Twice the same transform with other options is an error, and no law.
+    # The same transform twice with other options is an error, so it is left out.
     schedules = [each for each in others if type(each) is not type(transform)]
     first = case.lowered(*shard, transform, *schedules)
     last = case.lowered(*shard, *schedules, transform)

@@ -113,12 +113,12 @@ def reads_value(
 
 
 def reads_changed(path: str, source: Source | None, step: str) -> ReadsValueError:
-    """The step reads the value of a tensor of its module that it changes."""
+    """The error of a step that reads the value of a tensor of its module and changes the tensor."""
     return ReadsValueError(
-        f"trace: {step} reads a tensor's value while it is traced, that of {path}, and changes it.\n"
+        f"trace: {step} reads a tensor's value while it is traced, and changes that tensor, {path}.\n"
         f"  at {where(source)}\n"
-        f"Its program would have read the value of the trace in every call. Use torch.where in place of `if`; or "
-        f"decide before the step, and pass a bool."
+        f"Its program would use the value of the trace in every call. Use torch.where in place of `if`; or decide "
+        f"before the step, and pass a bool."
     )
 
 

@@ -6,8 +6,8 @@ base. Writing a tensor applies the inverses of its views, which gives the new va
 
     y = x[0]; write y1 to y   -->   x1 = select_scatter(x, y1, 0)
 
-The parts of one split have no elements in common, so a write to one of them leaves the values of the others. The gates
-of recurrent cells are such parts, and each is written in place.
+The parts of one split do not overlap, so a write to one part leaves the values of the others valid. The gates of
+recurrent cells are such parts, and each is written in place.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class View:
 
 @dataclass
 class Storage:
-    """The current value of a storage's base tensor, how it has changed, and the user's line that did so last.
+    """The current value of a storage's base tensor, the writes so far, and the user's line of the last one.
 
     Attributes:
-        writes: for each change, the views of the tensor that was written.
+        writes: for each write, the views that lead from the base to the written tensor.
     """
 
     value: Var
@@ -81,7 +81,7 @@ class Storage:
 
     @property
     def version(self) -> int:
-        """How often it has changed."""
+        """The number of writes so far."""
         return len(self.writes)
 
 
@@ -207,7 +207,7 @@ class Builder:
         storage.value = self.laid_out(new, storage.value)
         storage.writes.append(x.views)
         storage.written_at = self.source
-        # In another memory order, the next read applies the views to the new base. The gaps of a part do not matter.
+        # If the memory order differs, the next read applies the views to the new base. Gaps of a part do not matter.
         if self._has_order_of(value, old):
             x.value = value if x.views else storage.value
             x.seen_version = storage.version
@@ -268,7 +268,7 @@ class Builder:
 
 
 def _are_apart(first: Sequence[View], second: Sequence[View]) -> bool:
-    """Whether two tensors of one storage are other parts of one split, or views of these."""
+    """Whether two tensors of one storage are different parts of one split, or views of different parts."""
     for a, b in zip(first, second):
         if a != b:
             is_same_split = (a.op, a.args, a.kwargs) == (b.op, b.args, b.kwargs)

@@ -125,8 +125,8 @@ def trace_by_make_fx(
         node._rename("self_" if name == "self" else name)
         node.target = node.name
     module.recompile()
-    # For each shape of a batch PyTorch keeps what fake operations gave, for the life of the process: two encoder layers
-    # add 510 entries, 0.8 MiB. To forget them costs the next trace some of its speed, and no result.
+    # PyTorch caches the results of fake operations for every batch shape until the process ends: two encoder layers add
+    # 510 entries, 0.8 MiB. Without the cache the next trace is slower, with the same result.
     if len(FakeTensorMode.cache) > _MOST_FAKE_RESULTS:
         FakeTensorMode.cache_clear()
     return FxTrace(module, *results, values_read)
@@ -213,7 +213,7 @@ def _complete_fake_rules() -> torch.library.Library:
     """Give operations rules for fake tensors that PyTorch lacks.
 
     Without one, PyTorch runs a fused optimizer on zeros as large as the model, and refuses ctc_loss. Its rule for
-    recurrent layers of oneDNN gives them an empty workspace, which would cost nothing.
+    oneDNN's recurrent layers returns an empty workspace, so plans would not count its memory.
     """
     # It is returned, because its kernels go when it is freed.
     library = torch.library.Library("aten", "IMPL")
@@ -242,7 +242,7 @@ def _recurrent_layer(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The types of the results of `mkldnn_rnn_layer`, with the workspace that it saves for backward.
 
-    That holds 15.3 to 15.7 numbers in fp32 for each element of the output, as measured for 128 to 256 hidden values.
+    The workspace has 15.3 to 15.7 fp32 numbers for each element of the output, measured with 128 to 256 hidden values.
     """
     *_, hidden, cell, _, _, _, size, _, _, _, _, train = args
     output = x.new_empty(*x.shape[:2], size)

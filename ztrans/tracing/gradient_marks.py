@@ -49,7 +49,7 @@ def backward(
 ) -> None:
     """`loss.backward(gradient)` or `torch.autograd.backward(losses, grad_tensors)`: add the gradients to `.grad`.
 
-    The hooks of leaves are code of the step, such as an optimizer that steps in them, and run in `mode` as it does.
+    The hooks of leaves belong to the step (an optimizer may step in them), so they run in `mode` too.
     """
     losses = _listed(loss)
     seeds = gradient if grad_tensors is None else grad_tensors

@@ -1,10 +1,11 @@
-"""The values of tensors that no call of a step changes, computed while the step is traced.
+"""The values of tensors that are the same in every call of a step, computed while the step is traced.
 
-Code may read such a value: `nn.TransformerEncoder` asks whether a mask is causal, and a model asks how long a table of
-its own is. The trace has recorded what computes it, so these operations run here, once, on tensors with values.
+A step may read such a value: `nn.TransformerEncoder` asks whether a mask is causal, and a model asks how long a table
+of its own is. The trace has recorded the operations that compute it, so they run here, once, on tensors with values.
 
-They may start from literals and shapes, and from inputs whose values are known: the tensors of a lifted module. A
-program that has read one is for these values alone. So it may not change them, and a call with others is refused.
+They may start from literals and shapes, and from inputs whose values are known: the tensors of a lifted module. If the
+trace reads such an input, the program is valid for its value only: the step may not change it, and a call with another
+value is refused.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -28,12 +29,13 @@ from ..ir.nested import tensors_in
 from ..ir.op_facts import draws, is_written
 from ..ir.source import Source
 
-# The last copy of a tensor of a module that a trace has made. A step may have 64 programs, and a mask many megabytes.
+# The last copy of each module tensor that a trace has read. All programs of a step, up to 64, share it, because a mask
+# may have many megabytes.
 _copies = WeakIdKeyDictionary()
 
 
 class KnownInputs:
-    """The inputs of a step whose values are known, and what its trace has read of them.
+    """The inputs of a step whose values are known, and the inputs that its trace has read.
 
     Args:
         values: their values, by position among the inputs.
@@ -60,7 +62,7 @@ class KnownInputs:
 
 
 def _copy_of(x: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor, on the CPU: the last one if nothing has changed since."""
+    """A copy of a tensor on the CPU: the last one, unless the tensor has changed since."""
     copy = _copies.get(x)
     if copy is None or copy.shape != x.shape or not have_equal_bits(copy, x):
         copy = _copies[x] = x.detach().to("cpu", copy=True)
@@ -70,9 +72,9 @@ def _copy_of(x: torch.Tensor) -> torch.Tensor:
 def result_of_known(
     op: Any, args: Sequence[Any], kwargs: dict[str, Any], inputs: KnownInputs, line: Source | None
 ) -> Any:
-    """The result of an operation on values, or None if one of its tensors depends on an input of unknown value.
+    """The result of an operation on known values; None if an argument depends on an input of unknown value.
 
-    All tensors among the arguments are tensors of the trace that is under way.
+    All tensor arguments belong to the current trace.
     """
     mode: Any = get_proxy_mode()
     tracer = mode.tracer
@@ -91,7 +93,7 @@ def result_of_known(
             if node not in needed:
                 continue
             if node in inputs:
-                # A write of the step must not reach the value that a call is compared with.
+                # A clone: the step may write to it, and calls are compared with the value as it was.
                 values[node] = inputs.value(node, line).clone()
             else:
                 values[node] = _computed(node, tracer.root, values)
@@ -104,7 +106,7 @@ def result_of_known(
 def _needed(graph: fx.Graph, nodes: Iterable[fx.Node], inputs: KnownInputs) -> set[fx.Node] | None:
     """The nodes that compute the values of `nodes`, or None if these depend on another input, a draw or other ranks.
 
-    What has written into the memory of one of them, through whatever view, is one of them too.
+    A node that writes into the memory of one of them, through any view, is one of them too.
     """
     writers = [(node, _storages(_written(node))) for node in graph.nodes if _written(node)]
     needed: set[fx.Node] = set()
@@ -150,7 +152,7 @@ def _computed(node: fx.Node, root: Any, values: dict[fx.Node, Any]) -> Any:
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
-    """The arguments of a node into which it writes."""
+    """The arguments that a node writes into."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     written: list[fx.Node] = []

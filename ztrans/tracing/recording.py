@@ -26,7 +26,7 @@ class Recording:
     Attributes:
         graph: the program as written.
         fx: the FX graph that make_fx has traced. It takes the inputs of `graph`, and returns the tensors among its
-            outputs. The programs that a step keeps do not have it: it takes half of their memory.
+            outputs. None in the cache of a step, because it takes half of the memory of a program.
         out_tree: the tree of what the step returns.
         signature: what the step was traced for.
         function: the function of the step.
@@ -69,8 +69,8 @@ class Recording:
     def local_inputs(self, call: BoundCall) -> Inputs:
         """The inputs of the program in a call that fits, and this rank's part of each as a tensor.
 
-        Raises: TypeError for an input that the step divides in another way; ValueError for a leaf without the value
-            that the step has read while it was traced.
+        Raises: TypeError for an input that the step divides in another way; ValueError for a leaf whose value differs
+            from the one that the step read while it was traced.
         """
         signature = self.signature
         leaves = pytree.tree_leaves(call.tree())
@@ -105,7 +105,7 @@ class Recording:
 
 
 def _other_value(name: str, path: str, source: Source | None) -> ValueError:
-    """A state in which a leaf has another value than the module had when the step was traced."""
+    """The error of a leaf whose value differs from the one that the trace read."""
     return ValueError(
         f"{name}: {path} has other values than it had when the step was traced, which read them.\n"
         f"  at {where(source)}\n"

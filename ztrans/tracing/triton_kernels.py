@@ -35,9 +35,9 @@ from ..ir.triton_launch import Launch, has_tuning_wrappers, unwrapped
 from .errors import writes_nothing
 from .functionalize import Builder
 
-# What the names of operations that write contain.
+# Every operation that writes has one of these in its name.
 _WRITES = ("store", "atomic_")
-# The statements of a kernel whose names are followed. Any other one may bind names in ways that nobody follows.
+# The statements whose assignments are analysed. Any other statement of a kernel may bind names in unknown ways.
 _STATEMENTS = (
     *(ast.Assign, ast.AugAssign, ast.AnnAssign, ast.For, ast.While, ast.If, ast.Expr, ast.Return),
     *(ast.Pass, ast.Break, ast.Continue, ast.Assert),
@@ -147,9 +147,9 @@ def _binds_otherwise(tree: ast.Module) -> bool:
 
 
 def _assignments(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """What the source binds, and the values: by assignments, loops and comprehensions.
+    """The targets and values of the assignments, loops and comprehensions of a source.
 
-    Those of `a, b = x, y` are two pairs.
+    `a, b = x, y` gives two pairs.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
@@ -209,7 +209,7 @@ def _stored_to(call: ast.Call, scope: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_true(flag: ast.expr | None) -> bool:
-    """Whether an argument is written as a constant that is true."""
+    """Whether an argument is a constant that is true."""
     return isinstance(flag, ast.Constant) and bool(flag.value)
 
 

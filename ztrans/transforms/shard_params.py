@@ -78,8 +78,8 @@ def shard_params(
         dim: `dim(path, leaf)` is the dim along which a state leaf is cut, or None for 0, as by default. It must be the
             same for a parameter and the state of its optimizer, or the update changes the layout of one of them.
         replicate_axis: a second axis over which shards are replicated and gradients all-reduced (HSDP).
-        independent_axis: an axis of the mesh, or several, whose ranks train apart on purpose, each on a state of its
-            own. Without it, an axis over which a step reduces nothing is a warning.
+        independent_axis: an axis of the mesh, or several, along which ranks train separate models on purpose. Any other
+            axis over which a step reduces nothing is a warning.
         reduce_dtype: the dtype in which real gradients are sent, which changes results; by default their own. Complex
             gradients are sent in their own dtype. Between hosts, sums of half-precision gradients are sent in fp32,
             unless this is half precision.
@@ -244,7 +244,7 @@ class ShardParams(Transform):
         # From stage 2 on each micro-batch reduces its own gradients, so that they need the memory of shards only.
         if self.stage <= 1:
             plain = reduce_once(plain)
-        self._warn_of_ranks_apart(plain, axes)
+        self._warn_of_unreduced_axes(plain, axes)
         _warn_of_psum_quotients(plain, axes.all)
         return dce(shard_program(plain, self))
 
@@ -260,25 +260,25 @@ class ShardParams(Transform):
                     f"Use the number of ranks that a host has on this axis, or 'auto'."
                 )
 
-    def _warn_of_ranks_apart(self, graph: Graph, axes: LeafAxes) -> None:
-        """Warn of an axis of the mesh over which nothing is reduced: its ranks train apart, each on its own batches."""
-        apart = {axis for axis, size in graph.mesh if size > 1} - {*axes.all}
-        apart -= {*members_of(_as_tuple(self.independent_axis or ()))}
+    def _warn_of_unreduced_axes(self, graph: Graph, axes: LeafAxes) -> None:
+        """Warn of an axis of the mesh over which nothing is reduced: each rank along it trains a model of its own."""
+        unreduced = {axis for axis, size in graph.mesh if size > 1} - {*axes.all}
+        unreduced -= {*members_of(_as_tuple(self.independent_axis or ()))}
         for e in graph.eqns:
             axis = rules(e).axis(e) if is_user_start(e) else None  # of tensor or expert parallelism
             if axis is not None:
-                # A group that is no axis may join ranks along any.
-                apart -= {*members(axis)} if axis in graph.axes else apart
+                # A group that is not an axis of the mesh may join ranks along any axis.
+                unreduced -= {*members(axis)} if axis in graph.axes else unreduced
         is_trained = not depending(graph.eqns, graph.batch).isdisjoint(
             variables(graph.outputs[: graph.num_state])
         )
-        if apart and is_trained:
-            names = " and ".join(repr(axis) for axis, _ in graph.mesh if axis in apart)
+        if unreduced and is_trained:
+            names = " and ".join(repr(axis) for axis, _ in graph.mesh if axis in unreduced)
             warnings.warn(
                 f"shard_params: {graph.name} reduces nothing over {names}, so the ranks along it train apart, and "
                 f"their states differ after the first step.\n"
-                f"To train one model, replicate it: replicate_axis={min(apart)!r}; or shard over more axes: "
-                f"axis=(...). If several models are meant: independent_axis={min(apart)!r}.",
+                f"To train one model, replicate it: replicate_axis={min(unreduced)!r}; or shard over more axes: "
+                f"axis=(...). If several models are meant: independent_axis={min(unreduced)!r}.",
                 stacklevel=2,
             )
 

@@ -57,7 +57,7 @@ def test_a_checkpoint_that_was_renamed_is_not_deleted(tmp_path):
 def test_other_files_are_not_deleted(tmp_path):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "notes").write_text("keep")
-    assert "runs exists and is no checkpoint; choose a new name" in refused(tmp_path / "runs")
+    assert "runs exists and is not a checkpoint; choose a new name" in refused(tmp_path / "runs")
     (tmp_path / "file").write_text("keep")
     assert "file is a file; choose a new name" in refused(tmp_path / "file")
     zt.save(tmp_path / "run", state(1.0)).result()
@@ -227,7 +227,7 @@ def test_dtypes_of_one_kind_and_wider_kinds_are_converted(tmp_path):
 def test_a_whole_number_that_does_not_fit_is_refused(tmp_path, saved, dtype):
     """A copy into the narrower dtype would drop its upper bits."""
     zt.save(tmp_path / "run", {"w": saved}).result()
-    with pytest.raises(ValueError, match=r"load: w has whole numbers from .*(?s:.*)Give `like`"):
+    with pytest.raises(ValueError, match=r"load: w has integers from .*(?s:.*)Give `like`"):
         zt.load(tmp_path / "run", {"w": torch.zeros(len(saved), dtype=dtype)}, lambda x: x)
 
 

@@ -162,7 +162,7 @@ def test_leaves_that_are_no_tensors_are_refused(tmp_path):
 
 def test_a_missing_checkpoint_is_an_error(tmp_path):
     with pytest.raises(
-        FileNotFoundError, match=r"load: .*a is no checkpoint.\nzt.save writes one."
+        FileNotFoundError, match=r"load: .*a is not a checkpoint.\nzt.save writes one."
     ):
         zt.load(tmp_path / "a", {}, lambda state: state)
     (tmp_path / "a.ztrans-01234567.partial").mkdir()

@@ -132,7 +132,7 @@ def test_a_save_that_one_rank_cannot_begin_or_end_fails_on_all_and_harms_no_late
         flipped = rank.reports["flipped"]
         assert "__1_0.distcp is damaged: bytes " in flipped["text"]
         assert flipped["kind"] == ("ValueError" if rank is second else "RuntimeError")
-        assert "is no checkpoint" in rank.reports["absent"]["text"]
+        assert "is not a checkpoint" in rank.reports["absent"]["text"]
         text = rank.reports["load"]["text"]
         assert "load: the ranks of the mesh do not do the same" in text
         assert "\n  They have found different checkpoints:\n  rank 0 found " in text

@@ -34,7 +34,7 @@ ROUNDING = 1e-9
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """A message that is, or will be, on its way. Its `number` is that of the network, once it has been sent."""
+    """A message to send, or sent. Once it is sent, `number` identifies it in the network."""
 
     message: Message
     number: int = field(default=-1, init=False)
@@ -112,8 +112,8 @@ def place_choice(loads: Loads, choice: Choice, most_seconds: float = NEVER) -> P
         return None
 
 
-# What happens at one place, in this order, which is that of `tape`. Messages that no schedule places are operations of
-# the program: they are sent by the operation before the place, and waited for by the one after it.
+# What happens at one place, in the order of `tape`. Messages that no schedule places are operations of the program:
+# they are sent by the operation before the place, and waited for by the one after it.
 (
     _ARRIVE,
     _SEND_FIXED,
@@ -515,7 +515,7 @@ class _Simulation:
             self._check_at(first_wait, reduction)
 
     def _update(self, _: None, place: int) -> None:
-        """Run the updates that can run here, as those that are released here."""
+        """Run the updates that can run here, also the updates that are released here."""
         self.clock += self.updates.seconds(place)
 
     def _wait(self, first: ReductionInFlight, place: int) -> None:
@@ -523,15 +523,15 @@ class _Simulation:
         needed = [first]
         while self.agenda and self.agenda[0][:2] == (place, _WAIT):
             needed.append(heapq.heappop(self.agenda)[3])
-        # Some have made way for others.
+        # Some were waited for already, to make way for others.
         self._wait_in_order(deque(each for each in needed if not each.is_received), place)
 
     def _wait_in_order(self, reductions: deque[ReductionInFlight], place: int) -> None:
         """Wait for reductions in the order of their starts, and run the updates that follow.
 
-        Updates that can run do so before a second reduction is sent, after the last wait, and where compute would stand
-        still, if that hides more than it costs to make launches twice. A plan says of a reduction whether updates run
-        right after it. So what does not run at the first stall runs after the next reduction.
+        Updates run before a second reduction is sent, after the last wait, and where compute would stall, if that hides
+        more than the additional launches cost. A plan says of each reduction whether updates run right after it, so
+        updates that do not run at a stall run after the next reduction.
         """
         waited_for: list[ReductionInFlight] = []
         while reductions:
@@ -580,9 +580,9 @@ class _Simulation:
         return hidden >= shared
 
     def _check_seconds(self, place: int) -> None:
-        """Give up if the step takes too long.
+        """Reject the schedule if the step takes too long, or will.
 
-        It does if a link was idle for too long, because the last of its messages will be waited for too late.
+        It will if a link was idle for so long that its last message arrives too late.
 
         Raises: Rejected
         """
@@ -618,7 +618,7 @@ class _Simulation:
             self._send_second(load, load.second, place)
 
     def _update_together(self, waited_for: list[ReductionInFlight], place: int) -> None:
-        """Run the updates that can run after these reductions, all of which but the last say so with `with_next`."""
+        """Run the updates that can run after these reductions, and mark all reductions but the last `with_next`."""
         if not waited_for:
             return
         updates = self.updates.run(place)

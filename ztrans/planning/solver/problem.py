@@ -193,7 +193,7 @@ class Lever:
     Attributes:
         name: its name in a plan.
         drops: the gather that is not sent.
-        buffer: the earlier value, or a part of it, while it is kept for that gather. None if no further byte is live.
+        buffer: the earlier value, or a part of it, while it is kept for that gather. None if it is live anyway.
         sends: if only a part is kept, the gather among neighbours that is sent instead.
         copied_at, copy_seconds: where compute copies the part, right before the operation there, and for how long.
     """
@@ -218,7 +218,8 @@ class Problem:
     An operation whose compute is among the `updates` takes no seconds.
 
     Attributes:
-        seconds, matmul: by operation, its seconds, and how many matrix products, or what takes as long as one, it has.
+        seconds: by operation, its seconds.
+        matmul: by operation, the number of matrix products in it, and of operations that take as long as one.
         live, live_at_places: bytes that are live in every schedule: by operation, and by place, if they are known.
         gathers, reductions: in order of use, and in order of birth.
         memory: bytes that may be live.

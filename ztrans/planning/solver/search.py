@@ -281,8 +281,8 @@ def _merged(buckets: Sequence[MemberIndices], firsts: set[int]) -> list[MemberIn
     return merged
 
 
-# The results of the last problems by their digests, for a step that is decorated again, as in a notebook, and for equal
-# problems of several variants of a step. They are numbers: neither programs nor problems are kept.
+# The results of the last problems, by the digest of the problem. A step that is decorated again, as in a notebook, and
+# variants of a step with equal problems find their results here. These are numbers, and keep no program alive.
 _placed: OrderedDict[bytes, Placed] = OrderedDict()
 _MOST_PLACED = 32
 

@@ -4,8 +4,8 @@ The program that is written from a schedule has this order (`planning/realise.py
 and `place` decides in it. At a place:
 
 1. Gathers start.
-2. Reductions start. If the gradients under way are limited, the oldest that are waited for here make way first.
-3. Updates run that may run from here on.
+2. Reductions start. If the gradients under way are limited, the oldest that are waited for here are received first.
+3. Updates run that are released here.
 4. Reductions are waited for, in the order of their starts. After each, its second reduction starts, or updates run.
 5. The second reduction that is needed here is waited for, and updates run.
 6. If the bytes of gathers under way are limited, gathers start only now, because updates would run beside them.
@@ -30,7 +30,7 @@ from .problem import Bucket, Problem, Schedule
 
 
 class Kind(enum.Enum):
-    """What happens: to a bucket, or updates."""
+    """What happens to a bucket, or that updates run."""
 
     START_GATHER = enum.auto()
     WAIT_GATHER = enum.auto()
@@ -46,9 +46,9 @@ class Event(NamedTuple):
 
     Attributes:
         kind: what happens.
-        members: the gathers or reductions to which it happens, by index. A gather is waited for at its own first use,
-            which may be later than that of its bucket.
-        updates: those that run, by index, one after the other.
+        members: the indices of the gathers or reductions of the event. A gather is waited for at its own first use,
+            which may be later than the first use of its bucket.
+        updates: the updates that run, by index, one after the other.
     """
 
     kind: Kind
@@ -62,13 +62,13 @@ Tape = dict[int, list[Event]]  # by place; nothing happens at the others
 def tape(problem: Problem, schedule: Schedule) -> Tape:
     """What happens at each place of a schedule, in order.
 
-    The updates that never run here need no reduction that is waited for. They stay where they are in the program.
+    Updates that need none of the reductions are not on the tape: they stay where they are in the program.
     """
     return _Writer(problem, schedule).tape()
 
 
 class _Writer:
-    """The events so far, and the reductions that are under way after them."""
+    """Writes a tape. It knows the reductions that are under way after the events so far."""
 
     def __init__(self, problem: Problem, schedule: Schedule) -> None:
         self.problem = problem
@@ -111,14 +111,14 @@ class _Writer:
             self._update(place)
         for bucket in waits:
             self._wait(bucket, place)
-        # In a plan that was edited, the last bucket may run its updates with the next.
+        # In an edited plan, the last bucket may be marked `with_next`, though no other bucket follows.
         self._update(place)
         for bucket in self.second_under_way.needed(place):
             self._wait_second(bucket)
             self._update(place)
 
     def _gather_waits(self) -> dict[int, list[Event]]:
-        """By place, the waits for gathers: for each bucket, those of its members that are first used there."""
+        """By place, the waits for gathers: one for the members of each bucket that are first used there."""
         waits: dict[int, list[Event]] = {}
         for bucket in self.schedule.gathers:
             by_use = grouped((self.problem.gathers[i].use, i) for i in bucket.members)

@@ -78,8 +78,8 @@ def check_replaceable(target: Path) -> None:
         )
     names = sorted(file.name for file in target.iterdir())
     if names and _INDEX not in names:
-        raise FileExistsError(f"{target} exists and is no checkpoint; choose a new name")
-    others = [name for name in names if not _is_of_a_save(name)]
+        raise FileExistsError(f"{target} exists and is not a checkpoint; choose a new name")
+    others = [name for name in names if not _is_written_by_save(name)]
     if others:
         raise FileExistsError(
             f"{target} has other files than those of a checkpoint, such as {others[0]}, which a save would delete; "
@@ -88,7 +88,7 @@ def check_replaceable(target: Path) -> None:
 
 
 def make(folder: Path) -> None:
-    """Make the folder that a save fills, after deleting those that saves to the same path have left unfinished."""
+    """Make the folder that a save fills. Unfinished folders of earlier saves to the same path are deleted first."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     target = folder.with_name(folder.name.rsplit(".ztrans-", 1)[0])
     for unfinished in _siblings(target, "partial"):
@@ -104,7 +104,8 @@ def delete(folder: Path) -> None:
         with contextlib.suppress(OSError):
             folder.rmdir()
         return
-    # If the process is killed in between, what is left is no checkpoint, and has the marker until it is empty.
+    # The index goes first, and the marker last: if the process is killed in between, the rest is not a checkpoint, and
+    # can still be deleted.
     for path in sorted(
         folder.iterdir(), key=lambda path: (path.name == _MARKER, path.name != _INDEX)
     ):
@@ -115,7 +116,7 @@ def delete(folder: Path) -> None:
 
 
 def replace(target: Path, folder: Path) -> None:
-    """Let a complete folder, beside the checkpoint `target`, take its name. The checkpoint before is deleted."""
+    """Rename a complete folder to `target`, which is beside it. The checkpoint that had this name is deleted."""
     _sync(folder)
     if is_checkpoint(target):
         for old in _siblings(target, "old"):
@@ -131,18 +132,18 @@ def replace(target: Path, folder: Path) -> None:
 
 
 def write_checksums(folder: Path, checksums: Checksums) -> None:
-    """Keep the checksums of the files of a folder in its marker; that of the index is added."""
+    """Write the checksums of the files of a folder, and of its index, into its marker."""
     index = index_of(folder)
     size = index.stat().st_size
     with index.open("rb") as file:
-        of_index = checksum(file, 0, size)
-    _write_marker(folder, {**checksums, _INDEX: [(0, size, of_index)]})
+        checksum_of_index = checksum(file, 0, size)
+    _write_marker(folder, {**checksums, _INDEX: [(0, size, checksum_of_index)]})
 
 
 def read_checksums(folder: Path) -> Checksums:
     """The checksums of a folder; none if torch.distributed.checkpoint alone wrote it.
 
-    Raises: Damaged if the file that has them is.
+    Raises: Damaged if the marker, which has them, is damaged.
     """
     marker = folder / _MARKER
     if not marker.exists():
@@ -154,10 +155,10 @@ def read_checksums(folder: Path) -> Checksums:
 
 
 def checksum(file: io.BufferedReader, offset: int, length: int) -> int:
-    """The CRC-32 of a part of a file, or of what there is of it.
+    """The CRC-32 of a part of a file, or of less if the file ends earlier.
 
-    zlib computes 2.3 GB/s on one core of an EPYC, where SHA-256 has 1.4, with the CPU's own instructions for it, and
-    BLAKE2b 0.7. The checksum finds damage; it does not protect against an attacker.
+    On one core of an EPYC, zlib computes 2.3 GB/s, SHA-256 1.4 with the CPU's own instructions, and BLAKE2b 0.7. The
+    checksum finds damage; it does not protect against an attacker.
     """
     file.seek(offset)
     buffer = memoryview(bytearray(min(length, _CHUNK)))
@@ -182,11 +183,11 @@ def check_file(
     records = checksums[name]
     if not path.is_file():
         raise Damaged(f"{path} is missing.")
-    size = max(offset + length for offset, length, _ in records)
+    written_size = max(offset + length for offset, length, _ in records)
     with path.open("rb") as file:
-        found = os.fstat(file.fileno()).st_size
-        if found != size:
-            raise Damaged(f"{path} has {found} bytes, and {size} were written.")
+        size = os.fstat(file.fileno()).st_size
+        if size != written_size:
+            raise Damaged(f"{path} has {size} bytes, and {written_size} were written.")
         for offset, length, expected in records:
             is_asked = offsets is None or offset in offsets
             if is_asked and checksum(file, offset, length) != expected:
@@ -203,7 +204,7 @@ def _siblings(target: Path, kind: str) -> list[Path]:
     return sorted(path for path in target.parent.iterdir() if pattern.fullmatch(path.name))
 
 
-def _is_of_a_save(name: str) -> bool:
+def _is_written_by_save(name: str) -> bool:
     return name in (_INDEX, _MARKER) or name.endswith(".distcp")
 
 

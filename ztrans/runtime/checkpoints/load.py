@@ -35,8 +35,8 @@ def load(path: str | os.PathLike[str], like: State, step: Callable) -> State:
 
     It waits for a save that runs, and all ranks read the same checkpoint. The number of ranks, the mesh, the axis and
     the stage may differ from those with which it was saved. Each rank reads its own parts only, and compares them with
-    the checksums that `zt.save` stored. Values are converted to the dtypes of `like`. What the checkpoint has besides
-    is not read.
+    the checksums that `zt.save` stored. Values are converted to the dtypes of `like`. Other leaves of the checkpoint
+    are not read.
 
     Args:
         path: what `zt.save` or `torch.distributed.checkpoint` has written.
@@ -78,7 +78,7 @@ def load(path: str | os.PathLike[str], like: State, step: Callable) -> State:
 
 
 class _Checkpoint:
-    """A checkpoint to read: the kinds of its tensors by name, and their values; `digest` differs for each save."""
+    """A checkpoint to read. `kinds` has the shape and dtype of each tensor by name; `digest` differs for each save."""
 
     def __init__(self, path: Path) -> None:
         index = folder.index_of(path)
@@ -94,13 +94,13 @@ class _Checkpoint:
     def fill(self, parts: Mapping[str, torch.Tensor]) -> None:
         """Read this rank's part of each tensor in place. Nothing is communicated.
 
-        Raises: ValueError for a whole number that does not fit into the dtype of its part.
+        Raises: ValueError for an integer that does not fit into the dtype of its part.
         """
         # A copy into a narrower dtype would drop the upper bits, so such parts are read in the dtype of the file first.
         as_saved = dict(parts)
         for name, part in parts.items():
             saved = self.kinds[name][1]
-            if _is_whole(saved) and _is_whole(part.dtype) and saved != part.dtype:
+            if _is_integral(saved) and _is_integral(part.dtype) and saved != part.dtype:
                 as_saved[name] = torch.empty_like(part, dtype=saved)
         self._read(as_saved)
         for name, part in parts.items():
@@ -118,7 +118,7 @@ class _Checkpoint:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads a checkpoint, and compares what it reads with the checksums of `save`. One of DCP itself has none."""
+    """Reads a checkpoint, and compares each record with its checksum. Checkpoints that DCP itself wrote have none."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -168,9 +168,9 @@ def _agreed_checkpoint(
 
 @contextlib.contextmanager
 def _failing_together(mesh: DeviceMesh | None) -> Iterator[None]:
-    """Do a part of a load. All ranks raise if one fails, and none goes on alone.
+    """Run a part of a load. If it fails on one rank, all ranks raise.
 
-    Raises: the error of this rank; otherwise RuntimeError with that of another one.
+    Raises: the error of this rank; otherwise RuntimeError with the error of another one.
     """
     mine = None
     try:
@@ -228,7 +228,7 @@ def _complete_folder(path: Path) -> Path:
         )
     begun = " The first save to it has failed, was killed, or runs in another program."
     raise FileNotFoundError(
-        f"load: {path} is no checkpoint.{begun if folder.has_unfinished(path) else ''}\nzt.save writes one."
+        f"load: {path} is not a checkpoint.{begun if folder.has_unfinished(path) else ''}\nzt.save writes one."
     )
 
 
@@ -260,21 +260,20 @@ def _check_fits(
             )
 
 
-def _is_whole(dtype: torch.dtype) -> bool:
-    """Whether the values of a dtype are whole numbers."""
+def _is_integral(dtype: torch.dtype) -> bool:
+    """Whether the values of a dtype are integers."""
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def _check_range(name: str, values: torch.Tensor, dtype: torch.dtype) -> None:
-    """Raises: ValueError if one of the whole numbers does not fit into a dtype."""
+    """Raises: ValueError if one of these integers does not fit into a dtype."""
     local = values.to_local() if isinstance(values, DTensor) else values
     # Torch has no minimum of unsigned dtypes wider than a byte.
     array = local.cpu().numpy()
     limits = torch.iinfo(dtype)
     if array.size and not limits.min <= int(array.min()) <= int(array.max()) <= limits.max:
         raise ValueError(
-            f"load: {name} has whole numbers from {array.min()} to {array.max()}, and {dtype} in the state cannot hold "
-            f"them.\n"
+            f"load: {name} has integers from {array.min()} to {array.max()}, which {dtype} in the state cannot hold.\n"
             f"Give `like` a leaf of {values.dtype}, and convert it after the load."
         )
 

@@ -55,7 +55,7 @@ def save(path: str | os.PathLike[str], state: Any) -> Future[Path]:
         state: a pytree of DTensors, tensors and numbers, as the state of a step is.
 
     Returns: A future; its `result()` waits until the checkpoint is complete, and is its absolute path. If the save
-        fails, it raises RuntimeError, and the logger "ztrans" tells so at once.
+        fails, it raises RuntimeError, and the logger "ztrans" logs an error at once.
 
     Raises: ValueError if `path` has the name of a file of an ordinary model; TypeError if a leaf is neither a tensor
         nor a number; RuntimeError if the state is half updated, the ranks do not all call it with one path, or copies
@@ -203,8 +203,8 @@ def _sentence(error: BaseException) -> str:
 
 
 @dataclass(frozen=True)
-class _Written(WriteResult):
-    """What a rank says of a record that it has written; DCP sends these to the first rank."""
+class _WrittenRecord(WriteResult):
+    """The place and the checksum of a record that a rank has written; DCP sends these to the first rank."""
 
     checksum: int
 
@@ -253,7 +253,7 @@ class FolderWriter(dcp.FileSystemWriter):
             raise
 
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
-        """Leave the new folder to the first rank. What is raised here, all ranks raise."""
+        """Let the first rank make the new folder. An error that is raised here is raised on all ranks."""
         if self._obstacle is not None:
             raise self._obstacle
         return plan
@@ -271,14 +271,15 @@ class FolderWriter(dcp.FileSystemWriter):
             raise FileNotFoundError(
                 f"{self.unfinished}, which the first rank has made, is not on a file system of all ranks"
             )
-        written = super().write_data(plan, planner).wait()
+        written_records = super().write_data(plan, planner).wait()
         results = []
-        for name, records in grouped((x.storage_data.relative_path, x) for x in written).items():
+        by_file = grouped((x.storage_data.relative_path, x) for x in written_records)
+        for name, records in by_file.items():
             with (self.unfinished / name).open("rb") as file:
                 for x in records:
                     crc = folder.checksum(file, x.storage_data.offset, x.storage_data.length)
-                    results.append(_Written(x.index, x.size_in_bytes, x.storage_data, crc))
-        future: torch.futures.Future[list[_Written]] = torch.futures.Future()
+                    results.append(_WrittenRecord(x.index, x.size_in_bytes, x.storage_data, crc))
+        future: torch.futures.Future[list[_WrittenRecord]] = torch.futures.Future()
         future.set_result(results)
         return future
 
@@ -292,9 +293,9 @@ class FolderWriter(dcp.FileSystemWriter):
         folder.write_checksums(self.unfinished, checksums)
 
     def _check_files(self, rank: int, ranks: int) -> None:
-        """Check this rank's share of all files: those that the next rank has written, and a few more.
+        """Check this rank's share of all files: the files that the next rank has written, and a few more.
 
-        Raises: Damaged if one is not in the folder, as this rank sees it, with the bytes that were written.
+        Raises: Damaged if a file that this rank reads is missing, or has other bytes than were written.
         """
         checksums = folder.read_checksums(self.unfinished)
         for name in list(checksums)[(rank + 1) % ranks :: ranks]:
@@ -310,7 +311,7 @@ class FolderWriter(dcp.FileSystemWriter):
 
 
 def _on_all_ranks(name: str, call: Callable[[], object], group: dist.ProcessGroup) -> None:
-    """Make a call, and wait until all ranks have made it.
+    """Run `call`, and wait until all ranks have run it.
 
     Raises: CheckpointException on all ranks if one has failed.
     """

@@ -13,14 +13,14 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-INSIDE = " inside hosts"  # the end of the purpose of a channel for the first level of hierarchical reductions
+INSIDE = " inside hosts"  # the purpose of a channel for the first level of hierarchical reductions ends so
 
 
 def connect(group: dist.ProcessGroup, purpose: str, hosts: int) -> None:
-    """Send a tiny message of each kind that a channel on so many hosts will carry. All of its ranks call it.
+    """Send a tiny message of each kind that a channel on `hosts` hosts will carry. All of its ranks must call it.
 
-    A connection to each peer takes memory, so an all_to_all goes to those ranks alone that get parts of terms: of all
-    ranks on one host; in a hierarchical reduction of those of this host, then of those in the same place on each host.
+    The connection to each peer takes memory, so an all_to_all connects only the ranks that will exchange terms: all
+    ranks on one host; in a hierarchical reduction the ranks of this host, and those at the same place on each host.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     size = group.size()
@@ -45,7 +45,7 @@ def connect(group: dist.ProcessGroup, purpose: str, hosts: int) -> None:
 
 
 def usable_bytes() -> int:
-    """The bytes of the current GPU that PyTorch has or can get: without CUDA's context, NCCL, and other processes."""
+    """The bytes that PyTorch holds or can get on the current GPU, without CUDA's context, NCCL, and other processes."""
     free, _ = torch.cuda.mem_get_info()
     return free + torch.cuda.memory_reserved()
 

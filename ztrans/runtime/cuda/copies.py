@@ -1,8 +1,8 @@
 """Messages through symmetric memory that copy engines carry: gathers, and the exchange of the terms of a reduction.
 
-A rank writes pieces of its messages to its buffer, and meets the other ranks. They copy from there what is for them,
-and meet again, so that the next pieces may overwrite these. Apart from the two barriers no kernel runs. All messages
-are cut alike on all ranks, whatever their size: as many pieces as the buffer has room for are copied at once.
+Each rank writes pieces of its messages to its buffer. After a barrier, the other ranks copy their bytes from there.
+After another barrier, the next pieces may overwrite these. Apart from the two barriers no kernel runs. All ranks cut
+messages of any size alike: as many pieces as the buffer has room for are copied at once.
 
     gather      a rank writes its part, and copies the parts of all others
     exchange    a rank writes a row for each other rank, and copies the rows that the others have written for it
@@ -35,7 +35,7 @@ def gather_by_copies(
     send_buffers: Sequence[torch.Tensor],
     spins: int,
 ) -> None:
-    """Copy the parts of all ranks into `received`, which has a row for each rank; that of this rank may be there."""
+    """Copy the parts of all ranks into `received`, which has a row for each rank. This rank's part may be there."""
     pieces = []
     for into, send_buffer in zip(received, send_buffers):
         part = _as_bytes(send_buffer)
@@ -83,7 +83,7 @@ def _copy(memory: ops.Symmetric, pieces: Sequence[Piece], spins: int) -> None:
 
 
 def _peers(memory: ops.Symmetric) -> Iterator[tuple[int, int]]:
-    """The other ranks in steps: the one that this rank copies from, and the one that then copies from it.
+    """For each step, the rank from which this rank copies, and the rank that copies from this one.
 
     In each step every rank copies from another one.
     """
@@ -92,7 +92,7 @@ def _peers(memory: ops.Symmetric) -> Iterator[tuple[int, int]]:
 
 
 def _cuts(nbytes: int, memory: ops.Symmetric) -> list[slice]:
-    """Cuts of so many bytes for each of which the buffer has room."""
+    """Slices of a message of so many bytes, each of which fits into the buffer."""
     room = len(memory.mine)
     return [slice(start, min(start + room, nbytes)) for start in range(0, nbytes, room)]
 

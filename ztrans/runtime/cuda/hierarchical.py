@@ -1,4 +1,4 @@
-"""Hierarchical reductions: terms are reduced inside each host, and then what the hosts have is reduced.
+"""Hierarchical reductions: terms are reduced inside each host, and the results of the hosts are reduced then.
 
 Each level has a communicator and a lane of its own. So the first level of a message, over the links inside a host, runs
 while the second level of the message before it, over those between hosts, is under way:
@@ -45,17 +45,21 @@ class HierarchicalStart(StreamedStart):
     def _send_buffers_of(
         self, ks: list[int], terms: Sequence[torch.Tensor]
     ) -> tuple[Sequence[torch.Tensor], Callable[[], object]]:
-        """One send buffer, or one for each member if the storage of some terms is sent."""
-        kept = [self._is_sent_as_it_is(k, term) for k, term in zip(ks, terms)]
-        if not any(kept):
+        """One send buffer, or one for each member if some terms are sent without a copy."""
+        is_term_sent = [self._is_sent_as_it_is(k, term) for k, term in zip(ks, terms)]
+        if not any(is_term_sent):
             return super()._send_buffers_of(ks, terms)
-        rows = [term.movedim(self.dim, 0) for term, is_kept in zip(terms, kept) if not is_kept]
-        sizes = [self.size * self.part_sizes[k] for k, is_kept in zip(ks, kept) if not is_kept]
+        rows = []
+        sizes = []
+        for k, term, is_sent in zip(ks, terms, is_term_sent):
+            if not is_sent:
+                rows.append(term.movedim(self.dim, 0))
+                sizes.append(self.size * self.part_sizes[k])
         packed = terms[0].new_empty(sum(sizes), dtype=self.wire)
-        each_packed = iter(packed.split(sizes))
-        buffers = [
-            term.view(-1) if is_kept else next(each_packed) for term, is_kept in zip(terms, kept)
-        ]
+        packed_members = iter(packed.split(sizes))
+        buffers = []
+        for term, is_sent in zip(terms, is_term_sent):
+            buffers.append(term.view(-1) if is_sent else next(packed_members))
 
         def pack() -> None:
             if rows:
@@ -66,7 +70,7 @@ class HierarchicalStart(StreamedStart):
     def _send(self, messages: Sequence[PackedMessage]) -> list[torch.Tensor]:
         (message,) = messages
         hosts = self.hosts
-        # The terms of each member, or of all of them, for the ranks of one host after another.
+        # For one host after another, the terms for its ranks in each send buffer.
         by_host = [buffer.view(hosts.count, -1) for buffer in message.send_buffers]
         terms = [rows[host] for host in range(hosts.count) for rows in by_host]
         numel = sum(map(len, terms))
@@ -90,7 +94,7 @@ class HierarchicalStart(StreamedStart):
     def _sum_inside(self, terms: list[torch.Tensor], sums: Sequence[torch.Tensor]) -> None:
         """Reduce the terms of this host for this rank, and for its peers on the other hosts.
 
-        The terms for the ranks of one host are next to each other, so those of one member are sent in place.
+        The terms for the ranks of one host are next to each other, so the terms of a single member are sent in place.
         """
         local = self.hosts.local
         first = self.rank // local * local

@@ -2,10 +2,10 @@
 
 One call sends all messages of an equation, and one launch packs each of them. A gather of a single member is received
 in the memory of its value. NCCL would round terms of half precision at every hop, and lose a NaN in a maximum of
-floats. So these are exchanged, and reduced in rank order, sums of half precision in fp32: hierarchically between hosts,
-if that sends fewer bytes (see `hierarchical`). An all_reduce of them is an exchange of the terms for each part, and a
-gather of the parts; if it is short, all ranks gather its terms. NCCL reduces all other terms. A mean is a sum that is
-then scaled.
+floats. So ranks exchange these terms and reduce them in rank order, sums of half precision in fp32. Between hosts they
+do so hierarchically, if that sends fewer bytes (see `hierarchical`). An all_reduce of such terms is an exchange of the
+terms for each part, and a gather of the parts; if it is short, all ranks gather its terms. NCCL reduces all other
+terms. A mean is a sum that is then scaled.
 
 The calls are not asynchronous to torch, so they run on the current stream, which here is the lane of the
 communicator. Torch then holds no tensors for them and uses no stream of its own, and a CUDA graph captures them like
@@ -35,7 +35,7 @@ from ..collectives import REDUCE_OPS, Future, Member, Start
 from ..process_groups import Channel
 from .streams import Done, Streams
 
-# What carries a collective. What NCCL cannot reduce is exchanged by all_to_all, or all "terms" are gathered.
+# What carries a collective. Terms that NCCL must not reduce are exchanged by all_to_all, or all "terms" are gathered.
 Way = Literal["nccl", "terms", "all_to_all", "hierarchical", "symmetric", "copied"]
 _CALLS: Mapping[Way, str] = {
     "nccl": "nccl {}",
@@ -395,21 +395,21 @@ class StreamedStart(Start):
 
 
 def rounds(nbytes: Sequence[int], room: float) -> list[slice]:
-    """Which of some buffers are sent at once: as many neighbours as have room, or one.
+    """The slices of a list of buffers that are sent at once: as many as fit into `room`, or one.
 
     >>> rounds([4, 4, 8, 2], room=8)
     [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None)]
     """
-    found: list[slice] = []
+    slices: list[slice] = []
     total = 0
     for k, size in enumerate(nbytes):
         total += size
-        if not found or total > room:
-            found.append(slice(k, k + 1))
+        if not slices or total > room:
+            slices.append(slice(k, k + 1))
             total = size
         else:
-            found[-1] = slice(found[-1].start, k + 1)
-    return found
+            slices[-1] = slice(slices[-1].start, k + 1)
+    return slices
 
 
 def all_to_all(

@@ -5,8 +5,8 @@ A kernel reads the messages of all ranks from there, directly into the final ten
 fp32 and in rank order. The kernel starts to read when the messages of all ranks are there, and ends when all ranks have
 read them, so the next message of the lane may overwrite them.
 
-Copy engines can also copy the messages of each rank from there (see `copies`), and then the terms of a reduction are
-summed as those that NCCL exchanges. So the messages take no multiprocessors from compute.
+Copy engines can also copy the messages of each rank from there (see `copies`), so that they take no multiprocessors
+from compute. The terms of a reduction are then summed like terms from NCCL.
 
 A message can go through symmetric memory, by a kernel or by copies, or by NCCL. All ranks of the mesh decide together,
 when a program is bound: they allocate a buffer, and time a message of each new kind in all ways. The fastest way
@@ -66,7 +66,8 @@ _NEARLY = 1.1  # a copied message may take so many times as long as the fastest
 _TIMES = 20  # the number of messages in a timed series
 # How often a kernel looks at a signal before it gives up, at most; an int32. How long that takes is measured.
 MOST_SPINS = (1 << 31) - 1
-_SHARE = 0.95  # of the time-out, in which a kernel waits: the process that watches acts before that
+# The share of the time-out that a kernel waits. The process that watches acts before that.
+_SHARE = 0.95
 _TIMED_SPINS = 1 << 16  # some tens of milliseconds
 _TRIAL_SPINS = 1 << 20  # about a second: in a trial all ranks send at the same time
 # Blocks of a kernel of NCCL, unless the user asks for more. Each may fill a multiprocessor.
@@ -96,14 +97,14 @@ class Times(NamedTuple):
 
 
 class MessageKind(NamedTuple):
-    """Messages for which the ranks decide once, and which they time as one of `nbytes`, a power of two.
+    """A kind of messages. The ranks decide once for it, by timing a message of `nbytes`, a power of two.
 
     A message, or the gathers that are copied together, has at most so many bytes, or is above `LARGEST_TIMED`.
 
     Attributes:
-        sums: whether ranks exchange terms, and sum up those for their part.
-        gathers: whether they gather parts: at once, or in an all_reduce those that they have summed.
-        lanes: so many lanes of a program have a kernel on a device at the same time, of symmetric memory or of NCCL.
+        sums: whether ranks exchange terms, and each sums the terms of its part.
+        gathers: whether they gather parts: their own, or in an all_reduce the parts that they have summed.
+        lanes: how many lanes of a program may have a kernel on a device at a time, of symmetric memory or of NCCL.
     """
 
     sums: bool
@@ -388,7 +389,7 @@ class _Trial:
             self.by_nccl = self.send_buffer.new_empty(part, dtype=torch.float32)
         ways = [KERNEL, COPIES] if kind.has_kernel else [COPIES]
         self.received = {way: torch.empty_like(self.by_nccl) for way in ways}
-        self.terms = torch.empty_like(self.send_buffer)  # those of a reduction that arrive
+        self.terms = torch.empty_like(self.send_buffer)  # the terms of a reduction that arrive
 
     def compile(self) -> None:
         """Compile and load the kernels, which may take some ranks longer than others wait in a trial.

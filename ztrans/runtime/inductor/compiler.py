@@ -197,8 +197,8 @@ def fused(
     metadata: Any = SimpleNamespace(static_input_indices=[], bw_donated_idxs=[*donated])
     context.fw_metadata = metadata
     # `KernelCall` checks the layouts of the arguments at its first call, so the kernel need not do so at every call.
-    # A launch waits while the GPU's queue is full. In Inductor's own launcher it keeps Python's lock meanwhile, so a
-    # signal handler, a thread that writes a checkpoint, and the one that ends this process would wait too.
+    # A launch waits while the GPU's queue is full. Inductor's own launcher holds the GIL meanwhile, so signal handlers,
+    # and the threads that write checkpoints or end this process, would wait too.
     options = {
         "deterministic": deterministic,
         "size_asserts": False,

@@ -235,14 +235,16 @@ class Walk:
     def cut_axis(self, eqn: Eqn) -> str:
         """The axis over which an equation of the update runs on parts or terms, or "" if it runs on whole values.
 
-        It is that of most arguments, and of two such axes the one of more ranks. If an argument differs over `host`, as
-        the leaves of each host do, so does the result: each host needs all of its own, so it is cut inside of hosts.
+        It is the axis over which most arguments are split, and of two such axes the one with more ranks. An axis over
+        which ranks hold other leaves is left out. If each host has leaves of its own, a host needs the whole result for
+        them, so the result is cut over the ranks inside a host.
         """
-        apart = frozenset[str]().union(*(self.varying_by_leaf.get(v, INVARIANT) for v in eqn.ins))
+        by_leaf = (self.varying_by_leaf.get(v, INVARIANT) for v in eqn.ins)
+        axes_of_own_leaves = frozenset[str]().union(*by_leaf)
         axes: list[str] = []
         for v in eqn.ins:
             for placement in self.values.value(v, eqn).layout:
-                if apart.isdisjoint(members(placement.axis)):
+                if axes_of_own_leaves.isdisjoint(members(placement.axis)):
                     axes.append(placement.axis)
         sizes = self.graph.axes
         return max(
@@ -330,10 +332,10 @@ class Walk:
             self.values.bind(out, self.values.value(x, eqn))
 
     def split_of_reduced(self, x: Var, out: Var, reduced_axes: Sequence[str]) -> Split | None:
-        """The split of the reduced value `out` of `x`; None if it is whole.
+        """The split of `out`, the reduced value of `x`; None if it is whole.
 
-        Forward, backward and the caller read whole values. A value that is cut over another axis is reduced part by
-        part.
+        Forward, backward and the caller read whole values. If `x` is cut over another axis, each part is reduced by
+        itself.
         """
         readers = self.readers.get(out, [])
         is_read_whole = any(e.region != "update" for e in readers)
@@ -346,7 +348,7 @@ class Walk:
         return split if split is not None and split.axis in reduced_axes else None
 
     def split_of_readers(self, out: Var, readers: Sequence[Eqn]) -> Split | None:
-        """The split in which the update and the new state read a value: that of the leaf which it becomes, if any."""
+        """How the update reads a value: a new leaf of the state in the split of the old one; None for a whole value."""
         graph = self.graph
         splits = {leaf.split for leaf, new in zip(self.leaves, graph.outputs) if new is out}
         if splits:
