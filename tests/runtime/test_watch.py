@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
-import subprocess
-import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import ztrans as zt
 from tests.support import watched_ranks
+from tests.support.processes import Running
 from tests.support.programs import CASES
 from tests.support.worlds import fake_mesh
 from ztrans.runtime import failure, process_groups, watch
@@ -289,16 +290,10 @@ def test_runs_that_share_a_store_have_keys_of_their_own(tmp_path):
 # ---- real processes
 
 
-def launch(scenario: str, port: int) -> list[subprocess.Popen]:
-    command = [sys.executable, watched_ranks.__file__, str(port)]
+def launch(scenario: str, port: int) -> list[Running]:
+    script = Path(watched_ranks.__file__)
     return [
-        subprocess.Popen(
-            [*command, str(rank), scenario],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
+        Running(script, (str(port), str(rank), scenario), dict(os.environ)) for rank in range(2)
     ]
 
 
@@ -310,8 +305,8 @@ def endings():
     running_ranks = {name: launch(name, store.port) for name in names}
     found = {}
     for name, ranks in running_ranks.items():
-        texts = [rank.communicate(timeout=watched_ranks.LONG) for rank in ranks]
-        found[name] = [(rank.returncode, *text) for rank, text in zip(ranks, texts)]
+        ended = [rank.end(watched_ranks.LONG) for rank in ranks]
+        found[name] = [(rank.code, rank.output, rank.errors) for rank in ended]
     return found
 
 
