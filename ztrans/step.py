@@ -41,7 +41,7 @@ from .report.progress import stage
 from .report.tracebacks import ends_at_user
 from .runtime import stop
 from .runtime.agreement import say_failure, step_of
-from .runtime.failure import check_ended, interrupts_end, quit_if_cut_off
+from .runtime.failure import check_ended, quit_if_cut_off
 from .runtime.mesh import check_runs
 from .runtime.process_groups import process_groups
 from .runtime.state import check_laid_out, copied_state, shard_state, unshard_state
@@ -517,7 +517,7 @@ class Step(Generic[P, R]):
         mesh = self._devices()
         if mesh is None:
             return copied_state(state, self.memories(state))
-        with stage(self.__name__, "shard"), interrupts_end(mesh, "shard"):
+        with stage(self.__name__, "shard"):
             return shard_state(
                 state,
                 mesh,
@@ -539,5 +539,4 @@ class Step(Generic[P, R]):
         Raises: RuntimeError if the state is half updated, or not all ranks call it.
         """
         check_ended(pytree.tree_leaves(state), "unshard")
-        with interrupts_end(self.mesh, "unshard"):
-            return unshard_state(state, self.mesh, self._chosen(axes_of, state))
+        return unshard_state(state, self.mesh, self._chosen(axes_of, state))

@@ -98,14 +98,12 @@ def different_paths(folder: Path, mesh: DeviceMesh) -> None:
 
 
 def interrupted(folder: Path, mesh: DeviceMesh) -> None:
-    """Rank 1 is interrupted while it loads a state or shards it, and before it gathers it."""
+    """Rank 1 is interrupted while it loads a state."""
     step = zt.shard_params(mesh)(lifted()[2])
     state = step.shard(lifted()[3])
     interrupt = {"side_effect": KeyboardInterrupt}
     calls = {
         "load": (lambda: zt.load(folder, state, step), mock.patch.object(load._Checkpoint, "fill", **interrupt)),
-        "shard": (lambda: step.shard(state), mock.patch("ztrans.runtime.state.agree_on_state", **interrupt)),
-        "unshard": (lambda: step.unshard(state), mock.patch("ztrans.runtime.state.agree_on_call", **interrupt)),
     }  # fmt: skip
     for call, (make, patch) in calls.items():
         step.shard(state)  # the groups open again

@@ -54,7 +54,7 @@ def test_one_process_loads_what_four_have_saved(four, folder):
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["load", "shard", "unshard"])
+@pytest.mark.parametrize("call", ["load"])
 def test_a_call_that_is_interrupted_on_one_rank_ends_on_all(four, call):
     """The others learn why, without waiting for the time-out, and load again afterwards."""
     reports = [report for report in of(four, "interrupted") if report["call"] == call]
