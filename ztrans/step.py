@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, ParamSpec, TypeVar, cast
@@ -99,7 +100,7 @@ class ProgramCache:
     """
 
     def __init__(self) -> None:
-        self._programs: dict[Signature, _CachedProgram] = {}
+        self._programs: OrderedDict[Signature, _CachedProgram] = OrderedDict()
         self._uses = 0
         self._added = 0
         # The signature after a trace, by that of the call that was traced.
@@ -137,16 +138,18 @@ class ProgramCache:
         with a batch of this size.
         """
         signature = self._after_trace.get(signature, signature)
-        cached = self._programs.pop(signature, None)
+        cached = self._programs.get(signature)
         if cached is None:
             return None
         if not (cached.compiled.is_bound or cached.compiled.agreed):
             of_other_size = self.of_any_size(signature)
             if of_other_size is not None and of_other_size.is_bound:
+                del self._programs[signature]
                 return None
         self._uses += 1
         cached.last_use = self._uses
-        self._programs[signature] = cached  # at the end
+        # In one call: an interrupt between a removal and an insertion would leave this rank without the program.
+        self._programs.move_to_end(signature)
         return cached.compiled
 
     def of_any_size(self, signature: Signature) -> Compiled | None:
