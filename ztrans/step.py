@@ -198,7 +198,8 @@ class ProgramCache:
     def remove_any_size(self, signature: Signature) -> None:
         """Forget the programs for a signature and for others that differ in the sizes of the batch alone."""
         sizeless = signature.without_sizes()
-        self._programs = {k: v for k, v in self._programs.items() if v.sizeless != sizeless}
+        others = {k: v for k, v in self._programs.items() if v.sizeless != sizeless}
+        self._programs = OrderedDict(others)
 
     def changes(self, compiled: Compiled) -> tuple[str, ...]:
         """How the signature of a new program differs from the signature of the last one that ran, in words."""
