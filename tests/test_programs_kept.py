@@ -1,6 +1,7 @@
 """The programs that a step keeps: how many there are, which go first, and what they hold."""
 
 import gc
+import sys
 import weakref
 
 import pytest
@@ -147,3 +148,42 @@ def test_an_equal_problem_is_searched_once(monkeypatch):
     assert count and lower(8) == first and len(searched) == count
     lower(12)
     assert len(searched) == 2 * count
+
+
+def interrupted_at(line: int, function, *args) -> bool:
+    """Call a function, and raise an interrupt before its line number `line`; whether it has so many lines."""
+    left = line
+
+    def trace(frame, event, _):
+        nonlocal left
+        if frame.f_code is not function.__code__:
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function(*args)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_an_interrupt_while_a_program_is_looked_up_does_not_lose_it():
+    """This rank alone would then trace a new one, and the ranks would refuse each other's calls."""
+    step = zt.Step.of(train_step)
+    state = {"w": torch.zeros(3)}
+    step(state, torch.ones(2, 3))
+    (compiled,) = step._cache.values()
+    signature = compiled.lowered.recording.signature
+    line = 1
+    while interrupted_at(line, step_module.ProgramCache.get, step._cache, signature):
+        assert step._cache.values() == [compiled], line
+        line += 1
+    assert line > 5

@@ -224,10 +224,7 @@ def test_an_interrupt_at_any_moment_of_a_step_ends_it_on_all_ranks(scenario, sho
         assert counts["wrong"] == 0, "a state is old, or new, or marked"
         assert counts["interrupted"] > shots / 4
     assert told > shots / 4
-    if others and shots > 20:
-        # One of the first 200 interrupts that were tried had such an error, and none of the next 800.
-        pytest.xfail(f"after an interrupt a rank has an error of another kind: {others}")
-    assert not others
+    assert not others, "no rank has an error of another kind"
 
 
 def test_the_other_ranks_fail_at_once_when_a_rank_is_killed():

@@ -97,24 +97,19 @@ def different_paths(folder: Path, mesh: DeviceMesh) -> None:
         report("paths", error=str(error))
 
 
-def interrupted(folder: Path, mesh: DeviceMesh) -> None:
-    """Rank 1 is interrupted while it loads a state."""
+def interrupted_load(folder: Path, mesh: DeviceMesh) -> None:
+    """Rank 1 is interrupted while it reads its part."""
     step = zt.shard_params(mesh)(lifted()[2])
     state = step.shard(lifted()[3])
-    interrupt = {"side_effect": KeyboardInterrupt}
-    calls = {
-        "load": (lambda: zt.load(folder, state, step), mock.patch.object(load._Checkpoint, "fill", **interrupt)),
-    }  # fmt: skip
-    for call, (make, patch) in calls.items():
-        step.shard(state)  # the groups open again
-        began = time.monotonic()
-        try:
-            with patch if RANK == 1 else contextlib.nullcontext():
-                make()
-        except (KeyboardInterrupt, LostRank) as error:
-            kind, seconds = type(error).__name__, time.monotonic() - began
-            report("interrupted", RANK, call=call, kind=kind, error=str(error), seconds=seconds)
-        dist.barrier()
+    interrupt = mock.patch.object(load._Checkpoint, "fill", side_effect=KeyboardInterrupt)
+    began = time.monotonic()
+    try:
+        with interrupt if RANK == 1 else contextlib.nullcontext():
+            zt.load(folder, state, step)
+    except (KeyboardInterrupt, LostRank) as error:
+        kind, seconds = type(error).__name__, time.monotonic() - began
+        report("interrupted", RANK, kind=kind, error=str(error), seconds=seconds)
+    dist.barrier()
 
 
 if __name__ == "__main__":
@@ -133,7 +128,7 @@ if __name__ == "__main__":
         torch.save(cut, folder / "whole.pt")
     different_paths(folder, mesh)
     copies_that_differ(folder)
-    interrupted(folder / "zero", mesh)
+    interrupted_load(folder / "zero", mesh)
     # The last groups: torch names a group by the number of groups that a rank is in, and rank 2 is not in this one.
     two = DeviceMesh("cpu", [0, 1], mesh_dim_names=("data",))
     loaded(folder / "three", two, cut, stage=1)

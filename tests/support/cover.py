@@ -12,16 +12,20 @@ import pytest
 # updates by a fused operation, over lists, with matmuls, by a global norm, and between two gradients; a mean inside
 # forward.
 COVER = (
-    *("gpt_adam", "uneven", "complex_weights", "cast_inside", "lora", "lstm", "accumulation"),
-    *(
-        "weight_penalty",
-        "adamw_fused",
-        "adamw_foreach",
-        "muon",
-        "clipped",
-        "sam",
-        "batch_norm_mean",
-    ),
+    "gpt_adam",
+    "uneven",
+    "complex_weights",
+    "cast_inside",
+    "lora",
+    "lstm",
+    "accumulation",
+    "weight_penalty",
+    "adamw_fused",
+    "adamw_foreach",
+    "muon",
+    "clipped",
+    "sam",
+    "batch_norm_mean",
 )
 
 

@@ -28,7 +28,7 @@ from .collectives import rules
 from .dependencies import needed
 from .graph import Eqn, Graph, Var, producers
 from .liveness import liveness, read_after_step
-from .op_facts import is_random, is_written, op_facts, overloads, rearranges
+from .op_facts import is_random, is_written, op_facts, overloads
 from .operations import direct
 from .pairing import pair
 from .user_collectives import is_user_wait
@@ -196,16 +196,8 @@ class _StorageOwners:
         if not rules(e).shares_storage(e):
             if not is_constant(e):
                 self.writable.update(out for out in e.results if not out.future)
-        elif e.ins[0] in self.writable and (is_user_wait(e) or _permutes(e)):
-            self.writable.update(e.results)
-
-
-def _permutes(e: Eqn) -> bool:
-    """Whether an equation is a view with every element of its argument once, such as a transpose.
-
-    The weight gradient of a recurrent layer is a sum of transposed products, one for each time step.
-    """
-    return op_facts(e.op).permutes and rearranges(e)
+        elif is_user_wait(e) and e.ins[0] in self.writable:
+            self.writable.update(e.results)  # this wait returns its argument, not a part of it
 
 
 def _released(graph: Graph) -> dict[Eqn, int]:

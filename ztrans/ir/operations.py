@@ -20,6 +20,7 @@ from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
 from .graph import Eqn, Var, substitute
+from .op_facts import op_facts
 from .triton_launch import Launch
 
 aten = torch.ops.aten
@@ -161,8 +162,8 @@ def direct(op: Any) -> Callable:
     >>> direct(aten.mm.default) is torch.mm
     True
     """
-    name = getattr(op, "_schema", None) and op._schema.name.removeprefix("aten::")
-    if name and name.startswith("_foreach_"):  # documented, as a beta
+    name = op_facts(op).name
+    if name.startswith("_foreach_"):  # documented, as a beta
         return getattr(torch, name)
     return _DIRECT.get(op, op)
 

@@ -54,14 +54,13 @@ def test_one_process_loads_what_four_have_saved(four, folder):
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["load"])
-def test_a_call_that_is_interrupted_on_one_rank_ends_on_all(four, call):
+def test_a_load_that_is_interrupted_on_one_rank_ends_on_all(four):
     """The others learn why, without waiting for the time-out, and load again afterwards."""
-    reports = [report for report in of(four, "interrupted") if report["call"] == call]
+    reports = of(four, "interrupted")
     assert sorted(report["kind"] for report in reports) == ["KeyboardInterrupt"] + ["LostRank"] * 3
     for report in reports:
         if report["kind"] == "LostRank":
-            assert f"Rank 1 failed in {call} with KeyboardInterrupt" in report["error"]
+            assert "Rank 1 failed in load with KeyboardInterrupt" in report["error"]
 
 
 @pytest.mark.distributed

@@ -63,9 +63,9 @@ def choose(model: Model, target: float) -> Residency:
 def choose_least(model: Model) -> Residency:
     """Choose what backward repeats so that the peak is as low as the search can make it.
 
-    The search weighs what is dear for its bytes last. By then what it reads is repeated too late to free it, so it
-    frees nothing. So the search is also made as if attention, which is the dearest, took no time, and as if nothing
-    did. A Llama of three layers then needs 18.19 GiB instead of 18.44, and a GPT of ten layers 0.64 instead of 0.74.
+    A search by price may end without attention, the dearest computation: once its neighbours are repeated, repeating
+    it no longer lowers the peak. So the model is also searched as if attention took no time, and as if nothing did.
+    A Llama of three layers then needs 18.19 GiB instead of 18.44, and a GPT of ten layers 0.64 instead of 0.74.
     """
     best = _least(model)
     for is_free in (_is_attention, lambda computation: True):
