@@ -5,6 +5,7 @@ Each rank runs `python tests/faults/scenarios.py SCENARIO`, in the environment t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -14,6 +15,8 @@ import os
 import random
 import shutil
 import signal
+import socket
+import struct
 import sys
 import tempfile
 import threading
@@ -511,6 +514,39 @@ def ends_early() -> None:
     report("last step", **error)
 
 
+def interrupted_between_messages() -> None:
+    """Rank 0 is interrupted after it has posted a receive, before it has sent its record, and resets its connections.
+
+    Rank 1 gets no time meanwhile, so it begins to send when its connection has already been reset.
+    """
+    mesh = start()
+    step = transformed(mesh, 3)
+    state = step.shard(first_state())
+    state, _ = step(state, *batch(0, RANK))
+    pids = from_every_rank(os.getpid())
+    exchange = Channel.exchange
+
+    def interrupted(channel, pieces, into, ranks=None, tag=None):
+        time.sleep(0.3)  # rank 1 waits for its messages
+        os.kill(pids[1], signal.SIGSTOP)
+        threading.Timer(0.5, os.kill, (pids[1], signal.SIGCONT)).start()
+        channel.group.recv([into[1]], 1, next(channel.tags))
+        time.sleep(0.1)
+        reset_connections_at_their_end()
+        raise KeyboardInterrupt
+
+    Channel.exchange = interrupted if RANK == 0 else exchange
+    report("failed", **failed(lambda: step(state, *batch(1, RANK))))
+    time.sleep(1)
+
+
+def reset_connections_at_their_end() -> None:
+    """When a connection of this process is closed, its peer gets a reset, as when messages have not been read."""
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(number))) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
 def in_a_part() -> None:
     """Steps fail on a mesh that is a part of the world; the rank outside takes no part."""
     dist.init_process_group("gloo", timeout=TIMEOUT)
@@ -815,6 +851,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "interrupted_last": last(interrupt),
     "interrupts": interrupts(20),
     "interrupts_200": interrupts(200),
+    "interrupted_between_messages": interrupted_between_messages,
     "other_batches": other_batches,
     "many_ranks": many_ranks,
     "stops": stops,

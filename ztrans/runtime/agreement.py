@@ -243,7 +243,7 @@ class _Question:
     def _end_round(self) -> _Record:
         try:
             while self._works:
-                self._works.pop().wait()
+                self._works.pop(0).wait()
         except BaseException:
             self._works.clear()  # a message in progress would keep its connection open
             raise

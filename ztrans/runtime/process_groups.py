@@ -132,6 +132,10 @@ class Channel:
 
         `ranks` are all ranks of the group by default. The tensors are contiguous and on the CPU. They are sent and
         received in place, without copies.
+
+        The result has the receives first. Wait for them in this order: if a connection ends, gloo wakes those that
+        wait for a message from it, but never one that waits for a send which the connection has begun (checked on
+        torch 2.13).
         """
         group = self.group
         if ranks is None:
