@@ -227,8 +227,10 @@ class _Question:
         # Every step sends this record, so it is a hash of a fixed size. Values are sent only if hashes differ.
         high, low = _DIGEST.unpack_from(hashlib.sha256(repr((call, mine)).encode()).digest())
         record = _Record(high, low, ~high, ~low, launches, not launches, stop.is_requested())
+        self._groups = groups
         with quitting_after_loss(groups, call):
             groups.open()
+            groups.sent_records.clear()
             channel = groups.channel(None, "ranks")
             if not groups.has_compared_versions:
                 _compare_versions(groups)
@@ -238,14 +240,22 @@ class _Question:
     def _begin_round(self, channel: Channel, ranks: Sequence[int], record: _Record) -> None:
         mine = torch.tensor(record)
         self.records = mine.repeat(len(ranks), 1)  # the row of this rank stays
-        self._works = channel.exchange([mine] * len(ranks), list(self.records), ranks)
+        works = channel.exchange([mine] * len(ranks), list(self.records), ranks)
+        receives = len(ranks) - 1
+        self._receives = works[:receives]
+        self._groups.sent_records += works[receives:]
 
     def _end_round(self) -> _Record:
+        """Wait for the records of the other ranks, but not until they have got that of this one.
+
+        A rank posts its receive before it sends, so when its record arrives, the one for it is on its way. If it has
+        reset its connection since, gloo never wakes a wait for that send.
+        """
         try:
-            while self._works:
-                self._works.pop(0).wait()
+            while self._receives:
+                self._receives.pop().wait()
         except BaseException:
-            self._works.clear()  # a message in progress would keep its connection open
+            self._receives.clear()  # a message in progress would keep its connection open
             raise
         return _Record(*self.records.amax(0).tolist())
 

@@ -133,9 +133,8 @@ class Channel:
         `ranks` are all ranks of the group by default. The tensors are contiguous and on the CPU. They are sent and
         received in place, without copies.
 
-        The result has the receives first. Wait for them in this order: if a connection ends, gloo wakes those that
-        wait for a message from it, but never one that waits for a send which the connection has begun (checked on
-        torch 2.13).
+        Returns: the receives, then the sends. Wait for them in this order: when a connection ends, gloo wakes a wait
+            for a message that has not begun to arrive, but not for one that is in part sent or received (2.13).
         """
         group = self.group
         if ranks is None:
@@ -214,6 +213,7 @@ class ProcessGroups:
         is_alone: whether no other rank exists: a mesh of one, or one whose other ranks are fake.
         lock: held by the thread that runs a step (see `failure.one_thread`).
         pending: a comparison whose answer has not been read yet (see `agreement`).
+        sent_records: the sends of the last comparison, for which nothing waits.
         carried: gathers that the last step has started for the next one (see `carried`).
         saves: the channel of checkpoints, which a failed step does not close; `reopen` opens it.
         symmetric: the symmetric memory of the mesh, if its devices have any.
@@ -232,6 +232,7 @@ class ProcessGroups:
         )
         self.lock = threading.RLock()
         self.pending: Any = None
+        self.sent_records: list[Work] = []
         self.carried: Carried | None = None
         self.saves = Channel(None, "saves")
         self.symmetric: SymmetricMemory | None = None
@@ -323,6 +324,7 @@ class ProcessGroups:
     def close(self) -> None:
         """Close all channels of steps, so that the other ranks do not wait for this one."""
         self.pending = None
+        self.sent_records.clear()
         self.in_step = 0
         if self.carried is not None:
             self.carried.join()
