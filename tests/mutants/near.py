@@ -119,7 +119,7 @@ NEAR = {
     "tracing.tensor_scalars": "lift/test_numbers tracing/test_trace tracing/test_import_fx",
     "transforms.base": "testing/test_check_laws test_errors laws/test_laws test_stages",
     "transforms.cast_on_shards": "transforms/test_scaled_casts transforms/test_fuse_cast_gather",
-    "transforms.edits": "transforms/test_scaled_casts transforms/test_shard_params transforms/test_accumulate",
+    "ir.rewriter": "transforms/test_scaled_casts transforms/test_shard_params transforms/test_accumulate",
     "transforms.shard_params": "transforms/test_shard_params transforms/test_metrics transforms/test_leaf_axes",
     "transforms.sharding.rank_values": "transforms/test_update_values transforms/test_shard_params transforms/test_metrics",
     "transforms.sharding.registered_rules": "transforms/test_sharding_rules",

@@ -24,8 +24,9 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from .collectives import role, rules
-from .graph import Eqn, Graph, Names, Var, producers
+from .graph import Eqn, Graph, Var, producers
 from .pairing import pair
+from .rewriter import Rewriter
 
 
 def carry_first_gathers(graph: Graph, at_start: Collection[str]) -> Graph:
@@ -36,15 +37,16 @@ def carry_first_gathers(graph: Graph, at_start: Collection[str]) -> Graph:
     They start in the order in which the next step needs them: one that is needed later would delay the others. None
     starts before backward has ended, so they take no memory from it.
     """
+    new = Rewriter(graph)
     first = _first_gathers(graph, at_start)
-    starts = _of_next_step(graph, first)
+    starts = _of_next_step(new, first)
+    for start in first:
+        new.drop(start)
+    _insert(new, starts)
     before = tuple(producers(first))
     after = tuple(producers(starts))
-    return graph.replace(
-        inputs=(*graph.inputs, *before),
-        eqns=_in_order(graph, first, starts),
-        outputs=(*graph.outputs, *after),
-        carried=len(before),
+    return new.applied().replace(
+        inputs=(*graph.inputs, *before), outputs=(*graph.outputs, *after), carried=len(before)
     )
 
 
@@ -72,44 +74,40 @@ def _first_gathers(graph: Graph, at_start: Collection[str]) -> list[Eqn]:
     return first
 
 
-def _in_order(graph: Graph, first: Sequence[Eqn], starts: Sequence[Eqn]) -> tuple[Eqn, ...]:
-    """The equations without the first gathers, and with the starts of those of the next step."""
+def _insert(new: Rewriter, starts: Sequence[Eqn]) -> None:
+    """Start the gathers of the next step as soon as backward has ended and their leaves are written."""
+    eqns = new.graph.eqns
     written_by: dict[Var, int] = {}
     backward_ends = -1
-    for i, e in enumerate(graph.eqns):
+    for i, e in enumerate(eqns):
         for v in e.results:
             written_by[v] = i
         if e.region != "update":
             backward_ends = i
 
     # Each start comes after the ones that the next step needs before it, so `index` only grows.
-    started_after: dict[int, list[Eqn]] = {}
     index = backward_ends
     for start in starts:
         for v in start.ins:
             # A leaf that the step does not change has no writer.
             index = max(index, written_by.get(v, -1))
-        started_after.setdefault(index, []).append(start)
-
-    eqns = started_after.pop(-1, [])
-    for i, e in enumerate(graph.eqns):
-        if e not in first:
-            eqns.append(e)
-        eqns += started_after.get(i, ())
-    return tuple(eqns)
+        if index < 0:
+            new.insert_before(eqns[0], start)
+        else:
+            new.insert_after(eqns[index], start)
 
 
-def _of_next_step(graph: Graph, first: Sequence[Eqn]) -> list[Eqn]:
+def _of_next_step(new: Rewriter, first: Sequence[Eqn]) -> list[Eqn]:
     """The equations that start the first gathers of the next step: of the new leaves."""
+    graph = new.graph
     new_leaf = dict(zip(graph.inputs[: graph.num_state], graph.outputs))
-    names = Names(v.name for v in (*graph.inputs, *producers(graph.eqns)))
     starts = []
     for e in first:
         members = [new_leaf[v] for v in e.ins]
         # The prime says, here and in the inputs, that a future passes from one step to the next.
         futures = []
         for v in e.results:
-            name = names.fresh(f"{v.base_name}.next")
+            name = new.fresh_name(f"{v.base_name}.next")
             futures.append(dataclasses.replace(v, name=f"{name}'"))
         starts.append(e.replace(args=(members,), outs=tuple(futures), region="update"))
     return starts

@@ -17,8 +17,9 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 
-from .graph import Eqn, Graph, Names, Var, producers, substitute, users, variables
+from .graph import Eqn, Graph, Var, producers, users, variables
 from .liveness import liveness
+from .rewriter import Rewriter
 
 
 def carriable_copies(graph: Graph) -> dict[Eqn, Var]:
@@ -50,25 +51,16 @@ def carry_copies(graph: Graph, copies: Mapping[Eqn, Var]) -> Graph:
 
     The wait for each of them stands where the next step is to wait for it.
     """
-    names = Names(v.name for v in (*graph.inputs, *producers(graph.eqns)))
+    new = Rewriter(graph)
     readers = users(graph)
-    waits: dict[Eqn, Var] = {}
     futures: dict[Var, Var] = {}
     for start, leaf in copies.items():
         (wait,) = readers[start.out]
-        waits[wait] = leaf
         futures[leaf] = dataclasses.replace(leaf, future=True)
-    on_host: dict[Var, Var] = {}
-    eqns = []
-    for e in graph.eqns:
-        if e in waits:
-            leaf = waits[e]
-            on_host[leaf] = dataclasses.replace(leaf, name=names.fresh(f"{leaf.name}.host"))
-            e = e.replace(args=(futures[leaf],), outs=(on_host[leaf],), region="forward")
-        elif not on_host.keys().isdisjoint(e.ins):
-            e = e.with_inputs(lambda v: on_host.get(v, v))
-        eqns.append(e)
-    returned = {wait.out: wait.ins[0] for wait in waits}
+        on_host = new.fresh(leaf, ".host")
+        changes = {"args": (futures[leaf],), "outs": (on_host,), "region": "forward"}
+        new.replace(wait, wait.replace(**changes))
+        new.alias(leaf, on_host)
+        new.alias(wait.out, start.out)
     inputs = tuple(futures.get(v, v) for v in graph.inputs)
-    outputs = substitute(graph.outputs, lambda v: returned.get(v, v))
-    return graph.replace(inputs=inputs, eqns=tuple(eqns), outputs=outputs)
+    return new.applied().replace(inputs=inputs)

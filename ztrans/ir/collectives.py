@@ -40,6 +40,7 @@ from .graph import (
 )
 from .layout import chunk, cut, on_axis, split_over, without
 from .op_facts import CAST
+from .rewriter import Rewriter
 from .rules import Axes, Memberwise, Rules, Sizes, Wait
 from .user_collectives import USER_START, USER_WAIT, collective_name
 
@@ -504,19 +505,20 @@ def erase_trivial(graph: Graph) -> Graph:
     if not trivial:
         return graph
 
-    alias: dict[Var, Var] = {}
-    eqns: list[Eqn] = []
+    new = Rewriter(graph)
+    erased: set[Var] = set()
     for e in graph.eqns:
         if isinstance(e.op, Primitive) and rules(e).axis(e) in trivial:
+            new.drop(e)
             for member, out in zip(e.ins, e.results):
                 casts = _casts(member, out, e)
-                eqns += casts
-                alias[out] = casts[-1].out if casts else member
-        elif rules(e).waits and e.ins[0] in alias:
-            alias[e.out] = e.ins[0]
-        else:
-            eqns.append(e)
-    return _without_axes(rename(graph.replace(eqns=tuple(eqns)), alias), trivial)
+                new.insert_before(e, *casts)
+                new.alias(out, casts[-1].out if casts else member)
+            erased.update(e.results)
+        elif rules(e).waits and e.ins[0] in erased:
+            new.drop(e)
+            new.alias(e.out, e.ins[0])
+    return _without_axes(new.applied(), trivial)
 
 
 def _casts(member: Var, out: Var, start: Eqn) -> list[Eqn]:

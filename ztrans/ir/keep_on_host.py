@@ -9,14 +9,15 @@ The user chooses the values, by a selective checkpoint, or a plan does.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Set
+from functools import partial
 
 from .collectives import rules
 from .copies import to_device, to_host, wait_for_copy
-from .graph import Eqn, Graph, Names, Var, producers
+from .graph import Eqn, Graph, Var
 from .liveness import liveness
 from .recompute import needed_after_backward
+from .rewriter import Rewriter
 
 
 def demanded_on_host(graph: Graph) -> set[Var]:
@@ -60,66 +61,39 @@ def keep_on_host(graph: Graph, chosen: Set[Var]) -> Graph:
 
     They are among the `values_for_backward` of the program.
     """
-    moving = _MovingValues(graph, chosen)
+    new = Rewriter(graph)
+    root = liveness(graph).root
+    on_host: dict[Var, Var] = {}  # the copies of the chosen values
+    returned: dict[Var, Var] = {}  # what backward reads for a chosen value, or for a view of one
+
+    def on_device(reader: Eqn, v: Var) -> Var:
+        """What backward reads for a value. Its copy back, or the view of one, stands before `reader`."""
+        maker = new.makers.get(v)
+        if v in returned or maker is None or maker.region != "forward" or root[v] not in chosen:
+            return returned.get(v, v)
+        if v in chosen:
+            name = new.fresh_name(f"{v.name}.device")
+            start = to_device(on_host[v], name, region="backward", source=maker.source)
+            wait = wait_for_copy(start.out, region="backward", source=maker.source)
+            new.insert_before(reader, start, wait)
+            returned[v] = wait.out
+        else:
+            # A view of the copy that came back takes no memory; the old one would keep the storage that was given up.
+            again = maker.with_inputs(partial(on_device, reader), region="backward")
+            for x in maker.results:
+                returned[x] = new.fresh(x, ".device")
+            outs = tuple(x and returned[x] for x in maker.outs)
+            new.insert_before(reader, again.replace(outs=outs))
+        return returned[v]
+
     for e in graph.eqns:
         if e.region == "backward":
-            e = e.with_inputs(moving.on_device)
-        moving.eqns.append(e)
+            new.replace(e, e.with_inputs(partial(on_device, e)))
         for v in e.results:
             if v in chosen:
-                moving.copy(v, e)
-    return graph.replace(eqns=tuple(moving.eqns))
-
-
-class _MovingValues:
-    """The equations of a program so far, with the copies of the chosen values.
-
-    Attributes:
-        on_host: for each chosen value, its copy on the host.
-        returned: for each chosen value, and each view of one, the value that backward reads in its place.
-    """
-
-    def __init__(self, graph: Graph, chosen: Set[Var]) -> None:
-        self.chosen = chosen
-        self.root = liveness(graph).root
-        self.makers = producers(graph.eqns)
-        self.names = Names(v.name for v in (*graph.inputs, *self.makers))
-        self.eqns: list[Eqn] = []
-        self.on_host: dict[Var, Var] = {}
-        self.returned: dict[Var, Var] = {}
-
-    def copy(self, v: Var, e: Eqn) -> None:
-        """Copy a value to the host that an equation has computed."""
-        start = to_host(v, self.names.fresh(f"{v.name}.host"), region=e.region, source=e.source)
-        wait = wait_for_copy(start.out, region=e.region, source=e.source)
-        self.eqns += (start, wait)
-        self.on_host[v] = wait.out
-
-    def on_device(self, v: Var) -> Var:
-        """What backward reads for a value. The views that forward has made of a value are made again."""
-        if v in self.returned:
-            return self.returned[v]
-        maker = self.makers.get(v)
-        if maker is None or maker.region != "forward" or self.root[v] not in self.chosen:
-            return v
-        if v in self.chosen:
-            self._copy_back(v, maker)
-        else:
-            self._repeat_view(maker)
-        return self.returned[v]
-
-    def _copy_back(self, v: Var, maker: Eqn) -> None:
-        name = self.names.fresh(f"{v.name}.device")
-        start = to_device(self.on_host[v], name, region="backward", source=maker.source)
-        wait = wait_for_copy(start.out, region="backward", source=maker.source)
-        self.eqns += (start, wait)
-        self.returned[v] = wait.out
-
-    def _repeat_view(self, view: Eqn) -> None:
-        # A view of the copy that came back takes no memory; the old one would keep the storage that was given up.
-        again = view.with_inputs(self.on_device, region="backward")
-        for x in view.results:
-            name = self.names.fresh(f"{x.name}.device")
-            self.returned[x] = dataclasses.replace(x, name=name)
-        outs = tuple(x and self.returned[x] for x in view.outs)
-        self.eqns.append(again.replace(outs=outs))
+                name = new.fresh_name(f"{v.name}.host")
+                start = to_host(v, name, region=e.region, source=e.source)
+                wait = wait_for_copy(start.out, region=e.region, source=e.source)
+                new.insert_after(e, start, wait)
+                on_host[v] = wait.out
+    return new.applied()

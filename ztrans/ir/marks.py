@@ -18,7 +18,8 @@ from collections.abc import Mapping
 
 from ..ops import EVERY_AXIS
 from .axes import members
-from .graph import Eqn, Graph, Primitive, Var, rename
+from .graph import Eqn, Graph, Primitive, Var
+from .rewriter import Rewriter
 from .rules import INVARIANT, Axes, Memberwise, Sizes
 
 
@@ -92,6 +93,9 @@ def reduced_values(graph: Graph) -> list[Var]:
 
 def erase_marks(graph: Graph) -> Graph:
     """Drop the marks that no transform has replaced; they are the identity."""
-    marked = {e.out: e.args[0] for e in graph.eqns if e.op in _IDENTITIES}
-    eqns = tuple(e for e in graph.eqns if e.op not in _IDENTITIES)
-    return rename(graph.replace(eqns=eqns), marked)
+    new = Rewriter(graph)
+    for e in graph.eqns:
+        if e.op in _IDENTITIES:
+            new.drop(e)
+            new.alias(e.out, e.args[0])
+    return new.applied()

@@ -23,6 +23,7 @@ from .collectives import SHARD, bucket_key, rules
 from .graph import Eqn, Graph, Split, Var
 from .layout import split_over
 from .pairing import pair
+from .rewriter import Rewriter
 
 aten = torch.ops.aten
 
@@ -73,8 +74,7 @@ def among_neighbours(graph: Graph) -> Graph:
     """
     first_waits: dict[Hashable, Eqn] = {}  # for each value
     parts: dict[Hashable, Var] = {}
-    after: dict[Eqn, tuple[Eqn, Eqn]] = {}  # what follows the wait for a value
-    replacements: dict[Eqn, Eqn] = {}
+    new = Rewriter(graph)
     for start, started in pair(graph).starts.items():
         if not rules(start).moves or len(start.outs) != 1:
             continue
@@ -85,19 +85,15 @@ def among_neighbours(graph: Graph) -> Graph:
             continue
         if value not in first_waits or provenance.regather >= graph.axes[provenance.axis]:
             whole = dataclasses.replace(provenance, regather="always")
-            replacements[start] = start.replace(provenance=whole)
+            new.replace(start, start.replace(provenance=whole))
             continue
         if value not in parts:
             first_wait = first_waits[value]
             shard, clone = kept_part(first_wait, start, provenance.regather)
-            after[first_wait] = shard, clone
+            new.insert_after(first_wait, shard, clone)
             parts[value] = clone.out
-        replacements[start] = gather_of_parts(parts[value], start)
-
-    eqns: list[Eqn] = []
-    for e in graph.eqns:
-        eqns += (replacements.get(e, e), *after.get(e, ()))
-    return with_neighbours_as_axes(graph.replace(eqns=tuple(eqns)))
+        new.replace(start, gather_of_parts(parts[value], start))
+    return with_neighbours_as_axes(new.applied())
 
 
 def with_neighbours_as_axes(graph: Graph) -> Graph:

@@ -9,17 +9,18 @@ A transform chooses the values (see `transforms.remat`), or the user does, by a 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Set
+from functools import partial
 
 import torch
 
 from .collectives import rules
 from .dependencies import reachable
-from .graph import Eqn, Graph, Names, Var, producers, rename, variables
+from .graph import Eqn, Graph, Var, rename, variables
 from .liveness import liveness
 from .marks import reduced_values
 from .op_facts import is_random
+from .rewriter import Rewriter
 from .varying import varying
 
 # The tag of operations that may have other bits in every run. torch 2.11 does not have it.
@@ -36,11 +37,9 @@ def recompute(graph: Graph, chosen: Set[Var]) -> Graph:
     """
     if not chosen:
         return graph
-    makers = producers(graph.eqns)
+    new = Rewriter(graph)
     root = liveness(graph).root
     position = {e: i for i, e in enumerate(graph.eqns)}
-    names = Names(v.name for v in (*graph.inputs, *makers))
-    eqns: list[Eqn] = []
     copies: dict[Var, Var] = {}
 
     def missing(values: Iterable[Var]) -> list[Eqn]:
@@ -48,29 +47,29 @@ def recompute(graph: Graph, chosen: Set[Var]) -> Graph:
         equations = []
         for v in values:
             # The owner of a storage is chosen, and its views are computed again with it.
-            if root[v] in chosen and v not in copies and makers[v].region == "forward":
-                equations.append(makers[v])
+            if root[v] in chosen and v not in copies and new.makers[v].region == "forward":
+                equations.append(new.makers[v])
         return equations
 
-    def copy_of(v: Var) -> Var:
-        """What backward reads for a value of forward. The equations that compute it again are added first."""
+    def copy_for(reader: Eqn, v: Var) -> Var:
+        """What backward reads for a value of forward. The equations that compute it again stand before `reader`."""
         repeated = reachable(missing([v]), lambda e: missing(e.ins))
         for e in sorted(repeated, key=position.__getitem__):
             for out in e.results:
                 if root[out] in chosen:
-                    name = names.fresh(f"{out.name}.again")
-                    copies[out] = dataclasses.replace(out, name=name)
+                    copies[out] = new.fresh(out, ".again")
             # Of the results of one equation, those that nobody chose are left out.
             outs = tuple(out and copies.get(out) for out in e.outs)
             again = e.with_inputs(
                 lambda v: copies.get(v, v), outs=outs, region="backward", repeats=e
             )
-            eqns.append(again)
+            new.insert_before(reader, again)
         return copies.get(v, v)
 
     for e in graph.eqns:
-        eqns.append(e.with_inputs(copy_of) if e.region == "backward" else e)
-    return graph.replace(eqns=tuple(eqns))
+        if e.region == "backward":
+            new.replace(e, e.with_inputs(partial(copy_for, e)))
+    return new.applied()
 
 
 def originals(graph: Graph) -> dict[Var, Var]:

@@ -16,15 +16,15 @@ import torch
 
 from ..ir.collectives import SHARD, role, rules
 from ..ir.dependencies import depending, needed
-from ..ir.graph import Eqn, Graph, Move, Names, Var, producers, substitute, users, variables
+from ..ir.graph import Eqn, Graph, Move, Var, producers, substitute, users, variables
 from ..ir.marks import ACCUMULATE, GRADIENT, JOIN, KEEP, PMEAN
 from ..ir.micro_batches import changing
 from ..ir.op_facts import CAST
 from ..ir.pairing import pair
+from ..ir.rewriter import Rewriter
 from ..ir.source import Source, where
 from ..ir.varying import varying
 from .base import Transform, check_number, constructor
-from .edits import Edits
 
 
 @constructor
@@ -274,14 +274,13 @@ def _is_of_state_or_output(start: Eqn) -> bool:
 
 
 class _Marking:
-    """Write the marks of a program: `edits` has the new equations, and who reads their results."""
+    """Write the marks of a program: `new` has the new equations, and who reads their results."""
 
     def __init__(self, graph: Graph, keeps_whole: bool) -> None:
         self.graph = graph
         self.keeps_whole = keeps_whole
         self.partition = Partition(graph)
-        self.edits = Edits(graph)
-        self.names = Names(v.name for v in (*graph.inputs, *self.partition.makers))
+        self.new = Rewriter(graph)
         self.readers = users(graph)
 
     def run(self, gathers_once: bool) -> Graph:
@@ -296,7 +295,7 @@ class _Marking:
             over_all[v] = self.over_all(v)
         self.keep_gathered(gathers_once)
         results = substitute(outputs, lambda v: over_all.get(v, v))
-        return self.edits.applied().replace(outputs=(*new_state, *results))
+        return self.new.applied().replace(outputs=(*new_state, *results))
 
     def over_all(self, v: Var) -> Var:
         """The value over all micro-batches that the update reads, or the step returns, for `v`.
@@ -315,21 +314,21 @@ class _Marking:
             raise self.not_averaged(v, reader)
 
         if average is None:
-            total = self.fresh(v, "sum")
-            self.edits.insert_before(reader, self.eqn(ACCUMULATE, (v,), total, reader))
+            total = self.new.fresh(v, ".sum")
+            self.new.insert_before(reader, self.eqn(ACCUMULATE, (v,), total, reader))
         else:
             total = self.summed(v, average, reader)
-        mean = self.fresh(v, "mean")
+        mean = self.new.fresh(v, ".mean")
         divide = self.eqn(torch.ops.aten.div.Tensor, (total, self.graph.micro), mean, reader)
-        self.edits.insert_before(reader, divide)
-        self.edits.replace_reads(readers, v, mean)
+        self.new.insert_before(reader, divide)
+        self.new.replace_reads(readers, v, mean)
         return mean
 
     def joined(self, v: Var) -> Var:
         """The values of an output, joined along dim 0."""
         rows = v.shape[0] * self.graph.micro
-        joined = self.fresh(v, "joined", shape=(rows, *v.shape[1:]))
-        self.edits.insert_before(None, self.eqn(JOIN, (v,), joined, None))
+        joined = self.new.fresh(v, ".joined", shape=(rows, *v.shape[1:]))
+        self.new.insert_before(None, self.eqn(JOIN, (v,), joined, None))
         return joined
 
     def summed(self, v: Var, average: Average, reader: Eqn | None) -> Var:
@@ -340,28 +339,28 @@ class _Marking:
             self.sum_whole(v, average.term, start, average.is_planned)
             return v
         term = average.term if start is None else v
-        total = self.fresh(v, "sum")
+        total = self.new.fresh(v, ".sum")
         maker = self.partition.makers.get(term)
         add = self.eqn(ACCUMULATE, (term,), total, reader)
         if average.is_planned or maker is None:  # a plan moves it after the wait
-            self.edits.insert_before(reader, add)
+            self.new.insert_before(reader, add)
         else:
-            self.edits.insert_after(maker, add.replace(region=maker.region))
+            self.new.insert_after(maker, add.replace(region=maker.region))
         return total
 
     def sum_whole(self, v: Var, term: Var, start: Eqn, is_planned: bool) -> None:
         """Sum a gradient before its reduction, in the dtype of the result: only the sum is rounded when it is sent."""
         hint: Move | None = "birth" if is_planned else None
         template = start.replace(kwargs={}, provenance=None, hint=hint)
-        total = dataclasses.replace(term, name=self.names.fresh(f"{v.name}.sum"), dtype=v.dtype)
-        self.edits.replace_reads([start], term, total)
+        total = dataclasses.replace(term, name=self.new.fresh_name(f"{v.name}.sum"), dtype=v.dtype)
+        self.new.replace_reads([start], term, total)
         if term.dtype != v.dtype:
-            wide = self.fresh(term, "wide", dtype=v.dtype)
+            wide = self.new.fresh(term, ".wide", dtype=v.dtype)
             cast = template.replace(op=CAST, args=(term,), outs=(wide,), kwargs={"dtype": v.dtype})
-            self.edits.insert_before(start, cast)
+            self.new.insert_before(start, cast)
             term = wide
         add = template.replace(op=ACCUMULATE, args=(term,), outs=(total,))
-        self.edits.insert_before(start, add)
+        self.new.insert_before(start, add)
 
     def keep_gathered(self, gathers_once: bool) -> None:
         """Mark what only the first micro-batch computes: extremes of parameters and, if asked, gathered parameters."""
@@ -370,15 +369,11 @@ class _Marking:
             # Of a parameter only the maximum and the minimum are reduced, for the scale of a cast (`cast_on_shards`).
             is_extreme = not rules(wait.start).moves
             if is_of_parameter and (gathers_once or is_extreme):
-                value = self.fresh(e.out, "kept")
-                self.edits.insert_after(e, e.replace(op=KEEP, args=(e.out,), outs=(value,)))
-                self.edits.replace_reads(self.readers.get(e.out, ()), e.out, value)
+                value = self.new.fresh(e.out, ".kept")
+                self.new.insert_after(e, e.replace(op=KEEP, args=(e.out,), outs=(value,)))
+                self.new.replace_reads(self.readers.get(e.out, ()), e.out, value)
 
-    # ---- new values and equations
-
-    def fresh(self, v: Var, kind: str, **changes: Any) -> Var:
-        """A value like `v`, with a name that says its kind."""
-        return dataclasses.replace(v, name=self.names.fresh(f"{v.name}.{kind}"), **changes)
+    # ---- new equations
 
     def eqn(self, op: Any, args: tuple, out: Var, reader: Eqn | None) -> Eqn:
         """An equation of the update, with the line of the equation that reads its result."""

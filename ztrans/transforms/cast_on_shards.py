@@ -36,9 +36,9 @@ from ..ir.graph import (
 from ..ir.layout import part, split_over
 from ..ir.op_facts import CAST, is_random, op_facts, rearranges
 from ..ir.pairing import pair
+from ..ir.rewriter import Rewriter
 from ..ir.structure import structure
 from ..ir.user_collectives import is_user_collective
-from .edits import Edits
 
 aten = torch.ops.aten
 _NORM = aten.linalg_vector_norm.default
@@ -361,7 +361,7 @@ class _Rewriting:
             if in_prologue.isdisjoint(e.results):
                 eqns += self.replacements.get(e, [e])
 
-        edits = Edits(self.graph.replace(eqns=tuple(eqns)))
+        edits = Rewriter(self.graph.replace(eqns=tuple(eqns)))
         if self.graph.zero_stage == 3:
             for start, values in self.needed.items():
                 self.regather(start, values, edits)
@@ -410,7 +410,7 @@ class _Rewriting:
             value = out
         return eqns, value
 
-    def regather(self, start: Eqn, values: Sequence[Var], edits: Edits) -> None:
+    def regather(self, start: Eqn, values: Sequence[Var], edits: Rewriter) -> None:
         """Gather a value of forward for backward too, if that reads it, as stage 3 gathers a parameter."""
         readers: dict[Var, list[Eqn]] = {}
         all_readers: set[Eqn] = set()

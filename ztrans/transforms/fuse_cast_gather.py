@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from ..ir.collectives import rules
-from ..ir.graph import Eqn, Graph, Var, rename, users, variables
+from ..ir.graph import Eqn, Graph, Var, users, variables
 from ..ir.op_facts import CAST, rearranges
 from ..ir.operations import compute
+from ..ir.rewriter import Rewriter
 from .base import Transform, constructor
 from .cast_on_shards import cast_on_shards
 
@@ -52,8 +53,8 @@ class _FuseCastGather(Transform):
         graph = cast_on_shards(graph)
         readers = users(graph)
         outputs = set(variables(graph.outputs))
+        new = Rewriter(graph)
         narrow: dict[Var, Var] = {}  # the values that become narrower
-        alias: dict[Var, Var] = {}  # the results of casts that disappear
         for e in graph.eqns:
             if not rules(e).moves or e.kwargs["dtype"] is not None or len(e.outs) != 1:
                 continue
@@ -64,19 +65,17 @@ class _FuseCastGather(Transform):
             for v in (e.out, *narrowing.values):
                 narrow[v] = dataclasses.replace(v, dtype=dtype)
             for cast in narrowing.casts:
-                alias[cast.out] = cast.args[0]
-
-        eqns = []
-        for e in graph.eqns:
-            if not (e.op is CAST and e.out in alias):
-                eqns.append(_retyped(e, narrow))
-        return rename(graph.replace(eqns=tuple(eqns)), {**alias, **narrow})
+                new.drop(cast)
+                new.alias(cast.out, cast.args[0])
+        for v, narrower in narrow.items():
+            new.alias(v, narrower)
+            maker = new.makers[v]
+            new.replace(maker, _retyped(maker, narrow))
+        return new.applied()
 
 
 def _retyped(e: Eqn, narrow: dict[Var, Var]) -> Eqn:
-    """The equation with its results in their narrower dtype; the same equation if none of them is narrower."""
-    if not any(out in narrow for out in e.results):
-        return e
+    """The equation with its results in their narrower dtype."""
     outs = tuple(out and narrow.get(out, out) for out in e.outs)
     e = e.replace(outs=outs)
     if rules(e).moves:

@@ -16,12 +16,12 @@ import torch
 from ..ir.collectives import rules
 from ..ir.copies import is_copy, to_device, to_host, wait_for_copy
 from ..ir.dependencies import sorted_by
-from ..ir.graph import Eqn, Graph, MemoryKind, Names, Var, producers, substitute, users
+from ..ir.graph import Eqn, Graph, MemoryKind, Var, producers, substitute, users
 from ..ir.op_facts import is_random
 from ..ir.printer import first_names
+from ..ir.rewriter import Rewriter
 from ..ir.source import where as line_of
 from .base import Transform, byte_count, constructor, meta_leaves
-from .edits import Edits
 
 Where = str | Callable[[str, torch.Tensor], bool]
 _LISTED = 8  # leaves that an error lists
@@ -217,10 +217,8 @@ class _MovingLeaves:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.edits = Edits(graph)
+        self.new = Rewriter(graph)
         self.readers = users(graph)
-        self.makers = producers(graph.eqns)
-        self.names = Names(v.name for v in (*graph.inputs, *self.makers))
         self.on_host: dict[Var, Var] = {}
         self.on_device: dict[Var, Var] = {}
 
@@ -236,13 +234,13 @@ class _MovingLeaves:
         # A leaf that nothing reads stays on the host. Only a return as another leaf needs it on the device.
         if not readers and returned_at in ([], [position]):
             return
-        name = self.names.fresh(f"{leaf.name}.device")
+        name = self.new.fresh_name(f"{leaf.name}.device")
         first = readers[0] if readers else None
         origin = {"region": "update", "source": first.source if first else None}
         start = to_device(self.on_host[leaf], name, (leaf.name,), **origin)
         wait = wait_for_copy(start.out, **origin)
-        self.edits.insert_before(first, start, wait)
-        self.edits.replace_reads(readers, leaf, wait.out)
+        self.new.insert_before(first, start, wait)
+        self.new.replace_reads(readers, leaf, wait.out)
         self.on_device[leaf] = wait.out
 
     def applied(self) -> Graph:
@@ -254,19 +252,19 @@ class _MovingLeaves:
                 unchanged = self.graph.outputs[i] is leaf
                 outputs[i] = self.on_host[leaf] if unchanged else self._to_host(leaf, outputs[i])
         inputs = tuple(self.on_host.get(v, v) for v in self.graph.inputs)
-        return self.edits.applied().replace(inputs=inputs, outputs=tuple(outputs))
+        return self.new.applied().replace(inputs=inputs, outputs=tuple(outputs))
 
     def _to_host(self, leaf: Var, new: Var) -> Var:
         """The new value of a leaf, on the host."""
-        maker = self.makers.get(new)
+        maker = self.new.makers.get(new)
         origin = {"region": "update", "source": maker.source if maker else None}
-        name = self.names.fresh(f"{new.name}.host")
+        name = self.new.fresh_name(f"{new.name}.host")
         start = to_host(new, name, (leaf.name,), over=self.on_host[leaf], **origin)
         wait = wait_for_copy(start.out, **origin)
         if maker is None:
-            self.edits.insert_before(None, start, wait)
+            self.new.insert_before(None, start, wait)
         else:
-            self.edits.insert_after(maker, start, wait)
+            self.new.insert_after(maker, start, wait)
         return wait.out
 
 

@@ -15,9 +15,10 @@ import dataclasses
 from dataclasses import dataclass
 from itertools import product
 
-from ..ir.graph import Eqn, Graph, Names, Var, dce, producers, rename, used_once
+from ..ir.graph import Eqn, Graph, Var, dce, used_once
 from ..ir.marks import GRADIENT
 from ..ir.op_facts import ADD, SCALES, adds_zero
+from ..ir.rewriter import Rewriter
 
 
 def reduce_once(graph: Graph) -> Graph:
@@ -25,11 +26,11 @@ def reduce_once(graph: Graph) -> Graph:
     sums = _Sums(graph)
     if not sums.alias and not sums.replaced:
         return graph
-    eqns: list[Eqn] = []
-    for e in graph.eqns:
-        eqns += sums.before.get(e, [])
-        eqns.append(sums.replaced.get(e, e))
-    return dce(rename(graph.replace(eqns=tuple(eqns)), sums.alias))
+    for e, replacement in sums.replaced.items():
+        sums.new.replace(e, replacement)
+    for v, value in sums.alias.items():
+        sums.new.alias(v, value)
+    return dce(sums.new.applied())
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,15 @@ class _Sums:
 
     Attributes:
         gradients: the gradients in each value that a single equation reads.
-        before: what is written before an equation.
+        new: what is written before an equation.
         replaced: what is written in place of an equation.
         alias: the values that are renamed.
     """
 
     def __init__(self, graph: Graph) -> None:
-        self.names = Names(v.name for v in (*graph.inputs, *producers(graph.eqns)))
+        self.new = Rewriter(graph)
         self.position = {e: i for i, e in enumerate(graph.eqns)}
         self.gradients: dict[Var, list[_Gradient]] = {}
-        self.before: dict[Eqn, list[Eqn]] = {}
         self.replaced: dict[Eqn, Eqn] = {}
         self.alias: dict[Var, Var] = {}
         single_use = used_once(graph)
@@ -124,23 +124,24 @@ class _Sums:
         """Mark the sum of two gradients, where the later of their marks is."""
         first, last = sorted((x, y), key=lambda gradient: self.position[gradient.mark])
         mark = self._written_mark(last)
-        before = self.before.setdefault(last.mark, [])
-        first_value = self._scaled(first, mark.region, before)
-        last_value = self._scaled(last, mark.region, before)
-        total = dataclasses.replace(last_value, name=self.names.fresh(f"{last_value.name}.acc"))
-        before.append(mark.replace(op=ADD, args=(first_value, last_value), outs=(total,)))
+        first_value = self._scaled(first, last.mark)
+        last_value = self._scaled(last, last.mark)
+        total = self.new.fresh(last_value, ".acc")
+        add = mark.replace(op=ADD, args=(first_value, last_value), outs=(total,))
+        self.new.insert_before(last.mark, add)
         self.replaced[last.mark] = mark.replace(args=(total, mark.args[1]))
         return _Gradient(last.mark)
 
     def _written_mark(self, gradient: _Gradient) -> Eqn:
         return self.replaced.get(gradient.mark, gradient.mark)
 
-    def _scaled(self, gradient: _Gradient, region: str, before: list[Eqn]) -> Var:
-        """What is marked, after its multiplication by the factors of a gradient, which is appended to `before`."""
+    def _scaled(self, gradient: _Gradient, reader: Eqn) -> Var:
+        """The marked value times the factors of its gradient, which is computed before `reader`."""
         value = self._written_mark(gradient).args[0]
         for factor in gradient.factors:
-            scaled = dataclasses.replace(value, name=self.names.fresh(f"{value.name}.scaled"))
+            scaled = self.new.fresh(value, ".scaled")
             args = (value, *factor.args[1:])
-            before.append(factor.replace(args=args, outs=(scaled,), region=region))
+            multiplied = factor.replace(args=args, outs=(scaled,), region=reader.region)
+            self.new.insert_before(reader, multiplied)
             value = scaled
         return value

@@ -28,6 +28,7 @@ from ...ir.dependencies import depending
 from ...ir.graph import Eqn, Graph, Var, producers, users, variables
 from ...ir.op_facts import CAST, is_matmul, op_facts, rearranges
 from ...ir.pairing import pair
+from ...ir.rewriter import Rewriter
 from ...ir.verifier import check
 from ...ops import HALF
 
@@ -63,19 +64,14 @@ def half_gradients(graph: Graph, on_gpu: Set[Var], of_products: bool = False) ->
     if not updates or _spans_devices(graph):
         return graph
     uses = _Uses.of(graph, on_gpu, of_products)
-    rewritten: dict[Eqn, Eqn | None] = {}
+    new = Rewriter(graph)
+    reads_half = False
     for update in updates:
         gradient = uses.gradient_of(update)
         if gradient is not None:
-            rewritten.update(gradient.rewritten(update))
-    if not rewritten:
-        return graph
-    eqns = []
-    for eqn in graph.eqns:
-        new_eqn = rewritten.get(eqn, eqn)
-        if new_eqn is not None:
-            eqns.append(new_eqn)
-    return check(graph.replace(eqns=tuple(eqns)))
+            gradient.let_update_read_half(update, new)
+            reads_half = True
+    return check(new.applied()) if reads_half else graph
 
 
 @dataclass(frozen=True)
@@ -96,15 +92,15 @@ class _Gradient:
     def half(self) -> Var:
         return self.cast.ins[0]
 
-    def rewritten(self, update: Eqn) -> dict[Eqn, Eqn | None]:
-        """The equations that change if the update reads the half-precision gradient; None for those that vanish."""
-        rewritten: dict[Eqn, Eqn | None] = {update: _reading_half(update, self), self.cast: None}
+    def let_update_read_half(self, update: Eqn, new: Rewriter) -> None:
+        """Let the update, and the norms, read the half-precision gradient. Nothing reads its cast then."""
+        new.replace(update, _reading_half(update, self))
+        new.drop(self.cast)
         if self.scaling is not None:
-            rewritten[self.scaling] = None
+            new.drop(self.scaling)
         for norm in self.norms:
             args = (self.half, *norm.args[1:])
-            rewritten[norm] = norm.replace(args=args, kwargs={"dtype": torch.float32})
-        return rewritten
+            new.replace(norm, norm.replace(args=args, kwargs={"dtype": torch.float32}))
 
 
 @dataclass(frozen=True)

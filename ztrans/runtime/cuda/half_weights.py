@@ -21,15 +21,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from ...calling.inputs import Inputs
 from ...calling.snapshot import Snapshot
-from ...ir.graph import Eqn, Graph, Names, Var, producers, rename
+from ...ir.graph import Eqn, Graph, Var, producers
 from ...ir.liveness import liveness
 from ...ir.op_facts import CAST, op_facts
+from ...ir.rewriter import Rewriter
 from ...ir.verifier import check
 from ...ops import HALF
 
@@ -84,19 +84,33 @@ def with_half_weights(
     if not positions or graph.micro > 1:
         return graph, None
 
-    names = Names(v.name for v in (*graph.inputs, *producers(graph.eqns)))
+    new = Rewriter(graph)
     old_copies: dict[Var, Var] = {}
     new_copies: dict[Var, Var] = {}
     copies = []
     for i in positions:
         parameter = graph.inputs[i]
         dtype = casts[parameter][0].out.dtype
-        old_copies[parameter] = _copy_of(parameter, dtype, names)
-        new_copies[parameter] = _copy_of(graph.outputs[i], dtype, names)
+        old_copies[parameter] = _copy_of(parameter, dtype, new)
+        new_copies[parameter] = _copy_of(graph.outputs[i], dtype, new)
         # As a cast, a copy keeps the strides of its parameter.
         copies.append(torch.empty_like(tensors[i], dtype=dtype))
-    graph = _rewritten(graph, casts, makers, old_copies, new_copies)
-    return graph, HalfWeights(graph.num_state - len(positions), positions, copies)
+        _write_copy(new, makers[parameter], old_copies[parameter], new_copies[parameter])
+        for cast in casts[parameter]:
+            new.drop(cast)
+            new.alias(cast.out, old_copies[parameter])
+    n = graph.num_state
+    leaf_shapes = graph.leaf_shapes
+    if leaf_shapes:
+        leaf_shapes = (*leaf_shapes, *(v.shape for v in old_copies))
+    graph = new.applied()
+    graph = graph.replace(
+        inputs=(*graph.inputs[:n], *old_copies.values(), *graph.inputs[n:]),
+        outputs=(*graph.outputs[:n], *new_copies.values(), *graph.outputs[n:]),
+        num_state=n + len(old_copies),
+        leaf_shapes=leaf_shapes,
+    )
+    return check(graph), HalfWeights(graph.num_state - len(positions), positions, copies)
 
 
 def _casts(graph: Graph) -> dict[Var, list[Eqn]]:
@@ -147,47 +161,17 @@ def _is_elementwise_update(eqn: Eqn) -> bool:
     return eqn.region == "update" and op_facts(eqn.op).pointwise
 
 
-def _copy_of(v: Var, dtype: torch.dtype, names: Names) -> Var:
+def _copy_of(v: Var, dtype: torch.dtype, new: Rewriter) -> Var:
     suffix = "bf16" if dtype == torch.bfloat16 else "fp16"
-    return Var(names.fresh(f"{v.name}.{suffix}"), dtype, v.shape, v.layout)
+    return Var(new.fresh_name(f"{v.name}.{suffix}"), dtype, v.shape, v.layout)
 
 
-def _rewritten(
-    graph: Graph,
-    casts: Mapping[Var, Sequence[Eqn]],
-    makers: Mapping[Var, Eqn],
-    old_copies: Mapping[Var, Var],
-    new_copies: Mapping[Var, Var],
-) -> Graph:
-    """The program that reads the old copies in place of casts, and writes the new ones."""
-    rewritten: dict[Eqn, list[Eqn]] = {}
-    alias: dict[Var, Any] = {}
-    for parameter, half in old_copies.items():
-        maker = makers[parameter]
-        rewritten[maker] = _writing(maker, half, new_copies[parameter])
-        for cast in casts[parameter]:
-            rewritten[cast] = []
-            alias[cast.out] = half
-    eqns = []
-    for eqn in graph.eqns:
-        eqns += rewritten.get(eqn, [eqn])
-    n = graph.num_state
-    leaf_shapes = graph.leaf_shapes
-    if leaf_shapes:
-        leaf_shapes = (*leaf_shapes, *(v.shape for v in old_copies))
-    graph = graph.replace(
-        inputs=(*graph.inputs[:n], *old_copies.values(), *graph.inputs[n:]),
-        eqns=tuple(eqns),
-        outputs=(*graph.outputs[:n], *new_copies.values(), *graph.outputs[n:]),
-        num_state=n + len(old_copies),
-        leaf_shapes=leaf_shapes,
-    )
-    return check(rename(graph, alias))
-
-
-def _writing(maker: Eqn, half: Var, new_half: Var) -> list[Eqn]:
-    """The equation of a new parameter, and of its copy. Inductor computes a cast in the kernel of its argument."""
+def _write_copy(new: Rewriter, maker: Eqn, half: Var, new_half: Var) -> None:
+    """Let the update of a parameter write its copy too. Inductor computes a cast in the kernel of its argument."""
     if _is_ours(maker):
-        return [maker.replace(args=(*maker.args, [half]), outs=(*maker.outs, new_half))]
-    kwargs = {"dtype": half.dtype}
-    return [maker, Eqn(CAST, (maker.out,), (new_half,), kwargs, maker.region, maker.source)]
+        outs = (*maker.outs, new_half)
+        new.replace(maker, maker.replace(args=(*maker.args, [half]), outs=outs))
+    else:
+        kwargs = {"dtype": half.dtype}
+        cast = Eqn(CAST, (maker.out,), (new_half,), kwargs, maker.region, maker.source)
+        new.insert_after(maker, cast)
