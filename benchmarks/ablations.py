@@ -24,9 +24,10 @@ from pathlib import Path
 import torch
 
 from tests.support.evaluate import evaluate
-from ztrans.planning.solver.changes import CHANGES
+from ztrans.planning.solver.changes import CHANGES, Change
 from ztrans.planning.solver.problem import Problem
 from ztrans.planning.solver.search import solve
+from ztrans.planning.solver.sweep import VALUES
 
 from .inductor import RESULTS, processor
 from .planned import subjects
@@ -53,21 +54,25 @@ class Part:
     simulated: bool = False
 
 
-CHOICES = {f"climb: {change.__doc__}".rstrip("."): change for change, _ in CHANGES}
+CHOICES: dict[str, Change | str] = {
+    **{f"sweep: {scalar}": scalar for scalar in VALUES},
+    **{f"climb: {change.__doc__}".rstrip("."): change for change, _ in CHANGES},
+}
 
 
 def planned_step(problem: Problem, without: frozenset[str]) -> Step:
-    """A step that is planned without some of the random changes of the search."""
+    """A step that is planned without some of what the search tries."""
     left_out = [CHOICES[name] for name in without]
     changes = tuple(each for each in CHANGES if each[0] not in left_out)
-    return lambda: evaluate(problem, solve(problem, changes=changes)).seconds
+    values = {scalar: VALUES[scalar] for scalar in VALUES if scalar not in left_out}
+    return lambda: evaluate(problem, solve(problem, changes=changes, values=values)).seconds
 
 
 def search_part() -> Part:
-    """The random changes of the planner's search."""
+    """What the planner's search tries: the scalars of its sweep, and the random changes of its climbs."""
     steps = ((name, functools.partial(planned_step, problem)) for name, problem in subjects())
     return Part(
-        "The random changes of the planner's search",
+        "What the planner's search tries",
         "simulated",
         tuple(CHOICES),
         steps,

@@ -82,6 +82,7 @@ NEAR = {
     "planning.solver.place": "planning/solver/test_solver planning/test_updates_together",
     "planning.solver.problem": "planning/solver/test_solver planning/test_skeleton",
     "planning.solver.search": "planning/test_ablations planning/solver/test_solver planning/test_parts",
+    "planning.solver.sweep": "planning/solver/test_solver planning/test_parts",
     "planning.solver.validate": "planning/solver/test_solver planning/test_plan_edits",
     "report.event": "report/test_timeline report/test_page",
     "report.figure": "report/test_timeline",

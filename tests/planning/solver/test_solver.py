@@ -40,7 +40,8 @@ from ztrans.planning.solver.problem import (
     Wire,
     gather_levers,
 )
-from ztrans.planning.solver.search import Search, best_placed, least_memory, solve
+from ztrans.planning.solver.search import Search, least_memory, solve
+from ztrans.planning.solver.sweep import VALUES, FullChoices, Scalars
 from ztrans.planning.solver.tape import Event, Kind, tape
 from ztrans.planning.solver.validate import ScheduleError, validate
 
@@ -403,7 +404,7 @@ def test_the_search_ends_when_it_has_not_improved_for_a_while():
     for seed in range(40):
         p = replace(problem(Random(seed)), memory=INF)
         search = Search(p, bound(p).seconds, 20_000)
-        search.climb(search.best)
+        search.climb()
         left += [search.effort] if search.best.seconds > search.enough else []
     assert len(left) > 5 and min(left) > 0
 
@@ -423,17 +424,33 @@ def test_a_border_often_moves_by_one_or_two_members_to_either_side():
     assert min(near) > 2 * max(border.values())
 
 
-def test_every_third_climb_begins_at_the_best(monkeypatch):
-    starts = []
-    climb = Search.climb
+def test_no_other_value_of_one_scalar_is_better_than_what_the_sweep_found():
+    changed = set()
+    for seed in range(20):
+        p = replace(problem(Random(seed), gathers=6, reductions=6), memory=60.0)
+        search = Search(p, 0.0, 1_000_000)
+        found = search.sweep()
+        choices = FullChoices(search.loads)
+        placed = place_choice(search.loads, choices.choice(found))
+        assert placed is not None and search.rank(placed) >= search.rank(search.best)
+        for name, values in VALUES.items():
+            changed |= {name} if getattr(found, name) != getattr(Scalars(), name) else set()
+            for value in values:
+                other = place_choice(search.loads, choices.choice(found._replace(**{name: value})))
+                assert other is None or search.rank(other) >= search.rank(placed)
+    assert {"whole", "full_reductions"} <= changed
 
-    def recorded(search, start, changes):
-        starts.append(start is search.best)
-        climb(search, start, changes)
 
-    monkeypatch.setattr(Search, "climb", recorded)
-    best_placed(problem(Random(10), gathers=8, reductions=8))
-    assert len(starts) >= 6 and all(starts[2::3])
+def test_a_share_of_the_levers_that_fit_is_pulled_the_first_ones_first():
+    """Each lever keeps 4 bytes; there is room for three of the four."""
+    levers = tuple(Lever(f"v{i}", i + 4, Buffer(4, 0, 8)) for i in range(4))
+    gathers = [Gather("w", 1, 1, k, k) for k in range(4)]
+    gathers += [Gather("w", 1, 1, k + 5, k + 5, repeats=k) for k in range(4)]
+    p = Problem((1.0,) * 9, (0,) * 9, (True,) * 9, tuple(gathers), (), WIRES, memory=13.5)
+    p = replace(p, levers=levers)
+    choices = FullChoices(Loads(p))
+    pulled = [sorted(choices.levers(0.0, share)) for share in (0.0, 0.25, 0.5, 1.0)]
+    assert pulled == [[], [0], [0, 1], [0, 1, 2]]
 
 
 def test_a_lever_changes_what_is_sent_what_is_live_and_how_long_compute_takes():

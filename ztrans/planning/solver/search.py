@@ -6,11 +6,12 @@ has more of them live than its schedule counts.
 A choice of buckets and of levers is as good as the time that its placement takes. Times within a small share of the
 lower bound count as equal; then fewer live bytes are better, then fewer buckets.
 
-The search begins with full buckets, once with only the levers pulled that cost nothing, and once with as many as fit.
-It merges buckets, many at once where that is no loss. Then it climbs: it makes random changes, and keeps a change that
-is not slower. A climb that finds nothing better ends, and another one begins, until the effort is spent. Of the choices
-that take nearly as little time as the best one, the result is the one with the fewest live bytes. The random numbers
-have a fixed seed, and the effort is counted in messages placed, so the same problem has the same result everywhere.
+The search begins with choices that follow from a few numbers, such as how full buckets are and how many levers are
+pulled, and changes one number at a time as long as that helps (see `sweep`). Then it climbs: it makes random changes,
+and keeps a change that is not slower. A climb that finds nothing better ends, and another one begins from the best
+choice, until the effort is spent. Of the choices that take nearly as little time as the best one, the result is the one
+with the fewest live bytes. The random numbers have a fixed seed, and the effort is counted in messages placed, so the
+same problem has the same result everywhere.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ import hashlib
 import math
 import random
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..buffers import by_operation
 from .bound import bound
-from .changes import CHANGES, Change, Kind, can_join, in_order, with_buckets
-from .full_buckets import gather_buckets, reduction_buckets
+from .changes import CHANGES, Change, in_order
 from .loads import Loads
 from .place import Placed, place_choice
-from .problem import NO_LEVERS, Choice, Levers, MemberIndices, Problem, Schedule
+from .problem import NO_LEVERS, Choice, Problem, Schedule
+from .sweep import VALUES, FullChoices, Scalars
 
 # Messages that the search places: about a second.
 EFFORT = 20_000
@@ -36,10 +38,6 @@ EFFORT = 20_000
 WITHOUT_SEARCH = 0
 # Schedules whose times differ by less than this share count as equal. So a schedule this near the bound is good enough.
 NEARLY = 0.0025
-# Portions of the memory that is left where a bucket is needed, which a bucket may take.
-FIRST_GATHERS = 0.3
-REGATHERS = 0.12
-REDUCTIONS = 0.2
 # Without an improvement a climb ends after this many messages, and this many more for each message of the problem.
 PATIENCE = 500
 PATIENCE_FOR_EACH = 15
@@ -100,7 +98,6 @@ class Search:
                 f"{least_memory(problem)} bytes are enough."
             )
         self.best = unbucketed
-        self.second_start = unbucketed  # the last start with full buckets that could be placed
         # The choices near the best that no other beats in both seconds and bytes.
         self.front = [unbucketed]
 
@@ -159,89 +156,34 @@ class Search:
         self.front = [*front, placed]
         self.effort_at_improvement = self.effort
 
-    def begin(self) -> None:
-        """Try full buckets: with no levers pulled, except those that cost nothing, and with as many as fit.
-
-        If each rank may keep parts of values, try it with as many parts as fit, and then with as many whole values in
-        place of them.
-        """
-        problem = self.problem
-        free = problem.free_levers
-        starts = [free, self._with_levers_that_fit(problem.whole_levers, free)]
-        if problem.part_levers:
-            parts = self._with_levers_that_fit(problem.part_levers, free)
-            starts += [parts, self._with_levers_that_fit(problem.whole_levers, parts)]
-        for levers in starts:
-            if not self.finished:
-                self.second_start = self.attempt(self._full(levers)) or self.second_start
-
-    def _with_levers_that_fit(self, more: Iterable[int], pulled: Levers) -> Levers:
-        """As many more levers as fit the memory, the first ones first. Whole values take the place of parts."""
-        room = self.loads.memory - self.loads.bytes_unbucketed(pulled)
-        for i in more:
-            rivals = self.problem.rivals[i] & pulled
-            if rivals and self.problem.levers[i].sends is not None:
-                continue
-            left = room.copy()
-            for kept in self.problem.lever_buffers([i]):
-                left[kept.first : kept.last + 1] -= kept.bytes
-            for freed in self.problem.lever_buffers(rivals):
-                left[freed.first : freed.last + 1] += freed.bytes
-            if left.min(initial=0) >= 0:
-                room = left
-                pulled = pulled - rivals | {i}
-        return pulled
-
-    def _full(self, levers: Levers) -> Choice:
-        """Full buckets of everything that is not dropped."""
-        problem = self.problem
-        room = (self.loads.memory - by_operation(self.loads.bytes_unbucketed(levers))).tolist()
-        dropped = problem.dropped(levers)
-        first: list[int] = []
-        regathers: list[int] = []
-        for i, gather in enumerate(problem.gathers):
-            if i not in dropped:
-                same = first if gather.repeats is None else regathers
-                same.append(i)
-        buckets = gather_buckets(problem, first, room, FIRST_GATHERS)
-        buckets += gather_buckets(problem, regathers, room, REGATHERS)
-        reductions = reduction_buckets(problem, room, REDUCTIONS)
-        return Choice(in_order(problem, buckets), tuple(reductions), levers, lead=2.0)
-
-    def merge(self, kind: Kind) -> None:
-        """Merge neighbouring buckets of a kind: all pairs at once, then halves of them where that is a loss."""
+    def sweep(self, values: Mapping[str, Sequence[Any]] = VALUES) -> Scalars:
+        """Change one scalar at a time, and keep each value that is better, until no other value of any one is."""
+        choices = FullChoices(self.loads)
+        scalars = Scalars()
+        current = None if self.finished else self.attempt(choices.choice(scalars))
         improved = True
         while improved and not self.finished:
             improved = False
-            parts = [self._pairs(kind)]
-            while parts and self.effort > 0:
-                part = parts.pop(0)
-                previous_best = self.best
-                choice = previous_best.choice
-                merged = _merged(getattr(choice, kind), set(part))
-                self.attempt(with_buckets(choice, kind, merged), previous_best.seconds)
-                if self.best is not previous_best:
-                    improved = True
-                elif len(part) > 1:
-                    middle = len(part) // 2
-                    parts += [part[:middle], part[middle:]]
+            for name, values_of_name in values.items():
+                for value in values_of_name:
+                    changed = scalars._replace(**{name: value})
+                    if changed == scalars or self.finished:
+                        continue
+                    placed = self.attempt(choices.choice(changed))
+                    if placed is None:
+                        continue
+                    if current is None or self.rank(placed) < self.rank(current):
+                        current = placed
+                        scalars = changed
+                        improved = True
+        return scalars
 
-    def _pairs(self, kind: Kind) -> list[int]:
-        """The first members of buckets that can be merged with the next one."""
-        buckets = getattr(self.best.choice, kind)
-        pairs: list[int] = []
-        joins = False
-        for k, members in enumerate(buckets):
-            joins = not joins and can_join(self.problem, buckets, k, kind)
-            if joins:
-                pairs.append(members[0])
-        return pairs
-
-    def climb(self, current: Placed, changes: Sequence[tuple[Change, int]] = CHANGES) -> None:
-        """Change a choice at random, while effort is left and an improvement can be expected.
+    def climb(self, changes: Sequence[tuple[Change, int]] = CHANGES) -> None:
+        """Change the best choice at random, while effort is left and an improvement can be expected.
 
         After a time without one the climb ends. That time is longer in a large problem, and if the last came late.
         """
+        current = self.best
         total = self.effort
         self.effort_at_improvement = total
         while changes and not self.finished:
@@ -269,18 +211,6 @@ def _beats(a: Placed, b: Placed) -> bool:
     return a.seconds <= b.seconds and a.peak <= b.peak
 
 
-def _merged(buckets: Sequence[MemberIndices], firsts: set[int]) -> list[MemberIndices]:
-    """Buckets, of which the ones with these first members are merged with the next one."""
-    merged: list[MemberIndices] = []
-    for members in buckets:
-        if merged and merged[-1][0] in firsts:
-            firsts.remove(merged[-1][0])
-            merged[-1] += members
-        else:
-            merged.append(members)
-    return merged
-
-
 # The results of the last problems, by the digest of the problem. A step that is decorated again, as in a notebook, and
 # variants of a step with equal problems find their results here. These are numbers, and keep no program alive.
 _placed: OrderedDict[bytes, Placed] = OrderedDict()
@@ -288,7 +218,10 @@ _MOST_PLACED = 32
 
 
 def best_placed(
-    problem: Problem, effort: int = EFFORT, changes: tuple[tuple[Change, int], ...] = CHANGES
+    problem: Problem,
+    effort: int = EFFORT,
+    changes: tuple[tuple[Change, int], ...] = CHANGES,
+    values: Mapping[str, Sequence[Any]] = VALUES,
 ) -> Placed:
     """Find the fastest schedule whose peak fits the memory, with its seconds and its peak.
 
@@ -298,37 +231,30 @@ def best_placed(
         problem: the operations, the messages and the limits.
         effort: messages that the search may place.
         changes: the random changes that the search makes, with their weights.
+        values: the scalars that the sweep changes, with the values that it tries.
 
     Raises:
         ValueError: the memory is too small to send every message alone; see `least_memory`.
     """
-    digest = hashlib.sha256(repr((problem, effort, changes)).encode()).digest()
+    digest = hashlib.sha256(repr((problem, effort, changes, values)).encode()).digest()
     placed = _placed.pop(digest, None)
     if placed is None:
-        placed = _searched(problem, effort, changes)
+        search = Search(problem, bound(problem).seconds, effort)
+        search.sweep(values)
+        while changes and not search.finished:
+            search.climb(changes)
+        placed = search.result
     _placed[digest] = placed
     while len(_placed) > _MOST_PLACED:
         _placed.popitem(last=False)
     return placed
 
 
-def _searched(problem: Problem, effort: int, changes: tuple[tuple[Change, int], ...]) -> Placed:
-    """Search for a schedule until the effort is spent."""
-    search = Search(problem, bound(problem).seconds, effort)
-    search.begin()
-    search.merge("gathers")
-    search.merge("reductions")
-    # Climb again from several starts until the effort is spent: the random changes differ each time.
-    merged = search.best
-    while changes and not search.finished:
-        search.climb(merged, changes)
-        search.climb(search.second_start, changes)
-        search.climb(search.best, changes)
-    return search.result
-
-
 def solve(
-    problem: Problem, effort: int = EFFORT, changes: tuple[tuple[Change, int], ...] = CHANGES
+    problem: Problem,
+    effort: int = EFFORT,
+    changes: tuple[tuple[Change, int], ...] = CHANGES,
+    values: Mapping[str, Sequence[Any]] = VALUES,
 ) -> Schedule:
     """The schedule of `best_placed`."""
-    return best_placed(problem, effort, changes).schedule
+    return best_placed(problem, effort, changes, values).schedule
