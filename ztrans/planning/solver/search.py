@@ -33,7 +33,7 @@ from .problem import NO_LEVERS, Choice, Problem, Schedule
 from .sweep import VALUES, FullChoices, Scalars
 
 # Messages that the search places: about a second.
-EFFORT = 20_000
+EFFORT = 15_000
 # With this effort, every message is sent alone.
 WITHOUT_SEARCH = 0
 # Schedules whose times differ by less than this share count as equal. So a schedule this near the bound is good enough.
