@@ -239,15 +239,25 @@ def best_placed(
     digest = hashlib.sha256(repr((problem, effort, changes, values)).encode()).digest()
     placed = _placed.pop(digest, None)
     if placed is None:
-        search = Search(problem, bound(problem).seconds, effort)
-        search.sweep(values)
-        while changes and not search.finished:
-            search.climb(changes)
-        placed = search.result
+        placed = _searched(problem, effort, changes, values)
     _placed[digest] = placed
     while len(_placed) > _MOST_PLACED:
         _placed.popitem(last=False)
     return placed
+
+
+def _searched(
+    problem: Problem,
+    effort: int,
+    changes: tuple[tuple[Change, int], ...],
+    values: Mapping[str, Sequence[Any]],
+) -> Placed:
+    """Search for a schedule until the effort is spent."""
+    search = Search(problem, bound(problem).seconds, effort)
+    search.sweep(values)
+    while changes and not search.finished:
+        search.climb(changes)
+    return search.result
 
 
 def solve(
