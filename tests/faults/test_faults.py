@@ -213,8 +213,7 @@ def test_an_exception_on_one_rank_ends_the_step_of_all(scenario, error):
 ])  # fmt: skip
 def test_an_interrupt_at_any_moment_of_a_step_ends_it_on_all_ranks(scenario, shots):
     """Also while the ranks agree. Nobody waits, and a state that is neither old nor new is marked."""
-    ranks = launch(scenario, 3, seconds=20 + shots)
-    ended_well(ranks)
+    ranks = ended_well(launch(scenario, 3, seconds=20 + shots))
     told = 0
     for rank in ranks:
         assert list(rank.reports) == ["interrupts"], "no rank has an error of another kind"
@@ -227,7 +226,7 @@ def test_an_interrupt_at_any_moment_of_a_step_ends_it_on_all_ranks(scenario, sho
 
 
 def test_a_message_to_a_rank_that_has_been_interrupted_does_not_wait():
-    """gloo never wakes a send that had begun when its connection was reset, so receives are waited for first."""
+    """gloo never wakes a wait for a send whose connection was reset, so ranks wait for the receives only."""
     first, second = ended_well(launch("interrupted_between_messages", 2))
     assert first.reports["failed"]["kind"] == "KeyboardInterrupt"
     assert second.reports["failed"]["kind"] == "LostRank"

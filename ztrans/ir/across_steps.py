@@ -42,7 +42,7 @@ def carry_first_gathers(graph: Graph, at_start: Collection[str]) -> Graph:
     starts = _of_next_step(new, first)
     for start in first:
         new.drop(start)
-    _insert(new, starts)
+    _insert_starts(new, starts)
     before = tuple(producers(first))
     after = tuple(producers(starts))
     return new.applied().replace(
@@ -74,7 +74,7 @@ def _first_gathers(graph: Graph, at_start: Collection[str]) -> list[Eqn]:
     return first
 
 
-def _insert(new: Rewriter, starts: Sequence[Eqn]) -> None:
+def _insert_starts(new: Rewriter, starts: Sequence[Eqn]) -> None:
     """Start the gathers of the next step as soon as backward has ended and their leaves are written."""
     eqns = new.graph.eqns
     written_by: dict[Var, int] = {}

@@ -58,8 +58,7 @@ def carry_copies(graph: Graph, copies: Mapping[Eqn, Var]) -> Graph:
         (wait,) = readers[start.out]
         futures[leaf] = dataclasses.replace(leaf, future=True)
         on_host = new.fresh(leaf, ".host")
-        changes = {"args": (futures[leaf],), "outs": (on_host,), "region": "forward"}
-        new.replace(wait, wait.replace(**changes))
+        new.replace(wait, wait.replace(args=(futures[leaf],), outs=(on_host,), region="forward"))
         new.alias(leaf, on_host)
         new.alias(wait.out, start.out)
     inputs = tuple(futures.get(v, v) for v in graph.inputs)

@@ -45,7 +45,7 @@ from .failure import (
     quitting_after_loss,
     rank_names,
 )
-from .process_groups import Channel, ProcessGroups, process_groups
+from .process_groups import ProcessGroups, process_groups
 
 T = TypeVar("T")
 Explain = Callable[[Mapping[int, Any]], str]
@@ -227,7 +227,6 @@ class _Question:
         # Every step sends this record, so it is a hash of a fixed size. Values are sent only if hashes differ.
         high, low = _DIGEST.unpack_from(hashlib.sha256(repr((call, mine)).encode()).digest())
         record = _Record(high, low, ~high, ~low, launches, not launches, stop.is_requested())
-        self._groups = groups
         with quitting_after_loss(groups, call):
             groups.open()
             groups.sent_records.clear()
@@ -235,21 +234,23 @@ class _Question:
             if not groups.has_compared_versions:
                 _compare_versions(groups)
             self._rounds = rounds_of(channel.group.rank(), len(groups.ranks))
-            self._begin_round(channel, self._rounds[0], record)
+            self._begin_round(groups, self._rounds[0], record)
 
-    def _begin_round(self, channel: Channel, ranks: Sequence[int], record: _Record) -> None:
+    def _begin_round(self, groups: ProcessGroups, ranks: Sequence[int], record: _Record) -> None:
+        channel = groups.channel(None, "ranks")
         mine = torch.tensor(record)
         self.records = mine.repeat(len(ranks), 1)  # the row of this rank stays
         works = channel.exchange([mine] * len(ranks), list(self.records), ranks)
         receives = len(ranks) - 1
         self._receives = works[:receives]
-        self._groups.sent_records += works[receives:]
+        groups.sent_records += works[receives:]
 
     def _end_round(self) -> _Record:
-        """Wait for the records of the other ranks, but not until they have got that of this one.
+        """Wait until the records of the other ranks have arrived.
 
-        A rank posts its receive before it sends, so when its record arrives, the one for it is on its way. If it has
-        reset its connection since, gloo never wakes a wait for that send.
+        This does not wait for the sends. Every rank posts its receives before its sends, so when its record arrives,
+        the record for it has been handed to the connection. If that rank then resets the connection, gloo never wakes
+        a wait for the send.
         """
         try:
             while self._receives:
@@ -267,7 +268,7 @@ class _Question:
             for ranks in self._rounds[1:]:
                 if record.is_mixed:
                     break
-                self._begin_round(channel, ranks, record)
+                self._begin_round(groups, ranks, record)
                 record = self._end_round()
         if record.is_mixed:
             # Ranks that have launched a step read this at another time, so no rank may ask for the values.

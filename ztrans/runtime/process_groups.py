@@ -133,8 +133,8 @@ class Channel:
         `ranks` are all ranks of the group by default. The tensors are contiguous and on the CPU. They are sent and
         received in place, without copies.
 
-        Returns: the receives, then the sends. Wait for them in this order: when a connection ends, gloo wakes a wait
-            for a message that has not begun to arrive, but not for one that is in part sent or received (2.13).
+        Returns: the receives, then the sends. Wait in this order: when a connection ends, gloo wakes the waits for
+            messages that have not begun, but not those for messages that are in part sent or received (torch 2.13).
         """
         group = self.group
         if ranks is None:
@@ -213,7 +213,7 @@ class ProcessGroups:
         is_alone: whether no other rank exists: a mesh of one, or one whose other ranks are fake.
         lock: held by the thread that runs a step (see `failure.one_thread`).
         pending: a comparison whose answer has not been read yet (see `agreement`).
-        sent_records: the sends of the last comparison, for which nothing waits.
+        sent_records: the sends of the last comparison, which nothing waits for; they live until the next one.
         carried: gathers that the last step has started for the next one (see `carried`).
         saves: the channel of checkpoints, which a failed step does not close; `reopen` opens it.
         symmetric: the symmetric memory of the mesh, if its devices have any.

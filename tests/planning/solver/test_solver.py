@@ -434,7 +434,8 @@ def test_no_other_value_of_one_scalar_is_better_than_what_the_sweep_found():
         placed = place_choice(search.loads, choices.choice(found))
         assert placed is not None and search.rank(placed) >= search.rank(search.best)
         for name, values in VALUES.items():
-            changed |= {name} if getattr(found, name) != getattr(Scalars(), name) else set()
+            if getattr(found, name) != getattr(Scalars(), name):
+                changed.add(name)
             for value in values:
                 other = place_choice(search.loads, choices.choice(found._replace(**{name: value})))
                 assert other is None or search.rank(other) >= search.rank(placed)

@@ -6,8 +6,8 @@ has more of them live than its schedule counts.
 A choice of buckets and of levers is as good as the time that its placement takes. Times within a small share of the
 lower bound count as equal; then fewer live bytes are better, then fewer buckets.
 
-The search begins with choices that follow from a few numbers, such as how full buckets are and how many levers are
-pulled, and changes one number at a time as long as that helps (see `sweep`). Then it climbs: it makes random changes,
+The search begins with choices that follow from a few scalars, such as how full buckets are and how many levers are
+pulled, and changes one scalar at a time as long as that helps (see `sweep`). Then it climbs: it makes random changes,
 and keeps a change that is not slower. A climb that finds nothing better ends, and another one begins from the best
 choice, until the effort is spent. Of the choices that take nearly as little time as the best one, the result is the one
 with the fewest live bytes. The random numbers have a fixed seed, and the effort is counted in messages placed, so the
@@ -157,7 +157,7 @@ class Search:
         self.effort_at_improvement = self.effort
 
     def sweep(self, values: Mapping[str, Sequence[Any]] = VALUES) -> Scalars:
-        """Change one scalar at a time, and keep each value that is better, until no other value of any one is."""
+        """Change one scalar at a time while that gives a better choice. Returns the scalars of the best one."""
         choices = FullChoices(self.loads)
         scalars = Scalars()
         current = None if self.finished else self.attempt(choices.choice(scalars))

@@ -1,6 +1,7 @@
-"""Choices that follow from a few numbers: how many levers are pulled, how full buckets are, when gathers start.
+"""Choices that follow from a few scalars: how many levers are pulled, how full buckets are, when gathers start.
 
-The search begins with such choices. It changes one number at a time, and keeps each value that is better.
+The search begins with such choices. It changes one scalar at a time, and keeps each value that makes the choice better
+(see `search.Search.sweep`).
 """
 
 from __future__ import annotations
@@ -15,19 +16,18 @@ from .full_buckets import FULL, gather_buckets, reduction_buckets
 from .loads import Loads
 from .problem import Choice, Levers
 
-# The room of a bucket of values that are gathered again, as a share of that of other gathers. They are kept until their
-# use in backward, when memory is fullest.
+# A bucket of values that are gathered again may take this share of the room that a bucket of first gathers may take.
 _ROOM_OF_REGATHERS = 0.4
 
 
 class Scalars(NamedTuple):
-    """The numbers from which a choice follows.
+    """The scalars from which a choice follows.
 
     Attributes:
         whole: the levers that keep whole values, as a share of those that fit.
         parts: the levers that keep parts of values, as a share of those that fit.
-        full_gathers, full_reductions: the latencies that the transfer of a full bucket takes.
-        room_of_gathers, room_of_reductions: the share of the memory that is left which a bucket may take.
+        full_gathers, full_reductions: the time that the transfer of a full bucket takes, in latencies of a message.
+        room_of_gathers, room_of_reductions: the most that a bucket may take, as a share of the free memory.
         lead, reserve, waited_together: as in `Choice`.
     """
 
@@ -42,8 +42,7 @@ class Scalars(NamedTuple):
     waited_together: int = 1
 
 
-# The values of each number that the search tries. `benchmarks/ablations.py` leaves out one number at a time, to see
-# what it gains.
+# The values that the search tries for each scalar. `benchmarks/ablations.py` shows what each scalar gains.
 VALUES: Mapping[str, Sequence[Any]] = {
     "whole": (0.0, 0.125, 0.25, 0.5, 0.75, 1.0),
     "parts": (0.0, 0.5, 1.0),
@@ -95,13 +94,14 @@ class FullChoices:
         )
 
     def levers(self, parts: float, whole: float) -> Levers:
-        """These shares of the levers that keep parts and whole values, the first ones first."""
+        """The levers to pull: these shares of the ones that fit, in their order."""
         if (parts, whole) not in self._levers:
             levers = self._share(self.problem.part_levers, parts, self.problem.free_levers)
             self._levers[parts, whole] = self._share(self.problem.whole_levers, whole, levers)
         return self._levers[parts, whole]
 
     def _share(self, more: Iterable[int], share: float, pulled: Levers) -> Levers:
+        """The pulled levers, and this share of the further ones that fit."""
         if share == 0:
             return pulled
         all_that_fit = self._with_levers_that_fit(more, pulled)
