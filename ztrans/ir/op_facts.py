@@ -120,6 +120,8 @@ _ROWS: Mapping[str, tuple[str, ...]] = {
     "ones_like": ("elementwise", "fuses"),
     "stack": ("fuses",),
     "zeros_like": ("elementwise", "fuses"),
+    # Elementwise, without the tag in torch 2.11.
+    "_conj_physical": ("pointwise", "elementwise"),
     # Draws of a random number for each element.
     "bernoulli": ("elementwise",),
     "exponential": ("elementwise",),
@@ -176,6 +178,8 @@ _ROWS: Mapping[str, tuple[str, ...]] = {
     "_scaled_dot_product_fused_attention_overrideable": ("matmul",),
     "_scaled_dot_product_fused_attention_overrideable_backward": ("matmul",),
     "_scaled_grouped_mm": ("matmul",),
+    "flex_attention": ("matmul",),
+    "flex_attention_backward": ("matmul",),
     "mkldnn_rnn_layer": ("matmul",),
     "mkldnn_rnn_layer_backward": ("matmul",),
     # Reads by index. Scatters do not fuse: threads would race for their sums.
@@ -198,21 +202,26 @@ def op_facts(op: Any) -> OpFacts:
     """
     matmul = getattr(op, "overloadpacket", op) in flop_registry
     if not isinstance(op, torch._ops.OpOverload):
-        return OpFacts(str(op), matmul=matmul)
+        return _with_row(OpFacts(str(op), matmul=matmul))
     name = op._schema.name.removeprefix("aten::")
     pointwise = torch.Tag.pointwise in op.tags
-    facts = OpFacts(
-        name,
-        pointwise=pointwise,
-        elementwise=pointwise,
-        reduction=torch.Tag.reduction in op.tags,
-        random=torch.Tag.nondeterministic_seeded in op.tags,
-        view=any(_shares_memory(returned) for returned in op._schema.returns),
-        matmul=matmul,
-        fused_update=name.removeprefix("ztrans::").startswith(_FUSED_UPDATES),
+    return _with_row(
+        OpFacts(
+            name,
+            pointwise=pointwise,
+            elementwise=pointwise,
+            reduction=torch.Tag.reduction in op.tags,
+            random=torch.Tag.nondeterministic_seeded in op.tags,
+            view=any(_shares_memory(returned) for returned in op._schema.returns),
+            matmul=matmul,
+            fused_update=name.removeprefix("ztrans::").startswith(_FUSED_UPDATES),
+        )
     )
-    more: dict[str, Any] = dict.fromkeys(_ROWS.get(name, ()), True)
-    return dataclasses.replace(facts, **more)
+
+
+def _with_row(facts: OpFacts) -> OpFacts:
+    row: dict[str, Any] = dict.fromkeys(_ROWS.get(facts.name, ()), True)
+    return dataclasses.replace(facts, **row)
 
 
 def _shares_memory(returned: Any) -> bool:

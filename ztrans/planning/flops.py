@@ -89,7 +89,7 @@ def flops(e: Eqn, graph: Graph) -> int:
     if isinstance(e.op, Primitive):
         return 0
     attention = attention_of(e, graph)
-    if attention is not None and not is_flex_attention(e):
+    if attention is not None:
         return attention.flops
     formula = _formula(e.op)
     if formula is not None:
