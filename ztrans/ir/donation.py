@@ -31,6 +31,7 @@ from .liveness import liveness, read_after_step
 from .op_facts import is_random, is_written, op_facts, overloads
 from .operations import direct
 from .pairing import pair
+from .rewriter import reordered
 from .user_collectives import is_user_wait
 
 # Arguments that are overwritten, each with the result that replaces it.
@@ -51,9 +52,7 @@ def writes_last(graph: Graph) -> Graph:
         if _can_fail(e) or is_random(e):
             fixed.append(e)
     first = needed(fixed, producers(graph.eqns))
-    # The sort is stable, so both halves keep their order.
-    eqns = sorted(graph.eqns, key=lambda e: e not in first)
-    return graph.replace(eqns=tuple(eqns)).with_hints(update="last")
+    return reordered(graph, lambda e: e not in first).with_hints(update="last")
 
 
 def first_write(graph: Graph) -> int:

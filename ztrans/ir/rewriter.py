@@ -1,11 +1,12 @@
-"""Rewrite a program: insert, replace and drop equations, and let others read other values."""
+"""Rewrite a program: insert, replace and drop equations, let others read other values, and reorder them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from .dependencies import sorted_by
 from .graph import Eqn, Graph, Names, Var, producers, rename
 
 
@@ -90,3 +91,30 @@ class Rewriter:
         if new_reads is None:
             return written
         return written.with_inputs(lambda v: new_reads.get(v, v))
+
+
+def prerequisites(graph: Graph) -> dict[Eqn, list[Eqn]]:
+    """For each equation, those that compute what it reads."""
+    makers = producers(graph.eqns)
+    return {e: [makers[v] for v in e.ins if v in makers] for e in graph.eqns}
+
+
+def reordered(
+    graph: Graph, key: Callable[[Eqn], Any], needs: Mapping[Eqn, Sequence[Eqn]] | None = None
+) -> Graph:
+    """The program with its equations sorted by `key`, as far as each can follow those that it needs.
+
+    Args:
+        key: what to sort by. Equations with equal keys keep their order.
+        needs: for each equation, those that must run before it; by default, those that compute what it reads.
+
+    >>> import torch
+    >>> x, y, z = (Var(name, torch.float32, (2,)) for name in "xyz")
+    >>> eqns = tuple(Eqn(torch.ops.aten.neg.default, (x,), (out,)) for out in (y, z))
+    >>> graph = reordered(Graph("f", (x,), eqns, (y, z), 0), lambda e: e.out is y)
+    >>> [e.out.name for e in graph.eqns]
+    ['z', 'y']
+    """
+    position = {e: i for i, e in enumerate(graph.eqns)}
+    order = sorted_by(lambda e: (key(e), position[e]), needs or prerequisites(graph))
+    return graph.replace(eqns=tuple(order))

@@ -17,13 +17,14 @@ bytes together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from ..ir.collectives import rules
-from ..ir.dependencies import grouped, reachable
+from ..ir.dependencies import grouped
 from ..ir.donation import donation
 from ..ir.graph import Eqn, Graph, Primitive, Var, producers
 from ..ir.op_facts import is_random
+from ..ir.rewriter import prerequisites, reordered
 from .buffers import local_bytes
 
 # Bytes of gradients; with fewer, a launch would cost more than their memory is worth.
@@ -32,16 +33,15 @@ _TOGETHER = 32 << 20
 
 def with_early_updates(graph: Graph) -> Graph:
     """The program whose updates run as soon as they can, when their gradients have `hints.bucket` bytes together."""
-    movable = [e for e in graph.eqns if _may_move(e)]
+    movable = {e for e in graph.eqns if _may_move(e)}
     needs = _needs(graph, movable)
-    ready_after = grouped((place, e) for e, place in _places(graph, needs).items())
-    emission = _Emission(graph, needs)
-    for k, e in enumerate(graph.eqns):
-        if e not in needs:
-            emission.write([e])
-            emission.add(ready_after.get(k, ()))
-    emission.write(movable)  # those that have not been written yet
-    return graph.replace(eqns=tuple(emission.eqns))
+    places = _places(graph, movable, needs)
+    for i, e in reversed(list(enumerate(graph.eqns))):
+        places.setdefault(e, i)
+        # What depends on the state alone, and what waits for others, runs at the latest with the first that needs it.
+        for other in movable.intersection(needs[e]):
+            places[other] = min(places[other], places[e])
+    return reordered(graph, places.__getitem__, needs)
 
 
 def _may_move(e: Eqn) -> bool:
@@ -53,88 +53,46 @@ def _may_move(e: Eqn) -> bool:
     return not (isinstance(e.op, Primitive) or rules(e).remote or is_random(e))
 
 
-def _needs(graph: Graph, movable: Sequence[Eqn]) -> dict[Eqn, list[Eqn]]:
-    """For each equation that may move, those that come before it: what it reads, and what reads what it overwrites."""
+def _needs(graph: Graph, movable: Set[Eqn]) -> dict[Eqn, list[Eqn]]:
+    """What each equation reads, and before one that may move, what reads the storage that it overwrites."""
     owner = donation(graph).owner
-    makers = producers(movable)
-    # Of each storage, those among them that have read it so far.
-    readers: dict[Var, list[Eqn]] = {}
-    needs: dict[Eqn, list[Eqn]] = {}
-    for e in movable:
-        overwritten = {owner[out] for out in e.results}
-        needs[e] = [makers[v] for v in e.ins if v in makers]
-        for storage in {owner[v] for v in e.ins} & overwritten:
-            needs[e] += readers.get(storage, ())
-        for v in e.ins:
-            readers.setdefault(owner[v], []).append(e)
+    needs = prerequisites(graph)
+    readers: dict[Var, list[Eqn]] = {}  # of each storage, so far
+    for e in graph.eqns:
+        read = {owner[v] for v in e.ins}
+        if e in movable:
+            for storage in read.intersection(owner[out] for out in e.results):
+                needs[e] += readers.get(storage, ())
+        for storage in read:
+            readers.setdefault(storage, []).append(e)
     return needs
 
 
-def _places(graph: Graph, needs: Mapping[Eqn, Sequence[Eqn]]) -> dict[Eqn, int]:
-    """For each equation that may move, the index of the fixed equation after which it can run.
+def _places(
+    graph: Graph, movable: Set[Eqn], needs: Mapping[Eqn, Sequence[Eqn]]
+) -> dict[Eqn, float]:
+    """Where each equation that may move runs: half a place after an equation that stays, or at the end."""
+    # The last of the equations that stay that it must follow; -1 if it depends on inputs of the program alone.
+    ready: dict[Eqn, int] = {}
+    for i, e in enumerate(graph.eqns):
+        ready[e] = max((ready[each] for each in needs[e]), default=-1) if e in movable else i
 
-    It is -1 if the equation depends on the inputs of the program only. Such an equation runs when another needs it.
-    """
     owner = donation(graph).owner
-    exists: dict[Var, int] = {}
-    last_read: dict[Var, int] = {}
-    for k, e in enumerate(graph.eqns):
-        if e not in needs:
-            exists.update((out, k) for out in e.results)
-            last_read.update((owner[v], k) for v in e.ins)
-
-    places: dict[Eqn, int] = {}
-    for e, before in needs.items():
-        overwritten = {owner[out] for out in e.results}
-        place = max((places[other] for other in before), default=-1)
-        for v in e.ins:
-            place = max(place, exists.get(v, -1))
-            if owner[v] in overwritten:
-                place = max(place, last_read.get(owner[v], -1))
-        places[e] = place
+    makers = producers(graph.eqns)
+    size = local_bytes(graph)
+    together = _TOGETHER if graph.hints.bucket is None else graph.hints.bucket
+    places: dict[Eqn, float] = dict.fromkeys(movable, len(graph.eqns))
+    waiting: list[Eqn] = []
+    gradients: set[Var] = set()  # the storages that the waiting updates read
+    ready_after = grouped((ready[e], e) for e in graph.eqns if e in movable and ready[e] >= 0)
+    for i, updates in sorted(ready_after.items()):
+        waiting += updates
+        for v in (v for e in updates for v in e.ins):
+            # What forward or backward computes and an update reads is a gradient.
+            if v in makers and makers[v] not in movable:
+                gradients.add(owner[v])
+        if sum(map(size, gradients)) >= together:
+            places.update(dict.fromkeys(waiting, i + 0.5))
+            waiting = []
+            gradients = set()
     return places
-
-
-class _Emission:
-    """The equations that have been written, and the updates that wait until their gradients have enough bytes."""
-
-    def __init__(self, graph: Graph, needs: Mapping[Eqn, Sequence[Eqn]]) -> None:
-        self.eqns: dict[Eqn, None] = {}
-        self.needs = needs
-        self.position = {e: k for k, e in enumerate(graph.eqns)}
-        self.owner = donation(graph).owner
-        self.makers = producers(graph.eqns)
-        self.size = local_bytes(graph)
-        self.together = _TOGETHER if graph.hints.bucket is None else graph.hints.bucket
-        self.waiting: list[Eqn] = []
-        self.gradients: set[Var] = set()  # the storages that the waiting updates read
-
-    def write(self, eqns: Iterable[Eqn]) -> None:
-        """Write equations, after the movable ones that come before them."""
-
-        def unwritten_before(e: Eqn) -> list[Eqn]:
-            before = self.needs[e] if e in self.needs else self._movable_makers(e)
-            return [other for other in before if other not in self.eqns]
-
-        missing = reachable((e for e in eqns if e not in self.eqns), unwritten_before)
-        self.eqns.update(dict.fromkeys(sorted(missing, key=self.position.__getitem__)))
-
-    def _movable_makers(self, e: Eqn) -> list[Eqn]:
-        """The movable equations that compute what an equation reads."""
-        makers = [self.makers[v] for v in e.ins if v in self.makers]
-        return [maker for maker in makers if maker in self.needs]
-
-    def add(self, updates: Iterable[Eqn]) -> None:
-        """Let updates that can run wait for others. If their gradients have enough bytes, write them all."""
-        for e in updates:
-            self.waiting.append(e)
-            for v in e.ins:
-                # What forward or backward computes and an update reads is a gradient.
-                maker = self.makers.get(v)
-                if maker is not None and maker not in self.needs:
-                    self.gradients.add(self.owner[v])
-
-        if self.waiting and sum(map(self.size, self.gradients)) >= self.together:
-            self.write(self.waiting)
-            self.waiting = []
-            self.gradients = set()

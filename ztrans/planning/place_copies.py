@@ -33,6 +33,7 @@ from ..ir.donation import donation, first_write
 from ..ir.graph import Eqn, Graph, Var, producers, users
 from ..ir.liveness import liveness
 from ..ir.printer import format_bytes
+from ..ir.rewriter import reordered
 from ..ir.update_groups import may_change_places
 from .buffers import by_memory, device_bytes, live_bytes, local_bytes, storages
 from .cluster import Cluster
@@ -60,12 +61,10 @@ class _Position(NamedTuple):
     Attributes:
         anchor: the index of an equation in the old order, at which it will stand.
         turn: among the equations there, as in the constants above.
-        former: its own index in the old order.
     """
 
     anchor: int
     turn: int
-    former: int
 
 
 def place_copies(graph: Graph, cluster: Cluster) -> Graph:
@@ -142,9 +141,8 @@ def copied_when_needed(graph: Graph, together: int = 0) -> Graph:
     for e, first in first_reader.items():
         (wait,) = readers[e.out]
         index = begins.get(first, first)
-        former = positions[e].former
-        positions[e] = _Position(index, _STARTS_BEFORE, former)
-        positions[wait] = _Position(index, _WAITS_BEFORE, former)
+        positions[e] = _Position(index, _STARTS_BEFORE)
+        positions[wait] = _Position(index, _WAITS_BEFORE)
 
     # Right after the value and all readers of what is overwritten, or the sets of updates that they are in.
     for e in to_host:
@@ -157,15 +155,14 @@ def copied_when_needed(graph: Graph, together: int = 0) -> Graph:
         for each in before:
             anchor = positions[each].anchor
             index = max(index, ends.get(anchor, anchor))
-        former = positions[e].former
-        positions[e] = _Position(index, _STARTS_AFTER, former)
-        positions[wait] = _Position(index, _WAITS_AFTER, former)
-    return graph.replace(eqns=tuple(sorted(graph.eqns, key=positions.__getitem__)))
+        positions[e] = _Position(index, _STARTS_AFTER)
+        positions[wait] = _Position(index, _WAITS_AFTER)
+    return reordered(graph, positions.__getitem__)
 
 
 def _unmoved(graph: Graph) -> dict[Eqn, _Position]:
     """The positions of the equations of a program, if all stay where they are."""
-    return {e: _Position(i, _ITSELF, i) for i, e in enumerate(graph.eqns)}
+    return {e: _Position(i, _ITSELF) for i, e in enumerate(graph.eqns)}
 
 
 def _sets(
@@ -279,6 +276,7 @@ class _Placing:
         to_host, to_device = _copies(self.graph)
         self._place_waits(to_host)
         self._place_starts(to_device)
+        # Not `reordered`: the wait for a copy that goes on after the step stands before its start.
         in_order = sorted(self.graph.eqns, key=self.position.__getitem__)
         return carry_copies(self.graph.replace(eqns=tuple(in_order)), self.carried)
 
@@ -305,7 +303,7 @@ class _Placing:
             begin = max(first, self._needed_until(value))
             place = self._take_until(begin, place, self.bytes_on_device(value))
             index = max(self.before_updates[place], first)
-            self.position[wait] = _Position(index, _EARLIER_WAITS, first)
+            self.position[wait] = _Position(index, _EARLIER_WAITS)
 
     def _needed_until(self, v: Var) -> int:
         """The place until which the storage of a value is needed anyway."""
@@ -333,7 +331,7 @@ class _Placing:
         latest = min(self.index[reader] for reader in self.readers[leaf])
         place = min(bisect_left(self.time, end - self.time[-1]), latest)
         place = self._take_until(0, place, size)
-        self.position[wait] = _Position(place, _EARLIER_WAITS, self.index[wait])
+        self.position[wait] = _Position(place, _EARLIER_WAITS)
         self.carried[e] = leaf
         self.arrives[leaf] = place
         return True
@@ -352,7 +350,7 @@ class _Placing:
         latest = 0
         for e in copies:  # a queue: none starts before another one that is needed earlier
             latest = max(latest, places[e])
-            self.position[e] = _Position(latest, _STARTS_BEFORE, self.index[e])
+            self.position[e] = _Position(latest, _STARTS_BEFORE)
 
     def _exists(self, host_value: Var) -> int:
         """The first place at which a value on the host can be read."""

@@ -26,6 +26,7 @@ from ..ir.neighbours import gather_of_parts, gathered_value, kept_part
 from ..ir.op_facts import is_matmul
 from ..ir.pairing import pair
 from ..ir.printer import header
+from ..ir.rewriter import reordered
 from ..ir.user_collectives import is_user_collective
 
 THE_START = "the start"
@@ -37,15 +38,8 @@ def hoist(graph: Graph) -> Graph:
     hoisted = {e for e in graph.eqns if e.hint in ("birth", "reduce")}
     if not hoisted:
         return graph
-    makers = producers(graph.eqns)
-    # The position of an equation, 0 for that equation itself or 1 for one moved after it, and the former position. All
-    # that an equation needs has a smaller key.
-    keys: dict[Eqn, tuple[int, int, int]] = {}
-    for i, e in enumerate(graph.eqns):
-        born = max((keys[makers[v]][0] for v in e.ins if v in makers), default=-1)
-        keys[e] = (born, 1, i) if e in hoisted else (i, 0, i)
     eqns = []
-    for e in sorted(graph.eqns, key=keys.__getitem__):
+    for e in reordered(graph, lambda e: e not in hoisted).eqns:
         # An equation at its birth needs its hint no longer.
         eqns.append(e.replace(hint=None) if e.hint == "birth" else e)
     return graph.replace(eqns=tuple(eqns))

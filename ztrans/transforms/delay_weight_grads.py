@@ -10,6 +10,7 @@ from ..ir.dependencies import needed, reachable
 from ..ir.graph import Eqn, Graph, Var, producers, users
 from ..ir.marks import GRADIENT
 from ..ir.op_facts import is_matmul, is_random, is_view_or_cast
+from ..ir.rewriter import reordered
 from ..ir.user_collectives import is_user_collective, is_user_start
 from .base import Transform, check_number, constructor
 
@@ -53,20 +54,18 @@ class _DelayWeightGrads(Transform):
 
     def rewrite(self, graph: Graph) -> Graph:
         readers = users(graph)
-        eqns: list[Eqn] = []
         since: list[Eqn] = []  # the equations after the last collective of the user
-        for e in graph.eqns:
+        # A delayed equation has the place of its collective, and comes after it.
+        places: dict[Eqn, tuple[int, bool]] = {}
+        for i, e in enumerate(graph.eqns):
+            places[e] = i, False
             if not is_user_collective(e):
                 since.append(e)
                 continue
-            delayed: set[Eqn] = set()
             if e.region == "backward" and is_user_start(e):
-                delayed = self._movable_after(e, since, readers)
-            eqns += [x for x in since if x not in delayed]
-            eqns.append(e)
-            eqns += [x for x in since if x in delayed]
+                places.update(dict.fromkeys(self._movable_after(e, since, readers), (i, True)))
             since = []
-        return graph.replace(eqns=(*eqns, *since))
+        return reordered(graph, places.__getitem__)
 
     def _movable_after(
         self, collective: Eqn, since: Sequence[Eqn], readers: Mapping[Var, Sequence[Eqn]]

@@ -15,11 +15,10 @@ import torch
 
 from ..ir.collectives import rules
 from ..ir.copies import is_copy, to_device, to_host, wait_for_copy
-from ..ir.dependencies import sorted_by
 from ..ir.graph import Eqn, Graph, MemoryKind, Var, producers, substitute, users
 from ..ir.op_facts import is_random
 from ..ir.printer import first_names
-from ..ir.rewriter import Rewriter
+from ..ir.rewriter import Rewriter, prerequisites, reordered
 from ..ir.source import where as line_of
 from .base import Transform, byte_count, constructor, meta_leaves
 
@@ -144,11 +143,10 @@ def leaf_by_leaf(graph: Graph) -> Graph:
     places = _places_of_moved(graph, update_of)
     if not places:
         return graph
-    makers = producers(graph.eqns)
-    needs = {e: [makers[v] for v in e.ins if v in makers] for e in graph.eqns}
+    needs = prerequisites(graph)
     first_moved = min(i for i, e in enumerate(graph.eqns) if update_of.get(e) in places)
-    # An equation is sorted by its place. At one place scalars come first, and then the old order counts.
-    keys: dict[Eqn, tuple[int, bool, int]] = {}
+    # An equation is sorted by its place. At one place scalars come first.
+    keys: dict[Eqn, tuple[int, bool]] = {}
     for i, e in enumerate(graph.eqns):
         update = update_of.get(e)
         place = i
@@ -159,8 +157,8 @@ def leaf_by_leaf(graph: Graph) -> Graph:
             follows_scalars = False
             ready = max((keys[maker][0] for maker in needs[e]), default=-1)
             place = min(max(ready, first_moved), i)
-        keys[e] = (place, follows_scalars, i)
-    return graph.replace(eqns=tuple(sorted_by(keys.__getitem__, needs)))
+        keys[e] = (place, follows_scalars)
+    return reordered(graph, keys.__getitem__, needs)
 
 
 def _makes_scalars(e: Eqn) -> bool:
