@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.func import grad_and_value
 
 import ztrans as zt
-from ztrans.ir.micro_batches import in_order
+from ztrans.ir.micro_batches import micro_batch_programs
 from ztrans.ir.update_groups import group_updates
 from ztrans.report.page import page
 from ztrans.runtime.codegen import to_fx
@@ -85,7 +85,7 @@ def traced(case: str, layers: int) -> Traced:
 def whole_way(program: Traced) -> None:
     """Lower a program, write its code, simulate it and draw it."""
     lowered = program.lower()
-    for part in in_order(lowered.graph):
+    for part in micro_batch_programs(lowered.graph).in_order:
         ordered, groups = group_updates(part)
         to_fx(ordered, donate=True, groups=groups)
     timeline = lowered.timeline()

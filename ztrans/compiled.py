@@ -22,7 +22,7 @@ from .calling.signature import Surroundings
 from .calling.snapshot import Snapshot
 from .ir.ambient import refuse_inside, refuse_under_compile, without_autocast
 from .ir.graph import Graph
-from .ir.micro_batches import in_order
+from .ir.micro_batches import micro_batch_programs
 from .ir.number_operands import with_number_operands
 from .ir.printer import Printed, format_bytes, format_seconds
 from .planning.cost import Memory, memory
@@ -35,14 +35,14 @@ from .report.progress import stage
 from .report.tracebacks import ends_at_user
 from .running_order import fused_within_peak, with_grouped_updates
 from .runtime import stop
-from .runtime.agreement import agree, everywhere, launches_first, say_failure, step_of
+from .runtime.agreement import agree, everywhere, say_failure, step_of
 from .runtime.carried import CarryingExecutable
 from .runtime.contract import Contract, agree_on_plan, agree_on_program
 from .runtime.cuda.connect import usable_bytes
 from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rates
 from .runtime.cuda.half_gradients import half_gradients, inputs_on_gpu
 from .runtime.cuda.half_weights import HalfWeights, with_half_weights
-from .runtime.executable import Executable, MicroBatches, executable, micro_batches
+from .runtime.executable import Executable, StepExecutable, executable, step_executable
 from .runtime.failure import (
     Writes,
     check_launched,
@@ -62,7 +62,7 @@ from .runtime.process_groups import ProcessGroups, process_groups
 from .runtime.state import check_laid_out
 from .runtime.transport import reserve
 from .runtime.update_hash import update_hash
-from .runtime.watch import Watcher, described, watched
+from .runtime.watch import described, watched
 from .tracing.recording import Recording
 
 if TYPE_CHECKING:
@@ -74,31 +74,41 @@ class LocalProgram(NamedTuple):
 
     Attributes:
         lowered: the program, in the order in which it runs.
-        function: from flat inputs to flat outputs. Its attribute `program` is the FX program that it runs.
-        writes: in which the function notes that it begins to write the state.
+        executable: what runs it, from flat inputs to flat outputs.
+        writes: in which the executable notes that it begins to write the state.
+        groups: the process groups of its mesh; None in one process.
         contract: what the ranks of a mesh must do alike.
+        capture: the executable as a CUDA graph, if that was asked for.
+        carrying: the executable with the gathers that a step starts for the next one, if it starts any.
         half_weights: copies of parameters, which the user does not see.
         changed: the leaves of the state that a step changes.
         device: the GPU that it runs on.
     """
 
     lowered: Lowered
-    function: Any
+    executable: StepExecutable
     writes: Writes
+    groups: ProcessGroups | None = None
     contract: Contract | None = None
+    capture: Capture | None = None
+    carrying: CarryingExecutable | None = None
     half_weights: HalfWeights | None = None
     changed: Sequence[int] = ()
     device: torch.device | None = None
 
+    @property
+    def function(self) -> Callable[[Sequence[torch.Tensor]], list[Any]]:
+        """What a step calls, from flat inputs to flat outputs."""
+        return self.capture or self.carrying or self.executable
+
     def uses_carried(self, inputs: Inputs) -> bool:
         """Whether a step on these inputs uses gathers that the step before has started."""
-        function = self.function
-        return isinstance(function, CarryingExecutable) and function.uses_carried(inputs)
+        return self.carrying is not None and self.carrying.uses_carried(inputs)
 
     def note(self, inputs: Inputs) -> None:
         """Note that a step on these inputs has ended well, for what it leaves to the next step."""
-        if isinstance(self.function, CarryingExecutable):
-            self.function.note(inputs)
+        if self.carrying is not None:
+            self.carrying.note(inputs)
         if self.half_weights is not None:
             self.half_weights.note(inputs)
 
@@ -248,29 +258,30 @@ class Compiled(Printed):
         with self._telling_refusals():
             recording.check_fits(call)
             inputs = self._inputs(call)
-        with self._step(inputs) as (run, tensors):
-            self._local_program.writes.begin()
+        with self._step(inputs) as (_, tensors):
+            local_program = self._local_program
+            local_program.writes.begin()
             local = placed(self.graph, tensors) if self.cuda_graph else tensors
             mesh = self._mesh
-            uncaptured = run.run if isinstance(run, Capture) else run
-            graph = uncaptured.last_as_run if isinstance(uncaptured, MicroBatches) else self.graph
+            groups = local_program.groups
+            micro_batches = local_program.executable
+            carrying = local_program.carrying
+            graph = micro_batches.last_as_run
 
             def prepared(inputs: Sequence[Any]) -> Sequence[Any]:
-                if isinstance(uncaptured, MicroBatches):
-                    inputs = uncaptured.before_last(inputs)
+                inputs = micro_batches.before_last(inputs)
                 if mesh is not None:
                     everywhere(None, mesh)
-                    watcher = process_groups(mesh).watcher
-                    if watcher is not None:
-                        watcher.launched()  # each step of a profile has the whole time
-                if isinstance(run, CarryingExecutable):
-                    inputs = [*inputs, *run.start(inputs)]
+                if groups is not None and groups.watcher is not None:
+                    groups.watcher.launched()  # each step of a profile has the whole time
+                if carrying is not None:
+                    inputs = [*inputs, *carrying.start(inputs)]
                 return inputs
 
-            if mesh is not None:
-                process_groups(mesh).drop_carried()
-            measured = profile_program(graph, run.program, local, steps, prepared)
-            measured = measured.of_plan(in_order(self.lowered.graph)[-1], graph)
+            if groups is not None:
+                groups.drop_carried()
+            measured = profile_program(graph, micro_batches.program, local, steps, prepared)
+            measured = measured.of_plan(micro_batch_programs(self.lowered.graph).last, graph)
             return measured if mesh is None else measured.agreed(mesh)
 
     def close(self) -> None:
@@ -289,8 +300,8 @@ class Compiled(Printed):
         local_program = self.binding.local_program
         if local_program is None:
             return
-        if isinstance(local_program.function, Capture):
-            local_program.function.close()
+        if local_program.capture is not None:
+            local_program.capture.close()
         if local_program.half_weights is not None:
             local_program.half_weights.forget()
 
@@ -327,14 +338,13 @@ class Compiled(Printed):
 
     @property
     def _groups(self) -> ProcessGroups | None:
-        """The process groups of the mesh; None without a mesh."""
+        """The process groups of the mesh; None without a mesh. A warm call finds them with the bound program."""
+        local_program = self.binding.local_program
+        if local_program is not None:
+            if local_program.groups is not None:
+                local_program.groups.check_exists()
+            return local_program.groups
         return process_groups(self._mesh) if self._mesh is not None else None
-
-    @property
-    def _watcher(self) -> Watcher | None:
-        """On several GPUs, the connection to the process that ends this one if another rank is lost."""
-        groups = self._groups
-        return groups.watcher if groups is not None else None
 
     def _slowest(self, seconds: Sequence[float]) -> list[float]:
         """For each of these durations, the longest over all ranks."""
@@ -359,7 +369,6 @@ class Compiled(Printed):
         `numbers` are the positions of the leaves that the caller has set to numbers.
         """
         name = self.lowered.graph.name
-        mesh = self._mesh
         local = inputs.tensors
         state = inputs.state
         groups = self._groups
@@ -374,13 +383,14 @@ class Compiled(Printed):
             if half_weights is not None:
                 local = half_weights.inserted(local)
             uses_carried = local_program.uses_carried(inputs)
-            if mesh is not None and groups is not None:
-                self._agree(mesh, local_program, local, state, uses_carried, numbers)
+            if groups is not None:
+                self._agree(groups, local_program, local, state, uses_carried, numbers)
             # Only now, so that all ranks bind again if one of them could not.
             self.binding.local_program = local_program
 
             self._check_captured(local_program, local)
-            with running(name, state, mesh, local_program.writes), watched(self._watcher):
+            watcher = groups.watcher if groups is not None else None
+            with running(name, state, groups, local_program.writes), watched(watcher):
                 if groups is not None and not uses_carried:
                     groups.drop_carried()
                 if half_weights is not None:
@@ -397,9 +407,9 @@ class Compiled(Printed):
 
     def _check_captured(self, local_program: LocalProgram, local: Sequence[torch.Tensor]) -> None:
         """Raises: ValueError if the replay of a CUDA graph would not compute a step on these inputs."""
-        if isinstance(local_program.function, Capture):
+        if local_program.capture is not None:
             with self._telling_refusals():
-                local_program.function.check_inputs(local)
+                local_program.capture.check_inputs(local)
 
     @contextlib.contextmanager
     def _telling_refusals(self) -> Iterator[None]:
@@ -407,21 +417,21 @@ class Compiled(Printed):
         try:
             yield
         except Exception as error:
-            mesh = self._mesh
-            if mesh is not None and self._is_captured:
+            groups = self._groups
+            if groups is not None and self._is_captured:
                 # The others have launched a replay, which is compared with nothing: only a note reaches them.
                 text = f"refused a step of {self.lowered.graph.name} with {described(error)}"
-                quit_with_note(process_groups(mesh), text)
-            elif mesh is not None:
-                say_failure(mesh, self.lowered.graph.name, error)
+                quit_with_note(groups, text)
+            elif groups is not None:
+                say_failure(groups, self.lowered.graph.name, error)
             raise
 
     @property
     def _is_captured(self) -> bool:
         """Whether the next call replays a CUDA graph."""
         local_program = self.binding.local_program
-        function = local_program.function if local_program is not None else None
-        return isinstance(function, Capture) and function.is_captured
+        capture = local_program.capture if local_program is not None else None
+        return capture is not None and capture.is_captured
 
     def _current_device(
         self, local: Sequence[torch.Tensor]
@@ -436,7 +446,7 @@ class Compiled(Printed):
 
     def _agree(
         self,
-        mesh: DeviceMesh,
+        groups: ProcessGroups,
         local_program: LocalProgram,
         local: Sequence[torch.Tensor],
         state: Sequence[Any],
@@ -449,19 +459,20 @@ class Compiled(Printed):
 
         On GPUs the step is launched before the answer is read, unless it captures a graph, which takes long anyway.
         """
+        mesh = self._mesh
         contract = local_program.contract
         is_replay = self._is_captured
-        if contract is not None and (stop.is_watched() or not is_replay):
-            launches = launches_first(mesh) and (is_replay or not self.cuda_graph)
+        if mesh is not None and contract is not None and (stop.is_watched() or not is_replay):
+            launches = groups.launches_first and (is_replay or not self.cuda_graph)
             agree(
-                mesh,
+                groups,
                 step_of(self.lowered.graph.name),
                 contract.terms(local, steps_of(state), uses_carried, numbers),
                 functools.partial(contract.explain, mesh),
                 marker(state) if launches else None,
             )
         # From here on, an error of any kind ends the step on all ranks.
-        process_groups(mesh).in_step = threading.get_ident()
+        groups.in_step = threading.get_ident()
 
     @property
     def is_bound(self) -> bool:
@@ -526,20 +537,24 @@ class Compiled(Printed):
         lowered = self.lowered if self.agreed else _agreed(self.lowered, self.changes)
         writes = Writes()
         mesh = self._mesh
-        with ending_together(lowered.graph.name, state, mesh, writes):
-            if mesh is not None:
+        groups = self._groups
+        with ending_together(lowered.graph.name, state, groups, writes):
+            if mesh is not None and groups is not None:
                 # After a failed step they are closed, and what starts messages asks them what carries these.
-                process_groups(mesh).open()
+                groups.open()
                 if not self.agreed and mesh.size() > 1:
                     # A program that one rank later binds alone sends the same messages.
-                    reserve(mesh, in_order(lowered.graph))
+                    reserve(mesh, list(micro_batch_programs(lowered.graph).in_order))
                     _check_room(mesh, lowered.graph)
-            return self._local_program_of(lowered, local, writes)
+            return self._local_program_of(lowered, local, writes, groups)
 
     def _local_program_of(
-        self, lowered: Lowered, local: Sequence[torch.Tensor], writes: Writes
+        self,
+        lowered: Lowered,
+        local: Sequence[torch.Tensor],
+        writes: Writes,
+        groups: ProcessGroups | None,
     ) -> LocalProgram:
-        run: Any
         mesh = self._mesh
         graph, half_weights = self._for_device(lowered.graph, local)
         if half_weights is not None:
@@ -549,28 +564,34 @@ class Compiled(Printed):
             local = placed(graph, local)
 
         with stage(graph.name, f"compile ({self.backend})"):
-            if graph.micro > 1:
-                make = functools.partial(self._executable, writes)
-                run = micro_batches(graph, mesh, local, make)
-            else:
-                graph, run = self._executable(writes, graph, local)
-        lowered = dataclasses.replace(lowered, graph=graph)
+            make = functools.partial(self._executable, writes)
+            run = step_executable(graph, mesh, local, make)
+        graph = run.graph
 
         # What stands around the code of a step: the replay of a CUDA graph, and gathers that pass to the next step.
+        capture = carrying = contract = None
         if self.cuda_graph:
-            watcher = self._watcher
-            run = Capture(
+            watcher = groups.watcher if groups is not None else None
+            capture = Capture(
                 run, graph, has_failed=lambda: watcher is not None and watcher.failure != ""
             )
-        contract = None
         if mesh is not None:
             if graph.carried:
-                run = CarryingExecutable(run, graph, mesh)
+                carrying = CarryingExecutable(run, graph, mesh)
             axes = lowered.recording.axes[: self.lowered.graph.num_state]
             contract = Contract(graph, update_hash(lowered.unordered), mesh, axes)
-        changed = _changed(self.lowered.graph)
-        device = device_of(local)
-        return LocalProgram(lowered, run, writes, contract, half_weights, changed, device)
+        return LocalProgram(
+            dataclasses.replace(lowered, graph=graph),
+            run,
+            writes,
+            groups,
+            contract,
+            capture,
+            carrying,
+            half_weights,
+            changed=_changed(self.lowered.graph),
+            device=device_of(local),
+        )
 
     def _for_device(
         self, graph: Graph, local: Sequence[torch.Tensor]
@@ -691,7 +712,7 @@ def _agreed(lowered: Lowered, changes: Sequence[str]) -> Lowered:
         # A PlanError, or too little memory of the host.
         problem = str(error)
     except Exception as error:
-        say_failure(mesh, name, error)
+        say_failure(process_groups(mesh), name, error)
         raise
     agree_on_plan(name, mesh, problem)
     return lowered

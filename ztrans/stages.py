@@ -376,11 +376,9 @@ class Lowered(Printed):
         """
         cluster = cluster or self.cluster
         timeline = simulate(self.graph, cluster)
-        peak = timeline.peak
-        if self.graph.micro > 1:
-            # The bound is of each micro-batch by itself.
-            programs = micro_batch_programs(self.graph)
-            peak -= min(bytes_of_others(self.graph, programs).values())
+        # The bound is of each micro-batch by itself.
+        programs = micro_batch_programs(self.graph)
+        peak = timeline.peak - min(bytes_of_others(self.graph, programs).values())
         return dataclasses.replace(timeline, bound=self._lower_bound(cluster, peak))
 
     def _lower_bound(self, cluster: Cluster, peak: int) -> tuple[float, str] | None:
@@ -402,10 +400,7 @@ class Lowered(Printed):
         order = skeleton(unordered, neighbours)
         if not order.gathers and not order.reductions:
             return None
-        if unordered.micro > 1:
-            return _micro_batch_bound(unordered, cluster, peak, neighbours)
-        result = bound(formulate(order, cluster, peak))
-        return result.seconds, result.binds
+        return _bound_of_micro_batches(unordered, cluster, peak, neighbours)
 
     @ends_at_user
     def replan(self, profile: Profile | Cluster) -> Lowered:
@@ -618,19 +613,19 @@ def _check_whole_here(recording: Recording, name: str) -> None:
             )
 
 
-def _micro_batch_bound(
+def _bound_of_micro_batches(
     graph: Graph, cluster: Cluster, peak: int, neighbours: Neighbours
 ) -> tuple[float, str]:
     """The sum of the lower bounds of all micro-batches, and the bottleneck of the last one."""
-    programs = micro_batch_programs(graph)
-    least: dict[Graph, tuple[float, str]] = {}
-    for part in programs.different:
+    total = 0.0
+    binds = ""
+    for part, times in micro_batch_programs(graph).runs:
         order = skeleton(part, neighbours)
         if order.gathers or order.reductions:
             result = bound(formulate(order, cluster, peak))
-            least[part] = result.seconds, result.binds
+            seconds, binds = result.seconds, result.binds
         else:
             # Without planned collectives there is one order.
-            least[part] = simulate(part, cluster).seconds, "compute"
-    seconds = sum(least[part][0] for part in programs.in_order)
-    return seconds, least[programs.last][1]
+            seconds, binds = simulate(part, cluster).seconds, "compute"
+        total += times * seconds
+    return total, binds

@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
-from ztrans.runtime.executable import micro_batches
+from ztrans.runtime.executable import step_executable
 
 
 def check_bits(fn, state, *batches):
@@ -235,6 +235,6 @@ def test_micro_batches_are_on_the_gpu_of_any_of_their_inputs():
 
     with FakeTensorMode():
         on_gpu = [torch.empty(4, 4, device="cuda"), torch.empty(2, 4, device="cuda")]
-        micro_batches(graph, None, [torch.zeros(4, 4), *on_gpu], take)
+        step_executable(graph, None, [torch.zeros(4, 4), *on_gpu], take)
     sums = set(examples) - set(graph.inputs)
     assert sums and {examples[v].device.type for v in sums} == {"cuda"}

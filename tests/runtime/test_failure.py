@@ -208,7 +208,7 @@ def test_a_half_updated_state_is_refused_and_another_state_is_not():
 
     bound = compiled._new_local_program([state["a"], state["b"], x], [state["a"], state["b"]])
     compiled.binding.local_program = bound._replace(
-        function=lambda local: (bound.writes.begin(), broken())
+        executable=lambda local: (bound.writes.begin(), broken())
     )
     with pytest.raises(MemoryError) as error:
         step(state, x)

@@ -18,7 +18,7 @@ from tests.support import watched_ranks
 from tests.support.processes import Running
 from tests.support.programs import CASES
 from tests.support.worlds import fake_mesh
-from ztrans.runtime import failure, process_groups, watch
+from ztrans.runtime import process_groups, watch
 from ztrans.runtime.failure import Writes, check_ended, check_launched, check_whole, running
 from ztrans.runtime.in_flight import InFlight
 from ztrans.runtime.process_groups import LostRank
@@ -188,14 +188,6 @@ def groups(monkeypatch):
         yield groups
 
 
-@pytest.fixture
-def mesh(groups, monkeypatch):
-    """The mesh of `groups`."""
-    mesh = SimpleNamespace(device_type="cpu")
-    monkeypatch.setattr(failure, "process_groups", lambda mesh: groups)
-    return mesh
-
-
 def in_flight(groups, **event) -> None:
     groups.in_flight.begin()
     groups.in_flight.record(Event(**event))
@@ -208,10 +200,10 @@ def test_a_step_is_counted_while_the_host_launches_it(groups):
     assert groups.in_flight.look() == 1
 
 
-def test_after_a_step_that_fails_no_other_one_runs(groups, mesh):
+def test_after_a_step_that_fails_no_other_one_runs(groups):
     leaf = torch.zeros(2)
     writes = Writes()
-    with pytest.raises(KeyError), running("train", [leaf], mesh, writes):
+    with pytest.raises(KeyError), running("train", [leaf], groups, writes):
         writes.begin()
         raise KeyError("x\nin two lines")
     assert groups.watcher.failure == "failed in step 1 of train with KeyError: 'x\\nin two lines'"
@@ -225,8 +217,8 @@ def test_after_a_step_that_fails_no_other_one_runs(groups, mesh):
         groups.open()
 
 
-def test_a_rank_that_has_lost_another_one_ends(groups, mesh):
-    with pytest.raises(Ended), running("train", [torch.zeros(2)], mesh, Writes()):
+def test_a_rank_that_has_lost_another_one_ends(groups):
+    with pytest.raises(Ended), running("train", [torch.zeros(2)], groups, Writes()):
         raise LostRank("Connection closed by peer\nand more")
     assert groups.watcher.said == ["lost: Connection closed by peer"]
 

@@ -20,7 +20,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -57,12 +57,13 @@ def changing(graph: Graph) -> set[Var]:
 
 @dataclass(frozen=True)
 class MicroBatchPrograms:
-    """The programs of the micro-batches of one step.
+    """The programs of one step, each of which runs for one micro-batch or for several in a row.
 
     Attributes:
         first: returns the new state, the terms of sums, the parts of joined values, and the values that are kept.
         middle: takes sums and kept values after the inputs of `first`, and returns the new state, sums and parts.
         last: takes sums, the joined parts of all others, and kept values, and returns what the whole program does.
+            Of one micro-batch, all three are the whole program.
         micro: the number of micro-batches.
         sums, joins: how many values are summed, and how many joined.
     """
@@ -75,22 +76,30 @@ class MicroBatchPrograms:
     joins: int
 
     @property
-    def before_last(self) -> Iterator[Graph]:
-        """The programs of all micro-batches but the last, in order."""
-        yield self.first
-        for _ in range(self.micro - 2):
-            yield self.middle
+    def runs(self) -> tuple[tuple[Graph, int], ...]:
+        """The programs in order, each with the number of micro-batches that it runs for."""
+        last = (self.last, 1)
+        if self.micro == 1:
+            return (last,)
+        if self.micro == 2:
+            return ((self.first, 1), last)
+        return ((self.first, 1), (self.middle, self.micro - 2), last)
 
     @property
     def in_order(self) -> Iterator[Graph]:
         """The programs of all micro-batches, in order."""
-        yield from self.before_last
-        yield self.last
+        for program, times in self.runs:
+            yield from repeat(program, times)
+
+    @property
+    def before_last(self) -> Iterator[Graph]:
+        """The programs of all micro-batches but the last, in order."""
+        return islice(self.in_order, self.micro - 1)
 
     @property
     def different(self) -> tuple[Graph, ...]:
         """Each program that runs, once."""
-        return tuple(dict.fromkeys(self.in_order))
+        return tuple(program for program, _ in self.runs)
 
 
 class _Marks(NamedTuple):
@@ -107,7 +116,9 @@ class _Marks(NamedTuple):
 
 
 def micro_batch_programs(graph: Graph) -> MicroBatchPrograms:
-    """Write a program of several micro-batches as the programs that run one after the other."""
+    """The programs that run one after the other for the micro-batches of a step. Of one, it is the program itself."""
+    if graph.micro == 1:
+        return MicroBatchPrograms(graph, graph, graph, micro=1, sums=0, joins=0)
     graph = _without_kept_inputs(graph)
     marks = _Marks({}, {}, [])
     for e in graph.eqns:
@@ -177,11 +188,6 @@ def _state(graph: Graph) -> list[Var]:
 def _without_update(graph: Graph) -> Graph:
     """The program without the update, and without the random draws of the update."""
     return dce(graph, _draws_before_the_update)
-
-
-def in_order(graph: Graph) -> list[Graph]:
-    """The programs of one step in the order in which they run, one for each micro-batch."""
-    return list(micro_batch_programs(graph).in_order) if graph.micro > 1 else [graph]
 
 
 def _without_kept_inputs(graph: Graph) -> Graph:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from .collectives import is_start, role, rules
 from .graph import Graph
-from .micro_batches import in_order
+from .micro_batches import micro_batch_programs
 from .printer import format_bytes
 
 
@@ -25,14 +25,14 @@ class WireTraffic(NamedTuple):
 def wire_traffic(graph: Graph) -> dict[tuple[str, str], WireTraffic]:
     """What one rank exchanges in a step, all micro-batches together, by mesh axis and role."""
     totals: dict[tuple[str, str], WireTraffic] = {}
-    for program in in_order(graph):
+    for program, times in micro_batch_programs(graph).runs:
         for eqn in filter(is_start, program.eqns):
             axis_and_role = eqn.kwargs["axis"], role(eqn)
             earlier = totals.get(axis_and_role, WireTraffic())
             totals[axis_and_role] = WireTraffic(
-                earlier.collectives + 1,
-                earlier.values + len(eqn.outs),
-                earlier.bytes + rules(eqn).wire_bytes(eqn, graph.axes),
+                earlier.collectives + times,
+                earlier.values + times * len(eqn.outs),
+                earlier.bytes + times * rules(eqn).wire_bytes(eqn, graph.axes),
             )
     return dict(sorted(totals.items()))
 

@@ -7,7 +7,6 @@ makes seconds of them.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from ..ir.copies import is_copy
 from ..ir.donation import donation, is_constant
 from ..ir.graph import Eqn, Graph, Primitive, Var
 from ..ir.higher_order import inner_work
-from ..ir.micro_batches import MicroBatchPrograms, in_order, is_cut, micro_batch_programs
+from ..ir.micro_batches import MicroBatchPrograms, is_cut, micro_batch_programs
 from ..ir.number_operands import Number, settings, with_number_operands
 from ..ir.op_facts import is_view, op_facts
 from ..ir.pairing import pair
@@ -130,8 +129,7 @@ def cost(graph: Graph) -> Cost:
     bytes_moved = 0
     calls = 0
     kernels = 0
-    # Micro-batches that have the same program are counted once, times their number.
-    for part, times in Counter(in_order(graph)).items():
+    for part, times in micro_batch_programs(graph).runs:
         for e, launched in launches(part).items():
             calls += times * launched.calls
             kernels += times * launched.kernels

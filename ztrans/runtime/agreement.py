@@ -68,7 +68,7 @@ _LATE = (
 
 
 def agree(
-    mesh: DeviceMesh,
+    groups: ProcessGroups,
     call: str,
     mine: Any,
     explain: Explain,
@@ -78,7 +78,7 @@ def agree(
     """Check that all ranks of a mesh make the same call. All of them must call this together.
 
     Args:
-        mesh: the mesh.
+        groups: the process groups of the mesh.
         call: the name of the call.
         mine: what must be the same on all ranks, a value of numbers and texts.
         explain: returns what the error says about the values of all ranks, by rank, if they differ; an empty text if
@@ -90,7 +90,6 @@ def agree(
     Raises: RuntimeError on every rank if the ranks make different calls, or run different versions; LostRank if a rank
         has ended or does not answer.
     """
-    groups = process_groups(mesh)
     if groups.is_alone:
         return
     groups.settle()
@@ -120,7 +119,7 @@ class Failure(NamedTuple):
         return f"failed in {self.call} with {self.reason.splitlines()[0]}"
 
 
-def say_failure(mesh: DeviceMesh, name: str, error: Exception) -> None:
+def say_failure(groups: ProcessGroups, name: str, error: Exception) -> None:
     """Tell the other ranks that this one has no program for a step, and why.
 
     They raise an error before they send anything. If they have launched the step, as on GPUs, this rank quits the mesh.
@@ -128,17 +127,12 @@ def say_failure(mesh: DeviceMesh, name: str, error: Exception) -> None:
     failure = Failure(step_of(name), f"{type(error).__name__}: {error}")
     # The error of this rank says more than the one of all ranks.
     with contextlib.suppress(RuntimeError):
-        agree(mesh, f"{step_of(name)}, without a program", failure, lambda by_rank: "")
+        agree(groups, f"{step_of(name)}, without a program", failure, lambda by_rank: "")
 
 
 def agree_on_call(mesh: DeviceMesh, call: str) -> None:
     """Check that all ranks of a mesh make this call."""
-    agree(mesh, call, None, lambda by_rank: "")
-
-
-def launches_first(mesh: DeviceMesh) -> bool:
-    """Whether the ranks of a mesh launch a step before they read the answer about it: on GPUs."""
-    return mesh.device_type != "cpu"
+    agree(process_groups(mesh), call, None, lambda by_rank: "")
 
 
 class _Answer(NamedTuple):

@@ -29,7 +29,7 @@ from ..ir.ambient import without_autocast
 from ..ir.graph import Graph
 from .collectives import Member, Start, wait
 from .contract import message_lines
-from .executable import Executable
+from .executable import StepExecutable
 from .process_groups import process_groups
 
 
@@ -71,7 +71,7 @@ class CarryingExecutable:
         leaves: for each of them, the positions of the leaves that it gathers.
     """
 
-    def __init__(self, run: Executable, graph: Graph, mesh: DeviceMesh) -> None:
+    def __init__(self, run: StepExecutable, graph: Graph, mesh: DeviceMesh) -> None:
         carried = carried_starts(graph)
         self.run = run
         self.sent = tuple(

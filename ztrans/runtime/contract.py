@@ -25,6 +25,7 @@ from ..ir.varying import replicated_equations
 from .agreement import agree, different_steps, everywhere, from_first, new_program_of
 from .collectives import has_second_level_at_wait
 from .failure import rank_names
+from .process_groups import process_groups
 from .replicas import different_leaf
 
 T = TypeVar("T")
@@ -261,7 +262,7 @@ def agree_on_program(
     def explain(lines: Mapping[int, list[str]]) -> str:
         return first_difference(list(lines), list(lines.values()))
 
-    agree(mesh, new_program_of(name), contract.lines, explain, remarks=changes)
+    agree(process_groups(mesh), new_program_of(name), contract.lines, explain, remarks=changes)
     return from_first(plan, mesh)
 
 
@@ -281,4 +282,4 @@ def agree_on_plan(name: str, mesh: DeviceMesh, problem: str) -> None:
             f"Pad the batches to one size on all ranks."
         )
 
-    agree(mesh, name, problem, explain)
+    agree(process_groups(mesh), name, problem, explain)

@@ -1,6 +1,6 @@
 """Generated code as a function from flat inputs to flat outputs, which overwrites the state.
 
-A program of several micro-batches has an executable for the first, one for each in the middle, and one for the last.
+A step of several micro-batches has an executable for the first, one for each in the middle, and one for the last.
 """
 
 from __future__ import annotations
@@ -146,10 +146,10 @@ def _write_back(state: Sequence[torch.Tensor], outputs: list[Any]) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class MicroBatches:
-    """The program of one rank as a function from flat inputs to flat outputs, which runs its micro-batches in turn.
+class StepExecutable:
+    """A step of one rank as a function from flat inputs to flat outputs, which runs its micro-batches in turn.
 
-    `last_as_run` is the program of the last micro-batch in the order in which it runs.
+    `last_as_run` is the program of the last micro-batch in the order in which it runs. It is `graph` if there is one.
     """
 
     graph: Graph
@@ -158,27 +158,34 @@ class MicroBatches:
     last_as_run: Graph
 
     @property
+    def last(self) -> Executable:
+        """What runs the last micro-batch."""
+        return self.runs[self.programs.last]
+
+    @property
     def program(self) -> fx.GraphModule:
         """The FX module of the last micro-batch."""
-        return self.runs[self.programs.last].program
+        return self.last.program
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
-        return self.runs[self.programs.last](self.before_last(inputs))
+        return self.last(self.before_last(inputs))
 
-    def before_last(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def before_last(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """Run all micro-batches but the last. Returns the inputs of the last."""
+        if self.graph.micro == 1:
+            return inputs
         carry = Carry(self.graph, self.programs, inputs)
         for program in self.programs.before_last:
             carry.take(self.runs[program](carry.inputs()))
         return carry.inputs()
 
 
-def micro_batches(
+def step_executable(
     graph: Graph,
     mesh: DeviceMesh | None,
     inputs: Sequence[torch.Tensor],
     compile_program: Callable[[Graph, Sequence[torch.Tensor]], tuple[Graph, Executable]],
-) -> MicroBatches:
+) -> StepExecutable:
     """What runs the micro-batches of a program.
 
     Args:
@@ -193,7 +200,7 @@ def micro_batches(
     for program in programs.different:
         example = _example(graph, programs, program, mesh, inputs)
         last, runs[program] = compile_program(program, example)
-    return MicroBatches(graph, programs, runs, last)
+    return StepExecutable(graph if graph.micro > 1 else last, programs, runs, last)
 
 
 def _example(

@@ -125,14 +125,14 @@ def marker(leaves: Sequence[Any]) -> Callable[[str], None]:
 
 @contextlib.contextmanager
 def running(
-    name: str, leaves: Sequence[Any], mesh: DeviceMesh | None, writes: Writes
+    name: str, leaves: Sequence[Any], groups: ProcessGroups | None, writes: Writes
 ) -> Iterator[None]:
     """Run a step of the program `name`, whose state has these leaves. If it fails, it ends on all ranks."""
     writes.begun = False
-    with ending_together(name, leaves, mesh, writes):
+    with ending_together(name, leaves, groups, writes):
         yield
-    if mesh is not None:
-        process_groups(mesh).in_step = 0
+    if groups is not None:
+        groups.in_step = 0
     first = _first_tensor(leaves)
     if first is not None:
         _steps[first] = _steps.get(first, 0) + 1
@@ -140,7 +140,7 @@ def running(
 
 @contextlib.contextmanager
 def ending_together(
-    name: str, leaves: Sequence[Any], mesh: DeviceMesh | None, writes: Writes
+    name: str, leaves: Sequence[Any], groups: ProcessGroups | None, writes: Writes
 ) -> Iterator[None]:
     """Do a part of a step of the program `name` whose failure ends the step on all ranks.
 
@@ -163,7 +163,6 @@ def ending_together(
             kind = reason = "an interrupt, such as KeyboardInterrupt"
         if writes.begun:
             _mark(leaves, f"{name} failed with {kind}")
-        groups = process_groups(mesh) if mesh is not None else None
         if groups is not None:
             _release_messages(error)
         if groups is not None and isinstance(error, LostRank):

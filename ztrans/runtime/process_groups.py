@@ -212,6 +212,7 @@ class ProcessGroups:
         ranks: the ranks of the mesh.
         is_alone: whether no other rank exists: a mesh of one, or one whose other ranks are fake.
         lock: held by the thread that runs a step (see `failure.one_thread`).
+        launches_first: whether the ranks launch a step before they read the answer of a comparison: on GPUs.
         pending: a comparison whose answer has not been read yet (see `agreement`).
         sent_records: the sends of the last comparison, which nothing waits for; they live until the next one.
         carried: gathers that the last step has started for the next one (see `carried`).
@@ -230,6 +231,7 @@ class ProcessGroups:
         self.is_alone = (
             len(self.ranks) == 1 or backend_of(mesh.get_group(0), mesh.device_type) == "fake"
         )
+        self.launches_first = mesh.device_type != "cpu"
         self.lock = threading.RLock()
         self.pending: Any = None
         self.sent_records: list[Work] = []
@@ -244,6 +246,7 @@ class ProcessGroups:
         self.watcher: Watcher | None = None
         self._mesh_ranks = mesh.mesh
         self._device_type = mesh.device_type
+        self._world = weakref.ref(_world())
         # The mesh keeps its groups alive, so this object holds weak references only.
         self._bases: dict[str, weakref.ref[dist.ProcessGroup]] = {}
         for axis in mesh.mesh_dim_names or ():
@@ -251,6 +254,11 @@ class ProcessGroups:
         self._channels: dict[tuple[Axis, str], Channel] = {}
         if ends_together(mesh.device_type) and not self.is_alone:
             self.watcher = self._watcher()
+
+    def check_exists(self) -> None:
+        """Raises: RuntimeError if the process groups of this process have been destroyed."""
+        if dist.group.WORLD is not self._world():
+            raise _destroyed()
 
     @property
     def is_closed(self) -> bool:
@@ -611,6 +619,14 @@ def _alive(reference: weakref.ref[dist.ProcessGroup] | None) -> dist.ProcessGrou
     if group is None:
         raise _destroyed()
     return group
+
+
+def _world() -> dist.ProcessGroup:
+    """The default process group, which a mesh of devices has made if the user has not."""
+    world = dist.group.WORLD
+    if world is None:
+        raise _destroyed()
+    return world
 
 
 def _destroyed() -> RuntimeError:

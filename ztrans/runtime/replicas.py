@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ..ir.axes import groups_along
 from .agreement import agree
+from .process_groups import process_groups
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROW = 4096  # the positions that a digest distinguishes
@@ -54,7 +55,7 @@ def agree_on_state(
         position, first, rank = different
         return _leaf_difference(by_rank[first][position], by_rank[rank][position], first, rank)
 
-    agree(mesh, "shard", mine, explain)
+    agree(process_groups(mesh), "shard", mine, explain)
 
 
 def _described(path: str, x: Any, compare_values: bool) -> Leaf:

@@ -34,6 +34,7 @@ from ztrans.runtime.cuda.graph_capture import (
 )
 from ztrans.runtime.executable import executable
 from ztrans.runtime.failure import Writes, check_whole
+from ztrans.runtime.process_groups import process_groups
 
 
 def step(state, batch):
@@ -70,7 +71,7 @@ def captured(fn, state, batch):
 
     compiled = lowered.compile()
     compiled.binding.local_program = LocalProgram(
-        lowered, Capture(counted, lowered.graph, cuda, "cpu"), Writes()
+        lowered, run, Writes(), capture=Capture(counted, lowered.graph, cuda, "cpu")
     )
     return compiled, cuda, calls
 
@@ -283,9 +284,9 @@ def test_a_learning_rate_of_a_lifted_loop_is_read_at_every_call(monkeypatch):
         lambda *_: [names.index("x"), names.index(rate)],
     )
     compiled = lowered.compile()
-    compiled.binding.local_program = LocalProgram(
-        lowered, Capture(executable(graph, None), graph, cuda, "cpu"), Writes()
-    )
+    program = executable(graph, None)
+    capture = Capture(program, graph, cuda, "cpu")
+    compiled.binding.local_program = LocalProgram(lowered, program, Writes(), capture=capture)
     state_after, losses = run(optimizer, compiled, state)
     optimizer, function, truth = lifted()
     plain = zt.Step.of(function).lower(truth, batch_of(0)[1][0]).compile()
@@ -314,7 +315,7 @@ def test_a_number_that_a_kernel_takes_by_value_stays_what_it_was():
     check_values(graph)
     compiled = lowered.compile()
     capture = Capture(executable(graph, None), graph, FakeCuda(), "cpu")
-    compiled.binding.local_program = LocalProgram(lowered, capture, Writes())
+    compiled.binding.local_program = LocalProgram(lowered, capture.run, Writes(), capture=capture)
     state = zt.Step.of(function).shard(state)
     for rate in (0.1, 0.2, 0.3):
         optimizer.param_groups[0]["lr"] = rate
@@ -469,7 +470,7 @@ def captured_on_a_mesh(steps: int, cuda: FakeCuda, **options):
     capture = Capture(run, lowered.graph, cuda, "cpu", **options)
     compiled = lowered.compile()
     compiled.binding.local_program = LocalProgram(
-        lowered, capture, Writes(), Contract(lowered.graph, "")
+        lowered, run, Writes(), process_groups(mesh), Contract(lowered.graph, ""), capture
     )
     return compiled, capture, state, data
 

@@ -257,7 +257,7 @@ def by_another_program(state, program):
         with torch.autograd._unsafe_preserve_version_counter(tuple(inputs)):
             return local.function(inputs)
 
-    other.binding.local_program = local._replace(function=uncounted)
+    other.binding.local_program = local._replace(executable=uncounted)
     return other(state, X)[0]
 
 
@@ -325,7 +325,7 @@ def test_after_a_failed_step_all_weights_are_cast(on_gpu, monkeypatch):
     def failing(inputs):
         raise ValueError("no more")
 
-    run.binding.local_program = local._replace(function=failing)
+    run.binding.local_program = local._replace(executable=failing)
     with pytest.raises(ValueError, match="no more"):
         run(state, X)
     run.binding.local_program = local
@@ -361,7 +361,7 @@ def test_a_replay_reads_the_copies(on_gpu):
     local = run.binding.local_program
     cuda = FakeCuda()
     capture = Capture(local.function, local.lowered.graph, cuda, "cpu")
-    run.binding.local_program = local._replace(function=capture)
+    run.binding.local_program = local._replace(capture=capture)
     for step in range(5):
         if step == 3:
             mine, true = changed_in_place(mine, program), changed_in_place(true, program)

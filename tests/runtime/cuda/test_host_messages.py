@@ -143,19 +143,19 @@ def compiled_step(mesh, case, messages, cuda_graph=False):
         messages.launch()
         return run(inputs)
 
-    function = Capture(launched, lowered.graph, cuda, "cpu") if cuda_graph else launched
+    capture = Capture(launched, lowered.graph, cuda, "cpu") if cuda_graph else None
     compiled = lowered.compile()
     contract = Contract(lowered.graph, "")
-    compiled.binding.local_program = LocalProgram(lowered, function, Writes(), contract)
+    compiled.binding.local_program = LocalProgram(
+        lowered, launched, Writes(), process_groups(mesh), contract, capture
+    )
     return compiled, state
 
 
 @pytest.mark.parametrize(("launches", "blocking"), [(True, 0), (False, STEPS)])
-def test_no_step_waits_for_the_host_of_another_rank(
-    mesh, messages, monkeypatch, launches, blocking
-):
+def test_no_step_waits_for_the_host_of_another_rank(mesh, messages, launches, blocking):
     """Each step asks the others, and reads the answer when the next step begins. On CPUs it waits for the answer."""
-    monkeypatch.setattr("ztrans.compiled.launches_first", lambda mesh: launches)
+    process_groups(mesh).launches_first = launches
     case = CASES["mlp_momentum"]
     compiled, state = compiled_step(mesh, case, messages)
     trained(compiled, state, STEPS, case, messages)
@@ -169,7 +169,7 @@ def test_a_rank_that_launched_a_step_learns_of_another_call_when_it_reads_the_an
     """Then it asks for nothing more: the other rank has left, and its note says why."""
     groups = process_groups(mesh)
     causes = []
-    agree(mesh, "a step", 1, lambda values: "they differ", causes.append)
+    agree(groups, "a step", 1, lambda values: "they differ", causes.append)
     groups.pending.question.records[0, 5] = 1  # the other rank waits
     store.set("note/0", "made another call, save")
     messages.clear()
@@ -179,11 +179,9 @@ def test_a_rank_that_launched_a_step_learns_of_another_call_when_it_reads_the_an
 
 
 @pytest.mark.parametrize(("launches", "later"), [(True, 1), (False, 0)])
-def test_a_request_to_stop_is_read_with_the_record_of_a_step(
-    mesh, messages, monkeypatch, launches, later
-):
+def test_a_request_to_stop_is_read_with_the_record_of_a_step(mesh, messages, launches, later):
     """On GPUs by the next call, so all ranks see it after the same step there too."""
-    monkeypatch.setattr("ztrans.compiled.launches_first", lambda mesh: launches)
+    process_groups(mesh).launches_first = launches
     case = CASES["mlp_momentum"]
     compiled, state = compiled_step(mesh, case, messages)
     data = slices(batches(case, 1)[0], RANKS)[1]
@@ -200,7 +198,7 @@ def test_a_request_to_stop_is_read_with_the_record_of_a_step(
 def test_after_stop_on_a_replay_sends_whether_its_rank_has_been_asked_to_stop(
     mesh, messages, monkeypatch
 ):
-    monkeypatch.setattr("ztrans.compiled.launches_first", lambda mesh: True)
+    process_groups(mesh).launches_first = True
     monkeypatch.setattr(stop, "_watched", {15})
     case = CASES["mlp_momentum"]
     compiled, state = compiled_step(mesh, case, messages, cuda_graph=True)
@@ -210,8 +208,8 @@ def test_after_stop_on_a_replay_sends_whether_its_rank_has_been_asked_to_stop(
 
 
 @pytest.mark.slow
-def test_a_replay_sends_nothing_to_the_host_of_another_rank(mesh, messages, monkeypatch):
-    monkeypatch.setattr("ztrans.compiled.launches_first", lambda mesh: True)
+def test_a_replay_sends_nothing_to_the_host_of_another_rank(mesh, messages):
+    process_groups(mesh).launches_first = True
     case = CASES["mlp_momentum"]
     compiled, state = compiled_step(mesh, case, messages, cuda_graph=True)
     captured = compiled.binding.local_program.function
@@ -231,7 +229,7 @@ def test_after_a_late_difference_no_message_of_that_step_is_waited_for(mesh, mes
     """Ranks that did not do the same may wait for each other on the device, so all of them close their channels."""
     groups = process_groups(mesh)
     causes = []
-    agree(mesh, "a step", (1, True), lambda values: "they differ", causes.append)
+    agree(groups, "a step", (1, True), lambda values: "they differ", causes.append)
     differ(groups)
     with pytest.raises(RuntimeError, match="they differ"):
         groups.settle()
@@ -243,7 +241,7 @@ def test_a_difference_is_read_before_a_save_waits_for_the_step(mesh, messages, m
     groups = process_groups(mesh)
     monkeypatch.setattr(type(groups), "timeout", 0.1)
     leaf = torch.zeros(2)
-    agree(mesh, "a step", 1, lambda values: "they differ", marker([leaf]))
+    agree(groups, "a step", 1, lambda values: "they differ", marker([leaf]))
     differ(groups)
     groups.in_flight.record(NeverDone())
     with pytest.raises(RuntimeError, match="they differ"):
@@ -283,9 +281,9 @@ def test_a_failure_before_the_channels_are_open_is_told_to_the_others(
 
 
 @pytest.mark.slow
-def test_a_refused_replay_is_told_to_the_others(mesh, messages, monkeypatch, store):
+def test_a_refused_replay_is_told_to_the_others(mesh, messages, store):
     """They have launched theirs, and no rank compares replays."""
-    monkeypatch.setattr("ztrans.compiled.launches_first", lambda mesh: True)
+    process_groups(mesh).launches_first = True
     case = CASES["mlp_momentum"]
     compiled, state = compiled_step(mesh, case, messages, cuda_graph=True)
     trained(compiled, state, 1, case, messages)

@@ -152,7 +152,7 @@ def two_layers():
 
 def test_equal_layers_are_compiled_once(two_layers):
     few, more = (
-        [*compiled.binding.local_program.function.kernels]
+        [*compiled.binding.local_program.executable.last.kernels]
         for _, compiled, *_ in (two_layers, deep(4))
     )
     assert few == more
@@ -251,7 +251,7 @@ def test_an_argument_is_donated_if_nothing_else_reads_its_memory(function, donat
         pytree.tree_leaves(compiled(torch.ones(1), a)[1]), pytree.tree_leaves(function(a))
     ):
         torch.testing.assert_close(x, y)
-    first = next(iter(compiled.binding.local_program.function.kernels))
+    first = next(iter(compiled.binding.local_program.executable.last.kernels))
     _, _, donated, _ = first
     assert donated == ((0,) if donates else ())
 

@@ -126,7 +126,7 @@ class Baseline:
 
 def baseline_of(graph: Graph, hinted: Graph, cluster: Cluster) -> Baseline:
     """A step in which everything is kept: its program before it is sharded, and the hinted program of one rank."""
-    part = micro_batch_programs(hinted).last if hinted.micro > 1 else hinted
+    part = micro_batch_programs(hinted).last
     s = skeleton(part, cluster.neighbours(part.axes))
     problem = formulate(s, cluster, float("inf"))
     size = local_bytes(hinted)

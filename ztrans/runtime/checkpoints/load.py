@@ -23,6 +23,7 @@ from ...ir.layout import as_tensor
 from ...ir.printer import first_names
 from ..agreement import Failure, agree, everywhere
 from ..failure import interrupts_end, rank_names
+from ..process_groups import process_groups
 from ..state import mesh_of_state
 from . import folder
 from .save import is_model_file, wait_for_saves
@@ -159,10 +160,10 @@ def _agreed_checkpoint(
         if mesh is not None:
             failure = Failure("load", f"{type(error).__name__}: {error}")
             with contextlib.suppress(RuntimeError):  # the error of this rank says more
-                agree(mesh, "load", failure, lambda by_rank: "")
+                agree(process_groups(mesh), "load", failure, lambda by_rank: "")
         raise
     if mesh is not None:
-        agree(mesh, "load", checkpoint.digest, _different_checkpoints)
+        agree(process_groups(mesh), "load", checkpoint.digest, _different_checkpoints)
     return checkpoint
 
 

@@ -144,7 +144,7 @@ def _agreed_channel(
             f"says that they have copies. With tensor or expert parallelism, cut the leaf over its axis as a DTensor."
         )
 
-    agree(mesh, "save", (str(target), steps, digests), explain)
+    agree(process_groups(mesh), "save", (str(target), steps, digests), explain)
     groups = process_groups(mesh)
     if any(everywhere(groups.saves.is_closed or groups.saves.is_broken, mesh)):
         with quitting_after_loss(groups, "save"):

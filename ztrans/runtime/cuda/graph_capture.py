@@ -36,7 +36,7 @@ from ...ir.copies import is_copy
 from ...ir.graph import Eqn, Graph, Var
 from ...ir.op_facts import CAST
 from ...ir.update_groups import is_fused_update
-from ..executable import Executable
+from ..executable import StepExecutable
 
 # The arguments that kernels of fused optimizers read on the device. They take the others by value.
 _READ_ON_DEVICE = ("lr", "scale", "grad_scale", "found_inf")
@@ -163,7 +163,7 @@ class Capture:
 
     def __init__(
         self,
-        run: Executable,
+        run: StepExecutable,
         graph: Graph,
         cuda: Any = torch.cuda,
         device: str = "cuda",
