@@ -198,7 +198,9 @@ def step_executable(
     runs: dict[Graph, Executable] = {}
     last = graph
     for program in programs.different:
-        example = _example(graph, programs, program, mesh, inputs)
+        example = inputs
+        if graph.micro > 1:
+            example = _example(graph, programs, program, mesh, inputs)
         last, runs[program] = compile_program(program, example)
     return StepExecutable(graph if graph.micro > 1 else last, programs, runs, last)
 
