@@ -84,8 +84,60 @@ from .transforms.base import (
 
 # The name of each rewrite, and the program after it.
 History = tuple[tuple[str, Graph | fx.GraphModule], ...]
+Pass = tuple[str, Callable[[Graph], Graph]]
 
 __all__ = ["Compiled", "Cost", "Lowered", "Memory", "Traced"]
+
+
+def passes(plan: Plan) -> tuple[Pass, ...]:
+    """The passes that follow the transforms, in order. They make the program that is planned."""
+    return (
+        ("erase_marks", erase_marks),
+        ("erase_trivial", erase_trivial),
+        ("dce", dce),
+        ("among_neighbours", among_neighbours),
+        ("keep_on_host", lambda graph: _with_values_on_host(graph, plan)),
+        (
+            "writes_last",
+            lambda graph: writes_last(graph) if graph.hints.update == "last" else graph,
+        ),
+    )
+
+
+def passes_after_plan(plan: Plan, cluster: Cluster) -> tuple[Pass, ...]:
+    """The passes that follow the plan, which has put the equations in order."""
+    return (
+        ("carry_first_gathers", lambda graph: _with_carried_gathers(graph, plan)),
+        ("place_copies", lambda graph: place_copies(graph, cluster)),
+    )
+
+
+def _with_values_on_host(graph: Graph, plan: Plan) -> Graph:
+    """The program that keeps on the host what its checkpoints and its plan have there between forward and backward."""
+    on_host = demanded_on_host(graph) | values_on_host(plan, graph)
+    return dce(keep_on_host(graph, on_host)) if on_host else graph
+
+
+def _with_carried_gathers(graph: Graph, plan: Plan) -> Graph:
+    """The program that starts the first gathers of the next step, if a transform asks for that."""
+    if not graph.hints.across_steps:
+        return graph
+    at_start: set[str] = set()
+    for names, place in plan.gathers:
+        if place == THE_START:
+            at_start.update(names)
+    return carry_first_gathers(graph, at_start)
+
+
+def _through(graph: Graph, history: History, steps: Iterable[Pass]) -> tuple[Graph, History]:
+    """The program after some passes. The history gets a stage for each that changes the program."""
+    for name, rewrite in steps:
+        with stage(graph.name, name, logging.DEBUG):
+            after = rewrite(graph)
+        if after.eqns != graph.eqns:
+            history = (*history, (name, after))
+        graph = after
+    return graph, history
 
 
 @dataclass(frozen=True, repr=False)
@@ -290,12 +342,7 @@ class Traced(Printed):
         values that `plan` has on the host are moved there.
         """
         graph, history = self._transformed(graph, history, lambda t: t.phase >= Transform.phase)
-        graph = among_neighbours(dce(erase_trivial(erase_marks(graph))))
-        on_host = demanded_on_host(graph) | values_on_host(plan, graph)
-        if on_host:
-            graph = dce(keep_on_host(graph, on_host))
-        if graph.hints.update == "last":
-            graph = writes_last(graph)
+        graph, history = _through(graph, history, passes(plan))
 
         # The leaves of the state have axes of their own. Every other input is distributed over all of them.
         state = zip(graph.inputs, meta_leaves(graph))
@@ -345,8 +392,8 @@ class Lowered(Printed):
     """The program of one rank, ready to compile, as `jax.stages.Lowered`.
 
     `history` has every stage of the program by name: the FX graph of make_fx, the program as written, the program after
-    each transform, and the program that runs. In the cache of a step it has only the last. `unordered` has the hints of
-    the transforms, and no order yet.
+    each transform and after each later pass that changes it, and the program that runs. In the cache of a step it has
+    only the last. `unordered` has the hints of the transforms, and no order yet.
     """
 
     graph: Graph
@@ -469,20 +516,12 @@ class Lowered(Printed):
         return self
 
     def _ordered(self, plan: Plan, graph: Graph) -> Lowered:
-        """This program in the order of `graph`, with its plan, to which notes on memory and traffic are added.
-
-        If the hints ask for it, its first gathers start in the step before. Copies between two memories are placed.
-        """
-        if graph.hints.across_steps:
-            at_start: set[str] = set()
-            for names, place in plan.gathers:
-                if place == THE_START:
-                    at_start.update(names)
-            graph = carry_first_gathers(graph, at_start)
-        graph = check(place_copies(graph, self.cluster))
-        check_host_memory(graph, self.cluster)
+        """This program in the order of `graph`, with its plan, to which notes on memory and traffic are added."""
         # The last stage is the program without an order, and becomes the ordered one.
-        history = (*self.history[:-1], ("lower", graph))
+        history: History = (*self.history[:-1], ("plan", graph))
+        graph, history = _through(graph, history, passes_after_plan(plan, self.cluster))
+        check_host_memory(check(graph), self.cluster)
+        history = (*history[:-1], ("lower", graph))
         plan = with_memory_notes(plan, memory(graph).peak, graph.hints, self.cluster.device)
         plan = dataclasses.replace(plan, traffic=tuple(wire_traffic(graph).items()))
         return dataclasses.replace(self, graph=graph, plan=plan, history=history)

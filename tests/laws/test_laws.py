@@ -166,6 +166,17 @@ def test_printing_is_deterministic_and_names_are_stable():
     assert names(a) - kept <= names(scheduled) <= names(a)
 
 
+def test_history_names_each_pass_that_changes_the_program():
+    """On one rank nothing is sent; the moments wait on the host, so their copies find their places after the plan."""
+    shard = zt.shard_params(zt.AbstractMesh(dp=1))
+    lowered = on_ranks(CASES["adamw_fused"], 1, shard, zt.offload(where="m.*"))
+    names = [name for name, _ in lowered.history]
+    assert names == [
+        "make_fx", "trace", "shard_params", "offload", "erase_trivial", "plan", "lower",
+    ]  # fmt: skip
+    assert lowered.history[-1][1] is lowered.graph
+
+
 def test_history_holds_every_stage_and_diff_shows_what_changed():
     lowered = on_ranks(CASES["autocast"], 4, SHARD, OVERLAP, PREFETCH, FUSE)
     assert [name for name, _ in lowered.history] == [
