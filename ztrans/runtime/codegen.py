@@ -1,10 +1,10 @@
 """Turn the program of one rank into Python code.
 
 `to_fx` writes a program as a `torch.fx.GraphModule`, whose generated code drops each value after its last use. With
-`donate`, elementwise equations write over values that nothing reads any more, the state above all. So a step holds one
+`donate`, elementwise equations overwrite values that nothing reads any more, above all the state. So a step holds one
 copy of its state, and few temporaries.
 
-To add a collective, add the function that emits its calls to `EMITTERS`; docs/architecture.md lists all its places.
+To add a collective, add the function that emits its calls to `EMITTERS`; docs/architecture.md lists the other places.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Kernel:
-    """A function that computes a group of equations: it takes the values of `ins` and returns those of `outs`."""
+    """A function that computes a group of equations: the values of `outs` from the values of `ins`."""
 
     call: Callable
     ins: tuple[Var, ...]
     outs: tuple[Var, ...]
-    writes: bool = False  # whether it writes over the state
+    writes: bool = False  # whether it overwrites the state
 
 
 @dataclass(frozen=True)
 class Emission:
-    """The FX program of one rank while it is written: its code, its submodules, and the node of each value."""
+    """The FX program of one rank under construction: its code, its submodules, and the node of each value."""
 
     out: fx.Graph
     module: torch.nn.Module
@@ -77,20 +77,22 @@ class Emission:
     coordinates: Mapping[str, int]  # this rank's index along each of them
     mesh: DeviceMesh | None
     streams: Streams | None
-    lanes: int = 0  # of the collectives of the program
-    device: torch.device | None = None  # on which values from the host are computed with
-    in_place: Collection[Eqn] = ()  # the equations that write over an argument
+    lanes: int = 0  # the number of lanes of its collectives
+    device: torch.device | None = None  # where the program runs; None is a CPU
+    in_place: Collection[Eqn] = ()  # the equations that overwrite an argument
     inputs: Collection[Var] = ()  # of the program
-    numbers: Iterator[int] = field(default_factory=itertools.count)  # for the names of attributes
-    # The submodules of attention and their names, by structure.
+    numbers: Iterator[int] = field(
+        default_factory=itertools.count
+    )  # make names of attributes unique
+    # The names and submodules of attention, by structure.
     attentions: dict[Hashable, tuple[str, FlexAttention]] = field(default_factory=dict)
-    # The vectors of scalars, by these scalars, and the nodes that unpack the vectors.
+    # The vector of several scalars, by these scalars, and the nodes that unpack such vectors.
     vectors: dict[tuple[Var, ...], fx.Node] = field(default_factory=dict)
     elements: list[fx.Node] = field(default_factory=list)
-    hoists: bool = True  # make small constants once; a function returns fresh ones, to write over
+    hoists: bool = True  # make small constants once; a nested function makes new ones, which may be overwritten
 
     def bind(self, outs: Sequence[Var | None], nodes: Sequence[Any]) -> None:
-        """Note the nodes of results; None stands for a result that is not bound."""
+        """Set the nodes of results. `outs` has None for a result that is not bound."""
         for v, node in zip(outs, nodes):
             if v is not None:
                 self.nodes[v] = node
@@ -101,19 +103,19 @@ class Emission:
         return self.out.call_module(name, tuple(self.nodes[v] for v in members))
 
     def emit(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node:
-        """Emit a call of an operation of PyTorch, or of a function in its place."""
+        """Emit a call of a PyTorch operation, or of a function that replaces it."""
         function = direct(stride_safe(op))
         kwargs = {name: self.operand(x) for name, x in kwargs.items()}
         return self.out.call_function(function, self.operand(tuple(args)), kwargs)
 
     def constant(self, x: torch.Tensor) -> fx.Node:
-        """A constant of the program, as an attribute of its module."""
+        """The node of a constant, which becomes an attribute of the module."""
         name = f"constant_{next(self.numbers)}"
         self.module.register_buffer(name, x)
         return self.out.get_attr(name)
 
     def operand(self, x: Any) -> Any:
-        """An argument, with the nodes of its values."""
+        """An argument, with each value replaced by its node."""
         if isinstance(x, torch.Tensor):  # a literal: torch.tensor(...) inside the step
             return self.constant(x)
         if isinstance(x, Function):
@@ -122,14 +124,14 @@ class Emission:
             return type(x)([self.operand(item) for item in x])
         return substitute(x, self.nodes.__getitem__)
 
-    def listed(self, x: Any) -> Any:
-        """An argument of an operation over lists. If its numbers were read at once, it is the node of that list."""
-        return (
-            self.vectors.get(tuple(x), x) if isinstance(x, list) and isinstance(x[0], Number) else x
-        )
+    def list_operand(self, x: Any) -> Any:
+        """An argument of an operation over lists: the node of the list if its numbers were read in one call."""
+        if isinstance(x, list) and isinstance(x[0], Number):
+            return self.vectors.get(tuple(x), x)
+        return x
 
     def output(self, x: Any) -> Any:
-        """An output: the node of a value, or a constant. One that code cannot write is an attribute of the module."""
+        """An output: the node of a value, or a constant. A constant without a literal is an attribute of the module."""
         if isinstance(x, Var):
             return self.nodes[x]
         if x is None or type(x) in (bool, int, float, complex, str, bytes):
@@ -139,13 +141,13 @@ class Emission:
         return self.out.get_attr(name)
 
     def function(self, function: Function) -> fx.Node:
-        """A function that an operation calls, as a submodule with code of its own."""
+        """The node of a function that an operation calls, which becomes a submodule with code of its own."""
         name = f"{function.graph.name}_{next(self.numbers)}"
         self.module.add_module(name, nested(function))
         return self.out.get_attr(name)
 
 
-# A function of the program, an equation and its index; it emits calls and returns the nodes of the results.
+# Emits the calls of an equation, whose index makes names unique. Returns the nodes of the results.
 Emitter = Callable[[Emission, Eqn, int], list[Any]]
 
 
@@ -173,14 +175,14 @@ def emit_wait(emission: Emission, eqn: Eqn, index: int) -> list[fx.Node]:
 def emit_copy(emission: Emission, eqn: Eqn, index: int) -> list[fx.Node]:
     """Emit a submodule that starts a copy to the other memory, and returns its future.
 
-    Raises: ValueError for a copy on a GPU that was to write over a leaf of the state which something still reads.
+    Raises: ValueError if a copy on a GPU cannot overwrite its leaf of the state, which another equation still reads.
     """
     module = HostCopy()
     if emission.streams is not None:
         if "over" in eqn.kwargs and eqn not in emission.in_place:
             raise ValueError(
                 f"offload: {eqn.kwargs['over'].name} is still read when its new value, {eqn.ins[0].name}, is copied to "
-                f"the host.\nLet `where` leave it out."
+                f"the host.\nLeave it out of `where`."
             )
         device = emission.device if eqn.out.memory == "device" else None
         module = StreamedHostCopy(lane(eqn), emission.streams, device)
@@ -229,35 +231,36 @@ def to_fx(
 ) -> fx.GraphModule:
     """The program of one rank (rank 0 without a mesh) as an FX module with flat inputs and outputs.
 
-    A collective becomes a submodule, which starts it, and calls of `wait`. `meta["eqn"]` of a node is the first
+    A collective becomes a submodule that starts it, and calls of `wait`. `meta["eqn"]` of a node is the first
     equation that it runs.
 
     Args:
         graph: the program.
         mesh: the mesh whose process groups carry the collectives. All of its ranks must call this together the first
-            time, which opens the groups. Without it the module can be printed, not run.
-        donate: write over values that nothing reads any more.
-        groups: equations next to each other that become a single call, of a kernel, of a fused optimizer or of an
-            operation over lists.
+            time, which opens the groups. Without a mesh the module can be printed, not run.
+        donate: whether equations may overwrite values that nothing reads any more.
+        groups: adjacent equations that become one call: of a kernel, a fused optimizer or an operation over lists.
         kernels: the kernels of groups.
-        streams: the streams of the collectives; by default those of the mesh's devices. Nothing is sent or timed
+        streams: the streams of the collectives; by default new ones if the devices are GPUs. Nothing is sent or timed
             here: `transport.reserve` has decided what carries the messages.
-        on_write: a function that the program calls before the first equation that writes over the state.
-        device: the device of the program; by default a CPU, or that of the mesh.
+        on_write: a function that the program calls before the first equation that overwrites the state.
+        device: the device of the program; by default the mesh's, or a CPU without a mesh.
+
+    Raises: ValueError if the program runs for several micro-batches.
     """
     if graph.micro > 1:
         raise ValueError(
             f"to_fx: {graph.name} runs for {graph.micro} micro-batches, in up to three programs.\n"
-            f"Write each of them: to_fx(zt.ir.micro_batch_programs(graph).last), and so first and middle."
+            f"Write each of these: to_fx(zt.ir.micro_batch_programs(graph).last), and likewise first and middle."
         )
-    rank = coordinates(graph, mesh)
+    indices = coordinates(graph, mesh)
     streams = streams or _streams(graph, mesh, device)
-    # Before `by_group`, which puts process groups in place of the axes of the step's own collectives.
+    # Before `by_group`, which replaces the axes of the step's own collectives by process groups.
     lanes = transport.lane_count(graph, mesh, streams)
     if mesh is not None:
         graph = by_group(graph, mesh)
         device = device or torch.device(mesh.device_type)
-    in_kernels = frozenset(chain.from_iterable(kernels))
+    in_kernels = frozenset(eqn for group in kernels for eqn in group)
     donated = donation(graph, in_kernels) if donate else Donation({}, {}, {}, {})
     units = list(_units(graph, groups, kernels, donated))
     first_write = _first_write(units, kernels, donated, graph.inputs[: graph.num_state])
@@ -268,7 +271,7 @@ def to_fx(
         module=torch.nn.Module(),
         nodes={v: _placeholder(out, v) for v in graph.inputs},
         sizes=graph.axes,
-        coordinates=rank,
+        coordinates=indices,
         mesh=mesh,
         streams=streams,
         lanes=lanes,
@@ -278,11 +281,11 @@ def to_fx(
     )
     copies = _carried_copies(streams)
     _take_copies(emission, graph, copies)
-    ends = [len(out.nodes)]  # by unit, how many nodes there are after it
+    ends = [len(out.nodes)]  # the number of nodes before the first unit, and after each unit
     for unit in units:
         if on_write is not None and unit is first_write:
             out.call_function(on_write)
-        _emit(unit, emission, kernels, donated)
+        _emit_unit(unit, emission, kernels, donated)
         ends.append(len(out.nodes))
     nodes = list(out.nodes)
     _put_copies(emission, graph, copies)
@@ -299,27 +302,27 @@ def _streams(graph: Graph, mesh: DeviceMesh | None, device: torch.device | None)
     if mesh is not None:
         return transport.side_streams(mesh)
     is_on_gpu = device is not None and device.type == "cuda"
-    return Streams() if is_on_gpu and any(map(is_copy, graph.eqns)) else None
+    return Streams() if is_on_gpu and any(is_copy(eqn) for eqn in graph.eqns) else None
 
 
 def _carried_copies(streams: Streams | None) -> CarriedCopies:
-    """The copies that steps on the device of a program leave to each other; on a CPU, where they end at once, none."""
+    """The copies that a step on this device leaves to the next one: none on a CPU, where copies end at once."""
     if streams is None:
         return CarriedCopies()
     return carried_copies(streams.cuda, streams.cuda.current_device())
 
 
 def _take_copies(emission: Emission, graph: Graph, copies: CarriedCopies) -> None:
-    """Emit the call that takes the copies to the host with which the step before has ended."""
+    """Emit the call that takes over the copies to the host that the previous step has left in progress."""
     leaves = [v for v in graph.inputs[: graph.num_state] if v.future]
-    is_streamed = emission.streams is not None and any(map(is_copy, graph.eqns))
+    is_streamed = emission.streams is not None and any(is_copy(eqn) for eqn in graph.eqns)
     if leaves or is_streamed:
         call = emission.out.call_function(copies.take, tuple(emission.nodes[v] for v in leaves))
         emission.bind(leaves, unpacked(emission.out, call, leaves))
 
 
 def _put_copies(emission: Emission, graph: Graph, copies: CarriedCopies) -> None:
-    """Emit the call that leaves copies to the host to the next step. It returns the new leaves."""
+    """Emit the call that hands copies to the host, still in progress, to the next step. It returns the new leaves."""
     leaves = [v for v in graph.outputs[: graph.num_state] if v.future]
     if leaves:
         call = emission.out.call_function(copies.put, tuple(emission.nodes[v] for v in leaves))
@@ -339,16 +342,16 @@ def nested(function: Function) -> fx.GraphModule:
     """The code of a function that an operation calls."""
     graph = function.graph
     out = fx.Graph()
-    inputs: dict[Var, Any] = {v: out.placeholder(v.name) for v in graph.inputs}
-    emission = Emission(out, torch.nn.Module(), inputs, {}, {}, None, None, hoists=False)
+    nodes: dict[Var, Any] = {v: out.placeholder(v.name) for v in graph.inputs}
+    emission = Emission(out, torch.nn.Module(), nodes, {}, {}, None, None, hoists=False)
     for eqn in graph.eqns:
-        emission.bind(eqn.outs, _operation(emission, eqn))
+        emission.bind(eqn.outs, _emit_operation(emission, eqn))
     out.output(function.returned(substitute(graph.outputs, emission.nodes.__getitem__)))
     return fx.GraphModule(emission.module, out, graph.name)
 
 
 def _placeholder(out: fx.Graph, v: Var) -> fx.Node:
-    """A parameter of the code for an input, with a name that nothing else in the code has."""
+    """The parameter of the code for an input, with a name that is unique in the code."""
     name = "".join(c if c.isalnum() else "_" for c in v.name)
     node = out.placeholder(name if name != "self" else "self_")
     node.target = node.name
@@ -356,30 +359,30 @@ def _placeholder(out: fx.Graph, v: Var) -> fx.Node:
 
 
 class _Unit(NamedTuple):
-    """Equations that run as one call, or a single one, and the position of the first of them."""
+    """Equations that run as one call, or a single equation."""
 
-    position: int
+    position: int  # of the first equation in the program
     eqns: EqnGroup
 
 
 def _units(
     graph: Graph, groups: Sequence[EqnGroup], kernels: Mapping[EqnGroup, Kernel], donated: Donation
 ) -> Iterator[_Unit]:
-    """The units of a program, in order: the groups that have a kernel, or that one call computes, are one unit each."""
+    """The units of a program, in order: each group that a kernel or one call computes, and each other equation."""
     by_first: dict[Eqn, EqnGroup] = {}
-    inside: set[Eqn] = set()
+    later_members: set[Eqn] = set()  # of the groups
     inputs = set(graph.inputs)
     for group in groups:
         if group in kernels or _is_vector(group, donated, inputs) or _is_one_call(group, donated):
             by_first[group[0]] = group
-            inside.update(group[1:])
+            later_members.update(group[1:])
     for index, eqn in enumerate(graph.eqns):
-        if eqn not in inside:
+        if eqn not in later_members:
             yield _Unit(index, by_first.get(eqn, (eqn,)))
 
 
 def _is_vector(group: EqnGroup, donated: Donation, inputs: Collection[Var]) -> bool:
-    """Whether equal equations of scalars become one of a vector: not if one of them writes over an input."""
+    """Whether a group of equal scalar equations becomes one call on a vector: not if one overwrites an input."""
     if is_read_of_host(group[0]):
         return True
     if not is_scalar_arithmetic(group[0]):
@@ -388,10 +391,10 @@ def _is_vector(group: EqnGroup, donated: Donation, inputs: Collection[Var]) -> b
 
 
 def _is_one_call(group: EqnGroup, donated: Donation) -> bool:
-    """Whether a fused optimizer, or an operation over lists, can compute equal equations at once.
+    """Whether one call of a fused optimizer, or of an operation over lists, can compute equal equations.
 
-    All of them write in place, or none does. What one of them writes no other may read, for one kernel may compute
-    them in any order.
+    Either all of them write in place or none does. None may read what another one writes, because one kernel may
+    compute them in any order.
     """
     in_place_ops = [donated.in_place_ops.get(eqn) for eqn in group]
     if is_fused_update(group[0]):
@@ -412,7 +415,7 @@ def _is_one_call(group: EqnGroup, donated: Donation) -> bool:
 
 
 def _in_place_eqns(group: EqnGroup, donated: Donation) -> list[Eqn] | None:
-    """Equal in-place equations, each with its overwritten argument first; None if that is not possible for one."""
+    """The in-place forms of equal equations, with the overwritten argument first; None without such a form of each."""
     in_place_eqns = []
     for eqn in group:
         in_place = donated.in_place_ops.get(eqn)
@@ -429,8 +432,8 @@ def _first_write(
     donated: Donation,
     state: Sequence[Var],
 ) -> _Unit | None:
-    """The first unit that writes over the state."""
-    of_state = set(state)
+    """The first unit that overwrites the state."""
+    leaves = set(state)
     for unit in units:
         if unit.eqns in kernels:
             if kernels[unit.eqns].writes:
@@ -438,12 +441,12 @@ def _first_write(
             continue
         for eqn in unit.eqns:
             overwrites = eqn in donated.in_place_ops
-            if overwrites and any(donated.owner.get(v) in of_state for v in eqn.results):
+            if overwrites and any(donated.owner.get(v) in leaves for v in eqn.results):
                 return unit
     return None
 
 
-def _emit(
+def _emit_unit(
     unit: _Unit,
     emission: Emission,
     kernels: Mapping[EqnGroup, Kernel],
@@ -458,38 +461,38 @@ def _emit(
         call = emission.out.call_function(kernel.call, ins)
         emission.bind(kernel.outs, unpacked(emission.out, call, kernel.outs))
     elif len(unit.eqns) > 1:
-        for eqn, results in zip(unit.eqns, _group(emission, unit.eqns, donated)):
+        for eqn, results in zip(unit.eqns, _emit_group(emission, unit.eqns, donated)):
             emission.bind(eqn.outs, results)
-    elif isinstance(first.out if first.results else None, Number):
-        emission.bind(first.outs, [_number(emission, first)])
+    elif first.results and isinstance(first.out, Number):
+        emission.bind(first.outs, [_emit_number(emission, first)])
     elif isinstance(first.op, Primitive):
         emission.bind(first.outs, EMITTERS[first.op](emission, first, unit.position))
     else:
         local = localize(first, emission.sizes, emission.coordinates)
-        emission.bind(first.outs, _operation(emission, local, in_place))
+        emission.bind(first.outs, _emit_operation(emission, local, in_place))
 
 
-def _group(emission: Emission, eqns: EqnGroup, donated: Donation) -> list[list]:
-    """Emit the call of equal equations. Returns the results of each."""
+def _emit_group(emission: Emission, eqns: EqnGroup, donated: Donation) -> list[list]:
+    """Emit one call for equal equations. Returns the nodes of the results of each."""
     in_place = donated.in_place_ops.get(eqns[0])
     if is_fused_update(eqns[0]):
-        return _fused_update(emission, eqns, in_place)
+        return _emit_fused_update(emission, eqns, in_place)
     if is_read_of_host(eqns[0]):
-        return _read_vector(emission, eqns)
+        return _emit_reads(emission, eqns)
     if _is_vector(eqns, donated, emission.inputs):
-        return _over_vector(emission, eqns)
+        return _emit_over_vector(emission, eqns)
     in_place_eqns = _in_place_eqns(eqns, donated)
-    return _over_lists(emission, in_place_eqns or eqns, in_place=in_place_eqns is not None)
+    return _emit_over_lists(emission, in_place_eqns or eqns, in_place=in_place_eqns is not None)
 
 
-def _operation(emission: Emission, eqn: Eqn, function: Any = None) -> list:
-    """Emit the call of an operation, or of a `function` in its place.
+def _emit_operation(emission: Emission, eqn: Eqn, function: Any = None) -> list:
+    """Emit the call of an operation, or of the `function` that replaces it. A small constant becomes an attribute.
 
-    Returns the node of each result, None for those not bound. A small constant is made once, and is an attribute.
+    Returns: the node of each result; None for a result that is not bound.
     """
     op: Any = function or eqn.op
     if isinstance(op, torch._ops.HigherOrderOperator):
-        return _higher_order(emission, eqn)
+        return _emit_higher_order(emission, eqn)
     if emission.hoists and is_constant(eqn):
         return [emission.constant(op(*eqn.args, **eqn.kwargs))]
     call = emission.emit(op, eqn.args, eqn.kwargs)
@@ -498,7 +501,7 @@ def _operation(emission: Emission, eqn: Eqn, function: Any = None) -> list:
     return _results(emission.out, eqn, call)
 
 
-def _higher_order(emission: Emission, eqn: Eqn) -> list:
+def _emit_higher_order(emission: Emission, eqn: Eqn) -> list:
     """Emit the call of a higher-order operator, or the launch of a kernel. Returns the node of each result."""
     launch = eqn.args[0] if eqn.args else None
     if isinstance(launch, Launch):
@@ -514,7 +517,7 @@ def _higher_order(emission: Emission, eqn: Eqn) -> list:
 
 
 def _attention(emission: Emission, eqn: Eqn) -> tuple[str, FlexAttention]:
-    """The submodule that computes attention, and its name. Equal layers share it, and so its kernel."""
+    """The name and the submodule of a call of attention. Equal layers share one submodule, and so its kernel."""
     structure = structure_of(eqn)
     if structure not in emission.attentions:
         name = f"{op_name(eqn.op)}_{next(emission.numbers)}"
@@ -523,7 +526,7 @@ def _attention(emission: Emission, eqn: Eqn) -> tuple[str, FlexAttention]:
 
 
 def unpacked(out: fx.Graph, call: fx.Node, outs: Sequence[Var | None]) -> list:
-    """The node of each result of a call that returns a sequence; None for those not bound."""
+    """The node of each result of a call that returns a sequence; None for a result that is not bound."""
     nodes = []
     for k, v in enumerate(outs):
         nodes.append(None if v is None else out.call_function(operator.getitem, (call, k)))
@@ -539,19 +542,19 @@ def _results(out: fx.Graph, eqn: Eqn, call: fx.Node) -> list:
         return unpacked(out, call, eqn.outs) if is_list[0] else [call]
     if not all(is_list):
         return unpacked(out, call, eqn.outs)
-    # An update over lists returns a list for each list that it takes, named like it, with "_out". Each has one tensor,
-    # or none: an SGD may have no momenta.
+    # An update over lists returns a list for each list argument, under its name and "_out". Each has one tensor, or
+    # none: an SGD may have no momenta.
     args = arguments_by_name(op, eqn.args, {})
-    filled = []
+    nonempty_lists = []
     for k, result in enumerate(returns):
         if args.get(result.name.removesuffix("_out")):
-            filled.append(out.call_function(operator.getitem, (call, k)))
-    return [out.call_function(operator.getitem, (results, 0)) for results in filled]
+            nonempty_lists.append(out.call_function(operator.getitem, (call, k)))
+    return [out.call_function(operator.getitem, (results, 0)) for results in nonempty_lists]
 
 
-def _fused_update(emission: Emission, eqns: Sequence[Eqn], in_place: Any) -> list[list]:
+def _emit_fused_update(emission: Emission, eqns: Sequence[Eqn], in_place: Any) -> list[list]:
     """Emit one call of a fused optimizer for the updates of several tensors. Returns the results of each update."""
-    # Each argument is a list of one tensor, or of none. The call has one list for all parameters.
+    # In each update, an argument is a list of one tensor, or of none. The call has one list for all updates.
     columns = zip(*(eqn.args for eqn in eqns))
     args = [list(chain.from_iterable(column)) for column in columns]
     emission.emit(in_place, args, eqns[0].kwargs)
@@ -559,7 +562,7 @@ def _fused_update(emission: Emission, eqns: Sequence[Eqn], in_place: Any) -> lis
 
 
 def _overwritten(emission: Emission, eqn: Eqn, in_place: Any) -> list:
-    """The nodes of the values that an update of one tensor overwrites; each argument is a list of one, or of none."""
+    """The nodes of the values that an update overwrites. Each of its arguments is a list of one tensor, or of none."""
     nodes = []
     for x, declared in zip(eqn.args, in_place._schema.arguments):
         if declared.alias_info is not None and x:
@@ -567,14 +570,13 @@ def _overwritten(emission: Emission, eqn: Eqn, in_place: Any) -> list:
     return nodes
 
 
-def _over_lists(emission: Emission, eqns: Sequence[Eqn], in_place: bool) -> list[list]:
+def _emit_over_lists(emission: Emission, eqns: Sequence[Eqn], in_place: bool) -> list[list]:
     """Emit one call of an operation over lists for equal equations. Returns the results of each equation."""
     call = list_call(eqns, in_place)
     if call is None:
         raise ValueError(f"{eqns[0].op} has no form over lists for these equations.")
     op, args, kwargs = call
-    # Numbers that were read as a list are passed as that list.
-    args = tuple(emission.listed(x) for x in args)
+    args = tuple(emission.list_operand(x) for x in args)
     node = emission.emit(op, args, kwargs)
     if in_place:
         return [[emission.nodes[eqn.args[0]]] for eqn in eqns]
@@ -582,12 +584,12 @@ def _over_lists(emission: Emission, eqns: Sequence[Eqn], in_place: bool) -> list
     return [[result] for result in results]
 
 
-def _over_vector(emission: Emission, eqns: EqnGroup) -> list[list]:
-    """Emit one call for equal equations of scalars, over vectors of these. Returns the results of each equation."""
+def _emit_over_vector(emission: Emission, eqns: EqnGroup) -> list[list]:
+    """Emit one call, over vectors, for equal equations of scalars. Returns the results of each equation."""
     first = eqns[0]
     columns = list(zip(*(eqn.args for eqn in eqns)))
     are_vectors = [isinstance(column[0], Var) and len(set(column)) > 1 for column in columns]
-    # A scalar tensor promotes the dtype of another scalar, but not of a vector, so vectors are cast before.
+    # A scalar tensor promotes the dtype of another scalar, but not of a vector, so vectors are cast first.
     has_condition = op_name(first.op) == "where"
     dtypes = {v.dtype for v in first.args[has_condition:] if isinstance(v, Var)}
     dtype = functools.reduce(torch.promote_types, dtypes)
@@ -616,8 +618,8 @@ def _elements(emission: Emission, call: fx.Node, outs: tuple[Var, ...]) -> list[
     return [[scalar] for scalar in scalars]
 
 
-def _read_vector(emission: Emission, eqns: EqnGroup) -> list[list]:
-    """Emit one read of several scalars as numbers. Returns the results of each equation."""
+def _emit_reads(emission: Emission, eqns: EqnGroup) -> list[list]:
+    """Emit one call that reads several scalars as numbers. Returns the results of each equation."""
     vector = _vector(emission, tuple(eqn.ins[0] for eqn in eqns))
     outs = tuple(eqn.out for eqn in eqns)
     call = emission.out.call_function(torch.Tensor.tolist, (vector,))
@@ -625,37 +627,37 @@ def _read_vector(emission: Emission, eqns: EqnGroup) -> list[list]:
     return _elements(emission, call, outs)
 
 
-def _number(emission: Emission, eqn: Eqn) -> fx.Node:
+def _emit_number(emission: Emission, eqn: Eqn) -> fx.Node:
     """Emit the read of a scalar as a number, or arithmetic on numbers."""
     function = torch.Tensor.item if eqn.op is ITEM else ARITHMETIC[eqn.op]
     return emission.out.call_function(function, emission.operand(eqn.args))
 
 
 def _vector(emission: Emission, scalars: tuple[Var, ...]) -> fx.Node:
-    """The vector of several scalars: the vector that they were computed in, or a new one."""
+    """The vector of several scalars: the one that they were computed in, or else a new one."""
     if scalars not in emission.vectors:
         nodes = [emission.nodes[v] for v in scalars]
         is_on_cpu = emission.device is None or emission.device.type == "cpu"
-        stack = torch.stack if is_on_cpu else _stack_of_any_device
+        stack = torch.stack if is_on_cpu else _stack_across_devices
         emission.vectors[scalars] = emission.out.call_function(stack, (nodes,))
     return emission.vectors[scalars]
 
 
-def _stack_of_any_device(scalars: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Stack scalars on one device. Capturable optimizers have step counts on the GPU, others on the CPU."""
+def _stack_across_devices(scalars: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Stack scalars on the device of the first: capturable optimizers count steps on the GPU, others on the CPU."""
     device = scalars[0].device
     return torch.stack([x.to(device) for x in scalars])
 
 
-def _add_metadata(units: Sequence[_Unit], emitted: Sequence[list[fx.Node]]) -> None:
-    """Write into the metadata of nodes the first equation of their unit, and which equations share their time.
+def _add_metadata(units: Sequence[_Unit], nodes_by_unit: Sequence[list[fx.Node]]) -> None:
+    """Write the first equation of each unit, and the weights by which equations share its time, into its nodes.
 
-    `emitted` are the nodes of each unit. Equations without a node take no time: they are said to run with the next unit
-    that has one, with the weight 0.
+    Equations without a node take no time. They share the time of the next unit that has nodes, or of the last one if
+    none follows, with weight 0.
     """
-    silent = 0  # the number of equations without a node since the last unit that has one
-    last: list[fx.Node] = []
-    for unit, nodes in zip(units, emitted):
+    silent = 0  # equations without a node since the last unit that has nodes
+    last_nodes: list[fx.Node] = []
+    for unit, nodes in zip(units, nodes_by_unit):
         if not nodes:
             silent += len(unit.eqns)
             continue
@@ -663,6 +665,6 @@ def _add_metadata(units: Sequence[_Unit], emitted: Sequence[list[fx.Node]]) -> N
         for node in nodes:
             node.meta.update(eqn=unit.eqns[0], weights=weights)
         silent = 0
-        last = nodes
-    for node in last:
+        last_nodes = nodes
+    for node in last_nodes:
         node.meta["weights"] += (0,) * silent

@@ -1,10 +1,11 @@
-"""The asynchronous collectives of one rank, over torch.distributed.
+"""Asynchronous collectives of one rank, over torch.distributed.
 
-`Start` starts a collective and returns a `Future` of its values; `wait` returns one of these values. A gather moves
-bytes only. A reduce_scatter is an all-to-all, followed by a local sum in rank order, so the result has the same bits
-for any order of the program. On gloo that sends half of the bytes of gloo's own reduce_scatter, which is an all-reduce
-and a slice. Between hosts, sums are sent in place of terms (see `hierarchical`). If gloo would round an all_reduce at
-every hop, or lose a NaN in it, it is sent in the same way, and then the parts of the total are gathered.
+`Start` starts a collective, and returns a `Member` for each of its values; `wait` returns the value of a member.
+
+A gather only moves bytes. A reduce_scatter is an all-to-all, followed by a local sum in rank order, so its bits do not
+depend on the order of the program. Over gloo it sends half as many bytes as gloo's own reduce_scatter, which is an
+all-reduce and a slice. Between hosts it sends sums instead of terms (see `hierarchical`). Gloo would round some
+all_reduces at every hop, or lose a NaN in them: those are sent as a reduce_scatter and a gather of the total.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from .hierarchical import (
 )
 from .process_groups import Channel, Work, process_groups
 
-# How a backend reduces the terms of a reduction. It adds those of a mean, and the sum is divided afterwards.
+# The reductions that a backend computes. The terms of a mean are added, and the sum is divided afterwards.
 REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.SUM,
@@ -59,13 +60,13 @@ REDUCE_OPS = {
 
 
 def all_gather(received: torch.Tensor, send: torch.Tensor, **options: Any) -> Any:
-    """Gather one buffer of each rank. Torch 2.13 renamed the function, so this calls it by the name that exists."""
+    """Gather one buffer from each rank. Torch 2.13 renamed the function; this calls the one that exists."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(received, send, **options)
 
 
 def channel(mesh: DeviceMesh, axis: str, gathers: bool) -> Channel:
-    """The channel of a mesh axis for gathers or for reductions: there are two, so neither queues behind the other."""
+    """The channel of a mesh axis for gathers, or the one for reductions: neither queues behind the other."""
     return process_groups(mesh).channel(axis, "gathers" if gathers else "reductions")
 
 
@@ -76,13 +77,16 @@ def channel_of(mesh: DeviceMesh, eqn: Eqn) -> Channel:
 
 @dataclass(eq=False)
 class Future:
-    """The values of a collective in progress. `finish` computes them from the received bytes when `work` is done.
+    """The values of a collective in progress.
 
-    `work` and `finish` are None once the values exist or the channel has been closed.
+    Attributes:
+        work: the operations in progress; None once the values exist, or the channel has been closed.
+        finish: computes the values from the received bytes, when `work` is done; None when `work` is.
+        values: the values by member, once they exist.
     """
 
     work: Work | None
-    finish: Callable[[], dict[int, torch.Tensor]] | None  # the values by member
+    finish: Callable[[], dict[int, torch.Tensor]] | None
     values: dict[int, torch.Tensor] | None = None
 
     def value(self, member: int) -> torch.Tensor:
@@ -90,7 +94,7 @@ class Future:
         if self.values is None:
             if self.work is None or self.finish is None:
                 raise RuntimeError(
-                    "ztrans: this collective was given up, because the step that started it failed."
+                    "ztrans: this collective was dropped, because the step that started it failed."
                 )
             self.work.wait()
             self.values = self.finish()
@@ -119,7 +123,7 @@ class Works:
                 work.wait()
 
 
-# The operations in progress of one message, and the function that computes its values when they are done.
+# The operations in progress of one message, and a function that computes its values when they are done.
 InProgress = tuple[Sequence[Work], Callable[[], list[torch.Tensor]]]
 
 
@@ -136,8 +140,8 @@ def wait(member: Member) -> torch.Tensor:
 
 
 @functools.cache
-def _let_gloo_free_its_buffers() -> None:
-    """Delay the end of the process until gloo's threads have released the tensors that they sent.
+def _delay_exit_for_gloo() -> None:
+    """Delay the end of the process by 0.1 s, for gloo's threads to release the tensors that they sent.
 
     If such a thread releases a tensor after the interpreter has ended, the process aborts (pytorch#190489).
     """
@@ -147,8 +151,8 @@ def _let_gloo_free_its_buffers() -> None:
 class Start(torch.nn.Module):
     """Starts one collective equation. A call takes the members of the equation, and returns a `Member` for each.
 
-    A group of members is sent as one message. A large member is a group of its own; all small members are packed into
-    one group (see `collectives.is_sent_alone`). Without a channel it can be printed, but not called.
+    A large member is a message of its own; all small members are packed into one message (see `is_sent_alone`). Without
+    a channel the module can be printed, but not called.
     """
 
     def __init__(
@@ -159,7 +163,7 @@ class Start(torch.nn.Module):
         channel: Channel | None,
     ) -> None:
         super().__init__()
-        _let_gloo_free_its_buffers()
+        _delay_exit_for_gloo()
         axis = eqn.kwargs["axis"]
         self.collective = cast(Primitive, eqn.op)
         self.reduction = str(eqn.kwargs.get("op", ""))
@@ -178,13 +182,13 @@ class Start(torch.nn.Module):
         hosts = channel.hosts if channel is not None else Hosts(self.size)
         route = route_of(eqn, sizes, hosts, self.is_gloo)
         self.way = route.way
-        # With two levels, what each host computes and sends to the others.
+        # With two levels, the reduction that each host computes, and sends to the others.
         self.reduction_of_hosts = reduction_of_hosts(self.reduction, self.partial)
         self.divisor = self._divisor(hosts, route.way == HIERARCHICAL)
         self.gather_way = route.gather_way or route.way  # of a gather, or of the parts of a total
-        # What the printed program says about the transport; a subclass has a `Transport`.
+        # Shown in the printed program. A subclass has a `Transport`.
         self.transport: Any = route if hosts.count > 1 and route.way != RING else None
-        # Of each value, whole over this axis: its shape with the split dim first, and the elements of a padded part.
+        # By value, unsplit along this axis: its shape with the split dim first, and the elements of a padded part.
         self.shapes = []
         self.part_sizes = []
         for v in self.outs:
@@ -205,7 +209,7 @@ class Start(torch.nn.Module):
         self.start = start[self.collective]
 
     def _divisor(self, hosts: Hosts, has_two_levels: bool) -> int:
-        """The divisor that makes a mean of the terms that arrive: the ranks, or the hosts if each sends a mean."""
+        """The divisor of a mean: the number of ranks, or of hosts if each host sends a mean."""
         is_mean_of_hosts = has_two_levels and self.reduction_of_hosts == "mean"
         return hosts.count if is_mean_of_hosts else self.size
 
@@ -228,36 +232,34 @@ class Start(torch.nn.Module):
         return self.channel.group
 
     def extra_repr(self) -> str:
-        by = f", by={self.transport}" if self.transport else ""
-        return (
-            f"{self.collective}, ranks={self.size}, members={len(self.outs)}, wire={self.wire}{by}"
-        )
+        text = f"{self.collective}, ranks={self.size}, members={len(self.outs)}, wire={self.wire}"
+        return f"{text}, by={self.transport}" if self.transport else text
 
     def forward(self, *members: torch.Tensor) -> tuple[Member, ...]:
         self.channel.advance()
-        started = []
+        messages: list[InProgress] = []
         for ks in self.members_by_message:
-            started.append(self.start(ks, [members[k] for k in ks]))
+            messages.append(self.start(ks, [members[k] for k in ks]))
 
         def finish() -> dict[int, torch.Tensor]:
             values: dict[int, torch.Tensor] = {}
-            for ks, (_, make_values) in zip(self.members_by_message, started):
+            for ks, (_, make_values) in zip(self.members_by_message, messages):
                 values.update(zip(ks, make_values()))
-            started.clear()  # this releases the send and receive buffers
+            messages.clear()  # this releases the send and receive buffers
             return values
 
         works: list[Work] = []
-        for works_of_message, _ in started:
+        for works_of_message, _ in messages:
             works += works_of_message
         future = Future(Works(works, self.channel), finish)
         self.channel.futures.add(future)
         return tuple(Member(future, k) for k in range(len(members)))
 
     def release_members(self) -> None:
-        """Let compute wait until the members are packed, so that they may be written over. On CPUs they are."""
+        """Make compute wait until the members are packed, and may be overwritten. On CPUs they are already."""
 
     def join(self) -> None:
-        """Let compute wait for all work of this collective, so that the memory of its messages may be reused.
+        """Make compute wait for all work of this collective, so that the memory of its messages may be reused.
 
         Between CPUs there is nothing to do: the operations in progress hold their buffers.
         """
@@ -278,7 +280,7 @@ class Start(torch.nn.Module):
         return works, finish
 
     def _tags_of_parts(self) -> list[int]:
-        """The tags of a gather of parts that ranks exchange."""
+        """The tags of a gather whose parts the ranks exchange; empty if the backend gathers."""
         return tags_of_parts(self.channel) if self.is_gloo and self.gather_way != RING else []
 
     def _send_parts(self, received: torch.Tensor, tags: Sequence[int]) -> Sequence[Work]:
@@ -293,7 +295,7 @@ class Start(torch.nn.Module):
             return [all_gather(*buffers, group=self.group, async_op=True)]
 
     def _dim_back(self, value: torch.Tensor) -> torch.Tensor:
-        """A value that arrived with the split dim first, with the strides that it has in the trace."""
+        """Move the split dim, which arrives first, back to its place, with the strides of the trace."""
         return value if self.dim == 0 else value.movedim(0, self.dim).contiguous()
 
     # ---- reductions to parts
@@ -311,9 +313,9 @@ class Start(torch.nn.Module):
             offset = 0
             for k in ks:
                 shape = self.part_shape(k)
-                here = slice(offset, offset + math.prod(shape))
-                parts = [piece[here] for piece in pieces]
-                result = None if sum_buffer is None else sum_buffer[here]
+                span = slice(offset, offset + math.prod(shape))
+                parts = [piece[span] for piece in pieces]
+                result = None if sum_buffer is None else sum_buffer[span]
                 value = ops.reduce(parts, self.reduction, self.outs[k].dtype, result, self.divisor)
                 values.append(self._dim_back(value.view(shape)))
                 offset += self.part_sizes[k]
@@ -322,7 +324,7 @@ class Start(torch.nn.Module):
         return works, finish
 
     def _all_to_all(self, send: torch.Tensor) -> tuple[list[torch.Tensor], Sequence[Work]]:
-        """Send row r of `send` to rank r. Returns the rows, or sums of hosts, that this rank receives, and the work."""
+        """Send row r of `send` to rank r. Returns the rows, or sums of hosts, that arrive, and the work in progress."""
         if self.way == HIERARCHICAL:
             reduction = self.reduction_of_hosts
             return exchange_sums(self.channel, self.rank, send, reduction, self.partial)
@@ -339,8 +341,8 @@ class Start(torch.nn.Module):
     def _sum_buffer(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The received piece that the sum may overwrite, or None if all pieces share one buffer.
 
-        It is one of the first two, as `ops.reduce` demands. This rank's own piece may be the term itself, which the
-        program may still read. Over a piece of a shared buffer, the sum would keep the whole buffer alive.
+        It is one of the first two, as `ops.reduce` requires, but not this rank's own: that may be the term itself,
+        which the program may still read. In a shared buffer, the sum would keep the whole buffer alive.
         """
         if self.way == HIERARCHICAL:
             return pieces[0]
@@ -362,9 +364,9 @@ class Start(torch.nn.Module):
         return flat.view(self.size, size)
 
     def _unshared(self, send: torch.Tensor, k: int, term: torch.Tensor) -> torch.Tensor:
-        """What a message of one member sends; a copy if the program may overwrite the term before the wait.
+        """The send buffer of a message of one member: a copy if the program may overwrite the term before the wait.
 
-        Gloo reads it when the other rank receives it, which may be much later.
+        Gloo reads the buffer when the other rank receives it, which may be much later.
         """
         is_copied = _is_same_memory(send, term) and not self.sends_without_copy[k]
         return send.clone() if is_copied else send
@@ -376,7 +378,7 @@ class Start(torch.nn.Module):
         send = torch.cat(flat) if len(flat) > 1 else self._unshared(flat[0], ks[0], terms[0])
         works: Sequence[Work]
         if self.is_gloo and _is_exchanged_whole(send.nbytes, self.size):
-            # Every rank receives all terms, and adds them in rank order. Between two ranks a ring sends as much.
+            # Every rank receives all terms, and adds them in rank order. Between two ranks, a ring would send as much.
             pieces = [send if r == self.rank else torch.empty_like(send) for r in range(self.size)]
             works = self.channel.exchange([send] * self.size, pieces)
 
@@ -402,7 +404,7 @@ class Start(torch.nn.Module):
         return works, finish
 
     def _reduce_op(self) -> Any:
-        """The reduction that gloo computes. A sum of bools is their maximum, because gloo would add their bytes."""
+        """The reduction that the backend computes. For bools, a sum is a maximum: gloo would add their bytes."""
         is_of_bools = self.wire == torch.bool and self.reduction in ("sum", "mean")
         return REDUCE_OPS["max" if is_of_bools else self.reduction]
 
@@ -411,7 +413,9 @@ class Start(torch.nn.Module):
     ) -> tuple[Sequence[Work], Callable[[], torch.Tensor]]:
         """Reduce one part of a flat term on each rank, then gather the parts.
 
-        Each rank receives as many bytes as in a ring. Returns the work, and a function that returns the total after it.
+        Each rank receives as many bytes as in a ring.
+
+        Returns: the work in progress, and a function that returns the total when the work is done.
         """
         numel = terms.numel()
         part_size = chunk(numel, self.size)
@@ -423,7 +427,7 @@ class Start(torch.nn.Module):
             total = ops.reduce(
                 pieces, self.reduction, self.wire, self._sum_buffer(pieces), self.divisor
             )
-            pieces.clear()  # the parts of the total take their memory
+            pieces.clear()  # so that the buffer below can reuse their memory
             received = total.new_empty(self.size, part_size)
             received[self.rank].copy_(total)
             totals.append(received)
@@ -438,12 +442,12 @@ class Start(torch.nn.Module):
 
 
 def _is_exchanged_whole(nbytes: int, ranks: int) -> bool:
-    """Whether the ranks of an all_reduce over gloo send each other whole terms of so many bytes."""
+    """Whether the ranks of an all_reduce over gloo send each other their whole terms of `nbytes` each."""
     return ranks == 2 or (ranks <= MOST_RANKS_OF_EXCHANGE and nbytes <= LARGE_MEMBER)
 
 
 def message_groups(eqn: Eqn, sizes: Mapping[str, int]) -> list[list[int]]:
-    """The members of each message: first those with a message of their own, then those that are packed together."""
+    """The members of each message: first the messages of one large member, then the one that packs all others."""
     large = [k for k in range(len(eqn.outs)) if is_sent_alone(eqn, k, sizes)]
     packed = [k for k in range(len(eqn.outs)) if k not in large]
     groups = [[k] for k in large]
@@ -478,7 +482,7 @@ def _bytes(buffer: torch.Tensor) -> torch.Tensor:
 def has_second_level_at_wait(mesh: DeviceMesh, eqn: Eqn, sizes: Mapping[str, int]) -> bool:
     """Whether the wait for a collective may send its second level, over gloo.
 
-    It does so if the collective is hierarchical, or an all_reduce whose parts are gathered.
+    This is so for a hierarchical collective, and for an all_reduce that gathers the parts of its total.
     """
     channel = channel_of(mesh, eqn)
     if not channel.is_gloo:

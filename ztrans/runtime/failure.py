@@ -1,18 +1,18 @@
-"""What happens to the other ranks, and to the state, when a step fails.
+"""End a failed step on all ranks, and refuse a state that it has half updated.
 
-A step updates its state in place, part of it while backward still runs. If the step fails in between, some leaves are
-new and some are old, and the values do not show which. So the leaves of such a state are marked, and the next use of
-them raises an error. A step that fails before its first write leaves the state as it was, unmarked.
+A step updates its state in place, in part while backward still runs. If the step fails in between, some leaves are new
+and some are old, and the values do not show which. So the cause is recorded for each leaf of this state, and the next
+use of one raises an error. A step that fails before its first write leaves the old state.
 
-A rank that fails writes a note into the store of the process group, and closes its connections. The others read it
-when they lose their connection to that rank, can say why, and go on. On GPUs they end instead, with the text of the
-first error (see `watch`). A signal handler may raise between any two lines of Python: wherever it interrupts a call,
-the call fails in the same way.
+A rank that fails writes a note into the store of the process group, and closes its connections. When other ranks lose
+their connection to it, they read the note, raise an error with its text, and can go on. On GPUs they end instead, with
+the text of the first error (see `watch`). A signal handler may raise between any two lines of Python: wherever it
+interrupts a call, the call fails in the same way.
 
-A GPU runs a step after its call has returned. `check_ended` waits for such steps, before a state is read.
+A GPU runs a step after the call of the step has returned. `check_ended` waits for such steps before a state is read.
 
-The steps of each state are counted here: errors name a step by its number, and ranks compare these. `one_thread`
-refuses a second thread: its messages would be taken for those of the first.
+The steps of each state are counted here, because errors name a step by its number, and ranks compare these numbers.
+`one_thread` refuses a second thread, whose messages would mix with the messages of the first.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from .watch import described
 STOP_TOGETHER = (
     "stop all ranks together, or drop the last batches: DistributedSampler(..., drop_last=True)."
 )
-_PATIENCE = 0.5  # seconds to wait for the notes of other ranks
-_causes = WeakIdKeyDictionary()  # a leaf of a half updated state -> the failure that left it so
+_NOTES_TIMEOUT = 0.5  # seconds to wait for the notes of other ranks
+_causes = WeakIdKeyDictionary()  # a leaf of a half updated state -> the failure that caused this
 _steps = WeakIdKeyDictionary()  # the first tensor of a state -> the steps that the state has taken
 
 
@@ -51,7 +51,7 @@ class Writes:
         self.begun = False
 
     def begin(self) -> None:
-        """Note that the first write follows; the program calls this."""
+        """Called by the program before its first write."""
         self.begun = True
 
 
@@ -62,7 +62,10 @@ def steps_of(leaves: Sequence[Any]) -> int:
 
 
 def check_whole(leaves: Sequence[Any], name: str) -> None:
-    """Raises: RuntimeError if a failed step has left this state half updated."""
+    """Check that no failed step has left this state half updated.
+
+    Raises: RuntimeError if one has.
+    """
     if not _causes:
         return
     for leaf in leaves:
@@ -76,9 +79,9 @@ def check_whole(leaves: Sequence[Any], name: str) -> None:
 
 
 def check_ended(leaves: Sequence[Any], name: str) -> None:
-    """Let all steps on GPUs, and their copies to the host, end; then check that none has left this state half updated.
+    """Wait for all steps on GPUs and their copies to the host; then check that none has left this state half updated.
 
-    Raises: RuntimeError if one has, if the ranks did not do the same in one, or if a GPU has failed.
+    Raises: RuntimeError if one has, if the ranks made different calls, or if a GPU has failed.
     """
     for groups in all_process_groups():
         groups.settle()  # a step in which the ranks differ may never end
@@ -91,9 +94,9 @@ def check_ended(leaves: Sequence[Any], name: str) -> None:
 
 
 def check_launched(groups: ProcessGroups | None, name: str) -> None:
-    """Check that no step which a GPU runs has failed. If another rank is lost in one, this process ends.
+    """Check the steps that the GPU has not ended. If another rank is lost in one of them, this process ends.
 
-    Raises: RuntimeError if the GPU of this rank has failed, or another step of this rank.
+    Raises: RuntimeError if the GPU of this rank has failed, or an earlier step of this rank.
     """
     if groups is None or groups.watcher is None:
         return
@@ -113,12 +116,12 @@ def check_launched(groups: ProcessGroups | None, name: str) -> None:
 
 
 def marker(leaves: Sequence[Any]) -> Callable[[str], None]:
-    """A function that marks a state as half updated, for a cause. It does not keep the state alive."""
-    # The next state may have some of these leaves, and others that are new.
+    """A function that records the cause for which this state is half updated, without keeping the state alive."""
+    # The next state may share only some of these leaves.
     references = [weakref.ref(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def mark(cause: str) -> None:
-        _mark([reference() for reference in references], cause)
+        _record_half_updated([reference() for reference in references], cause)
 
     return mark
 
@@ -142,12 +145,12 @@ def running(
 def ending_together(
     name: str, leaves: Sequence[Any], groups: ProcessGroups | None, writes: Writes
 ) -> Iterator[None]:
-    """Do a part of a step of the program `name` whose failure ends the step on all ranks.
+    """Run a part of a step of the program `name`. If it fails, the step ends on all ranks.
 
-    If it fails after its first write, the leaves are marked. The channels to other ranks are closed on any failure,
+    A failure after the first write is recorded for the leaves. Any failure closes the channels to the other ranks,
     because this rank has sent only some of the messages that they wait for.
 
-    Raises: The error of the step, with a note; but LostRank if another rank failed first.
+    Raises: the error of the step, with a note; LostRank if another rank failed first.
     """
     grad_enabled = torch.is_grad_enabled()
     try:
@@ -155,34 +158,34 @@ def ending_together(
     except BaseException as error:
         # An interrupt may arrive inside the exit of torch.no_grad().
         torch.set_grad_enabled(grad_enabled)
-        name = f"step {steps_of(leaves) + 1} of {name}"
+        step_name = f"step {steps_of(leaves) + 1} of {name}"
         kind = type(error).__name__
         reason = _in_one_line(error)
         if isinstance(error, GeneratorExit):
             # An interrupt arrived in the exit of this context, and Python closes its generator later.
             kind = reason = "an interrupt, such as KeyboardInterrupt"
         if writes.begun:
-            _mark(leaves, f"{name} failed with {kind}")
+            _record_half_updated(leaves, f"{step_name} failed with {kind}")
         if groups is not None:
             _release_messages(error)
         if groups is not None and isinstance(error, LostRank):
-            loss = quit_after_loss(groups, name, error)
+            loss = quit_after_loss(groups, step_name, error)
             if writes.begun:
-                _mark(leaves, loss.reason)
-            raise LostRank(f"{loss}\n{_remark(leaves)}", loss.reason) from error
+                _record_half_updated(leaves, loss.reason)
+            raise LostRank(f"{loss}\n{_remark_on_state(leaves)}", loss.reason) from error
         if groups is not None:
             # On GPUs the other ranks end, and print the whole text.
             text = described(error) if groups.watcher is not None else reason
-            quit_with_note(groups, f"failed in {name} with {text}")
-        error.add_note(f"ztrans: {name} was ended by this. {_remark(leaves)}")
+            quit_with_note(groups, f"failed in {step_name} with {text}")
+        error.add_note(f"ztrans: {step_name} was ended by this. {_remark_on_state(leaves)}")
         raise
 
 
 @contextlib.contextmanager
 def one_thread(lock: threading.RLock, name: str) -> Iterator[None]:
-    """Let one thread run at a time, the one that holds the lock.
+    """Hold the lock of a mesh, so that only one thread runs its steps.
 
-    If an interrupt keeps a thread from releasing it, that thread may still run, and no other.
+    If an interrupt keeps a thread from releasing the lock, only this thread can run steps from then on.
 
     Raises: RuntimeError if another thread runs.
     """
@@ -198,9 +201,11 @@ def one_thread(lock: threading.RLock, name: str) -> Iterator[None]:
 
 
 def quit_after_loss(groups: ProcessGroups, name: str, error: BaseException) -> LostRank:
-    """Quit a mesh whose other ranks are lost. Returns the error to raise, with the text of their notes.
+    """Close the channels of this rank, which has lost other ranks of the mesh, so that no other rank waits for it.
 
-    This closes the channels of this rank, so that no other rank waits for it. On GPUs it ends this process.
+    On GPUs this ends the process.
+
+    Returns: the error to raise, with the text of the notes of other ranks.
     """
     _release_messages(error)
     if groups.watcher is not None:
@@ -217,10 +222,10 @@ def quit_after_loss(groups: ProcessGroups, name: str, error: BaseException) -> L
 
 @contextlib.contextmanager
 def quitting_after_loss(groups: ProcessGroups, call: str) -> Iterator[None]:
-    """Communicate with the other ranks of a mesh. If they are lost, or this rank fails, this rank quits the mesh.
+    """Communicate with the other ranks of a mesh. This rank closes its channels if they are lost, or if it fails.
 
-    Raises: LostRank, with the text of the notes of other ranks, but on GPUs this process ends; the error of this rank,
-        such as KeyboardInterrupt.
+    Raises: LostRank, with the text of the notes of other ranks (on GPUs this process ends instead); the error of this
+        rank, such as KeyboardInterrupt.
     """
     try:
         yield
@@ -232,34 +237,34 @@ def quitting_after_loss(groups: ProcessGroups, call: str) -> Iterator[None]:
 
 
 def quit_after_error(groups: ProcessGroups, call: str, error: BaseException) -> None:
-    """Quit a mesh because this rank has failed in a call, unless it has quit already. The other ranks learn why."""
+    """Close the channels of this rank, which has failed in a call, unless they are closed. Other ranks learn why."""
     _release_messages(error)
     if groups.is_open:
         quit_with_note(groups, f"failed in {call} with {_in_one_line(error)}")
 
 
 def _release_messages(error: BaseException) -> None:
-    """Clear the frames of an error: a message in progress in one of them keeps a connection to another rank open.
+    """Clear the frames of an error, because a message in progress in one of them keeps its connection open.
 
     The frames live as long as the error, or longer, until the garbage collector runs. Frames of the user's own code are
     not cleared.
     """
-    chain = [error]
-    for each in chain:  # the loop appends to it
-        for earlier in (each.__cause__, each.__context__):
-            if earlier is not None and not any(earlier is link for link in chain):
-                chain.append(earlier)
-        for frame, _ in traceback.walk_tb(each.__traceback__):
+    errors = [error]
+    for linked_error in errors:  # the loop appends to the list
+        for earlier in (linked_error.__cause__, linked_error.__context__):
+            if earlier is not None and not any(earlier is x for x in errors):
+                errors.append(earlier)
+        for frame, _ in traceback.walk_tb(linked_error.__traceback__):
             if is_plumbing(frame):
                 with contextlib.suppress(RuntimeError):  # it still runs
                     frame.clear()
 
 
 def quit_if_cut_off(mesh: object, call: str, error: BaseException) -> None:
-    """Quit a mesh if an error has ended a step outside of the contexts that handle its errors.
+    """Close the channels of this rank if an error has ended a call outside of the contexts that handle errors.
 
-    A signal handler may raise between two contexts, or inside the exit of one. All ranks know any other error that is
-    raised outside of a step on which they have agreed.
+    A signal handler may raise between two contexts, or inside the exit of one. Any other error that is raised outside
+    of a step on which the ranks have agreed is known to all of them.
     """
     if not isinstance(mesh, DeviceMesh):
         return
@@ -272,7 +277,7 @@ def quit_if_cut_off(mesh: object, call: str, error: BaseException) -> None:
 
 @contextlib.contextmanager
 def interrupts_end(mesh: object, call: str) -> Iterator[None]:
-    """Run a call of a mesh. If one rank is interrupted anywhere in it, it ends on all ranks."""
+    """Run a call of a mesh. If one rank is interrupted anywhere in the call, it ends on all ranks."""
     try:
         yield
     except BaseException as error:
@@ -281,9 +286,9 @@ def interrupts_end(mesh: object, call: str) -> Iterator[None]:
 
 
 def explain_loss(notes: Mapping[int, str], silent: Sequence[int]) -> list[str]:
-    """Sentences that say why ranks are lost, from their notes; `silent` ranks wrote none.
+    """Sentences that say why ranks are lost, from their notes. The `silent` ranks wrote none.
 
-    A rank that failed because it had lost others writes an empty note. The ranks that it lost say why.
+    A rank that failed because it had lost others writes an empty note: the lost ranks say why.
     """
     causes = [f"Rank {rank} {note}." for rank, note in sorted(notes.items()) if note]
     if silent and not causes:
@@ -302,6 +307,7 @@ def rank_names(ranks: Sequence[int]) -> str:
 
 
 def _in_one_line(error: BaseException, with_type: bool = True) -> str:
+    """The class and the first line of an error."""
     kind = type(error).__name__
     lines = str(error).splitlines()
     if not lines:
@@ -309,16 +315,15 @@ def _in_one_line(error: BaseException, with_type: bool = True) -> str:
     return f"{kind}: {lines[0]}" if with_type else lines[0]
 
 
-def _remark(leaves: Sequence[Any]) -> str:
-    """What an error says of a state. A step before may have been cut off, and has then marked it."""
-    is_marked = any(isinstance(leaf, torch.Tensor) and leaf in _causes for leaf in leaves)
-    if is_marked:
+def _remark_on_state(leaves: Sequence[Any]) -> str:
+    """The sentence of an error about the state, which this step or an interrupted one before may have half updated."""
+    if any(isinstance(leaf, torch.Tensor) and leaf in _causes for leaf in leaves):
         return "The state is half updated."
     return "The state is as it was before the step."
 
 
 def quit_with_note(groups: ProcessGroups, note: str) -> None:
-    """Quit a mesh. The note tells the other ranks why; on GPUs they end with its text."""
+    """Close the channels of this rank. The note tells the other ranks why; on GPUs they end with its text."""
     if groups.is_alone:
         return
     if groups.watcher is not None:
@@ -334,13 +339,13 @@ def _write_note(groups: ProcessGroups, note: str) -> None:
 
 
 def _read_notes(groups: ProcessGroups) -> dict[int, str]:
-    """The notes of the other ranks."""
+    """The notes of the other ranks, which may take some time to arrive."""
     notes: dict[int, str] = {}
     peers = [rank for rank in groups.ranks if rank != dist.get_rank()]
 
     def read_notes() -> None:
         store = groups.store()
-        end = time.monotonic() + _PATIENCE
+        end = time.monotonic() + _NOTES_TIMEOUT
         while len(notes) < len(peers) and time.monotonic() < end:
             for rank in peers:
                 if rank not in notes and store.check([f"note/{rank}"]):
@@ -351,22 +356,22 @@ def _read_notes(groups: ProcessGroups) -> dict[int, str]:
     return dict(notes)
 
 
-def _in_time(talk: Callable[[], object]) -> None:
-    """Use the store, but give up after a time-out, because the host of the store may be the one that failed."""
+def _in_time(use_store: Callable[[], object]) -> None:
+    """Use the store for a limited time, because the host of the store may be the one that failed."""
 
-    def talk_quietly() -> None:
-        with contextlib.suppress(RuntimeError):  # the store has gone, and its notes with it
-            talk()
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):  # the store has ended, and its notes are lost
+            use_store()
 
-    thread = threading.Thread(target=talk_quietly, name="ztrans-store", daemon=True)
+    thread = threading.Thread(target=run, name="ztrans-store", daemon=True)
     # No thread starts if memory is short, or at the end of the process. The failure itself matters more than its note.
     with contextlib.suppress(RuntimeError):
         thread.start()
-        thread.join(2 * _PATIENCE)
+        thread.join(2 * _NOTES_TIMEOUT)
 
 
-def _mark(leaves: Sequence[Any], cause: str) -> None:
-    """Mark leaves of a half updated state, so that their next use raises an error."""
+def _record_half_updated(leaves: Sequence[Any], cause: str) -> None:
+    """Record why the state of these leaves is half updated, so that their next use raises an error."""
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             _causes[leaf] = cause

@@ -1,9 +1,9 @@
-"""flex_attention and its backward, on GPUs by the kernels that Inductor compiles for them, with any backend.
+"""Run flex_attention and its backward; on GPUs by kernels that Inductor compiles, with every backend of a program.
 
     out, lse, _ = flex_attention(q, k, v, score_mod, mask, ...)
 
-A kernel never holds the scores [B, H, S, S]. On CPUs, and in f64 on GPUs too, a program computes the dense meaning of
-the operator, which holds them. On CPUs PyTorch has no kernel of backward, and its kernel of forward does not return
+A kernel never holds the scores [B, H, S, S]. On CPUs, and in f64 on GPUs, a program computes the dense meaning of the
+operator, which holds them: on CPUs PyTorch has no kernel for backward, and its kernel for forward does not return
 `lse`, which backward reads.
 """
 
@@ -23,14 +23,14 @@ from .inductor.compiler import Strided, fused
 
 
 class FlexAttention(torch.nn.Module):
-    """A call of attention as a submodule of generated code. Equations that compute the same can share one.
+    """Calls attention, as a submodule of generated code. Equations that compute the same can share one.
 
-    The first call on a GPU compiles the kernel, for the layouts of its arguments. Later arguments with other layouts
+    The first call on a GPU compiles the kernel for the layouts of its arguments. Later arguments with other layouts
     are copied.
     """
 
     def __init__(self, eqn: Eqn, nested: Callable[[Function], torch.nn.Module]) -> None:
-        """The equation has the sizes of one rank. `nested` returns the code of a function that it calls."""
+        """`eqn` has the sizes of one rank. `nested` returns the code of a function that it calls."""
         super().__init__()
         self._op: Any = eqn.op
         self._ins = eqn.ins
@@ -50,7 +50,7 @@ class FlexAttention(torch.nn.Module):
         return call_operator(self._op, self._bound, *self._arguments(values))
 
     def by_kernel(self, *values: torch.Tensor) -> list[torch.Tensor | None]:
-        """The results by the kernel; None for those that the equation does not bind."""
+        """The results by the kernel; None for a result that the equation does not bind."""
         if self._kernel is None:
             self._layouts = [Strided.of(x) for x in values]
             self._kernel = fused(self.bound_results, self._layouts, deterministic=True)
@@ -63,7 +63,7 @@ class FlexAttention(torch.nn.Module):
         outputs = {"OUTPUT_LOGSUMEXP": self._bound[1], "OUTPUT_MAX": self._bound[2]}
 
         def for_kernel(options: dict) -> dict:
-            """The options of a kernel. A program that was traced on CPUs says that it computes all scores."""
+            """The options of a kernel. A program that was traced on CPUs asks for the dense backend."""
             backend = {"BACKEND": "AUTO"} if is_dense(options) else {}
             return options | outputs | backend
 
@@ -77,12 +77,12 @@ class FlexAttention(torch.nn.Module):
 
 
 def structure_of(eqn: Eqn) -> Hashable:
-    """What a call of attention computes. Calls with equal structures can share a submodule."""
+    """A key for what a call of attention computes. Calls with equal keys can share a submodule."""
     return structures([eqn], eqn.ins, (), lambda v: v.type)
 
 
 def _with_code(tree: Any, nested: Callable[[Function], torch.nn.Module]) -> Any:
-    """Arguments, with the code of each function."""
+    """Arguments, with each function replaced by its code."""
     if isinstance(tree, Function):
         return nested(tree)
     if isinstance(tree, (list, tuple)):

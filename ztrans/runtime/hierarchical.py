@@ -1,9 +1,9 @@
-"""Hierarchical messages between CPUs of several hosts, with one level inside each host and one between hosts.
+"""Hierarchical messages between CPUs of several hosts: one level inside each host, and one between hosts.
 
     a reduction   the terms of a host are summed inside it; then the sums of hosts are exchanged
-    a gather      parts go to one rank of each other host; then they are sent on inside that host
+    a gather      parts go to one rank of each other host, which sends them on inside its host
 
-So each byte of a sum, or of a part, is sent once between two hosts, not once for each rank of a host.
+So each byte of a sum or part is sent once between two hosts, not once for each rank of a host.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from .process_groups import Channel, Work
 
 
 class HierarchicalMessage:
-    """A message with two or more levels: each sends what the level before has received.
+    """A message with two or more levels: each level sends what the level before has received.
 
     Nothing runs in the background, so this rank begins the next level when it next starts or waits for a message of
-    the channel, or for this one. The tags of all levels are taken at the start, so a thread that waits earlier changes
-    nothing.
+    the channel. The tags of all levels are drawn at the start, so they do not depend on when a level begins.
     """
 
     def __init__(
@@ -32,42 +31,46 @@ class HierarchicalMessage:
         begin_next: Callable[[], Sequence[Work]],
         is_urgent: bool = True,
     ) -> None:
-        """`first` has the work of the first level. `begin_next` begins the second level once the first has arrived.
+        """Make a message whose first level is in progress.
 
-        If the message is not urgent, only the wait for it begins the second level.
+        Args:
+            channel: the channel of the message.
+            first: the work of the first level.
+            begin_next: begins the second level once the first has arrived.
+            is_urgent: whether other calls of the channel begin the second level, not only the wait for this message.
         """
         self._channel = channel
         self._works = first
-        self._begin_next = [begin_next]
+        self._next_levels = [begin_next]
         self._lock = threading.Lock()
         if is_urgent:
             channel.first_levels.append(self)
 
     def then(self, begin_next: Callable[[], Sequence[Work]]) -> None:
-        """Add a level, which `begin_next` begins when the levels before have arrived."""
-        self._begin_next.append(begin_next)
+        """Add a level, which `begin_next` begins once the levels before have arrived."""
+        self._next_levels.append(begin_next)
 
     def advance(self) -> None:
-        """Wait for the level that is under way, and begin the next one, if there is any."""
+        """Wait for the level in progress, and begin the next one if there is any."""
         self._begin_level()
-        if self._begin_next:
+        if self._next_levels:
             self._channel.first_levels.append(self)
 
     def wait(self) -> None:
         """Wait for all levels."""
-        while self._begin_next:
+        while self._next_levels:
             self._begin_level()
         self._wait_for_level()
         self._works = ()
 
     def _begin_level(self) -> None:
         with self._lock:
-            if not self._begin_next:
+            if not self._next_levels:
                 return
             self._wait_for_level()
             self._works = ()  # it keeps the received buffers alive
-            self._works = self._begin_next[0]()
-            del self._begin_next[0]
+            self._works = self._next_levels[0]()
+            del self._next_levels[0]
 
     def _wait_for_level(self) -> None:
         with self._channel.errors():
@@ -78,8 +81,7 @@ class HierarchicalMessage:
 def reduction_of_hosts(reduction: str, partial: torch.dtype) -> str:
     """The reduction inside each host, whose result is sent to other hosts in the dtype `partial`.
 
-    For a mean, hosts send sums, and the total is divided once. In fp16 the sum of a host could overflow, so hosts send
-    means.
+    For a mean, hosts send sums, and the total is divided once; in fp16 a sum could overflow, so hosts send means.
     """
     return "sum" if reduction == "mean" and partial != torch.float16 else reduction
 
@@ -87,9 +89,9 @@ def reduction_of_hosts(reduction: str, partial: torch.dtype) -> str:
 def exchange_sums(
     channel: Channel, rank: int, rows: torch.Tensor, reduction: str, partial: torch.dtype
 ) -> tuple[list[torch.Tensor], Sequence[Work]]:
-    """Send the sum, over the ranks of this host, of row r to rank r, in the dtype `partial`.
+    """Sum each row r over the ranks of this host, and send the sum to rank r, in the dtype `partial`.
 
-    `reduction` says what is sent in place of a sum (see `reduction_of_hosts`).
+    `reduction` may be another one than a sum (see `reduction_of_hosts`).
 
     On 2 hosts of 2 ranks, rank 1 receives the terms of rank 0 for ranks 1 and 3, and adds its own. It keeps the sum for
     itself, and sends the other one to rank 3. So between hosts, each byte of a sum is sent once.
@@ -97,17 +99,19 @@ def exchange_sums(
     Returns: the terms of this rank's result, one from each host, which are valid when the returned work is done.
     """
     hosts = channel.hosts
-    host, place = divmod(rank, hosts.local)
-    of_host = range(host * hosts.local, (host + 1) * hosts.local)
-    peers = range(place, hosts.ranks, hosts.local)  # the ranks at this rank's place on each host
+    host, local_rank = divmod(rank, hosts.local)
+    ranks_here = range(host * hosts.local, (host + 1) * hosts.local)
+    peers = range(
+        local_rank, hosts.ranks, hosts.local
+    )  # the ranks with this local rank, one on each host
 
     received: list[list[torch.Tensor]] = []
     first: list[Work] = []
     for peer in peers:
-        # Each rank of this host gets the terms for the rank at its own place on the host of `peer`.
-        terms = [rows[peer] if r == rank else torch.empty_like(rows[peer]) for r in of_host]
-        pieces = [rows[peer - place + k] for k in range(hosts.local)]
-        first += channel.exchange(pieces, terms, of_host)
+        # Each rank of this host receives the terms for the rank with its local rank on the host of `peer`.
+        terms = [rows[peer] if r == rank else torch.empty_like(rows[peer]) for r in ranks_here]
+        pieces = [rows[peer - local_rank + k] for k in range(hosts.local)]
+        first += channel.exchange(pieces, terms, ranks_here)
         received.append(terms)
 
     tag = next(channel.tags)
@@ -117,10 +121,10 @@ def exchange_sums(
     def begin_second() -> Sequence[Work]:
         while received:
             terms = received[0]
-            # Written over a term that was received: this rank's own may belong to the caller.
-            out = terms[1] if place == 0 else terms[0]
+            # The sum overwrites a received term, because this rank's own may belong to the caller.
+            out = terms[1] if local_rank == 0 else terms[0]
             sums_here.append(ops.reduce(terms, reduction, partial, out))
-            del received[0], terms, out  # the next sums take their memory
+            del received[0], terms, out  # the next sums reuse their memory
         for k, sum_here in enumerate(sums_here):
             sums.append(sum_here if k == host else torch.empty_like(sum_here))
         return channel.exchange(sums_here, sums, peers, tag)
@@ -129,7 +133,7 @@ def exchange_sums(
 
 
 def tags_of_parts(channel: Channel) -> list[int]:
-    """The tags that `exchange_parts` needs."""
+    """The tags that `exchange_parts` needs: one between hosts, and one inside this host for each host."""
     return [next(channel.tags) for _ in range(1 + channel.hosts.count)]
 
 
@@ -139,13 +143,15 @@ def exchange_parts(
     """Send this rank's row of `rows` to all ranks, and receive row r from rank r.
 
     On 2 hosts of 2 ranks, rank 1 receives the row of rank 3, and sends it on to rank 0 with its own. So between hosts,
-    each byte is sent once. The second level is inside the host, and begins when this message is waited for: a wait for
-    the first level of a message that is needed later would let compute stand still.
+    each byte is sent once. The second level, inside the host, begins only when this message is waited for: compute
+    would stall if an earlier call waited for the first level of a message that is needed later.
     """
     hosts = channel.hosts
-    host, place = divmod(rank, hosts.local)
-    of_host = range(host * hosts.local, (host + 1) * hosts.local)
-    peers = range(place, hosts.ranks, hosts.local)  # the ranks at this rank's place on each host
+    host, local_rank = divmod(rank, hosts.local)
+    ranks_here = range(host * hosts.local, (host + 1) * hosts.local)
+    peers = range(
+        local_rank, hosts.ranks, hosts.local
+    )  # the ranks with this local rank, one on each host
     first_tag, *tags_inside = tags
     from_peers = [rows[peer] for peer in peers]
     first = channel.exchange([rows[rank]] * hosts.count, from_peers, peers, first_tag)
@@ -153,8 +159,9 @@ def exchange_parts(
     def begin_second() -> Sequence[Work]:
         works: list[Work] = []
         for peer, tag in zip(peers, tags_inside):
-            of_peer = rows[peer - place : peer - place + hosts.local]
-            works += channel.exchange([rows[peer]] * hosts.local, of_peer, of_host, tag)
+            first_row = peer - local_rank  # of the host of `peer`
+            host_rows = rows[first_row : first_row + hosts.local]
+            works += channel.exchange([rows[peer]] * hosts.local, host_rows, ranks_here, tag)
         return works
 
     return HierarchicalMessage(channel, first, begin_second, is_urgent=False)

@@ -1,7 +1,7 @@
-"""The steps that the host has launched and a GPU may not have ended.
+"""The steps that the host has launched and a GPU may still run.
 
-The call of a step returns before a GPU has run it, so every step records an event after its work. A thread of the
-process (see `watch`) and every reader of the state ask the events which steps have ended.
+The call of a step returns before a GPU has run it, so every step records an event after its work. These events tell a
+thread of the process (see `watch`), and every reader of the state, which steps have ended.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections import deque
 from typing import Protocol
 
-_LOOK = 0.01  # seconds between two looks at an event
+_INTERVAL = 0.01  # seconds between two queries of an event
 
 
 class Event(Protocol):
@@ -22,12 +22,12 @@ class Event(Protocol):
 
 
 class InFlight:
-    """The steps of a mesh, counted in their order.
+    """The counts of launched and of ended steps of a mesh.
 
     Attributes:
         launched: the number of steps that the host has begun to launch.
-        ended: how many of them the GPU is known to have ended.
-        device_error: what the GPU has said when it failed; empty while it works.
+        ended: the number of steps that the GPU is known to have ended.
+        device_error: the error of the GPU if it has failed; empty while it works.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class InFlight:
             self._events.append(event)
 
     def look(self) -> int:
-        """The number of steps that have ended, as far as their events say."""
+        """Query the events. Returns the number of steps that have ended."""
         with self._lock:
             try:
                 while self._events and self._events[0].query():
@@ -63,4 +63,4 @@ class InFlight:
         """Wait until all launched steps have ended, or the device has failed. `watching` limits the time."""
         while self._events and not self.device_error:
             self.look()
-            time.sleep(_LOOK if self._events else 0)
+            time.sleep(_INTERVAL if self._events else 0)

@@ -1,4 +1,4 @@
-"""A DeviceMesh from axis names, under torchrun or in a single process; whether it can run, and its memory."""
+"""Make a DeviceMesh from axis names, under torchrun or in one process; check that it can run, and find its memory."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:
     works as well.
 
     Raises:
-        TypeError: the device is no name, or the size of an axis is no number of ranks.
+        TypeError: the device is not a name, or the size of an axis is not a number of ranks.
         ValueError: there are no axes, or two sizes are -1.
         RuntimeError: the axes do not fit the number of ranks, the device is missing, or the process has a WORLD_SIZE
-            and no RANK.
+            but no RANK.
     """
     _check_axes(device, sizes)
     device = _chosen_device(device)
@@ -42,10 +42,10 @@ def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:
     if math.prod(shape) != world:
         axes = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         ranks = "1 rank" if world == 1 else f"{world} ranks"
-        instead = "" if -1 in sizes.values() else ", or use -1 for one axis"
+        alternative = "" if -1 in sizes.values() else ", or use -1 for one axis"
         raise RuntimeError(
             f"make_mesh: {axes} does not fit {ranks}.\n"
-            f"Start the script with torchrun --nproc-per-node {max(known_ranks, 1)}{instead}."
+            f"Start the script with torchrun --nproc-per-node {max(known_ranks, 1)}{alternative}."
         )
     return init_device_mesh(device, shape, mesh_dim_names=tuple(sizes))
 
@@ -53,7 +53,7 @@ def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:
 def _check_axes(device: object, sizes: Mapping[str, object]) -> None:
     if not isinstance(device, str | None):
         raise TypeError(
-            f"make_mesh: the device is {device!r}, and it is a name such as 'cpu' or 'cuda'.\n"
+            f"make_mesh: the device is {device!r}, not a name such as 'cpu' or 'cuda'.\n"
             f"Give each axis a name and a size: zt.make_mesh('cpu', dp={device if isinstance(device, int) else -1})."
         )
     if not sizes:
@@ -72,7 +72,7 @@ def _check_axes(device: object, sizes: Mapping[str, object]) -> None:
 
 
 def _chosen_device(device: str | None) -> str:
-    """The device of the mesh, by default that of the machine. This rank uses the GPU of its local rank."""
+    """The device of the mesh, by default CUDA where there is a GPU. Selects the GPU of this rank's local rank."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device != "cuda":
         return device
@@ -89,9 +89,9 @@ def _chosen_device(device: str | None) -> str:
 
 
 def _set_up_nccl() -> None:
-    """Set the variables that NCCL reads once, with its first communicator or message, unless the user has set them."""
-    # The messages of all communicators start in the order of their launches by this process. Otherwise two of them may
-    # wait for each other, on GPUs that have no room for both.
+    """Set variables that NCCL reads once, with its first communicator or message, unless the user has set them."""
+    # The messages of all communicators start in the order in which this process launches them. Otherwise two of them
+    # may wait for each other on GPUs that have no room for both.
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     # NCCL would register the buffers that a CUDA graph sends. Between GPUs of one host the replay then hangs if the
     # allocator has expandable segments (pytorch/torchtitan#3306, pytorch#158029), and sums may have another order.
@@ -119,24 +119,24 @@ def _end(process: int) -> None:
         return  # a forked child has the groups of its parent, but none of their threads
     if not dist.is_initialized():
         return
-    # Destroying a NCCL communicator waits for all of its ranks. They may be inside a collective for ever, because
-    # sys.exit has ended this program before theirs, which cannot be seen here. The process that watches over this rank
-    # has told them that it leaves.
-    waits = dist.get_backend() == "nccl" and dist.get_world_size() > 1
+    # Destroying an NCCL communicator waits for all of its ranks. They may stay inside a collective forever, if sys.exit
+    # has ended this program before theirs, which cannot be seen here. The process that watches over this rank has told
+    # them that it leaves.
+    would_wait = dist.get_backend() == "nccl" and dist.get_world_size() > 1
     has_failed = hasattr(sys, "last_type") or any(x.is_closed for x in all_process_groups())
-    if waits or has_failed:
+    if would_wait or has_failed:
         return
     for groups in all_process_groups():
         # Another rank may be slower, and wait for the messages of these gathers before its last step ends.
-        with contextlib.suppress(RuntimeError):  # it has ended before
+        with contextlib.suppress(RuntimeError):  # the groups may have been destroyed
             groups.drop_carried()
     dist.destroy_process_group()
 
 
 def device_memory(device_type: str) -> int | None:
-    """The bytes of memory of this process's accelerator of a type, in whole GiB. None if it has none.
+    """The memory in bytes, in whole GiB, of this process's accelerator of a type; None without an accelerator.
 
-    GPUs of one kind may differ by a few MiB, and their ranks must plan alike.
+    GPUs of one kind may differ by a few MiB, and their ranks must make the same plan.
     """
     if device_type == "cpu" or not torch.accelerator.is_available():
         return None
@@ -145,7 +145,7 @@ def device_memory(device_type: str) -> int | None:
 
 
 def check_runs(mesh: DeviceMesh | AbstractMesh) -> None:
-    """Refuse a mesh on which no program can run.
+    """Check that programs can run on a mesh.
 
     Raises: ValueError if the mesh is abstract; RuntimeError if its process group has been destroyed.
     """

@@ -1,4 +1,4 @@
-"""Ranks that hold the same leaf of a state compare it.
+"""Compare the leaves of a state between the ranks that must hold the same.
 
 Ranks that initialised their model from different random numbers would train different replicas, or a mixture of
 several models, and nothing would show it. So each rank sends a digest of its leaves, and all ranks compare them.
@@ -18,15 +18,15 @@ from .agreement import agree
 from .process_groups import process_groups
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ROW = 4096  # the positions that a digest distinguishes
+_ROW = 4096  # the number of positions that a digest distinguishes
 
 
 class Leaf(NamedTuple):
-    """A description of one leaf on one rank. `values` is its digest, or None if the values are not compared."""
+    """A description of one leaf on one rank."""
 
     path: str
     kind: str
-    values: tuple[int, ...] | None
+    values: tuple[int, ...] | None  # the digest; None if values are not compared
 
 
 def agree_on_state(
@@ -38,12 +38,12 @@ def agree_on_state(
 ) -> None:
     """Compare each leaf of a state between the ranks that differ only along the axes of that leaf.
 
-    Along the other axes of the mesh, such as that of tensor parallelism, ranks may hold different leaves. With a
-    `source`, only the values of that rank are used, so values are not compared.
+    Along the other axes of the mesh, such as an axis of tensor parallelism, ranks may hold different leaves. With a
+    `source`, only the values of this one rank are used, so values are not compared.
 
     Raises: RuntimeError on every rank, naming the first leaf that differs.
     """
-    mine = [_described(path, x, source is None) for path, x in zip(paths, leaves)]
+    descriptions = [_described(path, x, source is None) for path, x in zip(paths, leaves)]
 
     def explain(by_rank: Mapping[int, Sequence[Leaf]]) -> str:
         text = _path_difference(by_rank)
@@ -55,7 +55,7 @@ def agree_on_state(
         position, first, rank = different
         return _leaf_difference(by_rank[first][position], by_rank[rank][position], first, rank)
 
-    agree(process_groups(mesh), "shard", mine, explain)
+    agree(process_groups(mesh), "shard", descriptions, explain)
 
 
 def _described(path: str, x: Any, compare_values: bool) -> Leaf:
@@ -93,16 +93,21 @@ def digest(x: torch.Tensor) -> tuple[int, ...]:
 def different_leaf(
     mesh: DeviceMesh, axes: Sequence[Sequence[str]], by_rank: Mapping[int, Sequence[Any]]
 ) -> tuple[int, int, int] | None:
-    """The first leaf that ranks which differ only along its axes describe differently, and two of these ranks.
+    """The position of the first leaf that two ranks describe differently, and these ranks; None if all are equal.
 
-    `by_rank` has the descriptions of all leaves, in the order of their `axes`.
+    A leaf is compared between ranks that differ only along its axes.
+
+    Args:
+        mesh: the mesh of the ranks.
+        axes: for each leaf, these axes.
+        by_rank: for each rank, the descriptions of all leaves.
     """
     names = mesh.mesh_dim_names or ()
     groups = {}  # by axes: most leaves have the same ones
-    for different_axes in set(map(tuple, axes)):
-        groups[different_axes] = groups_along(mesh.mesh, names, different_axes)
-    for position, of_leaf in enumerate(axes):
-        for first, *others in groups[tuple(of_leaf)]:
+    for unique_axes in {tuple(leaf_axes) for leaf_axes in axes}:
+        groups[unique_axes] = groups_along(mesh.mesh, names, unique_axes)
+    for position, leaf_axes in enumerate(axes):
+        for first, *others in groups[tuple(leaf_axes)]:
             for rank in others:
                 if by_rank[rank][position] != by_rank[first][position]:
                     return position, first, rank
@@ -110,7 +115,7 @@ def different_leaf(
 
 
 def _path_difference(by_rank: Mapping[int, Sequence[Leaf]]) -> str:
-    """What an error says about the first rank whose leaves are other ones than those of the first rank; maybe empty."""
+    """The text of an error about a rank whose leaves have other paths than on the first rank; empty if none has."""
     (first, first_leaves), *others = by_rank.items()
     for rank, leaves in others:
         if [leaf.path for leaf in leaves] != [leaf.path for leaf in first_leaves]:
@@ -122,16 +127,16 @@ def _path_difference(by_rank: Mapping[int, Sequence[Leaf]]) -> str:
     return ""
 
 
-def _leaf_difference(there: Leaf, here: Leaf, first: int, rank: int) -> str:
-    """What an error says about a leaf that is `there` on the first rank, and `here` on another one."""
-    if there.kind != here.kind:
+def _leaf_difference(first_leaf: Leaf, leaf: Leaf, first: int, rank: int) -> str:
+    """The text of an error about a leaf that differs between the ranks `first` and `rank`."""
+    if first_leaf.kind != leaf.kind:
         return (
-            f"  {here.path} is {there.kind} on rank {first} and {here.kind} on rank {rank}.\n"
+            f"  {leaf.path} is {first_leaf.kind} on rank {first} and {leaf.kind} on rank {rank}.\n"
             f"Build the same state on every rank, or let one rank's count: step.shard(state, source=0), where the "
             f"others hold tensors of the same shapes, which may be on meta."
         )
     return (
-        f"  {here.path} has other values on rank {rank} than on rank {first}, so the ranks would train different "
+        f"  {leaf.path} has other values on rank {rank} than on rank {first}, so the ranks would train different "
         f"replicas.\nLet the values of rank 0 count, step.shard(state, source=0), or seed all ranks alike before the "
         f"model is built, and load the same checkpoint."
     )

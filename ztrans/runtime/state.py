@@ -1,8 +1,8 @@
-"""A train state as the ranks of a mesh hold it between steps, each leaf a DTensor, and back in full tensors.
+"""Shard a train state: each leaf becomes a DTensor on the ranks of a mesh; and gather the state into full tensors.
 
-A leaf lives on the axes over which its transform shards or replicates it, and on those over which the step itself
+A leaf lives on the axes over which its transform shards or replicates it, and on the axes over which the step itself
 divides it (see `user_sharding`). If both cut the same dim, the step's cut comes first, as with FSDP2 and tensor
-parallelism: DTensor calls the placement of the second cut `_StridedShard`.
+parallelism; DTensor calls the placement of the second cut `_StridedShard`.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -35,10 +35,10 @@ _meshes = WeakIdKeyDictionary()  # a leaf -> the mesh of the step that it was sh
 
 
 def mesh_of_state(leaves: Iterable[Any]) -> DeviceMesh | None:
-    """The mesh on which a state is kept, or None if it has no DTensor.
+    """The mesh on which a state lives; None for a state without DTensors.
 
-    It is that of its step, also if no leaf lives on all of its axes. If that is not known, as for copies of the leaves,
-    it is the largest mesh of a leaf.
+    This is the mesh of its step, even if no leaf lives on all of its axes. Where the step is not known, as for copies
+    of the leaves, it is the largest mesh of a leaf.
     """
     meshes = [_meshes.get(x, x.device_mesh) for x in leaves if isinstance(x, DTensor)]
     return max(meshes, key=lambda mesh: mesh.ndim, default=None)
@@ -54,20 +54,24 @@ def shard_state(
     device: torch.device | str | None,
     memories: Sequence[MemoryKind],
 ) -> State:
-    """Copy a state into DTensors in these layouts, and into these memories. All ranks must call it.
+    """Copy a state into DTensors. All ranks must call it.
 
     Args:
-        state: the state, whose leaves have these `paths` and `layouts`, in the order of its tree.
+        state: the state.
+        mesh: the mesh of the step.
+        paths: the path of each leaf, in the order of the state's tree.
+        layouts: the layout of each leaf.
         axes: for each leaf, the mesh axes along which the ranks must hold the same.
-        source: the rank whose tensors are used; None where all ranks have them.
+        source: the rank whose tensors are used; None if all ranks have them.
         device: the device of the parts.
+        memories: the memory of each leaf.
 
     Raises: RuntimeError if the ranks hold different leaves; ValueError if `source` is not 0 on a mesh of several axes.
     """
     leaves, tree = pytree.tree_flatten(state)
     if source and mesh.ndim > 1:
         raise ValueError(
-            f"shard: source={source} on a mesh of {mesh.ndim} axes; only its first rank, 0, can be."
+            f"shard: source={source} on a mesh of {mesh.ndim} axes; only its first rank, 0, can be the source."
         )
     agree_on_state(mesh, axes, paths, leaves, source)
     device = torch.device(device) if device is not None else None
@@ -76,7 +80,7 @@ def shard_state(
         part = _part(_on_device(leaf), layout, mesh, leaf_axes, source, device)
         part = _on_host(part) if memory == "host" else part
         _meshes[part] = mesh
-        # Integers that a source has sent may be zeros, as an unwritten leaf is.
+        # Integers that a source has sent may all be 0, and then they look like an unwritten leaf.
         if source is None or part.is_floating_point():
             mark_unwritten(part, leaf)
         parts.append(part)
@@ -86,9 +90,9 @@ def shard_state(
 def unshard_state(
     state: State, mesh: DeviceMesh | AbstractMesh | None, axes: Sequence[Sequence[str]]
 ) -> State:
-    """Gather a state of DTensors into full tensors on every rank, which are copies. All ranks must call it.
+    """Gather a state of DTensors into full tensors, which are copies, on every rank. All ranks must call it.
 
-    `axes` are, for each leaf, the mesh axes over which transforms shard or replicate it.
+    `axes` has, for each leaf, the mesh axes over which transforms shard or replicate it.
     """
     if isinstance(mesh, DeviceMesh) and mesh.size() > 1:
         check_runs(mesh)
@@ -97,9 +101,9 @@ def unshard_state(
     full = []
     for x, leaf_axes in zip(leaves, axes):
         if isinstance(x, DTensor):
-            # Groups of GPUs gather what is on GPUs.
-            here = x.to_local().device
-            x = full_tensor(_on_device(x), leaf_axes).to(here, copy=True)
+            # The groups of a mesh of GPUs gather only what is on GPUs, so a leaf on the host is copied there and back.
+            device = x.to_local().device
+            x = full_tensor(_on_device(x), leaf_axes).to(device, copy=True)
         elif isinstance(x, torch.Tensor):
             x = copied(x)  # the next step would write into it
         full.append(x)
@@ -107,7 +111,7 @@ def unshard_state(
 
 
 def copied_state(state: State, memories: Sequence[MemoryKind]) -> State:
-    """A copy of a state in one process, with each tensor in its memory."""
+    """A copy of a state of one process, with each tensor in its memory."""
     leaves, tree = pytree.tree_flatten(state)
     copies = []
     for leaf, memory in zip(leaves, memories):
@@ -121,7 +125,7 @@ def copied_state(state: State, memories: Sequence[MemoryKind]) -> State:
 
 
 def _on_host(part: torch.Tensor) -> torch.Tensor:
-    """A part in the memory of the host. Its mesh remains that of the devices."""
+    """A copy of a part in the memory of the host, still on the mesh of the devices."""
     if not isinstance(part, DTensor):
         return copied_to_host(part)
     local = copied_to_host(part._local_tensor.detach())
@@ -129,7 +133,7 @@ def _on_host(part: torch.Tensor) -> torch.Tensor:
 
 
 def _on_device(leaf: Any) -> Any:
-    """A leaf of a state; of a DTensor in the memory of the host, a copy on the device of its mesh."""
+    """A leaf of a state; a DTensor in the memory of the host is copied to the device of its mesh."""
     if not isinstance(leaf, DTensor) or leaf.is_meta:
         return leaf
     device = leaf.device_mesh.device_type
@@ -146,7 +150,7 @@ def copied(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def full_tensor(leaf: DTensor, axes: Sequence[str]) -> torch.Tensor:
-    """A leaf whole on every rank; `axes` are those of its transform. Every rank must call it."""
+    """A whole leaf on every rank. `axes` are the axes of its transform. Every rank must call this."""
     user_sharding = UserSharding.of(leaf, axes)
     if user_sharding is None:
         return leaf.full_tensor()
@@ -168,14 +172,14 @@ def _part(
 ) -> torch.Tensor:
     """A leaf as a DTensor in its layout.
 
-    A full tensor may be the same on every rank, or valid only on rank `source`, which sends it, or a meta tensor, for
-    which memory is allocated and filled (see `meta_leaves`).
+    A full tensor may be equal on all ranks, or valid only on rank `source`, which sends it, or on meta. For a meta
+    tensor, memory is allocated and filled (see `meta_leaves`).
     """
     user_sharding = UserSharding.of(leaf, axes)
     if user_sharding is not None:
-        its_axes = set(zip(user_sharding.axes, user_sharding.sizes))
-        if not its_axes <= set(mesh_axes(mesh)):
-            user_sharding = None  # it comes from another mesh
+        user_axes = set(zip(user_sharding.axes, user_sharding.sizes))
+        if not user_axes <= set(mesh_axes(mesh)):
+            user_sharding = None  # the leaf comes from another mesh
     mesh = _leaf_mesh(mesh, axes, user_sharding)
     if isinstance(leaf, DTensor):
         return _in_layout(leaf, layout, mesh, user_sharding, device)
@@ -199,9 +203,9 @@ def _in_layout(
     user_sharding: UserSharding | None,
     device: torch.device | None,
 ) -> torch.Tensor:
-    """A copy of a DTensor of this or another mesh, in the given layout on `mesh`.
+    """A copy of a DTensor of this or another mesh, in `layout` on `mesh`.
 
-    If mesh or layout differ it communicates, so every rank must call it. The parts of a meta leaf are on `device`.
+    This communicates if mesh or layout differ, so every rank must call it. The parts of a meta leaf are on `device`.
     """
     placements = _placements(layout, mesh, user_sharding)
     is_same_mesh = leaf.device_mesh == mesh
@@ -224,17 +228,17 @@ def _in_layout(
 def _leaf_mesh(
     mesh: DeviceMesh, axes: Sequence[str], user_sharding: UserSharding | None
 ) -> DeviceMesh:
-    """The part of a mesh that a leaf lives on: the axes of its transform, and the step's own."""
-    of_mesh = {axis for axis, _ in mesh_axes(mesh)}
+    """The part of a mesh on which a leaf lives: the axes of its transform, and the step's own."""
+    mesh_names = {axis for axis, _ in mesh_axes(mesh)}
     names = {*axes, *(user_sharding.axes if user_sharding else ())}
-    of_leaf = {axis for axis in names if of_mesh.issuperset(members(axis))}
-    return submesh(mesh, of_leaf) if of_leaf else mesh
+    leaf_names = {axis for axis in names if mesh_names.issuperset(members(axis))}
+    return submesh(mesh, leaf_names) if leaf_names else mesh
 
 
 def _placements(
     layout: Layout, mesh: DeviceMesh, user_sharding: UserSharding | None = None
 ) -> list[Placement]:
-    """The placements of a leaf on the mesh that it lives on, from its layout and the step's own division."""
+    """The placements of a leaf on the mesh on which it lives, from its layout and the step's own division."""
     names = [axis for axis, _ in mesh_axes(mesh)]
     by_axis: dict[str, Placement] = dict.fromkeys(names, Replicate())
     if user_sharding is not None:
@@ -242,7 +246,7 @@ def _placements(
     for split in layout:
         if not isinstance(split, Split):
             continue
-        # The step cuts first, also along later axes of the mesh. A strided shard says so.
+        # The step cuts first, even along later axes of the mesh: a strided shard says so.
         parts = 1
         if user_sharding is not None:
             parts = user_sharding.parts_along(split.dim, names[names.index(split.axis) :])
@@ -256,7 +260,7 @@ def _placements(
 def _own_memory(
     x: torch.Tensor, mesh: DeviceMesh, device: torch.device | None, fill: Number
 ) -> torch.Tensor:
-    """A contiguous copy, or for a meta tensor memory that is filled with `fill`.
+    """A contiguous copy of a tensor; for a meta tensor, new memory filled with `fill`.
 
     The step overwrites its state, and must not overwrite the caller's tensors.
     """
@@ -311,7 +315,7 @@ def _gathered(leaf: DTensor, user_sharding: UserSharding) -> torch.Tensor:
 def _dtensor(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> DTensor:
-    # Without a shape, `from_local` takes all parts for equally large.
+    # Without a shape, `from_local` would assume that all parts are equally large.
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
@@ -335,9 +339,9 @@ def check_laid_out(
         axes: for each leaf of the state, the axes of the mesh over which transforms shard or replicate it.
         paths, leaves: the leaves of the arguments and their paths, those of the state first.
         layouts: the layouts of the leaves of the state.
-        lowered: whether the program is lowered. Its layouts omit the axes of size 1, so these are not compared.
+        lowered: whether the program is lowered. Then its layouts omit the axes of size 1, which are not compared.
 
-    Raises: TypeError that names the first leaves that are not laid out so.
+    Raises: TypeError that names the first leaves that are laid out differently.
     """
     expected: dict[tuple, tuple[DeviceMesh, list[Placement]]] = {}  # many leaves have equal layouts
     problems = []
@@ -347,8 +351,8 @@ def check_laid_out(
         user_sharding = UserSharding.of(leaf, leaf_axes)
         key = layout, user_sharding, leaf_axes
         if key not in expected:
-            of_leaf = _leaf_mesh(mesh, leaf_axes, user_sharding)
-            expected[key] = of_leaf, _placements(layout, of_leaf, user_sharding)
+            leaf_mesh = _leaf_mesh(mesh, leaf_axes, user_sharding)
+            expected[key] = leaf_mesh, _placements(layout, leaf_mesh, user_sharding)
         problem = _layout_problem(leaf, *expected[key], lowered)
         if problem:
             problems.append(f"  * {path}: {problem}\n")
@@ -364,7 +368,7 @@ def check_laid_out(
 def _layout_problem(
     leaf: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], lowered: bool
 ) -> str:
-    """How a leaf differs from the layout that it should have; empty if it does not."""
+    """How a leaf differs from its expected mesh and placements; empty if it does not."""
     if not isinstance(leaf, DTensor):
         return f"expected a DTensor {list(leaf.shape)} laid out {placements}, got a full tensor"
     if leaf.device_mesh != mesh:

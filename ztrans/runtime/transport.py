@@ -1,7 +1,7 @@
-"""What sends the messages of a program: gloo between CPUs, or streams next to compute on GPUs.
+"""Choose what sends the messages of a program: gloo between CPUs, or streams beside compute on GPUs.
 
-All ranks first `reserve` what a program needs: its channels, and on GPUs the symmetric memory. Then each rank makes
-the modules that start its collectives.
+All ranks first `reserve` what a program needs: its channels, and symmetric memory on GPUs. Then each rank makes the
+modules that start its collectives.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .process_groups import Channel, process_groups
 
 
 def side_streams(mesh: DeviceMesh) -> Streams | None:
-    """Streams in addition to the compute stream if the mesh is of CUDA devices, or None."""
+    """New streams beside the compute stream for a mesh of CUDA devices; None for other meshes."""
     if mesh.device_type != "cuda":
         return None
     groups = process_groups(mesh)
@@ -49,7 +49,7 @@ def reserve(mesh: DeviceMesh, graphs: Iterable[Graph], streams: Streams | None =
 
 
 def lane_count(graph: Graph, mesh: DeviceMesh | None, streams: Streams | None) -> int:
-    """The number of lanes of a program, with those of the collectives that the user's step calls itself.
+    """The number of lanes of a program, including the lanes of collectives that the user's step calls itself.
 
     On streams, hierarchical reductions have another lane for the level inside hosts.
     """
@@ -75,10 +75,18 @@ def start_module(
     lanes: int,
     inside: Channel | None = None,
 ) -> Start:
-    """The module that starts a collective equation of a program with so many lanes, on `streams` if there are any.
+    """The module that starts a collective equation.
 
-    It sends nothing: what carries the messages has been decided by `reserve`. `inside` carries the first level of a
-    hierarchical reduction. Without a channel the module can be printed, not called.
+    Making it sends nothing: `reserve` has decided what carries the messages.
+
+    Args:
+        eqn: the equation.
+        sizes: the sizes of the mesh axes.
+        coordinates: this rank's index along each of them.
+        channel: the channel of the messages. Without one the module can be printed, not called.
+        streams: the streams of the collectives on GPUs.
+        lanes: the number of lanes of the program.
+        inside: the channel of the first level of a hierarchical reduction on GPUs.
     """
     if streams is None or channel is None:
         return Start(eqn, sizes, coordinates, channel)

@@ -1,4 +1,4 @@
-"""A hash of what the new state depends on, which ranks compare. It is the same for every size of the batch."""
+"""Hash what the new state depends on, for ranks to compare. The hash is the same for every size of the batch."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from ..ir.printer import one_line
 from ..ir.structure import elements
 from ..ir.varying import replicated_equations
 
-# Roles of collectives whose members may have the shape of the batch.
+# Roles of collectives whose members may have the size of the batch.
 _BATCH_SIZED = ("output", "pmean")
 
 
 def update_hash(graph: Graph) -> str:
-    """A hash of the update of the state, with its constants. It must be equal on all ranks, or states would diverge.
+    """A hash of the update of the state, with its constants. If it differed between ranks, their states would diverge.
 
     Values are numbered in order, because a batch of another size may give them other names.
     """
     digest = hashlib.sha256()
-    sized = _batch_sized(graph)
-    of_state = replicated_equations(graph)
+    batch_sized = _batch_sized(graph)
+    replicated = replicated_equations(graph)
     # Without reductions of gradients, the new state depends on all of forward, which may differ along the step's own
     # axes. Then only the update is hashed.
-    reduces = any(role(e) == "grad" for e in graph.eqns)
+    reduces_grads = any(role(e) == "grad" for e in graph.eqns)
     numbers: dict[Var, Any] = {v: v.name for v in graph.inputs}
     for e in graph.eqns:
-        if e not in of_state or e.provenance is not None:
+        if e not in replicated or e.provenance is not None:
             continue
-        if e.region != "update" and not reduces:
+        if e.region != "update" and not reduces_grads:
             continue
-        if any(out in sized for out in e.outs):
+        if any(out in batch_sized for out in e.outs):
             continue
 
         leaves, tree = pytree.tree_flatten((e.args, dict(e.kwargs)))
@@ -53,10 +53,10 @@ def _batch_sized(graph: Graph) -> set[Var]:
     sized = set(graph.batch)
     for e in graph.eqns:
         if e.provenance is not None:
-            depends = e.provenance.role in _BATCH_SIZED
+            is_sized = e.provenance.role in _BATCH_SIZED
         else:
-            depends = is_random(e) or any(v in sized for v in e.ins)
-        if depends:
+            is_sized = is_random(e) or any(v in sized for v in e.ins)
+        if is_sized:
             sized.update(e.results)
     return sized
 
@@ -74,4 +74,4 @@ def _literal(x: Any, numbers: dict[Var, Any]) -> Any:
 
 def _constants(e: Eqn) -> bytes:
     """The contents of the constant tensors of an equation, such as those of torch.tensor(...) in the step."""
-    return b"".join(map(elements, instances((e.args, e.kwargs), torch.Tensor)))
+    return b"".join(elements(x) for x in instances((e.args, e.kwargs), torch.Tensor))

@@ -1,4 +1,4 @@
-"""The connection of a rank to the process that watches over it: what the rank reports, and how it ends.
+"""Connect a rank to the process that watches over it: report the steps of the rank, and end it.
 
 `watching` is the other side. A mesh of several GPUs has a `Watcher` on each rank, from the first call that needs its
 process groups to the end of the program. A thread of the rank reports which steps the GPU has ended. While a launch
@@ -27,14 +27,14 @@ import torch.distributed as dist
 from . import watching
 from .in_flight import InFlight
 
-_MOST_TEXT = 2000  # bytes of an error; a pipe takes 4096 at once
-_STARTS_WITHIN = 60.0  # seconds for the process that watches to start: it imports torch
-_SILENT = 10.0  # seconds at the end of a program before it logs that it waits for other ranks
+_MAX_TEXT = 2000  # bytes of an error; a pipe takes 4096 at once
+_START_TIMEOUT = 60.0  # seconds for the process that watches to start: it imports torch
+_SILENT_WAIT = 10.0  # seconds at the end of a program before it logs that it waits for other ranks
 _logger = logging.getLogger("ztrans")
 
 
 class Place(NamedTuple):
-    """Where a rank meets the others: a store, a key in it that no other mesh and no earlier run has, and a time-out."""
+    """Where a rank meets the others: a store, a key in it that is unique to this mesh and run, and a time-out."""
 
     store: dist.Store
     key: str
@@ -43,7 +43,7 @@ class Place(NamedTuple):
     timeout: float
 
     def described(self) -> str:
-        """The place as text, from which another process connects to the store.
+        """The place as text, with which another process can connect to the store.
 
         Raises: ValueError if the store is in the memory of this process.
         """
@@ -56,8 +56,8 @@ class Place(NamedTuple):
             address = {"path": cast(Any, store).path}
         else:
             raise ValueError(f"{type(store).__name__}: no other process can read this store")
-        # torch prefixes the keys of a store with the number of the restart, which the other process does not know. So
-        # the ranks agree on a key through the store with its prefixes, and use it without them.
+        # Torch prefixes the keys of a store with the number of the restart, which the other process does not know. So
+        # the ranks agree on a random key, through the store with its prefixes, and use it in the store without them.
         token = self.store.compare_set(f"{self.key}/token", "", os.urandom(8).hex())
         numbers = {"rank": self.rank, "ranks": self.ranks, "timeout": self.timeout}
         key = f"ztrans/{token.decode()}"
@@ -68,13 +68,13 @@ class Watcher:
     """The connection of a rank to the process that watches over it.
 
     Attributes:
-        failure: how this rank has failed; empty while it has not. After that no step of the mesh runs.
+        failure: how this rank has failed; empty if it has not. After a failure no step of the mesh runs.
     """
 
     def __init__(
         self, place: Place, in_flight: InFlight, before_leaving: Callable[[], None]
     ) -> None:
-        """Start the process. `before_leaving` ends what the last step has left in progress, at the end of the program.
+        """Start the process. At the end of the program, `before_leaving` ends what the last step has left in progress.
 
         Raises: ValueError if no other process can read the store.
         """
@@ -84,8 +84,8 @@ class Watcher:
         self.before_leaving = before_leaving
         self._owner = os.getpid()
         self._has_left = False
-        # -P: the script cannot import the files beside it. A session of its own: Ctrl-C, and the SIGTERM with which
-        # torchrun ends a worker, reach the rank alone, and the process that watches sees whether the rank goes on.
+        # -P: the script does not import files from its folder by accident. A session of its own: Ctrl-C, and the
+        # SIGTERM with which torchrun ends a worker, reach only the rank, and the other process sees whether it goes on.
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(Path(watching.__file__)), place.described()],
             stdin=subprocess.PIPE,
@@ -99,7 +99,7 @@ class Watcher:
         atexit.register(self.leave)
 
     def launched(self) -> None:
-        """Report that the host begins to launch a step. Reported again, as in a profile, it restarts the time-out."""
+        """Report that the host begins to launch a step. A second report, as in a profile, restarts the time-out."""
         self._say(f"launched {self.in_flight.launched}")
 
     def fail(self, text: str) -> None:
@@ -109,11 +109,11 @@ class Watcher:
             self._say(f"failed {_json(text)}")
 
     def lost(self, text: str) -> NoReturn:
-        """End this process, because it has lost another rank. `text` is what the backend says about that."""
+        """End this process, because it has lost another rank. `text` is the backend's text about that."""
         self._say(f"lost {_json(text)}")
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_STARTS_WITHIN)
-        time.sleep(watching.LOOK)  # the thread that ends this process has the better text
+            self._process.wait(_START_TIMEOUT)
+        time.sleep(watching.INTERVAL)  # the thread that ends this process has the better text
         end_process(f"ztrans: rank {self.place.rank} ends, because it has lost other ranks: {text}")
 
     def leave(self) -> None:
@@ -136,7 +136,7 @@ class Watcher:
             return
         self._say("left")
         try:
-            self._process.wait(_SILENT)
+            self._process.wait(_SILENT_WAIT)
         except subprocess.TimeoutExpired:
             _logger.warning(
                 "ztrans: the program of rank %d has ended. It waits for those of the other ranks, for %.0f s at most.",
@@ -154,18 +154,18 @@ class Watcher:
             self._say("left")
 
     def _say(self, line: str) -> None:
-        # If the process has ended, the thread has warned of that. A full pipe loses this line, and a later one has the
-        # next number.
+        # If the process has ended, the thread has warned of that. A full pipe loses this line, but a later line has
+        # the next number.
         with contextlib.suppress(BrokenPipeError, BlockingIOError):
             os.write(self._input, f"{line}\n".encode())
 
     def _report(self) -> None:
-        """Report which steps have ended, until the process that watches ends, or says why this process must end."""
+        """Report ended steps until the process that watches ends. It may send a text, with which this process ends."""
         output = cast(IO[bytes], self._process.stdout).fileno()
         answers = select.poll()
         answers.register(output, select.POLLIN)
         ended = 0
-        while not answers.poll(watching.LOOK * 1000):
+        while not answers.poll(watching.INTERVAL * 1000):
             if self.in_flight.look() > ended:
                 ended = self.in_flight.ended
                 self._say(f"ended {ended}")
@@ -184,7 +184,7 @@ class Watcher:
 
 @contextlib.contextmanager
 def watched(watcher: Watcher | None) -> Iterator[None]:
-    """Launch a step, and record an event after it. Without a watcher, as on CPUs, nothing is recorded."""
+    """Report the launch of a step, and record an event after it. Without a watcher, as on CPUs, do nothing."""
     if watcher is None:
         yield
         return
@@ -197,7 +197,7 @@ def watched(watcher: Watcher | None) -> Iterator[None]:
 
 
 def end_process(text: str) -> NoReturn:
-    """End this process with a text, and without destructors: they would wait for kernels that never end."""
+    """End this process with a text, without destructors, which would wait for kernels that never end."""
     _logger.critical(text)
     if logging.getLogger().handlers or _logger.handlers:  # the text may have gone to a file
         print(text, file=sys.stderr)
@@ -208,10 +208,11 @@ def end_process(text: str) -> NoReturn:
 
 
 def described(error: BaseException) -> str:
-    """An error in words, with all lines of its text."""
+    """The class of an error, and all lines of its text."""
     text = str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _json(text: str) -> str:
-    return json.dumps(text.encode()[:_MOST_TEXT].decode(errors="ignore"), ensure_ascii=False)
+    """A text as JSON, in one line, cut to `_MAX_TEXT` bytes."""
+    return json.dumps(text.encode()[:_MAX_TEXT].decode(errors="ignore"), ensure_ascii=False)

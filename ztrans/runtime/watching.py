@@ -1,21 +1,21 @@
-"""A process that watches over one rank of a mesh of GPUs, and ends it when another rank is lost.
+"""Watch over one rank of a mesh of GPUs, from another process, and end the rank when another one is lost.
 
 On GPUs a lost rank ends all processes, with the text of the first error. A rank that waits for another one may be
 inside a kernel, or inside a launch that holds the GIL, so no thread of the rank is certain to run. This process needs
-nothing from the rank but its id. `watch.Watcher` starts it, and sends it these lines:
+only the id of the rank's process. `watch.Watcher` starts it, and sends it these lines:
 
     launched N      the host begins to launch step N
     ended N         the GPU has ended N steps
     failed TEXT     the rank has failed, and raises its own error
-    lost TEXT       the host has lost its connection to another rank, and waits to be ended
+    lost TEXT       the host has lost its connection to another rank, and waits until its process is ended
     left            the program of the rank is about to end, and the GPU has ended all of its steps
 
 The ranks meet in the store of torch.distributed, twice a second:
 
     any             there is something to read
-    failure         the first failure: a rank and its text. Every other rank ends with it
+    failure         the first failure: a rank and its text, with which every other rank ends
     left            the first rank whose program has ended, and the number of its steps
-    number left     how many programs have ended
+    number left     the number of programs that have ended
 
 | who notices | what | what happens |
 |---|---|---|
@@ -40,10 +40,10 @@ import time
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-LOOK = 0.5  # seconds between two looks; each asks the store once
+INTERVAL = 0.5  # seconds between two looks, each of which asks the store once
 # The share of the time-out that a step may take. After the whole of it, PyTorch would end the process without a reason.
-_SHARE = 0.9
-_PATIENCE = 5.0  # seconds that a lost rank has to report why
+_TIMEOUT_SHARE = 0.9
+_REPORT_TIMEOUT = 5.0  # seconds that a lost rank has to report why
 _GRACE = 3.0  # seconds that the rank has to log the text, flush its output and end by itself
 _STEPS_DIFFER = (
     "Every rank must take the same number of steps. If data ends earlier on some ranks, stop all ranks together, or "
@@ -66,13 +66,13 @@ class Store(Protocol):
 
 
 class Watch:
-    """What this process knows of its rank, and what it decides.
+    """What this process knows of its rank, and decides about it.
 
     Attributes:
-        launched, ended: numbers of steps of the rank.
-        since: when the rank has sent its last line.
+        launched, ended: the number of steps that the rank has launched, and that its GPU has ended.
+        last_line_at: when the rank has sent its last line.
         failure: how this rank has failed; empty if it has not.
-        lost: what the backend says about a rank that is lost, and since when; None if none is.
+        lost: the backend's text about a lost rank, and when it arrived; None if no rank is lost.
         has_left: whether the program of the rank is about to end.
     """
 
@@ -83,7 +83,7 @@ class Watch:
         self.timeout = timeout
         self.launched = 0
         self.ended = 0
-        self.since = now
+        self.last_line_at = now
         self.failure = ""
         self.lost: tuple[str, float] | None = None
         self.has_left = False
@@ -91,7 +91,7 @@ class Watch:
 
     def hear(self, line: str, now: float) -> None:
         """Read a line of the rank."""
-        self.since = now
+        self.last_line_at = now
         word, _, rest = line.partition(" ")
         if word == "launched":
             self.launched = int(rest)
@@ -105,12 +105,12 @@ class Watch:
             self.has_left = True
 
     def look(self, now: float, is_running: bool) -> str | None:
-        """Why the rank must end; an empty text if it may go on; None if this process has nothing more to do."""
+        """Decide why the rank must end: an empty text if it may go on, None if this process has nothing more to do."""
         if not is_running and not self.has_left and not self.failure:
             self.failure = _WITHOUT_A_WORD
         if self.failure:
             self._say_failure(self.failure)
-            return "" if is_running else None  # it raises its own error
+            return "" if is_running else None  # the rank raises its own error
         if self.has_left:
             return self._look_after_leaving(is_running)
         problem = self._problem(now)
@@ -122,6 +122,7 @@ class Watch:
         return f"rank {rank} {text}."
 
     def _look_after_leaving(self, is_running: bool) -> str | None:
+        """The decision, as `look` returns it, about a rank whose program is about to end."""
         if "left" not in self._published:
             self._published.add("left")
             self.store.compare_set("left", "", json.dumps([self.rank, self.launched]))
@@ -133,16 +134,13 @@ class Watch:
         return ""
 
     def _problem(self, now: float) -> str:
-        """What this process finds wrong with its rank; empty if nothing."""
+        """What is wrong with the rank: text that follows its name; empty if nothing is."""
         if self.lost is not None:
-            text, since = self.lost
-            return (
-                f"has lost other ranks, which said nothing: {text}"
-                if now - since > _PATIENCE
-                else ""
-            )
-        seconds = now - self.since
-        if self.launched > self.ended and seconds > _SHARE * self.timeout:
+            text, lost_at = self.lost
+            is_late = now - lost_at > _REPORT_TIMEOUT
+            return f"has lost other ranks, which said nothing: {text}" if is_late else ""
+        seconds = now - self.last_line_at
+        if self.launched > self.ended and seconds > _TIMEOUT_SHARE * self.timeout:
             return (
                 f"has waited {seconds:.0f} s for step {self.ended + 1} to end, nine tenths of the time-out of the "
                 f"process group, and no rank said why: one may be stopped, or busy with something else"
@@ -157,6 +155,7 @@ class Watch:
         return ""
 
     def _say_failure(self, text: str) -> None:
+        """Put a failure of the rank into the store, unless another one is there."""
         if "failure" not in self._published:
             self._published.add("failure")
             self.store.compare_set("failure", "", json.dumps([self.rank, text]))
@@ -164,7 +163,7 @@ class Watch:
 
 
 def connect(place: dict[str, Any]) -> Store:
-    """The store that a rank has described: a connection of this process's own."""
+    """A connection of this process to the store that its rank has described."""
     import torch.distributed as dist
 
     store: dist.Store
@@ -176,7 +175,7 @@ def connect(place: dict[str, Any]) -> Store:
 
 
 def lines_within(seconds: float) -> Iterator[str]:
-    """The lines that the rank has sent. It waits for the first one, and yields none if the rank has closed its end."""
+    """The lines that the rank sends. Waits for the first one, for at most `seconds`; none if the pipe is closed."""
     ready, _, _ = select.select([0], [], [], seconds)
     data = os.read(0, 1 << 16) if ready else b""
     if ready and not data:
@@ -187,7 +186,7 @@ def lines_within(seconds: float) -> Iterator[str]:
 
 
 def end(process: int, text: str) -> None:
-    """End the rank with this text. It ends by itself, or is killed, as when a launch holds the GIL."""
+    """End the rank with this text. It ends by itself, or is killed if it does not, as when a launch holds the GIL."""
     os.write(1, text.encode())
     os.close(1)
     until = time.monotonic() + _GRACE
@@ -199,7 +198,7 @@ def end(process: int, text: str) -> None:
 
 
 def main() -> None:
-    """Watch over the rank that is described by the first argument, until it has ended."""
+    """Watch over the rank that the first argument describes, until it has ended."""
     place = json.loads(sys.argv[1])
     rank = place["rank"]
     try:
@@ -210,7 +209,7 @@ def main() -> None:
         try:
             if watch is None:
                 raise RuntimeError("no connection")
-            for line in lines_within(LOOK):
+            for line in lines_within(INTERVAL):
                 watch.hear(line, time.monotonic())
             cause = watch.look(time.monotonic(), os.getppid() == place["process"])
         except RuntimeError:  # of the store
