@@ -123,7 +123,7 @@ def test_ranks_with_different_first_states_raise_an_error():
         )
         assert "  Rank 1 has 15 leaves and rank 0 has 16" in rank.reports["leaves"]["text"]
         assert (
-            "Of an optimizer that divides its state over ranks itself, use its single-device class"
+            "If the optimizer divides its state over ranks itself, use its single-device class"
             in rank.reports["leaves"]["text"]
         )
         assert "on meta, without values on rank 1" in rank.reports["meta"]["text"]
@@ -238,7 +238,7 @@ def test_the_other_ranks_fail_at_once_when_a_rank_is_killed():
     assert second.code == -9 and first.code == 0, first.errors[-3000:]
     assert first.reports["failed"]["after"] < 3
     assert (
-        "Rank 1 said nothing: its program has ended, or it was killed, is out of memory, stopped, or busy"
+        "Rank 1 said nothing: the program there has ended, or it was killed, is out of memory, stopped, or busy"
         in first.reports["failed"]["text"]
     )
     check_torn(first.reports, "Rank 1 said nothing")
@@ -361,7 +361,7 @@ def test_the_error_says_when_the_data_of_one_rank_has_ended():
     first, second = ended_well(launch("ends_early", 2))
     assert not second.reports["last step"]["kind"]
     text = first.reports["last step"]["text"]
-    assert "Rank 1 said nothing: its program has ended, or it was killed" in text
+    assert "Rank 1 said nothing: the program there has ended, or it was killed" in text
     assert "If data ends earlier on some ranks, stop all ranks together" in text
 
 

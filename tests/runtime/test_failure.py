@@ -229,7 +229,7 @@ def test_the_error_of_a_lost_rank_says_the_cause():
     failed = "failed in step 1 of blended_step with ValueError"
     assert explain_loss({2: "", 1: failed}, [3]) == [f"Rank 1 {failed}."]
     silent, advice = explain_loss({2: ""}, [1, 3])
-    assert silent.startswith("Ranks 1, 3 said nothing: its program has ended, or it was killed")
+    assert silent.startswith("Ranks 1, 3 said nothing: the program there has ended, or it")
     assert advice.startswith("Every rank must take the same number of steps.")
     assert explain_loss({2: ""}, []) == []
 

@@ -81,9 +81,7 @@ class Emission:
     device: torch.device | None = None  # where the program runs; None is a CPU
     in_place: Collection[Eqn] = ()  # the equations that overwrite an argument
     inputs: Collection[Var] = ()  # of the program
-    numbers: Iterator[int] = field(
-        default_factory=itertools.count
-    )  # make names of attributes unique
+    numbers: Iterator[int] = field(default_factory=itertools.count)  # for unique attribute names
     # The names and submodules of attention, by structure.
     attentions: dict[Hashable, tuple[str, FlexAttention]] = field(default_factory=dict)
     # The vector of several scalars, by these scalars, and the nodes that unpack such vectors.
@@ -291,7 +289,7 @@ def to_fx(
     _put_copies(emission, graph, copies)
     out.output([emission.output(x) for x in graph.outputs])
     _add_metadata(units, [nodes[begin:end] for begin, end in pairwise(ends)])
-    for node in reversed(emission.elements):
+    for node in reversed(emission.elements):  # in reverse, because a scalar reads its vector
         if not node.users:
             out.erase_node(node)
     return fx.GraphModule(emission.module, out, graph.name)
@@ -410,19 +408,21 @@ def _is_one_call(group: EqnGroup, donated: Donation) -> bool:
         first, *others = eqn.ins
         overwritten.add(donated.owner[first])
         other_inputs.update(donated.owner[v] for v in others)
-    is_apart = len(overwritten) == len(group) and not overwritten & other_inputs
-    return is_apart and list_call(in_place_eqns, in_place=True) is not None
+    are_independent = len(overwritten) == len(group) and overwritten.isdisjoint(other_inputs)
+    return are_independent and list_call(in_place_eqns, in_place=True) is not None
 
 
 def _in_place_eqns(group: EqnGroup, donated: Donation) -> list[Eqn] | None:
     """The in-place forms of equal equations, with the overwritten argument first; None without such a form of each."""
     in_place_eqns = []
     for eqn in group:
-        in_place = donated.in_place_ops.get(eqn)
-        first = overwriting_first(eqn, in_place) if in_place is not None else None
-        if first is None:
+        in_place_op = donated.in_place_ops.get(eqn)
+        if in_place_op is None:
             return None
-        in_place_eqns.append(first)
+        in_place_eqn = overwriting_first(eqn, in_place_op)
+        if in_place_eqn is None:
+            return None
+        in_place_eqns.append(in_place_eqn)
     return in_place_eqns
 
 
@@ -432,7 +432,7 @@ def _first_write(
     donated: Donation,
     state: Sequence[Var],
 ) -> _Unit | None:
-    """The first unit that overwrites the state."""
+    """The first unit that overwrites the state; None if no unit does."""
     leaves = set(state)
     for unit in units:
         if unit.eqns in kernels:
@@ -589,7 +589,8 @@ def _emit_over_vector(emission: Emission, eqns: EqnGroup) -> list[list]:
     first = eqns[0]
     columns = list(zip(*(eqn.args for eqn in eqns)))
     are_vectors = [isinstance(column[0], Var) and len(set(column)) > 1 for column in columns]
-    # A scalar tensor promotes the dtype of another scalar, but not of a vector, so vectors are cast first.
+    # A scalar tensor promotes the dtype of another scalar, but not of a vector, so vectors are cast first. The
+    # condition of `where` promotes nothing.
     has_condition = op_name(first.op) == "where"
     dtypes = {v.dtype for v in first.args[has_condition:] if isinstance(v, Var)}
     dtype = functools.reduce(torch.promote_types, dtypes)
@@ -601,6 +602,7 @@ def _emit_over_vector(emission: Emission, eqns: EqnGroup) -> list[list]:
             if column[0].dtype != dtype and not (has_condition and k == 0):
                 x = emission.emit(CAST, (x,), {"dtype": dtype})
         elif isinstance(x, Var) and not any(are_vectors):
+            # The equations share all arguments: an expanded one makes the result a vector.
             x = emission.emit(aten.expand.default, (x, [len(eqns)]), {})
         args.append(x)
     call = emission.emit(first.op, args, first.kwargs)

@@ -114,6 +114,7 @@ class Works:
     channel: Channel
 
     def wait(self) -> None:
+        # Begin all second levels before the wait for any of them.
         self.channel.advance()
         for work in self.works:
             if isinstance(work, HierarchicalMessage):
@@ -153,6 +154,22 @@ class Start(torch.nn.Module):
 
     A large member is a message of its own; all small members are packed into one message (see `is_sent_alone`). Without
     a channel the module can be printed, but not called.
+
+    Attributes:
+        size, rank: the number of ranks along the axis, and the index of this rank.
+        outs: the values of the members after the wait.
+        dim: the dim along which the members, or the values, are split.
+        wire: the dtype of the messages.
+        partial: the dtype in which hosts send their sums to each other.
+        reduction_of_hosts: the reduction that each host computes and sends to the others, with two levels.
+        divisor: the number by which a sum is divided to give the mean.
+        way: the way of the messages between ranks (see `ir.routes`).
+        gather_way: the way of a gather, or of the parts of a total.
+        transport: the text for the printed program. A subclass has a `Transport`.
+        shapes: for each value, unsplit along the axis, its shape with the split dim first.
+        part_sizes: for each value, the number of elements of a padded part.
+        members_by_message: for each message, the positions of its members.
+        sends_without_copy: for each member, whether it is sent from its own memory.
     """
 
     def __init__(
@@ -182,13 +199,10 @@ class Start(torch.nn.Module):
         hosts = channel.hosts if channel is not None else Hosts(self.size)
         route = route_of(eqn, sizes, hosts, self.is_gloo)
         self.way = route.way
-        # With two levels, the reduction that each host computes, and sends to the others.
         self.reduction_of_hosts = reduction_of_hosts(self.reduction, self.partial)
         self.divisor = self._divisor(hosts, route.way == HIERARCHICAL)
-        self.gather_way = route.gather_way or route.way  # of a gather, or of the parts of a total
-        # Shown in the printed program. A subclass has a `Transport`.
+        self.gather_way = route.gather_way or route.way
         self.transport: Any = route if hosts.count > 1 and route.way != RING else None
-        # By value, unsplit along this axis: its shape with the split dim first, and the elements of a padded part.
         self.shapes = []
         self.part_sizes = []
         for v in self.outs:

@@ -116,7 +116,7 @@ def check_launched(groups: ProcessGroups | None, name: str) -> None:
 
 
 def marker(leaves: Sequence[Any]) -> Callable[[str], None]:
-    """A function that records the cause for which this state is half updated, without keeping the state alive."""
+    """A function that records why this state is half updated. It does not keep the state alive."""
     # The next state may share only some of these leaves.
     references = [weakref.ref(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
@@ -191,7 +191,7 @@ def one_thread(lock: threading.RLock, name: str) -> Iterator[None]:
     """
     if not lock.acquire(blocking=False):
         raise RuntimeError(
-            f"{name}: another thread runs a step of this mesh. Their messages would be taken for each other's.\n"
+            f"{name}: another thread runs a step of this mesh. The messages of the two steps would mix.\n"
             f"Run the steps of one mesh from one thread."
         )
     try:
@@ -293,8 +293,8 @@ def explain_loss(notes: Mapping[int, str], silent: Sequence[int]) -> list[str]:
     causes = [f"Rank {rank} {note}." for rank, note in sorted(notes.items()) if note]
     if silent and not causes:
         causes = [
-            f"{rank_names(silent).capitalize()} said nothing: its program has ended, or it was killed, is out of "
-            f"memory, stopped, or busy with something else. See the log there.",
+            f"{rank_names(silent).capitalize()} said nothing: the program there has ended, or it was killed, is out of "
+            f"memory, stopped, or busy with something else. See its log.",
             f"Every rank must take the same number of steps. If data ends earlier on some ranks, {STOP_TOGETHER}",
         ]
     return causes

@@ -121,8 +121,8 @@ def _path_difference(by_rank: Mapping[int, Sequence[Leaf]]) -> str:
         if [leaf.path for leaf in leaves] != [leaf.path for leaf in first_leaves]:
             return (
                 f"  Rank {rank} has {len(leaves)} leaves and rank {first} has {len(first_leaves)}, or they "
-                f"have other names.\nBuild the same model and optimizer on every rank. Of an optimizer that "
-                f"divides its state over ranks itself, use its single-device class."
+                f"have other names.\nBuild the same model and optimizer on every rank. If the optimizer divides its "
+                f"state over ranks itself, use its single-device class."
             )
     return ""
 

@@ -337,7 +337,7 @@ def check_laid_out(
         name: the name of the step, for the error.
         mesh: the mesh of the step.
         axes: for each leaf of the state, the axes of the mesh over which transforms shard or replicate it.
-        paths, leaves: the leaves of the arguments and their paths, those of the state first.
+        paths, leaves: the leaves of all arguments and their paths, first the leaves of the state.
         layouts: the layouts of the leaves of the state.
         lowered: whether the program is lowered. Then its layouts omit the axes of size 1, which are not compared.
 

@@ -73,5 +73,5 @@ def _literal(x: Any, numbers: dict[Var, Any]) -> Any:
 
 
 def _constants(e: Eqn) -> bytes:
-    """The contents of the constant tensors of an equation, such as those of torch.tensor(...) in the step."""
+    """The contents of the constant tensors of an equation, such as torch.tensor(...) in the step."""
     return b"".join(elements(x) for x in instances((e.args, e.kwargs), torch.Tensor))
