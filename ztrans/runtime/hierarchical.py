@@ -70,7 +70,7 @@ class HierarchicalMessage:
             self._wait_for_level()
             self._works = ()  # it keeps the received buffers alive
             self._works = self._next_levels[0]()
-            del self._next_levels[0]
+            del self._next_levels[0]  # not before: if this level fails, the next wait must fail too
 
     def _wait_for_level(self) -> None:
         with self._channel.errors():
